@@ -6,11 +6,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mycli.cli.command import Call, subject_of
+from mycli.cli.reasons import reason
 from mycli.cli.text.format import experts_held
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.config import EngineConfig
-from mycli.runtime.errors import NotFoundError
+from mycli.runtime.errors import Declined, NotFoundError
 from mycli.runtime.hub.names import is_hub_name, split_file, split_name
 from mycli.runtime.hub.resolve import resolve
 from mycli.runtime.open import OpenedModel, OpenReport, add_adapter, open_model
@@ -28,8 +29,8 @@ class _Announcements(OpenReport):
         self._call, self._config = call, config
         self._placement: Placement | None = None
 
-    def warn(self, text: str) -> None:
-        self._call.out.warn(text)
+    def warn(self, warning: str | Declined) -> None:
+        self._call.out.warn(warning)
 
     def note(self, text: str) -> None:
         self._call.out.note(text)
@@ -110,5 +111,5 @@ def announce_build(call: Call, placement: "Placement") -> None:
 
     if placement.device.type == "cpu" and must_be_built():
         call.out.note("building the CPU kernels, once: this takes about a minute")
-        if isinstance(reason := native(), str):
-            call.out.warn(f"the CPU kernels could not be built, so replies are slower: {reason}")
+        if isinstance(declined := native(), Declined):
+            call.out.warn(f"the CPU kernels could not be built, so replies are slower: {reason(declined)}")

@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
+from mycli.cli.reasons import reason
 from mycli.cli.remedies import Subject, remedy
 from mycli.cli.text.json_lines import error_fields, json_line
 from mycli.cli.text.layout import WordWrap, broken, fitting, pad, table_lines, table_width, width
 from mycli.cli.text.line_editing import typed_line
 from mycli.cli.text.progress import Lines, LiveMarkdown, Progress, bar, reading
-from mycli.runtime.errors import ResourceError, UsageError, UserError
+from mycli.runtime.errors import Declined, ResourceError, UsageError, UserError
 from mycli.runtime.utils.sanitize import one_line, sanitize
 
 
@@ -220,8 +221,9 @@ class Output:
         if self.verbose:
             self.note(text)
 
-    def warn(self, text: str) -> None:
+    def warn(self, warning: str | Declined) -> None:
         """Something that may spoil the result; never hidden."""
+        text = reason(warning) if isinstance(warning, Declined) else warning
         self._say(self._lines(f"warning: {text}"))
 
     @contextmanager

@@ -4,10 +4,107 @@ from collections.abc import Mapping
 
 from mycli.runtime.errors import Declined
 
-# code -> message; the fields in braces are the values of `Declined.data`
-REASONS: Mapping[str, str] = {}
+# code -> message, which follows the name of the kernel or pass; the fields in braces are the values of `Declined.data`
+REASONS: Mapping[str, str] = {
+    # the native library of the CPU
+    "no-native-library": "compiling failed: {compile}; prebuilt: {prebuilt}",
+    "no-prebuilt-library": "the installation contains no prebuilt library",
+    "no-prebuilt-for-processor": "the installation contains no prebuilt library for {instructions} instructions",
+    "prebuilt-from-other-sources": "the prebuilt library was made from other sources ({file} is missing)",
+    "no-compiler": "no GNU C++ compiler found (install g++, or set CXX)",
+    "no-openmp": "torch has loaded no OpenMP library",
+    "compiles-on-linux-only": "the library is compiled on Linux only, not on {system}",
+    "compiler-timeout": "{compiler} took more than {seconds} s",
+    "compiler-failed": "{compiler} failed: {error}",
+    "system-error": "{error}",
+    # what any kernel may need
+    "not-on-cpu": "runs on the CPU only, not on {device}",
+    "not-on-cuda": "runs on CUDA devices only, not on {device}",
+    "tensors-not-on-cpu": "supports only tensors on the CPU",
+    "cpu-floats-only": "supports only bf16 and fp32 on the CPU",
+    "cpu-without-gradient": "supports only bf16 and fp32 on the CPU, without a gradient",
+    "cpu-contiguous-without-gradient": "supports only contiguous tensors on the CPU, without a gradient",
+    "no-gradient": "has no backward pass, and a tensor requires a gradient",
+    "fp32-outside-inference": "computes fp32 in inference mode only",
+    "activation-dtype": "{dtype} activations are not supported",
+    "rows-not-contiguous": "supports only contiguous rows",
+    "rows-not-whole-vectors": "supports only contiguous rows whose length is a multiple of {multiple}",
+    # products of packed and dense weights
+    "inputs-not-multiple": "{inputs} input features are not a multiple of {multiple}",
+    "outputs-not-multiple": "{outputs} output features are not a multiple of {multiple}",
+    "group-not-multiple": "groups of {group} inputs are not a multiple of {multiple}",
+    "packing-not-integers": "supports integers of {bits} bits and E2M1, in groups that are a multiple of {multiple}, "
+    "not {packing}",
+    "packing-not-int4-groups": "supports int4 in groups, not {packing}",
+    "packing-not-a-table": "supports 8-bit floats and tables of 16 values, not {packing}",
+    "packing-group-not-multiple": "supports groups that are a multiple of {multiple}, not {packing}",
+    "dense-product-types": "supports bf16 times bf16 and fp32 times fp32, on the CPU only",
+    "dense-weight-layout": "supports only contiguous weights whose input features are a multiple of {multiple}",
+    "compute-capability": "kernels for packed weights need compute capability {needed}; this device has {found}",
+    "only-for-older-gpus": "is for GPUs below compute capability {capability}; here weights stay packed",
+    "untested-on-amd": "has never been run on an AMD GPU",
+    "triton-not-installed": "the package triton is not installed",
+    "other-cuda-device": "launches on cuda:{current}, the device of this thread, not on {device}",
+    "kernel-raises": "failed on this machine: {error}",
+    "product-check-failed": "is wrong on this machine: a product of {packing} is off by {error:.1%}",
+    "weights-unpacked": "{reason}; packed weights are stored as {dtype}, which takes more memory",
+    "weights-decoded-every-pass": "no kernel multiplies {packing} weights here; each pass decodes them, which is slow "
+    "({kernel}: {reason})",
+    # norms, activations, rotation
+    "norm-gain-layout": "supports only a contiguous gain in the dtype of the input or fp32",
+    "gate-layout": "supports only gates in the dtype of the input, without a gradient",
+    "rotates-bf16-only": "rotates bf16 only",
+    "rotary-table-shapes": "supports only tables of cosines and sines of one shape, no wider than a head",
+    "rotary-layout": "supports only adjacent heads, and contiguous tables in the dtype of the input",
+    # attention
+    "indices-not-int32": "supports only contiguous int32 starts, lengths and block tables on the CPU",
+    "attention-types": "supports bf16 and fp32 queries, caches of bf16, fp32, int8 or int4, and head dimensions that "
+    "are a multiple of {multiple}",
+    "cache-vector-size": "supports cached vectors of {expected} elements, not of {size}",
+    "cache-layout": "supports only keys and values of one layout, with the last two axes contiguous",
+    "cache-scales-layout": "supports only scales in the layout of their vectors",
+    "int4-vector-types": "supports bf16 and fp32 on the CPU, and head dimensions that are a multiple of {multiple}",
+    # experts
+    "experts-not-packed-alike": "supports only experts of one shape and group size, packed for this kernel",
+    "experts-not-tables-alike": "supports only experts of one shape and one table of values",
+    "experts-not-dense-alike": "supports only experts with contiguous weights of one shape",
+    "dense-experts-types": "supports only bf16 weights without a gradient whose input features are a multiple of "
+    "{multiple}",
+    "many-rows-of-an-expert": "above {rows} rows of an expert, decoding its weight once is faster",
+    "experts-not-alike-in-triton-layout": "supports only experts of one shape and packing, in the Triton layout",
+    "not-triton-layout": "supports only weights in the Triton layout",
+    "no-expert-groups": "does not support groups of experts",
+    "too-many-rows-per-expert": "{pairs} rows for {experts} experts are too many: decoding the weights once is faster",
+    "cuda-rows-without-gradient": "supports only CUDA tensors with at least one row, without a gradient",
+    "routing-check-failed": "is wrong on this machine: a small routing differs from the reference",
+    # recurrent layers
+    "convolution-size": "supports channels that are a multiple of {multiple}, and 2 to {taps} taps",
+    "delta-rule-size": "supports head dimensions that are a multiple of {multiple}, and keys of at most {key_dim}",
+    "convolution-operands": "supports only contiguous fp32 weights and states of matching shapes",
+    "delta-rule-operands": "supports only contiguous rows, and fp32 states of matching shapes",
+    "runs-without-own-slots": "supports only runs that cover all rows, each with a slot of its own",
+    "gated-norm-operands": "supports only contiguous heads whose size is a multiple of {multiple}, each with a gate",
+    # sampling
+    "logits-not-fp32-rows": "supports only rows of fp32 logits on the CPU",
+    "logits-not-one-fp32-row": "supports only one contiguous row of fp32 logits on the CPU",
+    # rounding weights
+    "rounding-dtypes": "supports weights and scales of bf16, fp16 and fp32, not {weight} and {scales}",
+    "rounding-group-size": "supports groups of {least} to {most} weights, not of {group}",
+    "weight-beyond-limit": "a weight is not finite, or its absolute value is above {limit}",
+    "no-memory-for-a-row": "no memory for a row of {columns} weights",
+    "columns-layout": "supports contiguous tensors on the CPU with at most {most} columns, not {columns}",
+}
 
 
 def reason(declined: Declined) -> str:
-    """The message for `declined`."""
-    return REASONS[declined.code].format_map(declined.data)
+    """Return the message for `declined`; values that are themselves `Declined` are replaced by their messages."""
+    return REASONS[declined.code].format_map({field: in_words(value) for field, value in declined.data.items()})
+
+
+def in_words(value: object) -> object:
+    """Return the message if `value` is `Declined`, all of them for a mapping of names to `Declined`, else `value`."""
+    if isinstance(value, Declined):
+        return reason(value)
+    if isinstance(value, Mapping):
+        return "; ".join(f"{name}: {in_words(entry)}" for name, entry in value.items())
+    return value

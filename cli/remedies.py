@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mycli.cli.reasons import in_words
 from mycli.runtime.errors import UserError
 
 
@@ -55,6 +56,7 @@ REMEDIES: Mapping[str, str] = {
     # what a machine has
     "use-cpu-or-install-cuda": "use --device cpu, or install a CUDA build of torch",
     "use-cpu-or-pretend-gpu": "use --device cpu, or --gpu SIZE",
+    "all-kernels-declined": "{declined}",
     "leave-out-shadow": "omit --shadow",
     "other-draft": "choose a small model of the same family, or --draft ngram, which needs none",
     "more-gpus": "a larger --tensor-parallel-size, or a smaller --ctx",
@@ -141,4 +143,5 @@ def remedy(error: UserError, subject: Subject = Subject()) -> str:  # noqa: B008
         words = (_LOCAL if subject.recorded else _COPIED).get(error.code, words)
     if subject.longest_context:
         words = _LONGEST.get(error.code, words)
-    return words.format_map({"model": shlex.quote(subject.model), **error.data})
+    data = {field: in_words(value) for field, value in error.data.items()}
+    return words.format_map({"model": shlex.quote(subject.model), **data})

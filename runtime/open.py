@@ -15,7 +15,7 @@ from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.checkpoint.prefetch import prefetch_files
 from mycli.runtime.device.system import resident
 from mycli.runtime.engine.config import MTP, NGRAM, EngineConfig
-from mycli.runtime.errors import ModelError, UsageError, UserError
+from mycli.runtime.errors import Declined, ModelError, UsageError, UserError
 from mycli.runtime.hub.resolve import Source, resolve, resolve_adapter
 from mycli.runtime.sampling.params import SamplingParams, recommended
 from mycli.runtime.tokenizer.chat_template import Message
@@ -40,7 +40,7 @@ DEFAULT_MAX_TOKENS = 512  # of a reply, where the caller sets no limit; fewer wh
 class OpenReport:
     """Receives what a user should know while a model is opened. This one ignores everything; override what to show."""
 
-    def warn(self, text: str) -> None:
+    def warn(self, warning: str | Declined) -> None:
         """Something is wrong or missing, but the model can be used."""
 
     def note(self, text: str) -> None:

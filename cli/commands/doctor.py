@@ -5,13 +5,14 @@ from typing import TYPE_CHECKING, Any
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
 from mycli.cli.load import announce_build
+from mycli.cli.reasons import reason
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.bandwidth import datasheet
 from mycli.runtime.device.nvml import gpus
 from mycli.runtime.device.probe import cpu_name
 from mycli.runtime.device.system import cpu, memory
 from mycli.runtime.engine.config import EngineConfig
-from mycli.runtime.errors import GateError, ResourceError
+from mycli.runtime.errors import Declined, GateError, ResourceError
 from mycli.runtime.hub.resolve import resolve
 from mycli.runtime.hub.store import state_dir
 from mycli.runtime.open import open_model
@@ -55,10 +56,9 @@ def _path(placement: "Placement") -> list[tuple[str, str]]:
     if placement.device.type != "cpu":
         return []
     library = native()
-    if isinstance(library, str):
-        return [
-            ("CPU kernel", f"not built: {library}; torch's 4-bit operator and dense copies are used, which is slower")
-        ]
+    if isinstance(library, Declined):
+        slower = "torch's 4-bit operator and dense copies are used, which is slower"
+        return [("CPU kernel", f"not available: {reason(library)}; {slower}")]
     flags = cpu().flags
     best, asked = isa.best_set(flags), isa.asked(flags)
     if asked:
@@ -67,12 +67,17 @@ def _path(placement: "Placement") -> list[tuple[str, str]]:
         why = "the best that this machine has"
     else:
         why = f"the compiler or the system keeps it from {best}"
-    return [("CPU kernel", f"native, {library.isa}: {why}; {library.origin}")]
+    origin = "prebuilt" if library.compiled is None else f"compiled on this machine: {reason(library.compiled)}"
+    return [("CPU kernel", f"native, {library.isa}: {why}; {origin}")]
+
+
+def _why(one: "KernelFinding") -> str:
+    return "" if one.declined is None else reason(one.declined)
 
 
 def _kernel_row(one: "KernelFinding") -> list[str]:
     if one.error is None:
-        return [one.packing, one.kernel, "declined", one.reason]
+        return [one.packing, one.kernel, "declined", _why(one)]
     verdict = ("used" if one.used else "correct") if one.ok else "WRONG"
     return [one.packing, one.kernel, verdict, f"relative error {one.error:.1e}"]
 
@@ -81,7 +86,7 @@ def _as_json(
     facts: list[tuple[str, str]], placement: "Placement", bandwidth: float, found: "list[KernelFinding]", reply: str
 ) -> dict[str, Any]:
     kernels = [
-        {"packing": f.packing, "kernel": f.kernel, "used": f.used, "error": f.error, "declined": f.reason, "ok": f.ok}
+        {"packing": f.packing, "kernel": f.kernel, "used": f.used, "error": f.error, "declined": _why(f), "ok": f.ok}
         for f in found
     ]
     return {

@@ -7,6 +7,7 @@ the columns after it is the business of the solvers. `columns_triton` is the sam
 import torch
 from torch import Tensor
 
+from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.rounding import native_columns
 
 BLOCK = 128  # columns
@@ -30,7 +31,7 @@ def solve_block(
 
         return launch(residual, matrix, scales, codes, half)
     solved = native_columns(residual, matrix, scales, codes, half)
-    return solve_plainly(residual, matrix, scales, codes, half) if isinstance(solved, str) else solved
+    return solve_plainly(residual, matrix, scales, codes, half) if isinstance(solved, Declined) else solved
 
 
 def solve_plainly(

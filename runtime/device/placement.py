@@ -7,7 +7,7 @@ import torch
 
 from mycli.runtime.device.nvml import gpus
 from mycli.runtime.device.system import memory
-from mycli.runtime.errors import ResourceError, UsageError
+from mycli.runtime.errors import Declined, ResourceError, UsageError
 from mycli.runtime.models.config import KvDtype, ModelConfig
 from mycli.runtime.utils.dtypes import BY_NAME, BY_SAFETENSORS_NAME, FLOATS, Dtype, DtypeInfo
 from mycli.runtime.utils.units import pluralize
@@ -41,7 +41,7 @@ class Placement:
     kv: KvDtype = "auto"
     dense_prefill_copy: bool = False
     details: tuple[str, ...] = ()
-    unpacked: str | None = None
+    unpacked: Declined | None = None
 
     @property
     def dtype_name(self) -> Dtype:
@@ -112,19 +112,20 @@ def place(
     wanted = torch_dtype(dtype or config.dtype)
     if dtype is None and chosen.type == "cpu" and wanted == torch.float16:
         wanted, notes = torch.bfloat16, (*notes, "float16 is slow on the CPU: activations are bfloat16")
-    old = why_unpacked(chosen) is not None  # the first with bfloat16 are also the first with those kernels
+    old = decline_packed(chosen) is not None  # the first with bfloat16 are also the first with those kernels
     if dtype is None and old and wanted == torch.bfloat16:
         wanted, notes = torch.float16, (*notes, "this GPU has no bfloat16: activations are float16")
     use_device(chosen)
-    return Placement(chosen, wanted, notes, kv, dense_prefill_copy, details, why_unpacked(chosen))
+    return Placement(chosen, wanted, notes, kv, dense_prefill_copy, details, decline_packed(chosen))
 
 
-def why_unpacked(device: torch.device) -> str | None:
-    """Why no kernel multiplies packed weights on `device`, so that they are unpacked at load; None where some do."""
+def decline_packed(device: torch.device) -> Declined | None:
+    """Return why packed weights are unpacked at load on `device`; None if its kernels multiply them packed."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) >= OLDEST_PACKED:
         return None
     major, minor = torch.cuda.get_device_capability(device)
-    return f"kernels for packed weights need compute capability 8.0, this device has {major}.{minor}"
+    needed = "{}.{}".format(*OLDEST_PACKED)
+    return Declined("compute-capability", {"needed": needed, "found": f"{major}.{minor}"})
 
 
 def use_device(device: torch.device) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.registry import kernels
 from mycli.runtime.quantization.packed_weight import Kernel, PackedWeight, dequantize, pack
 from mycli.runtime.quantization.scheme import BITS, Packing
@@ -32,13 +33,13 @@ ANSWER = "The capital of Japan is Tokyo."
 
 @dataclass(frozen=True)
 class KernelFinding:
-    """One kernel on one packing. `error` is the relative RMS error; None where it declined, for `reason`."""
+    """One kernel on one packing. `error` is the relative RMS error; None if it `declined`."""
 
     kernel: str
     packing: str
     used: bool  # the first of the list that takes it
     error: float | None
-    reason: str = ""
+    declined: Declined | None = None
 
     @property
     def ok(self) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.engine.unfused import unfused
+from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.reference import DenseMatmul
 from mycli.runtime.kernels.triton.attention import (
     attend_stages,
@@ -124,7 +125,7 @@ def _mixture(experts: Experts) -> SecondHalf | str:
     if linears is None:
         return "not all of its experts are in memory"
     gate_up, down = (ExpertTable.of([linear.matmul for linear in each]) for each in linears)
-    if isinstance(gate_up, str) or isinstance(down, str):
+    if isinstance(gate_up, Declined) or isinstance(down, Declined):
         return "its experts are not packed alike"
     router, gate = (None if linear is None else linear.matmul for linear in (experts.router, experts.shared_gate))
     if not isinstance(router, DenseMatmul) or not isinstance(gate, DenseMatmul | None):

@@ -18,6 +18,7 @@ from mycli.runtime.cache.kv_cache import KVCache, Run
 from mycli.runtime.cache.prefix_store import PIECE, Found, KeptPiece, PrefixStore, StoreStats
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.engine.model_runner import ModelRunner
+from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.library.build import native
 
 _SOURCES = (".py", ".cpp", ".h")
@@ -68,7 +69,7 @@ def _kernels(device: torch.device) -> list[str]:
 
         return [torch.cuda.get_device_name(device), triton.__version__]
     library = native()
-    if isinstance(library, str):
+    if isinstance(library, Declined):
         return ["torch", torch.backends.cpu.get_cpu_capability(), str(torch.get_num_threads())]
     return [library.isa, _digest(library.path).hex()]
 

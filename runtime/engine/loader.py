@@ -11,7 +11,7 @@ from mycli.runtime.device.system import release_free_memory
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.engine.cpu_loop import CpuLoop
 from mycli.runtime.engine.model_runner import FastPaths, ModelRunner
-from mycli.runtime.errors import ResourceError
+from mycli.runtime.errors import Declined, ResourceError
 from mycli.runtime.kernels.cpu.matmul import CpuKernel
 from mycli.runtime.kernels.reference import DequantizeKernel
 from mycli.runtime.kernels.registry import ask_kernels
@@ -31,7 +31,7 @@ def load_model(
     placement: Placement,
     *,
     allow_nonfinite: bool = False,
-    warn: Callable[[str], None] = lambda text: None,
+    warn: Callable[[str | Declined], None] = lambda warning: None,
     expert_slots: int | None = None,
 ) -> ModelRunner:
     """The model of `folder` on `placement`; `warn` is told what a person should know of the files.
@@ -47,9 +47,9 @@ def load_model(
     model = Transformer(folder.config)
     model.load(checkpoint, folder.packings, placement.device, placement.dtype, expert_slots)
     if folder.packings and placement.unpacked:
-        warn(f"{placement.unpacked}: packed weights are kept as {placement.dtype_name}")
-    for packing, reason in _decoded(folder, placement).items():
-        warn(f"no kernel here multiplies {packing} weights, each pass decodes them, which is slow: {reason}")
+        warn(Declined("weights-unpacked", {"reason": placement.unpacked, "dtype": placement.dtype_name}))
+    for decoded in _decoded(folder, placement):
+        warn(decoded)
     if placement.dense_prefill_copy and not placement.unpacked:
         model.keep_dense_copies()
     release_free_memory()  # what was read and then laid out otherwise: a tenth of a packed model
@@ -70,7 +70,7 @@ class LoadedModel:
     tokenizer: Tokenizer
     defaults: GenerationDefaults
     stop_ids: frozenset[int]
-    warnings: tuple[str, ...]
+    warnings: tuple[str | Declined, ...]
 
     @property
     def vocabulary_size(self) -> int:
@@ -85,7 +85,7 @@ class LoadedModel:
         placement: Placement,
         *,
         allow_nonfinite: bool = False,
-        warn: Callable[[str], None] = lambda text: None,
+        warn: Callable[[str | Declined], None] = lambda warning: None,
         tokenizer: Tokenizer | None = None,
         expert_slots: int | None = None,
     ) -> "LoadedModel":
@@ -98,11 +98,11 @@ class LoadedModel:
         tokenizer = tokenizer or folder.tokenizer()
         defaults, dropped = folder.generation
         ids, missing = stop_ids(defaults.eos, config.eos, tokenizer.eos, config.vocab_size)
-        warnings: list[str] = []
+        warnings: list[str | Declined] = []
 
-        def tell(text: str) -> None:
-            warnings.append(text)
-            warn(text)
+        def tell(warning: str | Declined) -> None:
+            warnings.append(warning)
+            warn(warning)
 
         for text in (*dropped, *missing):
             tell(text)
@@ -110,17 +110,19 @@ class LoadedModel:
         return cls(runner, tokenizer, defaults, frozenset(ids), tuple(warnings))
 
 
-def _decoded(folder: ModelFolder, placement: Placement) -> dict[str, str]:
-    """The schemes of products that are left to the slow reference, each with why the kernel of this device declined."""
+def _decoded(folder: ModelFolder, placement: Placement) -> list[Declined]:
+    """Return the packings that each pass must decode, with why the kernel of this device declined them."""
     packed = ((linear, folder.packings.get(linear.name)) for linear in folder.config.linears())
     shapes = {(packing, spec.out_features, spec.in_features) for spec, packing in packed if packing is not None}
     device, dtype = placement.device, placement.dtype
-    ours, found = (TritonKernel if device.type == "cuda" else CpuKernel).name, dict[str, str]()
+    ours, found = (TritonKernel if device.type == "cuda" else CpuKernel).name, dict[str, Declined]()
     for packing, rows, columns in sorted(shapes, key=lambda one: (one[0].name, *one[1:])):
         kernel, declined = ask_kernels(packing, rows, columns, device, dtype)
-        if kernel is not None and kernel.name == DequantizeKernel.name:
-            found.setdefault(packing.name, f"{ours} {declined[ours]}")
-    return found
+        if kernel is not None and kernel.name == DequantizeKernel.name and packing.name not in found:
+            found[packing.name] = Declined(
+                "weights-decoded-every-pass", {"packing": packing.name, "kernel": ours, "reason": declined[ours]}
+            )
+    return list(found.values())
 
 
 def _packings(folder: ModelFolder, placement: Placement) -> Mapping[str, Packing]:

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mycli.runtime.cache.kv_cache import Stored
+from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.paged import Ragged, Scoring
 from mycli.runtime.kernels.routed import Route, in_groups
 from mycli.runtime.models.experts_spec import RoutingSpec
@@ -64,7 +65,7 @@ class DequantizeKernel:
 
     def decline(
         self, packing: Packing, out_features: int, in_features: int, device: torch.device, dtype: torch.dtype
-    ) -> str | None:
+    ) -> Declined | None:
         """Never declines."""
         return None
 

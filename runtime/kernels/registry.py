@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from mycli.runtime.cache.int4 import pack_int4
 from mycli.runtime.cache.kv_cache import Stored
-from mycli.runtime.errors import ModelError
+from mycli.runtime.errors import Declined, ModelError
 from mycli.runtime.kernels import recurrent, reference
 from mycli.runtime.kernels.cpu.attention import attend_cached, attend_paged, native_pack_int4
 from mycli.runtime.kernels.cpu.elementwise import (
@@ -52,24 +52,27 @@ class Operation(Generic[_P, _R]):
     """An operation with its kernels in order of preference. A kernel returns the result, or why it declines."""
 
     name: str
-    kernels: tuple[Callable[_P, _R | str], ...]
+    kernels: tuple[Callable[_P, _R | Declined], ...]
 
     def __call__(self, *arguments: _P.args, **options: _P.kwargs) -> _R:
         """By the first kernel that takes the arguments; ModelError listing every reason where none does."""
-        reasons = []
+        declined: dict[str, Declined] = {}
         for kernel in self.kernels:
             result = kernel(*arguments, **options)
-            if not isinstance(result, str):
+            if not isinstance(result, Declined):
                 return result
-            reasons.append(result)
+            declined[kernel.__name__] = result
         asked = ", ".join(f"{tuple(a.shape)} {a.dtype}" if isinstance(a, Tensor) else str(a) for a in arguments)
-        declined = (f"{kernel.__name__}: {reason}" for kernel, reason in zip(self.kernels, reasons, strict=True))
-        raise ModelError(f"no kernel does {self.name} of {asked}", "; ".join(declined))
+        message = f"no kernel computes {self.name} of {asked}"
+        raise ModelError(message, code="all-kernels-declined", data={"declined": declined})
+
+
+_FP32 = Declined("fp32-outside-inference")
 
 
 def _for_replies(
-    kernel: Callable[Concatenate[Tensor, _P], Tensor | str],
-) -> Callable[Concatenate[Tensor, _P], Tensor | str]:
+    kernel: Callable[Concatenate[Tensor, _P], Tensor | Declined],
+) -> Callable[Concatenate[Tensor, _P], Tensor | Declined]:
     """`kernel`, which declines fp32 outside inference mode, in which passes for replies are.
 
     A reply needs the bits of each row to be its own; whoever looks at whole texts, to calibrate or to measure, needs
@@ -77,12 +80,12 @@ def _for_replies(
     """
 
     @wraps(kernel)
-    def asked(x: Tensor, *arguments: _P.args, **options: _P.kwargs) -> Tensor | str:
+    def asked(x: Tensor, *arguments: _P.args, **options: _P.kwargs) -> Tensor | Declined:
         if x.dtype == torch.float32 and not torch.is_inference_mode_enabled():
-            return "takes fp32 in passes for replies only"
+            return _FP32
         return kernel(x, *arguments, **options)
 
-    return cast("Callable[Concatenate[Tensor, _P], Tensor | str]", asked)  # `wraps` hides what it is
+    return cast("Callable[Concatenate[Tensor, _P], Tensor | Declined]", asked)  # `wraps` hides what it is
 
 
 DENSE_PRODUCT: Operation[[Tensor, Tensor], Tensor]
@@ -139,26 +142,27 @@ def select_kernel(
     packing: Packing, out_features: int, in_features: int, device: torch.device, dtype: torch.dtype
 ) -> Kernel:
     """The first kernel that takes the packed product; ModelError listing every reason where none does."""
-    kernel, reasons = ask_kernels(packing, out_features, in_features, device, dtype)
+    kernel, declined = ask_kernels(packing, out_features, in_features, device, dtype)
     if kernel is not None:
         return kernel
     raise ModelError(
         f"no kernel multiplies {packing.name} weights [{out_features}, {in_features}] by {dtype} on {device}",
-        "; ".join(f"{name}: {reason}" for name, reason in reasons.items()),
+        code="all-kernels-declined",
+        data={"declined": declined},
     )
 
 
 def ask_kernels(
     packing: Packing, out_features: int, in_features: int, device: torch.device, dtype: torch.dtype
-) -> tuple[Kernel | None, dict[str, str]]:
+) -> tuple[Kernel | None, dict[str, Declined]]:
     """As `select_kernel`, None where there is none, and why each kernel before it declined, by name."""
-    reasons: dict[str, str] = {}
+    declined: dict[str, Declined] = {}
     for kernel in kernels():
         reason = kernel.decline(packing, out_features, in_features, device, dtype)
         if reason is None:
-            return kernel, reasons
-        reasons[kernel.name] = reason
-    return None, reasons
+            return kernel, declined
+        declined[kernel.name] = reason
+    return None, declined
 
 
 class _PermutedMatmul:

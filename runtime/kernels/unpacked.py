@@ -7,7 +7,8 @@ models fit.
 
 import torch
 
-from mycli.runtime.device.placement import why_unpacked
+from mycli.runtime.device.placement import decline_packed
+from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.reference import DenseMatmul
 from mycli.runtime.quantization.packed_weight import Matmul, PackedWeight, dequantize
 from mycli.runtime.quantization.scheme import Packing
@@ -20,10 +21,10 @@ class UnpackedKernel:
 
     def decline(
         self, packing: Packing, out_features: int, in_features: int, device: torch.device, dtype: torch.dtype
-    ) -> str | None:
+    ) -> Declined | None:
         """Any other device: elsewhere weights stay packed."""
-        if why_unpacked(device) is None:
-            return "is for GPUs below compute capability 8.0"
+        if decline_packed(device) is None:
+            return Declined("only-for-older-gpus", {"capability": "8.0"})
         return None
 
     def prepare(self, weight: PackedWeight, dtype: torch.dtype) -> Matmul:

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from mycli.runtime.errors import Declined
 from mycli.runtime.quantization.codes import code_values
 from mycli.runtime.quantization.scheme import Packing
 
@@ -80,7 +81,7 @@ class Kernel(Protocol):
 
     def decline(
         self, packing: Packing, out_features: int, in_features: int, device: torch.device, dtype: torch.dtype
-    ) -> str | None:
+    ) -> Declined | None:
         """None where this kernel takes the product of `dtype` activations; otherwise the reason why not."""
         ...
 

@@ -10,7 +10,7 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
-from mycli.runtime.errors import ModelError
+from mycli.runtime.errors import Declined, ModelError
 from mycli.runtime.kernels.cpu.sample import best_tokens
 
 
@@ -34,7 +34,7 @@ def likeliest(logits: Tensor) -> list[int | None]:
     """The likeliest token of each row of logits [rows, vocab], the lowest id among equals; None for a row with NaN or
     infinity, or with nothing but -inf."""
     found = best_tokens(logits)
-    if not isinstance(found, str):
+    if not isinstance(found, Declined):
         return found
     largest, best = logits.max(dim=-1)  # NaN and infinity win every maximum
     return [token if math.isfinite(top) else None for token, top in zip(best.tolist(), largest.tolist(), strict=True)]

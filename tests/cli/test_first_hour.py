@@ -12,6 +12,7 @@ import pytest
 
 from mycli.cli.chat.slash_commands import complete_path
 from mycli.cli.main import main
+from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.library import build
 from tests.support.command_line import Mycli
 from tests.support.paths import PICO
@@ -179,7 +180,9 @@ def test_tab_in_the_shell(line: str, offered: set[str], environment: dict[str, s
 
 def test_a_kernel_that_cannot_be_built_is_told(mycli: Mycli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "must_be_built", lambda: True)
-    monkeypatch.setattr(build, "native", lambda: "g++ failed: a.h:1: error")
+    monkeypatch.setattr(
+        build, "native", lambda: Declined("compiler-failed", {"compiler": "g++", "error": "a.h:1: error"})
+    )
     done = mycli("run", str(PICO), "Hi", "-t", "0", "-n", "1", "--device", "cpu")
     assert done.returncode == 0 and "replies are slower: g++ failed: a.h:1: error" in done.stderr
 

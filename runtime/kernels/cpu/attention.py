@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.cache.kv_cache import PACKED, Stored
-from mycli.runtime.errors import ResourceError
+from mycli.runtime.errors import Declined, ResourceError
 from mycli.runtime.kernels.cpu.elementwise import threads_for
 from mycli.runtime.kernels.cpu.library import build
 from mycli.runtime.kernels.cpu.library.build import LANES, ROW_TYPES, CAttention
@@ -19,6 +19,13 @@ from mycli.runtime.quantization.int4_vectors import int4_bytes
 
 CACHE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, PACKED: 3}  # `CacheType` of attention_task.h
 FOREVER = 2**62  # a window that nothing leaves
+_INDICES = Declined("indices-not-int32")
+_NOT_CPU = Declined("tensors-not-on-cpu")
+_GRADIENT = Declined("no-gradient")
+_TYPES = Declined("attention-types", {"multiple": LANES})
+_LAYOUT = Declined("cache-layout")
+_SCALES = Declined("cache-scales-layout")
+_PACKING = Declined("int4-vector-types", {"multiple": LANES})
 
 
 class _Pass(NamedTuple):
@@ -31,7 +38,7 @@ class _Pass(NamedTuple):
     table_width: int
 
 
-def attend_paged(query: Tensor, keys: Stored, values: Stored, ragged: Ragged, scoring: Scoring) -> Tensor | str:
+def attend_paged(query: Tensor, keys: Stored, values: Stored, ragged: Ragged, scoring: Scoring) -> Tensor | Declined:
     """As `runtime.kernels.reference.attend_gathered`; the reason where this code cannot.
 
     query: bf16 or fp32, contiguous; keys and values lie alike, each vector contiguous. Sums are fp32 and in an order
@@ -41,7 +48,7 @@ def attend_paged(query: Tensor, keys: Stored, values: Stored, ragged: Ragged, sc
     starts, lengths, table = ragged.starts, ragged.lengths, ragged.block_table
     for one in (starts, lengths, table):
         if one.dtype != torch.int32 or not one.is_cpu or not one.is_contiguous():
-            return "takes starts, lengths and block tables as contiguous int32 on the CPU"
+            return _INDICES
     asked = _Pass(starts.data_ptr(), lengths.data_ptr(), table.data_ptr(), len(lengths), table.shape[1])
     try:
         return _attend(query, keys, values, asked, scoring)
@@ -58,7 +65,7 @@ def attend_cached(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-) -> Tensor | str:
+) -> Tensor | Declined:
     """As `runtime.kernels.reference.attend_dense`, of texts to themselves; the reason where this code cannot.
 
     query: [batch, tokens, heads, head_dim] bf16 or fp32; keys and values: whose last two axes are contiguous, the
@@ -74,13 +81,13 @@ def attend_cached(
     return _attend(query, keys, values, asked, scoring)
 
 
-def native_pack_int4(values: Tensor) -> Tensor | str:
+def native_pack_int4(values: Tensor) -> Tensor | Declined:
     """As `runtime.cache.int4.pack_int4`: values bf16 or fp32 [tokens, ..., head_dim] to uint8 [tokens, ..., bytes]."""
     *outer, head_dim = values.shape
     if not values.is_cpu or values.dtype not in ROW_TYPES or head_dim % LANES:
-        return f"takes bf16 and fp32 on the CPU, and heads in multiples of {LANES}"
+        return _PACKING
     found = build.native()
-    if isinstance(found, str):
+    if isinstance(found, Declined):
         return found
     given, packed = values.contiguous(), torch.empty(*outer, int4_bytes(head_dim), dtype=PACKED)
     count, threads = given.numel() // head_dim, threads_for(outer[0] if outer else 1)
@@ -89,27 +96,27 @@ def native_pack_int4(values: Tensor) -> Tensor | str:
     return packed
 
 
-def _attend(query: Tensor, keys: Stored, values: Stored, asked: _Pass, scoring: Scoring) -> Tensor | str:
+def _attend(query: Tensor, keys: Stored, values: Stored, asked: _Pass, scoring: Scoring) -> Tensor | Declined:
     """query [..., heads, head_dim] to [..., heads * head_dim]. ValueError where lengths or blocks cannot be."""
     if not query.is_cpu or not keys.data.is_cpu:
-        return "takes tensors on the CPU"
+        return _NOT_CPU
     if torch.is_grad_enabled() and query.requires_grad:
-        return "has no gradient"
+        return _GRADIENT
     *outer, heads, head_dim = query.shape
     data = keys.data
     if head_dim % LANES or query.dtype not in ROW_TYPES or data.dtype not in CACHE_TYPES:
-        return f"takes bf16 and fp32, caches of those, int8 or int4, and heads in multiples of {LANES}"
+        return _TYPES
     size = int4_bytes(head_dim) if data.dtype == PACKED else head_dim
     if data.shape[3] != size:
-        return f"takes vectors of {size} elements, not of {data.shape[3]}"
+        return Declined("cache-vector-size", {"expected": size, "size": data.shape[3]})
     strides = data.stride()
     if strides != values.data.stride() or strides[2:] != (size, 1):
-        return "takes a cache whose keys and values lie alike, the last two axes contiguous"
+        return _LAYOUT
     for one in (keys, values):  # a scale lies where its vector's first code does, divided by head_dim
         if one.scales is not None and tuple(s * head_dim for s in one.scales.stride()) != strides[:3]:
-            return "takes scales that lie as their vectors do"
+            return _SCALES
     found = build.native()
-    if isinstance(found, str):
+    if isinstance(found, Declined):
         return found
     sinks = None if scoring.sinks is None else scoring.sinks.float().contiguous()
     query = query.contiguous()

@@ -12,6 +12,7 @@ from ctypes import c_float, c_int32, c_int64, c_void_p
 import torch
 from torch import Tensor
 
+from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.elementwise import threads_for
 from mycli.runtime.kernels.cpu.library import build
 from mycli.runtime.kernels.cpu.library.build import LANES, ROW_TYPES
@@ -22,6 +23,13 @@ from mycli.runtime.models.experts_spec import RoutingSpec
 from mycli.runtime.quantization.packed_weight import Matmul
 
 PACKED_WEIGHTS, DENSE_WEIGHTS, TABLE_WEIGHTS = range(3)  # `Stored` of experts.h
+_NOT_CPU = Declined("cpu-without-gradient")
+_ROWS = Declined("rows-not-whole-vectors", {"multiple": LANES})
+_UNLIKE_PACKED = Declined("experts-not-packed-alike")
+_UNLIKE_TABLES = Declined("experts-not-tables-alike")
+_UNLIKE_DENSE = Declined("experts-not-dense-alike")
+_DENSE_TYPES = Declined("dense-experts-types", {"multiple": DENSE_INPUTS})
+_MANY_ROWS = Declined("many-rows-of-an-expert", {"rows": MOST_DECODED})
 
 
 class _Routed(ctypes.Structure):
@@ -72,12 +80,12 @@ class _WeightedSum(ctypes.Structure):
     ]
 
 
-def native_route(scores: Tensor, choice: RoutingSpec, correction: Tensor | None = None) -> Route | str:
+def native_route(scores: Tensor, choice: RoutingSpec, correction: Tensor | None = None) -> Route | Declined:
     """As `reference.route`; of equal values the first is higher."""
     if scores.device.type != "cpu" or scores.requires_grad:
-        return "runs on the CPU, without a gradient"
+        return _NOT_CPU
     library = build.native()
-    if isinstance(library, str):
+    if isinstance(library, Declined):
         return library
     given = scores.float().contiguous()
     (tokens, experts), top_k = given.shape, choice.top_k
@@ -93,22 +101,22 @@ def native_route(scores: Tensor, choice: RoutingSpec, correction: Tensor | None 
 
 def native_routed_product(
     weights: Sequence[Matmul | Tensor], x: Tensor, starts: Tensor, tokens: Tensor | None
-) -> Tensor | str:
+) -> Tensor | Declined:
     """As `reference.routed_product`, where all weights are alike: packed for this code, of tables, or bf16 like x."""
     if x.device.type != "cpu" or x.requires_grad:
-        return "runs on the CPU, without a gradient"
+        return _NOT_CPU
     if isinstance(weights[0], Tensor):
-        stored, (reason, shape, addresses) = DENSE_WEIGHTS, _dense(weights, x.dtype)
+        stored, alike = DENSE_WEIGHTS, _dense(weights, x.dtype)
     elif isinstance(weights[0], TableMatmul):
-        stored, (reason, shape, addresses) = TABLE_WEIGHTS, _tables(weights, x.dtype, starts)
+        stored, alike = TABLE_WEIGHTS, _tables(weights, x.dtype, starts)
     else:
-        stored, (reason, shape, addresses) = PACKED_WEIGHTS, _packed(weights, x.dtype)
-    if reason:
-        return reason
+        stored, alike = PACKED_WEIGHTS, _packed(weights, x.dtype)
+    if isinstance(alike, Declined):
+        return alike
+    (outputs, inputs), addresses = alike
     library = build.native()
-    if isinstance(library, str):
+    if isinstance(library, Declined):
         return library
-    outputs, inputs = shape
     assert x.shape[1] == inputs
     given = (x.float() if x.dtype == torch.float16 else x).contiguous()
     pairs = len(given) if tokens is None else len(tokens)
@@ -132,49 +140,48 @@ def native_routed_product(
     return y.to(x.dtype)
 
 
-_Alike = tuple[str, tuple[int, int], list[int]]  # why not, or else outputs and inputs, and where the weights lie
-_NONE = (0, 0)
+_Alike = tuple[tuple[int, int], list[int]]  # outputs and inputs, and the address of each expert's weight
 
 
-def _packed(weights: Sequence[Matmul | Tensor], dtype: torch.dtype) -> _Alike:
+def _packed(weights: Sequence[Matmul | Tensor], dtype: torch.dtype) -> _Alike | Declined:
     found = [weight for weight in weights if isinstance(weight, CpuMatmul)]
     if len(found) < len(weights) or len({weight.form for weight in found}) > 1:
-        return "takes weights of one shape and group in the packed layout of this code", _NONE, []
+        return _UNLIKE_PACKED
     if dtype not in (*ROW_TYPES, torch.float16):
-        return f"{dtype} activations are not supported", _NONE, []
-    return "", found[0].form[:2], [weight.address for weight in found]
+        return Declined("activation-dtype", {"dtype": dtype})
+    return found[0].form[:2], [weight.address for weight in found]
 
 
-def _tables(weights: Sequence[Matmul | Tensor], dtype: torch.dtype, starts: Tensor) -> _Alike:
+def _tables(weights: Sequence[Matmul | Tensor], dtype: torch.dtype, starts: Tensor) -> _Alike | Declined:
     found = [weight for weight in weights if isinstance(weight, TableMatmul)]
     if len(found) < len(weights) or len({weight.form for weight in found}) > 1:
-        return "takes weights of one shape and kind in codes of tables", _NONE, []
+        return _UNLIKE_TABLES
     if dtype not in (*ROW_TYPES, torch.float16):
-        return f"{dtype} activations are not supported", _NONE, []
+        return Declined("activation-dtype", {"dtype": dtype})
     if int(starts.diff().max()) > MOST_DECODED:
-        return f"more than {MOST_DECODED} rows of an expert are multiplied by dense parts of its weight", _NONE, []
-    return "", found[0].shape, [weight.address for weight in found]
+        return _MANY_ROWS
+    return found[0].shape, [weight.address for weight in found]
 
 
-def _dense(weights: Sequence[Matmul | Tensor], dtype: torch.dtype) -> _Alike:
+def _dense(weights: Sequence[Matmul | Tensor], dtype: torch.dtype) -> _Alike | Declined:
     found = [weight for weight in weights if isinstance(weight, Tensor) and weight.is_contiguous()]
     if len(found) < len(weights) or len({(weight.shape, weight.dtype, weight.requires_grad) for weight in found}) > 1:
-        return "takes contiguous weights of one shape", _NONE, []
+        return _UNLIKE_DENSE
     outputs, inputs = found[0].shape
     if {found[0].dtype, dtype} != {torch.bfloat16} or inputs % DENSE_INPUTS or found[0].requires_grad:
-        return f"takes bf16 weights without a gradient, of inputs in multiples of {DENSE_INPUTS}", _NONE, []
-    return "", (outputs, inputs), [weight.data_ptr() for weight in found]
+        return _DENSE_TYPES
+    return (outputs, inputs), [weight.data_ptr() for weight in found]
 
 
-def native_weighted_sum(x: Tensor, places: Tensor, weights: Tensor) -> Tensor | str:
+def native_weighted_sum(x: Tensor, places: Tensor, weights: Tensor) -> Tensor | Declined:
     """As `reference.weighted_sum`; a token's bits depend on no other token."""
     if x.device.type != "cpu" or x.requires_grad or x.dtype not in ROW_TYPES:
-        return "runs on the CPU, in bf16 or fp32, without a gradient"
+        return _NOT_CPU
     tokens, top_k = places.shape
     if x.shape[1] % LANES:
-        return f"takes rows in multiples of {LANES}"
+        return _ROWS
     library = build.native()
-    if isinstance(library, str):
+    if isinstance(library, Declined):
         return library
     given, y = x.contiguous(), x.new_empty(tokens, x.shape[1])
     pointers = given.data_ptr(), places.data_ptr(), weights.data_ptr(), y.data_ptr()

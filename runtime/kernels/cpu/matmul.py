@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mycli.runtime.errors import ResourceError
+from mycli.runtime.errors import Declined, ResourceError
 from mycli.runtime.kernels.cpu.library import build
 from mycli.runtime.kernels.cpu.library.build import ROW_TYPES, STORED_TYPES, CWeight, Native
 from mycli.runtime.quantization.packed_weight import Matmul, PackedWeight, unpack
@@ -25,6 +25,9 @@ DENSE_INPUTS = 32  # of a dense weight: a multiple of these
 _BITS = (8, 6, 5, 4, 3, 2)
 _GROUP = 16  # groups are multiples of this
 _BYTES = 3  # `I8` of packed_layout.h
+_DENSE_TYPES = Declined("dense-product-types")
+_DENSE_LAYOUT = Declined("dense-weight-layout", {"multiple": DENSE_INPUTS})
+_GRADIENT = Declined("no-gradient")
 
 
 def no_room_for(rows: int, inputs: int) -> ResourceError:
@@ -34,13 +37,13 @@ def no_room_for(rows: int, inputs: int) -> ResourceError:
 
 def _decline(
     packing: Packing, in_features: int, device: torch.device, dtype: torch.dtype, dtypes: tuple[torch.dtype, ...]
-) -> str | None:
+) -> Declined | None:
     if device.type != "cpu":
-        return "runs on the CPU only"
+        return Declined("not-on-cpu", {"device": device})
     if dtype not in dtypes:
-        return f"{dtype} activations are not supported"
+        return Declined("activation-dtype", {"dtype": dtype})
     if in_features % _INPUTS:
-        return f"{in_features} inputs are not a multiple of {_INPUTS}"
+        return Declined("inputs-not-multiple", {"inputs": in_features, "multiple": _INPUTS})
     return None
 
 
@@ -205,7 +208,7 @@ class CpuKernel:
 
     def decline(
         self, packing: Packing, out_features: int, in_features: int, device: torch.device, dtype: torch.dtype
-    ) -> str | None:
+    ) -> Declined | None:
         """Declines without a compiler, and for inputs that are not a multiple of 32. The first call may build."""
         reason = _decline(packing, in_features, device, dtype, tuple(STORED_TYPES))
         if reason:
@@ -213,9 +216,9 @@ class CpuKernel:
         taken = packing.codes == "e2m1" and not packing.offsets or packing.codes == "int" and packing.bits in _BITS
         if not taken or (packing.group_size or _GROUP) % _GROUP:
             widths = ", ".join(map(str, _BITS))
-            return f"takes integers of {widths} bits and E2M1 in groups of multiples of {_GROUP}, not {packing.name}"
+            return Declined("packing-not-integers", {"packing": packing.name, "bits": widths, "multiple": _GROUP})
         library = build.native()
-        return library if isinstance(library, str) else None
+        return library if isinstance(library, Declined) else None
 
     def prepare(self, weight: PackedWeight, dtype: torch.dtype) -> Matmul:
         """Repacked into blocks of 16 rows; scales keep their type."""
@@ -256,12 +259,12 @@ class TorchInt4Kernel:
 
     def decline(
         self, packing: Packing, out_features: int, in_features: int, device: torch.device, dtype: torch.dtype
-    ) -> str | None:
+    ) -> Declined | None:
         """Takes 4 bits in groups, for outputs in multiples of 16."""
         if packing.bits != 4 or packing.group_size is None or not packing.plain:
-            return f"takes int4 in groups, not {packing.name}"
+            return Declined("packing-not-int4-groups", {"packing": packing.name})
         if out_features % _ROWS:
-            return f"{out_features} outputs are not a multiple of {_ROWS}"
+            return Declined("outputs-not-multiple", {"outputs": out_features, "multiple": _ROWS})
         return _decline(packing, in_features, device, dtype, (torch.bfloat16,))
 
     def prepare(self, weight: PackedWeight, dtype: torch.dtype) -> Matmul:
@@ -269,19 +272,19 @@ class TorchInt4Kernel:
         return TorchInt4Matmul(weight)
 
 
-def dense_product(x: Tensor, weight: Tensor) -> Tensor | str:
+def dense_product(x: Tensor, weight: Tensor) -> Tensor | Declined:
     """x [rows, K] times a dense weight [N, K], both bf16 or both fp32 on the CPU, with fp32 sums.
 
     A row's bits do not depend on the rows beside it. The reason where this code cannot.
     """
     if x.dtype != weight.dtype or x.dtype not in ROW_TYPES or weight.device.type != "cpu":
-        return "takes two of bf16 or of fp32, on the CPU only"
+        return _DENSE_TYPES
     if x.shape[1] % DENSE_INPUTS or not weight.is_contiguous():
-        return f"takes contiguous weights of inputs in multiples of {DENSE_INPUTS}"
+        return _DENSE_LAYOUT
     if x.requires_grad or weight.requires_grad:
-        return "has no gradient"
+        return _GRADIENT
     library = build.native()
-    if isinstance(library, str):
+    if isinstance(library, Declined):
         return library
     return multiply_dense(library, x, weight)
 
@@ -303,7 +306,7 @@ def memory_bandwidth(nbytes: int = 1 << 29, repeats: int = 5) -> float | None:
     None where there is no native code. `nbytes` should be several times what the caches hold.
     """
     library = build.native()
-    if isinstance(library, str):
+    if isinstance(library, Declined):
         return None
     memory = huge_empty((nbytes,), torch.uint8).fill_(1)
     best = float("inf")

@@ -10,12 +10,22 @@ from ctypes import c_float, c_int32, c_int64, c_void_p
 import torch
 from torch import Tensor
 
+from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.library import build
 from mycli.runtime.kernels.cpu.library.build import LANES, ROW_TYPES, Native
 from mycli.runtime.kernels.recurrent import DeltaSizes, Runs
 
 _FEW = 1 << 15  # values of a pass: of so few one thread is done before others are awake
 _MOST_TAPS, _MOST_KEYS = 64, 256
+_CPU_FLOATS = Declined("cpu-floats-only")
+_CONTIGUOUS = Declined("rows-not-contiguous")
+_GRADIENT = Declined("no-gradient")
+_CHANNELS = Declined("convolution-size", {"multiple": LANES, "taps": _MOST_TAPS})
+_HEADS = Declined("delta-rule-size", {"multiple": LANES, "key_dim": _MOST_KEYS})
+_CONVOLUTION = Declined("convolution-operands")
+_DELTA = Declined("delta-rule-operands")
+_RUNS = Declined("runs-without-own-slots")
+_NORM = Declined("gated-norm-operands", {"multiple": LANES})
 
 
 class _Runs(ctypes.Structure):
@@ -59,15 +69,15 @@ class _GatedNorm(ctypes.Structure):
     ]
 
 
-def _library(x: Tensor, *others: Tensor) -> Native | str:
+def _library(x: Tensor, *others: Tensor) -> Native | Declined:
     """For x and `others`, of one dtype and contiguous in the last dimension."""
     tensors = (x, *others)
     if x.dtype not in ROW_TYPES or any(one.dtype != x.dtype or not one.is_cpu for one in tensors):
-        return "takes bf16 or fp32 on the CPU only"
+        return _CPU_FLOATS
     if any(one.stride(-1) != 1 for one in tensors):
-        return "takes contiguous rows"
+        return _CONTIGUOUS
     if torch.is_grad_enabled() and any(one.requires_grad for one in tensors):
-        return "has no gradient"
+        return _GRADIENT
     return build.native()
 
 
@@ -92,33 +102,33 @@ def _fits(runs: Runs, rows: int, slots: int) -> bool:
     return ordered and inside and len(runs.starts) == len(runs.slots) + 1
 
 
-def decline_convolution(channels: int, taps: int) -> str | None:
+def decline_convolution(channels: int, taps: int) -> Declined | None:
     """Why such a convolution is not taken; None where it is."""
     if channels % LANES or not 2 <= taps <= _MOST_TAPS:
-        return f"takes channels in multiples of {LANES}, and 2 to {_MOST_TAPS} taps"
+        return _CHANNELS
     return None
 
 
-def decline_delta(sizes: DeltaSizes) -> str | None:
+def decline_delta(sizes: DeltaSizes) -> Declined | None:
     """Why a delta rule of such sizes is not taken; None where it is."""
     if sizes.key_dim % LANES or sizes.value_dim % LANES or sizes.key_dim > _MOST_KEYS:
-        return f"takes heads in multiples of {LANES}, keys of at most {_MOST_KEYS}"
+        return _HEADS
     return None
 
 
 def native_convolve(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, runs: Runs, silu: bool
-) -> Tensor | str:
+) -> Tensor | Declined:
     """As `runtime.kernels.recurrent.convolve`."""
     found, (taps, channels) = _library(x), weight.shape
-    if isinstance(found, str):
+    if isinstance(found, Declined):
         return found
     if (why := decline_convolution(channels, taps)) is not None:
         return why
     if not _exact(weight, bias, state) or state.shape[1:] != (taps - 1, channels) or x.shape[1:] != (channels,):
-        return "takes contiguous fp32 weights and states of matching shapes"
+        return _CONVOLUTION
     if not _fits(runs, len(x), len(state)):
-        return "takes runs of all rows, each with a slot of its own"
+        return _RUNS
     y = x.new_empty(x.shape)
     pointers = (
         x.data_ptr(),
@@ -134,19 +144,19 @@ def native_convolve(
 
 def native_delta_rule(
     qkv: Tensor, gates: Tensor, rate: Tensor, dt_bias: Tensor, state: Tensor, runs: Runs, sizes: DeltaSizes
-) -> Tensor | str:
+) -> Tensor | Declined:
     """As `runtime.kernels.recurrent.delta_rule`; queries and keys are normed, and all is summed, in fp32."""
     found, width = _library(qkv, gates), sizes.key_heads * sizes.key_dim
-    if isinstance(found, str):
+    if isinstance(found, Declined):
         return found
     if (why := decline_delta(sizes)) is not None:
         return why
     values, shape = sizes.heads * sizes.value_dim, (sizes.heads, sizes.key_dim, sizes.value_dim)
     fitting = qkv.shape[1] == 2 * width + values and gates.shape == (len(qkv), 2 * sizes.heads)
     if not _exact(rate, dt_bias, state) or state.shape[1:] != shape or not fitting or not qkv.is_contiguous():
-        return "takes contiguous rows, and fp32 states of matching shapes"
+        return _DELTA
     if not _fits(runs, len(qkv), len(state)):
-        return "takes runs of all rows, each with a slot of its own"
+        return _RUNS
     y, scratch = qkv.new_empty(len(qkv), values), torch.empty(len(qkv), 2 * (width + sizes.heads))
     pointers = (one.data_ptr() for one in (qkv, gates, rate, dt_bias, state, scratch, y))
     task = _Delta(*pointers, gates.stride(0), sizes.heads, sizes.key_heads, sizes.key_dim, sizes.value_dim)
@@ -155,13 +165,13 @@ def native_delta_rule(
     return y
 
 
-def native_gated_norm(x: Tensor, gain: Tensor, eps: float, gate: Tensor) -> Tensor | str:
+def native_gated_norm(x: Tensor, gain: Tensor, eps: float, gate: Tensor) -> Tensor | Declined:
     """As `runtime.kernels.recurrent.gated_norm`, rounded once."""
     found, size = _library(x, gain, gate), gain.shape[0]
-    if isinstance(found, str):
+    if isinstance(found, Declined):
         return found
     if size % LANES or not x.is_contiguous() or gate.shape != x.shape or x.shape[1] % size:
-        return f"takes contiguous heads in multiples of {LANES}, with a gate each"
+        return _NORM
     y = torch.empty_like(x)
     pointers = x.data_ptr(), gain.data_ptr(), gate.data_ptr(), y.data_ptr()
     task = _GatedNorm(*pointers, len(x), x.shape[1] // size, size, gate.stride(0), eps)

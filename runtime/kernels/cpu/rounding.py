@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.library import build
 from mycli.runtime.kernels.cpu.library.build import STORED_TYPES, CColumns, CRounding
 from mycli.runtime.quantization.packed_weight import pack
@@ -48,7 +49,7 @@ def native_round(
     importance: Tensor | None = None,
     codes: Tensor | None = None,
     sums: Tensor | None = None,
-) -> str | None:
+) -> Declined | None:
     """Round weight [N, K] of bf16, fp16 or fp32; None where that was done.
 
     scales [N, groups] are given, or found where there is a `search`, with columns weighted by importance fp32 [K].
@@ -58,14 +59,14 @@ def native_round(
     rows, columns = weight.shape
     given = [each for each in (scales, importance, codes, sums) if each is not None]
     if not all(each.is_cpu and each.is_contiguous() and not each.requires_grad for each in (weight, *given)):
-        return "takes contiguous tensors on the CPU, without a gradient"
+        return Declined("cpu-contiguous-without-gradient")
     if weight.dtype not in STORED_TYPES or scales.dtype not in STORED_TYPES:
-        return "takes bf16, fp16 and fp32"
+        return Declined("rounding-dtypes", {"weight": weight.dtype, "scales": scales.dtype})
     group = columns // scales.shape[1]
     if not _VECTOR <= group < _MOST:
-        return f"takes groups of {_VECTOR} to {_MOST - 1} weights"
+        return Declined("rounding-group-size", {"group": group, "least": _VECTOR, "most": _MOST - 1})
     library = build.native()
-    if isinstance(library, str):
+    if isinstance(library, Declined):
         return library
     task = CRounding(
         *(None if each is None else each.data_ptr() for each in (weight, importance)),
@@ -88,19 +89,19 @@ def native_round(
         task.smallest, task.largest = search.smallest, search.largest
     status: int = library.round_weight(ctypes.byref(task), torch.get_num_threads())
     if status == _BAD_WEIGHT:
-        return "a weight is not finite, or beyond the limit"
-    return "no memory for a row" if status else None
+        return Declined("weight-beyond-limit", {"limit": search.limit if search else None})
+    return Declined("no-memory-for-a-row", {"columns": columns}) if status else None
 
 
 def native_columns(
     residual: Tensor, matrix: Tensor, scales: Tensor, codes: Tensor | None, half: int
-) -> tuple[Tensor, Tensor] | str:
+) -> tuple[Tensor, Tensor] | Declined:
     """As `quant.rounding.columns.solve_block`, of up to 128 columns."""
     given = (residual, scales) if codes is None else (residual, scales, codes)
     if not all(each.is_cpu and each.is_contiguous() for each in given) or len(residual) > _COLUMNS:
-        return f"takes contiguous tensors on the CPU, of up to {_COLUMNS} columns"
+        return Declined("columns-layout", {"columns": len(residual), "most": _COLUMNS})
     library = build.native()
-    if isinstance(library, str):
+    if isinstance(library, Declined):
         return library
     turned = matrix.T.contiguous()
     found, shifts = torch.empty(residual.shape, dtype=torch.uint8), torch.empty_like(residual)
@@ -122,7 +123,7 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
     if not codes.is_cpu or codes.dtype != torch.uint8:
         return pack(codes, bits)
     library = build.native()
-    if isinstance(library, str):
+    if isinstance(library, Declined):
         return pack(codes, bits)
     rows, columns = codes.shape
     words = (columns * bits + 31) // 32

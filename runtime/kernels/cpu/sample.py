@@ -9,19 +9,23 @@ from ctypes import c_int64
 import torch
 from torch import Tensor
 
+from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.library import build
 
+_LOGITS = Declined("logits-not-fp32-rows")
+_ONE_ROW = Declined("logits-not-one-fp32-row")
 
-def best_tokens(logits: Tensor) -> list[int | None] | str:
+
+def best_tokens(logits: Tensor) -> list[int | None] | Declined:
     """The likeliest token of each row of fp32 logits [rows, vocab], the lowest id among equals; the reason where this
     code cannot say.
 
     None for a row with NaN or infinity, or with nothing but -inf.
     """
     if logits.device.type != "cpu" or logits.dtype != torch.float32 or logits.stride(1) != 1:
-        return "takes rows of fp32 on the CPU"
+        return _LOGITS
     native = build.native()
-    if isinstance(native, str):
+    if isinstance(native, Declined):
         return native
     rows, vocab = logits.shape
     found = (c_int64 * rows)()
@@ -29,7 +33,7 @@ def best_tokens(logits: Tensor) -> list[int | None] | str:
     return [None if token < 0 else token for token in found]
 
 
-def softmax_draw(logits: Tensor, number: float, out: Tensor) -> int | str:
+def softmax_draw(logits: Tensor, number: float, out: Tensor) -> int | Declined:
     """Probabilities of fp32 logits [1, vocab] to `out`, alike; the token at which their sum passes the share `number`.
 
     0 <= number < 1 - 2^-50; -inf is no chance. `vocab` where the logits are not numbers. The reason where this
@@ -37,8 +41,8 @@ def softmax_draw(logits: Tensor, number: float, out: Tensor) -> int | str:
     """
     for one in (logits, out):
         if one.device.type != "cpu" or one.dtype != torch.float32 or len(one) != 1 or one.stride(1) != 1:
-            return "takes one contiguous row of fp32 on the CPU"
+            return _ONE_ROW
     found = build.native()
-    if isinstance(found, str):
+    if isinstance(found, Declined):
         return found
     return found.softmax_draw(logits.data_ptr(), logits.shape[1], number, out.data_ptr())

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.library import build
 from mycli.runtime.kernels.cpu.library.build import LANES, ROW_TYPES, CTableWeight, Native
 from mycli.runtime.kernels.cpu.matmul import DENSE_INPUTS, multiply_dense
@@ -110,17 +111,17 @@ class TableKernel:
 
     def decline(
         self, packing: Packing, out_features: int, in_features: int, device: torch.device, dtype: torch.dtype
-    ) -> str | None:
+    ) -> Declined | None:
         """Declines integers, small groups, and machines without a compiler. The first call may build."""
         if device.type != "cpu":
-            return "runs on the CPU only"
+            return Declined("not-on-cpu", {"device": device})
         if packing.codes == "int" or packing.offsets:
-            return f"takes tables of values, not {packing.name}"
+            return Declined("packing-not-a-table", {"packing": packing.name})
         group = in_features // packing.groups(in_features)
         if group % LANES:
-            return f"groups of {group} inputs are not a multiple of {LANES}"
+            return Declined("group-not-multiple", {"group": group, "multiple": LANES})
         library = build.native()
-        return library if isinstance(library, str) else None
+        return library if isinstance(library, Declined) else None
 
     def prepare(self, weight: PackedWeight, dtype: torch.dtype) -> Matmul:
         """Keeps the tensors as they are. Codes that are no number, where they were allowed, are the reference's."""

@@ -14,8 +14,8 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from mycli.runtime.device.placement import OLDEST_PACKED
-from mycli.runtime.errors import summarize_error
+from mycli.runtime.device.placement import decline_packed
+from mycli.runtime.errors import Declined, summarize_error
 from mycli.runtime.kernels import reference
 from mycli.runtime.kernels.routed import ExpertWeights, Route
 from mycli.runtime.kernels.triton.product.matmul import RoutedRows, TritonMatmul, check_contiguous
@@ -25,6 +25,9 @@ from mycli.runtime.quantization.packed_weight import Matmul
 
 _LINE = 16  # bytes: what places of weights are counted in, and kernels load at once
 _PAIRS = 1024  # that a program looks at together
+_GROUPS = Declined("no-expert-groups")
+_NOT_TRITON = Declined("not-triton-layout")
+_NOT_CUDA = Declined("cuda-rows-without-gradient")
 
 
 def _power(count: int) -> int:
@@ -50,11 +53,11 @@ class ExpertTable:
     offsets: Tensor | None
 
     @classmethod
-    def of(cls, weights: Sequence[Matmul | Tensor | None]) -> "ExpertTable | str":
+    def of(cls, weights: Sequence[Matmul | Tensor | None]) -> "ExpertTable | Declined":
         """None is copied. The reason where experts are not alike."""
         found = [weight for weight in weights if isinstance(weight, TritonMatmul)]
         if len(found) < len(weights) or len({one.form for one in found}) > 1:
-            return "takes weights of one shape and packing in the layout of the Triton kernels"
+            return Declined("experts-not-alike-in-triton-layout")
         offsets = [one.offsets for one in found if one.offsets is not None]
         codes, scales = _places([one.codes for one in found]), _places([one.scales for one in found])
         return cls(tuple(found), codes, scales, _places(offsets) if offsets else None)
@@ -117,35 +120,35 @@ def sum_weighted(x: Tensor, places: Tensor, weights: Tensor) -> Tensor:
     return y
 
 
-def triton_route(scores: Tensor, choice: RoutingSpec, correction: Tensor | None = None) -> Route | str:
+def triton_route(scores: Tensor, choice: RoutingSpec, correction: Tensor | None = None) -> Route | Declined:
     """`route_tokens` on a GPU."""
     if choice.groups > 1:
-        return "does not choose among groups of experts"
+        return _GROUPS
     return _why_not(scores) or route_tokens(scores.contiguous(), choice, correction)
 
 
 def triton_routed_product(
     weights: Sequence[Matmul | Tensor], x: Tensor, starts: Tensor, tokens: Tensor | None
-) -> Tensor | str:
+) -> Tensor | Declined:
     """`grouped_product` where experts have few rows each; of many, unpacking the weight pays."""
     if not isinstance(weights[0], TritonMatmul):
-        return "takes weights in the layout of the Triton kernels"
+        return _NOT_TRITON
     pairs = x.shape[0] if tokens is None else tokens.shape[0]
     if pairs > most_packed_rows(weights[0].chip) * len(weights):
-        return f"takes few rows of each expert, not {pairs} of {len(weights)}"
+        return Declined("too-many-rows-per-expert", {"pairs": pairs, "experts": len(weights)})
     table = weights.made(ExpertTable.of) if isinstance(weights, ExpertWeights) else ExpertTable.of(weights)
-    return table if isinstance(table, str) else grouped_product(table, x, starts, tokens)
+    return table if isinstance(table, Declined) else grouped_product(table, x, starts, tokens)
 
 
-def triton_weighted_sum(x: Tensor, places: Tensor, weights: Tensor) -> Tensor | str:
+def triton_weighted_sum(x: Tensor, places: Tensor, weights: Tensor) -> Tensor | Declined:
     """`sum_weighted` on a GPU."""
     return _why_not(x) or sum_weighted(x.contiguous(), places.contiguous(), weights.contiguous())
 
 
-def _why_not(x: Tensor) -> str | None:
+def _why_not(x: Tensor) -> Declined | None:
     """Why kernels that need no packed weight are not launched on `x`; None where they are."""
     if x.device.type != "cuda" or x.requires_grad or x.shape[0] == 0:
-        return "runs on CUDA devices, of some rows without a gradient"
+        return _NOT_CUDA
     with _ONE_AT_A_TIME:
         return _checked(x.device)
 
@@ -154,15 +157,17 @@ _ONE_AT_A_TIME = Lock()  # of the checks
 
 
 @cache  # compiling takes a second, and the answer does not change
-def _checked(device: torch.device) -> str | None:
-    if torch.version.hip is not None or find_spec("triton") is None:
-        return "needs Triton on an NVIDIA GPU"
-    if torch.cuda.get_device_capability(device) < OLDEST_PACKED:
-        return "needs compute capability 8.0"
+def _checked(device: torch.device) -> Declined | None:
+    if torch.version.hip is not None:
+        return Declined("untested-on-amd")
+    if find_spec("triton") is None:
+        return Declined("triton-not-installed")
+    if (old_gpu := decline_packed(device)) is not None:
+        return old_gpu
     try:
-        return None if small_route_agrees(device) else "is wrong on this machine"
+        return None if small_route_agrees(device) else Declined("routing-check-failed")
     except Exception as trouble:  # noqa: BLE001  (reason: compilers and drivers raise all kinds)
-        return f"failed on this machine: {summarize_error(trouble)}"
+        return Declined("kernel-raises", {"error": summarize_error(trouble)})
 
 
 def small_route_agrees(device: torch.device) -> bool:

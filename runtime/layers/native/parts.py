@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.cache.kv_cache import PACKED, KVCache
+from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.attention import CACHE_TYPES, FOREVER
 from mycli.runtime.kernels.cpu.elementwise import GATE_TYPES
 from mycli.runtime.kernels.cpu.layer import (
@@ -146,7 +147,7 @@ def native_code(x: Tensor) -> Native | None:
     if x.dtype != torch.bfloat16 or len(x) > NATIVE_ROWS or not x.is_cpu or torch.is_grad_enabled():
         return None
     found = build.native()
-    return None if isinstance(found, str) else found
+    return None if isinstance(found, Declined) else found
 
 
 @dataclass(frozen=True)

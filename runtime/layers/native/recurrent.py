@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from mycli.runtime.cache.kv_cache import KVCache
+from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.layer import CConvolutionPart, CDeltaPart, CLayerStates
 from mycli.runtime.kernels.cpu.recurrent import decline_convolution, decline_delta
 from mycli.runtime.layers.native.parts import NativePass, ReadyPart
@@ -18,7 +19,7 @@ from mycli.runtime.layers.recurrent import Convolution, DeltaNet, ShortConv, wai
 CRecurrentPart = CDeltaPart | CConvolutionPart
 
 
-def _taken(why: str | None) -> None:
+def _taken(why: Declined | None) -> None:
     if why is not None:
         raise NotNative(why)
 

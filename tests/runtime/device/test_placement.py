@@ -11,7 +11,7 @@ from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device import placement
 from mycli.runtime.device.nvml import Gpu
 from mycli.runtime.device.placement import place
-from mycli.runtime.errors import ExitCode, ResourceError, UsageError
+from mycli.runtime.errors import Declined, ExitCode, ResourceError, UsageError
 from tests.support.paths import PICO
 
 CONFIG = open_model_folder(PICO).config
@@ -136,6 +136,6 @@ def test_the_chosen_device_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -
 
 def test_an_old_gpu_has_packed_weights_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, capability=(7, 5))
-    assert "this device has 7.5" in (place(CONFIG).unpacked or "")
+    assert place(CONFIG).unpacked == Declined("compute-capability", {"needed": "8.0", "found": "7.5"})
     machine(monkeypatch, capability=(8, 0))
     assert place(CONFIG).unpacked is None and place(CONFIG, "cpu").unpacked is None

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from mycli.runtime.diagnostics import selftest as doctor
 from mycli.runtime.engine.config import EngineConfig
+from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.reference import DequantizeKernel
 from mycli.runtime.open import open_model
 from mycli.runtime.quantization.packed_weight import Matmul, PackedWeight
@@ -23,8 +24,8 @@ class Twisted:
 
     def decline(
         self, packing: Packing, out_features: int, in_features: int, device: torch.device, dtype: torch.dtype
-    ) -> str | None:
-        return None if packing.bits == 4 else "4 bits only"
+    ) -> Declined | None:
+        return None if packing.bits == 4 else Declined("packing-not-int4-groups", {"packing": packing.name})
 
     def prepare(self, weight: PackedWeight, dtype: torch.dtype) -> Matmul:
         rolled = PackedWeight(weight.packed, weight.scales.roll(1, 0), weight.packing, weight.in_features)
@@ -44,7 +45,7 @@ def test_a_wrong_kernel_is_found_and_a_declining_one_is_not_blamed(monkeypatch: 
     wrong, right = found["int4-g128", "twisted"], found["int4-g128", "dequantize"]
     assert (wrong.ok, wrong.used, right.ok, right.used) == (False, True, True, False)
     declined = found["int8-g128", "twisted"]
-    assert (declined.ok, declined.error, declined.reason) == (True, None, "4 bits only")
+    assert declined.ok and declined.error is None and declined.declined is not None
     assert found["int8-g128", "dequantize"].used
 
 

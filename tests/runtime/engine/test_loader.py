@@ -22,7 +22,7 @@ from mycli.runtime.engine import loader as load
 from mycli.runtime.engine import model_runner
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.engine.model_runner import FastPaths, ModelRunner
-from mycli.runtime.errors import ExitCode, ModelError, ResourceError, UsageError
+from mycli.runtime.errors import Declined, ExitCode, ModelError, ResourceError, UsageError
 from mycli.runtime.kernels import registry
 from mycli.runtime.layers import transformer
 from mycli.runtime.layers.block import Block
@@ -177,10 +177,10 @@ def test_an_old_gpu_unpacks_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -
     assert product.nbytes == 32 * 128 * 2 and product.dequantize().dtype == torch.float16
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(registry.TritonKernel, "decline", lambda *_: "is wrong on this machine")
+    monkeypatch.setattr(registry.TritonKernel, "decline", lambda *_: Declined("untested-on-amd"))
     chosen, declined = registry.ask_kernels(Packing(4, 128), 64, 128, device, torch.float16)
     assert chosen is not None and chosen.name == "dequantize"
-    assert declined["triton"] == "is wrong on this machine", "why is not forgotten because another accepts"
+    assert declined["triton"] == Declined("untested-on-amd"), "why is not forgotten because another accepts"
 
 
 def test_why_weights_are_decoded_is_told_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,8 +188,9 @@ def test_why_weights_are_decoded_is_told_at_load(monkeypatch: pytest.MonkeyPatch
     packed = cast(ModelFolder, SimpleNamespace(config=FOLDER.config, packings=packings))
     placement = replace(CPU, device=torch.device("cuda", 0), dtype=torch.float16)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(registry.TritonKernel, "decline", lambda *_: "failed on this machine: no image")
-    assert load._decoded(packed, placement) == {"int4-g128": "triton failed on this machine: no image"}
+    monkeypatch.setattr(registry.TritonKernel, "decline", lambda *_: Declined("untested-on-amd"))
+    values = {"packing": "int4-g128", "kernel": "triton", "reason": Declined("untested-on-amd")}
+    assert load._decoded(packed, placement) == [Declined("weights-decoded-every-pass", values)]
 
 
 def test_threads_that_load_layers_are_on_the_models_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from mycli.runtime.cache.int4 import pack_int4
 from mycli.runtime.cache.kv_cache import PACKED, Stored, quantize_vectors
+from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.attention import attend_cached
 from mycli.runtime.kernels.reference import attend_dense
 from mycli.runtime.layers.attention import visible
@@ -79,7 +80,7 @@ def exact(case: Case, query: Tensor, keys: Stored, values: Stored) -> Tensor:
 
 def few(case: Case, query: Tensor, keys: Stored, values: Stored) -> Tensor:
     found = attend_cached(query, keys, values, None, case.window)
-    assert not isinstance(found, str), found
+    assert not isinstance(found, Declined), found
     return found
 
 

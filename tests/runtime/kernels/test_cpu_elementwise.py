@@ -11,6 +11,7 @@ from torch import Tensor
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loader import load_model
+from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.elementwise import (
     native_gelu_multiply,
     native_layer_norm,
@@ -190,14 +191,14 @@ def test_a_reply_is_made_with_them(vectors: Native, monkeypatch: pytest.MonkeyPa
     """Norms, rotations and activations of every layer, in bf16: of more rows than one native call takes a part for."""
     taken: Counter[str] = Counter()
 
-    def pluralize(name: str) -> Any:
+    def counting(name: str) -> Any:
         def call(*arguments: Any) -> Any:
             taken[name] += 1
             return getattr(vectors, name)(*arguments)
 
         return call
 
-    watched = replace(vectors, **{name: pluralize(name) for name in ("norm", "gate", "rotate")})
+    watched = replace(vectors, **{name: counting(name) for name in ("norm", "gate", "rotate")})
     monkeypatch.setattr(build, "native", lambda: watched)
     runner = load_model(open_model_folder(PICO), Placement(torch.device("cpu"), torch.bfloat16))
     layers = runner.config.layers
@@ -215,16 +216,16 @@ def test_what_it_leaves_to_torch() -> None:
             native_silu_multiply(one),
             native_gelu_multiply(one),
         ):
-            assert isinstance(declined, str)
-    assert "a contiguous gain" in str(native_rms_norm(x, gain.half(), 1e-5))
-    assert "a contiguous gain" in str(native_rms_norm(x.float(), gain, 1e-5))
-    assert "bf16 only" in str(native_rotate(x[..., None, :].float(), torch.ones(2, 32), torch.ones(2, 32)))
-    assert "a contiguous gain" in str(native_rms_norm(x, torch.ones(128)[::2], 1e-5))
-    assert "has no gradient" in str(native_rms_norm(x, gain.float().requires_grad_(), 1e-5))
-    assert "multiples of 16" in str(native_rms_norm(x[..., :24].contiguous(), gain[:24], 1e-5))
+            assert isinstance(declined, Declined)
+    assert "norm-gain-layout" in str(native_rms_norm(x, gain.half(), 1e-5))
+    assert "norm-gain-layout" in str(native_rms_norm(x.float(), gain, 1e-5))
+    assert "rotates-bf16-only" in str(native_rotate(x[..., None, :].float(), torch.ones(2, 32), torch.ones(2, 32)))
+    assert "norm-gain-layout" in str(native_rms_norm(x, torch.ones(128)[::2], 1e-5))
+    assert "no-gradient" in str(native_rms_norm(x, gain.float().requires_grad_(), 1e-5))
+    assert "rows-not-whole-vectors" in str(native_rms_norm(x[..., :24].contiguous(), gain[:24], 1e-5))
     cos = sin = normal(2, 40).bfloat16()
-    assert "multiples of 16" in str(native_rotate(normal(1, 2, 3, 80).bfloat16(), cos, sin))  # half a head
+    assert "rows-not-whole-vectors" in str(native_rotate(normal(1, 2, 3, 80).bfloat16(), cos, sin))  # half a head
     cos = sin = normal(2, 32).bfloat16()
-    assert "no wider than a head" in str(native_rotate(normal(1, 2, 3, 48).bfloat16(), cos, sin))
-    turned = normal(1, 3, 2, 64).bfloat16().transpose(1, 2)  # heads are not side by side
-    assert "side by side" in str(native_rotate(turned, cos, sin))
+    assert "rotary-table-shapes" in str(native_rotate(normal(1, 2, 3, 48).bfloat16(), cos, sin))
+    apart = normal(1, 3, 2, 64).bfloat16().transpose(1, 2)  # heads are not adjacent
+    assert "rotary-layout" in str(native_rotate(apart, cos, sin))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from mycli.runtime.device.system import Cpu, cpu
+from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.library import build, isa, prebuilt
 from mycli.runtime.kernels.cpu.library.build import Native, native
 from mycli.runtime.kernels.cpu.library.compiler import BuildError
@@ -46,11 +47,12 @@ def test_a_library_uses_nothing_its_processors_lack(name: str) -> None:
 
 
 def test_there_is_a_reason_where_there_is_none(tmp_path: Path) -> None:
-    assert prebuilt.find("avx2", tmp_path / "missing") == "the installation brings none"
-    empty(tmp_path, "avx2").rename(tmp_path / "packed_cpu-avx2-0123.so")
-    assert prebuilt.find("avx2", tmp_path) == "the one of the installation was made of other sources"
+    assert prebuilt.find("avx2", tmp_path / "missing") == Declined("no-prebuilt-library")
+    expected = empty(tmp_path, "avx2")
+    expected.rename(tmp_path / "packed_cpu-avx2-0123.so")
+    assert prebuilt.find("avx2", tmp_path) == Declined("prebuilt-from-other-sources", {"file": expected.name})
     plain = isa.portable_name(None, Cpu("Some processor", 1, frozenset(("sse2",))))
-    assert prebuilt.find(plain, tmp_path) == "the installation brings none for this processor"
+    assert prebuilt.find(plain, tmp_path) == Declined("no-prebuilt-for-processor", {"instructions": "plain"})
 
 
 def test_a_library_that_cannot_be_loaded_is_built_instead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,11 +65,12 @@ def test_a_library_that_cannot_be_loaded_is_built_instead(tmp_path: Path, monkey
     assert not build.must_be_built()
 
     def no_compiler(*_: object) -> Path:
-        raise BuildError("no GNU C++ compiler found")
+        raise BuildError(Declined("no-compiler"))
 
     monkeypatch.setattr(build, "compile_library", no_compiler)
     found = native.__wrapped__()
-    assert isinstance(found, str) and found.startswith("no GNU C++ compiler found; ") and path.name in found
+    assert isinstance(found, Declined) and found.data["compile"] == Declined("no-compiler")
+    assert path.name in str(found.data["prebuilt"])
 
 
 @cache
@@ -92,7 +95,7 @@ def test_the_one_that_was_carried_is_used(compiled: Path, tmp_path: Path, monkey
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     found = native.__wrapped__()
-    assert isinstance(found, Native) and found.origin == "prebuilt"
+    assert isinstance(found, Native) and found.compiled is None
     assert list(isa.SETS).index(found.isa) >= list(isa.SETS).index(isa.best_set(cpu().flags))
     loaded = Path("/proc/self/maps").read_text()
     assert str(compiled) in loaded

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.recurrent import native_convolve, native_delta_rule, native_gated_norm
 from mycli.runtime.kernels.recurrent import DELTA_CHUNK, DeltaSizes, Runs, convolve, delta_rule, gated_norm
 from tests.support.random_tensors import normal
@@ -139,17 +140,17 @@ def test_what_the_native_code_does_not_take() -> None:
     one = Runs.alike(1, 4)
     assert isinstance(native_delta_rule(*given, state, one, sizes), Tensor)
     for runs in (Runs((0, 5), (0,)), Runs((0, 3), (0,)), Runs((0, 3, 2, 4), (0, 1, 2)), Runs((0, 2, 4), (1, 1))):
-        assert isinstance(native_delta_rule(*given, state, runs, sizes), str)
+        assert isinstance(native_delta_rule(*given, state, runs, sizes), Declined)
     for slot in (-1, 5):
-        assert isinstance(native_delta_rule(*given, state, Runs((0, 4), (slot,)), sizes), str)
-    assert isinstance(native_delta_rule(*given, state[:, :1], one, sizes), str)
-    assert isinstance(native_delta_rule(*given, state.double(), one, sizes), str)
+        assert isinstance(native_delta_rule(*given, state, Runs((0, 4), (slot,)), sizes), Declined)
+    assert isinstance(native_delta_rule(*given, state[:, :1], one, sizes), Declined)
+    assert isinstance(native_delta_rule(*given, state.double(), one, sizes), Declined)
     qkv = given[0].clone().requires_grad_()
-    assert native_delta_rule(qkv, *given[1:], state, one, sizes) == "has no gradient"
+    assert native_delta_rule(qkv, *given[1:], state, one, sizes) == Declined("no-gradient")
     x, weight, before = normal(4, 16), normal(4, 16, seed=1), torch.zeros(2, 3, 16)
     assert isinstance(native_convolve(x, weight, None, before, one, False), Tensor)
-    assert isinstance(native_convolve(x, weight[:3], None, before, one, False), str)
-    assert isinstance(native_convolve(x, weight, None, before, Runs((0, 4), (2,)), False), str)
+    assert isinstance(native_convolve(x, weight[:3], None, before, one, False), Declined)
+    assert isinstance(native_convolve(x, weight, None, before, Runs((0, 4), (2,)), False), Declined)
 
 
 def test_gradients_pass_the_twins() -> None:

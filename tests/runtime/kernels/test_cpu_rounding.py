@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mycli.quant.rounding import grid as grids
 from mycli.quant.rounding.grid import Grid, Quantized, round_to_nearest
-from mycli.runtime.errors import ModelError
+from mycli.runtime.errors import Declined, ModelError
 from mycli.runtime.kernels.cpu.library import build
 from mycli.runtime.kernels.cpu.library.build import Native, native
 from mycli.runtime.kernels.cpu.rounding import native_columns, native_round, pack_codes
@@ -19,7 +19,7 @@ from tests.support.columns import problem
 SHAPES = ((40, 256, 32), (40, 256, 64), (7, 1024, 128), (5, 544, None), (3, 4864, None), (1, 27, None), (0, 64, 32))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-needs_native = pytest.mark.skipif(isinstance(native(), str), reason=f"no native code here: {native()}")
+needs_native = pytest.mark.skipif(isinstance(native(), Declined), reason=f"no native code here: {native()}")
 
 
 def weights(rows: int, columns: int, seed: int = 0) -> Tensor:
@@ -34,7 +34,7 @@ def weights(rows: int, columns: int, seed: int = 0) -> Tensor:
 
 def in_torch(weight: Tensor, grid: Grid, importance: Tensor | None) -> tuple[Quantized, float]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grids, "native_round", lambda *_, **__: "left to torch")
+        patch.setattr(grids, "native_round", lambda *_, **__: Declined("no-compiler"))
         return round_to_nearest(weight, grid, importance)
 
 
@@ -61,7 +61,7 @@ def test_columns_are_summed_in_turn(vectors: Native, move: bool) -> None:
     """So that no set of instructions rounds otherwise, nor another place of a row."""
     residual, matrix, scales, codes, half = problem(128, 150, 8, move)
     found = native_columns(residual, matrix, scales, codes, half)
-    assert not isinstance(found, str)
+    assert not isinstance(found, Declined)
     shifts = torch.empty_like(residual)
     for i in range(128):
         left = residual[i]
@@ -76,14 +76,15 @@ def test_columns_are_summed_in_turn(vectors: Native, move: bool) -> None:
     last = slice(149, 150)
     moved = None if codes is None else codes[:, last].contiguous()
     alone = native_columns(residual[:, last].contiguous(), matrix, scales[:, last].contiguous(), moved, half)
-    assert not isinstance(alone, str)
+    assert not isinstance(alone, Declined)
     assert torch.equal(alone[0], found[0][:, last]) and torch.equal(alone[1], found[1][:, last])
 
 
 def test_columns_that_are_too_many_or_lie_otherwise_are_left() -> None:
     given = torch.ones(129, 3), torch.eye(129), torch.ones(129, 3)
-    assert "128 columns" in native_columns(*given, None, 8)
-    assert "contiguous" in native_columns(torch.ones(3, 5).T, torch.eye(5), torch.ones(5, 3), None, 8)
+    assert native_columns(*given, None, 8) == Declined("columns-layout", {"columns": 129, "most": 128})
+    unlike = native_columns(torch.ones(3, 5).T, torch.eye(5), torch.ones(5, 3), None, 8)
+    assert isinstance(unlike, Declined) and unlike.code == "columns-layout"
 
 
 @needs_native
@@ -112,10 +113,10 @@ def test_weights_that_no_scale_reaches_are_said(value: float) -> None:
 @needs_native
 def test_what_it_cannot_do_is_left_to_torch() -> None:
     scales = torch.ones(4, 2)
-    assert "without a gradient" in str(native_round(weights(4, 64).requires_grad_(), scales, 4))
+    assert "without-gradient" in str(native_round(weights(4, 64).requires_grad_(), scales, 4))
     assert "contiguous" in str(native_round(weights(64, 4).t(), scales, 4))
-    assert "bf16, fp16 and fp32" in str(native_round(weights(4, 64).double(), scales, 4))
-    assert "groups of" in str(native_round(weights(4, 8), scales, 4))
+    assert "rounding-dtypes" in str(native_round(weights(4, 64).double(), scales, 4))
+    assert "rounding-group-size" in str(native_round(weights(4, 8), scales, 4))
 
 
 @needs_native
@@ -138,8 +139,8 @@ def test_words_hold_the_codes(bits: int, rows: int, columns: int, seed: int) -> 
 
 
 def test_without_native_code_torch_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "native", lambda: "no GNU C++ compiler found")
+    monkeypatch.setattr(build, "native", lambda: Declined("no-compiler"))
     weight, grid = weights(6, 128), Grid(Packing(4, 64), torch.bfloat16)
     found, error = round_to_nearest(weight, grid)
     assert error > 0 and torch.equal(pack_codes(found.codes, 4), pack(found.codes, 4))
-    assert native_round(weight, found.scales, 4) == "no GNU C++ compiler found"
+    assert native_round(weight, found.scales, 4) == Declined("no-compiler")

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.sample import best_tokens, softmax_draw
 
 pytestmark = pytest.mark.usefixtures("vectors")
@@ -80,4 +81,4 @@ def test_other_tensors_are_torchs() -> None:
         (row.view(2, 32), torch.empty(2, 32)),
         (row[:, ::2], torch.empty(1, 32)),
     ):
-        assert softmax_draw(logits, 0.5, out) == "takes one contiguous row of fp32 on the CPU"
+        assert softmax_draw(logits, 0.5, out) == Declined("logits-not-one-fp32-row")

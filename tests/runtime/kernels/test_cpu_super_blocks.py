@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.library.build import Native, native
 from mycli.runtime.kernels.cpu.matmul import CpuMatmul
 from mycli.runtime.quantization.packed_weight import PackedWeight, dequantize, unpack
@@ -17,7 +18,7 @@ from tests.support.packed_weights import super_block_weight
 
 KINDS = ((2, 16, True), (3, 16, False), (4, 32, True), (5, 32, True), (6, 16, False))  # of ggml's K-quants
 
-pytestmark = pytest.mark.skipif(isinstance(native(), str), reason=f"no native code here: {native()}")
+pytestmark = pytest.mark.skipif(isinstance(native(), Declined), reason=f"no native code here: {native()}")
 
 
 def whole(weight: PackedWeight) -> PackedWeight:

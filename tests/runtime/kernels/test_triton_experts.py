@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mycli.runtime.errors import Declined
 from mycli.runtime.kernels import reference
 from mycli.runtime.kernels.routed import ExpertWeights
 from mycli.runtime.kernels.triton.experts import (
@@ -79,7 +80,7 @@ def products(case: Routes) -> tuple[float, bool]:
     stored = [weight(case.packing, case.n, case.k, seed=seed, dtype=case.dtype) for seed in range(case.experts)]
     chip = Chip(case.capability, case.processors, case.pdl)
     table = ExpertTable.of([TritonMatmul(one, chip) for one in stored])
-    assert not isinstance(table, str)
+    assert not isinstance(table, Declined)
     route = reference.route(scores(case.tokens, case.experts), RoutingSpec(case.top_k, normalize=True))
     starts = torch.zeros(case.experts + 1, dtype=torch.int32)
     for expert, pairs in route.slices.items():
@@ -192,8 +193,8 @@ def test_the_table_is_made_once_and_of_weights_that_are_alike() -> None:
         assert one.codes.data_ptr() == alike[0].codes.data_ptr() + 16 * codes
         assert one.scales.data_ptr() == alike[0].scales.data_ptr() + 16 * scales
     for other in (weight(Packing(8, 128), 16, 128, 0), weight(Packing(4, 128), 32, 128, 0)):
-        assert isinstance(ExpertTable.of([*alike, TritonMatmul(other, chip)]), str)
-    assert isinstance(ExpertTable.of([*alike, torch.randn(16, 128)]), str)
+        assert isinstance(ExpertTable.of([*alike, TritonMatmul(other, chip)]), Declined)
+    assert isinstance(ExpertTable.of([*alike, torch.randn(16, 128)]), Declined)
 
 
 def test_declines_what_others_do_sooner() -> None:
@@ -201,11 +202,11 @@ def test_declines_what_others_do_sooner() -> None:
     one = TritonMatmul(weight(Packing(4, 128), 16, 128, 0), chip)
     many = torch.zeros(most_packed_rows(chip) + 1, 128, dtype=torch.bfloat16)
     starts = torch.tensor([0, len(many)], dtype=torch.int32)
-    assert "few rows" in str(triton_routed_product([one], many, starts, None))
-    assert "layout" in str(triton_routed_product([torch.randn(16, 128)], many, starts, None))
-    assert "CUDA" in str(triton_route(torch.zeros(1, 4), RoutingSpec(2, normalize=True)))
-    assert "groups" in str(triton_route(torch.zeros(1, 4), RoutingSpec(2, normalize=True, groups=2)))
-    assert "CUDA" in str(triton_weighted_sum(many, starts.view(1, 2), torch.ones(1, 2)))
+    assert "too-many-rows-per-expert" in str(triton_routed_product([one], many, starts, None))
+    assert "not-triton-layout" in str(triton_routed_product([torch.randn(16, 128)], many, starts, None))
+    assert "cuda-rows" in str(triton_route(torch.zeros(1, 4), RoutingSpec(2, normalize=True)))
+    assert "no-expert-groups" in str(triton_route(torch.zeros(1, 4), RoutingSpec(2, normalize=True, groups=2)))
+    assert "cuda-rows" in str(triton_weighted_sum(many, starts.view(1, 2), torch.ones(1, 2)))
 
 
 @pytest.mark.parametrize(("pairs", "experts", "rows"), [(8, 128, 8), (512, 4, 64), (65, 3, 16), (1, 1, 8)])

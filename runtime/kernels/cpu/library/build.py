@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from mycli.runtime.device.system import cpu
+from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.library import isa, prebuilt
 from mycli.runtime.kernels.cpu.library.compiler import (
     FLAGS,
@@ -150,11 +151,11 @@ class Native:
     experts_route: Callable[..., int]
     experts_sum: Callable[..., int | None]
     isa: str  # the instructions used for products: one of `isa.SETS` or `isa.ARM_SETS`, or "plain"
-    origin: str  # whence it came, for a person
     path: Path
+    compiled: Declined | None = None  # why it was compiled here; None: it came with the installation
 
 
-def load_library(path: Path, origin: str = "") -> Native:
+def load_library(path: Path, compiled: Declined | None = None) -> Native:
     """The library at `path`, which finds torch's OpenMP in the process. Raises OSError where it cannot be loaded."""
     library = ctypes.CDLL(str(path))
 
@@ -193,8 +194,8 @@ def load_library(path: Path, origin: str = "") -> Native:
         experts_route=function("experts_route", c_int64, c_void_p, c_int),
         experts_sum=function("experts_sum", None, c_void_p, c_int),
         isa=function("packed_isa", c_char_p)().decode(),
-        origin=origin,
         path=path,
+        compiled=compiled,
     )
 
 
@@ -219,7 +220,7 @@ class _Recipe:
 def _recipe(extra_flags: tuple[str, ...]) -> _Recipe:
     """For this machine. Raises BuildError saying what is missing."""
     if platform.system() != "Linux":
-        raise BuildError(f"built on Linux only, not on {platform.system()}")
+        raise BuildError(Declined("compiles-on-linux-only", {"system": platform.system()}))
     compiler, version = find_compiler()
     openmp, sources, flags = torch_openmp(), read_sources(), (*FLAGS, THIS_MACHINE, *extra_flags)
     key = digest(sources, version, _processor(), torch.__version__, openmp, *flags)
@@ -245,11 +246,8 @@ def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
 
 @dataclass(frozen=True)
 class _Choice:
-    """For this machine and what is asked for: a library that is `ready`, or None and `why`; `flags` to build one."""
-
-    flags: tuple[str, ...]
-    ready: Path | None
-    why: str
+    flags: tuple[str, ...]  # to compile with
+    prebuilt: Path | Declined
 
 
 def _choose() -> _Choice:
@@ -257,31 +255,34 @@ def _choose() -> _Choice:
     processor = cpu()
     asked = isa.asked(processor.flags)
     flags = isa.compiler_flags(asked, processor)
-    found = prebuilt.find(isa.portable_name(asked, processor))
-    return _Choice(flags, found, "") if isinstance(found, Path) else _Choice(flags, None, found)
+    return _Choice(flags, prebuilt.find(isa.portable_name(asked, processor)))
 
 
 @cache  # one library a process: finding the compiler takes longer than a product
-def native() -> Native | str:
+def native() -> Native | Declined:
     """The functions for this machine, or the reason why there are none. Raises UsageError as `isa.asked` does."""
     choice = _choose()
-    why = choice.why
-    if choice.ready is not None:
+    declined = choice.prebuilt
+    if isinstance(declined, Path):
         try:
             prebuilt.show_openmp()
-            return load_library(choice.ready, "prebuilt")
+            return load_library(declined)
         except (BuildError, OSError) as error:
-            why = str(error)
+            declined = _declined(error)
     try:
-        return load_library(compile_library(cache_folder(), choice.flags), f"compiled here: {why}")
+        return load_library(compile_library(cache_folder(), choice.flags), declined)
     except (BuildError, OSError, subprocess.SubprocessError) as error:
-        return f"{error}; {why}"
+        return Declined("no-native-library", {"compile": _declined(error), "prebuilt": declined})
+
+
+def _declined(error: Exception) -> Declined:
+    return error.declined if isinstance(error, BuildError) else Declined("system-error", {"error": str(error)})
 
 
 def must_be_built() -> bool:
     """Whether the first call of `native` will take seconds, because it compiles. Raises UsageError as that does."""
     choice = _choose()
-    if choice.ready is not None:
+    if isinstance(choice.prebuilt, Path):
         return False
     try:
         return not (cache_folder() / _recipe(choice.flags).name).exists()

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import torch
 
+from mycli.runtime.errors import Declined
+
 # The longest first, with the compiler's options for each: what rounds as torch does rounds every operation on its own.
 SOURCES: Mapping[str, tuple[str, ...]] = {
     "few_rows_cpu.cpp": (),
@@ -28,7 +30,11 @@ TIMEOUT = 1200  # seconds for the compiler on a busy machine; alone it needs mos
 
 
 class BuildError(Exception):
-    """Why there is no native library here."""
+    """The native library cannot be compiled or loaded; `declined` says why."""
+
+    def __init__(self, declined: Declined) -> None:
+        super().__init__(f"{declined.code} {dict(declined.data)}")
+        self.declined = declined
 
 
 def find_compiler(environment: Mapping[str, str] = os.environ) -> tuple[str, str]:
@@ -43,7 +49,7 @@ def find_compiler(environment: Mapping[str, str] = os.environ) -> tuple[str, str
         version = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=TIMEOUT).stdout
         if "Free Software Foundation" in version:
             return os.path.abspath(path), version  # it is started in another folder
-    raise BuildError("no GNU C++ compiler found (install g++, or set CXX)")
+    raise BuildError(Declined("no-compiler"))
 
 
 def torch_openmp() -> str:
@@ -53,7 +59,7 @@ def torch_openmp() -> str:
     torch_folder = str(Path(torch.__file__).parent)
     for path in sorted(loaded, key=lambda one: (not one.startswith(torch_folder), one)):
         return path
-    raise BuildError("torch uses no OpenMP library here")
+    raise BuildError(Declined("no-openmp"))
 
 
 def read_sources() -> dict[str, bytes]:
@@ -91,7 +97,8 @@ def _run(work: str, command: Sequence[str]) -> None:
     try:
         done = subprocess.run(command, cwd=work, capture_output=True, text=True, timeout=TIMEOUT)
     except subprocess.TimeoutExpired:
-        raise BuildError(f"{command[0]} took more than {TIMEOUT} s") from None
+        raise BuildError(Declined("compiler-timeout", {"compiler": command[0], "seconds": TIMEOUT})) from None
     if done.returncode:
         words = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
-        raise BuildError(f"{command[0]} failed: {words[0] if words else done.returncode:.200}")
+        error = f"{words[0]:.200}" if words else f"exit code {done.returncode}"
+        raise BuildError(Declined("compiler-failed", {"compiler": command[0], "error": error}))

@@ -8,6 +8,7 @@ packages: they take the one that torch has loaded. Knows names and files; not ho
 import ctypes
 from pathlib import Path
 
+from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.library import isa
 from mycli.runtime.kernels.cpu.library.compiler import (
     FLAGS,
@@ -29,14 +30,14 @@ def _file_name(name: str) -> str:
     return f"packed_cpu-{name}-{digest(read_sources(), *flags)}.so"
 
 
-def find(name: str, folder: Path = FOLDER) -> Path | str:
+def find(name: str, folder: Path = FOLDER) -> Path | Declined:
     """The library for `isa.portable_name`, or the reason why there is none."""
     if not folder.is_dir():
-        return "the installation brings none"
+        return Declined("no-prebuilt-library")
     if name not in isa.portable_flags():
-        return "the installation brings none for this processor"
+        return Declined("no-prebuilt-for-processor", {"instructions": name})
     path = folder / _file_name(name)
-    return path if path.is_file() else "the one of the installation was made of other sources"
+    return path if path.is_file() else Declined("prebuilt-from-other-sources", {"file": path.name})
 
 
 def show_openmp() -> None:

@@ -11,8 +11,8 @@ from threading import Lock
 
 import torch
 
-from mycli.runtime.device.placement import OLDEST_PACKED
-from mycli.runtime.errors import summarize_error
+from mycli.runtime.device.placement import decline_packed
+from mycli.runtime.errors import Declined, summarize_error
 from mycli.runtime.kernels.reference import DequantizeMatmul
 from mycli.runtime.kernels.triton.product.matmul import ACTIVATION_DTYPES, TritonMatmul, chip_of
 from mycli.runtime.kernels.triton.product.tiles import Chip
@@ -41,21 +41,21 @@ def small_product(device: torch.device, packing: Packing, chip: Chip, rows: int)
 _ONE_AT_A_TIME = Lock()  # of the checks: layers are loaded by several threads
 
 
-def self_check(device: torch.device, packing: Packing) -> str | None:
+def self_check(device: torch.device, packing: Packing) -> Declined | None:
     """Why the kernels are not to be used here, None if small products come out right; asked once, by one thread."""
     with _ONE_AT_A_TIME:
         return _checked(device, packing)
 
 
 @cache  # compiling takes a second, and the answer does not change
-def _checked(device: torch.device, packing: Packing) -> str | None:
+def _checked(device: torch.device, packing: Packing) -> Declined | None:
     for rows in (1, 12):
         try:
             error = small_product(device, packing, chip_of(device), rows)
         except Exception as trouble:  # noqa: BLE001  (reason: compilers and drivers raise all kinds)
-            return f"failed on this machine: {summarize_error(trouble)}"
+            return Declined("kernel-raises", {"error": summarize_error(trouble)})
         if not error < 5e-3:
-            return f"is wrong on this machine: a product of {packing.name} is off by {error:.1%}"
+            return Declined("product-check-failed", {"packing": packing.name, "error": error})
     return None
 
 
@@ -66,24 +66,23 @@ class TritonKernel:
 
     def decline(
         self, packing: Packing, out_features: int, in_features: int, device: torch.device, dtype: torch.dtype
-    ) -> str | None:
+    ) -> Declined | None:
         """Anything but bf16 or fp16 activations on a CUDA device of capability 8.0 or more, with Triton installed."""
         if device.type != "cuda":
-            return f"runs on CUDA devices, not on {device.type}"
+            return Declined("not-on-cuda", {"device": device.type})
         if torch.version.hip is not None:
-            return "has never been run on an AMD GPU"
+            return Declined("untested-on-amd")
         if find_spec("triton") is None:
-            return "the package triton is not installed"
+            return Declined("triton-not-installed")
         if dtype not in ACTIVATION_DTYPES:
-            return f"takes bf16 or fp16 activations, not {dtype}"
+            return Declined("activation-dtype", {"dtype": dtype})
         taken = multiplied(packing)
         if taken is None:
-            return f"takes groups of multiples of 16, not {packing.name}"
-        capability = torch.cuda.get_device_capability(device)
-        if capability < OLDEST_PACKED:
-            return f"needs compute capability 8.0, this device has {capability[0]}.{capability[1]}"
+            return Declined("packing-group-not-multiple", {"packing": packing.name, "multiple": 16})
+        if (old_gpu := decline_packed(device)) is not None:
+            return old_gpu
         if device.index is not None and device.index != (current := torch.cuda.current_device()):
-            return f"launches on cuda:{current}, the device of this thread, not on {device}"
+            return Declined("other-cuda-device", {"current": current, "device": device})
         return self_check(device, taken)
 
     def prepare(self, weight: PackedWeight, dtype: torch.dtype) -> Matmul:
