@@ -19,9 +19,16 @@ from mycli.quant.layer_streaming import Sides, StreamedModel, restore
 from mycli.quant.model_card import Layer
 from mycli.quant.progress import ReportProgress, silent
 from mycli.quant.rounding.error_compensation import Moments, refit
-from mycli.quant.rounding.grid import Grid, Quantized, Search, dequantize_codes, relative_error, round_to_grid
-from mycli.quant.solvers import rtn
-from mycli.quant.transforms import Transform
+from mycli.quant.rounding.grid import (
+    Grid,
+    Quantized,
+    Search,
+    dequantize_codes,
+    relative_error,
+    round_to_grid,
+    round_to_nearest,
+)
+from mycli.quant.transforms import TransformModule
 from mycli.quant.tuning.block import preferred_shifts, tune_block
 from mycli.quant.work_folder import Solved, WorkFolder
 from mycli.runtime.device.placement import torch_dtype
@@ -108,7 +115,7 @@ class Solver:
     def round(self, weights: Mapping[str, Tensor], packing: Packing) -> tuple[dict[str, Quantized], list[Layer]]:
         """Plain rounding of weights [N, K] by name, for an expert of which calibration says too little."""
         grid = self.grid(packing)
-        solved = {name: rtn.solve(weight, grid).quantized for name, weight in weights.items()}
+        solved = {name: round_to_nearest(weight, grid)[0] for name, weight in weights.items()}
         layers = [
             Layer(name, packing.name, relative_error(weight, solved[name], grid), fallback=UNSEEN)
             for name, weight in weights.items()
@@ -255,7 +262,7 @@ def _fold_block(
     original: BlockState,
     packings: Mapping[str, Packing],
     solver: Solver,
-    transform: Transform,
+    transform: TransformModule,
     context: PassContext,
 ) -> dict[str, Tensor]:
     """Rescale the inputs of the products of a block that is not quantized yet, and of the original with it."""

@@ -16,8 +16,7 @@ from torch.nn import functional
 from mycli.quant.calibration.hessian import rough_products
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.progress import ReportProgress, silent
-from mycli.quant.rounding.grid import Grid, relative_error
-from mycli.quant.solvers import rtn
+from mycli.quant.rounding.grid import Grid, relative_error, round_to_nearest
 from mycli.runtime.device.placement import torch_dtype
 from mycli.runtime.errors import UsageError
 from mycli.runtime.layers.attention import TextAttention
@@ -120,7 +119,7 @@ def _share(config: ModelConfig, specs: Sequence[LinearSpec], weight: Tensor, los
     for bits in BITS:
         packing = Packing(bits, low.group_size)
         grid = Grid(packing, torch_dtype(config.dtype))
-        errors[bits] = relative_error(weight, rtn.solve(weight, grid).quantized, grid)
+        errors[bits] = relative_error(weight, round_to_nearest(weight, grid)[0], grid)
         sizes[bits] = sum(packing.bytes(spec.out_features, spec.in_features) + _SHAPE_BYTES for spec in specs)
     least = errors[low.bits] or 1.0
     return Share(weight.numel(), sizes, {bits: loss * errors[bits] / least for bits in BITS})

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from mycli.quant import model_card
+from mycli.quant import model_card, solvers
 from mycli.quant.blockwise import UNSEEN, Solver, quantize_blocks
 from mycli.quant.calibration.hessian import HELD
 from mycli.quant.calibration.sampler import Calibration, bundled, from_file
@@ -74,8 +74,8 @@ def allocated(work: QuantizationPlan, placement: Placement, folder: Path, progre
     """
     target = work.recipe.target_bpw
     assert target is not None
-    # Rescaled weights cannot be compared with the original's, so `awq` is left out.
-    method = "gptq" if work.calibrates else work.recipe.method
+    # Without a transform: rescaled weights cannot be compared with the original's.
+    method = solvers.DEFAULT if work.recipe.needs_data else work.recipe.method
     samples = min(work.recipe.samples, COPY_WINDOWS)
     bits = low_width(target, work.recipe.group)
     low = replace(work.recipe, method=method, bits=bits, target_bpw=None, samples=samples, head="keep", tune=False)
@@ -137,7 +137,7 @@ def _quantize(
     work_folder: Path | None,
     progress: ReportProgress,
 ) -> Outcome:
-    shown = _calibration(work) if work.calibrates else None
+    shown = _calibration(work) if work.recipe.needs_data else None
     if work.recipe.tune and shown is not None and len(shown.windows) < HELD:
         raise UsageError(f"tuning needs {HELD} windows, one of them to judge by", code="more-samples")
     with ExitStack() as stack:

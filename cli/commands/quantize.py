@@ -151,7 +151,7 @@ def _target(work: "QuantizationPlan") -> Path:
 def _how_to_go_on(work: "QuantizationPlan", kept: Path) -> str:
     """For whoever stopped it."""
     again = shlex.join(["mycli", *sys.argv[1:]])
-    if not (work.calibrates and kept.is_dir()):
+    if not (work.recipe.needs_data and kept.is_dir()):
         return f"stopped; nothing was written; to start again: {again}"
     return f"stopped; finished blocks are kept in {kept}; to continue: {again}"
 

@@ -1,16 +1,20 @@
 """What `mycli quantize` makes, as options: a record that resolves itself to a recipe."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from mycli.cli.flags import options
+from mycli.quant import solvers
+from mycli.quant.recipe import Recipe, method_help, methods
 from mycli.runtime.errors import UsageError
-from mycli.runtime.quantization.scheme import NF4_GROUP
+from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES
 
-if TYPE_CHECKING:  # torch takes seconds to import
-    from mycli.quant.recipe import Recipe
+_GROUPS = (*map(str, GROUP_SIZES), "channel")
+_SPECS = {name: solvers.spec(name) for name in solvers.names()}
+_DEFAULT_GROUP = _SPECS[solvers.DEFAULT].group
+_OTHER_GROUPS = [f"{spec.group} for {name}" for name, spec in _SPECS.items() if spec.group != _DEFAULT_GROUP]
 
 
 @dataclass(frozen=True)
@@ -20,13 +24,13 @@ class RecipeFlags:
     method: Annotated[
         str,
         options.word_option(
-            words=("gptq", "awq", "awq+gptq", "rtn", "nf4"),
-            help="How codes are chosen: awq rescales inputs, gptq makes up for errors; "
-            "rtn only rounds, and needs no data; nf4 is QLoRA's, for bitsandbytes.",
+            words=methods(),
+            help=f"How the codes are chosen. {method_help()}.",
         ),
-    ] = "gptq"
+    ] = solvers.DEFAULT
     bits: Annotated[
-        int | None, typer.Option(metavar="8|4|3|2", help="Bits per weight, without its scales.", show_default="4")
+        int | None,
+        typer.Option(metavar="|".join(map(str, BITS)), help="Bits per weight, without its scales.", show_default="4"),
     ] = None
     target_bpw: Annotated[
         float | None,
@@ -42,9 +46,9 @@ class RecipeFlags:
     group: Annotated[
         str | None,
         options.word_option(
-            words=("32", "64", "128", "channel"),
+            words=_GROUPS,
             help="Inputs that share a scale.",
-            show_default="128; 64 for nf4",
+            show_default="; ".join([str(_DEFAULT_GROUP), *_OTHER_GROUPS]),
         ),
     ] = None
     scales: Annotated[
@@ -82,13 +86,11 @@ class RecipeFlags:
         ),
     ] = False
 
-    def resolve(self) -> "Recipe":
-        """The recipe. Raises UsageError for a value that it does not know."""
-        from mycli.quant.recipe import Recipe
-
-        group = self.group or (str(NF4_GROUP) if self.method == "nf4" else "128")
+    def resolve(self) -> Recipe:
+        """The recipe. Raises UsageError for unsupported values."""
+        group = self.group or str(_SPECS[self.method].group if self.method in _SPECS else _DEFAULT_GROUP)
         if group != "channel" and not group.isdecimal():
-            raise UsageError(f"--group {group}: not a group size", "choose from 32, 64, 128, channel")
+            raise UsageError(f"--group {group} is not supported", f"--group takes: {', '.join(_GROUPS)}")
         if self.bits is not None and self.target_bpw is not None:
             raise UsageError("--bits and --target-bpw each say how wide weights are", "give one of them")
         return Recipe(

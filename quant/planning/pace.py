@@ -37,9 +37,9 @@ def expected_seconds(work: QuantizationPlan, placement: Placement) -> float | No
     if work.recipe.tune or work.recipe.target_bpw is not None or work.recipe.transform is not None:
         return None
     measured = measured_tokens(work.report)
-    passing = _passing(work, placement) if measured or work.calibrates else 0.0
-    solving = _solving(work, placement) if work.calibrates else _rounding(work, placement)
-    calibrated = work.recipe.samples * work.seq if work.calibrates else 0
+    passing = _passing(work, placement) if measured or work.recipe.needs_data else 0.0
+    solving = _solving(work, placement) if work.recipe.needs_data else _rounding(work, placement)
+    calibrated = work.recipe.samples * work.seq if work.recipe.needs_data else 0
     return solving + work.config.layers * passing * (_PASSES * calibrated + 2 * measured) + _hashing(work)
 
 

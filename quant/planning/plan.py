@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from mycli.quant import model_card, solvers
+from mycli.quant import model_card
 from mycli.quant.calibration.sampler import check_windows
 from mycli.quant.layer_streaming import TOKENS_AT_ONCE, TOKENS_ON_GPU
 from mycli.quant.mixed_precision import WINDOWS
@@ -61,11 +61,6 @@ class QuantizationPlan:
     def config(self) -> ModelConfig:
         """Of the source."""
         return self.folder.config
-
-    @property
-    def calibrates(self) -> bool:
-        """Whether the method wants data."""
-        return self.recipe.transform is not None or solvers.load(self.recipe.solver).NEEDS_HESSIAN
 
     @property
     def seq(self) -> int:
@@ -145,9 +140,7 @@ def plan_quantization(
             f"{config.model_type}: gradients do not follow the choice of experts",
             "leave tuning out, and give all layers one width",
         )
-    if recipe.tune and not work.calibrates:
-        raise UsageError(f"tuning needs calibration, which method {recipe.method} does not do", code="tune-gptq")
-    if work.calibrates:
+    if recipe.needs_data:
         check_windows(recipe.samples, work.seq, config.max_context)
     at_once = TOKENS_ON_GPU if gpu else TOKENS_AT_ONCE
     return replace(work, need=choose(_stages(work), gpu, at_once, max_ram, max_vram))
@@ -163,7 +156,7 @@ def _stages(work: QuantizationPlan) -> QuantizationWork:
     return QuantizationWork(
         config=work.config,
         packings=work.packings,
-        tokens=work.recipe.samples * work.seq if work.calibrates else 0,
+        tokens=work.recipe.samples * work.seq if work.recipe.needs_data else 0,
         seq=work.seq,
         transforms=work.recipe.transform is not None,
         tunes=work.recipe.tune,

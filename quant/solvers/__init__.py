@@ -1,31 +1,53 @@
-"""Solvers: one file each, found by its name. They choose codes and scales, never the layout.
+"""Solvers: one file each, found by its name. They choose codes and scales for one weight matrix.
 
-A solver is a module with the members of `SolverModule`. It sees one matrix and, if it wants, second moments of its
-inputs; it knows nothing of models, files or packing into words.
+A solver is a module with the members of `SolverModule`. It sees a matrix and, if it uses data, the second moments of
+the inputs; names, files and packing into words are the caller's business.
 """
 
 import importlib
-import pkgutil
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
-from torch import Tensor
+from mycli.quant.declarations import declared, file_names
+from mycli.runtime.quantization.scheme import BITS, OWN_LAYOUT
 
-from mycli.quant.rounding.grid import Grid, Quantized
-from mycli.runtime.errors import UsageError
-from mycli.runtime.quantization.scheme import Codes
+if TYPE_CHECKING:  # the help reads declarations only
+    from torch import Tensor
+
+    from mycli.quant.rounding.grid import Grid, Quantized
+
+DEFAULT = "gptq"
+ROUNDING = "rtn"  # follows a transform if the method names no solver
+WEIGHTS_AT_ONCE = 1 << 23  # solved in one call, whole rows, to bound memory: the memory plan counts on it
+
+
+@dataclass(frozen=True)
+class SolverSpec:
+    """The declaration of a solver; its values must be literals (see `declarations`).
+
+    `layout`: the checkpoint format that stores its codes. `group`: the default number of inputs per scale;
+    `row_scales`: one scale per output row is allowed. `stands_alone`: no transform and no quantized head.
+    """
+
+    help: str  # a phrase for `--method`
+    layout: str = OWN_LAYOUT
+    bits: tuple[int, ...] = BITS
+    group: int = 128
+    row_scales: bool = True
+    needs_data: bool = False
+    stands_alone: bool = False
 
 
 @dataclass(frozen=True)
 class Solution:
-    """What a solver chose, and what it met on the way.
+    """What a solver chose.
 
-    damping: what it added to the diagonal of the Hessian, as a share of its mean; None where it needed no factor.
-    dead_columns: inputs that were always zero. fallback: the solver gave up, and the codes are plain rounding.
-    error: the `relative_error` of the codes, where the solver knows it anyway.
+    damping: share of the Hessian's mean diagonal that was added to it; None without a factorization.
+    dead_columns: inputs that were always zero. fallback: the Hessian had no factor, so the codes are plain rounding.
+    error: the `relative_error` of the codes if the solver computed it.
     """
 
-    quantized: Quantized
+    quantized: "Quantized"
     damping: float | None = None
     dead_columns: int = 0
     fallback: bool = False
@@ -33,26 +55,28 @@ class Solution:
 
 
 class SolverModule(Protocol):
-    """What a module of this package offers."""
+    """The members of a solver's file."""
 
-    CODES: Codes  # what its codes stand for: integers, or a table
-    NEEDS_HESSIAN: bool  # whether `solve` must be given one; a solver that need not may still use it
+    SOLVER: SolverSpec
 
-    def solve(self, weight: Tensor, grid: Grid, hessian: Tensor | None) -> Solution:
-        """Codes and scales for weight [N, K] of any float dtype; hessian fp32 [K, K]: the sum of x x^T.
+    def solve(self, weight: "Tensor", grid: "Grid", hessian: "Tensor | None") -> Solution:
+        """Return codes and scales for weight [N, K] of any float dtype; hessian fp32 [K, K] is the sum of x x^T.
 
-        Rows do not depend on each other, so linears that share an input may be stacked.
+        Rows must not depend on each other: linears with the same input are stacked.
         """
         ...
 
 
 def names() -> list[str]:
-    """The solvers there are, as recipes name them."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
+    """The names of all solvers."""
+    return file_names(__path__)
+
+
+def spec(name: str) -> SolverSpec:
+    """The declaration of a solver, read without importing it."""
+    return SolverSpec(**declared(__path__, name, "SOLVER"))
 
 
 def load(name: str) -> SolverModule:
-    """The solver of that name. Raises UsageError listing the names otherwise."""
-    if name not in names():
-        raise UsageError(f"method {name}: no such scheme", code="choose-method", data={"choices": ", ".join(names())})
+    """Import a solver."""
     return cast(SolverModule, importlib.import_module(f"{__name__}.{name}"))

@@ -15,13 +15,10 @@ from torch import Tensor
 from mycli.quant.rounding.columns import BLOCK, solve_block
 from mycli.quant.rounding.coordinate_descent import descend
 from mycli.quant.rounding.grid import Grid, Quantized, find_scales, round_to_grid
-from mycli.quant.solvers import Solution
-from mycli.runtime.quantization.scheme import Codes
+from mycli.quant.solvers import WEIGHTS_AT_ONCE, Solution, SolverSpec
 
-CODES: Codes = "int"
-NEEDS_HESSIAN = True
+SOLVER = SolverSpec(help="round column by column, compensating each error in later columns", needs_data=True)
 
-AT_ONCE = 1 << 23  # weights: whole rows, which do not depend on each other, solved at a time to bound memory
 SWEEPS = 2  # of coordinate descent afterwards; more gain nothing (docs/quality.md)
 # Shares of the mean of diag(H) added to it, until H has a Cholesky factor; then all of them again in double precision.
 DAMPING = (0.01, 0.03, 0.1, 0.3, 1.0)
@@ -84,7 +81,7 @@ def solve(weight: Tensor, grid: Grid, hessian: Tensor | None) -> Solution:
         return Solution(Quantized(round_to_grid(weight, scales, grid), scales), dead_columns=dead, fallback=True)
     damped = hessian.clone()
     damped.diagonal().add_(factor.damping * hessian.diagonal().mean())
-    rows = max(1, AT_ONCE // weight.shape[1])
+    rows = max(1, WEIGHTS_AT_ONCE // weight.shape[1])
     codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
     for start in range(0, len(weight), rows):
         part = slice(start, start + rows)

@@ -8,13 +8,18 @@ import torch
 from torch import Tensor
 
 from mycli.quant.rounding.grid import WEIGHTS_AT_ONCE, Grid, Quantized, grouped, require_representable
-from mycli.quant.solvers import Solution
+from mycli.quant.solvers import Solution, SolverSpec
 from mycli.runtime.quantization.codes import code_table
 from mycli.runtime.quantization.nested_scales import dynamic_table, nest
-from mycli.runtime.quantization.scheme import Codes
 
-CODES: Codes = "nf4"
-NEEDS_HESSIAN = False
+SOLVER = SolverSpec(
+    help="QLoRA's 4-bit NormalFloat for bitsandbytes, without data",
+    layout="bitsandbytes",
+    bits=(4,),
+    group=64,
+    row_scales=False,
+    stands_alone=True,  # readers of the layout expect the head unquantized
+)
 
 # Where the end of the table may lie, as multiples of the largest weight: a finer search gains less than 0.2 %.
 _LOW, _HIGH, _COUNT = 0.7, 1.1, 21

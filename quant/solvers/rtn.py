@@ -1,21 +1,15 @@
-"""Rounding to nearest: every weight to the closest level of its group's grid, with the scales that `grid` finds.
-
-Needs no data. With a Hessian at hand its diagonal weights the search for the scales; the rounding itself stays blind to
-how errors of different columns add up, which is what the other solvers improve on.
-"""
+"""Round to nearest: every weight to the closest level of its group's grid, with the scales that `grid` finds."""
 
 from torch import Tensor
 
 from mycli.quant.rounding.grid import Grid, round_to_nearest
-from mycli.quant.solvers import Solution
-from mycli.runtime.quantization.scheme import Codes
+from mycli.quant.solvers import Solution, SolverSpec
 
-CODES: Codes = "int"
-NEEDS_HESSIAN = False
+SOLVER = SolverSpec(help="round to nearest, without data")
 
 
 def solve(weight: Tensor, grid: Grid, hessian: Tensor | None = None) -> Solution:
-    """Codes and scales for weight [N, K]; see `find_scales` for the errors raised."""
+    """Codes and scales for weight [N, K]; the diagonal of a Hessian weights the search. Raises as `find_scales`."""
     importance = None if hessian is None else hessian.diagonal()
     quantized, error = round_to_nearest(weight, grid, importance)
     return Solution(quantized, error=error)

@@ -1,15 +1,16 @@
-"""Changes to a model that leave its function as it is and make it easier to round: one file each, found by its name.
+"""Transforms: one file each, found by its name. They rescale a model, without changing its function, before rounding.
 
-A transform is a module with the members of `Transform`. It scales the inputs of a product and what makes them; what
-rounds the weights afterwards is not its business. Imports no torch before one is used.
+A transform is a module with the members of `TransformModule`.
 """
 
 import importlib
-import pkgutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, cast
 
-if TYPE_CHECKING:  # a recipe asks for names only
+from mycli.quant.declarations import declared, file_names
+
+if TYPE_CHECKING:  # the help reads declarations only
     import torch
     from torch import Tensor
 
@@ -18,30 +19,47 @@ if TYPE_CHECKING:  # a recipe asks for names only
     from mycli.runtime.models.part_spec import NormSpec, OutputRows
 
 
-class Transform(Protocol):
-    """What a module of this package offers."""
+@dataclass(frozen=True)
+class TransformSpec:
+    """The declaration of a transform; its values must be literals (see `declarations`)."""
+
+    help: str  # a phrase for `--method`
+
+
+class TransformModule(Protocol):
+    """The members of a transform's file."""
+
+    TRANSFORM: TransformSpec
 
     def choose_scale(
         self, weight: "Tensor", grid: "Grid", hessian: "Tensor", source: "NormSpec | OutputRows"
     ) -> "Tensor | None":
-        """The scale fp32 [K] of a product's inputs, which `source` makes; None to leave them.
+        """Return the scale fp32 [K] for the inputs of a product, None to leave them as they are.
 
-        weight [N, K]: all linears of the product; hessian fp32 [K, K] of their input.
+        weight [N, K]: all linears of the product, stacked; hessian fp32 [K, K] of their input; `source` computes it.
         """
         ...
 
     def fold(
         self, block: "Block", product: str, scale: "Tensor", stored: "Callable[[str], torch.dtype]"
     ) -> "dict[str, Tensor]":
-        """Scale a product's columns and unscale what makes its inputs; the other tensors that changed, by name."""
+        """Multiply the columns of a product by `scale` and divide the source of its inputs by it.
+
+        `stored` returns the dtype of a tensor in the file. Returns the changed unquantized tensors by name.
+        """
         ...
 
 
 def names() -> list[str]:
-    """The transforms there are."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+    """The names of all transforms."""
+    return file_names(__path__)
 
 
-def load(name: str) -> Transform:
-    """The transform of that name."""
-    return cast(Transform, importlib.import_module(f"{__name__}.{name}"))
+def spec(name: str) -> TransformSpec:
+    """The declaration of a transform, read without importing it."""
+    return TransformSpec(**declared(__path__, name, "TRANSFORM"))
+
+
+def load(name: str) -> TransformModule:
+    """Import a transform."""
+    return cast(TransformModule, importlib.import_module(f"{__name__}.{name}"))

@@ -12,10 +12,13 @@ import torch
 from torch import Tensor
 
 from mycli.quant.rounding.grid import Grid, Quantized, dequantize_codes, find_scales, round_to_grid
+from mycli.quant.transforms import TransformSpec
 from mycli.runtime.layers.block import Block
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.norm import RMSNorm
 from mycli.runtime.models.part_spec import NormSpec, OutputRows
+
+TRANSFORM = TransformSpec(help="scale important inputs up before rounding")
 
 RATIOS = tuple(step / 10 for step in range(10))  # s = rms(x)^ratio; 0 changes nothing
 

@@ -29,7 +29,7 @@ from mycli.quant.model_card import Layer
 from mycli.quant.recipe import Recipe
 from mycli.quant.rounding.error_compensation import Moments
 from mycli.quant.rounding.grid import Grid, Quantized, Search, dequantize_codes
-from mycli.quant.solvers import Solution, SolverModule, rtn
+from mycli.quant.solvers import Solution, SolverModule, SolverSpec, rtn
 from mycli.quant.tuning.end_to_end import tune_scales
 from mycli.quant.work_folder import Solved
 from mycli.runtime.checkpoint.open_folder import open_model_folder
@@ -42,7 +42,7 @@ from tests.support.paths import PICO
 class PlainGptq:
     """The solver of the original program, column by column."""
 
-    NEEDS_HESSIAN = True
+    SOLVER = SolverSpec(help="", needs_data=True)
 
     def solve(self, weight: Tensor, grid: Grid, hessian: Tensor | None) -> Solution:
         """As `SolverModule.solve`."""

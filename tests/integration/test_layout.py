@@ -45,6 +45,7 @@ SHARED_NAMES = {
     "layer",  # of a family that declares its own
     "names",  # of a registry: formats, solvers, transforms
     "load",
+    "spec",  # of a registry: solvers, transforms
     "read_quantization",  # of a layout, and what follows
     "READABLE",
     "IGNORED",
@@ -52,14 +53,14 @@ SHARED_NAMES = {
     "tensors",
     "check",
     "read_linear",
-    "planned_tensors",  # of a layout that is written, and what follows
+    "planned_packing",  # of a layout that is written, and what follows
+    "planned_tensors",
     "write_weight",
     "write_quantization",
     "export",  # of a target, as the command of the name
     "VARIANTS",
-    "solve",  # of a solver
-    "NEEDS_HESSIAN",
-    "CODES",
+    "SOLVER",  # of a solver
+    "solve",
     "handler",  # of a helper process
 }
 # A command that does not run a model starts without these.

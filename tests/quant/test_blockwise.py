@@ -129,8 +129,6 @@ def test_the_better_of_solution_and_rounding_is_kept(fault: str, monkeypatch: py
     good, bad = weight[:8], weight[8:]
 
     class Unlucky:
-        NEEDS_HESSIAN = True
-
         @staticmethod
         def solve(weight: Tensor, grid: Grid, hessian: Tensor | None) -> Solution:
             solution = gptq.solve(weight, grid, hessian)

@@ -84,7 +84,7 @@ def test_a_group_that_divides_not_everything_is_refused_with_one_that_does(
 
 
 def test_a_tied_head_cannot_be_quantized() -> None:
-    with pytest.raises(UsageError, match="the head is the embedding"):
+    with pytest.raises(UsageError, match="uses its embedding as head"):
         Recipe(group=32, head="int4").packings(config(tie_word_embeddings=True))
 
 
@@ -97,12 +97,12 @@ def test_widths_and_groups_outside_the_format_are_refused(changes: dict[str, int
 @pytest.mark.parametrize(
     ("changes", "code"),
     [
-        ({"method": "awq+nf4"}, "table-alone"),
-        ({"bits": 3}, "table-bits"),
-        ({"target_bpw": 4.5}, "table-bits"),
+        ({"method": "awq+nf4"}, "method-alone"),
+        ({"bits": 3}, "method-bits"),
+        ({"target_bpw": 4.5}, "method-bits"),
         ({"group": None}, "choose-block"),
         ({"head": "int8"}, "keep-head"),
-        ({"tune": True}, "tune-gptq"),
+        ({"tune": True}, "tune-with-data"),
     ],
     ids=lambda part: part if isinstance(part, str) else "-".join(part),
 )

@@ -78,6 +78,10 @@ class Format(Protocol):
 class WritableFormat(Format, Protocol):
     """What a module of this package offers besides where quantizing writes it."""
 
+    def planned_packing(self, linear: LinearSpec, bits: int, group: int | None, dtype: Dtype) -> Packing:
+        """The packing of a linear of a model in `dtype`; `group`, if any, divides its inputs."""
+        ...
+
     def planned_tensors(
         self, linear: LinearSpec, packing: Packing, scale_dtype: "torch.dtype"
     ) -> list[tuple[str, "torch.dtype", Shape]]:
@@ -117,10 +121,15 @@ def load(name: str) -> Format:
     return cast(Format, importlib.import_module(f"{__name__}.{name}"))
 
 
+def load_writable(name: str) -> WritableFormat:
+    """Import a layout that can be written."""
+    return cast(WritableFormat, load(name))
+
+
 def writable(packings: Mapping[str, Packing]) -> WritableFormat:
     """The one layout of `packings` that are to be written."""
     (name,) = _layouts(packings)
-    return cast(WritableFormat, load(name))
+    return load_writable(name)
 
 
 def quantizable(config: ModelConfig) -> list[LinearSpec]:

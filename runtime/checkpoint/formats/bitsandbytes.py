@@ -73,9 +73,10 @@ def _packing(kind: str, block: int, nested: bool, columns: int, dtype: Dtype) ->
     )
 
 
-def planned_packing(linear: LinearSpec, block: int, dtype: Dtype) -> Packing:
-    """Of a linear of a model in `dtype` that is written as NF4: `block` divides its inputs, scales are nested."""
-    return _packing("nf4", block, True, linear.in_features, dtype)
+def planned_packing(linear: LinearSpec, bits: int, group: int | None, dtype: Dtype) -> Packing:
+    """NF4 with nested scales, the only packing of this layout that is written."""
+    assert bits == 4 and group is not None
+    return _packing("nf4", group, True, linear.in_features, dtype)
 
 
 def _block(headers: Headers | None, linear: LinearSpec) -> int:

@@ -38,6 +38,7 @@ __all__ = [
     "READABLE",
     "TELLING",
     "check",
+    "planned_packing",
     "planned_tensors",
     "read_linear",
     "read_quantization",
@@ -164,6 +165,11 @@ def read_quantization(section: Fields, config: ModelConfig, headers: Headers | N
         if rank < _targets.NO_MATCH:
             result[linear.name] = _fitted(groups[index][1], linear, config, headers)
     return result
+
+
+def planned_packing(linear: LinearSpec, bits: int, group: int | None, dtype: Dtype) -> Packing:
+    """Symmetric integers, in the packed form."""
+    return Packing(bits, group)
 
 
 def write_quantization(packings: Mapping[str, Packing], ignore: Iterable[str], dtype: Dtype) -> dict[str, Any]:

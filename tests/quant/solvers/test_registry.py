@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mycli.quant import solvers
+from mycli.quant.recipe import Recipe
 from mycli.quant.rounding.grid import Grid, Quantized, dequantize_codes, find_scales
 from mycli.quant.solvers import rtn
 from mycli.runtime.errors import UsageError
@@ -16,13 +17,13 @@ def test_file_names_are_the_registry() -> None:
     assert "rtn" in solvers.names()
     for name in solvers.names():
         scheme = solvers.load(name)
-        assert isinstance(scheme.NEEDS_HESSIAN, bool)
+        assert solvers.spec(name) == scheme.SOLVER
         assert list(inspect.signature(scheme.solve).parameters)[:3] == ["weight", "grid", "hessian"]
 
 
-def test_unknown_scheme_lists_the_known() -> None:
-    with pytest.raises(UsageError, match="method best") as caught:
-        solvers.load("best")
+def test_unknown_method_lists_the_known() -> None:
+    with pytest.raises(UsageError, match="method 'best' is unknown") as caught:
+        Recipe("best")
     assert "rtn" in str(caught.value.data["choices"])
 
 
