@@ -7,7 +7,7 @@ import typer
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
 from mycli.runtime.hub.client import Hub
-from mycli.runtime.hub.download import Download, check_space, fetch_files, plan_download
+from mycli.runtime.hub.download import DownloadPlan, check_space, fetch_files, plan_download
 from mycli.runtime.hub.model_info import check_supported
 from mycli.runtime.hub.resolve import Source, custom_code_warning, resolve
 from mycli.runtime.utils.units import human_bytes, pluralize
@@ -19,7 +19,7 @@ EXAMPLES = (
 )
 
 
-def _answer(job: Download, source: Source | None) -> dict[str, Any]:
+def _answer(job: DownloadPlan, source: Source | None) -> dict[str, Any]:
     missing = {file.name for file in job.missing}
     return {
         "model": job.model,
@@ -32,7 +32,7 @@ def _answer(job: Download, source: Source | None) -> dict[str, Any]:
     }
 
 
-def _show(call: Call, job: Download, source: Source | None) -> None:
+def _show(call: Call, job: DownloadPlan, source: Source | None) -> None:
     if call.out.answered(_answer(job, source)):
         return
     if source is not None:

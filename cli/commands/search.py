@@ -7,8 +7,7 @@ import typer
 from mycli.cli.command import Call, command
 from mycli.cli.text.format import compact
 from mycli.runtime.errors import NotFoundError
-from mycli.runtime.hub.client import Hub
-from mycli.runtime.hub.search import SearchResult, search_models
+from mycli.runtime.hub.client import Hub, SearchResult, search_models
 from mycli.runtime.models.multimodal import TEXT_PARTS
 from mycli.runtime.models.registry import families
 

@@ -1,8 +1,4 @@
-"""A file of text of a dataset on the hub: which one a name means, and how it comes into the Hugging Face cache.
-
-Names are `org/name[@revision][:path]`; without a path a file is chosen, of the training split if one is called so.
-Fetched and verified as models are (`runtime.hub.download`). Does not know what is in the file.
-"""
+"""Text files of hub datasets, named `org/name[@revision][:path]`: chosen, then downloaded and verified like a model."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -11,17 +7,16 @@ from pathlib import Path
 
 from mycli.runtime.errors import NotFoundError, UsageError
 from mycli.runtime.hub.client import Hub
-from mycli.runtime.hub.download import Download, fetch_files, plan_files
+from mycli.runtime.hub.download import DownloadPlan, fetch_files, plan_files
 from mycli.runtime.hub.names import DATASETS, safe_name, split_name
 from mycli.runtime.hub.store import HubFile, read_ref, repo_folder
 
-# What is chosen by itself, in this order; other names have to be given.
-SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".txt")
+SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".txt")  # of a file chosen without a path, in this order
 
 
 @dataclass(frozen=True)
 class DatasetName:
-    """`repo` as the hub's addresses have it, with `DATASETS` in front; `path` None: to be chosen."""
+    """A parsed name. repo: with the prefix `DATASETS`; path: None to choose a file."""
 
     text: str
     repo: str
@@ -30,64 +25,61 @@ class DatasetName:
 
     @classmethod
     def parse(cls, text: str) -> "DatasetName":
-        """Raises UsageError for what is no such name, before it can become a path or an address."""
+        """Parse a name. Raises UsageError for anything that could act as a path or alter a URL."""
         name, colon, path = text.partition(":")
         try:
             repo, revision = split_name(name)
         except UsageError:
             hint = "give it as hf:org/name[@revision][:path]"
             raise UsageError(f"hf:{text}: not a dataset of the hub", hint) from None
-        if colon and not _safe_path(path):
+        if colon and not _is_safe_path(path):
             raise UsageError(f"hf:{text}: {path!r:.80} is not a path in a repository", "such as data/train.jsonl")
         return cls(text, f"{DATASETS}{repo}", revision or "main", path or None)
 
     def choose(self, paths: Iterable[str]) -> str:
-        """The file meant. Raises NotFoundError where there is none, naming some of those that are there."""
-        held = sorted(path for path in paths if _safe_path(path))
-        if self.path is not None:
-            if self.path in held:
-                return self.path
-            listed = ", ".join(held[:8]) + (f" and {len(held) - 8} more" if len(held) > 8 else "")
+        """Return the file to read, of the training split if there is one. Raises NotFoundError."""
+        paths = sorted(filter(_is_safe_path, paths))
+        if self.path is None:
+            candidates = [path for path in paths if path.endswith(SUFFIXES)]
+            if not candidates:
+                raise NotFoundError(f"hf:{self.text}: no {', '.join(SUFFIXES)} file", "name one: hf:org/name:path")
+            return min(candidates, key=_rank)
+        if self.path not in paths:
+            listed = ", ".join(paths[:8]) + (f" and {len(paths) - 8} more" if len(paths) > 8 else "")
             raise NotFoundError(f"hf:{self.text}: no such file", f"there are {listed}")
-        found = [path for path in held if path.endswith(SUFFIXES)]
-        if not found:
-            raise NotFoundError(f"hf:{self.text}: no {', '.join(SUFFIXES)} file", "name one: hf:org/name:path")
-        return min(found, key=_rank)
+        return self.path
 
 
 def _rank(path: str) -> tuple[bool, int, str]:
-    """Those of a training split first (train, train-00000-of-00004, but not constraints), then by `SUFFIXES`."""
+    # "train" as a word: train-00000-of-00004 counts, constraints does not.
     training = re.search(r"(?:^|[^a-z])train(?:[^a-z]|$)", path) is not None
     return not training, next(i for i, suffix in enumerate(SUFFIXES) if path.endswith(suffix)), path
 
 
-def _safe_path(path: str) -> bool:
+def _is_safe_path(path: str) -> bool:
     return all(safe_name(part) for part in path.split("/")) and len(path) < 1024
 
 
-def plan_dataset(hub: Hub, name: DatasetName) -> Download:
-    """What to fetch: one file of the commit that the revision points to now.
-
-    Raises NotFoundError, also for each failure of network and access in its own words.
-    """
+def plan_dataset(hub: Hub, name: DatasetName) -> DownloadPlan:
+    """Return the plan for one file. Raises NotFoundError for network and access failures."""
 
     def choose(_: str, files: tuple[HubFile, ...]) -> list[HubFile]:
-        held = {file.name: file for file in files}
-        return [held[name.choose(held)]]
+        by_name = {file.name: file for file in files}
+        return [by_name[name.choose(by_name)]]
 
     return plan_files(hub, f"hf:{name.text}", name.repo, name.revision, choose)
 
 
 def cached_dataset(name: DatasetName) -> Path:
-    """The file without asking the hub. Raises NotFoundError where it was not fetched before."""
+    """Return the cached file. Raises NotFoundError if it was not downloaded."""
     folder = repo_folder(name.repo)
     snapshot = folder / "snapshots" / (read_ref(folder, name.revision) or "none")
-    held = {str(path.relative_to(snapshot)) for path in snapshot.rglob("*") if path.is_file()}
-    if not held:
+    paths = {str(path.relative_to(snapshot)) for path in snapshot.rglob("*") if path.is_file()}
+    if not paths:
         raise NotFoundError(f"hf:{name.text} is not on this machine", code="dataset-online")
-    return snapshot / name.choose(held)
+    return snapshot / name.choose(paths)
 
 
-def fetch_dataset(hub: Hub, job: Download, advance: Callable[[float], None]) -> Path:
-    """Do what `plan_dataset` said: the file in the cache. Raises what `fetch_files` raises."""
-    return fetch_files(hub, job, force=False, advance=advance).folder / job.files[0].name
+def fetch_dataset(hub: Hub, plan: DownloadPlan, advance: Callable[[float], None]) -> Path:
+    """Carry out a plan of `plan_dataset` and return the cached file."""
+    return fetch_files(hub, plan, force=False, advance=advance).folder / plan.files[0].name

@@ -1,145 +1,126 @@
-"""Whether the files of a stored model are what they should be, byte by byte.
+"""Verifies the files of a stored model by size and hash, without a network.
 
-Knows what says so: the record of a model quantized here, the tree of a commit, and names of blobs, which are hashes.
-Uses no network, and opens weights only to hash them.
+The expected hashes come from mycli.json (a quantized model), the commit's record in `trees/`, or the name of the blob
+that a cached file links to.
 """
 
 import os
 import re
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from mycli.runtime.checkpoint.gguf.files import part_names
 from mycli.runtime.errors import ModelError, NotFoundError, UsageError
+from mycli.runtime.hub import store
 from mycli.runtime.hub.names import GGUF, is_hub_name, split_file, split_name
-from mycli.runtime.hub.partial_file import hasher
 from mycli.runtime.hub.resolve import Source, resolve
-from mycli.runtime.hub.store import (
-    COMMIT,
-    DIGEST,
-    RECORD,
-    HubFile,
-    file_bytes,
-    missing_files,
-    read_ref,
-    read_tree,
-    repo_folder,
-)
+from mycli.runtime.hub.store import COMMIT, DIGEST, RECORD, HubFile
 from mycli.runtime.utils.json_fields import read_object
 
 MAX_RECORD_BYTES = 16 << 20
-_BLOCK = 1 << 20
-
-State = Literal["ok", "damaged", "missing", "unrecorded"]
+_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
 class CheckedFile:
-    """One file after `verify_files`; `state` "unrecorded": nothing says what its contents should be."""
+    """The result for one file; "unrecorded": no hash is known for it."""
 
     name: str
     nbytes: int
-    state: State
+    state: Literal["ok", "damaged", "missing", "unrecorded"]
 
 
 def find_local(model: str) -> Source:
-    """Like `resolve`, but also a model of the cache that lacks files: `verify_files` is there to say which."""
+    """Return what `resolve` returns, but also a cached model with missing files, for `verify_files` to name them."""
     try:
         return resolve(model)
     except (NotFoundError, ModelError):
         if not is_hub_name(model):
             raise
         repo, revision = split_name(model)
-        commit = read_ref(repo_folder(repo), revision or "main")
-        snapshot = repo_folder(repo) / "snapshots" / (commit or "none")
+        commit = store.read_ref(store.repo_folder(repo), revision or "main")
+        snapshot = store.repo_folder(repo) / "snapshots" / (commit or "none")
         if not snapshot.is_dir():
             raise
         return Source(model, snapshot / (split_file(model)[1] or ""), repo, commit)
 
 
+def _folder(source: Source) -> Path:
+    return source.folder.parent if source.folder.suffix == GGUF else source.folder
+
+
 def files_to_verify(source: Source) -> dict[str, HubFile]:
-    """What is known of the files of a stored model, by name. Raises ModelError where nothing is known."""
-    if source.folder.suffix == GGUF:
-        return _linked_parts(source)
-    in_cache = source.folder.parent.name == "snapshots" and COMMIT.fullmatch(source.folder.name)
-    return _linked(source) if in_cache else _recorded(source)
-
-
-def _linked_parts(source: Source) -> dict[str, HubFile]:
-    """Of a GGUF model in the cache: its parts, each linked to a blob whose name is its hash."""
-    folder = source.folder.parent
-    if folder.parent.name != "snapshots" or not COMMIT.fullmatch(folder.name):
-        hint = "models that were pulled or quantized by mycli can be verified"
+    """Return the expected size and hash of each file, by name. Raises ModelError if none are known."""
+    folder = _folder(source)
+    if folder.parent.name == "snapshots" and COMMIT.fullmatch(folder.name):
+        files = _cached_files(folder)
+        if folder == source.folder:
+            return files
+        return {name: files.get(name, HubFile(name, 0, "0" * 64)) for name in part_names(source.folder.name)}
+    hint = "models that were pulled or quantized by mycli can be verified"
+    if folder != source.folder:
         raise ModelError(f"{source.folder}: a single file, so nothing says what it should hold", hint)
-    known = _linked(replace(source, folder=folder))
-    return {name: known.get(name, HubFile(name, 0, "0" * 64)) for name in part_names(source.folder.name)}
-
-
-def _recorded(source: Source) -> dict[str, HubFile]:
-    """Names, sizes and digests that a local model's own record holds. Raises ModelError where there is none."""
-    path = source.folder / RECORD
-    if not path.exists():
-        hint = "models that were pulled or quantized by mycli can be verified"
-        raise ModelError(f"{source.folder}: no {RECORD}, so nothing says what its files should hold", hint)
-    entries = read_object(path, MAX_RECORD_BYTES).object("files")
-    found = {}
+    if not (folder / RECORD).exists():
+        raise ModelError(f"{folder}: no {RECORD}, so nothing says what its files should hold", hint)
+    entries = read_object(folder / RECORD, MAX_RECORD_BYTES).object("files")
+    files = {}
     for name in entries.values:
         entry = entries.object(name)
         digest = entry.text("sha256")
         if not re.fullmatch(r"[0-9a-f]{64}", digest) or "/" in name or name in ("", ".", ".."):
             raise entry.fail("sha256", "is not a hash of a file beside it")
-        found[name] = HubFile(name, entry.integer("bytes", low=0, high=1 << 60), digest)
-    return found
+        files[name] = HubFile(name, entry.integer("bytes", low=0, high=1 << 60), digest)
+    return files
 
 
-def _linked(source: Source) -> dict[str, HubFile]:
-    """Of a snapshot in the cache: the record of its commit, and for other files the name of the blob, its hash."""
-    tree = {file.name: file for file in read_tree(source.folder.parent.parent, source.folder.name) or ()}
-    found = {}
-    for path in source.folder.iterdir():
+def _cached_files(snapshot: Path) -> dict[str, HubFile]:
+    tree = {file.name: file for file in store.read_tree(snapshot.parent.parent, snapshot.name) or ()}
+    files = {}
+    for path in snapshot.iterdir():
         if path.name in tree:
-            found[path.name] = tree[path.name]
+            files[path.name] = tree[path.name]
         elif path.is_symlink() and DIGEST.fullmatch(path.readlink().name):
-            found[path.name] = HubFile(path.name, file_bytes(path), path.readlink().name)
-    with suppress(ModelError):  # an index that cannot be read: its own hash will say so
-        for name in missing_files(source.folder, tree.values()):
-            found.setdefault(name, tree.get(name, HubFile(name, 0, "0" * 64)))
-    return found
+            files[path.name] = HubFile(path.name, store.file_bytes(path), path.readlink().name)
+    with suppress(ModelError):  # a damaged index: its own hash shows it
+        for name in store.missing_files(snapshot, tree.values()):
+            files.setdefault(name, tree.get(name, HubFile(name, 0, "0" * 64)))
+    return files
 
 
 def verify_files(source: Source, files: dict[str, HubFile], advance: Callable[[float], None]) -> list[CheckedFile]:
-    """Compare size and hash of each file with what is known of it; `advance` is told the bytes read."""
-    if source.folder.suffix == GGUF:
-        return [_check(source.folder.with_name(name), file, advance) for name, file in sorted(files.items())]
-    checked = [_check(source.folder / name, file, advance) for name, file in sorted(files.items())]
-    others = sorted(p for p in source.folder.iterdir() if p.is_file() and p.name not in files and p.name != RECORD)
-    return [*checked, *(CheckedFile(path.name, file_bytes(path), "unrecorded") for path in others)]
+    """Compare each file with its expected size and hash (A33). `advance` receives the number of bytes read."""
+    folder = _folder(source)
+    checked = [_check(folder / name, file, advance) for name, file in sorted(files.items())]
+    if folder != source.folder:
+        return checked  # other files beside a GGUF file are other models
+    others = sorted(p for p in folder.iterdir() if p.is_file() and p.name not in files and p.name != RECORD)
+    return [*checked, *(CheckedFile(path.name, store.file_bytes(path), "unrecorded") for path in others)]
 
 
 def _check(path: Path, file: HubFile, advance: Callable[[float], None]) -> CheckedFile:
     if not path.is_file():
         return CheckedFile(file.name, 0, "missing")
-    size = file_bytes(path)
+    size = store.file_bytes(path)
     if size != file.size:
         return CheckedFile(file.name, size, "damaged")
-    digest = hasher(file)
+    digest = file.hasher()
     with path.open("rb") as stream:
-        while block := stream.read(_BLOCK):
-            digest.update(block)
-            advance(len(block))
+        while chunk := stream.read(_CHUNK):
+            digest.update(chunk)
+            advance(len(chunk))
     return CheckedFile(file.name, size, "ok" if digest.hexdigest() == file.digest else "damaged")
 
 
 def drop_damaged(source: Source, checked: list[CheckedFile]) -> list[str]:
-    """Delete the damaged files of a snapshot in the cache, so that the next pull fetches them; returns their names.
+    """Delete the damaged files of a cached model, so that the next pull fetches them, and return their names.
 
-    Raises UsageError for a model that no pull can bring back.
+    Raises UsageError for a model that did not come from a hub.
     """
     damaged = [file.name for file in checked if file.state == "damaged"]
-    folder = source.folder.parent if source.folder.suffix == GGUF else source.folder
+    folder = _folder(source)
     if damaged and folder.parent.name != "snapshots":
         raise UsageError(f"{source.name}: only files that came from a hub can be fetched again", "quantize it again")
     for name in damaged:

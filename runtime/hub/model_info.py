@@ -1,6 +1,6 @@
-"""What can be said of a model without loading it: its shape, size, end tokens, defaults, template, origin and card.
+"""Metadata of a model without loading it: config, sizes, stop tokens, sampling defaults, chat template.
 
-Reads configuration files and the headers of the weights, from a folder or, by ranges, from a hub. No torch.
+Reads configuration files and the headers of the weights, from a folder or by byte ranges from a hub. No torch.
 """
 
 import tempfile
@@ -17,25 +17,25 @@ from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.checkpoint.safetensors_header import TensorEntry, header_bytes, parse_header
 from mycli.runtime.errors import ModelError
 from mycli.runtime.hub.client import Hub
-from mycli.runtime.hub.download import Download, plan_download, read_small
+from mycli.runtime.hub.download import DownloadPlan, plan_download, read_small_file
 from mycli.runtime.hub.integrity import MAX_RECORD_BYTES
 from mycli.runtime.hub.names import split_file
 from mycli.runtime.hub.resolve import Source, custom_code_warning
-from mycli.runtime.hub.store import RECORD, HubFile, holds_adapter
+from mycli.runtime.hub.store import RECORD, HubFile, has_adapter_files
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.generation_config import GenerationDefaults, stop_ids
 from mycli.runtime.models.multimodal import MTP_PART
 from mycli.runtime.quantization.scheme import OWN_LAYOUT, Packing
 from mycli.runtime.utils.json_fields import Fields, parse_object, read_object
 
-# Small files that say what a model is; tokenizer.json is too large for a look.
-_TELLING = ("config.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja", RECORD)
-_FIRST_READ = 1 << 16  # bytes of a shard: holds most headers whole
+# Without tokenizer.json, which is too large to fetch for a summary.
+_METADATA_FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja", RECORD)
+_FIRST_READ = 1 << 16  # bytes of a shard: contains most headers entirely
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """Everything that is said of a model. `record` is the content of mycli.json, None where the model has none."""
+    """Metadata of a model; record: the content of mycli.json, if there is one."""
 
     source: Source
     config: ModelConfig
@@ -46,32 +46,31 @@ class ModelInfo:
     template: str | None
     record: Fields | None
     warnings: tuple[str, ...]
-    remote: bool  # the folder of `source` was for a moment only
-    predictor_bytes: int = 0  # of a head that predicts further tokens; beside `tensors`
+    remote: bool  # `source.folder` was temporary and is gone
+    predictor_bytes: int = 0  # of an MTP head; not in `tensors`
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
         return _bytes_of(self.tensors)
 
     @property
     def bits_per_weight(self) -> float:
-        """Over all parameters, embeddings and scales included."""
+        """Bits per parameter of the whole model, embeddings and scales included."""
         return 8 * self.nbytes / self.config.parameters()
 
     @property
     def scheme(self) -> str:
-        """int4-g128, several joined by +, or the dtype of a model that is not quantized."""
+        """The quantization schemes joined by "+", such as int4-g128, or the dtype of an unquantized model."""
         return "+".join(sorted({packing.name for packing in self.packings.values()})) or self.config.dtype
 
     @property
     def foreign_layouts(self) -> list[str]:
-        """The layouts of packed weights that quantizing does not write: awq, gguf."""
+        """The layouts of packed weights other than mycli's own, such as awq and gguf."""
         return sorted({packing.layout for packing in self.packings.values()} - {OWN_LAYOUT})
 
 
 def read_model_info(source: Source) -> ModelInfo:
-    """What there is to say of a model on this machine. Raises ModelError for what is wrong with its files."""
+    """Return the metadata of a model on this machine. Raises ModelError for invalid files."""
     folder = open_model_folder(source.folder)
     warnings = list(folder.manifest.warnings)
     try:
@@ -87,107 +86,103 @@ def _bytes_of(tensors: Mapping[str, TensorEntry]) -> int:
     return sum(entry.nbytes for entry in tensors.values())
 
 
-def check_supported(hub: Hub, job: Download) -> None:
-    """Raises ModelError where what `job` would bring cannot run here: its config or its header says so beforehand."""
-    adapter = next((file for file in job.files if file.name == ADAPTER_CONFIG), None)
-    if adapter is not None and holds_adapter(file.name for file in job.files):
-        read = _read_object(hub, job, adapter)
-        try:
-            AdapterConfig.parse(read)
-        except ModelError as error:
-            raise ModelError(f"cannot be used here: {error.message}", code="fetch-anyway") from None
-        return
-    config = next((file for file in job.files if file.name == "config.json"), None)
+def check_supported(hub: Hub, plan: DownloadPlan) -> None:
+    """Raise ModelError, before weights are fetched, if the model's config or GGUF header is not supported."""
+    files = {file.name: file for file in plan.files}
+    problem = "cannot run here"
     try:
-        if split_file(job.model)[1] is not None:
-            opened: ModelFolder = fetch_gguf(hub, job)
-        elif config is None:
-            raise ModelError(f"{job.repo} has no config.json")
+        if has_adapter_files(files):
+            problem = "cannot be used here"
+            AdapterConfig.parse(_read_object(hub, plan, files[ADAPTER_CONFIG]))
+            return
+        if split_file(plan.model)[1] is not None:
+            folder: ModelFolder = fetch_gguf(hub, plan)
+        elif "config.json" in files:
+            folder = ModelFolder.from_config(_read_object(hub, plan, files["config.json"]))
         else:
-            opened = ModelFolder.from_config(_read_object(hub, job, config))
-        opened.packings  # noqa: B018  # raises for a layout of quantized weights that is not read
+            raise ModelError(f"{plan.repo} has no config.json")
+        folder.packings  # noqa: B018  # raises for an unsupported layout of quantized weights
     except ModelError as error:
-        raise ModelError(f"cannot run here: {error.message}", code="fetch-anyway") from None
+        raise ModelError(f"{problem}: {error.message}", code="fetch-anyway") from None
 
 
-def _read_object(hub: Hub, job: Download, file: HubFile) -> Fields:
-    return parse_object(read_small(hub, job.repo, job.commit, file), f"{job.repo}: {file.name}")
+def _read_object(hub: Hub, plan: DownloadPlan, file: HubFile) -> Fields:
+    return parse_object(read_small_file(hub, plan.repo, plan.commit, file), f"{plan.repo}: {file.name}")
 
 
 def fetch_model_info(hub: Hub, model: str) -> ModelInfo:
-    """What there is to say of a model on the hub, from its small files and the headers of its weights; nothing is kept.
+    """Return the metadata of a model on the hub; nothing is stored.
 
-    Raises what `plan_download` raises, and ModelError for what is wrong with the files.
+    Raises what `plan_download` raises, and ModelError for invalid files.
     """
-    job = plan_download(hub, model)
+    plan = plan_download(hub, model)
     if split_file(model)[1] is not None:
-        gguf = fetch_gguf(hub, job)
-        source = Source(model, gguf.path, job.repo, job.commit)
-        return _gather(source, gguf, gguf.manifest.tensors, list(job.warnings), remote=True)
+        gguf = fetch_gguf(hub, plan)
+        source = Source(model, gguf.path, plan.repo, plan.commit)
+        return _gather(source, gguf, gguf.manifest.tensors, list(plan.warnings), remote=True)
     tensors: dict[str, TensorEntry] = {}
     with tempfile.TemporaryDirectory(prefix="mycli-") as name:
-        folder = Path(name)
-        for file in job.files:
-            if file.name in _TELLING:
-                (folder / file.name).write_bytes(read_small(hub, job.repo, job.commit, file))
+        for file in plan.files:
+            if file.name in _METADATA_FILES:
+                (Path(name) / file.name).write_bytes(read_small_file(hub, plan.repo, plan.commit, file))
             elif file.name.endswith(".safetensors"):
-                start = hub.read(job.repo, job.commit, file.name, 0, min(_FIRST_READ, file.size))
-                length = header_bytes(start, file.size, file.name)
-                if length > len(start):
-                    start += hub.read(job.repo, job.commit, file.name, len(start), length - len(start))
-                tensors.update(parse_header(start[:length], file.size, file.name))
-        source = Source(model, folder, job.repo, job.commit)
-        opened = open_model_folder(folder)
-        used = opened.used(tensors)
-        info = _gather(source, replace(opened, headers=used), used, list(job.warnings), remote=True)
+                header = hub.read(plan.repo, plan.commit, file.name, 0, min(_FIRST_READ, file.size))
+                length = header_bytes(header, file.size, file.name)
+                if length > len(header):
+                    header += hub.read(plan.repo, plan.commit, file.name, len(header), length - len(header))
+                tensors |= parse_header(header[:length], file.size, file.name)
+        folder = open_model_folder(Path(name))
+        used = folder.used(tensors)
+        source = Source(model, folder.path, plan.repo, plan.commit)
+        info = _gather(source, replace(folder, headers=used), used, list(plan.warnings), remote=True)
         head = {name: entry for name, entry in tensors.items() if MTP_PART.local_name(name) is not None}
-        return replace(info, predictor_bytes=0 if opened.config.mtp is None else _bytes_of(head))
+        return replace(info, predictor_bytes=0 if folder.config.mtp is None else _bytes_of(head))
 
 
-def fetch_gguf(hub: Hub, job: Download) -> GgufFolder:
-    """The header of a GGUF model on the hub, read by ranges; nothing is kept. Raises ModelError."""
+def fetch_gguf(hub: Hub, plan: DownloadPlan) -> GgufFolder:
+    """Return the header of a GGUF model on the hub, read by byte ranges; nothing is stored. Raises ModelError."""
 
     def reader(file: HubFile) -> Reader:
-        return lambda offset, count: hub.read(job.repo, job.commit, file.name, offset, count)
+        return lambda offset, count: hub.read(plan.repo, plan.commit, file.name, offset, count)
 
-    headers = [parse_gguf_header(reader(file), file.size, file.name) for file in job.files]
-    files = {file.name: file for file in job.files}
+    header = join_headers([parse_gguf_header(reader(file), file.size, file.name) for file in plan.files])
+    files = {file.name: file for file in plan.files}
 
     def floats(name: str) -> list[float]:
         entry = header.tensors[name]
         return unpack_floats(entry, reader(files[entry.file])(entry.offset, min(entry.nbytes, MAX_SMALL_TENSOR)))
 
-    header = join_headers(headers)
-    return GgufFolder.of_header(header, floats, Path(job.files[0].name))
+    return GgufFolder.of_header(header, floats, Path(plan.files[0].name))
 
 
 def _gather(
-    source: Source, opened: ModelFolder, tensors: Mapping[str, TensorEntry], warnings: list[str], *, remote: bool
+    source: Source, folder: ModelFolder, tensors: Mapping[str, TensorEntry], warnings: list[str], *, remote: bool
 ) -> ModelInfo:
-    folder, config = opened.path, opened.config
-    code = custom_code_warning(folder)
-    defaults, dropped = opened.generation
-    warnings += [*([code] if code else []), *dropped]
-    own: tuple[int, ...] = ()
+    config = folder.config
+    if code := custom_code_warning(folder.path):
+        warnings.append(code)
+    defaults, dropped = folder.generation
+    warnings += dropped
+    tokenizer_eos: tuple[int, ...] = ()
     template = None
     try:
-        found = opened.chat_template()
-        template = None if found is None else found.source()
-        if opened.has_tokenizer:
-            own = opened.tokenizer().eos
-    except ModelError as error:  # a tokenizer that cannot be used says nothing, but the rest is worth showing
+        chat_template = folder.chat_template()
+        template = None if chat_template is None else chat_template.source()
+        if folder.has_tokenizer:
+            tokenizer_eos = folder.tokenizer().eos
+    except ModelError as error:  # an unusable tokenizer must not hide the rest
         warnings.append(error.message)
-    eos, lacking = stop_ids(defaults.eos, config.eos, own, config.vocab_size)
-    record = folder / RECORD
+    eos, invalid = stop_ids(defaults.eos, config.eos, tokenizer_eos, config.vocab_size)
+    record = folder.path / RECORD
     return ModelInfo(
         source=source,
         config=config,
-        packings=opened.packings,
+        packings=folder.packings,
         tensors=tensors,
         defaults=defaults,
         eos=eos,
         template=template,
         record=read_object(record, MAX_RECORD_BYTES) if record.exists() else None,
-        warnings=tuple([*warnings, *lacking]),
+        warnings=tuple([*warnings, *invalid]),
         remote=remote,
     )

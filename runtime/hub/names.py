@@ -1,14 +1,11 @@
-"""How a model is spelled: `org/repo[@revision][:file.gguf]`, an address of the hub, a path, or another program's name.
-
-Reads text only; where a model of that name lies is `runtime.hub.resolve`.
-"""
+"""Model names: `org/repo[@revision][:file.gguf]`, addresses of the hub, paths, and names of other programs."""
 
 import re
 
 from mycli.runtime.errors import UsageError
 
 GGUF = ".gguf"
-DATASETS = "datasets/"  # in front of `org/name`, in addresses too; models have nothing there
+DATASETS = "datasets/"  # prefix of a dataset's `org/name`, in URLs too; models have none
 REPO = re.compile(r"[A-Za-z0-9](?:[\w.-]{0,95})/[A-Za-z0-9_](?:[\w.-]{0,95})", re.ASCII)
 _REVISION = re.compile(r"[\w+-][\w./+@-]{0,199}", re.ASCII)
 _NAME = re.compile(r"[\w+-][\w.+ @=-]{0,199}", re.ASCII)
@@ -16,37 +13,23 @@ _ADDRESS = re.compile(
     r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?!datasets/|spaces/)([^/?#\s]+/[^/?#\s]+)"
     r"(?:/(?:tree|resolve|blob)/([^/?#\s]+))?(?:[/?#]\S*)?|hf://([^/?#\s]+/[^/?#@\s]+)"
 )
-# Well-known models of the supported families, for names that another program would know.
-_WELL_KNOWN = (
-    "meta-llama/Llama-3.2-1B-Instruct",
-    "meta-llama/Llama-3.2-3B-Instruct",
-    "meta-llama/Llama-3.1-8B-Instruct",
-    "meta-llama/Llama-3.3-70B-Instruct",
-    "meta-llama/Llama-2-7b-chat-hf",
-    "Qwen/Qwen3-0.6B",
-    "Qwen/Qwen3-1.7B",
-    "Qwen/Qwen3-4B",
-    "Qwen/Qwen3-8B",
-    "Qwen/Qwen3-14B",
-    "Qwen/Qwen3-32B",
-    "Qwen/Qwen2.5-0.5B-Instruct",
-    "Qwen/Qwen2.5-1.5B-Instruct",
-    "Qwen/Qwen2.5-7B-Instruct",
-    "Qwen/Qwen2.5-Coder-7B-Instruct",
-    "mistralai/Mistral-7B-Instruct-v0.3",
-    "microsoft/phi-4",
-    "microsoft/Phi-3-mini-4k-instruct",
-    "HuggingFaceTB/SmolLM2-135M-Instruct",
-    "HuggingFaceTB/SmolLM2-360M-Instruct",
-    "HuggingFaceTB/SmolLM2-1.7B-Instruct",
-    "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
-    "allenai/OLMo-2-1124-7B-Instruct",
-)
-_CANDIDATES = 4  # at most, that a hint names
+# Suggested for names of other programs, such as llama3 or qwen2.5:7b.
+_WELL_KNOWN = {
+    "meta-llama": "Llama-3.2-1B-Instruct Llama-3.2-3B-Instruct Llama-3.1-8B-Instruct Llama-3.3-70B-Instruct "
+    "Llama-2-7b-chat-hf",
+    "Qwen": "Qwen3-0.6B Qwen3-1.7B Qwen3-4B Qwen3-8B Qwen3-14B Qwen3-32B Qwen2.5-0.5B-Instruct Qwen2.5-1.5B-Instruct "
+    "Qwen2.5-7B-Instruct Qwen2.5-Coder-7B-Instruct",
+    "mistralai": "Mistral-7B-Instruct-v0.3",
+    "microsoft": "phi-4 Phi-3-mini-4k-instruct",
+    "HuggingFaceTB": "SmolLM2-135M-Instruct SmolLM2-360M-Instruct SmolLM2-1.7B-Instruct",
+    "TinyLlama": "TinyLlama-1.1B-Chat-v1.0",
+    "allenai": "OLMo-2-1124-7B-Instruct",
+}
+_MAX_SUGGESTIONS = 4
 
 
 def normalize_model_name(model: str) -> str:
-    """`org/repo[@revision][:file.gguf]` for an address of the hub as a browser shows it; anything else as it is."""
+    """Return `org/repo[@revision][:file.gguf]` for a browser address of the hub; anything else unchanged."""
     match = _ADDRESS.fullmatch(model.strip())
     if match is None:
         return model
@@ -54,36 +37,39 @@ def normalize_model_name(model: str) -> str:
     return (match[1] or match[3]) + (f"@{match[2]}" if match[2] else "") + (f":{file[1]}" if file else "")
 
 
-def candidates(name: str) -> list[str]:
-    """Well-known models that `name` may mean, such as llama3, qwen2.5:7b or Phi4."""
+def suggest_models(name: str) -> list[str]:
+    """Return well-known repositories that `name` may mean, such as llama3, qwen2.5:7b or Phi4."""
     words = [re.sub(r"[^a-z0-9]", "", word) for word in re.split(r"[:/\s]", name.lower())]
     words = [word for word in words if word and word != "latest"]
-    found = [repo for repo in _WELL_KNOWN if all(word in re.sub(r"[^a-z0-9]", "", repo.lower()) for word in words)]
-    return found[:_CANDIDATES] if any(len(word) > 2 for word in words) else []
+    if not any(len(word) > 2 for word in words):
+        return []
+    repos = (f"{organization}/{name}" for organization, names in _WELL_KNOWN.items() for name in names.split())
+    matches = [repo for repo in repos if all(word in re.sub(r"[^a-z0-9]", "", repo.lower()) for word in words)]
+    return matches[:_MAX_SUGGESTIONS]
 
 
 def is_path(model: str) -> bool:
-    """Whether `model` is spelled as a folder, not as a name."""
+    """Return whether `model` is written as a path."""
     return model.startswith((".", "/", "~")) or model.endswith("/") or "\\" in model
 
 
 def is_hub_name(model: str) -> bool:
-    """Whether `model` is spelled like `org/repo[@revision]`; `split_name` says whether it may be one."""
+    """Return whether `model` has the shape of `org/repo[@revision]`; `split_name` checks the characters."""
     return not is_path(model) and model.partition("@")[0].count("/") == 1
 
 
 def split_file(model: str) -> tuple[str, str | None]:
-    """`org/repo[@revision]:NAME.gguf` as the model before the colon and the file; None for a model without one."""
+    """Split `org/repo[@revision]:NAME.gguf` into name and file; the file is None where there is none."""
     name, _, file = model.partition(":")
     return (name, file) if file.endswith(GGUF) and is_hub_name(name) else (model, None)
 
 
 def split_name(model: str) -> tuple[str, str | None]:
-    """`org/repo[@revision]` as its parts. Raises UsageError for anything else, before it can become a path or a URL."""
+    """Split `org/repo[@revision]`. Raises UsageError for anything that could act as a path or alter a URL."""
     model = split_file(model)[0]
     repo, _, revision = model.partition("@")
-    parts_bad = "--" in repo or ".." in repo or repo.endswith((".git", ".", "-"))
-    if not REPO.fullmatch(repo) or parts_bad:
+    invalid = "--" in repo or ".." in repo or repo.endswith((".git", ".", "-"))
+    if not REPO.fullmatch(repo) or invalid:
         raise UsageError(f"{model}: not a model of the hub", "give it as org/name or org/name@revision")
     if "@" in model and (not _REVISION.fullmatch(revision) or ".." in revision or revision.endswith("/")):
         raise UsageError(f"{model}: {revision!r} is not a revision", "give a branch, a tag or a commit")
@@ -91,5 +77,5 @@ def split_name(model: str) -> tuple[str, str | None]:
 
 
 def safe_name(name: str) -> bool:
-    """Whether a file of this name may be fetched: in the repository's root, with nothing that could act as a path."""
+    """Return whether a file of this name may be written: a plain name in the repository's root, not a path (A20)."""
     return _NAME.fullmatch(name) is not None

@@ -1,51 +1,42 @@
-"""One file on its way from the hub to the disk: resumed across processes, hashed as it comes.
+"""A file being downloaded: resumed by any later process, and hashed as it arrives.
 
-This is what huggingface_hub does not have: its unfinished files have names of chance, and another process starts anew.
-Knows a hash and a position in a file. Does not know the cache's layout.
+huggingface_hub 2.4 cannot do this: its unfinished files have random names and are deleted on failure, so another
+process starts at byte 0, and it compares sizes, not hashes (D9).
 """
 
 import errno
-import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
 from mycli.runtime.errors import ResourceError
-from mycli.runtime.hub.client import Hub
-from mycli.runtime.hub.retry import RESUMABLE, TransientError
+from mycli.runtime.hub.client import RESUMABLE, Hub, TransientError
 from mycli.runtime.hub.store import HubFile
 from mycli.runtime.utils.units import human_bytes
 
-_BLOCK = 1 << 20
-
-
-def hasher(file: HubFile) -> "hashlib._Hash":
-    """A hash that, fed with the contents of `file`, must give its digest."""
-    if len(file.digest) == 64:
-        return hashlib.sha256()
-    return hashlib.sha1(f"blob {file.size}\0".encode(), usedforsecurity=False)
+_CHUNK = 1 << 20
 
 
 class PartialFile:
-    """The file under a temporary name: goes on after what an earlier attempt left, hashing all of it on the way.
+    """The file under its temporary name; entering hashes the bytes that an earlier attempt left.
 
-    Bytes are written at their own positions, so two processes that both believe to be alone write the same file.
+    Bytes are written at explicit positions: where locks do not work, two processes write the same file (D6).
     """
 
     def __init__(self, path: Path, file: HubFile, advance: Callable[[float], None]) -> None:
         self._path, self._file, self._advance = path, file, advance
         self._stream: IO[bytes]
-        self._hash = hasher(file)
+        self._hash = file.hasher()
         self.done = 0
 
     def __enter__(self) -> "PartialFile":
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         self._stream = os.fdopen(descriptor, "r+b", buffering=0)
         if os.fstat(descriptor).st_size <= self._file.size:
-            while block := self._stream.read(_BLOCK):
-                self._hash.update(block)
-                self.done += len(block)
+            while chunk := self._stream.read(_CHUNK):
+                self._hash.update(chunk)
+                self.done += len(chunk)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -53,47 +44,50 @@ class PartialFile:
 
     def _restart(self) -> None:
         self._advance(-self.done)
-        self.done, self._hash = 0, hasher(self._file)
+        self.done, self._hash = 0, self._file.hasher()
 
     def receive(self, hub: Hub, repo: str, commit: str) -> None:
-        """Bring the rest. Raises TransientError when the connection ends before it is all there."""
+        """Download the rest, with the hub's retries."""
+        hub.policy.run(lambda: self._receive(hub, repo, commit), hub.note, lambda: self.done)
+
+    def _receive(self, hub: Hub, repo: str, commit: str) -> None:
         name, size = self._file.name, self._file.size
         if self.done == size:
             return
         with hub.open(repo, commit, name, self.done) as response:
-            host, continues = response.url.host, response.status_code == 206
+            host, partial = response.url.host, response.status_code == 206
             if response.status_code == 416:
                 self._restart()
                 raise TransientError(f"{host} does not continue {name}")
-            begins = response.headers.get("Content-Range", "").startswith(f"bytes {self.done}-")
-            if self.done and not (continues and begins):
+            if self.done and not partial:  # 200: the server ignores ranges
                 self._restart()
-                if continues:
-                    raise TransientError(f"{host} sends another part of {name} than asked for")
                 hub.note(f"{host} cannot continue {name}: starting it again")
+            elif self.done and not response.headers.get("Content-Range", "").startswith(f"bytes {self.done}-"):
+                self._restart()
+                raise TransientError(f"{host} sends another part of {name} than was requested")
             for chunk in response.iter_bytes():
-                self._write(chunk[: size - self.done])
+                self._write(chunk[: size - self.done])  # a body may be longer than the recorded size
                 if self.done == size:
                     return
             raise TransientError(f"{host} sent {self.done} of {size} bytes of {name}")
 
     def _write(self, chunk: bytes) -> None:
         self._hash.update(chunk)
-        at = self.done
+        position = self.done
         while chunk:
             try:
-                written = os.pwrite(self._stream.fileno(), chunk, at)
+                written = os.pwrite(self._stream.fileno(), chunk, position)
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                     raise
                 problem = f"{self._path.parent}: the disk is full, {human_bytes(self._file.size - self.done)} too early"
                 raise ResourceError(problem, f"free some space; {RESUMABLE}") from None
-            at, chunk = at + written, chunk[written:]
-        self._advance(at - self.done)
-        self.done = at
+            position, chunk = position + written, chunk[written:]
+        self._advance(position - self.done)
+        self.done = position
 
     def finish(self) -> bool:
-        """Whether all is as the hub records it; then it is on the disk for good."""
+        """Flush the file to disk and return True; return False if its hash differs from the hub's record."""
         if self._hash.hexdigest() != self._file.digest:
             return False
         os.ftruncate(self._stream.fileno(), self._file.size)

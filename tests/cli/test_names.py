@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mycli.cli.flags.presets import apply_preset
-from mycli.runtime.hub.names import candidates, normalize_model_name
+from mycli.runtime.hub.names import normalize_model_name, suggest_models
 from tests.support.command_line import Mycli
 from tests.support.hub_server import HubServer, hub_server
 from tests.support.paths import PICO
@@ -42,7 +42,7 @@ def test_an_address_of_the_hub_is_a_name(typed: str, plain: str) -> None:
     ],
 )
 def test_names_of_other_programs_get_candidates(name: str, first: str | None) -> None:
-    found = candidates(name)
+    found = suggest_models(name)
     assert found[0].startswith(first) if first else not found
     assert len(found) <= 4
 

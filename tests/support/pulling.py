@@ -6,10 +6,9 @@ import pytest
 
 from mycli.cli.remedies import remedy
 from mycli.runtime.errors import UserError
-from mycli.runtime.hub.client import Hub
+from mycli.runtime.hub.client import Hub, RetryPolicy
 from mycli.runtime.hub.download import fetch_files, plan_download
 from mycli.runtime.hub.resolve import Source
-from mycli.runtime.hub.retry import RetryPolicy
 from tests.support.hub_server import HubServer, safetensors
 
 REPO = "org/tiny"
@@ -26,7 +25,7 @@ FILES = {
     "training.index.json": b"{}",
 }
 WANTED = {"config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors"}
-QUICK = RetryPolicy(attempts=4, questions=3, first_delay=0.01, timeout=5.0)
+QUICK = RetryPolicy(attempts=4, request_attempts=3, base_delay=0.01, timeout=5.0)
 
 
 class Notes(list[str]):

@@ -8,9 +8,8 @@ import pytest
 
 from mycli.runtime.errors import GateError, NotFoundError, UsageError
 from mycli.runtime.hub import dataset
-from mycli.runtime.hub.client import Hub
+from mycli.runtime.hub.client import Hub, RetryPolicy
 from mycli.runtime.hub.dataset import DatasetName
-from mycli.runtime.hub.retry import RetryPolicy
 from tests.support.hub_server import Fault, HubServer, hub_server
 
 ROWS = b'{"text": "one"}\n' * 200
@@ -22,7 +21,7 @@ FILES = {
     "data/train-00001-of-00002.parquet": b"PAR1" * 700,
     "data/extra/part.jsonl": ROWS,
 }
-QUICK = RetryPolicy(attempts=3, questions=2, first_delay=0.01, timeout=5.0)
+QUICK = RetryPolicy(attempts=3, request_attempts=2, base_delay=0.01, timeout=5.0)
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ import sys
 from mycli.runtime.hub.download import fetch_files, plan_download
 from mycli.runtime.hub.client import Hub
 say = lambda text: print(text, flush=True)
-from mycli.runtime.hub.retry import RetryPolicy
+from mycli.runtime.hub.client import RetryPolicy
 with Hub({server.address()!r}, None, say, RetryPolicy()) as connection:
     job = plan_download(connection, {REPO!r})
     say("planned")

@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 
 from mycli.runtime.errors import ModelError, NotFoundError, UsageError
-from mycli.runtime.hub.client import Hub
+from mycli.runtime.hub.client import Hub, RetryPolicy
 from mycli.runtime.hub.download import fetch_files, plan_download
 from mycli.runtime.hub.integrity import drop_damaged, files_to_verify, verify_files
 from mycli.runtime.hub.local import local_models
 from mycli.runtime.hub.model_info import ModelInfo, fetch_model_info, read_model_info
 from mycli.runtime.hub.resolve import Source, resolve
-from mycli.runtime.hub.retry import RetryPolicy
 from tests.support import gguf_files
 from tests.support.hub_server import Fault, HubServer, hub_server
 from tests.support.paths import PICO
@@ -39,7 +38,7 @@ def local(folder: Path, **files: bytes) -> ModelInfo:
 
 def remote(server: HubServer, files: dict[str, bytes]) -> ModelInfo:
     server.add("org/pico", files)
-    with Hub(server.address(), None, lambda text: None, RetryPolicy(first_delay=0.01)) as hub:
+    with Hub(server.address(), None, lambda text: None, RetryPolicy(base_delay=0.01)) as hub:
         return fetch_model_info(hub, "org/pico")
 
 
@@ -107,7 +106,7 @@ def test_a_gguf_file_of_a_hub_is_looked_at_fetched_found_and_checked(
     repo = {"pico-q8_0.gguf": gguf_file, "pico-q4_0.gguf": b"x" * 5000, "README.md": b"#", "config.json": b"{}"}
     server.add("org/files", repo)
     model = "org/files:pico-q8_0.gguf"
-    with Hub(server.address(), None, lambda text: None, RetryPolicy(first_delay=0.01)) as hub:
+    with Hub(server.address(), None, lambda text: None, RetryPolicy(base_delay=0.01)) as hub:
         seen = fetch_model_info(hub, model)
         assert seen.config.parameters() == 5_770_496 and seen.scheme == "int8-g32" and seen.template and seen.eos
         assert not (tmp_path / "hub").exists()
