@@ -164,6 +164,5 @@ def draft_fields(timing: Timing, record: SpeculationStats) -> dict[str, Any]:
 
 def token_fields(tokenizer: "Tokenizer", token: int, logprob: float) -> dict[str, Any]:
     """A token for a program: `bytes` too, since a token may be a part of a character."""
-    piece = tokenizer.piece(token, first=False)
-    data = (tokenizer.vocabulary[token] or "").encode() if piece is None else piece
+    data = tokenizer.token_bytes(token)
     return {"id": token, "token": data.decode("utf-8", "replace"), "bytes": list(data), "logprob": round(logprob, 5)}

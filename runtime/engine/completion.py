@@ -10,13 +10,13 @@ from itertools import islice
 
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loader import LoadedModel
+from mycli.runtime.engine.reply_reader import ReplyReader
 from mycli.runtime.engine.sequence import FinishReason, Request, SequenceOutput
 from mycli.runtime.engine.stats import SpeculationStats, Timing
 from mycli.runtime.errors import UserError
 from mycli.runtime.sampling.grammar import Grammar
 from mycli.runtime.sampling.logprobs import TokenLogprob
 from mycli.runtime.sampling.params import SamplingParams
-from mycli.runtime.tokenizer.stream import StopMatcher, StreamDecoder
 
 
 class Completion:
@@ -48,7 +48,7 @@ class Completion:
         self.error: UserError | None = None
         self.timing = Timing(prompt=len(prompt))
         self._engine = engine
-        self._decoder, self._matcher = StreamDecoder(loaded.tokenizer), StopMatcher(stops)
+        self._reader = ReplyReader(loaded.tokenizer, stops)
 
     def begin(self) -> int:
         """Queue it: the number of its sequence. Raises UsageError for a prompt or a limit that does not fit."""
@@ -59,30 +59,16 @@ class Completion:
         self.error, self.finish_reason = error, "error"
 
     def take(self, output: SequenceOutput) -> str:
-        """The text that the last step of the engine made certain; after a stop string nothing counts any more."""
+        """Add one output of the engine; return the text it completes. Not to be called after `finish_reason` is set."""
         _count_step(self.timing, self._engine, output)
-        self.error, piece = output.error, ""
-        for index, token in enumerate(output.tokens):
-            self.tokens.append(token)
-            self.logprobs += output.logprobs[index : index + 1]
-            piece += self._feed(self._decoder.feed(token))
-            if self.finish_reason is not None:
-                return piece
-        if output.finish_reason is not None:
-            piece += self._feed(self._decoder.flush())
-            if self.finish_reason is None:
-                rest = self._matcher.flush()
-                self.text += rest
-                piece += rest
-                self.finish_reason = output.finish_reason
-        return piece
-
-    def _feed(self, text: str) -> str:
-        piece, found = self._matcher.feed(text)
-        self.text += piece
-        if found:
-            self.finish_reason = "stop"
-        return piece
+        piece = self._reader.feed(output)
+        self.text += piece.content
+        self.tokens += piece.tokens
+        self.logprobs += piece.logprobs
+        self.error = output.error
+        if piece.end is not None:
+            self.finish_reason = output.finish_reason if piece.stop is None else "stop"
+        return piece.content
 
     def __iter__(self) -> Iterator[str]:
         """Pieces of text as they become certain, none empty. Raises what `begin` raises, and the error that ends it."""

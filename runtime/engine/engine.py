@@ -134,10 +134,7 @@ class Engine:
             raise ValueError(f"sequence {sequence} has ended")
         numbers = []
         for index in range(1, count + 1):
-            sampling = first.request.sampling
-            if sampling.seed is not None:
-                wrapped = (sampling.seed + index + (1 << 63)) % (1 << 64) - (1 << 63)
-                sampling = replace(sampling, seed=wrapped)
+            sampling = first.request.sampling.for_reply(index)
             request = replace(first.request, sampling=sampling, prompt_logprobs=False)
             live = self._start(request)
             numbers.append(self.scheduler.branch(first, request).id)

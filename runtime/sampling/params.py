@@ -67,6 +67,12 @@ class SamplingParams:
         """These settings with those of `values` that are not None. Raises UsageError, as the class does."""
         return replace(self, **{name: value for name, value in values.items() if value is not None})  # type: ignore[arg-type]  # checked as they are set
 
+    def for_reply(self, index: int) -> "SamplingParams":
+        """The settings of reply `index` to one prompt: the seed, if there is one, plus `index`, modulo 2^64."""
+        if self.seed is None:
+            return self
+        return replace(self, seed=(self.seed + index + (1 << 63)) % (1 << 64) - (1 << 63))
+
     @property
     def counts_replies(self) -> bool:
         """Whether a token depends on how often it came in the reply."""

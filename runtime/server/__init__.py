@@ -1,1 +1,1 @@
-"""The HTTP application: one engine behind the protocols that clients speak."""
+"""The HTTP server: one engine behind OpenAI's and Anthropic's interfaces."""

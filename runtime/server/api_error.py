@@ -1,7 +1,4 @@
-"""Errors as clients of these protocols read them: a status and an object with message, type, param and code.
-
-Knows what a remedy is called here. Does not know routes.
-"""
+"""HTTP errors: a status and an object with message, type, param and code, in the form of each interface."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,10 +6,10 @@ from typing import Any
 from mycli.runtime.errors import UserError
 from mycli.runtime.utils.sanitize import one_line
 
-# What a client can do about an error of the rooms below, by its code; those of loading a model cannot come here.
+# What a client can do, by the code of a `UserError`. Codes of loading a model are missing: it is loaded before.
 _REMEDIES: Mapping[str, str] = {
     "allow-special": "take the control token out of the text",
-    "continue-text": "POST /v1/completions continues a text",
+    "continue-text": "use POST /v1/completions to continue a text",
     "more-context": "shorten the prompt",
     "fewer-tokens-or-more-context": "ask for at most {tokens} tokens",
 }
@@ -34,7 +31,7 @@ _TYPES: Mapping[int, str] = {
 
 
 class ApiError(Exception):
-    """A request that is not answered: HTTP `status`, `code` for programs, `param` naming the field at fault."""
+    """A request that fails: HTTP `status`, `code` for programs, `param` the field at fault."""
 
     def __init__(
         self,
@@ -53,19 +50,19 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def fields(self) -> dict[str, Any]:
-        """The error as an object; all four fields, whatever is known."""
+        """Return the error as an object, always with all four fields."""
         kind = _TYPES.get(self.status, "api_error")
         return {"message": self.message, "type": kind, "param": self.param, "code": self.code}
 
     def envelope(self, path: str) -> dict[str, Any]:
-        """The body of the answer, in the form of the protocol that `path` belongs to."""
+        """Return the response body in the form of the interface that `path` belongs to."""
         if path.startswith("/v1/messages"):
             return {"type": "error", "error": self.fields()}
         return {"error": self.fields()}
 
 
 def from_user_error(error: UserError, param: str | None = None) -> ApiError:
-    """A failure of the rooms below while a request was read, with its remedy: the request asks for what cannot be."""
+    """Convert an error caused by the request's content, with its remedy, to a status 400."""
     hint = _REMEDIES.get(error.code, "").format_map(error.data) if error.code else error.hint
     message = f"{error.message}; {hint}" if hint else error.message
     code = "context_length_exceeded" if "context" in error.code else "invalid_value"
@@ -73,5 +70,5 @@ def from_user_error(error: UserError, param: str | None = None) -> ApiError:
 
 
 def internal_error() -> ApiError:
-    """What should not have happened; its cause is for the log, not for a stranger."""
+    # The cause goes to the log only: it may hold another client's data.
     return ApiError(500, "internal error", "internal_error")

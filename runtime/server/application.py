@@ -44,39 +44,39 @@ ROUTES: Sequence[tuple[str, str, Endpoint]] = (
 
 
 def application(service: Service, log: Callable[[str], None]) -> ASGIApp:
-    """The whole application; `log` gets a line for each request, without its text."""
+    """Build the application. `log` receives one line per request, without prompt or reply."""
 
     def bound(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
         async def call(request: Request) -> Response:
             return await endpoint(service, request)
 
-        call.__doc__ = endpoint.__doc__  # the description of the interface tells it
+        call.__doc__ = endpoint.__doc__  # the summary in /openapi.json
         return call
 
-    async def refused(request: Request, error: Exception) -> Response:
+    async def on_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
         return JsonResponse(error.envelope(request.url.path), error.status, headers=error.headers)
 
-    async def unrouted(request: Request, error: Exception) -> Response:
+    async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        words = {
-            404: ("there is no such endpoint", "not_found"),
-            405: ("the method is not allowed", "method_not_allowed"),
+        causes = {
+            404: ("no such endpoint", "not_found"),
+            405: ("method not allowed", "method_not_allowed"),
         }
-        message, code = words.get(error.status_code, (error.detail, "invalid_request"))
-        return await refused(request, ApiError(error.status_code, message, code, headers=error.headers))
+        message, code = causes.get(error.status_code, (error.detail, "invalid_request"))
+        return await on_error(request, ApiError(error.status_code, message, code, headers=error.headers))
 
-    async def failed(request: Request, error: Exception) -> Response:
-        return await refused(request, internal_error())  # the guard logs what it was
+    async def on_bug(request: Request, error: Exception) -> Response:
+        return await on_error(request, internal_error())  # the guard logs the cause
 
     routes = [Route(path, bound(endpoint), methods=[method]) for method, path, endpoint in ROUTES]
-    # Clients of llama.cpp, and of OpenAI whose address was given without /v1, leave it out: the same, not described.
+    # llama.cpp clients, and OpenAI clients with a base URL without /v1, omit the prefix: same routes, undocumented.
     routes += [
         Route(path.removeprefix("/v1"), bound(endpoint), methods=[method], include_in_schema=False)
         for method, path, endpoint in ROUTES
         if path.startswith("/v1/") and not path.startswith("/v1/messages")
     ]
-    handlers = {ApiError: refused, HTTPException: unrouted, Exception: failed}
+    handlers = {ApiError: on_error, HTTPException: on_http_error, Exception: on_bug}
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False
     return Guard(app, service, log)

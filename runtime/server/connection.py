@@ -1,7 +1,6 @@
-"""Sockets: what a client may do to one, and a server that ends in order.
+"""Connections with deadlines and a server that shuts down gracefully.
 
-uvicorn gives no deadline to a request's head or body, no bound on connections and no way to answer while it drains;
-here they are. Does not know what is served.
+uvicorn has no deadline for the head or body of a request, no limit on connections, and stops accepting while it drains.
 """
 
 import asyncio
@@ -10,6 +9,7 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
+from typing import Literal
 
 import h11
 import uvicorn
@@ -19,7 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from mycli.runtime.errors import ResourceError, UsageError
 from mycli.runtime.server.settings import ServerLimits
 
-DRAIN_TICK = 0.1  # seconds
+DRAIN_TICK = 0.1  # seconds between two calls of uvicorn's on_tick
 _BUSY = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 5\r\nconnection: close\r\n\r\n"
     b'{"error":{"message":"too many connections","type":"overloaded_error","param":null,"code":"too_many_connections"}}'
@@ -31,12 +31,12 @@ _LATE = (
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens at `host` and `port` (0: any free one). Raises ResourceError or UsageError."""
+    """Return a listening socket; port 0 takes any free one. Raises ResourceError or UsageError."""
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
-        raise UsageError(f"{host[:100]}: not an address: {error}", code="choose-host") from None
-    family, kind, protocol, _, address = found[0]
+        raise UsageError(f"cannot resolve host {host[:100]}: {error}", code="choose-host") from None
+    family, kind, protocol, _, address = addresses[0]
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -48,34 +48,28 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _unavailable(place: str, error: OSError) -> ResourceError:
+def _unavailable(address: str, error: OSError) -> ResourceError:
     if error.errno == errno.EADDRINUSE:
-        return ResourceError(f"{place} is in use", code="choose-port")
+        return ResourceError(f"{address} is in use", code="choose-port")
     if error.errno == errno.EACCES:
-        return ResourceError(f"{place} may not be used by this user", code="choose-high-port")
+        return ResourceError(f"{address}: permission denied", code="choose-high-port")
     if error.errno == errno.EADDRNOTAVAIL:
-        return ResourceError(f"{place} is not an address of this machine", code="choose-host")
-    return ResourceError(f"{place} cannot be listened on: {error.strerror}", code="choose-host")
+        return ResourceError(f"{address} is not an address of this machine", code="choose-host")
+    return ResourceError(f"cannot listen on {address}: {error.strerror}", code="choose-host")
 
 
 def connection(limits: ServerLimits) -> type[H11Protocol]:
-    """The class of connections that are held to `limits`."""
-
-    class Connection(_Connection):
-        """With these limits."""
-
-    Connection.limits = limits
-    return Connection
+    """Return a connection class with `limits`: uvicorn creates the instances."""
+    return type("Connection", (_Connection,), {"limits": limits})
 
 
 class _Connection(H11Protocol):
     limits: ServerLimits
     _deadline: asyncio.TimerHandle | None = None
     _stall: asyncio.TimerHandle | None = None
-    _waits_for: str = ""
+    _expected: Literal["head", "body", ""] = ""
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
-        """Refuse what is one too many, and give the first head its deadline."""
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
         if len(self.connections) >= self.limits.connections:
             transport.write(_BUSY)
             transport.close()
@@ -84,10 +78,10 @@ class _Connection(H11Protocol):
         self._expect("head")
 
     def data_received(self, data: bytes) -> None:
-        """Keep the deadline of whatever is under way: a byte now and then does not extend it."""
         if self.transport is None:
             return
         super().data_received(data)
+        # A deadline is for the whole head or body: a byte now and then does not extend it.
         state = self.conn.their_state
         if state is h11.SEND_BODY:
             self._expect("body")
@@ -96,14 +90,14 @@ class _Connection(H11Protocol):
         else:
             self._expect("")
 
-    def _expect(self, what: str) -> None:
-        if what == self._waits_for:
+    def _expect(self, part: Literal["head", "body", ""]) -> None:
+        if part == self._expected:
             return
-        self._waits_for = what
+        self._expected = part
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
-        seconds = {"head": self.limits.header_seconds, "body": self.limits.body_seconds}.get(what)
+        seconds = {"head": self.limits.header_seconds, "body": self.limits.body_seconds}.get(part)
         if seconds is not None:
             self._deadline = self.loop.call_later(seconds, self._late)
 
@@ -115,23 +109,20 @@ class _Connection(H11Protocol):
         self.transport.close()
 
     def on_response_complete(self) -> None:
-        """Between two requests a connection may be idle for its own time."""
+        # uvicorn closes connections that are idle between two requests (`idle_seconds`).
         self._expect("")
         super().on_response_complete()
 
     def pause_writing(self) -> None:
-        """The client does not read: it has so long to begin again."""
         super().pause_writing()
         self._stall = self.loop.call_later(self.limits.stall_seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """It reads."""
         if self._stall is not None:
             self._stall.cancel()
         super().resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing is waited for any more."""
         for timer in (self._deadline, self._stall):
             if timer is not None:
                 timer.cancel()
@@ -140,10 +131,10 @@ class _Connection(H11Protocol):
 
 
 class DrainingServer(uvicorn.Server):
-    """Ends in order: at the first signal `drain` is called and requests under way are waited for; the second ends it.
+    """Shuts down gracefully: the first signal calls `drain` and waits while `busy()`; a second one stops at once.
 
-    `busy` says whether there are any; where they take too long, `give_up` is called before the end. While it drains it
-    still accepts connections, so that a probe learns of it.
+    `give_up` is called if replies take longer than the grace period. Connections are still accepted meanwhile, so that
+    health probes get an answer.
     """
 
     def __init__(
@@ -173,8 +164,7 @@ class DrainingServer(uvicorn.Server):
         self._draining_for: float | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal to end: in order, or at once the second time."""
-        self._captured_signals = [sig]  # raised again at the end, so that the exit code tells
+        self._captured_signals = [sig]  # uvicorn raises it again at the end, which gives the exit code
         if self._draining_for is not None:
             self.should_exit = self.force_exit = True
         else:
@@ -182,7 +172,6 @@ class DrainingServer(uvicorn.Server):
             self._drain()
 
     async def on_tick(self, counter: int) -> bool:
-        """Called ten times a second: end when nothing is left to wait for."""
         if self._draining_for is not None:
             if not self._busy():
                 self.should_exit = True
@@ -194,20 +183,20 @@ class DrainingServer(uvicorn.Server):
 
 
 def run_until_signal(server: DrainingServer, listener: socket.socket, ready: Callable[[], None]) -> None:
-    """Serve until a signal ends it; `ready` is called when requests are accepted."""
+    """Serve until a signal; `ready` is called once requests are accepted."""
 
     async def serve() -> None:
-        waiting = asyncio.create_task(_when_started(server, ready))
+        announced = asyncio.create_task(_call_when_started(server, ready))
         try:
             await server.serve([listener])
         finally:
-            waiting.cancel()
+            announced.cancel()
 
     with suppress(asyncio.CancelledError):
         asyncio.run(serve())
 
 
-async def _when_started(server: DrainingServer, ready: Callable[[], None]) -> None:
+async def _call_when_started(server: DrainingServer, ready: Callable[[], None]) -> None:
     while not server.started:
         await asyncio.sleep(0.01)
     ready()

@@ -1,21 +1,18 @@
-"""What is new of a request, on its way from the text thread to the event loop of whoever asked.
-
-Knows pieces and loops; does not know engines or protocols.
-"""
+"""Passes the pieces of a request from the text thread to the event loop of its handler."""
 
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from mycli.runtime.engine.reply_reader import Piece
 from mycli.runtime.server.api_error import ApiError
-from mycli.runtime.server.reply_reader import Piece
 
-MAX_BEHIND = 1 << 16  # pieces that a reader has not taken; a reply is rarely so long
+MAX_BEHIND = 1 << 16  # pieces queued for a slow reader: longer than nearly all replies
 
 
 class Delivery:
-    """The pieces of a request on the way to its handler. `put`, `afterwards` from any thread, others from the loop."""
+    """A queue of pieces. `put` and `afterwards` may be called from any thread, the rest from the event loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -23,35 +20,35 @@ class Delivery:
         self._arrived = asyncio.Event()
 
     def put(self, pieces: Sequence[Piece | ApiError]) -> None:
-        """Hand over; dropped where the loop is gone."""
-        with suppress(RuntimeError):  # closed: the server has ended
-            self._loop.call_soon_threadsafe(self._take, pieces)
+        """Queue pieces for the handler; drop them if the event loop has ended."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._add, pieces)
 
     def afterwards(self, work: Callable[[], None]) -> None:
-        """`work()` on the loop, after everybody there has had a turn with what was put; from any thread."""
-        with suppress(RuntimeError):  # as above
+        """Call `work` on the event loop once all handlers have run for the pieces put before."""
+        with suppress(RuntimeError):  # the event loop has ended
             self._loop.call_soon_threadsafe(self._loop.call_soon, work)
 
     def fail(self, error: ApiError) -> None:
-        """End the request, from its own loop: its client has gone."""
-        self._take([error])
+        """End the request with an error, behind the pieces that are queued."""
+        self._add([error])
 
-    def _take(self, pieces: Sequence[Piece | ApiError]) -> None:
+    def _add(self, pieces: Sequence[Piece | ApiError]) -> None:
         self._pieces.extend(pieces)
         if len(self._pieces) > MAX_BEHIND:
             self._pieces.clear()
-            self._pieces.append(ApiError(503, "the reader of this reply is too slow", "slow_reader"))
+            self._pieces.append(ApiError(503, "the client reads the reply too slowly", "slow_reader"))
         self._arrived.set()
 
     async def next(self) -> list[Piece]:
-        """All that has come, at least one. Raises ApiError for a request that failed as a whole."""
+        """Wait for at least one piece and return all that are queued. Raises ApiError if the request failed."""
         while not self._pieces:
             self._arrived.clear()
             await self._arrived.wait()
-        found: list[Piece] = []
+        pieces: list[Piece] = []
         while self._pieces:
-            one = self._pieces.popleft()
-            if isinstance(one, ApiError):
-                raise one
-            found.append(one)
-        return found
+            piece = self._pieces.popleft()
+            if isinstance(piece, ApiError):
+                raise piece
+            pieces.append(piece)
+        return pieces

@@ -1,7 +1,7 @@
-"""What every request passes before its route: who may come, from where, with what; and a line for the log after it.
+"""Checks every request before its route and logs it afterwards.
 
-Refuses foreign Host and Origin (DNS rebinding, other sites' pages), a missing or wrong key, and everything new while
-the server drains. The log has no prompt and no key. Knows headers; does not know bodies.
+Refuses a foreign Host (DNS rebinding) or Origin (pages of other sites), a missing or wrong key, and new work while the
+server drains. The log holds no prompt and no key.
 """
 
 import hmac
@@ -20,7 +20,7 @@ from mycli.runtime.server.service import Service
 from mycli.runtime.server.streaming import JsonResponse
 from mycli.runtime.utils.sanitize import one_line
 
-OPEN_PATHS = ("/health", "/")  # no key: a probe, and a page that holds nothing
+OPEN_PATHS = ("/health", "/")  # without a key: health probes, and a page without data
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _SECURITY = {
     "x-content-type-options": "nosniff",
@@ -35,10 +35,10 @@ _PREFLIGHT = {
 
 
 def host_of(value: str) -> str:
-    """The name or address in a Host header or an origin, without port and brackets; "" for what is neither."""
+    """Return the lower-case host of a Host header or origin, without port and brackets; "" if malformed."""
     host = value.rpartition("://")[2]
-    found = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]/@]+))(?::[0-9]{1,5})?", host)
-    return (found[1] or found[2] or "").lower().rstrip(".") if found else ""
+    match = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]/@]+))(?::[0-9]{1,5})?", host)
+    return (match[1] or match[2] or "").lower().rstrip(".") if match else ""
 
 
 def _is_address(host: str) -> bool:
@@ -50,20 +50,18 @@ def _is_address(host: str) -> bool:
 
 
 class Guard:
-    """The outermost part of the application."""
+    """The outermost ASGI application; `log` receives one line per request."""
 
     def __init__(self, app: ASGIApp, service: Service, log: Callable[[str], None]) -> None:
-        """`log` gets a line for each request."""
         self._app, self._service, self._log = app, service, log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse it."""
         if scope["type"] != "http":
             return
         began = time.perf_counter()
         headers = Headers(scope=scope)
-        given = headers.get("x-request-id", "")
-        request_id = given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
+        sent = headers.get("x-request-id", "")
+        request_id = sent if _REQUEST_ID.fullmatch(sent) else f"req_{secrets.token_hex(12)}"
         scope["state"]["request_id"] = request_id
         status, started = 0, False
 
@@ -72,13 +70,13 @@ class Guard:
             if message["type"] == "http.response.start":
                 status, started = message["status"], True
                 answer = MutableHeaders(scope=message)
-                for name, value in {**_SECURITY, "x-request-id": request_id, **self._sharing(headers)}.items():
+                for name, value in {**_SECURITY, "x-request-id": request_id, **self._cors(headers)}.items():
                     answer.setdefault(name, value)
             await send(message)
 
         try:
             self._check_source(scope, headers)
-            if scope["method"] == "OPTIONS" and "origin" in headers:  # a browser asks whether a page may ask
+            if scope["method"] == "OPTIONS" and "origin" in headers:  # a CORS preflight, which carries no key
                 await Response(status_code=204, headers=_PREFLIGHT)(scope, receive, reply)
                 return
             self._check(scope, headers)
@@ -101,17 +99,15 @@ class Guard:
         await response(scope, receive, send)
 
     def _check_source(self, scope: Scope, headers: Headers) -> None:
-        """Raises ApiError for a request from where none may come."""
         limits = self._service.settings.limits
         size = sum(len(name) + len(value) for name, value in scope["headers"])
         if len(scope["headers"]) > limits.headers or size > limits.header_bytes:
-            message = f"more than {limits.headers} headers or {limits.header_bytes} bytes of them"
+            message = f"more than {limits.headers} headers, or {limits.header_bytes} bytes in them"
             raise ApiError(431, message, "headers_too_large")
         self._check_host(headers)
         self._check_origin(scope, headers)
 
     def _check(self, scope: Scope, headers: Headers) -> None:
-        """Raises ApiError for a request of whom may not come, and for any that begins while the server drains."""
         if scope["path"] not in OPEN_PATHS:
             self._check_key(headers)
         if scope["method"] == "POST" and self._service.draining:
@@ -119,32 +115,31 @@ class Guard:
             raise ApiError(503, "the server is shutting down", "shutting_down", headers=retry)
 
     def _check_host(self, headers: Headers) -> None:
-        """A page of another site whose name was made to point here still says that name."""
+        # DNS rebinding: a page whose host name was pointed at this machine still sends that name.
         hosts = headers.getlist("host")
         host = host_of(hosts[0]) if len(hosts) == 1 else ""
         known = host == "localhost" or host.endswith(".localhost") or host in self._service.settings.hosts
         if not known and not _is_address(host):
-            raise ApiError(403, f"the host {host[:100]!r} is not served here", "host_not_allowed")
+            raise ApiError(403, f"host {host[:100]!r} is not allowed", "host_not_allowed")
 
     def _check_origin(self, scope: Scope, headers: Headers) -> None:
         origin = headers.get("origin")
         if origin is None or origin in self._service.settings.origins:
             return
         if origin != f"{scope['scheme']}://{headers.get('host', '')}":
-            raise ApiError(403, f"pages of {origin[:100]!r} may not use this server", "origin_not_allowed")
+            raise ApiError(403, f"origin {origin[:100]!r} is not allowed", "origin_not_allowed")
 
     def _check_key(self, headers: Headers) -> None:
         key = self._service.settings.key
         if key is None:
             return
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
-        given = bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-        if not hmac.compare_digest(given.encode("latin-1"), key):
-            message = "a key is needed: Authorization: Bearer KEY, or x-api-key" if not given else "the key is wrong"
+        sent = bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        if not hmac.compare_digest(sent.encode("latin-1"), key):
+            message = "wrong API key" if sent else "API key missing: send Authorization: Bearer KEY, or x-api-key"
             raise ApiError(401, message, "invalid_api_key", headers={"www-authenticate": "Bearer"})
 
-    def _sharing(self, headers: Headers) -> Mapping[str, str]:
-        """What lets a listed page of another site read the answer."""
+    def _cors(self, headers: Headers) -> Mapping[str, str]:
         origin = headers.get("origin")
         if origin is None or origin not in self._service.settings.origins:
             return {}

@@ -1,8 +1,7 @@
-"""What requests may hold: strict types and bounds for every field that is read.
+"""Request bodies: strict types and bounds for every field that is read.
 
-A number is no string and true is no number; NaN and infinity are refused before (`runtime.utils.json_fields`). Fields
-that are not named here are ignored, as clients send what other servers understand; fields that would change a reply and
-are not done are refused by name.
+Unknown fields are ignored: clients send what other servers understand. Fields that would change a reply and are not
+implemented are refused by name.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,11 +19,11 @@ ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 _CONSTRAINTS = (
-    ("grammar", "json_schema", "structured_outputs")  # as llama.cpp and vLLM name what OpenAI calls response_format
+    ("grammar", "json_schema", "structured_outputs")  # of llama.cpp and vLLM, for what OpenAI calls response_format
     + ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 )
 
-_WORDS: Mapping[str, str] = {  # by pydantic's kinds of mistakes, with the bounds that it names
+_MESSAGES: Mapping[str, str] = {  # by pydantic's error types; bounds in braces are in its context
     "missing": "is required",
     "model_type": "must be an object",
     "model_attributes_type": "must be an object",
@@ -48,19 +47,19 @@ _WORDS: Mapping[str, str] = {  # by pydantic's kinds of mistakes, with the bound
 }
 
 
-def _false_itself(value: Any) -> Any:
-    """To Python 0 is False, and so it is to a Literal."""
+def _false_only(value: Any) -> Any:
+    # Literal[False] compares with ==, which 0 passes.
     if isinstance(value, int | float) and not isinstance(value, bool):
         raise ValueError("must be false")
     return value
 
 
-No = Annotated[Literal[False], BeforeValidator(_false_itself)]
+No = Annotated[Literal[False], BeforeValidator(_false_only)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
 class Strict(BaseModel):
-    """A part of a request."""
+    """Part of a request."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
@@ -69,64 +68,64 @@ _Request = TypeVar("_Request", bound=Strict)
 
 
 def validated(kind: type[_Request], value: Any) -> _Request:
-    """`value` as a request of `kind`. Raises ApiError naming the first field at fault."""
+    """Validate `value` as a request of `kind`. Raises ApiError naming the first field at fault."""
     if not isinstance(value, dict):
         raise ApiError(400, f"the body must be an object, not {type(value).__name__}", "invalid_type")
     try:
         return kind.model_validate(value)
     except ValidationError as error:
-        raise _named(error.errors(include_url=False, include_input=False), value) from None
+        raise _explain(error.errors(include_url=False, include_input=False), value) from None
 
 
-def _named(errors: Sequence[ErrorDetails], body: Any) -> ApiError:
-    """The first mistake; of a field that takes several kinds of values, what is wrong deepest within it."""
+def _explain(errors: Sequence[ErrorDetails], body: Any) -> ApiError:
+    # A field that takes several types has an error for each: report those deepest inside the first field at fault.
     places = [_place(error, body) for error in errors]
     within = [place for place in places if place[: len(places[0])] == places[0]]
     place = max(within, key=len)
-    found = [error for error, where in zip(errors, places, strict=True) if where == place]
-    name, words = ".".join(map(str, place)), dict.fromkeys(map(_said, found))
-    if [one for one in found if one["type"] != "none_required"]:
-        cause = " or ".join(words).replace(" or must be ", " or ")
+    chosen = [error for error, where in zip(errors, places, strict=True) if where == place]
+    name, causes = ".".join(map(str, place)), dict.fromkeys(map(_message, chosen))
+    if any(error["type"] != "none_required" for error in chosen):
+        cause = " or ".join(causes).replace(" or must be ", " or ")
     else:
-        cause = "is not supported here"
+        cause = "is not supported"
         if name in _CONSTRAINTS:
-            cause += "; response_format says what a reply must be"
-    code = "missing_required_parameter" if found[0]["type"] == "missing" else "invalid_value"
+            cause += "; use response_format"
+    code = "missing_required_parameter" if chosen[0]["type"] == "missing" else "invalid_value"
     return ApiError(400, f"{name or 'body'}: {cause}", code, param=name or None)
 
 
-def _said(error: ErrorDetails) -> str:
-    words = _WORDS.get(error["type"])
-    return error["msg"].removeprefix("Value error, ") if words is None else words.format(**error.get("ctx", {}))
+def _message(error: ErrorDetails) -> str:
+    message = _MESSAGES.get(error["type"])
+    return error["msg"].removeprefix("Value error, ") if message is None else message.format(**error.get("ctx", {}))
 
 
 def _place(error: ErrorDetails, body: Any) -> tuple[str | int, ...]:
-    """The way to a mistake through the body, without the names that pydantic gives to alternatives."""
-    found: list[str | int] = []
+    place: list[str | int] = []
     for part in error["loc"]:
+        # pydantic adds the names of alternative types to the path; only keys and indices of the body are kept.
         known = part in body if isinstance(body, dict) else isinstance(body, list) and isinstance(part, int)
         if known:
             body = body[part]
         elif error["type"] != "missing" or part != error["loc"][-1]:
             continue
-        found.append(part)
-    return tuple(found)
+        place.append(part)
+    return tuple(place)
 
 
 class ForModel(Strict):
-    """A request to a model; None: whichever is served."""
+    """A request to a model; None: the one that is served."""
 
     model: Name | None = None
 
 
 class StreamOptions(Strict):
-    """What a stream says beside the reply."""
+    """What a stream holds besides the reply."""
 
     include_usage: bool | None = None
 
 
 class Sampling(Strict):
-    """How tokens are drawn and when a reply ends; None: as the model recommends."""
+    """Sampling settings and stop conditions; None: the model's default."""
 
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
@@ -143,14 +142,13 @@ class Sampling(Strict):
     ignore_eos: bool = False
 
     @model_validator(mode="after")
-    def _few_stops(self) -> "Sampling":
+    def _check_stops(self) -> "Sampling":
         if len(self.stops) > MAX_STOPS:
             raise ValueError(f"stop: at most {MAX_STOPS} strings")
         return self
 
     @property
     def stops(self) -> list[str]:
-        """The strings that end a reply."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
 
@@ -164,14 +162,14 @@ class FunctionSpec(Strict):
 
 
 class ToolSpec(Strict):
-    """A tool: only functions are known."""
+    """A tool; only functions are supported."""
 
     type: Literal["function"]
     function: FunctionSpec
 
 
 class FunctionName(Strict):
-    """A function that is to be called."""
+    """The function to call."""
 
     name: Name
 
@@ -184,14 +182,14 @@ class NamedTool(Strict):
 
 
 class CalledFunction(Strict):
-    """What was called, with its arguments as text of JSON."""
+    """A called function; its arguments are JSON in a string."""
 
     name: Name
     arguments: LongText
 
 
 class CalledTool(Strict):
-    """A call in an earlier message of the assistant."""
+    """A tool call in an earlier message of the assistant."""
 
     id: Annotated[str, Field(max_length=256)] = ""
     type: Literal["function"] = "function"
@@ -199,7 +197,7 @@ class CalledTool(Strict):
 
 
 class ContentPart(Strict):
-    """A part of a message; only text is known, and nothing is ever fetched."""
+    """Part of a message; only text is supported, nothing is ever fetched."""
 
     type: Annotated[str, Field(max_length=64)]
     text: LongText | None = None
@@ -209,7 +207,7 @@ Content = LongText | list[ContentPart] | None
 
 
 class ChatMessage(Strict):
-    """A turn of a conversation."""
+    """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content = None
@@ -229,11 +227,11 @@ class SchemaFormat(Strict):
 
 
 class ResponseFormat(Strict):
-    """What a reply must be: anything, an object, of a schema, of an expression or of a grammar."""
+    """The format of a reply: any text, a JSON object, a JSON schema, a regular expression or a Lark grammar."""
 
     type: Literal["text", "json_object", "json_schema", "regex", "lark"]
     json_schema: SchemaFormat | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")  # of a json_object, as llama.cpp takes it
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")  # for json_object, as in llama.cpp
     regex: LongText | None = None
     lark: LongText | None = None
 
@@ -247,10 +245,7 @@ class ResponseFormat(Strict):
 
 
 class Constraints(Strict):
-    """What other servers take to constrain a reply, which is `response_format` here: refused, not ignored.
-
-    A reply that looks like one of the form that was asked for, and is not, is the worst answer.
-    """
+    """Constraints of other servers, refused rather than ignored: use `response_format`."""
 
     grammar: None = None
     json_schema: None = None
@@ -285,7 +280,7 @@ class ChatRequest(ForModel, Sampling, Constraints):
     chat_template_kwargs: dict[str, Any] | None = Field(None, max_length=16)
     functions: None = None
     audio: None = None
-    continue_final_message: No | None = None  # vLLM's
+    continue_final_message: No | None = None  # of vLLM
 
 
 class CompletionRequest(ForModel, Sampling, Constraints):
@@ -304,7 +299,7 @@ class CompletionRequest(ForModel, Sampling, Constraints):
 
 
 class TokenizeRequest(ForModel):
-    """The body of POST /tokenize: a text, or a conversation as its template writes it."""
+    """The body of POST /tokenize: a text, or a conversation to render with the chat template."""
 
     prompt: LongText | None = None
     messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=4096)
@@ -314,7 +309,7 @@ class TokenizeRequest(ForModel):
     chat_template_kwargs: dict[str, Any] | None = Field(None, max_length=16)
 
     @model_validator(mode="after")
-    def _one(self) -> "TokenizeRequest":
+    def _prompt_or_messages(self) -> "TokenizeRequest":
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give either prompt or messages")
         return self

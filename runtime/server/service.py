@@ -1,7 +1,6 @@
-"""What routes share: the served model, its worker, and how a wish of any protocol becomes sequences for the engine.
+"""The served model, and how a request of any interface becomes requests to the engine.
 
-Everything slow (templates, tokenization, grammars) is a plain function here, which routes run in `Service.pool`. Does
-not know HTTP.
+Templates, tokenization and grammars are slow: routes call these methods in `Service.pool`, off the event loop.
 """
 
 import json
@@ -13,13 +12,14 @@ from functools import cached_property
 from threading import Lock
 from typing import Any
 
+from mycli.runtime.engine.admission import reply_limit
 from mycli.runtime.engine.loader import LoadedModel
+from mycli.runtime.engine.reply_reader import ReplyReader
 from mycli.runtime.engine.sequence import Request
 from mycli.runtime.errors import ModelError, UserError
 from mycli.runtime.sampling.grammar import JSON_MODE, Grammar, GrammarCompiler, Prelude
 from mycli.runtime.sampling.params import SamplingParams, recommended
 from mycli.runtime.server.api_error import ApiError, from_user_error
-from mycli.runtime.server.reply_reader import ReplyReader
 from mycli.runtime.server.schemas import ResponseFormat, Sampling
 from mycli.runtime.server.settings import ServerSettings
 from mycli.runtime.server.worker import EngineWorker
@@ -37,45 +37,45 @@ from mycli.runtime.tokenizer.parsing.tool_formats import (
 
 @dataclass(frozen=True)
 class Prepared:
-    """Sequences ready for the engine, each with what reads its reply; `prompts` in the order of the request."""
+    """Requests ready for the engine, with a reader for each reply; `prompts`: token ids, in the client's order."""
 
-    wanted: Sequence[tuple[Request, ReplyReader]]
+    requests: Sequence[tuple[Request, Sequence[ReplyReader]]]
     prompts: Sequence[Sequence[int]]
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of all prompts."""
         return sum(map(len, self.prompts))
+
+    @property
+    def replies(self) -> int:
+        return sum(len(readers) for _, readers in self.requests)
 
 
 class Service:
-    """One served model."""
+    """One served model. `created`: seconds since 1970, shown in the list of models."""
 
     def __init__(self, settings: ServerSettings, loaded: LoadedModel, worker: EngineWorker, created: int) -> None:
-        """`created`: seconds since 1970, shown as the model's."""
         self.settings, self.loaded, self.worker, self.created = settings, loaded, worker, created
         self.pool = ThreadPoolExecutor(4, thread_name_prefix="text")
         self.draining = False
         self._lock = Lock()
 
     def close(self) -> None:
-        """Let go of the threads."""
+        """Stop the thread pool; tasks that have not started are dropped."""
         self.pool.shutdown(wait=False, cancel_futures=True)
 
     @property
     def name(self) -> str:
-        """What the model is called in replies."""
         return self.settings.names[0]
 
     @property
     def context(self) -> int:
-        """Most tokens of a prompt and its reply."""
         return self.worker.engine.context
 
     def check_model(self, name: str | None) -> None:
-        """Raises ApiError for a model that is not served here; None is whatever is."""
+        """Raise ApiError for a model that is not served; None means the one that is."""
         if name is not None and name not in self.settings.names:
-            raise ApiError(404, f"the model {name[:100]!r} is not served here", "model_not_found", param="model")
+            raise ApiError(404, f"model {name[:100]!r} is not served here", "model_not_found", param="model")
 
     @cached_property
     def _template(self) -> str:
@@ -84,17 +84,15 @@ class Service:
 
     @cached_property
     def tool_format(self) -> ToolFormat:
-        """How the model writes calls: as it declares, as its template shows, or described in the prompt."""
         raw = self.loaded.tokenizer.response_template
-        with suppress(ModelError):  # one that cannot be followed: its template may still show the way
-            if raw is not None and (found := declared_tool_format(read_response_template(raw))) is not None:
-                return found
+        with suppress(ModelError):  # unreadable: the chat template may still show the format
+            if raw is not None and (tool_format := declared_tool_format(read_response_template(raw))) is not None:
+                return tool_format
         return find_tool_format(self._template) or HERMES
 
     @property
     def compiler(self) -> GrammarCompiler:
-        """What makes grammars; made at the first that is asked for. Raises UserError where none can be made."""
-        with self._lock:
+        with self._lock:  # compiled by the first request that needs it; several threads may come at the same time
             return self._compiler
 
     @cached_property
@@ -106,7 +104,7 @@ class Service:
     def chat_prompt(
         self, messages: Sequence[Message], tools: Sequence[Tool], arguments: Mapping[str, Any], more: bool = True
     ) -> list[int]:
-        """The ids of a conversation. Raises ApiError."""
+        """Return the token ids of a conversation; `more`: open the assistant's reply. Raises ApiError."""
         for name in arguments:
             if name not in ARGUMENTS:
                 allowed = ", ".join(sorted(ARGUMENTS))
@@ -115,28 +113,23 @@ class Service:
         messages = list(messages)
         if "developer" not in self._template:
             messages = [
-                Message("system", one.content, name=one.name) if one.role == "developer" else one for one in messages
+                Message("system", message.content, name=message.name) if message.role == "developer" else message
+                for message in messages
             ]
-        given: list[Tool] | None = list(tools) or None
-        if given is not None and "tools" not in self._template:
-            messages, given = describe_tools_in_system_message(messages, given), None
+        if tools and "tools" not in self._template:
+            messages, tools = describe_tools_in_system_message(messages, list(tools)), ()
         try:
-            return self.loaded.tokenizer.apply_chat_template(
-                messages, tools=given, add_generation_prompt=more, **arguments
-            )
+            chat = self.loaded.tokenizer.apply_chat_template
+            return chat(messages, tools=list(tools) or None, add_generation_prompt=more, **arguments)
         except UserError as error:
             raise from_user_error(error, "messages") from None
 
     def spelled(self, ids: Sequence[int]) -> str:
-        """The text of ids, control tokens as they are spelled."""
-        tokenizer = self.loaded.tokenizer
-        pieces = [tokenizer.piece(one, first=False) for one in ids]
-        names = [(tokenizer.vocabulary[one] or "").encode() for one in ids]
-        whole = b"".join(name if piece is None else piece for piece, name in zip(pieces, names, strict=True))
-        return whole.decode("utf-8", "replace")
+        """Decode token ids with control tokens spelled out."""
+        return b"".join(map(self.loaded.tokenizer.token_bytes, ids)).decode("utf-8", "replace")
 
     def prelude(self, prompt_end: str) -> Prelude | None:
-        """What may come before a constrained reply: reasoning, of a model that reasons, if the prompt left it open."""
+        """Return what may precede a reply with a grammar: reasoning, unless the prompt has closed the block."""
         if prompt_end.rstrip().endswith(OPEN):
             return Prelude(OPEN, CLOSE, opened=True)
         if OPEN in self._template and not prompt_end.rstrip().endswith(CLOSE):
@@ -144,42 +137,37 @@ class Service:
         return None
 
     def text_prompt(self, text: str, add_special: bool = True) -> list[int]:
-        """The ids of a text. Raises ApiError."""
+        """Return the token ids of a text. Raises ApiError."""
         try:
             return self.loaded.tokenizer.encode(text, add_special=add_special)
         except UserError as error:
             raise from_user_error(error, "prompt") from None
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
-        """Raises ApiError for an id that is not of the vocabulary."""
-        worst = max(ids, default=0)
-        if worst >= self.loaded.vocabulary_size:
-            message = f"there is no token {worst}, the vocabulary ends at {self.loaded.vocabulary_size - 1}"
+        """Raise ApiError for a token id outside the vocabulary."""
+        largest = max(ids, default=0)
+        if largest >= self.loaded.vocabulary_size:
+            message = f"token id {largest} is out of range: the vocabulary ends at {self.loaded.vocabulary_size - 1}"
             raise ApiError(400, message, "invalid_value", param=param)
 
-    def room(self, prompt: Sequence[int], limit: int | None, param: str) -> int:
-        """Tokens that fit behind `prompt`. Raises ApiError with the numbers where `limit` or one is more."""
-        room = self.context - len(prompt) + 1  # the last token drawn needs no place
-        if not prompt:
-            raise ApiError(400, "the prompt is empty", "invalid_value", param=param)
-        if room < 1 or (limit is not None and limit > room):
-            asked = f"{len(prompt)} tokens of prompt" + (f" and {limit} more" if limit is not None else "")
-            message = f"the context holds {self.context} tokens; the request asks for {asked}"
-            raise ApiError(400, message, "context_length_exceeded", param=param)
-        return room
+    def check_fits(self, prompt: Sequence[int], limit: int | None, param: str) -> None:
+        """Raise ApiError, with the token counts, if the prompt and `limit` tokens more exceed the context."""
+        try:
+            reply_limit(Request(tuple(prompt), limit=limit), self.context, self.context)
+        except UserError as error:
+            raise from_user_error(error, param) from None
 
-    # How a reply is made
+    # Replies
 
-    def sampling(self, given: Sampling, choice: int) -> SamplingParams:
-        """The settings of the reply number `choice`, over what the model recommends. Raises ApiError."""
+    def sampling(self, body: Sampling) -> SamplingParams:
+        """Return the sampling settings of a request; fields left out take the model's defaults. Raises ApiError."""
         names = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-        values: dict[str, object] = {name: getattr(given, name) for name in names}
-        if given.top_k is not None:
-            values["top_k"] = max(given.top_k, 0)  # -1 turns it off
-        if given.seed is not None:
-            values["seed"] = (given.seed + choice + (1 << 63)) % (1 << 64) - (1 << 63)
-        if given.logit_bias:
-            biases = tuple((int(token), bias) for token, bias in given.logit_bias.items())
+        values: dict[str, object] = {name: getattr(body, name) for name in names}
+        values["seed"] = body.seed
+        if body.top_k is not None:
+            values["top_k"] = max(body.top_k, 0)  # -1 turns it off, as in vLLM
+        if body.logit_bias:
+            biases = tuple((int(token), bias) for token, bias in body.logit_bias.items())
             self.check_ids([token for token, _ in biases], "logit_bias")
             values["logit_bias"] = biases
         try:
@@ -187,16 +175,16 @@ class Service:
         except UserError as error:
             raise from_user_error(error) from None
 
-    def grammar(self, form: ResponseFormat | None, prelude: Prelude | None = None) -> Grammar | None:
-        """The grammar of a response format; None where anything may be written. Raises ApiError."""
-        if form is None or form.type == "text":
+    def grammar(self, response: ResponseFormat | None, prelude: Prelude | None = None) -> Grammar | None:
+        """Compile the grammar of a response format; None if it allows any text. Raises ApiError."""
+        if response is None or response.type == "text":
             return None
         try:
-            if form.type == "regex":
-                return self.compiler.regex(form.regex or "", prelude)
-            if form.type == "lark":
-                return self.compiler.lark(form.lark or "", prelude)
-            schema = form.schema_ if form.json_schema is None else form.json_schema.schema_
+            if response.type == "regex":
+                return self.compiler.regex(response.regex or "", prelude)
+            if response.type == "lark":
+                return self.compiler.lark(response.lark or "", prelude)
+            schema = response.schema_ if response.json_schema is None else response.json_schema.schema_
             text = JSON_MODE if schema is None else json.dumps(schema)
             return self.compiler.schema(text, "response_format", prelude)
         except UserError as error:
@@ -207,18 +195,14 @@ class Service:
     def request(
         self,
         prompt: Sequence[int],
-        given: Sampling,
-        choice: int,
+        body: Sampling,
         limit: int | None,
         grammar: Grammar | None,
         top: int | None,
         prompt_logprobs: bool = False,
     ) -> Request:
-        """One sequence for the engine.
-
-        Of a prompt that is scored a single token is always told, be it an end token: evaluations count on it.
-        """
+        """Return the engine's request for replies to one prompt. Raises ApiError."""
+        # Evaluation harnesses score a prompt by asking for one token, and expect it even if it is an end token.
         scored = prompt_logprobs and limit == 1
-        stop_ids = frozenset() if given.ignore_eos or scored else self.loaded.stop_ids
-        sampling = self.sampling(given, choice)
-        return Request(tuple(prompt), sampling, limit, stop_ids, grammar, top, prompt_logprobs)
+        stop_ids = frozenset() if body.ignore_eos or scored else self.loaded.stop_ids
+        return Request(tuple(prompt), self.sampling(body), limit, stop_ids, grammar, top, prompt_logprobs)

@@ -1,18 +1,15 @@
-"""What a server was asked to be: addresses, names, who may use it, and its limits. One frozen record.
-
-Does not know where the wishes were written, and imports nothing of the web.
-"""
+"""The settings of a server: model names, access and limits."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """What one client may take, in bytes, seconds and counts.
+    """What one client may use, in bytes, seconds and counts.
 
-    header_seconds and body_seconds: to send the head and the body of a request; stall_seconds: a reader of a stream
-    that takes nothing for so long is dropped; queue_seconds: to wait for the first token; ping_seconds: between the
-    comments that keep a silent stream open; grace_seconds: for replies under way when the server is told to stop.
+    header_seconds, body_seconds: to send the head and the body of a request; stall_seconds: a stream is closed when its
+    client reads nothing for this long; queue_seconds: to wait for the first token; ping_seconds: between the comments
+    that keep a silent stream open; grace_seconds: for running replies at shutdown.
     """
 
     body_bytes: int = 4 << 20
@@ -26,16 +23,15 @@ class ServerLimits:
     ping_seconds: float = 15.0
     grace_seconds: float = 30.0
     connections: int = 1024
-    waiting: int = 256  # sequences that wait for their turn
-    choices: int = 64  # replies of one request, of all its prompts together
+    waiting: int = 256  # replies without a first token, of all clients
+    choices: int = 64  # replies to one request, all its prompts together
 
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """`names`: what requests may call the model, the first being its own; `key`: None where everybody may come.
+    """names: accepted as `model` in requests, the first is shown in replies; key: None to serve without a key.
 
-    `hosts`: names beside addresses and localhost under which the server is reached; `origins`: web pages of others that
-    may use it.
+    hosts: host names accepted besides localhost and IP addresses; origins: other sites whose pages may use the server.
     """
 
     names: tuple[str, ...]

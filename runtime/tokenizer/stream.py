@@ -77,17 +77,18 @@ class StopMatcher:
                 raise UsageError(f"a stop string of {len(stop)} characters", f"1 to {MAX_STOP_LENGTH} characters")
         self._stops = tuple(stops)
         self._held = ""
-        self._done = False
+        self.matched: str | None = None  # the stop string that was found
 
     def feed(self, text: str) -> tuple[str, bool]:
         """The text that is certainly before any stop, and whether a stop was found; after that, nothing more."""
-        if self._done:
+        if self.matched is not None:
             return "", True
         text = self._held + text
-        found = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
+        found = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
         if found:
-            self._held, self._done = "", True
-            return text[: min(found)[1]], True
+            self._held = ""
+            _, start, self.matched = min(found)
+            return text[:start], True
         keep = max((self._overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False

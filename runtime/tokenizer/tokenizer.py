@@ -214,6 +214,11 @@ class Tokenizer:
         """The bytes that a token adds to a text, None for a token that shows nothing."""
         return self._detokenizer.piece(token_id, first)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of a token by itself: maybe part of a character; for a control token, its spelling."""
+        piece = self.piece(token_id, first=False)
+        return (self.vocabulary[token_id] or "").encode() if piece is None else piece
+
     def apply_chat_template(
         self,
         messages: Sequence[Message],

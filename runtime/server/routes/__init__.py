@@ -1,1 +1,1 @@
-"""One file for each endpoint, or for those that belong together."""
+"""HTTP endpoints: one file for each, or for those that belong together."""

@@ -1,16 +1,18 @@
-"""POST /v1/completions: OpenAI's continuation of texts, with the probabilities of the prompt's tokens (`echo`)."""
+"""POST /v1/completions: OpenAI's text completion, with log-probabilities of the prompt's tokens (`echo`)."""
 
 from collections.abc import Iterable, Sequence
+from itertools import count, groupby
 from typing import Any, cast
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mycli.runtime.engine.admission import reply_room
+from mycli.runtime.engine.reply_reader import Piece, ReplyReader
 from mycli.runtime.sampling.logprobs import TokenLogprob
 from mycli.runtime.server.api_error import ApiError
-from mycli.runtime.server.reply_reader import Piece, ReplyReader
 from mycli.runtime.server.routes.chat_completions import FINISH
-from mycli.runtime.server.routes.wire import TokenCounts, logprob_number, new_id, now, token_text
+from mycli.runtime.server.routes.wire import TokenCounts, completion_logprobs, new_id, now
 from mycli.runtime.server.schemas import CompletionRequest
 from mycli.runtime.server.service import Prepared, Service
 from mycli.runtime.server.streaming import answer, event, read_request
@@ -20,128 +22,104 @@ DEFAULT_TOKENS = 16  # OpenAI's
 
 async def completions(service: Service, request: Request) -> Response:
     """Continue texts."""
-    given, prepared = await read_request(service, request, CompletionRequest, lambda one: _prepare(service, one))
-    rendering = TextRendering(service, given, prepared)
-    return await answer(service, request, prepared, rendering, bool(given.stream))
+    body, prepared = await read_request(service, request, CompletionRequest, lambda body: _prepare(service, body))
+    rendering = TextRendering(service, body, prepared)
+    return await answer(service, request, prepared, rendering, bool(body.stream))
 
 
-def _prompts(service: Service, given: CompletionRequest) -> list[list[int]]:
-    """The prompts as ids: a text, texts, ids, or lists of ids."""
-    prompt: Any = given.prompt
-    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
-        prompt = [prompt]
-    if not prompt:
+def _prompts(service: Service, body: CompletionRequest) -> list[list[int]]:
+    prompts: Any = body.prompt
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        prompts = [prompts]
+    if not prompts:
         raise ApiError(400, "prompt: is empty", "invalid_value", param="prompt")
-    found = []
-    for one in prompt:
-        if isinstance(one, str):
-            found.append(service.text_prompt(one))
+    ids = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            ids.append(service.text_prompt(prompt))
         else:
-            service.check_ids(one, "prompt")
-            found.append(cast(list[int], list(one)))
-    return found
+            service.check_ids(prompt, "prompt")
+            ids.append(cast(list[int], list(prompt)))
+    return ids
 
 
-def _prepare(service: Service, given: CompletionRequest) -> Prepared:
-    most = service.settings.limits.choices
-    limit = DEFAULT_TOKENS if given.max_tokens is None else given.max_tokens
-    if limit == 0 and not given.echo:
+def _prepare(service: Service, body: CompletionRequest) -> Prepared:
+    max_replies = service.settings.limits.choices
+    limit = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
+    if limit == 0 and not body.echo:
         raise ApiError(400, "max_tokens: 0 needs echo", "invalid_value", param="max_tokens")
-    if given.stream_options is not None and not given.stream:
+    if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options: needs stream", "invalid_value", param="stream_options")
-    prompts = _prompts(service, given)
-    count = given.n or 1
-    if count * len(prompts) > most:
-        raise ApiError(
-            400, f"{count * len(prompts)} replies in one request, more than {most}", "invalid_value", param="n"
-        )
-    grammar = service.grammar(given.response_format)
-    scored = bool(given.echo) and given.logprobs is not None
-    wanted = []
-    for number, prompt in enumerate(prompts):
-        fitting = min(limit, service.room(prompt, given.max_tokens, "prompt"))
-        for choice in range(count):
-            request = service.request(prompt, given, choice, fitting, grammar, given.logprobs, scored)
-            wanted.append((request, ReplyReader(service.loaded.tokenizer, number * count + choice, given.stops)))
-    return Prepared(wanted, prompts)
+    prompts = _prompts(service, body)
+    replies = (body.n or 1) * len(prompts)
+    if replies > max_replies:
+        message = f"n: {replies} replies in one request; at most {max_replies}"
+        raise ApiError(400, message, "invalid_value", param="n")
+    grammar = service.grammar(body.response_format)
+    scored = bool(body.echo) and body.logprobs is not None
+    numbers = count()
+    requests = []
+    for prompt, same in groupby(prompts):  # equal prompts are computed once
+        service.check_fits(prompt, body.max_tokens, "prompt")
+        fitting = min(limit, reply_room(service.context, len(prompt)))
+        request = service.request(prompt, body, fitting, grammar, body.logprobs, scored)
+        readers = [
+            ReplyReader(service.loaded.tokenizer, body.stops, next(numbers))
+            for _ in range((body.n or 1) * len(list(same)))
+        ]
+        requests.append((request, readers))
+    return Prepared(requests, prompts)
 
 
 class TextRendering:
-    """Replies as text_completion, whole or in chunks."""
+    """Writes replies as text_completion, whole or in chunks."""
 
-    def __init__(self, service: Service, given: CompletionRequest, prepared: Prepared) -> None:
+    def __init__(self, service: Service, body: CompletionRequest, prepared: Prepared) -> None:
         self._tokenizer = service.loaded.tokenizer
-        self._echo, self._top = bool(given.echo), given.logprobs
-        self._each = given.n or 1  # replies of a prompt
+        self._echo, self._top = bool(body.echo), body.logprobs
+        self._per_prompt = body.n or 1
         self._prompts = prepared.prompts
         self._counts = TokenCounts(prepared.prompt_tokens)
-        options = given.stream_options
-        self._counted = options is not None and bool(options.include_usage)
+        options = body.stream_options
+        self._include_usage = options is not None and bool(options.include_usage)
         self._head = {"id": new_id("cmpl-"), "object": "text_completion", "created": now(), "model": service.name}
-        self._texts = [self._tokenizer.decode(prompt) if self._echo else "" for prompt in self._prompts]
-        self._offsets = [0] * len(prepared.wanted)
-        self._begun = [False] * len(prepared.wanted)
+        self._offsets = [0] * prepared.replies
+        self._started = [False] * prepared.replies
 
     def begin(self) -> Iterable[bytes]:
-        """Nothing: the prompt is echoed with the first piece."""
-        return ()
+        return ()  # an echoed prompt comes with the first piece, which has its log-probabilities
 
     def add(self, piece: Piece) -> Iterable[bytes]:
-        """What is new; the end comes with the last text."""
         self._counts.add(piece)
         if piece.content or piece.logprobs or piece.prompt_logprobs or piece.end is not None:
             yield event({**self._head, "choices": [self._choice(piece)]})
 
     def finish(self) -> Iterable[bytes]:
-        """Counts, where they were asked for, and the mark of the end."""
-        if self._counted:
+        if self._include_usage:
             yield event({**self._head, "choices": [], "usage": self._counts.usage()})
         yield b"data: [DONE]\n\n"
 
     def failed(self, error: ApiError) -> Iterable[bytes]:
-        """The error, and the mark of the end."""
         yield event({"error": error.fields()})
         yield b"data: [DONE]\n\n"
 
     def whole(self, replies: Sequence[Piece]) -> dict[str, Any]:
-        """text_completion."""
         for reply in replies:
             self._counts.add(reply)
         choices = [self._choice(reply) for reply in replies]
         return {**self._head, "choices": choices, "usage": self._counts.usage()}
 
     def _choice(self, piece: Piece) -> dict[str, Any]:
-        first = not self._begun[piece.index]
-        self._begun[piece.index] = True
-        text = (self._texts[piece.index // self._each] if first else "") + piece.content
+        index = piece.index
+        text, tokens = piece.content, list[int | TokenLogprob]()
+        if self._echo and not self._started[index]:
+            prompt = self._prompts[index // self._per_prompt]
+            text = self._tokenizer.decode(prompt) + text
+            tokens += prompt[:1]
+        self._started[index] = True
+        logprobs = None
+        if self._top is not None:
+            tokens += (*piece.prompt_logprobs, *piece.logprobs)
+            logprobs, self._offsets[index] = completion_logprobs(self._tokenizer, tokens, self._offsets[index])
         end = None if piece.end is None else FINISH.get(piece.end, piece.end)
-        logprobs = None if self._top is None else self._logprobs(piece, first)
-        return {"index": piece.index, "text": text, "logprobs": logprobs, "finish_reason": end}
-
-    def _logprobs(self, piece: Piece, first: bool) -> dict[str, Any]:
-        """Parallel lists; the first token of an echoed prompt has no probability."""
-        entries: list[tuple[int, TokenLogprob | None]] = []
-        if first and self._echo:
-            prompt = self._prompts[piece.index // self._each]
-            entries += zip(prompt, (None, *piece.prompt_logprobs), strict=True)
-        entries += [(one.token, one) for one in piece.logprobs]
-        tokens, offsets = [], []
-        for token, _ in entries:
-            text, _ = token_text(self._tokenizer, token)
-            tokens.append(text)
-            offsets.append(self._offsets[piece.index])
-            self._offsets[piece.index] += len(text)
-        return {
-            "tokens": tokens,
-            "token_logprobs": [None if one is None else logprob_number(one.logprob) for _, one in entries],
-            "top_logprobs": [None if one is None else self._likeliest(one) for _, one in entries],
-            "text_offset": offsets,
-        }
-
-    def _likeliest(self, one: TokenLogprob) -> dict[str, float]:
-        """By text; of two tokens with the same text the likelier. The token itself is always among them."""
-        found: dict[str, float] = {}
-        for token, value in (*one.top, (one.token, one.logprob)):
-            text, _ = token_text(self._tokenizer, token)
-            found[text] = max(logprob_number(value), found.get(text, -float("inf")))
-        return found
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": end}

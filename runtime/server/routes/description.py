@@ -1,7 +1,6 @@
-"""GET /openapi.json: the interface for programs, OpenAPI 3.1, made from what requests are validated by.
+"""GET /openapi.json: an OpenAPI 3.1 description, generated from the request schemas and the routes.
 
-Follows https://spec.openapis.org/oas/v3.1.0. Answers are named by their media types alone: they are those of OpenAI's
-and Anthropic's interfaces, whose descriptions say more of them.
+Responses are described by media type only: OpenAI and Anthropic publish their schemas.
 """
 
 import re
@@ -58,23 +57,24 @@ def _operation(path: str, summary: str) -> dict[str, Any]:
     media = _MEDIA.get(path, "application/json")
     content: dict[str, Any] = {media: {"schema": _ANY if media == "application/json" else _TEXT}}
     if path in _STREAMED:
-        content["text/event-stream"] = {}  # OpenAPI 3.1 has no words for the events of a stream
-    failed = {"description": "Why not.", "content": {"application/json": {"schema": _reference("Error")}}}
-    answers: dict[str, Any] = {"200": {"description": "The answer.", "content": content}, "4XX": failed, "5XX": failed}
+        content["text/event-stream"] = {}  # OpenAPI 3.1 cannot describe server-sent events
+    failed = {"description": "The error.", "content": {"application/json": {"schema": _reference("Error")}}}
+    success = {"description": "The response.", "content": content}
+    responses: dict[str, Any] = {"200": success, "4XX": failed, "5XX": failed}
     if path == "/health":
-        answers["503"] = {"description": "It drains, or has failed.", "content": content}
-    found: dict[str, Any] = {"summary": summary, "responses": answers}
+        responses["503"] = {"description": "The server is shutting down, or the engine has failed.", "content": content}
+    operation: dict[str, Any] = {"summary": summary, "responses": responses}
     if body is not None:
         schema = {"application/json": {"schema": _reference(body.__name__)}}
-        found["requestBody"] = {"required": True, "content": schema}
+        operation["requestBody"] = {"required": True, "content": schema}
     names = re.findall(r"{(\w+)}", path)
     if names:
-        found["parameters"] = [{"name": name, "in": "path", "required": True, "schema": _TEXT} for name in names]
-    return found
+        operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": _TEXT} for name in names]
+    return operation
 
 
 def openapi_document(routes: Iterable[Route], names: Sequence[str]) -> dict[str, Any]:
-    """The description of `routes`, whose endpoints say in their first line what they do; `names`: of the model."""
+    """Describe `routes`, with the first docstring line of each as summary; `names`: accepted as `model`."""
     kinds = list(dict.fromkeys(BODIES.values()))
     _, schemas = models_json_schema(
         [(kind, "validation") for kind in kinds], ref_template="#/components/schemas/{model}"
@@ -101,6 +101,6 @@ def openapi_document(routes: Iterable[Route], names: Sequence[str]) -> dict[str,
 
 
 async def description(service: Service, request: Request) -> Response:
-    """This description."""
+    """Return this description."""
     routes = [route for route in request.app.routes if isinstance(route, Route) and route.include_in_schema]
     return JsonResponse(await off_loop(service, lambda: openapi_document(routes, service.settings.names)))

@@ -8,9 +8,9 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mycli.runtime.engine.reply_reader import Piece
 from mycli.runtime.server.api_error import ApiError
-from mycli.runtime.server.reply_reader import Piece
-from mycli.runtime.server.routes.chat_ask import ChatAsk, prepare_chat
+from mycli.runtime.server.routes.chat_spec import ChatSpec, prepare_chat
 from mycli.runtime.server.routes.wire import TokenCounts, new_id, text_of
 from mycli.runtime.server.schemas import ContentPart, ForModel, LongText, Name, Sampling, StopString, Strict, ToolName
 from mycli.runtime.server.service import Prepared, Service
@@ -19,7 +19,7 @@ from mycli.runtime.tokenizer.chat_template import Message, Tool
 from mycli.runtime.tokenizer.stream import MAX_STOPS
 
 STOP_REASONS = {"stop": "end_turn", "stop_string": "stop_sequence", "length": "max_tokens", "tool_calls": "tool_use"}
-# What the interface's description wants said of things that there are not here.
+# Fields that the interface requires, for features that this server does not have.
 _NO_END = dict.fromkeys(("stop_reason", "stop_sequence", "stop_details", "container"))
 _NOT_COUNTED = dict.fromkeys(
     ("cache_creation", "inference_geo", "output_tokens_details", "server_tool_use", "service_tier")
@@ -28,7 +28,7 @@ _CALLER = {"caller": {"type": "direct"}}
 
 
 class MessageBlock(ContentPart):
-    """A block of a message: text, a tool's call or answer, or what was thought."""
+    """A block of a message: text, tool call, tool result or thinking."""
 
     id: Annotated[str, Field(max_length=256)] = ""
     name: Annotated[str, Field(max_length=256)] = ""
@@ -38,15 +38,15 @@ class MessageBlock(ContentPart):
     thinking: LongText | None = None
 
 
-class MessageTurn(Strict):
-    """A message of a person or of the assistant."""
+class InputMessage(Strict):
+    """A message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
     content: LongText | list[MessageBlock]
 
 
 class InputTool(Strict):
-    """A tool with the schema of its input."""
+    """A tool with the JSON schema of its input."""
 
     type: Literal["custom"] | None = None
     name: ToolName
@@ -63,7 +63,7 @@ class ToolChoice(Strict):
 
 
 class Thinking(Strict):
-    """Whether the model reasons first, where its template lets it choose."""
+    """Whether the model reasons first, if its template has a switch."""
 
     type: Literal["enabled", "disabled", "adaptive"]
 
@@ -71,7 +71,7 @@ class Thinking(Strict):
 class CountRequest(ForModel):
     """The body of POST /v1/messages/count_tokens."""
 
-    messages: list[MessageTurn] = Field(min_length=1, max_length=4096)
+    messages: list[InputMessage] = Field(min_length=1, max_length=4096)
     system: LongText | list[ContentPart] | None = None
     tools: list[InputTool] | None = Field(None, max_length=128)
     tool_choice: ToolChoice | None = None
@@ -89,17 +89,17 @@ class MessagesRequest(CountRequest):
     top_k: int | None = Field(None, ge=0, le=1 << 31)
 
 
-def _turns(given: CountRequest) -> list[Message]:
-    """The conversation as templates read it: what a tool answered is a message of its own."""
-    found = [] if given.system is None else [Message("system", text_of(given.system, "system"))]
-    names: dict[str, str] = {}
-    for index, turn in enumerate(given.messages):
+def _messages(body: CountRequest) -> list[Message]:
+    # Templates expect a tool result as a message of its own.
+    messages = [] if body.system is None else [Message("system", text_of(body.system, "system"))]
+    names: dict[str, str] = {}  # of called tools, by call id
+    for index, message in enumerate(body.messages):
         place = f"messages.{index}.content"
         blocks: Sequence[MessageBlock] = (
-            [MessageBlock(type="text", text=turn.content)] if isinstance(turn.content, str) else turn.content
+            [MessageBlock(type="text", text=message.content)] if isinstance(message.content, str) else message.content
         )
         texts: list[ContentPart] = []
-        thought, calls = "", []
+        thinking, calls = "", []
         for number, block in enumerate(blocks):
             if block.type == "tool_use":
                 names[block.id] = block.name
@@ -108,119 +108,109 @@ def _turns(given: CountRequest) -> list[Message]:
             elif block.type == "tool_result":
                 content = text_of(block.content, f"{place}.{number}.content")
                 name = names.get(block.tool_use_id, "")
-                found.append(Message("tool", content, name=name, tool_call_id=block.tool_use_id))
+                messages.append(Message("tool", content, name=name, tool_call_id=block.tool_use_id))
             elif block.type == "thinking":
-                thought += block.thinking or ""
+                thinking += block.thinking or ""
             elif block.type != "redacted_thinking":
                 texts.append(block)
-        if texts or calls or thought or not blocks:
-            found.append(Message(turn.role, text_of(texts, place), tuple(calls), thought))
-    return found
+        if texts or calls or thinking or not blocks:
+            messages.append(Message(message.role, text_of(texts, place), tuple(calls), thinking))
+    return messages
 
 
-def _tools(given: CountRequest) -> list[Tool]:
-    found: list[Tool] = []
-    for tool in given.tools or ():
+def _tools(body: CountRequest) -> list[Tool]:
+    tools: list[Tool] = []
+    for tool in body.tools or ():
         described = {} if tool.description is None else {"description": tool.description}
-        found.append(
-            {"type": "function", "function": {"name": tool.name, **described, "parameters": tool.input_schema}}
-        )
-    return found
+        function = {"name": tool.name, **described, "parameters": tool.input_schema}
+        tools.append({"type": "function", "function": function})
+    return tools
 
 
-def _arguments(given: CountRequest) -> dict[str, Any]:
-    return {} if given.thinking is None else {"enable_thinking": given.thinking.type != "disabled"}
+def _arguments(body: CountRequest) -> dict[str, Any]:
+    return {} if body.thinking is None else {"enable_thinking": body.thinking.type != "disabled"}
 
 
-def _ask(given: MessagesRequest) -> ChatAsk:
-    choice = given.tool_choice or ToolChoice(type="auto")
+def _spec(body: MessagesRequest) -> ChatSpec:
+    choice = body.tool_choice or ToolChoice(type="auto")
     if choice.type == "tool" and choice.name is None:
         raise ApiError(400, "tool_choice.name: is required", "missing_required_parameter", param="tool_choice.name")
-    drawn = {"temperature": given.temperature, "top_p": given.top_p, "top_k": given.top_k}
-    sampling = Sampling.model_validate({**drawn, "stop": given.stop_sequences or None})
-    return ChatAsk(
-        messages=_turns(given),
+    settings = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
+    sampling = Sampling.model_validate({**settings, "stop": body.stop_sequences or None})
+    return ChatSpec(
+        messages=_messages(body),
         sampling=sampling,
-        tools=_tools(given),
+        tools=_tools(body),
         choice="required" if choice.type == "any" else choice.type,
         named=choice.name if choice.type == "tool" else None,
         parallel=not choice.disable_parallel_tool_use,
-        arguments=_arguments(given),
-        limit=given.max_tokens,
+        arguments=_arguments(body),
+        limit=body.max_tokens,
     )
 
 
 async def messages(service: Service, request: Request) -> Response:
     """Continue a conversation."""
-    given, prepared = await read_request(
-        service, request, MessagesRequest, lambda one: prepare_chat(service, _ask(one))
-    )
-    return await answer(service, request, prepared, MessageRendering(service, prepared), bool(given.stream))
+
+    def prepare(body: MessagesRequest) -> Prepared:
+        return prepare_chat(service, _spec(body))
+
+    body, prepared = await read_request(service, request, MessagesRequest, prepare)
+    return await answer(service, request, prepared, MessageRendering(service, prepared), bool(body.stream))
 
 
 async def count_tokens(service: Service, request: Request) -> Response:
-    """How many tokens a conversation is."""
+    """Count the tokens of a conversation."""
 
-    def count(given: CountRequest) -> int:
-        none = given.tool_choice is not None and given.tool_choice.type == "none"
-        return len(service.chat_prompt(_turns(given), [] if none else _tools(given), _arguments(given)))
+    def count(body: CountRequest) -> int:
+        none = body.tool_choice is not None and body.tool_choice.type == "none"
+        return len(service.chat_prompt(_messages(body), [] if none else _tools(body), _arguments(body)))
 
     _, tokens = await read_request(service, request, CountRequest, count)
     return JsonResponse({"input_tokens": tokens})
 
 
 class MessageRendering:
-    """A reply as message, or as the events of its blocks."""
+    """Writes a reply as message, or as the events of its blocks."""
 
     def __init__(self, service: Service, prepared: Prepared) -> None:
         self._counts = TokenCounts(prepared.prompt_tokens)
         self._head = {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": service.name}
-        self._block, self._kind = -1, ""  # the block that is open, "" for none
+        self._block, self._kind = -1, ""  # index and type of the open block; "" for none
         self._end: dict[str, Any] = {}
 
     def _usage(self) -> dict[str, Any]:
         cached = self._counts.cached
-        counts = {"input_tokens": self._counts.prompt - cached, "output_tokens": self._counts.made}
+        counts = {"input_tokens": self._counts.prompt - cached, "output_tokens": self._counts.generated}
         return {**counts, "cache_read_input_tokens": cached, "cache_creation_input_tokens": 0, **_NOT_COUNTED}
 
     def begin(self) -> Iterable[bytes]:
-        """An empty message."""
-        empty: dict[str, Any] = {
-            **self._head,
-            "content": [],
-            **_NO_END,
-            "usage": self._usage(),
-        }
-        yield _event("message_start", message=empty)
+        yield _event("message_start", message={**self._head, "content": [], **_NO_END, "usage": self._usage()})
 
     def add(self, piece: Piece) -> Iterable[bytes]:
-        """What is new, in its block."""
         self._count(piece)
         if piece.reasoning:
-            yield from self._enter("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+            yield from self._open("thinking", {"type": "thinking", "thinking": "", "signature": ""})
             yield self._delta({"type": "thinking_delta", "thinking": piece.reasoning})
         if piece.content:
-            yield from self._enter("text", {"type": "text", "text": "", "citations": None})
+            yield from self._open("text", {"type": "text", "text": "", "citations": None})
             yield self._delta({"type": "text_delta", "text": piece.content})
         for call in piece.calls:
-            yield from self._leave()
+            yield from self._close()
             block = {"type": "tool_use", "id": new_id("toolu_"), "name": call.name, "input": {}, **_CALLER}
-            yield from self._enter("tool_use", block)
+            yield from self._open("tool_use", block)
             yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
-            yield from self._leave()
+            yield from self._close()
 
     def finish(self) -> Iterable[bytes]:
-        """Why it ended, and counts."""
-        yield from self._leave()
+        yield from self._close()
         yield _event("message_delta", delta=self._end, usage=self._usage())
         yield _event("message_stop")
 
     def failed(self, error: ApiError) -> Iterable[bytes]:
-        """The error."""
         yield _event("error", error=error.fields())
 
     def whole(self, replies: Sequence[Piece]) -> dict[str, Any]:
-        """message."""
         (reply,) = replies
         self._count(reply)
         content: list[dict[str, Any]] = []
@@ -240,13 +230,13 @@ class MessageRendering:
             reason = STOP_REASONS.get(piece.end, "end_turn")
             self._end = {**_NO_END, "stop_reason": reason, "stop_sequence": piece.stop}
 
-    def _enter(self, kind: str, block: dict[str, Any]) -> Iterable[bytes]:
+    def _open(self, kind: str, block: dict[str, Any]) -> Iterable[bytes]:
         if self._kind != kind:
-            yield from self._leave()
+            yield from self._close()
             self._block, self._kind = self._block + 1, kind
             yield _event("content_block_start", index=self._block, content_block=block)
 
-    def _leave(self) -> Iterable[bytes]:
+    def _close(self) -> Iterable[bytes]:
         if self._kind:
             self._kind = ""
             yield _event("content_block_stop", index=self._block)

@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/models/{name}: what is served, with the context that it has here."""
+"""GET /v1/models and /v1/models/{name}: the served model with its context."""
 
 from typing import Any
 
@@ -18,18 +18,18 @@ def _fields(service: Service, name: str) -> dict[str, Any]:
         "owned_by": "mycli",
         "root": service.name,
         "context_length": service.context,
-        "max_model_len": service.context,  # vLLM's name for it
+        "max_model_len": service.context,  # the same, as vLLM names it
         "training_context_length": config.max_context,
     }
 
 
 async def list_served(service: Service, request: Request) -> Response:
-    """The model under each of its names."""
+    """List the model under each of its names."""
     return JsonResponse({"object": "list", "data": [_fields(service, name) for name in service.settings.names]})
 
 
 async def show_served(service: Service, request: Request) -> Response:
-    """One of them."""
+    """Show the model of a name."""
     name = request.path_params["name"]
     service.check_model(name)
     return JsonResponse(_fields(service, name))

@@ -1,4 +1,4 @@
-"""GET /: the page, one file of this package, which may load nothing from anywhere."""
+"""GET /: the chat page, one file of this package, which may load nothing from other servers."""
 
 import base64
 import hashlib
@@ -14,12 +14,12 @@ from mycli.runtime.server.service import Service
 
 @cache
 def _page() -> tuple[str, str]:
-    """The page, and a policy under which only its own script and style run."""
+    # The policy allows the page's own script and style only, by their hashes.
     text = files("mycli.runtime.server").joinpath("page.html").read_text(encoding="utf-8")
     hashes = {
-        tag: base64.b64encode(hashlib.sha256(found[1].encode()).digest()).decode()
+        tag: base64.b64encode(hashlib.sha256(match[1].encode()).digest()).decode()
         for tag in ("script", "style")
-        if (found := re.search(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL))
+        if (match := re.search(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL))
     }
     policy = (
         f"default-src 'none'; script-src 'sha256-{hashes['script']}'; style-src 'sha256-{hashes['style']}'; "
@@ -30,7 +30,7 @@ def _page() -> tuple[str, str]:
 
 
 async def page(service: Service, request: Request) -> Response:
-    """The page for a browser."""
+    """Return the chat page."""
     text, policy = _page()
     headers = {"content-security-policy": policy, "cache-control": "no-cache", "x-frame-options": "DENY"}
     return Response(text, media_type="text/html", headers=headers)

@@ -1,29 +1,29 @@
-"""The items of an OpenAI response: reasoning, a message, calls; and the events as they grow."""
+"""The output items of an OpenAI response (reasoning, message, calls) and the events that stream them."""
 
 from collections.abc import Iterator
 from typing import Any
 
-from mycli.runtime.server.reply_reader import Piece
+from mycli.runtime.engine.reply_reader import Piece
 from mycli.runtime.server.routes.wire import new_id
 
 Event = tuple[str, dict[str, Any]]
-# The type of the part that an item of a kind has; its events are named after it.
+# Item type -> type of its content part, after which its events are named.
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
 
 
 class OutputItems:
-    """Made from pieces in order; one item is open at a time."""
+    """Builds items from pieces in order; one item is open at a time."""
 
     def __init__(self) -> None:
         self._done: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None
 
     def all(self) -> list[dict[str, Any]]:
-        """The items so far."""
+        """Return the items so far."""
         return [*self._done, *([] if self._open is None else [self._open])]
 
     def add(self, piece: Piece) -> Iterator[Event]:
-        """What is new."""
+        """Add a piece and return its events."""
         if piece.reasoning:
             yield from self._grow("reasoning", piece.reasoning)
         if piece.content:
@@ -58,7 +58,7 @@ class OutputItems:
         yield self._text_event("delta", "delta", text)
 
     def close(self) -> Iterator[Event]:
-        """End the item that is open, if there is one."""
+        """Complete the open item, if there is one, and return its events."""
         item = self._open
         if item is None:
             return

@@ -1,4 +1,4 @@
-"""GET /health and /metrics: whether requests are taken, and what was counted."""
+"""GET /health and /metrics."""
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
@@ -9,13 +9,13 @@ from mycli.runtime.server.streaming import JsonResponse, off_loop
 
 
 async def health(service: Service, request: Request) -> Response:
-    """200 while requests are taken; 503 while the server drains, and after the engine has failed."""
+    """Return 200 while requests are accepted; 503 while shutting down or after the engine has failed."""
     state = "draining" if service.draining else "failed" if service.worker.failed else "ok"
-    load = service.worker.stats
-    counts = {"running": load.running, "waiting": service.worker.waiting, "cache": round(load.cache_usage, 4)}
+    stats = service.worker.stats
+    counts = {"running": stats.running, "waiting": service.worker.waiting, "cache": round(stats.cache_usage, 4)}
     return JsonResponse({"status": state, **counts}, 200 if state == "ok" else 503)
 
 
 async def metrics(service: Service, request: Request) -> Response:
-    """Prometheus' text format."""
+    """Return metrics in Prometheus' text format."""
     return Response(await off_loop(service, service.worker.metrics.text), media_type=CONTENT_TYPE_LATEST)

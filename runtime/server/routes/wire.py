@@ -1,134 +1,147 @@
-"""What several endpoints read and write alike: messages, usage, tokens with their probabilities, ids."""
+"""JSON that several endpoints read and write: messages, usage, tokens with their log-probabilities, ids."""
 
 import math
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from mycli.runtime.engine.reply_reader import Piece
 from mycli.runtime.sampling.logprobs import TokenLogprob
 from mycli.runtime.server.api_error import ApiError
-from mycli.runtime.server.reply_reader import Piece
 from mycli.runtime.server.schemas import ChatMessage, Content, ToolSpec
 from mycli.runtime.tokenizer.chat_template import Message, Tool
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 from mycli.runtime.utils.json_fields import strict_json
 
-LEAST_LOGPROB = -9999.0  # what JSON is told for a probability of zero
+LEAST_LOGPROB = -9999.0  # for a probability of zero: JSON has no infinity, and OpenAI uses this number
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "reasoning_text", "summary_text")
 
 
 def new_id(prefix: str) -> str:
-    """An id that no other reply has."""
+    """Return a random id."""
     return f"{prefix}{secrets.token_hex(12)}"
 
 
 def now() -> int:
-    """Seconds since 1970."""
+    """Return the seconds since 1970."""
     return int(time.time())
 
 
 def text_of(content: Content, place: str) -> str:
-    """The text of a message. Raises ApiError for parts that are no text: nothing is ever fetched."""
+    """Return the text of a message. Raises ApiError for parts other than text: nothing is ever fetched."""
     if content is None or isinstance(content, str):
         return content or ""
     texts = []
     for index, part in enumerate(content):
-        where = f"{place}.{index}"
+        field = f"{place}.{index}"
         if part.type not in _TEXT_PARTS:
-            message = f"{where}.type: {part.type!r} is not supported: this model reads text"
-            raise ApiError(400, message, "unsupported_content", param=f"{where}.type")
+            message = f"{field}.type: {part.type!r} is not supported; this model reads text only"
+            raise ApiError(400, message, "unsupported_content", param=f"{field}.type")
         if part.text is None:
-            raise ApiError(400, f"{where}.text: is required", "missing_required_parameter", param=f"{where}.text")
+            raise ApiError(400, f"{field}.text: is required", "missing_required_parameter", param=f"{field}.text")
         texts.append(part.text)
     return "\n".join(texts)
 
 
-def call_fields(name: str, arguments: str, identity: str, place: str) -> dict[str, Any]:
-    """A call as chat templates read it, its arguments as an object. Raises ApiError."""
+def call_fields(name: str, arguments: str, call_id: str, place: str) -> dict[str, Any]:
+    """Return a tool call as chat templates expect it, with its arguments parsed. Raises ApiError."""
     try:
         values = strict_json(arguments.encode()) if arguments.strip() else {}
     except ValueError as error:
-        raise ApiError(400, f"{place}: not JSON: {error}", "invalid_value", param=place) from None
+        raise ApiError(400, f"{place}: not valid JSON: {error}", "invalid_value", param=place) from None
     if not isinstance(values, dict):
-        raise ApiError(400, f"{place}: must be an object", "invalid_value", param=place)
-    return {"type": "function", "id": identity, "function": {"name": name, "arguments": values}}
+        raise ApiError(400, f"{place}: must be a JSON object", "invalid_value", param=place)
+    return {"type": "function", "id": call_id, "function": {"name": name, "arguments": values}}
 
 
-def chat_messages(given: Sequence[ChatMessage]) -> list[Message]:
-    """Messages of OpenAI's chat as templates read them. Raises ApiError."""
-    found: list[Message] = []
-    names: dict[str, str] = {}
-    for index, one in enumerate(given):
+def chat_messages(items: Sequence[ChatMessage]) -> list[Message]:
+    """Convert messages of OpenAI's chat to those of templates. Raises ApiError."""
+    messages: list[Message] = []
+    names: dict[str, str] = {}  # of called functions, by call id
+    for index, item in enumerate(items):
         place = f"messages.{index}"
         calls = []
-        for number, call in enumerate(one.tool_calls or ()):
-            where = f"{place}.tool_calls.{number}.function.arguments"
-            calls.append(call_fields(call.function.name, call.function.arguments, call.id, where))
+        for number, call in enumerate(item.tool_calls or ()):
+            field = f"{place}.tool_calls.{number}.function.arguments"
+            calls.append(call_fields(call.function.name, call.function.arguments, call.id, field))
             names[call.id] = call.function.name
-        name = one.name or (names.get(one.tool_call_id or "", "") if one.role == "tool" else "")
-        reasoning = one.reasoning or one.reasoning_content or ""
-        content = text_of(one.content, f"{place}.content")
-        found.append(Message(one.role, content, tuple(calls), reasoning, name, one.tool_call_id or ""))
-    return found
+        name = item.name or (names.get(item.tool_call_id or "", "") if item.role == "tool" else "")
+        reasoning = item.reasoning or item.reasoning_content or ""
+        content = text_of(item.content, f"{place}.content")
+        messages.append(Message(item.role, content, tuple(calls), reasoning, name, item.tool_call_id or ""))
+    return messages
 
 
-def chat_tools(given: Sequence[ToolSpec] | None) -> list[Tool]:
-    """Tools of OpenAI's chat as templates read them."""
-    return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in given or ()]
+def chat_tools(tools: Sequence[ToolSpec] | None) -> list[Tool]:
+    """Convert tools of OpenAI's chat to those of templates."""
+    return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools or ()]
 
 
 class TokenCounts:
-    """Tokens of a request: of its `prompt`, and of its replies as their pieces come."""
+    """Counts the tokens of a request: `prompt`, and of its replies as their pieces come."""
 
     def __init__(self, prompt: int) -> None:
-        self.prompt, self.made = prompt, 0
+        self.prompt, self.generated = prompt, 0
         self._cached = 0
 
     def add(self, piece: Piece) -> None:
-        """Count one more piece."""
-        self.made += piece.tokens
+        """Count the tokens of one more piece."""
+        self.generated += len(piece.tokens)
         self._cached = max(self._cached, piece.cached_tokens)
 
     @property
     def cached(self) -> int:
-        """Tokens of the prompt that were in the cache."""
         return min(self._cached, self.prompt)
 
     def usage(self) -> dict[str, Any]:
-        """As OpenAI's chat and completions name them."""
+        """Return OpenAI's `usage` of chat and completions."""
         return {
             "prompt_tokens": self.prompt,
-            "completion_tokens": self.made,
-            "total_tokens": self.prompt + self.made,
+            "completion_tokens": self.generated,
+            "total_tokens": self.prompt + self.generated,
             "prompt_tokens_details": {"cached_tokens": self.cached},
         }
 
 
-def token_text(tokenizer: Tokenizer, token: int) -> tuple[str, list[int]]:
-    """What a token shows, and its bytes, since it may be a part of a character."""
-    piece = tokenizer.piece(token, first=False)
-    data = (tokenizer.vocabulary[token] or "").encode() if piece is None else piece
-    return data.decode("utf-8", "replace"), list(data)
+def _token(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
+    # `bytes` because a token may be part of a character, which its text cannot show.
+    data = tokenizer.token_bytes(token)
+    number = round(logprob, 6) if math.isfinite(logprob) else LEAST_LOGPROB
+    return {"token": data.decode("utf-8", "replace"), "logprob": number, "bytes": list(data)}
 
 
-def logprob_number(value: float) -> float:
-    """A logarithm that JSON can hold."""
-    return round(value, 6) if math.isfinite(value) else LEAST_LOGPROB
-
-
-def token_entry(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
-    """A token with its probability, as OpenAI's chat writes it."""
-    text, data = token_text(tokenizer, token)
-    return {"token": text, "logprob": logprob_number(logprob), "bytes": data}
-
-
-def logprob_entries(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> list[Mapping[str, Any]]:
-    """The tokens of a reply with those that were likeliest at their places."""
-    return [
+def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """Return `logprobs` of OpenAI's chat."""
+    content = [
         {
-            **token_entry(tokenizer, one.token, one.logprob),
-            "top_logprobs": [token_entry(tokenizer, token, value) for token, value in one.top],
+            **_token(tokenizer, item.token, item.logprob),
+            "top_logprobs": [_token(tokenizer, token, logprob) for token, logprob in item.top],
         }
-        for one in logprobs
+        for item in logprobs
     ]
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(
+    tokenizer: Tokenizer, logprobs: Sequence[int | TokenLogprob], offset: int
+) -> tuple[dict[str, Any], int]:
+    """Return `logprobs` of OpenAI's completions, and the `offset` of the next token's text.
+
+    A bare token id stands for the first token of a prompt, which has no log-probability.
+    """
+    lists: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    for item in logprobs:
+        token = item if isinstance(item, int) else item.token
+        entry = _token(tokenizer, token, 0.0 if isinstance(item, int) else item.logprob)
+        likeliest: dict[str, float] = {}
+        for top in () if isinstance(item, int) else (*item.top, (token, item.logprob)):
+            other = _token(tokenizer, *top)
+            # Several tokens may have the same text: the likeliest stands for all.
+            likeliest[other["token"]] = max(other["logprob"], likeliest.get(other["token"], -math.inf))
+        lists["tokens"].append(entry["token"])
+        lists["token_logprobs"].append(None if isinstance(item, int) else entry["logprob"])
+        lists["top_logprobs"].append(None if isinstance(item, int) else likeliest)
+        lists["text_offset"].append(offset)
+        offset += len(entry["token"])
+    return lists, offset

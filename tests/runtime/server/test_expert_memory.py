@@ -60,7 +60,7 @@ def told(answer: Answer) -> str:
 
 
 def failures(served: Served) -> list[str]:
-    return [line for line in served.log if line.startswith("the engine failed")]
+    return [line for line in served.log if line.startswith("engine step failed")]
 
 
 def test_a_disk_that_fails_ends_the_reply_and_not_the_server(

@@ -141,10 +141,10 @@ def test_g13_g14_g18_what_cannot_be_is_refused_by_name(served: Served, name: str
         pytest.param({"tool_choice": {"type": "function"}}, "tool_choice.function: is required", id="missing"),
         pytest.param(
             {"json_schema": {}},
-            "json_schema: is not supported here; response_format says what a reply must be",
+            "json_schema: is not supported; use response_format",
             id="what-others-take",
         ),
-        pytest.param({"audio": {}}, "audio: is not supported here", id="not-done"),
+        pytest.param({"audio": {}}, "audio: is not supported", id="not-done"),
         pytest.param({"messages": []}, "messages: must have 1 or more items", id="too-few"),
         pytest.param({"n": 0}, "n: must be at least 1", id="too-small"),
         pytest.param({"model": ""}, "model: must have 1 or more characters", id="too-short"),

@@ -11,8 +11,8 @@ def values(metrics: Metrics) -> dict[str, float]:
 
 def test_the_time_to_the_first_token_is_the_queue_and_the_prefill() -> None:
     metrics = Metrics(lambda: EngineStats(1, 2, 3, 4, 5, 10, 60, 20, {"no text began like this": 2, "evicted from": 1}))
-    metrics.stepped(asked=10.0, first=None, last=None, now=14.0, tokens=1, queued=3.0)
-    metrics.stepped(asked=10.0, first=14.0, last=14.0, now=15.0, tokens=2, queued=3.0)
+    metrics.stepped(submitted=10.0, first=None, last=None, now=14.0, tokens=1, queued=3.0)
+    metrics.stepped(submitted=10.0, first=14.0, last=14.0, now=15.0, tokens=2, queued=3.0)
     metrics.speculated(4, 1)
     metrics.speculated(2, 2)
     metrics.ended(10.0, 14.0, 15.0, 7, 3, "stop")

@@ -255,6 +255,17 @@ def test_an_echo_scores_the_prompt_as_the_harness_reads_it(client: openai.OpenAI
         assert max(choice.logprobs.top_logprobs[place].values()) >= choice.logprobs.token_logprobs[place]
 
 
+def test_a_streamed_echo_of_a_long_prompt_has_every_logprob(client: openai.OpenAI, loaded: LoadedModel) -> None:
+    """A scored prompt is computed in several chunks, each of which is an event."""
+    ids = loaded.tokenizer.encode("The capital of Japan is Tokyo. " * 40, add_special=False)
+    asked = {"model": "pico", "prompt": [ids], "max_tokens": 1, "logprobs": 0, "echo": True, "temperature": 0}
+    (whole,) = client.completions.create(**asked).choices
+    chunks = [chunk.choices[0] for chunk in client.completions.create(**asked, stream=True)]
+    streamed = [value for chunk in chunks if chunk.logprobs for value in chunk.logprobs.token_logprobs or ()]
+    assert whole.logprobs and streamed == whole.logprobs.token_logprobs and len(streamed) == len(ids) + 1
+    assert "".join(chunk.text for chunk in chunks) == whole.text
+
+
 def test_nothing_is_written_after_an_echo_of_no_tokens(client: openai.OpenAI) -> None:
     found = client.completions.create(model="pico", prompt="Once upon", max_tokens=0, echo=True, logprobs=0)
     assert found.choices[0].text == "Once upon" and found.usage and found.usage.completion_tokens == 0

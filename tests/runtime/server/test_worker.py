@@ -7,10 +7,10 @@ from typing import Any, cast
 
 import pytest
 
+from mycli.runtime.engine.reply_reader import Piece, ReplyReader
 from mycli.runtime.engine.sequence import Request
 from mycli.runtime.server import worker
 from mycli.runtime.server.delivery import Delivery
-from mycli.runtime.server.reply_reader import Piece, ReplyReader
 from mycli.runtime.server.worker import EngineWorker
 from tests.support.served import ScriptedEngine
 
@@ -35,27 +35,27 @@ class Reader:
     """Gives an empty piece for each output."""
 
     def feed(self, output: Any) -> Piece:
-        return Piece(0, tokens=len(output.tokens), end="length" if output.finish_reason else None)
+        return Piece(0, tokens=output.tokens, end="length" if output.finish_reason else None)
 
 
 @pytest.mark.parametrize("shares", [pytest.param(True, id="cpu"), pytest.param(False, id="gpu")])
 def test_a_step_on_the_cores_of_others_waits_until_the_one_before_is_told(
     shares: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "TELL_SECONDS", 30.0)
+    monkeypatch.setattr(worker, "DELIVERY_SECONDS", 30.0)
     engine, held = ScriptedEngine(lambda request: [5] * 4), Held()
     engine.shares_cores = shares
     threads = EngineWorker(engine, 8, lambda text: None)
     threads.start()
     try:
-        threads.submit([(Request((1,), limit=4), cast(ReplyReader, Reader()))], cast(Delivery, held))
+        threads.submit([(Request((1,), limit=4), [cast(ReplyReader, Reader())])], cast(Delivery, held))
         for told in range(1, 5):
             assert held.put_once.acquire(timeout=20)
             if shares:
                 time.sleep(0.02)  # another step would have come
                 assert len(held.pieces) == told
                 held.waiting[-1]()
-        assert [piece.tokens for piece in held.pieces] == [1, 1, 1, 1]
+        assert [len(piece.tokens) for piece in held.pieces] == [1, 1, 1, 1]
     finally:
         for work in held.waiting:
             work()
@@ -68,7 +68,7 @@ def test_a_loop_that_is_busy_does_not_stop_the_engine() -> None:
     threads = EngineWorker(engine, 8, lambda text: None)
     threads.start()
     try:
-        threads.submit([(Request((1,), limit=4), cast(ReplyReader, Reader()))], cast(Delivery, held))
+        threads.submit([(Request((1,), limit=4), [cast(ReplyReader, Reader())])], cast(Delivery, held))
         for _ in range(4):
             assert held.put_once.acquire(timeout=20)
         assert len(held.pieces) == 4

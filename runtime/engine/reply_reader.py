@@ -1,0 +1,158 @@
+"""Reads a sequence's tokens into a reply: text up to a stop string, reasoning, tool calls, and why it ended."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from mycli.runtime.engine.sequence import SequenceOutput
+from mycli.runtime.sampling.logprobs import TokenLogprob
+from mycli.runtime.tokenizer.parsing.reasoning_parser import CLOSE, OPEN, Part, ReasoningParser
+from mycli.runtime.tokenizer.parsing.tool_formats import ToolFormat
+from mycli.runtime.tokenizer.parsing.tool_parser import ToolCall, ToolParser
+from mycli.runtime.tokenizer.stream import StopMatcher, StreamDecoder
+from mycli.runtime.tokenizer.tokenizer import Tokenizer
+
+ReplyEnd = Literal["stop", "stop_string", "length", "tool_calls", "cancelled", "deadline", "error"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The next part of reply `index` of a request. Text is withheld while it may be the start of a stop string or tag.
+
+    tokens, logprobs: up to the token that completed a stop string; end: None while the reply continues; stop: the stop
+    string that ended it; problem: the message if `end` is "error".
+    """
+
+    index: int = 0
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    cached_tokens: int = 0
+    end: ReplyEnd | None = None
+    stop: str | None = None
+    problem: str = ""
+
+
+class _MarkedPieces:
+    """Token bytes that include the control tokens a parser needs to see; a tokenizer hides them all."""
+
+    def __init__(self, tokenizer: Tokenizer, marks: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        names = ((index, tokenizer.vocabulary[index] or "") for index in tokenizer.control_ids)
+        self._shown = {index: name.encode() for index, name in names if name and any(name in mark for mark in marks)}
+
+    @property
+    def strip_spaces(self) -> int:
+        return self._tokenizer.strip_spaces
+
+    def piece(self, token_id: int, first: bool) -> bytes | None:
+        return self._shown.get(token_id) or self._tokenizer.piece(token_id, first)
+
+
+class ReplyReader:
+    """Turns the outputs of one sequence into pieces. Their sum does not depend on how many tokens a step produced."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stops: Sequence[str] = (),
+        index: int = 0,
+        *,
+        prompt_end: str | None = None,
+        tools: ToolParser | None = None,
+        tool_format: ToolFormat | None = None,
+    ) -> None:
+        """`prompt_end`: the last characters of a chat prompt, which may open a reasoning block; None for plain text.
+
+        `tools` parses calls written in `tool_format`. Raises UsageError for too many or too long stop strings.
+        """
+        self.index = index
+        marks = [] if prompt_end is None else [OPEN, CLOSE]
+        if tool_format is not None:
+            marks += [*tool_format.marks, *tool_format.ignored]
+            for region in tool_format.regions:
+                marks += [*region.open.starts, *(region.close.starts if region.close else ())]
+        self._decoder = StreamDecoder(_MarkedPieces(tokenizer, marks) if marks else tokenizer)
+        self._matcher = StopMatcher(stops)
+        self._splitter = None if prompt_end is None else ReasoningParser(prompt_end)
+        self._tools = tools
+        # Whether there was a reasoning block, whether it had text, and whether there was content: white space around
+        # the tags belongs to neither.
+        self._reasoned, self._reasoning_begun, self._content_begun = False, False, False
+
+    def feed(self, output: SequenceOutput) -> Piece:
+        """Return what one output adds to the reply. The reply is over when the piece has an `end`."""
+        text, count, stopped = "", 0, False
+        for token in output.tokens:
+            count += 1
+            certain, stopped = self._matcher.feed(self._decoder.feed(token))
+            text += certain
+            if stopped:
+                break
+        if output.finish_reason is not None and not stopped:
+            certain, stopped = self._matcher.feed(self._decoder.flush())
+            text += certain + ("" if stopped else self._matcher.flush())
+        ended = stopped or output.finish_reason is not None
+        content, reasoning, calls = self._split(text, ended)
+        return Piece(
+            self.index,
+            content,
+            reasoning,
+            calls,
+            output.tokens[:count],
+            output.logprobs[:count],
+            output.prompt_logprobs,
+            output.cached_tokens,
+            self._end(output, stopped) if ended else None,
+            self._matcher.matched,
+            "" if output.error is None else output.error.message,
+        )
+
+    def _end(self, output: SequenceOutput, stopped: bool) -> ReplyEnd:
+        if stopped:
+            return "stop_string"
+        reason = output.finish_reason
+        assert reason is not None
+        if reason == "stop":
+            return "tool_calls" if self._tools is not None and self._tools.called else "stop"
+        return "length" if reason == "context" else reason
+
+    def _split(self, text: str, ended: bool) -> tuple[str, str, tuple[ToolCall, ...]]:
+        content = reasoning = ""
+        calls: list[ToolCall] = []
+        for item in self._parse(text, ended):
+            if isinstance(item, ToolCall):
+                calls.append(item)
+            elif isinstance(item, Part):
+                self._reasoned = True
+                reasoning += self._without_tags(item.text)
+            else:
+                if self._reasoned and not self._content_begun:
+                    item = item.lstrip()  # the blank line between reasoning and content
+                self._content_begun = self._content_begun or bool(item)
+                content += item
+        return content, reasoning, tuple(calls)
+
+    def _parse(self, text: str, ended: bool) -> Iterator[Part | str | ToolCall]:
+        if self._splitter is None:
+            yield text
+            return
+        for part in self._splitter.feed(text) + (self._splitter.flush() if ended else []):
+            if part.reasoning:
+                yield part
+            elif self._tools is None:
+                yield part.text
+            else:
+                yield from self._tools.feed(part.text)
+        if self._tools is not None and ended:
+            yield from self._tools.flush()
+
+    def _without_tags(self, text: str) -> str:
+        text = text.removesuffix(CLOSE)
+        if not self._reasoning_begun:
+            text = text.lstrip().removeprefix(OPEN).lstrip()
+        self._reasoning_begun = self._reasoning_begun or bool(text)
+        return text
