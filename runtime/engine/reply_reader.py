@@ -77,7 +77,7 @@ class ReplyReader:
                 marks += [*region.open.starts, *(region.close.starts if region.close else ())]
         self._decoder = StreamDecoder(_MarkedPieces(tokenizer, marks) if marks else tokenizer)
         self._matcher = StopMatcher(stops)
-        self._splitter = None if prompt_end is None else ReasoningParser(prompt_end)
+        self._reasoning = None if prompt_end is None else ReasoningParser(prompt_end)
         self._tools = tools
         # Whether there was a reasoning block, whether it had text, and whether there was content: white space around
         # the tags belongs to neither.
@@ -137,10 +137,10 @@ class ReplyReader:
         return content, reasoning, tuple(calls)
 
     def _parse(self, text: str, ended: bool) -> Iterator[Part | str | ToolCall]:
-        if self._splitter is None:
+        if self._reasoning is None:
             yield text
             return
-        for part in self._splitter.feed(text) + (self._splitter.flush() if ended else []):
+        for part in self._reasoning.feed(text) + (self._splitter.flush() if ended else []):
             if part.reasoning:
                 yield part
             elif self._tools is None:
