@@ -43,7 +43,6 @@ UNCLEAN: dict[str, int] = {
     "runtime/models": 129,
     "runtime/quantization": 12,
     "runtime/sampling": 47,
-    "runtime/server": 165,
     "runtime/speculative": 87,
     "runtime/tokenizer": 61,
     "runtime/utils": 19,

@@ -140,7 +140,7 @@ class ReplyReader:
         if self._reasoning is None:
             yield text
             return
-        for part in self._reasoning.feed(text) + (self._splitter.flush() if ended else []):
+        for part in self._reasoning.feed(text) + (self._reasoning.flush() if ended else []):
             if part.reasoning:
                 yield part
             elif self._tools is None:

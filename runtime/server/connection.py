@@ -131,7 +131,7 @@ class _Connection(H11Protocol):
 
 
 class DrainingServer(uvicorn.Server):
-    """Shuts down gracefully: the first signal calls `drain` and waits while `busy()`; a second one stops at once.
+    """Shuts down gracefully: the first signal calls `drain` and waits while `busy()`; a second one stops immediately.
 
     `give_up` is called if replies take longer than the grace period. Connections are still accepted meanwhile, so that
     health probes get an answer.

@@ -119,7 +119,7 @@ class ForModel(Strict):
 
 
 class StreamOptions(Strict):
-    """What a stream holds besides the reply."""
+    """Options of a stream."""
 
     include_usage: bool | None = None
 

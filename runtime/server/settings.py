@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """What one client may use, in bytes, seconds and counts.
+    """The limits for one client, in bytes, seconds and counts.
 
     header_seconds, body_seconds: to send the head and the body of a request; stall_seconds: a stream is closed when its
     client reads nothing for this long; queue_seconds: to wait for the first token; ping_seconds: between the comments

@@ -186,7 +186,7 @@ class EngineWorker:
             numbers = self._submit(tickets[0].request, len(tickets)) if tickets else []
         except UserError as error:
             self._fail(tickets, from_user_error(error))
-        except Exception as error:  # a bug; the thread must go on
+        except Exception as error:  # a bug must not end the thread
             self._log(f"engine submit failed: {type(error).__name__}: {error}")
             self._fail(tickets, internal_error())
         else:
