@@ -5,16 +5,17 @@ Prints, as JSON with `--json`, for one sampled and one greedy token on the CPU: 
 that `mycli run pico hello` imports. Measures whatever `mycli` it imports, so it can be run on an older tree:
 `PYTHONPATH=OLD/.links python tests/benchmarks/token_path.py`.
 
-How it is counted: `sys.setprofile` around one `Engine.step` of `mycli run pico`. A function is a (file, qualified name)
-of cli/, quant/ or runtime/ that Python enters, comprehensions and resumed generators included, each counted once. A
-change of file is an entry whose file differs from that of the entry before it, the first entry included. Torch and
-native code are not counted. The counted step is the first from the tenth on that returns one token: decoding, all
-caches warm. The times are medians over the steps of a reply,
-then over replies, with one thread: CPU is the CPU time of the process in one step, host is that without the time inside
-native functions called through ctypes. Unlike wall time, both are little disturbed by other programs.
+How it is counted: `sys.setprofile` around one `Engine.step` of `mycli run pico`. A function is a (file, qualified
+name) of cli/, quant/ or runtime/ that Python enters, comprehensions and resumed generators included, each counted
+once. A change of file is an entry whose file differs from that of the entry before it, the first entry included.
+Torch and native code are not counted. The counted step is the most common one among those that return one token, from
+the tenth on: decoding, all caches warm. The times are medians over the steps of a reply, then over replies, with one
+thread: CPU is the CPU time of the process in one step, host is that without the time inside native functions called
+through ctypes. Unlike wall time, both are little disturbed by other programs.
 """
 
 import argparse
+import collections
 import contextlib
 import ctypes
 import importlib
@@ -106,21 +107,21 @@ class Entries:
         }
 
 
-def reply(arguments: tuple[str, ...], tokens: int, profile: bool) -> tuple[Entries, list[tuple[float, float, float]]]:
-    """Run one reply; return what its counted step entered, and of each step the host, CPU and wall seconds."""
+def reply(arguments: tuple[str, ...], profile: bool) -> tuple[list[Entries], list[tuple[float, float, float]]]:
+    """Run one reply; return what each step of one token entered, and the host, CPU and wall seconds of every step."""
     from mycli.cli.main import main
     from mycli.runtime.engine.engine import Engine
 
-    entries, step, counted = Entries(), Engine.step, False
+    paths: list[Entries] = []
     seconds: list[tuple[float, float, float]] = []
+    step = Engine.step
 
     def watched(engine: Engine) -> Any:
-        nonlocal counted
-        if profile and not counted and len(seconds) >= STEP - 1:
-            entries.codes.clear()
-            sys.setprofile(entries)
+        entries = Entries()
         NATIVE.seconds = 0.0
         began, cpu_began = time.perf_counter(), time.process_time()
+        if profile:
+            sys.setprofile(entries)
         try:
             outputs = step(engine)
         finally:
@@ -129,33 +130,36 @@ def reply(arguments: tuple[str, ...], tokens: int, profile: bool) -> tuple[Entri
         cpu = time.process_time() - cpu_began
         seconds.append((cpu - NATIVE.seconds, cpu, time.perf_counter() - began))
         # A greedy step on the CPU may return several tokens of one native call.
-        counted = counted or (len(seconds) >= STEP and sum(len(output.tokens) for output in outputs) == 1)
+        if len(seconds) >= STEP and sum(len(output.tokens) for output in outputs) == 1:
+            paths.append(entries)
         return outputs
 
     Engine.step = watched  # type: ignore[method-assign, assignment]  # the measured method, put back below
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as errors:
             try:
-                main(["run", "pico", *PROMPT, "-n", str(tokens), *arguments])
+                main(["run", "pico", *PROMPT, "-n", "200", *arguments])
             except SystemExit as end:
                 if end.code:
                     raise RuntimeError(errors.getvalue()) from end
     finally:
         Engine.step = step  # type: ignore[method-assign]
-    if profile and not counted:
-        return reply(arguments, tokens, profile)  # how many tokens a native call returns depends on the time it takes
-    return entries, seconds
+    return paths, seconds
 
 
 def measure(repeats: int) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name, arguments in (("sampled", SAMPLED), ("greedy", GREEDY)):
-        reply(arguments, 4 * STEP, profile=False)  # imports, and compiles what is compiled once
-        entries, _ = reply(arguments, 100, profile=True)
-        results[name] = entries.result()
+        reply(arguments, profile=False)  # imports, and compiles what is compiled once
+        paths: list[Entries] = []
+        while len(paths) < 10:  # how many tokens a greedy step returns depends on the time it takes
+            paths += reply(arguments, profile=True)[0]
+        ways = collections.Counter(tuple(path.codes) for path in paths)
+        common = ways.most_common(1)[0][0]
+        results[name] = next(path.result() for path in paths if tuple(path.codes) == common)
     replies = []
     for _ in range(repeats):
-        _, seconds = reply(SAMPLED, 200, profile=False)
+        _, seconds = reply(SAMPLED, profile=False)
         replies.append([statistics.median(times) * 1e6 for times in zip(*seconds[STEP:], strict=True)])
     medians = [statistics.median(times) for times in zip(*replies, strict=True)]
     results["sampled_token_us"] = dict(zip(("host", "cpu", "wall"), medians, strict=True))
