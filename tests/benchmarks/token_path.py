@@ -135,7 +135,9 @@ def reply(arguments: tuple[str, ...], profile: bool) -> tuple[list[Entries], lis
         return outputs
 
     Engine.step = watched  # type: ignore[method-assign, assignment]  # the measured method, put back below
+    standard_input = sys.stdin
     try:
+        sys.stdin = io.StringIO()  # what is piped in would become a part of the prompt
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as errors:
             try:
                 main(["run", "pico", *PROMPT, "-n", "200", *arguments])
@@ -143,6 +145,7 @@ def reply(arguments: tuple[str, ...], profile: bool) -> tuple[list[Entries], lis
                 if end.code:
                     raise RuntimeError(errors.getvalue()) from end
     finally:
+        sys.stdin = standard_input
         Engine.step = step  # type: ignore[method-assign]
     return paths, seconds
 
@@ -164,8 +167,9 @@ def measure(repeats: int) -> dict[str, Any]:
     medians = [statistics.median(times) for times in zip(*replies, strict=True)]
     results["sampled_token_us"] = dict(zip(("host", "cpu", "wall"), medians, strict=True))
     results["host_us_of_replies"] = [times[0] for times in replies]
-    imported = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True)
-    results["modules"] = int(imported.stdout.splitlines()[-1])
+    command = [sys.executable, "-c", IMPORTS]
+    output = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=True).stdout
+    results["modules"] = int(output.splitlines()[-1])
     return results
 
 
