@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mycli.quant.evaluate import LOGITS_AT_ONCE, STREAM_BYTES
-from mycli.quant.solvers import WEIGHTS_AT_ONCE
+from mycli.quant.solvers import SOLVER_WEIGHTS
 from mycli.runtime.errors import ResourceError
 from mycli.runtime.memory.layer import observed_values, trained_values, weight_values
 from mycli.runtime.models.config import ModelConfig
@@ -138,14 +138,14 @@ def _solving(work: QuantizationWork, at_once: int) -> list[tuple[int, int]]:
     stages = [(streams * 2 // 3 + table, 0)]
     for product, rows, inputs in _products(work):
         square = _FLOAT * inputs * inputs
-        at_a_time = min(rows, max(1, WEIGHTS_AT_ONCE // inputs)) * inputs
+        at_a_time = min(rows, max(1, SOLVER_WEIGHTS // inputs)) * inputs
         stages.append((streams, blocks + 4 * square + _FLOAT * tokens * observed_values(_largest(config), product)))
         solving = max(_SQUARES * square, 7 * square + 9 * _FLOAT * at_a_time)
         stages.append((streams, blocks + solving + _FLOAT * rows * inputs))
     head = config.head()
     if head.name in work.packings:
         square, weight = _FLOAT * config.hidden_size**2, _FLOAT * config.vocab_size * config.hidden_size
-        stages.append((streams, max(_SQUARES * square, 7 * square + 9 * _FLOAT * WEIGHTS_AT_ONCE) + 3 * weight))
+        stages.append((streams, max(_SQUARES * square, 7 * square + 9 * _FLOAT * SOLVER_WEIGHTS) + 3 * weight))
     return stages
 
 

@@ -27,7 +27,7 @@ Search = Literal["absmax", "mse"]
 _PLAIN = {8: (0.98, 1.06, 16), 4: (0.85, 1.45, 16), 3: (0.8, 1.7, 16), 2: (0.7, 2.7, 16)}
 _WEIGHTED = {8: (0.98, 1.3, 32), 4: (0.85, 3.0, 32), 3: (0.8, 4.0, 32), 2: (0.6, 6.0, 32)}
 _REFITS = 2  # least-squares refinements of the best candidate
-WEIGHTS_AT_ONCE = 1 << 20  # searched: memory is bounded, and few enough operations to keep two cores busy
+SEARCH_WEIGHTS = 1 << 20  # searched: memory is bounded, and few enough operations to keep two cores busy
 _SMALLEST = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-126, torch.float32: 2.0**-126}
 
 
@@ -90,7 +90,7 @@ def find_scales(weight: Tensor, grid: Grid, importance: Tensor | None = None) ->
     if native_round(weight, scales, grid.packing.bits, _search(grid, importance is not None), importance) is None:
         return scales
     weights = None if importance is None else importance.view(1, groups, -1)
-    rows = max(1, WEIGHTS_AT_ONCE // weight.shape[1])
+    rows = max(1, SEARCH_WEIGHTS // weight.shape[1])
     for start in range(0, weight.shape[0], rows):
         part = grouped(weight[start : start + rows], groups)
         extreme = part.gather(-1, part.abs().argmax(-1, keepdim=True)).squeeze(-1)
@@ -108,7 +108,7 @@ def round_to_grid(weight: Tensor, scales: Tensor, grid: Grid) -> Tensor:
     codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
     if native_round(weight, scales, grid.packing.bits, codes=codes) is None:
         return codes
-    rows = max(1, WEIGHTS_AT_ONCE // weight.shape[1])
+    rows = max(1, SEARCH_WEIGHTS // weight.shape[1])
     for start in range(0, weight.shape[0], rows):
         part = grouped(weight[start : start + rows], scales.shape[1])
         levels = _levels(part, scales[start : start + rows].float(), grid.half)
@@ -220,7 +220,7 @@ def _least_squares(part: Tensor, extreme: Tensor, grid: Grid, weights: Tensor | 
 def relative_error(weight: Tensor, quantized: Quantized, grid: Grid) -> float:
     """||W - W'||^2 / ||W||^2 of the whole matrix; 0 for a matrix of zeros."""
     lost = total = 0.0
-    rows = max(1, WEIGHTS_AT_ONCE // weight.shape[1])
+    rows = max(1, SEARCH_WEIGHTS // weight.shape[1])
     for start in range(0, weight.shape[0], rows):
         end = start + rows
         part = weight[start:end].float()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # the help reads declarations only
 
 DEFAULT = "gptq"
 ROUNDING = "rtn"  # follows a transform if the method names no solver
-WEIGHTS_AT_ONCE = 1 << 23  # solved in one call, whole rows, to bound memory: the memory plan counts on it
+SOLVER_WEIGHTS = 1 << 23  # solved in one call, whole rows, to bound memory: the memory plan counts on it
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from mycli.quant.rounding.columns import BLOCK, solve_block
 from mycli.quant.rounding.coordinate_descent import descend
 from mycli.quant.rounding.grid import Grid, Quantized, find_scales, round_to_grid
-from mycli.quant.solvers import WEIGHTS_AT_ONCE, Solution, SolverSpec
+from mycli.quant.solvers import SOLVER_WEIGHTS, Solution, SolverSpec
 
 SOLVER = SolverSpec(help="round column by column, compensating each error in later columns", needs_data=True)
 
@@ -81,7 +81,7 @@ def solve(weight: Tensor, grid: Grid, hessian: Tensor | None) -> Solution:
         return Solution(Quantized(round_to_grid(weight, scales, grid), scales), dead_columns=dead, fallback=True)
     damped = hessian.clone()
     damped.diagonal().add_(factor.damping * hessian.diagonal().mean())
-    rows = max(1, WEIGHTS_AT_ONCE // weight.shape[1])
+    rows = max(1, SOLVER_WEIGHTS // weight.shape[1])
     codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
     for start in range(0, len(weight), rows):
         part = slice(start, start + rows)

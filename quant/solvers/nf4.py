@@ -7,7 +7,7 @@ once more, and codes are chosen for what is left of them. Needs no data, and wou
 import torch
 from torch import Tensor
 
-from mycli.quant.rounding.grid import WEIGHTS_AT_ONCE, Grid, Quantized, grouped, require_representable
+from mycli.quant.rounding.grid import SEARCH_WEIGHTS, Grid, Quantized, grouped, require_representable
 from mycli.quant.solvers import Solution, SolverSpec
 from mycli.runtime.quantization.codes import code_table
 from mycli.runtime.quantization.nested_scales import dynamic_table, nest
@@ -30,7 +30,7 @@ def solve(weight: Tensor, grid: Grid, hessian: Tensor | None = None) -> Solution
     """Codes and nested scales for weight [N, K]. Raises ModelError for weights that are not finite."""
     rows, columns = weight.shape
     groups, table = grid.packing.groups(columns), code_table(grid.packing).to(weight.device)
-    step = max(1, WEIGHTS_AT_ONCE // columns)
+    step = max(1, SEARCH_WEIGHTS // columns)
     found = torch.empty(rows, groups, device=weight.device)
     for start in range(0, rows, step):
         part = grouped(weight[start : start + step], groups)

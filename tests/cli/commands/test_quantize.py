@@ -38,9 +38,9 @@ def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
-def test_default_name_card_and_round_trip(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_default_name_card_and_round_trip(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = call(capsys, "quantize", "pico", "--samples", "16", "--seq", "256")
-    folder = home / "models" / "pico-gptq-int4-g128"
+    folder = data_dir / "models" / "pico-gptq-int4-g128"
     assert code == 0 and (folder / "model.safetensors").is_file()
     assert str(folder) in out
     for part in ("6.29 bits per weight", "4.126 bits", "same top token", "error of outputs", "worst layers", "no BOS"):
@@ -62,11 +62,11 @@ def test_int8_keeps_the_top_token(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert code == 0 and divergence["same_top1"]["value"] >= 0.985 and divergence["kl"]["value"] < 1e-3
 
 
-def test_dry_run_tells_the_exact_size_and_writes_nothing(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_tells_the_exact_size_and_writes_nothing(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("quantize", "pico", "--method", "rtn", "--bits", "3", "--group", "64")
     code, out, _ = call(capsys, *arguments, "--dry-run", "--json")
     promised = parsed(out)["size"]["bytes"]
-    assert code == 0 and not home.exists() and 0 < parsed(out)["seconds"] < 3600
+    assert code == 0 and not data_dir.exists() and 0 < parsed(out)["seconds"] < 3600
     code, out, _ = call(capsys, *arguments, "--report", "none", "--json")
     result = parsed(out)
     assert code == 0 and result["card"] is None and result["size"]["bytes"] == promised
@@ -84,10 +84,10 @@ def test_a_bound_is_told_as_it_was_given(text: str, told: str, capsys: pytest.Ca
 
 @pytest.mark.parametrize("fault", ["E7-bound-too-small"])
 def test_a_bound_that_cannot_be_kept_ends_with_5_and_tells_which_could(
-    home: Path, capsys: pytest.CaptureFixture[str], fault: str
+    data_dir: Path, capsys: pytest.CaptureFixture[str], fault: str
 ) -> None:
     code, out, err = call(capsys, "quantize", "pico", "--max-ram", "20MiB")
-    assert code == 5 and out == "" and "20 MiB of main memory are too little" in err and not home.exists()
+    assert code == 5 and out == "" and "20 MiB of main memory are too little" in err and not data_dir.exists()
     least = err.split("the minimum is --max-ram ")[1].split(";")[0]
     code, out, _ = call(capsys, "quantize", "pico", "--max-ram", least, "--dry-run", "--json")
     told = parsed(out)
@@ -97,7 +97,7 @@ def test_a_bound_that_cannot_be_kept_ends_with_5_and_tells_which_could(
 def test_errors_are_drawn_by_both_who_know_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("quantize", "pico-draft", "--group", "64", "--samples", "8", "--seq", "64", "--report", "none")
     code, _, err = call(capsys, *arguments, "--plot", str(tmp_path / "a.png"))
-    assert code == 2 and "only .svg" in err
+    assert code == 2 and "written as .svg only" in err
     out = tmp_path / "out"
     assert call(capsys, *arguments, "-o", str(out), "--plot", str(tmp_path / "a.svg"))[0] == 0
     assert call(capsys, "show", str(out), "--plot", str(tmp_path / "b.svg"))[0] == 0
@@ -154,7 +154,7 @@ def test_too_many_layers_merely_rounded_end_with_6(
         (["--method", "magic"], "method 'magic' is unknown\nhint: --method takes"),
         (["--scales", "x"], "--scales x"),
         (["--head", "int2"], "--head int2"),
-        (["--head", "int8"], "the head is the embedding"),
+        (["--head", "int8"], "uses its embedding as head"),
         (["--report", "x"], "--report x"),
         (["--samples", "1", "--seq", "128"], "1 samples of 128 tokens"),
         (["--seq", "4k"], "the model takes 2 to 2048"),
@@ -164,11 +164,11 @@ def test_too_many_layers_merely_rounded_end_with_6(
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_misuse_is_refused_before_any_work(
-    home: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+    data_dir: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     code, out, err = call(capsys, "quantize", "pico", *arguments)
     assert code == 2 and message in err and out == ""
-    assert not home.exists()
+    assert not data_dir.exists()
 
 
 def test_eval_reads_a_text_and_refuses_what_it_cannot_score(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,7 +62,7 @@ def test_rows_do_not_depend_on_each_other(monkeypatch: pytest.MonkeyPatch) -> No
     weight, hessian = problem(24, 96)
     grid = Grid(Packing(3, 32), torch.bfloat16)
     whole = gptq.solve(weight, grid, hessian).quantized
-    monkeypatch.setattr(gptq, "WEIGHTS_AT_ONCE", 10 * 96)
+    monkeypatch.setattr(gptq, "SOLVER_WEIGHTS", 10 * 96)
     pieces = gptq.solve(weight, grid, hessian).quantized
     assert (whole.codes == pieces.codes).float().mean() > 0.999
     parts = [gptq.solve(part, grid, hessian).quantized for part in weight.split([16, 8])]
