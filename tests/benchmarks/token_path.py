@@ -137,7 +137,7 @@ def reply(arguments: tuple[str, ...], profile: bool) -> tuple[list[Entries], lis
     Engine.step = watched  # type: ignore[method-assign, assignment]  # the measured method, put back below
     standard_input = sys.stdin
     try:
-        sys.stdin = io.StringIO()  # what is piped in would become a part of the prompt
+        sys.stdin = io.TextIOWrapper(io.BytesIO())  # what is piped in would become a part of the prompt
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as errors:
             try:
                 main(["run", "pico", *PROMPT, "-n", "200", *arguments])
