@@ -1,8 +1,8 @@
-"""A GGUF file as llama.cpp's converter would write it: metadata, tokenizer and tensors of one model in one file.
+"""Writes a model as the GGUF file that llama.cpp's converter would write: metadata, tokenizer and tensors in one file.
 
-Without a variant every tensor keeps what it is: packed integers become Q4_0, Q4_1 or Q8_0 blocks of the same values,
-dense ones stay what they are. Norms and biases are F32, which holds them exactly. Follows llama.cpp's conversion/ for
-keys, names and the order of rows (`runtime.checkpoint.gguf.architectures`).
+Without a variant every tensor keeps its values: packed integers become Q4_0, Q4_1 or Q8_0 blocks, dense matrices keep
+their dtype, norms and biases become F32. Names, keys and orders of rows are those of the architecture's declaration
+(runtime/checkpoint/gguf/architectures).
 """
 
 import math
@@ -17,15 +17,12 @@ from mycli.quant.export import _ggml_blocks as blocks
 from mycli.quant.export._gguf_tokenizer import tokenizer_metadata
 from mycli.quant.export._weights import Weights, exact_values, squared_error
 from mycli.quant.progress import ReportProgress
-from mycli.runtime.checkpoint.gguf.architectures import (
-    ARCHITECTURES,
-    ROPE_FREQS,
-    Architecture,
-    llama3_factors,
-)
+from mycli.runtime.checkpoint.gguf.architecture import Architecture, Place, ValueChange
+from mycli.runtime.checkpoint.gguf.architectures import written_architecture
 from mycli.runtime.checkpoint.gguf.blocks import dequantize_blocks
-from mycli.runtime.checkpoint.gguf.checkpoint import pairs_order
+from mycli.runtime.checkpoint.gguf.checkpoint import file_order
 from mycli.runtime.checkpoint.gguf.files import SUFFIX
+from mycli.runtime.checkpoint.gguf.rope import ROPE_FREQS, rope_factors
 from mycli.runtime.checkpoint.gguf.types import TYPES_BY_NAME
 from mycli.runtime.checkpoint.gguf.writer import GgufWriter
 from mycli.runtime.device.placement import dtype_info, torch_dtype
@@ -34,62 +31,62 @@ from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.part_spec import Shape
 
 VARIANTS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k")
-_FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q4_K": 14, "BF16": 32}
-_WRITTEN = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "olmo2": "olmo2", "phi3": "phi3"}
+_FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q4_K": 14, "BF16": 32}  # general.file_type
 _ROUNDING = {"Q4_0": blocks.round_q4_0, "Q8_0": blocks.round_q8_0, "Q4_K": blocks.round_q4_k}
-_VALUES = 1 << 22  # rounded at a time
+_VALUES = 1 << 22  # rounded at a time: 16 MB of fp32
 
 
 def export(request: ExportRequest, progress: ReportProgress) -> Exported:
-    """Write the file.
+    """Write the file; a target without the suffix .gguf gets it.
 
-    Raises ModelError naming what llama.cpp has no place for, or what would have to be rounded, UsageError for a target
-    that is no file.
+    Raises ModelError naming the tensor that has no GGUF form or would be rounded, UsageError for a target that is not
+    a file name.
     """
     if request.target.name in ("", ".."):
-        raise UsageError(f"{request.target}: a folder, and GGUF is one file", "name the file to write")
+        raise UsageError(f"{request.target}: a folder, but GGUF is one file", "name the file to write")
     config, weights = request.folder.config, Weights(request.folder)
-    name, architecture = _architecture(config)
+    architecture = written_architecture(config.model_type)
     kinds = {tensor: _kind(request, weights, tensor, shape) for tensor, shape in config.tensors()}
-    factors = _rope_factors(config)
-    metadata = _metadata(request, name, _most(kinds, config))
+    places = {tensor: _place(architecture, tensor) for tensor in kinds}
+    factors = rope_factors(config)
+    metadata = _metadata(request, architecture, _most(kinds, config))
     plan: list[tuple[str, str, Shape]] = [(ROPE_FREQS, "F32", (len(factors),))] if factors else []
-    plan += [(_stored_name(architecture, tensor), kinds[tensor], shape) for tensor, shape in config.tensors()]
+    plan += _plan(config, places, kinds)
     rounded: list[Rounded] = []
     target = request.target
-    if target.suffix != SUFFIX:  # by which such a file is known for a model
+    if target.suffix != SUFFIX:  # a model's path is taken for a file only by its suffix
         target = target.with_name(target.name + SUFFIX)
     with GgufWriter(target, metadata, plan, overwrite=request.overwrite) as writer:
         if factors:
             writer.write(ROPE_FREQS, torch.tensor(factors).numpy().data)
-        for done, (tensor, _) in enumerate(config.tensors(), 1):
-            data, error = _encode(request, weights, tensor, kinds[tensor], architecture.norm_shift)
+        for done, (tensor, place) in enumerate(places.items(), 1):
+            data, error = _encode(request, weights, tensor, kinds[tensor], place.rule.change)
             if error:
                 rounded.append(Rounded(tensor, kinds[tensor], error))
-            if architecture.is_paired(tensor):
-                data = data[pairs_order(len(data), config.heads if ".q_proj." in tensor else config.kv_heads)]
-            writer.write(_stored_name(architecture, tensor), data.contiguous().numpy().reshape(-1).data)
+            if place.rule.row_order is not None:
+                data = data[file_order(place.rule.row_order, config, len(data))]
+            writer.write(place.name, data.contiguous().numpy().reshape(-1).data, (place.expert or 0) * data.nbytes)
             progress("exporting", done, len(kinds))
         writer.finish()
     return Exported(writer.target, writer.nbytes, Counter(kinds.values()), rounded, without_predictor(request.folder))
 
 
-def _architecture(config: ModelConfig) -> tuple[str, Architecture]:
-    name = _WRITTEN.get(config.model_type)
-    if name is None:
-        hint = f"written: {', '.join(_WRITTEN)}; llama.cpp's own converter may know the model"
-        raise ModelError(f"models of type {config.model_type} are not written as GGUF", hint)
-    windows = {window for window in config.windows if window is not None}
-    if windows and (name != "phi3" or len(windows) > 1 or None in config.windows):
-        raise ModelError("a sliding window, which llama.cpp does not read for this architecture", "")
-    return name, ARCHITECTURES[name]
+def _place(architecture: Architecture, name: str) -> Place:
+    place = architecture.place(name)
+    if place is None:
+        raise ModelError(f"{name}: GGUF has no tensor for it in the architecture {architecture.name}", "")
+    return place
 
 
-def _stored_name(architecture: Architecture, name: str) -> str:
-    stored = architecture.stored_name(name)
-    if stored is None:
-        raise ModelError(f"{name}: llama.cpp has no place for it", "")
-    return stored
+def _plan(config: ModelConfig, places: dict[str, Place], kinds: dict[str, str]) -> list[tuple[str, str, Shape]]:
+    stacks = Counter(place.name for place in places.values() if place.expert is not None)
+    plan: dict[str, tuple[str, str, Shape]] = {}
+    for tensor, shape in config.tensors():
+        name, kind = places[tensor].name, kinds[tensor]
+        planned = (name, kind, (stacks[name], *shape) if name in stacks else shape)
+        if plan.setdefault(name, planned) != planned:
+            raise ModelError(f"{tensor}: {kind} and {list(shape)}, but GGUF stacks experts of one type and shape", "")
+    return list(plan.values())
 
 
 def _most(kinds: dict[str, str], config: ModelConfig) -> str:
@@ -100,30 +97,15 @@ def _most(kinds: dict[str, str], config: ModelConfig) -> str:
     return sizes.most_common(1)[0][0]
 
 
-def _metadata(request: ExportRequest, name: str, kind: str) -> dict[str, Any]:
+def _metadata(request: ExportRequest, architecture: Architecture, kind: str) -> dict[str, Any]:
     config, folder = request.folder.config, request.folder
     values: dict[str, Any] = {
-        "general.architecture": name,
+        "general.architecture": architecture.name,
         "general.name": request.source.label,
         "general.file_type": _FILE_TYPES[kind],
         "general.quantization_version": 2,
-        f"{name}.context_length": config.max_context,
-        f"{name}.embedding_length": config.hidden_size,
-        f"{name}.block_count": config.layers,
-        f"{name}.feed_forward_length": config.intermediate_size,
-        f"{name}.attention.head_count": config.heads,
-        f"{name}.attention.head_count_kv": config.kv_heads,
-        f"{name}.attention.key_length": config.head_dim,
-        f"{name}.attention.value_length": config.head_dim,
-        f"{name}.attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
-        f"{name}.vocab_size": config.vocab_size,
-        f"{name}.rope.dimension_count": config.head_dim,
-        f"{name}.rope.freq_base": float(config.rope_theta),
-        **_rope_metadata(config, name),
+        **architecture.metadata(config),
     }
-    if name == "phi3":
-        values["phi3.attention.sliding_window"] = next(iter(config.windows), None) or 0
-        values["phi3.rope.scaling.original_context_length"] = config.max_context
     raw, settings = folder.tokenizer_json(), folder.tokenizer_settings()
     values |= tokenizer_metadata(raw, settings, config.vocab_size)
     defaults, _ = folder.generation
@@ -139,34 +121,6 @@ def _metadata(request: ExportRequest, name: str, kind: str) -> dict[str, Any]:
     if template is not None:
         values["tokenizer.chat_template"] = template.source()
     return values
-
-
-def _rope_metadata(config: ModelConfig, name: str) -> dict[str, Any]:
-    rope = config.rope_scaling
-    if rope.kind in ("default", "llama3"):
-        return {}
-    if rope.kind not in ("linear", "yarn"):
-        raise ModelError(f"{rope.kind} rope, which llama.cpp does not compute", "")
-    values: dict[str, Any] = {f"{name}.rope.scaling.type": rope.kind, f"{name}.rope.scaling.factor": float(rope.factor)}
-    if rope.kind == "yarn":
-        values[f"{name}.rope.scaling.original_context_length"] = rope.original_context
-        values[f"{name}.rope.scaling.yarn_beta_fast"] = float(rope.beta_fast)
-        values[f"{name}.rope.scaling.yarn_beta_slow"] = float(rope.beta_slow)
-    return values
-
-
-def _rope_factors(config: ModelConfig) -> list[float]:
-    rope = config.rope_scaling
-    if rope.kind != "llama3":
-        return []
-    return llama3_factors(
-        config.head_dim,
-        config.rope_theta,
-        rope.factor,
-        rope.low_freq_factor,
-        rope.high_freq_factor,
-        rope.original_context,
-    )
 
 
 def _kind(request: ExportRequest, weights: Weights, name: str, shape: Shape) -> str:
@@ -189,7 +143,9 @@ def _kind(request: ExportRequest, weights: Weights, name: str, shape: Shape) -> 
     return wanted
 
 
-def _encode(request: ExportRequest, weights: Weights, name: str, kind: str, norm_shift: float) -> tuple[Tensor, float]:
+def _encode(
+    request: ExportRequest, weights: Weights, name: str, kind: str, change: ValueChange | None
+) -> tuple[Tensor, float]:
     """A tensor in its type, uint8 [rows, bytes], and the relative squared error where it is not exact."""
     plain = TYPES_BY_NAME[kind].dtype
     if plain is None and weights.packing(name) is not None and name in weights.linears:
@@ -203,8 +159,8 @@ def _encode(request: ExportRequest, weights: Weights, name: str, kind: str, norm
                 raise would_round(name, f"its scales are not float16, which {kind} needs")
             return data, squared_error(exact_values(packed), dequantize_blocks(data, kind))
     values = weights.dense(name)
-    if norm_shift and name.endswith("norm.weight"):
-        values = values.float() + norm_shift
+    if change is not None:
+        values = change.store(values.float())
     if plain is not None:
         cast = values.to(torch_dtype(plain))
         data = cast.view(len(cast), -1).view(torch.uint8)

@@ -43,6 +43,7 @@ SHARED_NAMES = {
     "EXAMPLES",  # of a command's help
     "read",  # of a config, one family each
     "layer",  # of a family that declares its own
+    "ARCHITECTURE",  # of a GGUF architecture
     "names",  # of a registry: formats, solvers, transforms
     "load",
     "spec",  # of a registry: solvers, transforms

@@ -46,8 +46,8 @@ def read_linear(checkpoint: "Checkpoint", linear: LinearSpec, packing: Packing, 
     """The codes into `out`, a part of the rows at a time. Raises what reading does, and for damaged blocks."""
     import torch
 
+    from mycli.runtime.checkpoint.gguf.blocks import pack_rows
     from mycli.runtime.checkpoint.gguf.checkpoint import GgufCheckpoint
-    from mycli.runtime.checkpoint.gguf.packing import pack_rows
 
     assert isinstance(checkpoint, GgufCheckpoint) and packing.scale_dtype is not None
     name, shape = f"{linear.name}.weight", (linear.out_features, packing.groups(linear.in_features))

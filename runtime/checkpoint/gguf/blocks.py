@@ -1,25 +1,27 @@
-"""What the blocks of ggml's quantized types hold: levels, scales and minima, exactly.
+"""Decodes the blocks of ggml's quantized types, laid out as in ggml-common.h, to values or to packed weights.
 
-The layouts are those of ggml's ggml-common.h: K-quants hold a scale of scales for 256 values, codebook types rows of a
-table (`codebooks`). All become the same three things, from which the weights follow in the order of operations of
-ggml's own reference, so that they are equal bit for bit. Plain torch, slow; done once, at load.
+Every type becomes levels, scales and minima, multiplied in the order of ggml's own reference: values are equal bit for
+bit. Plain torch; runs once, at load.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from mycli.runtime.checkpoint.gguf import codebooks
 from mycli.runtime.checkpoint.gguf.types import TYPES_BY_NAME, GgmlType
+from mycli.runtime.errors import ModelError
+from mycli.runtime.quantization.packed_weight import PackedWeight, pack
 
 
 @dataclass(frozen=True)
 class Groups:
-    """weight = scale * level + minimum. levels: int8 [n, block]; scales, minima: fp32 [n, block / group].
+    """The parts of n blocks: weight = scale * level + minimum.
 
-    factors: of super-blocks, fp16 [n, 1 or 2], what all scales, and all minima, are whole numbers of.
+    levels: int8 [n, block]; scales, minima: fp32 [n, block / group]. factors: fp16 [n, 1 or 2], only of super-blocks,
+    whose scales (and minima) are integers times the first (and second) factor.
     """
 
     levels: Tensor
@@ -28,7 +30,7 @@ class Groups:
     factors: Tensor | None = None
 
     def values(self) -> Tensor:
-        """The weights, fp32 [n, block]."""
+        """Return the weights, fp32 [n, block]."""
         blocks, groups = self.scales.shape
         weights = self.levels.view(blocks, groups, -1) * self.scales.unsqueeze(-1)
         if self.minima is not None:
@@ -37,17 +39,15 @@ class Groups:
 
 
 def _half(data: Tensor) -> Tensor:
-    """uint8 [n, 2] as the float16 that it is, in fp32 [n, 1]."""
     return _halves(data).float()
 
 
 def _halves(data: Tensor) -> Tensor:
-    """uint8 [n, 2 * k] as float16 [n, k]."""
     return data.contiguous().view(torch.float16)
 
 
+# uint8 [n, bytes] to [n, values]: of each run of bytes first all at the first shift, then all at the second.
 def _split(data: Tensor, shifts: tuple[int, ...], run: int = 32) -> Tensor:
-    """uint8 [n, bytes]: of each run of bytes first all at the first shift, then all at the second: [n, values]."""
     shift = torch.tensor(shifts, dtype=torch.uint8).view(1, 1, -1, 1)
     return (data.reshape(len(data), -1, 1, run) >> shift).reshape(len(data), -1)
 
@@ -56,8 +56,8 @@ def _nibbles(data: Tensor, run: int = 32) -> Tensor:
     return _split(data, (0, 4), run) & 15
 
 
+# uint8 [n, bytes] to [n, 8 * bytes], the lowest bit of each byte first.
 def _bits(data: Tensor) -> Tensor:
-    """uint8 [n, bytes] to its bits, the lowest of each byte first: [n, 8 * bytes]."""
     return (data.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)).reshape(len(data), -1) & 1
 
 
@@ -84,10 +84,9 @@ def _q8_0(x: Tensor) -> Groups:
 
 
 def _super_block(levels: Tensor, scales: Tensor, factors: Tensor, minima: Tensor | None = None) -> Groups:
-    """Levels, and whole numbers of the factors; minima are subtracted."""
-    each = factors.float()
-    subtracted = None if minima is None else -(each[:, 1:] * minima)
-    return Groups(levels.to(torch.int8), each[:, :1] * scales, subtracted, factors)
+    unit = factors.float()
+    subtracted = None if minima is None else -(unit[:, 1:] * minima)
+    return Groups(levels.to(torch.int8), unit[:, :1] * scales, subtracted, factors)
 
 
 def _q2_k(x: Tensor) -> Groups:
@@ -103,8 +102,8 @@ def _q3_k(x: Tensor) -> Groups:
     return _super_block(levels.to(torch.int8) - 4, scales, _halves(x[:, 108:110]))
 
 
+# The 12 bytes of Q4_K and Q5_K: eight scales and eight minima of 6 bits, [n, 8] each.
 def _scales_and_minima(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The 12 bytes of Q4_K and Q5_K: eight scales and eight minima of 6 bits, [n, 8] each."""
     first, second, rest = x[:, :4], x[:, 4:8], x[:, 8:]
     scales = torch.cat([first & 63, rest & 15 | first >> 2 & 48], dim=1)
     minima = torch.cat([second & 63, rest >> 4 | second >> 2 & 48], dim=1)
@@ -143,7 +142,7 @@ _READERS: Mapping[str, Callable[[Tensor], Groups]] = {
 
 
 def read_groups(data: Tensor, kind: GgmlType) -> Groups:
-    """The groups of `data` uint8 [n, kind.nbytes]."""
+    """Split blocks, uint8 [n, kind.nbytes], into levels, scales and minima."""
     if kind.name in _READERS:
         return _READERS[kind.name](data)
     levels, scales = codebooks.READERS[kind.name](data)
@@ -151,8 +150,34 @@ def read_groups(data: Tensor, kind: GgmlType) -> Groups:
 
 
 def dequantize_blocks(data: Tensor, name: str) -> Tensor:
-    """The weights of `data` uint8 [rows, bytes of a row] of the ggml type `name`: fp32 [rows, columns]."""
+    """Decode rows of blocks, uint8 [rows, bytes], of the ggml type `name` to fp32 [rows, columns]."""
     kind = TYPES_BY_NAME[name]
     if kind.dtype is not None:
         return data.contiguous().view(getattr(torch, kind.dtype)).float()
     return read_groups(data.reshape(-1, kind.nbytes), kind).values().view(len(data), -1)
+
+
+def pack_rows(data: Tensor, kind: GgmlType) -> PackedWeight:
+    """Repack rows of blocks, uint8 [rows, bytes], as groups that kernels multiply; scales and offsets fp32.
+
+    Raises ModelError for levels outside the type's range.
+    """
+    packing = kind.packing
+    groups = read_groups(data.reshape(-1, kind.nbytes), kind)
+    half = 1 << (packing.bits - 1)
+    codes = groups.levels.to(torch.int16) + (0 if kind.minimum else half)
+    if int(codes.max()) >= 2 * half or int(codes.min()) < 0:
+        raise ModelError(f"a block of {kind.name} holds a level outside the range of the type", code="pull-again")
+    columns = data.shape[1] // kind.nbytes * kind.block
+    # Kernels take groups of at most 128: a wider group becomes several with the same scale.
+    repeat = kind.group // (packing.group_size or kind.group)
+    scales = groups.scales.view(len(data), -1).repeat_interleave(repeat, dim=1)
+    packed = pack(codes.to(torch.uint8).view(len(data), columns), packing.bits)
+    factors = None if groups.factors is None else groups.factors.view(len(data), -1, groups.factors.shape[1])
+    weight = PackedWeight(packed, scales, packing, columns, factors=factors)
+    if groups.minima is None:
+        return weight
+    # Levels of types with minima count from zero, codes from half their range. The offset holds both: one rounding of
+    # fp32, the only one here.
+    minima = groups.minima.view(len(data), -1)
+    return replace(weight, offsets=minima + half * scales)

@@ -1,8 +1,6 @@
-"""Tensors from GGUF files: blocks of rows in the order of Hugging Face, and dense values of whatever is stored.
+"""Reads tensors from GGUF files with the rows and values of Hugging Face, as blocks or as dense values.
 
-Undoes what llama.cpp's converters did to the weights: rows of q and k reordered for rotation in pairs, norms stored as
-1 + w. A part of a tensor is in memory at a time, except where its rows must be reordered. Does not know which tensors a
-model needs, nor how packed weights are laid out for kernels.
+A tensor is read a part at a time, except one whose rows are reordered.
 """
 
 from collections.abc import Iterator
@@ -10,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mycli.runtime.checkpoint.gguf.architectures import Architecture
+from mycli.runtime.checkpoint.gguf.architecture import Architecture, RowOrder, TensorRule
 from mycli.runtime.checkpoint.gguf.blocks import dequantize_blocks
 from mycli.runtime.checkpoint.gguf.types import TYPES_BY_NAME
 from mycli.runtime.checkpoint.manifest import Manifest
@@ -18,21 +16,16 @@ from mycli.runtime.checkpoint.reader import Checkpoint, check_finite
 from mycli.runtime.device.placement import torch_dtype
 from mycli.runtime.models.config import ModelConfig
 
-_VALUES = 1 << 21  # decoded at a time
+_VALUES = 1 << 21  # decoded at a time: 8 MB of fp32
 
 
-def halves_order(rows: int, heads: int) -> Tensor:
-    """Where each row of q or k stands in the file: there the two of a pair lie side by side, here half a head apart."""
-    return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).reshape(-1)
-
-
-def pairs_order(rows: int, heads: int) -> Tensor:
-    """The inverse: where each row of the file stands here."""
-    return torch.arange(rows).view(heads, 2, -1).transpose(1, 2).reshape(-1)
+def file_order(order: RowOrder, config: ModelConfig, rows: int) -> Tensor:
+    """Return the index in Hugging Face's order of each row of the file, int64 [rows]."""
+    return torch.arange(rows).view(order.shape(config)).permute(order.axes).reshape(-1)
 
 
 class GgufCheckpoint(Checkpoint):
-    """A `Checkpoint` of GGUF files. Quantized tensors are read as dense ones in the dtype of the model."""
+    """Reads GGUF files as a `Checkpoint`: quantized tensors become dense ones in the model's dtype."""
 
     def __init__(
         self, manifest: Manifest, config: ModelConfig, architecture: Architecture, *, allow_nonfinite: bool = False
@@ -41,25 +34,25 @@ class GgufCheckpoint(Checkpoint):
         self._config, self._architecture = config, architecture
 
     def dtype(self, name: str) -> torch.dtype:
-        """What `read` gives: plain numbers as stored, all else in the model's dtype."""
         stored = TYPES_BY_NAME[self.entry(name).dtype].dtype
         return torch_dtype(stored or self._config.dtype)
 
     def row_bytes(self, name: str) -> Iterator[tuple[int, Tensor]]:
-        """A tensor in parts, each with the number of its first row: uint8 [rows, bytes], valid until the next."""
+        """Yield each part of a tensor as its first row and uint8 [rows, bytes], valid until the next part."""
         entry = self.entry(name)
         rows = entry.shape[0]
         width, columns = entry.nbytes // rows, entry.shape[1] if len(entry.shape) == 2 else 1
         file = self.manifest.files[entry.file]
-        at_once = max(1, _VALUES // columns)
-        order = self._order(name, rows)
+        part_rows = max(1, _VALUES // columns)
+        row_order = self._rule(name).row_order
+        order = None if row_order is None else file_order(row_order, self._config, rows).argsort()
         whole = None
         if order is not None:
             whole = torch.empty(rows, width, dtype=torch.uint8)
             file.read_into(whole.numpy().reshape(-1).data, entry.offset)
-        part = torch.empty(min(at_once, rows), width, dtype=torch.uint8)
-        for start in range(0, rows, at_once):
-            data = part[: min(at_once, rows - start)]
+        part = torch.empty(min(part_rows, rows), width, dtype=torch.uint8)
+        for start in range(0, rows, part_rows):
+            data = part[: min(part_rows, rows - start)]
             if whole is not None and order is not None:
                 torch.index_select(whole, 0, order[start : start + len(data)], out=data)
             else:
@@ -67,21 +60,18 @@ class GgufCheckpoint(Checkpoint):
             yield start, data
 
     def read_into(self, name: str, out: Tensor) -> None:
-        """Read a tensor into `out`, as `Checkpoint.read_into`; values that `out` cannot hold are rounded."""
-        entry, shift = self.entry(name), self._shift(name)
+        """Read a tensor into `out`, contiguous on the CPU; values that `out` cannot hold are rounded."""
+        entry, change = self.entry(name), self._rule(name).change
         if out.shape != entry.shape or not out.is_contiguous():
             raise ValueError(f"{name} is {entry.shape}, not {tuple(out.shape)}, contiguous")
         rows = out.view(entry.shape[0], -1)
         for start, data in self.row_bytes(name):
             values = dequantize_blocks(data, entry.dtype)
-            rows[start : start + len(data)] = values - shift if shift else values
+            rows[start : start + len(data)] = values if change is None else change.load(values)
         if not self._allow_nonfinite:
             check_finite(out, f"{entry.file}: {entry.name}", code="allow-nonfinite")
 
-    def _shift(self, name: str) -> float:
-        return self._architecture.norm_shift if name.endswith("norm.weight") else 0.0
-
-    def _order(self, name: str, rows: int) -> Tensor | None:
-        if not self._architecture.is_paired(name):
-            return None
-        return halves_order(rows, self._config.heads if ".q_proj." in name else self._config.kv_heads)
+    def _rule(self, name: str) -> TensorRule:
+        place = self._architecture.place(name)
+        assert place is not None  # the manifest has only tensors with a rule
+        return place.rule

@@ -14,15 +14,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mycli.runtime.checkpoint.gguf.architectures import (
-    Config,
-    GgufModel,
-    config_json,
-    find_architecture,
-    renamed_tensors,
-)
+from mycli.runtime.checkpoint.gguf.architecture import Architecture, Config
+from mycli.runtime.checkpoint.gguf.architectures import read_architecture
 from mycli.runtime.checkpoint.gguf.files import GgufFiles
-from mycli.runtime.checkpoint.gguf.header import GgufHeader
+from mycli.runtime.checkpoint.gguf.header import GgufHeader, GgufModel
 from mycli.runtime.checkpoint.gguf.types import LAYOUT, READABLE_NAMES, TYPES_BY_NAME
 from mycli.runtime.checkpoint.manifest import Manifest
 from mycli.runtime.checkpoint.model_folder import ModelFolder
@@ -119,16 +114,18 @@ class GgufFolder(ModelFolder):
         files: Mapping[str, RegularFile] | None = None,
     ) -> "GgufFolder":
         """Of a header that is read already; `floats` reads a small tensor."""
-        model = GgufModel(header.metadata, header.tensors, floats)
-        raw = Fields(_with_tensors(model, config_json(model)), header.metadata.source)
+        architecture = read_architecture(header.metadata)
+        raw = Fields(_config(architecture, GgufModel(header.metadata, header.tensors, floats)), header.metadata.source)
         return cls(path, raw, parse_config(raw), bare=True, header=header, files=files or {})
 
     @cached_property
     def manifest(self) -> Manifest:
-        """The tensors by their Hugging Face names."""
         model = GgufModel(self.header.metadata, self.header.tensors, lambda name: ())
-        tensors = dict(renamed_tensors(model))
-        return GgufManifest(self.path, tensors, self.files)
+        return GgufManifest(self.path, dict(self._architecture.tensors(model)), self.files)
+
+    @cached_property
+    def _architecture(self) -> Architecture:
+        return read_architecture(self.header.metadata)
 
     @cached_property
     def generation(self) -> tuple[GenerationDefaults, tuple[str, ...]]:
@@ -178,22 +175,22 @@ class GgufFolder(ModelFolder):
         """A reader of the tensors. Raises ModelError where they are not those of the config."""
         from mycli.runtime.checkpoint.gguf.checkpoint import GgufCheckpoint
 
-        entry = find_architecture(self.header.metadata)
-        found = GgufCheckpoint(self.checked_manifest(), self.config, entry, allow_nonfinite=allow_nonfinite)
-        return self._merged(found, allow_nonfinite)
+        checkpoint = GgufCheckpoint(
+            self.checked_manifest(), self.config, self._architecture, allow_nonfinite=allow_nonfinite
+        )
+        return self._merged(checkpoint, allow_nonfinite)
 
 
-def _with_tensors(model: GgufModel, config: Config) -> Config:
-    """`config` with what only the tensors and the vocabulary say: dtype, end tokens, and which linears are packed."""
-    tensors = dict(renamed_tensors(model))
-    matrices = {name: entry for name, entry in tensors.items() if len(entry.shape) == 2}
+def _config(architecture: Architecture, model: GgufModel) -> Config:
+    # dtype, end tokens and the types of linears are not in the architecture's keys: tensors and vocabulary tell them.
+    config = architecture.config(model)
+    matrices = {name: entry for name, entry in architecture.tensors(model) if len(entry.shape) == 2}
     types = {
         name.removesuffix(".weight"): entry.dtype
         for name, entry in matrices.items()
         if TYPES_BY_NAME[entry.dtype].bits and name != "model.embed_tokens.weight"
     }
-    made = {**config, "dtype": _dtype(matrices.values())}
-    made["eos_token_id"] = eos_token_ids(model.metadata)
+    config |= {"dtype": _dtype(matrices.values()), "eos_token_id": eos_token_ids(model.metadata)}
     if types:
-        made["quantization_config"] = {"quant_method": LAYOUT, "types": types}
-    return made
+        config["quantization_config"] = {"quant_method": LAYOUT, "types": types}
+    return config

@@ -10,7 +10,7 @@ import math
 import struct
 import sys
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,45 @@ class GgufHeader:
 
     metadata: Fields
     tensors: Mapping[str, TensorEntry]
+
+
+@dataclass(frozen=True)
+class GgufModel:
+    """The header of a whole model as an architecture reads it; `floats` reads a small F32 tensor.
+
+    `integer`, `number`, `text` and `has` take a key without the architecture's name in front.
+    """
+
+    metadata: Fields
+    tensors: Mapping[str, TensorEntry]
+    floats: Callable[[str], Sequence[float]]
+
+    @property
+    def architecture(self) -> str:
+        return self.metadata.text("general.architecture")
+
+    def key(self, name: str) -> str:
+        return f"{self.architecture}.{name}"
+
+    def integer(self, name: str, default: int | None = None, low: int = 0, high: int = 1 << 31) -> int:
+        """Read an integer; of an array with one value for each layer, the value that all layers must share."""
+        key = self.key(name)
+        value = self.metadata.values.get(key)
+        if value is None or isinstance(value, int | float | str):
+            return self.metadata.integer(key, default, low, high)
+        distinct = set(value)
+        if len(distinct) != 1:
+            raise self.metadata.fail(key, "differs from layer to layer, which is not supported")
+        return Fields({key: distinct.pop()}, self.metadata.source).integer(key, default, low, high)
+
+    def number(self, name: str, default: float | None = None, low: float = -1e12) -> float:
+        return self.metadata.number(self.key(name), default, low)
+
+    def text(self, name: str, default: str) -> str:
+        return self.metadata.text(self.key(name), default)
+
+    def has(self, name: str) -> bool:
+        return self.metadata.has(self.key(name))
 
 
 class _Cursor:

@@ -9,8 +9,7 @@ from gguf import GGMLQuantizationType, quants
 from gguf.constants import GGML_QUANT_SIZES
 from torch import Tensor
 
-from mycli.runtime.checkpoint.gguf.blocks import dequantize_blocks
-from mycli.runtime.checkpoint.gguf.packing import pack_rows
+from mycli.runtime.checkpoint.gguf.blocks import dequantize_blocks, pack_rows
 from mycli.runtime.checkpoint.gguf.types import QUANTIZED, READABLE_NAMES, TYPES, TYPES_BY_NAME, GgmlType
 from mycli.runtime.errors import ModelError
 from mycli.runtime.quantization.packed_weight import dequantize

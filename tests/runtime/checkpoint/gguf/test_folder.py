@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from gguf import GGMLQuantizationType, GGUFReader, quants
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
-from mycli.runtime.checkpoint.gguf.architectures import ARCHITECTURES
-from mycli.runtime.checkpoint.gguf.checkpoint import halves_order, pairs_order
+from mycli.runtime.checkpoint.gguf.architecture import PAIRED_Q, Architecture
+from mycli.runtime.checkpoint.gguf.architectures import architectures
+from mycli.runtime.checkpoint.gguf.checkpoint import file_order
 from mycli.runtime.checkpoint.gguf.folder import GgufFolder
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.loader import load_model
@@ -120,20 +122,20 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_tensor_names_are_the_librarys(arch: str) -> None:
+@pytest.mark.parametrize("architecture", list(architectures()), ids=lambda architecture: architecture.name)
+def test_tensor_names_are_the_librarys(architecture: Architecture) -> None:
     """gguf knows the name of every tensor that transformers has in a model of the architecture."""
-    entry = ARCHITECTURES[arch]
-    if entry.model_type not in CONFIG_MAPPING:
+    if architecture.model_type not in CONFIG_MAPPING:
         pytest.skip("transformers has no such model")
-    config = AutoConfig.for_model(entry.model_type, **{**SMALL, "num_hidden_layers": 2, **IDS})
+    config = AutoConfig.for_model(architecture.model_type, **{**SMALL, "num_hidden_layers": 2, **IDS})
     with torch.device("meta"):
         names = [name for name, _ in AutoModelForCausalLM.from_config(config).named_parameters()]
-    number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == arch)
+    number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture.name)
     library = gguf.get_tensor_name_map(number, 2)
     for name in names:
         expected = library.get_name(name, try_suffixes=(".weight", ".bias"))
-        assert entry.stored_name(name) == expected and entry.renamed(str(expected)) == name
+        place = architecture.place(name)
+        assert place is not None and place.name == expected and architecture.hf_name(place.name) == name
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
@@ -167,11 +169,12 @@ def test_weights_are_what_the_library_reads(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("rows", "heads"), [(8, 1), (8, 2), (24, 3), (64, 4)], ids=str)
-def test_orders_are_inverses(rows: int, heads: int) -> None:
-    there, back = pairs_order(rows, heads), halves_order(rows, heads)
-    assert torch.equal(there[back], torch.arange(rows))
+def test_rows_of_heads_are_paired_as_in_llama_cpp(rows: int, heads: int) -> None:
+    config = replace(open_model_folder(PICO).config, heads=heads, kv_heads=heads)
+    order = file_order(PAIRED_Q, config, rows)
+    assert torch.equal(order[order.argsort()], torch.arange(rows))
     rows_in_pairs = torch.arange(rows).view(heads, 2, -1).swapaxes(1, 2).reshape(-1)  # llama.cpp's permute
-    assert torch.equal(there, rows_in_pairs)
+    assert torch.equal(order, rows_in_pairs)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,274 @@
+"""The declaration of a GGUF architecture: tensor names, metadata keys and changes to weights, for reading and writing.
+
+`architectures/` has one declaration per file. Names and changes are those of llama.cpp's conversion/. What is read
+becomes a config.json, which the family's own reader accepts or refuses. Imports no torch.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from mycli.runtime.checkpoint.gguf.header import GgufModel
+from mycli.runtime.checkpoint.gguf.rope import ROPE_TENSORS, read_rope, rope_keys
+from mycli.runtime.checkpoint.safetensors_header import TensorEntry, damaged
+from mycli.runtime.errors import ModelError
+from mycli.runtime.models.config import MAX_LAYERS, ModelConfig
+
+if TYPE_CHECKING:  # `show` and `list` read configs without torch
+    from torch import Tensor
+
+Config = dict[str, Any]  # of config.json
+_EXPERT = "{expert}"
+_MAX_EXPERTS = 4096  # of a layer: bounds what a stack is split into; published models have up to 512
+
+
+@dataclass(frozen=True)
+class RowOrder:
+    """The rows of a weight viewed as `shape(config)`, and the order of these axes in the file."""
+
+    shape: Callable[[ModelConfig], tuple[int, ...]]
+    axes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ValueChange:
+    """A change to every value of a tensor: what the file stores, and its inverse. Both take and return fp32."""
+
+    store: "Callable[[Tensor], Tensor]"
+    load: "Callable[[Tensor], Tensor]"
+
+
+@dataclass(frozen=True)
+class TensorRule:
+    """The Hugging Face name of a tensor (in a layer: after model.layers.N), and what its GGUF form differs in.
+
+    A name with {expert} stands for all experts: GGUF stacks them in one tensor [experts, rows, columns]. `suffixes`:
+    endings of GGUF names, with those of Hugging Face.
+    """
+
+    name: str
+    row_order: RowOrder | None = None
+    change: ValueChange | None = None
+    suffixes: Mapping[str, str] = field(default_factory=lambda: {".weight": ".weight", ".bias": ".bias"})
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the file stores a tensor: the GGUF name, the rule it follows, and its index in a stack of experts."""
+
+    name: str
+    rule: TensorRule
+    expert: int | None = None
+
+
+@dataclass(frozen=True)
+class Key:
+    """A metadata key, without the architecture's name in front, and the config.json field of the same meaning.
+
+    A missing key has the value `default`; None leaves the field out, unless `required`, and so does the integer 0,
+    which stands for "none" in GGUF. The key is read only if `applies` to the config read so far, and written only if
+    `write` says with which value.
+    """
+
+    name: str
+    field: str
+    kind: type[int] | type[float] = int
+    default: int | float | None = None
+    required: bool = False
+    applies: Callable[[Config], bool] = lambda config: True
+    write: Callable[[ModelConfig], Any] | None = None
+
+    def read(self, model: GgufModel, config: Config) -> Config:
+        if not self.applies(config) or (not model.has(self.name) and self.default is None and not self.required):
+            return {}
+        if self.kind is float:
+            return {self.field: model.number(self.name, self.default)}
+        value = model.integer(self.name, None if self.default is None else int(self.default))
+        return {self.field: value} if value or self.required else {}
+
+
+# Rows of q and k of a head are rotated in pairs: llama.cpp's "norm" rope takes neighbours (2 i, 2 i + 1), Hugging Face
+# halves of a head (i, i + dim / 2), so converters reorder the rows of architectures that use it.
+PAIRED_Q = RowOrder(lambda config: (config.heads, 2, -1), (0, 2, 1))
+PAIRED_K = RowOrder(lambda config: (config.kv_heads, 2, -1), (0, 2, 1))
+# Gemma multiplies by 1 + gain; llama.cpp's RMSNorm multiplies by the stored value.
+GAIN_PLUS_ONE = ValueChange(store=lambda gain: gain + 1.0, load=lambda stored: stored - 1.0)
+
+MODEL_TENSORS = {
+    "token_embd": TensorRule("model.embed_tokens"),
+    "output_norm": TensorRule("model.norm"),
+    "output": TensorRule("lm_head"),
+}
+LLAMA_TENSORS = {
+    "attn_norm": TensorRule("input_layernorm"),
+    "attn_q": TensorRule("self_attn.q_proj"),
+    "attn_k": TensorRule("self_attn.k_proj"),
+    "attn_v": TensorRule("self_attn.v_proj"),
+    "attn_qkv": TensorRule("self_attn.qkv_proj"),
+    "attn_output": TensorRule("self_attn.o_proj"),
+    "attn_q_norm": TensorRule("self_attn.q_norm"),
+    "attn_k_norm": TensorRule("self_attn.k_norm"),
+    "ffn_norm": TensorRule("post_attention_layernorm"),
+    "ffn_gate": TensorRule("mlp.gate_proj"),
+    "ffn_up": TensorRule("mlp.up_proj"),
+    "ffn_down": TensorRule("mlp.down_proj"),
+}
+PAIRED_TENSORS = {
+    **LLAMA_TENSORS,
+    "attn_q": TensorRule("self_attn.q_proj", PAIRED_Q),
+    "attn_k": TensorRule("self_attn.k_proj", PAIRED_K),
+}
+
+
+def linear_biases(model: GgufModel, config: Config) -> Config:
+    """Return the config fields that say which linears have biases: GGUF has no key, the tensors tell."""
+    names = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_up.bias"}
+    return {name: bias in model.tensors for name, bias in names.items()}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One architecture of llama.cpp, as GGUF files name it in general.architecture.
+
+    `model_type`: the family its files are read as; `written_types`: the families that export writes. `layer_tensors`
+    and `model_tensors`: rules by GGUF name, without "blk.N." and suffix. `keys`: what only this architecture has, and
+    the sliding window. `slides`: whether a layer has that window, where not all have it. `read_config` and
+    `write_keys` return what no rule expresses.
+    """
+
+    name: str
+    model_type: str
+    written_types: tuple[str, ...] = ()
+    layer_tensors: Mapping[str, TensorRule] = field(default_factory=lambda: LLAMA_TENSORS)
+    model_tensors: Mapping[str, TensorRule] = field(default_factory=lambda: MODEL_TENSORS)
+    keys: tuple[Key, ...] = ()
+    slides: Callable[[int], bool] | None = None
+    read_config: Callable[[GgufModel, Config], Config] = lambda model, config: {}
+    write_keys: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
+
+    @cached_property
+    def _rules(self) -> dict[str, tuple[str, TensorRule]]:
+        """Hugging Face name and rule by GGUF name, both with {layer}."""
+        layers = {
+            f"blk.{{layer}}.{name}": (f"model.layers.{{layer}}.{rule.name}", rule)
+            for name, rule in self.layer_tensors.items()
+        }
+        model = {name: (rule.name, rule) for name, rule in self.model_tensors.items()}
+        return {
+            f"{stored}{ending}": (f"{name}{rule.suffixes[ending]}", rule)
+            for stored, (name, rule) in {**model, **layers}.items()
+            for ending in rule.suffixes
+        }
+
+    @cached_property
+    def _stored_names(self) -> dict[str, str]:
+        return {name: stored for stored, (name, _) in self._rules.items()}
+
+    def hf_name(self, stored: str) -> str | None:
+        """Return the Hugging Face name of a GGUF tensor, with {expert} for a stack; None if it has no rule."""
+        layer = re.match(r"blk\.(\d{1,4})\.", stored)
+        pattern = stored if layer is None else f"blk.{{layer}}.{stored[layer.end() :]}"
+        if pattern not in self._rules or (layer is None and "{layer}" in pattern):
+            return None
+        name, _ = self._rules[pattern]
+        return name if layer is None else name.replace("{layer}", str(int(layer[1])))
+
+    def place(self, name: str) -> Place | None:
+        """Return where the tensor with this Hugging Face name is stored; None if the architecture lacks it."""
+        layer, expert = re.match(r"model\.layers\.(\d+)\.", name), re.search(r"\.experts\.(\d+)\.", name)
+        pattern = name if layer is None else f"model.layers.{{layer}}.{name[layer.end() :]}"
+        if expert is not None:
+            pattern = re.sub(r"\.experts\.\d+\.", f".experts.{_EXPERT}.", pattern)
+        stored = self._stored_names.get(pattern)
+        if stored is None:
+            return None
+        rule = self._rules[stored][1]
+        if layer is not None:
+            stored = stored.replace("{layer}", layer[1])
+        return Place(stored, rule, None if expert is None else int(expert[1]))
+
+    def tensors(self, model: GgufModel) -> Iterator[tuple[str, TensorEntry]]:
+        """Yield Hugging Face name and place of every tensor of the model. Raises ModelError for one without a rule."""
+        for stored, entry in model.tensors.items():
+            if stored in ROPE_TENSORS:
+                continue
+            name = self.hf_name(stored)
+            if name is None:
+                raise ModelError(
+                    f"{entry.file}: {stored} is not a tensor of the architecture {self.name}",
+                    "the model may be of a kind that is not supported, or the file is damaged",
+                )
+            if _EXPERT not in name:
+                yield name, entry
+                continue
+            experts = model.integer("expert_count", 0, high=_MAX_EXPERTS)
+            if len(entry.shape) < 2 or entry.shape[0] != experts:
+                raise damaged(f"{entry.file}: {stored} has shape {list(entry.shape)}, expected {experts} experts first")
+            for expert, part in enumerate(entry.split([stored] * experts)):
+                yield name.replace(_EXPERT, str(expert)), part
+
+    def config(self, model: GgufModel) -> Config:
+        """Return the config.json of a file, without its quantization. Raises ModelError naming the key at fault."""
+        embedding = model.tensors.get("token_embd.weight")
+        if embedding is None or len(embedding.shape) != 2:
+            raise model.metadata.fail("general.architecture", "is given, but there is no matrix token_embd.weight")
+        heads, hidden = model.integer("attention.head_count", low=1), model.integer("embedding_length", low=1)
+        head_dim = model.integer("attention.key_length", max(1, hidden // heads), low=1)
+        if model.integer("attention.value_length", head_dim) != head_dim:
+            raise model.metadata.fail(model.key("attention.value_length"), "differs from key_length")
+        config: Config = {
+            "model_type": self.model_type,
+            "hidden_size": hidden,
+            "num_hidden_layers": model.integer("block_count", low=1, high=MAX_LAYERS),
+            "num_attention_heads": heads,
+            "num_key_value_heads": model.integer("attention.head_count_kv", heads, low=1),
+            "head_dim": head_dim,
+            "intermediate_size": model.integer("feed_forward_length", low=1),
+            "vocab_size": embedding.shape[0],
+            "max_position_embeddings": model.integer("context_length", low=1),
+            "rms_norm_eps": model.number("attention.layer_norm_rms_epsilon"),
+            "rope_parameters": read_rope(model, head_dim),
+            "tie_word_embeddings": "output.weight" not in model.tensors,
+            "hidden_act": "silu",
+        }
+        if "partial_rotary_factor" in config["rope_parameters"]:
+            config["partial_rotary_factor"] = config["rope_parameters"]["partial_rotary_factor"]
+        # Families without experts refuse the field, so a mixture is never read as a dense model.
+        if model.integer("expert_count", 0):
+            config["num_experts"] = model.integer("expert_count")
+        if model.integer("attention.sliding_window", 0) and "sliding_window" not in {key.field for key in self.keys}:
+            raise model.metadata.fail(model.key("attention.sliding_window"), f"is not supported for {self.name}")
+        config |= self.read_config(model, config)
+        for key in self.keys:
+            config |= key.read(model, config)
+        if self.slides is not None:
+            kinds = ("full_attention", "sliding_attention")
+            config["layer_types"] = [kinds[self.slides(index)] for index in range(config["num_hidden_layers"])]
+        return config
+
+    def metadata(self, config: ModelConfig) -> dict[str, Any]:
+        """Return the keys of a model under the architecture's name. Raises ModelError for what llama.cpp lacks."""
+        writes_window = any(key.field == "sliding_window" and key.write is not None for key in self.keys)
+        windows = set(config.windows) or {None}
+        if windows != {None} and (not writes_window or len(windows) > 1):
+            raise ModelError(
+                f"config.json: sliding_window cannot be written as GGUF: llama.cpp lacks it for {self.name}", ""
+            )
+        keys: dict[str, Any] = {
+            "context_length": config.max_context,
+            "embedding_length": config.hidden_size,
+            "block_count": config.layers,
+            "feed_forward_length": config.intermediate_size,
+            "attention.head_count": config.heads,
+            "attention.head_count_kv": config.kv_heads,
+            "attention.key_length": config.head_dim,
+            "attention.value_length": config.head_dim,
+            "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+            "vocab_size": config.vocab_size,
+            **rope_keys(config),
+            **{key.name: key.write(config) for key in self.keys if key.write is not None},
+            **self.write_keys(config),
+        }
+        return {f"{self.name}.{name}": value for name, value in keys.items()}

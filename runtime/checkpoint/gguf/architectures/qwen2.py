@@ -1,0 +1,5 @@
+"""Qwen2 and Qwen2.5: Llama with biases on q, k and v, and rows as Hugging Face has them."""
+
+from mycli.runtime.checkpoint.gguf.architecture import Architecture
+
+ARCHITECTURE = Architecture(name="qwen2", model_type="qwen2", written_types=("qwen2",))

@@ -1,0 +1,7 @@
+"""SmolLM3: Llama without rotation in every fourth layer."""
+
+from mycli.runtime.checkpoint.gguf.architecture import PAIRED_TENSORS, Architecture, linear_biases
+
+ARCHITECTURE = Architecture(
+    name="smollm3", model_type="smollm3", layer_tensors=PAIRED_TENSORS, read_config=linear_biases
+)

@@ -1,0 +1,103 @@
+"""The rotary embedding of a model as GGUF keys and tensors, read and written.
+
+Follows llama.cpp's conversion/: scaling has keys, except for Llama 3.1 and longrope, whose frequency factors are F32
+tensors. Imports no torch.
+"""
+
+import math
+from functools import partial
+from typing import Any
+
+from mycli.runtime.checkpoint.gguf.header import GgufModel
+from mycli.runtime.errors import ModelError
+from mycli.runtime.models.config import ModelConfig
+
+ROPE_FREQS, _ROPE_LONG, _ROPE_SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
+ROPE_TENSORS = (ROPE_FREQS, _ROPE_LONG, _ROPE_SHORT)  # they become part of the config
+
+
+def llama3_factors(head_dim: int, theta: float, factor: float, low: float, high: float, original: int) -> list[float]:
+    """The divisor of each rotary frequency of Llama 3.1 and later: 1 for short waves, `factor` for long ones."""
+    factors = []
+    for index in range(0, head_dim, 2):
+        wavelength = 2 * math.pi * theta ** (index / head_dim)
+        smooth = (original / wavelength - low) / (high - low)
+        factors.append(1 / ((1 - min(max(smooth, 0.0), 1.0)) / factor + min(max(smooth, 0.0), 1.0)))
+    return factors
+
+
+def read_rope(model: GgufModel, head_dim: int) -> dict[str, Any]:
+    """Return `rope_parameters` of config.json. Raises ModelError for a scaling that is not supported."""
+    theta = model.number("rope.freq_base", 10000.0, low=1e-6)
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
+    kind = model.text("rope.scaling.type", "none")
+    if kind == "linear":
+        rope |= {"rope_type": "linear", "factor": model.number("rope.scaling.factor")}
+    elif kind == "yarn":
+        rope |= {"rope_type": "yarn", "factor": model.number("rope.scaling.factor")}
+        rope["original_max_position_embeddings"] = model.integer("rope.scaling.original_context_length")
+        for key, name in (
+            ("yarn_attn_factor", "attention_factor"),
+            ("yarn_beta_fast", "beta_fast"),
+            ("yarn_beta_slow", "beta_slow"),
+        ):
+            if model.has(f"rope.scaling.{key}"):
+                rope[name] = model.number(f"rope.scaling.{key}")
+    elif kind not in ("none", "longrope"):
+        raise model.metadata.fail(model.key("rope.scaling.type"), f"{kind!r} is not supported")
+    if ROPE_FREQS in model.tensors:
+        rope |= _read_llama3(model, head_dim, theta)
+    if _ROPE_LONG in model.tensors:
+        rope |= {"rope_type": "longrope", "long_factor": list(model.floats(_ROPE_LONG))}
+        rope["short_factor"] = list(model.floats(_ROPE_SHORT))
+    rotary_dim = model.integer("rope.dimension_count", head_dim)
+    if rotary_dim != head_dim:
+        rope["partial_rotary_factor"] = rotary_dim / head_dim
+    return rope
+
+
+def _read_llama3(model: GgufModel, head_dim: int, theta: float) -> dict[str, Any]:
+    # A file holds the factors, not the parameters that they were computed from. All published models have factors 1
+    # and 4 for the low and high frequencies and a power of two as original context, so those are tried.
+    stored = model.floats(ROPE_FREQS)
+    factor = max(stored, default=1.0)
+    for original in (1 << power for power in range(3, 24)) if factor > 0 else ():
+        expected = llama3_factors(head_dim, theta, factor, 1.0, 4.0, original)
+        if len(expected) == len(stored) and all(map(partial(math.isclose, rel_tol=1e-4), expected, stored)):
+            scaling = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+            return {"rope_type": "llama3", "original_max_position_embeddings": original, **scaling}
+    raise ModelError(
+        f"{model.metadata.source}: {ROPE_FREQS} holds frequency factors that are not Llama 3's",
+        "use the repository that holds safetensors files",
+    )
+
+
+def rope_keys(config: ModelConfig) -> dict[str, Any]:
+    """Return the `rope.*` keys of a model. Raises ModelError for a scaling that llama.cpp does not compute."""
+    rope = config.rope_scaling
+    keys: dict[str, Any] = {"rope.dimension_count": config.head_dim, "rope.freq_base": float(config.rope_theta)}
+    if rope.kind in ("default", "llama3"):  # Llama 3's factors are a tensor
+        return keys
+    if rope.kind not in ("linear", "yarn"):
+        raise ModelError(f"config.json: rope_type {rope.kind!r} cannot be written as GGUF: llama.cpp lacks it", "")
+    keys |= {"rope.scaling.type": rope.kind, "rope.scaling.factor": float(rope.factor)}
+    if rope.kind == "yarn":
+        keys["rope.scaling.original_context_length"] = rope.original_context
+        keys["rope.scaling.yarn_beta_fast"] = float(rope.beta_fast)
+        keys["rope.scaling.yarn_beta_slow"] = float(rope.beta_slow)
+    return keys
+
+
+def rope_factors(config: ModelConfig) -> list[float]:
+    """Return the values of the tensor `ROPE_FREQS`; an empty list for a model without it."""
+    rope = config.rope_scaling
+    if rope.kind != "llama3":
+        return []
+    return llama3_factors(
+        config.head_dim,
+        config.rope_theta,
+        rope.factor,
+        rope.low_freq_factor,
+        rope.high_freq_factor,
+        rope.original_context,
+    )
