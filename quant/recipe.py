@@ -126,7 +126,7 @@ class Recipe:
 
         Raises UsageError if the group size does not divide the inputs of one, or for quantizing a tied head.
         """
-        groups = [group for layer in range(config.layers) for group in config.block_linears(layer).values()]
+        groups = [group for layer in range(config.layers) for group in config.layer(layer).products().values()]
         widths = self.widths or (self.bits,) * len(groups)
         linears = [(linear, bits) for bits, group in zip(widths, groups, strict=True) for linear in group]
         if self.head != "keep":

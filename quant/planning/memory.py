@@ -179,7 +179,7 @@ def _tuning(work: QuantizationWork) -> tuple[int, int]:
     scaled = sum(
         packing.groups(linear.in_features) * linear.out_features
         for layer in range(config.layers)
-        for group in config.block_linears(layer).values()
+        for group in config.layer(layer).products().values()
         for linear in group
         if (packing := work.packings.get(linear.name)) is not None
     )

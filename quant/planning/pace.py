@@ -100,7 +100,7 @@ def _solving(work: QuantizationPlan, placement: Placement) -> float:
     )
     total = 0.0
     for index in range(work.config.layers):
-        for group in work.config.block_linears(index).values():
+        for group in work.config.layer(index).products().values():
             columns, rows = group[0].in_features, sum(each.out_features for each in group)
             # Beyond what a solver does: the aim at the original's outputs, and the errors of the outputs.
             total += work.recipe.samples * work.seq * columns**2 * observing + solving * _solved(rows, columns, 31, 3.7)

@@ -124,7 +124,7 @@ class Manifest:
     def _check_fused(self, config: ModelConfig, packings: Mapping[str, Packing]) -> None:
         """Dense linears that share an input become one product, so their weights must be of one dtype."""
         for layer in range(config.layers):
-            for linears in config.block_linears(layer).values():
+            for linears in config.layer(layer).products().values():
                 names = [f"{linear.name}.weight" for linear in linears if linear.name not in packings]
                 for other in (self.tensors[name] for name in names[1:]):
                     first = self.tensors[names[0]]

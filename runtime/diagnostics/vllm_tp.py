@@ -85,7 +85,7 @@ def obstacles(config: ModelConfig, packings: Mapping[str, Packing], ranks: int) 
     counted: dict[tuple[str, str], int] = {}
     for layer in range(config.layers):
         size = config.layer(layer).mlp.size
-        for key, specs in config.block_linears(layer).items():
+        for key, specs in config.layer(layer).products().items():
             name = "+".join(spec.name.rpartition(".")[2] for spec in specs)
             for problem in _set_problems(config, key.rpartition(".")[2], specs, size, packings, ranks):
                 counted[name, problem] = counted.get((name, problem), 0) + 1

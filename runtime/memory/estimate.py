@@ -137,7 +137,7 @@ def dequantization_bytes(plan: MemoryPlan) -> int:
         return 0
     largest = 0
     for layer in range(plan.config.layers):
-        for group in plan.config.block_linears(layer).values():
+        for group in plan.config.layer(layer).products().values():
             packed = [spec for spec in group if spec.name in plan.packings]
             largest = max(largest, sum(spec.out_features * spec.in_features for spec in packed))
     return (largest if plan.gpu else min(largest, TABLE_PART)) * plan.value_bytes

@@ -34,7 +34,7 @@ class PackingScheme:
         """
         result: dict[str, Packing] = {}
         for layer in range(config.layers if self.packing else 0):
-            for spec in (spec for group in config.block_linears(layer).values() for spec in group):
+            for spec in (spec for group in config.layer(layer).products().values() for spec in group):
                 result[spec.name] = _checked(self.packing, spec.name, spec.in_features)
         if self.head and config.tie_embeddings:
             raise UsageError("the head of this model is its embedding, which is kept", code="keep-head")

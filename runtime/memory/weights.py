@@ -59,7 +59,7 @@ def shadow_bytes(plan: MemoryPlan) -> int:
     """The packed linears of the blocks once more, dense; of those that share an input all or none."""
     if not plan.shadow:
         return 0
-    groups = (group for layer in range(plan.config.layers) for group in plan.config.block_linears(layer).values())
+    groups = (group for layer in range(plan.config.layers) for group in plan.config.layer(layer).products().values())
     packed = (group for group in groups if all(spec.name in plan.packings for spec in group))
     return sum(spec.out_features * spec.in_features for group in packed for spec in group) * plan.value_bytes
 

@@ -1,12 +1,12 @@
-"""What a model is, as numbers: the one frozen description that every part reads by field name.
+"""The frozen description of a model that every other part reads: sizes, layers, names and shapes of tensors.
 
-Knows the shape of every tensor of the decoder families supported here, and how config.json reaches the family that
-reads it. Does not import torch, and does not know where a file lies or which tensors are quantized.
+Independent of files, quantization and torch.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Literal
 
 from mycli.runtime.errors import ModelError
@@ -24,14 +24,14 @@ from mycli.runtime.models.part_spec import (
 )
 from mycli.runtime.utils.dtypes import Dtype
 
-KvDtype = Literal["auto", "bf16", "int8", "int4"]  # how the cache holds keys and values; auto: as they are computed
+KvDtype = Literal["auto", "bf16", "int8", "int4"]  # dtype of the KV cache; auto: the dtype of activations
 
 MAX_LAYERS = 4096
-MAX_ELEMENTS = 1 << 40  # of one tensor; beyond it a config is a mistake or an attack
+MAX_ELEMENTS = 1 << 40  # per tensor; a config that asks for more is damaged or an attack
 
 
 def llama_layer(config: "ModelConfig", index: int) -> LayerSpec:
-    """A layer of the Llama kind: a norm before each part, q, k, v, gate and up each a tensor of its own."""
+    """Return a Llama layer: pre-norms; q, k, v, gate and up are separate tensors. Families replace what differs."""
     hidden, inner = config.hidden_size, config.intermediate_size
     query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
     prefix = f"model.layers.{index}"
@@ -72,17 +72,17 @@ def llama_layer(config: "ModelConfig", index: int) -> LayerSpec:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer: what its layers are made of, and what stands before and behind them.
+    """A decoder-only transformer.
 
-    `declare` is the family's: what each layer is made of, from the fields here. `rope_theta`, `rope`, `rotary_dim`
-    (None: all of a head) and `interleaved` say how heads are turned; where layers differ, `rotations` does, one for
-    each layer, None for none. `norm_offset`: added to every stored gain. Embeddings are multiplied by
-    `embedding_scale`, rounded to the dtype of activations first if `rounds_scale`; logits by `logit_scale`, and a
-    `logit_softcap` c then makes them c tanh(. / c). `per_layer_width`: values that each layer is told of a token by a
-    table of `per_layer_vocab` rows, 0 where layers are told nothing. `final_norm` names the norm after the last layer.
-
-    `predict` makes the config of the head that predicts one token further, where the family has one: a model of one
-    layer that `joins` two inputs, and has the vocabulary of the other model; `runtime.speculative` runs it.
+    rope_theta, rope_scaling, rotary_dim (None: head_dim), interleaved: the rotary embedding of all layers;
+        `layer_ropes` replaces them where layers differ, one entry per layer, None for no rotation.
+    norm_offset: added to every stored norm weight (1 in Gemma). layer_norm: norms subtract the mean first.
+    embedding_scale: multiplies embeddings; `round_embedding_scale`: rounded to the activation dtype first.
+    logit_scale multiplies logits; logit_softcap c: logits become c tanh(logit / c) afterwards.
+    per_layer_width, per_layer_vocab: columns per layer and rows of the table of per-layer inputs (Gemma 4); 0: none.
+    build_layer: returns the layer of an index, made from the fields here; each family has its own or `llama_layer`.
+    build_mtp: returns the config of the multi-token prediction (MTP) head where the family has one: one layer
+        (`is_mtp`) whose input is a projection of embedding and hidden state, with this model's embedding and head.
     """
 
     model_type: str
@@ -103,7 +103,7 @@ class ModelConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    windows: tuple[int | None, ...] = ()  # sliding window per layer; empty: none anywhere
+    windows: tuple[int | None, ...] = ()  # sliding window of each layer in tokens; empty: none has one
     eos: tuple[int, ...] = ()
     bos: int | None = None
     build_layer: Callable[["ModelConfig", int], LayerSpec] = llama_layer
@@ -112,7 +112,7 @@ class ModelConfig:
     interleaved: bool = False
     layer_ropes: tuple[RopeSpec | None, ...] = ()
     norm_offset: float = 0.0
-    layer_norm: bool = False  # norms take the mean away first
+    layer_norm: bool = False
     attention_scale: float | None = None
     attention_softcap: float | None = None
     residual_scale: float = 1.0
@@ -130,59 +130,51 @@ class ModelConfig:
         for attention in self.attentions:
             _check_attention(attention)
         for name, shape in self.tensors():
-            elements = 1
-            for size in shape:
-                elements *= size
-            if elements > MAX_ELEMENTS:
-                raise ModelError(f"config.json: {name} would have {elements} elements", "the file may be damaged")
+            if prod(shape) > MAX_ELEMENTS:
+                raise ModelError(f"config.json: {name} would have {prod(shape)} elements", "the file may be damaged")
 
     def window(self, layer: int) -> int | None:
-        """The sliding window of `layer` in tokens (a query sees itself and window - 1 before it), None for all."""
+        """Return the number of tokens that a query of `layer` sees, itself included; None for all."""
         return self.windows[layer] if self.windows else None
 
     def layer_rope(self, layer: int) -> RopeSpec | None:
-        """How `layer` turns queries and keys; None where it does not."""
+        """Return the rotary embedding of `layer`; None where it has none."""
         if self.layer_ropes:
             return self.layer_ropes[layer]
         return RopeSpec(self.rope_theta, self.rotary_dim or self.head_dim, self.rope_scaling, self.interleaved)
 
     def norm_spec(self, name: str | None, size: int | None = None) -> NormSpec:
-        """A norm of the model's kind over `size` values, None for the residual stream."""
+        """Return a norm of the model's kind over `size` values, by default hidden_size."""
         return NormSpec(name, size or self.hidden_size, self.rms_norm_eps, self.norm_offset, self.layer_norm)
 
     @cached_property
     def layer_specs(self) -> tuple[LayerSpec, ...]:
-        """What every layer is made of."""
         return tuple(self.build_layer(self, index) for index in range(self.layers))
 
     @cached_property
     def mtp(self) -> "ModelConfig | None":
-        """The head that predicts one token further, where the family has one."""
+        """The config of the multi-token prediction head; None where the family has none."""
         return None if self.build_mtp is None else self.build_mtp(self)
 
     @cached_property
     def attentions(self) -> tuple[AttentionSpec, ...]:
-        """Of the layers that attend, in order."""
         return tuple(layer.attention for layer in self.layer_specs if layer.recurrent is None)
 
     @cached_property
     def has_recurrent(self) -> bool:
-        """Whether layers keep a state."""
         return len(self.attentions) < self.layers
 
     @cached_property
     def distinct_windows(self) -> frozenset[int | None]:
-        """The kinds of windows that layers have."""
         return frozenset(attention.window for attention in self.attentions)
 
     @cached_property
     def distinct_ropes(self) -> tuple[RopeSpec, ...]:
-        """The kinds of rotation that layers have."""
-        found = (attention.rope for attention in self.attentions)
-        return tuple(dict.fromkeys(rope for rope in found if rope is not None))
+        ropes = (attention.rope for attention in self.attentions)
+        return tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
 
     def kv_shape(self, layer: int) -> tuple[int, int]:
-        """Key heads, and values of each, that `layer` keeps of a token; no heads where it keeps none."""
+        """Return (heads, head_dim) of the keys that `layer` caches per token; 0 heads where it caches none."""
         if self.layer(layer).recurrent is not None:
             return 0, self.head_dim
         spec = self.layer(layer).attention
@@ -190,30 +182,25 @@ class ModelConfig:
 
     @cached_property
     def has_side_inputs(self) -> bool:
-        """Whether layers read more than the residual stream: what they are told, or what another layer lends."""
+        """Whether layers read more than the residual stream: per-layer inputs, or keys and values of another layer."""
         return self.per_layer_width > 0 or any(attention.kv_shared for attention in self.attentions)
 
     @cached_property
     def ignored_prefixes(self) -> tuple[str, ...]:
-        """How the names of tensors begin that files may hold though nothing reads them."""
+        """Prefixes of tensor names that checkpoints may contain and nothing reads."""
         return tuple(prefix for layer in self.layer_specs for prefix in layer.ignored_prefixes)
 
     @cached_property
     def stacked_tensors(self) -> dict[str, tuple[str, ...]]:
-        """The tensors that files may have for those of all experts of a layer, with their parts in order."""
+        """Names of checkpoint tensors that stack all experts of a layer, each with its parts in order."""
         mixtures = (layer.mlp for layer in self.layer_specs if isinstance(layer.mlp, ExpertsSpec))
         return {stack.name: stack.parts for mixture in mixtures for stack in mixture.stacks}
 
     def layer(self, index: int) -> LayerSpec:
-        """What layer `index` is made of."""
         return self.layer_specs[index]
 
-    def block_linears(self, layer: int) -> dict[str, tuple[LinearSpec, ...]]:
-        """The linears of one block by the product they are part of, in order of execution."""
-        return self.layer(layer).products()
-
     def linears(self) -> Iterator[LinearSpec]:
-        """Every linear that may be stored quantized, in order of execution; the head too, unless it is tied."""
+        """Yield every linear that may be quantized, in order of execution; the head too, unless it is tied."""
         for index in range(self.layers):
             for linears in self.layer(index).products().values():
                 yield from linears
@@ -221,47 +208,45 @@ class ModelConfig:
             yield self.head()
 
     def mtp_inputs(self) -> tuple[NormSpec, NormSpec, LinearSpec]:
-        """Of a model that joins two inputs: the norms of embedding and hidden state, and what makes one of the two."""
-        join = LinearSpec("fc", self.hidden_size, 2 * self.hidden_size)
-        return self.norm_spec("pre_fc_norm_embedding"), self.norm_spec("pre_fc_norm_hidden"), join
+        """Return the MTP head's norms of embedding and hidden state, and the projection of both to one input."""
+        projection = LinearSpec("fc", self.hidden_size, 2 * self.hidden_size)
+        return self.norm_spec("pre_fc_norm_embedding"), self.norm_spec("pre_fc_norm_hidden"), projection
 
     def norms(self) -> tuple[NormSpec, ...]:
-        """The norms outside of layers."""
-        told = (self.per_layer_norm(),) if self.per_layer_width else ()
-        return (self.norm(), *told, *(self.mtp_inputs()[:2] if self.is_mtp else ()))
+        """Return the norms outside of layers."""
+        per_layer = (self.per_layer_norm(),) if self.per_layer_width else ()
+        return (self.norm(), *per_layer, *(self.mtp_inputs()[:2] if self.is_mtp else ()))
 
     def norm(self) -> NormSpec:
-        """The norm after the last layer."""
         return self.norm_spec(self.final_norm)
 
     def per_layer_linears(self) -> tuple[LinearSpec, ...]:
-        """What lies in memory of what layers are told: a table and a projection, or nothing."""
+        """Return the linears that compute per-layer inputs, none where layers have no such inputs."""
         return (self.per_layer_table(), self.per_layer_projection()) if self.per_layer_width else ()
 
     def per_layer_table(self) -> LinearSpec:
-        """What all layers are told of each token, side by side: a table, seen as a linear."""
+        """Return the table of per-layer inputs, one row per token with all layers side by side, as a linear."""
         return LinearSpec("model.embed_tokens_per_layer", self.per_layer_vocab, self.layers * self.per_layer_width)
 
     def per_layer_projection(self) -> LinearSpec:
-        """What is told beside, of the embedding."""
+        """Return the projection of the token embedding that is added to the table's row."""
         width = self.layers * self.per_layer_width
         return LinearSpec("model.per_layer_model_projection", width, self.hidden_size)
 
     def per_layer_norm(self) -> NormSpec:
-        """The norm of what is told of the embedding, layer by layer."""
         return self.norm_spec("model.per_layer_projection_norm", self.per_layer_width)
 
     def head(self) -> LinearSpec:
-        """The output projection; with tied embeddings its weight is `model.embed_tokens.weight`."""
+        """Return the output projection; with tied embeddings its weight is `model.embed_tokens.weight`."""
         return LinearSpec("lm_head", self.vocab_size, self.hidden_size)
 
     def tensors(self) -> Iterator[tuple[str, Shape]]:
-        """Names and shapes of all tensors of the unquantized model, as the family's checkpoints store them."""
+        """Yield name and shape of each tensor of the unquantized model, as the family's checkpoints store them."""
         if self.is_mtp:
-            *norms, join = self.mtp_inputs()
+            *norms, projection = self.mtp_inputs()
             for norm in norms:
                 yield norm.tensor, (norm.size,)
-            yield f"{join.name}.weight", (join.out_features, join.in_features)
+            yield f"{projection.name}.weight", (projection.out_features, projection.in_features)
         else:
             yield "model.embed_tokens.weight", (self.vocab_size, self.hidden_size)
         for linear in self.per_layer_linears():
@@ -275,17 +260,11 @@ class ModelConfig:
             yield "lm_head.weight", (self.vocab_size, self.hidden_size)
 
     def parameters(self) -> int:
-        """How many numbers the unquantized model holds."""
-        total = 0
-        for _, shape in self.tensors():
-            elements = 1
-            for size in shape:
-                elements *= size
-            total += elements
-        return total
+        """Return the number of parameters of the unquantized model."""
+        return sum(prod(shape) for _, shape in self.tensors())
 
     def active_parameters(self) -> int:
-        """Of `parameters` those that one token meets: without the experts that it does not go through."""
+        """Return the number of parameters that one token uses: without the experts that it is not routed to."""
         mixtures = [spec.mlp for spec in self.layer_specs if isinstance(spec.mlp, ExpertsSpec)]
         return self.parameters() - sum(mixture.inactive_experts * mixture.parameters_per_expert for mixture in mixtures)
 
@@ -297,7 +276,7 @@ def _check_attention(spec: AttentionSpec) -> None:
             "the file may be damaged",
         )
     if spec.head_dim % 2 or (spec.rope is not None and spec.rope.dim % 2):
-        raise ModelError(f"config.json: head_dim {spec.head_dim} is odd; rotary positions need pairs", "")
+        raise ModelError(f"config.json: head_dim {spec.head_dim} is odd; rotary embedding rotates pairs of values", "")
     if spec.rope is not None and spec.rope.scaling.kind == "longrope":
         for key, factors in (
             ("short_factor", spec.rope.scaling.short_factors),

@@ -1,7 +1,4 @@
-"""Experts in place of a layer's MLP: what most families have in common, from the fields of their configs.
-
-A family says how many there are, how they are chosen and what their tensors are called. Does not import torch.
-"""
+"""Builds layers with experts: what most families have in common, by the fields of their configs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -9,16 +6,16 @@ from dataclasses import dataclass, replace
 from mycli.runtime.models.config import ModelConfig, llama_layer
 from mycli.runtime.models.experts_spec import ExpertsSpec, RoutingSpec, SharedExpertSpec, StackSpec
 from mycli.runtime.models.layer_spec import LayerSpec
-from mycli.runtime.models.part_spec import LinearSpec, MlpSpec, Shape
+from mycli.runtime.models.part_spec import LinearSpec, MlpSpec
 from mycli.runtime.utils.json_fields import Fields
 
-EXPERT_KEYS = ("num_experts", "num_local_experts")  # those of `hf_config.NEUTRAL` that count experts
-MAX_EXPERTS = 1 << 15  # of all layers together: about as many as a folder may have tensors for
+EXPERT_KEYS = ("num_experts", "num_local_experts")  # the keys of `hf_config.NEUTRAL` that count experts
+MAX_EXPERTS = 1 << 15  # in all layers together: about as many as the reader accepts tensors
 
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """What a family calls the parts of experts, within `model.layers.<index>.`, or there itself without `block`."""
+    """Names of tensors within `model.layers.<index>.<block>`; `block` may be empty."""
 
     block: str = "mlp"
     router: str = "gate"
@@ -26,26 +23,19 @@ class ExpertNames:
     up: str = "up_proj"
     down: str = "down_proj"
     shared: str = "shared_expert"
-    shared_gate: str | None = "shared_expert_gate"  # None: what it makes is added as it is
+    shared_gate: str | None = "shared_expert_gate"  # None: its output is added as it is
     correction_bias: str | None = None
-    correction_rows: tuple[int, ...] = ()  # what its shape says before the experts
-    stacked_gate_up: str = "experts.gate_up_proj"  # where a file has one tensor of all experts
+    correction_rows: tuple[int, ...] = ()  # leading dimensions of its shape
+    stacked_gate_up: str = "experts.gate_up_proj"  # for checkpoints that stack all experts in one tensor
     stacked_down: str = "experts.down_proj"
-
-    def corrected(self, block: str, count: int) -> tuple[str, Shape] | None:
-        """As `ExpertsSpec.correction`, of `count` experts."""
-        return (
-            None
-            if self.correction_bias is None
-            else (f"{block}.{self.correction_bias}", (*self.correction_rows, count))
-        )
 
 
 @dataclass(frozen=True)
 class MoeLayers:
-    """Experts of width `size`, of which tokens choose; `shared`: the width of one that all go through.
+    """Builds layers in which `count` experts replace the MLP; a `ModelConfig.build_layer`.
 
-    `dense`: layers that have an MLP instead. `base` declares the layers whose MLP the experts replace.
+    size, shared: intermediate sizes of an expert and of the shared expert, 0 for none. dense: layers that keep their
+    MLP. base: builds the layers whose MLP is replaced.
     """
 
     count: int
@@ -57,11 +47,10 @@ class MoeLayers:
     base: Callable[[ModelConfig, int], LayerSpec] = llama_layer
 
     def __call__(self, config: ModelConfig, index: int) -> LayerSpec:
-        """A layer of the kind of `base` with these experts; as `ModelConfig.build_layer`."""
         return self.replace_mlp(self.base(config, index), config)
 
     def replace_mlp(self, layer: LayerSpec, config: ModelConfig) -> LayerSpec:
-        """`layer` with the experts in place of its MLP, unless it is one of the `dense`."""
+        """Return `layer` with experts in place of its MLP, or as it is if it is one of the `dense`."""
         if layer.index in self.dense:
             return layer
         names, block = self.names, f"model.layers.{layer.index}.{self.names.block}".rstrip(".")
@@ -73,7 +62,7 @@ class MoeLayers:
         experts = ExpertsSpec(
             norm=layer.mlp.norm,
             router=LinearSpec(f"{block}.{names.router}", self.count, config.hidden_size),
-            experts=tuple(self._mlp(f"{block}.experts.{each}", self.size, config) for each in range(self.count)),
+            experts=tuple(self._mlp(f"{block}.experts.{expert}", self.size, config) for expert in range(self.count)),
             routing=self.routing,
             stacks=self._stacks(block),
             shared=shared,
@@ -85,8 +74,8 @@ class MoeLayers:
 
     def _stacks(self, block: str) -> tuple[StackSpec, ...]:
         names = self.names
-        experts = [f"{block}.experts.{each}" for each in range(self.count)]
-        gate_up = tuple(f"{expert}.{own}.weight" for expert in experts for own in (names.gate, names.up))
+        experts = [f"{block}.experts.{expert}" for expert in range(self.count)]
+        gate_up = tuple(f"{expert}.{linear}.weight" for expert in experts for linear in (names.gate, names.up))
         return (
             StackSpec(f"{block}.{names.stacked_gate_up}", gate_up),
             StackSpec(f"{block}.{names.stacked_down}", tuple(f"{expert}.{names.down}.weight" for expert in experts)),
@@ -99,9 +88,9 @@ class MoeLayers:
 
 
 def read_routing(raw: Fields, count: int, top_k: int) -> RoutingSpec:
-    """How one of `count` experts is chosen by the keys that DeepSeek-V3's kin write: sigmoids, groups, a factor.
+    """Read the routing from the keys of DeepSeek-V3 and its relatives: sigmoids, groups of experts, a factor.
 
-    Raises ModelError for groups that are not of the same size, of fewer than two experts, or that hold too few.
+    Raises ModelError for groups of different sizes, of fewer than two experts, or that contain too few.
     """
     groups = raw.integer("n_group", 1, high=count)
     top_groups = raw.integer("topk_group", 1, high=groups)
@@ -120,13 +109,15 @@ def read_routing(raw: Fields, count: int, top_k: int) -> RoutingSpec:
 
 
 def read_expert_counts(
-    raw: Fields, key: str, layers: int, usual: tuple[int, int], chosen: str = "num_experts_per_tok"
+    raw: Fields, key: str, layers: int, default: tuple[int, int], top_k_key: str = "num_experts_per_tok"
 ) -> tuple[int, int]:
-    """How many experts a layer has, by `key`, and how many a token goes through; `usual` where that is not said.
+    """Return the number of experts per layer, from `key`, and per token, from `top_k_key`.
 
-    Raises ModelError for more chosen than there are, and for more experts than a folder can hold.
+    Raises ModelError if top_k is above the number of experts, or for more experts than the reader accepts.
     """
-    count = raw.integer(key, usual[0])
+    count = raw.integer(key, default[0])
     if count * layers > MAX_EXPERTS:
-        raise raw.fail(key, f"= {count} in {layers} layers: more than {MAX_EXPERTS} experts", "the file may be damaged")
-    return count, raw.integer(chosen, usual[1], high=count)
+        raise raw.fail(
+            key, f"= {count} in {layers} layers is more than {MAX_EXPERTS} experts in total", "the file may be damaged"
+        )
+    return count, raw.integer(top_k_key, default[1], high=count)

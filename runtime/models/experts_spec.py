@@ -1,7 +1,4 @@
-"""A mixture of experts in the place of an MLP: its router, its experts, one that all tokens go through, their norms.
-
-Knows names and shapes of tensors. Does not know families, nor how tokens are routed. Does not import torch.
-"""
+"""Declaration of a mixture of experts in place of an MLP: router, experts, shared expert, norms. Without torch."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -14,7 +11,7 @@ ScoringName = Literal["softmax", "sigmoid"]
 
 @dataclass(frozen=True)
 class StackSpec:
-    """A tensor [experts, rows, ...] of a file that holds `parts`, equally many rows each, in their order."""
+    """A checkpoint tensor [experts, rows, ...] that stacks `parts`, in order, with the same number of rows each."""
 
     name: str
     parts: tuple[str, ...]
@@ -22,8 +19,7 @@ class StackSpec:
 
 @dataclass(frozen=True)
 class SharedExpertSpec:
-    """An MLP that every token goes through beside its chosen experts, times sigmoid(gate) where there is a gate [1,
-    hidden]."""
+    """An MLP that every token goes through, times sigmoid(gate(x)) where there is a gate [1, hidden]."""
 
     mlp: MlpSpec
     gate: LinearSpec | None = None
@@ -31,12 +27,12 @@ class SharedExpertSpec:
 
 @dataclass(frozen=True)
 class RoutingSpec:
-    """How a token's scores choose `top_k` experts, and what weights these get.
+    """How a token's router logits select `top_k` experts and their weights.
 
-    Scores become values, by a softmax over all of them or each by its `sigmoid`; the highest are chosen. What a
-    correction adds to values counts for the choice alone. Of `groups` of neighbours, equally many in each, those
-    `top_groups` take part whose two highest values sum highest. Weights are the values of the chosen, where
-    `normalized` over their sum and `margin`, times `scale`.
+    scoring: a softmax over all logits, or the sigmoid of each. A correction bias counts for the selection only.
+    groups, top_groups: experts are split into equal groups of neighbours; only those `top_groups` take part whose two
+        highest scores have the largest sum (DeepSeek-V3).
+    normalize: weights are divided by (their sum + `epsilon`). scale: multiplies the weights.
     """
 
     top_k: int
@@ -50,15 +46,13 @@ class RoutingSpec:
 
 @dataclass(frozen=True)
 class ExpertsSpec:
-    """A mixture of experts (arXiv 1701.06538): MLPs alike in shape, of which each token goes through a few.
+    """A mixture of experts (arXiv 1701.06538): MLPs of one shape, of which each token goes through a few.
 
-    The `router` scores the experts for a token, `choice` says what follows; `correction` names a tensor, one value for
-    each expert, and has its shape. Router and gate decide, and are never stored quantized. `stacks`: tensors that hold
-    those of all experts.
-
-    All read what `norm` makes, unless there is none: then the router, the experts and the shared one read the stream
-    through norms of their own, `router_norm`, `expert_norm` and the shared MLP's; `expert_output_norm` is of what the
-    experts make together. `scales` names a tensor [experts]: factors of the weights.
+    stacks: tensors of the checkpoint that hold a parameter of all experts.
+    norm: the norm that all read; None (Gemma 4) if router, experts and shared expert each read the residual stream
+        through their own: `router_norm`, `expert_norm`, the shared MLP's. `expert_output_norm`: over the experts' sum.
+    expert_scales: name of a tensor [experts] that multiplies the routing weights.
+    correction_bias: name and shape of a tensor with one value per expert, added to the scores for the selection.
     """
 
     norm: NormSpec | None
@@ -77,61 +71,56 @@ class ExpertsSpec:
 
     @property
     def top_k(self) -> int:
-        """How many experts a token goes through."""
         return self.routing.top_k
 
     @property
     def size(self) -> int:
-        """Inner width of one expert."""
+        """Intermediate size of one expert."""
         return self.experts[0].size
 
     @property
     def activation(self) -> ActivationName:
-        """Of every expert."""
         return self.experts[0].activation
 
     @property
     def inactive_experts(self) -> int:
-        """How many experts a token does not go through."""
         return len(self.experts) - self.top_k
 
     @property
     def parameters_per_expert(self) -> int:
-        """Of one expert: weights and biases."""
         return sum(linear.out_features * (linear.in_features + linear.bias) for linear in self.experts[0].linears)
 
     @property
     def unquantized(self) -> tuple[LinearSpec, ...]:
-        """The linears that are never stored quantized."""
+        # Router and gate select experts; an error there changes the path of a token, not only its values.
         gate = None if self.shared is None else self.shared.gate
         return (self.router,) if gate is None else (self.router, gate)
 
     def products(self) -> Mapping[str, tuple[LinearSpec, ...]]:
-        """As `PartSpec.products`: those of the shared expert, then `experts.<index>.gate_up` and `.down` of each."""
+        """Return `shared.gate_up` and `.down`, then `experts.<index>.gate_up` and `.down` of each expert."""
         mlps = {} if self.shared is None else {"shared": self.shared.mlp}
         mlps |= {f"experts.{index}": expert for index, expert in enumerate(self.experts)}
-        return {f"{name}.{own}": linears for name, mlp in mlps.items() for own, linears in mlp.products().items()}
+        products = ((name, product) for name, mlp in mlps.items() for product in mlp.products().items())
+        return {f"{name}.{product}": linears for name, (product, linears) in products}
 
     def tensors(self) -> Iterator[tuple[str, Shape]]:
-        """Names and shapes of what is no norm and no linear."""
+        """Yield name and shape of each tensor that is neither a norm nor a linear."""
         if self.expert_scales is not None:
             yield self.expert_scales, (len(self.experts),)
         if self.correction_bias is not None:
             yield self.correction_bias
 
     def inner_norms(self) -> tuple[NormSpec | None, ...]:
-        """As `PartSpec.inner_norms`."""
-        beside = () if self.shared is None else (self.shared.mlp.norm, self.shared.mlp.output_norm)
-        return (self.router_norm, self.expert_norm, self.expert_output_norm, *beside)
+        shared = () if self.shared is None else (self.shared.mlp.norm, self.shared.mlp.output_norm)
+        return (self.router_norm, self.expert_norm, self.expert_output_norm, *shared)
 
     def input_source(self, product: str) -> InputSource:
-        """As `PartSpec.input_source`. What a norm makes for all experts goes to each alike, maybe to the router too; a
-        shared expert may have one for itself."""
-        owner, _, own = product.rpartition(".")
-        mlp = self.experts[int(owner.removeprefix("experts."))] if owner.startswith("experts.") else self._shared()
-        source = mlp.input_source(own)
+        # The norm feeds all experts, and maybe the router, so it is no source of one expert; MLPs of experts have none.
+        owner, _, product = product.rpartition(".")
+        if owner.startswith("experts."):
+            mlp = self.experts[int(owner.removeprefix("experts."))]
+        else:
+            assert self.shared is not None
+            mlp = self.shared.mlp
+        source = mlp.input_source(product)
         return replace(source, product=f"{owner}.{source.product}") if isinstance(source, OutputRows) else source
-
-    def _shared(self) -> MlpSpec:
-        assert self.shared is not None
-        return self.shared.mlp

@@ -1,6 +1,6 @@
-"""Sampling defaults that come with a model (generation_config.json), and the ids that end its replies.
+"""Reads a model's recommended sampling (generation_config.json) and the token ids that end its replies.
 
-Knows the fields and their ranges. Does not sample, does not print: what was dropped comes back as warnings.
+An unusable field is dropped with a warning: it changes the defaults only, and the user can still set the option.
 """
 
 import json
@@ -17,10 +17,10 @@ MAX_EOS = 64
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """What the model's authors recommend; None: they say nothing.
+    """The sampling that the model's authors recommend; None: no recommendation.
 
-    temperature in [0, 100], top_p, min_p in [0, 1] (top_p above 0), top_k in tokens (0: off), repetition_penalty in
-    (0, 10], eos: token ids that end a reply.
+    temperature 0 to 100; top_p above 0 to 1; top_k in tokens, 0: off; min_p 0 to 1; repetition_penalty above 0 to 10;
+    eos: token ids that end a reply.
     """
 
     temperature: float | None = None
@@ -44,9 +44,9 @@ def _read_eos(raw: Fields, vocab_size: int) -> tuple[int, ...]:
 
 
 def read_generation_config(folder: Path, vocab_size: int) -> tuple[GenerationDefaults, tuple[str, ...]]:
-    """The defaults in `folder`/generation_config.json, and a warning for every field dropped as unusable.
+    """Return the defaults in `folder`/generation_config.json, none without that file, and a warning per dropped field.
 
-    A missing file is a model without recommendations. Raises ModelError when the file is not acceptable JSON.
+    Raises ModelError if the file is not a JSON object.
     """
     path = folder / "generation_config.json"
     if not path.exists():
@@ -55,7 +55,7 @@ def read_generation_config(folder: Path, vocab_size: int) -> tuple[GenerationDef
 
 
 def parse_generation_config(raw: Fields, vocab_size: int) -> tuple[GenerationDefaults, tuple[str, ...]]:
-    """The same of an object that is read already."""
+    """Return the defaults in a parsed generation_config.json, and a warning per dropped field."""
     readers: dict[str, tuple[str, Any]] = {
         "temperature": ("temperature", lambda: raw.number("temperature", high=100)),
         "top_p": ("top_p", lambda: raw.number("top_p", low=1e-6, high=1)),
@@ -79,7 +79,7 @@ def parse_generation_config(raw: Fields, vocab_size: int) -> tuple[GenerationDef
 def stop_ids(
     generation: Sequence[int], config: Sequence[int], tokenizer: Sequence[int], vocab_size: int
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """The union of the three sources of end-of-sequence ids, sorted, and warnings: ids dropped, or none at all."""
+    """Return the sorted union of three sources of end-of-sequence ids, and warnings: ids dropped, or none found."""
     union = sorted({*generation, *config, *tokenizer})
     ids = tuple(item for item in union if 0 <= item < vocab_size)
     warnings = [

@@ -1,19 +1,18 @@
-"""What the families share: reading the common fields of config.json, and refusing by name what is not implemented.
+"""Reads the config.json fields that families share and refuses those that would change the result and are not done.
 
-Knows the keys that change the arithmetic of a decoder. Keys that only describe training or the writer's software are
-ignored; a key that would change the result and is not implemented is an error, never a silent difference.
+Keys about training or the software that wrote the file are ignored.
 """
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from mycli.runtime.models.config import MAX_LAYERS
-from mycli.runtime.models.hf_rope import UNSUPPORTED_HINT, read_rope, trained_context
+from mycli.runtime.models.hf_rope import UNSUPPORTED_HINT, has_rope, read_rope, trained_context
 from mycli.runtime.models.part_spec import ActivationName
 from mycli.runtime.utils.dtypes import float_dtype
 from mycli.runtime.utils.json_fields import Fields
 
-# Each would change what is computed. The value beside a key is the one that changes nothing.
+# Keys that change the result, with the values that do not.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (),
     "final_logit_softcapping": (),
@@ -38,15 +37,33 @@ ACTIVATIONS: dict[str, ActivationName] = {"silu": "silu", "swish": "silu", "gelu
 
 
 def with_defaults(raw: Fields, **defaults: Any) -> Fields:
-    """`raw` with what the family's configs leave out; a null that is written stands."""
+    """Return `raw` with the family's defaults for keys that are absent; an explicit null stays."""
     return Fields({**defaults, **raw.values}, raw.source)
 
 
+def with_default_rope(raw: Fields, rope: Mapping[str, Any]) -> Fields:
+    """Return `raw` with `rope` as `rope_parameters` where the config has no rope section."""
+    return raw if has_rope(raw) else Fields({**raw.values, "rope_parameters": rope}, raw.source)
+
+
 def refuse_unsupported(raw: Fields, handled: Collection[str] = ()) -> None:
-    """Raise ModelError for the first key of `NEUTRAL` whose value is not neutral and that is not `handled`."""
+    """Raise ModelError for the first key of `NEUTRAL` that is not `handled` and has another value than listed there."""
     for key, neutral in NEUTRAL.items():
         if key not in handled and raw.has(key) and raw.values[key] not in neutral:
             raise raw.fail(key, f"= {raw.values[key]!r:.60} is not supported", UNSUPPORTED_HINT)
+
+
+def require(raw: Fields, **values: Any) -> None:
+    """Raise ModelError for the first key whose value is present and differs: the family implements one value only."""
+    for key, value in values.items():
+        if raw.has(key) and raw.values[key] != value:
+            raise raw.fail(key, f"= {raw.values[key]!r:.40} is not supported, only {value!r}", UNSUPPORTED_HINT)
+
+
+def attention_biases(raw: Fields, default: bool = False) -> dict[str, Any]:
+    """Return the ModelConfig fields for families in which `attention_bias` gives q, k, v and o a bias."""
+    bias = raw.boolean("attention_bias", default)
+    return {"qkv_bias": bias, "output_bias": bias}
 
 
 def _activation(raw: Fields, known: Mapping[str, ActivationName]) -> ActivationName:
@@ -58,7 +75,7 @@ def _activation(raw: Fields, known: Mapping[str, ActivationName]) -> ActivationN
 
 
 def token_ids(raw: Fields, key: str, vocab_size: int) -> tuple[int, ...]:
-    """Token ids of `key`, one integer or a list of at most 100; each must be below `vocab_size`."""
+    """Return the token ids of `key`, one integer or a list of at most 100, each below `vocab_size`."""
     value = raw.values.get(key)
     ids = [] if value is None else raw.array(key, int, 100) if isinstance(value, list) else [raw.integer(key, low=0)]
     for token in ids:
@@ -73,10 +90,10 @@ def common(
     handled: Collection[str] = (),
     activations: Mapping[str, ActivationName] = ACTIVATIONS,
 ) -> dict[str, Any]:
-    """The ModelConfig fields that every family reads the same way; a family adds or replaces what is its own.
+    """Return the ModelConfig fields that all families read the same way.
 
-    `head_dim` is the family's where config.json gives none; None for hidden_size / num_attention_heads. `handled`: the
-    keys of `NEUTRAL` that the family reads itself. `activations`: those that its MLP may have, the usual one first.
+    head_dim: the family's default; None for hidden_size / num_attention_heads. handled: keys of `NEUTRAL` that the
+    family reads itself. activations: those that the family's MLP may have, the default first.
     """
     refuse_unsupported(raw, handled)
     hidden, heads = raw.integer("hidden_size"), raw.integer("num_attention_heads", high=1 << 16)
@@ -84,10 +101,10 @@ def common(
         if not raw.has("head_dim") and hidden % heads:
             raise raw.fail("hidden_size", f"{hidden} is not a multiple of num_attention_heads {heads}")
         head_dim = max(hidden // heads, 1)
-    spelled = raw.text("dtype", raw.text("torch_dtype", "bfloat16"))
-    dtype = float_dtype(spelled)
+    dtype_name = raw.text("dtype", raw.text("torch_dtype", "bfloat16"))
+    dtype = float_dtype(dtype_name)
     if dtype is None:
-        raise raw.fail("dtype", f"{spelled!r} is not supported", "supported: bfloat16, float16, float32")
+        raise raw.fail("dtype", f"{dtype_name!r} is not supported", "supported: bfloat16, float16, float32")
     vocab = raw.integer("vocab_size")
     bos = token_ids(raw, "bos_token_id", vocab)
     theta, scaling = read_rope(raw, handled)
@@ -112,54 +129,51 @@ def common(
     }
 
 
-def sliding_layers(raw: Fields, layers: int, usual: Callable[[int], bool] | None = None) -> tuple[bool, ...]:
-    """Which layers attend to a window only, by `layer_types`; by `usual` where the key is absent, else none."""
-    return layers_of_kind(raw, layers, "sliding_attention", usual)
-
-
-def layers_of_kind(
-    raw: Fields, layers: int, kind_asked: str, usual: Callable[[int], bool] | None = None
+def layers_of_type(
+    raw: Fields, layers: int, default: Callable[[int], bool] | None = None, layer_type: str = "sliding_attention"
 ) -> tuple[bool, ...]:
-    """Which layers are of the kind, the others having full attention; as `sliding_layers`."""
-    kinds = raw.array("layer_types", str, MAX_LAYERS)
-    if not kinds:
-        return tuple(usual(index) if usual else False for index in range(layers))
-    if len(kinds) != layers:
-        raise raw.fail("layer_types", f"has {len(kinds)} entries for {layers} layers")
-    for kind in kinds:
-        if kind not in ("full_attention", kind_asked):
-            raise raw.fail("layer_types", f"{kind!r:.40} is not supported", UNSUPPORTED_HINT)
-    return tuple(kind == kind_asked for kind in kinds)
+    """Return which layers `layer_types` says are of `layer_type`, the others having full attention.
+
+    Without `layer_types`, `default(index)` decides; without either, no layer is.
+    """
+    types = raw.array("layer_types", str, MAX_LAYERS)
+    if not types:
+        return tuple(default(index) if default else False for index in range(layers))
+    if len(types) != layers:
+        raise raw.fail("layer_types", f"has {len(types)} entries for {layers} layers")
+    for name in types:
+        if name not in ("full_attention", layer_type):
+            raise raw.fail("layer_types", f"{name!r:.40} is not supported", UNSUPPORTED_HINT)
+    return tuple(name == layer_type for name in types)
 
 
-def windows_of(raw: Fields, sliding: Collection[bool]) -> tuple[int | None, ...]:
-    """`sliding_window` for the layers that slide. Raises ModelError where there are some and it is not given."""
-    if not any(sliding):
-        return ()
-    if not raw.has("sliding_window"):
-        raise raw.fail("layer_types", "asks for sliding_attention without sliding_window")
-    window = raw.integer("sliding_window")
-    return tuple(window if slides else None for slides in sliding)
-
-
-def every(period: int) -> Callable[[int], bool]:
-    """All layers but each `period`-th slide."""
+def all_but_every(period: int) -> Callable[[int], bool]:
+    """Return a default for `layers_of_type`: all layers except each `period`-th."""
     return lambda index: (index + 1) % period != 0
 
 
-def layer_windows(raw: Fields, layers: int, window: int | None) -> tuple[int | None, ...]:
-    """The sliding window of each layer from `layer_types`; the same for all where the key is absent."""
-    if not raw.has("layer_types"):
-        return (window,) * layers if window else ()
-    sliding = sliding_layers(raw, layers)
-    if any(sliding) and window is None:
-        raise raw.fail("layer_types", "asks for sliding_attention without sliding_window")
-    return tuple(window if slides else None for slides in sliding) if any(sliding) else ()
+def layer_windows(raw: Fields, sliding: Collection[bool]) -> tuple[int | None, ...]:
+    """Return the sliding window of each layer, for `ModelConfig.windows`; `sliding` says which layers have one."""
+    return _windows(raw, sliding, raw.integer("sliding_window") if any(sliding) and raw.has("sliding_window") else None)
 
 
-def sliding_windows(raw: Fields, fields: dict[str, Any]) -> tuple[int | None, ...]:
-    """`layer_windows` by `sliding_window`, if there is one: a window as long as the context is none."""
+def uniform_windows(raw: Fields, layers: int, window: int | None) -> tuple[int | None, ...]:
+    """Return `window` for the sliding layers of `layer_types`, or for all layers where that key is absent."""
+    sliding = layers_of_type(raw, layers) if raw.has("layer_types") else (window is not None,) * layers
+    return _windows(raw, sliding, window)
+
+
+def _windows(raw: Fields, sliding: Collection[bool], window: int | None) -> tuple[int | None, ...]:
+    if not any(sliding):
+        return ()
+    if window is None:
+        raise raw.fail("layer_types", "has sliding_attention, but sliding_window is missing")
+    return tuple(window if slides else None for slides in sliding)
+
+
+def mistral_windows(raw: Fields, fields: dict[str, Any]) -> tuple[int | None, ...]:
+    """Return `uniform_windows` of `sliding_window`; a window at least as long as the context counts as none."""
     window = raw.integer("sliding_window") if raw.has("sliding_window") else None
     if window is not None and window >= fields["max_context"]:
         window = None
-    return layer_windows(raw, fields["layers"], window)
+    return uniform_windows(raw, fields["layers"], window)

@@ -1,7 +1,6 @@
-"""How a config.json says that heads are turned: theta and scaling, in the words of transformers 5 and of before.
+"""Reads the rotary embedding of a config.json: rope_theta and RopeScaling, as transformers 5 and before write them.
 
-Knows `rope_parameters`, `rope_scaling`, `rope_theta`, and what may stand in them. The tables that follow are
-`runtime.layers.rope`'s.
+`runtime.layers.rope` computes the frequencies.
 """
 
 import math
@@ -10,40 +9,45 @@ from collections.abc import Collection, Mapping
 from mycli.runtime.models.part_spec import RopeKind, RopeScaling
 from mycli.runtime.utils.json_fields import Fields
 
-UNSUPPORTED_HINT = "this program would compute something else than the model; use transformers or vLLM for it"
-ThetaAndScaling = tuple[float, RopeScaling]  # theta, and how its frequencies are stretched
+UNSUPPORTED_HINT = "the result would differ from the original model; run it with transformers or vLLM"
+ThetaAndScaling = tuple[float, RopeScaling]
 _KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
-_SPECIAL = ("longrope", "proportional")  # of some families
+_FAMILY_KINDS = ("longrope", "proportional")  # only where the family names them in `handled`
 _NEUTRAL: Mapping[str, tuple[float, ...]] = {"partial_rotary_factor": (1,), "llama_4_scaling_beta": (0,)}
-_MAX_PAIRS = 1 << 15  # of a head
+_MAX_PAIRS = 1 << 15  # per head; bounds what a config can make us allocate
 
 
 def trained_context(raw: Fields) -> int:
-    """`max_position_embeddings`."""
-    # Absent or absurd: the caller must then say how much context it wants, and memory bounds that.
+    """Return `max_position_embeddings`."""
+    # No upper bound: an absurd value only means that the caller must choose a context, which memory limits.
     return raw.integer("max_position_embeddings", 2048, high=1 << 62)
 
 
+def has_rope(raw: Fields) -> bool:
+    """Whether the config has a rope section, under its new or its old name."""
+    return raw.has("rope_parameters") or raw.has("rope_scaling")
+
+
 def _section(raw: Fields) -> Fields:
-    both = [key for key in ("rope_parameters", "rope_scaling") if raw.has(key)]
-    if len(both) == 2 and raw.values[both[0]] != raw.values[both[1]]:
+    keys = [key for key in ("rope_parameters", "rope_scaling") if raw.has(key)]
+    if len(keys) == 2 and raw.values[keys[0]] != raw.values[keys[1]]:
         raise raw.fail("rope_parameters", "and rope_scaling are both given and differ", "keep one of them")
-    return raw.object(both[0] if both else "rope_scaling")
+    return raw.object(keys[0] if keys else "rope_scaling")
 
 
-def _by_kind(section: Fields) -> bool:
+def _differs_by_layer_type(section: Fields) -> bool:
     return any(isinstance(value, dict) for value in section.values.values())
 
 
 def read_rope(raw: Fields, handled: Collection[str] = ()) -> ThetaAndScaling:
-    """theta and scaling from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
+    """Read theta and scaling from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (older).
 
-    `handled` names what the family does beyond the usual: `partial_rotary_factor`, `llama_4_scaling_beta`, the kinds
-    `longrope` and `proportional`, and `rope_parameters` that differ by kind of layer, of which these are those of full
-    attention. Raises ModelError for what is not done.
+    `handled`: what the family implements beyond the common kinds: the keys `partial_rotary_factor` and
+    `llama_4_scaling_beta`, the kinds `longrope` and `proportional`, and `rope_parameters` per layer type, of which
+    this returns those of full attention. Raises ModelError for anything else.
     """
     section = _section(raw)
-    if not _by_kind(section):
+    if not _differs_by_layer_type(section):
         return _read(section, raw, handled)
     if "rope_parameters" not in handled:
         key = "rope_parameters" if raw.has("rope_parameters") else "rope_scaling"
@@ -52,19 +56,16 @@ def read_rope(raw: Fields, handled: Collection[str] = ()) -> ThetaAndScaling:
 
 
 def read_sliding_rope(raw: Fields, theta: float, handled: Collection[str] = ()) -> ThetaAndScaling:
-    """theta and scaling of layers that slide, where they have their own; `theta` is the family's where none is given.
-
-    In the words of before, what scales is for full attention only.
-    """
+    """Read theta and scaling of the sliding-window layers; `theta` is the family's default."""
     section = _section(raw)
-    if not _by_kind(section):
-        return theta, RopeScaling()
-    own = section.object("sliding_attention")
-    return _read(Fields({"rope_theta": theta, **own.values}, own.source), raw, handled)
+    if not _differs_by_layer_type(section):
+        return theta, RopeScaling()  # older configs scale full attention only
+    sliding = section.object("sliding_attention")
+    return _read(Fields({"rope_theta": theta, **sliding.values}, sliding.source), raw, handled)
 
 
 def rotary_dim(raw: Fields, head_dim: int, factor: float = 1.0) -> int:
-    """How many values of a head are turned, by `partial_rotary_factor`; `factor` where it is not given."""
+    """Return how many values of a head rotate: head_dim * `partial_rotary_factor`, which defaults to `factor`."""
     section = _section(raw)
     source = section if section.has("partial_rotary_factor") else raw
     return int(head_dim * source.number("partial_rotary_factor", factor, low=2 / head_dim, high=1.0))
@@ -78,75 +79,75 @@ def _read(section: Fields, raw: Fields, handled: Collection[str]) -> ThetaAndSca
             raise section.fail(key, f"= {section.values[key]!r:.40} is not supported", UNSUPPORTED_HINT)
     kind = section.text("rope_type", section.text("type", "default"))
     if "longrope" in handled and kind in ("su", "yarn"):
-        kind = "longrope"  # as Phi-3's files called it
+        kind = "longrope"  # older names in Phi-3's files
     if kind == "default":
         return theta, RopeScaling()
-    kinds = (*_KINDS, *(each for each in _SPECIAL if each in handled))
+    kinds = (*_KINDS, *(name for name in _FAMILY_KINDS if name in handled))
     if kind not in kinds:
         raise section.fail("rope_type", f"{kind!r} is not supported", f"supported: {', '.join(kinds)}")
     return theta, _scaling(kind, section, raw)  # type: ignore[arg-type]  # narrowed by the test above
 
 
-def _scaling(kind: RopeKind, scaling: Fields, raw: Fields) -> RopeScaling:
+def _scaling(kind: RopeKind, section: Fields, raw: Fields) -> RopeScaling:
     trained = trained_context(raw)
     if kind == "proportional":
-        share = scaling.number("partial_rotary_factor", 1.0, high=1.0)
-        return RopeScaling(kind, scaling.number("factor", 1.0, low=1e-3, high=1e6), partial_factor=share)
+        partial = section.number("partial_rotary_factor", 1.0, high=1.0)
+        return RopeScaling(kind, section.number("factor", 1.0, low=1e-3, high=1e6), partial_factor=partial)
     if kind == "longrope":
-        return _longrope(scaling, raw)
-    # Dynamic scaling measures against the context of the config itself, as transformers does.
-    original = trained if kind == "dynamic" else scaling.integer("original_max_position_embeddings", trained)
-    factor = scaling.number("factor", trained / original if kind == "yarn" else None, low=1e-3, high=1e6)
+        return _longrope(section, raw)
+    # Dynamic scaling starts at max_position_embeddings whatever the section says, as in transformers.
+    original = trained if kind == "dynamic" else section.integer("original_max_position_embeddings", trained)
+    factor = section.number("factor", trained / original if kind == "yarn" else None, low=1e-3, high=1e6)
     if kind == "llama3":
-        low = scaling.number("low_freq_factor", low=1e-3)
-        high = scaling.number("high_freq_factor", low=1e-3)
+        low = section.number("low_freq_factor", low=1e-3)
+        high = section.number("high_freq_factor", low=1e-3)
         if high <= low:
-            raise scaling.fail("high_freq_factor", f"{high:g} must be above low_freq_factor {low:g}")
+            raise section.fail("high_freq_factor", f"{high:g} must be above low_freq_factor {low:g}")
         return RopeScaling(kind, factor, original, low_freq_factor=low, high_freq_factor=high)
     if kind == "yarn":
         return RopeScaling(
             kind,
             factor,
             original,
-            beta_fast=scaling.number("beta_fast", 32.0, low=1e-3),
-            beta_slow=scaling.number("beta_slow", 1.0, low=1e-3),
-            attention_factor=_yarn_attention(scaling, factor),
-            truncate=scaling.boolean("truncate", True),
-            query_beta=scaling.number("llama_4_scaling_beta", 0.0),
+            beta_fast=section.number("beta_fast", 32.0, low=1e-3),
+            beta_slow=section.number("beta_slow", 1.0, low=1e-3),
+            attention_factor=_yarn_attention_factor(section, factor),
+            truncate=section.boolean("truncate", True),
+            query_beta=section.number("llama_4_scaling_beta", 0.0),
         )
     return RopeScaling(kind, factor, original)
 
 
-def _longrope(scaling: Fields, raw: Fields) -> RopeScaling:
-    """Two sets of factors, and the attention factor of arXiv 2402.13753. The config's own original context counts
-    before that of the section."""
-    source = raw if raw.has("original_max_position_embeddings") else scaling
+def _longrope(section: Fields, raw: Fields) -> RopeScaling:
+    # The top level counts before the section: Phi-3's files have original_max_position_embeddings there.
+    source = raw if raw.has("original_max_position_embeddings") else section
     original = source.integer("original_max_position_embeddings", trained_context(raw), low=2)
-    factor = scaling.number("factor", trained_context(raw) / original, low=1e-3, high=1e6)
-    usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    factor = section.number("factor", trained_context(raw) / original, low=1e-3, high=1e6)
+    # arXiv 2402.13753
+    attention_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     return RopeScaling(
         "longrope",
         factor,
         original,
-        attention_factor=scaling.number("attention_factor", usual, low=1e-6),
-        short_factors=_numbers(scaling, "short_factor"),
-        long_factors=_numbers(scaling, "long_factor"),
+        attention_factor=section.number("attention_factor", attention_factor, low=1e-6),
+        short_factors=_numbers(section, "short_factor"),
+        long_factors=_numbers(section, "long_factor"),
     )
 
 
-def _numbers(scaling: Fields, key: str) -> tuple[float, ...]:
-    values = scaling.array(key, object, _MAX_PAIRS)
-    return tuple(Fields({key: value}, scaling.source).number(key, low=1e-3, high=1e6) for value in values)
+def _numbers(section: Fields, key: str) -> tuple[float, ...]:
+    values = section.array(key, object, _MAX_PAIRS)
+    return tuple(Fields({key: value}, section.source).number(key, low=1e-3, high=1e6) for value in values)
 
 
-def _yarn_attention(scaling: Fields, factor: float) -> float:
-    """The multiplier of cos and sin: given, or from mscale (DeepSeek), or 0.1 ln(factor) + 1 (arXiv 2309.00071)."""
+def _yarn_attention_factor(section: Fields, factor: float) -> float:
+    """Return the multiplier of cos and sin: as given, from mscale (DeepSeek), or by arXiv 2309.00071."""
 
     def magnitude(mscale: float) -> float:
         return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    if scaling.has("attention_factor"):
-        return scaling.number("attention_factor", low=1e-6)
-    if scaling.has("mscale") and scaling.has("mscale_all_dim"):
-        return magnitude(scaling.number("mscale", low=1e-6)) / magnitude(scaling.number("mscale_all_dim", low=1e-6))
+    if section.has("attention_factor"):
+        return section.number("attention_factor", low=1e-6)
+    if section.has("mscale") and section.has("mscale_all_dim"):
+        return magnitude(section.number("mscale", low=1e-6)) / magnitude(section.number("mscale_all_dim", low=1e-6))
     return magnitude(1.0)

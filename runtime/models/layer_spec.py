@@ -1,8 +1,6 @@
-"""What one decoder layer is, declared once for everyone who has to know.
+"""Declaration of one decoder layer: a sequence of parts on the residual stream, with their norms, products and tensors.
 
-Running a layer, calibrating it, rescaling it, tuning it, counting its memory and fusing its kernels all read the same
-declaration. A layer is a sequence of parts on the residual stream, each of which names its norms, its products, and
-what makes their inputs. Knows names and shapes of tensors. Does not import torch.
+Running, calibration, AWQ, tuning, the memory model and kernel fusion all read this one declaration. Without torch.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,7 +22,7 @@ from mycli.runtime.models.recurrent_spec import RecurrentSpec
 
 @dataclass(frozen=True)
 class PerLayerSpec:
-    """What a layer is told of each token itself [..., width]: gate, activation(gate) * told, projection."""
+    """The part that adds per-layer inputs [..., width] (Gemma 4): projection(activation(gate(x)) * inputs)."""
 
     gate: LinearSpec
     projection: LinearSpec
@@ -34,28 +32,22 @@ class PerLayerSpec:
     residual_scale: float = 1.0
 
     def products(self) -> Mapping[str, tuple[LinearSpec, ...]]:
-        """As `PartSpec.products`."""
         return {"per_layer_gate": (self.gate,), "per_layer_projection": (self.projection,)}
 
     def inner_norms(self) -> tuple[NormSpec | None, ...]:
-        """As `PartSpec.inner_norms`."""
         return ()
 
     def input_source(self, product: str) -> InputSource:
-        """As `PartSpec.input_source`. The gate reads the residual stream, the projection an activation."""
         return self.norm if product == "per_layer_gate" else None
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer: `mixer`, which lets tokens know of each other, and an MLP.
+    """One layer: a token mixer (attention or a recurrent layer), an MLP or experts, and maybe per-layer inputs.
 
-    A product is what is multiplied at once: linears that share their input.
-
-    `parallel`: attention and MLP both read the output of attention's norm, and both are added to what entered the
-    layer; else each reads what the part before it left. `per_layer`: the part for what the layer is told of its tokens,
-    if it is told. `scalar` names a tensor [1] that the stream is multiplied by at last. `unread`: how the names of
-    tensors begin that files may hold though nothing reads them.
+    parallel: mixer and MLP both read the output of the mixer's norm, and both outputs are added to the layer's input.
+    layer_scalar: name of a tensor [1] that multiplies the layer's output.
+    ignored_prefixes: prefixes of tensor names that checkpoints may contain and nothing reads.
     """
 
     index: int
@@ -68,50 +60,46 @@ class LayerSpec:
 
     @property
     def attention(self) -> AttentionSpec:
-        """The mixer of a layer that attends."""
-        assert isinstance(self.mixer, AttentionSpec), "asked of layers that attend only"
+        assert isinstance(self.mixer, AttentionSpec), f"layer {self.index} has no attention"
         return self.mixer
 
     @property
     def recurrent(self) -> RecurrentSpec | None:
-        """The mixer of a layer that keeps a state instead of keys and values."""
+        """The mixer of a layer with a recurrent state; None where it is attention."""
         return None if isinstance(self.mixer, AttentionSpec) else self.mixer
 
     @property
     def parts(self) -> tuple[PartSpec, ...]:
-        """What the layer does, in order."""
         return (self.mixer, self.mlp) if self.per_layer is None else (self.mixer, self.mlp, self.per_layer)
 
     @property
     def dense_mlp(self) -> MlpSpec:
-        """The MLP of a layer that has no experts."""
-        assert isinstance(self.mlp, MlpSpec)
+        assert isinstance(self.mlp, MlpSpec), f"layer {self.index} has experts"
         return self.mlp
 
     def products(self) -> dict[str, tuple[LinearSpec, ...]]:
-        """The linears of each product by its name, in order of execution; outputs lie side by side in this order."""
+        """Return the linears of each product by its name, in order of execution; their outputs are concatenated."""
         return {name: linears for part in self.parts for name, linears in part.products().items()}
 
     @property
     def unquantized(self) -> tuple[LinearSpec, ...]:
-        """Its linears that are never stored quantized."""
-        mixed = () if self.recurrent is None else self.recurrent.unquantized
-        return (*mixed, *self.mlp.unquantized) if isinstance(self.mlp, ExpertsSpec) else mixed
+        """Linears that are never quantized: routers and the gates of recurrent layers, small and sensitive."""
+        gates = () if self.recurrent is None else self.recurrent.unquantized
+        return (*gates, *self.mlp.unquantized) if isinstance(self.mlp, ExpertsSpec) else gates
 
     def norms(self) -> list[NormSpec]:
-        """The norms of the layer that have a tensor."""
+        """Return the norms that have a tensor."""
         streams = [norm for part in self.parts for norm in (part.norm, part.output_norm)]
         inner = [norm for part in self.parts for norm in part.inner_norms()]
         return [norm for norm in (*streams, *inner) if norm is not None and norm.name is not None]
 
     def input_source(self, product: str) -> InputSource:
-        """What makes the inputs of a product one by one; None where no single operation does (a residual stream), or
-        where it makes those of another product too."""
+        """Return what produces the inputs of `product`, as `PartSpec.input_source`; None if it feeds others too."""
         source = next(part.input_source(product) for part in self.parts if product in part.products())
         return None if self.parallel and isinstance(source, NormSpec) else source
 
     def tensors(self) -> Iterator[tuple[str, Shape]]:
-        """Names and shapes of the layer's tensors in an unquantized checkpoint."""
+        """Yield name and shape of each tensor of the layer in an unquantized checkpoint."""
         for norm in self.norms():
             yield norm.tensor, (norm.size,)
         if self.recurrent is not None:

@@ -1,8 +1,6 @@
-"""The parts of a folder that holds more than a text model: their configs, and the names that their tensors have there.
+"""Finds the text model in a multimodal folder, and the MTP head beside it: their configs and names of tensors.
 
-Everybody else is handed a text model, as if the folder held nothing else; or the head that predicts beside it. Knows
-which keys of the outer config concern the text, and the prefixes of transformers 5 and of before. Does not know
-families, files, or what the rest is for.
+Other code sees a plain text model, as if the folder contained nothing else.
 """
 
 from dataclasses import dataclass
@@ -10,8 +8,7 @@ from typing import Any
 
 from mycli.runtime.utils.json_fields import Fields
 
-# Of the outer config: the text model that its section describes where that does not say, and how transformers calls
-# that model alone.
+# model_type of the outer config -> model_type of its text_config where that has none.
 TEXT_PARTS: dict[str, str] = {
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
@@ -20,7 +17,8 @@ TEXT_PARTS: dict[str, str] = {
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
 }
-_ALONE = {
+# model_type of the text model -> the class that transformers loads it with on its own.
+_ARCHITECTURES = {
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma4_text": "Gemma4ForCausalLM",
     "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
@@ -29,6 +27,7 @@ _ALONE = {
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
 }
+# Keys of the outer config that count before the text_config.
 _OUTER = (
     "dtype",
     "torch_dtype",
@@ -37,7 +36,7 @@ _OUTER = (
     "tie_word_embeddings",
     "quantization_config",
 )
-# As stored, and as the text model alone calls it; the first that fits.
+# Prefix in the folder -> prefix in the text model alone, for transformers 5 and older versions; the first match counts.
 _PREFIXES = (
     ("model.language_model.", "model."),
     ("language_model.model.", "model."),
@@ -48,52 +47,51 @@ _PREFIXES = (
 
 @dataclass(frozen=True)
 class TextPart:
-    """`config`: that of the text model; `whole`: the `model_type` of what it is a part of, None where it is all."""
+    """The text model of a folder. outer_type: `model_type` of the multimodal model, None for a plain text model."""
 
     config: Fields
     outer_type: str | None = None
 
     @classmethod
     def from_config(cls, raw: Fields) -> "TextPart":
-        """In a parsed config.json. What the outer config says of the text counts before its section."""
-        whole = raw.text("model_type", "")
-        if whole not in TEXT_PARTS or not raw.has("text_config"):
+        """Return the text model of a parsed config.json."""
+        outer_type = raw.text("model_type", "")
+        if outer_type not in TEXT_PARTS or not raw.has("text_config"):
             return cls(raw)
         section = raw.object("text_config")
         outer = {key: raw.values[key] for key in _OUTER if raw.has(key)}
-        kind = section.text("model_type", TEXT_PARTS[whole])
-        values = {**section.values, **outer, "model_type": kind}
-        if kind in _ALONE:
-            values["architectures"] = [_ALONE[kind]]
+        model_type = section.text("model_type", TEXT_PARTS[outer_type])
+        values = {**section.values, **outer, "model_type": model_type}
+        if model_type in _ARCHITECTURES:
+            values["architectures"] = [_ARCHITECTURES[model_type]]
         if "quantization_config" in values:
             values["quantization_config"] = _renamed(values["quantization_config"])
-        return cls(Fields(values, raw.source), whole)
+        return cls(Fields(values, raw.source), outer_type)
 
     def local_name(self, stored: str) -> str | None:
-        """What the text model calls a tensor of the folder; None for what is not of the text."""
+        """Return the text model's name of a tensor of the folder; None for tensors of other parts."""
         if self.outer_type is None:
             return stored
-        for prefix, alone in _PREFIXES:
+        for prefix, text_prefix in _PREFIXES:
             if stored.startswith(prefix):
-                return alone + stored.removeprefix(prefix)
+                return text_prefix + stored.removeprefix(prefix)
         return None
 
 
 @dataclass(frozen=True)
 class MtpPart:
-    """The head that predicts one token further, stored beside the model: as a model of its own it has other names."""
+    """The multi-token prediction head of a folder, read as a model of its own: `mtp.` becomes `model.`."""
 
     outer_type: str | None = None
 
     def local_name(self, stored: str) -> str | None:
-        """As `TextPart.name`."""
         if not stored.startswith("mtp."):
             return None
-        own = stored.removeprefix("mtp.")
-        return f"model.{own}" if own.startswith(("layers.", "norm.")) else own
+        name = stored.removeprefix("mtp.")
+        return f"model.{name}" if name.startswith(("layers.", "norm.")) else name
 
     def stored_name(self, name: str) -> str:
-        """How a folder calls what the head calls `name`."""
+        """Return the folder's name of the head's tensor `name`."""
         return f"mtp.{name.removeprefix('model.')}"
 
 
@@ -101,15 +99,14 @@ MTP_PART = MtpPart()
 
 
 def _renamed(value: Any) -> Any:
-    """A part of a `quantization_config` in which names of linears, and patterns for them, are those of the text model.
-
-    JSON of a stranger, nested no deeper than its parser allows.
-    """
+    """Return a part of a `quantization_config` with the text model's names in names and patterns of linears."""
+    # Recursion is safe on a stranger's JSON: the parser limits its nesting.
     if isinstance(value, dict):
-        return {_renamed(key): _renamed(each) for key, each in value.items()}
+        return {_renamed(key): _renamed(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_renamed(each) for each in value]
+        return [_renamed(item) for item in value]
     if isinstance(value, str):
-        for prefix, alone in _PREFIXES:
-            value = value.replace(prefix, alone).replace(prefix.replace(".", r"\."), alone.replace(".", r"\."))
+        for prefix, text_prefix in _PREFIXES:
+            value = value.replace(prefix, text_prefix)
+            value = value.replace(prefix.replace(".", r"\."), text_prefix.replace(".", r"\."))
     return value

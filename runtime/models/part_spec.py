@@ -1,6 +1,6 @@
-"""What a layer is made of, as a checkpoint names it: norms, linears, rotations, attention, an MLP.
+"""The parts of a decoder layer as a checkpoint names them: norms, linears, rotary embedding, attention, MLP.
 
-Knows names and shapes of tensors. Does not know what stands in a layer, or what follows what. Does not import torch.
+Names, shapes and constants only, without torch.
 """
 
 from collections.abc import Mapping
@@ -8,18 +8,17 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 Shape = tuple[int, ...]
-# Of a gate, times what goes up beside it. relu2 has no gate; swiglu_clamped, of gpt-oss, has gate and up in turn.
+# relu2 has no gate; in swiglu_clamped (gpt-oss) rows of gate and up alternate.
 ActivationName = Literal["silu", "gelu_tanh", "relu2", "swiglu_clamped"]
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
 
 
 @dataclass(frozen=True)
 class NormSpec:
-    """One norm as the checkpoint names it: an RMSNorm whose gain is `offset` plus the tensor [size] of that name, times
-    `factor`.
+    """An RMSNorm with the gain (`offset` + tensor `name` [size]) * `factor`.
 
-    `name` None: no tensor, and a gain of one. `bare`: the tensor is named as the norm is, not `<name>.weight`.
-    `centred`: the mean is taken away first, a LayerNorm without a bias.
+    `name` None: no tensor, gain 1. `bare`: the tensor is called `name`, not `<name>.weight`. `layer_norm`: the mean is
+    subtracted first (LayerNorm without a bias).
     """
 
     name: str | None
@@ -32,19 +31,18 @@ class NormSpec:
 
     @property
     def tensor(self) -> str:
-        """The name of its tensor. Only for norms that have one."""
         assert self.name is not None
         return self.name if self.bare else f"{self.name}.weight"
 
     @property
     def fp32_gain(self) -> bool:
-        """Whether the gain is not what is stored: it is then kept in fp32."""
+        """Whether the gain is kept in fp32: 1 + w in bf16 would round away the small w of Gemma and Qwen 3.5."""
         return bool(self.offset) or self.factor != 1.0
 
 
 @dataclass(frozen=True)
 class LinearSpec:
-    """One linear layer as the checkpoint names it: weight [out_features, in_features] and an optional bias."""
+    """A linear layer: tensor `<name>.weight` [out_features, in_features] and an optional `<name>.bias`."""
 
     name: str
     out_features: int
@@ -54,12 +52,12 @@ class LinearSpec:
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched past the trained context. Unused fields keep their neutral value.
+    """How rotary frequencies are scaled beyond the trained context; fields that a kind does not use stay neutral.
 
-    `attention_factor` multiplies cos and sin (yarn: 0.1 ln(factor) + 1 unless the config says otherwise). `short` and
-    `long`, of longrope, divide the frequencies, one number for each: in contexts of up to `original_context` tokens,
-    and in longer ones. `share`: of the frequencies, the first that turn (proportional). Queries are multiplied by
-    1 + `query_beta` ln(1 + floor(position / original_context)).
+    attention_factor: multiplies cos and sin (yarn: 0.1 ln(factor) + 1 unless the config gives one).
+    short_factors, long_factors: longrope's divisor of each frequency, in contexts up to `original_context`, and beyond.
+    partial_factor: the share of frequencies that rotate, from the first (proportional).
+    query_beta: queries are multiplied by 1 + query_beta ln(1 + floor(position / original_context)).
     """
 
     kind: RopeKind = "default"
@@ -79,10 +77,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """A rotation of the first `dim` values of each head by position.
-
-    Pairs are (i, i + dim / 2), or `interleaved` (2i, 2i + 1).
-    """
+    """Rotary embedding of the first `dim` values of each head: pairs (i, i + dim / 2), `interleaved`: (2i, 2i + 1)."""
 
     theta: float
     dim: int
@@ -92,10 +87,10 @@ class RopeSpec:
 
 @dataclass(frozen=True)
 class OutputRows:
-    """The rows of a product's output that make, each alone, the inputs of a later product.
+    """The output rows of `product` that each determine one input of a later product.
 
-    Its inputs, seen as [groups, copies, width], are made by rows `start` + group * width + position, whichever the
-    copy: query heads that share a key-value head are copies. So a factor on an input can be taken back in those rows.
+    Input [group, copy, position] of the later product comes from row `start` + group * width + position, for every copy
+    (query heads that share a key-value head are copies). AWQ uses this: a factor on an input is undone in those rows.
     """
 
     product: str
@@ -105,51 +100,51 @@ class OutputRows:
     width: int
 
 
-InputSource = NormSpec | OutputRows | None  # what makes the inputs of a product one by one, if a single operation does
+# What produces each input of a product by a single operation; None: nothing does.
+InputSource = NormSpec | OutputRows | None
 
 
 class PartSpec(Protocol):
-    """What a layer does to the residual stream in one go: a norm, some products, a norm, the sum.
+    """A part of a layer: x + residual_scale * output_norm(f(norm(x))), where f consists of products.
 
-    `norm` and `output_norm` are None where the family has none there. What is added is first multiplied by `residual`.
+    The norms are None where the family has none.
     """
 
     @property
-    def norm(self) -> NormSpec | None: ...  # noqa: D102  # a field of the parts below
+    def norm(self) -> NormSpec | None: ...
 
     @property
-    def output_norm(self) -> NormSpec | None: ...  # noqa: D102
+    def output_norm(self) -> NormSpec | None: ...
 
     @property
-    def residual_scale(self) -> float: ...  # noqa: D102
+    def residual_scale(self) -> float: ...
 
     def products(self) -> Mapping[str, tuple[LinearSpec, ...]]:
-        """Its linears by the product they are part of, in order of execution."""
+        """Return the linears of each product by its name, in execution order; linears of one product share an input."""
         ...
 
     def inner_norms(self) -> tuple[NormSpec | None, ...]:
-        """Its other norms."""
+        """Return the norms besides `norm` and `output_norm`."""
         ...
 
     def input_source(self, product: str) -> InputSource:
-        """What makes the inputs of one of its products."""
+        """Return what produces the inputs of one of the products."""
         ...
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Attention: q, k, v side by side, norms of heads, rotation, attention, o.
+    """Attention: q, k, v in one product, head norms, rotary embedding, attention, o.
 
-    `q_norm`, `k_norm`, `v_norm` are over each head, or over all heads at once where their size is that of all heads;
-    those of queries and keys come before the rotation, or after it (`norms_rotated`). `window` in tokens: a query sees
-    itself and window - 1 before it, None for all. `scale` multiplies the products of queries and keys, None for
-    1 / sqrt(head_dim); a `softcap` c then makes them c tanh(. / c). Before the rotation queries, keys and values are
-    brought within -`clip` and `clip`.
-
-    `qkv` holds no values where they are the keys before norm and rotation, and only queries where the layer reads what
-    an earlier layer, `shares`, has put into the cache; `lends`: a later layer reads this one's. `sinks` names a tensor
-    [heads]: scores that take part in each head's softmax and have no value. Where it is `gated`, each query is followed
-    by as many values, whose sigmoid multiplies what the head attended to.
+    qkv: linears of q, k and v, or one that holds all. Without v where values are the keys before norm and rotation;
+        q alone where the layer reads the cached keys and values of layer `kv_source`. `kv_shared`: a later layer does.
+    q_norm, k_norm, v_norm: over each head, or over all heads where their size is that of all heads; those of q and k
+        before the rotation, with `norm_after_rope` after it.
+    window: number of tokens that a query sees, itself included; None for all.
+    scale: multiplies the scores, None for 1 / sqrt(head_dim). softcap: scores become softcap * tanh(score / softcap).
+    clip: q, k and v are clamped to [-clip, clip] before the rotation.
+    sinks: name of a tensor [heads], an extra score per head that takes part in the softmax and has no value.
+    gated: each query head is followed by head_dim gates, whose sigmoid multiplies the head's output.
     """
 
     heads: int
@@ -176,31 +171,28 @@ class AttentionSpec:
 
     @property
     def query_heads(self) -> int:
-        """How many heads the first product makes for queries, and for their gates."""
+        """Number of heads that the first product computes for queries and their gates."""
         return 2 * self.heads if self.gated else self.heads
 
     @property
     def projected_heads(self) -> int:
-        """How many heads the first product makes: queries, then keys and values where it makes them."""
+        """Number of heads that the first product computes: queries, gates, and keys and values where it has them."""
         return sum(linear.out_features for linear in self.qkv) // self.head_dim
 
     @property
     def has_v_proj(self) -> bool:
-        """Whether the values have rows of their own in the first product."""
         return self.projected_heads == self.query_heads + 2 * self.kv_heads
 
     def products(self) -> Mapping[str, tuple[LinearSpec, ...]]:
-        """As `PartSpec.products`."""
         return {"qkv": self.qkv, "o": (self.o,)}
 
     def inner_norms(self) -> tuple[NormSpec | None, ...]:
-        """As `PartSpec.inner_norms`."""
         return self.q_norm, self.k_norm, self.v_norm
 
     def input_source(self, product: str) -> InputSource:
-        # A norm of values undoes a factor; rows shared by keys and values cannot take one.
         if product == "qkv":
             return self.norm
+        # A norm of values would undo a factor, and rows that are keys as well as values cannot take one.
         if self.v_norm is not None or not self.has_v_proj:
             return None
         start, copies = (self.query_heads + self.kv_heads) * self.head_dim, self.heads // self.kv_heads
@@ -209,7 +201,7 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class MlpSpec:
-    """An MLP: gate and up side by side, activation(gate) * up, down; or, without a gate, up, activation(up), down."""
+    """An MLP: down(activation(gate(x)) * up(x)), or down(activation(up(x))) where there is no gate."""
 
     size: int
     norm: NormSpec | None
@@ -221,25 +213,21 @@ class MlpSpec:
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
-        """All of its linears."""
         return (*self.gate_up, self.down)
 
     @property
     def gated(self) -> bool:
-        """Whether there is a gate."""
         return self.activation != "relu2"
 
     def products(self) -> Mapping[str, tuple[LinearSpec, ...]]:
-        """As `PartSpec.products`."""
         return {"gate_up": self.gate_up, "down": (self.down,)}
 
     def inner_norms(self) -> tuple[NormSpec | None, ...]:
-        """As `PartSpec.inner_norms`."""
         return ()
 
     def input_source(self, product: str) -> InputSource:
-        # Without a gate, an activation is between a row of up and the input of down.
         if product == "gate_up":
             return self.norm
-        plain = self.gated and self.activation != "swiglu_clamped"
-        return OutputRows("gate_up", self.size, 1, 1, self.size) if plain else None
+        # The input of down is linear in a row of up only behind a gate; swiglu_clamped clamps up too.
+        linear_in_up = self.gated and self.activation != "swiglu_clamped"
+        return OutputRows("gate_up", self.size, 1, 1, self.size) if linear_in_up else None

@@ -1,7 +1,6 @@
-"""What stands in place of attention in layers that keep a state of fixed size instead of keys and values.
+"""Declarations of recurrent token mixers: Gated DeltaNet (arXiv 2412.06464) and gated short convolutions (LFM2).
 
-Gated DeltaNet (arXiv 2412.06464) and gated short convolutions (LFM2): their norms, linears, convolution and the shapes
-of their states. Knows names and shapes of tensors. Does not import torch, and does not know what is done with a state.
+Names and shapes of tensors and of the states that replace keys and values. Without torch.
 """
 
 from collections.abc import Iterator, Mapping
@@ -9,12 +8,12 @@ from dataclasses import dataclass
 
 from mycli.runtime.models.part_spec import InputSource, LinearSpec, NormSpec, OutputRows, Shape
 
-STATE_BYTES = 4  # of a value: states are fp32, whatever activations are
+STATE_BYTES = 4  # states are fp32: they are summed over the whole sequence, where bf16 would lose the updates
 
 
 @dataclass(frozen=True)
 class ConvolutionSpec:
-    """A causal convolution of each channel alone: weight [channels, 1, taps], the last tap for the token itself."""
+    """A causal depthwise convolution: weight [channels, 1, taps], the last tap for the current token."""
 
     name: str
     channels: int
@@ -22,28 +21,27 @@ class ConvolutionSpec:
     bias: bool = False
 
     def tensors(self) -> Iterator[tuple[str, Shape]]:
-        """Names and shapes, as checkpoints store them."""
         yield f"{self.name}.weight", (self.channels, 1, self.taps)
         if self.bias:
             yield f"{self.name}.bias", (self.channels,)
 
     @property
     def state_shape(self) -> Shape:
-        """The inputs before the next token, the oldest first."""
+        """Shape of the state: the last taps - 1 inputs, oldest first."""
         return self.taps - 1, self.channels
 
 
 @dataclass(frozen=True)
 class DeltaNetSpec:
-    """Gated DeltaNet: what follows from the delta rule with a decay, a matrix [key_dim, value_dim] for each head.
+    """Gated DeltaNet: a linear attention layer with the state S [key_dim, value_dim] per head.
 
-    `projections` make queries, keys and values side by side, which `convolution` and SiLU pass, and the gates z of the
-    outputs; `gates` make, of the same input, a number b and a number a for each head. With beta = sigmoid(b) and
-    g = -exp(A) softplus(a + dt), where `decay` and `dt_bias` name the tensors [heads] of A and dt, a head's state S
-    becomes exp(g) S + k (beta (v - exp(g) S^T k))^T, and its output S^T q, for q and k of length one and q over
-    sqrt(key_dim). Each of the `heads` reads the query and key of heads / key_heads neighbours. Outputs are normed over
-    each head (`head_norm`) and multiplied by SiLU(z) before `out`. Where they lie `by_key_head`, what is projected is
-    for each key head its query, its key, and the values and the z of those heads that read them; gates likewise.
+    With q and k of length one, q divided by sqrt(key_dim), beta = sigmoid(b) and g = -exp(A) softplus(a + dt):
+    S <- exp(g) S + k (beta (v - exp(g) S^T k))^T, output S^T q. Each of `heads` reads the query and key of group
+    head // (heads / key_heads). Outputs pass `head_norm` and are multiplied by SiLU(z) before `out`.
+
+    projections: q, k, v, which pass the convolution and SiLU, and z. gates: b and a, one value per head.
+    decay, dt_bias: names of the tensors A and dt [heads].
+    by_key_head: projections and gates are ordered by key head: its q, its k, then v and z of its heads.
     """
 
     heads: int
@@ -64,15 +62,13 @@ class DeltaNetSpec:
 
     @property
     def unquantized(self) -> tuple[LinearSpec, ...]:
-        """Linears that are never stored quantized: they are small, and what they make stands in an exponent."""
+        # Small, and their outputs are exponents of the decay: an error is multiplied over the sequence.
         return self.gates
 
     def products(self) -> Mapping[str, tuple[LinearSpec, ...]]:
-        """As `PartSpec.products`."""
         return {"recurrent_in": self.projections, "recurrent_out": (self.out,)}
 
     def inner_norms(self) -> tuple[NormSpec | None, ...]:
-        """As `PartSpec.inner_norms`."""
         return (self.head_norm,)
 
     def input_source(self, product: str) -> InputSource:
@@ -80,32 +76,33 @@ class DeltaNetSpec:
         return None
 
     def tensors(self) -> Iterator[tuple[str, Shape]]:
-        """Names and shapes of what is no norm and no product."""
+        """Yield name and shape of each tensor that is neither a norm nor a linear of a product."""
         yield from self.convolution.tensors()
         yield self.decay, (self.heads,)
         yield self.dt_bias, (self.heads,)
 
     def state_shapes(self) -> tuple[Shape, ...]:
-        """Shapes of what is kept of a sequence."""
+        """Return the shapes of the states of one sequence."""
         return self.convolution.state_shape, (self.heads, self.key_dim, self.value_dim)
 
     def forward_values(self) -> int:
-        """Of each token: what is projected, maybe put in order, and convolved, queries and keys in fp32, what is read,
-        gated, projected."""
+        """Return the number of activation values per token of a forward pass, for the memory model."""
+        # Projections (twice if reordered), convolved, queries and keys in fp32, read from the state, gated, projected.
         projected = sum(linear.out_features for linear in (*self.projections, *self.gates)) * (1 + self.by_key_head)
         exact = 2 * 2 * self.key_heads * self.key_dim
         return projected + self.convolution.channels + exact + 2 * self.out.in_features + self.out.out_features
 
     def training_values(self) -> int:
-        """Of each token in a forward and backward pass: the same and their gradients, what the convolution sums, and
-        of each head its part of six matrices [64, 64] of a chunk and six copies of its query, key and value."""
+        """Return the number of values per token of a forward and backward pass."""
+        # Forward values and their gradients, the convolution's products, and per head a share of six [64, 64] matrices
+        # of a chunk and six copies of q, k and v.
         chunk = 6 * self.heads * (64 + 2 * self.key_dim + self.value_dim)
         return 2 * self.forward_values() + 2 * self.convolution.taps * self.convolution.channels + chunk
 
 
 @dataclass(frozen=True)
 class ShortConvSpec:
-    """A gated short convolution: B, C and x side by side, C * convolution(B * x), projected."""
+    """A gated short convolution: B, C, x = projection(input); out(C * convolution(B * x))."""
 
     norm: NormSpec | None
     projection: LinearSpec
@@ -116,38 +113,30 @@ class ShortConvSpec:
 
     @property
     def unquantized(self) -> tuple[LinearSpec, ...]:
-        """As `DeltaNetSpec.kept`."""
         return ()
 
     def products(self) -> Mapping[str, tuple[LinearSpec, ...]]:
-        """As `PartSpec.products`."""
         return {"recurrent_in": (self.projection,), "recurrent_out": (self.out,)}
 
     def inner_norms(self) -> tuple[NormSpec | None, ...]:
-        """As `PartSpec.inner_norms`."""
         return ()
 
     def input_source(self, product: str) -> InputSource:
-        """As `PartSpec.input_source`: rows of C are factors of what is projected at last."""
         if product == "recurrent_in":
             return self.norm
-        size = self.convolution.channels
+        size = self.convolution.channels  # rows of C, the second of the three, multiply the input of `out`
         return OutputRows("recurrent_in", size, 1, 1, size)
 
     def tensors(self) -> Iterator[tuple[str, Shape]]:
-        """As `DeltaNetSpec.tensors`."""
         return self.convolution.tensors()
 
     def state_shapes(self) -> tuple[Shape, ...]:
-        """As `DeltaNetSpec.states`."""
         return (self.convolution.state_shape,)
 
     def forward_values(self) -> int:
-        """As `DeltaNetSpec.pass_values`: what is projected, B * x, convolved, gated, projected."""
-        return 6 * self.convolution.channels + self.out.out_features
+        return 6 * self.convolution.channels + self.out.out_features  # B, C, x, B * x, convolved, gated
 
     def training_values(self) -> int:
-        """As `DeltaNetSpec.trained_values`."""
         return 2 * self.forward_values() + 2 * self.convolution.taps * self.convolution.channels
 
 

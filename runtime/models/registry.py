@@ -1,4 +1,4 @@
-"""Finds the family file that reads a config.json; `families/<model_type>.py` is the registry."""
+"""Reads a config.json with the family file of its `model_type`: `families/<model_type>.py` is the registry."""
 
 import importlib
 import pkgutil
@@ -7,41 +7,41 @@ from mycli.runtime.models import families as family_modules
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.utils.json_fields import Fields
 
-_EXPERTS = "its layers choose among experts"
-_RECURRENT = "some of its layers keep a recurrent state instead of keys and values"
-_LATENT = "its keys and values are compressed into a latent vector (MLA)"
-_BOTH = "some of its layers are recurrent, and they choose among experts"
+_MAMBA = "its Mamba layers are not implemented"
+_MLA = "multi-head latent attention (MLA) is not implemented"
 
+# Known families that cannot run, so that the error names the missing feature.
 REFUSED: dict[str, str] = {
-    "deepseek_v2": _LATENT,
-    "deepseek_v3": _LATENT,
-    "falcon_h1": _RECURRENT,
-    "falcon_mamba": _RECURRENT,
-    "gemma3n": "its residual stream is several streams (AltUp), with a low-rank path beside each layer (Laurel)",
-    "glm4_moe_lite": _LATENT,
-    "granitemoehybrid": _BOTH,
-    "jamba": _BOTH,
-    "llama4": "its layers choose among experts, and some attend in chunks",
-    "mamba": _RECURRENT,
-    "mamba2": _RECURRENT,
-    "minicpm3": _LATENT,
-    "mllama": "some of its layers attend to an image",
-    "nemotron_h": _RECURRENT,
-    "phimoe": _EXPERTS,
-    "recurrent_gemma": _RECURRENT,
-    "t5": "it has an encoder",
-    "t5gemma": "it has an encoder",
+    "deepseek_v2": _MLA,
+    "deepseek_v3": _MLA,
+    "falcon_h1": _MAMBA,
+    "falcon_mamba": _MAMBA,
+    "gemma3n": "its AltUp residual streams and Laurel blocks are not implemented",
+    "glm4_moe_lite": _MLA,
+    "granitemoehybrid": _MAMBA,
+    "jamba": _MAMBA,
+    "llama4": "its chunked attention is not implemented",
+    "mamba": _MAMBA,
+    "mamba2": _MAMBA,
+    "minicpm3": _MLA,
+    "mllama": "its cross-attention to images is not implemented",
+    "nemotron_h": _MAMBA,
+    "phimoe": "its SparseMixer routing is not implemented",
+    "recurrent_gemma": "its RG-LRU layers are not implemented",
+    "t5": "encoder-decoder models are not implemented",
+    "t5gemma": "encoder-decoder models are not implemented",
 }
 
 
 def families() -> list[str]:
-    """The `model_type` values that can be read: the modules of `runtime.models.families`."""
+    """Return the `model_type` values that can be read."""
     return sorted(module.name for module in pkgutil.iter_modules(family_modules.__path__))
 
 
 def parse_config(raw: Fields) -> ModelConfig:
-    """The ModelConfig of a parsed config.json. Raises ModelError naming the field at fault."""
+    """Return the ModelConfig of a parsed config.json. Raises ModelError naming the field at fault."""
     model_type = raw.text("model_type")
+    # Only names of files in `families` are imported: config.json may come from a stranger.
     if model_type not in families():
         reason = f": {REFUSED[model_type]}" if model_type in REFUSED else ""
         raise raw.fail(

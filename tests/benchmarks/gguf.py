@@ -86,7 +86,7 @@ def read(source: Path, original: Path, target: Path) -> None:
 def linears(source: Path, original: Path) -> tuple[float, Counter[str]]:
     """Bits per weight of the linears of the blocks, and how many of them are of which type."""
     config = open_model_folder(original).config
-    blocks = (config.block_linears(layer) for layer in range(config.layers))
+    blocks = (config.layer(layer).products() for layer in range(config.layers))
     specs = (spec for block in blocks for group in block.values() for spec in group)
     names = {_theirs(f"{spec.name}.weight", config) for spec in specs}
     found = [tensor for tensor in gguf.GGUFReader(source).tensors if tensor.name in names]

@@ -117,7 +117,7 @@ def _folder(folder: Path, one: Made) -> Path:
 def _linears() -> list[str]:
     """The linears of the blocks."""
     config = open_model_folder(PICO).config
-    blocks = (config.block_linears(layer) for layer in range(config.layers))
+    blocks = (config.layer(layer).products() for layer in range(config.layers))
     return [spec.name for block in blocks for group in block.values() for spec in group]
 
 

@@ -92,7 +92,7 @@ def packed_bits(folder: Path) -> float:
     config, packings = opened.config, opened.packings
     tensors = Manifest.open(folder).tensors
     nbytes = sum(tensors[f"{name}.{part}"].nbytes for name in packings for part in ("weight_packed", "weight_scale"))
-    blocks = (config.block_linears(layer) for layer in range(config.layers))
+    blocks = (config.layer(layer).products() for layer in range(config.layers))
     specs = [spec for block in blocks for group in block.values() for spec in group]
     assert {spec.name for spec in specs} == set(packings), "a linear is not quantized, or the head is"
     return 8 * nbytes / sum(spec.out_features * spec.in_features for spec in specs)

@@ -68,7 +68,7 @@ def estimated_seconds(
     the inverse of K^3 / 3; columns are N K^2 for their corrections and 2 N K^2 for each of two sweeps and the refit.
     """
     flops = dict.fromkeys(("forwards", "moments", "factors", "columns"), 0.0)
-    for name, group in config.block_linears(0).items():
+    for name, group in config.layer(0).products().items():
         inputs, rows = group[0].in_features, sum(each.out_features for each in group)
         passes = 3 if name in ("qkv", "gate_up") else 2
         flops["forwards"] += passes * 2 * tokens * inputs * rows

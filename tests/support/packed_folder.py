@@ -24,7 +24,7 @@ def write_packed(folder: Path, fields: Mapping[str, Any], widths: Mapping[str, i
     linears = {
         spec.name: spec
         for layer in range(config.layers)
-        for products in config.block_linears(layer).values()
+        for products in config.layer(layer).products().values()
         for spec in products
     }
     packings = {name: Packing(next(bits for part, bits in widths.items() if part in name), group) for name in linears}

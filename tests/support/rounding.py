@@ -32,7 +32,7 @@ def output_error(weight: Tensor, quantized: Quantized, grid: Grid, hessian: Tens
 
 def rounded(model: StreamedModel, layer: int) -> tuple[dict[str, Packing], Solved]:
     """A block rounded to nearest."""
-    specs = [spec for group in model.config.block_linears(layer).values() for spec in group]
+    specs = [spec for group in model.config.layer(layer).products().values() for spec in group]
     weights = model.weights(specs)
     linears: dict[str, Quantized] = {name: rtn.solve(weight, GRID).quantized for name, weight in weights.items()}
     return dict.fromkeys(linears, GRID.packing), Solved(linears, {}, ())

@@ -1,1 +1,1 @@
-"""One file per `model_type`, each with `read(config.json) -> ModelConfig`; the file name is the registry."""
+"""One file per `model_type` with `read(config.json) -> ModelConfig`; the file name is the registry."""

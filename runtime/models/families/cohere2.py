@@ -1,5 +1,4 @@
-"""Command R7B, Command A and Aya: attention and MLP side by side after one LayerNorm without a bias; neighbouring pairs
-turned, in the layers with a sliding window only; logits times a constant."""
+"""Command R7B, Command A and Aya: parallel attention and MLP after one bias-free LayerNorm."""
 
 from dataclasses import replace
 
@@ -11,13 +10,11 @@ from mycli.runtime.utils.json_fields import Fields
 
 
 def layer(config: ModelConfig, index: int) -> LayerSpec:
-    """Llama's linears, one norm."""
     llama = llama_layer(config, index)
     return replace(llama, mlp=replace(llama.mlp, norm=None), parallel=True)
 
 
 def read(raw: Fields) -> ModelConfig:
-    """The ModelConfig of a Cohere 2 config.json."""
     raw = hf_config.with_defaults(
         raw,
         sliding_window=4096,
@@ -26,15 +23,14 @@ def read(raw: Fields) -> ModelConfig:
         rms_norm_eps=raw.number("layer_norm_eps", 1e-5, low=1e-30, high=1.0),
     )
     fields = hf_config.common(raw, handled=("logit_scale",))
-    bias = raw.boolean("attention_bias", False)
     period = raw.integer("sliding_window_pattern", 4)
-    sliding = hf_config.sliding_layers(raw, fields["layers"], hf_config.every(period))
+    sliding = hf_config.layers_of_type(raw, fields["layers"], hf_config.all_but_every(period))
     rope = RopeSpec(fields["rope_theta"], fields["head_dim"], fields["rope_scaling"], interleaved=True)
     return ModelConfig(
         **fields,
-        qkv_bias=bias,
-        output_bias=bias,
-        windows=hf_config.windows_of(raw, sliding),
+        **hf_config.attention_biases(raw),
+        windows=hf_config.layer_windows(raw, sliding),
+        # Layers with full attention have no positions.
         layer_ropes=tuple(rope if slides else None for slides in sliding),
         layer_norm=True,
         logit_scale=raw.number("logit_scale", low=1e-9),

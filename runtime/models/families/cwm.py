@@ -1,4 +1,4 @@
-"""Code World Model: Llama with full attention in every fourth layer, the first one too, else a sliding window."""
+"""Code World Model: Llama with full attention in layers 0, 4, 8, ... and a sliding window in the others."""
 
 from mycli.runtime.models import hf_config
 from mycli.runtime.models.config import ModelConfig
@@ -15,10 +15,8 @@ _ROPE = {
 
 
 def read(raw: Fields) -> ModelConfig:
-    """The ModelConfig of a CWM config.json."""
     raw = hf_config.with_defaults(raw, rope_theta=1000000.0, head_dim=128, sliding_window=8192)
-    if not (raw.has("rope_parameters") or raw.has("rope_scaling")):
-        raw = Fields({**raw.values, "rope_parameters": _ROPE}, raw.source)
+    raw = hf_config.with_default_rope(raw, _ROPE)
     fields = hf_config.common(raw)
-    sliding = hf_config.sliding_layers(raw, fields["layers"], lambda index: index % 4 != 0)
-    return ModelConfig(**fields, mlp_bias=raw.boolean("mlp_bias", False), windows=hf_config.windows_of(raw, sliding))
+    sliding = hf_config.layers_of_type(raw, fields["layers"], lambda index: index % 4 != 0)
+    return ModelConfig(**fields, mlp_bias=raw.boolean("mlp_bias", False), windows=hf_config.layer_windows(raw, sliding))

@@ -1,4 +1,4 @@
-"""ERNIE 4.5, dense: Llama that turns neighbouring pairs."""
+"""ERNIE 4.5, dense: Llama with interleaved rotary embedding."""
 
 from mycli.runtime.models import hf_config
 from mycli.runtime.models.config import ModelConfig
@@ -6,7 +6,6 @@ from mycli.runtime.utils.json_fields import Fields
 
 
 def read(raw: Fields) -> ModelConfig:
-    """The ModelConfig of an ERNIE 4.5 config.json."""
     raw = hf_config.with_defaults(raw, rope_theta=500000.0, tie_word_embeddings=True)
     bias = raw.boolean("use_bias", False)
     fields = hf_config.common(raw, head_dim=128)

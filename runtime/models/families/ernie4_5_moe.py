@@ -1,8 +1,4 @@
-"""ERNIE 4.5 with experts (21B-A3B, 300B-A47B): ERNIE 4.5's attention, and in all but the first layers experts, chosen
-by a corrected softmax, and one that all tokens go through.
-
-Files may hold a head that predicts a token further, which is not read.
-"""
+"""ERNIE 4.5 with experts (21B-A3B, 300B-A47B): ERNIE 4.5's attention; softmax-routed experts with a correction bias."""
 
 from dataclasses import replace
 
@@ -23,12 +19,12 @@ _NAMES = ExpertNames(
 
 
 def layer(config: ModelConfig, index: int) -> LayerSpec:
-    """Llama's, beside the head that nothing reads."""
+    # Checkpoints may contain an MTP head, which is not used.
     return replace(llama_layer(config, index), ignored_prefixes=("model.mtp_",))
 
 
 def _dense(raw: Fields, layers: int) -> frozenset[int]:
-    """The layers that have an MLP: those before the first with experts, behind the last, and between."""
+    """Return the layers that have an MLP: all but every `moe_layer_interval`-th from start to end index."""
     first, interval = raw.integer("moe_layer_start_index", 1, low=0), raw.integer("moe_layer_interval", 1)
     last = raw.integer("moe_layer_end_index", -1, low=-1)
     last = layers - 1 if last == -1 else last
@@ -36,12 +32,11 @@ def _dense(raw: Fields, layers: int) -> frozenset[int]:
 
 
 def read(raw: Fields) -> ModelConfig:
-    """The ModelConfig of an ERNIE 4.5 config.json with experts."""
     raw = hf_config.with_defaults(raw, rope_theta=500000.0, rms_norm_eps=1e-5, tie_word_embeddings=True)
     if raw.boolean("use_bias", False):
         raise raw.fail("use_bias", "= true is not supported: the head would have a bias", UNSUPPORTED_HINT)
     fields = hf_config.common(raw)
-    count, top_k = read_expert_counts(raw, "moe_num_experts", fields["layers"], usual=(64, 6), chosen="moe_k")
+    count, top_k = read_expert_counts(raw, "moe_num_experts", fields["layers"], default=(64, 6), top_k_key="moe_k")
     size = raw.integer("moe_intermediate_size", 1536)
     mixture = MoeLayers(
         count,

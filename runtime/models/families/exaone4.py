@@ -1,5 +1,4 @@
-"""EXAONE 4: norms on the outputs of attention and MLP only, norms of query and key heads; where some layers have a
-sliding window, the others do not turn their heads."""
+"""EXAONE 4: norms after attention and MLP instead of before, and per-head norms of queries and keys."""
 
 from dataclasses import replace
 
@@ -12,24 +11,22 @@ from mycli.runtime.utils.json_fields import Fields
 
 
 def layer(config: ModelConfig, index: int) -> LayerSpec:
-    """OLMo 2's norms of the stream, Llama's place for those of heads."""
-    outputs, llama = olmo2.layer(config, index), llama_layer(config, index).attention
-    return replace(outputs, mixer=replace(outputs.attention, q_norm=llama.q_norm, k_norm=llama.k_norm))
+    olmo, llama = olmo2.layer(config, index), llama_layer(config, index).attention
+    return replace(olmo, mixer=replace(olmo.attention, q_norm=llama.q_norm, k_norm=llama.k_norm))
 
 
 def read(raw: Fields) -> ModelConfig:
-    """The ModelConfig of an EXAONE 4 config.json."""
     fields = hf_config.common(raw)
     sliding = (False,) * fields["layers"]
     if raw.has("sliding_window"):
         period = 4 if raw.has("layer_types") else raw.integer("sliding_window_pattern", 4)
-        sliding = hf_config.sliding_layers(raw, fields["layers"], hf_config.every(period))
+        sliding = hf_config.layers_of_type(raw, fields["layers"], hf_config.all_but_every(period))
     rope = RopeSpec(fields["rope_theta"], fields["head_dim"], fields["rope_scaling"])
-    turned = (slides or not raw.has("sliding_window") for slides in sliding)
     return ModelConfig(
         **fields,
         qk_norm=True,
-        windows=hf_config.windows_of(raw, sliding),
-        layer_ropes=tuple(rope if turns else None for turns in turned),
+        windows=hf_config.layer_windows(raw, sliding),
+        # With sliding windows, layers with full attention have no positions.
+        layer_ropes=tuple(rope if slides or not raw.has("sliding_window") else None for slides in sliding),
         build_layer=layer,
     )

@@ -1,5 +1,4 @@
-"""Gemma 2: norms before and after each part with gains of 1 + w, softcaps on scores and logits, GELU, every other layer
-with a sliding window, embeddings times the root of their width."""
+"""Gemma 2: norms before and after each part with gain 1 + w, softcapped scores and logits, GELU."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,7 +14,6 @@ _HANDLED = ("attn_logit_softcapping", "final_logit_softcapping", "rope_parameter
 
 
 def layer(config: ModelConfig, index: int) -> LayerSpec:
-    """Llama's linears between two norms each."""
     llama, prefix = llama_layer(config, index), f"model.layers.{index}"
     after_attention = config.norm_spec(f"{prefix}.post_attention_layernorm")
     before_mlp = config.norm_spec(f"{prefix}.pre_feedforward_layernorm")
@@ -28,17 +26,14 @@ def layer(config: ModelConfig, index: int) -> LayerSpec:
 
 
 def softcap(raw: Fields, key: str) -> float | None:
-    """A bound on scores or logits, None for none."""
     return raw.number(key, low=1e-3, high=1e6) if raw.has(key) else None
 
 
-def fields_of(raw: Fields) -> dict[str, Any]:
-    """What Gemma 2 and 3 read alike."""
-    bias = raw.boolean("attention_bias", False)
+def gemma_fields(raw: Fields) -> dict[str, Any]:
+    """Return the ModelConfig fields that Gemma 2 and 3 share."""
     return {
         **hf_config.common(raw, handled=_HANDLED, activations=GELU),
-        "qkv_bias": bias,
-        "output_bias": bias,
+        **hf_config.attention_biases(raw),
         "norm_offset": 1.0,
         "attention_scale": raw.number("query_pre_attn_scalar", low=1e-3) ** -0.5,
         "attention_softcap": softcap(raw, "attn_logit_softcapping"),
@@ -50,7 +45,6 @@ def fields_of(raw: Fields) -> dict[str, Any]:
 
 
 def read(raw: Fields) -> ModelConfig:
-    """The ModelConfig of a Gemma 2 config.json."""
     raw = hf_config.with_defaults(
         raw,
         head_dim=256,
@@ -62,6 +56,6 @@ def read(raw: Fields) -> ModelConfig:
         eos_token_id=1,
         bos_token_id=2,
     )
-    fields = fields_of(raw)
-    sliding = hf_config.sliding_layers(raw, fields["layers"], hf_config.every(2))
-    return ModelConfig(**fields, windows=hf_config.windows_of(raw, sliding))
+    fields = gemma_fields(raw)
+    sliding = hf_config.layers_of_type(raw, fields["layers"], hf_config.all_but_every(2))
+    return ModelConfig(**fields, windows=hf_config.layer_windows(raw, sliding))

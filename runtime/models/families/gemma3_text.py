@@ -1,16 +1,14 @@
-"""Gemma 3, its text model: Gemma 2 without softcaps, with norms of query and key heads, and five layers with a sliding
-window and a small theta to each with full attention and a large one."""
+"""Gemma 3, text model: Gemma 2 without softcaps, with per-head norms of queries and keys."""
 
 from mycli.runtime.models import hf_config
 from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.models.families.gemma2 import fields_of
+from mycli.runtime.models.families.gemma2 import gemma_fields
 from mycli.runtime.models.hf_rope import read_sliding_rope
 from mycli.runtime.models.part_spec import RopeSpec
 from mycli.runtime.utils.json_fields import Fields
 
 
 def read(raw: Fields) -> ModelConfig:
-    """The ModelConfig of a Gemma 3 text config."""
     raw = hf_config.with_defaults(
         raw,
         vocab_size=262208,
@@ -26,15 +24,15 @@ def read(raw: Fields) -> ModelConfig:
         eos_token_id=1,
         bos_token_id=2,
     )
-    fields = fields_of(raw)
+    fields = gemma_fields(raw)
     period = raw.integer("sliding_window_pattern", 6)
-    sliding = hf_config.sliding_layers(raw, fields["layers"], hf_config.every(period))
+    sliding = hf_config.layers_of_type(raw, fields["layers"], hf_config.all_but_every(period))
     theta, scaling = read_sliding_rope(raw, raw.number("rope_local_base_freq"))
-    full = RopeSpec(fields["rope_theta"], fields["head_dim"], fields["rope_scaling"])
-    near = RopeSpec(theta, fields["head_dim"], scaling)
+    full_rope = RopeSpec(fields["rope_theta"], fields["head_dim"], fields["rope_scaling"])
+    sliding_rope = RopeSpec(theta, fields["head_dim"], scaling)
     return ModelConfig(
         **fields,
         qk_norm=True,
-        windows=hf_config.windows_of(raw, sliding),
-        layer_ropes=tuple(near if slides else full for slides in sliding),
+        windows=hf_config.layer_windows(raw, sliding),
+        layer_ropes=tuple(sliding_rope if slides else full_rope for slides in sliding),
     )

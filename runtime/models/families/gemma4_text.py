@@ -1,11 +1,4 @@
-"""Gemma 4, its text model: norms before and after each part, of query and key heads, and of values without a gain;
-scores as they are; a sliding window in most layers.
-
-Layers with full attention have longer heads, maybe fewer of them for keys, may take their keys for values, and turn
-only the first pairs of a head. In the small models (E2B, E4B) the last layers read the keys and values of earlier ones,
-and every layer is told of its tokens by a table of its own. In 26B-A4B experts stand beside each MLP; they, the router
-and the MLP read the stream through norms of their own, and the files hold all experts of a layer in one tensor.
-"""
+"""Gemma 4, text model: norms before and after each part, per-head norms of q and k, and of v without a gain."""
 
 from dataclasses import dataclass, replace
 
@@ -28,31 +21,29 @@ _ROPE = {
 
 
 @dataclass(frozen=True)
-class Layers:
-    """What layers are made of. Of each: whether it slides, and the layer whose keys and values it reads, None for its
-    own. `mixture`: the experts beside MLPs, if there are some."""
+class Gemma4Layers:
+    """Builds the layers. kv_sources: the layer whose keys and values each layer reads, None for its own."""
 
     slides: tuple[bool, ...]
-    lenders: tuple[int | None, ...]
-    full_heads: int  # for keys, in layers with full attention
-    full_head_dim: int
+    kv_sources: tuple[int | None, ...]
+    full_kv_heads: int  # layers with full attention may have fewer key-value heads ...
+    full_head_dim: int  # ... of a larger size, and use keys as values
     keys_are_values: bool
-    double_wide: bool
+    double_wide: bool  # MLPs of layers that read the keys and values of others are twice as wide
     mixture: MoeLayers | None = None
 
     def __call__(self, config: ModelConfig, index: int) -> LayerSpec:
-        """As `ModelConfig.build_layer`."""
         base, prefix, hidden = gemma2.layer(config, index), f"model.layers.{index}", config.hidden_size
-        lender = self.lenders[index]
-        width = config.intermediate_size * (2 if self.double_wide and lender is not None else 1)
+        kv_source = self.kv_sources[index]
+        width = config.intermediate_size * (2 if self.double_wide and kv_source is not None else 1)
         mlp = replace(
             base.dense_mlp,
             size=width,
             gate_up=tuple(replace(linear, out_features=width) for linear in base.dense_mlp.gate_up),
             down=replace(base.dense_mlp.down, in_features=width),
         )
-        unread = () if lender is None else (f"{prefix}.self_attn.k_", f"{prefix}.self_attn.v_")
-        per_layer = None
+        unread = () if kv_source is None else (f"{prefix}.self_attn.k_", f"{prefix}.self_attn.v_")
+        per_layer = None  # E2B and E4B have per-layer inputs
         if config.per_layer_width:
             per_layer = PerLayerSpec(
                 LinearSpec(f"{prefix}.per_layer_input_gate", config.per_layer_width, hidden),
@@ -63,14 +54,14 @@ class Layers:
         return LayerSpec(
             index,
             self._attention(config, base.attention, index),
-            mlp if self.mixture is None else self._beside(self.mixture, config, mlp, base),
+            mlp if self.mixture is None else self._parallel_experts(self.mixture, config, mlp, base),
             per_layer=per_layer,
             layer_scalar=f"{prefix}.layer_scalar",
             ignored_prefixes=unread,
         )
 
-    def _beside(self, mixture: MoeLayers, config: ModelConfig, mlp: MlpSpec, base: LayerSpec) -> ExpertsSpec:
-        """The experts of `mixture` beside `mlp`, which all tokens go through."""
+    # 26B-A4B: MLP and experts in parallel; they and the router read the residual stream through norms of their own.
+    def _parallel_experts(self, mixture: MoeLayers, config: ModelConfig, mlp: MlpSpec, base: LayerSpec) -> ExpertsSpec:
         prefix, hidden = f"model.layers.{base.index}", config.hidden_size
         experts = mixture.replace_mlp(base, config).mlp
         assert isinstance(experts, ExpertsSpec)
@@ -86,64 +77,63 @@ class Layers:
         )
 
     def _attention(self, config: ModelConfig, base: AttentionSpec, index: int) -> AttentionSpec:
-        lender = self.lenders[index]
+        kv_source = self.kv_sources[index]
         full, hidden = not self.slides[index], config.hidden_size
-        kv_heads, head_dim = (self.full_heads, self.full_head_dim) if full else (config.kv_heads, config.head_dim)
+        kv_heads, head_dim = (self.full_kv_heads, self.full_head_dim) if full else (config.kv_heads, config.head_dim)
         sizes = (config.heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
-        own = 1 if lender is not None else 2 if full and self.keys_are_values else 3
+        linears = 1 if kv_source is not None else 2 if full and self.keys_are_values else 3  # q; q, k; q, k, v
         name = f"model.layers.{index}.self_attn"
         return replace(
             base,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            qkv=tuple(replace(linear, out_features=size) for linear, size in zip(base.qkv[:own], sizes, strict=False)),
+            qkv=tuple(replace(base.qkv[part], out_features=sizes[part]) for part in range(linears)),
             q_norm=config.norm_spec(f"{name}.q_norm", head_dim),
-            k_norm=None if own == 1 else config.norm_spec(f"{name}.k_norm", head_dim),
-            v_norm=None if own == 1 else config.norm_spec(None, head_dim),
+            k_norm=None if linears == 1 else config.norm_spec(f"{name}.k_norm", head_dim),
+            v_norm=None if linears == 1 else config.norm_spec(None, head_dim),
             o=LinearSpec(f"{name}.o_proj", hidden, sizes[0], config.output_bias),
-            kv_source=lender,
-            kv_shared=index in self.lenders,
+            kv_source=kv_source,
+            kv_shared=index in self.kv_sources,
         )
 
 
-def _lenders(raw: Fields, slides: tuple[bool, ...]) -> tuple[int | None, ...]:
-    """The last `num_kv_shared_layers` read from the last layer of their kind before them."""
-    own = len(slides) - raw.integer("num_kv_shared_layers", 0, low=0, high=len(slides) - 1)
-    last = {slide: index for index, slide in enumerate(slides[:own])}
-    if set(slides[own:]) - set(last):
+def _kv_sources(raw: Fields, slides: tuple[bool, ...]) -> tuple[int | None, ...]:
+    # The last num_kv_shared_layers read from the last layer of their kind before them.
+    first = len(slides) - raw.integer("num_kv_shared_layers", 0, low=0, high=len(slides) - 1)
+    last = {slide: index for index, slide in enumerate(slides[:first])}
+    if set(slides[first:]) - set(last):
         raise raw.fail("num_kv_shared_layers", "leaves no layer of a kind to read from")
-    return (*(None for _ in range(own)), *(last[slide] for slide in slides[own:]))
+    return (*(None for _ in range(first)), *(last[slide] for slide in slides[first:]))
 
 
-def _full_heads(raw: Fields, slides: tuple[bool, ...], kv_heads: int, gated: bool) -> tuple[int, int]:
-    """Heads for keys, and values of each, in layers with full attention: by name, or as transformers writes them."""
-    written = raw.object("per_layer_config")
-    if not written.values:
-        given = raw.has("num_global_key_value_heads") and gated
-        heads = raw.integer("num_global_key_value_heads", high=1 << 16) if given else kv_heads
+def _full_heads(raw: Fields, slides: tuple[bool, ...], kv_heads: int, keys_are_values: bool) -> tuple[int, int]:
+    """Return (kv_heads, head_dim) of layers with full attention."""
+    per_layer = raw.object("per_layer_config")  # as transformers saves a config; published files have the other keys
+    if not per_layer.values:
+        has_heads = raw.has("num_global_key_value_heads") and keys_are_values
+        heads = raw.integer("num_global_key_value_heads", high=1 << 16) if has_heads else kv_heads
         return heads, raw.integer("global_head_dim", 512, high=1 << 16)
-    found = set()
+    sizes = set()
     for index, slide in enumerate(slides):
-        section = written.object(str(index))
+        section = per_layer.object(str(index))
         if set(section.values) - {"head_dim", "num_key_value_heads"} or (slide and section.values):
             raise raw.fail("per_layer_config", f"of layer {index} is not supported", UNSUPPORTED_HINT)
         if not slide:
             heads = section.integer("num_key_value_heads", kv_heads, high=1 << 16)
-            found.add((heads, section.integer("head_dim", raw.integer("head_dim"), high=1 << 16)))
-    if len(found) != 1:
-        raise raw.fail("per_layer_config", "differs between layers of a kind", UNSUPPORTED_HINT)
-    return found.pop()
+            sizes.add((heads, section.integer("head_dim", raw.integer("head_dim"), high=1 << 16)))
+    if len(sizes) != 1:
+        raise raw.fail("per_layer_config", "differs between layers with full attention", UNSUPPORTED_HINT)
+    return sizes.pop()
 
 
 def _mixture(raw: Fields, layers: int) -> MoeLayers | None:
     if not raw.boolean("enable_moe_block", False):
         return None
-    count, top_k = read_expert_counts(raw, "num_experts", layers, usual=(128, 8), chosen="top_k_experts")
+    count, top_k = read_expert_counts(raw, "num_experts", layers, default=(128, 8), top_k_key="top_k_experts")
     return MoeLayers(count, RoutingSpec(top_k, normalize=True), raw.integer("moe_intermediate_size", 704), _NAMES)
 
 
 def read(raw: Fields) -> ModelConfig:
-    """The ModelConfig of a Gemma 4 text config."""
     raw = hf_config.with_defaults(
         raw,
         head_dim=256,
@@ -159,39 +149,35 @@ def read(raw: Fields) -> ModelConfig:
 
 
 def read_gemma4(raw: Fields) -> ModelConfig:
-    """Of a config whose defaults are filled in."""
+    """Read a Gemma 4 config whose defaults are filled in."""
     if not raw.has("rope_parameters"):
         raw = Fields({**raw.values, "rope_parameters": _ROPE}, raw.source)
     fields = hf_config.common(raw, handled=(*_HANDLED, *EXPERT_KEYS), activations=gemma2.GELU)
-    slides = hf_config.sliding_layers(raw, fields["layers"], hf_config.every(6))
-    slides = (*slides[:-1], False)  # as transformers has it, whatever layer_types says
-    gated = raw.boolean("attention_k_eq_v", False)
-    full_heads, full_head_dim = _full_heads(raw, slides, fields["kv_heads"], gated)
+    slides = hf_config.layers_of_type(raw, fields["layers"], hf_config.all_but_every(6))
+    slides = (*slides[:-1], False)  # transformers gives the last layer full attention, whatever layer_types says
+    keys_are_values = raw.boolean("attention_k_eq_v", False)
+    full_kv_heads, full_head_dim = _full_heads(raw, slides, fields["kv_heads"], keys_are_values)
     theta, scaling = read_sliding_rope(raw, 10000.0, _HANDLED)
-    near, far = (
-        RopeSpec(theta, fields["head_dim"], scaling),
-        RopeSpec(fields["rope_theta"], full_head_dim, fields["rope_scaling"]),
-    )
-    bias = raw.boolean("attention_bias", False)
+    sliding_rope = RopeSpec(theta, fields["head_dim"], scaling)
+    full_rope = RopeSpec(fields["rope_theta"], full_head_dim, fields["rope_scaling"])
     width = raw.integer("hidden_size_per_layer_input", 0, low=0)
     return ModelConfig(
         **fields,
-        qkv_bias=bias,
-        output_bias=bias,
-        windows=hf_config.windows_of(raw, slides),
-        layer_ropes=tuple(near if slide else far for slide in slides),
+        **hf_config.attention_biases(raw),
+        windows=hf_config.layer_windows(raw, slides),
+        layer_ropes=tuple(sliding_rope if slide else full_rope for slide in slides),
         attention_scale=1.0,
         logit_softcap=gemma2.softcap(raw, "final_logit_softcapping"),
         embedding_scale=fields["hidden_size"] ** 0.5,
         round_embedding_scale=True,
         per_layer_width=width,
         per_layer_vocab=raw.integer("vocab_size_per_layer_input", fields["vocab_size"]) if width else 0,
-        build_layer=Layers(
+        build_layer=Gemma4Layers(
             slides,
-            _lenders(raw, slides),
-            full_heads,
+            _kv_sources(raw, slides),
+            full_kv_heads,
             full_head_dim,
-            gated,
+            keys_are_values,
             raw.boolean("use_double_wide_mlp", False),
             _mixture(raw, fields["layers"]),
         ),

@@ -1,4 +1,4 @@
-"""Gemma 4 12B, its text model: Gemma 4 without tables of layers."""
+"""Gemma 4 12B, text model: Gemma 4 without per-layer inputs."""
 
 from mycli.runtime.models import hf_config
 from mycli.runtime.models.config import ModelConfig
@@ -7,7 +7,6 @@ from mycli.runtime.utils.json_fields import Fields
 
 
 def read(raw: Fields) -> ModelConfig:
-    """The ModelConfig of a unified Gemma 4 text config."""
     raw = hf_config.with_defaults(
         raw,
         head_dim=256,

@@ -1,4 +1,4 @@
-"""GLM-4-9B of 2024 and GLM-Edge: GLM-4-0414 without norms behind the parts."""
+"""GLM-4-9B (2024) and GLM-Edge: GLM-4-0414 without norms after attention and MLP."""
 
 from dataclasses import replace
 
@@ -10,11 +10,9 @@ from mycli.runtime.utils.json_fields import Fields
 
 
 def layer(config: ModelConfig, index: int) -> LayerSpec:
-    """GLM-4's with one norm before each part."""
-    four = glm4.layer(config, index)
-    return replace(four, mixer=replace(four.attention, output_norm=None), mlp=replace(four.dense_mlp, output_norm=None))
+    base = glm4.layer(config, index)
+    return replace(base, mixer=replace(base.attention, output_norm=None), mlp=replace(base.dense_mlp, output_norm=None))
 
 
 def read(raw: Fields) -> ModelConfig:
-    """The ModelConfig of a GLM config.json."""
     return replace(glm4.read(with_defaults(raw, rms_norm_eps=1.5625e-07)), build_layer=layer)

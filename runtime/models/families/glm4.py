@@ -1,5 +1,4 @@
-"""GLM-4-0414: norms before and after each part, half of each head turned in neighbouring pairs, biases on q, k and v,
-gate and up stored as one tensor."""
+"""GLM-4-0414: norms before and after each part, biases on q, k and v, gate and up in one tensor."""
 
 from dataclasses import replace
 
@@ -12,7 +11,6 @@ from mycli.runtime.utils.json_fields import Fields
 
 
 def layer(config: ModelConfig, index: int) -> LayerSpec:
-    """Llama's layer with a norm behind each part."""
     llama, prefix = llama_layer(config, index), f"model.layers.{index}"
     gate_up = LinearSpec(f"{prefix}.mlp.gate_up_proj", 2 * config.intermediate_size, config.hidden_size)
     after_attention = config.norm_spec(f"{prefix}.post_self_attn_layernorm")
@@ -25,12 +23,12 @@ def layer(config: ModelConfig, index: int) -> LayerSpec:
 
 
 def read(raw: Fields) -> ModelConfig:
-    """The ModelConfig of a GLM-4 config.json."""
     raw = hf_config.with_defaults(raw, head_dim=128, eos_token_id=[151329, 151336, 151338])
     fields = hf_config.common(raw, handled=("partial_rotary_factor",))
     return ModelConfig(
         **fields,
         qkv_bias=raw.boolean("attention_bias", True),
+        # Half of each head rotates, in interleaved pairs.
         rotary_dim=rotary_dim(raw, fields["head_dim"], 0.5),
         interleaved=True,
         build_layer=layer,

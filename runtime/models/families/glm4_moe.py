@@ -1,9 +1,4 @@
-"""GLM 4.5 to 4.7 with experts (GLM-4.5-Air, GLM-4.6): Llama that turns half of each head, with biases on q, k and v,
-and maybe norms of query and key heads; in all but the first layers experts, chosen by corrected sigmoids, and one that
-all tokens go through.
-
-Files hold one layer more, which predicts a token further and is not read.
-"""
+"""GLM 4.5 to 4.7 (GLM-4.5-Air, GLM-4.6): sigmoid-routed experts with a correction bias, and a shared expert."""
 
 from dataclasses import replace
 
@@ -18,13 +13,13 @@ _NAMES = ExpertNames(shared="shared_experts", shared_gate=None, correction_bias=
 
 
 def layer(config: ModelConfig, index: int) -> LayerSpec:
-    """Llama's, beside the layer that nothing reads."""
+    # Checkpoints contain the MTP head as one more layer, which is not used.
     return replace(llama_layer(config, index), ignored_prefixes=(f"model.layers.{config.layers}.",))
 
 
-def read_mixture(raw: Fields, layers: int) -> MoeLayers:
-    """The experts, in all but the first layers, by the keys that DeepSeek-V3's kin write."""
-    count, top_k = read_expert_counts(raw, "n_routed_experts", layers, usual=(128, 8))
+def read_experts(raw: Fields, layers: int) -> MoeLayers:
+    """Read experts from the keys of DeepSeek-V3 and its relatives."""
+    count, top_k = read_expert_counts(raw, "n_routed_experts", layers, default=(128, 8))
     size = raw.integer("moe_intermediate_size", 1408)
     return MoeLayers(
         count,
@@ -38,7 +33,6 @@ def read_mixture(raw: Fields, layers: int) -> MoeLayers:
 
 
 def read(raw: Fields) -> ModelConfig:
-    """The ModelConfig of a GLM-4 config.json with experts."""
     raw = hf_config.with_defaults(raw, rms_norm_eps=1e-5)
     fields = hf_config.common(raw, handled=("partial_rotary_factor", *EXPERT_KEYS))
     return ModelConfig(
@@ -46,5 +40,5 @@ def read(raw: Fields) -> ModelConfig:
         qkv_bias=raw.boolean("attention_bias", False),
         qk_norm=raw.boolean("use_qk_norm", False),
         rotary_dim=rotary_dim(raw, fields["head_dim"], 0.5),
-        build_layer=read_mixture(raw, fields["layers"]),
+        build_layer=read_experts(raw, fields["layers"]),
     )

@@ -1,9 +1,4 @@
-"""gpt-oss 20B and 120B: biases everywhere, a score per head that attends to nothing (a sink), a sliding window in every
-other layer, and experts whose gates are clamped, stored in MXFP4.
-
-The files hold all experts of a layer in one tensor, gates and what goes up beside them in turn. Copies in 16 bits,
-which store them transposed, are not read.
-"""
+"""gpt-oss 20B and 120B: attention sinks, biases everywhere, experts with a clamped SwiGLU, stored in MXFP4."""
 
 from dataclasses import dataclass, replace
 
@@ -11,7 +6,6 @@ from mycli.runtime.models import hf_config
 from mycli.runtime.models.config import ModelConfig, llama_layer
 from mycli.runtime.models.experts import EXPERT_KEYS, read_expert_counts
 from mycli.runtime.models.experts_spec import ExpertsSpec, RoutingSpec, StackSpec
-from mycli.runtime.models.hf_rope import UNSUPPORTED_HINT
 from mycli.runtime.models.layer_spec import LayerSpec
 from mycli.runtime.models.part_spec import LinearSpec, MlpSpec
 from mycli.runtime.utils.json_fields import Fields
@@ -30,13 +24,12 @@ _ENDINGS = ("blocks", "scales", "bias")
 
 @dataclass(frozen=True)
 class GptOssLayers:
-    """What layers are made of; as `ModelConfig.build_layer`."""
+    """Builds the layers."""
 
     count: int
     top_k: int
 
     def __call__(self, config: ModelConfig, index: int) -> LayerSpec:
-        """Llama's attention with sinks, and the experts."""
         llama, prefix = llama_layer(config, index), f"model.layers.{index}"
         return replace(
             llama,
@@ -57,9 +50,11 @@ class GptOssLayers:
             )
             for name in names
         )
+        # Checkpoints stack all experts of a layer, with alternating rows of gate and up, in MXFP4. The 16-bit copies,
+        # whose experts are transposed, are not supported.
         stacks = (
-            StackSpec(f"{block}.experts.{own}_{ending}", tuple(f"{name}.{own}.{ending}" for name in names))
-            for own in ("gate_up_proj", "down_proj")
+            StackSpec(f"{block}.experts.{linear}_{ending}", tuple(f"{name}.{linear}.{ending}" for name in names))
+            for linear in ("gate_up_proj", "down_proj")
             for ending in _ENDINGS
         )
         router = LinearSpec(f"{block}.router", self.count, hidden, bias=True)
@@ -67,21 +62,15 @@ class GptOssLayers:
 
 
 def read(raw: Fields) -> ModelConfig:
-    """The ModelConfig of a gpt-oss config.json."""
     raw = hf_config.with_defaults(raw, head_dim=64, sliding_window=128, rms_norm_eps=1e-5, rope_theta=150000.0)
-    if not (raw.has("rope_parameters") or raw.has("rope_scaling")):
-        raw = Fields({**raw.values, "rope_parameters": _ROPE}, raw.source)
-    for key, done in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
-        if raw.has(key) and raw.values[key] != done:
-            raise raw.fail(key, f"= {raw.values[key]!r:.40} is not supported", UNSUPPORTED_HINT)
+    raw = hf_config.with_default_rope(raw, _ROPE)
+    hf_config.require(raw, swiglu_alpha=1.702, swiglu_limit=7.0)
     fields = hf_config.common(raw, handled=EXPERT_KEYS)
-    count, top_k = read_expert_counts(raw, "num_local_experts", fields["layers"], usual=(128, 4))
-    slides = hf_config.sliding_layers(raw, fields["layers"], hf_config.every(2))
-    bias = raw.boolean("attention_bias", True)
+    count, top_k = read_expert_counts(raw, "num_local_experts", fields["layers"], default=(128, 4))
+    slides = hf_config.layers_of_type(raw, fields["layers"], hf_config.all_but_every(2))
     return ModelConfig(
         **fields,
-        qkv_bias=bias,
-        output_bias=bias,
-        windows=hf_config.windows_of(raw, slides),
+        **hf_config.attention_biases(raw, default=True),
+        windows=hf_config.layer_windows(raw, slides),
         build_layer=GptOssLayers(count, top_k),
     )

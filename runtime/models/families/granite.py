@@ -1,4 +1,4 @@
-"""Granite 3 and 4, dense: Llama with multipliers of embeddings, of scores, of what each part adds, and of logits."""
+"""Granite 3 and 4, dense: Llama with multipliers for embeddings, scores, residual branches and logits."""
 
 from mycli.runtime.models import hf_config
 from mycli.runtime.models.config import ModelConfig
@@ -8,19 +8,16 @@ _MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multip
 
 
 def read(raw: Fields) -> ModelConfig:
-    """The ModelConfig of a Granite config.json."""
     return read_granite(raw)
 
 
 def read_granite(raw: Fields, handled: tuple[str, ...] = ()) -> ModelConfig:
-    """Of a config of which the caller does what the keys `handled` ask for."""
+    """Read a Granite config; `handled`: keys that the caller implements, as in `hf_config.common`."""
     fields = hf_config.common(raw, handled=(*_MULTIPLIERS, *handled))
-    bias = raw.boolean("attention_bias", False)
     embedding, attention, residual, logits = (raw.number(key, 1.0, low=1e-9, high=1e9) for key in _MULTIPLIERS)
     return ModelConfig(
         **fields,
-        qkv_bias=bias,
-        output_bias=bias,
+        **hf_config.attention_biases(raw),
         mlp_bias=raw.boolean("mlp_bias", False),
         embedding_scale=embedding,
         attention_scale=attention,

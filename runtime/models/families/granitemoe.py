@@ -1,7 +1,4 @@
-"""Granite 3 with experts (1B-A400M, 3B-A800M): Granite with experts, weighted among those that are chosen.
-
-The files hold all experts of a layer in one tensor.
-"""
+"""Granite 3 with experts (1B-A400M, 3B-A800M): Granite with experts, a softmax over the selected ones."""
 
 from dataclasses import replace
 
@@ -20,9 +17,8 @@ _NAMES = ExpertNames(
 
 
 def read(raw: Fields) -> ModelConfig:
-    """The ModelConfig of a Granite config.json with experts."""
     config = granite.read_granite(raw, EXPERT_KEYS)
-    count, top_k = read_expert_counts(raw, "num_local_experts", config.layers, usual=(8, 2))
+    count, top_k = read_expert_counts(raw, "num_local_experts", config.layers, default=(8, 2))
     return replace(
         config, build_layer=MoeLayers(count, RoutingSpec(top_k, normalize=True), config.intermediate_size, _NAMES)
     )

@@ -1,4 +1,4 @@
-"""Helium 1: Llama that turns neighbouring pairs."""
+"""Helium 1: Llama with interleaved rotary embedding."""
 
 from mycli.runtime.models import hf_config
 from mycli.runtime.models.config import ModelConfig
@@ -6,7 +6,6 @@ from mycli.runtime.utils.json_fields import Fields
 
 
 def read(raw: Fields) -> ModelConfig:
-    """The ModelConfig of a Helium config.json."""
     raw = hf_config.with_defaults(raw, head_dim=128, rms_norm_eps=1e-8)
     return ModelConfig(
         **hf_config.common(raw),

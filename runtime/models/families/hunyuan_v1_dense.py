@@ -1,4 +1,4 @@
-"""Hunyuan dense: Llama with norms of query and key heads after the rotation, whose theta a fixed alpha may stretch."""
+"""Hunyuan, dense: Llama with per-head norms of q and k after the rotary embedding."""
 
 from dataclasses import replace
 
@@ -10,7 +10,6 @@ from mycli.runtime.utils.json_fields import Fields
 
 
 def layer(config: ModelConfig, index: int) -> LayerSpec:
-    """Llama's layer with norms of its own name."""
     llama, prefix = llama_layer(config, index), f"model.layers.{index}.self_attn"
     attention = replace(
         llama.attention,
@@ -22,12 +21,10 @@ def layer(config: ModelConfig, index: int) -> LayerSpec:
 
 
 def read(raw: Fields) -> ModelConfig:
-    """The ModelConfig of a Hunyuan config.json."""
     fields = hf_config.common(raw)
     scaling = raw.object("rope_parameters" if raw.has("rope_parameters") else "rope_scaling")
     if fields["rope_scaling"].kind == "dynamic" and scaling.has("alpha"):
         alpha, dim = scaling.number("alpha", low=1e-3, high=1e9), fields["head_dim"]
-        if alpha and dim > 2:  # called dynamic in the files, but it does not depend on the length
+        if alpha and dim > 2:  # "dynamic" in the files, but independent of the length
             fields |= {"rope_theta": fields["rope_theta"] * alpha ** (dim / (dim - 2)), "rope_scaling": RopeScaling()}
-    bias = raw.boolean("attention_bias", False)
-    return ModelConfig(**fields, qkv_bias=bias, output_bias=bias, build_layer=layer)
+    return ModelConfig(**fields, **hf_config.attention_biases(raw), build_layer=layer)

@@ -1,5 +1,4 @@
-"""Hunyuan with experts (A13B): Hunyuan's attention, and experts, weighted among those that are chosen, and one that all
-tokens go through."""
+"""Hunyuan with experts (A13B): Hunyuan dense with experts, a softmax over the selected ones, and a shared expert."""
 
 from dataclasses import replace
 
@@ -16,7 +15,7 @@ _BY_LAYER = ("num_experts", "moe_topk", "moe_intermediate_size", "num_shared_exp
 
 
 def _uniform(raw: Fields) -> Fields:
-    """`raw` with numbers for the lists of `_BY_LAYER`. Raises ModelError where layers differ."""
+    """Return `raw` with one number in place of a list with one per layer. Raises ModelError where layers differ."""
     values = dict(raw.values)
     for key in _BY_LAYER:
         if isinstance(values.get(key), list):
@@ -28,14 +27,11 @@ def _uniform(raw: Fields) -> Fields:
 
 
 def read(raw: Fields) -> ModelConfig:
-    """The ModelConfig of a Hunyuan config.json with experts."""
     raw = hf_config.with_defaults(_uniform(raw), rms_norm_eps=1e-5)
     dense = {key: value for key, value in raw.values.items() if key not in EXPERT_KEYS}
     config = hunyuan_v1_dense.read(Fields(dense, raw.source))
     size = config.intermediate_size
-    for key, done in (("moe_intermediate_size", size), ("num_shared_expert", 1), ("use_cla", False)):
-        if raw.has(key) and raw.values[key] != done:
-            raise raw.fail(key, f"= {raw.values[key]!r:.40} is not supported", UNSUPPORTED_HINT)
-    count, top_k = read_expert_counts(raw, "num_experts", config.layers, usual=(1, 1), chosen="moe_topk")
+    hf_config.require(raw, moe_intermediate_size=size, num_shared_expert=1, use_cla=False)
+    count, top_k = read_expert_counts(raw, "num_experts", config.layers, default=(1, 1), top_k_key="moe_topk")
     choice = RoutingSpec(top_k, normalize=True)
     return replace(config, build_layer=MoeLayers(count, choice, size, _NAMES, shared=size, base=hunyuan_v1_dense.layer))

@@ -1,4 +1,4 @@
-"""LFM2, dense: gated short convolutions in most layers, in the others attention with norms of query and key heads."""
+"""LFM2, dense: gated short convolutions in most layers, attention with per-head norms of q and k in the others."""
 
 from dataclasses import dataclass, replace
 
@@ -11,15 +11,14 @@ from mycli.runtime.utils.json_fields import Fields
 
 
 @dataclass(frozen=True)
-class ConvolutionLayers:
-    """What layers are made of. Of each: whether it convolves, with so many `taps` and maybe a `bias` everywhere."""
+class Lfm2Layers:
+    """Builds the layers: short convolutions where `convolves`, else attention; Llama's MLP with other names."""
 
     convolves: tuple[bool, ...]
     taps: int
     bias: bool
 
     def __call__(self, config: ModelConfig, index: int) -> LayerSpec:
-        """As `ModelConfig.build_layer`: Llama's layer under other names."""
         base, layer, hidden = llama_layer(config, index), f"model.layers.{index}", config.hidden_size
         gate, up = base.dense_mlp.gate_up
         mlp = replace(
@@ -47,8 +46,8 @@ class ConvolutionLayers:
         return replace(base, mixer=convolution, mlp=mlp)
 
 
-def _inner(raw: Fields) -> int:
-    """Width of the MLP: two thirds of what is written, times a factor, in whole multiples; or as written."""
+def _intermediate_size(raw: Fields) -> int:
+    # With block_auto_adjust_ff_dim: two thirds of the given size, times a factor, rounded up to a multiple.
     size = raw.integer("block_ff_dim" if raw.has("block_ff_dim") else "intermediate_size")
     if not raw.boolean("block_auto_adjust_ff_dim", True):
         return size
@@ -59,12 +58,11 @@ def _inner(raw: Fields) -> int:
         size = int(raw.number("block_ffn_dim_multiplier", 1.0, low=1e-3, high=1e3) * size)
         size = multiple * -(-size // multiple)
     if size < 1:
-        raise raw.fail("intermediate_size", "leaves the MLP nothing")
+        raise raw.fail("intermediate_size", "is too small: the MLP would have no columns")
     return size
 
 
 def read(raw: Fields) -> ModelConfig:
-    """The ModelConfig of an LFM2 config.json."""
     raw = hf_config.with_defaults(
         raw,
         rms_norm_eps=raw.number("norm_eps", 1e-5, low=1e-30, high=1.0),
@@ -77,11 +75,11 @@ def read(raw: Fields) -> ModelConfig:
     tied = raw.boolean("tie_embedding", raw.boolean("tie_word_embeddings", True))
     fields = hf_config.common(Fields({**raw.values, "tie_word_embeddings": tied}, raw.source))
     attends = raw.array("full_attn_idxs", int, MAX_LAYERS) if raw.has("full_attn_idxs") else range(fields["layers"])
-    convolves = hf_config.layers_of_kind(raw, fields["layers"], "conv", lambda index: index not in attends)
+    convolves = hf_config.layers_of_type(raw, fields["layers"], lambda index: index not in attends, "conv")
     return ModelConfig(
-        **{**fields, "intermediate_size": _inner(raw)},
+        **{**fields, "intermediate_size": _intermediate_size(raw)},
         final_norm="model.embedding_norm",
-        build_layer=ConvolutionLayers(
+        build_layer=Lfm2Layers(
             convolves, raw.integer("conv_L_cache", 3, low=2, high=64), raw.boolean("conv_bias", False)
         ),
     )

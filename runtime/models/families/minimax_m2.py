@@ -1,5 +1,4 @@
-"""MiniMax-M2 (230B-A10B): OLMoE's norms over all heads of queries and of keys, half of each head turned, and experts,
-chosen by corrected sigmoids, weighted among those that are chosen."""
+"""MiniMax-M2 (230B-A10B): OLMoE's norms over all query heads and all key heads; sigmoid-routed experts."""
 
 from mycli.runtime.models import hf_config
 from mycli.runtime.models.config import ModelConfig
@@ -13,13 +12,12 @@ _NAMES = ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2", correcti
 
 
 def read(raw: Fields) -> ModelConfig:
-    """The ModelConfig of a MiniMax-M2 config.json."""
     raw = hf_config.with_defaults(raw, rope_theta=5000000.0, head_dim=128)
     fields = hf_config.common(raw, handled=("partial_rotary_factor", *EXPERT_KEYS))
     head_dim = fields["head_dim"]
-    turned = raw.integer("rotary_dim", head_dim, low=2, high=head_dim)
-    count, top_k = read_expert_counts(raw, "num_local_experts", fields["layers"], usual=(256, 8))
+    rotary = raw.integer("rotary_dim", head_dim, low=2, high=head_dim)
+    count, top_k = read_expert_counts(raw, "num_local_experts", fields["layers"], default=(256, 8))
     choice = RoutingSpec(top_k, normalize=True, scoring="sigmoid")
     mixture = MoeLayers(count, choice, fields["intermediate_size"], _NAMES)
-    turned = rotary_dim(raw, head_dim, turned / head_dim)
-    return ModelConfig(**fields, rotary_dim=turned, build_layer=OlmoeLayers(mixture, clip=None))
+    rotary = rotary_dim(raw, head_dim, rotary / head_dim)
+    return ModelConfig(**fields, rotary_dim=rotary, build_layer=OlmoeLayers(mixture, clip=None))

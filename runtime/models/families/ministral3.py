@@ -1,5 +1,4 @@
-"""Ministral 3: Mistral stretched by yarn, whose queries grow with the logarithm of how often their position passes the
-trained context."""
+"""Ministral 3: Mistral with yarn, and queries scaled by the position (Llama 4's attention temperature)."""
 
 from mycli.runtime.models import hf_config
 from mycli.runtime.models.config import ModelConfig
@@ -17,9 +16,7 @@ _ROPE = {
 
 
 def read(raw: Fields) -> ModelConfig:
-    """The ModelConfig of a Ministral 3 config.json."""
     raw = hf_config.with_defaults(raw, head_dim=128, max_position_embeddings=262144)
-    if not (raw.has("rope_parameters") or raw.has("rope_scaling")):
-        raw = Fields({**raw.values, "rope_parameters": _ROPE}, raw.source)
+    raw = hf_config.with_default_rope(raw, _ROPE)
     fields = hf_config.common(raw, handled=("llama_4_scaling_beta",))
-    return ModelConfig(**fields, windows=hf_config.sliding_windows(raw, fields))
+    return ModelConfig(**fields, windows=hf_config.mistral_windows(raw, fields))

@@ -1,4 +1,4 @@
-"""Mixtral 8x7B and 8x22B: Mistral with experts, two of eight for a token, weighted among themselves."""
+"""Mixtral 8x7B and 8x22B: Mistral with experts, a softmax over the two selected of eight."""
 
 from mycli.runtime.models import hf_config
 from mycli.runtime.models.config import ModelConfig
@@ -10,10 +10,9 @@ _NAMES = ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2")
 
 
 def read(raw: Fields) -> ModelConfig:
-    """The ModelConfig of a Mixtral config.json."""
     fields = hf_config.common(raw, handled=EXPERT_KEYS)
     if not raw.has("num_key_value_heads"):
         fields["kv_heads"] = min(8, fields["heads"])  # the family's default, as Mistral's
-    count, top_k = read_expert_counts(raw, "num_local_experts", fields["layers"], usual=(8, 2))
+    count, top_k = read_expert_counts(raw, "num_local_experts", fields["layers"], default=(8, 2))
     mixture = MoeLayers(count, RoutingSpec(top_k, normalize=True), fields["intermediate_size"], names=_NAMES)
-    return ModelConfig(**fields, windows=hf_config.sliding_windows(raw, fields), build_layer=mixture)
+    return ModelConfig(**fields, windows=hf_config.mistral_windows(raw, fields), build_layer=mixture)

@@ -1,8 +1,4 @@
-"""OLMo 2: norms stand on the outputs of attention and MLP, none before them; queries and keys are normed over all
-heads.
-
-The residual stream itself enters q, k, v, gate and up.
-"""
+"""OLMo 2: norms after attention and MLP instead of before; queries and keys are normed over all heads together."""
 
 from dataclasses import replace
 
@@ -13,7 +9,6 @@ from mycli.runtime.utils.json_fields import Fields
 
 
 def layer(config: ModelConfig, index: int) -> LayerSpec:
-    """Llama's linears, other norms."""
     llama, prefix = llama_layer(config, index), f"model.layers.{index}"
     attention = replace(
         llama.attention,
@@ -27,6 +22,4 @@ def layer(config: ModelConfig, index: int) -> LayerSpec:
 
 
 def read(raw: Fields) -> ModelConfig:
-    """The ModelConfig of an OLMo 2 config.json."""
-    bias = raw.boolean("attention_bias", False)
-    return ModelConfig(**hf_config.common(raw), qkv_bias=bias, output_bias=bias, build_layer=layer)
+    return ModelConfig(**hf_config.common(raw), **hf_config.attention_biases(raw), build_layer=layer)

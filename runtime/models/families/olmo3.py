@@ -1,4 +1,4 @@
-"""OLMo 3: OLMo 2 with a sliding window in three layers of four, and a rotation stretched in the fourth only."""
+"""OLMo 3: OLMo 2 with a sliding window in three layers of four; rope scaling in the fourth only."""
 
 from mycli.runtime.models import hf_config
 from mycli.runtime.models.config import ModelConfig
@@ -9,19 +9,16 @@ from mycli.runtime.utils.json_fields import Fields
 
 
 def read(raw: Fields) -> ModelConfig:
-    """The ModelConfig of an OLMo 3 config.json."""
     raw = hf_config.with_defaults(raw, rope_theta=500000.0, sliding_window=4096)
     fields = hf_config.common(raw, handled=("rope_parameters",))
-    bias = raw.boolean("attention_bias", False)
-    sliding = hf_config.sliding_layers(raw, fields["layers"], hf_config.every(4))
+    sliding = hf_config.layers_of_type(raw, fields["layers"], hf_config.all_but_every(4))
     theta, scaling = read_sliding_rope(raw, fields["rope_theta"])
-    full = RopeSpec(fields["rope_theta"], fields["head_dim"], fields["rope_scaling"])
-    near = RopeSpec(theta, fields["head_dim"], scaling)
+    full_rope = RopeSpec(fields["rope_theta"], fields["head_dim"], fields["rope_scaling"])
+    sliding_rope = RopeSpec(theta, fields["head_dim"], scaling)
     return ModelConfig(
         **fields,
-        qkv_bias=bias,
-        output_bias=bias,
-        windows=hf_config.windows_of(raw, sliding),
-        layer_ropes=tuple(near if slides else full for slides in sliding),
+        **hf_config.attention_biases(raw),
+        windows=hf_config.layer_windows(raw, sliding),
+        layer_ropes=tuple(sliding_rope if slides else full_rope for slides in sliding),
         build_layer=layer,
     )

@@ -1,7 +1,4 @@
-"""Phi-3, 3.5, 4 and 4-mini: Llama whose files hold q, k, v as one tensor, and gate and up as one.
-
-Phi-3.5 and 4-mini stretch their contexts by longrope, and 4-mini turns a part of each head only.
-"""
+"""Phi-3, 3.5, 4 and 4-mini: Llama with q, k and v in one tensor, and gate and up in one."""
 
 from dataclasses import replace
 
@@ -14,7 +11,6 @@ from mycli.runtime.utils.json_fields import Fields
 
 
 def layer(config: ModelConfig, index: int) -> LayerSpec:
-    """Llama's layer with two of its products stored whole."""
     llama, prefix, hidden = llama_layer(config, index), f"model.layers.{index}", config.hidden_size
     qkv = LinearSpec(f"{prefix}.self_attn.qkv_proj", (config.heads + 2 * config.kv_heads) * config.head_dim, hidden)
     gate_up = LinearSpec(f"{prefix}.mlp.gate_up_proj", 2 * config.intermediate_size, hidden)
@@ -22,7 +18,6 @@ def layer(config: ModelConfig, index: int) -> LayerSpec:
 
 
 def read(raw: Fields) -> ModelConfig:
-    """The ModelConfig of a Phi-3 config.json."""
     fields = hf_config.common(raw, handled=("partial_rotary_factor", "longrope"))
-    turned = rotary_dim(raw, fields["head_dim"])
-    return ModelConfig(**fields, windows=hf_config.sliding_windows(raw, fields), rotary_dim=turned, build_layer=layer)
+    rotary = rotary_dim(raw, fields["head_dim"])
+    return ModelConfig(**fields, windows=hf_config.mistral_windows(raw, fields), rotary_dim=rotary, build_layer=layer)

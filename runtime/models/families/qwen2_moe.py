@@ -1,5 +1,4 @@
-"""Qwen 1.5 and 2 with experts (A2.7B, 57B-A14B): Qwen 2's attention, and beside the experts one that all tokens go
-through, behind a gate."""
+"""Qwen 1.5 and 2 with experts (A2.7B, 57B-A14B): Qwen 2's attention, experts, and a shared expert with a gate."""
 
 from mycli.runtime.models import hf_config
 from mycli.runtime.models.config import ModelConfig
@@ -11,9 +10,8 @@ from mycli.runtime.utils.json_fields import Fields
 
 
 def read(raw: Fields) -> ModelConfig:
-    """The ModelConfig of a Qwen 2 config.json with experts."""
     fields = hf_config.common(raw, handled=EXPERT_KEYS)
-    count, top_k = read_expert_counts(raw, "num_experts", fields["layers"], usual=(60, 4))
+    count, top_k = read_expert_counts(raw, "num_experts", fields["layers"], default=(60, 4))
     mixture = MoeLayers(
         count,
         RoutingSpec(top_k, raw.boolean("norm_topk_prob", False)),

@@ -1,5 +1,4 @@
-"""Qwen 3.5 and 3.6, dense, their text model: Gated DeltaNet in three layers of four, in the fourth attention with gated
-outputs, which turns a quarter of each head; norms of query and key heads, and gains of 1 + w."""
+"""Qwen 3.5 and 3.6, dense, text model: Gated DeltaNet in three layers of four, gated attention in the fourth."""
 
 from dataclasses import dataclass, replace
 
@@ -15,10 +14,10 @@ from mycli.runtime.utils.json_fields import Fields
 
 @dataclass(frozen=True)
 class DeltaLayers:
-    """What layers are made of. Of each: whether it keeps a state. The sizes are those of `DeltaNetSpec`.
+    """Builds the layers: Gated DeltaNet where `recurrent`, else attention with gated outputs.
 
-    `fused`: the file has one tensor for all projections, and one for the gates. `mixture`: the experts in place of
-    MLPs, None where there are none.
+    Sizes as in `DeltaNetSpec`. fused: one tensor for all projections and one for the gates. mixture: experts in place
+    of MLPs, or None.
     """
 
     recurrent: tuple[bool, ...]
@@ -31,16 +30,15 @@ class DeltaLayers:
     mixture: MoeLayers | None = None
 
     def __call__(self, config: ModelConfig, index: int) -> LayerSpec:
-        """As `ModelConfig.build_layer`."""
         base = llama_layer(config, index)
         if self.mixture is not None:
             base = self.mixture.replace_mlp(base, config)
-        unread = ("mtp.",)  # of the head that predicts, a model of its own
+        unread = ("mtp.",)  # the MTP head is a model of its own
         if self.recurrent[index]:
             return replace(base, mixer=self._delta(config, index), ignored_prefixes=unread)
         query, *others = base.attention.qkv
-        wide = replace(query, out_features=2 * query.out_features)
-        return replace(base, mixer=replace(base.attention, qkv=(wide, *others), gated=True), ignored_prefixes=unread)
+        query = replace(query, out_features=2 * query.out_features)
+        return replace(base, mixer=replace(base.attention, qkv=(query, *others), gated=True), ignored_prefixes=unread)
 
     def _delta(self, config: ModelConfig, index: int) -> DeltaNetSpec:
         layer, hidden = f"model.layers.{index}", config.hidden_size
@@ -55,8 +53,8 @@ class DeltaLayers:
             self.key_dim,
             self.value_dim,
             norm=config.norm_spec(f"{layer}.input_layernorm"),
-            projections=tuple(LinearSpec(f"{name}.in_proj_{own}", size, hidden) for own, size in projected.items()),
-            gates=tuple(LinearSpec(f"{name}.in_proj_{own}", size, hidden) for own, size in gates.items()),
+            projections=tuple(LinearSpec(f"{name}.in_proj_{part}", size, hidden) for part, size in projected.items()),
+            gates=tuple(LinearSpec(f"{name}.in_proj_{part}", size, hidden) for part, size in gates.items()),
             convolution=ConvolutionSpec(f"{name}.conv1d", channels, self.taps),
             decay=f"{name}.A_log",
             dt_bias=f"{name}.dt_bias",
@@ -67,7 +65,7 @@ class DeltaLayers:
 
 
 def mtp_config(config: ModelConfig) -> ModelConfig:
-    """The head that predicts one token further: one layer of those with attention."""
+    """Return the config of the MTP head: one layer with attention."""
     declare = config.build_layer
     assert isinstance(declare, DeltaLayers)
     mixture = declare.mixture and replace(declare.mixture, dense=frozenset())
@@ -76,7 +74,6 @@ def mtp_config(config: ModelConfig) -> ModelConfig:
 
 
 def with_delta_defaults(raw: Fields) -> Fields:
-    """`raw` with what the configs of these families leave out."""
     return hf_config.with_defaults(
         raw,
         head_dim=256,
@@ -90,24 +87,22 @@ def with_delta_defaults(raw: Fields) -> Fields:
 
 
 def read_delta(raw: Fields, mixture: MoeLayers | None = None, *, fused: bool = False) -> ModelConfig:
-    """Of a config whose defaults are filled in; the rest as in `DeltaLayers`."""
+    """Read a config whose defaults are filled in; `mixture` and `fused` as in `DeltaLayers`."""
     handled = ("partial_rotary_factor", *(() if mixture is None else EXPERT_KEYS))
     fields = hf_config.common(raw, handled=handled)
     period = raw.integer("full_attention_interval", 4)
-    bias = raw.boolean("attention_bias", False)
     heads, key_heads = (raw.integer(f"linear_num_{kind}_heads", high=1 << 16) for kind in ("value", "key"))
     if heads % key_heads:
         raise raw.fail("linear_num_value_heads", f"{heads} is not a multiple of linear_num_key_heads {key_heads}")
     return ModelConfig(
         **fields,
-        qkv_bias=bias,
-        output_bias=bias,
+        **hf_config.attention_biases(raw),
         qk_norm=True,
         rotary_dim=rotary_dim(raw, fields["head_dim"], 0.25),
         norm_offset=1.0,
         build_mtp=mtp_config,
         build_layer=DeltaLayers(
-            hf_config.layers_of_kind(raw, fields["layers"], "linear_attention", hf_config.every(period)),
+            hf_config.layers_of_type(raw, fields["layers"], hf_config.all_but_every(period), "linear_attention"),
             heads,
             key_heads,
             raw.integer("linear_key_head_dim", high=1 << 10),
@@ -120,5 +115,4 @@ def read_delta(raw: Fields, mixture: MoeLayers | None = None, *, fused: bool = F
 
 
 def read(raw: Fields) -> ModelConfig:
-    """The ModelConfig of a Qwen 3.5 text config."""
     return read_delta(with_delta_defaults(raw))

@@ -1,4 +1,4 @@
-"""Qwen 3 with experts (30B-A3B, 235B-A22B, Coder): Qwen 3's attention, and in every layer, or some of them, experts."""
+"""Qwen 3 with experts (30B-A3B, 235B-A22B, Coder): Qwen 3's attention, experts in all or some layers."""
 
 from mycli.runtime.models import hf_config
 from mycli.runtime.models.config import ModelConfig
@@ -9,23 +9,21 @@ from mycli.runtime.utils.json_fields import Fields
 
 
 def dense_layers(raw: Fields, layers: int) -> frozenset[int]:
-    """The layers that have an MLP: those of `mlp_only_layers`, and all but each `decoder_sparse_step`-th."""
-    step, listed = raw.integer("decoder_sparse_step", 1), raw.array("mlp_only_layers", int)
-    return frozenset(index for index in range(layers) if index in listed or (index + 1) % step)
+    """Return the layers that have an MLP: `mlp_only_layers`, and all but each `decoder_sparse_step`-th."""
+    step, mlp_only = raw.integer("decoder_sparse_step", 1), raw.array("mlp_only_layers", int)
+    return frozenset(index for index in range(layers) if index in mlp_only or (index + 1) % step)
 
 
 def read(raw: Fields) -> ModelConfig:
-    """The ModelConfig of a Qwen 3 config.json with experts."""
     fields = hf_config.common(raw, handled=EXPERT_KEYS)
     key = "num_experts" if raw.has("num_experts") else "num_local_experts"
-    count, top_k = read_expert_counts(raw, key, fields["layers"], usual=(128, 8))
+    count, top_k = read_expert_counts(raw, key, fields["layers"], default=(128, 8))
     mixture = MoeLayers(
         count,
         RoutingSpec(top_k, raw.boolean("norm_topk_prob", False)),
         size=raw.integer("moe_intermediate_size", 768),
         dense=dense_layers(raw, fields["layers"]),
     )
-    bias = raw.boolean("attention_bias", False)
     return ModelConfig(
-        **fields, qkv_bias=bias, output_bias=bias, qk_norm=True, windows=windows(raw, fields), build_layer=mixture
+        **fields, **hf_config.attention_biases(raw), qk_norm=True, windows=windows(raw, fields), build_layer=mixture
     )

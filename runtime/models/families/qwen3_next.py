@@ -1,5 +1,4 @@
-"""Qwen 3 Next (80B-A3B, Coder): Qwen 3.5's layers whose files hold what Gated DeltaNet projects as one tensor and its
-gates as one, key head by key head; and experts beside one that all tokens go through, behind a gate."""
+"""Qwen 3 Next (80B-A3B, Coder): Qwen 3.5's layers with experts and a shared expert with a gate."""
 
 from mycli.runtime.models.config import MAX_LAYERS, ModelConfig
 from mycli.runtime.models.experts import MoeLayers, read_expert_counts
@@ -10,9 +9,8 @@ from mycli.runtime.utils.json_fields import Fields
 
 
 def read(raw: Fields) -> ModelConfig:
-    """The ModelConfig of a Qwen 3 Next config.json."""
     raw, layers = with_delta_defaults(raw), raw.integer("num_hidden_layers", high=MAX_LAYERS)
-    count, top_k = read_expert_counts(raw, "num_experts", layers, usual=(512, 10))
+    count, top_k = read_expert_counts(raw, "num_experts", layers, default=(512, 10))
     mixture = MoeLayers(
         count,
         RoutingSpec(top_k, raw.boolean("norm_topk_prob", True)),

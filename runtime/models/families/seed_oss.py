@@ -1,4 +1,4 @@
-"""Seed-OSS: Llama with biases on q, k and v and a head_dim of its own."""
+"""Seed-OSS: Llama with biases on q, k and v, and a head_dim of its own."""
 
 from mycli.runtime.models import hf_config
 from mycli.runtime.models.config import ModelConfig
@@ -6,7 +6,6 @@ from mycli.runtime.utils.json_fields import Fields
 
 
 def read(raw: Fields) -> ModelConfig:
-    """The ModelConfig of a Seed-OSS config.json."""
     return ModelConfig(
         **hf_config.common(raw, head_dim=128),
         qkv_bias=raw.boolean("attention_bias", True),

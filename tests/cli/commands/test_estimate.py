@@ -139,7 +139,7 @@ def test_packed_tensors_are_read_from_the_config(llama: str, capsys: pytest.Capt
     dense = answer(capsys, llama, "--quant", "int4-g128")
     path = Path(llama) / "config.json"
     config = open_model_folder(Path(llama)).config
-    names = [spec.name for layer in range(32) for group in config.block_linears(layer).values() for spec in group]
+    names = [spec.name for layer in range(32) for group in config.layer(layer).products().values() for spec in group]
     section = write_quantization({name: Packing(4, 128) for name in names}, ["lm_head"], "bfloat16")
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": section}))
     packed = answer(capsys, llama)

@@ -53,7 +53,7 @@ class Floor:
 
 def floors(config: ModelConfig, packing: Packing | None) -> list[Floor]:
     """The products of one decoding step; linears that share an input are one."""
-    wanted = [(name, specs, config.layers) for name, specs in config.block_linears(0).items()]
+    wanted = [(name, specs, config.layers) for name, specs in config.layer(0).products().items()]
     wanted.append(("head", (config.head(),), 1))
     result = []
     for name, specs, times in wanted:

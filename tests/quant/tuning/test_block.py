@@ -58,7 +58,7 @@ def setting() -> tuple[StreamedModel, Solved, dict[str, Packing], dict[str, Tens
     model.advance(model.block(0), stream, model.context(24))
     wanted = stream.clone()
     model.advance(model.block(LAYER), wanted, model.context(24))
-    weights = model.weights([spec for group in model.config.block_linears(LAYER).values() for spec in group])
+    weights = model.weights([spec for group in model.config.layer(LAYER).products().values() for spec in group])
     calls = {
         name: preferred_shifts(weight, solved.linears[name], GRID, torch.eye(weight.shape[1]))
         for name, weight in weights.items()
@@ -106,7 +106,7 @@ def test_blocks_are_tuned_as_they_pass(transform: str | None) -> None:
     packings = {
         spec.name: Packing(3, 64)
         for layer in range(model.config.layers)
-        for group in model.config.block_linears(layer).values()
+        for group in model.config.layer(layer).products().values()
         for spec in group
     }
     tokenizer = Tokenizer.load(DRAFT, model.config.vocab_size)

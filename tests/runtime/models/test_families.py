@@ -101,7 +101,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "multiplier-elsewhere": ("llama", {"residual_multiplier": 0.5}, "residual_multiplier"),
     "cohere-scale-zero": ("cohere2", {"logit_scale": 0.0}, "logit_scale"),
     "window-zero": ("cohere2", {"sliding_window": 0}, "sliding_window"),
-    "window-missing": ("cwm", {"sliding_window": None}, "without sliding_window"),
+    "window-missing": ("cwm", {"sliding_window": None}, "sliding_window is missing"),
     "kinds-unknown": ("olmo3", {"layer_types": ["chunked_attention"] * 4}, "chunked_attention"),
     "pattern-zero": ("exaone4", {"sliding_window": 8, "sliding_window_pattern": 0}, "sliding_window_pattern"),
     "alpha-text": (
