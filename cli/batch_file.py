@@ -20,8 +20,7 @@ from mycli.cli.command import Call
 from mycli.cli.text.json_lines import error_fields, json_line
 from mycli.runtime.errors import ExitCode, ModelError, UsageError, UserError
 from mycli.runtime.tokenizer.chat_template import Message
-from mycli.runtime.utils.files import try_lock
-from mycli.runtime.utils.input_file import open_input
+from mycli.runtime.utils.files import open_input, try_lock
 from mycli.runtime.utils.json_fields import parse_object
 from mycli.runtime.utils.units import pluralize
 

@@ -22,7 +22,7 @@ from mycli.cli.remedies import Subject
 from mycli.runtime.errors import ExitCode, ModelError, ResourceError, UserError
 from mycli.runtime.hub.names import is_hub_name, is_path, normalize_model_name
 from mycli.runtime.hub.store import RECORD, data_dir
-from mycli.runtime.utils.version import version
+from mycli.runtime.utils import version
 
 
 @dataclass(frozen=True)

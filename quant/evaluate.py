@@ -21,7 +21,7 @@ from mycli.quant.progress import ReportProgress, silent
 from mycli.runtime.device.system import trim
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.tokenizer.tokenizer import MAX_TEXT, Tokenizer
-from mycli.runtime.utils.input_file import MAX_TEXT_BYTES, read_input
+from mycli.runtime.utils.files import MAX_TEXT_BYTES, read_input
 
 LOGITS_AT_ONCE = 1 << 24  # numbers in one slice of logits: 64 MiB in fp32, several of which exist at a time
 STREAM_BYTES = 1 << 30  # of residual stream held at a time; more windows take another pass over the layers

@@ -23,7 +23,7 @@ from mycli.quant.recipe import Recipe
 from mycli.runtime.checkpoint.adapter import Adapter
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.hub.resolve import Source
-from mycli.runtime.utils.version import version
+from mycli.runtime.utils import version
 
 CARD_FILE = "mycli.json"
 CARD_VERSION = 1

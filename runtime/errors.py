@@ -1,8 +1,7 @@
-"""The only exceptions a person ever sees: what happened, and what kind of remedy there is, as a code and its data.
+"""Exceptions shown to users, each with an exit code and a remedy.
 
-Knows the exit codes. Does not know commands or flags: whoever speaks to a person (the command line, a server) words the
-remedy of a code. Does not clean its text: names in a message may come from hostile files, so whoever shows it passes it
-through `runtime.utils.sanitize`.
+Remedies that name commands or flags are codes here, worded by `cli.remedies`. Messages may quote hostile files: they
+are sanitized (`runtime.utils.sanitize`) where they are printed.
 """
 
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from typing import Self
 
 
 class ExitCode(IntEnum):
-    """What a process of mycli ends with; documented in docs/commands.md."""
+    """Exit codes of the process; documented in docs/commands.md."""
 
     OK = 0
     BUG = 1
@@ -27,11 +26,7 @@ class ExitCode(IntEnum):
 
 
 class UserError(Exception):
-    """A failure with a cause and a remedy.
-
-    `message` names the file or field at fault. The remedy is `hint`, words that are true wherever the error is shown,
-    or `code` with `data`: a name of the remedy, worded by whoever knows how it is asked for here (`cli.remedies`).
-    """
+    """A failure with its cause (`message`) and remedy: either the text `hint`, or `code` with `data`."""
 
     exit_code = ExitCode.BUG
 
@@ -46,26 +41,26 @@ class UserError(Exception):
         self.model = ""  # the name of the adapter or draft at fault; "" for the model that the caller asked for
 
     def with_message(self, message: str) -> Self:
-        """The same failure with its remedy, told by `message`: by whoever knows more of where it happened."""
+        """Return the same error and remedy with another message."""
         copy = type(self)(message, self.hint, code=self.code, data=self.data)
         copy.model = self.model
         return copy
 
 
 class UsageError(UserError):
-    """The command line, an option or the prompt asks for something impossible."""
+    """Invalid command line, option, prompt or request."""
 
     exit_code = ExitCode.USAGE
 
 
 class ModelError(UserError):
-    """A model or one of its files is bad, or asks for what this program does not do."""
+    """Invalid or unsupported model or model file."""
 
     exit_code = ExitCode.MODEL
 
 
 class NotFoundError(UserError):
-    """A model is not there, not accessible, or the network is down."""
+    """Missing or inaccessible model, or a network failure."""
 
     exit_code = ExitCode.NOT_FOUND
 
@@ -77,7 +72,7 @@ class ResourceError(UserError):
 
 
 class GateError(UserError):
-    """The work was done, but its result fails a check that was asked for."""
+    """The work was done, but its result failed a quality or verification check."""
 
     exit_code = ExitCode.GATE
 
@@ -94,6 +89,6 @@ class Declined:
 
 
 def summarize_error(error: BaseException) -> str:
-    """The kind of an error and the first line of what it says: for errors of compilers and drivers, of all kinds."""
-    said = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {said[0]:.200}" if said else type(error).__name__
+    """Return the type and first line of an error, for errors of compilers and drivers."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]:.200}" if lines else type(error).__name__

@@ -19,7 +19,7 @@ from mycli.runtime.errors import Declined, ModelError, UsageError, UserError
 from mycli.runtime.hub.resolve import Source, resolve, resolve_adapter
 from mycli.runtime.sampling.params import SamplingParams, recommended
 from mycli.runtime.tokenizer.chat_template import Message
-from mycli.runtime.utils.collection import gc_freeze, gc_paused
+from mycli.runtime.utils.memory import gc_freeze, gc_paused
 
 if TYPE_CHECKING:  # torch takes a second to import
     from torch import Tensor

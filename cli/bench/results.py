@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mycli.cli.command import Call
 from mycli.cli.text.json_lines import SCHEMA_VERSION
 from mycli.runtime.errors import ModelError, UsageError
-from mycli.runtime.utils.files import disk_errors, require_writable, write_atomic
-from mycli.runtime.utils.input_file import read_input
+from mycli.runtime.utils.files import disk_errors, read_input, require_writable, write_atomic
 from mycli.runtime.utils.json_fields import Fields, parse_object
 
 if TYPE_CHECKING:  # torch takes seconds to import

@@ -17,7 +17,7 @@ from mycli.cli.other_engines import EngineFlags, OtherEngine, start
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.errors import UsageError
 from mycli.runtime.server.settings import ServerLimits, ServerSettings
-from mycli.runtime.utils.input_file import read_input
+from mycli.runtime.utils.files import read_input
 from mycli.runtime.utils.units import pluralize
 
 if TYPE_CHECKING:

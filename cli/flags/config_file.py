@@ -16,7 +16,7 @@ from typing import Any
 
 from mycli.cli.flags.presets import TABLE, check_presets
 from mycli.runtime.errors import NotFoundError, UsageError
-from mycli.runtime.utils.input_file import read_input
+from mycli.runtime.utils.files import read_input
 
 MAX_SETTINGS_BYTES = 1 << 20
 

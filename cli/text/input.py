@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mycli.runtime.errors import UsageError
-from mycli.runtime.utils.input_file import read_input
+from mycli.runtime.utils.files import read_input
 
 MAX_BYTES = 1 << 26
 MAX_DOCUMENT = 1 << 20  # what /read takes: far more than a context holds

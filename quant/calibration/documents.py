@@ -14,7 +14,7 @@ from typing import IO, Any, cast, get_args
 from mycli.quant.evaluate import read_text
 from mycli.runtime.errors import UsageError
 from mycli.runtime.tokenizer.chat_template import Message, Role
-from mycli.runtime.utils.input_file import open_input
+from mycli.runtime.utils.files import open_input
 
 FIELDS = ("text", "content", "messages", "conversations")
 MAX_ROW = 16 << 20  # bytes of a line

@@ -23,7 +23,7 @@ from mycli.runtime.kernels.routed import ExpertWeights, Route
 from mycli.runtime.models.part_spec import LinearSpec
 from mycli.runtime.quantization.packed_weight import Matmul
 from mycli.runtime.quantization.scheme import Packing
-from mycli.runtime.utils.huge_pages import huge_empty
+from mycli.runtime.utils.memory import huge_empty
 
 GATHERED = 1 << 24  # bytes: small weights are gathered when there are as many, so that few lie in memory twice
 PACKED_ROWS = 64  # up to here packed products are faster than a dense copy: they read a quarter of the bytes

@@ -19,7 +19,7 @@ import tokenizers
 
 from mycli.runtime.errors import ModelError
 from mycli.runtime.tokenizer.split_patterns import KNOWN_PATTERNS
-from mycli.runtime.utils.sandbox import Child, ChildError
+from mycli.runtime.utils.sandbox import WorkerError, WorkerProcess
 
 ENCODE_SECONDS = 10.0  # plus a second per 100,000 characters
 LOAD_SECONDS = 20.0
@@ -85,7 +85,9 @@ class GuardedPipeline:
     """A `Pipeline` in a helper process that is killed when it takes too long or too much memory."""
 
     def __init__(self, path: Path) -> None:
-        self._child = Child("mycli.runtime.tokenizer.backend", str(path.resolve()), HELPER_MEMORY, reply_bytes=1 << 28)
+        self._worker = WorkerProcess(
+            "mycli.runtime.tokenizer.backend", str(path.resolve()), HELPER_MEMORY, reply_bytes=1 << 28
+        )
 
     def encode(self, text: str, add_special: bool, plain: bool, inside: bool) -> list[int]:
         """See `Pipeline`."""
@@ -103,8 +105,8 @@ class GuardedPipeline:
 
     def _ask(self, request: list[object], seconds: float) -> Any:
         try:
-            return self._child.ask(request, seconds)
-        except ChildError as error:
+            return self._worker.call(request, seconds)
+        except WorkerError as error:
             raise _problem(error) from None
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.utils.json_fields import Fields
-from mycli.runtime.utils.sandbox import Child, ChildError
+from mycli.runtime.utils.sandbox import WorkerError, WorkerProcess
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 Tool = Mapping[str, Any]
@@ -102,7 +102,9 @@ class ChatTemplate:
         """`sources` by name ("default", "tool_use"); `tokens` as `special_tokens_map` gives them."""
         self._sources = dict(sources)
         self._tokens = dict(tokens)
-        self._child = Child("mycli.runtime.tokenizer.chat_template_worker", None, RENDER_MEMORY, reply_bytes=1 << 27)
+        self._worker = WorkerProcess(
+            "mycli.runtime.tokenizer.chat_template_worker", None, RENDER_MEMORY, reply_bytes=1 << 27
+        )
 
     @classmethod
     def load(cls, folder: Path, settings: Fields) -> "ChatTemplate | None":
@@ -118,7 +120,7 @@ class ChatTemplate:
 
     def start(self) -> None:
         """Begin to start the helper process, which takes as long as a short reply; nothing is waited for."""
-        self._child.start()
+        self._worker.start()
 
     def source(self, tools: bool = False) -> str:
         """The template's text: of named ones "tool_use" when there are `tools`, otherwise "default"."""
@@ -156,8 +158,8 @@ class ChatTemplate:
         ]
         request = {"template": self.source(bool(tools)), "variables": variables}
         try:
-            texts: list[str] = self._child.ask(request, RENDER_SECONDS)
-        except ChildError as error:
+            texts: list[str] = self._worker.call(request, RENDER_SECONDS)
+        except WorkerError as error:
             if error.kind == "Refusal":
                 raise UsageError(
                     f"the model's chat template refuses: {error.message:.300}", "change the messages"

@@ -17,8 +17,8 @@ from mycli.runtime.tokenizer.chat_template import ChatTemplate, Message, Tool, c
 from mycli.runtime.tokenizer.detokenizer import Detokenizer
 from mycli.runtime.tokenizer.special_tokens import AddedToken, ControlText, Sentinels, strings
 from mycli.runtime.tokenizer.stream import StreamDecoder
-from mycli.runtime.utils.collection import gc_paused
 from mycli.runtime.utils.json_fields import Fields, parse_object, read_bytes, read_object
+from mycli.runtime.utils.memory import gc_paused
 
 MAX_FILE_BYTES = 128 << 20
 MAX_CONFIG_BYTES = 8 << 20

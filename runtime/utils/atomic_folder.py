@@ -1,8 +1,7 @@
-"""A folder that appears whole or not at all: made beside its target, flushed to disk, then renamed once.
+"""Atomic creation of a folder: written under a temporary name, flushed to disk, then renamed (D2 to D5).
 
-While one is being made, `.NAME.lock` beside the target is locked (flock: the system frees it when its holder dies,
-however it dies). Whoever holds the lock knows that leftovers of other runs belong to nobody. Knows files and folders,
-nothing of models beyond telling a model folder from one that must never be replaced. POSIX only; no torch.
+`.NAME.lock` next to the target is locked meanwhile. The system releases the lock of a dead process, so leftovers found
+under the lock belong to killed runs and are removed. POSIX only.
 """
 
 import os
@@ -17,12 +16,11 @@ from mycli.runtime.errors import UsageError
 from mycli.runtime.utils.files import LockedError, disk_errors, flush, locked, require_space
 
 
-def _check_place(target: Path, source: Path | None, overwrite: bool) -> None:
-    """Refuse a target that is, holds or lies in `source`, or that stands there and is not ours to replace."""
+def _check_target(target: Path, source: Path | None, overwrite: bool) -> None:
     if source is not None:
         inside, outside = Path(os.path.realpath(target)), Path(os.path.realpath(source))
         if inside == outside or outside in inside.parents or inside in outside.parents:
-            raise UsageError(f"{target}: overlaps the input {source}", "choose an output folder beside it")
+            raise UsageError(f"{target}: overlaps the input {source}", "choose a folder outside the input")
     if not os.path.lexists(target):
         return
     if not overwrite:
@@ -35,11 +33,10 @@ def _check_place(target: Path, source: Path | None, overwrite: bool) -> None:
 
 
 class Staging:
-    """A context in which `folder` may be filled; `commit` makes it `target`, leaving the context any other way nothing.
+    """A context that creates `folder` for writing; `commit` renames it to `target`, otherwise it is removed on exit.
 
-    Entering checks `nbytes` against the free space, and clears away what a killed run of the same target left behind.
-    Raises UsageError for a target that cannot be written, exists (unless `overwrite`), overlaps `source` or is being
-    written by another process; ResourceError for too little space.
+    Entering raises UsageError for a target that cannot be written, exists (without `overwrite`), overlaps `source` or
+    is being written by another process, and ResourceError if less than `nbytes` are free.
     """
 
     def __init__(self, target: Path, nbytes: int, *, overwrite: bool = False, source: Path | None = None) -> None:
@@ -48,17 +45,18 @@ class Staging:
         self._overwrite = overwrite
         self._source = source
         self._lock = ExitStack()
-        # The process is for a person to read: only the lock tells whether a run is alive.
+        # The process id is for a reader; the lock decides whether a run is alive.
         run = f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
-        self.folder, self._replaced, self._lock_path = (
-            self.target.parent / f".{self.target.name}.{kind}" for kind in (f"partial-{run}", f"replaced-{run}", "lock")
-        )
+        parent, prefix = self.target.parent, f".{self.target.name}"
+        self.folder = parent / f"{prefix}.partial-{run}"
+        self._replaced = parent / f"{prefix}.replaced-{run}"
+        self._lock_path = parent / f"{prefix}.lock"
 
     def __enter__(self) -> Self:
         if "\0" in str(self.target) or not self.target.name:
             raise UsageError(f"{self.target}: not a possible name for a folder", "choose another name")
         with disk_errors(self.target), ExitStack() as entered:
-            _check_place(self.target, self._source, self._overwrite)  # before anything is written anywhere
+            _check_target(self.target, self._source, self._overwrite)  # before anything is written
             self.target.parent.mkdir(parents=True, exist_ok=True)
             try:
                 entered.enter_context(locked(self._lock_path, remove=True))
@@ -66,7 +64,7 @@ class Staging:
                 message = f"{self.target}: process {lock.holder} is writing it"
                 raise UsageError(message, "wait for it, or choose another name") from None
             self._clean()
-            _check_place(self.target, self._source, self._overwrite)
+            _check_target(self.target, self._source, self._overwrite)
             require_space(self.target.parent, self._nbytes)
             self.folder.mkdir()
             self._lock = entered.pop_all()
@@ -77,17 +75,16 @@ class Staging:
         self._lock.close()
 
     def _clean(self) -> None:
-        """Put back a folder whose replacement never came, remove all other leftovers."""
         leftover = re.compile(rf"\.{re.escape(self.target.name)}\.(partial|replaced)-\d+-[0-9a-f]{{12}}")
         for path in sorted(self.target.parent.iterdir()):
             match = leftover.fullmatch(path.name)
             if match and match[1] == "replaced" and not os.path.lexists(self.target):
-                path.rename(self.target)
+                path.rename(self.target)  # the run was killed between its two renames
             elif match:
                 shutil.rmtree(path)
 
     def commit(self) -> None:
-        """Flush everything to disk, then rename: after a power cut the target is the old or the new folder, whole."""
+        """Flush all files, then rename: after a power cut, `target` is the complete old or new folder (D4)."""
         with disk_errors(self.target):
             for path in self.folder.iterdir():
                 flush(path)

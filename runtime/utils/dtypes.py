@@ -1,7 +1,4 @@
-"""The number types of tensors in one table: their names in config.json, in a safetensors header and on a command line.
-
-Knows names and sizes. Does not import torch: `runtime.device.placement.torch_dtype` makes its dtypes from these names.
-"""
+"""Tensor dtypes by name: in torch and config.json, in a safetensors header, and on the command line. No torch."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -11,7 +8,7 @@ Dtype = Literal["bfloat16", "float16", "float32"]  # of activations and dense we
 
 @dataclass(frozen=True)
 class DtypeInfo:
-    """`name` as torch and config.json spell it, `stored` as a safetensors header does, `short` as a person types it."""
+    """The names and size of a dtype. name: torch's and config.json's; short: the command line's."""
 
     name: str
     safetensors_name: str
@@ -40,6 +37,6 @@ _TORCH_ALIASES: dict[str, Dtype] = {"half": "float16", "float": "float32"}
 
 
 def float_dtype(text: str) -> Dtype | None:
-    """The dtype that config.json means by `text`, by any of torch's names for it; None where it is not supported."""
+    """Return the dtype that config.json names, with or without "torch.", or None if it is not supported."""
     name = text.removeprefix("torch.")
     return next((dtype for dtype in FLOATS.values() if dtype == name), _TORCH_ALIASES.get(text))

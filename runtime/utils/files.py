@@ -1,64 +1,99 @@
-"""Files that appear whole, a lock between processes, the space left on a disk, and what an error of a disk means.
-
-Knows paths and bytes, nothing of what is in a file. POSIX only; no torch.
-"""
+"""Files: bounded reads of files that a user names, atomic writes, locks between processes, disk errors. POSIX only."""
 
 import errno
 import fcntl
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
-from mycli.runtime.errors import ResourceError, UsageError
-from mycli.runtime.utils.units import distinct_sizes
+from mycli.runtime.errors import NotFoundError, ResourceError, UsageError
+from mycli.runtime.utils.units import distinct_sizes, human_bytes
 
-# What another path would cure; anything else is the disk's own trouble.
+MAX_TEXT_BYTES = 256 << 20  # of a text read into memory: about 60 million tokens
+# Errors that another path cures; all others are about the disk.
 _PATH_ERRORS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST}
 _PATH_ERRORS |= {errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
-_ELSEWHERE = "free some space, or choose a folder on another disk"
+_FREE_SPACE = "free some space, or choose a folder on another disk"
+
+
+@contextmanager
+def open_input(path: Path, *, pipes: bool = False) -> Iterator[BinaryIO]:
+    """Open a regular file, or with `pipes` a pipe, for reading in binary.
+
+    Raises NotFoundError for a missing file, UsageError for a folder, a device or an unreadable file.
+    """
+    try:
+        # O_NONBLOCK: opening a pipe without a writer would wait forever.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (0 if pipes else os.O_NONBLOCK))
+    except (FileNotFoundError, NotADirectoryError):
+        raise NotFoundError(f"{path}: no such file", "check the path") from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"{path}: {reason}", "name a file that can be read") from None
+    mode = os.fstat(descriptor).st_mode
+    if not (stat.S_ISREG(mode) or (pipes and stat.S_ISFIFO(mode))):  # /dev/zero has no end
+        os.close(descriptor)
+        kind = "a folder" if stat.S_ISDIR(mode) else "not a regular file"
+        raise UsageError(f"{path}: {kind}", "name a file that can be read")
+    with os.fdopen(descriptor, "rb") as file:
+        yield file
+
+
+def read_input(path: Path, limit: int, *, pipes: bool = False) -> bytes:
+    """Return the contents of a file. Raises as `open_input` does, and UsageError above `limit` bytes."""
+    try:
+        with open_input(path, pipes=pipes) as file:
+            data = file.read(limit + 1)
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}", "name a file that can be read") from None
+    if len(data) > limit:
+        raise UsageError(f"{path}: more than {human_bytes(limit)}", "give a part of it")
+    return data
 
 
 @contextmanager
 def disk_errors(target: Path) -> Iterator[None]:
-    """Within it an OSError becomes a UsageError (not a place to write to) or a ResourceError that names `target`."""
+    """Convert an OSError to a UsageError (unsuitable path) or a ResourceError (the disk) that names `target`."""
     try:
         yield
     except OSError as error:
         message = f"cannot write {target}: {error.strerror or error}"
         if error.errno in _PATH_ERRORS:
             raise UsageError(message, "choose another folder") from None
-        raise ResourceError(message, _ELSEWHERE) from None
+        raise ResourceError(message, _FREE_SPACE) from None
 
 
 def require_writable(path: Path) -> None:
-    """Raise UsageError unless a file can be written at `path`, in place of another or of nothing: before long work."""
-    place = path if path.exists() else path.absolute().parent
+    """Raise UsageError unless a file can be created or replaced at `path`; called before long work."""
+    parent = path.absolute().parent
     if path.is_dir() or (path.exists() and not path.is_file()):
         raise UsageError(f"{path}: not a regular file", "name another file")
-    if not place.exists():
-        raise UsageError(f"{path}: there is no folder {place}", "make it, or name another file")
-    if not os.access(place, os.W_OK) or not os.access(path.absolute().parent, os.W_OK | os.X_OK):
+    if not path.exists() and not parent.exists():
+        raise UsageError(f"{path}: there is no folder {parent}", "make it, or name another file")
+    if not os.access(path if path.exists() else parent, os.W_OK) or not os.access(parent, os.W_OK | os.X_OK):
         raise UsageError(f"{path}: cannot be written", "name another file")
 
 
 def require_space(folder: Path, nbytes: int, *, code: str = "") -> None:
-    """Raise ResourceError with both numbers unless `nbytes` are free on the disk where `folder` is, or will be.
+    """Raise ResourceError unless the disk of `folder` (or of its first existing parent) has `nbytes` free.
 
-    `code` names a remedy that the caller knows better than "another disk".
+    code: the remedy, instead of a hint to use another disk.
     """
     free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
     if nbytes > free:
         needed, left = distinct_sizes(nbytes, free)
         message = f"{folder}: {needed} needed, {left} free on that disk"
-        raise ResourceError(message, "" if code else _ELSEWHERE, code=code)
+        raise ResourceError(message, "" if code else _FREE_SPACE, code=code)
 
 
 def flush(path: Path) -> None:
-    """Bring a file, or the names in a folder, to the disk for good."""
+    """Flush a file, or the names in a folder, to disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -69,30 +104,29 @@ def flush(path: Path) -> None:
 def write_atomic(
     path: Path, data: bytes, *, private: bool = False, durable: bool = False, flushed: bool = True
 ) -> None:
-    """Replace the file at `path` by one that holds `data`, flushed: whoever looks sees the old contents or the new.
+    """Replace the file at `path` in one step: a reader sees the old contents or the new. Raises OSError.
 
-    The mode follows the umask, or is 0600 if `private`. `durable`: the name is flushed as well, so that the file is
-    there after a power cut. Not `flushed`: it may then hold anything, for whoever checks what he reads. A killed
-    process may leave a `.NAME.*.tmp` beside it. Raises OSError.
+    private: mode 0600 instead of the umask's. durable: also flush the folder, so that the file survives a power cut.
+    flushed=False: skip fsync, for files whose readers check their contents. A killed process may leave `.NAME.*.tmp`.
     """
-    fresh = path.with_name(f".{path.name[:100]}.{uuid.uuid4().hex[:12]}.tmp")
+    temporary = path.with_name(f".{path.name[:100]}.{uuid.uuid4().hex[:12]}.tmp")
     try:
-        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600 if private else 0o666)
-        with open(descriptor, "wb") as file:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        with open(os.open(temporary, flags, 0o600 if private else 0o666), "wb") as file:
             file.write(data)
             if flushed:
                 file.flush()
                 os.fsync(file.fileno())
-        os.replace(fresh, path)
+        os.replace(temporary, path)
     except BaseException:
-        fresh.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     if durable:
         flush(path.parent)
 
 
 class LockedError(Exception):
-    """Another process holds the lock; `holder` is its id, as it wrote it down."""
+    """Another process holds the lock; `holder` is the process id in the lock file."""
 
     def __init__(self, holder: str) -> None:
         super().__init__(f"locked by process {holder}")
@@ -100,7 +134,7 @@ class LockedError(Exception):
 
 
 def try_lock(descriptor: int) -> bool:
-    """Lock an open file for this process; False where another one holds it. Closing the file frees it."""
+    """Lock an open file (flock) until it is closed; return False if another process holds the lock."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -110,17 +144,18 @@ def try_lock(descriptor: int) -> bool:
 
 @contextmanager
 def locked(path: Path, waiting: Callable[[str], None] | None = None, *, remove: bool = False) -> Iterator[None]:
-    """Hold the lock file `path`, which tells a person the id of its holder; the system frees a dead process's lock.
+    """Hold a lock on the file `path`, which contains the process id of its holder.
 
-    Where another process holds it, raises LockedError, or with `waiting` tells it the holder and waits. Whoever would
-    wait goes on where the file system has no locks; else that is an OSError. `remove`: the file goes with the lock.
+    waiting: called with the holder's id before waiting for it; without it, LockedError is raised instead. With it, a
+    file system without locks is ignored; otherwise that is an OSError. remove: delete the file at the end. The system
+    releases the lock of a dead process (D8).
     """
     descriptor = -1
     try:
         while descriptor < 0:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
             _acquire(descriptor, waiting)
-            # Its last holder may have removed the file between our open and our lock: then we hold nothing.
+            # The last holder may have removed the file between our open and our lock, which then protects nothing.
             if remove and not (path.exists() and os.path.samestat(os.fstat(descriptor), os.stat(path))):
                 os.close(descriptor)
                 descriptor = -1

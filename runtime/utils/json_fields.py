@@ -1,7 +1,4 @@
-"""Checked reading of JSON that a stranger wrote: one place for "is it there, is it of the type, is it in range".
-
-Knows JSON values and the names of the file they came from. Does not know what any field means.
-"""
+"""Strict JSON for untrusted files: presence, type and range of a field are checked where it is read."""
 
 import json
 import math
@@ -12,27 +9,27 @@ from typing import Any, TypeVar
 from mycli.runtime.errors import ModelError
 from mycli.runtime.utils.units import human_bytes
 
-MAX_JSON_BYTES = 1 << 20  # of a configuration; tokenizers and shard indexes have their own, larger caps
+MAX_JSON_BYTES = 1 << 20  # of a config; tokenizers and shard indexes have larger limits
 _T = TypeVar("_T")
 
 
 class Fields:
-    """A JSON object with accessors that raise `ModelError` naming `source` and the key."""
+    """A JSON object whose accessors raise ModelError with `source` and the key; null counts as missing."""
 
     def __init__(self, values: Mapping[str, Any], source: str) -> None:
         self.values = values
         self.source = source
 
     def fail(self, key: str, problem: str, hint: str = "") -> ModelError:
-        """The error to raise for `key`; `problem` completes the sentence "source: key ..."."""
+        """Return the error for `key`; its message is "{source}: {key} {problem}"."""
         return ModelError(f"{self.source}: {key} {problem}", hint or "the file may be damaged or made for another tool")
 
     def has(self, key: str) -> bool:
-        """Whether `key` is present with a value other than null."""
+        """Return whether `key` is present and not null."""
         return self.values.get(key) is not None
 
     def integer(self, key: str, default: int | None = None, low: int = 1, high: int = 1 << 31) -> int:
-        """An integer in [low, high]; a bool, a float or a string is refused. Missing: `default`, or an error."""
+        """Return an integer in [low, high]; bools are refused. Missing: `default`, or an error without one."""
         value = self.values.get(key)
         if value is None:
             if default is None:
@@ -45,7 +42,7 @@ class Fields:
         return value
 
     def number(self, key: str, default: float | None = None, low: float = 0.0, high: float = 1e12) -> float:
-        """A finite number in [low, high]."""
+        """Return a finite number in [low, high]."""
         value = self.values.get(key)
         if value is None:
             if default is None:
@@ -58,7 +55,6 @@ class Fields:
         return float(value)
 
     def boolean(self, key: str, default: bool) -> bool:
-        """true or false, nothing that merely looks like it."""
         value = self.values.get(key)
         if value is None:
             return default
@@ -67,7 +63,7 @@ class Fields:
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
-        """A string of at most 1,000 characters."""
+        """Return a string of at most 1,000 characters."""
         value = self.values.get(key)
         if value is None:
             if default is None:
@@ -78,7 +74,7 @@ class Fields:
         return value
 
     def object(self, key: str) -> "Fields":
-        """A nested object; an empty one when missing."""
+        """Return a nested object; an empty one if missing."""
         value = self.values.get(key)
         if value is None:
             value = {}
@@ -87,7 +83,7 @@ class Fields:
         return Fields(value, f"{self.source}: {key}")
 
     def array(self, key: str, kind: type[_T], limit: int = 100_000) -> list[_T]:
-        """A list of at most `limit` values of `kind`; empty when missing."""
+        """Return a list of at most `limit` values of `kind`; an empty one if missing."""
         value = self.values.get(key)
         if value is None:
             return []
@@ -103,8 +99,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
         seen: set[str] = set()
-        twice = next(k for k, _ in pairs if k in seen or seen.add(k))  # type: ignore[func-returns-value]  # add as filter
-        raise ValueError(f"duplicate key {twice!r:.80}")
+        duplicate = next(k for k, _ in pairs if k in seen or seen.add(k))  # type: ignore[func-returns-value]  # a filter
+        raise ValueError(f"duplicate key {duplicate!r:.80}")
     return result
 
 
@@ -120,9 +116,9 @@ def _finite(text: str) -> float:
 
 
 def strict_json(data: bytes) -> Any:
-    """The JSON value of `data`: UTF-8 without a byte-order mark, no duplicate keys, no NaN or infinity.
+    """Parse UTF-8 JSON without byte-order mark, duplicate keys, NaN or infinity (B1).
 
-    Raises ValueError, which is json.JSONDecodeError where the place is known.
+    Raises ValueError, or json.JSONDecodeError where the position is known.
     """
     text = data.decode("utf-8")
     if text.startswith("\ufeff"):
@@ -134,9 +130,9 @@ def strict_json(data: bytes) -> Any:
 
 
 def parse_object(data: bytes, source: str, limit: int = MAX_JSON_BYTES) -> Fields:
-    """Strict JSON with an object at the top: no duplicate keys, no NaN, no byte-order mark, bounded size.
+    """Parse strict JSON (`strict_json`) of at most `limit` bytes with an object at the top level.
 
-    Raises ModelError naming `source`, with line and column where the parser knows them.
+    Raises ModelError with `source`, line and column.
     """
     if len(data) > limit:
         raise ModelError(f"{source}: more than the {human_bytes(limit)} allowed", code="pull-again")
@@ -154,13 +150,13 @@ def parse_object(data: bytes, source: str, limit: int = MAX_JSON_BYTES) -> Field
 
 
 def read_bytes(path: Path, limit: int) -> bytes:
-    """The first `limit` + 1 bytes of a file, enough to refuse a larger one; ModelError if missing or irregular."""
+    """Return the first `limit` + 1 bytes of a file, so that a larger one can be refused. Raises ModelError."""
     try:
         if not path.is_file():
             if path.exists():
                 raise ModelError(f"{path}: not a regular file", "name another file")
-            where = f" in {path.parent}" if path.parent.name else ""
-            raise ModelError(f"{path.name}: no such file{where}", code="pull-whole")
+            folder = f" in {path.parent}" if path.parent.name else ""
+            raise ModelError(f"{path.name}: no such file{folder}", code="pull-whole")
         with path.open("rb") as file:
             return file.read(limit + 1)
     except OSError as error:
@@ -168,5 +164,5 @@ def read_bytes(path: Path, limit: int) -> bytes:
 
 
 def read_object(path: Path, limit: int = MAX_JSON_BYTES) -> Fields:
-    """`parse_object` of a file. Raises what `read_bytes` raises, too."""
+    """Read a file with `parse_object`. Raises ModelError."""
     return parse_object(read_bytes(path, limit), path.name, limit)

@@ -1,8 +1,7 @@
-"""A helper process for work that a model's files decide: killed when late, bounded in memory, restarted when needed.
+"""A worker process for code and patterns from model files: killed at a deadline, bounded in memory, restarted on use.
 
-Knows pipes, limits and deadlines. Does not know what is asked: `serve` is given a handler, `ask` returns its JSON.
-The helper runs this package's own code with an almost empty environment (no tokens, no keys) and imports no torch.
-It finds that code wherever this process found it: in a wheel, an editable install, a zip file or a bare checkout.
+The worker runs this package's own code with an almost empty environment (no tokens, no keys) and imports no torch. It
+imports that code from where this process did: a wheel, an editable install, a zip file or a bare checkout.
 """
 
 import contextlib
@@ -20,9 +19,9 @@ from typing import Any
 
 from mycli.runtime.errors import ResourceError
 
-START_SECONDS = 60.0  # our own imports only; long because a busy machine is not the model's fault
-# The namespace `mycli` is given, not searched: an editable install finds it through an import hook, which this isolated
-# interpreter has only where the hook was set up by its own site-packages.
+START_SECONDS = 60.0  # imports only; long, so that a busy machine does not fail a good model
+# The namespace `mycli` is created here: an editable install finds it through an import hook, which an isolated
+# interpreter (-I) lacks unless its own site-packages installs the hook.
 _BOOT = """
 import json, sys, types
 sys.path[:], home = json.loads(sys.stdin.buffer.readline())
@@ -33,11 +32,11 @@ from {} import handler
 serve(handler)
 """
 _HOME = Path(__file__).parents[2]  # the folder that holds the package `runtime`
-_KEPT = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TZ", "SYSTEMROOT")
+_PASSED_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TZ", "SYSTEMROOT")
 
 
-class ChildError(Exception):
-    """The helper did not answer: `kind` is the name of the exception inside it, or "Deadline" or "Death"."""
+class WorkerError(Exception):
+    """The call failed. kind: the exception's name in the worker, "Deadline" or "Death"."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -49,29 +48,27 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.wait()
     for pipe in (process.stdin, process.stdout):
-        with contextlib.suppress(OSError):  # the unflushed rest of a request to a dead process
+        with contextlib.suppress(OSError):  # unflushed data for a dead process
             if pipe:
                 pipe.close()
 
 
 def _search_path() -> list[str]:
-    """Where this process finds modules, each entry as it stands: one may be a name that only an import hook knows.
-
-    Without the working folder, which Python puts in front for `-c` and `-m`: whose files lie there, nobody knows.
-    """
+    # Without the working folder, which Python prepends for -c and -m: its files are not trusted. Entries are passed
+    # unchanged, as one may be a name that only an import hook knows.
     first, *others = sys.path
     try:
-        unknown = first == os.getcwd() != str(_HOME.parent)
+        untrusted = first == os.getcwd() != str(_HOME.parent)
     except FileNotFoundError:  # the working folder was removed
-        unknown = False
-    return [entry for entry in (others if unknown else sys.path) if entry]
+        untrusted = False
+    return [entry for entry in (others if untrusted else sys.path) if entry]
 
 
-class Child:
-    """One helper process serving `module`.handler, started at the first question or before; it ends with this object.
+class WorkerProcess:
+    """One worker process that serves `module`.handler; it starts at the first call and ends with this object.
 
-    `setup` is JSON that the handler is built from, `memory` the address space in bytes, `reply_bytes` the longest
-    answer that is read. Safe to use from several threads; one question at a time.
+    setup: JSON passed to the handler's constructor. memory: bytes of address space. reply_bytes: longest reply read.
+    Thread-safe; calls run one at a time.
     """
 
     def __init__(self, module: str, setup: object, memory: int, reply_bytes: int) -> None:
@@ -83,15 +80,15 @@ class Child:
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Begin to start the helper: it comes up while its caller does something else. Nothing is waited for."""
+        """Start the process without waiting for it."""
         with self._lock:
             if self._process is None:
                 self._process = self._begin()
 
-    def ask(self, request: object, seconds: float) -> Any:
-        """The handler's answer to `request`.
+    def call(self, request: object, seconds: float) -> Any:
+        """Return the handler's answer within `seconds`.
 
-        Raises ChildError, after which the next question gets a new helper, and ResourceError where none can be started.
+        Raises WorkerError, after which the next call may use a new process, and ResourceError if none can be started.
         """
         with self._lock:
             if self._process is None or (not self._starting and self._process.poll() is not None):
@@ -101,12 +98,11 @@ class Child:
             line = json.dumps({"seconds": seconds, "request": request})
             reply = self._exchange(self._process, line, seconds)
         if "kind" in reply:
-            raise ChildError(reply["kind"], reply["message"])
+            raise WorkerError(reply["kind"], reply["message"])
         return reply["answer"]
 
     def _begin(self) -> subprocess.Popen[bytes]:
-        """A helper that has been sent what it begins with, and has not answered yet."""
-        environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
+        environment = {name: os.environ[name] for name in _PASSED_VARIABLES if name in os.environ}
         environment |= {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
         process = subprocess.Popen(
             [sys.executable, "-I", "-c", _BOOT.format(self._module)],
@@ -114,30 +110,26 @@ class Child:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=environment,
-            start_new_session=True,  # Ctrl-C is for the person's process, which then ends this one
+            start_new_session=True,  # Ctrl-C goes to the main process, which then ends this one
         )
         weakref.finalize(self, _stop, process)
         self._starting = True
         assert process.stdin
-        with contextlib.suppress(OSError):  # it died at once: there will be no answer
+        with contextlib.suppress(OSError):  # it died at once; `_finish` reports it
             process.stdin.write(f"{json.dumps([_search_path(), str(_HOME)])}\n{self._first}\n".encode())
             process.stdin.flush()
         return process
 
     def _finish(self, process: subprocess.Popen[bytes]) -> None:
-        """Wait until the helper has come up. Raises ResourceError where it does not."""
         self._starting = False
         try:
             self._exchange(process, "", START_SECONDS)
-        except ChildError as error:  # no request was seen yet, so no model is to blame
-            problem = f"the helper process for {self._module} did not start ({error.kind})"
+        except WorkerError as error:  # no request was read yet, so no model is at fault
+            problem = f"the worker process for {self._module} did not start ({error.kind})"
             raise ResourceError(problem, "check whether memory is limited, or reinstall this program") from None
 
     def _exchange(self, process: subprocess.Popen[bytes], line: str, seconds: float) -> dict[str, Any]:
-        """Send a line, if there is one, and return the line that comes back.
-
-        The pipes may block, so a timer ends the wait by killing.
-        """
+        # Both pipes may block, so a timer kills the process at the deadline.
         assert process.stdin and process.stdout
         late = threading.Event()
 
@@ -155,7 +147,7 @@ class Child:
                 process.stdin.flush()
             reply = process.stdout.readline(self._reply_bytes)
         except OSError:
-            pass  # it died with the request half written: the same as no reply
+            pass  # it died while reading the request: no reply
         except BaseException:  # Ctrl-C between request and reply: the pipe is out of step
             _stop(process)
             raise
@@ -166,8 +158,8 @@ class Child:
             return result
         _stop(process)
         if late.is_set():
-            raise ChildError("Deadline", f"took more than {seconds:g} s")
-        raise ChildError("Death", "needed too much memory or time, or answered too much")
+            raise WorkerError("Deadline", f"took more than {seconds:g} s")
+        raise WorkerError("Death", "needed too much memory or time, or answered too much")
 
 
 def _limit(which: int, soft: int) -> None:
@@ -177,10 +169,7 @@ def _limit(which: int, soft: int) -> None:
 
 
 def serve(build: Callable[[Any], Callable[[Any], Any]]) -> None:
-    """The helper's side: answer lines from stdin until it closes. `build(setup)` gives what answers, at first use.
-
-    The processor limit of each request covers a parent that was killed and cannot enforce the deadline.
-    """
+    """Run in the worker: answer JSON lines from stdin until it closes, with the handler `build(setup)`."""
     first = json.loads(sys.stdin.buffer.readline())
     _limit(resource.RLIMIT_AS, first["memory"])
     _limit(resource.RLIMIT_FSIZE, 0)
@@ -189,14 +178,15 @@ def serve(build: Callable[[Any], Callable[[Any], Any]]) -> None:
     sys.stdout.flush()
     handler: Callable[[Any], Any] | None = None
     for line in sys.stdin.buffer:
-        question = json.loads(line)
-        _limit(resource.RLIMIT_CPU, int(time.process_time() + question["seconds"] + 2))
+        request = json.loads(line)
+        # Also ends a request whose parent was killed and cannot enforce the deadline.
+        _limit(resource.RLIMIT_CPU, int(time.process_time() + request["seconds"] + 2))
         try:
             handler = handler or build(first["setup"])
-            reply = json.dumps({"answer": handler(question["request"])})
+            reply = json.dumps({"answer": handler(request["request"])})
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # a panic of a Rust library is no Exception
+        except BaseException as error:  # a Rust panic is not an Exception (C2)
             reply = json.dumps({"kind": type(error).__name__, "message": str(error)[:1000]})
         sys.stdout.write(reply + "\n")
         sys.stdout.flush()

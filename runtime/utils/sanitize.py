@@ -1,7 +1,7 @@
-"""Makes text from models, files and servers safe to show on a terminal or in a log.
+"""Makes text from models, files and servers safe to print.
 
-A model can be talked into writing escape sequences that retitle the window, set the clipboard or fake a prompt; a file
-name can hold a newline that forges a log line. Knows code points, nothing of where the text comes from or goes.
+Model output can contain escape sequences that retitle the window or set the clipboard (C21), and a file name can
+contain a newline that forges a log line (C22).
 """
 
 import re
@@ -12,7 +12,7 @@ _UNSAFE = re.compile(
 )
 
 
-def _visible(match: re.Match[str]) -> str:
+def _escape(match: re.Match[str]) -> str:
     code = ord(match[0])
     if code < 0x20:
         return "^" + chr(code + 0x40)
@@ -22,11 +22,11 @@ def _visible(match: re.Match[str]) -> str:
 
 
 def sanitize(text: str) -> str:
-    """`text` with every character that could act on a terminal made visible; newline and tab stay."""
-    return _UNSAFE.sub(_visible, text)
+    """Return `text` with control and bidirectional characters escaped; newlines and tabs stay."""
+    return _UNSAFE.sub(_escape, text)
 
 
 def one_line(text: str, limit: int = 500) -> str:
-    """`sanitize`, and no newline or tab either, cut to `limit` characters: for names inside a message."""
+    """Return `text` sanitized, without newlines or tabs, cut to `limit` characters: for names inside a message."""
     clean = sanitize(text).replace("\n", "\\n").replace("\t", "\\t")
     return clean if len(clean) <= limit else clean[: limit - 1] + "…"

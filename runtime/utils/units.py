@@ -1,16 +1,16 @@
-"""Amounts in words: of memory, and of whatever is counted. Knows no model and no device."""
+"""Wording of amounts: bytes and counts."""
 
 GIB = 1 << 30
 
 
 def pluralize(count: int, noun: str) -> str:
-    """`1 token`, `2 tokens`; of a noun in -y, `2 replies`."""
-    several = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
-    return f"{count} {noun if count == 1 else several}"
+    """Return "1 token", "2 tokens", "2 replies"."""
+    plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
+    return f"{count} {noun if count == 1 else plural}"
 
 
 def human_bytes(count: float) -> str:
-    """Bytes as GiB, or where that is less than one in the largest unit that is not: 5.11 GiB, 273 MiB, 1.5 KiB."""
+    """Return bytes in the largest unit that gives at least 1: 5.11 GiB, 273 MiB, 1.5 KiB."""
     if count >= GIB:
         return f"{count / GIB:.2f} GiB"
     size, unit = next(((s, u) for s, u in ((1 << 20, "MiB"), (1 << 10, "KiB")) if count >= s), (1, "bytes"))
@@ -20,6 +20,6 @@ def human_bytes(count: float) -> str:
 
 
 def distinct_sizes(first: int, second: int) -> tuple[str, str]:
-    """Two amounts that are compared: as `human_bytes` words them, or to the byte where that hides which is larger."""
+    """Return two sizes as `human_bytes` words them, or in bytes if different sizes would read the same."""
     rough = human_bytes(first), human_bytes(second)
     return rough if rough[0] != rough[1] or first == second else (f"{first} bytes", f"{second} bytes")

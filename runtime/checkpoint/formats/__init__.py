@@ -217,7 +217,7 @@ def read_weight(
     import torch
 
     from mycli.runtime.quantization.packed_weight import PackedWeight
-    from mycli.runtime.utils.huge_pages import huge_empty
+    from mycli.runtime.utils.memory import huge_empty
 
     assert len(linears) == 1 or not packing.permuted
     rows, columns = sum(linear.out_features for linear in linears), linears[0].in_features

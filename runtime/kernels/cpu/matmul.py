@@ -18,7 +18,7 @@ from mycli.runtime.kernels.cpu.library.build import ROW_TYPES, STORED_TYPES, CWe
 from mycli.runtime.quantization.packed_weight import Matmul, PackedWeight, unpack
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.quantization.super_blocks import scale_codes
-from mycli.runtime.utils.huge_pages import HUGE, huge_empty
+from mycli.runtime.utils.memory import HUGE, huge_empty
 
 _ROWS, _INPUTS = 16, 32  # of a block
 DENSE_INPUTS = 32  # of a dense weight: a multiple of these

@@ -18,7 +18,7 @@ from mycli.runtime.server.routes.responses import ResponsesRequest
 from mycli.runtime.server.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from mycli.runtime.server.service import Service
 from mycli.runtime.server.streaming import JsonResponse, off_loop
-from mycli.runtime.utils.version import version
+from mycli.runtime.utils import version
 
 BODIES: Mapping[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatRequest,

@@ -17,7 +17,7 @@ from mycli.runtime.kernels.cpu.library.build import BuildError, compile_library,
 from mycli.runtime.kernels.cpu.matmul import CpuKernel, dense_product, memory_bandwidth
 from mycli.runtime.kernels.registry import select_kernel
 from mycli.runtime.quantization.scheme import Packing
-from mycli.runtime.utils.huge_pages import huge_empty
+from mycli.runtime.utils.memory import huge_empty
 from tests.support.compilers import copying_compiler, fake_compiler
 
 CPU = torch.device("cpu")

@@ -25,7 +25,7 @@ from mycli.runtime.kernels.cpu.matmul import (
 from mycli.runtime.kernels.registry import Operation, kernels, prepare_product, select_kernel
 from mycli.runtime.quantization.packed_weight import PackedWeight, dequantize, pack
 from mycli.runtime.quantization.scheme import Codes, Packing
-from mycli.runtime.utils.huge_pages import HUGE
+from mycli.runtime.utils.memory import HUGE
 
 CPU = torch.device("cpu")
 ERROR = {torch.bfloat16: 0.0028, torch.float16: 0.0004, torch.float32: 1e-6}

@@ -11,25 +11,25 @@ from typing import Any
 import pytest
 
 from mycli.runtime.errors import ResourceError
-from mycli.runtime.utils.sandbox import Child, ChildError
+from mycli.runtime.utils.sandbox import WorkerError, WorkerProcess
 
 
-def ask(child: Child, source: str, seconds: float = 20.0) -> Any:
-    return child.ask({"template": source, "variables": [{"x": "é\ud800\n"}]}, seconds)
+def ask(child: WorkerProcess, source: str, seconds: float = 20.0) -> Any:
+    return child.call({"template": source, "variables": [{"x": "é\ud800\n"}]}, seconds)
 
 
 @pytest.fixture
-def child() -> Child:
-    return Child("mycli.runtime.tokenizer.chat_template_worker", None, 256 << 20, reply_bytes=10_000)
+def child() -> WorkerProcess:
+    return WorkerProcess("mycli.runtime.tokenizer.chat_template_worker", None, 256 << 20, reply_bytes=10_000)
 
 
-def test_answers_and_stays(child: Child) -> None:
+def test_answers_and_stays(child: WorkerProcess) -> None:
     assert ask(child, "{{ x }}") == ["é\ud800\n"]
     process = child._process
     assert ask(child, "b") == ["b"] and child._process is process
 
 
-def test_one_that_was_started_before_answers_the_first_question(child: Child) -> None:
+def test_one_that_was_started_before_answers_the_first_question(child: WorkerProcess) -> None:
     child.start()
     process = child._process
     assert process is not None and process.poll() is None
@@ -37,7 +37,7 @@ def test_one_that_was_started_before_answers_the_first_question(child: Child) ->
     assert ask(child, "{{ x }}") == ["é\ud800\n"] and child._process is process
 
 
-def test_one_that_died_before_it_was_asked_is_told(child: Child) -> None:
+def test_one_that_died_before_it_was_asked_is_told(child: WorkerProcess) -> None:
     child.start()
     process = child._process
     assert process is not None
@@ -48,8 +48,8 @@ def test_one_that_died_before_it_was_asked_is_told(child: Child) -> None:
     assert ask(child, "a") == ["a"] and child._process is not process
 
 
-def test_error_inside_keeps_the_process(child: Child) -> None:
-    with pytest.raises(ChildError) as caught:
+def test_error_inside_keeps_the_process(child: WorkerProcess) -> None:
+    with pytest.raises(WorkerError) as caught:
         ask(child, "{{ 1 // 0 }}")
     assert caught.value.kind == "ZeroDivisionError"
     process = child._process
@@ -63,17 +63,17 @@ def test_error_inside_keeps_the_process(child: Child) -> None:
         ("{{ 'a' * 20000 }}", 20.0, "Death"),  # longer than reply_bytes
     ],
 )
-def test_new_process_after_a_lost_one(child: Child, source: str, seconds: float, kind: str) -> None:
+def test_new_process_after_a_lost_one(child: WorkerProcess, source: str, seconds: float, kind: str) -> None:
     assert ask(child, "a") == ["a"]
     process = child._process
     assert process is not None
-    with pytest.raises(ChildError) as caught:
+    with pytest.raises(WorkerError) as caught:
         ask(child, source, seconds)
     assert caught.value.kind == kind and process.returncode is not None
     assert ask(child, "b") == ["b"]
 
 
-def test_killed_from_outside(child: Child) -> None:
+def test_killed_from_outside(child: WorkerProcess) -> None:
     ask(child, "a")
     assert child._process is not None
     os.kill(child._process.pid, signal.SIGKILL)
@@ -81,16 +81,16 @@ def test_killed_from_outside(child: Child) -> None:
     assert ask(child, "b") == ["b"]
 
 
-def test_request_larger_than_a_pipe_to_a_process_that_stopped_reading(child: Child) -> None:
+def test_request_larger_than_a_pipe_to_a_process_that_stopped_reading(child: WorkerProcess) -> None:
     ask(child, "a")
     assert child._process is not None
     os.kill(child._process.pid, signal.SIGSTOP)
-    with pytest.raises(ChildError) as caught:
+    with pytest.raises(WorkerError) as caught:
         ask(child, "a" * 1_000_000, 0.5)
     assert caught.value.kind == "Deadline"
 
 
-def test_interrupt_while_waiting_leaves_no_process(child: Child) -> None:  # D15
+def test_interrupt_while_waiting_leaves_no_process(child: WorkerProcess) -> None:  # D15
     ask(child, "a")
     process = child._process
     assert process is not None
@@ -103,7 +103,7 @@ def test_interrupt_while_waiting_leaves_no_process(child: Child) -> None:  # D15
 
 
 def test_ends_with_its_owner() -> None:
-    owner = Child("mycli.runtime.tokenizer.chat_template_worker", None, 256 << 20, reply_bytes=10_000)
+    owner = WorkerProcess("mycli.runtime.tokenizer.chat_template_worker", None, 256 << 20, reply_bytes=10_000)
     ask(owner, "a")
     process = owner._process
     assert process is not None
@@ -131,12 +131,12 @@ def test_finds_modules_as_its_owner_does(tmp_path: Path, monkeypatch: pytest.Mon
     hook = "__editable__.some_package.finder.__path_hook__"
     for first in ("", str(work)):  # as under `-c`, as under `-m`
         monkeypatch.setattr(sys, "path", [first, str(eggs), hook, *sys.path])
-        found, program = Child("probe", None, 256 << 20, reply_bytes=100_000).ask(None, 20.0)
+        found, program = WorkerProcess("probe", None, 256 << 20, reply_bytes=100_000).call(None, 20.0)
         assert found == [str(eggs), hook, *found[2:]] and not {"", str(work)} & set(found)
-        assert program == sys.modules[Child.__module__].__file__, "the code of the owner, not another install"
+        assert program == sys.modules[WorkerProcess.__module__].__file__, "the code of the owner, not another install"
 
 
-def test_the_working_folder_may_be_gone(child: Child, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_working_folder_may_be_gone(child: WorkerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     work = tmp_path / "work"
     work.mkdir()
     monkeypatch.chdir(work)
@@ -146,4 +146,4 @@ def test_the_working_folder_may_be_gone(child: Child, tmp_path: Path, monkeypatc
 
 def test_one_that_does_not_start_is_no_fault_of_the_model() -> None:
     with pytest.raises(ResourceError, match="did not start"):
-        Child("mycli.runtime.none", None, 256 << 20, reply_bytes=100).ask(None, 20.0)
+        WorkerProcess("mycli.runtime.none", None, 256 << 20, reply_bytes=100).call(None, 20.0)

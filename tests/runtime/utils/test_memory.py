@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from mycli.runtime.utils.collection import gc_paused
+from mycli.runtime.utils.memory import gc_paused
 from tests.support.paths import ROOT
 
 EXEMPT = """
 import gc
-from mycli.runtime.utils.collection import gc_freeze
+from mycli.runtime.utils.memory import gc_freeze
 kept = [[] for _ in range(10_000)]
 gc_freeze()
 print(gc.get_freeze_count() > 10_000, gc.isenabled(), len(gc.get_objects()) < 10_000)
