@@ -143,8 +143,8 @@ def test_what_it_does_not_take_is_left_to_torch() -> None:
     query, keys, values = inputs(case, torch.float32)
     others = Stored(keys.data.transpose(1, 2))
     for asked, held, reason in (
-        (query.half(), keys, "bf16 and fp32"),
-        (query[..., :20], keys, "heads in multiples of 16"),
-        (query, others, "lie alike"),
+        (query.half(), keys, "attention-types"),
+        (query[..., :20], keys, "attention-types"),
+        (query, others, "cache-layout"),
     ):
         assert reason in str(attend_cached(asked, held, values, None, None))

@@ -310,11 +310,11 @@ def test_lengths_and_blocks_that_cannot_be_are_refused() -> None:
 def test_what_it_does_not_take_is_declined_with_a_reason() -> None:
     query, keys, values, ragged, scoring = Pool.make(Case(((1, 20),), 1, 2, 64, 16), "fp32", torch.float32).inputs()
     for asked, held, pieces, reason in (
-        (query.half(), keys, ragged, "bf16 and fp32"),
-        (query[..., :20], keys, ragged, "heads in multiples of 16"),
-        (query, Stored(keys.data.transpose(1, 2)), ragged, "lie alike"),
-        (query.clone().requires_grad_(), keys, ragged, "no gradient"),
-        (query, keys, replace(ragged, lengths=ragged.lengths.long()), "int32"),
+        (query.half(), keys, ragged, "attention-types"),
+        (query[..., :20], keys, ragged, "attention-types"),
+        (query, Stored(keys.data.transpose(1, 2)), ragged, "cache-layout"),
+        (query.clone().requires_grad_(), keys, ragged, "no-gradient"),
+        (query, keys, replace(ragged, lengths=ragged.lengths.long()), "indices-not-int32"),
     ):
         assert reason in str(attend_paged(asked, held, values, pieces, scoring))
 
