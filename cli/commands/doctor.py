@@ -60,9 +60,9 @@ def _path(placement: "Placement") -> list[tuple[str, str]]:
         slower = "torch's 4-bit operator and dense copies are used, which is slower"
         return [("CPU kernel", f"not available: {reason(library)}; {slower}")]
     flags = cpu().flags
-    best, asked = isa.best_set(flags), isa.asked(flags)
-    if asked:
-        why = f"as {isa.VARIABLE} asks" + (f"; this machine has {best}" if asked != best else "")
+    best, requested = isa.best_set(flags), isa.requested_set(flags)
+    if requested:
+        why = f"as {isa.VARIABLE} asks" + (f"; this machine has {best}" if requested != best else "")
     elif library.isa == best:
         why = "the best that this machine has"
     else:

@@ -17,8 +17,7 @@ from mycli.runtime.checkpoint import formats
 from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.device.placement import use_device
 from mycli.runtime.device.system import cpu
-from mycli.runtime.kernels.cpu.layer import CHead, run_head
-from mycli.runtime.kernels.cpu.loop import CLoop, run_passes
+from mycli.runtime.kernels.cpu.layer import CHead, CLoop, run_head, run_passes
 from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.block import Block
 from mycli.runtime.layers.expert_slots import ExpertReads, ExpertSource

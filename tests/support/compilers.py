@@ -16,6 +16,6 @@ def fake_compiler(folder: Path, body: str) -> Path:
 
 def copying_compiler(folder: Path) -> Path:
     """One that takes half a second and gives this machine's library, which must be built, whatever it is asked for."""
-    library = build.compile_library(build.cache_folder(), build._choose().flags)
+    library = build.compile_library(build.cache_folder(), build._choose()[1])
     copy = 'while [ "$1" != -o ]; do shift; done'
     return fake_compiler(folder, f'{copy}; sleep 0.25; cp "{library}" "$2"')

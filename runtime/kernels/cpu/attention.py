@@ -1,6 +1,6 @@
-"""Attention over the cache on the CPU by our own code: prompts, replies, and the checking of guesses.
+"""Attention over the KV cache on the CPU in C++ (attention.h): prefill, decoding, and the verification of drafts.
 
-Codes are read where they lie, nothing is made dense. The code is attention.h.
+Quantized keys and values are multiplied as they are stored; no dense copy is made.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ from mycli.runtime.kernels.paged import Ragged, Scoring
 from mycli.runtime.quantization.int4_vectors import int4_bytes
 
 CACHE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, PACKED: 3}  # `CacheType` of attention_task.h
-FOREVER = 2**62  # a window that nothing leaves
+FOREVER = 2**62  # the window of attention without one
 _INDICES = Declined("indices-not-int32")
 _NOT_CPU = Declined("tensors-not-on-cpu")
 _GRADIENT = Declined("no-gradient")
@@ -28,9 +28,8 @@ _SCALES = Declined("cache-scales-layout")
 _PACKING = Declined("int4-vector-types", {"multiple": LANES})
 
 
-class _Pass(NamedTuple):
-    """A `Ragged` as addresses of int32."""
-
+class _Indices(NamedTuple):
+    # Addresses of the int32 arrays of a `Ragged`, and their sizes.
     starts: int
     lengths: int
     table: int
@@ -39,19 +38,18 @@ class _Pass(NamedTuple):
 
 
 def attend_paged(query: Tensor, keys: Stored, values: Stored, ragged: Ragged, scoring: Scoring) -> Tensor | Declined:
-    """As `runtime.kernels.reference.attend_gathered`; the reason where this code cannot.
+    """`reference.attend_gathered` for a query of bf16 or fp32, keys and values of one layout with contiguous vectors.
 
-    query: bf16 or fp32, contiguous; keys and values lie alike, each vector contiguous. Sums are fp32 and in an order
-    fixed by positions: the bits of a row depend on neither the rows beside it, how the prompt was cut, the size of
-    blocks, nor the number of threads. ValueError where lengths or blocks cannot be.
+    Sums are fp32, in an order fixed by positions: a row's bits depend on neither the other rows, how the prompt was
+    split, the block size, nor the number of threads. Raises ValueError if a length does not fit its blocks.
     """
     starts, lengths, table = ragged.starts, ragged.lengths, ragged.block_table
-    for one in (starts, lengths, table):
-        if one.dtype != torch.int32 or not one.is_cpu or not one.is_contiguous():
+    for tensor in (starts, lengths, table):
+        if tensor.dtype != torch.int32 or not tensor.is_cpu or not tensor.is_contiguous():
             return _INDICES
-    asked = _Pass(starts.data_ptr(), lengths.data_ptr(), table.data_ptr(), len(lengths), table.shape[1])
+    indices = _Indices(starts.data_ptr(), lengths.data_ptr(), table.data_ptr(), len(lengths), table.shape[1])
     try:
-        return _attend(query, keys, values, asked, scoring)
+        return _attend(query, keys, values, indices, scoring)
     except ValueError:
         raise ValueError(f"lengths {lengths.tolist()} do not fit blocks {table.tolist()}") from None
 
@@ -66,38 +64,37 @@ def attend_cached(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor | Declined:
-    """As `runtime.kernels.reference.attend_dense`, of texts to themselves; the reason where this code cannot.
+    """`reference.attend_dense` of sequences to their own positions: query [batch, tokens, heads, head_dim].
 
-    query: [batch, tokens, heads, head_dim] bf16 or fp32; keys and values: whose last two axes are contiguous, the
-    new tokens last, so that the window says what the mask would.
+    The new tokens are the last of keys and values, so that `window` says what `mask` would.
     """
     batch, tokens, _, head_dim = query.shape
-    # Starts, lengths and a block for each; as tensors they would take as long as attention over a hundred positions.
+    # Starts, lengths and one block per sequence; making tensors of them would take as long as attention over a hundred
+    # positions.
     layout = (*range(0, (batch + 1) * tokens, tokens), *(keys.data.shape[2],) * batch, *range(batch))
     numbers = (ctypes.c_int32 * len(layout))(*layout)
-    at = ctypes.addressof(numbers)
-    asked = _Pass(at, at + 4 * (batch + 1), at + 4 * (2 * batch + 1), batch, 1)
+    address = ctypes.addressof(numbers)
+    indices = _Indices(address, address + 4 * (batch + 1), address + 4 * (2 * batch + 1), batch, 1)
     scoring = Scoring(head_dim**-0.5 if scale is None else scale, window, softcap or 0.0, sinks)
-    return _attend(query, keys, values, asked, scoring)
+    return _attend(query, keys, values, indices, scoring)
 
 
 def native_pack_int4(values: Tensor) -> Tensor | Declined:
-    """As `runtime.cache.int4.pack_int4`: values bf16 or fp32 [tokens, ..., head_dim] to uint8 [tokens, ..., bytes]."""
+    """`runtime.cache.int4.pack_int4`: values bf16 or fp32 [tokens, ..., head_dim] to uint8 [tokens, ..., bytes]."""
     *outer, head_dim = values.shape
     if not values.is_cpu or values.dtype not in ROW_TYPES or head_dim % LANES:
         return _PACKING
-    found = build.native()
-    if isinstance(found, Declined):
-        return found
-    given, packed = values.contiguous(), torch.empty(*outer, int4_bytes(head_dim), dtype=PACKED)
-    count, threads = given.numel() // head_dim, threads_for(outer[0] if outer else 1)
-    if found.pack_int4(given.data_ptr(), ROW_TYPES[given.dtype], count, head_dim, packed.data_ptr(), threads):
+    library = build.native()
+    if isinstance(library, Declined):
+        return library
+    vectors, packed = values.contiguous(), torch.empty(*outer, int4_bytes(head_dim), dtype=PACKED)
+    count, threads = vectors.numel() // head_dim, threads_for(outer[0] if outer else 1)
+    if library.pack_int4(vectors.data_ptr(), ROW_TYPES[vectors.dtype], count, head_dim, packed.data_ptr(), threads):
         raise ResourceError("no memory for packing keys and values", code="less-context")
     return packed
 
 
-def _attend(query: Tensor, keys: Stored, values: Stored, asked: _Pass, scoring: Scoring) -> Tensor | Declined:
-    """query [..., heads, head_dim] to [..., heads * head_dim]. ValueError where lengths or blocks cannot be."""
+def _attend(query: Tensor, keys: Stored, values: Stored, indices: _Indices, scoring: Scoring) -> Tensor | Declined:
     if not query.is_cpu or not keys.data.is_cpu:
         return _NOT_CPU
     if torch.is_grad_enabled() and query.requires_grad:
@@ -112,12 +109,12 @@ def _attend(query: Tensor, keys: Stored, values: Stored, asked: _Pass, scoring: 
     strides = data.stride()
     if strides != values.data.stride() or strides[2:] != (size, 1):
         return _LAYOUT
-    for one in (keys, values):  # a scale lies where its vector's first code does, divided by head_dim
-        if one.scales is not None and tuple(s * head_dim for s in one.scales.stride()) != strides[:3]:
+    for stored in (keys, values):  # a scale lies at the index of its vector's first code, divided by head_dim
+        if stored.scales is not None and tuple(step * head_dim for step in stored.scales.stride()) != strides[:3]:
             return _SCALES
-    found = build.native()
-    if isinstance(found, Declined):
-        return found
+    library = build.native()
+    if isinstance(library, Declined):
+        return library
     sinks = None if scoring.sinks is None else scoring.sinks.float().contiguous()
     query = query.contiguous()
     out = torch.empty(*outer, heads * head_dim, dtype=query.dtype)
@@ -130,11 +127,11 @@ def _attend(query: Tensor, keys: Stored, values: Stored, asked: _Pass, scoring: 
         value_scales=None if values.scales is None else values.scales.data_ptr(),
         sinks=None if sinks is None else sinks.data_ptr(),
         out=out.data_ptr(),
-        starts=asked.starts,
-        lengths=asked.lengths,
-        table=asked.table,
-        sequences=asked.sequences,
-        table_width=asked.table_width,
+        starts=indices.starts,
+        lengths=indices.lengths,
+        table=indices.table,
+        sequences=indices.sequences,
+        table_width=indices.table_width,
         blocks=blocks,
         block_size=block_size,
         block_stride=strides[0],
@@ -149,9 +146,9 @@ def _attend(query: Tensor, keys: Stored, values: Stored, asked: _Pass, scoring: 
         cache_type=CACHE_TYPES[data.dtype],
         out_type=ROW_TYPES[query.dtype],
     )
-    failed = found.attend(ctypes.byref(task), torch.get_num_threads())
-    if failed == 1:
+    status = library.attend(ctypes.byref(task), torch.get_num_threads())
+    if status == 1:
         raise ResourceError("no memory for attention", code="less-context")
-    if failed:
-        raise ValueError("the lengths do not fit the blocks")
+    if status:
+        raise ValueError("a sequence length does not fit its cache blocks")
     return out

@@ -1,9 +1,7 @@
-"""What lies between the products on the CPU by our own code: norm, rotation, activation.
+"""Norms, rotation and activations on the CPU in C++ (steps.h), with the rounding of the torch operations they replace.
 
-Beside weights that leave nothing in the caches, each operation of torch takes longer to begin than to do, and these are
-a dozen and a half of them a layer. The code is steps.h; it rounds where torch does. A row's bits depend on neither the
-rows beside it nor their number. Each function returns the reason where this code cannot. What is a single operation of
-torch anyway, rounded once (squared ReLU), is left to it: a call from here takes as long.
+A row's bits depend on neither the other rows nor their number. Each function returns `Declined` for what it does not
+support.
 """
 
 import ctypes
@@ -16,6 +14,9 @@ from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.library import build
 from mycli.runtime.kernels.cpu.library.build import LANES, ROW_TYPES, CNorm, CRotateTask, Native
 
+# After the products of a large model nothing is left in the caches, and each torch operation takes longer to start than
+# to run: about 18 of them in a layer. Squared ReLU stays with torch: it is one operation there, and a call from here
+# takes as long.
 _CPU_FLOATS = Declined("cpu-floats-only")
 _ROWS = Declined("rows-not-whole-vectors", {"multiple": LANES})
 _GRADIENT = Declined("no-gradient")
@@ -25,12 +26,11 @@ _ROTATE_BF16 = Declined("rotates-bf16-only")
 _TABLE_SHAPES = Declined("rotary-table-shapes")
 _TABLE_LAYOUT = Declined("rotary-layout")
 
-_FEW = 16  # tokens, of all sequences together; of so few one thread is done before others are awake
+_FEW = 16  # tokens of all sequences; up to here one thread finishes before others are awake
 GATE_TYPES = {"silu": 0, "gelu_tanh": 1, "relu2": 2, "swiglu_clamped": 3}  # `GateType` of steps.h; relu2 has no gate
 
 
 def _library(x: Tensor, width: int) -> Native | Declined:
-    """For x bf16 or fp32 in rows of `width`."""
     if x.dtype not in ROW_TYPES or not x.is_cpu:
         return _CPU_FLOATS
     if width % LANES or x.stride(-1) != 1:
@@ -41,105 +41,93 @@ def _library(x: Tensor, width: int) -> Native | Declined:
 
 
 def threads_for(tokens: int) -> int:
-    """How many share a step over so many tokens."""
+    """Return the number of threads for an elementwise operation over `tokens` tokens."""
     return 1 if tokens <= _FEW else torch.get_num_threads()
 
 
 def _tokens(x: Tensor) -> int:
-    """Of x [sequences, tokens, ..., size] or [tokens, size]: heads are no tokens."""
+    # x is [sequences, tokens, ..., size] or [tokens, size]: heads are no tokens.
     return math.prod(x.shape[:-1][:2])
 
 
 def native_rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor | Declined:
-    """x bf16 or fp32 [..., size] to the same, rounded once; gain [size] in its dtype, or in fp32 as 1 + w is."""
-    return _normed(x, gain, eps, centred=False)
+    """RMSNorm of x bf16 or fp32 [..., size], rounded once; gain [size] has the dtype of x, or is fp32 as 1 + w is."""
+    return _norm(x, gain, eps, centred=False)
 
 
 def native_layer_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor | Declined:
-    """As `native_rms_norm`, the mean taken away first."""
-    return _normed(x, gain, eps, centred=True)
+    """LayerNorm; operands as in `native_rms_norm`."""
+    return _norm(x, gain, eps, centred=True)
 
 
-def _normed(x: Tensor, gain: Tensor, eps: float, centred: bool) -> Tensor | Declined:
+def _norm(x: Tensor, gain: Tensor, eps: float, centred: bool) -> Tensor | Declined:
     size = x.shape[-1]
-    found = _library(x, size)
-    if isinstance(found, Declined):
-        return found
+    library = _library(x, size)
+    if isinstance(library, Declined):
+        return library
     if gain.requires_grad:
         return _GRADIENT
     if gain.dtype not in (x.dtype, torch.float32) or not gain.is_contiguous():
         return _GAIN
-    given = x.contiguous()
-    y = torch.empty_like(given)
-    pointers = given.data_ptr(), gain.data_ptr(), y.data_ptr()
-    task = CNorm(*pointers, given.numel() // size, size, eps, ROW_TYPES[x.dtype], ROW_TYPES[gain.dtype], centred)
-    found.norm(ctypes.byref(task), threads_for(_tokens(x)))
+    rows = x.contiguous()
+    y = torch.empty_like(rows)
+    pointers = rows.data_ptr(), gain.data_ptr(), y.data_ptr()
+    task = CNorm(*pointers, rows.numel() // size, size, eps, ROW_TYPES[x.dtype], ROW_TYPES[gain.dtype], centred)
+    library.norm(ctypes.byref(task), threads_for(_tokens(x)))
     return y
 
 
-def _gated(gate_up: Tensor, gate_type: int) -> Tensor | Declined:
-    """gate_up bf16 or fp32 [..., 2 * size] to [..., size]; `gate_type` is one of steps.h."""
+def _gate(gate_up: Tensor, gate_type: int) -> Tensor | Declined:
     size = gate_up.shape[-1] // 2
-    found = _library(gate_up, size)
-    if isinstance(found, Declined):
-        return found
-    given, y = gate_up.contiguous(), gate_up.new_empty(*gate_up.shape[:-1], size)
-    found.gate(
-        gate_type,
-        ROW_TYPES[given.dtype],
-        given.data_ptr(),
-        y.numel() // size,
-        size,
-        y.data_ptr(),
-        threads_for(_tokens(y)),
-    )
+    library = _library(gate_up, size)
+    if isinstance(library, Declined):
+        return library
+    rows, y = gate_up.contiguous(), gate_up.new_empty(*gate_up.shape[:-1], size)
+    row_type, count, threads = ROW_TYPES[rows.dtype], y.numel() // size, threads_for(_tokens(y))
+    library.gate(gate_type, row_type, rows.data_ptr(), count, size, y.data_ptr(), threads)
     return y
 
 
 def native_silu_multiply(gate_up: Tensor) -> Tensor | Declined:
     """SiLU(gate) * up: gate_up [..., 2 * size], gate first, to [..., size]."""
-    return _gated(gate_up, GATE_TYPES["silu"])
+    return _gate(gate_up, GATE_TYPES["silu"])
 
 
 def native_gelu_multiply(gate_up: Tensor) -> Tensor | Declined:
-    """GELU(gate) * up, by the tanh approximation; shapes as in `native_silu_multiply`."""
-    return _gated(gate_up, GATE_TYPES["gelu_tanh"])
+    """GELU(gate) * up by the tanh approximation; shapes as in `native_silu_multiply`."""
+    return _gate(gate_up, GATE_TYPES["gelu_tanh"])
 
 
 def native_clamped_swiglu(gate_up: Tensor) -> Tensor | Declined:
-    """As `reference.clamped_swiglu`, rounded where it is; gate_up [..., 2 * size], both in turn, to [..., size]."""
-    return _gated(gate_up, GATE_TYPES["swiglu_clamped"])
+    """`reference.clamped_swiglu`: gate_up [..., 2 * size], gate and up alternating, to [..., size]."""
+    return _gate(gate_up, GATE_TYPES["swiglu_clamped"])
 
 
 def native_weigh_rows(x: Tensor, gate: Tensor) -> Tensor | Declined:
-    """x bf16 or fp32 [..., size] times the sigmoid of gate [..., 1] or [..., size], rounded first; in the dtype
-    of both."""
+    """x bf16 or fp32 [..., size] times the rounded sigmoid of gate [..., 1] or [..., size], which has its dtype."""
     size = x.shape[-1]
-    found = _library(x, size)
-    if isinstance(found, Declined):
-        return found
+    library = _library(x, size)
+    if isinstance(library, Declined):
+        return library
     if gate.dtype != x.dtype or gate.requires_grad:
         return _GATE
-    given, weights, y = x.contiguous(), gate.contiguous(), x.new_empty(x.shape)
-    rows, each = x.numel() // size, gate.shape == x.shape
-    assert each or gate.shape == (*x.shape[:-1], 1)
-    pointers = given.data_ptr(), weights.data_ptr(), rows, size, each, y.data_ptr()
-    found.weigh(ROW_TYPES[x.dtype], *pointers, threads_for(rows))
+    values, gates, y = x.contiguous(), gate.contiguous(), x.new_empty(x.shape)
+    rows, per_value = x.numel() // size, gate.shape == x.shape
+    assert per_value or gate.shape == (*x.shape[:-1], 1)
+    pointers = values.data_ptr(), gates.data_ptr(), rows, size, per_value, y.data_ptr()
+    library.weigh(ROW_TYPES[x.dtype], *pointers, threads_for(rows))
     return y
 
 
 def native_rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor | Declined:
-    """As `runtime.layers.rope.rotate`: x bf16 [sequences, tokens, heads, head_dim], tables [tokens, dim / 2].
-
-    In fp32 torch's products and sums have a row's bits wherever it lies.
-    """
+    """`reference.rotate_heads`: x bf16 [sequences, tokens, heads, head_dim], tables [tokens, dim / 2]."""
     sequences, tokens, heads, head_dim = x.shape
     half = cos.shape[-1]
-    if x.dtype != torch.bfloat16:
+    if x.dtype != torch.bfloat16:  # torch's fp32 products and sums give a row the same bits wherever it lies
         return _ROTATE_BF16
-    found = _library(x, half)
-    if isinstance(found, Declined):
-        return found
+    library = _library(x, half)
+    if isinstance(library, Declined):
+        return library
     if 2 * half > head_dim or sin.shape != cos.shape:
         return _TABLE_SHAPES
     if cos.dtype != x.dtype or not (cos.is_contiguous() and sin.is_contiguous()) or x.stride(2) != head_dim:
@@ -147,5 +135,5 @@ def native_rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
     y = x.new_empty(x.shape)
     pointers = x.data_ptr(), cos.data_ptr(), sin.data_ptr(), y.data_ptr()
     sizes = sequences, tokens, heads, head_dim, half, x.stride(0), x.stride(1)
-    found.rotate(ctypes.byref(CRotateTask(*pointers, *sizes, interleaved)), threads_for(sequences * tokens))
+    library.rotate(ctypes.byref(CRotateTask(*pointers, *sizes, interleaved)), threads_for(sequences * tokens))
     return y

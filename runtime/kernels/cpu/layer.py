@@ -13,7 +13,7 @@ from mycli.runtime.kernels.cpu.experts import CChoice
 from mycli.runtime.kernels.cpu.library.build import Native
 
 # Each C* structure mirrors the C++ structure of the same name without the C in layer.h, experts_part.h,
-# recurrent_part.h or chain.h: same fields, same order.
+# recurrent_part.h, chain.h or loop.h: same fields, same order.
 MAX_PRODUCTS = 3  # products side by side in one linear (query, key and value)
 _NO_MEMORY, _NOT_FETCHED = 1, 3  # return codes of a chain
 _FETCH = ctypes.CFUNCTYPE(c_int64, c_int64, ctypes.POINTER(c_int32), c_int64, ctypes.POINTER(c_uint8))
@@ -175,6 +175,16 @@ class CHead(ctypes.Structure):
     _fields_ = [("norm", CNormParams), ("product", CLinear)]
 
 
+class CLoop(ctypes.Structure):
+    _fields_ = [
+        ("embedding", c_void_p),
+        *((name, c_int64) for name in ("hidden", "choices")),
+        ("stops", c_void_p),
+        ("stop_count", c_int64),
+        *((name, c_float) for name in ("embedding_scale", "logit_scale")),
+    ]
+
+
 CPart = CAttentionPart | CMlpPart | CExpertsPart | CParallelPart | CPerLayerPart | CDeltaPart | CConvolutionPart
 _KINDS: dict[type[CPart], int] = {part: kind for kind, part in enumerate(get_args(CPart))}  # `StepKind` of chain.h
 
@@ -225,3 +235,19 @@ def run_head(library: Native, head: CHead, x: Tensor) -> Tensor:
     if library.run_head(*arguments, torch.get_num_threads()):
         raise ResourceError(f"no memory for the logits of {len(x)} rows", code="less-context")
     return out
+
+
+def run_passes(
+    library: Native, chain: CChain, head: CHead, loop: CLoop, rows: CPassRows, tokens: Sequence[int], passes: int
+) -> list[list[int]]:
+    """Return the greedy tokens [passes][sequences] that follow `tokens`, one of each sequence of `rows`.
+
+    Ends early after a pass with a stop token, or with -1 for logits that are NaN or infinite. Keys and values of the
+    tokens that were passes' inputs go to the cache. Raises the errors of `CChain`.
+    """
+    done, memory = c_int64(), (c_int64 * (len(tokens) * (passes + 1)))(*tokens)
+    arguments = ctypes.byref(rows), ctypes.byref(head), ctypes.byref(loop), passes, memory, ctypes.byref(done)
+    chain.check(library.run_passes(*chain.steps, *arguments, torch.get_num_threads()), rows)
+    count = len(tokens)
+    chosen = list(memory)[count : count * (done.value + 1)]
+    return [chosen[start : start + count] for start in range(0, len(chosen), count)]

@@ -1,7 +1,7 @@
-"""Packed and dense products on the CPU: our own code, compiled for the machine, and torch's 4-bit operator without it.
+"""Packed and dense products on the CPU: C++ compiled for the machine, or torch's 4-bit operator without it.
 
-Few rows are as fast as the weights can be read, many as the machine multiplies. The layout and the arithmetic are in
-packed_cpu.cpp: one for every number of rows, so that a row's bits do not depend on the rows beside it.
+The layout and the arithmetic are in packed_cpu.cpp, the same for every number of rows: a row's bits depend on neither
+the other rows nor the number of threads. Few rows run at memory bandwidth, many at the rate of multiplication.
 """
 
 import ctypes
@@ -20,8 +20,8 @@ from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.quantization.super_blocks import scale_codes
 from mycli.runtime.utils.memory import HUGE, huge_empty
 
-_ROWS, _INPUTS = 16, 32  # of a block
-DENSE_INPUTS = 32  # of a dense weight: a multiple of these
+_ROWS, _INPUTS = 16, 32  # a block of the packed layout
+DENSE_INPUTS = 32  # the input features of a dense weight are a multiple of this
 _BITS = (8, 6, 5, 4, 3, 2)
 _GROUP = 16  # groups are multiples of this
 _BYTES = 3  # `I8` of packed_layout.h
@@ -30,8 +30,8 @@ _DENSE_LAYOUT = Declined("dense-weight-layout", {"multiple": DENSE_INPUTS})
 _GRADIENT = Declined("no-gradient")
 
 
-def no_room_for(rows: int, inputs: int) -> ResourceError:
-    """The error where activations cannot be rearranged."""
+def no_memory_error(rows: int, inputs: int) -> ResourceError:
+    """Return the error for `rows` activations that could not be rearranged for want of memory."""
     return ResourceError(f"no memory for {rows} rows of {inputs} activations", "choose a smaller prefill chunk")
 
 
@@ -48,7 +48,7 @@ def _decline(
 
 
 def _blocked(values: Tensor) -> Tensor:
-    """Scales or offsets [N, groups] as packed_layout.h has them: [blocks, groups, 16], rows past the last zero."""
+    # [N, groups] to [blocks, groups, 16], as packed_layout.h has scales and offsets; rows after the last are zero.
     rows, groups = values.shape
     blocks = -(-rows // _ROWS)
     padded = values.new_zeros(blocks * _ROWS, groups)
@@ -56,15 +56,9 @@ def _blocked(values: Tensor) -> Tensor:
     return padded.view(blocks, _ROWS, groups).transpose(1, 2).contiguous()
 
 
-def _halved(scales: Tensor) -> Tensor:
-    """Half of `scales`, exactly: of what fp16 has no half for in fp32."""
-    half = scales / 2
-    return half if torch.equal(half * 2, scales) else scales.float() / 2
-
-
 @dataclass(frozen=True)
 class _Scales:
-    """Scales, offsets and factors as packed_layout.h has them."""
+    """Scales, offsets and super-block factors in the layout of packed_layout.h."""
 
     scales: Tensor
     offsets: Tensor | None
@@ -72,27 +66,24 @@ class _Scales:
 
     @classmethod
     def of(cls, weight: PackedWeight) -> "_Scales":
-        """Bytes where these and the factors of super-blocks give the very numbers; else the numbers themselves."""
         codes = scale_codes(weight)
-        if codes is None:
-            scales = weight.scales if weight.scales.dtype in STORED_TYPES else weight.scales.float()
-            scales = _halved(scales) if weight.packing.codes == "e2m1" else scales
-            return cls(_blocked(scales), None if weight.offsets is None else _blocked(weight.offsets), None)
-        assert weight.factors is not None
-        offsets = None if codes.offsets is None else _blocked(codes.offsets)
-        factors = torch.stack([_blocked(weight.factors[..., kind]) for kind in range(weight.factors.shape[2])], dim=2)
-        return cls(_blocked(codes.scales), offsets, factors)
+        if codes is not None:  # bytes times the factors of super-blocks give exactly the scales
+            assert weight.factors is not None
+            offsets = None if codes.offsets is None else _blocked(codes.offsets)
+            factors = [_blocked(weight.factors[..., kind]) for kind in range(weight.factors.shape[2])]
+            return cls(_blocked(codes.scales), offsets, torch.stack(factors, dim=2))
+        scales = weight.scales if weight.scales.dtype in STORED_TYPES else weight.scales.float()
+        if weight.packing.codes == "e2m1":  # the kernel multiplies by twice the value of a code, which is an integer
+            half = scales / 2
+            scales = half if torch.equal(half * 2, scales) else scales.float() / 2  # fp16 may have no half of a scale
+        return cls(_blocked(scales), None if weight.offsets is None else _blocked(weight.offsets), None)
 
-    def all(self) -> tuple[Tensor, ...]:
-        """Those that there are."""
-        return tuple(one for one in (self.scales, self.offsets, self.factors) if one is not None)
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(tensor for tensor in (self.scales, self.offsets, self.factors) if tensor is not None)
 
 
 class CpuMatmul:
-    """A weight in the blocks of packed_layout.h.
-
-    A row's bits depend on neither the number of rows, the rows beside it nor the number of threads.
-    """
+    """A packed weight in the blocks of packed_layout.h."""
 
     def __init__(self, library: Native, weight: PackedWeight) -> None:
         blocks = -(-weight.out_features // _ROWS)
@@ -101,20 +92,19 @@ class CpuMatmul:
         nbytes = blocks * _ROWS * weight.in_features * weight.packing.bits // 8
         self._codes = huge_empty((nbytes,), torch.uint8)
         self._scales = _Scales.of(weight)
-        number = self._scales.factors is None and weight.scales.dtype in STORED_TYPES
-        self._dtype = weight.scales.dtype if number else torch.float32
-        scales, *others = self._scales.scales, self._scales.offsets, self._scales.factors
-        offsets, factors = (None if one is None else one.data_ptr() for one in others)
+        exact = self._scales.factors is None and weight.scales.dtype in STORED_TYPES
+        self._dtype = weight.scales.dtype if exact else torch.float32
+        scales, offsets, factors = self._scales.scales, self._scales.offsets, self._scales.factors
         self._weight = CWeight(
             codes=self._codes.data_ptr(),
             scales=scales.data_ptr(),
-            offsets=offsets,
-            factors=factors,
+            offsets=None if offsets is None else offsets.data_ptr(),
+            factors=None if factors is None else factors.data_ptr(),
             rows=weight.out_features,
             inputs=weight.in_features,
             group=weight.in_features // weight.packing.groups(weight.in_features),
             bits=weight.packing.bits,
-            scale_type=_BYTES if factors else STORED_TYPES[scales.dtype],
+            scale_type=_BYTES if factors is not None else STORED_TYPES[scales.dtype],
             e2m1=weight.packing.codes == "e2m1",
         )
         self._pointer = ctypes.pointer(self._weight)
@@ -125,110 +115,100 @@ class CpuMatmul:
         self._library.repack(self._pointer, packed.data_ptr(), packed.shape[1], torch.get_num_threads())
 
     def refill(self, weight: PackedWeight) -> bool:
-        """Become the product of another weight, in the same memory; False where that is of another form.
-
-        The address stays.
-        """
-        own, packing = self._weight, weight.packing
+        """Replace the weight in place, at the same address; False, changing nothing, if its shape or types differ."""
+        current, packing = self._weight, weight.packing
         group = weight.in_features // packing.groups(weight.in_features)
         shape = weight.out_features, weight.in_features, group, packing.bits, packing.codes
-        if shape != (own.rows, own.inputs, own.group, own.bits, "e2m1" if own.e2m1 else "int"):
+        if shape != (current.rows, current.inputs, current.group, current.bits, "e2m1" if current.e2m1 else "int"):
             return False
-        here, given = self._scales.all(), _Scales.of(weight).all()
-        if [one.dtype for one in here] != [one.dtype for one in given]:
+        targets, sources = self._scales.tensors(), _Scales.of(weight).tensors()
+        if [tensor.dtype for tensor in targets] != [tensor.dtype for tensor in sources]:
             return False
         self._repack(weight.packed)
-        for to, values in zip(here, given, strict=True):
-            to.copy_(values)
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
         return True
 
     @property
     def address(self) -> int:
-        """Of the `Weight` of packed_layout.h, good for as long as this object."""
+        """The address of its `Weight` of packed_layout.h, valid while this object lives."""
         return ctypes.addressof(self._weight)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Outputs and inputs."""
         return self._shape
 
     @property
     def form(self) -> tuple[int, int, int]:
-        """Outputs, inputs and inputs of a group: weights alike in these can be multiplied in one call."""
+        """Output features, input features and group size: experts with equal ones are multiplied in one call."""
         return *self._shape, self._weight.group
 
     @property
     def small(self) -> bool:
-        """Whether its codes are too few for huge pages of their own."""
+        """Whether its codes do not fill a huge page, so that `gather_codes` is worth it."""
         return len(self._codes) < HUGE
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory held."""
-        return self._codes.nbytes + sum(one.nbytes for one in self._scales.all())
+        return self._codes.nbytes + sum(tensor.nbytes for tensor in self._scales.tensors())
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [rows, K] of bf16, fp16 or fp32 to [rows, N] in the dtype of x."""
         rows, inputs = x.shape
         assert inputs == self._shape[1] and x.device.type == "cpu"
-        given = (x.float() if x.dtype == torch.float16 else x).contiguous()
-        y = torch.empty(rows, self._shape[0], dtype=given.dtype)
+        values = (x.float() if x.dtype == torch.float16 else x).contiguous()
+        y = torch.empty(rows, self._shape[0], dtype=values.dtype)
         threads = torch.get_num_threads()
-        kind = STORED_TYPES[given.dtype]
-        if rows and self._library.matmul(self._pointer, given.data_ptr(), kind, rows, y.data_ptr(), threads):
-            raise no_room_for(rows, inputs)
+        row_type = STORED_TYPES[values.dtype]
+        if rows and self._library.matmul(self._pointer, values.data_ptr(), row_type, rows, y.data_ptr(), threads):
+            raise no_memory_error(rows, inputs)
         return y.to(x.dtype)
 
     def dequantize(self) -> Tensor:
-        """The weight [N, K] in the dtype of its scales."""
         out = torch.empty(self._shape, dtype=self._dtype)
         self._library.dequantize(self._pointer, out.data_ptr(), STORED_TYPES[out.dtype], torch.get_num_threads())
         return out
 
 
 def gather_codes(weights: Sequence[CpuMatmul]) -> None:
-    """Move the codes of `weights` into one piece of memory under huge pages, which each alone is too small for."""
+    """Move the codes of `weights`, each too small for a huge page, into one allocation of huge pages."""
     total = sum(len(weight._codes) for weight in weights)
     if total < HUGE:
         return
-    room, start = huge_empty((total,), torch.uint8), 0
+    memory, start = huge_empty((total,), torch.uint8), 0
     for weight in weights:
-        weight._codes = room[start : start + len(weight._codes)].copy_(weight._codes)
+        weight._codes = memory[start : start + len(weight._codes)].copy_(weight._codes)
         weight._weight.codes = weight._codes.data_ptr()
         start += len(weight._codes)
 
 
 class CpuKernel:
-    """Integers of 8, 6, 5, 4, 3 and 2 bits, with or without offsets, and E2M1, where there is a compiler.
-
-    Twice the value of a code of E2M1 is an integer, so these have the arithmetic of integers.
-    """
+    """Multiplies integers of 8, 6, 5, 4, 3 and 2 bits, with or without offsets, and E2M1; needs the native library."""
 
     name = "cpu"
 
     def decline(
         self, packing: Packing, out_features: int, in_features: int, device: torch.device, dtype: torch.dtype
     ) -> Declined | None:
-        """Declines without a compiler, and for inputs that are not a multiple of 32. The first call may build."""
-        reason = _decline(packing, in_features, device, dtype, tuple(STORED_TYPES))
-        if reason:
-            return reason
-        taken = packing.codes == "e2m1" and not packing.offsets or packing.codes == "int" and packing.bits in _BITS
-        if not taken or (packing.group_size or _GROUP) % _GROUP:
+        """Return why the product is not supported, or None. The first call may compile the library."""
+        declined = _decline(packing, in_features, device, dtype, tuple(STORED_TYPES))
+        if declined:
+            return declined
+        # Twice the value of an E2M1 code is an integer, so these codes share the arithmetic of integers.
+        integers = packing.codes == "e2m1" and not packing.offsets or packing.codes == "int" and packing.bits in _BITS
+        if not integers or (packing.group_size or _GROUP) % _GROUP:
             widths = ", ".join(map(str, _BITS))
             return Declined("packing-not-integers", {"packing": packing.name, "bits": widths, "multiple": _GROUP})
         library = build.native()
         return library if isinstance(library, Declined) else None
 
     def prepare(self, weight: PackedWeight, dtype: torch.dtype) -> Matmul:
-        """Repacked into blocks of 16 rows; scales keep their type."""
         library = build.native()
         assert isinstance(library, Native)
         return CpuMatmul(library, weight)
 
 
 class TorchInt4Matmul:
-    """A weight as torch's operator wants it."""
+    """A packed weight in the layout of torch's int4 operator."""
 
     def __init__(self, weight: PackedWeight) -> None:
         codes = unpack(weight.packed, 4, weight.in_features).to(torch.int32)
@@ -239,28 +219,25 @@ class TorchInt4Matmul:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory held."""
         return int(self._packed.nbytes + self._scales.nbytes)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x bf16 [rows, K] to [rows, N]."""
         y: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), self._packed, self._group, self._scales)
         return y
 
     def dequantize(self) -> Tensor:
-        """What the operator makes of a unit matrix: each weight rounded to bf16, as by the reference."""
+        # The product of a unit matrix: each weight rounded to bf16, as the reference rounds it.
         return self(torch.eye(self._inputs, dtype=torch.bfloat16)).t().contiguous()
 
 
 class TorchInt4Kernel:
-    """torch's own 4-bit operator: no compiler needed; bf16 activations, scales rounded to bf16."""
+    """Multiplies int4 by torch's own operator, without a compiler: bf16 activations, scales rounded to bf16."""
 
     name = "torch-int4"
 
     def decline(
         self, packing: Packing, out_features: int, in_features: int, device: torch.device, dtype: torch.dtype
     ) -> Declined | None:
-        """Takes 4 bits in groups, for outputs in multiples of 16."""
         if packing.bits != 4 or packing.group_size is None or not packing.plain:
             return Declined("packing-not-int4-groups", {"packing": packing.name})
         if out_features % _ROWS:
@@ -268,15 +245,11 @@ class TorchInt4Kernel:
         return _decline(packing, in_features, device, dtype, (torch.bfloat16,))
 
     def prepare(self, weight: PackedWeight, dtype: torch.dtype) -> Matmul:
-        """Repacked by torch."""
         return TorchInt4Matmul(weight)
 
 
 def dense_product(x: Tensor, weight: Tensor) -> Tensor | Declined:
-    """x [rows, K] times a dense weight [N, K], both bf16 or both fp32 on the CPU, with fp32 sums.
-
-    A row's bits do not depend on the rows beside it. The reason where this code cannot.
-    """
+    """x [rows, K] times a dense weight [N, K], both bf16 or both fp32 on the CPU, with fp32 sums."""
     if x.dtype != weight.dtype or x.dtype not in ROW_TYPES or weight.device.type != "cpu":
         return _DENSE_TYPES
     if x.shape[1] % DENSE_INPUTS or not weight.is_contiguous():
@@ -291,19 +264,19 @@ def dense_product(x: Tensor, weight: Tensor) -> Tensor | Declined:
 
 def multiply_dense(library: Native, x: Tensor, weight: Tensor) -> Tensor:
     """x [rows, K] times a contiguous weight [N, K], both bf16 or both fp32; K a multiple of 32."""
-    given, (rows, inputs), outputs = x.contiguous(), x.shape, len(weight)
+    values, (rows, inputs), outputs = x.contiguous(), x.shape, len(weight)
     assert inputs == weight.shape[1] and x.dtype == weight.dtype and x.dtype in ROW_TYPES
     y = torch.empty(rows, outputs, dtype=x.dtype)
-    pointers = weight.data_ptr(), outputs, inputs, given.data_ptr(), rows, y.data_ptr()
+    pointers = weight.data_ptr(), outputs, inputs, values.data_ptr(), rows, y.data_ptr()
     if rows and library.dense(STORED_TYPES[x.dtype], *pointers, torch.get_num_threads()):
-        raise no_room_for(rows, inputs)
+        raise no_memory_error(rows, inputs)
     return y
 
 
 def memory_bandwidth(nbytes: int = 1 << 29, repeats: int = 5) -> float | None:
-    """Bytes per second that all threads read together from `nbytes` of memory, the best of `repeats`.
+    """Return the bytes per second that all threads read together, the best of `repeats`; None without native code.
 
-    None where there is no native code. `nbytes` should be several times what the caches hold.
+    `nbytes` should be several times the size of the caches.
     """
     library = build.native()
     if isinstance(library, Declined):

@@ -1,8 +1,7 @@
-"""Rounding weights to a symmetric grid, and packing codes into words, on the CPU by our own code.
+"""Rounding weights to a symmetric grid, and packing codes into words, on the CPU in C++ (quantize_cpu.cpp).
 
-The code is quantize_cpu.cpp: the same bits as the plain torch that it stands for, several times as fast; but columns in
-turn, whose sums torch takes in an order of its own. Each function returns the reason where this code cannot. Knows
-tensors and numbers; how scales are searched is said by its caller.
+The results have the bits of the torch code that they replace, several times as fast; only `native_columns` sums in an
+order of its own. Each function returns `Declined` for what it does not support.
 """
 
 import ctypes
@@ -17,19 +16,20 @@ from mycli.runtime.kernels.cpu.library import build
 from mycli.runtime.kernels.cpu.library.build import STORED_TYPES, CColumns, CRounding
 from mycli.runtime.quantization.packed_weight import pack
 
-_GIVEN, _ABSMAX, _LEAST_SQUARES = 0, 1, 2  # `Search` of quantize_cpu.cpp
-_VECTOR = 8  # fewer weights in a group are summed in another order
-_MOST = 1 << 20  # and more
-_BAD_WEIGHT = 2
-_COLUMNS = 128  # `MOST_COLUMNS` there
+_FIXED, _ABSMAX, _LEAST_SQUARES = 0, 1, 2  # `Search` of quantize_cpu.cpp
+# Groups outside this range are summed in another order than torch sums them.
+_MIN_GROUP, _MAX_GROUP = 8, (1 << 20) - 1
+_BAD_WEIGHT = 2  # return code of `round_weight`
+_MAX_COLUMNS = 128  # as in quantize_cpu.cpp
 
 
 @dataclass(frozen=True)
 class ScaleSearch:
-    """Scales of groups whose largest weight is w: |w| / divisor where `absmax`; else that of least (weighted) squared
-    error among w / divisor, w times each of `factors`, and `refits` steps of least squares from the best of these.
+    """How to choose the scale of a group whose weight of largest magnitude is w.
 
-    A scale's magnitude is kept from `smallest` to `largest`; no weight may be beyond `limit`.
+    `absmax`: |w| / divisor. Otherwise the scale of least (weighted) squared error among w / divisor, w times each of
+    `factors`, and `refits` least-squares steps from the best of these. The scale's magnitude is clamped to `smallest`
+    .. `largest`; a weight whose magnitude is above `limit` is declined.
     """
 
     divisor: float
@@ -50,26 +50,26 @@ def native_round(
     codes: Tensor | None = None,
     sums: Tensor | None = None,
 ) -> Declined | None:
-    """Round weight [N, K] of bf16, fp16 or fp32; None where that was done.
+    """Round weight [N, K] of bf16, fp16 or fp32 and return None, or return why it was not rounded.
 
-    scales [N, groups] are given, or found where there is a `search`, with columns weighted by importance fp32 [K].
-    codes uint8 [N, K] are filled where given, and sums fp64 [N, 2]: squares of what a row lost, and of its weights.
-    A weight beyond the limit of the search is a reason too.
+    scales [N, groups]: read, or with `search` written, columns being weighted by importance fp32 [K]. Written if
+    present: codes uint8 [N, K]; sums fp64 [N, 2], the squared error of each row and its sum of squares.
     """
     rows, columns = weight.shape
-    given = [each for each in (scales, importance, codes, sums) if each is not None]
-    if not all(each.is_cpu and each.is_contiguous() and not each.requires_grad for each in (weight, *given)):
+    tensors = [tensor for tensor in (weight, scales, importance, codes, sums) if tensor is not None]
+    if not all(tensor.is_cpu and tensor.is_contiguous() and not tensor.requires_grad for tensor in tensors):
         return Declined("cpu-contiguous-without-gradient")
     if weight.dtype not in STORED_TYPES or scales.dtype not in STORED_TYPES:
         return Declined("rounding-dtypes", {"weight": weight.dtype, "scales": scales.dtype})
     group = columns // scales.shape[1]
-    if not _VECTOR <= group < _MOST:
-        return Declined("rounding-group-size", {"group": group, "least": _VECTOR, "most": _MOST - 1})
+    if not _MIN_GROUP <= group <= _MAX_GROUP:
+        return Declined("rounding-group-size", {"group": group, "least": _MIN_GROUP, "most": _MAX_GROUP})
     library = build.native()
     if isinstance(library, Declined):
         return library
     task = CRounding(
-        *(None if each is None else each.data_ptr() for each in (weight, importance)),
+        weight=weight.data_ptr(),
+        importance=None if importance is None else importance.data_ptr(),
         scales=scales.data_ptr(),
         codes=None if codes is None else codes.data_ptr(),
         sums=None if sums is None else sums.data_ptr(),
@@ -79,7 +79,7 @@ def native_round(
         weight_type=STORED_TYPES[weight.dtype],
         scale_type=STORED_TYPES[scales.dtype],
         bits=bits,
-        search=_GIVEN,
+        search=_FIXED,
     )
     if search is not None:
         factors = (ctypes.c_float * len(search.factors))(*search.factors)
@@ -96,38 +96,35 @@ def native_round(
 def native_columns(
     residual: Tensor, matrix: Tensor, scales: Tensor, codes: Tensor | None, half: int
 ) -> tuple[Tensor, Tensor] | Declined:
-    """As `quant.rounding.columns.solve_block`, of up to 128 columns."""
-    given = (residual, scales) if codes is None else (residual, scales, codes)
-    if not all(each.is_cpu and each.is_contiguous() for each in given) or len(residual) > _COLUMNS:
-        return Declined("columns-layout", {"columns": len(residual), "most": _COLUMNS})
+    """`quant.rounding.columns.solve_block` for at most 128 columns: codes and shifts, or why it is not supported."""
+    tensors = (residual, scales) if codes is None else (residual, scales, codes)
+    if not all(tensor.is_cpu and tensor.is_contiguous() for tensor in tensors) or len(residual) > _MAX_COLUMNS:
+        return Declined("columns-layout", {"columns": len(residual), "most": _MAX_COLUMNS})
     library = build.native()
     if isinstance(library, Declined):
         return library
-    turned = matrix.T.contiguous()
-    found, shifts = torch.empty(residual.shape, dtype=torch.uint8), torch.empty_like(residual)
+    transposed = matrix.T.contiguous()
+    new_codes, shifts = torch.empty(residual.shape, dtype=torch.uint8), torch.empty_like(residual)
     task = CColumns(
-        *(each.data_ptr() for each in (residual, turned, scales)),
+        *(tensor.data_ptr() for tensor in (residual, transposed, scales)),
         before=None if codes is None else codes.data_ptr(),
-        codes=found.data_ptr(),
+        codes=new_codes.data_ptr(),
         shifts=shifts.data_ptr(),
         columns=residual.shape[0],
         rows=residual.shape[1],
         half=half,
     )
     library.solve_columns(ctypes.byref(task), torch.get_num_threads())
-    return found, shifts
+    return new_codes, shifts
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """As `packed_weight.pack`, which does what this code cannot."""
-    if not codes.is_cpu or codes.dtype != torch.uint8:
-        return pack(codes, bits)
-    library = build.native()
-    if isinstance(library, Declined):
+    """`packed_weight.pack`, in C++ if it can."""
+    if not codes.is_cpu or codes.dtype != torch.uint8 or isinstance(library := build.native(), Declined):
         return pack(codes, bits)
     rows, columns = codes.shape
     words = (columns * bits + 31) // 32
     packed = torch.empty(rows, words, dtype=torch.int32)
-    given = codes.contiguous()
-    library.pack_codes(given.data_ptr(), rows, columns, bits, packed.data_ptr(), words, torch.get_num_threads())
+    source = codes.contiguous()
+    library.pack_codes(source.data_ptr(), rows, columns, bits, packed.data_ptr(), words, torch.get_num_threads())
     return packed

@@ -1,7 +1,6 @@
-"""Products of weights in 8-bit floats and tables of 16 values on the CPU, multiplied as they are stored (table.h).
+"""Products of weights in 8-bit floats or tables of 16 values on the CPU in C++ (table.h).
 
-Few rows are decoded in registers; many are a dense product of a part of the weight at a time. Knows codes and scales;
-what they were in a file is the layouts'.
+Few rows are multiplied by weights decoded in registers; many by dense parts of the weight, decoded one part at a time.
 """
 
 import ctypes
@@ -20,13 +19,13 @@ from mycli.runtime.quantization.codes import code_table
 from mycli.runtime.quantization.packed_weight import Matmul, PackedWeight
 from mycli.runtime.quantization.scheme import Packing
 
-_KINDS = {"e4m3": 1, "e5m2": 2}  # `TableKind` of table.h; the others have 4 bits
-MOST_DECODED = 15  # rows that decode a weight anew; of more a dense product of decoded weights is faster
-_PART = 1 << 24  # weights decoded at a time for it
+_KINDS = {"e4m3": 1, "e5m2": 2}  # `TableKind` of table.h; the other tables have 4 bits
+MAX_DECODED_ROWS = 15  # each row decodes the weight; above, one decoding and a dense product is faster
+_PART = 1 << 24  # weights decoded at a time for a dense product
 
 
 class TableMatmul:
-    """A weight as it is stored. Of up to `MOST_DECODED` rows, each has the same bits alone or beside others."""
+    """A weight in its stored codes. Up to `MAX_DECODED_ROWS` rows, a row's bits do not depend on the others."""
 
     def __init__(self, library: Native, weight: PackedWeight) -> None:
         self._library, self._shape = library, (weight.out_features, weight.in_features)
@@ -49,46 +48,43 @@ class TableMatmul:
 
     @property
     def address(self) -> int:
-        """Of its `TableWeight` of table.h."""
+        """The address of its `TableWeight` of table.h, valid while this object lives."""
         return ctypes.addressof(self._table)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Outputs and inputs."""
         return self._shape
 
     @property
     def form(self) -> tuple[int, int, int]:
-        """Outputs, inputs and the kind of codes: weights alike in these can be multiplied in one call."""
+        """Output features, input features and kind: experts with equal ones are multiplied in one call."""
         return *self._shape, int(self._table.kind)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory held."""
         return self._packed.nbytes + self._scales.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [rows, K] to [rows, N] in the dtype of x; sums in fp32."""
-        if x.shape[0] > MOST_DECODED:
+        if x.shape[0] > MAX_DECODED_ROWS:
             return self._dense(x)
-        given = x.float().contiguous()
+        values = x.float().contiguous()
         y = torch.empty(x.shape[0], self._shape[0])
         threads = torch.get_num_threads()
-        self._library.table_matmul(self._pointer, given.data_ptr(), x.shape[0], y.data_ptr(), threads)
+        self._library.table_matmul(self._pointer, values.data_ptr(), x.shape[0], y.data_ptr(), threads)
         return y.to(x.dtype)
 
     def _dense(self, x: Tensor) -> Tensor:
         dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
-        given, outputs = x.to(dtype), self._shape[0]
+        values, outputs = x.to(dtype), self._shape[0]
         step = max(1, _PART // self._shape[1])
         y = torch.empty(x.shape[0], outputs, dtype=x.dtype)
         part = torch.empty(min(step, outputs), self._shape[1], dtype=dtype)
-        # Not torch's where ours can: that is slow where bf16 has no instructions.
+        # torch's bf16 product is slow on processors without bf16 instructions.
         product = functional.linear if self._shape[1] % DENSE_INPUTS else partial(multiply_dense, self._library)
         for first in range(0, outputs, step):
             rows = part[: min(step, outputs - first)]
             self._unpack(first, rows)
-            y[:, first : first + step] = product(given, rows)
+            y[:, first : first + step] = product(values, rows)
         return y
 
     def _unpack(self, first: int, out: Tensor) -> None:
@@ -98,21 +94,20 @@ class TableMatmul:
         )
 
     def dequantize(self) -> Tensor:
-        """The weight [N, K] in the dtype of its scales, as the reference rounds it."""
         out = torch.empty(self._shape, dtype=self._dtype if self._dtype in ROW_TYPES else torch.float32)
         self._unpack(0, out)
         return out.to(self._dtype)
 
 
 class TableKernel:
-    """Takes codes of tables in groups of multiples of 16 inputs, where there is a compiler."""
+    """Multiplies codes of tables in groups that are a multiple of 16 inputs; needs the native library."""
 
     name = "cpu-table"
 
     def decline(
         self, packing: Packing, out_features: int, in_features: int, device: torch.device, dtype: torch.dtype
     ) -> Declined | None:
-        """Declines integers, small groups, and machines without a compiler. The first call may build."""
+        """Return why the product is not supported, or None. The first call may compile the library."""
         if device.type != "cpu":
             return Declined("not-on-cpu", {"device": device})
         if packing.codes == "int" or packing.offsets:
@@ -124,7 +119,7 @@ class TableKernel:
         return library if isinstance(library, Declined) else None
 
     def prepare(self, weight: PackedWeight, dtype: torch.dtype) -> Matmul:
-        """Keeps the tensors as they are. Codes that are no number, where they were allowed, are the reference's."""
+        # The kernel does not decode NaN and infinity, which a model may be allowed to hold; the reference does.
         library = build.native()
         assert isinstance(library, Native)
         magnitude = weight.packed.view(torch.uint8) & 0x7F

@@ -26,7 +26,7 @@ BEST = {
 @pytest.mark.parametrize("name", BEST)
 def test_best(name: str) -> None:
     assert isa.best_set(BEST[name]) == name
-    assert isa.asked(BEST[name], {}) is None
+    assert isa.requested_set(BEST[name], {}) is None
     assert isa.compiler_flags(None, Cpu("Some processor", 1, BEST[name])) == ()
 
 
@@ -37,17 +37,17 @@ def test_a_set_leaves_out_what_it_has_not(name: str) -> None:
     assert ("-mno-amx-tile" in flags) == (name != "amx")
     assert ("-mno-avx512f" in flags) == (name in ("avxvnni", "avx2"))
     assert ("-mno-avxvnni" in flags) == (name in ("avx512", "avx2"))
-    assert isa.asked(SAPPHIRE_RAPIDS, {isa.VARIABLE: name}) == name
+    assert isa.requested_set(SAPPHIRE_RAPIDS, {isa.VARIABLE: name}) == name
     assert isa.compiler_flags(name, Cpu("Some processor", 1, frozenset())) == ()
 
 
 def test_what_cannot_be_had_is_said() -> None:
-    with pytest.raises(UsageError, match="MYCLI_CPU_ISA=amx: this processor does not have it") as error:
-        isa.asked(ZEN_4, {isa.VARIABLE: "amx"})
-    assert error.value.hint == "here: avx512vnni, avx512, avx2"
-    with pytest.raises(UsageError, match="MYCLI_CPU_ISA=sse9: not an instruction set") as error:
-        isa.asked(BEST["plain"], {isa.VARIABLE: "sse9"})
-    assert error.value.hint == "here: none"
+    with pytest.raises(UsageError, match="MYCLI_CPU_ISA=amx: this processor does not support it") as error:
+        isa.requested_set(ZEN_4, {isa.VARIABLE: "amx"})
+    assert error.value.hint == "choose one of: avx512vnni, avx512, avx2"
+    with pytest.raises(UsageError, match="MYCLI_CPU_ISA=sse9: unknown instruction set") as error:
+        isa.requested_set(BEST["plain"], {isa.VARIABLE: "sse9"})
+    assert error.value.hint == "choose one of: none"
 
 
 def test_dot_products_of_bf16_are_for_processors_on_which_they_are_fast() -> None:
@@ -82,6 +82,6 @@ def test_this_machines_own_is_its_best(monkeypatch: pytest.MonkeyPatch) -> None:
     found = native()
     if isinstance(found, Declined):
         pytest.skip(f"no native code here: {found}")
-    asked = isa.asked(cpu().flags)
+    asked = isa.requested_set(cpu().flags)
     # A system may refuse the registers of AMX; a compiler may not know what is new.
     assert found.isa == asked or list(isa.SETS).index(found.isa) >= list(isa.SETS).index(isa.best_set(cpu().flags))

@@ -14,7 +14,7 @@ from mycli.runtime.kernels import reference
 from mycli.runtime.kernels.cpu.elementwise import native_clamped_swiglu
 from mycli.runtime.kernels.cpu.experts import native_route, native_routed_product, native_weighted_sum
 from mycli.runtime.kernels.cpu.library.build import native
-from mycli.runtime.kernels.cpu.table import MOST_DECODED, TableMatmul
+from mycli.runtime.kernels.cpu.table import MAX_DECODED_ROWS, TableMatmul
 from mycli.runtime.kernels.registry import DENSE_PRODUCT, prepare_product
 from mycli.runtime.kernels.routed import Route
 from mycli.runtime.models.experts_spec import RoutingSpec
@@ -183,9 +183,9 @@ def test_products_in_codes_of_tables_are_those_of_each_expert_alone(tokens: int,
         experts.append(prepare_product(weight, kind))
     assert all(isinstance(each, TableMatmul) for each in experts)
     check(experts, tokens, 96, kind)
-    many = torch.tensor([0, MOST_DECODED, 2 * MOST_DECODED + 1], dtype=torch.int32)
-    declined = native_routed_product(experts[:2], torch.randn(2 * MOST_DECODED + 1, 96).to(kind), many, None)
-    assert declined == Declined("many-rows-of-an-expert", {"rows": MOST_DECODED})
+    many = torch.tensor([0, MAX_DECODED_ROWS, 2 * MAX_DECODED_ROWS + 1], dtype=torch.int32)
+    declined = native_routed_product(experts[:2], torch.randn(2 * MAX_DECODED_ROWS + 1, 96).to(kind), many, None)
+    assert declined == Declined("many-rows-of-an-expert", {"rows": MAX_DECODED_ROWS})
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])

@@ -1,7 +1,8 @@
-"""The native library of this machine, which came with the installation or is built here, once; and its functions.
+"""Finds or compiles the native library of this machine, and declares its C functions and structures.
 
-What is built is kept under `$XDG_CACHE_HOME/mycli/kernels`, named by a hash of everything it depends on, and moved into
-place whole, so that processes may race. Knows C signatures and where libraries lie; not what a product is.
+A prebuilt library of the installation is used if there is one for this processor. Otherwise the sources are compiled
+once to `$XDG_CACHE_HOME/mycli/kernels`, under a hash of all inputs, and moved into place atomically, so that processes
+may race.
 """
 
 import ctypes
@@ -32,15 +33,14 @@ from mycli.runtime.kernels.cpu.library.compiler import (
 )
 
 THIS_MACHINE = "-march=native"
-# `Type` of packed_layout.h: of activations, and of what is stored.
+# `Type` of packed_layout.h: of activations, and of stored scales and weights.
 ROW_TYPES = {torch.float32: 0, torch.bfloat16: 1}
 STORED_TYPES = {**ROW_TYPES, torch.float16: 2}
-LANES = 16  # of `V16` of vectors.h
+LANES = 16  # floats of a `V16` of vectors.h
 
 
+# Each C* structure mirrors the C++ structure of the same name without the C: same fields, same order.
 class CWeight(ctypes.Structure):
-    """`Weight` of packed_cpu.cpp."""
-
     _fields_ = [
         ("codes", c_void_p),
         ("scales", c_void_p),
@@ -54,8 +54,6 @@ class CWeight(ctypes.Structure):
 
 
 class CTableWeight(ctypes.Structure):
-    """`TableWeight` of table.h."""
-
     _fields_ = [
         *((name, c_void_p) for name in ("codes", "scales", "values")),
         *((name, c_int64) for name in ("rows", "inputs", "stride", "group")),
@@ -64,8 +62,6 @@ class CTableWeight(ctypes.Structure):
 
 
 class CAttention(ctypes.Structure):
-    """`Attention` of attention_task.h."""
-
     _fields_ = [
         *((name, c_void_p) for name in ("query", "keys", "values", "key_scales", "value_scales", "sinks", "out")),
         *((name, c_void_p) for name in ("starts", "lengths", "table")),
@@ -77,8 +73,6 @@ class CAttention(ctypes.Structure):
 
 
 class CNorm(ctypes.Structure):
-    """`Norm` of steps.h."""
-
     _fields_ = [
         *((name, c_void_p) for name in ("x", "gain", "y")),
         *((name, c_int64) for name in ("rows", "size")),
@@ -88,8 +82,6 @@ class CNorm(ctypes.Structure):
 
 
 class CRotateTask(ctypes.Structure):
-    """`RotateTask` of steps.h."""
-
     _fields_ = [
         *((name, c_void_p) for name in ("x", "cos", "sin", "out")),
         *((name, c_int64) for name in ("sequences", "tokens", "heads", "head_dim", "half")),
@@ -99,8 +91,6 @@ class CRotateTask(ctypes.Structure):
 
 
 class CRounding(ctypes.Structure):
-    """`Rounding` of quantize_cpu.cpp."""
-
     _fields_ = [
         *((name, c_void_p) for name in ("weight", "importance", "factors", "scales", "codes", "sums")),
         *((name, c_int64) for name in ("rows", "inputs", "group", "factor_count", "refits")),
@@ -110,8 +100,6 @@ class CRounding(ctypes.Structure):
 
 
 class CColumns(ctypes.Structure):
-    """`Columns` of quantize_cpu.cpp."""
-
     _fields_ = [
         *((name, c_void_p) for name in ("residual", "matrix", "scales", "before", "codes", "shifts")),
         *((name, c_int64) for name in ("columns", "rows")),
@@ -121,7 +109,7 @@ class CColumns(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Native:
-    """The functions of the C++ sources, where they are described; addresses are `data_ptr()`."""
+    """The functions of the library; addresses are `data_ptr()`. They are documented in the C++ sources."""
 
     repack: Callable[..., int | None]
     dequantize: Callable[..., int | None]
@@ -150,19 +138,19 @@ class Native:
     experts_matmul: Callable[..., int]
     experts_route: Callable[..., int]
     experts_sum: Callable[..., int | None]
-    isa: str  # the instructions used for products: one of `isa.SETS` or `isa.ARM_SETS`, or "plain"
+    isa: str  # the instruction set of products: a name in `isa.SETS` or `isa.ARM_SETS`, or "plain"
     path: Path
-    compiled: Declined | None = None  # why it was compiled here; None: it came with the installation
+    compiled: Declined | None = None  # why it was compiled on this machine; None: it is prebuilt
 
 
 def load_library(path: Path, compiled: Declined | None = None) -> Native:
-    """The library at `path`, which finds torch's OpenMP in the process. Raises OSError where it cannot be loaded."""
+    """Load the library at `path`, linked to the OpenMP that torch has loaded. Raises OSError."""
     library = ctypes.CDLL(str(path))
 
     def function(name: str, result: Any, *arguments: object) -> Callable[..., Any]:
-        found = getattr(library, name)
-        found.restype, found.argtypes = result, arguments
-        return found  # type: ignore[no-any-return]  # ctypes' functions have no static type
+        entry = getattr(library, name)
+        entry.restype, entry.argtypes = result, arguments
+        return entry  # type: ignore[no-any-return]  # ctypes' functions have no static type
 
     weight, table = ctypes.POINTER(CWeight), ctypes.POINTER(CTableWeight)
     return Native(
@@ -200,16 +188,16 @@ def load_library(path: Path, compiled: Declined | None = None) -> Native:
 
 
 def _processor() -> str:
-    """What -march=native looks at."""
+    # The lines by which -march=native chooses instructions.
     with open("/proc/cpuinfo") as info:
         lines = info.read().splitlines()
-    return "\n".join(sorted({one for one in lines if re.match(r"(flags|Features|model|CPU (part|implementer))", one)}))
+    return "\n".join(
+        sorted({line for line in lines if re.match(r"(flags|Features|model|CPU (part|implementer))", line)})
+    )
 
 
 @dataclass(frozen=True)
 class _Recipe:
-    """What a build is made of, and the name it gets."""
-
     compiler: str
     flags: tuple[str, ...]
     openmp: str
@@ -218,7 +206,6 @@ class _Recipe:
 
 
 def _recipe(extra_flags: tuple[str, ...]) -> _Recipe:
-    """For this machine. Raises BuildError saying what is missing."""
     if platform.system() != "Linux":
         raise BuildError(Declined("compiles-on-linux-only", {"system": platform.system()}))
     compiler, version = find_compiler()
@@ -228,51 +215,43 @@ def _recipe(extra_flags: tuple[str, ...]) -> _Recipe:
 
 
 def compile_library(folder: Path, extra_flags: Sequence[str] = ()) -> Path:
-    """The library for this machine in `folder`, built unless it is there. Raises BuildError saying what failed."""
+    """Compile the library for this machine into `folder` unless it is there; return its path. Raises BuildError."""
     recipe = _recipe(tuple(extra_flags))
     compiler, target = recipe.compiler, folder / recipe.name
     if target.exists():
         return target
-    # With -fopenmp the link would bring the system's OpenMP beside torch's.
+    # Linking with -fopenmp would load the system's OpenMP in addition to torch's.
     compile_sources(compiler, recipe.sources, recipe.flags, ("-Wl,-z,defs", recipe.openmp), target)
     return target
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
-    """Where built libraries are kept: `mycli/kernels` under $XDG_CACHE_HOME."""
+    """Return the folder of compiled libraries: `mycli/kernels` under $XDG_CACHE_HOME, by default ~/.cache."""
     base = environment.get("XDG_CACHE_HOME")
     return (Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache") / "mycli" / "kernels"
 
 
-@dataclass(frozen=True)
-class _Choice:
-    flags: tuple[str, ...]  # to compile with
-    prebuilt: Path | Declined
-
-
-def _choose() -> _Choice:
-    """Raises UsageError as `isa.asked` does."""
+def _choose() -> tuple[Path | Declined, tuple[str, ...]]:
+    # The prebuilt library, or why there is none, and the flags to compile one with.
     processor = cpu()
-    asked = isa.asked(processor.flags)
-    flags = isa.compiler_flags(asked, processor)
-    return _Choice(flags, prebuilt.find(isa.portable_name(asked, processor)))
+    requested = isa.requested_set(processor.flags)
+    return prebuilt.find(isa.portable_name(requested, processor)), isa.compiler_flags(requested, processor)
 
 
-@cache  # one library a process: finding the compiler takes longer than a product
+@cache  # asking the compiler for its version takes longer than a product
 def native() -> Native | Declined:
-    """The functions for this machine, or the reason why there are none. Raises UsageError as `isa.asked` does."""
-    choice = _choose()
-    declined = choice.prebuilt
-    if isinstance(declined, Path):
+    """Return the library for this machine, or why there is none. Raises UsageError for a bad $MYCLI_CPU_ISA."""
+    carried, flags = _choose()
+    if isinstance(carried, Path):
         try:
             prebuilt.show_openmp()
-            return load_library(declined)
+            return load_library(carried)
         except (BuildError, OSError) as error:
-            declined = _declined(error)
+            carried = _declined(error)
     try:
-        return load_library(compile_library(cache_folder(), choice.flags), declined)
+        return load_library(compile_library(cache_folder(), flags), carried)
     except (BuildError, OSError, subprocess.SubprocessError) as error:
-        return Declined("no-native-library", {"compile": _declined(error), "prebuilt": declined})
+        return Declined("no-native-library", {"compile": _declined(error), "prebuilt": carried})
 
 
 def _declined(error: Exception) -> Declined:
@@ -280,11 +259,11 @@ def _declined(error: Exception) -> Declined:
 
 
 def must_be_built() -> bool:
-    """Whether the first call of `native` will take seconds, because it compiles. Raises UsageError as that does."""
-    choice = _choose()
-    if isinstance(choice.prebuilt, Path):
+    """Return whether the first call of `native` compiles, which takes most of a minute. Raises UsageError."""
+    carried, flags = _choose()
+    if isinstance(carried, Path):
         return False
     try:
-        return not (cache_folder() / _recipe(choice.flags).name).exists()
+        return not (cache_folder() / _recipe(flags).name).exists()
     except (BuildError, OSError, subprocess.SubprocessError):
-        return False  # and `native` says why
+        return False  # `native` returns the reason

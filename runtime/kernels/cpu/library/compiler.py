@@ -1,7 +1,4 @@
-"""What the native library is made of, and the compiler that makes it: GNU C++ of the system.
-
-Knows sources, flags and processes; not where libraries are kept nor which one a machine wants.
-"""
+"""Compiles the sources of the native library with the system's GNU C++."""
 
 import hashlib
 import os
@@ -18,7 +15,8 @@ import torch
 
 from mycli.runtime.errors import Declined
 
-# The longest first, with the compiler's options for each: what rounds as torch does rounds every operation on its own.
+# Longest compilation first, with additional options: quantize_cpu.cpp must round every operation as torch does, so
+# multiplications and additions are not contracted.
 SOURCES: Mapping[str, tuple[str, ...]] = {
     "few_rows_cpu.cpp": (),
     "packed_cpu.cpp": (),
@@ -26,7 +24,7 @@ SOURCES: Mapping[str, tuple[str, ...]] = {
     "quantize_cpu.cpp": ("-ffp-contract=off",),
 }
 FLAGS = ("-std=c++17", "-I.", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wno-psabi")
-TIMEOUT = 1200  # seconds for the compiler on a busy machine; alone it needs most of one minute
+TIMEOUT = 1200  # seconds, for a busy machine; an idle one needs most of a minute
 
 
 class BuildError(Exception):
@@ -38,55 +36,53 @@ class BuildError(Exception):
 
 
 def find_compiler(environment: Mapping[str, str] = os.environ) -> tuple[str, str]:
-    """(path, version text) of GNU C++: $CXX, else g++, else c++. Raises BuildError.
-
-    Clang does not share GNU's OpenMP library, which is the one torch brings: its threads would be a second pool.
-    """
+    """Return path and version text of GNU C++: $CXX, g++ or c++. Raises BuildError."""
+    # Clang uses another OpenMP library than GNU's, which torch ships: it would start a second pool of threads.
     for name in (environment.get("CXX"), "g++", "c++"):
         path = shutil.which(name) if name else None
         if path is None:
             continue
         version = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=TIMEOUT).stdout
         if "Free Software Foundation" in version:
-            return os.path.abspath(path), version  # it is started in another folder
+            return os.path.abspath(path), version  # absolute: it is started in another folder
     raise BuildError(Declined("no-compiler"))
 
 
 def torch_openmp() -> str:
-    """The OpenMP library that torch has loaded into this process. Raises BuildError where there is none."""
+    """Return the path of the OpenMP library that torch has loaded. Raises BuildError."""
     with open("/proc/self/maps") as maps:
         loaded: set[str] = set(re.findall(r"(/\S*/lib(?:gomp|iomp5|omp)[^/\s]*\.so\S*)", maps.read()))
     torch_folder = str(Path(torch.__file__).parent)
-    for path in sorted(loaded, key=lambda one: (not one.startswith(torch_folder), one)):
+    for path in sorted(loaded, key=lambda path: (not path.startswith(torch_folder), path)):
         return path
     raise BuildError(Declined("no-openmp"))
 
 
 def read_sources() -> dict[str, bytes]:
-    """What the library is made of, by its path in the folder `native`."""
+    """Return the C++ files of the library by their path in the folder `native`."""
     root = Path(__file__).parents[1] / "native"
-    found = sorted(path for path in root.rglob("*") if path.suffix in (".cpp", ".h"))
-    return {path.relative_to(root).as_posix(): path.read_bytes() for path in found}
+    paths = sorted(path for path in root.rglob("*") if path.suffix in (".cpp", ".h"))
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in paths}
 
 
 def digest(sources: Mapping[str, bytes], *depends: str) -> str:
-    """Of sources and all else that a library depends on."""
+    """Return a hash of the sources and of everything else that a library depends on."""
     return hashlib.sha256(b"\0".join(sources.values()) + "\0".join(depends).encode()).hexdigest()[:24]
 
 
 def compile_sources(
     compiler: str, sources: Mapping[str, bytes], flags: Sequence[str], link: Sequence[str], target: Path
 ) -> None:
-    """A shared library at `target`, all at once; `link` comes behind the objects. Raises BuildError with the reason.
+    """Compile and link a shared library and move it to `target` atomically. Raises BuildError.
 
-    The files of code are compiled side by side, as many as there are processors.
+    `link`: options after the object files. As many files are compiled in parallel as there are processors.
     """
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as work:
         for name, text in sources.items():
             (Path(work) / name).parent.mkdir(exist_ok=True)
             (Path(work) / name).write_bytes(text)
-        commands = [[compiler, *flags, *own, "-c", name, "-o", f"{name}.o"] for name, own in SOURCES.items()]
+        commands = [[compiler, *flags, *options, "-c", name, "-o", f"{name}.o"] for name, options in SOURCES.items()]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(partial(_run, work), commands))
         _run(work, [compiler, "-shared", *(f"{name}.o" for name in SOURCES), *link, "-o", "library.so"])

@@ -1,8 +1,6 @@
-"""Libraries that a wheel carries: one for each set of instructions, for machines without a compiler.
+"""Prebuilt native libraries of a wheel: one for each instruction set, for machines without a compiler.
 
-They lie in the folder `prebuilt` beside this file, named by their set and a hash of sources and flags: what was made of
-other sources is not found. Nothing of theirs says which OpenMP library they want, which goes by many names in torch's
-packages: they take the one that torch has loaded. Knows names and files; not how a library is used.
+A file name holds the instruction set and a hash of sources and flags, so a library made from other sources is not used.
 """
 
 import ctypes
@@ -21,7 +19,8 @@ from mycli.runtime.kernels.cpu.library.compiler import (
 
 FOLDER = Path(__file__).parents[1] / "prebuilt"
 _BASELINE = "-march=x86-64"
-# The C++ library is the system's, as torch wants it too: inside, a new one would want a new C library.
+# The C++ library is the system's, which torch needs too: a static one of a new compiler would need a new C library.
+# OpenMP is not linked at all: torch's packages name it in many ways, so `show_openmp` makes the loaded one visible.
 _LINK = ("-Wl,--as-needed", "-s")
 
 
@@ -31,7 +30,7 @@ def _file_name(name: str) -> str:
 
 
 def find(name: str, folder: Path = FOLDER) -> Path | Declined:
-    """The library for `isa.portable_name`, or the reason why there is none."""
+    """Return the library called `name` by `isa.portable_name`, or why there is none."""
     if not folder.is_dir():
         return Declined("no-prebuilt-library")
     if name not in isa.portable_flags():
@@ -41,15 +40,12 @@ def find(name: str, folder: Path = FOLDER) -> Path | Declined:
 
 
 def show_openmp() -> None:
-    """Let libraries that are loaded from now on see torch's OpenMP. Raises BuildError where torch has none."""
+    """Make torch's OpenMP visible to libraries that are loaded from now on. Raises BuildError if torch has none."""
     ctypes.CDLL(torch_openmp(), mode=ctypes.RTLD_GLOBAL)
 
 
 def compile_portable(name: str, folder: Path) -> Path:
-    """The library `name` of `isa.portable_flags` in `folder`, for any machine that has these instructions.
-
-    Raises BuildError where it cannot be compiled.
-    """
+    """Compile the library `name` of `isa.portable_flags` into `folder`; return its path. Raises BuildError."""
     compiler, _ = find_compiler()
     flags = (*FLAGS, _BASELINE, *isa.portable_flags()[name])
     compile_sources(compiler, read_sources(), flags, _LINK, folder / _file_name(name))

@@ -12,7 +12,7 @@
 
 namespace {
 
-// The structure is mirrored by loop.py.
+// The structure is mirrored by layer.py.
 struct Loop {
     const uint16_t* embedding;  // [vocab, hidden], of which each row is multiplied by embedding_scale
     int64_t hidden, choices;    // choices: logits that count, of the head's
