@@ -39,7 +39,6 @@ UNCLEAN: dict[str, int] = {
     "runtime/hub": 63,
     "runtime/kernels": 297,
     "runtime/layers": 200,
-    "runtime/memory": 66,
     "runtime/models": 129,
     "runtime/quantization": 12,
     "runtime/sampling": 47,

@@ -23,7 +23,7 @@ from mycli.runtime.hub.store import state_dir
 from mycli.runtime.memory import estimate as memory
 from mycli.runtime.memory.fit import PackingScheme, fit, schemes, shortage
 from mycli.runtime.memory.plan import DEFAULT_CONTEXT, MemoryPlan
-from mycli.runtime.memory.resident import keep_fitting
+from mycli.runtime.memory.resident import with_fitting_experts
 from mycli.runtime.open import check_context, mtp_head
 from mycli.runtime.quantization.scheme import Packing, parse_packing
 from mycli.runtime.utils.units import human_bytes
@@ -42,7 +42,7 @@ CONTEXTS = (2048, 8192, 32768, 131072)  # columns of --table, as far as the mode
 
 def _streamed(subject: EstimateSubject, engine: EngineConfig) -> EstimateSubject:
     """`subject` with the experts in memory that fit, or that are allowed, where that is not all of them."""
-    found = keep_fitting(subject.plan, subject.target.free, engine.expert_bytes)
+    found = with_fitting_experts(subject.plan, subject.target.free, engine.expert_bytes)
     if found.expert_slots is None:
         return subject
     measured = None

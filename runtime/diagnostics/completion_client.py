@@ -41,12 +41,10 @@ class Reply:
 
     @property
     def first_token_seconds(self) -> float:
-        """From the request to its first text."""
         return self.first - self.sent
 
     @property
     def token_seconds(self) -> float | None:
-        """Mean time of a token after the first; None for a reply of one."""
         return (self.last - self.first) / (self.tokens - 1) if self.tokens > 1 else None
 
 
@@ -125,7 +123,6 @@ class CompletionServer:
 
 
 def _problem(answer: bytes) -> str:
-    """What an error says, as far as it can be read."""
     try:
         return str(strict_json(answer)["error"]["message"])[:200]
     except (ValueError, KeyError, TypeError):
@@ -133,7 +130,6 @@ def _problem(answer: bytes) -> str:
 
 
 def _events(response: HTTPResponse) -> Iterator[dict[str, Any]]:
-    """The data of a stream of events, up to the mark of its end. Raises ValueError for what is none."""
     for _ in range(_MAX_LINES):
         line = response.readline(_MAX_LINE)
         if not line:
@@ -151,7 +147,6 @@ def _events(response: HTTPResponse) -> Iterator[dict[str, Any]]:
 
 
 def _written(data: Mapping[str, Any]) -> bool:
-    """Whether an event brings a token; one that only tells why a reply ended has none."""
     choices = data.get("choices")
     one = choices[0] if isinstance(choices, list) and choices else None
     return isinstance(one, dict) and (bool(one.get("text")) or not one.get("finish_reason"))

@@ -42,7 +42,6 @@ class MemoryPart:
 
     @property
     def error(self) -> float:
-        """Actual against predicted: 0.02 is 2 % more than predicted."""
         return (self.actual - self.predicted) / self.predicted if self.predicted else float(self.actual > 0)
 
     def within(self, tolerance: float) -> bool:
@@ -51,7 +50,6 @@ class MemoryPart:
 
 
 def _storages(device: torch.device) -> dict[int, int]:
-    """Bytes by address of every storage that a live tensor on `device` holds."""
     gc.collect()
     found: dict[int, int] = {}
     for thing in gc.get_objects():
@@ -94,7 +92,6 @@ class MemoryMeter:
 
 
 def _warm_up(device: torch.device, dtype: torch.dtype) -> None:
-    """Make the CUDA context, and let libraries load what the first product and the first attention load."""
     square = torch.zeros(1, 1, 64, 64, device=device, dtype=dtype)
     functional.scaled_dot_product_attention(
         square, square @ square, functional.linear(square[0, 0], square[0, 0])[None, None]
@@ -102,7 +99,6 @@ def _warm_up(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _touch(cache: KVCache, runner: ModelRunner) -> None:
-    """Write every page of the cache, so that none of it counts as workspace later; a little at a time, to take none."""
     config, size = runner.config, cache.block_size
     for slot in range(cache.states.slots):
         cache.states.clear(slot)
@@ -117,7 +113,6 @@ def _touch(cache: KVCache, runner: ModelRunner) -> None:
 
 
 def _run(runner: ModelRunner, cache: KVCache, context: int, tokens: int, sequences: int) -> None:
-    """The chunk of one sequence that ends where the context ends, then `DECODED` tokens of all over its last places."""
     needed = -(-context // cache.block_size)
     blocks = [
         tuple((first + one) % cache.blocks for one in range(needed)) for first in range(0, sequences * needed, needed)

@@ -43,7 +43,6 @@ class KernelFinding:
 
     @property
     def ok(self) -> bool:
-        """Declining is no fault."""
         return self.error is None or self.error <= PRODUCT_TOLERANCE
 
 
@@ -74,7 +73,6 @@ def relative_rms(found: Tensor, exact: Tensor) -> float:
 
 
 def _error(kernel: Kernel, weight: PackedWeight, dtype: torch.dtype, generator: torch.Generator) -> float:
-    """The worst over `PRODUCT_ROWS`, against the reference's weights and a product in fp64."""
     dense = dequantize(weight).double()
     matmul = kernel.prepare(weight, dtype)
     worst = 0.0

@@ -39,7 +39,6 @@ class Load:
 
     @property
     def name(self) -> str:
-        """As `bench` names a test: c8 p512 n128, r2.5 p512+1024 n128."""
         who = f"c{self.clients}" if self.clients is not None else f"r{self.rate:g}"
         return f"{who} p{self.prompt}" + (f"/{self.shared}" if self.shared else "") + f" n{self.reply}"
 
@@ -55,17 +54,14 @@ class LoadResult:
 
     @property
     def answered(self) -> list[Reply]:
-        """Those that were."""
         return [one for one in self.replies if not one.problem]
 
     @property
     def rate(self) -> float:
-        """Tokens of replies per second, of all clients together."""
         return sum(one.tokens for one in self.answered) / self.seconds
 
     @property
     def queue_seconds(self) -> float | None:
-        """Mean time before a request had its first turn; None where the server does not tell."""
         count = self.counted.get("request_queue_time_seconds_count", 0)
         return self.counted["request_queue_time_seconds_sum"] / count if count else None
 
@@ -146,7 +142,6 @@ def _open_load(prompts: Sequence[str], rate: float, chance: random.Random, ask: 
 
 
 def _joined(threads: Sequence[threading.Thread], pauses: Iterable[float]) -> None:
-    """Start all, each after its pause, by a clock that the starting does not slow; and wait for them."""
     due = time.monotonic()
     for thread, pause in zip(threads, pauses, strict=False):
         due += pause

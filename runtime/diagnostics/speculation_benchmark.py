@@ -78,13 +78,10 @@ class SpeculationResult:
 
     @property
     def speedup(self) -> float:
-        """Above 1 where speculation pays."""
         return self.drafted / self.plain
 
 
 class _Clock:
-    """Tokens and seconds of decoding; the first token of a reply belongs to the prefill."""
-
     def __init__(self) -> None:
         self.tokens, self.seconds = 0, 0.0
 
@@ -138,7 +135,6 @@ def measure_speculation(
 def _fixed(
     subject: SpeculationSubject, prompts: Sequence[Sequence[int]], limit: int, length: int
 ) -> Iterator[TokensPerPass]:
-    """What drafts of one length made; nothing where a lookup found nothing."""
     engine = subject.engine(lambda _: FixedDraftLength(length))
     record = _total(subject.reply(engine, prompt, limit)[1].record for prompt in prompts)
     if record.passes:

@@ -68,7 +68,6 @@ class ChiSquared:
 
     @property
     def p_value(self) -> float:
-        """The chance of a statistic at least as large if nothing is wrong."""
         half = torch.tensor([self.freedom / 2, self.statistic / 2], dtype=torch.float64)
         return float(torch.special.gammaincc(half[0], half[1]))
 
@@ -96,8 +95,6 @@ class Prefix:
 
 
 def _rows(prefix: Prefix, prompt: Sequence[int]) -> Callable[..., Tensor]:
-    """What gives the logits fp32 [vocab] after `prompt` and a few tokens more, each row computed once."""
-
     @cache
     def row(*tokens: int) -> Tensor:
         return prefix.logits([*prompt, *tokens]).clone()
@@ -106,10 +103,6 @@ def _rows(prefix: Prefix, prompt: Sequence[int]) -> Callable[..., Tensor]:
 
 
 def _predicted(target: ModelRunner, head: PredictionHead, prompt: Sequence[int]) -> Callable[..., Tensor]:
-    """As `_rows`, of what a head predicts after `prompt` and a few of its own tokens.
-
-    It reads what the model makes of all but the last token. Raises UsageError for a prompt of one.
-    """
     if len(prompt) < 2:
         raise UsageError("a prompt of one token, after which the head has nothing to go by", "take a longer prompt")
     states: list[Tensor] = []
@@ -185,7 +178,6 @@ def chi_squared(
 
 
 def _pearson(counts: dict[tuple[int, int], int], expected: dict[tuple[int, int], float], draws: int) -> ChiSquared:
-    """Cells of fewer than 5 expected draws are taken together; a pair that cannot be counts as infinitely unlikely."""
     if not counts.keys() <= expected.keys():
         return ChiSquared(draws, float("inf"), 1)
     cells = [(counts.get(pair, 0), chance * draws) for pair, chance in expected.items()]

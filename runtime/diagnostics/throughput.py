@@ -47,14 +47,12 @@ class Trial:
 
     @property
     def name(self) -> str:
-        """As llama-bench: pp512, tg128 @ d2048; sequences are told only where there are several."""
         name = f"pp{self.prompt}" if self.prompt else f"tg{self.generate}"
         depth = f" @ d{self.depth}" if self.depth else ""
         return name + depth + (f" x{self.sequences}" if self.sequences > 1 else "")
 
     @property
     def context(self) -> int:
-        """Positions of cache that it needs."""
         return self.depth + self.prompt + self.generate + 1
 
 
@@ -76,12 +74,10 @@ class Result:
 
     @property
     def mean(self) -> float:
-        """Tokens per second."""
         return statistics.fmean(self.rates)
 
     @property
     def sigma(self) -> float:
-        """Standard deviation of one repetition; 0 for a single one."""
         return statistics.stdev(self.rates) if len(self.rates) > 1 else 0.0
 
     def read_rate(self, plan: MemoryPlan) -> float | None:
@@ -111,8 +107,6 @@ def grid(
 
 
 class _Test:
-    """One test on one model: an engine with a cache of its own, and synthetic text that no repetition can reuse."""
-
     def __init__(self, runner: ModelRunner, trial: Trial, seed: int) -> None:
         self._trial = trial
         self._vocab = runner.config.vocab_size
@@ -127,7 +121,6 @@ class _Test:
         return [self._random.randrange(self._vocab) for _ in range(count)]
 
     def _run(self, prompts: Sequence[Sequence[int]], limit: int) -> list[float]:
-        """Seconds of every step, or where it made several tokens of each."""
         for prompt in prompts:
             self._engine.submit(Request(tuple(prompt), limit=limit))
         seconds = []

@@ -38,7 +38,6 @@ def _head_problems(config: ModelConfig, ranks: int) -> list[Obstacle]:
 
 
 def _per_rank(config: ModelConfig, key: str, specs: tuple[LinearSpec, ...], ranks: int) -> tuple[int, int]:
-    """Inputs and outputs of one rank's part of the product `key`."""
     inputs, outputs = specs[0].in_features, sum(spec.out_features for spec in specs)
     if key in BY_INPUTS:
         return inputs // ranks, outputs
@@ -55,7 +54,6 @@ def _set_problems(
     packings: Mapping[str, Packing],
     ranks: int,
 ) -> list[str]:
-    """What is wrong with the linears that are one product, of an MLP or expert of the inner width `size`."""
     found = {packings.get(spec.name) for spec in specs}
     if len(found) > 1:
         return ["the fused linears differ in scheme: " + ", ".join(sorted(p.name if p else "dense" for p in found))]

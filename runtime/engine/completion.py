@@ -71,7 +71,6 @@ class Completion:
         return piece.content
 
     def __iter__(self) -> Iterator[str]:
-        """Pieces of text as they become certain, none empty. Raises what `begin` raises, and the error that ends it."""
         number = self.begin()
         try:
             while self.finish_reason is None:
@@ -111,7 +110,6 @@ def complete_all(
 
 
 def _begin(engine: Engine, group: Sequence[Completion]) -> dict[int, Completion]:
-    """The replies by the numbers of their sequences; none where the first is refused, and then nor are the others."""
     if group[0].finish_reason is not None:
         return {}
     try:
@@ -124,7 +122,6 @@ def _begin(engine: Engine, group: Sequence[Completion]) -> dict[int, Completion]
 
 
 def _step(engine: Engine, under_way: dict[int, Completion]) -> None:
-    """One step for all; those that have ended leave."""
     for output in engine.step():
         reply = under_way.get(output.sequence)
         if reply is None:
@@ -148,7 +145,6 @@ def draw_samples(engine: Engine, replies: Sequence[Completion]) -> Sequence[Comp
 
 
 def _count_step(timing: Timing, engine: Engine, output: SequenceOutput) -> None:
-    """Add to `timing` what the last step of `engine` did for the sequence of `output`; its tokens share the time."""
     timing.add(len(output.tokens) + (output.finish_reason == "stop"), engine.step_seconds)
     timing.cached = output.cached_tokens
     if engine.speculator is not None:

@@ -20,7 +20,7 @@ from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.memory.estimate import estimate, longest_context
 from mycli.runtime.memory.fit import SHORTEST_CONTEXT, preflight, shortage
 from mycli.runtime.memory.plan import DEFAULT_CONTEXT, MemoryPlan
-from mycli.runtime.memory.resident import can_keep_some, keep_active, keep_fitting
+from mycli.runtime.memory.resident import can_stream_experts, with_active_experts, with_fitting_experts
 from mycli.runtime.models.generation_config import GenerationDefaults, stop_ids
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
@@ -74,7 +74,6 @@ class LoadedModel:
 
     @property
     def vocabulary_size(self) -> int:
-        """Ids that may be drawn: rows that only pad the head to a round number have no token."""
         vocabulary = self.tokenizer.vocabulary
         return max(index for index, token in enumerate(vocabulary) if token is not None) + 1
 
@@ -111,7 +110,6 @@ class LoadedModel:
 
 
 def _decoded(folder: ModelFolder, placement: Placement) -> list[Declined]:
-    """Return the packings that each pass must decode, with why the kernel of this device declined them."""
     packed = ((linear, folder.packings.get(linear.name)) for linear in folder.config.linears())
     shapes = {(packing, spec.out_features, spec.in_features) for spec, packing in packed if packing is not None}
     device, dtype = placement.device, placement.dtype
@@ -126,7 +124,6 @@ def _decoded(folder: ModelFolder, placement: Placement) -> list[Declined]:
 
 
 def _packings(folder: ModelFolder, placement: Placement) -> Mapping[str, Packing]:
-    """Of the weights as they will lie in memory."""
     return {} if placement.unpacked else folder.packings
 
 
@@ -163,15 +160,14 @@ def plan_memory(
     asked = _plan(folder, placement, engine, draft)
     free = free_memory(placement.device)
     plan = _shortened(asked, free, engine)
-    if engine.expert_bytes is not None or (estimate(plan).needed > free and can_keep_some(asked)):
-        active = _shortened(keep_active(asked), free, engine)
-        plan = keep_fitting(active, free, engine.expert_bytes, started=True)
+    if engine.expert_bytes is not None or (estimate(plan).needed > free and can_stream_experts(asked)):
+        active = _shortened(with_active_experts(asked), free, engine)
+        plan = with_fitting_experts(active, free, engine.expert_bytes, started=True)
     preflight(plan, free, _place_name(placement))
     return plan
 
 
 def _shortened(plan: MemoryPlan, free: int, engine: EngineConfig) -> MemoryPlan:
-    """`plan` with less context and room for fewer sequences, as far as `engine` leaves that open and `free` asks it."""
     if engine.context is None:
         fitting = longest_context(plan if engine.running is None else replace(plan, batch=1), free, started=True)
         plan = replace(plan, context=min(plan.context, max(fitting, SHORTEST_CONTEXT)))

@@ -1,1 +1,1 @@
-"""One model of memory: what a run takes, whether it fits, and what to change so that it does."""
+"""Memory estimates: weights, cache and buffers of a model, and what fits."""

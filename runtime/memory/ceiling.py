@@ -1,7 +1,4 @@
-"""How fast a model could decode at best: what a step must read of memory, over how fast that is read.
-
-Knows plans and the sums of `runtime.memory.estimate`. Does not import torch, and measures nothing.
-"""
+"""The upper bound that memory bandwidth sets on decoding speed: bytes read per step over bytes read per second."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,50 +10,43 @@ from mycli.runtime.models.experts_spec import ExpertsSpec
 
 
 def bytes_per_step(plan: MemoryPlan, depth: int) -> int:
-    """Bytes a decoding step must read: every block, the head, and the cache up to `depth` tokens (or the window).
-
-    Of experts those that the tokens of the batch choose, as many as there would be if each chose by lot, all in memory.
-    States are read, and written back.
-    """
+    """Return the bytes that a decode step reads: every block, the head, and the cache of `depth` tokens."""
     plan = replace(plan, expert_slots=None)
-    cached = 2 * state_bytes(plan.config)
+    cached = 2 * state_bytes(plan.config)  # states are read and written back
     for spec in plan.config.layer_specs:
         if spec.recurrent is not None:
             continue
         attention = spec.attention
         read = spec.index if attention.kv_source is None else attention.kv_source
         cached += min(depth, attention.window or depth) * plan.token_bytes(read)
-    told = plan.config.per_layer_linears()
-    beside = sum(told[0].in_features * plan.batch + each.out_features * each.in_features for each in told[1:])
-    weights = weight_bytes(plan) - _unread_experts(plan)
-    return weights + head_bytes(plan) + beside * plan.value_bytes + cached * plan.batch
-
-
-def _unread_experts(plan: MemoryPlan) -> int:
-    """Bytes of experts that no token of the batch is expected to choose."""
-    return int(sum(idle * nbytes for idle, nbytes in _expert_layers(plan)))
+    linears = plan.config.per_layer_linears()
+    # Of the per-layer table one row per sequence is read; the projections whole.
+    per_layer = sum(
+        linears[0].in_features * plan.batch + linear.out_features * linear.in_features for linear in linears[1:]
+    )
+    unread = int(sum(idle * nbytes for idle, nbytes in _expert_layers(plan)))
+    return weight_bytes(plan) - unread + head_bytes(plan) + per_layer * plan.value_bytes + cached * plan.batch
 
 
 def _expert_layers(plan: MemoryPlan) -> Iterator[tuple[float, int]]:
-    """Of each layer with experts the share that no token of the batch is expected to choose, and the bytes of all."""
+    # For each MoE layer the expected share of experts that no token of the batch chooses, were they chosen at random,
+    # and the bytes of all its experts.
     for spec in plan.config.layer_specs:
         if isinstance(spec.mlp, ExpertsSpec):
-            linears = (each for mlp in spec.mlp.experts for each in mlp.linears)
+            linears = (linear for mlp in spec.mlp.experts for linear in mlp.linears)
             yield (spec.mlp.inactive_experts / len(spec.mlp.experts)) ** plan.batch, linears_bytes(plan, linears)
 
 
 def chosen_expert_bytes(plan: MemoryPlan) -> int:
-    """Bytes of the experts that the tokens of the batch are expected to choose in a decoding step."""
+    """Return the expected bytes of the experts that the tokens of the batch choose in a decode step."""
     return int(sum((1 - idle) * nbytes for idle, nbytes in _expert_layers(plan)))
 
 
 def tokens_per_second_from_disk(plan: MemoryPlan, depth: int, memory: float, disk: float) -> float:
-    """As `tokens_per_second`, where no expert that is chosen is in memory: each is read at `disk` (10^9 bytes per
-    second) first."""
+    """Return `tokens_per_second` if every chosen expert is first read from disk; `memory`, `disk`: GB/s."""
     seconds = plan.batch / tokens_per_second(plan, depth, memory) + chosen_expert_bytes(plan) / disk / 1e9
     return plan.batch / seconds
 
 
 def tokens_per_second(plan: MemoryPlan, depth: int, gigabytes_per_second: float) -> float:
-    """The ceiling that memory bandwidth (10^9 bytes per second) sets on decoding: a batch of tokens a reading."""
     return plan.batch * gigabytes_per_second * 1e9 / bytes_per_step(plan, depth)

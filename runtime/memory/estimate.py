@@ -1,8 +1,6 @@
-"""How much memory a model takes, what of it fits, and how fast it could decode at best: numbers in, numbers out.
+"""Predicts the memory of a model from its plan, in bytes, and the longest context that fits.
 
-One small function per part, each with its formula; the preflight of every load (`runtime.memory.fit`) runs the same.
-Sizes are bytes; R is the rows of the largest pass, the tokens of a chunk of prompts. Knows shapes,
-packings and the runtime's buffers. Does not import torch, read files, or ask the machine: free memory is an argument.
+One small function per part. The preflight of every load uses the same numbers; free memory is an argument.
 """
 
 from collections.abc import Iterator
@@ -20,19 +18,19 @@ from mycli.runtime.models.recurrent_spec import STATE_BYTES
 from mycli.runtime.quantization.int4_vectors import FUSED_INT4_HEADS
 from mycli.runtime.quantization.scheme import Packing
 
-TABLE_PART = 1 << 24  # weights of a table that the CPU decodes at a time
-CACHE_BLOCK = 16  # positions; the cache is rounded up to whole blocks
-SHARED_BLOCK = 64  # positions of a block that sequences share: small enough to share, and a table is short
-# What a process takes beside the model. CPU: Python, torch and its libraries, measured with torch 2.13 on Linux. CUDA:
-# context, cuBLAS workspace (32 MiB on Hopper), loaded kernels: the usual size; `--verify` shows the real one.
+TABLE_PART = 1 << 24  # codebook weights that the CPU decodes at a time
+CACHE_BLOCK = 16  # positions; the context is rounded up to a multiple
+SHARED_BLOCK = 64  # positions per block of a shared cache: small enough to share prefixes, and block tables stay short
+# A process without a model. CPU: Python, torch and its libraries, measured with torch 2.13 on Linux. CUDA: context,
+# cuBLAS workspace (32 MiB on Hopper) and loaded kernels, a typical size; `diagnostics.memory_check` measures it.
 CPU_RUNTIME = 252 << 20
 CUDA_RUNTIME = 512 << 20
-CPU_KEPT = 64 << 20  # at most, that glibc keeps of freed memory: twice its largest mmap threshold
+CPU_KEPT = 64 << 20  # most freed memory that glibc does not return: twice its largest mmap threshold
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """What one pass needs beside weights and cache, in bytes: the parts that live at its peak."""
+    """Bytes that a pass needs at its peak in addition to weights and cache."""
 
     activations: int
     dequantization: int
@@ -40,20 +38,18 @@ class Workspace:
     logits: int
     mask: int
     rope: int
-    kept: int
+    allocator: int
     graphs: int
 
     @property
     def total(self) -> int:
-        """All of it."""
         return sum(vars(self).values())
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Predicted memory in bytes. `weights`: the blocks with scales, norms, biases; `draft`: a whole second model.
-
-    `runtime` is the process itself: Python and torch on the CPU, the CUDA context on a GPU.
+    """Predicted bytes. weights: the blocks; draft: weights and cache of the draft model; runtime: Python and torch, or
+    the CUDA context. `needed`: what a process that has loaded torch still allocates.
     """
 
     weights: int
@@ -65,73 +61,60 @@ class Estimate:
 
     @property
     def needed(self) -> int:
-        """What a process that already runs torch must still allocate."""
         return self.weights + self.embeddings + self.cache + self.draft + self.workspace.total
 
     @property
     def total(self) -> int:
-        """Everything, from a machine where nothing runs yet."""
         return self.needed + self.runtime
 
 
 def rank_bytes(plan: MemoryPlan, ranks: int) -> int:
-    """What each of `ranks` GPUs holds where a model is split by tensors: its share of weights, embeddings and cache.
-
-    The buffers of a pass and the process are counted whole for each. Keys and values of a head are not split further.
-    """
+    """Return the bytes on each of `ranks` GPUs with tensor parallelism."""
+    # Buffers of a pass and the process are counted whole for each; a KV head is not split.
     whole = estimate(plan)
     shared = (whole.weights + whole.embeddings) // ranks + whole.cache // min(ranks, plan.config.kv_heads)
     return shared + whole.workspace.total + whole.runtime
 
 
 def cache_positions(context: int) -> int:
-    """`context` rounded up to whole blocks of the cache."""
     return -(-context // CACHE_BLOCK) * CACHE_BLOCK
 
 
-def _held_positions(plan: MemoryPlan) -> int:
-    """Of all sequences: several on a CPU share blocks."""
+def _all_positions(plan: MemoryPlan) -> int:
     positions = cache_positions(plan.context) * plan.batch
+    # On a GPU, and for one sequence, each sequence has a contiguous slot; otherwise they share blocks.
     return positions if plan.gpu or plan.batch == 1 else -(-positions // SHARED_BLOCK) * SHARED_BLOCK
 
 
 def cache_bytes(plan: MemoryPlan) -> int:
-    """Positions x batch x bytes of a token in every layer, and the states of recurrent layers.
-
-    A sliding window does not make it smaller: the cache keeps every position.
-    """
+    # A sliding window does not make it smaller: the cache stores every position.
     token = sum(plan.token_bytes(layer) for layer in range(plan.config.layers))
-    return _held_positions(plan) * token + all_state_bytes(plan)
+    return _all_positions(plan) * token + all_state_bytes(plan)
 
 
 def state_bytes(config: ModelConfig) -> int:
-    """What recurrent layers keep of one sequence, whatever its length."""
     specs = (spec.recurrent for spec in config.layer_specs)
     return STATE_BYTES * sum(prod(shape) for spec in specs if spec is not None for shape in spec.state_shapes())
 
 
 def state_slots(config: ModelConfig, running: int) -> int:
-    """States held for so many sequences at once: one each, another each for texts that begin alike, and one more."""
+    """Return the number of recurrent states: per running sequence one and one for prefix reuse, and one spare."""
     return 2 * running + 1 if config.has_recurrent else 0
 
 
 def all_state_bytes(plan: MemoryPlan) -> int:
-    """What recurrent layers keep of all sequences, and of texts that begin alike."""
     return state_slots(plan.config, plan.running or plan.batch) * state_bytes(plan.config)
 
 
 def activation_bytes(plan: MemoryPlan) -> int:
-    """R rows of what a pass keeps alive in a layer (`memory.layer.pass_values`), and of what layers are told."""
-    told = plan.config.layers * plan.config.per_layer_width
-    return plan.rows * (max(map(pass_values, plan.config.layer_specs)) + told) * plan.value_bytes
+    # Of the largest pass: those of one layer, and the per-layer inputs.
+    per_layer = plan.config.layers * plan.config.per_layer_width
+    return plan.rows * (max(map(pass_values, plan.config.layer_specs)) + per_layer) * plan.value_bytes
 
 
 def dequantization_bytes(plan: MemoryPlan) -> int:
-    """The largest packed product of a block as a dense matrix: a GPU multiplies many rows that way. 0 if all dense.
-
-    The CPU multiplies packed weights as they are; of tables whose values are no integers it decodes at most
-    `TABLE_PART` weights at a time. A shadow leaves nothing to unpack.
-    """
+    # A GPU unpacks the largest product to multiply many rows.
+    # The CPU multiplies packed integers directly; non-integer codebooks it decodes in parts of `TABLE_PART` weights.
     tables = any(packing.codes not in ("int", "e2m1") for packing in plan.packings.values())
     if plan.shadow or not (plan.gpu or tables):
         return 0
@@ -144,25 +127,22 @@ def dequantization_bytes(plan: MemoryPlan) -> int:
 
 
 def dense_cache_bytes(plan: MemoryPlan) -> int:
-    """Keys and values of one layer and sequence: what a prompt's attention makes of another kind, or of blocks."""
-    as_they_lie = plan.kv == "auto" or (plan.kv == "bf16" and plan.value_bytes == 2)
-    if as_they_lie and (plan.gpu or plan.batch == 1):
+    # One layer's keys and values, converted or gathered for the attention of a prompt.
+    read_in_place = plan.kv == "auto" or (plan.kv == "bf16" and plan.value_bytes == 2)
+    if read_in_place and (plan.gpu or plan.batch == 1):
         return 0
     largest = max(heads * head_dim for heads, head_dim in map(plan.config.kv_shape, range(plan.config.layers)))
     return 2 * largest * cache_positions(plan.context) * plan.value_bytes
 
 
 def logits_bytes(plan: MemoryPlan) -> int:
-    """Last token only: batch x vocab logits, as computed and in fp32, and four fp32-sized copies while drawing."""
+    # Of the last token: as computed, in fp32, and four fp32 copies while sampling.
     return plan.batch * plan.config.vocab_size * (plan.value_bytes + 5 * 4)
 
 
 def mask_bytes(plan: MemoryPlan) -> int:
-    """Who sees whom, for a chunk that is not the first: chunk x context, a bool and its copy in the dtype of values.
-
-    One for each kind of window. Capped scores are written out too, and thrice: in fp32, of the query heads of one key
-    head.
-    """
+    # Each distinct window has a boolean mask and one in the dtype of activations. Capped scores are written out three
+    # times in fp32, for the query heads of one KV head. The first chunk needs no mask.
     config = plan.config
     capped = [spec for spec in config.attentions if spec.softcap is not None]
     scores = 3 * 4 * max((spec.heads // spec.kv_heads for spec in capped), default=0)
@@ -172,25 +152,21 @@ def mask_bytes(plan: MemoryPlan) -> int:
 
 
 def rope_bytes(plan: MemoryPlan) -> int:
-    """Cosines and sines, for each kind of rotation: 2 x context x dim / 2 values."""
+    # Cosines and sines [context, dim / 2] for each distinct rotation.
     return sum(plan.context * rope.dim * plan.value_bytes for rope in plan.config.distinct_ropes)
 
 
-def kept_bytes(plan: MemoryPlan) -> int:
-    """What the C library keeps of activations that were freed, in pieces: as much again as lives, up to `CPU_KEPT`.
-
-    On a GPU torch's pool keeps what it has, and gives it to the next pass.
-    """
+def allocator_bytes(plan: MemoryPlan) -> int:
+    # Freed activations that the C library does not return to the system.
+    # On a GPU torch's allocator reuses them for the next pass.
     return 0 if plan.gpu else min(activation_bytes(plan), CPU_KEPT)
 
 
 def captured_bytes(plan: MemoryPlan) -> int:
-    """What captured passes hold where fused kernels may do them: on a GPU, all blocks packed, heads that they read.
-
-    Counted also for a layer that they turn out not to do.
-    """
+    """Return the bytes of captured passes: on a GPU, for a model whose blocks are all packed."""
+    # An upper bound: also counted for a layer that the fused kernels turn out to decline.
     specs = plan.config.layer_specs
-    names = (one.name for spec in specs for linears in spec.products().values() for one in linears)
+    names = (linear.name for spec in specs for linears in spec.products().values() for linear in linears)
     unread = plan.kv == "int4" and plan.config.head_dim not in FUSED_INT4_HEADS
     if not plan.gpu or unread or any(plan.packings.get(name) is None for name in names):
         return 0
@@ -201,7 +177,7 @@ def captured_bytes(plan: MemoryPlan) -> int:
 
 
 def _multiplied_bytes(plan: MemoryPlan, spec: LayerSpec, rows: int) -> Iterator[int]:
-    """Of the weights of each launch of a layer: of a product, or of all experts that so many rows may go to."""
+    # One size per launch: all experts that this number of rows may choose are multiplied in one.
     hit = min(len(spec.mlp.experts), rows * spec.mlp.top_k) if isinstance(spec.mlp, ExpertsSpec) else 0
     for name, linears in spec.products().items():
         yield linears_bytes(plan, linears) * (hit if name.startswith("experts.") else 1)
@@ -209,8 +185,7 @@ def _multiplied_bytes(plan: MemoryPlan, spec: LayerSpec, rows: int) -> Iterator[
 
 @dataclass(frozen=True)
 class _Fixed:
-    """What no context changes, in bytes: counted once for all that are tried. `draft`: its weights."""
-
+    # Does not depend on the context: computed once for all that `longest_context` tries.
     weights: int
     embeddings: int
     draft: int
@@ -218,15 +193,14 @@ class _Fixed:
     graphs: int
 
 
-def _held(plan: MemoryPlan) -> MemoryPlan:
-    """With packings as the device holds them."""
+def _as_on_device(plan: MemoryPlan) -> MemoryPlan:
     if not plan.gpu:
         return plan
     return replace(plan, packings={name: _on_gpu(packing) for name, packing in plan.packings.items()})
 
 
 def _on_gpu(packing: Packing) -> Packing:
-    return packing.on_gpu() or replace(packing, super_blocks=False)  # unpacked for each pass: as it is read
+    return packing.on_gpu() or replace(packing, super_blocks=False)  # without a kernel: as stored, unpacked each pass
 
 
 def _fixed(plan: MemoryPlan) -> _Fixed:
@@ -250,7 +224,7 @@ def _whole(plan: MemoryPlan, fixed: _Fixed) -> Estimate:
         logits=logits_bytes(plan),
         mask=mask_bytes(plan),
         rope=rope_bytes(plan),
-        kept=kept_bytes(plan),
+        allocator=allocator_bytes(plan),
         graphs=fixed.graphs,
     )
     runtime = CUDA_RUNTIME if plan.gpu else CPU_RUNTIME
@@ -258,25 +232,24 @@ def _whole(plan: MemoryPlan, fixed: _Fixed) -> Estimate:
 
 
 def estimate(plan: MemoryPlan) -> Estimate:
-    """Every part of `plan`. A draft model shares the context and the workspace, which the larger model dominates."""
-    plan = _held(plan)
+    # A draft model has the same context and shares the workspace, which is sized by the larger model.
+    plan = _as_on_device(plan)
     return _whole(plan, _fixed(plan))
 
 
 def longest_context(plan: MemoryPlan, free: int, started: bool = False) -> int:
-    """The longest context, at most the model's, that fits into `free` bytes; 0 where not one block does.
+    """Return the longest context, at most the model's, that fits `free` bytes; 0 if not one block fits.
 
-    `started`: the process runs already, so what it takes itself is no longer in `free`.
+    `started`: torch is loaded, so `free` no longer includes what the process itself takes.
     """
-
-    plan = _held(plan)
+    plan = _as_on_device(plan)
     fixed = _fixed(plan)
 
     def fits(context: int) -> bool:
         result = _whole(replace(plan, context=context), fixed)
         return (result.needed if started else result.total) <= free
 
-    low, high = 0, plan.config.max_context  # every part grows with the context, so bisect
+    low, high = 0, plan.config.max_context  # every part grows with the context: bisect
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)

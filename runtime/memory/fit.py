@@ -1,7 +1,4 @@
-"""What to change so that a model fits: the preflight of every load with its remedy, and the choice of a scheme.
-
-Knows plans and their estimates. Does not import torch and does not know how much memory is free: the caller says.
-"""
+"""Checks that a model fits before it is loaded, finds the change that makes it fit, and chooses a packing that fits."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,31 +10,27 @@ from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
 from mycli.runtime.utils.units import distinct_sizes, human_bytes
 
-SHORTEST_CONTEXT = 256  # tokens; less is of no use to anybody
+SHORTEST_CONTEXT = 256  # tokens; too few for a prompt and a reply
 
 
 @dataclass(frozen=True)
 class PackingScheme:
-    """A way of holding the linears of the blocks, and of the head; None: dense."""
+    """The packing of the blocks' linears, and of the head; None: dense."""
 
     packing: Packing | None = None
     head: Packing | None = None
 
     def name(self, config: ModelConfig) -> str:
-        """int4-g128, or the dtype of a dense model."""
         return self.packing.name if self.packing else config.dtype
 
     def packings(self, config: ModelConfig) -> dict[str, Packing]:
-        """The packing of each linear.
-
-        Raises UsageError naming the first that the group size does not divide, or for a tied head: it is the embedding.
-        """
+        """Return the packing of each linear. Raises UsageError if a group size does not divide, or for a tied head."""
         result: dict[str, Packing] = {}
         for layer in range(config.layers if self.packing else 0):
             for spec in (spec for group in config.layer(layer).products().values() for spec in group):
                 result[spec.name] = _checked(self.packing, spec.name, spec.in_features)
         if self.head and config.tie_embeddings:
-            raise UsageError("the head of this model is its embedding, which is kept", code="keep-head")
+            raise UsageError("the head of this model is its embedding, which is not quantized", code="keep-head")
         if self.head:
             result[config.head().name] = _checked(self.head, config.head().name, config.hidden_size)
         return result
@@ -54,7 +47,7 @@ def _checked(packing: Packing | None, name: str, in_features: int) -> Packing:
 
 
 def schemes(config: ModelConfig) -> list[PackingScheme]:
-    """Dense first, then fewer and fewer bits, each with the largest group that divides every linear's inputs."""
+    """Return dense, then fewer and fewer bits, each with the largest group that divides every linear's inputs."""
     groups = (group for layer in config.layer_specs for group in layer.products().values())
     inputs = {spec.in_features for group in groups for spec in group}
     fitting = [size for size in sorted(GROUP_SIZES, reverse=True) if all(k % size == 0 for k in inputs)]
@@ -65,20 +58,20 @@ def schemes(config: ModelConfig) -> list[PackingScheme]:
 def fit(
     plan: MemoryPlan, free: int, context: int | None, choices: Sequence[PackingScheme]
 ) -> tuple[MemoryPlan, PackingScheme] | None:
-    """The first of `choices` (best first) that holds `context` tokens in `free` bytes; None where none does.
+    """Return the first of `choices`, best first, that fits `context` tokens in `free` bytes; None if none does.
 
-    With `context` None, the usual context decides and is then stretched as far as memory goes; where nothing holds the
-    usual one, the last choice with whatever it holds. A dense choice keeps the packings that `plan` has.
+    If `context` is None, the default context decides, and is then extended to what fits; if no choice fits it, the last
+    one with the longest context that does. A dense choice leaves the packings of `plan` as they are.
     """
 
     def under(scheme: PackingScheme, tokens: int) -> MemoryPlan:
         return replace(plan, packings=scheme.packings(plan.config) or plan.packings, context=tokens)
 
-    wanted = context or min(DEFAULT_CONTEXT, plan.config.max_context)
+    target = context or min(DEFAULT_CONTEXT, plan.config.max_context)
     for scheme in choices:
-        if estimate(under(scheme, wanted)).total <= free:
-            return under(scheme, context or longest_context(under(scheme, wanted), free)), scheme
-    longest = longest_context(under(choices[-1], wanted), free)
+        if estimate(under(scheme, target)).total <= free:
+            return under(scheme, context or longest_context(under(scheme, target), free)), scheme
+    longest = longest_context(under(choices[-1], target), free)
     if context or longest < min(SHORTEST_CONTEXT, plan.config.max_context):
         return None
     return under(choices[-1], longest), choices[-1]
@@ -86,15 +79,14 @@ def fit(
 
 @dataclass(frozen=True)
 class _Change:
-    """One thing to ask for otherwise, as the code and data of an error, and the plan that it leads to."""
-
+    # A remedy: the plan that it leads to, with the code and data of the error that proposes it.
     plan: MemoryPlan
     code: str
     data: Mapping[str, object] = field(default_factory=dict)
 
 
 def _changes(plan: MemoryPlan, free: int) -> Iterator[_Change]:
-    """Changes in the order of what they cost a person."""
+    # Cheapest for the user first. A context of less than a quarter is proposed last.
     longest = longest_context(plan, free)
     shorter = _Change(replace(plan, context=longest), code="set-context", data={"context": longest})
     if longest >= max(SHORTEST_CONTEXT, plan.context // 4):
@@ -113,10 +105,9 @@ def _changes(plan: MemoryPlan, free: int) -> Iterator[_Change]:
 
 
 def preflight(plan: MemoryPlan, free: int, place: str, started: bool = True) -> Estimate:
-    """The estimate of `plan`, or ResourceError with needed against free, and the smallest change that fits.
+    """Return the estimate of `plan`. Raises ResourceError if it does not fit, with the smallest change that does.
 
-    `place` says whose memory (`cuda:0`, `main memory`). `started`: torch runs already, and on a GPU has its context, so
-    `free` no longer holds what the process itself takes.
+    `place`: the name of the memory (`cuda:0`, `main memory`); `started`: as in `longest_context`.
     """
     result = estimate(plan)
     if started:
@@ -127,20 +118,19 @@ def preflight(plan: MemoryPlan, free: int, place: str, started: bool = True) -> 
 
 
 def shortage(plan: MemoryPlan, free: int, place: str) -> ResourceError:
-    """What `plan` needs against the `free` bytes of `place`, with the smallest change that fits.
-
-    Where it should fit by these numbers, memory has run out all the same: something else takes it.
-    """
+    """Return the error for a plan that does not fit: needed against free, and the smallest change that fits."""
     result = estimate(plan)
     needed, left = distinct_sizes(result.total, free)
     problem = (
         f"{place}: {needed} needed ({human_bytes(result.weights + result.embeddings)} weights, "
         f"{human_bytes(result.cache)} cache of {plan.context} tokens), {left} free"
     )
-    if result.total <= free:
-        return ResourceError(f"{problem}, and it ran out", code="free-memory-or-less-context", data={"place": place})
+    if result.total <= free:  # another program uses the memory, or the estimate is wrong
+        return ResourceError(
+            f"{problem}, but memory ran out", code="free-memory-or-less-context", data={"place": place}
+        )
     for change in _changes(plan, free):
         if estimate(change.plan).total <= free:
             return ResourceError(problem, code=change.code, data=change.data)
     missing = human_bytes(result.total - free)
-    return ResourceError(problem, f"no single change is enough: free {missing} more, or choose a smaller model")
+    return ResourceError(problem, f"no single change is enough: free {missing} more, or use a smaller model")

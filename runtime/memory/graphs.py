@@ -1,33 +1,26 @@
-"""What captured passes hold on a GPU: the logits that each of them leaves, and the memory that all work in.
-
-The numbers of `runtime.engine.cuda_graph`, which captures a pass for each number of sequences and of new tokens that it
-meets. All graphs share one pool, which is as large as the widest pass needs; results lie apart, one for each graph.
-Knows sizes alone; does not import torch.
-"""
+"""Sizes of captured CUDA graphs: one per shape of a pass, all in one pool. `engine/cuda_graph.py` uses these limits."""
 
 from collections.abc import Iterable
 
-MOST_ROWS = 64  # of a pass that is captured: tokens of all sequences; up to 8 cost a product no more than one
-MOST_GRAPHS = 16  # of one cache: each holds memory
-DRAFTED = 8  # tokens that a sequence is taken to have where it has a draft
-_PARTS = 8  # partial sums of a product split by K take at most a share of 1 / 8 of its weight's bytes
+MOST_ROWS = 64  # tokens of a captured pass; up to 8 rows cost a product no more than one
+MOST_GRAPHS = 16  # per cache: each holds memory
+DRAFT_ROWS = 8  # tokens per sequence that a pass with drafts is assumed to have
+_SPLIT_K = 8  # the partial sums of a split-K product take at most 1 / 8 of its weight's bytes
 
 
 def captured_rows(sequences: int, drafted: bool) -> list[int]:
-    """Rows of each pass that will be captured: of so many sequences and fewer, one token each, and with a draft more.
-
-    The largest `MOST_GRAPHS`: a cache that has more of them begins anew.
-    """
+    """Return the rows of each pass that will be captured, the largest `MOST_GRAPHS`."""
+    # A graph for each number of sequences with one token each, and with a draft another for `DRAFT_ROWS` tokens each.
     counts = range(1, min(sequences, MOST_ROWS) + 1)
-    rows = [count * new for count in counts for new in ((1, DRAFTED) if drafted else (1,))]
-    return sorted((each for each in rows if each <= MOST_ROWS), reverse=True)[:MOST_GRAPHS]
+    rows = [count * new for count in counts for new in ((1, DRAFT_ROWS) if drafted else (1,))]
+    return sorted((count for count in rows if count <= MOST_ROWS), reverse=True)[:MOST_GRAPHS]
 
 
 def graph_bytes(rows: Iterable[int], logits: int, activations: int, weights: Iterable[int]) -> int:
-    """Bytes of the graphs of passes of so many `rows`, and of their pool.
+    """Return the bytes of graphs with these `rows` and of their pool.
 
-    logits, activations: bytes of a row; weights: of each launch, of which the largest has the largest partial sums.
+    logits, activations: bytes per row; weights: bytes per launch, of which the largest has the largest partial sums.
     """
-    known = list(rows)
-    parts = max(weights, default=0) // _PARTS
-    return sum(known) * logits + max(known, default=0) * activations + parts
+    # Each graph has logits of its own; activations and partial sums are in the pool, as large as the widest pass needs.
+    graphs = list(rows)
+    return sum(graphs) * logits + max(graphs, default=0) * activations + max(weights, default=0) // _SPLIT_K

@@ -1,4 +1,4 @@
-"""What is to be run, as far as its memory is concerned. Does not import torch, read files, or ask the machine."""
+"""The input of a memory estimate: a model and how it runs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,44 +8,36 @@ from mycli.runtime.quantization.int4_vectors import int4_bytes
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.dtypes import BY_NAME, Dtype
 
-SCALE_BYTES = 4  # of an int8 cache: one fp32 per vector
+SCALE_BYTES = 4  # of an int8 cache: one fp32 per head and token
 DEFAULT_CONTEXT = 8192
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What is to be run. `dtype` is of activations and dense weights; None: as in config.json. `kv`: of the cache.
-
-    `shadow`: packed weights of the blocks are also kept in `dtype`. `running`: sequences at once, which share the room
-    of `batch` whole ones; None for as many as those. `expert_slots`: experts of each layer that are in memory at a
-    time, the others being read when they are chosen; None for all.
-    """
+    """A model and how it runs."""
 
     config: ModelConfig
     packings: Mapping[str, Packing] = field(default_factory=dict)
     context: int = DEFAULT_CONTEXT
-    batch: int = 1
-    dtype: Dtype | None = None
+    batch: int = 1  # sequences of full length that the cache holds
+    dtype: Dtype | None = None  # of activations and dense weights; None: as in config.json
     gpu: bool = False
     draft: "MemoryPlan | None" = None
     kv: KvDtype = "auto"
-    shadow: bool = False
-    running: int | None = None
-    expert_slots: int | None = None
+    shadow: bool = False  # packed weights of the blocks are also stored dense
+    running: int | None = None  # sequences that share the cache; None: `batch`
+    expert_slots: int | None = None  # experts per layer in memory, the rest are read from disk on demand; None: all
 
     @property
     def value_bytes(self) -> int:
-        """Bytes of one activation or dense weight."""
         return BY_NAME[self.dtype or self.config.dtype].nbytes
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of a scale of packed weights: as stored, in any dtype of activations."""
-        return BY_NAME[self.config.dtype].nbytes
+        return BY_NAME[self.config.dtype].nbytes  # scales of packed weights stay as stored, whatever `dtype` is
 
     def token_bytes(self, layer: int) -> int:
-        """Bytes of one token in the cache of a layer: 2 (keys, values) x heads x head_dim values, or codes and a scale
-        of 4 for each head, or codes of half a byte and a scale of 2 for every 32 of a head."""
+        """Return the bytes of one token in the cache of a layer: keys and values, with scales if quantized."""
         heads, head_dim = self.config.kv_shape(layer)
         if self.kv == "int4":
             return 2 * heads * int4_bytes(head_dim)
@@ -54,19 +46,15 @@ class MemoryPlan:
 
     @property
     def rows(self) -> int:
-        """R: rows of the largest pass."""
         return max(self.chunk, self.batch)
 
     @property
     def chunk(self) -> int:
-        """Tokens of prompts in a pass."""
         return min(self.context, prefill_chunk(self.gpu))
 
 
 def prefill_chunk(gpu: bool) -> int:
-    """Tokens of a prompt that go through the model at once: bounds the activations, and Ctrl-C is heard between two.
-
-    A GPU unpacks every weight for each chunk: 2.5 bytes to move beside 2 x chunk operations, a ninth of them on an H200
-    at 2048.
-    """
+    """Return how many prompt tokens one pass computes at most."""
+    # Bounds the activations and the wait for Ctrl-C. A GPU unpacks every weight for each chunk, which moves 2.5 bytes
+    # per 2 x chunk operations: a ninth of the time on an H200 at 2048.
     return 2048 if gpu else 512

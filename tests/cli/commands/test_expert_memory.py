@@ -44,10 +44,11 @@ def test_sizes_that_are_none_are_refused(mycli: Mycli, mixture: str, size: str) 
 def test_less_than_an_expert_is_refused_with_what_one_takes(mycli: Mycli, mixture: str) -> None:
     refused = mycli("run", mixture, "Hi", *GREEDY, "--expert-memory", "1B")
     assert refused.returncode == 5 and refused.stdout == ""
-    assert refused.stderr.startswith("error: 1 byte for experts, but one of each layer takes 40.5 KiB\nhint: 122 KiB")
+    assert refused.stderr.startswith("error: 1 byte for experts: one expert of each layer takes 40.5 KiB\n")
+    assert "hint: the experts of one token take 122 KiB" in refused.stderr
 
 
 def test_a_model_without_experts_has_no_bound_on_them(mycli: Mycli) -> None:
     refused = mycli("run", "pico", "Hi", *GREEDY, "--expert-memory", "1MB")
     assert refused.returncode == 2 and refused.stdout == ""
-    assert refused.stderr.startswith("error: no bound on experts is kept here")
+    assert refused.stderr.startswith("error: an expert memory limit applies only")

@@ -149,8 +149,8 @@ def test_workspace_counts_the_largest_product_once() -> None:
     assert estimate(plan("Llama-3.1-8B", INT4)).workspace.dequantization == 0  # the CPU takes them as they are
     assert estimate(plan("Llama-3.1-8B")).workspace.dequantization == 0
     small = estimate(plan("Qwen2.5-0.5B")).workspace
-    assert small.kept == small.activations == 512 * (2 * 896 + 4 * 4864 + 896) * 2
-    assert estimate(plan("Llama-3.1-8B")).workspace.kept == CPU_KEPT and result.workspace.kept == 0
+    assert small.allocator == small.activations == 512 * (2 * 896 + 4 * 4864 + 896) * 2
+    assert estimate(plan("Llama-3.1-8B")).workspace.allocator == CPU_KEPT and result.workspace.allocator == 0
     assert result.workspace.activations == 2048 * (2 * 4096 + 4 * 14336 + 4096) * 2
 
 

@@ -16,7 +16,7 @@ from mycli.runtime.memory.ceiling import (
 from mycli.runtime.memory.estimate import estimate
 from mycli.runtime.memory.fit import PackingScheme
 from mycli.runtime.memory.plan import MemoryPlan
-from mycli.runtime.memory.resident import keep_active, keep_fitting, slot_bytes
+from mycli.runtime.memory.resident import slot_bytes, with_active_experts, with_fitting_experts
 from mycli.runtime.memory.weights import linears_bytes, weight_bytes
 from mycli.runtime.quantization.scheme import Packing
 from tests.support.published import published
@@ -38,14 +38,14 @@ def test_a_slot_is_an_expert_of_each_layer() -> None:
 
 
 def test_where_all_fit_all_are_kept() -> None:
-    assert keep_fitting(MIXTURE, 80 * GIB).expert_slots is None
-    assert keep_fitting(MIXTURE, estimate(MIXTURE).total).expert_slots is None
+    assert with_fitting_experts(MIXTURE, 80 * GIB).expert_slots is None
+    assert with_fitting_experts(MIXTURE, estimate(MIXTURE).total).expert_slots is None
 
 
 @given(free=st.integers(3 * GIB, 20 * GIB), started=st.booleans())
 @settings(max_examples=12, deadline=None)
 def test_as_many_as_fit_are_kept_but_for_a_part_that_the_page_cache_has(free: int, started: bool) -> None:
-    plan = keep_fitting(MIXTURE, free, started=started)
+    plan = with_fitting_experts(MIXTURE, free, started=started)
     if plan.expert_slots is None:
         assert estimate(MIXTURE).total - estimate(MIXTURE).runtime * started <= free
         return
@@ -61,39 +61,39 @@ def test_a_mixture_of_35_billion_fits_where_24_gigabytes_are_less_than_it() -> N
     plan = MemoryPlan(config, PackingScheme(Packing(8, 128)).packings(config))
     free = 22 * GIB
     assert estimate(plan).total > free
-    kept = keep_fitting(plan, free)
+    kept = with_fitting_experts(plan, free)
     assert kept.expert_slots is not None and 128 < kept.expert_slots < 256
     assert estimate(kept).total <= free
 
 
 def test_without_room_for_what_a_token_goes_through_that_is_what_is_needed() -> None:
-    plan = keep_fitting(MIXTURE, GIB)
-    assert plan == keep_active(MIXTURE) and plan.expert_slots == CHOSEN
+    plan = with_fitting_experts(MIXTURE, GIB)
+    assert plan == with_active_experts(MIXTURE) and plan.expert_slots == CHOSEN
     assert estimate(plan).total > GIB
 
 
 @pytest.mark.parametrize("slots", [1, 5, 20, 127])
 def test_a_limit_is_kept_even_where_it_is_less_than_a_token_goes_through(slots: int) -> None:
     each = slot_bytes(MIXTURE)
-    assert keep_fitting(MIXTURE, 80 * GIB, slots * each).expert_slots == slots
-    assert keep_fitting(MIXTURE, 80 * GIB, (slots + 1) * each - 1).expert_slots == slots
+    assert with_fitting_experts(MIXTURE, 80 * GIB, slots * each).expert_slots == slots
+    assert with_fitting_experts(MIXTURE, 80 * GIB, (slots + 1) * each - 1).expert_slots == slots
 
 
 def test_a_limit_that_holds_all_or_none() -> None:
     each = slot_bytes(MIXTURE)
-    assert keep_fitting(MIXTURE, 80 * GIB, EXPERTS * each).expert_slots is None
-    with pytest.raises(ResourceError, match=r"for experts, but one of each layer takes"):
-        keep_fitting(MIXTURE, 80 * GIB, each - 1)
-    assert keep_fitting(MIXTURE, 4 * GIB, 80 * GIB) == keep_fitting(MIXTURE, 4 * GIB)
+    assert with_fitting_experts(MIXTURE, 80 * GIB, EXPERTS * each).expert_slots is None
+    with pytest.raises(ResourceError, match=r"for experts: one expert of each layer takes"):
+        with_fitting_experts(MIXTURE, 80 * GIB, each - 1)
+    assert with_fitting_experts(MIXTURE, 4 * GIB, 80 * GIB) == with_fitting_experts(MIXTURE, 4 * GIB)
 
 
 @pytest.mark.parametrize("other", ["gpu", "shadow", "dense"])
 def test_elsewhere_all_are_kept_and_a_limit_is_refused(other: str) -> None:
     dense = MemoryPlan(published("Llama-3.1-8B"))
     plan = dense if other == "dense" else replace(MIXTURE, **{other: True})  # type: ignore[arg-type]  # two flags
-    assert keep_fitting(plan, GIB) == plan
-    with pytest.raises(UsageError, match="no bound on experts"):
-        keep_fitting(plan, GIB, GIB)
+    assert with_fitting_experts(plan, GIB) == plan
+    with pytest.raises(UsageError, match="expert memory limit applies only"):
+        with_fitting_experts(plan, GIB, GIB)
 
 
 @pytest.mark.parametrize("batch", [1, 4])
