@@ -1,54 +1,94 @@
-"""The loop over the columns of one block, each waiting for those before it: one launch on a GPU, one call on a CPU.
+"""Columns solved in turn, each waiting for those before it, and coordinate descent (QuantEase, arXiv 2309.01885).
 
-The rows of a matrix do not know of each other, so a launch has one program for every few rows. What a block leaves to
-the columns after it is the business of the solvers. `columns_triton` is the same loop as device code.
+Rows are independent, so one launch on a GPU or one native call on a CPU solves a block of columns for all of them.
 """
 
 import torch
 from torch import Tensor
 
+from mycli.quant.rounding import plain
+from mycli.quant.rounding.grid import BLOCK, Grid, Quantized, dequantize_codes
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.rounding import native_columns
-
-BLOCK = 128  # columns
 
 
 def solve_block(
     residual: Tensor, matrix: Tensor, scales: Tensor, codes: Tensor | None, half: int
 ) -> tuple[Tensor, Tensor]:
-    """New codes uint8 [C, N] and the shifts fp32 [C, N] that the columns after have to hear of.
+    """New codes uint8 [C, N], and shifts fp32 [C, N] from which the caller updates the columns after the block.
 
-    residual, scales fp32 [C, N], transposed: one row for each of C <= BLOCK columns; matrix fp32 [C, C]. In turn, for
-    column i, with r what `residual` is after matrix[j, i] * shift[j] of all j < i was taken off:
+    residual, scales fp32 [C, N], transposed: one row for each of C <= BLOCK columns; matrix fp32 [C, C]. For column i
+    in turn, r is `residual` less matrix[j, i] * shift[j] of all j < i; a level is a code less `half`:
 
-    - `codes` None (GPTQ): the nearest level to r is taken, and the shift is (r - level * scale) / matrix[i, i];
-    - else (coordinate descent): the level moves by r / matrix[i, i], and the shift is how far the weight moved.
-
-    A level is a code less `half`.
+    - `codes` None (GPTQ): take the level nearest to r; the shift is (r - level * scale) / matrix[i, i];
+    - else (coordinate descent): the level moves by r / matrix[i, i]; the shift is the weight's movement.
     """
     if residual.is_cuda:
-        from mycli.quant.rounding.columns_triton import launch
+        from mycli.quant.rounding.columns_triton import launch  # triton is not installed everywhere
 
         return launch(residual, matrix, scales, codes, half)
     solved = native_columns(residual, matrix, scales, codes, half)
-    return solve_plainly(residual, matrix, scales, codes, half) if isinstance(solved, Declined) else solved
+    return plain.solve_columns(residual, matrix, scales, codes, half) if isinstance(solved, Declined) else solved
 
 
-def solve_plainly(
-    residual: Tensor, matrix: Tensor, scales: Tensor, codes: Tensor | None, half: int
-) -> tuple[Tensor, Tensor]:
-    """As `solve_block`, in plain torch: where there is no native code, and its twin."""
-    found = torch.empty(residual.shape, dtype=torch.uint8)
-    shifts = torch.zeros_like(residual)
-    for index in range(len(residual)):
-        value = torch.addmv(residual[index], shifts[:index].T, matrix[:index, index], alpha=-1)
-        scale, pivot = scales[index], matrix[index, index]
-        if codes is None:
-            level = (value / scale).round_().clamp_(-half, half - 1)
-            torch.div(value.sub_(level * scale), pivot, out=shifts[index])
-        else:
-            old = codes[index].float().sub_(half)
-            level = value.div_(pivot).div_(scale).add_(old).round_().clamp_(-half, half - 1)
-            torch.mul(level - old, scale, out=shifts[index])
-        found[index] = level + half
-    return found, shifts
+def descend(weight: Tensor, solved: Quantized, grid: Grid, hessian: Tensor, sweeps: int) -> Quantized:
+    """Move every code once, then every scale, `sweeps` times; the error under `hessian` never grows.
+
+    weight [N, K] of any float dtype; hessian fp32 [K, K] with a positive diagonal.
+    """
+    target = weight.float()
+    for _ in range(sweeps):
+        solved, pull = move_codes(target, solved, grid, hessian)
+        solved = refit_scales(solved, pull, grid, hessian)
+    return solved
+
+
+def move_codes(weight: Tensor, solved: Quantized, grid: Grid, hessian: Tensor) -> tuple[Quantized, Tensor]:
+    """Set each code in turn to the best one while all others stay; weight fp32 [N, K].
+
+    Also returns H (W - W')^T, fp32 [K, N]: the gain in output from a shift of each weight.
+    """
+    columns = weight.shape[1]
+    scales = solved.scales.float().T.contiguous()
+    group_of = torch.arange(columns, device=weight.device) // (columns // len(scales))
+    codes = solved.codes.T.contiguous()
+    pull = hessian @ (weight - dequantize_codes(solved, grid)).T
+    for start in range(0, columns, BLOCK):
+        block = slice(start, min(start + BLOCK, columns))
+        codes[block], shifts = solve_block(
+            pull[block], hessian[block, block], scales[group_of[block]], codes[block], grid.half
+        )
+        pull.addmm_(hessian[:, block], shifts, alpha=-1)
+    return Quantized(codes.T.contiguous(), solved.scales), pull
+
+
+def refit_scales(solved: Quantized, pull: Tensor, grid: Grid, hessian: Tensor) -> Quantized:
+    """The scales of least error for these codes, stored values; a row that would lose by it keeps its scales.
+
+    pull fp32 [K, N]: what `move_codes` returns for `solved`.
+    """
+    columns, rows = pull.shape
+    groups = solved.scales.shape[1]
+    size = columns // groups
+    levels = (solved.codes.float() - grid.half).T.contiguous()  # [K, N]
+    # A shift d of the scales of a row changes its error by d^T A d - 2 g^T d. A is symmetric: half of it is computed.
+    quadratic = torch.empty(groups, groups, rows, device=pull.device)
+    for group in range(groups):
+        start = group * size
+        product = hessian[start:, start : start + size] @ levels[start : start + size]
+        sums = product.mul_(levels[start:]).view(groups - group, size, rows).sum(1)
+        quadratic[group, group:], quadratic[group:, group] = sums, sums
+    quadratic = quadratic.permute(2, 0, 1).contiguous()
+    gradient = levels.mul_(pull).view(groups, size, rows).sum(1).T
+    old = solved.scales.float()
+    # Relative to the old scales all numbers have similar size. The ridge keeps groups of zeros solvable.
+    scaled = quadratic * old.unsqueeze(1) * old.unsqueeze(2)
+    diagonal = scaled.diagonal(dim1=1, dim2=2)
+    diagonal.add_(1e-6 * diagonal.mean(1, keepdim=True) + torch.finfo(torch.float32).tiny)
+    factors, failed = torch.linalg.cholesky_ex(scaled)
+    step = torch.cholesky_solve((gradient * old).unsqueeze(2), factors).squeeze(2)
+    new = grid.storable(old * (1 + step))
+    shift = new - old
+    gain = 2 * (gradient * shift).sum(1) - torch.einsum("ng,ngh,nh->n", shift, quadratic, shift)
+    better = (failed == 0) & torch.isfinite(new).all(1) & (gain > 0)
+    return Quantized(solved.codes, torch.where(better.unsqueeze(1), new, old).to(solved.scales.dtype))

@@ -1,7 +1,6 @@
-"""`columns.solve_block` as one Triton kernel: each program holds a few rows of the block and goes through its columns.
+"""`columns.solve_block` as one Triton kernel: each program keeps a few rows of the block in registers.
 
-What a column needs from those before it is in registers; nothing is exchanged between programs, so the result does not
-depend on how many there are. Divisions round to nearest, as torch's do: a code at a tie is then the same.
+Programs exchange nothing, so the result does not depend on their number.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
@@ -12,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mycli.quant.rounding.columns import BLOCK
+from mycli.quant.rounding.grid import BLOCK
 
-ROWS = 8  # of the weight, for one warp: 32 numbers of the block in each thread
+ROWS = 8  # of the weight per program of one warp: 32 values of the block in each thread
 
 
 @triton.jit
@@ -32,7 +31,6 @@ def block_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Grid (rows / ROWS)."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = row < rows
@@ -42,16 +40,17 @@ def block_kernel(
         value = tl.sum(tl.where(column[:, None] == index, left, 0.0), axis=0)
         place = index * rows + row
         scale = tl.load(scales + place, mask=inside, other=1.0)
+        # Divisions round to nearest as torch's do, so a code at a tie is the same.
         pivot = tl.load(matrix + index * count + index)
         if MOVE:
-            was = tl.load(old + place, mask=inside, other=0).to(tl.float32) - HALF
-            wanted = tl.div_rn(tl.div_rn(value, tl.zeros_like(value) + pivot), scale) + was
+            before = tl.load(old + place, mask=inside, other=0).to(tl.float32) - HALF
+            exact = tl.div_rn(tl.div_rn(value, tl.zeros_like(value) + pivot), scale) + before
         else:
-            wanted = tl.div_rn(value, scale)
-        wanted = tl.minimum(tl.maximum(wanted, -HALF - 1.0), HALF + 0.0)  # so that the sum below rounds to the nearest
-        level = (wanted + 12582912.0) - 12582912.0  # 1.5 * 2^23
+            exact = tl.div_rn(value, scale)
+        exact = tl.minimum(tl.maximum(exact, -HALF - 1.0), HALF + 0.0)  # small enough for the rounding below
+        level = (exact + 12582912.0) - 12582912.0  # adding 1.5 * 2^23 rounds to the nearest integer, ties to even
         level = tl.minimum(tl.maximum(level, -HALF + 0.0), HALF - 1.0)
-        shift = (level - was) * scale if MOVE else tl.div_rn(value - level * scale, tl.zeros_like(value) + pivot)
+        shift = (level - before) * scale if MOVE else tl.div_rn(value - level * scale, tl.zeros_like(value) + pivot)
         tl.store(codes + place, (level + HALF).to(tl.uint8), mask=inside)
         tl.store(shifts + place, shift, mask=inside)
         later = (column > index) & (column < count)
@@ -59,12 +58,12 @@ def block_kernel(
 
 
 def launch(residual: Tensor, matrix: Tensor, scales: Tensor, codes: Tensor | None, half: int) -> tuple[Tensor, Tensor]:
-    """As `columns.solve_block`; all on one device, residual, scales and codes contiguous."""
+    """Run `columns.solve_block` on a GPU; residual, scales and codes are contiguous."""
     count, rows = residual.shape
-    found = torch.empty(residual.shape, dtype=torch.uint8, device=residual.device)
+    new_codes = torch.empty(residual.shape, dtype=torch.uint8, device=residual.device)
     shifts = torch.empty_like(residual)
     block_kernel[(triton.cdiv(rows, ROWS),)](
-        residual, matrix.contiguous(), scales, found if codes is None else codes, found, shifts, rows, count,
+        residual, matrix.contiguous(), scales, new_codes if codes is None else codes, new_codes, shifts, rows, count,
         HALF=half, MOVE=codes is not None, BLOCK=BLOCK, ROWS=ROWS, num_warps=1,
     )  # fmt: skip
-    return found, shifts
+    return new_codes, shifts

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mycli.quant.rounding.columns import BLOCK, solve_block
-from mycli.quant.rounding.coordinate_descent import descend
-from mycli.quant.rounding.grid import Grid, Quantized, find_scales, round_to_grid
+from mycli.quant.rounding.columns import descend, solve_block
+from mycli.quant.rounding.grid import BLOCK, Grid, Quantized, find_scales, round_to_grid
 from mycli.quant.solvers import SOLVER_WEIGHTS, Solution, SolverSpec
 
 SOLVER = SolverSpec(help="round column by column, compensating each error in later columns", needs_data=True)

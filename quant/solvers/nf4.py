@@ -7,7 +7,8 @@ once more, and codes are chosen for what is left of them. Needs no data, and wou
 import torch
 from torch import Tensor
 
-from mycli.quant.rounding.grid import SEARCH_WEIGHTS, Grid, Quantized, grouped, require_representable
+from mycli.quant.rounding.grid import Grid, Quantized
+from mycli.quant.rounding.plain import SEARCH_WEIGHTS, grouped, require_representable
 from mycli.quant.solvers import Solution, SolverSpec
 from mycli.runtime.quantization.codes import code_table
 from mycli.runtime.quantization.nested_scales import dynamic_table, nest

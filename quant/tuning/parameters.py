@@ -12,7 +12,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from mycli.quant.rounding.grid import Grid, Quantized, grouped, storable
+from mycli.quant.rounding.grid import Grid, Quantized
+from mycli.quant.rounding.plain import grouped
 from mycli.quant.work_folder import Solved
 from mycli.runtime.layers.block import Block
 from mycli.runtime.layers.layer_part import PassContext
@@ -38,7 +39,7 @@ class TunableWeight:
 
     def _stored_scales(self) -> Tensor:
         wanted = self._scales * (1 + self.scale_change)
-        return straight_through(wanted, storable(wanted.detach(), self._grid))
+        return straight_through(wanted, self._grid.storable(wanted.detach()))
 
     def weight(self) -> Tensor:
         """fp32 [N, K], differentiable."""

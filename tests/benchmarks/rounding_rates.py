@@ -14,8 +14,8 @@ from functools import partial
 
 import torch
 
-from mycli.quant.rounding.columns import BLOCK, solve_block
-from mycli.quant.rounding.grid import Grid, round_to_nearest
+from mycli.quant.rounding.columns import solve_block
+from mycli.quant.rounding.grid import BLOCK, Grid, round_to_nearest
 from mycli.runtime.kernels.cpu.library.build import native
 from mycli.runtime.quantization.scheme import Packing
 

@@ -29,7 +29,6 @@ MOST_ROOMS, MOST_FLOORS = 18, 9
 # Circles that are being removed; an entry is only ever taken out.
 KNOWN_CIRCLES: list[list[str]] = [
     ["cli/load.py", "cli/open_engine.py"],
-    ["quant/rounding/columns.py", "quant/rounding/columns_triton.py"],
     [
         "runtime/checkpoint/formats/__init__.py",
         "runtime/checkpoint/manifest.py",

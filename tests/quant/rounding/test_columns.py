@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mycli.quant.rounding.columns import BLOCK, solve_block, solve_plainly
+from mycli.quant.rounding.columns import solve_block
+from mycli.quant.rounding.grid import BLOCK
+from mycli.quant.rounding.plain import solve_columns
 from tests.support.columns import SHAPES, agree, problem
 from tests.support.triton_interpreter import Interpret, interpret  # noqa: F401  (reason: a fixture)
 
@@ -34,7 +36,7 @@ def definition(
 def test_the_loop_is_its_definition(half: int, move: bool) -> None:
     for count, rows in SHAPES:
         given = problem(count, rows, half, move)
-        for solve in (solve_block, solve_plainly):
+        for solve in (solve_block, solve_columns):
             agree(solve(*given), definition(*given))
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mycli.quant.rounding.coordinate_descent import descend, move_codes, refit_scales
+from mycli.quant.rounding.columns import descend, move_codes, refit_scales
 from mycli.quant.rounding.grid import Grid, Quantized, dequantize_codes, find_scales
 from mycli.quant.solvers import gptq, rtn
 from mycli.runtime.quantization.scheme import Packing

@@ -133,7 +133,7 @@ def test_codes_are_the_nearest_levels_of_the_stored_scales(bits: int) -> None:
 def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, grid = heavy_tailed(10, 256), Grid(Packing(4, 128), torch.bfloat16)
     whole = solve(weight, grid)
-    monkeypatch.setattr("mycli.quant.rounding.grid.SEARCH_WEIGHTS", 3 * 256)
+    monkeypatch.setattr("mycli.quant.rounding.plain.SEARCH_WEIGHTS", 3 * 256)
     parts = solve(weight, grid)
     assert torch.equal(parts.codes, whole.codes) and torch.equal(parts.scales, whole.scales)
 
