@@ -34,7 +34,7 @@ from mycli.quant.work_folder import Solved, WorkFolder
 from mycli.runtime.device.placement import torch_dtype
 from mycli.runtime.device.system import trim
 from mycli.runtime.errors import ModelError
-from mycli.runtime.layers.attention import TextAttention
+from mycli.runtime.layers.attention import PromptAttention
 from mycli.runtime.layers.block import Block
 from mycli.runtime.layers.layer_part import PassContext
 from mycli.runtime.layers.linear import Linear
@@ -198,7 +198,7 @@ def _pass_block(
     `sides` of both.
     """
     context = model.context(stream.shape[1])
-    exact = replace(context, attention=TextAttention())
+    exact = replace(context, attention=PromptAttention())
     solved, settled = found, False
     if solved is None:
         quantized = BlockState(model.block(index), stream, sides=sides[0])

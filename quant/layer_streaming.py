@@ -19,7 +19,7 @@ from mycli.runtime.cache.kv_cache import Stored, cache_dtype
 from mycli.runtime.checkpoint.formats import EMBEDDING
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
-from mycli.runtime.layers.attention import TextAttention
+from mycli.runtime.layers.attention import PromptAttention
 from mycli.runtime.layers.block import Block
 from mycli.runtime.layers.layer_part import PassContext
 from mycli.runtime.layers.linear import Linear
@@ -64,9 +64,9 @@ class Sides:
     def beside(self, context: PassContext, rows: slice) -> PassContext:
         """`context` for the windows `rows`, which are always cut alike."""
         told = None if self._per_layer is None else partial(self._told, self._per_layer, self._places[rows])
-        assert isinstance(context.attention, TextAttention)
+        assert isinstance(context.attention, PromptAttention)
         lent = self._lent.setdefault(rows.start, {})
-        return replace(context, told=told, attention=context.attention.lending(lent))
+        return replace(context, per_layer_inputs=told, attention=context.attention.with_shared(lent))
 
     def _told(self, per_layer: PerLayerInputs, places: Tensor, layer: int) -> Tensor:
         config, placement = self._model.config, self._model.placement
@@ -165,7 +165,7 @@ class StreamedModel:
         """
         rope = Rope(self.config, tokens, self.placement.device, self.placement.dtype)
         dtype = None if exact else cache_dtype(self.placement.kv, self.placement.dtype)
-        return PassContext(rope.tables(0, tokens), TextAttention(dtype))
+        return PassContext(rope.tables(0, tokens), PromptAttention(dtype))
 
     def sides(self, tokens: Tensor) -> Sides | None:
         """What goes along with a stream of the windows int64 [windows, context]; None where layers read no more."""

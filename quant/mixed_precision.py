@@ -19,7 +19,7 @@ from mycli.quant.progress import ReportProgress, silent
 from mycli.quant.rounding.grid import Grid, relative_error, round_to_nearest
 from mycli.runtime.device.placement import torch_dtype
 from mycli.runtime.errors import UsageError
-from mycli.runtime.layers.attention import TextAttention
+from mycli.runtime.layers.attention import PromptAttention
 from mycli.runtime.layers.block import Block
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.part_spec import LinearSpec
@@ -82,7 +82,7 @@ def measure_shares(
     """
     config = model.config
     context = model.context(windows.shape[1])
-    exact = replace(context, attention=TextAttention())
+    exact = replace(context, attention=PromptAttention())
     with torch.no_grad(), rough_products(model.placement.device):
         wanted = model.embed(windows)
         streams = wanted.new_empty(config.layers + 1, *wanted.shape)

@@ -119,7 +119,7 @@ class OpenedModel:
         """
         import torch
 
-        from mycli.runtime.cache.block_table import Chunk
+        from mycli.runtime.cache.batch import Chunk
         from mycli.runtime.engine.model_runner import CacheShape
         from mycli.runtime.memory.plan import prefill_chunk
 
@@ -128,7 +128,7 @@ class OpenedModel:
             raise UsageError(f"{len(tokens)} tokens; the context holds 1 to {self.engine.context}", code="more-context")
         runner = self.model.runner
         states: list[Tensor] = []
-        cache = runner.make_cache(CacheShape.lanes(len(tokens)))
+        cache = runner.make_cache(CacheShape.contiguous(len(tokens)))
         size = prefill_chunk(runner.device.type == "cuda")
         for start in range(0, len(tokens), size):
             runner.run([Chunk(tokens[start : start + size], start, (0,), 0)], cache, states.append)
@@ -282,14 +282,14 @@ def _build(
 
 
 def _proposer(name: str, draft: ModelFolder | None, loaded: "LoadedModel", shape: "CacheShape") -> "Proposer":
+    from mycli.runtime.speculative.mtp_head import MtpHead
     from mycli.runtime.speculative.prediction import PredictionProposer
-    from mycli.runtime.speculative.prediction_head import PredictionHead
     from mycli.runtime.speculative.proposers import PromptLookup, load_draft
 
     if draft is None:
         return PromptLookup()
     if name == MTP:
-        return PredictionProposer(PredictionHead(draft, loaded.runner), shape)
+        return PredictionProposer(MtpHead(draft, loaded.runner), shape)
     with _errors_about(name):
         return load_draft(draft, loaded.tokenizer, loaded.runner, shape)
 

@@ -83,9 +83,9 @@ def _subject(
 
     def new_proposer() -> Proposer:
         if isinstance(proposer, DraftModel):
-            return DraftModel(proposer.runner, CacheShape.lanes(context), loaded.runner.nbytes)
+            return DraftModel(proposer.runner, CacheShape.contiguous(context), loaded.runner.nbytes)
         if isinstance(proposer, PredictionProposer):
-            return PredictionProposer(proposer.head, CacheShape.lanes(context))
+            return PredictionProposer(proposer.head, CacheShape.contiguous(context))
         return PromptLookup()
 
     subject = SpeculationSubject(loaded.runner, new_proposer, loaded.vocabulary_size, loaded.stop_ids, context)

@@ -32,7 +32,7 @@ from mycli.runtime.utils.units import human_bytes
 if TYPE_CHECKING:  # torch takes seconds to import, and --help must not wait for it
     from mycli.runtime.device.placement import Placement
     from mycli.runtime.diagnostics.throughput import Result, Trial
-    from mycli.runtime.layers.expert_slots import ExpertReads
+    from mycli.runtime.layers.streamed_experts import ExpertReads
 
 EXAMPLES = (
     "mycli bench pico -p 64 -n 16 -r 2",

@@ -4,7 +4,7 @@ Plain Python: knows numbers of blocks and tokens; does not know tensors or why a
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from mycli.runtime.cache.block_pool import BlockPool
 from mycli.runtime.cache.prefix_index import Match, Node
@@ -14,22 +14,6 @@ _NO_BLOCK = "no free block to copy a shared one to"
 
 
 APART = 64  # tokens at most between a text's last snapshot and its end; so many are read at once in no time
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """New tokens of one sequence for a pass: from position `start` on, in `blocks`.
-
-    `logits`: of so many tokens at the end they are wanted. `state`: the slot of what recurrent layers keep of the
-    sequence, which goes on by all tokens but those that are `drafted`: by those, as `StateStore.settle` says.
-    """
-
-    tokens: Sequence[int]
-    start: int
-    blocks: tuple[int, ...]
-    logits: int
-    state: int = 0
-    drafted: int = 0
 
 
 class BlockTable:

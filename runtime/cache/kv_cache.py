@@ -11,11 +11,11 @@ be undone.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from mycli.runtime.cache.batch import Batch
 from mycli.runtime.cache.int4 import pack_int4, unpack_int4
 from mycli.runtime.cache.state_store import StateStore
 from mycli.runtime.models.config import KvDtype, ModelConfig
@@ -77,39 +77,6 @@ class Run:
     count: int
 
 
-class Placed(Protocol):
-    """Consecutive positions of one sequence: `count` from `start` on, in `blocks`."""
-
-    @property
-    def count(self) -> int:
-        """Positions."""
-        ...
-
-    @property
-    def start(self) -> int:
-        """The first."""
-        ...
-
-    @property
-    def blocks(self) -> Sequence[int]:
-        """Where the sequence lies."""
-        ...
-
-
-class Places(Protocol):
-    """Where the tokens of a pass go; see `runtime.layers.batch.Batch`."""
-
-    @property
-    def spans(self) -> Sequence[Placed]:
-        """By sequence."""
-        ...
-
-    @property
-    def slots(self) -> Tensor:
-        """int64 [T]: block * block_size + offset."""
-        ...
-
-
 class KVCache:
     """Keys and values in blocks, [2, blocks, kv_heads, block_size, head_dim] a layer, in a floating `dtype` or int8.
 
@@ -137,11 +104,11 @@ class KVCache:
             data.append(torch.zeros(shape, dtype=dtype, device=device))
             if dtype == torch.int8:
                 scales.append(torch.zeros(shape[:-1], dtype=torch.float32, device=device))
-        self._hold(data, scales)
+        self._set_tensors(data, scales)
 
-    def _hold(self, data: list[Tensor], scales: list[Tensor]) -> None:
+    def _set_tensors(self, data: list[Tensor], scales: list[Tensor]) -> None:
         self._data, self._scales = data, scales
-        self._lanes: dict[tuple[int, int], KVCache] = {}
+        self._views: dict[tuple[int, int], KVCache] = {}
         self.blocks, self.block_size = data[0].shape[1], data[0].shape[3]
         # Keys and values of each layer apart: making such a view takes as long as storing a token.
         self._parts = [self._apart(layer) for layer in range(len(data))]
@@ -160,37 +127,35 @@ class KVCache:
         """Bytes of memory held."""
         return sum(tensor.nbytes for tensor in (*self._data, *self._scales)) + self.states.nbytes
 
-    def lanes(self, first: int, count: int) -> "KVCache":
-        """The `count` blocks from `first` on as a cache of their own, over the same memory: always the same object."""
+    def view_blocks(self, first: int, count: int) -> "KVCache":
+        """Return blocks `first` .. `first + count` as a cache over the same memory: the same object every time."""
         if count == self.blocks:
             return self
-        found = self._lanes.get((first, count))
-        if found is None:
-            found = self._lanes[first, count] = KVCache.__new__(KVCache)
-            found.states = self.states
-            chosen = slice(first, first + count)
-            found._hold([one[:, chosen] for one in self._data], [one[:, chosen] for one in self._scales])
-        return found
+        view = self._views.get((first, count))
+        if view is None:
+            view = self._views[first, count] = KVCache.__new__(KVCache)
+            view.states = self.states
+            blocks = slice(first, first + count)
+            view._set_tensors([data[:, blocks] for data in self._data], [scales[:, blocks] for scales in self._scales])
+        return view
 
-    def write(self, layer: int, places: Places, keys: Tensor, values: Tensor) -> None:
-        """Store keys and values [T, kv_heads, head_dim], or packed [T, kv_heads, bytes], at `places` in the cache."""
-        spans = places.spans
+    def write(self, layer: int, batch: Batch, keys: Tensor, values: Tensor) -> None:
+        """Store keys and values [T, kv_heads, head_dim], or packed [T, kv_heads, bytes], of the tokens of `batch`."""
+        chunks = batch.chunks
         for kind, new in enumerate((keys, values)):
             data, scales = self._parts[layer][kind].data, self._parts[layer][kind].scales
-            held = Stored.of(new, data.dtype)
-            codes, new_scales = held.data, held.scales
-            if len(spans) == 1 and len(spans[0].blocks) == 1:
-                (span,) = spans
-                place = span.blocks[0], slice(None), slice(span.start, span.start + span.count)
-                data[place] = codes.transpose(0, 1)
-                if scales is not None and new_scales is not None:
-                    scales[place] = new_scales.T
+            stored = Stored.of(new, data.dtype)
+            if len(chunks) == 1 and len(chunks[0].blocks) == 1:
+                (chunk,) = chunks
+                place = chunk.blocks[0], slice(None), slice(chunk.start, chunk.length)
+                data[place] = stored.data.transpose(0, 1)
+                if scales is not None and stored.scales is not None:
+                    scales[place] = stored.scales.T
                 continue
-            slots = places.slots
-            block, offset = slots // self.block_size, slots % self.block_size
-            data[block, :, offset] = codes
-            if scales is not None and new_scales is not None:
-                scales[block, :, offset] = new_scales
+            block, offset = batch.slot_mapping // self.block_size, batch.slot_mapping % self.block_size
+            data[block, :, offset] = stored.data
+            if scales is not None and stored.scales is not None:
+                scales[block, :, offset] = stored.scales
 
     def read(self, layer: int, blocks: Sequence[int], length: int) -> tuple[Stored, Stored]:
         """Keys and values [1, kv_heads, length, head_dim] of the sequence in `blocks`; views where it is one block."""

@@ -1,8 +1,7 @@
-"""The states of recurrent layers: memory taken once, in slots that sequences own and snapshots keep.
+"""The states of recurrent layers: memory taken once, in slots that sequences own and snapshots copy.
 
-Tensors only: whose a slot is, and after which text its state stands, is the business of `StatePool`. Does not know what
-a state means or how it goes on. What a pass over drafted tokens would make of a state waits here until it is known how
-many of them stand.
+`StatePool` decides which sequence or snapshot owns a slot. In a pass over drafted tokens the states do not change;
+their updates are queued here until the number of accepted tokens is known.
 """
 
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from mycli.runtime.models.config import ModelConfig
 
-TakeOn = Callable[[int], None]  # takes a state on by the first so many tokens of a pass
+CommitTokens = Callable[[int], None]  # advances one layer's state by the first n tokens of a pass
 
 
 class StateStore:
@@ -25,52 +24,54 @@ class StateStore:
             for spec in config.layer_specs
             if spec.recurrent is not None
         }
-        self._waiting: dict[int, list[TakeOn]] = {}  # by slot
+        self._deferred: dict[int, list[CommitTokens]] = {}  # by slot
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether any layer has a state."""
+        return bool(self._layers)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory held."""
         return sum(tensor.nbytes for states in self._layers.values() for tensor in states)
 
     def layer(self, index: int) -> tuple[Tensor, ...]:
-        """The states of one layer, of all slots."""
+        """Return the states of one layer, of all slots."""
         return self._layers[index]
 
     def clear(self, slot: int) -> None:
-        """A text begins there."""
+        """Zero a slot."""
         for states in self._layers.values():
             for tensor in states:
                 tensor[slot].zero_()
 
     def copy(self, source: int, target: int) -> None:
-        """Make slot `target` what `source` is."""
         for states in self._layers.values():
             for tensor in states:
                 tensor[target] = tensor[source]
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of what a slot holds, as `take` gives them."""
         return self.nbytes // max(self.slots, 1)
 
     def take(self, slot: int) -> bytes:
-        """What a slot holds, layer after layer."""
+        """Return the contents of a slot, layer after layer."""
         parts = (tensor[slot] for states in self._layers.values() for tensor in states)
         return b"".join(part.cpu().contiguous().view(torch.uint8).numpy().tobytes() for part in parts)
 
     def put(self, slot: int, values: bytearray) -> None:
-        """What `take` gave."""
+        """Set a slot to contents returned by `take`."""
         at = 0
         for tensor in (tensor for states in self._layers.values() for tensor in states):
             part = torch.frombuffer(values, dtype=tensor.dtype, count=tensor[slot].numel(), offset=at)
             tensor[slot].copy_(part.view(tensor.shape[1:]))
             at += part.nbytes
 
-    def wait(self, slot: int, replay: TakeOn) -> None:
-        """A pass over a slot left one layer's state as it was; `replay` makes it what it is to be."""
-        self._waiting.setdefault(slot, []).append(replay)
+    def defer(self, slot: int, commit: CommitTokens) -> None:
+        """Queue the update of one layer's state in `slot`, which the last pass left unchanged."""
+        self._deferred.setdefault(slot, []).append(commit)
 
-    def settle(self, slot: int, count: int) -> None:
-        """Of the tokens that the last pass over a slot read and left waiting the first `count` stand, maybe none."""
-        for replay in self._waiting.pop(slot, ()):
-            replay(count)
+    def commit_drafts(self, slot: int, count: int) -> None:
+        """Advance the slot's states by the first `count` tokens of the last draft pass; discard the rest."""
+        for commit in self._deferred.pop(slot, ()):
+            commit(count)

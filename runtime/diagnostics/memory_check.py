@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mycli.runtime.cache.block_table import Chunk
+from mycli.runtime.cache.batch import Batch, Chunk
 from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
@@ -20,7 +20,6 @@ from mycli.runtime.device.system import peak_resident, reset_peak, resident
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.model_runner import ModelRunner, cache_shape
 from mycli.runtime.errors import GateError
-from mycli.runtime.layers.batch import Batch
 from mycli.runtime.memory.estimate import cache_positions, estimate, state_slots
 from mycli.runtime.memory.plan import MemoryPlan
 from mycli.runtime.sampling.params import SamplingParams

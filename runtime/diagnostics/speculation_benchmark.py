@@ -46,7 +46,7 @@ class SpeculationSubject:
         if policy is not None:
             proposer, chosen = self.new_proposer(), policy
             speculator = ProposerSpeculator(proposer, lambda: chosen(proposer))
-        engine = Engine(self.runner, CacheShape.lanes(self.context), self.vocabulary_size, speculator=speculator)
+        engine = Engine(self.runner, CacheShape.contiguous(self.context), self.vocabulary_size, speculator=speculator)
         warm_up(engine)
         return engine
 

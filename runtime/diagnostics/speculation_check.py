@@ -10,19 +10,18 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from mycli.runtime.cache.block_table import Chunk
+from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.cache.prefix_index import shared
 from mycli.runtime.diagnostics.speculation_benchmark import SpeculationSubject
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.errors import UsageError
-from mycli.runtime.layers.batch import Batch
 from mycli.runtime.memory.plan import prefill_chunk
 from mycli.runtime.sampling.logits_processors import distribution
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.sampler import Sampler
 from mycli.runtime.speculative.draft_length import FixedDraftLength
+from mycli.runtime.speculative.mtp_head import MtpHead
 from mycli.runtime.speculative.prediction import PredictionProposer
-from mycli.runtime.speculative.prediction_head import PredictionHead
 from mycli.runtime.speculative.proposers import DraftModel, Proposal
 from mycli.runtime.speculative.rejection_sampling import rejection_sample
 
@@ -77,7 +76,7 @@ class Prefix:
 
     def __init__(self, runner: ModelRunner, context: int) -> None:
         self._runner, self._context = runner, context
-        self._cache = runner.make_cache(CacheShape.lanes(context))
+        self._cache = runner.make_cache(CacheShape.contiguous(context))
         self._text: list[int] = []
 
     def logits(self, text: Sequence[int]) -> Tensor:
@@ -102,21 +101,20 @@ def _rows(prefix: Prefix, prompt: Sequence[int]) -> Callable[..., Tensor]:
     return row
 
 
-def _predicted(target: ModelRunner, head: PredictionHead, prompt: Sequence[int]) -> Callable[..., Tensor]:
+def _predicted(target: ModelRunner, head: MtpHead, prompt: Sequence[int]) -> Callable[..., Tensor]:
     if len(prompt) < 2:
         raise UsageError("a prompt of one token, after which the head has nothing to go by", "take a longer prompt")
     states: list[Tensor] = []
     read = len(prompt) - 1
-    target.run([Chunk(prompt[:-1], 0, (0,), 0)], target.make_cache(CacheShape.lanes(read)), states.append)
+    target.run([Chunk(prompt[:-1], 0, (0,), 0)], target.make_cache(CacheShape.contiguous(read)), states.append)
 
     @cache
     def row(*tokens: int) -> Tensor:
-        shape = CacheShape.lanes(read + len(tokens))
+        shape = CacheShape.contiguous(read + len(tokens))
         own, rope = head.make_cache(shape), target.rope(shape.context)
 
         def step(text: Sequence[int], place: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
-            batch = Batch.of([Chunk(text, place, (0,), 1)], shape.block_size, target.device)
-            made, logits = head(batch, hidden, rope, own)
+            made, logits = head([Chunk(text, place, (0,), 1)], hidden, rope, own)
             return made[-1:], logits[0]
 
         made, logits = step(prompt[1:], 0, states[0])

@@ -23,7 +23,7 @@ from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.engine.sequence import Request
 from mycli.runtime.kernels.cpu.matmul import memory_bandwidth
-from mycli.runtime.layers.expert_slots import ExpertReads
+from mycli.runtime.layers.streamed_experts import ExpertReads
 from mycli.runtime.memory.ceiling import bytes_per_step
 from mycli.runtime.memory.plan import MemoryPlan
 
@@ -111,7 +111,7 @@ class _Test:
         self._trial = trial
         self._vocab = runner.config.vocab_size
         self._random = random.Random(seed)
-        self._engine = Engine(runner, CacheShape.lanes(trial.context, trial.sequences), self._vocab)
+        self._engine = Engine(runner, CacheShape.contiguous(trial.context, trial.sequences), self._vocab)
         self._depths = [self._tokens(trial.depth) for _ in range(trial.sequences)]
         if trial.depth:
             self._run(self._depths, 0)

@@ -6,7 +6,7 @@ Knows turns, samplers and the loop of a runner; does not know what the tokens me
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from mycli.runtime.cache.block_table import Chunk
+from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.engine.drawing import Live
 from mycli.runtime.engine.model_runner import ModelRunner
@@ -32,7 +32,7 @@ class LaunchesAhead:
         It does where all decode and draw alike. Several sequences draw from random numbers of their own, which the
         device does not have: they are greedy.
         """
-        if self._runner.fast.loop is None or any(not turn.decodes or turn.drafts for turn in turns):
+        if not self._runner.passes.makes_tokens or any(not turn.decodes or turn.drafts for turn in turns):
             return None
         first, *others = [live[turn.sequence.id].sampler.device_sampling() for turn in turns]
         if first is None or any(one is None or replace(one, seed=first.seed) != first for one in others):
@@ -54,6 +54,6 @@ class LaunchesAhead:
             chunks: list[Chunk] = [turn.chunk([]) for turn in turns]
             stops = frozenset[int]().union(*[turn.sequence.request.stop_ids for turn in turns])
             self._places = places
-            self._launches = self._runner.launches(chunks, choice, self._cache, left, stops)
+            self._launches = self._runner.tokens(chunks, choice, self._cache, left, stops)
             found = None if self._launches is None else next(self._launches, None)
         return found

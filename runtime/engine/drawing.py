@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mycli.runtime.cache.block_table import Chunk
+from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.engine.sequence import Request
 from mycli.runtime.engine.speculation import Drafted, Heard, Listener, Speculator
 from mycli.runtime.engine.turns import Turn

@@ -256,7 +256,7 @@ class Engine:
     def _settle(self, turn: Turn, count: int) -> None:
         """The state after the first `count` tokens of a turn with drafted ones, where layers keep any."""
         if turn.sequence.table.state is not None:
-            self.cache.states.settle(turn.sequence.table.state, count)
+            self.cache.states.commit_drafts(turn.sequence.table.state, count)
 
     def _end(self, sequence: Sequence_, reason: FinishReason, error: UserError | None = None) -> SequenceOutput:
         """Its place is free. What it leaves in the cache is kept for texts that begin alike, unless it went wrong."""

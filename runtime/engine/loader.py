@@ -9,8 +9,8 @@ from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement, free_memory
 from mycli.runtime.device.system import release_free_memory
 from mycli.runtime.engine.config import EngineConfig
-from mycli.runtime.engine.cpu_loop import CpuLoop
-from mycli.runtime.engine.model_runner import FastPaths, ModelRunner
+from mycli.runtime.engine.model_runner import ModelRunner
+from mycli.runtime.engine.passes import compile_passes
 from mycli.runtime.errors import Declined, ResourceError
 from mycli.runtime.kernels.cpu.matmul import CpuKernel
 from mycli.runtime.kernels.reference import DequantizeKernel
@@ -44,22 +44,16 @@ def load_model(
         warn(warning)
     if folder.config.tie_embeddings and checkpoint.tied_head_differs():
         warn("lm_head.weight differs from the embedding, but config.json ties them: the embedding is used")
-    model = Transformer(folder.config)
-    model.load(checkpoint, folder.packings, placement.device, placement.dtype, expert_slots)
+    model = Transformer(folder.config, expert_slots)
+    model.load(checkpoint, folder.packings, placement.device, placement.dtype)
     if folder.packings and placement.unpacked:
         warn(Declined("weights-unpacked", {"reason": placement.unpacked, "dtype": placement.dtype_name}))
     for decoded in _decoded(folder, placement):
         warn(decoded)
     if placement.dense_prefill_copy and not placement.unpacked:
         model.keep_dense_copies()
-    release_free_memory()  # what was read and then laid out otherwise: a tenth of a packed model
-    if placement.device.type == "cpu":
-        return ModelRunner(model, placement.kv, FastPaths(loop=CpuLoop.make(model)))
-    if not folder.packings or placement.device.type != "cuda":
-        return ModelRunner(model, placement.kv)
-    from mycli.runtime.engine.device_loop import accelerate
-
-    return ModelRunner(model, placement.kv, accelerate(model, placement.kv, warn))
+    release_free_memory()  # the buffers that weights were read into: a tenth of a packed model
+    return ModelRunner(model, placement.kv, compile_passes(model, placement.kv, warn))
 
 
 @dataclass(frozen=True)

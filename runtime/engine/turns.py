@@ -6,7 +6,7 @@ Plain records, without torch. Does not know why a sequence has its turn.
 from collections import Counter
 from dataclasses import dataclass, field
 
-from mycli.runtime.cache.block_table import Chunk
+from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.engine.sequence import Sequence
 
 

@@ -1,7 +1,4 @@
-"""One decoder layer, written once: its parts as sequences of products that whoever runs them multiplies.
-
-What it is made of is its `LayerSpec`. Does not know caches' insides, batches or kernels.
-"""
+"""One decoder layer: its parts in order, each a generator of products; see `LayerSpec`."""
 
 from collections.abc import Iterator, Mapping
 
@@ -9,17 +6,15 @@ import torch
 from torch import Tensor, nn
 
 from mycli.runtime.checkpoint.reader import Checkpoint
-from mycli.runtime.kernels.cpu.layer import CAttentionPart, CParallelPart, CPart, CPerLayerPart
 from mycli.runtime.kernels.registry import ACTIVATION, ROW_WEIGHTS
-from mycli.runtime.layers.expert_slots import ExpertSource
 from mycli.runtime.layers.feed_forward import Experts, Mlp
-from mycli.runtime.layers.layer_part import LayerPart, PassContext, Steps, complete, normed
+from mycli.runtime.layers.layer_part import LayerPart, PassContext, Steps, complete
 from mycli.runtime.layers.linear import Linear, load_linears
-from mycli.runtime.layers.native.parts import NativePart, Preparable, ReadyPart, attention_part, per_layer_part
-from mycli.runtime.layers.native.recurrent import CRecurrentPart, recurrent_part
-from mycli.runtime.layers.norm import RMSNorm, make_norm
+from mycli.runtime.layers.norm import RMSNorm, make_norm, normed
 from mycli.runtime.layers.recurrent import make_mixer
 from mycli.runtime.layers.rope import rotate
+from mycli.runtime.layers.streamed_experts import ExpertReads, StreamedExperts
+from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.models.layer_spec import LayerSpec, PerLayerSpec
 from mycli.runtime.models.part_spec import AttentionSpec, MlpSpec
 from mycli.runtime.models.recurrent_spec import RecurrentSpec
@@ -27,7 +22,7 @@ from mycli.runtime.quantization.scheme import Packing
 
 
 class Attention(LayerPart):
-    """Attention with grouped queries, as `AttentionSpec` describes it."""
+    """Grouped-query attention, as an `AttentionSpec` declares it."""
 
     def __init__(self, spec: AttentionSpec, layer: int) -> None:
         super().__init__(spec)
@@ -40,105 +35,83 @@ class Attention(LayerPart):
         self.o = Linear((spec.o,))
         self.products = (self.qkv, self.o)
         self.sinks: Tensor | None = None
-        self.inner_norms = self.q_norm, self.k_norm, self.v_norm
-        self._prepared = self._native_part(*self.inner_norms)  # sinks come with products
 
-    def load_own(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
-        """As `LayerPart.load_own`."""
+    def load_own(
+        self, checkpoint: Checkpoint, packings: Mapping[str, Packing], device: torch.device, dtype: torch.dtype
+    ) -> None:
         if self.spec.sinks is not None:
             self.sinks = checkpoint.read(self.spec.sinks).to(device, torch.float32)
 
-    def prepare(self) -> CAttentionPart:
-        """As `Preparable.prepare`."""
-        return attention_part(self.spec, self._around(), self.inner_norms, self.qkv, self.o, self.sinks)
-
     @property
-    def reads(self) -> int:
-        """Of which layer the keys and values are."""
+    def kv_layer(self) -> int:
+        """Index of the layer whose keys and values this layer reads."""
         return self._layer if self.spec.kv_source is None else self.spec.kv_source
 
-    def placed(self, part: CPart) -> ReadyPart:
-        """As `Preparable.placed`."""
-        return ReadyPart(part, self.reads, self.spec.rope)
-
     def inner(self, x: Tensor, context: PassContext) -> Steps:
-        """As `LayerPart.inner`."""
         projected = yield self.qkv, x
         del x
-        attended = self._attended(projected, context)
+        attended = self._split_and_attend(projected, context)
         del projected
         return (yield self.o, attended)
 
-    def _attended(self, projected: Tensor, context: PassContext) -> Tensor:
-        """Heads side by side [sequences, tokens, `projected` * head_dim] to [..., heads * head_dim]."""
+    def _split_and_attend(self, projected: Tensor, context: PassContext) -> Tensor:
+        """Attend with the output of `qkv` [sequences, tokens, projected * head_dim]: [..., heads * head_dim]."""
         spec = self.spec
         heads = projected.view(*projected.shape[:2], spec.projected_heads, spec.head_dim)
-        query, own = heads[:, :, : spec.query_heads], heads[:, :, spec.query_heads :]
+        query, key_value = heads[:, :, : spec.query_heads], heads[:, :, spec.query_heads :]
         if spec.gated:
             query, gate = query.reshape(*query.shape[:2], spec.heads, 2, spec.head_dim).unbind(3)
-            return ROW_WEIGHTS(self._attended_to(query, own, context), gate.flatten(2))
-        return self._attended_to(query, own, context)
+            return ROW_WEIGHTS(self._attend(query, key_value, context), gate.flatten(2))
+        return self._attend(query, key_value, context)
 
-    def _attended_to(self, query: Tensor, own: Tensor, context: PassContext) -> Tensor:
-        """query [sequences, tokens, heads, head_dim], and the keys and values that the layer makes beside it."""
+    def _attend(self, query: Tensor, key_value: Tensor, context: PassContext) -> Tensor:
         spec = self.spec
-        query = self._turned(query, self.q_norm, context)
+        query = self._norm_and_rotate(query, self.q_norm, context)
         if spec.rope is not None and (scale := context.rope[spec.rope].query_scale) is not None:
             query = query * scale[:, None, None]
         if spec.kv_source is not None:
             return context.attention.attend(self._layer, query, None, spec, self.sinks)
-        key = own[:, :, : spec.kv_heads]
-        value = _normed_heads(self.v_norm, own[:, :, spec.kv_heads :] if spec.has_v_proj else key)
+        key = key_value[:, :, : spec.kv_heads]
+        value = _norm_heads(self.v_norm, key_value[:, :, spec.kv_heads :] if spec.has_v_proj else key)
         value = value if spec.clip is None else value.clamp(-spec.clip, spec.clip)
-        key = self._turned(key, self.k_norm, context)
+        key = self._norm_and_rotate(key, self.k_norm, context)
         return context.attention.attend(self._layer, query, (key, value), spec, self.sinks)
 
-    def _turned(self, x: Tensor, norm: RMSNorm | None, context: PassContext) -> Tensor:
-        """Queries or keys [sequences, tokens, heads, head_dim], normed and rotated in the layer's order."""
+    def _norm_and_rotate(self, x: Tensor, norm: RMSNorm | None, context: PassContext) -> Tensor:
         if not self.spec.norm_after_rope:
-            x = _normed_heads(norm, x)
+            x = _norm_heads(norm, x)
         if self.spec.clip is not None:
             x = x.clamp(-self.spec.clip, self.spec.clip)
         if self.spec.rope is not None:
             tables = context.rope[self.spec.rope]
             x = rotate(x, tables.cos, tables.sin, tables.interleaved)
-        return _normed_heads(norm, x) if self.spec.norm_after_rope else x
+        return _norm_heads(norm, x) if self.spec.norm_after_rope else x
 
 
-def _normed_heads(norm: RMSNorm | None, x: Tensor) -> Tensor:
-    """x [sequences, tokens, heads, head_dim], over each head or, where the norm is as wide, over all of them at
-    once."""
+def _norm_heads(norm: RMSNorm | None, x: Tensor) -> Tensor:
+    """Norm each head of x [sequences, tokens, heads, head_dim], or all heads as one vector if the norm is as wide."""
     if norm is None or norm.weight.shape[0] == x.shape[-1]:
         return normed(norm, x)
     return normed(norm, x.flatten(-2)).view_as(x)
 
 
 class Recurrent(LayerPart):
-    """What stands in place of attention where a layer keeps a state."""
+    """A token mixer with a recurrent state, in place of attention."""
 
     def __init__(self, spec: RecurrentSpec, layer: int) -> None:
         super().__init__(spec)
         self.mixer = make_mixer(spec, layer)
-        self._layer = layer
+        self.layer = layer
         self.products = (self.mixer.projection, self.mixer.out)
-        self.kept = self.mixer.kept
-        self._prepared = self._native_part(*self.mixer.norms, others=self.mixer.tensors)
+        self.unquantized = self.mixer.unquantized
 
-    def load_own(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
-        """As `LayerPart.load_own`."""
-        super().load_own(checkpoint, device, dtype)
+    def load_own(
+        self, checkpoint: Checkpoint, packings: Mapping[str, Packing], device: torch.device, dtype: torch.dtype
+    ) -> None:
+        super().load_own(checkpoint, packings, device, dtype)
         self.mixer.load(checkpoint, device)
 
-    def prepare(self) -> CRecurrentPart:
-        """As `Preparable.prepare`."""
-        return recurrent_part(self.mixer, self._around())
-
-    def placed(self, part: CPart) -> ReadyPart:
-        """As `Preparable.placed`."""
-        return ReadyPart(part, self._layer, mixer=self.mixer)
-
     def inner(self, x: Tensor, context: PassContext) -> Steps:
-        """As `LayerPart.inner`."""
         projected = yield self.mixer.projection, x
         mixed = self.mixer(x, projected, context.states)
         del x, projected
@@ -146,65 +119,44 @@ class Recurrent(LayerPart):
 
 
 class PerLayer(LayerPart):
-    """What a layer is told of its tokens, through a gate, as `PerLayerSpec` describes it."""
+    """The gated per-layer input of Gemma 3n and 4, as a `PerLayerSpec` declares it."""
 
     def __init__(self, spec: PerLayerSpec, layer: int) -> None:
         super().__init__(spec)
-        self._layer = layer
+        self.spec, self.layer = spec, layer
         self.gate = Linear((spec.gate,))
         self.projection = Linear((spec.projection,))
         self.products = (self.gate, self.projection)
         self._activate = ACTIVATION[spec.activation]
-        self._spec = spec
-        self._prepared = self._native_part()
-
-    def prepare(self) -> CPerLayerPart:
-        """As `Preparable.prepare`."""
-        return per_layer_part(self._spec, self._around(), self._layer, self.gate, self.projection)
 
     def inner(self, x: Tensor, context: PassContext) -> Steps:
-        """As `LayerPart.inner`."""
-        assert context.told is not None
+        assert context.per_layer_inputs is not None
         gate = yield self.gate, x
         del x
-        activated = self._activate(torch.cat((gate, context.told(self._layer)), dim=-1))
+        activated = self._activate(torch.cat((gate, context.per_layer_inputs(self.layer)), dim=-1))
         return (yield self.projection, activated)
 
 
-class Parallel(Preparable):
-    """Attention and an MLP that read the same input, normed as the first norms it; both are added to what entered."""
+class Parallel:
+    """Attention and an MLP that read the same normed input; both outputs are added to the residual stream."""
 
-    def __init__(self, first: Attention, second: Mlp) -> None:
-        self._first, self._second = first, second
-        self.products = (*first.products, *second.products)
-        norms = first.norm, first.output_norm, *first.inner_norms, second.norm, second.output_norm
-        watched = [norm for norm in norms if norm is not None]
-        self._prepared = NativePart(watched, self.products)
-
-    def prepare(self) -> CParallelPart:
-        """As `Preparable.prepare`."""
-        return CParallelPart(self._first.prepare(), self._second.prepare())
-
-    def placed(self, part: CPart) -> ReadyPart:
-        """As `Preparable.placed`."""
-        return self._first.placed(part)
-
-    def run(self, x: Tensor, context: PassContext) -> Tensor:
-        """As `LayerPart.run`."""
-        return complete(self.steps(x, context))
+    def __init__(self, attention: Attention, mlp: Mlp) -> None:
+        self.attention, self.mlp = attention, mlp
+        self.products = (*attention.products, *mlp.products)
 
     def steps(self, x: Tensor, context: PassContext) -> Steps:
         """As `LayerPart.steps`."""
-        entering = normed(self._first.norm, x)
-        attended = yield from self._first.inner(entering, context)
-        fed = yield from self._second.inner(entering, context)
-        return self._second.sum(self._first.sum(x, attended), fed)
+        entering = normed(self.attention.norm, x)
+        attended = yield from self.attention.inner(entering, context)
+        fed = yield from self.mlp.inner(entering, context)
+        return self.mlp.sum(self.attention.sum(x, attended), fed)
 
 
 class Block(nn.Module):
     """One layer: `parts` in order, `products` by name in order of execution, `norms` that have a tensor."""
 
-    def __init__(self, spec: LayerSpec) -> None:
+    def __init__(self, spec: LayerSpec, streamed: tuple[int, ExpertReads] | None = None) -> None:
+        """streamed: number of experts kept in memory, and the counts of reading the others; None keeps all."""
         super().__init__()
         self.spec = spec
         self.mixer: Attention | Recurrent
@@ -212,17 +164,23 @@ class Block(nn.Module):
             self.mixer = Attention(spec.attention, spec.index)
         else:
             self.mixer = Recurrent(spec.recurrent, spec.index)
-        self.mlp = Mlp(spec.mlp) if isinstance(spec.mlp, MlpSpec) else Experts(spec.mlp)
+        self.mlp: Mlp | Experts
+        if isinstance(spec.mlp, MlpSpec):
+            self.mlp = Mlp(spec.mlp)
+        elif isinstance(spec.mlp, ExpertsSpec) and streamed is not None and streamed[0] < len(spec.mlp.experts):
+            self.mlp = StreamedExperts(spec.mlp, *streamed)
+        else:
+            self.mlp = Experts(spec.mlp)
         self.per_layer = None if spec.per_layer is None else PerLayer(spec.per_layer, spec.index)
-        others = () if self.per_layer is None else (self.per_layer,)
-        self.parts: tuple[LayerPart | Parallel, ...] = (self.mixer, self.mlp, *others)
+        last = () if self.per_layer is None else (self.per_layer,)
+        self.parts: tuple[LayerPart | Parallel, ...] = (self.mixer, self.mlp, *last)
         if spec.parallel:
             assert isinstance(self.mixer, Attention) and isinstance(self.mlp, Mlp)
-            self.parts = (Parallel(self.mixer, self.mlp), *others)
+            self.parts = (Parallel(self.mixer, self.mlp), *last)
         linears = [linear for part in self.parts for linear in part.products]
         self.products = dict(zip(spec.products(), linears, strict=True))
         named = {norm.spec.name: norm for norm in self._norms()}
-        self.norms = [named[each.name] for each in spec.norms()]
+        self.norms = [named[norm.name] for norm in spec.norms()]
 
     def _norms(self) -> Iterator[RMSNorm]:
         return (module for module in self.modules() if isinstance(module, RMSNorm))
@@ -233,27 +191,25 @@ class Block(nn.Module):
         packings: Mapping[str, Packing],
         device: torch.device,
         dtype: torch.dtype,
-        some: ExpertSource | None = None,
     ) -> None:
-        """Read this layer's tensors; of experts as many as `some` says, where it is given and there are more."""
+        """Read the tensors of this layer."""
+        parts = [part for part in (self.mixer, self.mlp, self.per_layer) if part is not None]
         for norm in self._norms():
             norm.load(checkpoint, device, dtype)
-        mlp = self.mlp
-        if some is not None and isinstance(mlp, Experts) and some.slots < len(mlp.spec.experts):
-            chosen = set(mlp.products) - set(mlp.resident)
-            others = (linear for linear in self.products.values() if linear not in chosen)
-            load_linears(others, checkpoint, packings, device, dtype)
-            mlp.keep_some(some)
-        else:
-            load_linears(self.products.values(), checkpoint, packings, device, dtype)
-        for part in (self.mixer, self.mlp):
-            part.load_own(checkpoint, device, dtype)
+        resident = (linear for part in parts for linear in part.resident_products)
+        load_linears(resident, checkpoint, packings, device, dtype)
+        for part in parts:
+            part.load_own(checkpoint, packings, device, dtype)
         if self.spec.layer_scalar is not None:
-            last = self.per_layer or self.mlp
-            last.scalar = checkpoint.read(self.spec.layer_scalar).to(device, dtype)
+            parts[-1].scalar = checkpoint.read(self.spec.layer_scalar).to(device, dtype)
+
+    def freeze(self) -> None:
+        """Prepare the weights of experts, which do not change from now on."""
+        if isinstance(self.mlp, Experts):
+            self.mlp.freeze()
 
     def forward(self, x: Tensor, context: PassContext) -> Tensor:
         """x [sequences, tokens, hidden] to the same."""
         for part in self.parts:
-            x = part.run(x, context)
+            x = complete(part.steps(x, context))
         return x

@@ -1,26 +1,23 @@
-"""What the parts of a layer have in common: a generator over the residual stream, and who runs it.
+"""The base of a layer's parts: each is written once, as a generator of products.
 
-It yields a linear with the input that is due to it, is sent what came out, and returns the stream that leaves. Running
-a layer multiplies (`complete`); calibration looks at the inputs; both see the same pass. Does not know what any part
-computes.
+The generator yields a linear and its input, is sent the output, and returns the new residual stream. Running a layer
+multiplies (`complete`); calibration reads the inputs instead. Both walk the same forward pass.
 """
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from mycli.runtime.checkpoint.reader import Checkpoint
-from mycli.runtime.kernels.cpu.layer import CPart
-from mycli.runtime.layers.attention import KeysAndValues
+from mycli.runtime.layers.attention import AttentionContext
 from mycli.runtime.layers.linear import Linear, RoutedProduct
-from mycli.runtime.layers.native.parts import NativePart, Preparable
-from mycli.runtime.layers.native.tensors import Around
-from mycli.runtime.layers.norm import RMSNorm, make_norm
-from mycli.runtime.layers.recurrent import RecurrentStates, TextStates
+from mycli.runtime.layers.norm import make_norm, normed
+from mycli.runtime.layers.recurrent import PromptStates, RecurrentStates
 from mycli.runtime.layers.rope import RopeTables
 from mycli.runtime.models.part_spec import PartSpec, RopeSpec
+from mycli.runtime.quantization.scheme import Packing
 
 Product = Linear | RoutedProduct
 Steps = Generator[tuple[Product, Tensor], Tensor, Tensor]  # yields a product and its input, is sent its output
@@ -30,28 +27,27 @@ Steps = Generator[tuple[Product, Tensor], Tensor, Tensor]  # yields a product an
 class PassContext:
     """What all layers of one pass share.
 
-    rope: tables of the new positions by kind of rotation; attention: what the queries of a layer attend to; told: what
-    a layer is told of the tokens, [sequences, tokens, width], None where none is; states: what recurrent layers go on
-    from.
+    rope: tables of the new positions by kind of rotation; attention: keys and values; per_layer_inputs: of a layer,
+    [sequences, tokens, width], None for families without them; states: of recurrent layers.
     """
 
     rope: Mapping[RopeSpec, RopeTables]
-    attention: KeysAndValues
-    told: Callable[[int], Tensor] | None = None
-    states: RecurrentStates = TextStates()
+    attention: AttentionContext
+    per_layer_inputs: Callable[[int], Tensor] | None = None
+    states: RecurrentStates = PromptStates()
 
 
 def complete(steps: Steps, output: Tensor | None = None) -> Tensor:
-    """Run a part of a layer to its end, every product multiplied: the stream that leaves it.
+    """Run a part to its end, multiplying every product: the new residual stream.
 
-    `output` is of the product that was yielded last; None for steps that have not begun.
+    output: of the product yielded last; None for steps that have not begun.
     """
     try:
         step = next(steps) if output is None else steps.send(output)
         while True:
             linear, x = step
             output = linear(x)
-            del step, x  # what is done with is let go of at once: of a prompt these are the largest tensors
+            del step, x  # freed before the next product: of a prompt these are the largest tensors
             step = steps.send(output)
             del output
     except StopIteration as end:
@@ -59,61 +55,46 @@ def complete(steps: Steps, output: Tensor | None = None) -> Tensor:
         return result
 
 
-def normed(norm: RMSNorm | None, x: Tensor) -> Tensor:
-    """x through a norm, or as it is where there is none."""
-    if norm is None:
-        return x
-    y: Tensor = norm(x)
-    return y
+class LayerPart(nn.Module):
+    """A part of a layer: a norm, what the subclass computes (`inner`), a norm, the sum with the residual stream.
 
-
-class LayerPart(nn.Module, Preparable):
-    """A part of a layer on the residual stream: a norm, `products`, a norm, the sum. A subclass says what is between.
-
-    `scalar` [1], where there is one, multiplies the sum. `kept` are linears that no product is: they are never stored
-    quantized, and nobody observes them.
+    `products`: its linears in order of execution; `unquantized`: linears that are always stored dense (routers, gates)
+    and not calibrated; `scalar` [1], if any, multiplies the sum.
     """
 
     products: tuple[Linear, ...]
-    kept: tuple[Linear, ...] = ()
+    unquantized: tuple[Linear, ...] = ()
 
     def __init__(self, spec: PartSpec) -> None:
         super().__init__()
         self.norm = make_norm(spec.norm)
         self.output_norm = make_norm(spec.output_norm)
         self.scalar: Tensor | None = None
-        self._residual = spec.residual_scale
+        self.residual = spec.residual_scale
 
-    def inner(self, x: Tensor, context: PassContext) -> Steps:
-        """x [sequences, tokens, hidden], normed, to what is to be normed and added."""
-        raise NotImplementedError
+    @property
+    def resident_products(self) -> tuple[Linear, ...]:
+        """The products whose weights stay in memory: all but the experts of a `StreamedExperts`."""
+        return self.products
 
-    def run(self, x: Tensor, context: PassContext) -> Tensor:
-        """The residual stream x [sequences, tokens, hidden] to the same, step by step."""
-        return complete(self.steps(x, context))
-
-    def _around(self) -> Around:
-        hidden = self.products[-1].out_features
-        return Around(self.norm, self.output_norm, self.scalar, self._residual, hidden)
-
-    def _native_part(self, *norms: RMSNorm | None, others: Sequence[tuple[object, str]] = ()) -> NativePart[CPart]:
-        """What watches whatever may be replaced: the tensors of its norms, those of `norms` too, its products, and
-        `others`, attributes."""
-        gains = [norm for norm in (self.norm, self.output_norm, *norms) if norm is not None]
-        return NativePart(gains, (*self.products, *self.kept), others=others)
-
-    def load_own(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
-        """Read what is neither norm nor product."""
-        for linear in self.kept:
+    def load_own(
+        self, checkpoint: Checkpoint, packings: Mapping[str, Packing], device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """Read the tensors that are neither norms nor `resident_products`."""
+        for linear in self.unquantized:
             linear.load(checkpoint, {}, device, dtype)
 
+    def inner(self, x: Tensor, context: PassContext) -> Steps:
+        """Compute the part between its two norms; x [sequences, tokens, hidden]."""
+        raise NotImplementedError
+
     def steps(self, x: Tensor, context: PassContext) -> Steps:
-        """The residual stream x [sequences, tokens, hidden] to the same."""
+        """Yield the products from the residual stream x [sequences, tokens, hidden] to the next one."""
         output = yield from self.inner(normed(self.norm, x), context)
         return self.sum(x, output)
 
     def sum(self, x: Tensor, output: Tensor) -> Tensor:
-        """The stream x with what `inner` made added to it."""
+        """Add `output` of `inner` to the residual stream x."""
         output = normed(self.output_norm, output)
-        x = x + (output if self._residual == 1.0 else output * self._residual)
+        x = x + (output if self.residual == 1.0 else output * self.residual)
         return x if self.scalar is None else x * self.scalar

@@ -1,7 +1,4 @@
-"""Root-mean-square norm (arXiv 1910.07467), and the norm that takes the mean away first (1607.06450).
-
-Knows one vector at a time; not where in a layer it stands.
-"""
+"""Root-mean-square norm (arXiv 1910.07467) and layer norm (1607.06450)."""
 
 import torch
 from torch import Tensor, nn
@@ -12,29 +9,23 @@ from mycli.runtime.models.part_spec import NormSpec
 
 
 class RMSNorm(nn.Module):
-    """The norm over the last dimension, with a gain [size], `weight`, which `spec` makes of what a file stores.
+    """The norm over the last dimension; `weight` [size] is the gain that `spec` derives from the stored tensor.
 
-    Where that is another number the gain is kept in fp32: a sum of one and a small number has no place for the small
-    one in bf16.
+    A derived gain (1 + w) stays in fp32: bf16 would round a small w away.
     """
 
     def __init__(self, spec: NormSpec) -> None:
         super().__init__()
         self.spec = spec
+        self.eps = spec.eps
         self.weight = torch.empty(spec.size, device="meta")
 
     @property
     def tensor(self) -> str:
-        """The name of its tensor. Only for norms that have one."""
+        """The name of its tensor in the checkpoint; only for norms that have one."""
         return self.spec.tensor
 
-    @property
-    def eps(self) -> float:
-        """What is added to the mean square."""
-        return self.spec.eps
-
     def load(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
-        """Read the gain."""
         if self.spec.name is None:
             self.weight = torch.ones(self.spec.size, device=device, dtype=dtype)
             return
@@ -45,19 +36,26 @@ class RMSNorm(nn.Module):
         return (stored + self.spec.offset) * self.spec.factor
 
     def stored(self, gain: Tensor, dtype: torch.dtype) -> Tensor:
-        """What a file of `dtype` holds for `gain`."""
+        """Return the tensor that a checkpoint of `dtype` stores for `gain`."""
         return (gain / self.spec.factor - self.spec.offset if self.spec.fp32_gain else gain).to(dtype)
 
     def replace(self, stored: Tensor) -> None:
-        """Take over what a file holds."""
+        """Set the gain from a tensor as a checkpoint stores it."""
         self.weight = self._gain(stored.to(self.weight)) if self.spec.fp32_gain else stored.to(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Same shape and dtype as x."""
         norm = LAYER_NORM if self.spec.layer_norm else RMS_NORM
-        return norm(x, self.weight, self.spec.eps)
+        return norm(x, self.weight, self.eps)
 
 
 def make_norm(spec: NormSpec | None) -> RMSNorm | None:
-    """The norm of `spec`, without memory until it is loaded; None for none."""
+    """Return the norm of `spec`, which takes no memory until it is loaded; None for no norm."""
     return None if spec is None else RMSNorm(spec)
+
+
+def normed(norm: RMSNorm | None, x: Tensor) -> Tensor:
+    """Apply `norm`, if there is one, to x."""
+    if norm is None:
+        return x
+    y: Tensor = norm(x)
+    return y

@@ -1,7 +1,7 @@
-"""Mixers that keep a state: Gated DeltaNet (arXiv 2412.06464) and gated short convolutions, between their products.
+"""Token mixers with a recurrent state: Gated DeltaNet (arXiv 2412.06464) and gated short convolutions.
 
-Also where states are: those of the sequences of a batch, in the slots of a cache, or of whole texts, which begin with
-nothing. Knows `RecurrentSpec`, not the residual stream, nor whose a slot is.
+The states of a pass are in the slots of a `StateStore` (`BatchStates`), or start at zero for whole prompts
+(`PromptStates`).
 """
 
 from collections.abc import Callable, Sequence
@@ -11,86 +11,88 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from mycli.runtime.cache.batch import Batch, Chunk
 from mycli.runtime.cache.state_store import StateStore
 from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.kernels.recurrent import DeltaSizes, Runs
 from mycli.runtime.kernels.registry import CONVOLUTION, DELTA_RULE, GATED_NORM
-from mycli.runtime.layers.batch import Batch, Span
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.norm import RMSNorm
 from mycli.runtime.models.recurrent_spec import ConvolutionSpec, DeltaNetSpec, RecurrentSpec, ShortConvSpec
 
 Rows = tuple[Tensor, ...]  # [rows, ...] each
-Advance = Callable[[Rows, tuple[Tensor, ...], Runs], Tensor]  # rows and states to [rows, width]; states go on in place
+Advance = Callable[[Rows, tuple[Tensor, ...], Runs], Tensor]  # rows and states to [rows, width]; updates the states
 
 
 class RecurrentStates(Protocol):
-    """Where the states of a pass are."""
+    """The recurrent states of a pass."""
 
     def advance(self, layer: int, spec: RecurrentSpec, rows: Rows, step: Advance) -> Tensor:
-        """`rows` [sequences, tokens, ...] each, of which `step` makes [sequences, tokens, width] from the states of a
-        layer, as after the tokens before."""
+        """Apply `step` to `rows` [sequences, tokens, ...] and the states of `layer`: [sequences, tokens, width]."""
         ...
 
 
-class TextStates:
-    """Of whole texts of equal length: nothing came before, and nothing is kept."""
+class PromptStates:
+    """The states of whole prompts of equal length: zero before the first token, dropped after the last."""
 
     def advance(self, layer: int, spec: RecurrentSpec, rows: Rows, step: Advance) -> Tensor:
-        """As `RecurrentStates.advance`: each sequence is a text."""
         sequences, tokens = rows[0].shape[:2]
         states = tuple(torch.zeros(sequences, *shape, device=rows[0].device) for shape in spec.state_shapes())
-        result = step(tuple(one.flatten(0, 1) for one in rows), states, Runs.alike(sequences, tokens))
+        result = step(tuple(tensor.flatten(0, 1) for tensor in rows), states, Runs.alike(sequences, tokens))
         return result.view(sequences, tokens, -1)
 
 
-def begin_texts(batch: Batch, store: StateStore) -> None:
-    """Clear the states of those sequences of a batch whose texts begin."""
-    for span in batch.spans:
-        if not span.start:
-            store.clear(span.state)
+def clear_new_states(chunks: Sequence[Chunk], store: StateStore) -> None:
+    """Zero the states of sequences that start in this pass."""
+    for chunk in chunks:
+        if not chunk.start:
+            store.clear(chunk.state)
 
 
 class BatchStates:
-    """Of the sequences of a ragged batch, in the slots of a store; `begin_texts` comes first.
+    """The states of a ragged batch, in the slots of a store; call `clear_new_states` first.
 
-    Where tokens are drafted a state stays what it was, until `StateStore.settle` says how many of them stand.
+    With drafted tokens a state does not change in the pass: `StateStore.commit_drafts` advances it by those accepted.
     """
 
     def __init__(self, batch: Batch, store: StateStore) -> None:
-        self._spans, self._store = batch.spans, store
-        self._drafts = any(span.drafted for span in batch.spans)
-        starts = (*(span.row for span in batch.spans), batch.rows)
-        self._runs = Runs(starts, tuple(span.state for span in batch.spans))
+        self._batch, self._store = batch, store
+        self._drafts = any(chunk.drafted for chunk in batch.chunks)
+        self._runs = Runs(tuple(batch.first_rows), tuple(chunk.state for chunk in batch.chunks))
 
     def advance(self, layer: int, spec: RecurrentSpec, rows: Rows, step: Advance) -> Tensor:
         """As `RecurrentStates.advance`, with all rows of the batch as one sequence: [1, T, ...]."""
         states = self._store.layer(layer)
         if not self._drafts:
-            return step(tuple(one[0] for one in rows), states, self._runs)[None]
-        parts = [self._advanced(span, rows, states, step) for span in self._spans]
-        return torch.cat(parts)[None]
+            return step(tuple(tensor[0] for tensor in rows), states, self._runs)[None]
+        firsts = zip(self._batch.chunks, self._batch.first_rows, strict=False)
+        return torch.cat([self._advance_one(chunk, first, rows, states, step) for chunk, first in firsts])[None]
 
-    def _advanced(self, span: Span, rows: Rows, states: tuple[Tensor, ...], step: Advance) -> Tensor:
-        own = tuple(one[0, span.row : span.row + span.count] for one in rows)
-        place = tuple(one[span.state : span.state + 1] for one in states)
-        if not span.drafted:
-            return step(own, place, Runs.alike(1, span.count))
-        wait_for_drafts(self._store, span, rows, states, step)
-        return step(own, tuple(one.clone() for one in place), Runs.alike(1, span.count))
+    def _advance_one(self, chunk: Chunk, first: int, rows: Rows, states: tuple[Tensor, ...], step: Advance) -> Tensor:
+        new_rows = tuple(tensor[0, first : first + chunk.count] for tensor in rows)
+        state = tuple(tensor[chunk.state : chunk.state + 1] for tensor in states)
+        if not chunk.drafted:
+            return step(new_rows, state, Runs.alike(1, chunk.count))
+        defer_advance(self._store, chunk, first, rows, states, step)
+        return step(new_rows, tuple(tensor.clone() for tensor in state), Runs.alike(1, chunk.count))
 
 
-def wait_for_drafts(store: StateStore, span: Span, rows: Rows, states: tuple[Tensor, ...], step: Advance) -> None:
-    """The `states` of a layer, of all slots, go on by as many `rows` [1, T, ...] of a sequence as will turn out to
-    stand."""
-    own = tuple(one[0, span.row : span.row + span.count] for one in rows)
-    store.wait(span.state, partial(_replay, own, tuple(one[span.state : span.state + 1] for one in states), step))
+def defer_advance(
+    store: StateStore, chunk: Chunk, first: int, rows: Rows, states: tuple[Tensor, ...], step: Advance
+) -> None:
+    """Queue the state update of one layer until the number of accepted draft tokens is known.
+
+    rows: [1, T, ...] each, of which those of `chunk` begin at `first`; states: of all slots.
+    """
+    new_rows = tuple(tensor[0, first : first + chunk.count] for tensor in rows)
+    state = tuple(tensor[chunk.state : chunk.state + 1] for tensor in states)
+    store.defer(chunk.state, partial(_replay, new_rows, state, step))
 
 
 @torch.inference_mode()
 def _replay(rows: Rows, states: tuple[Tensor, ...], step: Advance, count: int) -> None:
     if count:
-        step(tuple(one[:count] for one in rows), states, Runs.alike(1, count))
+        step(tuple(tensor[:count] for tensor in rows), states, Runs.alike(1, count))
 
 
 class Convolution(nn.Module):
@@ -104,78 +106,70 @@ class Convolution(nn.Module):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory held."""
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
     def load(self, checkpoint: Checkpoint, device: torch.device) -> None:
-        """Read the tensors."""
         stored = checkpoint.read(f"{self._spec.name}.weight")
         self.weight = stored[:, 0].to(device, torch.float32).T.contiguous()
         if self._spec.bias:
             self.bias = checkpoint.read(f"{self._spec.name}.bias").to(device, torch.float32)
 
 
-def _in_order(x: Tensor, groups: int, widths: Sequence[int]) -> Tensor:
-    """x [..., groups * sum(widths)], the parts of each group side by side, to the parts of all groups side by side."""
+def _by_part(x: Tensor, groups: int, widths: Sequence[int]) -> Tensor:
+    """Reorder x [..., groups * sum(widths)] from the parts of each group to the groups of each part."""
     parts = torch.split(x.view(*x.shape[:-1], groups, -1), list(widths), dim=-1)
     return torch.cat([part.flatten(-2) for part in parts], dim=-1)
 
 
 class DeltaNet(nn.Module):
-    """Gated DeltaNet, as `DeltaNetSpec` describes it, between `projection` and `out`."""
+    """Gated DeltaNet between the products `projection` and `out`; see `DeltaNetSpec`."""
 
     def __init__(self, spec: DeltaNetSpec, layer: int) -> None:
         super().__init__()
         self.spec, self._layer = spec, layer
         self.sizes = DeltaSizes(spec.heads, spec.key_heads, spec.key_dim, spec.value_dim)
-        self.widths = spec.convolution.channels, 2 * spec.heads  # of the rows that states go on by
+        self.widths = spec.convolution.channels, 2 * spec.heads  # of the rows by which the states advance
         self.projection = Linear(spec.projections)
         self.gates = Linear(spec.gates)
         self.convolution = Convolution(spec.convolution)
         self.norm = RMSNorm(spec.head_norm)
         self.out = Linear((spec.out,))
-        self.norms, self.kept = (self.norm,), (self.gates,)
+        self.norms, self.unquantized = (self.norm,), (self.gates,)
         self.rate = torch.empty(spec.heads, device="meta")
         self.dt_bias = torch.empty(spec.heads, device="meta")
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory held beside linears and norms."""
+        """Bytes of the tensors that are neither linears nor norms."""
         return self.convolution.nbytes + self.rate.nbytes + self.dt_bias.nbytes
 
-    @property
-    def tensors(self) -> tuple[tuple[object, str], ...]:
-        """Where the tensors of that memory are: attributes."""
-        return (self.convolution, "weight"), (self.convolution, "bias"), (self, "rate"), (self, "dt_bias")
-
     def load(self, checkpoint: Checkpoint, device: torch.device) -> None:
-        """Read what is neither norm nor linear."""
         self.convolution.load(checkpoint, device)
         self.rate = -checkpoint.read(self.spec.decay).to(device, torch.float32).exp()
         self.dt_bias = checkpoint.read(self.spec.dt_bias).to(device, torch.float32)
 
     def forward(self, x: Tensor, projected: Tensor, states: RecurrentStates) -> Tensor:
-        """What `out` multiplies, of the part's input x and what `projection` made of it, [sequences, tokens, ...]."""
+        """Compute the input of `out` from x and `projected`, the output of `projection`: [sequences, tokens, ...]."""
         spec, gates = self.spec, self.gates(x)
         channels, copies = spec.convolution.channels, spec.heads // spec.key_heads
         if spec.by_key_head:
             width = copies * spec.value_dim
-            projected = _in_order(projected, spec.key_heads, (spec.key_dim, spec.key_dim, width, width))
-            gates = _in_order(gates, spec.key_heads, (copies, copies))
+            projected = _by_part(projected, spec.key_heads, (spec.key_dim, spec.key_dim, width, width))
+            gates = _by_part(gates, spec.key_heads, (copies, copies))
         mixed, gate = projected[..., :channels], projected[..., channels:]
-        read = states.advance(self._layer, spec, (mixed, gates), self.advance)
-        normed = GATED_NORM(read.flatten(0, 1), self.norm.weight, self.norm.eps, gate.flatten(0, 1))
-        return normed.view_as(read)
+        mixed_tokens = states.advance(self._layer, spec, (mixed, gates), self.advance)
+        normed = GATED_NORM(mixed_tokens.flatten(0, 1), self.norm.weight, self.norm.eps, gate.flatten(0, 1))
+        return normed.view_as(mixed_tokens)
 
     def advance(self, rows: Rows, states: tuple[Tensor, ...], runs: Runs) -> Tensor:
-        """An `Advance`, by rows of what is to be convolved and of the gates."""
+        """Advance the states by rows of (convolution input, gates); an `Advance`."""
         (mixed, gates), (inputs, matrices) = rows, states
         qkv = CONVOLUTION(mixed, self.convolution.weight, self.convolution.bias, inputs, runs, True)
         return DELTA_RULE(qkv, gates, self.rate, self.dt_bias, matrices, runs, self.sizes)
 
 
 class ShortConv(nn.Module):
-    """A gated short convolution, as `ShortConvSpec` describes it, between `projection` and `out`."""
+    """A gated short convolution between the products `projection` and `out`; see `ShortConvSpec`."""
 
     def __init__(self, spec: ShortConvSpec, layer: int) -> None:
         super().__init__()
@@ -185,32 +179,25 @@ class ShortConv(nn.Module):
         self.widths = (spec.convolution.channels,)
         self.out = Linear((spec.out,))
         self.norms: tuple[RMSNorm, ...] = ()
-        self.kept: tuple[Linear, ...] = ()
+        self.unquantized: tuple[Linear, ...] = ()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory held beside linears and norms."""
+        """Bytes of the tensors that are neither linears nor norms."""
         return self.convolution.nbytes
 
-    @property
-    def tensors(self) -> tuple[tuple[object, str], ...]:
-        """As `DeltaNet.tensors`."""
-        return (self.convolution, "weight"), (self.convolution, "bias")
-
     def load(self, checkpoint: Checkpoint, device: torch.device) -> None:
-        """As `DeltaNet.load`."""
         self.convolution.load(checkpoint, device)
 
     def forward(self, x: Tensor, projected: Tensor, states: RecurrentStates) -> Tensor:
-        """As `DeltaNet.forward`."""
         before, after, inner = projected.chunk(3, dim=-1)
         return after * states.advance(self._layer, self.spec, (before * inner,), self.advance)
 
     def advance(self, rows: Rows, states: tuple[Tensor, ...], runs: Runs) -> Tensor:
-        """An `Advance`, by rows of what is to be convolved."""
+        """Advance the states by rows of the convolution input; an `Advance`."""
         return CONVOLUTION(rows[0], self.convolution.weight, self.convolution.bias, states[0], runs, False)
 
 
 def make_mixer(spec: RecurrentSpec, layer: int) -> DeltaNet | ShortConv:
-    """The mixer of `spec`, without memory until it is loaded."""
+    """Return the mixer of `spec`, which takes no memory until it is loaded."""
     return DeltaNet(spec, layer) if isinstance(spec, DeltaNetSpec) else ShortConv(spec, layer)

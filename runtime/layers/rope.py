@@ -8,11 +8,11 @@ of Llama 3.1, and Gemma 4's, which turns the first pairs of a head only. Does no
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.kernels.registry import ROTATION
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.part_spec import RopeScaling, RopeSpec
@@ -82,15 +82,6 @@ class RopeTables:
         return RopeTables(self.cos[rows], self.sin[rows], self.interleaved, scale)
 
 
-class Positions(Protocol):
-    """Consecutive positions."""
-
-    @property
-    def start(self) -> int: ...  # noqa: D102  # the first
-    @property
-    def count(self) -> int: ...  # noqa: D102
-
-
 class Rope:
     """Tables for the positions of one cache, for each kind of rotation that layers have.
 
@@ -133,9 +124,9 @@ class Rope:
         """Those of all positions, which a text of `length` has too; None where its own depend on its length."""
         return None if any(length > self._length(spec) for spec in self._tables) else self._tables
 
-    def rows(self, spans: Sequence[Positions]) -> Mapping[RopeSpec, RopeTables]:
-        """Those of several runs of positions, one after another."""
-        return joined([self.tables(span.start, span.count) for span in spans])
+    def rows(self, chunks: Sequence[Chunk]) -> Mapping[RopeSpec, RopeTables]:
+        """Tables of the new positions of `chunks`, one after another."""
+        return joined([self.tables(chunk.start, chunk.count) for chunk in chunks])
 
     def tables(self, start: int, count: int) -> Mapping[RopeSpec, RopeTables]:
         """Those of positions start .. start + count - 1, by kind of rotation."""

@@ -1,72 +1,62 @@
-"""The decoder: embedding, blocks of attention and MLP, norm, head. One class; families differ by their ModelConfig.
+"""The decoder: embedding, blocks of attention and MLP, norm, head. One class; families differ by their ModelConfig."""
 
-Building one takes no memory: tensors appear when a checkpoint is read. Whether a linear is dense or packed is decided
-by the tensors of the checkpoint, in `Linear`. Does not know text, sampling, or how long a conversation will be.
-"""
-
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from ctypes import addressof, c_int64
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from mycli.runtime.cache.batch import Batch
 from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.checkpoint import formats
 from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.device.placement import use_device
 from mycli.runtime.device.system import cpu
-from mycli.runtime.kernels.cpu.layer import CHead, CLoop, run_head, run_passes
-from mycli.runtime.layers.batch import Batch
+from mycli.runtime.layers.attention import PagedAttention
 from mycli.runtime.layers.block import Block
-from mycli.runtime.layers.expert_slots import ExpertReads, ExpertSource
+from mycli.runtime.layers.layer_part import PassContext
 from mycli.runtime.layers.linear import Linear
-from mycli.runtime.layers.native.chain import Chain
-from mycli.runtime.layers.native.parts import NativePart, NativePass, head_part, native_code
 from mycli.runtime.layers.norm import RMSNorm
 from mycli.runtime.layers.per_layer import PerLayerInputs
-from mycli.runtime.layers.recurrent import DeltaNet, ShortConv
+from mycli.runtime.layers.recurrent import BatchStates, DeltaNet, ShortConv, clear_new_states
 from mycli.runtime.layers.rope import Rope
-from mycli.runtime.layers.vocabulary import embed_tokens, embedding_scale, finish_logits
+from mycli.runtime.layers.streamed_experts import ExpertReads
+from mycli.runtime.layers.vocabulary import embed_tokens, finish_logits
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.part_spec import LinearSpec
 from mycli.runtime.quantization.scheme import Packing
 
-LOADED_AT_ONCE = 4  # layers: each has its tensors in memory twice for a moment
+LOADED_IN_PARALLEL = 4  # layers: each has its tensors in memory twice while it is converted
+
+HiddenStateHook = Callable[[Tensor], None]  # receives the input of the head for every token of a pass, [T, hidden]
 
 
 class Transformer(nn.Module):
-    """A whole model. `load_model` in `runtime.engine.loader` reads one and gives it to what runs it."""
+    """A whole model; its tensors take no memory before `load`.
 
-    def __init__(self, config: ModelConfig) -> None:
+    `expert_reads`: counts of streamed experts, None if all experts are in memory.
+    """
+
+    def __init__(self, config: ModelConfig, expert_slots: int | None = None) -> None:
+        """expert_slots: experts of each layer kept in memory, the others being read on demand; None keeps all."""
         super().__init__()
         self.config = config
+        self.expert_reads = None if expert_slots is None else ExpertReads()
+        streamed = None if expert_slots is None or self.expert_reads is None else (expert_slots, self.expert_reads)
         self.embedding = torch.empty(config.vocab_size, config.hidden_size, device="meta")
-        self.blocks = Chain(Block(config.layer(index)) for index in range(config.layers))
+        self.blocks = nn.ModuleList(Block(config.layer(index), streamed) for index in range(config.layers))
         self.per_layer = PerLayerInputs(config) if config.per_layer_width else None
         self.norm = RMSNorm(config.norm())
         self.head = Linear((config.head(),))
-        self._native_head: NativePart[CHead] = NativePart([self.norm], [self.head])
-        self.expert_reads: ExpertReads | None = None
 
     def load(
-        self,
-        checkpoint: Checkpoint,
-        packings: Mapping[str, Packing],
-        device: torch.device,
-        dtype: torch.dtype,
-        expert_slots: int | None = None,
+        self, checkpoint: Checkpoint, packings: Mapping[str, Packing], device: torch.device, dtype: torch.dtype
     ) -> None:
-        """Read all tensors straight into place, a few layers at once: reading is copying, and one core copies slowly.
+        """Read all tensors into place, a few layers in parallel: one core copies slower than memory allows.
 
-        With `expert_slots` so many experts of a layer are in memory at a time, and `expert_reads` counts the reading of
-        the others. Of several errors the first in the order of the model is raised.
+        Of several errors the first in the order of the model is raised.
         """
-        some = None
-        if expert_slots is not None:
-            some = ExpertSource(checkpoint, packings, device, dtype, expert_slots)
-            self.expert_reads = some.reads
 
         def read_embedding() -> None:
             table = LinearSpec(formats.EMBEDDING, self.config.vocab_size, self.config.hidden_size)
@@ -74,14 +64,14 @@ class Transformer(nn.Module):
 
         first, *others = self.layers()
         loads: list[Callable[[], None]] = [read_embedding]
-        loads += [partial(block.load, checkpoint, packings, device, dtype, some) for block in others]
+        loads += [partial(block.load, checkpoint, packings, device, dtype) for block in others]
         loads.append(partial(self.norm.load, checkpoint, device, dtype))
         if self.per_layer is not None:
             loads.append(partial(self.per_layer.load, checkpoint, device, dtype))
         if not self.config.tie_embeddings:
             loads.append(partial(self.head.load, checkpoint, packings, device, dtype))
-        first.load(checkpoint, packings, device, dtype, some)  # alone: kernels are compiled and tried
-        workers = min(LOADED_AT_ONCE, cpu().cores)
+        first.load(checkpoint, packings, device, dtype)  # alone: kernels are compiled and checked on first use
+        workers = min(LOADED_IN_PARALLEL, cpu().cores)
         with ThreadPoolExecutor(workers, initializer=use_device, initargs=(device,)) as pool:
             jobs = [pool.submit(load) for load in loads]
             try:
@@ -94,88 +84,79 @@ class Transformer(nn.Module):
             self.head.replace(self.embedding)
 
     def keep_dense_copies(self) -> None:
-        """Keep packed weights of the blocks densely too, for prompts; the head sees one token of those."""
+        """Keep dense copies of the blocks' packed weights for prompts; the head computes one row of those."""
         for block in self.layers():
             for linear in block.products.values():
                 linear.keep_dense_copy(self.dtype)
 
     def layers(self) -> Iterator[Block]:
-        """The blocks, typed."""
         for block in self.blocks:
             assert isinstance(block, Block)
             yield block
 
     @property
     def device(self) -> torch.device:
-        """Where the model lies."""
         return self.embedding.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of activations."""
+        """The dtype of activations."""
         return self.embedding.dtype
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all weights in memory, a tied embedding once."""
+        """Bytes of all weights in memory; a tied embedding counts once."""
         total = sum(module.nbytes for module in self.modules() if isinstance(module, Linear))
         total += sum(module.weight.nbytes for module in self.modules() if isinstance(module, RMSNorm))
         total += sum(module.nbytes for module in self.modules() if isinstance(module, DeltaNet | ShortConv))
         total += 0 if self.per_layer is None else self.per_layer.nbytes
         return total + (0 if self.config.tie_embeddings else self.embedding.nbytes)
 
-    def hidden(self, batch: Batch, rope: Rope, cache: KVCache) -> Tensor:
-        """The residual stream after the last block: [1, T, hidden]. Keys and values go into the cache."""
+    @torch.inference_mode()
+    def forward(self, batch: Batch, rope: Rope, cache: KVCache, hook: HiddenStateHook | None = None) -> Tensor:
+        """Return logits fp32 [rows, vocab] of the rows that the chunks ask for; keys and values go into the cache."""
         tokens = batch.tokens[None]
         x = embed_tokens(tokens, self.embedding, self.config)
-        told = None if self.per_layer is None else self.per_layer(tokens, x)
-        return self.blocks.run(x, batch, rope, cache, told)
+        inputs = None if self.per_layer is None else self.per_layer(tokens, x)
+        x = run_layers(self.layers(), x, batch, rope, cache, inputs)[0]
+        return self._logits(x, batch, hook)
 
-    def _logits(self, x: Tensor) -> Tensor:
-        """What the head makes of the residual stream x [rows, hidden]: [rows, vocab], in one call where it can be."""
-        library = native_code(x)
-        head = None if library is None else self._native_head.get(lambda: head_part(self.norm, self.head))
-        if library is None or head is None:
-            logits: Tensor = self.head(self.norm(x))
-            return logits
-        return run_head(library, head, x)
-
-    @torch.inference_mode()
-    def forward(
-        self, batch: Batch, rope: Rope, cache: KVCache, listener: Callable[[Tensor], None] | None = None
-    ) -> Tensor:
-        """Logits fp32 [rows, vocab] of the rows that the batch wants them of, maybe none.
-
-        `listener` is shown what the head reads of all rows, or would, [T, hidden].
-        """
-        x = self.hidden(batch, rope, cache)[0]
-        if listener is not None:
-            listener(self.norm(x))
-        if sum(batch.wanted) < batch.rows:
+    def _logits(self, x: Tensor, batch: Batch, hook: HiddenStateHook | None) -> Tensor:
+        """Return logits fp32 [rows, vocab] from the last residual stream x [T, hidden]."""
+        if hook is not None:
+            hook(self.norm(x))
+        if sum(chunk.logits for chunk in batch.chunks) < batch.rows:
             x = x.index_select(0, batch.logits_at)
         if not len(x):
             return torch.empty(0, self.config.vocab_size, device=x.device)
-        return finish_logits(self._logits(x), self.config)
+        return finish_logits(self.head(self.norm(x)), self.config)
 
-    @torch.inference_mode()
-    def follow(
-        self, batch: Batch, rope: Rope, cache: KVCache, passes: int, choices: int, stops: Sequence[int]
-    ) -> list[list[int]] | None:
-        """The likeliest of the first `choices` tokens [passes][sequences] after the one token of each sequence of
-        `batch`, and then after each of those, in one call; None where native code does not take all of a pass.
 
-        -1 for logits that are no numbers. Fewer than `passes` after that, and after one of `stops`. The blocks of the
-        batch have room for as many tokens.
-        """
-        config, longest = self.config, max([span.length for span in batch.spans])
-        if self.per_layer is not None or config.logit_softcap is not None or rope.every(longest + passes - 1) is None:
-            return None
-        native = NativePass.make(self.embedding[None, : batch.rows], batch, cache, rope)  # as the stream's rows are
-        chain = None if native is None else self.blocks.whole(native)
-        head = None if chain is None else self._native_head.get(lambda: head_part(self.norm, self.head))
-        if native is None or chain is None or head is None or not self.embedding.is_contiguous():
-            return None
-        ends, width = (c_int64 * len(stops))(*stops), config.hidden_size
-        scales = embedding_scale(config, self.dtype), config.logit_scale
-        loop = CLoop(self.embedding.data_ptr(), width, choices, addressof(ends), len(stops), *scales)
-        return run_passes(native.library, chain, head, loop, native.rows, batch.tokens.tolist(), passes)
+def run_layers(
+    blocks: Iterable[Block],
+    x: Tensor,
+    batch: Batch,
+    rope: Rope,
+    cache: KVCache,
+    per_layer_inputs: Tensor | None = None,
+) -> Tensor:
+    """Run `blocks` on the residual stream x [1, T, hidden], product by product.
+
+    per_layer_inputs: [1, T, layers, width].
+    """
+    clear_new_states(batch.chunks, cache.states)
+    context = pass_context(batch, rope, cache, per_layer_inputs)
+    for block in blocks:
+        x = block(x, context)
+    return x
+
+
+def pass_context(batch: Batch, rope: Rope, cache: KVCache, per_layer_inputs: Tensor | None = None) -> PassContext:
+    """Return what the layers share in a pass over `batch`; per_layer_inputs: [1, T, layers, width]."""
+
+    def inputs_of(layer: int) -> Tensor:
+        assert per_layer_inputs is not None
+        return per_layer_inputs[..., layer, :]
+
+    states = BatchStates(batch, cache.states)
+    return PassContext(rope.rows(batch.chunks), PagedAttention(batch, cache), inputs_of, states)

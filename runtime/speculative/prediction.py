@@ -2,24 +2,25 @@
 
 It hears the hidden states of the model's passes and keeps those that it has not read yet; its keys and values lie in a
 cache of their own, position by position of the text from where it was first heard: what was begun from another text's
-keys has no hidden states. Knows sequences by their numbers; what the head computes is `prediction_head`.
+keys has no hidden states. Knows sequences by their numbers; what the head computes is `mtp_head`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.cache.block_pool import BlockPool
-from mycli.runtime.cache.block_table import BlockTable, Chunk
+from mycli.runtime.cache.block_table import BlockTable
 from mycli.runtime.cache.prefix_index import PrefixIndex
 from mycli.runtime.engine.admission import reply_room
 from mycli.runtime.engine.model_runner import CacheShape
 from mycli.runtime.engine.speculation import Drafted, Heard
-from mycli.runtime.layers.batch import Batch
 from mycli.runtime.memory.plan import prefill_chunk
-from mycli.runtime.speculative.prediction_head import PredictionHead
+from mycli.runtime.speculative.mtp_head import MtpHead
 from mycli.runtime.speculative.proposers import Drafting, Proposal
 
 
@@ -46,7 +47,7 @@ class _Followed:
 class PredictionProposer:
     """The head as a `Proposer`. A text that it has not heard of, or no room for, leaves it nothing to say."""
 
-    def __init__(self, head: PredictionHead, shape: CacheShape) -> None:
+    def __init__(self, head: MtpHead, shape: CacheShape) -> None:
         """`shape`: as of the target's cache."""
         self.head, self.shape = head, shape
         self.cache = head.make_cache(shape)
@@ -144,12 +145,12 @@ class PredictionProposer:
         chunks = [
             Chunk(tokens, found.table.length, tuple(found.table.blocks), wanted) for found, tokens, _, wanted in parts
         ]
-        batch = Batch.of(chunks, self.cache.block_size, self.head.target.device)
-        rope = self.head.target.rope(max(self.cache.block_size, *(span.length for span in batch.spans)))
-        made, logits = self.head(batch, torch.cat([states for _, _, states, _ in parts]), rope, self.cache)
+        rope = self.head.target.rope(max(self.cache.block_size, *(chunk.length for chunk in chunks)))
+        g, logits = self.head(chunks, torch.cat([states for _, _, states, _ in parts]), rope, self.cache)
         for found, tokens, _, _ in parts:
             found.table.length += len(tokens)
-        return made[[span.row + span.count - 1 for span in batch.spans]], logits
+        ends = accumulate(chunk.count for chunk in chunks)
+        return g[[end - 1 for end in ends]], logits
 
     def truncate(self, sequence: int, length: int) -> None:
         """Forget the states of refused tokens."""

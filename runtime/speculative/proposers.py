@@ -12,8 +12,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.cache.block_pool import BlockPool
-from mycli.runtime.cache.block_table import BlockTable, Chunk
+from mycli.runtime.cache.block_table import BlockTable
 from mycli.runtime.cache.prefix_index import PrefixIndex
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement

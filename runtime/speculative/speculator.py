@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 
-from mycli.runtime.cache.block_table import Chunk
+from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.speculation import Drafted, Heard, Listener
 from mycli.runtime.sampling.params import SamplingParams

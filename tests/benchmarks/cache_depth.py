@@ -14,13 +14,12 @@ from pathlib import Path
 import torch
 
 from mycli.cli.flags.options import parse_count
-from mycli.runtime.cache.block_table import Chunk
+from mycli.runtime.cache.batch import Batch, Chunk
 from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
-from mycli.runtime.layers.batch import Batch
 from mycli.runtime.memory.plan import MemoryPlan
 from mycli.runtime.models.config import KvDtype
 
@@ -30,7 +29,7 @@ FILLED = 256  # tokens at a time
 
 def filled(runner: ModelRunner, depth: int) -> KVCache:
     """A cache of one sequence that holds `depth` random keys and values in every layer."""
-    cache = runner.make_cache(CacheShape.lanes(depth + 1))
+    cache = runner.make_cache(CacheShape.contiguous(depth + 1))
     for layer in range(runner.config.layers):
         for start in range(0, depth, FILLED):
             count = min(FILLED, depth - start)

@@ -11,7 +11,7 @@ import argparse
 import statistics
 import time
 
-from mycli.runtime.cache.block_table import Chunk
+from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.kernels.cpu.matmul import memory_bandwidth
 from mycli.runtime.memory.ceiling import bytes_per_step
@@ -36,7 +36,7 @@ def main() -> None:
     runner = ModelRunner(random_model(config))
     plan = MemoryPlan(config, {spec.name: PACKING for spec in config.linears()}, context=512)
     nbytes = bytes_per_step(plan, PROMPT)
-    cache = runner.make_cache(CacheShape.lanes(512))
+    cache = runner.make_cache(CacheShape.contiguous(512))
     shares = []
     for turn in range(asked.rounds):
         rate = memory_bandwidth(1 << 28, 3)

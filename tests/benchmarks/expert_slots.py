@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from mycli.runtime.cache.block_table import Chunk
+from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loader import load_model
@@ -50,7 +50,11 @@ class Subject:
         self._runner = load_model(
             open_model_folder(folder), Placement(torch.device("cpu"), torch.bfloat16), expert_slots=slots
         )
-        self._cache, self._random, self._place = self._runner.make_cache(CacheShape.lanes(ROOM)), random.Random(0), 0
+        self._cache, self._random, self._place = (
+            self._runner.make_cache(CacheShape.contiguous(ROOM)),
+            random.Random(0),
+            0,
+        )
         self.seconds(BEGUN)
 
     def seconds(self, count: int) -> float:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from unittest import mock
 
-from mycli.runtime.cache.block_table import Chunk
+from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.kernels.cpu.matmul import memory_bandwidth
 from mycli.runtime.layers.native.parts import NativePass
@@ -186,7 +186,7 @@ class Decoder:
     def __init__(self, config: ModelConfig) -> None:
         self.config, self.nbytes = config, read_of(config)
         self._runner = ModelRunner(random_model(config))
-        self._cache = self._runner.make_cache(CacheShape.lanes(512))
+        self._cache = self._runner.make_cache(CacheShape.contiguous(512))
 
     def seconds(self, turn: int) -> float:
         """Of a token, the median of some."""

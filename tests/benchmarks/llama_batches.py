@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from mycli.runtime.cache.block_table import Chunk
+from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loader import load_model
@@ -32,7 +32,7 @@ from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 
 def decode_rate(runner: ModelRunner, sequences: int, prompt: int, generate: int) -> float:
     """Tokens per second of `sequences` that each decode `generate` tokens after `prompt`."""
-    cache = runner.make_cache(CacheShape.lanes(prompt + generate + 1, sequences))
+    cache = runner.make_cache(CacheShape.contiguous(prompt + generate + 1, sequences))
 
     def step(position: int) -> None:
         runner.run([Chunk([1 + block], position, (block,), 1) for block in range(sequences)], cache)

@@ -9,16 +9,16 @@ import argparse
 import statistics
 import time
 from pathlib import Path
-from unittest import mock
 
 import torch
 
-from mycli.runtime.cache.block_table import Chunk
-from mycli.runtime.checkpoint.open_folder import open_model_folder
+from mycli.runtime.cache.batch import Chunk
+from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape
-from mycli.runtime.layers.native.parts import NativePass
+from mycli.runtime.engine.passes import Passes
+from mycli.runtime.engine.passes.plain import PlainPass
 from tests.support.waiting_threads import wait_as_the_command_does
 
 LENGTH = 128  # tokens in the cache before
@@ -32,9 +32,10 @@ def main() -> None:
     parser.add_argument("--rows", default="1,4,16,64")
     parser.add_argument("--seconds", type=float, default=5.0)
     chosen = parser.parse_args()
-    runner = load_model(open_model_folder(chosen.model), Placement(torch.device("cpu"), torch.bfloat16))
+    runner = load_model(ModelFolder.open(chosen.model), Placement(torch.device("cpu"), torch.bfloat16))
+    passes, plain = runner.passes, Passes((PlainPass(runner.model),), {})
     for rows in map(int, chosen.rows.split(",")):
-        cache = runner.make_cache(CacheShape.lanes(LENGTH + 1, rows))
+        cache = runner.make_cache(CacheShape.contiguous(LENGTH + 1, rows))
         runner.run([Chunk(list(range(LENGTH)), 0, (block,), 0) for block in range(rows)], cache)
         chunks = [Chunk([block], LENGTH, (block,), 1) for block in range(rows)]
         times: dict[str, list[float]] = {"whole": [], "by steps": []}
@@ -42,11 +43,10 @@ def main() -> None:
         began = time.perf_counter()
         while time.perf_counter() - began < chosen.seconds:
             for way, seconds in times.items():
-                make = NativePass.make if way == "whole" else lambda *_: None
-                with mock.patch.object(NativePass, "make", make):
-                    start = time.perf_counter()
-                    logits[way] = runner.run(chunks, cache)
-                    seconds.append(time.perf_counter() - start)
+                runner.passes = passes if way == "whole" else plain
+                start = time.perf_counter()
+                logits[way] = runner.run(chunks, cache)
+                seconds.append(time.perf_counter() - start)
         assert torch.equal(*logits.values())
         whole, stepwise = (1e3 * statistics.median(seconds[1:]) for seconds in times.values())
         print(f"{rows} rows: {whole:.2f} ms whole, {stepwise:.2f} by steps: {stepwise / whole:.2f} times as fast")

@@ -30,8 +30,8 @@ from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.engine.sequence import Request
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.speculative.draft_length import AdaptiveDraftLength
+from mycli.runtime.speculative.mtp_head import MtpHead
 from mycli.runtime.speculative.prediction import PredictionProposer
-from mycli.runtime.speculative.prediction_head import PredictionHead
 from mycli.runtime.speculative.speculator import ProposerSpeculator, warm_up
 from tests.support.engines import drain
 from tests.support.models import CPU
@@ -60,7 +60,7 @@ class Made:
     """A model, quantized and loaded, with its head."""
 
     runner: ModelRunner
-    head: PredictionHead
+    head: MtpHead
 
     @classmethod
     def with_noise(cls, folder: Path, noise: float) -> "Made":
@@ -73,11 +73,11 @@ class Made:
         opened = open_model_folder(folder / "copy")
         runner = load_model(opened, Placement(torch.device("cpu"), torch.bfloat16))
         assert opened.predictor is not None
-        return cls(runner, PredictionHead(opened.predictor, runner))
+        return cls(runner, MtpHead(opened.predictor, runner))
 
     def engine(self, sequences: int, drafting: bool) -> Engine:
         """Warmed up, for so many at once."""
-        shape, speculator = CacheShape.lanes(CONTEXT, sequences), None
+        shape, speculator = CacheShape.contiguous(CONTEXT, sequences), None
         if drafting:
             proposer = PredictionProposer(self.head, shape)
             speculator = ProposerSpeculator(proposer, lambda: AdaptiveDraftLength(proposer.relative_cost))

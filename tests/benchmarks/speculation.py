@@ -25,7 +25,7 @@ from torch import Tensor
 from mycli.quant.pipeline import quantize
 from mycli.quant.planning.plan import plan_quantization
 from mycli.quant.recipe import Recipe
-from mycli.runtime.cache.block_table import Chunk
+from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.completion import generate
@@ -53,7 +53,7 @@ COMMON = {
 }
 CPU = Placement(torch.device("cpu"), torch.bfloat16)
 PROMPT = tuple(range(3, 67))
-SHAPE = CacheShape.lanes(1024)
+SHAPE = CacheShape.contiguous(1024)
 
 
 def random_model(folder: Path, shape: Mapping[str, Any]) -> Path:

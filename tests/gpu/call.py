@@ -56,7 +56,7 @@ class Asked:
 
     def capture(self) -> Any:
         """A graph, or what stands in for one."""
-        from mycli.runtime.engine.cuda_graph import GraphCapture
+        from mycli.runtime.engine.passes.graphs import GraphCapture
 
         return (lambda work: work) if self.rehearse else GraphCapture()
 

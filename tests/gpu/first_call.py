@@ -75,16 +75,17 @@ def layers(asked: Asked, chip: Any) -> Any:
 
 def fused(asked: Asked) -> Rows:
     """The fused pass against the plain one, launched and replayed, for each kind of cache."""
-    from mycli.runtime.engine.cuda_graph import difference
-    from mycli.runtime.engine.decode_step import DecodeStep
+    from mycli.runtime.engine.passes.cuda import difference
+    from mycli.runtime.engine.passes.fused import FusedStep
+    from mycli.runtime.errors import Declined
 
     model = layers(asked, asked.chip())
-    step, counts = DecodeStep.make(model), (1, 12) if asked.rehearse else (1, 4, 8, 12, 24, 48, 64)
+    step, counts = FusedStep.compile(model), (1, 12) if asked.rehearse else (1, 4, 8, 12, 24, 48, 64)
     kinds: tuple[KvDtype, ...] = ("auto",) if asked.rehearse else ("auto", "int8", "int4")
     for kv in kinds:
         for count in counts if kv != "int4" else counts[:3]:  # what differs is compiled again, and that takes time
-            found = step if isinstance(step, str) else difference(model, step, kv, asked.capture(), (count,))
-            yield {"cache": kv, "tokens": count, "trouble": found or "", "ok": found is None}
+            found = step if isinstance(step, Declined) else difference(model, step, kv, asked.capture(), (count,))
+            yield {"cache": kv, "tokens": count, "trouble": str(found or ""), "ok": found is None}
 
 
 def soak(asked: Asked) -> Rows:
@@ -92,15 +93,15 @@ def soak(asked: Asked) -> Rows:
     import torch
 
     from mycli.runtime.cache.kv_cache import KVCache
-    from mycli.runtime.engine.decode_step import DecodeStep
+    from mycli.runtime.engine.passes.fused import FusedStep
     from mycli.runtime.layers.rope import Rope
 
     chip, firsts = asked.chip(), []
     context, count = (64, 3) if asked.rehearse else (1024, 1000)
     for pdl in (True, False) if chip.pdl else (False,):
         model = layers(asked, replace(chip, pdl=pdl))
-        step = DecodeStep.make(model)
-        assert isinstance(step, DecodeStep), step
+        step = FusedStep.compile(model)
+        assert isinstance(step, FusedStep), step
         cache = KVCache(model.config, 1, context, asked.device(), torch.bfloat16)
         tables = Rope(model.config, context, asked.device(), torch.bfloat16).fixed(context)
         assert tables is not None

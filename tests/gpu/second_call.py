@@ -53,8 +53,9 @@ def _run(asked: Asked, before: Sequence[str], part: str, more: Mapping[str, str]
 
 def watched(asked: Asked) -> Rows:
     """What the sanitizers watch: a product for few rows and for more, and a fused pass launched once for either."""
-    from mycli.runtime.engine.cuda_graph import difference
-    from mycli.runtime.engine.decode_step import DecodeStep
+    from mycli.runtime.engine.passes.cuda import difference
+    from mycli.runtime.engine.passes.fused import FusedStep
+    from mycli.runtime.errors import Declined
     from mycli.runtime.kernels.triton.product.kernel import small_product
     from mycli.runtime.quantization.scheme import Packing
     from tests.gpu.first_call import layers
@@ -62,9 +63,9 @@ def watched(asked: Asked) -> Rows:
     chip = asked.chip()
     errors = [small_product(asked.device(), Packing(4, 128), chip, rows) for rows in (1, 12)]
     model = layers(asked, chip)
-    step = DecodeStep.make(model)
-    trouble = step if isinstance(step, str) else difference(model, step, counts=(1, 12))
-    yield {"errors": errors, "trouble": trouble or "", "ok": max(errors) < 5e-3 and trouble is None}
+    step = FusedStep.compile(model)
+    trouble = step if isinstance(step, Declined) else difference(model, step, counts=(1, 12))
+    yield {"errors": errors, "trouble": str(trouble or ""), "ok": max(errors) < 5e-3 and trouble is None}
 
 
 def summary(output: str) -> int | None:

@@ -10,14 +10,17 @@ import torch
 from torch import Tensor
 
 from mycli.quant.rounding.columns import solve_block
-from mycli.runtime.cache.block_table import Chunk
+from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.cache.kv_cache import KVCache
-from mycli.runtime.engine.completion import stream
-from mycli.runtime.engine.cuda_graph import GraphCapture, Replay, Step, difference
 from mycli.runtime.engine.engine import Engine
-from mycli.runtime.engine.model_runner import CacheShape, FastPaths, ModelRunner
+from mycli.runtime.engine.generate import stream
+from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
+from mycli.runtime.engine.passes import Passes
+from mycli.runtime.engine.passes.base import PassInput
+from mycli.runtime.engine.passes.cuda import CudaPass, difference
+from mycli.runtime.engine.passes.graphs import GraphCapture, Step
+from mycli.runtime.engine.passes.plain import PlainPass
 from mycli.runtime.engine.sequence import Request
-from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
 from mycli.runtime.sampling.params import SamplingParams
@@ -47,11 +50,11 @@ def test_the_fused_pass_is_the_plain_models(case: Case) -> None:
 
 
 def fused(case: Case) -> Step:
-    from mycli.runtime.engine.decode_step import DecodeStep
+    from mycli.runtime.engine.passes.fused import FusedStep
     from mycli.runtime.kernels.triton.product.matmul import chip_of
 
-    step = DecodeStep.make(models(case, "cuda", chip_of(torch.device("cuda", 0)))[0])
-    assert isinstance(step, DecodeStep)
+    step = FusedStep.compile(models(case, "cuda", chip_of(torch.device("cuda", 0)))[0])
+    assert isinstance(step, FusedStep)
     return step
 
 
@@ -65,13 +68,15 @@ def test_a_replayed_pass_is_the_launched_one(case: Case) -> None:
     found: list[list[Tensor]] = []
     for capture in (GraphCapture(), None):
         cache = KVCache(plain.config, case.sequences, CAPACITY, plain.device, kind)
-        replay, logits = Replay(step, capture), []
+        way, logits = CudaPass(step, PlainPass(plain), capture, compare=False), []
         generator = torch.Generator().manual_seed(1)  # the same twice
         for start in range(0, 8 * case.new, case.new):
             tokens = torch.randint(0, plain.config.vocab_size, (case.sequences, case.new), generator=generator)
             chunks = [Chunk(row, start, (lane,), case.new) for lane, row in enumerate(tokens.tolist())]
-            out = replay(Batch.of(chunks, CAPACITY, plain.device), rope, cache)
-            assert out is not None and out.isfinite().all()
+            work = PassInput(chunks, cache, rope)
+            assert way.takes(work) is None
+            out = way.logits(work)
+            assert out.isfinite().all()
             logits.append(out.clone())
         found.append(logits)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
@@ -91,14 +96,15 @@ def test_columns_of_a_block(half: int, move: bool) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "drawn"])
 def test_several_tokens_a_launch_are_those_of_one(case: Case, temperature: float) -> None:
     """Captured and launched, with a reader that leaves early; greedy, also those of the host's loop: the same bits."""
-    from mycli.runtime.engine.device_loop import DeviceLoop
+    from mycli.runtime.engine.passes.device_loop import DeviceLoop
 
     step, found = fused(case), []
     for capture in (GraphCapture(), None, "host"):
         model = models(case, "cuda")[1]
-        loop = None if isinstance(capture, str) else DeviceLoop(step, capture)
-        runner = ModelRunner(model, fast=FastPaths(Replay(step, None), loop))
-        engine = Engine(runner, CacheShape.lanes(CAPACITY, case.sequences), model.config.vocab_size - 2)
+        way = CudaPass(step, PlainPass(model), None, compare=False)
+        way.loop = None if isinstance(capture, str) else DeviceLoop(step, capture)
+        runner = ModelRunner(model, passes=Passes((way, PlainPass(model)), {}))
+        engine = Engine(runner, CacheShape.contiguous(CAPACITY, case.sequences), model.config.vocab_size - 2)
         replies = []
         for limit, taken in ((20, 20), (40, 7), (30, 30), (CAPACITY - 2, 99)):
             request = Request((1, 5, 9), SamplingParams(temperature, seed=3), limit)

@@ -78,7 +78,7 @@ def models(case: Case, device: str = "cpu", chip: Chip | None = None) -> tuple[T
     for model in (fused, plain):
         model.embedding = embedding
     mixtures = [module for module in fused.modules() if isinstance(module, Experts)]
-    kept = [linear for mixture in mixtures for linear in mixture.kept]
+    kept = [linear for mixture in mixtures for linear in mixture.unquantized]
     for (_, ours), (_, theirs) in zip(fused.named_modules(), plain.named_modules(), strict=True):
         if isinstance(ours, RMSNorm) and isinstance(theirs, RMSNorm):
             ours.weight = theirs.weight = (

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mycli.runtime.cache.block_table import Chunk
+from mycli.runtime.cache.batch import Batch, Chunk
 from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.cache.prefix_index import Node
 from mycli.runtime.engine.admission import reply_room
@@ -13,7 +13,6 @@ from mycli.runtime.engine.completion import generate
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.engine.sequence import Request, SequenceOutput
-from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.sampling.params import SamplingParams
@@ -23,7 +22,7 @@ GREEDY = SamplingParams()
 
 def lanes(runner: ModelRunner, context: int, sequences: int = 1, chunk: int | None = None) -> Engine:
     """An engine whose sequences have a block each."""
-    return Engine(runner, CacheShape.lanes(context, sequences), runner.config.vocab_size, chunk=chunk)
+    return Engine(runner, CacheShape.contiguous(context, sequences), runner.config.vocab_size, chunk=chunk)
 
 
 def tokens_of(

@@ -3,12 +3,17 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import Tensor
 
-from mycli.runtime.cache.block_table import Chunk
+from mycli.runtime.cache.batch import Batch, Chunk
 from mycli.runtime.cache.kv_cache import KVCache
-from mycli.runtime.layers.batch import Batch
+from mycli.runtime.engine.passes.base import Pass, PassInput
+from mycli.runtime.engine.passes.cuda import CudaPass
+from mycli.runtime.engine.passes.graphs import Capture, Step
+from mycli.runtime.engine.passes.plain import PlainPass
+from mycli.runtime.errors import Declined
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.models.part_spec import RopeScaling
@@ -49,11 +54,25 @@ def one(token: int, start: int, logits: int = 1) -> Batch:
     return several([[token]], start, logits)
 
 
-class Plain(Transformer):
-    """Logits of ones; remembers nothing."""
+def fused_pass(
+    step: Step, capture: Capture | None, warnings: list[Declined] | None = None, plain: Pass | None = None
+) -> CudaPass:
+    """The pass of `step`, compared with `plain` if there is one."""
+    report = pytest.fail if warnings is None else warnings.append
+    return CudaPass(step, plain or PlainPass(model(lambda x: x)), capture, report, compare=plain is not None)
 
-    def hidden(self, batch: Batch, rope: Rope, cache: KVCache) -> Tensor:
-        return torch.ones(1, batch.rows, 2)
+
+def run(fused: CudaPass, batch: Batch, rope: Rope, cache: KVCache) -> Tensor | None:
+    """Logits [sequences, 1 or new, vocab] of a pass; None if it is declined or fails."""
+    work = PassInput(batch.chunks, cache, rope)
+    return None if fused.takes(work) else fused._fused(work)
+
+
+class Plain(Transformer):
+    """The logits of `head` for ones."""
+
+    def forward(self, batch: Batch, rope: Rope, cache: KVCache, hook: object = None) -> Tensor:
+        return self._logits(torch.ones(batch.rows, 2), batch, None)
 
 
 def model(head: Callable[[Tensor], Tensor], head_dim: int = CONFIG.head_dim) -> Plain:

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from mycli.runtime.engine.cuda_graph import Launches
+from mycli.runtime.engine.passes.graphs import Launches
 
 
 def recording(work: Launches) -> Launches:

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mycli.runtime.cache.block_table import Chunk
+from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.cache.kv_cache import KVCache, cache_dtype
-from mycli.runtime.checkpoint.open_folder import open_model_folder
+from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.model_runner import ModelRunner
+from mycli.runtime.engine.passes import Passes, compile_passes
+from mycli.runtime.engine.passes.plain import PlainPass
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.layer import (
     CAttentionPart,
@@ -28,11 +30,8 @@ from mycli.runtime.kernels.cpu.layer import (
 )
 from mycli.runtime.kernels.cpu.library import build
 from mycli.runtime.kernels.registry import prepare_product
-from mycli.runtime.layers import transformer
-from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.linear import Linear
-from mycli.runtime.layers.native.parts import NativePass
-from mycli.runtime.layers.rope import Rope
+from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.models.config import KvDtype
 from mycli.runtime.quantization.packed_weight import PackedWeight, pack
 from mycli.runtime.quantization.scheme import Packing
@@ -44,6 +43,10 @@ BLOCK_SIZE = 8
 
 
 WIDE = {"hidden_size": 128, "intermediate_size": 96}  # whole vectors in every head and MLP
+
+
+def plain_passes(model: Transformer) -> Passes:
+    return Passes((PlainPass(model),), {})
 
 
 KINDS: tuple[KvDtype, ...] = ("bf16", "int8", "int4")
@@ -58,7 +61,7 @@ PASSES: Sequence[Sequence[Chunk]] = (
 )
 
 
-STAND = {2: 1, 0: 0}  # of the tokens that the third pass drafted, by state
+ACCEPTED = {2: 1, 0: 0}  # draft tokens of the third pass, by state slot
 
 
 NAMES = {
@@ -66,7 +69,7 @@ NAMES = {
     CMlpPart: "mlp",
     CExpertsPart: "experts",
     CParallelPart: "parallel",
-    CPerLayerPart: "per_layer",
+    CPerLayerPart: "told",
     CDeltaPart: "delta",
     CConvolutionPart: "convolution",
 }
@@ -87,23 +90,19 @@ class OnlyCalled:
 
 
 def load_bf16(folder: Path, kv: KvDtype = "bf16") -> ModelRunner:
-    return load_model(open_model_folder(folder), Placement(torch.device("cpu"), torch.bfloat16, kv))
+    return load_model(ModelFolder.open(folder), Placement(torch.device("cpu"), torch.bfloat16, kv))
 
 
-def by_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(NativePass, "make", lambda *_: None)
-    monkeypatch.setattr(transformer, "native_code", lambda *_: None)
-
-
-def run_passes(runner: ModelRunner, kv: KvDtype) -> list[Tensor]:
-    """Logits of `PASSES` and all that the cache holds after them."""
+def run_passes(model: Transformer, kv: KvDtype, passes: Passes) -> list[Tensor]:
+    """Logits of `PASSES` and the contents of the cache after them."""
+    runner = ModelRunner(model, kv, passes)
     cache = KVCache(runner.config, 6, BLOCK_SIZE, runner.device, cache_dtype(kv, runner.dtype), slots=4)
-    rope = Rope(runner.config, CONTEXT, runner.device, runner.dtype)
+    runner.rope(CONTEXT)
     logits = []
     for chunks in PASSES:
-        logits.append(runner.model(Batch.of(chunks, BLOCK_SIZE, runner.device), rope, cache))
-        for slot, count in STAND.items():
-            cache.states.settle(slot, count)
+        logits.append(runner.run(chunks, cache))
+        for slot, count in ACCEPTED.items():
+            cache.states.commit_drafts(slot, count)
     parts = [part for layer in range(runner.config.layers) for part in cache.all(layer)]
     scales = [part.scales for part in parts if part.scales is not None]
     recurrent = [spec.index for spec in runner.config.layer_specs if spec.recurrent is not None]
@@ -111,8 +110,8 @@ def run_passes(runner: ModelRunner, kv: KvDtype) -> list[Tensor]:
     return [one.nan_to_num(77) for one in (*logits, *(part.data for part in parts), *scales, *states)]
 
 
-def pluralize(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kinds of parts that native code runs, as they come; "|" after those of one call."""
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kinds of parts that native code runs, in order; "|" after each call."""
     found: list[str] = []
     plain = CChain.__call__
 
@@ -125,14 +124,12 @@ def pluralize(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def same_as_by_steps(runner: ModelRunner, kv: KvDtype, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Compares; the parts that were run natively."""
+    """Compare the CPU pass of the weights as they are now with the plain pass; return the parts run natively."""
     with monkeypatch.context() as patch:
-        ran = pluralize(patch)
-        whole = run_passes(runner, kv)
-    with monkeypatch.context() as patch:
-        by_steps(patch)
-        stepwise = run_passes(runner, kv)
-    for index, (one, other) in enumerate(zip(whole, stepwise, strict=True)):
+        ran = counted(patch)
+        native = run_passes(runner.model, kv, compile_passes(runner.model, kv))
+    plain = run_passes(runner.model, kv, plain_passes(runner.model))
+    for index, (one, other) in enumerate(zip(native, plain, strict=True)):
         assert torch.equal(one, other), index
     return ran
 

@@ -10,11 +10,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from mycli.runtime.cache.batch import Batch
 from mycli.runtime.cache.kv_cache import KVCache
-from mycli.runtime.engine.speculation import Listener
-from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
-from mycli.runtime.layers.transformer import Transformer
+from mycli.runtime.layers.transformer import HiddenStateHook, Transformer
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.part_spec import RopeScaling
 from mycli.runtime.sampling.params import SamplingParams
@@ -58,20 +57,16 @@ class PrefixModel(Transformer):
             self.known[text] = self.function(text)
         return self.known[text]
 
-    def forward(self, batch: Batch, rope: Rope, cache: KVCache, listener: Listener | None = None) -> Tensor:
+    def forward(self, batch: Batch, rope: Rope, cache: KVCache, hook: HiddenStateHook | None = None) -> Tensor:
         """Logits [rows, vocab] in the dtype of the function."""
         stored = batch.tokens.float()[:, None, None].expand(-1, 1, 2)
         cache.write(0, batch, stored, stored)
         self.passes.append(batch.rows)
         rows = []
-        for span in batch.spans:
-            text = cache.read(0, span.blocks, span.length)[0].data[0, 0, :, 0].long().tolist()
-            places = range(span.row, span.row + span.count)
-            rows += [
-                self.logits(tuple(text[: span.start + row - span.row + 1]))
-                for row in batch.logits_at.tolist()
-                if row in places
-            ]
+        for chunk in batch.chunks:
+            text = cache.read(0, chunk.blocks, chunk.length)[0].data[0, 0, :, 0].long().tolist()
+            ends = range(chunk.length - chunk.logits + 1, chunk.length + 1)
+            rows += [self.logits(tuple(text[:end])) for end in ends]
         return torch.stack(rows) if rows else torch.empty(0, self.config.vocab_size)
 
 

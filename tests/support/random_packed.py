@@ -63,7 +63,7 @@ def _fill(module: torch.nn.Module, generator: torch.Generator) -> None:
         module.rate, module.dt_bias = -torch.rand(module.rate.shape, generator=generator), torch.rand(module.rate.shape)
     elif isinstance(module, Attention) and module.spec.sinks is not None:
         module.sinks = torch.zeros(module.spec.heads)
-    for linear in module.kept if isinstance(module, LayerPart) else ():
+    for linear in module.unquantized if isinstance(module, LayerPart) else ():
         dense = torch.randn(linear.out_features, linear.in_features, generator=generator)
         linear.replace((dense / linear.in_features**0.5).bfloat16())
 

@@ -28,19 +28,19 @@ def target_model(seed: int = 0) -> PrefixModel:
 
 def proposers(target: PrefixModel, seed: int = 1, max_context: int = 64) -> dict[str, Proposer]:
     draft = PrefixModel(random_function(seed, VOCAB), VOCAB, max_context)
-    return {"draft": DraftModel(ModelRunner(draft), CacheShape.lanes(64), target.nbytes), "ngram": PromptLookup()}
+    return {"draft": DraftModel(ModelRunner(draft), CacheShape.contiguous(64), target.nbytes), "ngram": PromptLookup()}
 
 
 def speculating(
     target: PrefixModel, proposer: Proposer, policy: DraftLengthPolicy, shape: CacheShape | None = None, **options: int
 ) -> Engine:
     speculator = ProposerSpeculator(proposer, lambda: policy)
-    shape = shape or CacheShape.lanes(64)
+    shape = shape or CacheShape.contiguous(64)
     return Engine(ModelRunner(target), shape, VOCAB, speculator=speculator, **options)
 
 
 def plainly(target: PrefixModel, shape: CacheShape | None = None, **options: int) -> Engine:
-    return Engine(ModelRunner(target), shape or CacheShape.lanes(64), VOCAB, **options)
+    return Engine(ModelRunner(target), shape or CacheShape.contiguous(64), VOCAB, **options)
 
 
 def reply(engine: Engine, prompt: list[int], limit: int, sampling: SamplingParams | None = None) -> list[int]:

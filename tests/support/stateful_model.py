@@ -6,10 +6,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from mycli.runtime.cache.batch import Batch
 from mycli.runtime.cache.kv_cache import KVCache
-from mycli.runtime.engine.speculation import Listener
-from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
+from mycli.runtime.layers.transformer import HiddenStateHook
 from mycli.runtime.models.config import ModelConfig, llama_layer
 from mycli.runtime.models.layer_spec import LayerSpec
 from mycli.runtime.models.part_spec import LinearSpec
@@ -43,21 +43,21 @@ class StatefulModel(PrefixModel):
     def __init__(self, function: Function, vocab_size: int, max_context: int = 64) -> None:
         super().__init__(function, vocab_size, max_context, replace(CONFIG, layers=2, build_layer=declare))
 
-    def forward(self, batch: Batch, rope: Rope, cache: KVCache, listener: Listener | None = None) -> Tensor:
+    def forward(self, batch: Batch, rope: Rope, cache: KVCache, hook: HiddenStateHook | None = None) -> Tensor:
         """As `PrefixModel.forward`."""
         (states,) = cache.states.layer(1)
-        for span in batch.spans:
-            if not span.start:
-                cache.states.clear(span.state)
-            text = cache.read(0, span.blocks, span.length)[0].data[0, 0, : span.start, 0].long().tolist()
-            place = states[span.state, 0]
+        for chunk in batch.chunks:
+            if not chunk.start:
+                cache.states.clear(chunk.state)
+            text = cache.read(0, chunk.blocks, chunk.length)[0].data[0, 0, : chunk.start, 0].long().tolist()
+            place = states[chunk.state, 0]
             assert tuple(place.int().tolist()) == summed((0, 0), text), "the state of another text"
-            new = batch.tokens[span.row : span.row + span.count].tolist()
-            if span.drafted:
-                cache.states.wait(span.state, partial(_take_on, place, new))
+            new = list(chunk.tokens)
+            if chunk.drafted:
+                cache.states.defer(chunk.state, partial(_take_on, place, new))
             else:
                 _take_on(place, new, len(new))
-        return super().forward(batch, rope, cache, listener)
+        return super().forward(batch, rope, cache, hook)
 
 
 def _take_on(place: Tensor, tokens: list[int], count: int) -> None:

@@ -203,10 +203,10 @@ class FusedMixture:
         """The most rows of a weight that needs counters; these products need none."""
         return 0
 
-    def follow(
+    def add_to(
         self, attended: Activation, o: TritonMatmul, stream: Tensor, following: Norm | None, counters: Tensor
     ) -> Activation | None:
-        """As `decode_step.SecondHalf.follow`."""
+        """As `decode_step.SecondHalf.add_to`."""
         first, last = self.norm.product, self.down.weights[0]
         count = len(stream) * self.choice.top_k
         share = -(-count // len(self.router))  # the rows of an expert, were all to have as many

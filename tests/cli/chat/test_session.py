@@ -37,7 +37,7 @@ def loaded() -> LoadedModel:
 def chat(loaded: LoadedModel) -> Chat:
     placement = Placement(torch.device("cpu"), torch.float32)
     plan = MemoryPlan(loaded.runner.config, context=96)
-    engine = Engine(loaded.runner, CacheShape.lanes(96), loaded.vocabulary_size)
+    engine = Engine(loaded.runner, CacheShape.contiguous(96), loaded.vocabulary_size)
     opened = OpenedModel(Source("pico", PICO), placement, plan, loaded, engine)
     return Chat(Call(Output(stdout=io.StringIO(), stderr=io.StringIO()), offline=True), opened, SamplingParams())
 

@@ -38,7 +38,9 @@ def draft() -> LoadedModel:
 def subject(target: LoadedModel, draft: LoadedModel | None) -> SpeculationSubject:
     def proposer() -> DraftModel | PromptLookup:
         return (
-            PromptLookup() if draft is None else DraftModel(draft.runner, CacheShape.lanes(300), target.runner.nbytes)
+            PromptLookup()
+            if draft is None
+            else DraftModel(draft.runner, CacheShape.contiguous(300), target.runner.nbytes)
         )
 
     return SpeculationSubject(target.runner, proposer, target.vocabulary_size, target.stop_ids, 300)
@@ -120,7 +122,7 @@ def test_a_wrong_distribution_is_found(
     both = subject(loaded, draft)
     prompt = least_certain(both, [ids for kind in prompts(loaded.tokenizer).values() for ids in kind])
     drawn = SamplingParams(temperature=1.0, top_k=8, seed=1)
-    guess = DraftModel(draft.runner, CacheShape.lanes(300), 1)
+    guess = DraftModel(draft.runner, CacheShape.contiguous(300), 1)
     assert chi_squared(both, guess, prompt, drawn, 1500).p_value > 1e-3
     monkeypatch.setattr(Sampler, "accept", lambda sampler, chances: len(chances))
     assert chi_squared(both, guess, prompt, drawn, 1500).p_value < 1e-6

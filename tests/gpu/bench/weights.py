@@ -2,8 +2,8 @@
 
 import torch
 
-from mycli.runtime.engine.device_loop import accelerate
-from mycli.runtime.engine.model_runner import FastPaths, ModelRunner
+from mycli.runtime.engine.model_runner import ModelRunner
+from mycli.runtime.engine.passes import compile_passes
 from mycli.runtime.kernels.registry import select_kernel
 from mycli.runtime.layers.linear import Linear, dense_matmul
 from mycli.runtime.layers.norm import RMSNorm
@@ -35,7 +35,7 @@ def dense(n: int, k: int, device: torch.device) -> torch.Tensor:
 
 def model(config: ModelConfig, packing: Packing | None, device: torch.device) -> tuple[ModelRunner, str]:
     """A model that can run, in bf16, and what runs it. Linears that share an input are one product."""
-    made, names, fast = Transformer(config), set[str](), FastPaths()
+    made, names = Transformer(config), set[str]()
 
     def product(linear: Linear) -> Matmul:
         if packing is None:
@@ -53,6 +53,7 @@ def model(config: ModelConfig, packing: Packing | None, device: torch.device) ->
             tied = module is made.head and config.tie_embeddings
             module.replace(made.embedding if tied else product(module))
     if packing is not None and device.type == "cuda":
-        fast = accelerate(made, "auto", names.add)
-        names.add("launched one by one" if fast.replay is None else "fused, replayed")
-    return ModelRunner(made, fast=fast), ", ".join(sorted(names)) or "dense"
+        passes = compile_passes(made, "auto", lambda declined: names.add(declined.code))
+        names.add("launched one by one" if len(passes.passes) == 1 else "fused, replayed")
+        return ModelRunner(made, passes=passes), ", ".join(sorted(names))
+    return ModelRunner(made), ", ".join(sorted(names)) or "dense"

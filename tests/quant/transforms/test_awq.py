@@ -9,7 +9,7 @@ from mycli.quant.rounding.grid import Grid, dequantize_codes
 from mycli.quant.solvers import rtn
 from mycli.quant.transforms.awq import choose_scale, fold
 from mycli.runtime.device.placement import torch_dtype
-from mycli.runtime.layers.attention import TextAttention
+from mycli.runtime.layers.attention import PromptAttention
 from mycli.runtime.layers.block import Block
 from mycli.runtime.layers.layer_part import PassContext
 from mycli.runtime.layers.linear import Linear
@@ -66,7 +66,7 @@ def run(layer: Block) -> Tensor:
     x = torch.randn(2, TOKENS, 32, generator=torch.Generator().manual_seed(5))
     like = config("llama")  # heads and rotation are the same in all
     rope = Rope(like, TOKENS, torch.device("cpu"), torch.float32)
-    return layer(x, PassContext(rope.tables(0, TOKENS), TextAttention()))
+    return layer(x, PassContext(rope.tables(0, TOKENS), PromptAttention()))
 
 
 def scale_for(layer: Block, product: str) -> Tensor:

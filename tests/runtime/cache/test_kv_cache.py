@@ -7,10 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mycli.runtime.cache.block_table import Chunk
+from mycli.runtime.cache.batch import Batch, Chunk
 from mycli.runtime.cache.kv_cache import PACKED, KVCache, Stored, quantize_vectors
 from mycli.runtime.errors import ModelError
-from mycli.runtime.layers.batch import Batch
 from tests.support.prefix_model import CONFIG as TINY
 
 CONFIG = replace(TINY, hidden_size=32, layers=2, heads=2, head_dim=16, intermediate_size=8, vocab_size=16)
@@ -89,9 +88,13 @@ def test_a_copied_block_is_what_its_source_was(kind: torch.dtype) -> None:
 
 def test_lanes_are_the_same_memory_and_always_the_same_object() -> None:
     cache = make(torch.int8, 4, 5)
-    lane, text = cache.lanes(1, 2), torch.randn(LAYERS, 2, 5, *VECTOR)
+    lane, text = cache.view_blocks(1, 2), torch.randn(LAYERS, 2, 5, *VECTOR)
     write(lane, [(0, (1,), text)])
-    assert lane is cache.lanes(1, 2) and cache.lanes(0, 4) is cache and (lane.blocks, lane.block_size) == (2, 5)
+    assert (
+        lane is cache.view_blocks(1, 2)
+        and cache.view_blocks(0, 4) is cache
+        and (lane.blocks, lane.block_size) == (2, 5)
+    )
     for ours, theirs in zip(cache.read(1, (2,), 5), lane.read(1, (1,), 5), strict=True):
         assert torch.equal(ours.dense(torch.float32), theirs.dense(torch.float32)) and ours.data.any()
 

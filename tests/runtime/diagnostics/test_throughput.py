@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from mycli.runtime.cache.batch import Batch
 from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.bandwidth import remembered
@@ -30,7 +31,6 @@ from mycli.runtime.diagnostics.throughput import (
 )
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.model_runner import ModelRunner
-from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.memory.ceiling import bytes_per_step
@@ -53,7 +53,7 @@ def passes(pico: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> Passes:
     forward = Transformer.forward
 
     def spy(self: Transformer, batch: Batch, rope: Rope, cache: KVCache, *others: Any) -> torch.Tensor:
-        seen.append((len(batch.spans), batch.spans[0].start, batch.spans[0].count))
+        seen.append((len(batch.chunks), batch.chunks[0].start, batch.chunks[0].count))
         return forward(self, batch, rope, cache, *others)
 
     monkeypatch.setattr(Transformer, "forward", spy)

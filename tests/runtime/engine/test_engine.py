@@ -193,7 +193,7 @@ def test_cancelling_frees_within_a_step_and_others_go_on(pico: ModelRunner) -> N
 def test_waiting_ends_at_the_deadline(pico: ModelRunner) -> None:
     """G24."""
     now = [0.0]
-    engine = Engine(pico, CacheShape.lanes(64), 4096, clock=lambda: now[0])
+    engine = Engine(pico, CacheShape.contiguous(64), 4096, clock=lambda: now[0])
     submitted(engine, MIXED[0], replace(MIXED[1], deadline=2.0))
     engine.step()
     now[0] = 2.0

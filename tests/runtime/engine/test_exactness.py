@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mycli.runtime.cache.block_table import Chunk
+from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
@@ -25,9 +25,9 @@ from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.engine.sequence import Request, SequenceOutput
-from mycli.runtime.engine.speculation import Listener
 from mycli.runtime.engine.turns import Turn
 from mycli.runtime.kernels.cpu.library import build
+from mycli.runtime.layers.transformer import HiddenStateHook
 from mycli.runtime.models.config import KvDtype
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.speculative.draft_length import FixedDraftLength
@@ -49,8 +49,8 @@ class Recorded(ModelRunner):
 
     seen: dict[int, list[Tensor]]
 
-    def run(self, chunks: Sequence[Chunk], cache: KVCache, listener: Listener | None = None) -> Tensor:
-        logits = super().run(chunks, cache, listener)
+    def run(self, chunks: Sequence[Chunk], cache: KVCache, hook: HiddenStateHook | None = None) -> Tensor:
+        logits = super().run(chunks, cache, hook)
         row = 0
         for chunk in chunks:
             row += chunk.logits
@@ -80,7 +80,9 @@ def requests(count: int, seed: int = 0, most: int = 20) -> list[Request]:
 
 
 def alone(runner: ModelRunner, asked: Sequence[Request]) -> list[list[int]]:
-    return [together(Engine(runner, CacheShape.lanes(CONTEXT), runner.config.vocab_size), [one])[0] for one in asked]
+    return [
+        together(Engine(runner, CacheShape.contiguous(CONTEXT), runner.config.vocab_size), [one])[0] for one in asked
+    ]
 
 
 def batched(runner: ModelRunner, blocks: int, running: int) -> Engine:
@@ -133,7 +135,7 @@ class Drawing(Engine):
 def drawing(runner: ModelRunner, shape: CacheShape, running: int, draft: ModelRunner | None = None) -> Drawing:
     speculator = None
     if draft is not None:
-        proposer = DraftModel(draft, CacheShape.lanes(CONTEXT, running), runner.nbytes)
+        proposer = DraftModel(draft, CacheShape.contiguous(CONTEXT, running), runner.nbytes)
         speculator = ProposerSpeculator(proposer, lambda: FixedDraftLength(3))
     engine = Drawing(runner, shape, runner.config.vocab_size, running=running, chunk=64, speculator=speculator)
     engine.drawn_from, engine.put_back = {}, set()
@@ -158,7 +160,7 @@ def each_alone(
 ) -> tuple[Recorded, list[Request], list[tuple[list[int], list[int]]]]:
     """A model, `count` requests, and what each of them gets alone."""
     runner, asked = recorded(dtype, kv, folder), requests(count, seed=1, most=most)
-    return runner, asked, [with_logits(drawing(runner, CacheShape.lanes(CONTEXT), 1), [one])[0] for one in asked]
+    return runner, asked, [with_logits(drawing(runner, CacheShape.contiguous(CONTEXT), 1), [one])[0] for one in asked]
 
 
 DRAFTS = [pytest.param(False, id="plain"), pytest.param(True, id="drafted")]
@@ -232,8 +234,8 @@ def test_logits_after_a_prefix_hit_are_those_of_the_prompt_alone(dtype: torch.dt
     runner, chance = recorded(dtype, kv), random.Random(4)
     for length, chunk, block in ((33, 5, 0), (300, 77, 64), (530, 512, 16)):
         prompt = tuple(chance.randrange(300, 4000) for _ in range(length))
-        expected = logits_of(runner, Engine(runner, CacheShape.lanes(LONG), runner.config.vocab_size), prompt)
-        shape = CacheShape.paged(LONG, 2 * LONG, block) if block else CacheShape.lanes(LONG, 2)
+        expected = logits_of(runner, Engine(runner, CacheShape.contiguous(LONG), runner.config.vocab_size), prompt)
+        shape = CacheShape.paged(LONG, 2 * LONG, block) if block else CacheShape.contiguous(LONG, 2)
         engine = Engine(runner, shape, runner.config.vocab_size, running=2, chunk=chunk)
         for shared in (1, length // 3, length - 1):
             together(engine, [Request((*prompt[:shared], 7, 8), limit=1)])
@@ -255,7 +257,7 @@ def test_decoding_beside_others_has_the_same_bits(dtype: torch.dtype) -> None:
     logits: list[list[Tensor]] = []
     for many in (1, 6):
         runner.seen = {}
-        engine = Engine(runner, CacheShape.lanes(CONTEXT, many), runner.config.vocab_size, chunk=3)
+        engine = Engine(runner, CacheShape.contiguous(CONTEXT, many), runner.config.vocab_size, chunk=3)
         tokens = together(engine, asked)
         assert engine.stats.preemptions == 0 and len(tokens[0]) == 12
         logits.append([one for block in sorted(runner.seen) for one in runner.seen[block]])

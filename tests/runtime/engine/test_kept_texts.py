@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.cache.block_pool import BlockPool
-from mycli.runtime.cache.block_table import BlockTable, Chunk
+from mycli.runtime.cache.block_table import BlockTable
 from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.cache.prefix_index import PrefixIndex
 from mycli.runtime.cache.prefix_store import PIECE, Found, KeptPiece, PrefixStore
@@ -26,9 +27,9 @@ from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.engine.scheduler import Scheduler
 from mycli.runtime.engine.sequence import FinishReason, Request
 from mycli.runtime.engine.sequence import Sequence as Sequence_
-from mycli.runtime.engine.speculation import Listener
 from mycli.runtime.engine.turns import Limits
 from mycli.runtime.kernels.cpu.library import build
+from mycli.runtime.layers.transformer import HiddenStateHook
 from mycli.runtime.models.config import KvDtype
 from mycli.runtime.sampling.params import SamplingParams
 from tests.runtime.engine.test_scheduler import VOCAB, World
@@ -46,8 +47,8 @@ exact = pytest.mark.skipif(isinstance(build.native(), str), reason="torch's prod
 class Watched(ModelRunner):
     """Keeps the logits of every pass, and counts the tokens it reads."""
 
-    def run(self, chunks: Sequence[Chunk], cache: KVCache, listener: Listener | None = None) -> Tensor:
-        logits = super().run(chunks, cache, listener)
+    def run(self, chunks: Sequence[Chunk], cache: KVCache, hook: HiddenStateHook | None = None) -> Tensor:
+        logits = super().run(chunks, cache, hook)
         self.seen.append(logits.clone())
         self.tokens += sum(len(chunk.tokens) for chunk in chunks)
         return logits
@@ -63,7 +64,12 @@ def watched(dtype: torch.dtype, kv: KvDtype, folder: Path = PICO) -> Watched:
     return runner
 
 
-SHAPES = [CacheShape.lanes(CONTEXT), CacheShape(CONTEXT, 60, 8), CacheShape(CONTEXT, 6, 96), CacheShape(CONTEXT, 9, 64)]
+SHAPES = [
+    CacheShape.contiguous(CONTEXT),
+    CacheShape(CONTEXT, 60, 8),
+    CacheShape(CONTEXT, 6, 96),
+    CacheShape(CONTEXT, 9, 64),
+]
 CASES = [
     pytest.param(torch.float32, "auto", id="fp32"),
     pytest.param(torch.bfloat16, "auto", id="bf16", marks=pytest.mark.slow),

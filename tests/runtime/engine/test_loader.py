@@ -6,14 +6,14 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from mycli.cli.main import main
-from mycli.runtime.cache.block_table import Chunk
+from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.open_folder import open_model_folder
@@ -21,7 +21,7 @@ from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.engine import loader as load
 from mycli.runtime.engine import model_runner
 from mycli.runtime.engine.config import EngineConfig
-from mycli.runtime.engine.model_runner import FastPaths, ModelRunner
+from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.errors import Declined, ExitCode, ModelError, ResourceError, UsageError
 from mycli.runtime.kernels import registry
 from mycli.runtime.layers import transformer
@@ -39,9 +39,6 @@ from mycli.runtime.utils.json_fields import Fields
 from tests.support.models import CPU
 from tests.support.paths import PICO
 from tests.support.random_tensors import weight
-
-if TYPE_CHECKING:  # needs Triton
-    from mycli.runtime.engine.device_loop import DeviceLoop
 
 FOLDER = open_model_folder(PICO)
 
@@ -220,17 +217,16 @@ def test_a_pass_is_launched_on_the_models_device(monkeypatch: pytest.MonkeyPatch
     def no_batch(*_: object) -> None:
         raise LookupError  # as far as a machine without a device goes
 
-    monkeypatch.setattr(model_runner.Batch, "of", no_batch)
-    runner = ModelRunner(
-        cast(Transformer, SimpleNamespace(device=device)), fast=FastPaths(loop=cast("DeviceLoop", "loop"))
-    )
+    monkeypatch.setattr(model_runner, "PassInput", no_batch)
+    runner = ModelRunner(cast(Transformer, SimpleNamespace(device=device)))
+    monkeypatch.setattr(runner, "rope", lambda positions: None)
     cache = cast(KVCache, SimpleNamespace(block_size=8))
 
     def passes() -> None:
         with pytest.raises(LookupError):
             runner.run([Chunk([1], 0, (0,), 1)], cache)
         with pytest.raises(LookupError):
-            runner.launches([Chunk([1], 0, (0,), 1)], cast(DeviceSampling, "choice"), cache, 4, frozenset())
+            runner.tokens([Chunk([1], 0, (0,), 1)], cast(DeviceSampling, "choice"), cache, 4, frozenset())
 
     thread = threading.Thread(target=passes, name="engine")
     thread.start()

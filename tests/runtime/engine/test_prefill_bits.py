@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mycli.runtime.cache.block_table import Chunk
+from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.cache.kv_cache import KVCache, cache_dtype
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement

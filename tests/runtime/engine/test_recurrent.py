@@ -217,7 +217,9 @@ def test_a_state_after_refused_drafts_is_one_that_never_saw_them(random_runner: 
     plain = lanes(random_runner, CONTEXT)
     reply = tokens_of(plain, prompt, 30)
     speculator = Scripted({prompt: reply}, 4, wrong)
-    engine = Engine(random_runner, CacheShape.lanes(CONTEXT), random_runner.config.vocab_size, speculator=speculator)
+    engine = Engine(
+        random_runner, CacheShape.contiguous(CONTEXT), random_runner.config.vocab_size, speculator=speculator
+    )
     assert tokens_of(engine, prompt, 30) == reply
     assert speculator.accepted if wrong > 1 else speculator.refused
     ends = []

@@ -11,7 +11,7 @@ from mycli.runtime.cache.kv_cache import PACKED, Stored, quantize_vectors
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.attention import attend_cached
 from mycli.runtime.kernels.reference import attend_dense
-from mycli.runtime.layers.attention import visible
+from mycli.runtime.layers.attention import attention_mask
 
 CPU = torch.device("cpu")
 SPARE = 7  # positions of the cache that are not filled: whatever lies there must not be read
@@ -74,7 +74,7 @@ def exact(case: Case, query: Tensor, keys: Stored, values: Stored) -> Tensor:
         scales = 1.0 if one.scales is None else one.scales.double().unsqueeze(-1)
         return Stored(one.data.double() * scales)
 
-    mask = visible(case.length - case.tokens, case.tokens, case.window, CPU)
+    mask = attention_mask(case.length - case.tokens, case.tokens, case.window, CPU)
     return attend_dense(query.double(), double(keys), double(values), mask, case.window)
 
 

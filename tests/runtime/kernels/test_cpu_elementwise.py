@@ -11,6 +11,7 @@ from torch import Tensor
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loader import load_model
+from mycli.runtime.engine.passes.cpu import NATIVE_ROWS
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.elementwise import (
     native_gelu_multiply,
@@ -30,7 +31,6 @@ from mycli.runtime.kernels.reference import (
     silu_multiply,
     weigh_rows,
 )
-from mycli.runtime.layers.native.parts import NATIVE_ROWS
 from tests.support.engines import whole
 from tests.support.paths import PICO
 from tests.support.random_tensors import normal

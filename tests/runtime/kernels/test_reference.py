@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mycli.runtime.cache.kv_cache import Stored, quantize_vectors
 from mycli.runtime.kernels.reference import attend_dense, gelu_multiply, layer_norm, relu_square, rms_norm
-from mycli.runtime.layers.attention import visible
+from mycli.runtime.layers.attention import attention_mask
 
 CPU = torch.device("cpu")
 
@@ -48,7 +48,7 @@ def test_scores_are_scaled_and_capped(
     key, value = (torch.randn(2, kv_heads, start + tokens, 24, generator=generator) for _ in range(2))
     stored = [Stored(*quantize_vectors(each)) if codes else Stored(each) for each in (key, value)]
     key, value = (each.dense(torch.float32) for each in stored)
-    mask = visible(start, tokens, window, CPU)
+    mask = attention_mask(start, tokens, window, CPU)
     found = attend_dense(query, stored[0], stored[1], mask, window, 0.31, softcap)
     expected = written_out(query, key, value, window, 0.31, softcap)
     assert (found - expected).abs().max() < 1e-5

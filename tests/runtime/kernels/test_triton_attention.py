@@ -8,7 +8,7 @@ import torch
 from mycli.runtime.cache.int4 import pack_int4, unpack_int4
 from mycli.runtime.kernels.triton.layer_cache import LayerCache
 from mycli.runtime.kernels.triton.product.tiles import Chip
-from mycli.runtime.layers.attention import visible
+from mycli.runtime.layers.attention import attention_mask
 from mycli.runtime.quantization.scheme import Packing
 from tests.support.random_tensors import normal
 from tests.support.triton_interpreter import Interpret, backwards, interpret
@@ -89,7 +89,7 @@ def attention(case: Case) -> float:
     worst = 0.0
     for sequence, length in enumerate(case.lengths):
         start = length - case.tokens
-        seen = visible(start, case.tokens, case.window, query.device)
+        seen = attention_mask(start, case.tokens, case.window, query.device)
         if seen is None:
             seen = torch.arange(length) <= torch.arange(start, length)[:, None]
             seen &= torch.arange(length) > torch.arange(start, length)[:, None] - (case.window or length + 1)

@@ -9,7 +9,7 @@ import torch
 import transformers
 from safetensors import safe_open
 
-from mycli.runtime.cache.block_table import Chunk
+from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loader import load_model
@@ -104,7 +104,7 @@ def test_greedy_replies_equal_transformers(case: str, tmp_path: Path) -> None:
     model = load_model(open_model_folder(tmp_path), Placement(torch.device("cpu"), torch.float32)).model
     prompt = torch.randint(4, SMALL["vocab_size"], (1, BEGUN), generator=torch.Generator().manual_seed(2))
     runner = ModelRunner(model)
-    cache = runner.make_cache(CacheShape.lanes(BEGUN + STEPS))
+    cache = runner.make_cache(CacheShape.contiguous(BEGUN + STEPS))
     new, past, length = prompt, None, 0
     for step in range(STEPS):
         logits = runner.run([Chunk(new[0].tolist(), length, (0,), 1)], cache)

@@ -242,7 +242,7 @@ def test_a_draft_does_not_loosen_a_constraint(name: str, pico: Tokenizer) -> Non
     """The same tokens as without a draft, drawn ones too: what may come depends on the text, so nothing is drafted."""
     placement = Placement(torch.device("cpu"), torch.float32)
     runner = load_model(open_model_folder(PICO), placement)
-    shape = CacheShape.lanes(128)
+    shape = CacheShape.contiguous(128)
     proposer: Proposer = PromptLookup()
     if name == "draft":
         proposer = load_draft(open_model_folder(DRAFT), pico, runner, shape)

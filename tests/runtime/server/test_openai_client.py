@@ -49,7 +49,7 @@ def question(text: str = JAPAN) -> list[dict[str, str]]:
 def test_a_reply_is_the_one_of_the_engine_alone(client: openai.OpenAI, loaded: LoadedModel) -> None:
     """Whole and streamed, token by token what a plain completion gives."""
     prompt = loaded.tokenizer.apply_chat_template([Message("user", JAPAN)])
-    engine = Engine(loaded.runner, CacheShape.lanes(512), loaded.vocabulary_size)
+    engine = Engine(loaded.runner, CacheShape.contiguous(512), loaded.vocabulary_size)
     alone = Completion(loaded, engine, prompt, SamplingParams(), limit=40)
     expected = "".join(alone)
     whole = client.chat.completions.create(model="pico", messages=question(), temperature=0, max_tokens=40)

@@ -24,8 +24,8 @@ from mycli.runtime.memory.plan import MemoryPlan
 from mycli.runtime.memory.weights import embedding_bytes, weight_bytes
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.speculative.draft_length import FixedDraftLength
+from mycli.runtime.speculative.mtp_head import MtpHead
 from mycli.runtime.speculative.prediction import PredictionProposer
-from mycli.runtime.speculative.prediction_head import PredictionHead
 from mycli.runtime.speculative.proposers import Proposal
 from mycli.runtime.speculative.speculator import ProposerSpeculator
 from tests.support.engines import lanes, together
@@ -65,7 +65,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def proposer(folder: ModelFolder, shape: CacheShape) -> Recorded:
     runner = load_model(folder, Placement(CPU, torch.float32))
     assert folder.predictor is not None
-    return Recorded(PredictionHead(folder.predictor, runner), shape)
+    return Recorded(MtpHead(folder.predictor, runner), shape)
 
 
 def engine(drafts: PredictionProposer, shape: CacheShape, chunk: int, running: int = 1) -> Engine:
@@ -77,7 +77,7 @@ def engine(drafts: PredictionProposer, shape: CacheShape, chunk: int, running: i
 @pytest.mark.parametrize("chunk", [5, 64])
 def test_proposals_are_the_reference_s(folder: tuple[ModelFolder, Reference], chunk: int) -> None:
     """After each text of a reply, whatever the chunks of the prompt, and however many of the drafts before stood."""
-    shape = CacheShape.lanes(CONTEXT)
+    shape = CacheShape.contiguous(CONTEXT)
     drafts = proposer(folder[0], shape)
     drafts._chunk = chunk  # so that short prompts are read in pieces too
     prompt = tuple(random.Random(1).randrange(4, SMALL["vocab_size"]) for _ in range(17))
@@ -116,22 +116,22 @@ def test_replies_are_the_model_s_whoever_runs_beside(folder: tuple[ModelFolder, 
 def test_what_a_head_that_predicts_says_stands(noise: float, least: float, most: float, tmp_path: Path) -> None:
     """Replies stay the model's, greedy and seeded; those of a head that is always right take a pass for four tokens."""
     make_that_predicts(tmp_path, "qwen3_5-delta", noise)
-    drafts = proposer(open_model_folder(tmp_path), CacheShape.lanes(CONTEXT))
+    drafts = proposer(open_model_folder(tmp_path), CacheShape.contiguous(CONTEXT))
     asked = [Request((5, 6, 7 + i), SamplingParams(0.7 * (i % 2), seed=i), limit=40) for i in range(4)]
-    many = engine(drafts, CacheShape.lanes(CONTEXT, 4), 64, running=4)
+    many = engine(drafts, CacheShape.contiguous(CONTEXT, 4), 64, running=4)
     replies = together(many, asked)
     assert replies == [together(lanes(drafts.head.target, CONTEXT), [one])[0] for one in asked]
     assert all(len(set(reply)) > 5 for reply in replies[::2])  # not one token for ever
     greedy = SpeculationSubject(drafts.head.target, lambda: drafts, 97, frozenset(), CONTEXT)
     for request in asked[::2]:
-        _, timing = greedy.reply(engine(drafts, CacheShape.lanes(CONTEXT), 64), request.prompt, 40)
+        _, timing = greedy.reply(engine(drafts, CacheShape.contiguous(CONTEXT), 64), request.prompt, 40)
         assert timing.record is not None
         assert least <= timing.record.acceptance_rate <= most
 
 
 def test_what_verifying_asks_of_the_head_is_the_reference_s(folder: tuple[ModelFolder, Reference]) -> None:
     """After a prompt, and after its own first tokens: in whatever order it is asked."""
-    drafts = proposer(folder[0], CacheShape.lanes(CONTEXT))
+    drafts = proposer(folder[0], CacheShape.contiguous(CONTEXT))
     prompt = [random.Random(3).randrange(4, SMALL["vocab_size"]) for _ in range(13)]
     wanted = [token for token, _ in folder[1].draft(prompt, COUNT)]
     row = speculation_check._predicted(drafts.head.target, drafts.head, prompt)
@@ -146,7 +146,7 @@ def test_draws_from_the_head_leave_the_model_s_distribution(
     folder: tuple[ModelFolder, Reference], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And a rule that keeps whatever is drafted does not: the test sees it."""
-    drafts = proposer(folder[0], CacheShape.lanes(CONTEXT))
+    drafts = proposer(folder[0], CacheShape.contiguous(CONTEXT))
     prompt = [random.Random(4).randrange(4, SMALL["vocab_size"]) for _ in range(9)]
     subject = SpeculationSubject(
         drafts.head.target, lambda: drafts, drafts.head.config.vocab_size, frozenset(), CONTEXT
@@ -158,7 +158,7 @@ def test_draws_from_the_head_leave_the_model_s_distribution(
 
 
 def test_what_it_holds_is_estimated(folder: tuple[ModelFolder, Reference]) -> None:
-    drafts = proposer(folder[0], CacheShape.lanes(CONTEXT))
+    drafts = proposer(folder[0], CacheShape.contiguous(CONTEXT))
     assert folder[0].predictor is not None
     plan = MemoryPlan(folder[0].predictor.config, context=CONTEXT, dtype="float32")
     assert drafts.nbytes == weight_bytes(plan) + embedding_bytes(plan) + cache_bytes(plan)

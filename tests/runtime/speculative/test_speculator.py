@@ -54,7 +54,7 @@ def test_tokens_are_the_same_whatever_the_lengths(
     """F15, F16: greedy ones and those of a seed, with a draft longer than the room left, or of a shorter context."""
     target = target_model(seed)
     proposer = proposers(target, seed if alike else seed + 1, draft_context)[kind]
-    shape = CacheShape.lanes(capacity)
+    shape = CacheShape.contiguous(capacity)
     ours, plain = speculating(target, proposer, FixedDraftLength(length), shape), plainly(target, shape)
     sampling = SamplingParams(temperature, repetition_penalty=penalty, seed=seed)
     expected = reply(plain, PROMPT, limit, sampling)
@@ -89,7 +89,7 @@ def test_many_together_are_the_replies_alone(
         Request((*PROMPT[: 1 + place % 5], place % VOCAB), SamplingParams(float(place % 2), seed=seed), limit=3 * place)
         for place in range(9)
     ]
-    expected = [generate(plainly(target, CacheShape.lanes(32)), request)[0] for request in requests]
+    expected = [generate(plainly(target, CacheShape.contiguous(32)), request)[0] for request in requests]
     assert together(engine, requests) == expected
     assert together(engine, requests[::-1]) == expected[::-1]
     assert engine.stats.cache_used == 0
@@ -170,7 +170,7 @@ def test_every_load_has_a_policy_of_its_own() -> None:
         return policies[-1]
 
     speculator = ProposerSpeculator(proposers(target)["draft"], policy)
-    engine = Engine(ModelRunner(target), CacheShape.lanes(64, 4), VOCAB, speculator=speculator)
+    engine = Engine(ModelRunner(target), CacheShape.contiguous(64, 4), VOCAB, speculator=speculator)
     reply(engine, PROMPT, 12)
     alone = policies[0].drafts
     assert alone > 0 and len(policies) == 1
@@ -212,7 +212,7 @@ class Wrong:
 def test_warming_up_leaves_nothing_behind(capacity: int) -> None:
     target = target_model()
     proposer = proposers(target)["draft"]
-    shape = CacheShape.lanes(capacity)
+    shape = CacheShape.contiguous(capacity)
     engine = speculating(target, proposer, FixedDraftLength(4), shape)
     warm_up(engine)
     assert kept(engine) == [] and proposer.lag(5, [1]) == 1
@@ -240,12 +240,12 @@ def test_a_draft_that_is_not_a_number_is_skipped(sampling: SamplingParams) -> No
     """F15."""
     target = target_model()
     runner = ModelRunner(PrefixModel(broken(random_function(0, VOCAB), 9), VOCAB))
-    engine = speculating(target, DraftModel(runner, CacheShape.lanes(64), 1), FixedDraftLength(3))
+    engine = speculating(target, DraftModel(runner, CacheShape.contiguous(64), 1), FixedDraftLength(3))
     tokens, timing = generate(engine, Request(tuple(PROMPT), sampling, limit=16))
     assert tokens == reply(plainly(target), PROMPT, 16, sampling)
     assert recorded(timing).passes >= 3, "it goes on after the bad step"
     runner = ModelRunner(PrefixModel(lambda text: torch.full((VOCAB,), math.nan), VOCAB))
-    engine = speculating(target, DraftModel(runner, CacheShape.lanes(64), 1), FixedDraftLength(3))
+    engine = speculating(target, DraftModel(runner, CacheShape.contiguous(64), 1), FixedDraftLength(3))
     tokens, timing = generate(engine, Request(tuple(PROMPT), sampling, limit=16))
     assert len(tokens) == 16 and recorded(timing).passes == 0
 

@@ -33,7 +33,7 @@ from tests.support.paths import PICO
 from tests.support.prefix_model import CPU, PrefixModel
 
 CAPACITY = 256
-SHAPE = CacheShape.lanes(CAPACITY)
+SHAPE = CacheShape.contiguous(CAPACITY)
 LIMIT = 24
 NAMES = ("Japan", "France", "Egypt", "Peru", "Kenya", "Norway", "India", "Cuba", "Spain", "Chile")
 

@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.cache.kv_cache import KVCache
-from mycli.runtime.engine.completion import generate, stream
 from mycli.runtime.engine.engine import Engine
-from mycli.runtime.engine.model_runner import CacheShape, FastPaths, ModelRunner
+from mycli.runtime.engine.generate import generate, stream
+from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
+from mycli.runtime.engine.passes import Passes
+from mycli.runtime.engine.passes.base import PassInput
+from mycli.runtime.engine.passes.plain import PlainPass
 from mycli.runtime.engine.sequence import Request
-from mycli.runtime.errors import ModelError
+from mycli.runtime.errors import Declined, ModelError
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.models.part_spec import RopeScaling
 from mycli.runtime.sampling.params import SamplingParams
@@ -28,9 +31,10 @@ from tests.support.triton_interpreter import Interpret, interpret
 
 pytest.importorskip("triton")
 
-from mycli.runtime.engine import device_loop  # noqa: E402  (only where Triton is)
-from mycli.runtime.engine.cuda_graph import Capture, Launches, Replay  # noqa: E402  (as above)
-from mycli.runtime.engine.device_loop import STEPS, DeviceLoop  # noqa: E402  (as above)
+from mycli.runtime.engine.passes import device_loop  # noqa: E402  (only where Triton is)
+from mycli.runtime.engine.passes.cuda import CudaPass  # noqa: E402  (as above)
+from mycli.runtime.engine.passes.device_loop import STEPS, DeviceLoop, compile_loop  # noqa: E402  (as above)
+from mycli.runtime.engine.passes.graphs import Capture, Launches  # noqa: E402  (as above)
 
 __all__ = ["interpret"]
 
@@ -82,9 +86,23 @@ def engines(capture: str, capacity: int = 64, sequences: int = 1, broken: int = 
     """With the loop and without, of equal models."""
     looped, plain = Sequences(broken=broken), Sequences(broken=broken)
     step = Step(looped)
-    fast = FastPaths(loop=DeviceLoop(step, CAPTURES[capture]))
-    shape = CacheShape.lanes(capacity, sequences)
-    return Engine(ModelRunner(looped, fast=fast), shape, VOCAB), Engine(ModelRunner(plain), shape, VOCAB), step
+    passes = looping(looped, step, DeviceLoop(step, CAPTURES[capture]))
+    shape = CacheShape.contiguous(capacity, sequences)
+    return Engine(ModelRunner(looped, passes=passes), shape, VOCAB), Engine(ModelRunner(plain), shape, VOCAB), step
+
+
+class TokensOnly(CudaPass):
+    """Leaves logits to the plain pass."""
+
+    def takes(self, work: PassInput) -> Declined | None:
+        return Declined("some-logits") if work.sampling is None else super().takes(work)
+
+
+def looping(model: PrefixModel, step: "Step", loop: DeviceLoop, compare: bool = False) -> Passes:
+    """The loop for tokens, the plain pass for logits."""
+    way = TokensOnly(step, PlainPass(model), None, compare=compare)
+    way.loop = loop
+    return Passes((way, PlainPass(model)), {})
 
 
 def outcome(
@@ -146,8 +164,9 @@ def denied() -> tuple[int, int]:
     for sequences in (2, 1):
         model = Sequences()
         step = Step(model)
-        loop = DeviceLoop(step, None, trusts=lambda sequences, new: (sequences, new) == (1, 1))
-        engine = Engine(ModelRunner(model, fast=FastPaths(loop=loop)), CacheShape.lanes(32, sequences), VOCAB)
+        passes = looping(model, step, DeviceLoop(step, None))
+        passes.passes[0].trusts = lambda sequences, new: (sequences, new) == (1, 1)  # type: ignore[attr-defined]
+        engine = Engine(ModelRunner(model, passes=passes), CacheShape.contiguous(32, sequences), VOCAB)
         outcome(engine, PROMPT, 8)
         calls.append(step.calls)
     return calls[0], calls[1]
@@ -253,7 +272,7 @@ def other_settings() -> int:
         SamplingParams(temperature=1.0, repetition_penalty=1.3, seed=1),
     ):
         assert outcome(looped, PROMPT, 9, sampling=sampling) == outcome(plain, PROMPT, 9, sampling=sampling)
-    dynamic = replace(looped.runner.config, rope_scaling=RopeScaling("dynamic", 2.0, original_context=16))
+    dynamic = replace(looped.runner.config, rope=RopeScaling("dynamic", 2.0, original_context=16))
     looped.runner._rope = Rope(dynamic, 64, CPU, torch.float32)
     assert outcome(looped, PROMPT, 9) == outcome(plain, PROMPT, 9)
     return step.calls
@@ -305,8 +324,9 @@ def graphs() -> tuple[int, int, int]:
         return lambda: out
 
     model = Sequences()
-    loop = DeviceLoop(Step(model), capture)
-    engine = Engine(ModelRunner(model, fast=FastPaths(loop=loop)), CacheShape.lanes(64), VOCAB)
+    step = Step(model)
+    loop = DeviceLoop(step, capture)
+    engine = Engine(ModelRunner(model, passes=looping(model, step, loop)), CacheShape.contiguous(64), VOCAB)
     counts = []
     for limit in (1 + STEPS, 1 + STEPS, 1 + 3 * STEPS):
         generate(engine, Request(tuple(PROMPT), limit=limit))
@@ -314,7 +334,7 @@ def graphs() -> tuple[int, int, int]:
     captures.clear()
     del engine
     gc.collect()
-    return counts[0], counts[2], len(loop._held)
+    return counts[0], counts[2], len(loop._buffers)
 
 
 def test_the_second_launch_of_a_kind_is_captured_and_goes_with_its_cache(interpret: Interpret) -> None:
@@ -323,16 +343,18 @@ def test_the_second_launch_of_a_kind_is_captured_and_goes_with_its_cache(interpr
 
 def fused() -> list[list[list[int]]]:
     """Tokens of the real pass: several a launch, one a launch, and by the host."""
-    from mycli.runtime.engine.decode_step import DecodeStep
+    from mycli.runtime.engine.passes.fused import FusedStep
     from tests.support.decode_models import Case, models
 
     found = []
     for kind in ("loop", "host"):
         model, _ = models(Case({"layers": 1, "heads": 2, "kv_heads": 1, "hidden_size": 64}, sequences=2, int8=True))
-        step = DecodeStep.make(model)
-        assert isinstance(step, DecodeStep)
-        fast = FastPaths(loop=DeviceLoop(step, None)) if kind == "loop" else FastPaths(Replay(step, None))
-        engine = Engine(ModelRunner(model, fast=fast), CacheShape.lanes(32, 2), model.config.vocab_size - 3)
+        step = FusedStep.compile(model)
+        assert isinstance(step, FusedStep)
+        way = CudaPass(step, PlainPass(model), None, compare=False)
+        way.loop = DeviceLoop(step, None) if kind == "loop" else None
+        passes = Passes((way, PlainPass(model)), {})
+        engine = Engine(ModelRunner(model, passes=passes), CacheShape.contiguous(32, 2), model.config.vocab_size - 3)
         found.append(together(engine, [Request((token,), limit=6) for token in (5, 9)]))
     return found
 
@@ -342,36 +364,28 @@ def test_the_fused_pass_in_a_loop(interpret: Interpret) -> None:
     assert ours == theirs and len({token for row in ours for token in row}) > 2
 
 
-def accelerated(trouble: str) -> tuple[bool, bool, list[str]]:
-    """Whether a model then has a short pass and a loop, and the warnings."""
-    model, warnings = Sequences(), list[str]()
+def compiled(trouble: str) -> tuple[bool, list[Declined]]:
+    """Whether a model then has a loop, and what was reported."""
+    model, reported = Sequences(), list[Declined]()
     patch = pytest.MonkeyPatch()
-
-    def make_replay(_: object, kv: str, __: object) -> Replay | None:
-        assert kv == "int8", "the kind of caches that it is run with"
-        return None if trouble == "dense" else Replay(Step(model), None)
-
-    patch.setattr(device_loop, "make_replay", make_replay)
     if trouble == "wrong":
         patch.setattr(device_loop, "sample_tokens", lambda *_: None)
-    with patch.context():
-        fast = device_loop.accelerate(model, "int8", warnings.append)
+    loop = compile_loop(model, Step(model), None, reported.append)
     patch.undo()
-    return fast.replay is not None, fast.loop is not None, warnings
+    return loop is not None, reported
 
 
 def test_a_loop_is_used_where_the_device_chooses_as_torch_does(interpret: Interpret) -> None:
-    assert interpret(accelerated, "") == (True, True, [])
-    assert interpret(accelerated, "dense") == (False, False, [])
-    short, loop, warnings = interpret(accelerated, "wrong")  # type: ignore[misc]  # the pool carries any result
-    assert (short, loop) == (True, False) and "chosen by the host" in warnings[0]
-    short, loop, warnings = accelerated("no kernel for this device")  # Triton has none for a CPU
-    assert (short, loop) == (True, False) and "chosen by the host" in warnings[0] and "\n" not in warnings[0]
+    assert interpret(compiled, "") == (True, [])
+    loop, reported = interpret(compiled, "wrong")  # type: ignore[misc]  # the pool carries any result
+    assert not loop and reported[0].code == "greedy-differs"
+    loop, reported = compiled("no kernel for this device")  # Triton has none for a CPU
+    assert not loop and reported[0].code == "device-loop-failed" and "\n" not in str(reported[0].data["error"])
 
 
-def failing(when: int) -> list[str]:
+def failing(when: int) -> list[Declined]:
     """The replies of a loop whose `when`-th launch fails, while captured or replayed, are those of the host's."""
-    warnings: list[str] = []
+    warnings: list[Declined] = []
     calls = 0
 
     def capture(work: Launches) -> Launches:
@@ -387,10 +401,11 @@ def failing(when: int) -> list[str]:
         return replayed
 
     looped, plain = Sequences(), Sequences()
-    loop = DeviceLoop(Step(looped), capture, warnings.append)
-    shape = CacheShape.lanes(64)
+    step = Step(looped)
+    passes = looping(looped, step, DeviceLoop(step, capture, warnings.append))
+    shape = CacheShape.contiguous(64)
     engines = [
-        Engine(ModelRunner(looped, fast=FastPaths(loop=loop)), shape, VOCAB),
+        Engine(ModelRunner(looped, passes=passes), shape, VOCAB),
         Engine(ModelRunner(plain), shape, VOCAB),
     ]
     for prompt in (PROMPT, [*PROMPT, 7]):
@@ -402,4 +417,4 @@ def failing(when: int) -> list[str]:
 @pytest.mark.parametrize("when", [0, 1, 2, 5])
 def test_a_launch_that_fails_leaves_the_tokens_to_the_host(when: int, interpret: Interpret) -> None:
     (warning,) = interpret(failing, when)  # type: ignore[misc]  # the pool carries any result
-    assert "chosen by the host" in warning and "\n" not in warning
+    assert warning.code == "device-loop-failed" and "\n" not in str(warning.data["error"])

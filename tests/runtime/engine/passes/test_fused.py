@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from mycli.runtime.cache.block_table import Chunk
+from mycli.runtime.cache.batch import Batch, Chunk
 from mycli.runtime.cache.kv_cache import PACKED, KVCache
-from mycli.runtime.engine.unfused import unfused
 from mycli.runtime.kernels.triton.product.tiles import Chip
-from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.models.config import ModelConfig
@@ -23,7 +21,7 @@ from tests.support.triton_interpreter import Interpret, interpret
 
 pytest.importorskip("triton")
 
-from mycli.runtime.engine.decode_step import DecodeStep  # noqa: E402  (only where Triton is)
+from mycli.runtime.engine.passes.fused import FusedStep, decline_config  # noqa: E402  (only where Triton is)
 from tests.support.decode_models import CAPACITY, CASES, CONFIG, MIXED, WIDE, Case, models  # noqa: E402  (as above)
 from tests.support.grids import chosen  # noqa: E402  (as above)
 from tests.support.triton_products import difference  # noqa: E402  (as above)
@@ -56,8 +54,8 @@ def compare(case: Case) -> tuple[float, float, dict[str, int]]:
         run(cache, 0, tokens[:, :PREFIX], 0)
     new = tokens[:, PREFIX:]
     expected = run(caches[0], PREFIX, new, case.new).view(case.sequences, case.new, -1)
-    step = DecodeStep.make(fused)
-    assert isinstance(step, DecodeStep) and step.takes(case.sequences, case.new)
+    step = FusedStep.compile(fused)
+    assert isinstance(step, FusedStep) and step.takes(case.sequences, case.new)
     tables = rope.fixed(CAPACITY)
     assert tables is not None
     counts: Counter[str] = Counter()
@@ -121,8 +119,8 @@ def early(case: Case) -> set[tuple[str, bool, bool]]:
     fused, plain = models(case, chip=Chip((9, 0), 4, pdl=True))
     cache = KVCache(plain.config, 1, CAPACITY, plain.device, torch.float16)
     tables = Rope(plain.config, CAPACITY, plain.device, torch.float16).fixed(CAPACITY)
-    step = DecodeStep.make(fused)
-    assert isinstance(step, DecodeStep) and tables is not None
+    step = FusedStep.compile(fused)
+    assert isinstance(step, FusedStep) and tables is not None
     waits, seen = Counter[str](), set()
     launch = triton.runtime.interpreter.GridExecutor.__call__
 
@@ -150,10 +148,10 @@ def test_launches_that_begin_early_wait(case: Case, interpret: Interpret) -> Non
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
-        (lambda model: setattr(next(model.layers()).products["o"], "bias", torch.zeros(1)), "o_proj has a bias"),
+        (lambda model: setattr(next(model.layers()).products["o"], "bias", torch.zeros(1)), "linear-bias"),
         (
             lambda model: next(model.layers()).products["down"].replace(model.head.matmul),
-            "down_proj is not one packed",
+            "not-one-packed-product",
         ),
         (lambda model: setattr(model, "embedding", model.embedding.float()), "float32"),
     ],
@@ -161,60 +159,62 @@ def test_launches_that_begin_early_wait(case: Case, interpret: Interpret) -> Non
 )
 def test_says_what_it_cannot_do(spoil: Callable[[Transformer], None], reason: str) -> None:
     fused, _ = models(Case())
-    assert isinstance(DecodeStep.make(fused), DecodeStep)
+    assert isinstance(FusedStep.compile(fused), FusedStep)
     spoil(fused)
-    assert reason in str(DecodeStep.make(fused))
+    assert reason in str(FusedStep.compile(fused))
 
 
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ({"shared": SharedExpertSpec(MlpSpec(32, NORM, (), LinearSpec("shared", 128, 32)))}, "through has norms"),
-        ({"choice": RoutingSpec(2, normalize=True, groups=2)}, "among groups"),
-        ({"router": LinearSpec("router", 6, 128, bias=True)}, "its router has a bias"),
-        ({"scales": "scales"}, "factors"),
-        ({"expert_output_norm": NORM}, "norms of their own"),
-        ({"norm": None}, "no norm before"),
-        ({"output_norm": NORM}, "a norm behind"),
+        ({"shared": SharedExpertSpec(MlpSpec(32, NORM, (), LinearSpec("shared", 128, 32)))}, "shared-expert-norms"),
+        ({"choice": RoutingSpec(2, normalized=True, groups=2)}, "expert-groups"),
+        ({"router": LinearSpec("router", 6, 128, bias=True)}, "router-bias"),
+        ({"scales": "scales"}, "router-bias"),
+        ({"expert_output_norm": NORM}, "expert-norms"),
+        ({"norm": None}, "no-input-norm"),
+        ({"output_norm": NORM}, "output-norm"),
     ],
     ids=lambda value: "" if isinstance(value, dict) else value,
 )
 def test_says_what_of_experts_it_does_not_do(changed: dict[str, Any], reason: str) -> None:
     """Beside what it does: all else of the layer is alike."""
     config = replace(CONFIG, build_layer=MIXED[0].experts)
-    assert unfused(config) is None
+    assert decline_config(config) is None
 
     def declare(config: ModelConfig, index: int) -> LayerSpec:
         layer = MIXED[0].experts(config, index)
         return replace(layer, mlp=replace(layer.mlp, **changed))
 
-    assert reason in str(unfused(replace(config, build_layer=declare)))
+    assert reason in str(decline_config(replace(config, build_layer=declare)))
 
 
 def test_experts_that_are_not_all_there_or_unlike_are_the_plain_models() -> None:
     wide, _ = models(replace(MIXED[2], bits=8))
     for spoil, reason in (
-        (lambda mlp: setattr(mlp, "in_memory", lambda: None), "in memory"),
-        (lambda mlp: mlp.router.replace(mlp.products[0].matmul), "not one dense"),
-        (lambda mlp: mlp.products[3].replace(torch.zeros(128, 64)), "not packed alike"),
-        (lambda mlp: mlp.shared.down.replace(torch.zeros(128, 96)), "not one packed"),
-        (lambda mlp: mlp.shared.gate_up.replace(next(wide.layers()).mlp.shared.gate_up.matmul), "as the other"),
+        (lambda mlp: mlp.router.replace(mlp.products[0].matmul), "packed-router"),
+        (lambda mlp: mlp.products[3].replace(torch.zeros(128, 64)), "mixed-experts"),
+        (lambda mlp: mlp.shared.down.replace(torch.zeros(128, 96)), "not-one-packed-product"),
+        (
+            lambda mlp: mlp.shared.gate_up.replace(next(wide.layers()).mlp.shared.gate_up.matmul),
+            "shared-expert-packing",
+        ),
     ):
         fused, _ = models(MIXED[2])
-        assert isinstance(DecodeStep.make(fused), DecodeStep)
+        assert isinstance(FusedStep.compile(fused), FusedStep)
         spoil(next(fused.layers()).mlp)
-        assert reason in str(DecodeStep.make(fused))
+        assert reason in str(FusedStep.compile(fused))
 
 
 def test_takes_few_tokens() -> None:
     fused, _ = models(Case())
-    step = DecodeStep.make(fused)
-    assert isinstance(step, DecodeStep)
+    step = FusedStep.compile(fused)
+    assert isinstance(step, FusedStep)
     assert step.takes(1, 64) and step.takes(64, 1) and step.takes(3, 3) and not step.takes(5, 13)
     wide, _ = models(Case({"heads": 16, "kv_heads": 1}))
-    step = DecodeStep.make(wide)
-    assert isinstance(step, DecodeStep)
+    step = FusedStep.compile(wide)
+    assert isinstance(step, FusedStep)
     assert step.takes(8, 1) and step.takes(1, 5), "queries that no program has columns for are split"
     crowded, _ = models(Case({"heads": 65, "kv_heads": 1}))
-    step = DecodeStep.make(crowded)
-    assert isinstance(step, DecodeStep) and not step.takes(1, 1)
+    step = FusedStep.compile(crowded)
+    assert isinstance(step, FusedStep) and not step.takes(1, 1)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mycli.runtime.cache.block_table import Chunk
-from mycli.runtime.checkpoint.open_folder import open_model_folder
+from mycli.runtime.cache.batch import Chunk
+from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loader import load_model
@@ -19,13 +19,13 @@ from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.errors import ModelError
 from mycli.runtime.kernels.cpu.layer import Fetch
 from mycli.runtime.kernels.cpu.library import build
-from mycli.runtime.layers.expert_slots import ExpertReads
 from mycli.runtime.layers.feed_forward import Experts
-from mycli.runtime.layers.native.parts import NativePass
+from mycli.runtime.layers.streamed_experts import ExpertReads
 from mycli.runtime.memory.resident import most_experts
 from tests.support.families import CASES, make
 from tests.support.family_parts import SMALL
 from tests.support.grids import chosen
+from tests.support.native_parts import plain_passes
 from tests.support.packed_folder import write_packed
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -50,12 +50,12 @@ EVEN, MIXED = {"": 4}, {"experts.3.": 8, "": 4}  # widths of weights by parts of
 
 
 def load(folder: Path, slots: int | None, dtype: str = "bf16") -> ModelRunner:
-    return load_model(open_model_folder(folder), Placement(torch.device("cpu"), DTYPES[dtype]), expert_slots=slots)
+    return load_model(ModelFolder.open(folder), Placement(torch.device("cpu"), DTYPES[dtype]), expert_slots=slots)
 
 
 def run(runner: ModelRunner, sizes: Sequence[int] = SIZES) -> Tensor:
     """The logits of all tokens of a random text, in passes of `sizes`."""
-    cache = runner.make_cache(CacheShape.lanes(sum(sizes)))
+    cache = runner.make_cache(CacheShape.contiguous(sum(sizes)))
     tokens = torch.randint(4, SMALL["vocab_size"], (sum(sizes),), generator=torch.Generator().manual_seed(0)).tolist()
     parts, start = [], 0
     for size in sizes:
@@ -98,7 +98,7 @@ def test_every_family_has_the_bits_of_all_in_memory(case: str, dtype: str, made:
         runner = load(folder, slots, dtype)
         assert torch.equal(run(runner), expected), slots
         reads = reads_of(runner)
-        assert reads.found < reads.asked and reads.nbytes > 0  # some were read while it ran
+        assert reads.resident < reads.requested and reads.nbytes > 0  # some were read while it ran
         assert runner.nbytes < whole.nbytes
 
 
@@ -121,7 +121,7 @@ def test_packed_experts_are_native_parts_with_the_bits_of_all_in_memory(
     assert torch.equal(run(runner), expected)
     assert ran.count(0) == (len(SIZES) - 1) * runner.config.layers
     assert max(ran) > 0 or slots > 3  # a token chooses 3: passes hit more experts than there are slots
-    monkeypatch.setattr(NativePass, "make", lambda *_: None)
+    runner.passes = plain_passes(runner.model)
     assert torch.equal(run(runner), expected)
     assert runner.nbytes == held  # what is read takes the place of what was
 
@@ -134,12 +134,12 @@ def test_experts_of_different_widths_go_step_by_step(tmp_path: Path) -> None:
 def test_what_is_chosen_again_is_found(packed: Path) -> None:
     """One token over and over: after the first time nothing is read, whatever the number of slots beyond those."""
     runner = load(packed, 3)
-    cache = runner.make_cache(CacheShape.lanes(64))
+    cache = runner.make_cache(CacheShape.contiguous(64))
     runner.run([Chunk([7], 0, (0,), 1)], cache)
     before = ExpertReads(**vars(reads_of(runner)))
     runner.run([Chunk([7], 0, (0,), 1)], cache)
     since = reads_of(runner).since(before)
-    assert since.asked == since.found == 3 * runner.config.layers and since.hit_rate == 1
+    assert since.requested == since.resident == 3 * runner.config.layers and since.hit_rate == 1
     assert since.nbytes == 0 and since.gigabytes_per_second is None
 
 

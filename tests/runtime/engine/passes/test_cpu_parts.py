@@ -10,15 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from mycli.runtime.cache.block_table import Chunk
+from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.cache.kv_cache import KVCache
+from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.device.placement import Placement
+from mycli.runtime.engine.loader import load_model
+from mycli.runtime.engine.passes import compile_passes
+from mycli.runtime.engine.passes.base import PassInput
+from mycli.runtime.engine.passes.cpu import NATIVE_ROWS
+from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.registry import prepare_product
-from mycli.runtime.layers.batch import Batch
 from mycli.runtime.layers.block import Attention
 from mycli.runtime.layers.feed_forward import Experts, Mlp
 from mycli.runtime.layers.linear import dense_matmul
-from mycli.runtime.layers.native.parts import NATIVE_ROWS, NativePass
-from mycli.runtime.layers.rope import Rope
 from mycli.runtime.models.config import KvDtype
 from mycli.runtime.quantization.packed_weight import PackedWeight, pack
 from mycli.runtime.quantization.scheme import Packing
@@ -33,9 +37,12 @@ from tests.support.native_parts import (
     OnlyCalled,
     load_bf16,
     need_native_code,
+    plain_passes,
     run_passes,
     same_as_by_steps,
 )
+
+FP32 = Placement(torch.device("cpu"), torch.float32)
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +66,7 @@ WHOLE: Mapping[str, Mapping[str, Any]] = {
     "arcee-yarn": HEAD,
     "ministral3-beyond": HEAD,
 }
-PARTS = {"gemma4-told-lent-double": ["attention", "mlp", "per_layer"], "cohere2-window7-tied": ["parallel"]}
+PARTS = {"gemma4-told-lent-double": ["attention", "mlp", "told"], "cohere2-window7-tied": ["parallel"]}
 
 
 @pytest.mark.parametrize(("case", "kv"), list(zip(WHOLE, cycle(KINDS))), ids=str)
@@ -126,30 +133,18 @@ def test_products_of_several_parts(bits: int, tmp_path: Path, monkeypatch: pytes
     assert same_as_by_steps(runner, "bf16", monkeypatch).count("attention") == len(PASSES) * runner.config.layers
 
 
-def test_what_is_replaced_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part that was made ready runs by its new weights and gains, not by memory that was theirs."""
-    runner = load_bf16(random_model(tmp_path / "model"))
-    before = run_passes(runner, "bf16")[0]
-    block = next(runner.model.layers())
-    for linear in block.products.values():
-        linear.replace(linear.weight() * 2)
-    for norm in block.norms:
-        norm.replace(norm.weight * 0.5)
-    assert not torch.equal(run_passes(runner, "bf16")[0], before)
-    same_as_by_steps(runner, "bf16", monkeypatch)
-
-
 @pytest.mark.parametrize("kind", (Attention, Mlp, Experts))
 def test_a_part_is_gone_when_nobody_holds_it(kind: type[Attention] | type[Mlp] | type[Experts], tmp_path: Path) -> None:
     """At once, and its weights with it: of a model that is read layer by layer two would be in memory."""
     model_type, changes = CASES["qwen3_moe-every-other-normalized-tied"]
     make(tmp_path, model_type, {**WIDE, **changes, **HEAD})
     runner = load_bf16(tmp_path)
-    run_passes(runner, "bf16")
+    run_passes(runner.model, "bf16", runner.passes)
     gone = [weakref.ref(part) for part in runner.model.modules() if isinstance(part, kind)]
     gc.disable()
     try:
         runner.model.blocks = torch.nn.ModuleList()
+        runner.passes = plain_passes(runner.model)
         assert gone and not any(part() for part in gone)
     finally:
         gc.enable()
@@ -166,17 +161,17 @@ def test_other_weights_are_multiplied_step_by_step(tmp_path: Path, monkeypatch: 
 def test_long_passes_and_other_dtypes_are_run_step_by_step(tmp_path: Path) -> None:
     runner = load_bf16(random_model(tmp_path / "model"))
     cache = KVCache(runner.config, 1, 2 * NATIVE_ROWS, runner.device, torch.bfloat16)
-    rope = Rope(runner.config, 2 * NATIVE_ROWS, runner.device, runner.dtype)
 
-    def taken(rows: int, cache: KVCache, dtype: torch.dtype = torch.bfloat16) -> bool:
-        batch = Batch.of([Chunk([4] * rows, 0, (0,), 1)], cache.block_size, runner.device)
-        with torch.inference_mode():
-            x = torch.zeros(1, rows, runner.config.hidden_size, dtype=dtype)
-            return NativePass.make(x, batch, cache, rope) is not None
+    def chosen(rows: int) -> str:
+        work = PassInput([Chunk([4] * rows, 0, (0,), 1)], cache, runner.rope(2 * NATIVE_ROWS))
+        way = runner.passes.choose(work)
+        assert way is not None
+        return way.name
 
-    assert taken(NATIVE_ROWS, cache) and not taken(NATIVE_ROWS + 1, cache)
-    assert not taken(1, cache, torch.float32)
-    assert not taken(1, KVCache(runner.config, 1, 8, runner.device, torch.float32))
+    assert (chosen(NATIVE_ROWS), chosen(NATIVE_ROWS + 1)) == ("cpu", "plain")
+    declined = compile_passes(load_model(ModelFolder.open(tmp_path / "model"), FP32).model).declined["cpu"]
+    assert declined == Declined("activation-dtype", {"dtype": "float32"})
+    assert compile_passes(runner.model, "auto").declined.keys() == {"cuda"}
 
 
 def test_lengths_that_do_not_fit_the_blocks_are_refused(tmp_path: Path) -> None:

@@ -9,13 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from mycli.runtime.cache.block_table import Chunk
-from mycli.runtime.engine import cuda_graph as replay
-from mycli.runtime.engine.cuda_graph import MOST_GRAPHS, Launches, Replay
-from mycli.runtime.engine.model_runner import FastPaths, ModelRunner
-from mycli.runtime.layers.batch import Batch
+from mycli.runtime.cache.batch import Batch, Chunk
+from mycli.runtime.engine.model_runner import ModelRunner
+from mycli.runtime.engine.passes import Passes
+from mycli.runtime.engine.passes import graphs as replay
+from mycli.runtime.engine.passes.cuda import CudaPass
+from mycli.runtime.engine.passes.graphs import Launches
+from mycli.runtime.engine.passes.plain import PlainPass
+from mycli.runtime.errors import Declined
+from mycli.runtime.memory.graphs import MOST_GRAPHS
 from mycli.runtime.models.part_spec import RopeScaling
-from tests.support.fused_pass import CAPACITY, Sums, model, one, session, several
+from tests.support.fused_pass import CAPACITY, Sums, fused_pass, model, one, run, session, several
 from tests.support.graphs import recording
 from tests.support.prefix_model import CPU
 
@@ -28,22 +32,24 @@ def test_the_first_pass_runs_the_second_is_captured_the_others_replayed() -> Non
         return recording(work)
 
     step = Sums()
-    fast = Replay(step, capture)
+    fast = fused_pass(step, capture)
     cache, rope = session()
     for start, token in enumerate([5, 6, 7, 8]):
-        found = fast(one(token, start), rope, cache)
+        found = run(fast, one(token, start), rope, cache)
         assert found is not None and found[0, 0, 0] == token * 100 + start + 1, (
             "tokens and lengths are those of this pass"
         )
         assert len(captures) == min(start, 1)
-    assert fast(several([[1, 2]], 4, 2), rope, cache) is not None and len(captures) == 1
+    assert run(fast, several([[1, 2]], 4, 2), rope, cache) is not None and len(captures) == 1
     other, its_rope = session()
-    assert fast(one(9, 0), its_rope, other) is not None and len(captures) == 1, "a graph holds addresses of one cache"
+    assert run(fast, one(9, 0), its_rope, other) is not None and len(captures) == 1, (
+        "a graph holds addresses of one cache"
+    )
 
 
 def test_a_pass_waits_for_nothing_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever reads the numbers of a tensor on a GPU waits until they are there."""
-    fast, (cache, rope), batches = Replay(Sums(), recording), session(), [one(7, start) for start in range(3)]
+    fast, (cache, rope), batches = fused_pass(Sums(), recording), session(), [one(7, start) for start in range(3)]
 
     def waits(*_: object) -> None:
         raise AssertionError("it waits")
@@ -51,15 +57,15 @@ def test_a_pass_waits_for_nothing_of_the_device(monkeypatch: pytest.MonkeyPatch)
     with monkeypatch.context() as patch:
         for name in ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__"):
             patch.setattr(Tensor, name, waits)
-        done = [fast(batch, rope, cache) is not None for batch in batches]  # launched, captured, replayed
+        done = [run(fast, batch, rope, cache) is not None for batch in batches]  # launched, captured, replayed
     assert done == [True] * 3
 
 
 def test_launch_by_launch_without_capture() -> None:
     step = Sums()
-    fast, (cache, rope) = Replay(step, None), session()
+    fast, (cache, rope) = fused_pass(step, None), session()
     for _ in range(3):
-        assert fast(one(3, 0), rope, cache) is not None
+        assert run(fast, one(3, 0), rope, cache) is not None
     assert step.calls == 3
 
 
@@ -76,23 +82,23 @@ def test_launch_by_launch_without_capture() -> None:
     ids=["no-logits", "too-many-tokens", "some-logits", "ragged", "no-neighbours", "two-blocks"],
 )
 def test_other_passes_are_the_plain_models(batch: Batch) -> None:
-    fast, (cache, rope) = Replay(Sums(), recording), session(sequences=2)
-    assert fast(batch, rope, cache) is None
+    fast, (cache, rope) = fused_pass(Sums(), recording), session(sequences=2)
+    assert run(fast, batch, rope, cache) is None
 
 
 def test_sequences_may_have_some_of_the_lanes() -> None:
     """Lengths are each sequence's own; a graph is of the lanes that it was captured for."""
-    fast, (cache, rope) = Replay(Sums(), recording), session(sequences=4)
+    fast, (cache, rope) = fused_pass(Sums(), recording), session(sequences=4)
     for first in (0, 2, 2, 2, 0):
         chunks = [Chunk([5 + place], 3 * place, (first + place,), 1) for place in range(2)]
-        found = fast(Batch.of(chunks, CAPACITY, CPU), rope, cache)
+        found = run(fast, Batch.of(chunks, CAPACITY, CPU), rope, cache)
         assert found is not None and found[:, 0, 0].tolist() == [501, 604]
     assert len(fast._graphs) == 2
 
 
 def test_tables_that_depend_on_the_length_are_the_plain_models() -> None:
     cache, rope = session(RopeScaling("dynamic", 2.0, original_context=16))
-    assert Replay(Sums(), recording)(one(1, 0), rope, cache) is None
+    assert run(fused_pass(Sums(), recording), one(1, 0), rope, cache) is None
 
 
 def test_graphs_go_with_their_cache_and_are_limited() -> None:
@@ -101,11 +107,11 @@ def test_graphs_go_with_their_cache_and_are_limited() -> None:
         out = work()
         return lambda: out
 
-    fast, (cache, rope) = Replay(Sums(), capture), session(sequences=1)
+    fast, (cache, rope) = fused_pass(Sums(), capture), session(sequences=1)
     for new in range(1, 9):
         for logits in (1, new):
             for _ in range(2):
-                assert fast(several([[0] * new], 0, logits), rope, cache) is not None
+                assert run(fast, several([[0] * new], 0, logits), rope, cache) is not None
     assert sum(len(known) for known in fast._graphs.values()) <= MOST_GRAPHS
     del cache
     gc.collect()
@@ -114,7 +120,9 @@ def test_graphs_go_with_their_cache_and_are_limited() -> None:
 
 def test_a_runner_uses_the_fused_pass_and_keeps_a_copy_of_the_logits() -> None:
     plain = model(lambda x: torch.ones(*x.shape[:-1], 8))
-    runner = ModelRunner(plain, fast=FastPaths(Replay(Sums(), recording)))
+    runner = ModelRunner(
+        plain, passes=Passes((CudaPass(Sums(), PlainPass(plain), recording, compare=False), PlainPass(plain)), {})
+    )
     cache, _ = session()
     kept = [runner.run([Chunk([token], start, (0,), 1)], cache) for start, token in enumerate([3, 4, 5])]
     assert [int(logits[0, 0]) for logits in kept] == [301, 402, 503]
@@ -132,11 +140,11 @@ def test_a_capture_launches_what_the_first_pass_compiled() -> None:
             return super().__call__(tokens, lengths, *rest, **options)  # type: ignore[arg-type]  # passed on
 
     step = Addresses()
-    fast, (cache, rope) = Replay(step, recording), session()
+    fast, (cache, rope) = fused_pass(step, recording), session()
     for start in range(3):
         batch = replace(one(7, start), tokens=torch.tensor([0, 7])[1:])
         assert batch.tokens.data_ptr() % 16
-        assert fast(batch, rope, cache) is not None
+        assert run(fast, batch, rope, cache) is not None
     assert set(step.seen) == {(True, True)}
 
 
@@ -159,13 +167,18 @@ def failing_replay(work: Launches) -> Launches:
     ids=["capture", "replay"],
 )
 def test_a_capture_or_a_replay_that_fails_ends_the_path_and_no_chat(capture: replay.Capture, words: str) -> None:
-    warnings: list[str] = []
+    warnings: list[Declined] = []
     plain = model(lambda x: torch.ones(*x.shape[:-1], 8))
-    runner = ModelRunner(plain, fast=FastPaths(Replay(Sums(), capture, warnings.append)))
+    runner = ModelRunner(
+        plain,
+        passes=Passes(
+            (CudaPass(Sums(), PlainPass(plain), capture, warnings.append, compare=False), PlainPass(plain)), {}
+        ),
+    )
     cache, _ = session()
     found = [runner.run([Chunk([token], start, (0,), 1)], cache)[0, 0].item() for start, token in enumerate([3] * 5)]
     assert found == [301, 1, 1, 1, 1], "from then on by the plain model"
-    assert len(warnings) == 1 and warnings[0].endswith(words)
+    assert len(warnings) == 1 and str(warnings[0].data["error"]).endswith(words)
 
 
 def test_a_shape_that_cannot_be_launched_is_the_plain_models_and_others_go_on() -> None:
@@ -175,13 +188,13 @@ def test_a_shape_that_cannot_be_launched_is_the_plain_models_and_others_go_on() 
                 raise RuntimeError("out of resource: shared memory")
             return super().__call__(tokens, *rest, **options)  # type: ignore[arg-type]  # passed on
 
-    warnings: list[str] = []
-    fast, (cache, rope) = Replay(Narrow(), recording, warnings.append), session()
+    warnings: list[Declined] = []
+    fast, (cache, rope) = fused_pass(Narrow(), recording, warnings), session()
     for _ in range(3):
-        assert fast(several([[1, 2, 3]], 0, 3), rope, cache) is None
-        assert fast(several([[1, 2, 3, 4]], 0, 4), rope, cache) is None
-        assert fast(several([[1, 2]], 0, 2), rope, cache) is not None
-    assert len(warnings) == 1 and "shared memory" in warnings[0]
+        assert run(fast, several([[1, 2, 3]], 0, 3), rope, cache) is None
+        assert run(fast, several([[1, 2, 3, 4]], 0, 4), rope, cache) is None
+        assert run(fast, several([[1, 2]], 0, 2), rope, cache) is not None
+    assert len(warnings) == 1 and "shared memory" in str(warnings[0].data)
 
 
 def test_graphs_share_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:

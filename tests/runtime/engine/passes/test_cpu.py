@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from mycli.runtime.cache.block_table import Chunk
-from mycli.runtime.engine import cpu_loop
-from mycli.runtime.engine.cpu_loop import CpuLoop
+from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.engine.engine import Engine
-from mycli.runtime.engine.model_runner import CacheShape, FastPaths, ModelRunner
+from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
+from mycli.runtime.engine.passes import Passes, cpu
+from mycli.runtime.engine.passes.base import Pass, PassInput, Tokens
 from mycli.runtime.engine.sequence import Request, SequenceOutput
-from mycli.runtime.layers.batch import Batch
+from mycli.runtime.errors import Declined
 from mycli.runtime.models.config import KvDtype
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.sampler import DeviceSampling
@@ -42,11 +42,23 @@ DECLINED: Mapping[str, Mapping[str, Any]] = {"gemma2-mqa-low-caps-untied": HEAD,
 def unbounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call may have as many passes as there are blocks for, after the first, which is measured."""
     need_native_code()
-    monkeypatch.setattr(cpu_loop, "CALL_SECONDS", 1e6)
+    monkeypatch.setattr(cpu, "CALL_SECONDS", 1e6)
 
 
 def plain(runner: ModelRunner) -> ModelRunner:
-    return ModelRunner(runner.model, runner.kv)
+    """By passes one after another: the CPU pass without its token loop."""
+    native, *others = runner.passes.passes
+    return ModelRunner(runner.model, runner.kv, Passes((LogitsOnly(native), *others), {}))
+
+
+class LogitsOnly:
+    name = "logits"
+
+    def __init__(self, native: Pass) -> None:
+        self.native, self.logits = native, native.logits
+
+    def takes(self, work: PassInput) -> Declined | None:
+        return Declined("host-sampling") if work.sampling is not None else self.native.takes(work)
 
 
 def keys(engine: Engine) -> list[Tensor]:
@@ -55,22 +67,25 @@ def keys(engine: Engine) -> list[Tensor]:
 
 
 class Counting:
-    """A loop that keeps how many passes each call had."""
+    """The CPU pass, recording how many steps each call made."""
 
-    def __init__(self, loop: Any) -> None:
-        self.loop, self.made = loop, list[int]()
+    name = "counting"
 
-    def launches(self, *arguments: Any) -> Iterator[tuple[list[list[int]], float]] | None:
-        found = self.loop.launches(*arguments)
-        for made, _ in found or ():
-            self.made.append(len(made))
-            return iter([(made, 0.0)])
-        return None
+    def __init__(self, native: cpu.CpuPass) -> None:
+        self.native, self.made = native, list[int]()
+        self.takes, self.logits = native.takes, native.logits
+
+    def tokens(self, work: PassInput) -> Iterator[Tokens]:
+        for tokens, seconds in self.native.tokens(work):
+            self.made.append(len(tokens))
+            yield tokens, seconds
 
 
 def counting(runner: ModelRunner) -> tuple[ModelRunner, list[int]]:
-    loop = Counting(runner.fast.loop)
-    return ModelRunner(runner.model, runner.kv, FastPaths(loop=loop)), loop.made
+    native, *others = runner.passes.passes
+    assert isinstance(native, cpu.CpuPass)
+    way = Counting(native)
+    return ModelRunner(runner.model, runner.kv, Passes((way, *others), {})), way.made
 
 
 def replies(engine: Engine, asked: Sequence[Request]) -> list[tuple[list[int], str | None]]:
@@ -101,7 +116,10 @@ def test_tokens_and_keys_are_those_of_pass_by_pass(case: str, kv: KvDtype, tmp_p
     ended = [replace(one, stop_ids=frozenset((stop,))) for one in asked]
     assert replies(looped, ended) == replies(slow, ended)
     assert any(reason == "stop" for _, reason in replies(looped, ended))
-    alone = Engine(runner, CacheShape.lanes(32), vocabulary), Engine(plain(runner), CacheShape.lanes(32), vocabulary)
+    alone = (
+        Engine(runner, CacheShape.contiguous(32), vocabulary),
+        Engine(plain(runner), CacheShape.contiguous(32), vocabulary),
+    )
     assert replies(alone[0], asked[:1]) == replies(alone[1], asked[:1])
     assert all(torch.equal(one, other) for one, other in zip(keys(alone[0]), keys(alone[1]), strict=True))
 
@@ -110,7 +128,7 @@ def test_with_too_few_blocks_every_reply_is_the_reply_alone() -> None:
     """Beginnings that others have, drawn and greedy ones mixed, half of them put back meanwhile."""
     runner, made = counting(load_bf16(PICO, "auto"))
     asked = requests(9)
-    lane = CacheShape.lanes(96)
+    lane = CacheShape.contiguous(96)
     expected = [together(Engine(plain(runner), lane, runner.config.vocab_size), [one])[0] for one in asked]
     greedy = [one for one in asked if one.sampling.greedy]
     for some in (asked, greedy, asked[::-1]):
@@ -121,13 +139,18 @@ def test_with_too_few_blocks_every_reply_is_the_reply_alone() -> None:
     assert max(made) > 1
 
 
-def follow(
-    runner: ModelRunner, tokens: Sequence[int], stops: Sequence[int] = (), passes: int = 5
-) -> list[list[int]] | None:
-    engine = Engine(runner, CacheShape.lanes(32, len(tokens)), VOCAB)
+def decode(runner: ModelRunner, tokens: Sequence[int], stops: Sequence[int] = (), passes: int = 5) -> list[list[int]]:
+    """The greedy tokens of one call."""
+    engine = Engine(runner, CacheShape.contiguous(32, len(tokens)), VOCAB)
     chunks = [Chunk([token], 0, (place,), 1) for place, token in enumerate(tokens)]
-    batch = Batch.of(chunks, 32, runner.device)
-    return runner.model.follow(batch, runner.rope(32), engine.cache, passes, VOCAB, stops)
+    way = cpu.compile_pass(runner.model, "auto", lambda declined: None)
+    assert isinstance(way, cpu.CpuPass)
+    way._seconds[len(tokens)] = 1e-9  # as if measured: a call may have many passes
+    sampling = DeviceSampling(VOCAB, 0.0, 1)
+    work = PassInput(chunks, engine.cache, runner.rope(32), None, sampling, passes, frozenset(stops))
+    assert way.takes(work) is None
+    ((made, _),) = way.tokens(work)
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -136,27 +159,26 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
 
 
 def test_a_call_ends_after_a_stop_of_any(small: ModelRunner) -> None:
-    every = follow(small, [5, 9])
-    assert every is not None and len(every) == 5 and len({len(row) for row in every}) == 1
+    every = decode(small, [5, 9])
+    assert len(every) == 5 and len({len(row) for row in every}) == 1
     for sequence in range(2):
         stop = every[2][sequence]
         first = next(at for at, row in enumerate(every) if stop in row)
-        assert follow(small, [5, 9], (4000, stop)) == every[: first + 1]
-    assert follow(small, [5, 9], passes=1) == every[:1]
+        assert decode(small, [5, 9], (4000, stop)) == every[: first + 1]
+    assert decode(small, [5, 9], passes=1) == every[:1]
 
 
 def test_logits_that_are_no_numbers_end_one_reply_and_no_other(small: ModelRunner) -> None:
     """The token that the second sequence draws third has an embedding that is none."""
-    every = follow(small, [5, 9])
-    assert every is not None
+    every = decode(small, [5, 9])
     broken = every[2][1]
     assert all(broken not in row for row in every[:2]) and broken not in (every[2][0], 5, 9)
     model, kept = small.model, small.model.embedding.clone()
     try:
         model.embedding[broken] = torch.nan
-        found = follow(small, [5, 9])
-        assert found is not None and found[:3] == every[:3] and found[3] == [every[3][0], -1] and len(found) == 4
-        engine = Engine(small, CacheShape.lanes(32, 2), VOCAB)
+        found = decode(small, [5, 9])
+        assert found[:3] == every[:3] and found[3] == [every[3][0], -1] and len(found) == 4
+        engine = Engine(small, CacheShape.contiguous(32, 2), VOCAB)
         numbers = [engine.submit(Request((token,), limit=8)) for token in (5, 9)]
         outputs = drain(engine)
     finally:
@@ -171,12 +193,15 @@ def test_what_is_drawn_counted_or_told_is_made_pass_by_pass(small: ModelRunner) 
     """A loop takes the likeliest token alone; nobody may see a difference in what it does not take."""
     runner, made = counting(small)
     drawn = DeviceSampling(VOCAB, 0.7, 1)
-    batch = Batch.of([Chunk([5], 0, (0,), 1)], 32, runner.device)
-    engine = Engine(runner, CacheShape.lanes(32), VOCAB)
-    assert CpuLoop(small.model).launches(batch, drawn, runner.rope(32), engine.cache, 5, frozenset()) is None
+    engine = Engine(runner, CacheShape.contiguous(32), VOCAB)
+    chunks = [Chunk([5], 0, (0,), 1)]
+    assert small.tokens(chunks, drawn, engine.cache, 5, frozenset()) is None
+    assert small.tokens(chunks, replace(drawn, temperature=0.0), engine.cache, 5, frozenset()) is not None
     for sampling in (SamplingParams(0.7, seed=3), SamplingParams(repetition_penalty=1.5)):
         request = Request((5, 6), sampling, 8)
-        assert together(engine, [request]) == together(Engine(plain(runner), CacheShape.lanes(32), VOCAB), [request])
+        assert together(engine, [request]) == together(
+            Engine(plain(runner), CacheShape.contiguous(32), VOCAB), [request]
+        )
     told = Request((5, 6), limit=8, logprobs=2)
     assert not made
     (number,), outputs = [engine.submit(told)], drain(engine)
@@ -188,9 +213,9 @@ def test_what_native_code_does_not_take_whole_is_left_to_passes(case: str, tmp_p
     model_type, changes = CASES[case]
     make(tmp_path, model_type, {**WIDE, **changes, **DECLINED[case]})
     loaded = load_bf16(tmp_path)
-    runner, made = counting(loaded) if loaded.fast.loop is not None else (loaded, [])
+    runner, made = counting(loaded)
     request = Request((5, 6, 7), limit=6)
-    shape = CacheShape.lanes(32)
+    shape = CacheShape.contiguous(32)
     looped, slow = (Engine(one, shape, runner.config.vocab_size) for one in (runner, plain(runner)))
     assert together(looped, [request]) == together(slow, [request]) and not made
 
@@ -198,21 +223,29 @@ def test_what_native_code_does_not_take_whole_is_left_to_passes(case: str, tmp_p
 def test_a_call_is_as_long_as_passes_fit_its_time(small: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """By how long they took: the first call of so many sequences has one, a slow one is followed by one."""
     now = [0.0]
-    monkeypatch.setattr(cpu_loop, "CALL_SECONDS", 5 / 1024)
-    monkeypatch.setattr(cpu_loop.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(cpu, "CALL_SECONDS", 5 / 1024)
+    monkeypatch.setattr(cpu.time, "perf_counter", lambda: now[0])
     seconds, made = [0.0], list[int]()
 
-    class Scripted:
-        def follow(self, batch: Batch, rope: object, cache: object, passes: int, *_: object) -> list[list[int]]:
-            now[0] += passes * seconds[0]
-            made.append(passes)
-            return [[3]] * passes
+    def scripted(library: object, chain: object, head: object, loop: object, rows: object, last: object, passes: int):
+        now[0] += passes * seconds[0]
+        made.append(passes)
+        return [[3]] * passes
 
-    loop = CpuLoop(Scripted())  # type: ignore[arg-type]  # what a loop asks of a model
-    batch = Batch.of([Chunk([5], 0, (0,), 1)], 32, torch.device("cpu"))
-    greedy = DeviceSampling(VOCAB, 0.0, 1)
+    monkeypatch.setattr(cpu, "run_passes", scripted)
+    way = cpu.compile_pass(small.model, "auto", lambda declined: None)
+    assert isinstance(way, cpu.CpuPass)
+    cache, chunks, greedy = (
+        small.make_cache(CacheShape.contiguous(32)),
+        [Chunk([5], 0, (0,), 1)],
+        DeviceSampling(VOCAB, 0.0, 1),
+    )
+
+    def call(count: int) -> None:
+        list(way.tokens(PassInput(chunks, cache, small.rope(32), None, greedy, count)))
+
     for seconds[0] in (1 / 1024, 1 / 1024, 0.02, 1 / 1024, 1 / 1024, 1 / 1024):
-        assert loop.launches(batch, greedy, None, None, 4, frozenset()) is not None  # type: ignore[arg-type]  # handed on
+        call(4)
     assert made == [1, 4, 4, 1, 4, 4]
-    loop.launches(batch, greedy, None, None, 100, frozenset())  # type: ignore[arg-type]  # as above
+    call(100)
     assert made[-1] == 5

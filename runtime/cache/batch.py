@@ -1,0 +1,118 @@
+"""The input of one forward pass: new tokens of several sequences and where their keys and values go.
+
+An argument, never state: two passes cannot disturb each other through it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """New tokens of one sequence for a pass, from position `start`, whose keys and values lie in `blocks`.
+
+    `logits`: number of trailing tokens whose logits are returned. `state`: slot of the sequence's recurrent states,
+    which advance by all tokens but the last `drafted`; `StateStore.commit_drafts` applies the accepted ones.
+    """
+
+    tokens: Sequence[int]
+    start: int
+    blocks: tuple[int, ...]
+    logits: int
+    state: int = 0
+    drafted: int = 0
+
+    @property
+    def count(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def length(self) -> int:
+        return self.start + len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The chunks of a pass, one after another, as tensors; each is built on first use, since few passes need all.
+
+    tokens: int64 [T].
+    """
+
+    tokens: Tensor
+    chunks: tuple[Chunk, ...]
+    block_size: int
+
+    @classmethod
+    def of(cls, chunks: Sequence[Chunk], block_size: int, device: torch.device) -> "Batch":
+        """Build the batch of `chunks`, each of another sequence, with its tensors on `device`."""
+        tokens = torch.tensor([token for chunk in chunks for token in chunk.tokens], dtype=torch.int64)
+        return cls(_on(device, tokens), tuple(chunks), block_size)
+
+    def _tensor(self, values: Sequence[object], dtype: torch.dtype) -> Tensor:
+        return _on(self.tokens.device, torch.tensor(values, dtype=dtype))
+
+    @property
+    def rows(self) -> int:
+        """T, the new tokens of all sequences."""
+        return self.tokens.shape[0]
+
+    @cached_property
+    def first_rows(self) -> list[int]:
+        """The first row of each sequence, and T."""
+        rows = [0]
+        for chunk in self.chunks:
+            rows.append(rows[-1] + len(chunk.tokens))
+        return rows
+
+    @cached_property
+    def slot_mapping(self) -> Tensor:
+        """int64 [T]: block * block_size + offset of each token's keys and values."""
+        size = self.block_size
+        positions = ((chunk.blocks, at) for chunk in self.chunks for at in range(chunk.start, chunk.length))
+        return self._tensor([blocks[at // size] * size + at % size for blocks, at in positions], torch.int64)
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """int32 [S + 1]: sequence s has the rows starts[s] .. starts[s + 1]."""
+        return self._tensor(self.first_rows, torch.int32)
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """int32 [S]: tokens of each sequence after this pass."""
+        return self._tensor([chunk.length for chunk in self.chunks], torch.int32)
+
+    @cached_property
+    def block_table(self) -> Tensor:
+        """int32 [S, blocks], padded with 0."""
+        blocks, widest = padded_blocks(self.chunks)
+        return self._tensor(blocks, torch.int32).view(-1, widest)
+
+    @cached_property
+    def logits_at(self) -> Tensor:
+        """int64 [rows]: the rows whose logits are returned, in order."""
+        ends = zip(self.first_rows[1:], self.chunks, strict=True)
+        return self._tensor([row for end, chunk in ends for row in range(end - chunk.logits, end)], torch.int64)
+
+
+def padded_blocks(chunks: Sequence[Chunk]) -> tuple[list[int], int]:
+    """The blocks of each chunk, padded with 0 to the same number, in one list, and that number."""
+    widest = max([len(chunk.blocks) for chunk in chunks])
+    return [block for chunk in chunks for block in (*chunk.blocks, *[0] * (widest - len(chunk.blocks)))], widest
+
+
+def contiguous_slot(chunks: Sequence[Chunk]) -> int | None:
+    """The first block if every sequence has one block, adjacent ones, and all have as many new tokens; else None."""
+    first, count = chunks[0].blocks[0], chunks[0].count
+    for index, chunk in enumerate(chunks):
+        if chunk.blocks != (first + index,) or chunk.count != count:
+            return None
+    return first
+
+
+def _on(device: torch.device, tensor: Tensor) -> Tensor:
+    # The driver copies such small tensors into its own buffer first, so nothing waits for work queued on the device.
+    return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)

@@ -1,0 +1,64 @@
+"""Ways of running a loaded model. Each is a `Pass`, compiled once after loading; `compile_passes` lists them.
+
+A further way is one file here and one entry in `COMPILERS`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from mycli.runtime.engine.passes import cpu, cuda
+from mycli.runtime.engine.passes.base import Pass, PassInput
+from mycli.runtime.engine.passes.plain import PlainPass
+from mycli.runtime.errors import Declined
+from mycli.runtime.layers.transformer import Transformer
+from mycli.runtime.models.config import KvDtype
+
+
+@dataclass(frozen=True)
+class Passes:
+    """The passes of one model, fastest first; the last takes all logits. `declined`: why others were not compiled."""
+
+    passes: tuple[Pass, ...]
+    declined: Mapping[str, Declined]
+
+    def choose(self, work: PassInput) -> Pass | None:
+        """Return the first pass that takes `work`; None if it asks for tokens that only the host can choose."""
+        for candidate in self.passes:
+            if candidate.takes(work) is None:
+                return candidate
+        return None
+
+    @property
+    def makes_tokens(self) -> bool:
+        """Whether any pass but the plain one exists, so that `PassInput.sampling` may be taken."""
+        return len(self.passes) > 1
+
+
+# Returns a pass of a loaded model, or why it has none; reports later why the pass stopped being used.
+Compiler = Callable[[Transformer, KvDtype, Callable[[Declined], None]], Pass | Declined]
+
+
+COMPILERS: Mapping[str, Compiler] = {"cuda": cuda.compile_pass, "cpu": cpu.compile_pass}  # fastest first
+
+
+def compile_passes(
+    model: Transformer,
+    kv: KvDtype = "auto",
+    report: Callable[[Declined], None] = lambda declined: None,
+    compilers: Mapping[str, Compiler] = COMPILERS,
+) -> Passes:
+    """Compile every way of running `model` with caches of kind `kv`; its weights must not change afterwards.
+
+    report: receives why a pass of this device was not compiled, and later why one stopped being used.
+    """
+    compiled: list[Pass] = []
+    declined: dict[str, Declined] = {}
+    for block in model.layers():
+        block.freeze()
+    for name, compiler in compilers.items():
+        way = compiler(model, kv, report)
+        if isinstance(way, Declined):
+            declined[name] = way
+        else:
+            compiled.append(way)
+    return Passes((*compiled, PlainPass(model)), declined)

@@ -1,0 +1,62 @@
+"""The interface of a pass and the record of what one pass computes."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+from torch import Tensor
+
+from mycli.runtime.cache.batch import Chunk
+from mycli.runtime.cache.kv_cache import KVCache
+from mycli.runtime.errors import Declined
+from mycli.runtime.layers.rope import Rope
+from mycli.runtime.layers.transformer import HiddenStateHook
+from mycli.runtime.sampling.sampler import DeviceSampling
+
+Tokens = tuple[list[list[int]], float]  # [steps][sequences], and the seconds they took; below 0: logits not finite
+
+
+@dataclass(frozen=True)
+class PassInput:
+    """What one pass computes: logits of `chunks`, or with `sampling` the next `count` tokens of each sequence.
+
+    hook: receives the hidden states. For tokens each chunk is the last token of its sequence, blocks are reserved for
+    `count` more, and nothing after a token of `stop_ids` is needed.
+    """
+
+    chunks: Sequence[Chunk]
+    cache: KVCache
+    rope: Rope
+    hook: HiddenStateHook | None = None
+    sampling: DeviceSampling | None = None
+    count: int = 1
+    stop_ids: frozenset[int] = frozenset()
+
+    @cached_property
+    def rows(self) -> int:
+        return sum([len(chunk.tokens) for chunk in self.chunks])
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest sequence after the pass."""
+        return max([chunk.start + len(chunk.tokens) for chunk in self.chunks])
+
+
+class Pass(Protocol):
+    """One way of running a model."""
+
+    @property
+    def name(self) -> str: ...
+
+    def takes(self, work: PassInput) -> Declined | None:
+        """Return why this pass does not do `work`, or None if it does; called before any tensor is built."""
+        ...
+
+    def logits(self, work: PassInput) -> Tensor:
+        """Return logits fp32 [rows, vocab] of the rows that the chunks ask for; the cache takes keys and values."""
+        ...
+
+    def tokens(self, work: PassInput) -> Iterator[Tokens]:
+        """Yield the next tokens of each sequence, `work.count` or fewer, in one or several launches."""
+        ...

@@ -1,0 +1,311 @@
+"""The CPU pass: few bf16 rows through native code, consecutive layer parts in one call.
+
+A pass over few tokens spends its time between small steps, so all steps that have native code run in one call, with the
+same bits as one by one. Greedy decoding stays in native code for several passes.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from ctypes import addressof, c_int32, c_int64, c_uint8
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from mycli.runtime.cache.batch import Batch, Chunk, padded_blocks
+from mycli.runtime.cache.kv_cache import PACKED, KVCache, cache_dtype
+from mycli.runtime.engine.passes.base import PassInput, Tokens
+from mycli.runtime.engine.passes.cpu_parts import native_head, native_part, pointer
+from mycli.runtime.errors import Declined
+from mycli.runtime.kernels.cpu.attention import CACHE_TYPES
+from mycli.runtime.kernels.cpu.layer import (
+    CChain,
+    CHead,
+    CLayerCache,
+    CLayerStates,
+    CPart,
+    CPassRows,
+    CRotation,
+    run_head,
+)
+from mycli.runtime.kernels.cpu.library import build
+from mycli.runtime.kernels.cpu.library.build import Native
+from mycli.runtime.kernels.cpu.loop import CLoop, run_passes
+from mycli.runtime.layers.block import Attention, Block, Parallel, Recurrent
+from mycli.runtime.layers.layer_part import LayerPart, complete
+from mycli.runtime.layers.recurrent import clear_new_states, defer_advance
+from mycli.runtime.layers.rope import Rope
+from mycli.runtime.layers.transformer import Transformer, pass_context
+from mycli.runtime.layers.vocabulary import embed_tokens, embedding_scale, finish_logits
+from mycli.runtime.models.config import KvDtype
+from mycli.runtime.models.part_spec import RopeSpec
+
+NATIVE_ROWS = 64  # with more rows the products take longer than the steps between them
+# A call makes as many tokens as fit this time: other requests wait as long, and a stream gets them together.
+CALL_SECONDS = 0.005
+
+
+class _PassRows:
+    """The sequences of one pass as native code reads them; owns the memory that `rows` points to."""
+
+    def __init__(self, chunks: Sequence[Chunk], rope: Rope, per_layer_inputs: Tensor | None) -> None:
+        longest = max([chunk.start + len(chunk.tokens) for chunk in chunks])
+        all_positions = rope.every(longest)
+        self.tables = rope.rows(chunks) if all_positions is None else all_positions
+        starts, lengths = [0], list[int]()
+        for chunk in chunks:
+            starts.append(starts[-1] + len(chunk.tokens))
+            lengths.append(chunk.start + len(chunk.tokens))
+        blocks, width = padded_blocks(chunks)
+        states = [chunk.state for chunk in chunks]
+        self.drafted = [(chunk, first) for chunk, first in zip(chunks, starts, strict=False) if chunk.drafted]
+        drafts = (c_uint8 * len(chunks))(*[chunk.drafted > 0 for chunk in chunks])
+        arrays = [(c_int32 * len(values))(*values) for values in (starts, lengths, blocks, states)]
+        tables = self.tables.values()
+        rotations = [CRotation(*map(pointer, (table.cos, table.sin, table.query_scale))) for table in tables]
+        self._owned = arrays, drafts, per_layer_inputs
+        self.rows = CPassRows(
+            *map(addressof, arrays),
+            addressof(drafts),
+            (CRotation * len(rotations))(*rotations),
+            pointer(per_layer_inputs),
+            None,
+            starts[-1],
+            len(chunks),
+            width,
+            0 if per_layer_inputs is None else per_layer_inputs.stride(1),
+            all_positions is not None,
+        )
+
+
+@dataclass(frozen=True)
+class _NativePart:
+    """A part as native code has it, and the module it was built from."""
+
+    part: CPart
+    module: LayerPart | Parallel
+
+    def place(
+        self, cache: KVCache, rotations: Sequence[RopeSpec], state_offset: int
+    ) -> CLayerCache | CLayerStates | None:
+        """Return where the part finds its keys and values, or its states, in `cache`."""
+        module = self.module.attention if isinstance(self.module, Parallel) else self.module
+        if isinstance(module, Recurrent):
+            states = cache.states.layer(module.layer)
+            return CLayerStates(*map(pointer, (*states, None)[:2]), cache.states.slots, state_offset)
+        if not isinstance(module, Attention):
+            return None
+        keys, values = cache.all(module.kv_layer)
+        strides, rope = keys.data.stride(), module.spec.rope
+        return CLayerCache(
+            *map(pointer, (keys.data, values.data, keys.scales, values.scales)),
+            keys.data.shape[0],
+            keys.data.shape[2],
+            strides[0],
+            strides[1],
+            CACHE_TYPES[keys.data.dtype],
+            0 if rope is None else rotations.index(rope),
+        )
+
+
+@dataclass(eq=False)
+class _NativeRun:
+    """Consecutive native parts, one call; the call is kept for each cache, whose addresses it holds."""
+
+    library: Native
+    parts: tuple[_NativePart, ...]
+    chains: WeakKeyDictionary[KVCache, CChain] = field(default_factory=WeakKeyDictionary)
+
+    def __post_init__(self) -> None:
+        modules = [part.module for part in self.parts]
+        self.recurrent = [module for module in modules if isinstance(module, Recurrent)]
+        self._row_width = sum(sum(module.mixer.widths) for module in self.recurrent)
+
+    def chain(self, cache: KVCache, tables: Sequence[RopeSpec]) -> CChain:
+        chain = self.chains.get(cache)
+        if chain is None:
+            places, offset = [], 0
+            for part in self.parts:
+                places.append(part.place(cache, tables, offset))
+                offset += sum(part.module.mixer.widths) if isinstance(part.module, Recurrent) else 0
+            chain = self.chains[cache] = CChain([part.part for part in self.parts], places)
+        return chain
+
+    def __call__(self, x: Tensor, cache: KVCache, rows: _PassRows) -> Tensor:
+        chain = self.chain(cache, list(rows.tables))
+        if not (rows.drafted and self.recurrent):
+            rows.rows.draft_inputs = None
+            return chain(self.library, rows.rows, x)
+        # States do not advance over drafted tokens: native code writes the rows that would advance them, and they are
+        # replayed for the accepted tokens.
+        count = rows.rows.rows
+        state_rows = torch.empty(count * self._row_width, dtype=torch.bfloat16)
+        rows.rows.draft_inputs = pointer(state_rows)
+        x = chain(self.library, rows.rows, x)
+        offset = 0
+        for module in self.recurrent:
+            parts = []
+            for width in module.mixer.widths:
+                parts.append(state_rows[offset * count : (offset + width) * count].view(1, count, width))
+                offset += width
+            states = cache.states.layer(module.layer)
+            for chunk, first in rows.drafted:
+                defer_advance(cache.states, chunk, first, tuple(parts), states, module.mixer.advance)
+        return x
+
+
+class CpuLayers:
+    """Layers in order: consecutive native parts as one call, other parts product by product."""
+
+    def __init__(self, library: Native, blocks: Iterable[Block]) -> None:
+        self.declined: dict[str, Declined] = {}  # parts that run product by product, by name of the module's class
+        self._pieces: list[_NativeRun | LayerPart | Parallel] = []
+        run: list[_NativePart] = []
+        for part in (part for block in blocks for part in block.parts):
+            native = native_part(part)
+            if not isinstance(native, Declined):
+                run.append(_NativePart(native, part))
+                continue
+            self.declined.setdefault(type(part).__name__, native)
+            self._pieces += [_NativeRun(library, tuple(run)), part] if run else [part]
+            run = []
+        self._pieces += [_NativeRun(library, tuple(run))] if run else []
+
+    def takes(self, rows: int) -> bool:
+        """Return whether native code is faster for a pass of `rows` rows."""
+        return rows <= NATIVE_ROWS and any(isinstance(piece, _NativeRun) for piece in self._pieces)
+
+    @property
+    def whole(self) -> _NativeRun | None:
+        """The single call that runs all layers; None if a part is not native or has a recurrent state."""
+        piece = self._pieces[0]
+        whole = len(self._pieces) == 1 and isinstance(piece, _NativeRun) and not piece.recurrent
+        return piece if whole and isinstance(piece, _NativeRun) else None
+
+    def run(
+        self, x: Tensor, chunks: Sequence[Chunk], rope: Rope, cache: KVCache, per_layer_inputs: Tensor | None = None
+    ) -> Tensor:
+        """Run the residual stream x [1, T, hidden] through all layers; the cache takes keys, values and states."""
+        if cache.states.recurrent:
+            clear_new_states(chunks, cache.states)
+        rows, context = _PassRows(chunks, rope, per_layer_inputs), None
+        for piece in self._pieces:
+            if isinstance(piece, _NativeRun):
+                x = piece(x, cache, rows)
+                continue
+            if context is None:
+                batch = Batch.of(chunks, cache.block_size, x.device)
+                context = pass_context(batch, rope, cache, per_layer_inputs)
+            x = complete(piece.steps(x, context))
+        return x
+
+
+class CpuPass:
+    """The native pass of one model in bf16."""
+
+    name = "cpu"
+
+    def __init__(self, model: Transformer, library: Native) -> None:
+        self._model, self._library = model, library
+        self.layers = CpuLayers(library, model.layers())
+        self._head = native_head(model.norm, model.head)
+        self._run = self.layers.whole
+        self.tokens_declined = self._decline_tokens()
+        self._seconds: dict[int, float] = {}  # of the last pass, by number of sequences
+
+    def _decline_tokens(self) -> Declined | None:
+        """Return why several passes cannot run in one call; None if they can."""
+        config = self._model.config
+        if isinstance(self._head, Declined):
+            return self._head
+        if self.layers.declined:
+            return next(iter(self.layers.declined.values()))
+        if config.has_recurrent:
+            return Declined("recurrent-state")
+        if self._model.per_layer is not None:
+            return Declined("per-layer-inputs")
+        if config.logit_softcap is not None:
+            return Declined("logit-softcap", {"cap": config.logit_softcap})
+        return None if self._model.embedding.is_contiguous() else Declined("embedding-layout")
+
+    def takes(self, work: PassInput) -> Declined | None:
+        if work.rows > NATIVE_ROWS:
+            return Declined("many-rows", {"rows": work.rows, "most": NATIVE_ROWS})
+        if work.sampling is None:
+            return None
+        if self.tokens_declined is not None:
+            return self.tokens_declined
+        if work.sampling.temperature:
+            return Declined("host-random-numbers")
+        if work.rope.every(work.longest + work.count - 1) is None:
+            return Declined("dynamic-rope")
+        return None
+
+    @torch.inference_mode()
+    def logits(self, work: PassInput) -> Tensor:
+        model, chunks = self._model, work.chunks
+        tokens = torch.tensor([[token for chunk in chunks for token in chunk.tokens]])
+        x = embed_tokens(tokens, model.embedding, model.config)
+        inputs = None if model.per_layer is None else model.per_layer(tokens, x)
+        x = self.layers.run(x, chunks, work.rope, work.cache, inputs)[0]
+        if work.hook is not None:
+            work.hook(model.norm(x))
+        wanted, end = list[int](), 0
+        for chunk in chunks:
+            end += len(chunk.tokens)
+            wanted += range(end - chunk.logits, end)
+        if not wanted:
+            return torch.empty(0, model.config.vocab_size)
+        if len(wanted) < end:
+            x = x[torch.tensor(wanted)]
+        if isinstance(self._head, Declined):
+            return finish_logits(model.head(model.norm(x)), model.config)
+        return finish_logits(run_head(self._library, self._head, x), model.config)
+
+    def tokens(self, work: PassInput) -> Iterator[Tokens]:
+        """Yield one list of greedy tokens, as many as fit `CALL_SECONDS`."""
+        assert self._run is not None and work.sampling is not None and isinstance(self._head, CHead)
+        model, sequences, began = self._model, len(work.chunks), time.perf_counter()
+        passes = min(work.count, int(CALL_SECONDS / self._seconds.get(sequences, CALL_SECONDS)) or 1)
+        rows = _PassRows(work.chunks, work.rope, None)
+        stop_ids = sorted(work.stop_ids)
+        stops = (c_int64 * len(stop_ids))(*stop_ids)
+        loop = CLoop(
+            model.embedding.data_ptr(),
+            model.config.hidden_size,
+            work.sampling.vocab_size,
+            addressof(stops),
+            len(stop_ids),
+            embedding_scale(model.config, model.dtype),
+            model.config.logit_scale,
+        )
+        chain = self._run.chain(work.cache, list(rows.tables))
+        last = [token for chunk in work.chunks for token in chunk.tokens]
+        made = run_passes(self._library, chain, self._head, loop, rows.rows, last, passes)
+        seconds = time.perf_counter() - began
+        self._seconds[sequences] = seconds / len(made)
+        yield made, seconds
+
+
+def compile_pass(model: Transformer, kv: KvDtype, report: Callable[[Declined], None]) -> CpuPass | Declined:
+    """Compile the native pass of a bf16 model on the CPU, or return why it has none."""
+    library = _library(model.device, model.dtype, kv)
+    return library if isinstance(library, Declined) else CpuPass(model, library)
+
+
+def compile_layers(blocks: Sequence[Block], device: torch.device, dtype: torch.dtype, kv: KvDtype) -> CpuLayers | None:
+    """Compile loaded layers outside a model, such as those of an MTP head; None if native code does not run them."""
+    library = _library(device, dtype, kv)
+    return None if isinstance(library, Declined) else CpuLayers(library, blocks)
+
+
+def _library(device: torch.device, dtype: torch.dtype, kv: KvDtype) -> Native | Declined:
+    if device.type != "cpu":
+        return Declined("not-on-cpu", {"device": str(device)})
+    if dtype != torch.bfloat16:
+        return Declined("activation-dtype", {"dtype": str(dtype).removeprefix("torch.")})
+    cached = cache_dtype(kv, dtype)
+    if cached not in (torch.bfloat16, torch.int8, PACKED):
+        return Declined("cache-dtype", {"dtype": str(cached).removeprefix("torch.")})
+    return build.native()
