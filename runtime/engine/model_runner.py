@@ -10,7 +10,7 @@ from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.cache.kv_cache import KVCache, cache_dtype
 from mycli.runtime.device.placement import use_device
 from mycli.runtime.engine.passes import Passes
-from mycli.runtime.engine.passes.base import PassInput, Tokens
+from mycli.runtime.engine.passes.base import PassInput, TokenSteps
 from mycli.runtime.engine.passes.plain import PlainPass
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import HiddenStateHook, Transformer
@@ -97,7 +97,7 @@ class ModelRunner:
 
     def tokens(
         self, chunks: Sequence[Chunk], sampling: DeviceSampling, cache: KVCache, count: int, stop_ids: frozenset[int]
-    ) -> Iterator[Tokens] | None:
+    ) -> Iterator[TokenSteps] | None:
         """Yield the next tokens of each sequence, up to `count`, by passes that also sample.
 
         chunks: the last token of each sequence. Returns None if no pass takes this: sample from the logits of `run`.

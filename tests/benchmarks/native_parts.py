@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from mycli.runtime.cache.batch import Chunk
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape
@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--rows", default="1,4,16,64")
     parser.add_argument("--seconds", type=float, default=5.0)
     chosen = parser.parse_args()
-    runner = load_model(ModelFolder.open(chosen.model), Placement(torch.device("cpu"), torch.bfloat16))
+    runner = load_model(open_model_folder(chosen.model), Placement(torch.device("cpu"), torch.bfloat16))
     passes, plain = runner.passes, Passes((PlainPass(runner.model),), {})
     for rows in map(int, chosen.rows.split(",")):
         cache = runner.make_cache(CacheShape.contiguous(LENGTH + 1, rows))

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.cache.kv_cache import KVCache, cache_dtype
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.model_runner import ModelRunner
@@ -90,7 +90,7 @@ class OnlyCalled:
 
 
 def load_bf16(folder: Path, kv: KvDtype = "bf16") -> ModelRunner:
-    return load_model(ModelFolder.open(folder), Placement(torch.device("cpu"), torch.bfloat16, kv))
+    return load_model(open_model_folder(folder), Placement(torch.device("cpu"), torch.bfloat16, kv))
 
 
 def run_passes(model: Transformer, kv: KvDtype, passes: Passes) -> list[Tensor]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from mycli.runtime.engine.passes import cpu, cuda
-from mycli.runtime.engine.passes.base import Pass, PassInput
+from mycli.runtime.engine.passes.base import OnDecline, Pass, PassInput
 from mycli.runtime.engine.passes.plain import PlainPass
 from mycli.runtime.errors import Declined
 from mycli.runtime.layers.transformer import Transformer
@@ -35,16 +35,16 @@ class Passes:
 
 
 # Returns a pass of a loaded model, or why it has none; reports later why the pass stopped being used.
-Compiler = Callable[[Transformer, KvDtype, Callable[[Declined], None]], Pass | Declined]
+Compiler = Callable[[Transformer, KvDtype, OnDecline], Pass | Declined]
 
 
-COMPILERS: Mapping[str, Compiler] = {"cuda": cuda.compile_pass, "cpu": cpu.compile_pass}  # fastest first
+COMPILERS: Mapping[str, Compiler] = {"cuda": cuda.compile_cuda_pass, "cpu": cpu.compile_cpu_pass}  # fastest first
 
 
 def compile_passes(
     model: Transformer,
     kv: KvDtype = "auto",
-    report: Callable[[Declined], None] = lambda declined: None,
+    report: OnDecline = lambda declined: None,
     compilers: Mapping[str, Compiler] = COMPILERS,
 ) -> Passes:
     """Compile every way of running `model` with caches of kind `kv`; its weights must not change afterwards.

@@ -1,6 +1,6 @@
 """The interface of a pass and the record of what one pass computes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -14,7 +14,8 @@ from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import HiddenStateHook
 from mycli.runtime.sampling.sampler import DeviceSampling
 
-Tokens = tuple[list[list[int]], float]  # [steps][sequences], and the seconds they took; below 0: logits not finite
+OnDecline = Callable[[Declined], None]  # receives why a pass was not compiled, or stopped being used
+TokenSteps = tuple[list[list[int]], float]  # [steps][sequences], and the seconds they took; below 0: logits not finite
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class PassInput:
 
     @cached_property
     def longest(self) -> int:
-        """Tokens of the longest sequence after the pass."""
+        """TokenSteps of the longest sequence after the pass."""
         return max([chunk.start + len(chunk.tokens) for chunk in self.chunks])
 
 
@@ -57,6 +58,6 @@ class Pass(Protocol):
         """Return logits fp32 [rows, vocab] of the rows that the chunks ask for; the cache takes keys and values."""
         ...
 
-    def tokens(self, work: PassInput) -> Iterator[Tokens]:
+    def tokens(self, work: PassInput) -> Iterator[TokenSteps]:
         """Yield the next tokens of each sequence, `work.count` or fewer, in one or several launches."""
         ...

@@ -5,7 +5,7 @@ same bits as one by one. Greedy decoding stays in native code for several passes
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from ctypes import addressof, c_int32, c_int64, c_uint8
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mycli.runtime.cache.batch import Batch, Chunk, padded_blocks
 from mycli.runtime.cache.kv_cache import PACKED, KVCache, cache_dtype
-from mycli.runtime.engine.passes.base import PassInput, Tokens
+from mycli.runtime.engine.passes.base import OnDecline, PassInput, TokenSteps
 from mycli.runtime.engine.passes.cpu_parts import native_head, native_part, pointer
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.attention import CACHE_TYPES
@@ -263,7 +263,7 @@ class CpuPass:
             return finish_logits(model.head(model.norm(x)), model.config)
         return finish_logits(run_head(self._library, self._head, x), model.config)
 
-    def tokens(self, work: PassInput) -> Iterator[Tokens]:
+    def tokens(self, work: PassInput) -> Iterator[TokenSteps]:
         """Yield one list of greedy tokens, as many as fit `CALL_SECONDS`."""
         assert self._run is not None and work.sampling is not None and isinstance(self._head, CHead)
         model, sequences, began = self._model, len(work.chunks), time.perf_counter()
@@ -288,7 +288,7 @@ class CpuPass:
         yield made, seconds
 
 
-def compile_pass(model: Transformer, kv: KvDtype, report: Callable[[Declined], None]) -> CpuPass | Declined:
+def compile_cpu_pass(model: Transformer, kv: KvDtype, report: OnDecline) -> CpuPass | Declined:
     """Compile the native pass of a bf16 model on the CPU, or return why it has none."""
     library = _library(model.device, model.dtype, kv)
     return library if isinstance(library, Declined) else CpuPass(model, library)

@@ -5,7 +5,7 @@ number of sequences and tokens; it is captured the second time that such a pass 
 into its buffers before each replay.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mycli.runtime.cache.batch import Batch, Chunk, contiguous_slot
 from mycli.runtime.cache.kv_cache import KVCache, cache_dtype
-from mycli.runtime.engine.passes.base import Pass, PassInput, Tokens
+from mycli.runtime.engine.passes.base import OnDecline, Pass, PassInput, TokenSteps
 from mycli.runtime.engine.passes.graphs import Capture, GraphCapture, Launches, Step
 from mycli.runtime.engine.passes.plain import PlainPass
 from mycli.runtime.errors import Declined, summarize_error
@@ -30,7 +30,6 @@ from mycli.runtime.quantization.int4_vectors import FUSED_INT4_HEADS
 if TYPE_CHECKING:  # it imports Triton, which takes a second and is not on every machine
     from mycli.runtime.engine.passes.device_loop import DeviceLoop
 
-Report = Callable[[Declined], None]
 TOLERANCE = 0.03  # relative difference of logits between two ways of rounding to bf16
 # In a mixture of experts rounding can change which of two equally scored experts is chosen. Between bf16 and fp32,
 # logits of random mixtures differ by up to 0.14 over 16 tokens and 0.26 for one; unrelated logits differ by 1.4.
@@ -65,7 +64,7 @@ class CudaPass:
         step: Step,
         plain: Pass,
         capture: Capture | None,
-        report: Report = lambda declined: None,
+        report: OnDecline = lambda declined: None,
         *,
         compare: bool = True,
         tolerance: float = TOLERANCE,
@@ -115,7 +114,7 @@ class CudaPass:
             return self._plain.logits(work)
         return logits.flatten(0, 1).to(torch.float32, copy=True)
 
-    def tokens(self, work: PassInput) -> Iterator[Tokens]:
+    def tokens(self, work: PassInput) -> Iterator[TokenSteps]:
         assert self.loop is not None
         return self.loop.tokens(work)
 
@@ -180,7 +179,7 @@ class CudaPass:
             self._graphs.clear()
 
 
-def compile_pass(model: Transformer, kv: KvDtype, report: Report) -> CudaPass | Declined:
+def compile_cuda_pass(model: Transformer, kv: KvDtype, report: OnDecline) -> CudaPass | Declined:
     """Compile the fused pass of a model on a CUDA device, or return why it has none.
 
     It is first compared with the plain pass, launched and replayed; failures and differences are reported.
@@ -200,7 +199,9 @@ def compile_pass(model: Transformer, kv: KvDtype, report: Report) -> CudaPass | 
     return way
 
 
-def compile_step(model: Transformer, step: Step, kv: KvDtype, capture: Capture, report: Report) -> CudaPass | Declined:
+def compile_step(
+    model: Transformer, step: Step, kv: KvDtype, capture: Capture, report: OnDecline
+) -> CudaPass | Declined:
     """Compare `step` with the plain pass of `model` and return the pass that runs it, or why it cannot be used."""
     if kv == "int4" and model.config.head_dim not in FUSED_INT4_HEADS:
         declined: Declined | None = Declined("int4-head", {"head_dim": model.config.head_dim})

@@ -1,7 +1,7 @@
 """Decoding that stays on the device: one launch makes several tokens, each sampled there and fed to the next step.
 
 A step is a fused pass (`fused`) and the sampling of its token (`triton.sample`); a launch is one step or `STEPS`,
-captured as a CUDA graph the second time that it is needed for a cache. Tokens, lengths, seed and temperature are in
+captured as a CUDA graph the second time that it is needed for a cache. TokenSteps, lengths, seed and temperature are in
 device buffers, so the next launch starts before the tokens of this one are read.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mycli.runtime.cache.batch import Batch, contiguous_slot
 from mycli.runtime.cache.kv_cache import KVCache
-from mycli.runtime.engine.passes.base import PassInput, Tokens
+from mycli.runtime.engine.passes.base import OnDecline, PassInput, TokenSteps
 from mycli.runtime.engine.passes.graphs import Capture, Launches, Step
 from mycli.runtime.errors import Declined, summarize_error
 from mycli.runtime.kernels.triton.sample import SamplingBuffers, sample_tokens
@@ -25,7 +25,6 @@ from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.sampling.sampler import DeviceSampling
 
 STEPS = 4
-Report = Callable[[Declined], None]
 _T = TypeVar("_T")
 _Kind = tuple[int, int, bool, Filters]  # steps, vocabulary, random or greedy, filters
 
@@ -46,7 +45,7 @@ class _Launch:
     tokens: Tensor
     events: tuple[torch.cuda.Event, torch.cuda.Event] | None  # start and end; None on a CPU, where it is done
 
-    def read(self) -> Tokens:
+    def read(self) -> TokenSteps:
         """Wait for the tokens; return them and the seconds of device time."""
         if self.events is None:
             return self.tokens.tolist(), 0.0
@@ -65,12 +64,12 @@ class DeviceLoop:
     After a failure it reports once and declines all further work; the caller then samples on the host.
     """
 
-    def __init__(self, step: Step, capture: Capture | None, report: Report = lambda declined: None) -> None:
+    def __init__(self, step: Step, capture: Capture | None, report: OnDecline = lambda declined: None) -> None:
         self._step, self._capture, self._report = step, capture, report
         self.declined: Declined | None = None
         self._buffers: WeakKeyDictionary[KVCache, _Buffers] = WeakKeyDictionary()
 
-    def tokens(self, work: PassInput) -> Iterator[Tokens]:
+    def tokens(self, work: PassInput) -> Iterator[TokenSteps]:
         """Yield the next tokens of each sequence by launches; fewer than `work.count` if a launch fails.
 
         `NO_NUMBER` stands for a token whose logits were not finite; what follows it is meaningless. Tokens after a stop
@@ -165,7 +164,7 @@ class DeviceLoop:
         return captured
 
 
-def compile_loop(model: Transformer, step: Step, capture: Capture | None, report: Report) -> DeviceLoop | None:
+def compile_loop(model: Transformer, step: Step, capture: Capture | None, report: OnDecline) -> DeviceLoop | None:
     """Return the loop of a model, or report why tokens cannot be sampled on its device and return None."""
     try:
         declined = _check_sampling(model)

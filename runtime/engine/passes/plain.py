@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from mycli.runtime.cache.batch import Batch
-from mycli.runtime.engine.passes.base import PassInput, Tokens
+from mycli.runtime.engine.passes.base import PassInput, TokenSteps
 from mycli.runtime.errors import Declined
 from mycli.runtime.layers.transformer import Transformer
 
@@ -28,5 +28,5 @@ class PlainPass:
         logits: Tensor = self._model(batch, work.rope, work.cache, work.hook)
         return logits
 
-    def tokens(self, work: PassInput) -> Iterator[Tokens]:
+    def tokens(self, work: PassInput) -> Iterator[TokenSteps]:
         raise NotImplementedError("the plain pass computes logits")

@@ -214,7 +214,7 @@ def test_a_pass_is_launched_on_the_models_device(monkeypatch: pytest.MonkeyPatch
     device = torch.device("cuda", 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda one: log.append((threading.current_thread().name, one)))
 
-    def no_batch(*_: object) -> None:
+    def no_batch(*_: object, **__: object) -> None:
         raise LookupError  # as far as a machine without a device goes
 
     monkeypatch.setattr(model_runner, "PassInput", no_batch)

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.cache.batch import Chunk
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
-from mycli.runtime.errors import ModelError
+from mycli.runtime.errors import Declined, ModelError
 from mycli.runtime.kernels.cpu.layer import Fetch
 from mycli.runtime.kernels.cpu.library import build
 from mycli.runtime.layers.feed_forward import Experts
@@ -50,7 +50,7 @@ EVEN, MIXED = {"": 4}, {"experts.3.": 8, "": 4}  # widths of weights by parts of
 
 
 def load(folder: Path, slots: int | None, dtype: str = "bf16") -> ModelRunner:
-    return load_model(ModelFolder.open(folder), Placement(torch.device("cpu"), DTYPES[dtype]), expert_slots=slots)
+    return load_model(open_model_folder(folder), Placement(torch.device("cpu"), DTYPES[dtype]), expert_slots=slots)
 
 
 def run(runner: ModelRunner, sizes: Sequence[int] = SIZES) -> Tensor:
@@ -107,7 +107,7 @@ def test_packed_experts_are_native_parts_with_the_bits_of_all_in_memory(
     slots: int, packed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fewer slots than a token chooses, as many, and more; in native parts and by steps."""
-    if isinstance(found := build.native(), str):
+    if isinstance(found := build.native(), Declined):
         pytest.skip(f"no native code here: {found}")
     ran, plain = list[int](), Fetch._fetch
 

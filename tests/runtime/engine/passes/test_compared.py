@@ -16,7 +16,7 @@ from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.triton.attention import BLOCK_K, splits
 from mycli.runtime.kernels.triton.product.tiles import Chip
 from mycli.runtime.models.config import KvDtype
-from mycli.runtime.models.experts import Mixture
+from mycli.runtime.models.experts import MoeLayers
 from mycli.runtime.models.experts_spec import RoutingSpec
 from tests.support.fused_pass import Sums, fused_pass, model, run, session, several
 from tests.support.graphs import recording
@@ -48,7 +48,7 @@ def test_a_pass_that_differs_is_not_used() -> None:
 def test_experts_with_about_equal_scores_may_be_others() -> None:
     """With experts logits differ by more than rounding alone; not without bounds."""
     plain = model(lambda x: torch.ones(*x.shape[:-1], 3))
-    plain.config = replace(plain.config, build_layer=Mixture(3, RoutingSpec(2, normalized=True), 2))
+    plain.config = replace(plain.config, build_layer=MoeLayers(3, RoutingSpec(2, normalize=True), 2))
 
     class Near(Sums):
         def __call__(self, tokens: Tensor, *_: object, **__: object) -> Tensor:

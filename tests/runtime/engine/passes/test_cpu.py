@@ -13,7 +13,7 @@ from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.engine.passes import Passes, cpu
-from mycli.runtime.engine.passes.base import Pass, PassInput, Tokens
+from mycli.runtime.engine.passes.base import Pass, PassInput, TokenSteps
 from mycli.runtime.engine.sequence import Request, SequenceOutput
 from mycli.runtime.errors import Declined
 from mycli.runtime.models.config import KvDtype
@@ -75,7 +75,7 @@ class Counting:
         self.native, self.made = native, list[int]()
         self.takes, self.logits = native.takes, native.logits
 
-    def tokens(self, work: PassInput) -> Iterator[Tokens]:
+    def tokens(self, work: PassInput) -> Iterator[TokenSteps]:
         for tokens, seconds in self.native.tokens(work):
             self.made.append(len(tokens))
             yield tokens, seconds
@@ -143,7 +143,7 @@ def decode(runner: ModelRunner, tokens: Sequence[int], stops: Sequence[int] = ()
     """The greedy tokens of one call."""
     engine = Engine(runner, CacheShape.contiguous(32, len(tokens)), VOCAB)
     chunks = [Chunk([token], 0, (place,), 1) for place, token in enumerate(tokens)]
-    way = cpu.compile_pass(runner.model, "auto", lambda declined: None)
+    way = cpu.compile_cpu_pass(runner.model, "auto", lambda declined: None)
     assert isinstance(way, cpu.CpuPass)
     way._seconds[len(tokens)] = 1e-9  # as if measured: a call may have many passes
     sampling = DeviceSampling(VOCAB, 0.0, 1)
@@ -233,7 +233,7 @@ def test_a_call_is_as_long_as_passes_fit_its_time(small: ModelRunner, monkeypatc
         return [[3]] * passes
 
     monkeypatch.setattr(cpu, "run_passes", scripted)
-    way = cpu.compile_pass(small.model, "auto", lambda declined: None)
+    way = cpu.compile_cpu_pass(small.model, "auto", lambda declined: None)
     assert isinstance(way, cpu.CpuPass)
     cache, chunks, greedy = (
         small.make_cache(CacheShape.contiguous(32)),

@@ -12,7 +12,7 @@ import torch
 
 from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.cache.kv_cache import KVCache
-from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.passes import compile_passes
@@ -169,7 +169,7 @@ def test_long_passes_and_other_dtypes_are_run_step_by_step(tmp_path: Path) -> No
         return way.name
 
     assert (chosen(NATIVE_ROWS), chosen(NATIVE_ROWS + 1)) == ("cpu", "plain")
-    declined = compile_passes(load_model(ModelFolder.open(tmp_path / "model"), FP32).model).declined["cpu"]
+    declined = compile_passes(load_model(open_model_folder(tmp_path / "model"), FP32).model).declined["cpu"]
     assert declined == Declined("activation-dtype", {"dtype": "float32"})
     assert compile_passes(runner.model, "auto").declined.keys() == {"cuda"}
 

@@ -80,5 +80,5 @@ def test_slots_that_there_are_not_are_refused(tmp_path: Path) -> None:
     cache = KVCache(runner.config, 6, BLOCK_SIZE, runner.device, torch.bfloat16, slots=2)
     both = Chunk([4], 1, (0,), 1, 1), Chunk([5], 1, (1,), 1, 1)
     for chunks in (both, [Chunk([4], 1, (0,), 1, 2)], [Chunk([4], 1, (0,), 1, -1)]):
-        with pytest.raises(ValueError, match="slots"):
+        with pytest.raises(ValueError, match="slot"):
             runner.run(chunks, cache)

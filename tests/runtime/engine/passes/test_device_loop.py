@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.cache.kv_cache import KVCache
+from mycli.runtime.engine.completion import generate, stream
 from mycli.runtime.engine.engine import Engine
-from mycli.runtime.engine.generate import generate, stream
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.engine.passes import Passes
 from mycli.runtime.engine.passes.base import PassInput
@@ -272,7 +272,7 @@ def other_settings() -> int:
         SamplingParams(temperature=1.0, repetition_penalty=1.3, seed=1),
     ):
         assert outcome(looped, PROMPT, 9, sampling=sampling) == outcome(plain, PROMPT, 9, sampling=sampling)
-    dynamic = replace(looped.runner.config, rope=RopeScaling("dynamic", 2.0, original_context=16))
+    dynamic = replace(looped.runner.config, rope_scaling=RopeScaling("dynamic", 2.0, original_context=16))
     looped.runner._rope = Rope(dynamic, 64, CPU, torch.float32)
     assert outcome(looped, PROMPT, 9) == outcome(plain, PROMPT, 9)
     return step.calls
@@ -342,7 +342,7 @@ def test_the_second_launch_of_a_kind_is_captured_and_goes_with_its_cache(interpr
 
 
 def fused() -> list[list[list[int]]]:
-    """Tokens of the real pass: several a launch, one a launch, and by the host."""
+    """TokenSteps of the real pass: several a launch, one a launch, and by the host."""
     from mycli.runtime.engine.passes.fused import FusedStep
     from tests.support.decode_models import Case, models
 

@@ -168,9 +168,9 @@ def test_says_what_it_cannot_do(spoil: Callable[[Transformer], None], reason: st
     ("changed", "reason"),
     [
         ({"shared": SharedExpertSpec(MlpSpec(32, NORM, (), LinearSpec("shared", 128, 32)))}, "shared-expert-norms"),
-        ({"choice": RoutingSpec(2, normalized=True, groups=2)}, "expert-groups"),
+        ({"routing": RoutingSpec(2, normalize=True, groups=2)}, "expert-groups"),
         ({"router": LinearSpec("router", 6, 128, bias=True)}, "router-bias"),
-        ({"scales": "scales"}, "router-bias"),
+        ({"expert_scales": "scales"}, "router-bias"),
         ({"expert_output_norm": NORM}, "expert-norms"),
         ({"norm": None}, "no-input-norm"),
         ({"output_norm": NORM}, "output-norm"),
