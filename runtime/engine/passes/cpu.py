@@ -24,14 +24,15 @@ from mycli.runtime.kernels.cpu.layer import (
     CHead,
     CLayerCache,
     CLayerStates,
+    CLoop,
     CPart,
     CPassRows,
     CRotation,
     run_head,
+    run_passes,
 )
 from mycli.runtime.kernels.cpu.library import build
 from mycli.runtime.kernels.cpu.library.build import Native
-from mycli.runtime.kernels.cpu.loop import CLoop, run_passes
 from mycli.runtime.layers.block import Attention, Block, Parallel, Recurrent
 from mycli.runtime.layers.layer_part import LayerPart, complete
 from mycli.runtime.layers.recurrent import clear_new_states, defer_advance
