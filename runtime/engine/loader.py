@@ -14,7 +14,7 @@ from mycli.runtime.engine.passes import compile_passes
 from mycli.runtime.errors import Declined, ResourceError
 from mycli.runtime.kernels.cpu.matmul import CpuKernel
 from mycli.runtime.kernels.reference import DequantizeKernel
-from mycli.runtime.kernels.registry import ask_kernels
+from mycli.runtime.kernels.registry import find_kernel
 from mycli.runtime.kernels.triton.product.kernel import TritonKernel
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.memory.estimate import estimate, longest_context
@@ -109,7 +109,7 @@ def _decoded(folder: ModelFolder, placement: Placement) -> list[Declined]:
     device, dtype = placement.device, placement.dtype
     ours, found = (TritonKernel if device.type == "cuda" else CpuKernel).name, dict[str, Declined]()
     for packing, rows, columns in sorted(shapes, key=lambda one: (one[0].name, *one[1:])):
-        kernel, declined = ask_kernels(packing, rows, columns, device, dtype)
+        kernel, declined = find_kernel(packing, rows, columns, device, dtype)
         if kernel is not None and kernel.name == DequantizeKernel.name and packing.name not in found:
             found[packing.name] = Declined(
                 "weights-decoded-every-pass", {"packing": packing.name, "kernel": ours, "reason": declined[ours]}

@@ -1,1 +1,1 @@
-"""Fast operations: one ordered registry, native code for CPUs, Triton for GPUs, plain torch as the reference."""
+"""Operations and their kernels: an ordered registry, C++ for CPUs, Triton for GPUs, plain torch as the reference."""

@@ -1,6 +1,6 @@
-"""What attention over a cache in blocks is asked: which tokens are whose, where their keys lie, how scores are made.
+"""Arguments of paged attention: the tokens and cache blocks of each sequence, and how scores are computed.
 
-A cache that lies in one piece is the special case of one block per sequence. Does not know kernels or layers.
+A contiguous cache is the special case of one block per sequence.
 """
 
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Ragged:
-    """The tokens of one pass, sequence after sequence, and the blocks that hold each sequence's keys and values.
+    """The tokens of one pass, sequence after sequence, and the cache blocks of each sequence.
 
-    starts: int32 [sequences + 1], tokens of sequence s are starts[s] to starts[s + 1]; lengths: int32 [sequences],
-    positions held after this pass, its tokens last; block_table: int32 [sequences, blocks], of which entry i is the
-    block of positions i * block_size and on. Blocks of positions that no token sees are never looked up.
+    starts: int32 [sequences + 1], sequence s has the tokens starts[s] to starts[s + 1]; lengths: int32 [sequences],
+    cached positions after this pass, its tokens last; block_table: int32 [sequences, blocks], entry i is the block of
+    positions from i * block_size. Entries of blocks that no token attends to are not read.
     """
 
     starts: Tensor
@@ -24,11 +24,11 @@ class Ragged:
 
 @dataclass(frozen=True)
 class Scoring:
-    """From products of queries and keys to weights: softmax of `scale` * product over the positions that are seen.
+    """How query-key products become weights: softmax of `scale` * product over the visible positions.
 
-    window: positions a token sees, itself included, None for all; softcap: a score s becomes softcap *
-    tanh(s / softcap), 0 for none (Gemma 2); sinks: fp32 [heads], a score per head that takes part in the softmax and
-    has no value (gpt-oss), None for none.
+    window: positions that a token attends to, itself included, None for all; softcap: a score s becomes softcap *
+    tanh(s / softcap), 0 for none (Gemma 2); sinks: fp32 [heads], a score per head that is part of the softmax but has
+    no value (gpt-oss), None for none.
     """
 
     scale: float

@@ -1,4 +1,4 @@
-"""The kernels that always work, in plain torch on any device; packed weights are slow. The others are held to them."""
+"""The reference kernels in plain torch, which run on any device; tests compare all others with them."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,92 +7,104 @@ from torch import Tensor
 from torch.nn import functional
 
 from mycli.runtime.cache.kv_cache import Stored
+from mycli.runtime.device.placement import decline_packed
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.paged import Ragged, Scoring
-from mycli.runtime.kernels.routed import Route, in_groups
+from mycli.runtime.kernels.routed import Route, mask_groups
 from mycli.runtime.models.experts_spec import RoutingSpec
 from mycli.runtime.quantization.packed_weight import Matmul, PackedWeight, dequantize, dequantize_rows
 from mycli.runtime.quantization.scheme import Packing
 
 
 class DenseMatmul:
-    """A dense weight [N, K] as a `Matmul`, by `product` of activations and weight."""
+    """A dense weight [N, K] as a `Matmul`; `product` multiplies activations by it."""
 
     def __init__(self, weight: Tensor, product: Callable[[Tensor, Tensor], Tensor] = functional.linear) -> None:
         self._weight, self._product = weight, product
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory held."""
         return self._weight.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [rows, K] to [rows, N] in the dtype of x."""
         return self._product(x, self._weight)
 
     def dequantize(self) -> Tensor:
-        """The weight itself."""
         return self._weight
 
 
 class DequantizeMatmul:
-    """A weight as on disk; dense rows of it live only during a call, `packed_weight.PART` weights at a time."""
+    """A weight in its stored layout, decoded in every call, `packed_weight.PART` weights at a time."""
 
     def __init__(self, weight: PackedWeight) -> None:
         self._weight = weight
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory held."""
         return self._weight.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [rows, K] to [rows, N] in the dtype of x."""
         y = x.new_empty(x.shape[0], self._weight.out_features)
         for rows, values in dequantize_rows(self._weight):
             y[:, rows] = functional.linear(x, values.to(x.dtype))
         return y
 
     def dequantize(self) -> Tensor:
-        """The weight [N, K] in the dtype of its scales."""
         return dequantize(self._weight)
 
 
 class DequantizeKernel:
-    """Takes every product."""
+    """Multiplies any packed weight, slowly."""
 
     name = "dequantize"
 
     def decline(
         self, packing: Packing, out_features: int, in_features: int, device: torch.device, dtype: torch.dtype
     ) -> Declined | None:
-        """Never declines."""
         return None
 
     def prepare(self, weight: PackedWeight, dtype: torch.dtype) -> Matmul:
-        """Keeps the tensors as they are."""
         return DequantizeMatmul(weight)
 
 
+class UnpackedKernel:
+    """Decodes packed weights at load and multiplies them densely, on GPUs too old for the Triton kernels."""
+
+    name = "unpacked"
+
+    def decline(
+        self, packing: Packing, out_features: int, in_features: int, device: torch.device, dtype: torch.dtype
+    ) -> Declined | None:
+        # Dense weights take four times the memory of 4-bit ones, which the memory plan counts; decoding them in every
+        # pass would take a second per token.
+        return None if decline_packed(device) else Declined("only-for-older-gpus", {"capability": "8.0"})
+
+    def prepare(self, weight: PackedWeight, dtype: torch.dtype) -> Matmul:
+        return DenseMatmul(dequantize(weight).to(dtype))
+
+
 def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
-    """x [..., size] over the root of its mean square, times gain [size]; in the dtype of x, rounded once."""
+    """RMSNorm of x [..., size] with gain [size], in the dtype of x, rounded once."""
     if gain.dtype != x.dtype:
         return functional.rms_norm(x.to(gain.dtype), gain.shape, gain, eps).to(x.dtype)
     return functional.rms_norm(x, gain.shape, gain, eps)
 
 
 def layer_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
-    """x [..., size] less its mean, over the root of its variance, times gain [size]; in the dtype of x."""
+    """LayerNorm of x [..., size] with gain [size] and no bias, in the dtype of x."""
     return functional.layer_norm(x, gain.shape, gain, None, eps)
 
 
 def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """As `runtime.layers.rope.rotate`: x [batch, tokens, heads, head_dim], tables [tokens, dim / 2]."""
+    """Rotate the first `dim` values of each head: x [batch, tokens, heads, head_dim], tables [tokens, dim / 2].
+
+    The pairs are (i, i + dim / 2), or `interleaved` (2i, 2i + 1), which are returned as (i, i + dim / 2).
+    """
     dim = 2 * cos.shape[-1]
-    turned, rest = (x, None) if dim == x.shape[-1] else (x[..., :dim], x[..., dim:])
+    rotary, rest = (x, None) if dim == x.shape[-1] else (x[..., :dim], x[..., dim:])
     if interleaved:
-        turned = turned.reshape(*turned.shape[:-1], dim // 2, 2).transpose(-1, -2).flatten(-2)
-    first, second = turned.chunk(2, dim=-1)
+        rotary = rotary.reshape(*rotary.shape[:-1], dim // 2, 2).transpose(-1, -2).flatten(-2)
+    first, second = rotary.chunk(2, dim=-1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     parts = (first * cos - second * sin, second * cos + first * sin)
     return torch.cat(parts if rest is None else (*parts, rest), dim=-1)
@@ -105,7 +117,7 @@ def silu_multiply(gate_up: Tensor) -> Tensor:
 
 
 def gelu_multiply(gate_up: Tensor) -> Tensor:
-    """GELU(gate) * up, by the tanh approximation (arXiv 1606.08415); shapes as in `silu_multiply`."""
+    """GELU(gate) * up by the tanh approximation (arXiv 1606.08415); shapes as in `silu_multiply`."""
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.gelu(gate, approximate="tanh") * up
 
@@ -116,25 +128,27 @@ def relu_square(x: Tensor) -> Tensor:
 
 
 def clamped_swiglu(gate_up: Tensor) -> Tensor:
-    """(up + 1) * gate * sigmoid(1.702 gate) of gpt-oss, gate at most 7, up within -7 and 7: gate_up [..., 2 * size], a
-    gate and what goes up beside it in turn, to [..., size]."""
+    """(up + 1) * gate * sigmoid(1.702 gate) of gpt-oss, with gate <= 7 and -7 <= up <= 7.
+
+    gate_up [..., 2 * size], gate and up alternating, to [..., size].
+    """
     gate, up = gate_up[..., ::2].clamp(max=7.0), gate_up[..., 1::2].clamp(-7.0, 7.0)
     return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
 
 
 def weigh_rows(x: Tensor, gate: Tensor) -> Tensor:
-    """x [..., size] times the sigmoid of gate [..., 1] or [..., size]; in the dtype of both."""
+    """x [..., size] times the sigmoid of gate [..., 1] or [..., size], in their common dtype."""
     return x * torch.sigmoid(gate)
 
 
 def route(scores: Tensor, choice: RoutingSpec, correction: Tensor | None = None) -> Route:
-    """Where tokens of `scores` [tokens, experts] go, and with what weights, in fp32. `correction`: fp32 [experts].
+    """Route tokens by `scores` [tokens, experts], in fp32; `correction` fp32 [experts] affects the choice only.
 
-    All but the weights is exact, so no token's route depends on others.
+    A token's route does not depend on other tokens.
     """
     exact, top_k = scores.float(), choice.top_k
     values = exact.softmax(-1) if choice.scoring == "softmax" else exact.sigmoid()
-    chosen = in_groups(values if correction is None else values + correction, choice).topk(top_k).indices
+    chosen = mask_groups(values if correction is None else values + correction, choice).topk(top_k).indices
     weights = values.gather(1, chosen)
     if choice.normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + choice.epsilon)
@@ -150,10 +164,10 @@ def route(scores: Tensor, choice: RoutingSpec, correction: Tensor | None = None)
 
 
 def routed_product(weights: Sequence[Matmul | Tensor], x: Tensor, starts: Tensor, tokens: Tensor | None) -> Tensor:
-    """Rows of several experts, each by its own weight: [pairs, N] in the dtype of x.
+    """Multiply the rows of each expert by its weight: [pairs, N] in the dtype of x.
 
-    `weights` of the experts that may have pairs, packed or dense [N, K]; `starts` as in `Route`. Pair p is row
-    tokens[p] of x [tokens, K], or row p where there are no `tokens`.
+    `weights` of the hit experts, packed or dense [N, K]; `starts` as in `Route`. Pair p is row tokens[p] of
+    x [tokens, K], or row p if `tokens` is None.
     """
     bounds, parts = starts.tolist(), []
     for index, weight in enumerate(weights):
@@ -166,7 +180,7 @@ def routed_product(weights: Sequence[Matmul | Tensor], x: Tensor, starts: Tensor
 
 
 def weighted_sum(x: Tensor, places: Tensor, weights: Tensor) -> Tensor:
-    """Of each token the sum of its rows of x [pairs, N], by places [tokens, top_k], times weights fp32 [tokens, top_k].
+    """Sum the rows of x [pairs, N] of each token: rows `places`, times weights fp32, both [tokens, top_k].
 
     Summed in fp32 in the order of `places`; [tokens, N] in the dtype of x.
     """
@@ -186,11 +200,11 @@ def attend_dense(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """query [batch, tokens, heads, head_dim]; keys, values of [batch, kv_heads, length, head_dim], the new tokens last.
+    """Attention of query [batch, tokens, heads, head_dim] to keys, values [batch, kv_heads, length, head_dim].
 
-    Returns [batch, tokens, heads * head_dim]. mask: bool [tokens, length], True where a token sees a position, None for
-    a plain causal limit or for a single token, which sees its last `window` positions. scale, softcap: those of
-    `AttentionSpec`. Codes become dense in the dtype of the query, those of this layer only.
+    The new tokens are the last positions. Returns [batch, tokens, heads * head_dim]. mask: bool [tokens, length], True
+    where a token attends to a position; None for a causal mask, or for a single token, which attends to its last
+    `window` positions. scale, softcap: as in `AttentionSpec`. Quantized keys and values are decoded first.
     """
     batch, tokens, heads, head_dim = query.shape
     kv_heads = keys.data.shape[1]
@@ -198,11 +212,11 @@ def attend_dense(
         keys, values = keys.last(window), values.last(window)
     key, value = keys.dense(query.dtype), values.dense(query.dtype)
     if softcap is not None or sinks is not None:
-        return _attend_written_out(
+        return _attend_fp32(
             query, key, value, mask, Scoring(head_dim**-0.5 if scale is None else scale, None, softcap or 0.0, sinks)
         )
     if tokens == 1:
-        # The queries of one kv head become the rows of one product: nothing is repeated, nothing is masked.
+        # The query heads of one key head become the rows of one product: no key is repeated, nothing is masked.
         grouped = query.view(batch, kv_heads, heads // kv_heads, head_dim)
         return functional.scaled_dot_product_attention(grouped, key, value, scale=scale).reshape(batch, 1, -1)
     attended = functional.scaled_dot_product_attention(
@@ -217,8 +231,8 @@ def attend_dense(
     return attended.transpose(1, 2).reshape(batch, tokens, -1)
 
 
-def _attend_written_out(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
-    """What no kernel of torch has: a softcap, and sinks. In fp32, for one key head at a time: scores are large."""
+def _attend_fp32(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
+    # torch has no kernel with a softcap or sinks. One key head at a time: the scores are large.
     batch, tokens, heads, head_dim = query.shape
     kv_heads, length = key.shape[1], key.shape[2]
     if mask is None and tokens > 1:
@@ -243,11 +257,10 @@ def _attend_written_out(query: Tensor, key: Tensor, value: Tensor, mask: Tensor 
 
 
 def attend_gathered(query: Tensor, keys: Stored, values: Stored, ragged: Ragged, scoring: Scoring) -> Tensor:
-    """Attention of a ragged batch over blocks: query [tokens, heads, head_dim] to [tokens, heads * head_dim].
+    """Attention of a ragged batch over cache blocks: query [tokens, heads, head_dim] to [tokens, heads * head_dim].
 
-    keys, values: [blocks, kv_heads, block_size, head_dim] (of int4 vectors bytes), query heads in groups of heads /
-    kv_heads. Scores and sums are fp32 (fp64 for a query of fp64), the result has the dtype of the query; one sequence
-    after another.
+    keys, values: [blocks, kv_heads, block_size, head_dim], int4 vectors as bytes. Scores and sums are fp32 (fp64 for an
+    fp64 query), the result has the dtype of the query. Sequences are computed one after another.
     """
     starts, lengths = ragged.starts.tolist(), ragged.lengths.tolist()
     out = torch.empty_like(query)
@@ -256,12 +269,14 @@ def attend_gathered(query: Tensor, keys: Stored, values: Stored, ragged: Ragged,
         if first < end:
             blocks = ragged.block_table[s].long()
             rows = query[first:end].transpose(0, 1)
-            out[first:end] = _attend_one(rows, keys, values, blocks, length, scoring).transpose(0, 1)
+            out[first:end] = _attend_sequence(rows, keys, values, blocks, length, scoring).transpose(0, 1)
     return out.flatten(1)
 
 
-def _attend_one(query: Tensor, keys: Stored, values: Stored, blocks: Tensor, length: int, scoring: Scoring) -> Tensor:
-    """query [heads, tokens, head_dim] of one sequence, whose positions lie in `blocks` [blocks], to the same shape."""
+def _attend_sequence(
+    query: Tensor, keys: Stored, values: Stored, blocks: Tensor, length: int, scoring: Scoring
+) -> Tensor:
+    # query [heads, tokens, head_dim] to the same shape.
     heads, tokens, _ = query.shape
     kv_heads, block_size = keys.data.shape[1:3]
     exact = torch.promote_types(query.dtype, torch.float32)
@@ -269,27 +284,26 @@ def _attend_one(query: Tensor, keys: Stored, values: Stored, blocks: Tensor, len
     oldest = 0 if scoring.window is None else max(0, start - scoring.window + 1)
     position = torch.arange(oldest, length, device=query.device)
     token = torch.arange(start, length, device=query.device).unsqueeze(1)
-    seen = position <= token
+    visible = position <= token
     if scoring.window is not None:
-        seen &= token - position < scoring.window
+        visible &= token - position < scoring.window
     block, inside = blocks[position // block_size], position % block_size
     out = torch.empty_like(query)
     group = heads // kv_heads
     for head in range(kv_heads):  # one at a time: scores are [group, tokens, length]
-        some = slice(head * group, (head + 1) * group)
-        key, value = (_vectors(one, block, head, inside, exact) for one in (keys, values))
-        scores = query[some].to(exact) @ key.T * scoring.scale
+        query_heads = slice(head * group, (head + 1) * group)
+        key, value = (_vectors(stored, block, head, inside, exact) for stored in (keys, values))
+        scores = query[query_heads].to(exact) @ key.T * scoring.scale
         if scoring.softcap:
             scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
-        scores = scores.masked_fill(~seen, float("-inf"))
+        scores = scores.masked_fill(~visible, float("-inf"))
         if scoring.sinks is not None:
-            sink = scoring.sinks[some].to(exact).view(group, 1, 1).expand(group, tokens, 1)
+            sink = scoring.sinks[query_heads].to(exact).view(group, 1, 1).expand(group, tokens, 1)
             scores = torch.cat((scores, sink), dim=-1)
-        out[some] = (scores.softmax(-1)[..., : len(position)] @ value).to(query.dtype)
+        out[query_heads] = (scores.softmax(-1)[..., : len(position)] @ value).to(query.dtype)
     return out
 
 
 def _vectors(stored: Stored, block: Tensor, head: int, inside: Tensor, dtype: torch.dtype) -> Tensor:
-    """[positions, head_dim] in `dtype` of what lies at (block, head, inside)."""
     scales = None if stored.scales is None else stored.scales[block, head, inside]
     return Stored(stored.data[block, head, inside], scales).dense(dtype)

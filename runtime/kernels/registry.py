@@ -1,9 +1,7 @@
-"""Which kernel does what: for each operation an ordered list, of which the first that does not decline is taken.
+"""The kernels of each operation in order of preference; the first that does not return `Declined` computes it.
 
-The order is meant to be read: fastest first, the one that takes everything last. A new kernel is its file and one line
-here. Products of packed weights are bound to a kernel at load, since it lays the weight out (`select_kernel`); the
-others are asked at every call, and a kernel declines by returning its reason. Fused passes, which replace all of these
-for a few tokens on a GPU, are `runtime.engine.decode_step`.
+Fastest first, the reference last. A new kernel is its file and one line here. A packed weight is bound to a kernel at
+load, because the kernel chooses its layout (`select_kernel`); every other operation tries its kernels in each call.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +36,6 @@ from mycli.runtime.kernels.recurrent import DeltaSizes, Runs
 from mycli.runtime.kernels.routed import Route
 from mycli.runtime.kernels.triton.experts import triton_route, triton_routed_product, triton_weighted_sum
 from mycli.runtime.kernels.triton.product.kernel import TritonKernel
-from mycli.runtime.kernels.unpacked import UnpackedKernel
 from mycli.runtime.models.experts_spec import RoutingSpec
 from mycli.runtime.quantization.packed_weight import Kernel, Matmul, PackedWeight
 from mycli.runtime.quantization.scheme import Packing
@@ -49,58 +46,54 @@ _R = TypeVar("_R")
 
 @dataclass(frozen=True)
 class Operation(Generic[_P, _R]):
-    """An operation with its kernels in order of preference. A kernel returns the result, or why it declines."""
+    """An operation with its kernels in order of preference."""
 
     name: str
     kernels: tuple[Callable[_P, _R | Declined], ...]
 
     def __call__(self, *arguments: _P.args, **options: _P.kwargs) -> _R:
-        """By the first kernel that takes the arguments; ModelError listing every reason where none does."""
+        """Compute with the first kernel that supports the arguments. Raises ModelError if none does."""
         declined: dict[str, Declined] = {}
         for kernel in self.kernels:
             result = kernel(*arguments, **options)
             if not isinstance(result, Declined):
                 return result
             declined[kernel.__name__] = result
-        asked = ", ".join(f"{tuple(a.shape)} {a.dtype}" if isinstance(a, Tensor) else str(a) for a in arguments)
-        message = f"no kernel computes {self.name} of {asked}"
+        operands = ", ".join(f"{tuple(a.shape)} {a.dtype}" if isinstance(a, Tensor) else str(a) for a in arguments)
+        message = f"no kernel computes {self.name} of {operands}"
         raise ModelError(message, code="all-kernels-declined", data={"declined": declined})
 
 
 _FP32 = Declined("fp32-outside-inference")
 
 
-def _for_replies(
+def _fp32_inference(
     kernel: Callable[Concatenate[Tensor, _P], Tensor | Declined],
 ) -> Callable[Concatenate[Tensor, _P], Tensor | Declined]:
-    """`kernel`, which declines fp32 outside inference mode, in which passes for replies are.
-
-    A reply needs the bits of each row to be its own; whoever looks at whole texts, to calibrate or to measure, needs
-    them soon, and torch multiplies many rows of fp32 faster.
-    """
-
+    # Replies, which are computed in inference mode, need the bits of a row to depend on that row alone. Calibration and
+    # evaluation run outside of it on whole prompts and need speed: torch multiplies many fp32 rows faster.
     @wraps(kernel)
-    def asked(x: Tensor, *arguments: _P.args, **options: _P.kwargs) -> Tensor | Declined:
+    def wrapped(x: Tensor, *arguments: _P.args, **options: _P.kwargs) -> Tensor | Declined:
         if x.dtype == torch.float32 and not torch.is_inference_mode_enabled():
             return _FP32
         return kernel(x, *arguments, **options)
 
-    return cast("Callable[Concatenate[Tensor, _P], Tensor | Declined]", asked)  # `wraps` hides what it is
+    return cast("Callable[Concatenate[Tensor, _P], Tensor | Declined]", wrapped)  # `wraps` hides its type
 
 
 DENSE_PRODUCT: Operation[[Tensor, Tensor], Tensor]
-DENSE_PRODUCT = Operation("dense product", (_for_replies(dense_product), functional.linear))
+DENSE_PRODUCT = Operation("dense product", (_fp32_inference(dense_product), functional.linear))
 RMS_NORM: Operation[[Tensor, Tensor, float], Tensor]
-RMS_NORM = Operation("RMSNorm", (_for_replies(native_rms_norm), reference.rms_norm))
+RMS_NORM = Operation("RMSNorm", (_fp32_inference(native_rms_norm), reference.rms_norm))
 ROTATION: Operation[[Tensor, Tensor, Tensor, bool], Tensor]
 ROTATION = Operation("rotation", (native_rotate, reference.rotate_heads))
 LAYER_NORM: Operation[[Tensor, Tensor, float], Tensor]
-LAYER_NORM = Operation("LayerNorm", (_for_replies(native_layer_norm), reference.layer_norm))
-# By the names of `runtime.models.part_spec.ActivationName`: of what the first product of an MLP makes.
+LAYER_NORM = Operation("LayerNorm", (_fp32_inference(native_layer_norm), reference.layer_norm))
+# By `runtime.models.part_spec.ActivationName`; the operand is the output of the first product of an MLP.
 ACTIVATION: Mapping[str, Operation[[Tensor], Tensor]] = {
-    "silu": Operation("SiLU", (_for_replies(native_silu_multiply), reference.silu_multiply)),
-    "gelu_tanh": Operation("GELU", (_for_replies(native_gelu_multiply), reference.gelu_multiply)),
-    "swiglu_clamped": Operation("clamped SwiGLU", (_for_replies(native_clamped_swiglu), reference.clamped_swiglu)),
+    "silu": Operation("SiLU", (_fp32_inference(native_silu_multiply), reference.silu_multiply)),
+    "gelu_tanh": Operation("GELU", (_fp32_inference(native_gelu_multiply), reference.gelu_multiply)),
+    "swiglu_clamped": Operation("clamped SwiGLU", (_fp32_inference(native_clamped_swiglu), reference.clamped_swiglu)),
     "relu2": Operation("squared ReLU", (reference.relu_square,)),
 }
 ATTENTION: Operation[
@@ -118,8 +111,7 @@ DELTA_RULE = Operation("gated delta rule", (native_delta_rule, recurrent.delta_r
 GATED_NORM: Operation[[Tensor, Tensor, float, Tensor], Tensor]
 GATED_NORM = Operation("gated norm", (native_gated_norm, recurrent.gated_norm))
 
-# Of experts: which tokens go to which, the products of all of them, the sum of what they make, and the gate of one that
-# all tokens go through.
+# MoE layers: choice of experts, their products, the weighted sum of their outputs, the gate of a shared expert.
 ROUTING: Operation[[Tensor, RoutingSpec, Tensor | None], Route]
 ROUTING = Operation("routing", (native_route, triton_route, reference.route))
 ROUTED_PRODUCT: Operation[[Sequence[Matmul | Tensor], Tensor, Tensor, Tensor | None], Tensor]
@@ -129,20 +121,20 @@ ROUTED_PRODUCT = Operation(
 WEIGHTED_SUM: Operation[[Tensor, Tensor, Tensor], Tensor]
 WEIGHTED_SUM = Operation("weighted sum", (native_weighted_sum, triton_weighted_sum, reference.weighted_sum))
 ROW_WEIGHTS: Operation[[Tensor, Tensor], Tensor]
-ROW_WEIGHTS = Operation("weights of rows", (_for_replies(native_weigh_rows), reference.weigh_rows))
+ROW_WEIGHTS = Operation("weights of rows", (_fp32_inference(native_weigh_rows), reference.weigh_rows))
 
 
 def kernels() -> tuple[Kernel, ...]:
-    """Those that multiply by packed weights, in order of preference."""
+    """Return the kernels for products of packed weights in order of preference."""
     cpu = CpuKernel(), TorchInt4Kernel(), TableKernel()
-    return (*cpu, TritonKernel(), UnpackedKernel(), reference.DequantizeKernel())
+    return (*cpu, TritonKernel(), reference.UnpackedKernel(), reference.DequantizeKernel())
 
 
 def select_kernel(
     packing: Packing, out_features: int, in_features: int, device: torch.device, dtype: torch.dtype
 ) -> Kernel:
-    """The first kernel that takes the packed product; ModelError listing every reason where none does."""
-    kernel, declined = ask_kernels(packing, out_features, in_features, device, dtype)
+    """Return the first kernel that supports the packed product. Raises ModelError with all reasons if none does."""
+    kernel, declined = find_kernel(packing, out_features, in_features, device, dtype)
     if kernel is not None:
         return kernel
     raise ModelError(
@@ -152,10 +144,10 @@ def select_kernel(
     )
 
 
-def ask_kernels(
+def find_kernel(
     packing: Packing, out_features: int, in_features: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Kernel | None, dict[str, Declined]]:
-    """As `select_kernel`, None where there is none, and why each kernel before it declined, by name."""
+    """Return the first kernel that supports the product, or None, and why each kernel before it declined, by name."""
     declined: dict[str, Declined] = {}
     for kernel in kernels():
         reason = kernel.decline(packing, out_features, in_features, device, dtype)
@@ -166,33 +158,30 @@ def ask_kernels(
 
 
 class _PermutedMatmul:
-    """A product whose columns are stored in another order than its inputs: the inputs are gathered first."""
+    """A product whose columns are stored in another order than its inputs; the inputs are gathered first."""
 
     def __init__(self, matmul: Matmul, inputs: Tensor) -> None:
         self._matmul, self._inputs = matmul, inputs
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory held."""
         return self._matmul.nbytes + self._inputs.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [rows, K] to [rows, N]."""
         return self._matmul(x.index_select(1, self._inputs))
 
     def dequantize(self) -> Tensor:
-        """The weight [N, K], columns in the order of the inputs."""
         stored = self._matmul.dequantize()
         return torch.empty_like(stored).index_copy_(1, self._inputs.long(), stored)
 
 
-def prepare_product(weight: PackedWeight, dtype: torch.dtype, into: Matmul | None = None) -> Matmul:
-    """`weight` in the layout of the first kernel that takes it, for activations of `dtype`. Raises ModelError.
+def prepare_product(weight: PackedWeight, dtype: torch.dtype, reuse: Matmul | None = None) -> Matmul:
+    """Convert `weight` to the layout of the first kernel that supports it for `dtype` activations. Raises ModelError.
 
-    `into`: a product that is of no more use, whose memory may be taken.
+    `reuse`: a product that is no longer needed, whose memory may be overwritten.
     """
-    if isinstance(into, CpuMatmul) and weight.inputs is None and into.refill(weight):
-        return into
+    if isinstance(reuse, CpuMatmul) and weight.inputs is None and reuse.refill(weight):
+        return reuse
     kernel = select_kernel(weight.packing, weight.out_features, weight.in_features, weight.packed.device, dtype)
     if weight.inputs is None:
         return kernel.prepare(weight, dtype)

@@ -136,7 +136,7 @@ def triton_routed_product(
     pairs = x.shape[0] if tokens is None else tokens.shape[0]
     if pairs > most_packed_rows(weights[0].chip) * len(weights):
         return Declined("too-many-rows-per-expert", {"pairs": pairs, "experts": len(weights)})
-    table = weights.made(ExpertTable.of) if isinstance(weights, ExpertWeights) else ExpertTable.of(weights)
+    table = weights.derived(ExpertTable.of) if isinstance(weights, ExpertWeights) else ExpertTable.of(weights)
     return table if isinstance(table, Declined) else grouped_product(table, x, starts, tokens)
 
 

@@ -32,13 +32,13 @@ def call(*arguments: str) -> int:
     return int(stop.value.code or 0)
 
 
-def test_healthy(capsys: pytest.CaptureFixture[str], state: Path) -> None:
+def test_healthy(capsys: pytest.CaptureFixture[str], state_dir: Path) -> None:
     assert call() == ExitCode.OK
     text = capsys.readouterr().out
     assert "CPU kernel" in text and ("native" in text or "not available" in text)
     for part in ("torch 2.", "GiB free of", "20.0 GB/s", doctor.ANSWER, "int4-g128", "used", "relative error"):
         assert part in text, part
-    assert remembered(state, cpu_name()) == 20
+    assert remembered(state_dir, cpu_name()) == 20
 
 
 @pytest.mark.parametrize("busy", ["before-the-checks", "after-them"])

@@ -175,7 +175,7 @@ def test_an_old_gpu_unpacks_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(registry.TritonKernel, "decline", lambda *_: Declined("untested-on-amd"))
-    chosen, declined = registry.ask_kernels(Packing(4, 128), 64, 128, device, torch.float16)
+    chosen, declined = registry.find_kernel(Packing(4, 128), 64, 128, device, torch.float16)
     assert chosen is not None and chosen.name == "dequantize"
     assert declined["triton"] == Declined("untested-on-amd"), "why is not forgotten because another accepts"
 

@@ -187,8 +187,8 @@ def test_the_table_is_made_once_and_of_weights_that_are_alike() -> None:
     chip = Chip((9, 0), 1)
     alike = [TritonMatmul(weight(Packing(4, 128), 16, 128, seed), chip) for seed in range(3)]
     held = ExpertWeights(alike)
-    table = held.made(ExpertTable.of)
-    assert isinstance(table, ExpertTable) and held.made(ExpertTable.of) is table
+    table = held.derived(ExpertTable.of)
+    assert isinstance(table, ExpertTable) and held.derived(ExpertTable.of) is table
     for one, codes, scales in zip(alike, table.codes.tolist(), table.scales.tolist(), strict=True):
         assert one.codes.data_ptr() == alike[0].codes.data_ptr() + 16 * codes
         assert one.scales.data_ptr() == alike[0].scales.data_ptr() + 16 * scales
