@@ -27,7 +27,7 @@ from mycli.runtime.utils.units import pluralize
 MAX_LINE = 1 << 24  # bytes
 MAX_MESSAGES = 10_000
 Id = str | int
-Key = tuple[str, Id]  # ("id", what a person chose) or ("line", the number of the line)
+ItemKey = tuple[str, Id]  # ("id", what a person chose) or ("line", the number of the line)
 Prompt = str | list[Message]
 AnswerAll = Callable[[Iterable[Prompt]], Iterator[dict[str, Any] | UserError]]
 
@@ -42,7 +42,7 @@ class Item:
     line: int | None = None
 
     @property
-    def key(self) -> Key:
+    def key(self) -> ItemKey:
         """What tells it from every other line."""
         return ("id", self.id) if self.line is None else ("line", self.line)
 
@@ -100,7 +100,7 @@ def _prompt(values: Mapping[str, Any], number: int) -> Prompt:
 
 def read_items(file: BinaryIO) -> Iterator[Item]:
     """The lines of the input that are not blank; an id that a good line has used before is an error."""
-    seen: set[Key] = set()
+    seen: set[ItemKey] = set()
     number = 0
     while data := file.readline(MAX_LINE + 1):
         number += 1
@@ -119,7 +119,7 @@ def read_items(file: BinaryIO) -> Iterator[Item]:
         yield item
 
 
-def answered(lines: Iterable[bytes], name: str) -> Iterator[tuple[Key, bytes]]:
+def answered(lines: Iterable[bytes], name: str) -> Iterator[tuple[ItemKey, bytes]]:
     """The lines of an output file that are answers, each with whose it is: not the errors, nor a last line cut off.
 
     Raises UsageError for a file that is not the output of a batch: nothing is added to it.
@@ -145,7 +145,7 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
 
 
 @contextmanager
-def _output(path: Path) -> Iterator[tuple[set[Key], BinaryIO]]:
+def _output(path: Path) -> Iterator[tuple[set[ItemKey], BinaryIO]]:
     """The output file, locked for this process, and whose answers it holds: errors are taken out, to be tried again."""
     path = Path(os.path.realpath(path))
     with ExitStack() as stack:
@@ -211,7 +211,7 @@ def run_batch(call: Call, path: str, out: Path | None, answer: AnswerAll) -> Exi
     exit code: of the first line that failed, if one did. Raises UserError for files that will not do.
     """
     failed: list[UserError] = []
-    target = nullcontext((set[Key](), None)) if out is None else _output(out)
+    target = nullcontext((set[ItemKey](), None)) if out is None else _output(out)
     with _input(path) as source, target as (done, file):
         total = _count(path) if file is not None else 0
         with call.out.progress("batch", total, "lines") as shown:
@@ -249,7 +249,7 @@ def _all_there(file: BinaryIO) -> bool:
 
 
 def _answered(
-    items: Iterable[Item], done: Collection[Key], answer: AnswerAll
+    items: Iterable[Item], done: Collection[ItemKey], answer: AnswerAll
 ) -> Iterator[tuple[Item, dict[str, Any] | UserError | None]]:
     """Each item with its answer, in order; None where it is `done`."""
     order: deque[Item] = deque()
@@ -266,7 +266,7 @@ def _answered(
     yield from _unasked(order, done)
 
 
-def _unasked(order: deque[Item], done: Collection[Key]) -> Iterator[tuple[Item, UserError | None]]:
+def _unasked(order: deque[Item], done: Collection[ItemKey]) -> Iterator[tuple[Item, UserError | None]]:
     """The first of `order` that were not answered by anybody: what is wrong with them, None for those `done`."""
     while order and (order[0].error is not None or order[0].key in done):
         item = order.popleft()

@@ -30,7 +30,8 @@ def tokenizer_metadata(raw: Fields, settings: Fields, rows: int) -> dict[str, An
     whole = model.boolean("ignore_merges", False)
     steps = [{key: raw.values.get(key) for key in ("normalizer", "pre_tokenizer")}]
     name = next(
-        (n for n, rule in PRE_TOKENIZERS.items() if rule.whole == whole and _same(rule.sections(), steps[0])), None
+        (n for n, rule in PRE_TOKENIZERS.items() if rule.ignore_merges == whole and _same(rule.sections(), steps[0])),
+        None,
     )
     if name is None:
         raise _unsupported("it cuts text by a rule of its own")

@@ -23,7 +23,7 @@ from mycli.runtime.server.api_error import ApiError, from_user_error
 from mycli.runtime.server.schemas import ResponseFormat, Sampling
 from mycli.runtime.server.settings import ServerSettings
 from mycli.runtime.server.worker import EngineWorker
-from mycli.runtime.tokenizer.chat_template import ARGUMENTS, Message, Tool
+from mycli.runtime.tokenizer.chat_template import ALLOWED_ARGUMENTS, Message, Tool
 from mycli.runtime.tokenizer.parsing.reasoning_parser import CLOSE, OPEN
 from mycli.runtime.tokenizer.parsing.response_template import read_response_template
 from mycli.runtime.tokenizer.parsing.tool_formats import (
@@ -106,8 +106,8 @@ class Service:
     ) -> list[int]:
         """Return the token ids of a conversation; `more`: open the assistant's reply. Raises ApiError."""
         for name in arguments:
-            if name not in ARGUMENTS:
-                allowed = ", ".join(sorted(ARGUMENTS))
+            if name not in ALLOWED_ARGUMENTS:
+                allowed = ", ".join(sorted(ALLOWED_ARGUMENTS))
                 message = f"{name[:60]!r} is not a template argument; allowed: {allowed}"
                 raise ApiError(400, message, "invalid_value", param="chat_template_kwargs")
         messages = list(messages)

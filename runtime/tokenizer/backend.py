@@ -1,13 +1,8 @@
-"""Text to token ids through the `tokenizers` library, in this process or, for an unfamiliar tokenizer, in a helper.
+"""Encoding with the `tokenizers` library, in this process or, for an unusual tokenizer.json, in a worker process.
 
-tokenizer.json is a program written by a stranger: chained replacements can double a text at each step and a regular
-expression can take years, and the library cannot be interrupted. The policy:
-
-- A tokenizer whose normalizer, pre-tokenizer and post-processor are all built from parts that cannot blow up (and whose
-  regular expression is one of those the field uses, `KNOWN_PATTERNS`) runs here, at the library's own speed.
-- Any other runs in a helper process with a deadline and a memory limit; it works the same, somewhat slower.
-
-Knows the library and its file format. Does not know chats, control tokens or decoding.
+A tokenizer.json is untrusted: chained Replace steps can double the text each (C5), a regular expression can backtrack
+for years (C4), and the library cannot be interrupted. A tokenizer built only from bounded parts (`is_trusted`) runs
+here; any other runs in a worker with a deadline and a memory limit, with the same results.
 """
 
 import secrets
@@ -21,10 +16,10 @@ from mycli.runtime.errors import ModelError
 from mycli.runtime.tokenizer.split_patterns import KNOWN_PATTERNS
 from mycli.runtime.utils.sandbox import WorkerError, WorkerProcess
 
-ENCODE_SECONDS = 10.0  # plus a second per 100,000 characters
+ENCODE_SECONDS = 10.0  # plus 1 s per 100,000 characters
 LOAD_SECONDS = 20.0
-HELPER_MEMORY = 4 << 30
-MAX_STEPS = 16  # of a sequence of normalizers or pre-tokenizers
+WORKER_MEMORY = 4 << 30
+MAX_STEPS = 16  # in a sequence of normalizers, pre-tokenizers or post-processors
 
 _T = TypeVar("_T")
 _NORMALIZERS = frozenset(("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Strip", "StripAccents", "ByteLevel"))
@@ -38,41 +33,43 @@ def _problem(error: BaseException) -> ModelError:
 
 
 class Pipeline:
-    """The library's tokenizer twice over one shared model: as it is, and without any of its added tokens."""
+    """The library's tokenizer in two variants that share one model: with and without the added tokens."""
 
     def __init__(self, data: bytes) -> None:
         self._whole = _call(lambda: tokenizers.Tokenizer.from_buffer(data))
-        self._whole.no_truncation()  # a limit inside the file would cut prompts silently
+        self._whole.no_truncation()  # a limit in the file would truncate prompts silently
         self._whole.no_padding()
         self._plain = tokenizers.Tokenizer(self._whole.model)
-        # The library's properties are untyped and None where the file has no such part.
         for part in ("normalizer", "pre_tokenizer", "post_processor"):
             value: Any = getattr(self._whole, part)
             if value is not None:
                 setattr(self._plain, part, value)
-        self._anchor = f"\U0010fffd{secrets.token_hex(8)}\U0010fffd"  # in no text: it stands for "a control token"
+        self._anchor = f"\U0010fffd{secrets.token_hex(8)}\U0010fffd"  # occurs in no text; stands for a control token
         self._plain.add_special_tokens([tokenizers.AddedToken(self._anchor, special=True, normalized=False)])
 
     def encode(self, text: str, add_special: bool, plain: bool, inside: bool) -> list[int]:
-        """Ids of `text`. `plain`: no added token is recognised. `inside`: `text` follows a control token, so nothing
-        that belongs to the start of a text (a SentencePiece prefix space) is added. Raises ModelError."""
+        """Return the token ids of `text`. Raises ModelError.
+
+        plain: do not recognize added tokens. inside: the text follows a control token, so no SentencePiece prefix space
+        is added.
+        """
         tokenizer = self._plain if plain else self._whole
         if not (plain and inside):
             return _call(lambda: list(tokenizer.encode(text, add_special_tokens=add_special).ids))
         return _call(lambda: list(tokenizer.encode(self._anchor + text, add_special_tokens=False).ids))[1:]
 
     def normalize(self, text: str) -> str:
-        """`text` after the tokenizer's normalizer. Raises ModelError."""
+        """Return `text` after the tokenizer's normalizer. Raises ModelError."""
         normalizer: Any = self._whole.normalizer
         return text if normalizer is None else _call(lambda: str(normalizer.normalize_str(text)))
 
     def token_ids(self, tokens: Sequence[str]) -> list[int | None]:
-        """The ids that the library gives to `tokens`, None for those it does not know."""
+        """Return the library's id of each token, None for unknown ones."""
         return [self._whole.token_to_id(token) for token in tokens]
 
 
 def _call(work: Callable[[], _T]) -> _T:
-    """`work()`, with the library's errors and its panics (BaseException, not Exception) as ModelError."""
+    # The library's panics derive from BaseException, not Exception (C2).
     try:
         return work()
     except (KeyboardInterrupt, SystemExit, GeneratorExit, ModelError):
@@ -82,28 +79,25 @@ def _call(work: Callable[[], _T]) -> _T:
 
 
 class GuardedPipeline:
-    """A `Pipeline` in a helper process that is killed when it takes too long or too much memory."""
+    """A `Pipeline` in a worker process, killed when it exceeds its time or memory."""
 
     def __init__(self, path: Path) -> None:
         self._worker = WorkerProcess(
-            "mycli.runtime.tokenizer.backend", str(path.resolve()), HELPER_MEMORY, reply_bytes=1 << 28
+            "mycli.runtime.tokenizer.backend", str(path.resolve()), WORKER_MEMORY, reply_bytes=1 << 28
         )
 
     def encode(self, text: str, add_special: bool, plain: bool, inside: bool) -> list[int]:
-        """See `Pipeline`."""
-        ids: list[int] = self._ask(["encode", text, add_special, plain, inside], _seconds(text))
+        ids: list[int] = self._call(["encode", text, add_special, plain, inside], _seconds(text))
         return ids
 
     def normalize(self, text: str) -> str:
-        """See `Pipeline`."""
-        return str(self._ask(["normalize", text], _seconds(text)))
+        return str(self._call(["normalize", text], _seconds(text)))
 
     def token_ids(self, tokens: Sequence[str]) -> list[int | None]:
-        """See `Pipeline`."""
-        ids: list[int | None] = self._ask(["token_ids", list(tokens)], LOAD_SECONDS)
+        ids: list[int | None] = self._call(["token_ids", list(tokens)], LOAD_SECONDS)
         return ids
 
-    def _ask(self, request: list[object], seconds: float) -> Any:
+    def _call(self, request: list[object], seconds: float) -> Any:
         try:
             return self._worker.call(request, seconds)
         except WorkerError as error:
@@ -115,18 +109,15 @@ def _seconds(text: str) -> float:
 
 
 def handler(path: str) -> Callable[[Any], Any]:
-    """The helper's handler of [method of Pipeline, its arguments...] for the file at `path`."""
+    """Return the worker's handler of requests [method of `Pipeline`, arguments...] for the file at `path`."""
     pipeline = Pipeline(Path(path).read_bytes())
-    methods: dict[str, Callable[..., Any]] = {
-        "encode": pipeline.encode,
-        "normalize": pipeline.normalize,
-        "token_ids": pipeline.token_ids,
-    }
+    methods: dict[str, Callable[..., Any]]
+    methods = {"encode": pipeline.encode, "normalize": pipeline.normalize, "token_ids": pipeline.token_ids}
     return lambda request: methods[request[0]](*request[1:])
 
 
 def _steps(part: Any, key: str) -> list[Any]:
-    """The elements of a possibly nested Sequence; [part] for a single one."""
+    """Return the elements of a nested Sequence, or [part] for a single step."""
     if part is None:
         return []
     if isinstance(part, dict) and part.get("type") == "Sequence" and isinstance(part.get(key), list):
@@ -140,7 +131,7 @@ def _trusted_normalizer(step: Mapping[str, Any]) -> bool:
     if step.get("type") == "Replace":
         pattern = step.get("pattern")
         source = pattern.get("String") if isinstance(pattern, dict) else None
-        # A replacement no longer than what it replaces cannot make a text grow, however many are chained.
+        # A replacement no longer than its pattern cannot make the text grow, however many are chained.
         return isinstance(source, str) and 0 < len(source) >= len(str(step.get("content")))
     return step.get("type") in _NORMALIZERS
 
@@ -157,16 +148,16 @@ def _trusted_pre_tokenizer(step: Mapping[str, Any]) -> bool:
 def _trusted_post_processor(step: Mapping[str, Any]) -> bool:
     if step.get("type") != "TemplateProcessing":
         return step.get("type") == "ByteLevel"
-    known, pieces = step.get("special_tokens"), step.get("single")
-    if not isinstance(known, dict) or not isinstance(pieces, list):
+    defined, pieces = step.get("special_tokens"), step.get("single")
+    if not isinstance(defined, dict) or not isinstance(pieces, list):
         return False
     # A piece that special_tokens does not define makes the library panic at the first encoding.
     names = [piece["SpecialToken"].get("id") for piece in pieces if isinstance(piece, dict) and "SpecialToken" in piece]
-    return len(pieces) <= MAX_STEPS and all(name in known for name in names)
+    return len(pieces) <= MAX_STEPS and all(name in defined for name in names)
 
 
 def is_trusted(values: Mapping[str, Any]) -> bool:
-    """Whether the parsed tokenizer.json `values` is built only from parts that cannot blow up (see the module)."""
+    """Return whether a parsed tokenizer.json has only parts whose time and output are bounded."""
     for key, inner, trusted in (
         ("normalizer", "normalizers", _trusted_normalizer),
         ("pre_tokenizer", "pretokenizers", _trusted_pre_tokenizer),

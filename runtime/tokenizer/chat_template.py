@@ -1,7 +1,6 @@
-"""Chat templates: which one a model's folder holds, and a conversation rendered by it in a bounded helper process.
+"""Chat templates: finds a model's template and renders conversations with it in a bounded worker process.
 
-Knows where templates lie and what they may be given. Does not know tokens: what comes back is text, see
-`runtime.tokenizer.tokenizer` for how control tokens inside a person's text are kept apart from the template's own.
+The Jinja sandbox stops escapes, not work (C10), so rendering has limits on time, memory and output.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,18 +18,20 @@ Tool = Mapping[str, Any]
 RENDER_SECONDS = 2.0
 RENDER_MEMORY = 512 << 20
 MAX_TEMPLATE_BYTES = 1 << 20
-# What a caller may set, beside messages and tools. Never the template itself, nor names a template uses internally.
-ARGUMENTS = frozenset(("enable_thinking", "thinking", "reasoning_effort", "documents", "date_string", "builtin_tools"))
-# The names under which a template sees the tokenizer's special tokens.
+# Template arguments that a request may set; never the template itself or its internal names (C11).
+ALLOWED_ARGUMENTS = frozenset(
+    ("enable_thinking", "thinking", "reasoning_effort", "documents", "date_string", "builtin_tools")
+)
+# Variables of a template that hold special tokens.
 TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 @dataclass(frozen=True)
 class Message:
-    """One turn of a conversation. Raises UsageError for a role outside `Role`: a role is markup, not text.
+    """One message of a conversation. Raises UsageError for a role outside `Role`: a role becomes markup (C12).
 
-    `tool_calls` are what the assistant called: objects with type, and function (name, arguments as an object); a tool's
-    answer says by `name` and `tool_call_id` whose it is. `reasoning` is what the assistant thought before it spoke.
+    tool_calls: objects with type and function (name, arguments as an object). reasoning: the assistant's, before the
+    content. name, tool_call_id: the call that a tool message answers.
     """
 
     role: Role
@@ -45,18 +46,18 @@ class Message:
             raise UsageError(f"message role {self.role!r:.40} is unknown", f"one of: {', '.join(get_args(Role))}")
 
     def fields(self) -> dict[str, Any]:
-        """What a template sees beside the role, by the names that templates use; nothing that is empty but content."""
-        others = {
+        """Return the template's fields of the message except the role; empty ones are left out, except content."""
+        optional = {
             "tool_calls": [dict(call) for call in self.tool_calls],
             "reasoning_content": self.reasoning,
             "name": self.name,
             "tool_call_id": self.tool_call_id,
         }
-        return {"content": self.content, **{key: value for key, value in others.items() if value}}
+        return {"content": self.content, **{key: value for key, value in optional.items() if value}}
 
 
 def special_tokens_map(settings: Fields) -> dict[str, str]:
-    """The special tokens named in tokenizer_config.json (`settings`), each a string or {"content": string}."""
+    """Return the special tokens of tokenizer_config.json (`settings`) by name; each is a string or {"content": ...}."""
     texts = {}
     for name in TOKEN_NAMES:
         value = settings.values.get(name)
@@ -70,7 +71,7 @@ def special_tokens_map(settings: Fields) -> dict[str, str]:
 
 
 def _find_sources(folder: Path, settings: Fields) -> dict[str, str]:
-    """Template sources by name; the file wins over tokenizer_config.json, as on the hub."""
+    # The file has precedence over tokenizer_config.json, as on the hub (C7).
     path = folder / "chat_template.jinja"
     if path.exists():
         if not path.is_file() or path.stat().st_size > MAX_TEMPLATE_BYTES:
@@ -96,10 +97,9 @@ def _named_sources(settings: Fields) -> dict[str, str]:
 
 
 class ChatTemplate:
-    """The chat templates of one model and the helper process that renders them."""
+    """The chat templates of one model, by name ("default", "tool_use"), and the worker that renders them."""
 
     def __init__(self, sources: Mapping[str, str], tokens: Mapping[str, str]) -> None:
-        """`sources` by name ("default", "tool_use"); `tokens` as `special_tokens_map` gives them."""
         self._sources = dict(sources)
         self._tokens = dict(tokens)
         self._worker = WorkerProcess(
@@ -108,28 +108,28 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: Path, settings: Fields) -> "ChatTemplate | None":
-        """The templates of `folder`, None if it has none. Order: chat_template.jinja, then tokenizer_config.json."""
+        """Return the templates of chat_template.jinja or tokenizer_config.json; None without any."""
         sources = _find_sources(folder, settings)
         return cls(sources, special_tokens_map(settings)) if sources else None
 
     @classmethod
-    def of(cls, settings: Fields) -> "ChatTemplate | None":
-        """The templates of a tokenizer_config.json alone."""
+    def from_settings(cls, settings: Fields) -> "ChatTemplate | None":
+        """Return the templates of tokenizer_config.json; None without any."""
         sources = _named_sources(settings)
         return cls(sources, special_tokens_map(settings)) if sources else None
 
     def start(self) -> None:
-        """Begin to start the helper process, which takes as long as a short reply; nothing is waited for."""
+        """Start the worker without waiting: its start takes as long as a short reply."""
         self._worker.start()
 
     def source(self, tools: bool = False) -> str:
-        """The template's text: of named ones "tool_use" when there are `tools`, otherwise "default"."""
+        """Return the template's source: "tool_use" for requests with tools if there is one, else "default"."""
         if tools and "tool_use" in self._sources:
             return self._sources["tool_use"]
         if "default" not in self._sources:
             raise ModelError(
                 f"tokenizer_config.json: chat_template has {', '.join(sorted(self._sources))} but no default",
-                "put the wanted one into chat_template.jinja",
+                "copy the template to use into chat_template.jinja",
             )
         return self._sources["default"]
 
@@ -140,10 +140,10 @@ class ChatTemplate:
         arguments: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool,
     ) -> list[str]:
-        """Each conversation (messages as objects) rendered with its own tools and arguments.
+        """Return the rendered text of each conversation with its tools and arguments.
 
-        Raises UsageError when the template refuses the conversation, ModelError when the template is at fault:
-        an error in it, an attempt to leave the sandbox, more than 2 s, 512 MiB or 8 M characters.
+        Raises UsageError if the template refuses the conversation, ModelError for an error in it, an attempt to leave
+        the sandbox, or more than 2 s, 512 MiB or 8 M characters.
         """
         variables = [
             {
@@ -169,9 +169,10 @@ class ChatTemplate:
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """UsageError for a template argument outside `ARGUMENTS`."""
+    """Raise UsageError for a template argument outside `ALLOWED_ARGUMENTS`."""
     for name in arguments:
-        if name not in ARGUMENTS:
+        if name not in ALLOWED_ARGUMENTS:
             raise UsageError(
-                f"chat template argument {name!r:.60} is not allowed", f"allowed: {', '.join(sorted(ARGUMENTS))}"
+                f"chat template argument {name!r:.60} is not allowed",
+                f"allowed: {', '.join(sorted(ALLOWED_ARGUMENTS))}",
             )

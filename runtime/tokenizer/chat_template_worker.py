@@ -1,8 +1,7 @@
-"""The helper process that renders chat templates: the one place where a model's Jinja runs.
+"""The worker process that renders chat templates, the only place where a model's Jinja runs.
 
-Knows Jinja and the environment that `transformers` gives a template (5.23: trim_blocks, lstrip_blocks, loop controls,
-its own tojson, raise_exception, strftime_now, the generation tag). Does not know tokens or messages.
-The sandbox stops escapes, not work: the limits on time and memory come from `runtime.utils.sandbox`.
+The environment is that of transformers 5.23: trim_blocks, lstrip_blocks, loop controls, tojson, raise_exception,
+strftime_now and the generation tag. `runtime.utils.sandbox` limits time and memory.
 """
 
 import json
@@ -22,11 +21,11 @@ MAX_OUTPUT = 1 << 23  # characters of a rendered conversation
 
 
 class Refusal(TemplateError):
-    """The template itself rejects the conversation (raise_exception)."""
+    """The template rejects the conversation (raise_exception)."""
 
 
 class OutputTooLong(Exception):
-    """The rendered text passes MAX_OUTPUT."""
+    """The rendered text exceeds MAX_OUTPUT."""
 
 
 def _refuse(message: object) -> None:
@@ -44,12 +43,12 @@ def _to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _now(form: str) -> str:
-    return datetime.now().strftime(form)
+def _now(date_format: str) -> str:
+    return datetime.now().strftime(date_format)
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks the assistant's part for training; here its body is simply rendered."""
+    # {% generation %} marks the assistant's part for training; here its body is rendered as it is.
 
     tags = {"generation"}
 
@@ -63,7 +62,7 @@ class _Generation(Extension):
 
 
 class _Dict:
-    """`dict(...)` without the class behind it, which would lead out of the sandbox."""
+    # dict(...) without the class, whose attributes lead out of the sandbox (C9).
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -73,7 +72,7 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """Jinja's namespace, refusing the underscore names that reach Python's internals."""
+    # Refuses underscore names, which reach Python's internals (C9).
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         values = dict(*args[1:], **kwargs)
@@ -101,7 +100,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def handler(_: object) -> Callable[[Any], list[str]]:
-    """A handler of {"template": source, "variables": [one object per rendering]}: the rendered texts."""
+    """Return the handler of {"template": source, "variables": [one object per text]}: the rendered texts."""
     environment = _environment()
     compiled = lru_cache(4)(environment.from_string)
 

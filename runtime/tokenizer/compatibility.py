@@ -1,7 +1,6 @@
-"""Whether two models speak of the same tokens: a draft whose ids mean something else would be refused at every word.
+"""Compares the vocabularies of a target and a draft model: with different ids, every draft token would be rejected.
 
-Compares what each id stands for, byte by byte. Rows that only pad a head or an embedding have no token and count for
-nothing. Knows tokenizers; does not import torch.
+Ids are compared by their bytes. Padding rows of an embedding have no token and are ignored.
 """
 
 from dataclasses import dataclass
@@ -10,13 +9,12 @@ from mycli.runtime.errors import ModelError
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 from mycli.runtime.utils.sanitize import one_line
 
-SHOWN = 5  # differences that are listed
+MAX_LISTED = 5  # differences in the message
 
 
 @dataclass(frozen=True)
 class SharedVocabulary:
-    """`tokens`: ids that have a token in both models. `eos_differs`: the two end a text with other tokens; harmless, as
-    the target's are used."""
+    """The result of `check_vocabularies`. tokens: ids in use. eos_differs: harmless, as the target's eos is used."""
 
     tokens: int
     eos_differs: bool
@@ -39,7 +37,7 @@ def _name(meaning: tuple[str, bytes] | None) -> str:
 
 
 def check_vocabularies(target: Tokenizer, draft: Tokenizer) -> SharedVocabulary:
-    """Every id of both must be the same bytes, special in both or in none. ModelError with the first that differ."""
+    """Raise ModelError, with the first differences, unless each id has the same bytes and kind in both models."""
     tokens = 0
     different: list[int] = []
     for index in range(max(len(target.vocabulary), len(draft.vocabulary))):
@@ -49,9 +47,10 @@ def check_vocabularies(target: Tokenizer, draft: Tokenizer) -> SharedVocabulary:
             different.append(index)
     if different:
         listed = "; ".join(
-            f"{i} is {_name(_meaning(target, i))} and {_name(_meaning(draft, i))}" for i in different[:SHOWN]
+            f"{i} is {_name(_meaning(target, i))} and {_name(_meaning(draft, i))}" for i in different[:MAX_LISTED]
         )
         raise ModelError(
-            f"the draft has another vocabulary: {len(different)} of {tokens} ids differ ({listed})", code="other-draft"
+            f"the draft model has another vocabulary: {len(different)} of {tokens} ids differ ({listed})",
+            code="other-draft",
         )
     return SharedVocabulary(tokens, target.eos != draft.eos)

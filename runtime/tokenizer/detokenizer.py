@@ -1,9 +1,8 @@
-"""Token ids to bytes, one token at a time, so that a stream and a whole text are the same text by construction.
+"""Converts token ids to bytes, one token at a time, so that streamed and complete text are equal by construction.
 
-Knows the two decoders of the supported families: byte-level BPE, and SentencePiece written as Replace / ByteFallback /
-Fuse / Strip or as Metaspace. Does not use the library's decoder: it needs the whole text, and is a stranger's program.
-Equal to it except where the model writes bytes that are not UTF-8: there, byte tokens give one U+FFFD per ill-formed
-sequence (Unicode's recommended practice), where the library gives one per byte and damages the valid bytes around it.
+Supports byte-level BPE and SentencePiece (Replace / ByteFallback / Fuse / Strip, or Metaspace). The library's decoder
+needs the complete text. Results are equal except for invalid UTF-8: here, one U+FFFD per ill-formed sequence (Unicode's
+recommended practice); the library gives one per byte and damages the valid bytes around it.
 """
 
 import re
@@ -16,7 +15,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The characters that byte-level BPE writes for the 256 bytes (GPT-2's table)."""
+    # GPT-2's table of characters for the 256 bytes.
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
@@ -30,10 +29,9 @@ def _unsupported(decoder: object) -> ModelError:
 
 
 class Detokenizer:
-    """The bytes of each token.
+    """The bytes of each token. Raises ModelError for an unsupported decoder.
 
-    `vocabulary` is indexed by id (None: no such token), `hidden` are ids that show nothing (special tokens), `decoder`
-    is the section of tokenizer.json. Raises ModelError for a decoder it does not know.
+    vocabulary: token by id, or None. hidden: ids without text (special tokens). decoder: the section of tokenizer.json.
     """
 
     def __init__(self, vocabulary: Sequence[str | None], hidden: Set[int], decoder: Any) -> None:
@@ -43,7 +41,7 @@ class Detokenizer:
         self._replace: list[tuple[str, str]] = []
         self._byte_tokens = False
         self._metaspace = ""  # removed from the first token
-        self.strip_spaces = 0  # how many spaces the start of a text loses
+        self.strip_spaces = 0  # spaces removed from the start of a text
         sequence = isinstance(decoder, dict) and decoder.get("type") == "Sequence"
         steps = decoder.get("decoders") if sequence else [decoder]
         if not steps or not isinstance(steps, list) or not all(isinstance(step, dict) for step in steps):
@@ -77,14 +75,14 @@ class Detokenizer:
         return source, content
 
     def piece(self, token_id: int, first: bool) -> bytes | None:
-        """The bytes of a token; None for one that shows nothing. `first`: no token was shown before it."""
+        """Return the bytes of a token, None for a hidden one. first: no token with text came before."""
         token = self._vocabulary[token_id] if 0 <= token_id < len(self._vocabulary) else None
         if token is None or token_id in self._hidden:
             return None
         if self._bytes is not None:
             try:
                 return bytes(self._bytes[character] for character in token)
-            except KeyError:  # an added token with characters outside the alphabet stands for itself
+            except KeyError:  # an added token with characters outside the table is plain text
                 return token.encode()
         if first and self._metaspace:
             token = token.replace(self._metaspace, "")

@@ -1,9 +1,8 @@
-"""The tokenizer in a GGUF file's metadata, as the tokenizer.json and tokenizer_config.json that its model came with.
+"""Converts the tokenizer metadata of a GGUF file to tokenizer.json and tokenizer_config.json.
 
-Knows llama.cpp's keys (`tokenizer.ggml.*`, as its converters write them) and three kinds of vocabulary: "gpt2"
-(byte-level BPE, cut by a named rule), "llama" (SentencePiece BPE, whose merges follow from the scores) and "gemma4"
-(the same with its merges written out). Everything else is refused by name. Does not run a tokenizer: what comes out is
-checked and run like any other file, by `runtime.tokenizer.tokenizer`.
+Supports three vocabularies of llama.cpp: "gpt2" (byte-level BPE with a named pre-tokenizer), "llama" (SentencePiece BPE
+with merges derived from scores) and "gemma4" (with stored merges). Others are refused by name. The result is checked
+and run like any tokenizer.json.
 """
 
 from array import array
@@ -15,28 +14,29 @@ from mycli.runtime.utils.json_fields import Fields
 
 _MAX_TOKENS = 1 << 22
 _MAX_TOKEN_CHARACTERS = 1024
-_MAX_DERIVED = 1 << 22  # characters of a vocabulary without merges, 16 for each of 262,144 tokens
+_MAX_DERIVED = 1 << 22  # characters of a vocabulary without merges: 16 for each of 262,144 tokens
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED = range(1, 6)  # `tokenizer.ggml.token_type`
 _SPACE = "▁"
-_GEMMA = ("gemma", "gemma2", "gemma3", "gemma3n")  # architectures whose merges go by position, not by score
+_GEMMA = ("gemma", "gemma2", "gemma3", "gemma3n")  # architectures whose merges are ranked by id, not by score
 SPECIAL_IDS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-# Control tokens that end a reply under whatever key: llama.cpp looks for them by their text, and so do we.
-_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>", "<turn|>")
-_READABLE = "readable: byte-level BPE (gpt2), SentencePiece BPE (llama), gemma4"
+# Control tokens that end a reply whatever their key: llama.cpp finds them by their text, too.
+_EOS_TEXTS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>", "<turn|>")
+_SUPPORTED = "supported: byte-level BPE (gpt2), SentencePiece BPE (llama), gemma4"
 
 
 def ggml_key(name: str) -> str:
-    """A key of the tokenizer, such as tokenizer.ggml.tokens."""
+    """Return the metadata key `tokenizer.ggml.NAME`."""
     return f"tokenizer.ggml.{name}"
 
 
-def token_texts_and_types(metadata: Fields) -> tuple[list[str], list[int]]:
-    """The tokens by id and the type of each. Raises ModelError for lists that do not match, or tokens given twice."""
+def read_tokens(metadata: Fields) -> tuple[list[str], list[int]]:
+    """Return the tokens by id and their types. Raises ModelError for missing or mismatched lists."""
     tokens = metadata.array(ggml_key("tokens"), str, _MAX_TOKENS)
     if not tokens:
-        raise metadata.fail(ggml_key("tokens"), "is missing or empty", _READABLE)
-    found = metadata.values.get(ggml_key("token_type"))
-    types = [NORMAL] * len(tokens) if found is None else _numbers(metadata, "token_type", len(tokens), int)
+        raise metadata.fail(ggml_key("tokens"), "is missing or empty", _SUPPORTED)
+    types = [NORMAL] * len(tokens)
+    if metadata.values.get(ggml_key("token_type")) is not None:
+        types = _numbers(metadata, "token_type", len(tokens), int)
     longest = max(map(len, tokens))
     if longest > _MAX_TOKEN_CHARACTERS:
         raise metadata.fail(ggml_key("tokens"), f"holds a token of {longest} characters")
@@ -46,36 +46,35 @@ def token_texts_and_types(metadata: Fields) -> tuple[list[str], list[int]]:
 def _numbers(metadata: Fields, name: str, count: int, kind: type) -> list[Any]:
     values = metadata.values.get(ggml_key(name))
     if not isinstance(values, array) or len(values) < count or (values.typecode in "fd") != (kind is float):
-        raise metadata.fail(
-            ggml_key(name), f"must be {count} {'floats' if kind is float else 'integers'}, one for each token"
-        )
+        kinds = "floats" if kind is float else "integers"
+        raise metadata.fail(ggml_key(name), f"must be {count} {kinds}, one for each token")
     return [kind(value) for value in values[:count]]
 
 
 def token_id(metadata: Fields, name: str, count: int) -> int | None:
-    """The id under `tokenizer.ggml.NAME_token_id`; None for none. Raises ModelError beyond the tokens."""
+    """Return the id `tokenizer.ggml.NAME_token_id`, or None. Raises ModelError for an id beyond the tokens."""
     key = ggml_key(f"{name}_token_id")
     if not metadata.has(key):
         return None
     value = metadata.integer(key, low=0)
-    if value == (1 << 32) - 1:  # a -1 that a converter wrote as it is
+    if value == (1 << 32) - 1:  # -1, written by some converters
         return None
     if value >= count:
-        raise metadata.fail(key, f"= {value} is none of the {count} tokens")
+        raise metadata.fail(key, f"= {value} is not one of the {count} tokens")
     return value
 
 
 def eos_token_ids(metadata: Fields) -> list[int]:
-    """The ids that end a reply: by the keys for the end of text, turn and message, and by well-known text."""
-    tokens, types = token_texts_and_types(metadata)
-    ids = [found for name in ("eos", "eot", "eom") if (found := token_id(metadata, name, len(tokens))) is not None]
-    known = frozenset(_ENDS)
+    """Return the ids that end a reply: of the keys eos, eot and eom, and of tokens with well-known text."""
+    tokens, types = read_tokens(metadata)
+    ids = [index for name in ("eos", "eot", "eom") if (index := token_id(metadata, name, len(tokens))) is not None]
+    known = frozenset(_EOS_TEXTS)
     ids += [i for i, (text, kind) in enumerate(zip(tokens, types, strict=True)) if kind == CONTROL and text in known]
     return list(dict.fromkeys(ids))
 
 
 def _added(tokens: Sequence[str], types: Sequence[int]) -> list[dict[str, Any]]:
-    """Control and user-defined tokens as tokenizer.json lists them: found in a text before anything else."""
+    # Control and user-defined tokens, as `added_tokens` of a tokenizer.json.
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     return [
         {"id": index, "content": text, **flags, "special": kind == CONTROL}
@@ -85,10 +84,9 @@ def _added(tokens: Sequence[str], types: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def _vocabulary(metadata: Fields, tokens: Sequence[str], types: Sequence[int]) -> dict[str, int]:
-    """Id by token, without those that only fill the list."""
     vocabulary: dict[str, int] = {}
     for index, (text, kind) in enumerate(zip(tokens, types, strict=True)):
-        if kind == UNUSED or not text:
+        if kind == UNUSED or not text:  # padding
             continue
         if text in vocabulary:
             raise metadata.fail(ggml_key("tokens"), f"holds {text!r:.60} twice, as {vocabulary[text]} and {index}")
@@ -97,39 +95,39 @@ def _vocabulary(metadata: Fields, tokens: Sequence[str], types: Sequence[int]) -
 
 
 def _stored_merges(metadata: Fields, vocabulary: Mapping[str, int]) -> list[list[str]]:
-    """The merges as pairs; a token may itself hold a blank, so the blank that cuts is the one between two tokens."""
+    # A token may contain a space, so the separator is the space between two tokens of the vocabulary.
     merges = []
     for line in metadata.array(ggml_key("merges"), str, _MAX_TOKENS):
         left, _, right = line.partition(" ")
         if not (left in vocabulary and right in vocabulary):
-            cuts = [(line[:at], line[at + 1 :]) for at, letter in enumerate(line) if letter == " "]
-            left, right = next(((a, b) for a, b in cuts if a in vocabulary and b in vocabulary), ("", ""))
+            splits = [(line[:at], line[at + 1 :]) for at, letter in enumerate(line) if letter == " "]
+            left, right = next(((a, b) for a, b in splits if a in vocabulary and b in vocabulary), ("", ""))
         if not left or left + right not in vocabulary:
-            raise metadata.fail(ggml_key("merges"), f"holds {line!r:.60}, which joins no two tokens to one")
+            raise metadata.fail(ggml_key("merges"), f"holds {line!r:.60}, which does not join two tokens to a third")
         merges.append([left, right])
     return merges
 
 
 def derived_merges(vocabulary: Mapping[str, int], scores: Mapping[str, float]) -> list[list[str]]:
-    """The merges that a SentencePiece vocabulary implies: every way to make a token of two, the best token first.
+    """Return the merges that a SentencePiece vocabulary implies: all splits of a token into two, best token first.
 
-    `scores` by token, higher first; of equal ones the shorter left part, then the shorter right part.
+    scores: by token; equal scores are ordered by the length of the left part, then of the right.
     """
     merges = []
     for token, score in scores.items():
-        found = [
+        pairs = [
             (token[:cut], token[cut:])
             for cut in range(1, len(token))
             if token[:cut] in vocabulary and token[cut:] in vocabulary
         ]
-        found.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
-        merges += [(-score, len(left), len(right), left, right) for left, right in found]
+        pairs.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
+        merges += [(-score, len(left), len(right), left, right) for left, right in pairs]
     merges.sort(key=lambda entry: entry[:3])
     return [[left, right] for *_, left, right in merges]
 
 
 def _derived(metadata: Fields, vocabulary: Mapping[str, int], scores: Mapping[str, float]) -> list[list[str]]:
-    """`derived_merges` of a vocabulary that no one made to take hours: each character is a cut to try."""
+    # Each character is a split to try, so a hostile vocabulary could take hours.
     characters = sum(map(len, vocabulary))
     if characters > _MAX_DERIVED:
         problem = f"holds {characters} characters, more than the {_MAX_DERIVED} allowed where no merges are given"
@@ -138,20 +136,19 @@ def _derived(metadata: Fields, vocabulary: Mapping[str, int], scores: Mapping[st
 
 
 def _wrapping(metadata: Fields, tokens: Sequence[str], default_bos: bool) -> dict[str, Any] | None:
-    """The post-processor that puts start and end tokens around a text, where the file asks for them."""
+    # The post-processor that adds bos and eos, if the file asks for them.
     pieces: list[dict[str, Any]] = [{"Sequence": {"id": "A", "type_id": 0}}]
-    known: dict[str, Any] = {}
-    asked = (("bos", 0, default_bos), ("eos", 1, False))
-    for name, place, default in asked:
+    special: dict[str, Any] = {}
+    for name, default in (("bos", default_bos), ("eos", False)):
         index = token_id(metadata, name, len(tokens))
         if index is None or not metadata.boolean(ggml_key(f"add_{name}_token"), default):
             continue
         text = tokens[index]
-        pieces.insert(len(pieces) if place else 0, {"SpecialToken": {"id": text, "type_id": 0}})
-        known[text] = {"id": text, "ids": [index], "tokens": [text]}
-    if not known:
+        pieces.insert(0 if name == "bos" else len(pieces), {"SpecialToken": {"id": text, "type_id": 0}})
+        special[text] = {"id": text, "ids": [index], "tokens": [text]}
+    if not special:
         return None
-    return {"type": "TemplateProcessing", "single": pieces, "pair": pieces, "special_tokens": known}
+    return {"type": "TemplateProcessing", "single": pieces, "pair": pieces, "special_tokens": special}
 
 
 def _model(vocabulary: Mapping[str, int], merges: list[list[str]], **options: Any) -> dict[str, Any]:
@@ -161,31 +158,31 @@ def _model(vocabulary: Mapping[str, int], merges: list[list[str]], **options: An
 
 
 def pre_tokenizer(metadata: Fields) -> PreTokenizer:
-    """How the file's text is cut. Raises ModelError for a name that is not known: another rule gives other tokens."""
+    """Return the pre-tokenization that the file names. Raises ModelError for an unknown name."""
     name = metadata.text(ggml_key("pre"), "default")
     if name not in PRE_TOKENIZERS:
         hint = f"known: {', '.join(PRE_TOKENIZERS)}; or use the repository that holds safetensors files"
-        raise metadata.fail(ggml_key("pre"), f"{name!r} is not a rule that is known", hint)
+        raise metadata.fail(ggml_key("pre"), f"{name!r} is not a known pre-tokenizer", hint)
     return PRE_TOKENIZERS[name]
 
 
 def _byte_level(metadata: Fields) -> dict[str, Any]:
-    tokens, types = token_texts_and_types(metadata)
+    tokens, types = read_tokens(metadata)
     rule = pre_tokenizer(metadata)
     vocabulary = _vocabulary(metadata, tokens, types)
     return {
         "added_tokens": _added(tokens, types),
         **rule.sections(),
-        "post_processor": _wrapping(metadata, tokens, rule.bos),
+        "post_processor": _wrapping(metadata, tokens, rule.add_bos),
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        "model": _model(vocabulary, _stored_merges(metadata, vocabulary), ignore_merges=rule.whole),
+        "model": _model(vocabulary, _stored_merges(metadata, vocabulary), ignore_merges=rule.ignore_merges),
     }
 
 
 def _sentencepiece(metadata: Fields, architecture: str) -> dict[str, Any]:
-    tokens, types = token_texts_and_types(metadata)
+    tokens, types = read_tokens(metadata)
     gemma = architecture in _GEMMA or metadata.text(ggml_key("model")) == "gemma4"
-    # Runs of blanks are stored as blanks, but the text in which they are looked for has none left.
+    # Tokens of spaces are stored as spaces, but the normalizer replaces all spaces of the text.
     spelled = [_SPACE * len(text) if " " in text and not text.strip(" ") else text for text in tokens]
     vocabulary = _vocabulary(metadata, spelled, types)
     if metadata.has(ggml_key("merges")):
@@ -209,7 +206,7 @@ def _sentencepiece(metadata: Fields, architecture: str) -> dict[str, Any]:
     unknown = token_id(metadata, "unknown", len(tokens))
     if unknown is None and UNKNOWN in types:
         unknown = types.index(UNKNOWN)
-    bos = metadata.text(ggml_key("model")) != "gemma4"  # whose templates write their own, as its tokenizer.json does
+    bos = metadata.text(ggml_key("model")) != "gemma4"  # its chat template writes bos, and its tokenizer.json adds none
     return {
         "added_tokens": [token for token in _added(tokens, types) if token["content"] in vocabulary],
         "normalizer": {"type": "Sequence", "normalizers": [prepend, replace]} if prefix else replace,
@@ -227,20 +224,20 @@ def _sentencepiece(metadata: Fields, architecture: str) -> dict[str, Any]:
 
 
 def tokenizer_json(metadata: Fields) -> dict[str, Any]:
-    """The tokenizer.json that the metadata stands for. Raises ModelError naming the key at fault."""
+    """Return the tokenizer.json for the metadata. Raises ModelError with the key at fault."""
     kind = metadata.text(ggml_key("model"))
     if kind == "gpt2":
         sections = _byte_level(metadata)
     elif kind in ("llama", "gemma4"):
         sections = _sentencepiece(metadata, metadata.text("general.architecture"))
     else:
-        raise metadata.fail(ggml_key("model"), f"{kind!r} is a tokenizer that is not supported", _READABLE)
+        raise metadata.fail(ggml_key("model"), f"{kind!r} is a tokenizer that is not supported", _SUPPORTED)
     return {"version": "1.0", "truncation": None, "padding": None, **sections}
 
 
 def tokenizer_settings(metadata: Fields) -> dict[str, Any]:
-    """The tokenizer_config.json: the special tokens by name, and the chat templates."""
-    tokens, _ = token_texts_and_types(metadata)
+    """Return the tokenizer_config.json: special tokens by name, and chat templates."""
+    tokens, _ = read_tokens(metadata)
     settings: dict[str, Any] = {}
     for name, key in SPECIAL_IDS.items():
         index = token_id(metadata, key, len(tokens))

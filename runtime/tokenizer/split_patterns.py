@@ -1,8 +1,7 @@
-"""The regular expressions by which the field's byte-level tokenizers cut text, and the names that GGUF files give them.
+"""Pre-tokenization patterns of byte-level tokenizers, and their names in GGUF files.
 
-A GGUF file does not hold its tokenizer's expressions but a name (`tokenizer.ggml.pre`), whose meaning is a table in
-llama.cpp (`llama-vocab.cpp`); here each stands as the tokenizer.json of its models spells it. Knows no tokenizer
-library, only the sections of its file format.
+A GGUF file names its patterns (`tokenizer.ggml.pre`) by a table in llama.cpp (`llama-vocab.cpp`); here each pattern is
+written as in the tokenizer.json of its models.
 """
 
 from collections.abc import Mapping
@@ -33,7 +32,7 @@ _DEEPSEEK = (
 )
 _CODER = ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-\ud7ff]+")
 
-# Backtracking in these is bounded by the length of a run of letters, digits, marks or blanks.
+# Patterns that are safe to run in this process: backtracking is bounded by a run of letters, digits, marks or blanks.
 KNOWN_PATTERNS = frozenset(
     (
         *(LLAMA3, QWEN2, QWEN35, GPT2, TEKKEN, O200K, SEED, _THREE_DIGITS, _KANA, _DEEPSEEK, *_CODER),
@@ -46,26 +45,26 @@ KNOWN_PATTERNS = frozenset(
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """How text is cut before merging: by `patterns` one after another, then, with `gpt2`, by GPT-2's.
+    """The pre-tokenization of a model: `patterns` in turn, then with `gpt2` GPT-2's pattern.
 
-    `digits`: each digit alone, before that. `nfc`: the text is composed first. `whole`: a piece that is a token is not
-    merged at all. `bos`: a text begins with the start token unless the file says otherwise.
+    individual_digits: split digits before GPT-2's pattern. nfc: normalize to NFC. ignore_merges: a piece that is a
+    token is not merged. add_bos: the default of `tokenizer.ggml.add_bos_token`.
     """
 
     patterns: tuple[str, ...] = ()
-    digits: bool = False
+    individual_digits: bool = False
     gpt2: bool = False
     nfc: bool = False
-    whole: bool = False
-    bos: bool = False
+    ignore_merges: bool = False
+    add_bos: bool = False
 
     def sections(self) -> dict[str, Any]:
-        """`normalizer` and `pre_tokenizer` of a tokenizer.json."""
+        """Return the sections `normalizer` and `pre_tokenizer` of a tokenizer.json."""
         steps: list[dict[str, Any]] = [
             {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
             for pattern in self.patterns
         ]
-        if self.digits:
+        if self.individual_digits:
             steps.append({"type": "Digits", "individual_digits": True})
         steps.append({"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": self.gpt2})
         return {
@@ -74,22 +73,22 @@ class PreTokenizer:
         }
 
 
-_LLAMA_BPE = PreTokenizer((LLAMA3,), whole=True, bos=True)
+_LLAMA_BPE = PreTokenizer((LLAMA3,), ignore_merges=True, add_bos=True)
 _CL100K = PreTokenizer((LLAMA3,))
 _QWEN = PreTokenizer((QWEN2,))
-_SMOLLM = PreTokenizer(digits=True, gpt2=True)
+_SMOLLM = PreTokenizer(individual_digits=True, gpt2=True)
 _GPT2 = PreTokenizer(gpt2=True)
 _O200K = PreTokenizer((O200K,))
 _DEEPSEEK_V3 = PreTokenizer((_THREE_DIGITS, _KANA, _DEEPSEEK))
 
-# By `tokenizer.ggml.pre`. Of several names with one meaning the first is the one to write.
+# By `tokenizer.ggml.pre`. `export` writes the first of several names with one meaning.
 PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "llama-bpe": _LLAMA_BPE,
     **dict.fromkeys(("llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"), _LLAMA_BPE),
     "smaug-bpe": _CL100K,
     "dbrx": _CL100K,
     "chatglm-bpe": _CL100K,
-    "glm4": PreTokenizer((LLAMA3,), whole=True),
+    "glm4": PreTokenizer((LLAMA3,), ignore_merges=True),
     "qwen2": PreTokenizer((QWEN2,), nfc=True),
     "stablelm2": PreTokenizer((QWEN2,), nfc=True),
     "deepseek-r1-qwen": _QWEN,
@@ -99,12 +98,12 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     **dict.fromkeys(("phi-2", "mpt", "olmo", "jais", "trillion", "exaone4", "granite-docling"), _GPT2),
     "smollm": _SMOLLM,
     **dict.fromkeys(("starcoder", "refact", "codeshell", "exaone"), _SMOLLM),
-    "command-r": PreTokenizer(digits=True, gpt2=True, nfc=True),
-    "tekken": PreTokenizer((TEKKEN,), whole=True, bos=True),
+    "command-r": PreTokenizer(individual_digits=True, gpt2=True, nfc=True),
+    "tekken": PreTokenizer((TEKKEN,), ignore_merges=True, add_bos=True),
     "gpt-4o": _O200K,
     **dict.fromkeys(("llama4", "kanana2", "minimax-m2"), _O200K),
     "deepseek-v3": _DEEPSEEK_V3,
     "hunyuan-dense": _DEEPSEEK_V3,
-    "deepseek-coder": PreTokenizer(_CODER, digits=True),
+    "deepseek-coder": PreTokenizer(_CODER, individual_digits=True),
     "seed-coder": PreTokenizer((SEED,)),
 }

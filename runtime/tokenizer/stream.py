@@ -1,7 +1,7 @@
-"""Text as it is generated: whole characters only (StreamDecoder), and stop strings found across tokens (StopMatcher).
+"""Streaming text: complete characters from token bytes (StreamDecoder), stop strings across tokens (StopMatcher).
 
-Knows bytes and characters. Does not know models or terminals: control characters pass through, the printer cleans them.
-Streamed text, with the flush, is exactly `Tokenizer.decode` of all ids, which is built on the same decoder.
+Streamed text plus `flush` equals `Tokenizer.decode` of all ids, which uses the same decoder. Control characters pass
+through; the printer escapes them.
 """
 
 import codecs
@@ -14,34 +14,34 @@ MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
 
 
-class Pieces(Protocol):
-    """What a stream needs of a tokenizer."""
+class TokenPieces(Protocol):
+    """The tokenizer interface of `StreamDecoder`."""
 
     @property
     def strip_spaces(self) -> int:
-        """How many spaces the start of a text loses."""
+        """Number of spaces removed from the start of a text."""
         ...
 
     def piece(self, token_id: int, first: bool) -> bytes | None:
-        """The bytes of a token, None for one that shows nothing."""
+        """Return the bytes of a token, None for one without text."""
         ...
 
 
 class StreamDecoder:
-    """Ids in, text out, constant work per token.
+    """Decodes token ids to text with constant work per token.
 
-    Bytes that may still become a character are held back, so U+FFFD appears only for bytes that can no longer be part
-    of one: one for each ill-formed sequence, and one for a character left unfinished at the end (`flush`).
+    Bytes of an incomplete character are held back (C17). Each ill-formed sequence, and a character left incomplete at
+    the end, becomes one U+FFFD (C18, C19).
     """
 
-    def __init__(self, pieces: Pieces) -> None:
+    def __init__(self, pieces: TokenPieces) -> None:
         self._pieces = pieces
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._first = True
         self._strip = pieces.strip_spaces
 
     def feed(self, token_id: int) -> str:
-        """The characters completed by one more token, often none."""
+        """Return the characters completed by one more token, often none."""
         data = self._pieces.piece(token_id, self._first)
         if data is None:
             return ""
@@ -55,7 +55,7 @@ class StreamDecoder:
         return self._decoder.decode(data)
 
     def flush(self) -> str:
-        """What was held back; the decoder is then ready for another text."""
+        """Return the text held back and reset the decoder."""
         rest = self._decoder.decode(b"", final=True)
         self._decoder.reset()
         self._first, self._strip = True, self._pieces.strip_spaces
@@ -63,9 +63,9 @@ class StreamDecoder:
 
 
 class StopMatcher:
-    """Finds the stop string that is completed first, however the text is cut into pieces.
+    """Finds the stop string completed first, however the text is split; of two at once, the longer (C20).
 
-    Of two completed by the same character the longer counts. Text that may be the beginning of a stop is held back.
+    Text that may be the start of a stop string is held back.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -80,27 +80,27 @@ class StopMatcher:
         self.matched: str | None = None  # the stop string that was found
 
     def feed(self, text: str) -> tuple[str, bool]:
-        """The text that is certainly before any stop, and whether a stop was found; after that, nothing more."""
+        """Return the text before any stop string, and whether one was found; after that, no more text."""
         if self.matched is not None:
             return "", True
         text = self._held + text
-        found = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
-        if found:
+        matches = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
+        if matches:
             self._held = ""
-            _, start, self.matched = min(found)
+            _, start, self.matched = min(matches)
             return text[:start], True
-        keep = max((self._overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep], False
+        pending = max((self._overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - pending :]
+        return text[: len(text) - pending], False
 
     def flush(self) -> str:
-        """What was held back, when no more text comes."""
+        """Return the text held back."""
         rest, self._held = self._held, ""
         return rest
 
     @staticmethod
     def _overlap(text: str, stop: str) -> int:
-        """Length of the longest end of `text` that begins `stop`."""
+        # Length of the longest suffix of `text` that is a prefix of `stop`.
         for length in range(min(len(text), len(stop) - 1), 0, -1):
             if text.endswith(stop[:length]):
                 return length

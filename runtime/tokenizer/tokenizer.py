@@ -1,8 +1,7 @@
-"""A model's tokenizer: text and conversations to token ids, ids to text.
+"""A model's tokenizer: encodes text and conversations, decodes ids.
 
-Reads tokenizer.json and tokenizer_config.json with every id and name checked against the model. Knows when a control
-token is meant and when it is only spelled (`runtime.tokenizer.special_tokens`), and which tokenizers need a guard
-(`runtime.tokenizer.backend`). Does not know models, sampling or terminals.
+tokenizer.json and tokenizer_config.json are untrusted: every id and name is checked against the model. Control tokens
+spelled in a text stay text (`special_tokens`); unusual tokenizers run in a worker process (`backend`).
 """
 
 import json
@@ -15,7 +14,7 @@ from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.tokenizer.backend import GuardedPipeline, Pipeline, is_trusted
 from mycli.runtime.tokenizer.chat_template import ChatTemplate, Message, Tool, check_arguments, special_tokens_map
 from mycli.runtime.tokenizer.detokenizer import Detokenizer
-from mycli.runtime.tokenizer.special_tokens import AddedToken, ControlText, Sentinels, strings
+from mycli.runtime.tokenizer.special_tokens import AddedToken, ControlTokens, Sentinels, strings
 from mycli.runtime.tokenizer.stream import StreamDecoder
 from mycli.runtime.utils.json_fields import Fields, parse_object, read_bytes, read_object
 from mycli.runtime.utils.memory import gc_paused
@@ -24,16 +23,15 @@ MAX_FILE_BYTES = 128 << 20
 MAX_CONFIG_BYTES = 8 << 20
 MAX_TOKENS = 1 << 22
 MAX_ADDED = 100_000
-MAX_TEXT = 1 << 22  # characters in one call; larger texts are cut by whoever has them
+MAX_TEXT = 1 << 22  # characters per call; callers split longer texts
 
 
 def _read_vocabulary(raw: Fields, vocab_size: int) -> list[str | None]:
-    """Token by id from the model section; refuses two tokens with one id and ids without an embedding row."""
     section = raw.object("model")
     vocab = section.values.get("vocab")
     if isinstance(vocab, dict):
         pairs = list(vocab.items())
-    elif isinstance(vocab, list):  # Unigram: [token, score], the id is the place
+    elif isinstance(vocab, list):  # Unigram: [token, score] by id
         pairs = [(item[0] if isinstance(item, list) and item else None, index) for index, item in enumerate(vocab)]
     else:
         raise section.fail("vocab", "must be an object or a list")
@@ -44,11 +42,11 @@ def _read_vocabulary(raw: Fields, vocab_size: int) -> list[str | None]:
         if type(index) is int and 0 <= index < len(table) and table[index] is None and type(token) is str:
             table[index] = token
         else:
-            raise _misplaced(section, "vocab", table, token, index)
+            raise _bad_id(section, "vocab", table, token, index)
     return table
 
 
-def _misplaced(raw: Fields, key: str, table: list[str | None], token: Any, index: Any) -> ModelError:
+def _bad_id(raw: Fields, key: str, table: list[str | None], token: Any, index: Any) -> ModelError:
     if type(index) is not int or type(token) is not str:
         return raw.fail(key, f"holds {str(token)!r:.60} with id {str(index)!r:.40}")
     if not 0 <= index < len(table):
@@ -57,7 +55,6 @@ def _misplaced(raw: Fields, key: str, table: list[str | None], token: Any, index
 
 
 def _read_added(raw: Fields, table: list[str | None]) -> list[AddedToken]:
-    """The added tokens, entered into `table` too."""
     added = []
     for item in raw.array("added_tokens", dict, MAX_ADDED):
         entry = Fields(item, f"{raw.source}: added_tokens")
@@ -72,22 +69,23 @@ def _read_added(raw: Fields, table: list[str | None]) -> list[AddedToken]:
         if not token.content:
             raise entry.fail("content", "is empty")
         if token.id >= len(table) or table[token.id] not in (None, token.content):
-            raise _misplaced(raw, "added_tokens", table, token.content, token.id)
+            raise _bad_id(raw, "added_tokens", table, token.content, token.id)
         table[token.id] = token.content
         added.append(token)
     return added
 
 
 def read_tokenizer_settings(folder: Path) -> Fields:
-    """tokenizer_config.json of a folder; an empty one where there is none."""
+    """Return tokenizer_config.json of a folder; an empty object without one."""
     settings = folder / "tokenizer_config.json"
     return read_object(settings, MAX_CONFIG_BYTES) if settings.exists() else Fields({}, settings.name)
 
 
 class Tokenizer:
-    """Encodes and decodes for one model. `bos` is an id or None, `eos` the tokenizer's own end tokens, maybe none.
+    """The tokenizer of one model.
 
-    `template` is None for a model without a chat template; `vocabulary` is the token by id, None for unused rows.
+    bos: id or None. eos: the ids of the tokenizer's eos token, at most one. template: None without a chat template.
+    vocabulary: token by id, None for unused rows. response_template: the model's, unparsed.
     """
 
     def __init__(
@@ -96,34 +94,30 @@ class Tokenizer:
         vocabulary: Sequence[str | None],
         added: Sequence[AddedToken],
         decoder: Any,
-        names: Mapping[str, str],
+        special_tokens: Mapping[str, str],
         template: ChatTemplate | None,
         response_template: Fields | None = None,
     ) -> None:
-        """`decoder` is the section of tokenizer.json, `names` what `special_tokens_map` found; see `load`.
-
-        `response_template` is what the model says of the parts of its replies, as it stands in the file.
-        """
         self.vocabulary = vocabulary
         self.template = template
         self.response_template = response_template
         self._encoder = encoder
-        self._control = ControlText(added, encoder.normalize)
+        self._control = ControlTokens(added, encoder.normalize)
         self._detokenizer = Detokenizer(vocabulary, {token.id for token in added if token.special}, decoder)
-        self.bos = self._id(names.get("bos_token"))
-        eos = self._id(names.get("eos_token"))
+        self.bos = self._id(special_tokens.get("bos_token"))
+        eos = self._id(special_tokens.get("eos_token"))
         self.eos: tuple[int, ...] = () if eos is None else (eos,)
 
     @classmethod
     def load(cls, folder: Path, vocab_size: int) -> "Tokenizer":
-        """The tokenizer of a model with `vocab_size` embedding rows.
+        """Load the tokenizer of a model with `vocab_size` embedding rows.
 
-        Raises ModelError for files that are damaged, hostile or not of this model: ids without an embedding row, ids
-        given twice, a decoder not supported. A tokenizer that is merely unusual is run in a guarded process.
+        Raises ModelError for damaged or hostile files, ids without an embedding row, duplicate ids (C3), and
+        unsupported decoders.
         """
         path = folder / "tokenizer.json"
         data = read_bytes(path, MAX_FILE_BYTES)
-        with gc_paused():  # hundreds of thousands of small objects: half of the parser's time
+        with gc_paused():  # half of the parser's time: hundreds of thousands of small objects
             raw = parse_object(data, path.name, MAX_FILE_BYTES)
         settings = read_tokenizer_settings(folder)
         return cls._checked(
@@ -135,16 +129,20 @@ class Tokenizer:
         )
 
     @classmethod
-    def of(cls, raw: Fields, settings: Fields, vocab_size: int) -> "Tokenizer":
-        """Of a tokenizer.json and tokenizer_config.json that are in no file. Raises ModelError as `load` does, and for
-        one that would have to be run in a guarded process."""
+    def from_fields(cls, raw: Fields, settings: Fields, vocab_size: int) -> "Tokenizer":
+        """Create a tokenizer from a parsed tokenizer.json and tokenizer_config.json.
+
+        Raises ModelError as `load` does, and for a tokenizer that needs a worker process.
+        """
         if not is_trusted(raw.values):
-            raise ModelError(f"{raw.source}: a tokenizer of unknown parts", "use a file that holds a usual tokenizer")
+            raise ModelError(
+                f"{raw.source}: the tokenizer has unsupported parts", "use the repository with safetensors files"
+            )
 
         def encoder() -> Pipeline:
             return Pipeline(json.dumps(raw.values, ensure_ascii=False).encode())
 
-        return cls._checked(raw, encoder, settings, ChatTemplate.of(settings), vocab_size)
+        return cls._checked(raw, encoder, settings, ChatTemplate.from_settings(settings), vocab_size)
 
     @classmethod
     def _checked(
@@ -158,10 +156,10 @@ class Tokenizer:
         vocabulary = _read_vocabulary(raw, vocab_size)
         added = _read_added(raw, vocabulary)
         encoder = make_encoder()
-        for token, found in zip(added, encoder.token_ids([token.content for token in added]), strict=True):
-            if found != token.id:
-                raise raw.fail("added_tokens", f"gives {token.content!r:.60} id {token.id}, but its place is {found}")
-        parts = settings.values.get("response_template")
+        for token, index in zip(added, encoder.token_ids([token.content for token in added]), strict=True):
+            if index != token.id:
+                raise raw.fail("added_tokens", f"gives {token.content!r:.60} id {token.id}, the tokenizer {index}")
+        response_template = settings.values.get("response_template")
         return cls(
             encoder,
             vocabulary,
@@ -169,17 +167,19 @@ class Tokenizer:
             raw.values.get("decoder"),
             special_tokens_map(settings),
             template,
-            Fields(parts, "tokenizer_config.json: response_template") if isinstance(parts, dict) else None,
+            Fields(response_template, "tokenizer_config.json: response_template")
+            if isinstance(response_template, dict)
+            else None,
         )
 
     def _id(self, token: str | None) -> int | None:
         return self.vocabulary.index(token) if token is not None and token in self.vocabulary else None
 
     def encode(self, text: str, *, add_special: bool, allow_special: bool = False) -> list[int]:
-        """The ids of `text`; `add_special` adds what the tokenizer puts around a text, usually BOS.
+        """Return the ids of `text`. add_special: add the tokenizer's special tokens, usually bos.
 
-        Spelled control tokens are encoded as the characters they are, unless `allow_special`. Raises UsageError for a
-        text too long or not Unicode, ModelError where the tokenizer fails.
+        Control tokens spelled in the text are encoded as characters unless `allow_special`. Raises UsageError for a
+        text that is too long or not Unicode, ModelError if the tokenizer fails.
         """
         _check_texts([text])
         if allow_special or not self._control.spelled_in(text):
@@ -190,28 +190,26 @@ class Tokenizer:
     def _encode_plain(self, text: str, inside: bool) -> list[int]:
         ids = self._encoder.encode(text, False, plain=True, inside=inside)
         if not self._control.ids.isdisjoint(ids):
-            raise ModelError(
-                "tokenizer.json: the tokenizer makes control tokens of plain characters", code="allow-special"
-            )
+            raise ModelError("tokenizer.json: plain characters are encoded as control tokens", code="allow-special")
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids` without special tokens; bytes that are not UTF-8 become U+FFFD (see StreamDecoder)."""
+        """Return the text of `ids` without special tokens; invalid UTF-8 becomes U+FFFD (see StreamDecoder)."""
         stream = StreamDecoder(self)
         return "".join([stream.feed(token_id) for token_id in ids]) + stream.flush()
 
     @property
     def control_ids(self) -> frozenset[int]:
-        """Ids that are markup, not text: all added tokens but ordinary blanks."""
+        """The ids of all added tokens except whitespace."""
         return self._control.ids
 
     @property
     def strip_spaces(self) -> int:
-        """How many spaces the start of a decoded text loses (SentencePiece)."""
+        """Number of spaces removed from the start of a decoded text (SentencePiece)."""
         return self._detokenizer.strip_spaces
 
     def piece(self, token_id: int, first: bool) -> bytes | None:
-        """The bytes that a token adds to a text, None for a token that shows nothing."""
+        """Return the bytes of a token, None for one without text. first: no token with text came before."""
         return self._detokenizer.piece(token_id, first)
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -228,12 +226,11 @@ class Tokenizer:
         allow_special: bool = False,
         **arguments: Any,
     ) -> list[int]:
-        """The ids of a conversation as the model's template writes it; no BOS is added to the template's own.
+        """Return the ids of a conversation rendered by the chat template; no bos is added to the template's (C16).
 
-        `arguments` go to the template and are checked against a list (`chat_template.ARGUMENTS`). Control tokens
-        spelled in messages, tools or arguments are plain text (the policy is in `runtime.tokenizer.special_tokens`),
-        unless `allow_special`. Raises UsageError for a conversation the template refuses, ModelError for a missing or
-        failing template.
+        arguments: passed to the template (`chat_template.ALLOWED_ARGUMENTS`). Control tokens spelled in messages, tools
+        or arguments stay text unless `allow_special`. Raises UsageError if the template refuses the conversation,
+        ModelError for a missing or failing template.
         """
         template = self._checked_template(messages, tools, arguments)
         spelled = not allow_special and (
@@ -247,17 +244,17 @@ class Tokenizer:
         contents = [message.fields() for message in messages]
         sentinels = Sentinels.absent_from([*strings([contents, tools, arguments]), template.source(bool(tools))])
         wrap = partial(self._control.wrap, sentinels=sentinels)
-        both = (True, False)  # with the spellings, and with nothing in their place
+        both = (True, False)  # with the spellings, and with them removed
         conversations = [
             [{"role": m.role, **wrap(m.fields(), special_only=m.role == "assistant", keep=keep)} for m in messages]
             for keep in both
         ]
         tool_lists = None if tools is None else [wrap(tools, keep=keep) for keep in both]
         argument_lists = [wrap(arguments, keep=keep) for keep in both]
-        rendered, bare = template.render(conversations, tool_lists, argument_lists, add_generation_prompt)
+        rendered, stripped = template.render(conversations, tool_lists, argument_lists, add_generation_prompt)
         _check_texts([rendered])
-        if self._control.written(rendered, sentinels) != self._control.written(bare, sentinels):
-            raise UsageError("the chat template reacts to a control token spelled in a message", code="allow-special")
+        if self._control.template_tokens(rendered, sentinels) != self._control.template_tokens(stripped, sentinels):
+            raise UsageError("the chat template depends on a control token spelled in a message", code="allow-special")
         ids: list[int] = []
         for segment in self._control.segments(rendered, sentinels):
             if segment.plain:
@@ -274,7 +271,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **arguments: Any,
     ) -> str:
-        """The text that the template makes of a conversation: to be looked at, `chat` is what a model is given."""
+        """Return the text of a conversation, for display; models get the ids of `apply_chat_template`."""
         template = self._checked_template(messages, tools, arguments)
         conversation = [{"role": message.role, **message.fields()} for message in messages]
         tool_lists = None if tools is None else [tools]
@@ -286,21 +283,19 @@ class Tokenizer:
         if self.template is None:
             raise ModelError("tokenizer_config.json: the model has no chat_template", code="continue-text")
         if not messages:
-            raise UsageError("a conversation needs at least one message", "write something first")
+            raise UsageError("a conversation needs at least one message", "write a message first")
         check_arguments(arguments)
         _check_texts(list(strings([[message.fields() for message in messages], tools, arguments])))
         return self.template
 
 
 def _check_texts(texts: Sequence[str]) -> None:
-    """UsageError unless all is Unicode (no half surrogate pair) and short enough together."""
     total = sum(len(text) for text in texts)
     if total > MAX_TEXT:
-        raise UsageError(f"a text of {total} characters, more than {MAX_TEXT} at once", "shorten it")
+        raise UsageError(f"a text of {total} characters; at most {MAX_TEXT} are allowed", "shorten it")
     for text in texts:
         try:
             text.encode()
-        except UnicodeEncodeError as error:
-            raise UsageError(
-                f"character {error.start} of the text is half of a surrogate pair", "give valid UTF-8 text"
-            ) from None
+        except UnicodeEncodeError as error:  # C14
+            problem = f"character {error.start} of the text is half of a surrogate pair"
+            raise UsageError(problem, "give valid UTF-8 text") from None

@@ -89,7 +89,7 @@ def _named(architecture: str) -> dict[str, Any]:
     return {"general.architecture": architecture, **renamed}
 
 
-_BEYOND = "is none of the 272 tokens"
+_BEYOND = "is not one of the 272 tokens"
 _LONG = [f"{index:01000d}" for index in range(5000)]
 Attack = tuple[dict[str, Any], dict[str, Stored | None], str]
 MODEL_ATTACKS: dict[str, Attack] = {
@@ -118,7 +118,7 @@ MODEL_ATTACKS: dict[str, Attack] = {
         for name in ("bos", "eos", "eot", "eom", "unknown", "padding")
     },
     "merges-of-numbers": (_vocabulary(merges=[1, 2]), {}, "merges"),
-    "merge-of-one-word": (_vocabulary(merges=["ab"]), {}, "joins no two tokens"),
+    "merge-of-one-word": (_vocabulary(merges=["ab"]), {}, "does not join two tokens"),
     "template-of-bytes": ({"tokenizer.chat_template": (ARRAY, array(U8, 4, bytes(4)))}, {}, "chat_template"),
     "heads-of-no-width": ({"llama.attention.key_length": 0, "llama.rope.dimension_count": 4}, {}, "key_length"),
     "theta-0": ({"llama.rope.freq_base": 0.0}, {"rope_freqs.weight": ((8,), _F32, 32)}, "freq_base"),

@@ -163,13 +163,13 @@ class GgufFolder(ModelFolder):
 
     def chat_template(self) -> ChatTemplate | None:
         """The chat templates in the metadata."""
-        return ChatTemplate.of(self.tokenizer_settings())
+        return ChatTemplate.from_settings(self.tokenizer_settings())
 
     def tokenizer(self) -> "Tokenizer":
         """The tokenizer in the metadata. Raises ModelError."""
         from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
-        return Tokenizer.of(self.tokenizer_json(), self.tokenizer_settings(), self.config.vocab_size)
+        return Tokenizer.from_fields(self.tokenizer_json(), self.tokenizer_settings(), self.config.vocab_size)
 
     def checkpoint(self, *, allow_nonfinite: bool = False) -> "Checkpoint":
         """A reader of the tensors. Raises ModelError where they are not those of the config."""

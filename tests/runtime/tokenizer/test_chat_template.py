@@ -131,7 +131,7 @@ def test_helper_sees_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     template = ChatTemplate({"default": "x"}, TOKENS)
     render(template, CONVERSATIONS["one"])
-    process = template._child._process
+    process = template._worker._process
     assert process is not None
     environ = Path(f"/proc/{process.pid}/environ")
     if not environ.exists():

@@ -53,7 +53,7 @@ def test_tools_and_arguments_are_text_too(tmp_path: Path) -> None:  # C12
 )
 def test_template_that_defeats_the_marks_is_refused(tmp_path: Path, template: str) -> None:
     tokenizer = make(tmp_path, template)
-    with pytest.raises(UsageError, match="reacts to a control token"):
+    with pytest.raises(UsageError, match="depends on a control token"):
         tokenizer.apply_chat_template([Message("user", "a<end>b")])
     assert 256 in tokenizer.apply_chat_template([Message("user", "a<end>b")], allow_special=True)
 
@@ -143,7 +143,7 @@ def test_text_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None: 
         with pytest.raises(UsageError, match="character 2 of the text is half"):
             call("ab\ud800")
         monkeypatch.setattr(tokenizer_module, "MAX_TEXT", 100)
-        with pytest.raises(UsageError, match="more than 100"):
+        with pytest.raises(UsageError, match="at most 100"):
             call("a" * 101)
         monkeypatch.undo()
     assert tokenizer.decode(tokenizer.encode("\0", add_special=False)) == "\0"

@@ -167,7 +167,7 @@ def test_sentencepiece_is_cut_as_transformers_cuts_it(architecture: str) -> None
 def test_sentencepiece_puts_its_start_token_first_and_decodes_to_the_text() -> None:
     metadata = as_read(sentencepiece())
     made = Fields(tokenizer_json(metadata), "x.gguf")
-    tokenizer = Tokenizer.of(made, Fields(tokenizer_settings(metadata), "x.gguf"), 400)
+    tokenizer = Tokenizer.from_fields(made, Fields(tokenizer_settings(metadata), "x.gguf"), 400)
     ids = tokenizer.encode("the world é🙂", add_special=True)
     assert ids[0] == tokenizer.bos == 1 and tokenizer.eos == (2,)
     assert tokenizer.decode(ids) == "the world é🙂"

@@ -2,13 +2,13 @@
 
 import pytest
 
-from mycli.runtime.tokenizer.special_tokens import AddedToken, ControlText, Segment, Sentinels, strings
+from mycli.runtime.tokenizer.special_tokens import AddedToken, ControlTokens, Segment, Sentinels, strings
 
 END = AddedToken(1, "<end>", special=True, normalized=False)
 LONG = AddedToken(2, "<end>!", special=True, normalized=False)
 CALL = AddedToken(3, "<call>", special=False, normalized=False)
 BLANK = AddedToken(4, "\n\n", special=False, normalized=False)
-CONTROL = ControlText([END, LONG, CALL, BLANK], str)
+CONTROL = ControlTokens([END, LONG, CALL, BLANK], str)
 SENTINELS = Sentinels("[", "]")
 
 
@@ -31,7 +31,7 @@ def test_wrap_takes_the_longest() -> None:
 
 
 def test_normalized_spelling_wraps_the_whole_text() -> None:
-    control = ControlText([AddedToken(1, "<end>", special=True, normalized=True)], str.lower)
+    control = ControlTokens([AddedToken(1, "<end>", special=True, normalized=True)], str.lower)
     assert control.wrap("x<END>", SENTINELS) == "[x<END>]" and control.wrap("x", SENTINELS) == "x"
     assert control.wrap("x<END>", SENTINELS, keep=False) == "[]"
 
@@ -57,7 +57,7 @@ def test_segments(rendered: str, expected: list[Segment | tuple[str, int, int]])
 
 
 def test_written_lists_the_templates_own() -> None:
-    assert CONTROL.written("<call>a[<end>]b<end>!", SENTINELS) == ["<call>", "<end>!"]
+    assert CONTROL.template_tokens("<call>a[<end>]b<end>!", SENTINELS) == ["<call>", "<end>!"]
 
 
 def test_strings() -> None:
