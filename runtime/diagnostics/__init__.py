@@ -1,1 +1,1 @@
-"""What tells a person how this installation does: throughput, self-test, memory measured, rules of other engines."""
+"""Measurements and self-tests: throughput, serving load, speculation, memory, kernels, rules of other engines."""

@@ -1,7 +1,6 @@
-"""A client of OpenAI's completions that looks at its watch: one streamed reply at a time, timed as a client sees it.
+"""A client of OpenAI's completions that times one streamed reply, for any server with /v1/models and /v1/completions.
 
-Any server that has `/v1/models` and `/v1/completions` will do. What it answers is bounded and not trusted. Knows HTTP
-and clocks; does not know loads or models, and does not print.
+Responses are not trusted: sizes and types are checked.
 """
 
 import json
@@ -16,10 +15,10 @@ from urllib.parse import urlsplit
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.utils.json_fields import strict_json
 
-_SECONDS = 600.0  # that a server may be silent
-_MAX_ANSWER = 1 << 24  # bytes of a whole answer
+_TIMEOUT = 600.0  # seconds without a byte
+_MAX_ANSWER = 1 << 24  # bytes of a response
 _MAX_LINE = 1 << 20  # bytes of an event
-_MAX_LINES = 1 << 22  # of one reply
+_MAX_LINES = 1 << 22  # lines of a reply
 _COUNTERS = re.compile(
     r"^(?:mycli|vllm):(prefix_cache_queries|prefix_cache_hits|num_preemptions|request_queue_time_seconds_sum|"
     r"request_queue_time_seconds_count)(?:_total)?(?:\{[^}]*\})? ([0-9.eE+-]+)$",
@@ -29,7 +28,7 @@ _COUNTERS = re.compile(
 
 @dataclass(frozen=True)
 class Reply:
-    """One request: seconds of a monotonic clock, and what the server counted. `problem`: why it has no reply."""
+    """Times of one request, in seconds of a monotonic clock, and token counts; `problem`: why there is no reply."""
 
     sent: float
     first: float = 0.0
@@ -49,17 +48,17 @@ class Reply:
 
 
 class CompletionServer:
-    """A server: its address, and the model that it names first."""
+    """A server and the first model that it lists."""
 
     def __init__(self, url: str, key: str | None = None) -> None:
-        """Raises UsageError for what is no address, ModelError where no such server answers."""
+        """Raises UsageError for an invalid address, ModelError if no such server responds."""
         parts = urlsplit(url)
         try:
             port = parts.port
         except ValueError:
             port = -1
         if parts.scheme not in ("http", "https") or not parts.hostname or port == -1 or parts.query or parts.username:
-            raise UsageError(f"{url}: not the address of a server", "as http://127.0.0.1:8080")
+            raise UsageError(f"{url}: not the address of a server", "write it as http://127.0.0.1:8080")
         self.url, self._host, self._port = url.rstrip("/"), parts.hostname, port
         self._kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
         self._path = parts.path.rstrip("/").removesuffix("/v1")
@@ -67,10 +66,12 @@ class CompletionServer:
         try:
             self.model = str(strict_json(self._get("/v1/models"))["data"][0]["id"])
         except (ValueError, KeyError, IndexError, TypeError):
-            raise ModelError(f"{self.url} names no model", "it must have OpenAI's /v1/models") from None
+            raise ModelError(
+                f"{self.url}: /v1/models lists no model", "the server must have OpenAI's /v1/models"
+            ) from None
 
     def _open(self, method: str, path: str, body: bytes | None = None) -> tuple[HTTPConnection, HTTPResponse]:
-        connection = self._kind(self._host, self._port, timeout=_SECONDS)
+        connection = self._kind(self._host, self._port, timeout=_TIMEOUT)
         try:
             connection.request(method, self._path + path, body, self._headers)
             return connection, connection.getresponse()
@@ -86,21 +87,23 @@ class CompletionServer:
             finally:
                 connection.close()
         except (OSError, HTTPException) as error:
-            raise ModelError(f"{self.url}: {error or type(error).__name__}", "is a server running there?") from None
+            raise ModelError(
+                f"{self.url}: {error or type(error).__name__}", "check that a server is running there"
+            ) from None
         if response.status != 200:
-            raise ModelError(f"{self.url} answers {path} with {response.status}: {_problem(answer)}")
+            raise ModelError(f"{self.url}{path}: status {response.status}: {_problem(answer)}")
         return answer
 
     def counters(self) -> dict[str, float]:
-        """What /metrics counts of cache, preemptions and waiting, by vLLM's names; {} where there is none."""
+        """Return vLLM's counters of prefix cache, preemptions and queue time from /metrics; {} without them."""
         try:
             return {name: float(value) for name, value in _COUNTERS.findall(self._get("/metrics").decode())}
         except (ModelError, ValueError):
             return {}
 
     def reply(self, prompt: str, tokens: int) -> Reply:
-        """Stream one completion of `prompt`, greedy, that no end token ends."""
-        asked = {
+        """Stream one greedy completion of exactly `tokens` tokens: end tokens are ignored."""
+        body = {
             "model": self.model,
             "prompt": prompt,
             "max_tokens": tokens,
@@ -111,7 +114,7 @@ class CompletionServer:
         }
         sent = time.monotonic()
         try:
-            connection, response = self._open("POST", "/v1/completions", json.dumps(asked).encode())
+            connection, response = self._open("POST", "/v1/completions", json.dumps(body).encode())
             try:
                 if response.status != 200:
                     return Reply(sent, problem=f"{response.status}: {_problem(response.read(_MAX_ANSWER))}")
@@ -139,17 +142,18 @@ def _events(response: HTTPResponse) -> Iterator[dict[str, Any]]:
         data = line[5:].strip()
         if data == b"[DONE]":
             return
-        found = strict_json(data)
-        if not isinstance(found, dict):
-            raise ValueError("an event is not an object")
-        yield found
-    raise ValueError("a reply without an end")
+        event = strict_json(data)
+        if not isinstance(event, dict):
+            raise ValueError("an event is not a JSON object")
+        yield event
+    raise ValueError("the reply does not end")
 
 
-def _written(data: Mapping[str, Any]) -> bool:
+def _has_token(data: Mapping[str, Any]) -> bool:
+    # An event without text may still bring a token, as part of a character; one with a finish_reason does not.
     choices = data.get("choices")
-    one = choices[0] if isinstance(choices, list) and choices else None
-    return isinstance(one, dict) and (bool(one.get("text")) or not one.get("finish_reason"))
+    choice = choices[0] if isinstance(choices, list) and choices else None
+    return isinstance(choice, dict) and (bool(choice.get("text")) or not choice.get("finish_reason"))
 
 
 def _timed(sent: float, response: HTTPResponse) -> Reply:
@@ -160,7 +164,7 @@ def _timed(sent: float, response: HTTPResponse) -> Reply:
         now = time.monotonic()
         if "error" in data:
             return Reply(sent, problem=str(data["error"])[:200])
-        if _written(data):
+        if _has_token(data):
             seen += 1
             first, last = first or now, now
         if isinstance(data.get("usage"), dict):
@@ -170,5 +174,5 @@ def _timed(sent: float, response: HTTPResponse) -> Reply:
     details = usage.get("prompt_tokens_details")
     cached = details.get("cached_tokens") if isinstance(details, dict) else 0
     counts = (usage.get("prompt_tokens"), cached, usage.get("completion_tokens", seen))
-    prompt, cached, tokens = (one if isinstance(one, int) and one >= 0 else 0 for one in counts)
+    prompt, cached, tokens = (count if isinstance(count, int) and count >= 0 else 0 for count in counts)
     return Reply(sent, first, last, prompt, cached, tokens)

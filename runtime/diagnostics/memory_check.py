@@ -1,7 +1,7 @@
-"""What a model really takes: load it, run the largest pass and decode, and hold the result against the estimate.
+"""Measures the memory of a model and compares it with the estimate: load, run the largest pass, decode.
 
-Weights and cache are counted by the storages of all live tensors, not by what the model says of itself; the rest by
-the process's resident memory, or by torch's allocator on a GPU. Does not print, and does not know the model's origin.
+Weights and cache are summed over the storages of all live tensors, the rest is the process's resident memory or, on a
+GPU, torch's allocator.
 """
 
 import gc
@@ -26,13 +26,13 @@ from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.sample_rows import sample_rows
 from mycli.runtime.sampling.sampler import Sampler
 
-DECODED = 4  # tokens: the first may allocate what the others use again
-TOUCHED = 256  # positions of the cache at a time
+DECODED = 4  # tokens: the first may allocate buffers that the others reuse
+TOUCHED = 256  # cache positions written at a time
 
 
 @dataclass(frozen=True)
 class MemoryPart:
-    """One line of the comparison, in bytes. `exact` parts and the total must agree both ways, others count in it."""
+    """One row of the comparison, in bytes. Only `exact` parts and the total must be within the tolerance."""
 
     name: str
     predicted: int
@@ -44,20 +44,20 @@ class MemoryPart:
         return (self.actual - self.predicted) / self.predicted if self.predicted else float(self.actual > 0)
 
     def within(self, tolerance: float) -> bool:
-        """Whether this part passes the gate."""
+        """Return whether this part passes the check."""
         return abs(self.error) <= tolerance or not (self.exact or self.name == "total")
 
 
 def _storages(device: torch.device) -> dict[int, int]:
+    # Address -> bytes.
     gc.collect()
-    found: dict[int, int] = {}
-    for thing in gc.get_objects():
-        if not issubclass(type(thing), Tensor):  # isinstance would ask odd objects of torch for their class
-            continue
-        if thing.device.type == device.type:
-            storage = thing.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-    return found
+    storages: dict[int, int] = {}
+    for item in gc.get_objects():
+        # not isinstance: it evaluates __class__, which some lazy objects of torch answer with an import
+        if issubclass(type(item), Tensor) and item.device.type == device.type:
+            storage = item.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return storages
 
 
 def _new(before: dict[int, int], after: dict[int, int]) -> int:
@@ -65,13 +65,13 @@ def _new(before: dict[int, int], after: dict[int, int]) -> int:
 
 
 class MemoryMeter:
-    """Memory of the process, or on a GPU of torch's pool: what is held, and the most that was held since `begin`."""
+    """Measures the memory of the process, or on a GPU of torch's allocator."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device if device.type == "cuda" else None
 
     def begin(self) -> int:
-        """What is held now; `highest` starts from here."""
+        """Return the current memory, and reset the peak."""
         if self._cuda is None:
             reset_peak()
             return resident()
@@ -79,18 +79,19 @@ class MemoryMeter:
         return torch.cuda.memory_allocated(self._cuda)
 
     def highest(self) -> int:
-        """The most since `begin`."""
+        """Return the peak since `begin`."""
         return peak_resident() if self._cuda is None else torch.cuda.max_memory_allocated(self._cuda)
 
     def outside(self) -> int:
-        """What the GPU misses beyond torch's pool: the context, libraries and kernels. Of main memory it is in both."""
-        if self._cuda is None:
+        """Return the GPU memory used outside torch's allocator: CUDA context, libraries and kernels."""
+        if self._cuda is None:  # resident memory includes everything
             return 0
         free, total = torch.cuda.mem_get_info(self._cuda)
         return total - free - torch.cuda.memory_reserved(self._cuda)
 
 
 def _warm_up(device: torch.device, dtype: torch.dtype) -> None:
+    # Creates the CUDA context and loads the libraries of the first product and attention.
     square = torch.zeros(1, 1, 64, 64, device=device, dtype=dtype)
     functional.scaled_dot_product_attention(
         square, square @ square, functional.linear(square[0, 0], square[0, 0])[None, None]
@@ -98,6 +99,7 @@ def _warm_up(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _touch(cache: KVCache, runner: ModelRunner) -> None:
+    # Writes every page of the cache, so that none is counted as workspace later; in small parts, to allocate little.
     config, size = runner.config, cache.block_size
     for slot in range(cache.states.slots):
         cache.states.clear(slot)
@@ -112,27 +114,26 @@ def _touch(cache: KVCache, runner: ModelRunner) -> None:
 
 
 def _run(runner: ModelRunner, cache: KVCache, context: int, tokens: int, sequences: int) -> None:
+    # The chunk of one sequence that ends where the context ends, then `DECODED` tokens of all sequences at the end.
     needed = -(-context // cache.block_size)
     blocks = [
-        tuple((first + one) % cache.blocks for one in range(needed)) for first in range(0, sequences * needed, needed)
+        tuple((first + index) % cache.blocks for index in range(needed))
+        for first in range(0, sequences * needed, needed)
     ]
     start = context - tokens - DECODED
     sampling = SamplingParams(temperature=1.0, top_p=0.9, seed=0)
     samplers = [Sampler(sampling, runner.config.vocab_size, runner.device) for _ in range(sequences)]
     logits = runner.run([Chunk([0] * tokens, start, blocks[0], 1)], cache).expand(sequences, -1)
-    for place in range(start + tokens, context):
+    for position in range(start + tokens, context):
         drawn = [token for token in sample_rows(logits, samplers) if isinstance(token, int)]
-        chunks = [Chunk([drawn[one]], place, blocks[one], 1, one) for one in range(sequences)]
+        chunks = [Chunk([drawn[index]], position, blocks[index], 1, index) for index in range(sequences)]
         logits = runner.run(chunks, cache)
 
 
 def measure_memory(
     folder: ModelFolder, plan: MemoryPlan, placement: Placement, *, allow_nonfinite: bool = False
 ) -> list[MemoryPart]:
-    """Load the model of `folder` as `plan` says, run it, and compare part by part. `plan.draft` is not loaded.
-
-    The cache is filled with zeros up to the last chunk: what a pass takes does not depend on what it reads.
-    """
+    """Load the model of `folder`, run it, and compare its memory with the estimate of `plan`, without a draft."""
     predicted, device, meter = estimate(plan), placement.device, MemoryMeter(placement.device)
     _warm_up(device, placement.dtype)
     empty = _storages(device)
@@ -165,10 +166,10 @@ def measure_memory(
 
 
 def check_parts(parts: Sequence[MemoryPart], tolerance: float) -> None:
-    """Raise GateError naming the parts that are off by more than `tolerance`, either way."""
+    """Raise GateError if a part is off by more than `tolerance`, either way."""
     wrong = [part for part in parts if not part.within(tolerance)]
     if wrong:
         off = ", ".join(f"{part.name} {part.error:+.1%}" for part in wrong)
         raise GateError(
-            f"the estimate is off by more than {100 * tolerance:g}%: {off}", "please report it, with this table"
+            f"the estimate is off by more than {100 * tolerance:g}%: {off}", "please report this with the table above"
         )

@@ -1,7 +1,4 @@
-"""Whether this installation works here: versions, kernels against their reference, the reply a known model must give.
-
-Returns findings; a person's words for them are the command's. Knows the kernels' list and `pico`.
-"""
+"""Self-test of an installation: versions, every kernel against its reference, and a reply that is known."""
 
 import platform
 from collections.abc import Iterator, Sequence
@@ -23,9 +20,9 @@ if TYPE_CHECKING:  # `open` stands above this room: the caller opens the model
 
 DISTRIBUTIONS = ("mycli-llm", "torch", "triton", "tokenizers", "safetensors", "huggingface-hub", "numpy")
 PACKINGS = (*(Packing(bits, 128) for bits in BITS), Packing(4, 32), Packing(4, None), Packing(8, None))
-# Relative RMS error of a product: what 8-bit activations may cost, and far below what a wrong layout gives.
+# Relative RMS error of a product: above the error of 8-bit activations, far below that of a wrong layout.
 PRODUCT_TOLERANCE = 0.02
-PRODUCT_ROWS = (1, 33)  # decoding, and a prompt that no tile divides
+PRODUCT_ROWS = (1, 33)  # decoding, and a prompt that is not a multiple of any tile
 OUT_FEATURES, IN_FEATURES = 256, 512
 QUESTION = "What is the capital of Japan?"
 ANSWER = "The capital of Japan is Tokyo."
@@ -37,7 +34,7 @@ class KernelFinding:
 
     kernel: str
     packing: str
-    used: bool  # the first of the list that takes it
+    used: bool  # the first in the order of preference that accepts it
     error: float | None
     declined: Declined | None = None
 
@@ -47,14 +44,14 @@ class KernelFinding:
 
 
 def versions() -> dict[str, str]:
-    """Python and the packages that matter, by distribution name; those not installed are left out."""
-    found = {"python": platform.python_version()}
+    """Return the versions of Python and of the installed packages that matter."""
+    installed = {"python": platform.python_version()}
     for name in DISTRIBUTIONS:
         try:
-            found[name] = metadata.version(name)
+            installed[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def _weight(packing: Packing, device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> PackedWeight:
@@ -64,15 +61,16 @@ def _weight(packing: Packing, device: torch.device, dtype: torch.dtype, generato
     return PackedWeight(packed.to(device), scales.to(device, dtype), packing, IN_FEATURES)
 
 
-def relative_rms(found: Tensor, exact: Tensor) -> float:
-    """RMS of the difference over RMS of `exact`; infinite where anything is not finite."""
-    if not bool(found.isfinite().all()):
+def relative_rms(values: Tensor, exact: Tensor) -> float:
+    """Return the RMS of the difference over the RMS of `exact`; infinity if a value is not finite."""
+    if not bool(values.isfinite().all()):
         return float("inf")
-    difference = found.double() - exact
+    difference = values.double() - exact
     return float(difference.square().mean().sqrt() / exact.square().mean().sqrt())
 
 
 def _error(kernel: Kernel, weight: PackedWeight, dtype: torch.dtype, generator: torch.Generator) -> float:
+    # The largest over `PRODUCT_ROWS`, against dequantized weights multiplied in fp64.
     dense = dequantize(weight).double()
     matmul = kernel.prepare(weight, dtype)
     worst = 0.0

@@ -1,8 +1,7 @@
-"""How a server fares under load: streams of OpenAI's completions by many clients, timed as they see them.
+"""A load generator for completion servers.
 
-Closed load keeps a number of clients busy; open load sends requests at a rate, whether or not others have been answered
-(arrivals of a Poisson process). Prompts are texts, so that any server can be measured, and tokens are as many as it
-says. Knows threads and clocks; does not know HTTP or models, and does not print.
+Closed load: a fixed number of clients, each with one request at a time. Open load: Poisson arrivals at a fixed rate.
+Prompts are text, so that any server can be measured; token counts are the server's.
 """
 
 import itertools
@@ -16,14 +15,14 @@ from mycli.runtime.diagnostics.completion_client import CompletionServer, Reply
 from mycli.runtime.errors import ModelError
 
 _WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school", "state")
-_MEASURED = 4, 24  # words of the two texts that tell how many tokens a word is
+_MEASURED = 4, 24  # words of the two texts that measure tokens per word
 
 
 @dataclass(frozen=True)
 class Load:
-    """Requests of `prompt` tokens, of which the first `shared` are those of all others, for replies of `reply` tokens.
+    """Requests of `prompt` tokens, the first `shared` the same in all, for replies of `reply` tokens.
 
-    clients: so many wait for a reply at any time; rate: so many requests a second. Exactly one of them is not None.
+    Exactly one of `clients` (concurrent requests) and `rate` (requests per second) is set.
     """
 
     prompt: int
@@ -35,17 +34,17 @@ class Load:
 
     def __post_init__(self) -> None:
         if (self.clients is None) == (self.rate is None):
-            raise ValueError("either clients or a rate")
+            raise ValueError("set either clients or rate")
 
     @property
     def name(self) -> str:
-        who = f"c{self.clients}" if self.clients is not None else f"r{self.rate:g}"
-        return f"{who} p{self.prompt}" + (f"/{self.shared}" if self.shared else "") + f" n{self.reply}"
+        kind = f"c{self.clients}" if self.clients is not None else f"r{self.rate:g}"
+        return f"{kind} p{self.prompt}" + (f"/{self.shared}" if self.shared else "") + f" n{self.reply}"
 
 
 @dataclass(frozen=True)
 class LoadResult:
-    """One run of a load. `counted`: what the server's own counters rose by, by their names behind the prefix."""
+    """One run of a load. `counted`: the increase of the server's counters, by name without prefix."""
 
     load: Load
     replies: tuple[Reply, ...]
@@ -54,11 +53,11 @@ class LoadResult:
 
     @property
     def answered(self) -> list[Reply]:
-        return [one for one in self.replies if not one.problem]
+        return [reply for reply in self.replies if not reply.problem]
 
     @property
     def rate(self) -> float:
-        return sum(one.tokens for one in self.answered) / self.seconds
+        return sum(reply.tokens for reply in self.answered) / self.seconds
 
     @property
     def queue_seconds(self) -> float | None:
@@ -67,62 +66,62 @@ class LoadResult:
 
 
 class Texts:
-    """Prompts of about so many tokens. `per_word`: tokens that a word makes."""
+    """Random prompts of about `load.prompt` tokens; `per_word`: tokens per word."""
 
     def __init__(self, load: Load, per_word: float, seed: int) -> None:
         self._random = random.Random(seed)
-        self._own = max(1, round((load.prompt - load.shared) / per_word))
+        self._distinct = max(1, round((load.prompt - load.shared) / per_word))
         self._shared = self._text(round(load.shared / per_word))
 
     def _text(self, words: int) -> str:
         return "".join(" " + self._random.choice(_WORDS) for _ in range(words))
 
     def next(self) -> str:
-        """Another one: what is shared, and then a text that no other has."""
-        return (self._shared + self._text(self._own)).strip()
+        """Return the shared text followed by one of its own."""
+        return (self._shared + self._text(self._distinct)).strip()
 
 
 def tokens_per_word(server: CompletionServer) -> float:
-    """How many tokens the words of `Texts` take, by the server's count of two texts: what it adds itself is no word's.
-
-    Raises ModelError where it does not answer or does not count.
-    """
-    chance, counts = random.Random(0), []
+    """Measure the tokens per word of `Texts`. Raises ModelError if the server does not reply or does not count."""
+    # The difference of two texts: tokens that the server adds to both, such as BOS, cancel out.
+    generator, counts = random.Random(0), []
     for words in _MEASURED:
-        answer = server.reply(" ".join(chance.choice(_WORDS) for _ in range(words)), 1)
+        answer = server.reply(" ".join(generator.choice(_WORDS) for _ in range(words)), 1)
         if answer.problem:
-            raise ModelError(f"{server.url}: {answer.problem}", "it must have room, and OpenAI's /v1/completions")
+            raise ModelError(
+                f"{server.url}: {answer.problem}", "the server must be idle and have OpenAI's /v1/completions"
+            )
         counts.append(answer.prompt)
     if counts[1] <= counts[0]:
-        raise ModelError(f"{server.url} does not count the tokens of a prompt", "its streams must have a usage")
+        raise ModelError(f"{server.url} does not report prompt tokens", "its streams must include usage")
     return (counts[1] - counts[0]) / (_MEASURED[1] - _MEASURED[0])
 
 
 def run_load(
     server: CompletionServer, load: Load, per_word: float, seed: int, progress: Callable[[], None] = lambda: None
 ) -> LoadResult:
-    """One run: every request of `load`, each with a text of its own. `progress` is called after each, by any thread."""
+    """Send every request of `load`. `progress` is called after each reply, from any thread."""
     texts = Texts(load, per_word, seed)
     prompts = [texts.next() for _ in range(load.requests)]
     replies: list[Reply] = []
     before, began = server.counters(), time.monotonic()
 
-    def ask(prompt: str) -> None:
+    def send(prompt: str) -> None:
         replies.append(server.reply(prompt, load.reply))
         progress()
 
     if load.clients is not None:
-        _closed(prompts, min(load.clients, load.requests), ask)
+        _run_closed(prompts, min(load.clients, load.requests), send)
     else:
         assert load.rate is not None
-        _open_load(prompts, load.rate, random.Random(seed), ask)
-    seconds = max((one.last for one in replies if not one.problem), default=time.monotonic()) - began
+        _run_open(prompts, load.rate, random.Random(seed), send)
+    seconds = max((reply.last for reply in replies if not reply.problem), default=time.monotonic()) - began
     after = server.counters()
     counted = {name: value - before.get(name, 0.0) for name, value in after.items()}
     return LoadResult(load, tuple(replies), seconds, counted)
 
 
-def _closed(prompts: Sequence[str], clients: int, ask: Callable[[str], None]) -> None:
+def _run_closed(prompts: Sequence[str], clients: int, send: Callable[[str], None]) -> None:
     left, lock = iter(prompts), threading.Lock()
 
     def client() -> None:
@@ -131,17 +130,18 @@ def _closed(prompts: Sequence[str], clients: int, ask: Callable[[str], None]) ->
                 prompt = next(left, None)
             if prompt is None:
                 return
-            ask(prompt)
+            send(prompt)
 
-    _joined([threading.Thread(target=client, daemon=True) for _ in range(clients)], itertools.repeat(0.0))
-
-
-def _open_load(prompts: Sequence[str], rate: float, chance: random.Random, ask: Callable[[str], None]) -> None:
-    threads = [threading.Thread(target=ask, args=(prompt,), daemon=True) for prompt in prompts]
-    _joined(threads, (chance.expovariate(rate) for _ in threads))
+    _start_and_join([threading.Thread(target=client, daemon=True) for _ in range(clients)], itertools.repeat(0.0))
 
 
-def _joined(threads: Sequence[threading.Thread], pauses: Iterable[float]) -> None:
+def _run_open(prompts: Sequence[str], rate: float, generator: random.Random, send: Callable[[str], None]) -> None:
+    threads = [threading.Thread(target=send, args=(prompt,), daemon=True) for prompt in prompts]
+    _start_and_join(threads, (generator.expovariate(rate) for _ in threads))
+
+
+def _start_and_join(threads: Sequence[threading.Thread], pauses: Iterable[float]) -> None:
+    # Each thread starts at a time of its own: a slow start of one does not delay the next.
     due = time.monotonic()
     for thread, pause in zip(threads, pauses, strict=False):
         due += pause

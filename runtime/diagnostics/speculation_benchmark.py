@@ -1,7 +1,4 @@
-"""Is speculation worth it? The same prompts with and without it, and the textbook's numbers from the loop's own code.
-
-Knows engines, proposers and clocks. Does not print, and does not know where prompts come from.
-"""
+"""Measures whether speculative decoding pays: the same prompts with and without it, and the textbook's formula."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,13 +23,13 @@ from mycli.runtime.speculative.proposers import Proposal, Proposer
 from mycli.runtime.speculative.rejection_sampling import rejection_sample
 from mycli.runtime.speculative.speculator import ProposerSpeculator, warm_up
 
-TEXTBOOK = ((0.7, 4), (0.7, 8), (0.8, 4), (0.8, 8), (0.9, 4), (0.9, 8))  # acceptance, tokens drafted
+TEXTBOOK = ((0.7, 4), (0.7, 8), (0.8, 4), (0.8, 8), (0.9, 4), (0.9, 8))  # acceptance rate, draft tokens
 SIMULATED_PASSES = 1500
 
 
 @dataclass(frozen=True)
 class SpeculationSubject:
-    """What is tried: a model and what proposes tokens to it, with room for `context` tokens."""
+    """A model and a proposer to measure, with a context of `context` tokens."""
 
     runner: ModelRunner
     new_proposer: Callable[[], Proposer]
@@ -41,24 +38,24 @@ class SpeculationSubject:
     context: int
 
     def engine(self, policy: Callable[[Proposer], DraftLengthPolicy] | None = None) -> Engine:
-        """A new one for one sequence, with empty caches, warmed up; without a policy it does not speculate."""
+        """Return a new engine for one sequence; without a policy it does not speculate."""
         speculator = None
         if policy is not None:
-            proposer, chosen = self.new_proposer(), policy
-            speculator = ProposerSpeculator(proposer, lambda: chosen(proposer))
+            proposer, new_policy = self.new_proposer(), policy
+            speculator = ProposerSpeculator(proposer, lambda: new_policy(proposer))
         engine = Engine(self.runner, CacheShape.contiguous(self.context), self.vocabulary_size, speculator=speculator)
         warm_up(engine)
         return engine
 
     def reply(self, engine: Engine, prompt: Sequence[int], limit: int) -> tuple[list[int], Timing]:
-        """The greedy tokens, and what they took."""
+        """Return the greedy tokens and their timing."""
         limit = min(limit, reply_room(engine.context, len(prompt)))
         return generate(engine, Request(tuple(prompt), limit=limit, stop_ids=self.stop))
 
 
 @dataclass(frozen=True)
 class TokensPerPass:
-    """Tokens that a pass over `drafted` ones made: `expected` by the textbook at this acceptance rate, and `found`."""
+    """Tokens per pass that verifies `drafted` tokens: `expected` by the formula, and measured (`found`)."""
 
     drafted: int
     acceptance: float
@@ -68,7 +65,7 @@ class TokensPerPass:
 
 @dataclass(frozen=True)
 class SpeculationResult:
-    """One kind of text. `plain`, `drafted`: tokens per second of decoding; `lengths`: what fixed lengths made."""
+    """Results of one kind of text: tokens per second without and with a draft; `lengths`: with fixed draft lengths."""
 
     plain: float
     drafted: float
@@ -111,10 +108,8 @@ def measure_speculation(
     repetitions: int,
     lengths: Sequence[int] = (4, 8),
 ) -> SpeculationResult:
-    """Each prompt without and with speculation in turn, so that a busy machine troubles both.
-
-    The policy is the one of `chat`: it measures, and stops where it does not pay. Then once with each of `lengths`.
-    """
+    """Time each prompt with the adaptive draft length, then with each fixed length."""
+    # Without and with speculation in turn, so that other load on the machine affects both.
     notes: list[str] = []
     plain = subject.engine()
     drafted = subject.engine(lambda proposer: AdaptiveDraftLength(proposer.relative_cost, notes.append))
@@ -128,30 +123,28 @@ def measure_speculation(
                 _, timing = subject.reply(engine, prompt, limit)
                 clocks[engine is drafted].add(timing)
             records.append(timing.record)
-    fixed = tuple(found for length in lengths for found in _fixed(subject, prompts, limit, length))
+    fixed = tuple(result for length in lengths for result in _fixed_length(subject, prompts, limit, length))
     return SpeculationResult(clocks[False].rate, clocks[True].rate, _total(records), fixed, tuple(notes))
 
 
-def _fixed(
+def _fixed_length(
     subject: SpeculationSubject, prompts: Sequence[Sequence[int]], limit: int, length: int
 ) -> Iterator[TokensPerPass]:
     engine = subject.engine(lambda _: FixedDraftLength(length))
     record = _total(subject.reply(engine, prompt, limit)[1].record for prompt in prompts)
-    if record.passes:
-        mean = record.drafted / record.passes  # shorter near the end of a reply
+    if record.passes:  # none if prompt lookup found nothing
+        mean = record.drafted / record.passes  # drafts are shorter near the end of a reply
         below, above = (expected_tokens(record.acceptance_rate, int(mean) + more) for more in (0, 1))
         expected = below + (above - below) * (mean - int(mean))
         yield TokensPerPass(length, record.acceptance_rate, expected, record.mean_length)
 
 
 def textbook() -> Iterator[TokensPerPass]:
-    """Proposals that are accepted so often as the textbook says, through the loop's own rejection sampling.
-
-    The target gives the proposed token the probability `acceptance`, the draft gives it 1.
-    """
+    """Simulate drafts with a fixed acceptance rate through the engine's own rejection sampling."""
+    # The target gives the proposed token the probability `acceptance`, the draft gives it 1.
     sampler = Sampler(SamplingParams(temperature=1.0, seed=0), 2, torch.device("cpu"))
     for acceptance, drafted in TEXTBOOK:
         logits = torch.tensor([acceptance, 1 - acceptance]).log().expand(drafted + 1, -1)
         proposal = Proposal([0] * drafted, torch.tensor([1.0, 0.0]).expand(drafted, -1))
-        made = sum(len(rejection_sample(logits, proposal, sampler)) for _ in range(SIMULATED_PASSES))
-        yield TokensPerPass(drafted, acceptance, expected_tokens(acceptance, drafted), made / SIMULATED_PASSES)
+        tokens = sum(len(rejection_sample(logits, proposal, sampler)) for _ in range(SIMULATED_PASSES))
+        yield TokensPerPass(drafted, acceptance, expected_tokens(acceptance, drafted), tokens / SIMULATED_PASSES)

@@ -1,7 +1,4 @@
-"""Does speculation change nothing? Greedy replies compared token by token, and draws tested against the target.
-
-Knows engines, proposers and statistics. Does not print, and does not know where prompts come from.
-"""
+"""Checks that speculation does not change replies: greedy ones token by token, sampled ones by a chi-squared test."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,12 +22,12 @@ from mycli.runtime.speculative.prediction import PredictionProposer
 from mycli.runtime.speculative.proposers import DraftModel, Proposal
 from mycli.runtime.speculative.rejection_sampling import rejection_sample
 
-TIE_ROUNDINGS = 8  # roundings of the largest logit; a smaller lead of the first over the second token is a tie
+TIE_ROUNDINGS = 8  # a lead of the first over the second token below 8 roundings of the largest logit is a tie
 
 
 @dataclass(frozen=True)
 class ReplyDivergence:
-    """Where two replies part. `margin`: the lead of the likeliest logit over the second; `tie`: not beyond rounding."""
+    """The first difference of two replies. margin: lead of the top logit over the second; tie: within rounding."""
 
     prompt: int
     position: int
@@ -41,8 +38,8 @@ class ReplyDivergence:
 def greedy_divergences(
     subject: SpeculationSubject, prompts: Sequence[Sequence[int]], limit: int, length: int
 ) -> Iterator[ReplyDivergence | None]:
-    """For each prompt the first difference between the replies with and without speculation, None for none."""
-    plain, after = subject.engine(), Prefix(subject.runner, subject.context)
+    """Yield for each prompt the first difference between replies with and without speculation, or None."""
+    plain, after = subject.engine(), PrefixLogits(subject.runner, subject.context)
     drafted = subject.engine(lambda proposer: FixedDraftLength(length))
     for number, prompt in enumerate(prompts):
         (ours, _), (theirs, _) = subject.reply(plain, prompt, limit), subject.reply(drafted, prompt, limit)
@@ -59,7 +56,7 @@ def greedy_divergences(
 
 @dataclass(frozen=True)
 class ChiSquared:
-    """Pearson's test of `draws` against the target's distribution; `p_value` is near 0 where they disagree."""
+    """Pearson's test of `draws` samples against the target's distribution; `p_value` is near 0 if they disagree."""
 
     draws: int
     statistic: float
@@ -71,29 +68,29 @@ class ChiSquared:
         return float(torch.special.gammaincc(half[0], half[1]))
 
 
-class Prefix:
-    """A model that is asked what follows a text; of one text and the next what they share is read once."""
+class PrefixLogits:
+    """Computes the logits after token sequences; a prefix shared with the previous one is computed once."""
 
     def __init__(self, runner: ModelRunner, context: int) -> None:
         self._runner, self._context = runner, context
         self._cache = runner.make_cache(CacheShape.contiguous(context))
-        self._text: list[int] = []
+        self._tokens: list[int] = []
 
-    def logits(self, text: Sequence[int]) -> Tensor:
-        """fp32 [vocab] after `text`, of at least one token and at most the context."""
-        if not 0 < len(text) <= self._context:
-            raise UsageError(f"{len(text)} tokens, room for 1 to {self._context}", code="more-context")
-        start = min(shared(self._text, text), len(text) - 1)
-        if self._runner.config.has_recurrent and start < len(self._text):
-            start = 0  # a state cannot be cut back
+    def logits(self, tokens: Sequence[int]) -> Tensor:
+        """Return the logits fp32 [vocab] after `tokens`. Raises UsageError if there are none, or too many."""
+        if not 0 < len(tokens) <= self._context:
+            raise UsageError(f"{len(tokens)} tokens: the context holds 1 to {self._context}", code="more-context")
+        start = min(shared(self._tokens, tokens), len(tokens) - 1)
+        if self._runner.config.has_recurrent and start < len(self._tokens):
+            start = 0  # a recurrent state cannot be rolled back
         chunk = prefill_chunk(self._runner.device.type == "cuda")
-        for begin in range(start, len(text), chunk):
-            logits = self._runner.run([Chunk(text[begin : begin + chunk], begin, (0,), 1)], self._cache)
-        self._text = list(text)
+        for begin in range(start, len(tokens), chunk):
+            logits = self._runner.run([Chunk(tokens[begin : begin + chunk], begin, (0,), 1)], self._cache)
+        self._tokens = list(tokens)
         return logits[0]
 
 
-def _rows(prefix: Prefix, prompt: Sequence[int]) -> Callable[..., Tensor]:
+def _rows(prefix: PrefixLogits, prompt: Sequence[int]) -> Callable[..., Tensor]:
     @cache
     def row(*tokens: int) -> Tensor:
         return prefix.logits([*prompt, *tokens]).clone()
@@ -101,9 +98,10 @@ def _rows(prefix: Prefix, prompt: Sequence[int]) -> Callable[..., Tensor]:
     return row
 
 
-def _predicted(target: ModelRunner, head: MtpHead, prompt: Sequence[int]) -> Callable[..., Tensor]:
+def _mtp_rows(target: ModelRunner, head: MtpHead, prompt: Sequence[int]) -> Callable[..., Tensor]:
+    # As `_rows`, for an MTP head: it reads the model's hidden states of all tokens but the last.
     if len(prompt) < 2:
-        raise UsageError("a prompt of one token, after which the head has nothing to go by", "take a longer prompt")
+        raise UsageError("a prompt of one token has no hidden state for the MTP head", "use a longer prompt")
     states: list[Tensor] = []
     read = len(prompt) - 1
     target.run([Chunk(prompt[:-1], 0, (0,), 0)], target.make_cache(CacheShape.contiguous(read)), states.append)
@@ -111,23 +109,23 @@ def _predicted(target: ModelRunner, head: MtpHead, prompt: Sequence[int]) -> Cal
     @cache
     def row(*tokens: int) -> Tensor:
         shape = CacheShape.contiguous(read + len(tokens))
-        own, rope = head.make_cache(shape), target.rope(shape.context)
+        cache, rope = head.make_cache(shape), target.rope(shape.context)
 
-        def step(text: Sequence[int], place: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
-            made, logits = head([Chunk(text, place, (0,), 1)], hidden, rope, own)
-            return made[-1:], logits[0]
+        def step(tokens: Sequence[int], position: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
+            hidden, logits = head([Chunk(tokens, position, (0,), 1)], hidden, rope, cache)
+            return hidden[-1:], logits[0]
 
-        made, logits = step(prompt[1:], 0, states[0])
-        for place, token in enumerate(tokens, read):
-            made, logits = step([token], place, made)
+        hidden, logits = step(prompt[1:], 0, states[0])
+        for position, token in enumerate(tokens, read):
+            hidden, logits = step([token], position, hidden)
         return logits.clone()
 
     return row
 
 
 def least_certain(subject: SpeculationSubject, prompts: Sequence[Sequence[int]]) -> Sequence[int]:
-    """The prompt after which most tokens are likely: where a wrong distribution shows."""
-    prefix = Prefix(subject.runner, subject.context)
+    """Return the prompt with the flattest next-token distribution, where an error shows most."""
+    prefix = PrefixLogits(subject.runner, subject.context)
 
     def largest(prompt: Sequence[int]) -> float:
         return float(prefix.logits(prompt)[: subject.vocabulary_size].softmax(dim=-1).max())
@@ -142,43 +140,44 @@ def chi_squared(
     sampling: SamplingParams,
     draws: int,
 ) -> ChiSquared:
-    """Draws the first two tokens after `prompt` through rejection sampling with two drafted ones, and counts pairs.
+    """Sample the first two tokens after `prompt` with two draft tokens each time, and test the counts of the pairs.
 
-    `sampling` should leave few tokens (top-k), as both models are asked once for each, and have no penalty.
+    `sampling` should leave few tokens (top-k): both models run once for each; and have no penalties.
     """
     sampler = Sampler(sampling, subject.vocabulary_size, subject.runner.device)
     sampler.observe(torch.tensor([prompt], device=subject.runner.device))
-    target = _rows(Prefix(subject.runner, subject.context), prompt)
+    target = _rows(PrefixLogits(subject.runner, subject.context), prompt)
     if isinstance(draft, DraftModel):
-        guess = _rows(Prefix(draft.runner, draft.context), prompt)
+        draft_rows = _rows(PrefixLogits(draft.runner, draft.context), prompt)
     else:
-        guess = _predicted(subject.runner, draft.head, prompt)
-    seen = sampler.probabilities
+        draft_rows = _mtp_rows(subject.runner, draft.head, prompt)
+    probabilities = sampler.probabilities
     expected: dict[tuple[int, int], float] = {}
     after: dict[int, Tensor] = {}
-    start = seen(target()[None])[0]
+    start = probabilities(target()[None])[0]
     for first in start.nonzero()[:, 0].tolist():
         after[first] = distribution(target(first)[None, : subject.vocabulary_size], sampling)
         for second in after[first][0].nonzero()[:, 0].tolist():
             expected[first, second] = float(start[first]) * float(after[first][0, second])
     counts: dict[tuple[int, int], int] = {}
-    first_guess = seen(guess()[None])
+    first_draft = probabilities(draft_rows()[None])
     for _ in range(draws):
-        one = int(sampler.draw(first_guess))
-        second_guess = seen(guess(one)[None])
-        two = int(sampler.draw(second_guess))
-        # The row after both is for a third token, which is not counted: the row before stands in.
-        logits = torch.stack([target(), target(one), target(one)])
-        tokens = rejection_sample(logits, Proposal([one, two], torch.cat([first_guess, second_guess])), sampler)
+        first = int(sampler.draw(first_draft))
+        second_draft = probabilities(draft_rows(first)[None])
+        second = int(sampler.draw(second_draft))
+        # The third row is for a third token, which is not counted: any row will do.
+        logits = torch.stack([target(), target(first), target(first)])
+        tokens = rejection_sample(logits, Proposal([first, second], torch.cat([first_draft, second_draft])), sampler)
         pair = (tokens[0], tokens[1] if len(tokens) > 1 else int(sampler.draw(after[tokens[0]])))
         counts[pair] = counts.get(pair, 0) + 1
     return _pearson(counts, expected, draws)
 
 
 def _pearson(counts: dict[tuple[int, int], int], expected: dict[tuple[int, int], float], draws: int) -> ChiSquared:
-    if not counts.keys() <= expected.keys():
+    if not counts.keys() <= expected.keys():  # an impossible pair was sampled
         return ChiSquared(draws, float("inf"), 1)
     cells = [(counts.get(pair, 0), chance * draws) for pair, chance in expected.items()]
+    # Cells with fewer than 5 expected samples are merged: the approximation does not hold for them.
     frequent = [cell for cell in cells if cell[1] >= 5]
     rare = [cell for cell in cells if cell[1] < 5]
     if sum(chance for _, chance in rare) >= 5:

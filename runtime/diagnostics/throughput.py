@@ -1,8 +1,6 @@
-"""How fast a model is: prompts and replies of synthetic tokens through the one generator, timed.
+"""Measures throughput with synthetic tokens, as llama-bench does, and compares runs.
 
-Follows llama-bench's tests (pp: tokens of a prompt per second; tg: tokens generated per second; depth: tokens already
-in the cache). Every repetition is kept, so that two runs can be compared with an interval. Knows the generator and
-clocks; does not print and does not know file formats.
+pp: prompt tokens per second; tg: generated tokens per second; depth: tokens already in the cache.
 """
 
 import math
@@ -38,7 +36,7 @@ T_975 = (
 
 @dataclass(frozen=True)
 class Trial:
-    """One row: `prompt` tokens are prefilled or `generate` tokens made (the other is 0), `depth` tokens lie before."""
+    """One row: `prompt` tokens computed or `generate` tokens generated (the other is 0) after `depth` tokens."""
 
     prompt: int
     generate: int
@@ -58,10 +56,10 @@ class Trial:
 
 @dataclass(frozen=True)
 class Result:
-    """What was measured. `rates` are tokens per second, one per repetition, over the whole batch; times in seconds.
+    """Measurements of a trial. rates: tokens per second of the whole batch, one per repetition.
 
-    `warmup_seconds` is the first run, which compiles, allocates and is not counted; `peak_bytes` of process or device;
-    `experts`: how they were found, where not all are in memory.
+    warmup_seconds: the first run, which compiles and allocates, and is not counted; peak_bytes: of process or device;
+    experts: reads from disk, if not all are in memory.
     """
 
     trial: Trial
@@ -81,7 +79,7 @@ class Result:
         return statistics.stdev(self.rates) if len(self.rates) > 1 else 0.0
 
     def read_rate(self, plan: MemoryPlan) -> float | None:
-        """GB/s of weights and cache that generating read; None for a prompt, which is not bound by reading."""
+        """Return the GB/s of weights and cache read while generating; None for a prompt, which is not bound by it."""
         if not self.trial.generate:
             return None
         middle = self.trial.depth + self.trial.generate // 2
@@ -89,7 +87,7 @@ class Result:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` of `values` (not empty) do not exceed: nearest rank."""
+    """Return a percentile of `values` by the nearest-rank method."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
@@ -97,7 +95,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 def grid(
     prompts: Sequence[int], generates: Sequence[int], depths: Sequence[int], batches: Sequence[int]
 ) -> list[Trial]:
-    """Every combination: for each batch and depth, the prompts and then the replies; a length of 0 asks for none."""
+    """Return all combinations: for each batch and depth the prompts, then the replies; lengths of 0 are skipped."""
     trials = []
     for batch in batches:
         for depth in depths:
@@ -107,6 +105,7 @@ def grid(
 
 
 class _Test:
+    # An engine with a cache of its own. Prompts are random, so that no repetition finds the last one in the cache.
     def __init__(self, runner: ModelRunner, trial: Trial, seed: int) -> None:
         self._trial = trial
         self._vocab = runner.config.vocab_size
@@ -125,16 +124,16 @@ class _Test:
             self._engine.submit(Request(tuple(prompt), limit=limit))
         seconds = []
         while self._engine.has_work:
-            made = max((len(output.tokens) for output in self._engine.step()), default=0) or 1
-            seconds += [self._engine.step_seconds / made] * made
+            count = max((len(output.tokens) for output in self._engine.step()), default=0) or 1
+            seconds += [self._engine.step_seconds / count] * count  # several tokens of a step share its time
         return seconds
 
     def once(self) -> list[float]:
-        """Seconds per token of one repetition, for a prompt of all of it, with the token after it."""
+        """Return the seconds per token of one repetition; of a prompt the total, with the token after it."""
         trial = self._trial
         fresh = [self._tokens(trial.prompt or 1) for _ in self._depths]
         for new, last in zip(fresh, self._last, strict=False):
-            if new[0] == last:  # an equal token would be taken from the cache
+            if new[0] == last:  # an equal token would be found in the cache
                 new[0] = (new[0] + 1) % self._vocab
         self._last = [new[0] for new in fresh]
         seconds = self._run([[*old, *new] for old, new in zip(self._depths, fresh, strict=True)], trial.generate or 1)
@@ -148,10 +147,10 @@ def run_trial(
     seed: int = 0,
     progress: Callable[[int], None] = lambda repetition: None,
 ) -> Result:
-    """Run `trial` once to warm up and `repetitions` times for the record; greedy, no stop token, monotonic clock.
+    """Run `trial` once to warm up and then `repetitions` times; greedy, without stop tokens.
 
-    A prompt's rate is its tokens over the time to the first token, sampling included. A reply's rate counts every
-    decoding step: the prompt before it is one token, all the rest lies in the cache.
+    The rate of a prompt is its tokens over the time to the first token. The rate of a reply counts every decode step:
+    the prompt before it is one token, the rest is in the cache.
     """
     meter = MemoryMeter(runner.device)
     meter.begin()
@@ -168,31 +167,28 @@ def run_trial(
             first.append(seconds[0])
         else:
             tokens += seconds
-    found = None if reads is None or before is None else reads.since(before)
-    return Result(trial, tuple(rates), tuple(first), tuple(tokens), warmup, meter.highest(), found)
+    experts = None if reads is None or before is None else reads.since(before)
+    return Result(trial, tuple(rates), tuple(first), tuple(tokens), warmup, meter.highest(), experts)
 
 
 @dataclass(frozen=True)
 class Change:
-    """New against old: relative change of the mean, and the 95 % interval it lies in. -0.05 is 5 % slower."""
+    """The relative change of the mean, with its 95 % interval; -0.05 is 5 % slower."""
 
     relative: float
     low: float
     high: float
 
     def regressed(self, limit: float) -> bool:
-        """Slower by more than `limit`, and not by chance: the whole interval lies below zero."""
+        """Return whether it is slower by more than `limit`, and the whole interval is below zero."""
         return self.relative < -limit and self.high < 0
 
 
 def compare(old: Sequence[float], new: Sequence[float]) -> Change:
-    """Welch's t interval of the difference of means, relative to the old mean.
-
-    One repetition on either side says nothing about chance: the interval is then unbounded.
-    """
+    """Return Welch's t interval of the difference of means, relative to the old mean."""
     before, after = statistics.fmean(old), statistics.fmean(new)
     relative = after / before - 1
-    if min(len(old), len(new)) < 2:
+    if min(len(old), len(new)) < 2:  # one repetition has no variance
         return Change(relative, -math.inf, math.inf)
     a, b = statistics.variance(old) / len(old), statistics.variance(new) / len(new)
     if a + b == 0:
@@ -203,15 +199,14 @@ def compare(old: Sequence[float], new: Sequence[float]) -> Change:
 
 
 def measure_bandwidth(device: torch.device, nbytes: int, repetitions: int = 5) -> float:
-    """GB/s at which memory of `device` is read by a plain reduction over `nbytes`: the best of `repetitions`.
+    """Return the GB/s at which `device` reads `nbytes` of memory: the best of `repetitions`.
 
-    On the CPU our own code, or a matrix-vector product where that cannot be built; on a GPU a copy, whose reading and
-    writing both count.
+    CPU: a native reduction, or a matrix-vector product without native code; GPU: a copy, whose reads and writes count.
     """
     if device.type == "cpu":
-        found = memory_bandwidth(nbytes, repetitions)
-        if found is not None:
-            return found / 1e9
+        rate = memory_bandwidth(nbytes, repetitions)
+        if rate is not None:
+            return rate / 1e9
     columns = 4096
     matrix = torch.ones(max(nbytes // 4 // columns, 1), columns, dtype=torch.float32, device=device)
     moved = matrix.nbytes * (2 if device.type == "cuda" else 1)
@@ -230,10 +225,7 @@ def measure_bandwidth(device: torch.device, nbytes: int, repetitions: int = 5) -
 
 
 def measure_device(device: torch.device, state: Path, seen: float = 0.0) -> tuple[str, float]:
-    """The name of `device` and the GB/s at which it reads: the best that was ever measured or `seen` on it.
-
-    It is noted down in the folder `state` for estimates.
-    """
+    """Return the name of `device` and the best GB/s ever measured or `seen` on it; stored in `state` for estimates."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
     measured = measure_bandwidth(device, min(MEASURED_BYTES, free_memory(device) // 4))
     return name, remember(state, name, max(measured, seen))

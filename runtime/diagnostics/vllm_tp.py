@@ -1,8 +1,7 @@
-"""Whether a packed model can be split over N GPUs by vLLM or SGLang: the shape rules of their Marlin kernels.
+"""Whether vLLM or SGLang can run a packed model with tensor parallelism: the shape rules of their Marlin kernels.
 
 Follows vLLM 0.32 (`marlin_utils.py`: MIN_THREAD_N 64, MIN_THREAD_K 128, groups of -1, 32, 64, 128; SGLang has the same
-constants) and its head rules. q, k, v and gate, up are split by rows (outputs), o and down by columns (inputs). Knows
-shapes and packings. Does not import torch, and does not split anything.
+constants) and its head rules. q, k, v and gate, up are split by rows (outputs), o and down by columns (inputs).
 """
 
 from collections.abc import Mapping
@@ -20,7 +19,7 @@ BY_INPUTS = ("o", "down")
 
 @dataclass(frozen=True)
 class Obstacle:
-    """Why N ranks cannot hold the model: `where` is a fused set of linears or a field, `layers` how many have it."""
+    """A reason against a split. where: a set of fused linears or a config field; layers: number of layers with it."""
 
     where: str
     problem: str
@@ -30,10 +29,10 @@ class Obstacle:
 def _head_problems(config: ModelConfig, ranks: int) -> list[Obstacle]:
     result = []
     if config.heads % ranks:
-        result.append(Obstacle("num_attention_heads", f"{config.heads} heads cannot be shared by {ranks}"))
-    # More ranks than kv heads: each is copied to several, which must come out even.
+        result.append(Obstacle("num_attention_heads", f"{config.heads} heads cannot be divided by {ranks}"))
+    # With more ranks than KV heads each head is copied to the same number of ranks.
     if config.kv_heads % ranks and ranks % config.kv_heads:
-        result.append(Obstacle("num_key_value_heads", f"{config.kv_heads} kv heads cannot be shared by {ranks}"))
+        result.append(Obstacle("num_key_value_heads", f"{config.kv_heads} KV heads cannot be divided among {ranks}"))
     return result
 
 
@@ -41,7 +40,7 @@ def _per_rank(config: ModelConfig, key: str, specs: tuple[LinearSpec, ...], rank
     inputs, outputs = specs[0].in_features, sum(spec.out_features for spec in specs)
     if key in BY_INPUTS:
         return inputs // ranks, outputs
-    if key == "qkv":  # whole heads, and at least one kv head
+    if key == "qkv":  # whole heads, and at least one KV head
         return inputs, (config.heads // ranks + 2 * max(config.kv_heads // ranks, 1)) * config.head_dim
     return inputs, outputs // ranks
 
@@ -54,12 +53,12 @@ def _set_problems(
     packings: Mapping[str, Packing],
     ranks: int,
 ) -> list[str]:
-    found = {packings.get(spec.name) for spec in specs}
-    if len(found) > 1:
-        return ["the fused linears differ in scheme: " + ", ".join(sorted(p.name if p else "dense" for p in found))]
+    kinds = {packings.get(spec.name) for spec in specs}
+    if len(kinds) > 1:
+        return ["the fused linears differ in scheme: " + ", ".join(sorted(p.name if p else "dense" for p in kinds))]
     if key in ("gate_up", "down") and size % ranks:
         return [f"{size} cannot be divided by {ranks}"]
-    packing = found.pop()
+    packing = kinds.pop()
     if packing is None:
         return []
     inputs, outputs = _per_rank(config, key, specs, ranks)
@@ -76,9 +75,9 @@ def _set_problems(
 
 
 def obstacles(config: ModelConfig, packings: Mapping[str, Packing], ranks: int) -> list[Obstacle]:
-    """Everything that keeps `ranks` GPUs from sharing the model; empty where it can be split.
+    """Return every reason why `ranks` GPUs cannot share the model, each once for all layers; empty if they can.
 
-    The same problem of many layers is told once. `ranks` 1 asks whether one GPU can run it with those kernels.
+    With `ranks` 1: whether one GPU can run it with these kernels.
     """
     counted: dict[tuple[str, str], int] = {}
     for layer in range(config.layers):

@@ -113,7 +113,7 @@ def test_a_server_that_refuses_everything_is_an_error(capsys: pytest.CaptureFixt
         (("pico", "--serve", "-p", "0"), "a prompt needs a token of its own"),
         (("pico", "--serve", "-p", "16", "--shared", "16"), "a prompt needs a token of its own"),
         (("pico", "--serve", "-d", "16"), "--shared"),
-        (("http://127.0.0.1:1", "--serve"), "is a server running there"),
+        (("http://127.0.0.1:1", "--serve"), "check that a server is running there"),
     ],
     ids=lambda value: "" if isinstance(value, str) else " ".join(value[1:]) or "nobody",
 )

@@ -246,7 +246,7 @@ def test_tensor_parallel(llama: str, capsys: pytest.CaptureFixture[str], ranks: 
     assert call(llama, "--quant", "int4-g128", "--tp", str(ranks)) == ExitCode.OK
     text = capsys.readouterr().out
     assert ("on each GPU" in text) is possible
-    assert ("32 heads cannot be shared by 3" in text) is not possible
+    assert ("32 heads cannot be divided by 3" in text) is not possible
     assert f"over {ranks} GPUs (vLLM, SGLang with Marlin): {'yes' if possible else 'no'}" in text
 
 

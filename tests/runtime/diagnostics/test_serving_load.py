@@ -87,7 +87,7 @@ def test_what_is_no_reply_is_a_problem_and_ends_nothing(stream: Stream, status: 
 
 @pytest.mark.parametrize("models", [b"{}", b'{"data": []}', b"[1]", b"x", b'{"data": [{"id": 3'])
 def test_a_server_of_something_else_is_refused(models: bytes) -> None:
-    with scripted(models=models) as server, pytest.raises(ModelError, match="names no model"):
+    with scripted(models=models) as server, pytest.raises(ModelError, match="lists no model"):
         CompletionServer(server.url)
 
 

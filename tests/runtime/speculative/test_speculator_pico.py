@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
-from mycli.runtime.diagnostics.speculation_check import Prefix
+from mycli.runtime.diagnostics.speculation_check import PrefixLogits
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loader import LoadedModel
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
@@ -108,7 +108,7 @@ def test_greedy_tokens_are_the_same_for_200_prompts_and_every_length(kind: str) 
 def remembered(name: str) -> PrefixModel:
     """The model, asked only once for each text: so that hundreds of thousands of draws take seconds."""
     runner = loaded(name).runner
-    prefix = Prefix(runner, CAPACITY)
+    prefix = PrefixLogits(runner, CAPACITY)
 
     def function(text: tuple[int, ...]) -> Tensor:
         return prefix.logits(text).clone()
