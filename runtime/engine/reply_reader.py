@@ -72,7 +72,7 @@ class ReplyReader:
         self.index = index
         marks = [] if prompt_end is None else [OPEN, CLOSE]
         if tool_format is not None:
-            marks += [*tool_format.marks, *tool_format.ignored]
+            marks += [*tool_format.template_markers, *tool_format.ignored]
             for region in tool_format.regions:
                 marks += [*region.open.starts, *(region.close.starts if region.close else ())]
         self._decoder = StreamDecoder(_MarkedPieces(tokenizer, marks) if marks else tokenizer)

@@ -158,7 +158,8 @@ class Tokenizer:
         encoder = make_encoder()
         for token, index in zip(added, encoder.token_ids([token.content for token in added]), strict=True):
             if index != token.id:
-                raise raw.fail("added_tokens", f"gives {token.content!r:.60} id {token.id}, the tokenizer {index}")
+                problem = f"gives {token.content!r:.60} id {token.id}, but the library assigns {index}"
+                raise raw.fail("added_tokens", problem)
         response_template = settings.values.get("response_template")
         return cls(
             encoder,

@@ -60,7 +60,7 @@ def prepare_chat(service: Service, spec: ChatSpec) -> Prepared:
     prelude = service.prelude(end)
     tool_format = service.tool_format
     if required:
-        tool_format = tool_format if tool_format.written is not None else HERMES
+        tool_format = tool_format if tool_format.json_syntax is not None else HERMES
         grammar: Grammar | None = _calls_grammar(service, spec, tool_format, prelude)
     else:
         grammar = service.grammar(spec.format, prelude)
@@ -88,8 +88,8 @@ def _calls_grammar(service: Service, spec: ChatSpec, tool_format: ToolFormat, pr
         if not functions:
             message = f"tool_choice: the request has no tool {spec.named[:60]!r}"
             raise ApiError(400, message, "invalid_value", param="tool_choice")
-    assert tool_format.written is not None
-    before, after, name_key, arguments_key = tool_format.written
+    assert tool_format.json_syntax is not None
+    before, after, name_key, arguments_key = tool_format.json_syntax
     parts = []
     for function in functions:
         parameters = dict(function.get("parameters") or {"type": "object"})

@@ -1,1 +1,1 @@
-"""What stands in a reply, as it streams: reasoning, calls of tools, and the data that says how a model writes them."""
+"""Streaming parsers of replies: reasoning and tool calls, and the formats in which models write them."""

@@ -1,7 +1,4 @@
-"""Separates what a model thinks, between <think> tags at the start of its reply, from what it says, as it streams.
-
-Knows the tags. Does not know templates: whether a later turn sees the reasoning is the template's decision.
-"""
+"""Separates the reasoning between <think> tags at the start of a reply from its content, while it streams."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,29 +8,29 @@ OPEN, CLOSE = "<think>", "</think>"
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a reply; the tags count as reasoning. All parts joined are the reply."""
+    """A part of a reply; the tags belong to the reasoning. All parts joined are the reply."""
 
     text: str
     reasoning: bool
 
 
 class ReasoningParser:
-    """Feed pieces, get parts. Only a reply that begins with the tag reasons: later on, a tag is text like any other."""
+    """Splits a streamed reply into parts. A tag later than the start of the reply is content."""
 
     def __init__(self, prompt_end: str = "") -> None:
-        """`prompt_end` is the end of the prompt: some templates write the opening tag there."""
+        """prompt_end: the end of the prompt, where some templates write the opening tag."""
         self._state: Literal["before", "inside", "after"] = "inside" if prompt_end.rstrip().endswith(OPEN) else "before"
-        self._held = ""  # what may turn out to be a tag
+        self._held = ""  # a possible start of a tag
 
     def feed(self, text: str) -> list[Part]:
-        """The parts that are decided by one more piece, none empty."""
+        """Return the non-empty parts decided by `text`."""
         if self._state == "after":
             return [Part(text, False)] if text else []
         text, self._held = self._held + text, ""
         if self._state == "before":
             start = text.lstrip()
             if not start.startswith(OPEN):
-                if OPEN.startswith(start):  # also the empty text
+                if OPEN.startswith(start):  # also for an empty text
                     self._held = text
                     return []
                 self._state = "after"
@@ -50,6 +47,6 @@ class ReasoningParser:
         return [Part(decided, True)] if decided else []
 
     def flush(self) -> list[Part]:
-        """What was held back, when no more text comes."""
+        """Return the text held back at the end of the reply."""
         rest, self._held = self._held, ""
         return [Part(rest, self._state == "inside")] if rest else []

@@ -1,9 +1,8 @@
-"""Where the parts of a reply stand in its text, as data: the `response_template` of transformers, read and checked.
+"""Reads and checks the `response_template` of a model, which describes the fields of its replies.
 
-A field is a region between two anchors (literals, or patterns that begin with a literal), what its text is (text, json,
-xml-inline, kv-lines) and how the parsed value becomes the field (`transform`). Follows transformers 5.23,
-`utils/chat_parsing`, but for patterns: a stranger's pattern runs only where it cannot take long (`_checked_pattern`).
-Does not know streams (`runtime.tokenizer.parsing.tool_parser`) or which model writes which template (`tool_formats`).
+A field is a region between two anchors (literals, or patterns that start with a literal) with a content type (text,
+json, xml-inline, kv-lines) and a transform. Follows transformers 5.23, `utils/chat_parsing`, except that only patterns
+with bounded backtracking are accepted (`_checked_pattern`): a model's pattern is untrusted.
 """
 
 import json
@@ -16,34 +15,34 @@ from mycli.runtime.errors import ModelError
 from mycli.runtime.utils.json_fields import Fields, strict_json
 
 MAX_PATTERN = 256  # characters
-MAX_ANCHOR = 512  # characters that a pattern may match, and that a stream holds back for one
-MAX_REPEATS = 4  # of a pattern: the work grows with the text to this power, and the text is `MAX_ANCHOR` long
+MAX_ANCHOR = 512  # characters that a pattern may match and a stream holds back
+MAX_REPEATS = 4  # in a pattern: its work is at most MAX_ANCHOR to this power
 _PLACEHOLDER = re.compile(r"\{(\w+(?:\.\w+)*)\}")
 _CONTENTS = ("text", "json", "xml-inline", "kv-lines")
 
 
 @dataclass(frozen=True)
 class Anchor:
-    """Where a region begins or ends. `starts` are literals, one of which every match begins with."""
+    """The start or end of a region; every match begins with one of the literals `starts`."""
 
     pattern: re.Pattern[str]
     starts: tuple[str, ...]
 
     def find(self, text: str, begin: int, final: bool) -> tuple[re.Match[str] | None, int]:
-        """The first match in `text` from `begin`, and up to where there is certainly none before it.
+        """Return the first match from `begin`, and the position before which there is certainly none.
 
-        Unless `final`, more text may come: what could still become a match is not decided.
+        Unless `final`, more text may follow, so a possible start of a match is not decided.
         """
-        found = self.pattern.search(text, begin)
+        match = self.pattern.search(text, begin)
         if final:
-            return found, len(text)
-        open_end = min((self._undecided(text, begin, start) for start in self.starts), default=len(text))
-        if found is not None and (found.start() < open_end or found.end() < len(text)):
-            return found, found.start()
-        return None, open_end
+            return match, len(text)
+        decided = min((self._undecided(text, begin, start) for start in self.starts), default=len(text))
+        if match is not None and (match.start() < decided or match.end() < len(text)):
+            return match, match.start()
+        return None, decided
 
     def _undecided(self, text: str, begin: int, start: str) -> int:
-        """The first place from which `text` may yet become a match that begins with `start`."""
+        # The first position that may still become a match starting with `start`.
         at = text.find(start, max(begin, len(text) - MAX_ANCHOR))
         if at >= 0 and self.pattern.pattern != re.escape(start):
             return at
@@ -55,7 +54,7 @@ class Anchor:
 
 @dataclass(frozen=True)
 class Region:
-    """One field of a reply. Without `close` it lasts until it opens again, or to the end."""
+    """One field of a reply. Without `close` it ends at the next `open`, or at the end of the reply."""
 
     name: str
     open: Anchor
@@ -66,7 +65,7 @@ class Region:
     each: bool = False
 
     def parse(self, text: str, captures: Mapping[str, str]) -> list[Any]:
-        """The values that the text of one region stands for. Raises ValueError for text that is not of its kind."""
+        """Return the values of a region's text. Raises ValueError for text of another content type."""
         value = parse_content(text, self.content, self.arguments)
         if self.transform is None:
             return [value]
@@ -78,7 +77,7 @@ class Region:
 
 
 def parse_content(text: str, kind: str, arguments: Mapping[str, Any]) -> Any:
-    """The value of `text`, which is of `kind`. Raises ValueError."""
+    """Parse `text` of the content type `kind`. Raises ValueError."""
     if kind == "json":
         return _json(text, arguments)
     if kind == "xml-inline":
@@ -98,7 +97,7 @@ def _value(text: str, arguments: Mapping[str, Any]) -> Any:
 
 
 def _json(text: str, arguments: Mapping[str, Any]) -> Any:
-    """JSON, after what models write otherwise: strings in delimiters of their own, and keys without quotes."""
+    # JSON with the variations that some models write: other string delimiters and unquoted keys.
     captured: list[str] = []
     for opening, closing in arguments.get("string_delims", ()):
         parts = text.split(opening) if opening == closing else None
@@ -123,11 +122,11 @@ def _json(text: str, arguments: Mapping[str, Any]) -> Any:
 
 
 def _xml(text: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Flat elements as an object; `tag` is what stands before and after a key, and before and after its value."""
+    # tag: the text before and after a key, and before and after its value.
     before_key, after_key, before_value, after_value = arguments["tag"]
-    found: dict[str, Any] = {}
-    at = 0
-    while (begin := text.find(before_key, at)) >= 0:
+    fields: dict[str, Any] = {}
+    position = 0
+    while (begin := text.find(before_key, position)) >= 0:
         begin += len(before_key)
         middle = text.find(after_key, begin)
         opened = text.find(before_value, middle + len(after_key)) if middle >= 0 else -1
@@ -135,13 +134,13 @@ def _xml(text: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         if end < 0:
             raise ValueError("an element is not closed")
         value = text[opened + len(before_value) : end].removeprefix("\n").removesuffix("\n")
-        found[text[begin:middle].strip()] = _value(value, arguments)
-        at = end + len(after_value)
-    return found
+        fields[text[begin:middle].strip()] = _value(value, arguments)
+        position = end + len(after_value)
+    return fields
 
 
 def _transform(shape: Any, values: Mapping[str, Any]) -> Any:
-    """`shape` with each string "{name.key}" replaced by that of `values`. Raises ValueError where there is none."""
+    # Replaces each string "{name.key}" in `shape` by that entry of `values`.
     if isinstance(shape, dict):
         return {key: _transform(inner, values) for key, inner in shape.items()}
     if isinstance(shape, list):
@@ -158,13 +157,13 @@ def _transform(shape: Any, values: Mapping[str, Any]) -> Any:
 
 
 def literal(*texts: str) -> Anchor:
-    """One of `texts`, the longest first."""
+    """Return an anchor that matches one of `texts`, longest first."""
     ordered = sorted(texts, key=len, reverse=True)
     return Anchor(re.compile("|".join(map(re.escape, ordered))), tuple(ordered))
 
 
 def pattern(source: str, *starts: str) -> Anchor:
-    """A regular expression of this program, whose matches begin with one of `starts`."""
+    """Return an anchor for a trusted regular expression whose matches begin with one of `starts`."""
     return Anchor(re.compile(source, re.DOTALL), starts)
 
 
@@ -176,10 +175,10 @@ _SAFE = re.compile(
 
 
 def _checked_pattern(source: str, raw: Fields, key: str) -> Anchor:
-    """A stranger's pattern, if it is literals, repeated classes and named groups of one: nothing nested blows up."""
+    # Accepts literals, repeated classes and named groups of one class: without nested repeats, backtracking is bounded.
     safe = _SAFE.fullmatch(source) if len(source) <= MAX_PATTERN else None
     if safe is None or len(re.findall(r"[^\\][*+]", source)) > MAX_REPEATS:
-        raise raw.fail(key, "is a pattern that cannot be followed", "it may be literals, classes and named groups")
+        raise raw.fail(key, "is a pattern that is not supported", "allowed: literals, classes and named groups")
     start = re.sub(r"\\(.)", r"\1", safe["start"])
     try:
         return pattern(source, start)
@@ -194,7 +193,7 @@ def _anchor(raw: Fields, key: str) -> Anchor | None:
         if (
             not isinstance(texts, list)
             or not texts
-            or not all(isinstance(one, str) and 0 < len(one) <= 256 for one in texts)
+            or not all(isinstance(entry, str) and 0 < len(entry) <= 256 for entry in texts)
         ):
             raise raw.fail(key, "must be a string or a list of strings, none empty")
         return literal(*texts)
@@ -207,32 +206,32 @@ def _anchor(raw: Fields, key: str) -> Anchor | None:
 
 
 def read_response_template(raw: Fields) -> Sequence[Region]:
-    """The regions of a `response_template` that are opened by an anchor; the field without one is what is left over.
+    """Return the regions of a `response_template` that have a start; the field without one is the remaining text.
 
-    Raises ModelError for what is damaged or cannot be followed.
+    Raises ModelError for a damaged or unsupported template.
     """
     if raw.values.get("version", 1) != 1:
         raise raw.fail("version", "is not 1")
     regions = []
     fields = raw.object("fields")
     for name in fields.values:
-        given = fields.object(name)
-        opened, content = _anchor(given, "open"), given.text("content", "text")
+        entry = fields.object(name)
+        start, content = _anchor(entry, "open"), entry.text("content", "text")
         if content not in _CONTENTS:
-            raise given.fail("content", f"{content!r:.40} is not one of {', '.join(_CONTENTS)}")
-        arguments = dict(given.object("content_args").values)
+            raise entry.fail("content", f"{content!r:.40} is not one of {', '.join(_CONTENTS)}")
+        arguments = dict(entry.object("content_args").values)
         if content == "xml-inline":
-            arguments["tag"] = _tag(given, arguments.get("tag_pattern"))
-        if opened is not None:
-            transform, each = given.values.get("transform"), given.boolean("transform_each", False)
-            regions.append(Region(name, opened, _anchor(given, "close"), content, arguments, transform, each))
+            arguments["tag"] = _tag(entry, arguments.get("tag_pattern"))
+        if start is not None:
+            transform, each = entry.values.get("transform"), entry.boolean("transform_each", False)
+            regions.append(Region(name, start, _anchor(entry, "close"), content, arguments, transform, each))
     if not regions:
         raise ModelError(f"{raw.source}: names no region", "the file may be made for another tool")
     return regions
 
 
 def _tag(raw: Fields, source: object) -> tuple[str, str, str, str]:
-    """A tag pattern such as `<a=(?P<key>\\w+)>(?P<value>.*?)</a>` as its literals; blanks in between are skipped."""
+    # The literals of a tag pattern such as <a=(?P<key>\w+)>(?P<value>.*?)</a>; \s* in between is skipped.
     group = r"\(\?P<(?:key|value)>(?:\\w|\.|\[\^?[^\[\]]*\])[*+]\??\)"
     parts = re.split(group, source) if isinstance(source, str) else []
     if len(parts) == 3:
@@ -240,4 +239,4 @@ def _tag(raw: Fields, source: object) -> tuple[str, str, str, str]:
         plain = [re.sub(r"\\([^\w\s])", r"\1", part) for part in (parts[0], after_key, before_value, parts[2])]
         if plain[0] and plain[1] and plain[3] and "\\" not in "".join(plain):
             return plain[0], plain[1], plain[2], plain[3]
-    raise raw.fail("tag_pattern", "is a pattern that cannot be followed", "it may be literals, a key and a value")
+    raise raw.fail("tag_pattern", "is a pattern that is not supported", "allowed: literals, a key and a value")

@@ -1,23 +1,21 @@
-"""How models write calls of tools, and which model writes which way: by what its chat template spells.
+"""Formats of tool calls on the hub (Hermes, Qwen, Llama 3, Mistral, Granite, GLM, DeepSeek, FunctionGemma).
 
-An entry of `TOOL_FORMATS` is a way, data for `tool_parser`. The formats are those of the templates on the hub (Hermes,
-Qwen, Llama 3, Mistral, Granite, GLM, DeepSeek, FunctionGemma). A model whose tokenizer_config.json has a
-`response_template` says itself.
+A model's format is recognized by strings in its chat template, unless tokenizer_config.json has a `response_template`.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from mycli.runtime.tokenizer.chat_template import Message, Tool
-from mycli.runtime.tokenizer.parsing.response_template import Region, literal, pattern
+from mycli.runtime.tokenizer.parsing.response_template import Anchor, Region, literal, pattern
 
 _CALL = {"name": "{content.name}", "arguments": "{content.arguments}"}
 _LLAMA = {"name": "{content.name}", "arguments": "{content.parameters}"}
 _EACH = {"name": "{name}", "arguments": "{arguments}"}
 _NAMED = {"name": "{name}", "arguments": "{content}"}
 _NAME = r"(?P<name>[\w.:/-]+)"
-
 
 _TOOLS_PROMPT = (
     "You may call these tools:\n{tools}\nTo call one, write exactly:\n"
@@ -27,161 +25,130 @@ _TOOLS_PROMPT = (
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """A way of writing calls.
+    """A format of tool calls.
 
-    `marks` are spelled in the chat templates that use it. `ignored` surrounds calls and means nothing. `bare`: a reply
-    that begins with a brace is a call. `written` is how one call of JSON is written, as what stands before it, after
-    it, and the names of its two fields; None where calls are not JSON of both.
+    template_markers: strings that all occur in the chat templates of its models. ignored: text around calls without
+    meaning. bare_json: a reply that starts with a brace is a call. json_syntax: prefix, suffix and the two field names
+    of a call written as one JSON object; None for other syntaxes.
     """
 
     name: str
-    marks: tuple[str, ...]
+    template_markers: tuple[str, ...]
     regions: tuple[Region, ...]
     ignored: tuple[str, ...] = ()
-    bare: bool = False
-    written: tuple[str, str, str, str] | None = None
+    bare_json: bool = False
+    json_syntax: tuple[str, str, str, str] | None = None
+
+
+def _call(
+    start: Anchor,
+    end: Anchor | None = None,
+    content: str = "json",
+    arguments: Mapping[str, Any] | None = None,
+    transform: Mapping[str, str] = _NAMED,
+) -> tuple[Region, ...]:
+    return (Region("tool_calls", start, end, content, arguments or {}, transform, each=transform is _EACH),)
 
 
 HERMES = ToolFormat(
     "hermes",
     ("<tool_call>",),
-    (Region("tool_calls", literal("<tool_call>"), literal("</tool_call>"), "json", transform=_CALL),),
-    written=("<tool_call>\n", "\n</tool_call>", "name", "arguments"),
+    _call(literal("<tool_call>"), literal("</tool_call>"), transform=_CALL),
+    json_syntax=("<tool_call>\n", "\n</tool_call>", "name", "arguments"),
 )
+# The first format whose markers all occur wins, so formats with more markers precede those with a subset.
 TOOL_FORMATS = (
     ToolFormat(
         "qwen-xml",
         ("<function=", "<parameter="),
-        (
-            Region(
-                "tool_calls",
-                pattern(rf"<tool_call>\s*<function={_NAME}>", "<tool_call>"),
-                pattern(r"</function>\s*</tool_call>", "</function>"),
-                "xml-inline",
-                {"tag": ("<parameter=", ">", "", "</parameter>")},
-                _NAMED,
-            ),
+        _call(
+            pattern(rf"<tool_call>\s*<function={_NAME}>", "<tool_call>"),
+            pattern(r"</function>\s*</tool_call>", "</function>"),
+            "xml-inline",
+            {"tag": ("<parameter=", ">", "", "</parameter>")},
         ),
     ),
     ToolFormat(
         "glm",
         ("<arg_key>", "<arg_value>"),
-        (
-            Region(
-                "tool_calls",
-                pattern(rf"<tool_call>\s*{_NAME}\s*(?=<)", "<tool_call>"),
-                literal("</tool_call>"),
-                "xml-inline",
-                {"tag": ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")},
-                _NAMED,
-            ),
+        _call(
+            pattern(rf"<tool_call>\s*{_NAME}\s*(?=<)", "<tool_call>"),
+            literal("</tool_call>"),
+            "xml-inline",
+            {"tag": ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")},
         ),
     ),
     ToolFormat(
         "mistral-named",
         ("[TOOL_CALLS]", "[ARGS]"),
-        (
-            Region(
-                "tool_calls",
-                pattern(rf"\[TOOL_CALLS\]\s*{_NAME}\s*\[ARGS\]", "[TOOL_CALLS]"),
-                None,
-                "json",
-                transform=_NAMED,
-            ),
-        ),
+        _call(pattern(rf"\[TOOL_CALLS\]\s*{_NAME}\s*\[ARGS\]", "[TOOL_CALLS]")),
     ),
-    ToolFormat(
-        "mistral",
-        ("[TOOL_CALLS]",),
-        (Region("tool_calls", literal("[TOOL_CALLS]"), None, "json", transform=_EACH, each=True),),
-    ),
-    ToolFormat(
-        "granite",
-        ("<|tool_call|>",),
-        (Region("tool_calls", literal("<|tool_call|>"), None, "json", transform=_EACH, each=True),),
-    ),
+    ToolFormat("mistral", ("[TOOL_CALLS]",), _call(literal("[TOOL_CALLS]"), transform=_EACH)),
+    ToolFormat("granite", ("<|tool_call|>",), _call(literal("<|tool_call|>"), transform=_EACH)),
     ToolFormat(
         "deepseek",
         ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "```json"),
-        (
-            Region(
-                "tool_calls",
-                pattern(rf"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{_NAME}\s*```json", "<｜tool▁call▁begin｜>"),
-                pattern(r"```\s*<｜tool▁call▁end｜>", "```"),
-                "json",
-                transform=_NAMED,
-            ),
+        _call(
+            pattern(rf"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{_NAME}\s*```json", "<｜tool▁call▁begin｜>"),
+            pattern(r"```\s*<｜tool▁call▁end｜>", "```"),
         ),
         ignored=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
     ),
     ToolFormat(
         "deepseek-v3.1",
         ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"),
-        (
-            Region(
-                "tool_calls",
-                pattern(rf"<｜tool▁call▁begin｜>{_NAME}<｜tool▁sep｜>", "<｜tool▁call▁begin｜>"),
-                literal("<｜tool▁call▁end｜>"),
-                "json",
-                transform=_NAMED,
-            ),
+        _call(
+            pattern(rf"<｜tool▁call▁begin｜>{_NAME}<｜tool▁sep｜>", "<｜tool▁call▁begin｜>"),
+            literal("<｜tool▁call▁end｜>"),
         ),
         ignored=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
     ),
     ToolFormat(
         "function-gemma",
         ("<start_function_call>",),
-        (
-            Region(
-                "tool_calls",
-                pattern(rf"<start_function_call>call:{_NAME}(?=\{{)", "<start_function_call>"),
-                literal("<end_function_call>"),
-                "json",
-                {"string_delims": [["<escape>", "<escape>"]], "unquoted_keys": True},
-                _NAMED,
-            ),
+        _call(
+            pattern(rf"<start_function_call>call:{_NAME}(?=\{{)", "<start_function_call>"),
+            literal("<end_function_call>"),
+            arguments={"string_delims": [["<escape>", "<escape>"]], "unquoted_keys": True},
         ),
     ),
     HERMES,
     ToolFormat(
         "llama",
         ('"parameters":', '"name":'),
-        (Region("tool_calls", literal("<|python_tag|>"), None, "json", transform=_LLAMA),),
-        bare=True,
-        written=("", "", "name", "parameters"),
+        _call(literal("<|python_tag|>"), transform=_LLAMA),
+        bare_json=True,
+        json_syntax=("", "", "name", "parameters"),
     ),
 )
 
 
 def find_tool_format(template: str) -> ToolFormat | None:
-    """The way of the model whose chat template is `template`; None for one that knows no tools."""
+    """Return the format whose markers occur in a chat template; None for a template without tools."""
     if "tools" not in template:
         return None
-    return next((one for one in TOOL_FORMATS if all(mark in template for mark in one.marks)), None)
+    formats = (entry for entry in TOOL_FORMATS if all(marker in template for marker in entry.template_markers))
+    return next(formats, None)
 
 
 def declared_tool_format(regions: Sequence[Region]) -> ToolFormat | None:
-    """The way that a model's own response template describes; None where it describes no calls."""
+    """Return the format of a model's own response template; None if it declares no tool calls."""
     calls = tuple(region for region in regions if region.name == "tool_calls")
     return ToolFormat("declared", (), calls) if calls else None
 
 
 def describe_tools_in_system_message(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
-    """A conversation for a template that knows no tools: the system message tells of them, answers are the user's."""
+    """Return a conversation for a template without tools: they are described in the system message."""
     text = _TOOLS_PROMPT.format(tools="\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools))
-    rest = list(messages)
-    if rest and rest[0].role == "system":
-        text = f"{rest.pop(0).content}\n\n{text}"
-    plain = []
-    for one in rest:
-        if one.role == "tool":
-            plain.append(Message("user", f"<tool_response>\n{one.content}\n</tool_response>"))
-        elif one.tool_calls:
-            calls = "\n".join(
-                f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>"
-                for call in one.tool_calls
-            )
-            plain.append(Message("assistant", f"{one.content}\n{calls}".strip()))
-        else:
-            plain.append(one)
-    return [Message("system", text), *plain]
+    if messages and messages[0].role == "system":
+        text, messages = f"{messages[0].content}\n\n{text}", messages[1:]
+    converted = [Message("system", text)]
+    for message in messages:
+        if message.role == "tool":
+            message = Message("user", f"<tool_response>\n{message.content}\n</tool_response>")
+        elif message.tool_calls:
+            calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.tool_calls]
+            written = "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls)
+            message = Message("assistant", f"{message.content}\n{written}".strip())
+        converted.append(message)
+    return converted

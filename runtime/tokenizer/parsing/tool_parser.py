@@ -1,8 +1,6 @@
-"""Separates the calls of tools from what a model says, as it streams.
+"""Separates tool calls from the content of a reply while it streams, in the syntax of a `ToolFormat`.
 
-Driven by data: a `ToolFormat` says where calls stand and how they are written. Text that may begin a call is held back;
-a call that cannot be read is given as the text it is, never dropped and never an error. Does not know templates,
-reasoning (`runtime.tokenizer.parsing.reasoning_parser`) or what a tool does.
+Text that may start a call is held back. A call that cannot be parsed is text: never dropped, never an error.
 """
 
 import json
@@ -16,27 +14,27 @@ from mycli.runtime.tokenizer.parsing.response_template import Region
 from mycli.runtime.tokenizer.parsing.tool_formats import ToolFormat
 from mycli.runtime.utils.json_fields import strict_json
 
-MAX_CALL = 1 << 20  # characters; what is longer is text
+MAX_CALL = 1 << 20  # characters; a longer call is text
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A tool's name, and its arguments as a JSON object."""
+    """A tool's name, and its arguments as the text of a JSON object."""
 
     name: str
     arguments: str
 
 
 def _types(schema: Any) -> list[str]:
-    """The types that a JSON schema allows at its top."""
+    # The types that a JSON schema allows at its top level.
     if not isinstance(schema, dict):
         return []
-    given = schema.get("type")
-    found = [given] if isinstance(given, str) else [one for one in given if isinstance(one, str)] if given else []
+    declared = schema.get("type") or []
+    types = [name for name in ([declared] if isinstance(declared, str) else declared) if isinstance(name, str)]
     for union in ("anyOf", "oneOf"):
         choices = schema.get(union)
-        found += [one for choice in choices for one in _types(choice)] if isinstance(choices, list) else []
-    return found
+        types += [name for choice in choices for name in _types(choice)] if isinstance(choices, list) else []
+    return types
 
 
 def _as_json(text: str, *kinds: type) -> Any:
@@ -64,7 +62,7 @@ _CASTS: Mapping[str, Callable[[str], Any]] = {
 
 
 def _cast(text: str, types: Sequence[str]) -> Any:
-    """`text` as the first of `types` that it can be; a string where it can be none."""
+    # The first of `types` that `text` parses as; the string itself if none.
     for name in types:
         if name == "string":
             break
@@ -76,82 +74,83 @@ def _cast(text: str, types: Sequence[str]) -> Any:
 
 
 class ToolParser:
-    """Feed pieces of text, get pieces of text and calls. `tools` as in a request: arguments get their types."""
+    """Splits a streamed reply into text and calls. tools: as in a request; arguments get the types of their schemas."""
 
-    def __init__(self, form: ToolFormat, tools: Sequence[Tool]) -> None:
+    def __init__(self, tool_format: ToolFormat, tools: Sequence[Tool]) -> None:
         functions = [tool.get("function", tool) for tool in tools]
         self._schemas: dict[str, Mapping[str, Any]] = {}
         for function in functions:
             parameters = function.get("parameters")
             properties = parameters.get("properties") if isinstance(parameters, dict) else None
             self._schemas[str(function.get("name"))] = properties if isinstance(properties, dict) else {}
-        self._form = form
-        self._text = ""  # not yet decided
-        self._blanks = ""  # blanks before what is not decided: a call swallows them
+        self._format = tool_format
+        self._text = ""  # undecided
+        self._blanks = ""  # whitespace before the undecided text: a call absorbs it
         self._region: Region | None = None
         self._captures: Mapping[str, str] = {}
         self._opening = ""
-        self._begun = False  # whether anything but blanks came
+        self._begun = False  # whether anything but whitespace arrived
         self._called = False
-        self._behind = False  # a call, whose following blanks mean nothing
+        self._after_call = False  # whitespace after a call is dropped
 
     @property
     def called(self) -> bool:
-        """Whether there was a call."""
+        """Whether the reply contained a call."""
         return self._called
 
     def feed(self, text: str) -> list[str | ToolCall]:
-        """What is decided by one more piece: texts and calls, in order, none empty."""
+        """Return the texts and calls decided by `text`, in order, none empty."""
         self._text += text
         return self._decide(final=False)
 
     def flush(self) -> list[str | ToolCall]:
-        """The rest, when no more text comes."""
-        found = self._decide(final=True)
+        """Return the rest at the end of the reply."""
+        items = self._decide(final=True)
         if self._blanks and not self._called:
-            found.append(self._blanks)
+            items.append(self._blanks)
         self._blanks = ""
-        return found
+        return items
 
     def _decide(self, final: bool) -> list[str | ToolCall]:
-        found: list[str | ToolCall] = []
-        while self._inside(found, final) if self._region else self._outside(found, final):
+        items: list[str | ToolCall] = []
+        while self._inside(items, final) if self._region else self._outside(items, final):
             pass
-        return found
+        return items
 
-    def _outside(self, found: list[str | ToolCall], final: bool) -> bool:
-        """Give what is no call; True where a call begins."""
-        if self._form.bare and not self._begun and (start := self._text.lstrip()):
+    def _outside(self, items: list[str | ToolCall], final: bool) -> bool:
+        # Emits text; returns True at the start of a call.
+        if self._format.bare_json and not self._begun and (start := self._text.lstrip()):
             if start.startswith("{"):
-                self._open(self._form.regions[0], {}, "")
+                self._open(self._format.regions[0], {}, "")
                 return True
             self._begun = True
-        for one in self._form.ignored:
-            self._text = self._text.replace(one, "")
-        sure, best = len(self._text), None
-        for region in self._form.regions:
+        for ignored in self._format.ignored:
+            self._text = self._text.replace(ignored, "")
+        decided, best = len(self._text), None
+        for region in self._format.regions:
             match, until = region.open.find(self._text, 0, final)
             if match is not None and (best is None or match.start() < best[1].start()):
                 best = region, match
-            sure = min(sure, until)
-        if best is not None and best[1].start() <= sure:
+            decided = min(decided, until)
+        if best is not None and best[1].start() <= decided:
             region, match = best
-            self._give(found, self._text[: match.start()])
+            self._emit(items, self._text[: match.start()])
             self._text = self._text[match.end() :]
             captures = {key: value for key, value in match.groupdict().items() if value is not None}
             self._open(region, captures, match[0])
             return True
-        for one in () if final else self._form.ignored:  # it may be half there
-            sure = next((sure - n for n in range(len(one) - 1, 0, -1) if self._text[:sure].endswith(one[:n])), sure)
-        self._give(found, self._text[:sure])
-        self._text = self._text[sure:]
+        for ignored in () if final else self._format.ignored:  # the end may be the start of an ignored marker
+            lengths = range(len(ignored) - 1, 0, -1)
+            decided -= next((n for n in lengths if self._text[:decided].endswith(ignored[:n])), 0)
+        self._emit(items, self._text[:decided])
+        self._text = self._text[decided:]
         return False
 
     def _open(self, region: Region, captures: Mapping[str, str], opening: str) -> None:
         self._region, self._captures, self._opening, self._begun = region, captures, opening, True
 
-    def _inside(self, found: list[str | ToolCall], final: bool) -> bool:
-        """Give the call whose end is there; True where text is left that may hold another."""
+    def _inside(self, items: list[str | ToolCall], final: bool) -> bool:
+        # Emits the call if its end has arrived; returns True if text is left that may contain another.
         assert self._region is not None
         anchor = self._region.close or self._region.open
         match, _ = anchor.find(self._text, 0, final)
@@ -162,16 +161,16 @@ class ToolParser:
         calls = self._read(self._region, body)
         self._region = None
         if calls is None:
-            self._give(found, self._opening + body + closing)
+            self._emit(items, self._opening + body + closing)
         else:
-            found += calls
-            self._called = self._behind = True
+            items += calls
+            self._called = self._after_call = True
             self._blanks = ""
         self._text = self._text[len(body) + len(closing) :]
         return bool(self._text)
 
     def _read(self, region: Region, body: str) -> list[ToolCall] | None:
-        """The calls that a region's text stands for; None where it is not of the form."""
+        # The calls in a region's text; None if it does not follow the format.
         try:
             if len(body) > MAX_CALL:
                 raise ValueError("too long")
@@ -179,8 +178,9 @@ class ToolParser:
             calls = [self._call(value.get("function", value) if isinstance(value, dict) else {}) for value in values]
         except (ValueError, RecursionError):
             return None
-        bare = not self._opening
-        return None if bare and any(call.name not in self._schemas for call in calls) else calls
+        if not self._opening and any(call.name not in self._schemas for call in calls):
+            return None  # bare JSON is a call only with the name of a tool
+        return calls
 
     def _call(self, value: Mapping[str, Any]) -> ToolCall:
         name, arguments = value.get("name"), value.get("arguments")
@@ -190,17 +190,18 @@ class ToolParser:
             raise ValueError("not a name and arguments")
         schema = self._schemas.get(name.strip(), {})
         typed = {
-            key: _cast(one, _types(schema.get(key))) if isinstance(one, str) else one for key, one in arguments.items()
+            key: _cast(item, _types(schema.get(key))) if isinstance(item, str) else item
+            for key, item in arguments.items()
         }
         return ToolCall(name.strip(), json.dumps(typed, ensure_ascii=False))
 
-    def _give(self, found: list[str | ToolCall], text: str) -> None:
-        """Text that is certain, without the blanks at its end, which a call would swallow."""
-        kept = text.rstrip()
-        if not kept:
+    def _emit(self, items: list[str | ToolCall], text: str) -> None:
+        # Whitespace at the end waits: a call would absorb it.
+        content = text.rstrip()
+        if not content:
             self._blanks += text
             return
-        whole = self._blanks + kept
-        self._blanks = text[len(kept) :]
-        found.append(whole.lstrip() if self._behind else whole)
-        self._behind = False
+        whole = self._blanks + content
+        self._blanks = text[len(content) :]
+        items.append(whole.lstrip() if self._after_call else whole)
+        self._after_call = False

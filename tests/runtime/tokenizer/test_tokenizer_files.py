@@ -26,7 +26,7 @@ def attack(folder: Path, name: str) -> Tokenizer:
         ("C3-added-id-beyond-rows", "'<far>' id 99"),
         ("C3-id-twice", "id 1 to both 'b' and 'c'"),
         ("C3-added-id-twice", "id 2 to both 'c' and '<end>'"),
-        ("C3-gap-in-added", "'<end>' id 7, but its place is 5"),
+        ("C3-gap-in-added", "'<end>' id 7, but the library assigns 5"),
         ("C3-id-negative", "id -1"),
         ("C3-id-boolean", "'b' with id 'True'"),
         ("C3-added-empty", "content is empty"),
@@ -75,7 +75,7 @@ def test_hostile_tokenizer_costs_a_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str, match: str
 ) -> None:
     monkeypatch.setattr(encoding, "ENCODE_SECONDS", 1.0)
-    monkeypatch.setattr(encoding, "HELPER_MEMORY", 1 << 30)
+    monkeypatch.setattr(encoding, "WORKER_MEMORY", 1 << 30)
     tokenizer = attack(tmp_path, name)
     with pytest.raises(ModelError, match=match):
         tokenizer.encode(text, add_special=True)
@@ -84,7 +84,7 @@ def test_hostile_tokenizer_costs_a_deadline(
 
 def test_hostile_tokenizer_at_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # C5
     monkeypatch.setattr(encoding, "LOAD_SECONDS", 1.0)
-    monkeypatch.setattr(encoding, "HELPER_MEMORY", 1 << 30)
+    monkeypatch.setattr(encoding, "WORKER_MEMORY", 1 << 30)
     with pytest.raises(ModelError, match="took more than|too much memory"):
         attack(tmp_path, "C5-replace-bomb-at-load")
 
