@@ -176,7 +176,7 @@ def _check_cpp(path: Path, text: str) -> Iterator[Finding]:
 def _check_page(path: Path, text: str) -> Iterator[Finding]:
     for line, paragraph in _paragraphs(text):
         yield from _check_words(path, line, "docs", paragraph)
-        for sentence in re.split(r"(?<=[.!?])\s+(?=[A-Z`\[*(])", paragraph):
+        for sentence in re.split(r"[.!?][*)\"]*\s+", paragraph):
             count = len(re.findall(r"\S*\w\S*", sentence))
             if count > MAX_SENTENCE_WORDS:
                 yield Finding(path, line, f"{count} words", f"{sentence[:70]} ...")
