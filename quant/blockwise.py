@@ -32,7 +32,7 @@ from mycli.quant.transforms import TransformModule
 from mycli.quant.tuning.block import preferred_shifts, tune_block
 from mycli.quant.work_folder import Solved, WorkFolder
 from mycli.runtime.device.placement import torch_dtype
-from mycli.runtime.device.system import trim
+from mycli.runtime.device.system import trim_heap
 from mycli.runtime.errors import ModelError
 from mycli.runtime.layers.attention import PromptAttention
 from mycli.runtime.layers.block import Block
@@ -248,7 +248,7 @@ def _solve_block(
         else:
             solved, described, close = solver.solve(weights, packing, observed.fitted, observed.held)
         del observed, parts, weights
-        trim()
+        trim_heap()
         _install(linear, solved, packing, torch_dtype(model.config.dtype))
         linears |= solved
         layers += described

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.progress import ReportProgress, silent
-from mycli.runtime.device.system import trim
+from mycli.runtime.device.system import trim_heap
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.tokenizer.tokenizer import MAX_TEXT, Tokenizer
 from mycli.runtime.utils.files import MAX_TEXT_BYTES, read_input
@@ -135,11 +135,11 @@ def evaluate(
     for start in range(0, windows, at_once):
         part = text.windows[start : start + at_once]
         streams = [each.hidden(part, progress) for each in models]
-        trim(apart=4 << 20)  # scores are kept between slices of logits, which malloc would never give back
+        trim_heap(mmap_threshold=4 << 20)  # scores are stored between slices of logits, so malloc never returns them
         for index, tokens in enumerate(part):
             scores.append(_score(models, [stream[index] for stream in streams], tokens))
             progress("windows", len(scores), windows)
-        trim()
+        trim_heap()
     columns = {name: torch.stack([score[name] for score in scores]) for name in scores[0]}  # [windows, context - 1]
     return Evaluation(
         perplexity=_perplexity(columns["nll"]),

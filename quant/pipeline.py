@@ -41,7 +41,7 @@ from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.checkpoint.reader import CheckpointWriter
 from mycli.runtime.device.placement import Placement, torch_dtype
-from mycli.runtime.device.system import trim
+from mycli.runtime.device.system import trim_heap
 from mycli.runtime.errors import ResourceError, UsageError
 from mycli.runtime.utils.units import human_bytes, pluralize
 
@@ -85,7 +85,7 @@ def allocated(work: QuantizationPlan, placement: Placement, folder: Path, progre
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".widths-", dir=folder.parent) as name:
         quantize(copy, Path(name) / "low", placement, progress=progress)
-        trim(apart=4 << 20)
+        trim_heap(mmap_threshold=4 << 20)
         shown = _calibration(copy).windows
         chosen = torch.randperm(len(shown), generator=torch.Generator().manual_seed(low.seed))[:WINDOWS]
         folders = (work.folder, open_model_folder(Path(name) / "low"))
@@ -272,7 +272,7 @@ def _measure(work: QuantizationPlan, made: ModelFolder, placement: Placement, pr
     tokenizer = work.folder.tokenizer()
     context = min(REPORT_CONTEXT, work.config.max_context)
     text = cut(held_out_text(), tokenizer, context, QUICK_TOKENS if work.report == "quick" else None)
-    trim()
+    trim_heap()
     model, reference = (StreamedModel(each, placement, work.need.at_once) for each in (made, work.folder))
     if "lm_head" not in work.packings:
         model.share_head(reference)

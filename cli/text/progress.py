@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TextIO
 
-from mycli.runtime.device.system import waited
+from mycli.runtime.device.system import cpu_wait_seconds
 from mycli.runtime.utils.sanitize import sanitize
 from mycli.runtime.utils.units import human_bytes
 
@@ -90,11 +90,11 @@ class Neighbours:
     """Whether other programs took the cores away from this one, from its making to `note`."""
 
     def __init__(self) -> None:
-        self._began, self._waited = time.monotonic(), waited()
+        self._began, self._waited = time.monotonic(), cpu_wait_seconds()
 
     def note(self) -> str:
         """What a person may want to know of it; "" where nothing disturbed, or nothing says so."""
-        seconds, lost = time.monotonic() - self._began, waited()
+        seconds, lost = time.monotonic() - self._began, cpu_wait_seconds()
         if lost is None or self._waited is None or seconds < BUSY_SECONDS:
             return ""
         share = (lost - self._waited) / seconds

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mycli.quant.layer_streaming import Sides, StreamedModel
 from mycli.quant.rounding.error_compensation import Moments
-from mycli.runtime.device.system import trim
+from mycli.runtime.device.system import trim_heap
 from mycli.runtime.errors import ModelError
 from mycli.runtime.kernels.routed import Route
 from mycli.runtime.layers.block import Block
@@ -197,5 +197,5 @@ def observe(
             for moments, chosen in ((fitted, ~apart), (held, apart)):
                 moments.add(x[chosen].flatten(0, -2), y[chosen].flatten(0, -2))
     del x, y
-    trim(apart=4 << 20)  # matrices of quite other sizes will be made, few of them, and large
+    trim_heap(mmap_threshold=4 << 20)  # matrices of quite other sizes will be made, few of them, and large
     return Observed(fitted, held, count is not None and count < linear.in_features / INPUTS_A_TOKEN)

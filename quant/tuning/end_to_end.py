@@ -25,7 +25,7 @@ from mycli.quant.rounding.grid import Grid, dequantize_codes
 from mycli.quant.tuning.loop import train
 from mycli.quant.tuning.parameters import TunableBlock, TunableGain
 from mycli.quant.work_folder import Solved
-from mycli.runtime.device.system import trim
+from mycli.runtime.device.system import trim_heap
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.vocabulary import finish_logits
 from mycli.runtime.quantization.scheme import Packing
@@ -119,7 +119,7 @@ def tune_scales(
 
     One more block may come back, for the last norm. The same seed gives the same bytes.
     """
-    trim(apart=4 << 20)
+    trim_heap(mmap_threshold=4 << 20)
     student = _Student(model, blocks, packings, scale_dtype)
     target = model.hidden(windows)
 

@@ -14,7 +14,7 @@ from mycli.quant.model_card import Tuning
 from mycli.quant.planning.memory import BATCH
 from mycli.quant.progress import ReportProgress, silent
 from mycli.quant.tuning.adam import Adam
-from mycli.runtime.device.system import trim
+from mycli.runtime.device.system import trim_heap
 
 Loss = Callable[[Tensor], Tensor]  # windows by their indices, int64 [count], to the mean over them
 
@@ -44,7 +44,7 @@ def train(
         with rough_products(device):
             return sum(len(part) * float(loss(part)) for part in torch.split(held, at_once)) / len(held)
 
-    trim(apart=4 << 20)  # what one step asks for, the next asks for again, in other sizes between
+    trim_heap(mmap_threshold=4 << 20)  # what one step asks for, the next asks for again, in other sizes between
     before = best = held_out_loss()
     if not before > 0:
         return Tuning(before, before)
@@ -71,5 +71,5 @@ def train(
     with torch.no_grad():
         for leaf, value in zip(leaves, kept, strict=True):
             leaf.copy_(value)
-    trim()
+    trim_heap()
     return Tuning(before, best)

@@ -1,7 +1,4 @@
-"""How fast memory can be read: data sheets of GPUs, and what was measured here and written down.
-
-Knows names of devices and GB/s (10^9 bytes per second). Does not measure, and does not import torch.
-"""
+"""Memory bandwidth of devices in GB/s (10^9 bytes per second): data sheets, and recorded measurements."""
 
 import json
 from collections.abc import Mapping
@@ -14,8 +11,8 @@ from mycli.runtime.utils.json_fields import read_object
 
 BANDWIDTH_FILE = "bandwidth.json"
 
-# From the makers' data sheets, by the name NVML gives, vendor removed.
-# An exact name only: the laptop part of the same number has half the bandwidth.
+# From the makers' data sheets, by NVML's name without the vendor. Names must match exactly: the laptop part of the same
+# number has half the bandwidth.
 BANDWIDTH: Mapping[str, float] = {
     "A10": 600,
     "A10G": 600,
@@ -63,33 +60,30 @@ BANDWIDTH: Mapping[str, float] = {
 
 
 def datasheet(name: str) -> float | None:
-    """Data-sheet memory bandwidth of a GPU in GB/s by its NVML name; None for one that is not in the table."""
+    """Return the data-sheet bandwidth of a GPU by its NVML name, or None."""
     for vendor in ("NVIDIA ", "GeForce ", "Tesla "):
         name = name.removeprefix(vendor)
     return BANDWIDTH.get(name)
 
 
-def remembered(folder: Path, device: str) -> float | None:
-    """What was measured on `device` (its name) earlier; None where nothing was, or the note cannot be read."""
+def recorded_bandwidth(folder: Path, device: str) -> float | None:
+    """Return the recorded bandwidth of `device` (its name), or None."""
     try:
         return read_object(folder / BANDWIDTH_FILE).number(device, low=1e-3)
     except ModelError:
         return None
 
 
-def remember(folder: Path, device: str, gigabytes_per_second: float) -> float:
-    """The best that is known of `device` with this measurement: the largest of it and of what is noted in `folder`.
-
-    Other work on the machine makes a measurement smaller, nothing makes it larger. The best is noted in `folder`, which
-    is made if missing; other devices' notes stay. Where nothing can be written, nothing is.
-    """
+def record_bandwidth(folder: Path, device: str, gigabytes_per_second: float) -> float:
+    """Record a measurement of `device` in `folder`, if it can be written, and return the best so far."""
+    # Other work on the machine makes a measurement smaller; nothing makes it larger.
     try:
-        notes = dict(read_object(folder / BANDWIDTH_FILE).values)
+        records = dict(read_object(folder / BANDWIDTH_FILE).values)
     except ModelError:
-        notes = {}
-    best = max(gigabytes_per_second, remembered(folder, device) or 0.0)
-    notes[device] = round(best, 2)
+        records = {}
+    best = max(gigabytes_per_second, recorded_bandwidth(folder, device) or 0.0)
+    records[device] = round(best, 2)
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_atomic(folder / BANDWIDTH_FILE, (json.dumps(notes, indent=2) + "\n").encode(), private=True)
+        write_atomic(folder / BANDWIDTH_FILE, (json.dumps(records, indent=2) + "\n").encode(), private=True)
     return best

@@ -1,21 +1,15 @@
-"""How fast a disk is read: measured on the very file that is to be read, a little of it, past the page cache.
-
-Knows files; not what is in them. Does not import torch.
-"""
+"""Measures how fast a file can be read from its disk, bypassing the page cache."""
 
 import os
 import time
 from pathlib import Path
 
-ASSUMED = 2.0  # 10^9 bytes per second where nothing can be measured: a usual NVMe disk
-_PART, _MEASURED = 4 << 20, 64 << 20  # bytes: read at a time, about an expert; read in all
+ASSUMED = 2.0  # 10^9 bytes per second if nothing can be measured: a usual NVMe disk
+_PART, _MEASURED = 4 << 20, 64 << 20  # bytes read at a time, about one expert, and in total
 
 
 def read_rate(path: Path, nbytes: int = _MEASURED) -> float | None:
-    """10^9 bytes per second that pieces out of the middle of a file are read at; None where that cannot be measured.
-
-    The system is asked to forget them before, so that the disk is measured; a host may still have them in memory.
-    """
+    """Return the rate in 10^9 bytes per second at which the middle of a file is read, or None."""
     if not hasattr(os, "posix_fadvise"):
         return None
     try:
@@ -25,13 +19,14 @@ def read_rate(path: Path, nbytes: int = _MEASURED) -> float | None:
     try:
         count = min(nbytes, os.fstat(descriptor).st_size)
         start = (os.fstat(descriptor).st_size - count) // 2
+        # Drop the pages first, so that the disk is measured; the host of a virtual machine may still cache them.
         os.posix_fadvise(descriptor, start, count, os.POSIX_FADV_DONTNEED)
         began, left = time.perf_counter(), count
         while left > 0:
-            found = len(os.pread(descriptor, min(_PART, left), start + count - left))
-            if not found:
+            size = len(os.pread(descriptor, min(_PART, left), start + count - left))
+            if not size:
                 return None
-            left -= found
+            left -= size
         return count / (time.perf_counter() - began) / 1e9 if count else None
     except OSError:
         return None

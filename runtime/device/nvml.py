@@ -1,7 +1,4 @@
-"""The NVIDIA GPUs that CUDA would show this process, as the driver's NVML library reports them, without torch.
-
-Follows https://docs.nvidia.com/deploy/nvml-api. Starts no process and makes no CUDA context.
-"""
+"""Lists the NVIDIA GPUs visible to this process by NVML (https://docs.nvidia.com/deploy/nvml-api), without torch."""
 
 import ctypes
 import os
@@ -14,7 +11,7 @@ from mycli.runtime.errors import ResourceError
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU that CUDA would show this process; memory in bytes, other processes' use already taken off `free`."""
+    """A GPU visible to CUDA; memory in bytes, `free` excludes what other processes use."""
 
     index: int
     name: str
@@ -24,7 +21,7 @@ class Gpu:
     driver: str
 
 
-_DRIVER_NOT_LOADED = 9  # the library is there, as in many container images, and no device
+_DRIVER_NOT_LOADED = 9  # the library exists, as in many container images, but there is no device
 
 
 class _NvmlMemory(ctypes.Structure):
@@ -32,7 +29,7 @@ class _NvmlMemory(ctypes.Structure):
 
 
 class Nvml:
-    """The calls of NVML used here, on a library loaded by ctypes; each raises OSError with NVML's code."""
+    """The NVML calls used here; each raises OSError with NVML's code."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -49,7 +46,6 @@ class Nvml:
         return buffer.value.decode("utf-8", "replace")
 
     def handles(self) -> list[ctypes.c_void_p]:
-        """All devices, in NVML's (PCI bus) order."""
         count = ctypes.c_uint()
         self._call("nvmlDeviceGetCount_v2", ctypes.byref(count))
         result = []
@@ -60,17 +56,14 @@ class Nvml:
         return result
 
     def by_uuid(self, uuid: str) -> ctypes.c_void_p:
-        """A device or MIG instance by its whole UUID."""
         handle = ctypes.c_void_p()
         self._call("nvmlDeviceGetHandleByUUID", uuid.encode(), ctypes.byref(handle))
         return handle
 
     def uuid(self, handle: ctypes.c_void_p) -> str:
-        """GPU-xxxxxxxx-xxxx-..."""
         return self._string("nvmlDeviceGetUUID", handle)
 
     def describe(self, handle: ctypes.c_void_p, index: int) -> Gpu:
-        """The Gpu that CUDA would number `index`."""
         memory, major, minor = _NvmlMemory(), ctypes.c_int(), ctypes.c_int()
         self._call("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory))
         self._call("nvmlDeviceGetCudaComputeCapability", handle, ctypes.byref(major), ctypes.byref(minor))
@@ -78,12 +71,11 @@ class Nvml:
         return Gpu(index, name, memory.total, memory.free, (major.value, minor.value), driver)
 
     def close(self) -> None:
-        """Undo nvmlInit."""
         self._call("nvmlShutdown")
 
 
 def _visible(nvml: Nvml, setting: str | None) -> list[ctypes.c_void_p]:
-    """The devices CUDA_VISIBLE_DEVICES leaves, in its order; like CUDA, everything after the first bad entry is cut."""
+    # The devices in CUDA_VISIBLE_DEVICES, in its order; like CUDA, all entries from the first invalid one are ignored.
     handles = nvml.handles()
     if setting is None:
         return handles
@@ -110,11 +102,9 @@ def _load_nvml() -> Any:
 
 
 def gpus() -> list[Gpu]:
-    """The NVIDIA GPUs visible to this process; empty without a driver.
-
-    NVML counts by PCI bus. CUDA does so only with CUDA_DEVICE_ORDER=PCI_BUS_ID; on a machine with different GPUs the
-    numbers may differ. Raises ResourceError where a driver is installed but does not answer.
-    """
+    """Return the GPUs visible to this process, none without a driver. Raises ResourceError if the driver fails."""
+    # NVML numbers GPUs by PCI bus. CUDA does so only with CUDA_DEVICE_ORDER=PCI_BUS_ID: if the GPUs of a machine are
+    # not alike, the numbers may differ.
     try:
         library = _load_nvml()
     except OSError:

@@ -1,13 +1,12 @@
-"""Where a model would run and how much memory and bandwidth there is, without importing torch.
+"""Finds the device on which a model would run, its free memory and bandwidth, without importing torch.
 
-Knows the names of devices, this machine and its notes. What really runs is decided by `runtime.device.placement`,
-which asks torch; the two differ only where torch cannot use a GPU that the driver shows.
+`runtime.device.placement` chooses the device that is used; it differs only if torch cannot use a GPU of the driver.
 """
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mycli.runtime.device.bandwidth import datasheet, remembered
+from mycli.runtime.device.bandwidth import datasheet, recorded_bandwidth
 from mycli.runtime.device.nvml import gpus
 from mycli.runtime.device.system import cpu, memory
 from mycli.runtime.errors import ResourceError, UsageError
@@ -16,9 +15,9 @@ from mycli.runtime.utils.units import pluralize
 
 @dataclass(frozen=True)
 class Target:
-    """A place for a model. `free` is bytes not in use; `bandwidth` in GB/s with where it is from, None if unknown."""
+    """A device for a model: `free` in bytes, `bandwidth` in GB/s, None if unknown."""
 
-    place: str  # cuda:0, cpu
+    place: str  # "cuda:0", "cpu"
     name: str
     gpu: bool
     free: int
@@ -27,8 +26,8 @@ class Target:
     notes: tuple[str, ...] = ()
 
 
-def _with_bandwidth(target: Target, notes: Path) -> Target:
-    measured = remembered(notes, target.name)
+def _with_bandwidth(target: Target, records: Path) -> Target:
+    measured = recorded_bandwidth(records, target.name)
     if measured is not None:
         return replace(target, bandwidth=measured, bandwidth_source="best measured here")
     sheet = datasheet(target.name) if target.gpu else None
@@ -36,31 +35,29 @@ def _with_bandwidth(target: Target, notes: Path) -> Target:
 
 
 def cpu_name() -> str:
-    """What the CPU is called in notes and results."""
     return cpu().model or "CPU"
 
 
-def find_target(device: str, notes: Path) -> Target:
-    """The target that `device` (auto, cpu, cuda, cuda:N) means; `notes` is the folder of measurements.
+def find_target(device: str, records: Path) -> Target:
+    """Return the target for `device` (auto, cpu, cuda, cuda:N); `records` is the folder of recorded bandwidths.
 
-    Raises UsageError for another word, ResourceError for a GPU that is not there: only auto falls back to the CPU, and
-    says why.
+    Raises UsageError for an unknown device, ResourceError for a missing GPU; only auto falls back to the CPU.
     """
     name, _, index = device.partition(":")
     if device not in ("auto", "cpu", "cuda") and (name != "cuda" or not index.isdecimal()):
-        raise UsageError(f"device {device}: not a device", "use auto, cpu, cuda or cuda:N")
+        raise UsageError(f"unknown device {device!r}", "choose auto, cpu, cuda or cuda:N")
     reasons: tuple[str, ...] = ()
     if device != "cpu":
         try:
-            found = gpus()
+            visible = gpus()
         except ResourceError as error:
             if device != "auto":
                 raise
-            found, reasons = [], (f"counting on the CPU: {error.message}",)
-        if int(index or 0) < len(found):
-            gpu = found[int(index or 0)]
-            return _with_bandwidth(Target(f"cuda:{gpu.index}", gpu.name, True, gpu.free), notes)
+            visible, reasons = [], (f"assuming the CPU: {error.message}",)
+        if int(index or 0) < len(visible):
+            gpu = visible[int(index or 0)]
+            return _with_bandwidth(Target(f"cuda:{gpu.index}", gpu.name, True, gpu.free), records)
         if device != "auto":
-            visible = pluralize(len(found), "NVIDIA GPU")
-            raise ResourceError(f"device {device}: {visible} visible", code="use-cpu-or-pretend-gpu")
-    return _with_bandwidth(Target("cpu", cpu_name(), False, memory().available, notes=reasons), notes)
+            count = pluralize(len(visible), "NVIDIA GPU")
+            raise ResourceError(f"device {device} not found: {count} visible", code="use-cpu-or-pretend-gpu")
+    return _with_bandwidth(Target("cpu", cpu_name(), False, memory().available, notes=reasons), records)

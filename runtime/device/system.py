@@ -1,7 +1,4 @@
-"""What this machine has: memory that may really be used, what this process takes of it, and the CPU.
-
-Reads /proc and /sys/fs/cgroup. Does not import torch, does not know GPUs or what a model needs.
-"""
+"""Reads /proc and /sys/fs/cgroup: memory that this process may use, memory that it uses, and the CPU."""
 
 import ctypes
 import os
@@ -15,16 +12,16 @@ _PROC, _CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class Memory:
-    """Main memory in bytes. `available` is what a process may still take without swapping or being killed."""
+    """Main memory in bytes."""
 
     total: int
-    available: int
-    limit: str  # what bounds it: "machine", or the cgroup folder (a container's limit)
+    available: int  # can still be allocated without swapping or being killed
+    limit: str  # what limits it: "machine", or the cgroup folder (a container's limit)
 
 
 @dataclass(frozen=True)
 class Cpu:
-    """`cores` counts the logical CPUs this process may run on; `flags` are the kernel's names (avx512_vnni, asimd)."""
+    """`cores`: logical CPUs this process may run on; `flags`: Linux's names of instructions (avx512_vnni, asimd)."""
 
     model: str
     cores: int
@@ -32,7 +29,6 @@ class Cpu:
 
 
 def _read(path: Path) -> str:
-    """The text of a file of /proc or /sys; empty where it is missing or unreadable."""
     try:
         return path.read_text()
     except OSError:
@@ -40,13 +36,12 @@ def _read(path: Path) -> str:
 
 
 def _number(path: Path) -> int | None:
-    """The integer in a file of /sys; None where there is none, or it says "max"."""
     word = _read(path).strip()
-    return int(word) if word.isdecimal() else None
+    return int(word) if word.isdecimal() else None  # "max" is no limit
 
 
 def _pairs(path: Path) -> dict[str, int]:
-    """ "key value" or "key: value kB" lines of /proc and /sys, as they stand; empty where the file is missing."""
+    # Lines "key value" or "key: value kB".
     pairs = {}
     for line in _read(path).splitlines():
         words = line.split()
@@ -56,7 +51,7 @@ def _pairs(path: Path) -> dict[str, int]:
 
 
 def _cgroups() -> Iterator[tuple[Path, str, str, str]]:
-    """Every memory cgroup this process is in, innermost first, as (folder, limit file, usage file, cache key)."""
+    # Every memory cgroup of this process, innermost first: folder, limit file, usage file, key of inactive pages.
     for line in _read(_PROC / "self/cgroup").splitlines():
         number, controllers, path = line.split(":", 2)
         if number == "0" and not controllers:
@@ -66,7 +61,7 @@ def _cgroups() -> Iterator[tuple[Path, str, str, str]]:
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         else:
             continue
-        # Inside a container the path may be the host's: only what exists here counts, up to the mount itself.
+        # Inside a container the path may be the host's; folders that do not exist here are skipped by the caller.
         folder = mount / path.strip("/")
         for level in (folder, *folder.parents):
             yield (level, *names)
@@ -75,19 +70,17 @@ def _cgroups() -> Iterator[tuple[Path, str, str, str]]:
 
 
 def memory() -> Memory:
-    """The memory of the machine, or of the tightest cgroup around this process.
-
-    Within a cgroup: limit - (usage - inactive file pages), since those pages are given back when memory is asked for.
-    """
+    """Return the memory of the machine, or of the cgroup with the least available memory."""
     info = _pairs(_PROC / "meminfo")
     total, available = info.get("MemTotal", 0) * 1024, info.get("MemAvailable", 0) * 1024
-    if not total:  # no /proc, as on macOS: nothing says what is in use
+    if not total:  # no /proc, as on macOS, where free memory is unknown
         total = available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     best = Memory(total, available, "machine")
     for folder, limit_file, usage_file, cache_key in _cgroups():
         limit, usage = _number(folder / limit_file), _number(folder / usage_file)
         if limit is None or usage is None or limit >= total:
             continue
+        # Inactive file pages count as usage but are reclaimed when memory is allocated.
         free = max(0, limit - usage + _pairs(folder / "memory.stat").get(cache_key, 0))
         if min(free, limit) < best.available:
             best = Memory(limit, min(free, limit), str(folder))
@@ -95,7 +88,7 @@ def memory() -> Memory:
 
 
 def cpu() -> Cpu:
-    """The CPU as /proc/cpuinfo describes its first core; empty strings where it does not."""
+    """Return the CPU as /proc/cpuinfo describes its first core; unknown fields are empty."""
     fields: dict[str, str] = {}
     for line in _read(_PROC / "cpuinfo").splitlines():
         key, _, value = line.partition(":")
@@ -105,29 +98,27 @@ def cpu() -> Cpu:
     return Cpu(fields.get("model name", ""), cores, frozenset(flags.split()))
 
 
-def waited() -> float | None:
-    """Seconds that the threads of this process could have run and had no core, since they began; None if unknown.
-
-    The sum over threads of what the scheduler of Linux notes down (schedstat of proc(5)): other programs had the core.
-    """
+def cpu_wait_seconds() -> float | None:
+    """Return the seconds, summed over threads, in which this process was ready to run but had no core, or None."""
+    # Second field of schedstat (proc(5)).
     tasks = list((_PROC / "self/task").glob("*/schedstat"))
     fields = [_read(path).split() for path in tasks]
-    found = [int(words[1]) for words in fields if len(words) >= 2 and words[1].isdecimal()]
-    return sum(found) / 1e9 if found else None
+    waits = [int(words[1]) for words in fields if len(words) >= 2 and words[1].isdecimal()]
+    return sum(waits) / 1e9 if waits else None
 
 
 def resident() -> int:
-    """Bytes of main memory that this process holds now; 0 where /proc does not say."""
+    """Return the bytes of main memory that this process uses; 0 if unknown."""
     return _pairs(_PROC / "self/status").get("VmRSS", 0) * 1024
 
 
 def peak_resident() -> int:
-    """The most it held since it began, or since `reset_peak`."""
+    """Return the peak of `resident` since the process started or `reset_peak` was called."""
     return _pairs(_PROC / "self/status").get("VmHWM", 0) * 1024
 
 
 def reset_peak() -> bool:
-    """Let `peak_resident` begin anew; False where the kernel does not allow it (proc(5), clear_refs)."""
+    """Reset `peak_resident` to the current use; False if the kernel does not allow it (clear_refs, proc(5))."""
     try:
         (_PROC / "self/clear_refs").write_text("5")
     except OSError:
@@ -135,20 +126,18 @@ def reset_peak() -> bool:
     return True
 
 
-def trim(apart: int = 32 << 20) -> None:
-    """As `release_free_memory`, and from now on freed blocks of `apart` bytes or more go back at once.
-
-    glibc keeps smaller ones for later, in pieces (M_MMAP_THRESHOLD of mallopt(3)).
-    """
+def trim_heap(mmap_threshold: int = 32 << 20) -> None:
+    """Call `release_free_memory`, and return freed blocks of `mmap_threshold` bytes or more immediately from now on."""
+    # glibc caches smaller blocks in fragments (M_MMAP_THRESHOLD of mallopt(3)).
     if sys.platform == "linux":
         library = ctypes.CDLL(None)
         if hasattr(library, "malloc_trim"):  # musl has none
-            library.mallopt(-3, apart)
+            library.mallopt(-3, mmap_threshold)
             release_free_memory()
 
 
 def release_free_memory() -> None:
-    """Give memory that was freed back to the system (malloc_trim(3))."""
+    """Return freed memory to the system (malloc_trim(3))."""
     if sys.platform == "linux":
         library = ctypes.CDLL(None)
         if hasattr(library, "malloc_trim"):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from mycli.runtime.device.bandwidth import remember
+from mycli.runtime.device.bandwidth import record_bandwidth
 from mycli.runtime.device.placement import free_memory
 from mycli.runtime.device.probe import cpu_name
 from mycli.runtime.diagnostics.memory_check import MemoryMeter
@@ -228,4 +228,4 @@ def measure_device(device: torch.device, state: Path, seen: float = 0.0) -> tupl
     """Return the name of `device` and the best GB/s ever measured or `seen` on it; stored in `state` for estimates."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
     measured = measure_bandwidth(device, min(MEASURED_BYTES, free_memory(device) // 4))
-    return name, remember(state, name, max(measured, seen))
+    return name, record_bandwidth(state, name, max(measured, seen))

@@ -1,15 +1,14 @@
-"""What a code of a packed weight stands for: an integer around zero, or an entry of a table of 16 or 256 values.
-
-E4M3, E5M2 and E2M1 follow OCP's "8-bit Floating Point Specification" and "Microscaling Formats"; NF4 is that of QLoRA
-(arXiv 2305.14314), FP4 the one of bitsandbytes, whose order is its own. Does not know scales or where codes come from.
-"""
+"""Values of the codes of packed weights: signed integers, or entries of tables of 16 or 256 values."""
 
 import torch
 from torch import Tensor
 
 from mycli.runtime.quantization.scheme import Packing
 
-# Quantiles of a normal distribution, as published with QLoRA; every value is an fp32.
+# E4M3, E5M2 and E2M1 follow OCP's "8-bit Floating Point Specification" and "Microscaling Formats", NF4 is QLoRA's
+# (arXiv 2305.14314), FP4 is bitsandbytes', which has an order of its own.
+
+# Quantiles of a normal distribution, as published with QLoRA; every value is exact in fp32.
 _NF4 = (
     -1.0,
     -0.6961928009986877,
@@ -34,7 +33,7 @@ _FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 def code_table(packing: Packing) -> Tensor:
-    """The value of every code, fp32 [2^bits]; NaN for the codes of 8-bit floats that are none."""
+    """Return the value of every code, fp32 [2^bits]; some codes of 8-bit floats are NaN."""
     if packing.codes == "int":
         return torch.arange(1 << packing.bits, dtype=torch.float32) - (1 << (packing.bits - 1))
     if packing.codes in _FLOAT8:
@@ -46,7 +45,7 @@ def code_table(packing: Packing) -> Tensor:
 
 
 def code_values(codes: Tensor, packing: Packing, dtype: torch.dtype) -> Tensor:
-    """Codes uint8 [N, K] to their values in `dtype`, exact where that holds them."""
+    """Return the values of codes uint8 [N, K] in `dtype`, exact if it can represent them."""
     if packing.codes == "int":
         return codes.to(dtype) - (1 << (packing.bits - 1))
     if packing.codes in _FLOAT8:

@@ -1,9 +1,4 @@
-"""A number format of weights: bits, groups and scales, its sizes and its name.
-
-Knows sizes, not bits: the codes themselves are in `runtime.quantization.packed_weight`, what they stand for in
-`runtime.quantization.codes`, and how a folder describes and stores them in `runtime.checkpoint.formats`. Does not
-import torch.
-"""
+"""`Packing`, the number format of quantized weights: bits, groups and scales, its sizes and its name; without torch."""
 
 import re
 from dataclasses import dataclass, replace
@@ -12,13 +7,14 @@ from typing import Literal
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.utils.dtypes import BY_NAME, Dtype
 
-BITS = (8, 4, 3, 2)  # that quantizing writes; 5, 6 and 7 are read
+BITS = (8, 4, 3, 2)  # written by `quant`; 5, 6 and 7 bits are only read
 GROUP_SIZES = (32, 64, 128)
-NF4_GROUP = 64  # of QLoRA
-OWN_LAYOUT = "compressed_tensors"  # of `checkpoint.formats`, that quantizing writes
-NF4_LAYOUT = "bitsandbytes"  # the other one that it writes
-# What a code stands for: a signed integer, or an entry of a table: of 8-bit floats, of E2M1 (the FP4 of OCP's MX and of
-# NVIDIA), of QLoRA's NF4, of bitsandbytes' FP4.
+NF4_GROUP = 64  # QLoRA's
+# The layouts of `checkpoint.formats` that `quant` writes.
+OWN_LAYOUT = "compressed_tensors"
+NF4_LAYOUT = "bitsandbytes"
+# The kind of codes: signed integers, or a table: 8-bit floats, E2M1 (the FP4 of OCP's MX and of NVIDIA), QLoRA's NF4,
+# bitsandbytes' FP4.
 Codes = Literal["int", "e4m3", "e5m2", "e2m1", "nf4", "fp4"]
 _OFFSET_BYTES, _INDEX_BYTES = 4, 4
 SUPER_BLOCK = 256  # inputs of a row that share the factors of their scales
@@ -27,36 +23,28 @@ _FACTOR_BYTES = 2  # fp16
 
 @dataclass(frozen=True)
 class Packing:
-    """Codes of `bits` bits with one signed scale per `group_size` inputs (None: per output row); see `PackedWeight`.
-
-    `codes`: what they stand for; `offsets`: an offset beside each scale; `permuted`: the columns are stored sorted by
-    group, with the input that each of them takes. `scale_dtype` of the scales in memory; None: the model's.
-    `super_blocks`: scales, and offsets beside them, are of a byte each times fp16 factors of `SUPER_BLOCK` inputs, and
-    may be held so.
-    """
+    """Codes with a signed scale per group of inputs; see `PackedWeight`."""
 
     bits: int
-    group_size: int | None
-    layout: str = OWN_LAYOUT  # which of `checkpoint.formats` its tensors lie in
-    offsets: bool = False
+    group_size: int | None  # inputs that share a scale; None: all of an output row
+    layout: str = OWN_LAYOUT  # the module of `checkpoint.formats` that reads its tensors
+    offsets: bool = False  # each scale has an offset
     codes: Codes = "int"
-    scale_dtype: Dtype | None = None
-    permuted: bool = False
-    super_blocks: bool = False
-    dialect: tuple[str | int, ...] = ()  # what else its layout has to know; nobody else reads it
+    scale_dtype: Dtype | None = None  # of the scales in memory; None: the model's
+    permuted: bool = False  # columns are stored sorted by group, with the index of their input
+    super_blocks: bool = False  # scales and offsets are one byte each, times fp16 factors of `SUPER_BLOCK` inputs
+    dialect: tuple[str | int, ...] = ()  # private to its layout
 
     @property
     def plain(self) -> bool:
-        """Whether it is one that quantizing writes, which every kernel takes."""
+        """Whether `quant` writes it as integers, which every kernel supports."""
         group = self.group_size is None or self.group_size in GROUP_SIZES
         return self.codes == "int" and self.bits in BITS and group and not self.offsets
 
     def on_gpu(self) -> "Packing | None":
-        """As kernels on a GPU hold the same numbers: codes of 5 to 7 bits in a byte, large groups as several, each
-        scale by itself.
-
-        None where they do not multiply it: a group that is no multiple of 16 would end within one of their steps.
-        """
+        """Return the packing in which GPU kernels store the same weights, or None if they do not support it."""
+        # Codes of 5 to 7 bits take a byte, large groups are split, and scales of super-blocks are expanded. A group
+        # that is not a multiple of 16 would end inside a step of the kernels.
         group = self.group_size
         fitting = [size for size in sorted((16, *GROUP_SIZES), reverse=True) if group and group % size == 0]
         if group is not None and not fitting:
@@ -65,7 +53,7 @@ class Packing:
         return replace(self, bits=bits, group_size=fitting[0] if fitting else None, super_blocks=False)
 
     def groups(self, in_features: int) -> int:
-        """Scales per output row. Raises ModelError where the group size does not divide `in_features`."""
+        """Return the scales per output row. Raises ModelError if the group size does not divide `in_features`."""
         if self.group_size is None:
             return 1
         if in_features % self.group_size:
@@ -76,11 +64,11 @@ class Packing:
         return in_features // self.group_size
 
     def words(self, in_features: int) -> int:
-        """int32 words per output row of codes."""
+        """Return the int32 words of an output row of codes."""
         return (in_features * self.bits + 31) // 32
 
     def bytes(self, out_features: int, in_features: int, scale_bytes: int = 2) -> int:
-        """Bytes of a weight in memory: words, scales of `scale_bytes` unless their dtype is known, offsets, order."""
+        """Return the bytes of a weight in memory; scales take `scale_bytes` unless the packing has a dtype for them."""
         scale = scale_bytes if self.scale_dtype is None else BY_NAME[self.scale_dtype].nbytes
         group = scale + (_OFFSET_BYTES if self.offsets else 0)
         scales = group * self.groups(in_features)
@@ -91,25 +79,22 @@ class Packing:
 
     @property
     def name(self) -> str:
-        """As in model names: int4-g128, int8-channel; of what others write also int4-g64-offset, e4m3-g128, nf4-g64."""
+        """The name used in model names: int4-g128, int8-channel, nf4-g64, int4-g64-offset, e4m3-g128."""
         kind = f"int{self.bits}" if self.codes == "int" else self.codes
         group = "channel" if self.group_size is None else f"g{self.group_size}"
         return f"{kind}-{group}" + ("-offset" if self.offsets else "") + ("-permuted" if self.permuted else "")
 
 
 def parse_packing(name: str) -> Packing:
-    """The inverse of `Packing.name` for what quantizing writes; a method in front (gptq-int4-g128) is allowed.
-
-    Raises UsageError listing what exists.
-    """
+    """Parse a `Packing.name` that `quant` writes, also with a method in front (gptq-int4-g128). Raises UsageError."""
     match = re.fullmatch(r"(?:[a-z]+-)?int([2348])(?:-(?:g(32|64|128)|channel))?", name)
     if not match:
         table = re.fullmatch(r"nf4(?:-g(32|64|128))?", name)
         if table:
             return Packing(4, int(table[1] or NF4_GROUP), NF4_LAYOUT, codes="nf4", scale_dtype="float32")
         raise UsageError(
-            f"{name}: not a quantization scheme",
-            "bits 8, 4, 3 or 2, and a group of 32, 64, 128 or channel: int4-g128, int8-channel; or nf4-g64",
+            f"unknown quantization scheme {name!r}",
+            "choose 8, 4, 3 or 2 bits and a group of 32, 64, 128 or channel: int4-g128, int8-channel; or nf4-g64",
         )
     bits, group, channel = int(match[1]), match[2], name.endswith("-channel")
     return Packing(bits, None if channel else int(group or 128))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mycli.cli.main import main
-from mycli.runtime.device.bandwidth import remembered
+from mycli.runtime.device.bandwidth import recorded_bandwidth
 from mycli.runtime.device.nvml import Gpu
 from mycli.runtime.device.probe import cpu_name
 from mycli.runtime.diagnostics import selftest as doctor
@@ -38,7 +38,7 @@ def test_healthy(capsys: pytest.CaptureFixture[str], state_dir: Path) -> None:
     assert "CPU kernel" in text and ("native" in text or "not available" in text)
     for part in ("torch 2.", "GiB free of", "20.0 GB/s", doctor.ANSWER, "int4-g128", "used", "relative error"):
         assert part in text, part
-    assert remembered(state_dir, cpu_name()) == 20
+    assert recorded_bandwidth(state_dir, cpu_name()) == 20
 
 
 @pytest.mark.parametrize("busy", ["before-the-checks", "after-them"])

@@ -13,7 +13,7 @@ import pytest
 from mycli.cli.main import main
 from mycli.runtime.checkpoint.formats.compressed_tensors import write_quantization
 from mycli.runtime.checkpoint.open_folder import open_model_folder
-from mycli.runtime.device.bandwidth import remember
+from mycli.runtime.device.bandwidth import record_bandwidth
 from mycli.runtime.device.probe import cpu_name
 from mycli.runtime.errors import ExitCode
 from mycli.runtime.quantization.scheme import Packing
@@ -97,7 +97,7 @@ def test_draft_batch_and_dtype_count(llama: str, capsys: pytest.CaptureFixture[s
 
 def test_a_measured_bandwidth_is_used(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert answer(capsys, "pico")["ceiling_tokens_per_second"] == []
-    remember(state, cpu_name(), 20)
+    record_bandwidth(state, cpu_name(), 20)
     found = answer(capsys, "pico")
     assert (found["bandwidth_gb_per_second"], found["bandwidth_source"]) == (20, "best measured here")
     assert [speed["depth"] for speed in found["ceiling_tokens_per_second"]] == [0, 2048]

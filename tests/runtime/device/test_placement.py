@@ -50,7 +50,7 @@ def machine(
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "F13-no-cuda-in-torch": ({"cuda": False}, "no CUDA"),
     "F13-old-driver": ({"driver": False}, "driver on your system is too old"),
-    "F13-old-gpu": ({"capability": (6, 1)}, "no code for sm_61, only from sm_75"),
+    "F13-old-gpu": ({"capability": (6, 1)}, "no code for sm_61, only for sm_75 and newer"),
 }
 
 
@@ -95,7 +95,7 @@ def test_a_gpu_is_used_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_shadow_is_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match="kept on GPUs only"):
+    with pytest.raises(UsageError, match="stored on GPUs only"):
         place(CONFIG, "cpu", dense_prefill_copy=True)
     machine(monkeypatch)
     assert place(CONFIG, dense_prefill_copy=True).dense_prefill_copy and not place(CONFIG).dense_prefill_copy
@@ -120,7 +120,7 @@ def test_float16_becomes_bf16_on_the_cpu_with_a_notice() -> None:
 @pytest.mark.parametrize("name", ["gpu", "cuda:x", "CPU"])
 def test_what_is_no_device_is_a_usage_error(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     machine(monkeypatch)
-    with pytest.raises(UsageError, match="not a device"):
+    with pytest.raises(UsageError, match="unknown device"):
         place(CONFIG, name)
 
 

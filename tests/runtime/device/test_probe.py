@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mycli.runtime.device import probe
-from mycli.runtime.device.bandwidth import remember
+from mycli.runtime.device.bandwidth import record_bandwidth
 from mycli.runtime.device.nvml import Gpu
 from mycli.runtime.device.probe import Target, cpu_name, find_target
 from mycli.runtime.errors import ResourceError, UsageError
@@ -34,7 +34,7 @@ def test_gpus(tmp_path: Path, device: str, place: str, free: int, bandwidth: flo
 
 
 def test_what_was_measured_wins_over_the_data_sheet(tmp_path: Path) -> None:
-    remember(tmp_path, "NVIDIA H200", 4300)
+    record_bandwidth(tmp_path, "NVIDIA H200", 4300)
     target = find("cuda:0", tmp_path, lambda: TWO)
     assert (target.bandwidth, target.bandwidth_source) == (4300, "best measured here")
 
@@ -44,7 +44,7 @@ def test_cpu(tmp_path: Path, device: str) -> None:
     target = find(device, tmp_path, list)
     assert (target.place, target.gpu, target.bandwidth, target.notes) == ("cpu", False, None, ())
     assert target.free > 0
-    remember(tmp_path, cpu_name(), 20)
+    record_bandwidth(tmp_path, cpu_name(), 20)
     assert find(device, tmp_path, list).bandwidth == 20
 
 

@@ -15,7 +15,7 @@ from scipy import stats
 from mycli.runtime.cache.batch import Batch
 from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.checkpoint.open_folder import open_model_folder
-from mycli.runtime.device.bandwidth import remembered
+from mycli.runtime.device.bandwidth import recorded_bandwidth
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.device.probe import cpu_name
 from mycli.runtime.diagnostics import throughput as bench
@@ -200,7 +200,7 @@ def test_what_a_device_reads_is_the_best_that_was_seen(
     for _ in measured[1:]:
         measure_device(CPU, tmp_path / "state")
     assert measure_device(CPU, tmp_path / "state", seen) == (cpu_name(), kept)
-    assert remembered(tmp_path / "state", cpu_name()) == kept
+    assert recorded_bandwidth(tmp_path / "state", cpu_name()) == kept
 
 
 def test_where_nothing_can_be_noted_down_it_is_measured_all_the_same(

@@ -32,5 +32,5 @@ def test_the_table_of_normal_quantiles_has_fp32_scales_in_memory() -> None:
 
 @pytest.mark.parametrize("name", ["nf4-channel", "nf4-g16", "nf3-g64", "int5-g32", "nf4-g64-offset", ""])
 def test_what_quantizing_does_not_write_is_no_scheme(name: str) -> None:
-    with pytest.raises(UsageError, match="not a quantization scheme"):
+    with pytest.raises(UsageError, match="unknown quantization scheme"):
         parse_packing(name)
