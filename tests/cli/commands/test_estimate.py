@@ -95,9 +95,9 @@ def test_draft_batch_and_dtype_count(llama: str, capsys: pytest.CaptureFixture[s
     assert larger["draft"] == 2 * 5_770_496 + 4 * 2048 * 6 * 2 * 2 * 64 * 2
 
 
-def test_a_measured_bandwidth_is_used(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_measured_bandwidth_is_used(state_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert answer(capsys, "pico")["ceiling_tokens_per_second"] == []
-    record_bandwidth(state, cpu_name(), 20)
+    record_bandwidth(state_dir, cpu_name(), 20)
     found = answer(capsys, "pico")
     assert (found["bandwidth_gb_per_second"], found["bandwidth_source"]) == (20, "best measured here")
     assert [speed["depth"] for speed in found["ceiling_tokens_per_second"]] == [0, 2048]

@@ -23,5 +23,5 @@ def test_the_head_follows_from_the_bytes() -> None:
 
 @pytest.mark.parametrize("head_dim", [-16, 0, 1, 8, 20, 72])
 def test_other_heads_are_refused(head_dim: int) -> None:
-    with pytest.raises(ModelError, match="multiples of 16"):
+    with pytest.raises(ModelError, match="a multiple of 16"):
         int4_bytes(head_dim)
