@@ -1,4 +1,4 @@
-"""What commands do before the first token: check, open a model, and print what a user should know about it."""
+"""Opens a model for a command and prints what a user should know about it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

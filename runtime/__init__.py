@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from mycli.runtime.open import open_model as open_model
     from mycli.runtime.sampling.params import SamplingParams as SamplingParams
 
-# Imported when first used: most commands need none of them, and they take as long to import as a command to run.
+# Imported on first use: light commands do not need these modules, which take longer to import than they run.
 _PUBLIC = {
     "EngineConfig": "mycli.runtime.engine.config",
     "OpenedModel": "mycli.runtime.open",

@@ -54,17 +54,13 @@ class OpenReport:
 
 
 class ReplyOptions(TypedDict, total=False):
-    """How to reply. `params`: by default those that the model recommends, or greedy decoding.
+    """How to reply."""
 
-    max_tokens: by default 512, or what the context has room for; stop: strings that end the reply; logprobs: number of
-    likeliest tokens to return at each position; raw: continue the text, without the chat template.
-    """
-
-    params: SamplingParams
-    max_tokens: int
-    stop: Sequence[str]
-    logprobs: int
-    raw: bool
+    params: SamplingParams  # default: those that the model recommends, or greedy decoding
+    max_tokens: int  # default: 512, or what the context has room for
+    stop: Sequence[str]  # strings that end the reply
+    logprobs: int  # number of likeliest tokens to return at each position
+    raw: bool  # continue the text, without the chat template
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,4 @@
-"""A model that speaks: runner, tokenizer, end tokens and sampling defaults of one folder, and its replies.
-
-Turns a prompt of ids into text until the model ends, a stop string appears or a limit is reached: one reply, streamed,
-or several side by side. Knows text; does not know commands, terminals or how the pieces are shown.
-"""
+"""Replies of an engine: one streamed as text or tokens, or many concurrently."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,11 +16,10 @@ from mycli.runtime.sampling.params import SamplingParams
 
 
 class Completion:
-    """One reply: iterate for its text as it becomes certain, then read what it was.
+    """One reply: iterate over it for pieces of text; the result is in the attributes.
 
-    The pieces joined are the whole `text`: whole characters only, nothing of a stop string, control tokens never shown.
-    `tokens` are the ids drawn without the end token, `logprobs` one for each where they were asked for;
-    `finish_reason` is None while it goes on, `error` what broke it off.
+    text: whole characters, without stop strings and control tokens; tokens: ids, without the end token; logprobs: one
+    per token, if requested; finish_reason: None until the end; error: if finish_reason is "error".
     """
 
     def __init__(
@@ -39,7 +34,7 @@ class Completion:
         grammar: Grammar | None = None,
         top: int | None = None,
     ) -> None:
-        """`limit` None fills the context; `top`: logprobs of so many tokens a place, None for no logprobs."""
+        """`limit`: None for the rest of the context; `top`: number of logprobs per token, None for none."""
         self.request = Request(tuple(prompt), sampling, limit, loaded.stop_ids, grammar, top)
         self.text = ""
         self.tokens: list[int] = []
@@ -50,16 +45,12 @@ class Completion:
         self._engine = engine
         self._reader = ReplyReader(loaded.tokenizer, stops)
 
-    def begin(self) -> int:
-        """Queue it: the number of its sequence. Raises UsageError for a prompt or a limit that does not fit."""
-        return self._engine.submit(self.request)
-
     def fail(self, error: UserError) -> None:
-        """It ends before it began."""
+        """End the reply before it is submitted."""
         self.error, self.finish_reason = error, "error"
 
     def take(self, output: SequenceOutput) -> str:
-        """Add one output of the engine; return the text it completes. Not to be called after `finish_reason` is set."""
+        """Add one output of the engine and return the text it completes. Raises nothing: see `error`."""
         _count_step(self.timing, self._engine, output)
         piece = self._reader.feed(output)
         self.text += piece.content
@@ -71,7 +62,7 @@ class Completion:
         return piece.content
 
     def __iter__(self) -> Iterator[str]:
-        number = self.begin()
+        number = self._engine.submit(self.request)
         try:
             while self.finish_reason is None:
                 for output in self._engine.step():
@@ -80,32 +71,31 @@ class Completion:
             if self.error is not None:
                 raise self.error
         finally:
-            self._engine.cancel(number)  # a consumer may leave; the step that tells is the next reply's
+            self._engine.cancel(number)  # the loop over the reply may have been left
 
 
 def complete_all(
     engine: Engine, groups: Iterable[Sequence[Completion]], together: int
 ) -> Iterator[Sequence[Completion]]:
-    """Every group of replies when all of it has ended, in the order given; `together` groups are under way at most.
+    """Yield each group of replies once all have ended, in order; at most `together` groups run concurrently.
 
-    The replies of a group are to one prompt, which is read once for all of them. One that cannot begin, or breaks off,
-    has its `error`.
+    The replies of a group have the same prompt, which is computed once. A reply that fails has an `error`.
     """
-    source, under_way = iter(groups), dict[int, Completion]()
+    source, running = iter(groups), dict[int, Completion]()
     order: deque[Sequence[Completion]] = deque()
     try:
         while True:
             for group in islice(source, together - len(order)):
                 order.append(group)
-                under_way.update(_begin(engine, group))
+                running.update(_begin(engine, group))
             if not order:
                 return
             if all(reply.finish_reason is not None for reply in order[0]):
                 yield order.popleft()
             else:
-                _step(engine, under_way)
+                _step(engine, running)
     finally:
-        for number in under_way:
+        for number in running:
             engine.cancel(number)
 
 
@@ -113,7 +103,7 @@ def _begin(engine: Engine, group: Sequence[Completion]) -> dict[int, Completion]
     if group[0].finish_reason is not None:
         return {}
     try:
-        number = group[0].begin()
+        number = engine.submit(group[0].request)
     except UserError as error:
         for reply in group:
             reply.fail(error)
@@ -121,30 +111,29 @@ def _begin(engine: Engine, group: Sequence[Completion]) -> dict[int, Completion]
     return dict(zip((number, *engine.branch(number, len(group) - 1)), group, strict=True))
 
 
-def _step(engine: Engine, under_way: dict[int, Completion]) -> None:
+def _step(engine: Engine, running: dict[int, Completion]) -> None:
     for output in engine.step():
-        reply = under_way.get(output.sequence)
+        reply = running.get(output.sequence)
         if reply is None:
             continue
         reply.take(output)
         if reply.finish_reason is not None:
-            del under_way[output.sequence]
-            engine.cancel(output.sequence)  # a stop string is not the engine's
+            del running[output.sequence]
+            engine.cancel(output.sequence)  # after a stop string, which the engine does not see
 
 
 def draw_samples(engine: Engine, replies: Sequence[Completion]) -> Sequence[Completion]:
-    """`replies` to one prompt, which is read once, side by side to their ends.
-
-    Raises UsageError for a prompt or a limit that does not fit, and the first error that breaks a reply off.
-    """
-    (drawn,) = complete_all(engine, [replies], 1)
-    for reply in drawn:
+    """Complete `replies` to one prompt concurrently. Raises the first error of a reply."""
+    for _ in complete_all(engine, [replies], 1):
+        pass
+    for reply in replies:
         if reply.error is not None:
             raise reply.error
-    return drawn
+    return replies
 
 
 def _count_step(timing: Timing, engine: Engine, output: SequenceOutput) -> None:
+    # The tokens of a step share its time; an end token took a step as well.
     timing.add(len(output.tokens) + (output.finish_reason == "stop"), engine.step_seconds)
     timing.cached = output.cached_tokens
     if engine.speculator is not None:
@@ -155,10 +144,7 @@ def _count_step(timing: Timing, engine: Engine, output: SequenceOutput) -> None:
 
 
 def stream(engine: Engine, request: Request, timing: Timing | None = None) -> Iterator[int]:
-    """The tokens of one reply as they come; `timing` is filled in. A consumer may leave at any token.
-
-    Raises UsageError for what can never be answered, and the error that breaks the reply off.
-    """
+    """Yield the tokens of one reply and fill in `timing`. Raises UserError if it is refused or fails."""
     number = engine.submit(request)
     try:
         reason = None
@@ -178,6 +164,6 @@ def stream(engine: Engine, request: Request, timing: Timing | None = None) -> It
 
 
 def generate(engine: Engine, request: Request) -> tuple[list[int], Timing]:
-    """The tokens of one reply, and what it took. Raises what `stream` raises."""
+    """Return the tokens of one reply and their timing. Raises what `stream` raises."""
     timing = Timing()
     return list(stream(engine, request, timing)), timing

@@ -1,4 +1,4 @@
-"""From a folder to a model that can run: every check that needs no memory first, then tensors straight into place."""
+"""Loads a model: the memory plan, checks that need no weights, then tensors directly into their place."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -34,10 +34,9 @@ def load_model(
     warn: Callable[[str | Declined], None] = lambda warning: None,
     expert_slots: int | None = None,
 ) -> ModelRunner:
-    """The model of `folder` on `placement`; `warn` is told what a person should know of the files.
+    """Load the weights of `folder`. `expert_slots`: experts per layer in memory, on the CPU; None for all.
 
-    `expert_slots`: experts of each layer that are in memory at a time, on the CPU; None for all. Raises ModelError for
-    anything the files and the config disagree on, and for weights that are NaN or infinite unless `allow_nonfinite`.
+    Raises ModelError if files and config disagree, and for NaN or infinite weights unless `allow_nonfinite`.
     """
     checkpoint = folder.checkpoint(allow_nonfinite=allow_nonfinite)
     for warning in folder.manifest.warnings:
@@ -48,8 +47,8 @@ def load_model(
     model.load(checkpoint, folder.packings, placement.device, placement.dtype)
     if folder.packings and placement.unpacked:
         warn(Declined("weights-unpacked", {"reason": placement.unpacked, "dtype": placement.dtype_name}))
-    for decoded in _decoded(folder, placement):
-        warn(decoded)
+    for slow in _unpacked_every_pass(folder, placement):
+        warn(slow)
     if placement.dense_prefill_copy and not placement.unpacked:
         model.keep_dense_copies()
     release_free_memory()  # the buffers that weights were read into: a tenth of a packed model
@@ -58,7 +57,7 @@ def load_model(
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """What a folder holds, loaded. `warnings` are for a person: fields dropped, no end token, and the like."""
+    """A model with its tokenizer, end tokens and sampling defaults, and what was wrong with its files."""
 
     runner: ModelRunner
     tokenizer: Tokenizer
@@ -68,6 +67,7 @@ class LoadedModel:
 
     @property
     def vocabulary_size(self) -> int:
+        # Rows that pad the head to a round number have no token and must not be sampled.
         vocabulary = self.tokenizer.vocabulary
         return max(index for index, token in enumerate(vocabulary) if token is not None) + 1
 
@@ -82,39 +82,38 @@ class LoadedModel:
         tokenizer: Tokenizer | None = None,
         expert_slots: int | None = None,
     ) -> "LoadedModel":
-        """Cheap checks first: a broken tokenizer is found before gigabytes are read. Raises ModelError.
+        """Load a model as `load_model` does. `warn` receives each warning immediately; `tokenizer`: if already open.
 
-        `tokenizer` is the folder's where it is open already; `warn` is told each of the `warnings` at once, and what
-        goes wrong while the model is used. `expert_slots`: as of `load_model`.
+        Raises ModelError.
         """
         config = folder.config
-        tokenizer = tokenizer or folder.tokenizer()
+        tokenizer = tokenizer or folder.tokenizer()  # before the weights: a broken one is found within milliseconds
         defaults, dropped = folder.generation
         ids, missing = stop_ids(defaults.eos, config.eos, tokenizer.eos, config.vocab_size)
         warnings: list[str | Declined] = []
 
-        def tell(warning: str | Declined) -> None:
+        def add(warning: str | Declined) -> None:
             warnings.append(warning)
             warn(warning)
 
         for text in (*dropped, *missing):
-            tell(text)
-        runner = load_model(folder, placement, allow_nonfinite=allow_nonfinite, warn=tell, expert_slots=expert_slots)
+            add(text)
+        runner = load_model(folder, placement, allow_nonfinite=allow_nonfinite, warn=add, expert_slots=expert_slots)
         return cls(runner, tokenizer, defaults, frozenset(ids), tuple(warnings))
 
 
-def _decoded(folder: ModelFolder, placement: Placement) -> list[Declined]:
+def _unpacked_every_pass(folder: ModelFolder, placement: Placement) -> list[Declined]:
     packed = ((linear, folder.packings.get(linear.name)) for linear in folder.config.linears())
     shapes = {(packing, spec.out_features, spec.in_features) for spec, packing in packed if packing is not None}
     device, dtype = placement.device, placement.dtype
-    ours, found = (TritonKernel if device.type == "cuda" else CpuKernel).name, dict[str, Declined]()
-    for packing, rows, columns in sorted(shapes, key=lambda one: (one[0].name, *one[1:])):
+    name, slow = (TritonKernel if device.type == "cuda" else CpuKernel).name, dict[str, Declined]()
+    for packing, rows, columns in sorted(shapes, key=lambda shape: (shape[0].name, *shape[1:])):
         kernel, declined = find_kernel(packing, rows, columns, device, dtype)
-        if kernel is not None and kernel.name == DequantizeKernel.name and packing.name not in found:
-            found[packing.name] = Declined(
-                "weights-decoded-every-pass", {"packing": packing.name, "kernel": ours, "reason": declined[ours]}
+        if kernel is not None and kernel.name == DequantizeKernel.name and packing.name not in slow:
+            slow[packing.name] = Declined(
+                "weights-decoded-every-pass", {"packing": packing.name, "kernel": name, "reason": declined[name]}
             )
-    return list(found.values())
+    return list(slow.values())
 
 
 def _packings(folder: ModelFolder, placement: Placement) -> Mapping[str, Packing]:
@@ -144,24 +143,23 @@ def _place_name(placement: Placement) -> str:
 def plan_memory(
     folder: ModelFolder, placement: Placement, engine: EngineConfig, draft: ModelFolder | None = None
 ) -> MemoryPlan:
-    """The context and the number of sequences to make caches for, after checking that everything fits the free memory.
+    """Choose the context, the number of sequences and the experts in memory so that everything fits.
 
-    Of experts that do not fit as many are planned as do, and the others read when they are chosen. `draft` has a cache
-    of its own. A context that is not asked for is the model's own, but at most `DEFAULT_CONTEXT`,
-    or less where memory is short; sequences that share their room then have less of it. Raises ResourceError with what
-    is needed, what is free and the smallest change that fits.
+    A context that is not set is the model's own, at most `DEFAULT_CONTEXT`, or less if memory is short. Raises
+    ResourceError with the bytes needed, the bytes free, and the smallest change that fits.
     """
-    asked = _plan(folder, placement, engine, draft)
+    requested = _plan(folder, placement, engine, draft)
     free = free_memory(placement.device)
-    plan = _shortened(asked, free, engine)
-    if engine.expert_bytes is not None or (estimate(plan).needed > free and can_stream_experts(asked)):
-        active = _shortened(with_active_experts(asked), free, engine)
+    plan = _shortened(requested, free, engine)
+    if engine.expert_bytes is not None or (estimate(plan).needed > free and can_stream_experts(requested)):
+        active = _shortened(with_active_experts(requested), free, engine)
         plan = with_fitting_experts(active, free, engine.expert_bytes, started=True)
     preflight(plan, free, _place_name(placement))
     return plan
 
 
 def _shortened(plan: MemoryPlan, free: int, engine: EngineConfig) -> MemoryPlan:
+    # Only what `engine` leaves open: first the context, then the full-length sequences that share the cache.
     if engine.context is None:
         fitting = longest_context(plan if engine.running is None else replace(plan, batch=1), free, started=True)
         plan = replace(plan, context=min(plan.context, max(fitting, SHORTEST_CONTEXT)))
@@ -173,9 +171,9 @@ def _shortened(plan: MemoryPlan, free: int, engine: EngineConfig) -> MemoryPlan:
 def out_of_memory(
     folder: ModelFolder, placement: Placement, engine: EngineConfig, draft: ModelFolder | None = None
 ) -> ResourceError:
-    """What to say when memory ran out although `plan_memory` found enough; what was loaded must be let go of before."""
+    """Return the error for running out of memory although `plan_memory` found enough. Free the model before."""
     if placement.device.type == "cuda":
         torch.cuda.empty_cache()
     plan = _plan(folder, placement, engine, draft)
-    free = free_memory(placement.device) + estimate(plan).runtime  # of this process, which has it already
+    free = free_memory(placement.device) + estimate(plan).runtime  # which this process already has
     return shortage(plan, free, _place_name(placement))

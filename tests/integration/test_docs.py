@@ -1,6 +1,9 @@
 """The documentation against the files: what contributing.md shows is there, and what architecture.md names exists."""
 
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 from tests.support.family_tables import written
 from tests.support.paths import ROOT
@@ -40,3 +43,18 @@ def test_the_tables_of_families_are_up_to_date() -> None:
     """`make docs` writes them."""
     text = (ROOT / "docs" / "families.md").read_text()
     assert written(text) == text
+
+
+def test_the_program_of_python_md_prints_what_its_comments_say(environment: dict[str, str], tmp_path: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS / "python.md").read_text(), re.S)
+    expected = re.findall(r"^ *print\(.*\)  # (.+)$", "".join(blocks), re.M)
+    assert len(blocks) >= 7 and len(expected) >= 7
+    done = subprocess.run(
+        [sys.executable, "-c", "".join(blocks)],
+        cwd=tmp_path,
+        env=environment | {"PYTHONPATH": str(ROOT / ".links")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.splitlines() == expected

@@ -65,6 +65,10 @@ def test_every_main_command_works_where_it_is_installed(kind: str, tmp_path: Pat
     found = subprocess.run(python, cwd=elsewhere, env=environment, capture_output=True, text=True).stdout.strip()
     assert (Path(found) / "pico").samefile(PICO) is (kind == "editable"), "another install was found"
 
+    program_text = f"from mycli.runtime import open_model; print(open_model('pico').generate('{QUESTION}').text)"
+    python = [str(program.parent / "python"), "-c", program_text]
+    assert ANSWER in subprocess.run(python, cwd=elsewhere, env=environment, capture_output=True, text=True).stdout
+
     mycli("quantize", "pico-draft", "--method", "rtn", "--report", "none", "-o", "small")
     assert ANSWER in mycli("run", "pico", QUESTION, "--temperature", "0")
     if kind == "editable":  # it has the files of the checkout, and each part of the package was found

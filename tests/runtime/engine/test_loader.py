@@ -187,7 +187,7 @@ def test_why_weights_are_decoded_is_told_at_load(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(registry.TritonKernel, "decline", lambda *_: Declined("untested-on-amd"))
     values = {"packing": "int4-g128", "kernel": "triton", "reason": Declined("untested-on-amd")}
-    assert load._decoded(packed, placement) == [Declined("weights-decoded-every-pass", values)]
+    assert load._unpacked_every_pass(packed, placement) == [Declined("weights-decoded-every-pass", values)]
 
 
 def test_threads_that_load_layers_are_on_the_models_device(monkeypatch: pytest.MonkeyPatch) -> None:
