@@ -129,7 +129,7 @@ def estimate_json(subject: EstimateSubject, ranks: int | None) -> dict[str, Any]
             "ceiling_tokens_per_second_without_hits": _from_disk(subject),
         }
     if (adapter := subject.folder.adapter) is not None:
-        found["adapter"] = {"merged": len(adapter.added) + len(adapter.instead), "file_bytes": adapter.nbytes}
+        found["adapter"] = {"merged": len(adapter.added) + len(adapter.replaced), "file_bytes": adapter.nbytes}
     more = _more_gpus(subject)
     if more is not None:
         found["more_gpus"] = {"context": more[0], "gpus": more[1], "command": more[2]}

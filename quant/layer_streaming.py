@@ -141,7 +141,7 @@ class StreamedModel:
     def expect(self, layer: int) -> None:
         """Have the system read one layer's tensors already; nothing waits for it, and nothing fails by it."""
         for name, _ in self.config.layer(layer).tensors():
-            self._checkpoint.expect(name)
+            self._checkpoint.prefetch(name)
 
     def batches(self, stream: Tensor) -> list[slice]:
         """Of the windows of `stream` [windows, context, hidden]: whole ones, about `at_once` tokens each."""

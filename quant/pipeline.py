@@ -150,8 +150,8 @@ def _quantize(
             run = model_card.identify(work.recipe, shown, origin.result(), placement, work.need.at_once)
             kept = stack.enter_context(WorkFolder(work_folder or default_work_folder(target), run))
             layers, tuning = _write_blocks(work, writer, shown, placement, kept, progress)
-        if work.folder.predictor is not None:
-            write_predictor(work.folder.predictor, writer)
+        if work.folder.mtp_head is not None:
+            write_predictor(work.folder.mtp_head, writer)
         for name, data in work.folder.companions().items():
             writer.add_file(name, data)
         writer.add_file("config.json", _config(work))
@@ -205,7 +205,7 @@ def _notes(
     notes: list[str] = (
         [] if work.stored is None else [f"made from weights of {work.stored}: what they lost cannot be recovered"]
     )
-    if work.folder.predictor is not None:
+    if work.folder.mtp_head is not None:
         notes.append("the head that predicts further tokens (mtp.*) is copied as it is")
     if shown is not None and shown.tokens < (widest := max(work.config.hidden_size, work.config.intermediate_size)):
         notes.append(f"calibrated on {shown.tokens} tokens, fewer than the {widest} inputs of a layer: use more")
@@ -261,7 +261,7 @@ def _config(work: QuantizationPlan) -> bytes:
     kept_inside = (linear for spec in work.config.layer_specs for linear in spec.unquantized)
     dense = (work.config.head(), *work.config.per_layer_linears()[1:], *kept_inside)
     kept = [linear.name for linear in dense if linear.name not in work.packings]
-    kept += ["re:^mtp[.]"] if work.folder.predictor is not None else []
+    kept += ["re:^mtp[.]"] if work.folder.mtp_head is not None else []
     values = {name: value for name, value in work.folder.raw.values.items() if name != "quantization"}  # of the source
     layout = formats.writable(work.packings)
     values["quantization_config"] = layout.write_quantization(work.packings, kept, work.config.dtype)

@@ -33,7 +33,7 @@ def write_tensors(
     with ThreadPoolExecutor(1) as aside:
         written: Future[None] | None = None
         for name, following in zip(names, [*names[1:], ""], strict=True):
-            source.checkpoint.expect(following)
+            source.checkpoint.prefetch(following)
             linear = name.removesuffix(".weight")
             if linear not in work.packings:  # they may be large: none is kept until the one before it is written
                 writer.write(name, source.read(name))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Self, TypedDict, Unpack, overload
 
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.open_folder import open_model_folder
-from mycli.runtime.checkpoint.prefetch import prefetch_files
+from mycli.runtime.checkpoint.stable_file import prefetch_files
 from mycli.runtime.device.system import resident
 from mycli.runtime.engine.config import MTP, NGRAM, EngineConfig
 from mycli.runtime.errors import Declined, ModelError, UsageError, UserError
@@ -329,11 +329,11 @@ def check_context(folder: ModelFolder, context: int | None) -> None:
 
 def mtp_head(folder: ModelFolder) -> ModelFolder:
     """Return the folder's multi-token prediction head. Raises ModelError if it has none."""
-    if folder.predictor is None:
+    if folder.mtp_head is None:
         kind = folder.config.model_type
         cause = f"{kind} models have none" if folder.config.mtp is None else "the folder has no mtp.* tensors"
         raise ModelError(f"no multi-token prediction head: {cause}", code="other-draft")
-    return folder.predictor
+    return folder.mtp_head
 
 
 def _draft_folder(folder: ModelFolder, draft: str | None, offline: bool) -> ModelFolder | None:

@@ -47,7 +47,7 @@ def _streamed(subject: EstimateSubject, engine: EngineConfig) -> EstimateSubject
         return subject
     measured = None
     with suppress(ModelError):  # where there are no weights yet, there is nothing to read
-        files = () if subject.folder.bare else subject.folder.manifest.files.values()
+        files = () if subject.folder.config_only else subject.folder.manifest.files.values()
         measured = read_rate(max(files, key=lambda file: file.size).path) if files else None
     disk = (ASSUMED, "assumed") if measured is None else (measured, "measured")
     return replace(subject, plan=found, disk=disk)

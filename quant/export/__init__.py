@@ -1,7 +1,7 @@
-"""Models in other programs' layouts: one file each, found by the name that is asked for. The file is the registry.
+"""Exports models to other programs' layouts, one module per target; the file name is the registry.
 
-A target is a module with the members of `ExportTarget`. What it can hold exactly it writes without asking; what it
-would have to round it refuses, unless rounding is asked for: then it says what was lost. Knows no target by name.
+A target has the members of `ExportTarget`. It refuses weights that its layout would round, unless `requantize` allows
+it; then it reports each tensor's error.
 """
 
 import importlib
@@ -19,7 +19,7 @@ from mycli.runtime.hub.resolve import Source
 
 @dataclass(frozen=True)
 class Rounded:
-    """A tensor that lost something: what it became, and its relative squared error."""
+    """A rounded tensor: the type it was written in, and its relative squared error."""
 
     name: str
     kind: str
@@ -28,9 +28,9 @@ class Rounded:
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written: where, how large, in how many tensors of which kind, and what was rounded.
+    """The result of an export: path, size, number of tensors of each type, and the rounded tensors.
 
-    `left_out`: what the layout has no place for.
+    `left_out`: parts of the model that the layout cannot hold.
     """
 
     path: Path
@@ -42,7 +42,7 @@ class Exported:
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """What is asked for. `variant` is the target's, "" for the one that keeps the most."""
+    """The arguments of an export. `variant` is one of the target's `VARIANTS`; "" for the one of least loss."""
 
     source: Source
     folder: ModelFolder
@@ -53,37 +53,37 @@ class ExportRequest:
 
 
 class ExportTarget(Protocol):
-    """What a module of this package offers."""
+    """The members of a target's module."""
 
     VARIANTS: Sequence[str]
 
     def export(self, request: ExportRequest, progress: ReportProgress) -> Exported:
-        """Write the model. Raises ModelError naming what the layout cannot hold, and what writing raises."""
+        """Write the model. Raises ModelError naming a tensor or field without a place in the layout."""
         ...
 
 
 def targets() -> list[str]:
-    """The names of the targets."""
+    """Return the names of all targets."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
 
 
 def find_export_target(name: str) -> tuple[ExportTarget, str]:
-    """Module and variant of `NAME[:VARIANT]`. Raises UsageError listing what there is."""
+    """Parse `NAME[:VARIANT]` and import the target. Raises UsageError listing the choices."""
     kind, colon, variant = name.partition(":")
     if kind in targets():
         module = cast(ExportTarget, importlib.import_module(f"{__name__}.{kind}"))
         if not colon or variant in module.VARIANTS:
             return module, variant
-        known = ", ".join(f"{kind}:{each}" for each in module.VARIANTS) or kind
-        raise UsageError(f"{name}: not a kind of {kind}", f"choose from: {known}")
-    raise UsageError(f"{name}: not a layout that can be written", f"choose from: {', '.join(targets())}")
+        known = ", ".join(f"{kind}:{variant}" for variant in module.VARIANTS) or kind
+        raise UsageError(f"{name}: not a variant of {kind}", f"choose from: {known}")
+    raise UsageError(f"{name}: not a layout that export can write", f"choose from: {', '.join(targets())}")
 
 
-def without_predictor(folder: ModelFolder) -> tuple[str, ...]:
-    """As `Exported.left_out`, where a layout has no place for the head that predicts further tokens."""
-    return () if folder.predictor is None else ("the head that predicts further tokens (mtp.*)",)
+def without_mtp_head(folder: ModelFolder) -> tuple[str, ...]:
+    """Return `Exported.left_out` for a layout without MTP heads."""
+    return () if folder.mtp_head is None else ("the MTP head (mtp.*)",)
 
 
 def would_round(name: str, what: str, code: str = "requantize") -> ModelError:
-    """The error for a tensor that the layout cannot hold exactly."""
+    """Return the error for a tensor that the layout cannot hold exactly."""
     return ModelError(f"{name}: {what}", code=code)

@@ -1,4 +1,4 @@
-"""A model folder of another layout: planned tensors, config.json, the small files, and a record of where it is from."""
+"""Writes a model folder in another layout: planned tensors, config.json, companions and a record of its source."""
 
 import json
 from collections import Counter
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from mycli.quant import model_card
-from mycli.quant.export import Exported, ExportRequest, Rounded, without_predictor, would_round
-from mycli.quant.export._weights import Weights, lost_by_scales
+from mycli.quant.export import Exported, ExportRequest, Rounded, without_mtp_head, would_round
+from mycli.quant.export._weights import Weights, fp16_scale_error
 from mycli.quant.planning.plan import check_target
 from mycli.quant.progress import ReportProgress
 from mycli.runtime.checkpoint.open_folder import open_model_folder
@@ -29,20 +29,20 @@ def write_folder(
     config: Mapping[str, Any],
     fill: Callable[[CheckpointWriter], None],
 ) -> int:
-    """Write `tensors` by `fill`, and `config` in place of what the source says of its layout; returns the bytes.
+    """Write the planned `tensors` by `fill`, with `config` instead of the source's quantization; returns the bytes.
 
-    Nothing appears before all is written and our own reader has taken it. Raises what writing raises, and UsageError
-    for a target that holds other things.
+    The folder appears after our own reader has checked it. Raises what writing raises, and UsageError for a target
+    folder with other files.
     """
     check_target(request.target, request.overwrite)
     folder = request.folder
-    kept = {name: value for name, value in folder.raw.values.items() if name not in _QUANTIZED}
+    fields = {name: value for name, value in folder.raw.values.items() if name not in _QUANTIZED}
     source = folder.path if folder.path.is_dir() else None
     with CheckpointWriter(request.target, tensors, overwrite=request.overwrite, source=source) as writer:
         fill(writer)
         for name, data in folder.companions().items():
             writer.add_file(name, data)
-        writer.add_file("config.json", _json({**kept, **config}))
+        writer.add_file("config.json", _json({**fields, **config}))
         open_model_folder(writer.folder).checked_manifest()
         written = model_card.digests(path for path in writer.folder.iterdir() if path.is_file())
         origin = {"name": request.source.label, "revision": request.source.revision}
@@ -65,9 +65,9 @@ def write_symmetric(
     settings: Mapping[str, Any],
     progress: ReportProgress,
 ) -> Exported:
-    """Write a layout whose scales are float16: each packed linear as its `planned` tensors, made by `parts`.
+    """Write a layout with fp16 scales: `parts` makes the `planned` tensors of each packed linear.
 
-    `settings` become `quantization_config`. Raises ModelError for scales that would be rounded, unless that is asked.
+    `settings` become `quantization_config`. Raises ModelError for scales that fp16 would round, unless `requantize`.
     """
     config, weights = request.folder.config, Weights(request.folder)
     rounded: list[Rounded] = []
@@ -86,9 +86,9 @@ def write_symmetric(
                 writer.write(name, weights.dense(name))
             else:
                 weight = weights.packed(name)
-                error = lost_by_scales(weight)
+                error = fp16_scale_error(weight)
                 if error and not request.requantize:
-                    raise would_round(name, f"its scales are not float16, which {layout} needs")
+                    raise would_round(name, f"its scales are not float16 values, which {layout} needs")
                 if error:
                     rounded.append(Rounded(name, layout, error))
                 for part, tensor in parts(weight).items():
@@ -101,28 +101,28 @@ def write_symmetric(
         nbytes,
         Counter(packing.name for packing in weights.packings.values()),
         rounded,
-        without_predictor(request.folder),
+        without_mtp_head(request.folder),
     )
 
 
 def only_packing(request: ExportRequest, layout: str) -> Packing:
-    """The packing that all linears of the blocks share: integers without offsets, in an order of their own.
+    """Return the packing that all linears of the layers share: symmetric integers, not permuted.
 
-    Raises ModelError for a model that is not quantized, or not so.
+    Raises ModelError for any other model.
     """
     packings = request.folder.packings
     if not packings:
-        raise ModelError(f"the model is not quantized, as {layout} must be", code="quantize-first")
+        raise ModelError(f"the model is not quantized, which {layout} needs", code="quantize-first")
     linears = [spec.name for spec in request.folder.config.linears() if spec.name != "lm_head"]
     dense = [name for name in linears if name not in packings]
     if dense or any(name not in linears and name != "lm_head" for name in packings):
         raise ModelError(
-            f"{(dense or ['the embedding'])[0]}: {layout} holds all linears quantized, and nothing else", ""
+            f"{(dense or ['the embedding'])[0]}: {layout} needs all linears quantized, and nothing else", ""
         )
-    found = {(packing.bits, packing.group_size) for packing in packings.values()}
+    widths = {(packing.bits, packing.group_size) for packing in packings.values()}
     first = next(iter(packings.values()))
-    if len(found) > 1:
-        raise ModelError(f"linears of {len(found)} widths or groups, of which {layout} holds one", "")
+    if len(widths) > 1:
+        raise ModelError(f"linears have {len(widths)} different widths or groups; {layout} needs the same for all", "")
     if any(packing.offsets or packing.permuted or packing.codes != "int" for packing in packings.values()):
         raise ModelError(f"{first.name} weights: {layout} holds symmetric integers only", "")
     return first

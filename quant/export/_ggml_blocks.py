@@ -1,8 +1,7 @@
-"""Blocks of ggml from weights: without loss from packed groups, or rounded from any values.
+"""Encodes weights as ggml blocks: without loss from packed groups, or rounded from any values.
 
-Levels and scales are laid out as ggml-common.h says; rounding is that of ggml's reference for Q4_0 and Q8_0 (bit for
-bit), and for Q4_K a search over the scale of each group of 32 with nested scales of six bits, as llama.cpp makes them.
-Tensors in, tensors out: no files.
+The layout is that of ggml-common.h. Rounding equals ggml's reference bit for bit for Q4_0 and Q8_0; Q4_K searches the
+scale of each group of 32 and rounds scales to six bits, as llama.cpp does.
 """
 
 import torch
@@ -11,40 +10,39 @@ from torch import Tensor
 from mycli.runtime.quantization.packed_weight import PackedWeight, unpack
 
 GROUP = 32
-_SUPER = 8  # groups of a block of Q4_K
-_STEPS = 21  # scales tried for a group of Q4_K
+_SUPER = 8  # groups in a Q4_K block
+_STEPS = 21  # scales tried per group of Q4_K
 
 
 def _bytes(values: Tensor) -> Tensor:
-    """fp16 [...] as uint8 [..., 2]."""
     return values.unsqueeze(-1).contiguous().view(torch.uint8)
 
 
 def _nibbles(levels: Tensor) -> Tensor:
-    """Levels 0..15 [..., 32] to uint8 [..., 16]: the first half of a group in the low bits, the second in the high."""
+    # The first half of a group goes to the low bits, the second half to the high bits.
     stored = levels.to(torch.uint8)
     return stored[..., :16] | stored[..., 16:] << 4
 
 
 def q4_0(levels: Tensor, scales: Tensor) -> Tensor:
-    """Levels -8..7 [n, 32] and fp16 scales [n] to blocks uint8 [n, 18]."""
+    """Encode levels -8..7 [n, 32] and fp16 scales [n] as blocks uint8 [n, 18]."""
     return torch.cat([_bytes(scales), _nibbles(levels + 8)], dim=-1)
 
 
 def q4_1(levels: Tensor, scales: Tensor, minima: Tensor) -> Tensor:
-    """Levels 0..15 [n, 32], fp16 scales and minima [n] to blocks uint8 [n, 20]."""
+    """Encode levels 0..15 [n, 32], fp16 scales and minima [n] as blocks uint8 [n, 20]."""
     return torch.cat([_bytes(scales), _bytes(minima), _nibbles(levels)], dim=-1)
 
 
 def q8_0(levels: Tensor, scales: Tensor) -> Tensor:
-    """Levels -128..127 [n, 32] and fp16 scales [n] to blocks uint8 [n, 34]."""
+    """Encode levels -128..127 [n, 32] and fp16 scales [n] as blocks uint8 [n, 34]."""
     return torch.cat([_bytes(scales), levels.to(torch.int8).contiguous().view(torch.uint8)], dim=-1)
 
 
 def from_packed(weight: PackedWeight, kind: str) -> tuple[Tensor, bool] | None:
-    """The rows of a packed weight in blocks of Q4_0, Q4_1 or Q8_0, and whether they mean exactly the same.
+    """Encode a packed weight as blocks of Q4_0, Q4_1 or Q8_0; the flag tells whether values are exactly equal.
 
-    None where that type cannot hold such groups. Scales that are no float16 are rounded, which is not the same.
+    None if the type cannot hold such groups. Scales and minima are rounded to fp16.
     """
     packing, columns = weight.packing, weight.in_features
     size = columns // packing.groups(columns)
@@ -56,18 +54,18 @@ def from_packed(weight: PackedWeight, kind: str) -> tuple[Tensor, bool] | None:
     codes = unpack(weight.packed, packing.bits, columns).to(torch.int16).view(-1, GROUP)
     exact_scales = weight.scales.float().repeat_interleave(size // GROUP, dim=1).flatten()
     scales = exact_scales.to(torch.float16)
-    same = bool((scales.float() == exact_scales).all())
+    exact = bool((scales.float() == exact_scales).all())
     if kind == "Q4_1":
         assert weight.offsets is not None
-        wanted = (
+        exact_minima = (
             weight.offsets.double().repeat_interleave(size // GROUP, dim=1).flatten() - half * exact_scales.double()
         )
-        minima = wanted.to(torch.float16)
+        minima = exact_minima.to(torch.float16)
         blocks = q4_1(codes, scales, minima)
-        same = same and bool((minima.double() == wanted).all())
+        exact = exact and bool((minima.double() == exact_minima).all())
     else:
         blocks = (q4_0 if kind == "Q4_0" else q8_0)(codes - half, scales)
-    return blocks.view(weight.out_features, -1), same
+    return blocks.view(weight.out_features, -1), exact
 
 
 def _inverse(scales: Tensor) -> Tensor:
@@ -75,7 +73,7 @@ def _inverse(scales: Tensor) -> Tensor:
 
 
 def round_q4_0(values: Tensor) -> Tensor:
-    """fp32 [n, 32] to blocks: the value of largest size becomes level -8."""
+    """Round fp32 [n, 32] to blocks: the value of largest magnitude becomes level -8."""
     largest = values.gather(-1, values.abs().argmax(-1, keepdim=True))
     scales = largest / -8
     levels = torch.trunc(values * _inverse(scales) + 8.5).clamp(0, 15)
@@ -83,7 +81,7 @@ def round_q4_0(values: Tensor) -> Tensor:
 
 
 def round_q8_0(values: Tensor) -> Tensor:
-    """fp32 [n, 32] to blocks: the largest size becomes level 127; halves are rounded away from zero."""
+    """Round fp32 [n, 32] to blocks: the largest magnitude becomes level 127; halves round away from zero."""
     scales = values.abs().amax(-1, keepdim=True) / 127
     scaled = values * _inverse(scales)
     sizes = scaled.abs()
@@ -93,10 +91,8 @@ def round_q8_0(values: Tensor) -> Tensor:
 
 
 def _affine_search(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale and minimum (at most 0) of each group [..., 32] for levels 0..15, of least weighted squared error.
-
-    Weights favour large values. For each scale tried, scale and minimum are then fitted to the levels (least squares).
-    """
+    # Scale and minimum (at most 0) of each group [..., 32] for levels 0..15, of least weighted squared error. Weights
+    # favour large values; for the levels of each scale tried, scale and minimum are fitted by least squares.
     weights = values.square().mean(-1, keepdim=True).sqrt() + values.abs()
     low = values.amin(-1, keepdim=True).clamp(max=0)
     span = (values.amax(-1, keepdim=True) - low).clamp(min=1e-30)
@@ -119,7 +115,7 @@ def _affine_search(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def round_q4_k(values: Tensor) -> Tensor:
-    """fp32 [n, 256] to blocks uint8 [n, 144]."""
+    """Round fp32 [n, 256] to blocks uint8 [n, 144]."""
     groups = values.view(-1, _SUPER, GROUP)
     scales, minima = _affine_search(groups)
     nested, coarse = _nest(scales), _nest(-minima)
@@ -132,12 +128,12 @@ def round_q4_k(values: Tensor) -> Tensor:
 
 
 def _nest(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Values >= 0 [n, 8] as integers 0..63 and an fp16 scale [n] for all of them."""
+    # Values >= 0 [n, 8] as integers 0..63 times an fp16 factor [n].
     unit = (values.amax(-1) / 63).to(torch.float16)
     return (values * _inverse(unit.float()).unsqueeze(-1)).round().clamp(0, 63), unit
 
 
 def _six_bits(scales: Tensor, minima: Tensor) -> Tensor:
-    """Eight scales and eight minima of six bits [n, 8] in the 12 bytes of a block."""
+    # Eight scales and eight minima of six bits [n, 8] in the 12 bytes of a block.
     low = [part[:, :4] | part[:, 4:] >> 4 << 6 for part in (scales, minima)]
     return torch.cat([*low, scales[:, 4:] & 15 | (minima[:, 4:] & 15) << 4], dim=-1)

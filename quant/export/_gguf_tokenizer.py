@@ -1,6 +1,6 @@
-"""A tokenizer.json as the metadata of a GGUF file: the inverse of `runtime.tokenizer.gguf_tokenizer`.
+"""Turns tokenizer.json into GGUF metadata, the inverse of `runtime.tokenizer.gguf_tokenizer`.
 
-Byte-level BPE only, cut by a rule that llama.cpp has a name for; anything else is refused.
+Only byte-level BPE with a pre-tokenizer that llama.cpp has a name for; any other is refused.
 """
 
 from collections.abc import Mapping
@@ -14,19 +14,20 @@ from mycli.runtime.utils.json_fields import Fields
 
 
 def _unsupported(reason: str) -> ModelError:
-    """The error for a tokenizer that no GGUF file can hold."""
-    return ModelError(f"tokenizer.json: {reason}", "llama.cpp has no rule for it; its own converter may know the model")
+    return ModelError(
+        f"tokenizer.json: {reason}, which cannot be written as GGUF", "llama.cpp's own converter may support the model"
+    )
 
 
 def tokenizer_metadata(raw: Fields, settings: Fields, rows: int) -> dict[str, Any]:
-    """The inverse: `tokenizer.*` keys for a tokenizer.json of a model of `rows` embeddings, without the template.
+    """Return the `tokenizer.*` keys, except the chat template, for a model with `rows` embeddings.
 
-    Byte-level BPE only, cut by a rule that llama.cpp names. Raises ModelError for any other.
+    Raises ModelError for a tokenizer that GGUF cannot hold.
     """
     model = raw.object("model")
     vocabulary = model.values.get("vocab")
     if model.text("type", "BPE") != "BPE" or not isinstance(vocabulary, dict) or model.boolean("byte_fallback", False):
-        raise _unsupported("not byte-level BPE")
+        raise _unsupported("the model is not byte-level BPE")
     whole = model.boolean("ignore_merges", False)
     steps = [{key: raw.values.get(key) for key in ("normalizer", "pre_tokenizer")}]
     name = next(
@@ -34,37 +35,37 @@ def tokenizer_metadata(raw: Fields, settings: Fields, rows: int) -> dict[str, An
         None,
     )
     if name is None:
-        raise _unsupported("it cuts text by a rule of its own")
+        raise _unsupported("the pre-tokenizer is not one of llama.cpp's")
     tokens = [f"[PAD{index}]" for index in range(rows)]
     types = [UNUSED] * rows
     for text, index in vocabulary.items():
         tokens[index], types[index] = text, NORMAL
     for token in raw.array("added_tokens", dict):
         if token.get("lstrip") or token.get("rstrip") or token.get("single_word"):
-            raise _unsupported(f"the token {token['content']!r:.60} takes the spaces around it")
+            raise _unsupported(f"the token {token['content']!r:.60} strips spaces or matches whole words")
         tokens[token["id"]], types[token["id"]] = token["content"], CONTROL if token.get("special") else USER
     pairs: list[Any] = model.array("merges", object, MAX_TOKENS)
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in pairs]
-    found: dict[str, Any] = {
+    keys: dict[str, Any] = {
         ggml_key("model"): "gpt2",
         ggml_key("pre"): name,
         ggml_key("tokens"): tokens,
         ggml_key("token_type"): types,
         ggml_key("merges"): merges,
     }
-    wrapped = _wrapped(raw)
+    added = _added_ends(raw)
     for part in ("bos", "eos"):
-        found[ggml_key(f"add_{part}_token")] = part in wrapped
+        keys[ggml_key(f"add_{part}_token")] = part in added
     for setting, key in SPECIAL_IDS.items():
         value = settings.values.get(setting)
         text = value.get("content") if isinstance(value, dict) else value
         if isinstance(text, str) and text in tokens:
-            found[ggml_key(f"{key}_token_id")] = tokens.index(text)
-    return found
+            keys[ggml_key(f"{key}_token_id")] = tokens.index(text)
+    return keys
 
 
 def _same(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
-    """Whether two pairs of sections cut text in the same way: a sequence of one is that one, and order is kept."""
+    # Nested sequences are flattened: one with a single step equals that step.
     return _flat(ours["normalizer"], "normalizers") == _flat(theirs["normalizer"], "normalizers") and _flat(
         ours["pre_tokenizer"], "pretokenizers"
     ) == _flat(theirs["pre_tokenizer"], "pretokenizers")
@@ -75,16 +76,16 @@ def _flat(part: Any, key: str) -> list[dict[str, Any]]:
         return []
     if part.get("type") == "Sequence":
         return [step for child in part.get(key, []) for step in _flat(child, key)]
-    if part.get("type") == "ByteLevel":  # offsets are nobody's concern here
+    if part.get("type") == "ByteLevel":  # offsets do not change tokens
         return [{"add_prefix_space": True, "use_regex": True, **part, "trim_offsets": None}]
     return [part]
 
 
-def _wrapped(raw: Fields) -> set[str]:
-    """Which of "bos" and "eos" the post-processor puts around a text. Raises ModelError for anything else it does."""
+def _added_ends(raw: Fields) -> set[str]:
+    # Which of "bos" and "eos" the post-processor adds to a text; GGUF has no key for anything else.
     part = raw.values.get("post_processor")
     steps = _flat(part, "processors")
-    found: set[str] = set()
+    ends: set[str] = set()
     for step in steps:
         if step.get("type") == "ByteLevel":
             continue
@@ -92,7 +93,7 @@ def _wrapped(raw: Fields) -> set[str]:
             raise _unsupported(f"the post-processor {step.get('type')!r:.40}")
         pieces = ["SpecialToken" if "SpecialToken" in piece else "text" for piece in step["single"]]
         if pieces.count("text") != 1 or len(pieces) > 3 or pieces.index("text") > 1:
-            raise _unsupported("it puts more than a start and an end token around a text")
+            raise _unsupported("the post-processor adds more than one token before and one after a text")
         at = pieces.index("text")
-        found |= ({"bos"} if at else set()) | ({"eos"} if at + 1 < len(pieces) else set())
-    return found
+        ends |= ({"bos"} if at else set()) | ({"eos"} if at + 1 < len(pieces) else set())
+    return ends

@@ -1,4 +1,4 @@
-"""The weights of a model as a target wants them: packed where they are, dense where asked, one at a time."""
+"""Reads the weights of a model for export, packed or dense, one at a time."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,7 +17,7 @@ _CPU = torch.device("cpu")
 
 
 class Weights:
-    """Reads the tensors of a folder. Raises ModelError for anything the files and the config disagree on."""
+    """Reads the tensors of a folder by name. Raises ModelError if files and config disagree."""
 
     def __init__(self, folder: ModelFolder) -> None:
         self.checkpoint = folder.checkpoint()
@@ -26,16 +26,16 @@ class Weights:
         self.linears: Mapping[str, LinearSpec] = {f"{spec.name}.weight": spec for spec in folder.config.linears()}
 
     def packing(self, name: str) -> Packing | None:
-        """How the tensor is packed; None for a dense one."""
+        """Return the packing of a tensor; None for a dense one."""
         return self.packings.get(name.removesuffix(".weight"))
 
     def packed(self, name: str) -> PackedWeight:
-        """A packed weight, as it is."""
+        """Read a packed weight."""
         spec = self.linears[name]
         return read_weight(self.checkpoint, [spec], self.packings[spec.name], _CPU)
 
     def dense(self, name: str) -> Tensor:
-        """A tensor as stored, or the values of a packed one, fp32 and exact."""
+        """Read a dense tensor as stored, or the exact fp32 values of a packed one."""
         packing = self.packing(name)
         if packing is None:
             return self.checkpoint.read(name)
@@ -47,20 +47,21 @@ class Weights:
         return exact_values(self.packed(name))
 
     def stored_dtype(self, name: str) -> torch.dtype:
-        """Of a dense tensor, or of what a packed one means where it is asked for densely."""
+        """Return the dtype of a dense tensor, or the dtype of a packed tensor's scales."""
         packing = self.packing(name)
         return self.checkpoint.dtype(name) if packing is None else torch_dtype(packing.scale_dtype or self._dtype)
 
-    def meant(self, name: str) -> Tensor:
-        """A tensor as its layout defines its values: compressed-tensors rounds products to the dtype of the scales."""
+    def defined_values(self, name: str) -> Tensor:
+        """Read a tensor's values by the definition of its layout."""
+        # compressed-tensors alone defines values as products rounded to the dtype of the scales.
         packing = self.packing(name)
         if packing is None or packing.layout != "compressed_tensors" or name not in self.linears:
             return self.dense(name)
         return read_dense(self.checkpoint, self.linears[name], self.packings, _CPU)
 
 
-def lost_by_scales(weight: PackedWeight) -> float:
-    """The relative squared error of a weight whose scales become float16; 0 where they are."""
+def fp16_scale_error(weight: PackedWeight) -> float:
+    """Return the relative squared error of rounding a weight's scales to fp16."""
     halves = weight.scales.to(torch.float16).to(torch.float32)
     if torch.equal(halves, weight.scales.float()):
         return 0.0
@@ -68,7 +69,7 @@ def lost_by_scales(weight: PackedWeight) -> float:
 
 
 def exact_values(weight: PackedWeight) -> Tensor:
-    """What a packed weight means, fp32 [out_features, in_features], without a rounding to the dtype of its scales."""
+    """Return the values of a packed weight, fp32 [out_features, in_features], not rounded to the scales' dtype."""
     out = torch.empty(weight.out_features, weight.in_features)
     for rows, values in dequantize_rows(replace(weight, scales=weight.scales.float())):
         out[rows] = values
@@ -76,6 +77,6 @@ def exact_values(weight: PackedWeight) -> Tensor:
 
 
 def squared_error(before: Tensor, after: Tensor) -> float:
-    """What was lost, squared, relative to the square of what there was; 0 of nothing."""
+    """Return the squared error relative to the squared norm of `before`; 0 for a zero tensor."""
     total = before.double().square().sum().item()
     return (before.double() - after.double()).square().sum().item() / total if total else 0.0

@@ -1,6 +1,6 @@
-"""AWQ as AutoAWQ's GEMM kernel wants it: 4 bits, eight outputs in a word, in an order of their own.
+"""Exports AWQ in the layout of AutoAWQ's GEMM kernel: 4 bits, eight outputs per word in an interleaved order.
 
-The codes are those that the model has, with a zero point of 8; scales must be float16.
+Codes stay, with a zero point of 8; scales must be fp16.
 """
 
 from collections.abc import Iterator
@@ -17,16 +17,16 @@ from mycli.runtime.quantization.packed_weight import PackedWeight, pack, unpack
 from mycli.runtime.quantization.scheme import Packing
 
 VARIANTS = ()
-_BITS, _WORD = 4, 8  # outputs in a word
-_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which output stands at each place of a word
+_BITS, _WORD = 4, 8  # word: outputs in 32 bits
+_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output in each nibble of a word
 
 
 def export(request: ExportRequest, progress: ReportProgress) -> Exported:
-    """Write the folder. Raises ModelError for what the layout cannot hold, or would round."""
+    """Write the folder; see `ExportTarget`."""
     packing = only_packing(request, "AWQ")
     if packing.bits != _BITS or "lm_head" in request.folder.packings:
         what = "a quantized head" if packing.bits == _BITS else f"{packing.name} weights"
-        raise ModelError(f"{what}: AWQ holds 4 bits in the linears of the blocks", "")
+        raise ModelError(f"{what}: AWQ holds only 4-bit weights, and only in the linears of the layers", "")
     settings = {
         "quant_method": "awq",
         "version": "gemm",
@@ -49,7 +49,6 @@ def _planned(linear: LinearSpec, packing: Packing) -> Iterator[tuple[str, torch.
 
 
 def _words(codes: Tensor) -> Tensor:
-    """Codes of outputs uint8 [any, rows] to int32 [any, rows / 8]."""
     return pack(codes.view(len(codes), -1, _WORD)[:, :, _ORDER].flatten(1), _BITS)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mycli.quant.export import Exported, ExportRequest, Rounded, without_predictor, would_round
+from mycli.quant.export import Exported, ExportRequest, Rounded, without_mtp_head, would_round
 from mycli.quant.export import _ggml_blocks as blocks
 from mycli.quant.export._gguf_tokenizer import tokenizer_metadata
 from mycli.quant.export._weights import Weights, exact_values, squared_error
@@ -68,7 +68,7 @@ def export(request: ExportRequest, progress: ReportProgress) -> Exported:
             writer.write(place.name, data.contiguous().numpy().reshape(-1).data, (place.expert or 0) * data.nbytes)
             progress("exporting", done, len(kinds))
         writer.finish()
-    return Exported(writer.target, writer.nbytes, Counter(kinds.values()), rounded, without_predictor(request.folder))
+    return Exported(writer.target, writer.nbytes, Counter(kinds.values()), rounded, without_mtp_head(request.folder))
 
 
 def _place(architecture: Architecture, name: str) -> Place:
@@ -90,7 +90,7 @@ def _plan(config: ModelConfig, places: dict[str, Place], kinds: dict[str, str]) 
 
 
 def _most(kinds: dict[str, str], config: ModelConfig) -> str:
-    """The type of most values."""
+    # general.file_type names the type of most values.
     sizes: Counter[str] = Counter()
     for name, shape in config.tensors():
         sizes[kinds[name]] += math.prod(shape)
@@ -124,39 +124,39 @@ def _metadata(request: ExportRequest, architecture: Architecture, kind: str) -> 
 
 
 def _kind(request: ExportRequest, weights: Weights, name: str, shape: Shape) -> str:
-    """The ggml type of a tensor, by what is asked for and what it is."""
     if len(shape) == 1:
         return "F32"
-    wanted, packing = request.variant.upper(), weights.packing(name)
-    if wanted in ("F32", "F16", "BF16"):
-        return wanted
+    variant, packing = request.variant.upper(), weights.packing(name)
+    if variant in ("F32", "F16", "BF16"):
+        return variant
     linear = name in weights.linears and name != "lm_head.weight"
-    if packing is None and not (wanted and (linear or request.requantize)):
+    if packing is None and not (variant and (linear or request.requantize)):
         return dtype_info(weights.checkpoint.dtype(name)).safetensors_name
-    if packing is not None and not wanted:
+    if packing is not None and not variant:
         if packing.offsets:
             return "Q4_1" if packing.bits <= 4 else "Q8_0"
         return "Q4_0" if packing.bits <= 4 else "Q8_0"
-    wanted = wanted if linear else "Q8_0"
-    if shape[1] % TYPES_BY_NAME[wanted].block:
-        wanted = "Q8_0" if shape[1] % blocks.GROUP == 0 else "F16"
-    return wanted
+    # As llama-quantize: embedding and head in 8 bits; rows that do not fill super-blocks in the next larger type.
+    kind = variant if linear else "Q8_0"
+    if shape[1] % TYPES_BY_NAME[kind].block:
+        kind = "Q8_0" if shape[1] % blocks.GROUP == 0 else "F16"
+    return kind
 
 
 def _encode(
     request: ExportRequest, weights: Weights, name: str, kind: str, change: ValueChange | None
 ) -> tuple[Tensor, float]:
-    """A tensor in its type, uint8 [rows, bytes], and the relative squared error where it is not exact."""
+    # Returns uint8 [rows, bytes], and the relative squared error of an inexact type.
     plain = TYPES_BY_NAME[kind].dtype
     if plain is None and weights.packing(name) is not None and name in weights.linears:
         packed = weights.packed(name)
-        found = blocks.from_packed(packed, kind)
-        if found is not None:
-            data, same = found
-            if same:
+        encoded = blocks.from_packed(packed, kind)
+        if encoded is not None:
+            data, exact = encoded
+            if exact:
                 return data, 0.0
             if not request.requantize:
-                raise would_round(name, f"its scales are not float16, which {kind} needs")
+                raise would_round(name, f"its scales are not float16 values, which {kind} needs")
             return data, squared_error(exact_values(packed), dequantize_blocks(data, kind))
     values = weights.dense(name)
     if change is not None:
@@ -170,14 +170,13 @@ def _encode(
             raise would_round(name, f"{dtype_info(values.dtype).short} values that {kind} does not hold exactly")
         return data, squared_error(values, cast)
     if not request.requantize:
-        what = weights.packing(name)
-        stored = what.name if what is not None else dtype_info(values.dtype).short
+        packing = weights.packing(name)
+        stored = packing.name if packing is not None else dtype_info(values.dtype).short
         raise would_round(name, f"{stored} weights, which {kind} does not hold exactly")
     return _round(values, kind)
 
 
 def _round(values: Tensor, kind: str) -> tuple[Tensor, float]:
-    """Values [N, K] rounded to blocks, a part of the rows at a time."""
     block = TYPES_BY_NAME[kind].block
     step = max(1, _VALUES // values.shape[1])
     parts, lost, total = [], 0.0, 0.0

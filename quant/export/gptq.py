@@ -1,7 +1,6 @@
-"""GPTQ, version 1, as AutoGPTQ and GPTQModel write it: `qweight`, `qzeros`, `scales` and `g_idx` of every linear.
+"""Exports GPTQ version 1, as AutoGPTQ and GPTQModel write it: `qweight`, `qzeros`, `scales` and `g_idx` per linear.
 
-The codes are those that the model has; scales must be float16. Rows of codes lie along the inputs (docs/format.md), and
-a stored zero point is one less than it means.
+Codes stay; scales must be fp16. Codes are packed along the inputs (docs/format.md), and zero points stored less one.
 """
 
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ _WORD = 32
 
 
 def export(request: ExportRequest, progress: ReportProgress) -> Exported:
-    """Write the folder. Raises ModelError for what the layout cannot hold, or would round."""
+    """Write the folder; see `ExportTarget`."""
     packing = only_packing(request, "GPTQ")
     settings = {
         "quant_method": "gptq",

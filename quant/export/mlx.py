@@ -1,7 +1,7 @@
-"""MLX: `weight`, `scales` and `biases` of every quantized linear, w = scale * code + bias (mlx's affine quantization).
+"""Exports MLX's affine quantization: `weight`, `scales` and `biases` per linear, w = scale * code + bias.
 
-Widths and groups may differ from linear to linear; a group that mlx has not is several of its groups alike. Scales and
-biases are of the model's dtype.
+Widths and groups may differ by linear; a group size that MLX lacks becomes several equal groups. Scales and biases have
+the model's dtype.
 """
 
 from collections import Counter
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mycli.quant.export import Exported, ExportRequest, Rounded, without_predictor, would_round
+from mycli.quant.export import Exported, ExportRequest, Rounded, without_mtp_head, would_round
 from mycli.quant.export._folder import write_folder
 from mycli.quant.export._weights import Weights, squared_error
 from mycli.quant.progress import ReportProgress
@@ -29,10 +29,10 @@ _WORD = 32
 
 
 def export(request: ExportRequest, progress: ReportProgress) -> Exported:
-    """Write the folder. Raises ModelError for what the layout cannot hold, or would round."""
+    """Write the folder; see `ExportTarget`."""
     folder, weights = request.folder, Weights(request.folder)
     if not folder.packings:
-        raise ModelError("the model is not quantized, as a quantized model of MLX must be", code="quantize-first")
+        raise ModelError("the model is not quantized, which MLX needs", code="quantize-first")
     if folder.config.has_recurrent:
         raise ModelError(f"{folder.config.model_type}: MLX stores its convolutions differently", "")
     dtype = torch_dtype(folder.config.dtype)
@@ -55,43 +55,42 @@ def export(request: ExportRequest, progress: ReportProgress) -> Exported:
                 if error:
                     rounded.append(Rounded(name, "mlx", error))
             else:
-                writer.write(name, weights.meant(name).to(weights.stored_dtype(name)))
+                writer.write(name, weights.defined_values(name).to(weights.stored_dtype(name)))
             progress("exporting", done, len(dict(folder.config.tensors())))
 
     config = {"quantization": _settings(folder.packings, groups)}
     nbytes = write_folder(request, plan, {**config, "quantization_config": config["quantization"]}, fill)
     kinds = Counter(weights.packings[name.removesuffix(".weight")].name for name in groups)
-    return Exported(request.target, nbytes, kinds, rounded, without_predictor(request.folder))
+    return Exported(request.target, nbytes, kinds, rounded, without_mtp_head(request.folder))
 
 
 def _group(weights: Weights, name: str) -> int:
-    """The group size of a linear in MLX."""
     packing, linear = weights.packings[name.removesuffix(".weight")], weights.linears[name]
     size = linear.in_features // packing.groups(linear.in_features)
-    found = next((group for group in _GROUPS if size % group == 0), None)
-    if packing.codes != "int" or packing.permuted or packing.bits not in _BITS or found is None:
+    group = next((group for group in _GROUPS if size % group == 0), None)
+    if packing.codes != "int" or packing.permuted or packing.bits not in _BITS or group is None:
         raise ModelError(f"{name}: {packing.name} weights, which MLX does not hold", "")
-    return found
+    return group
 
 
 def _write(
     writer: CheckpointWriter, weight: PackedWeight, name: str, group: int, dtype: torch.dtype, rounding: bool
 ) -> float:
-    """The three tensors of a linear; returns the relative squared error of scales and biases that were rounded."""
+    # Returns the relative squared error of rounded scales and biases.
     half = 1 << (weight.packing.bits - 1)
     exact = -half * weight.scales.double()
     if weight.offsets is not None:
         exact = exact + weight.offsets.double()
     scales, biases = weight.scales.to(dtype), exact.to(dtype)
-    same = bool((scales.double() == weight.scales.double()).all() and (biases.double() == exact).all())
-    if not same and not rounding:
+    lossless = bool((scales.double() == weight.scales.double()).all() and (biases.double() == exact).all())
+    if not lossless and not rounding:
         raise would_round(name, f"scales that {str(dtype).removeprefix('torch.')} does not hold, which MLX needs")
     repeat = weight.in_features // weight.scales.shape[1] // group
     base = name.removesuffix("weight")
     writer.write(name, weight.packed.contiguous().view(torch.uint32))
     for part, values in (("scales", scales), ("biases", biases)):
         writer.write(f"{base}{part}", values.repeat_interleave(repeat, dim=1))
-    return 0.0 if same else _error(weight, exact, scales, biases)
+    return 0.0 if lossless else _error(weight, exact, scales, biases)
 
 
 def _error(weight: PackedWeight, exact: Tensor, scales: Tensor, biases: Tensor) -> float:
@@ -104,10 +103,10 @@ def _error(weight: PackedWeight, exact: Tensor, scales: Tensor, biases: Tensor) 
 
 
 def _settings(packings: Mapping[str, Packing], groups: Mapping[str, int]) -> dict[str, Any]:
-    """`quantization` of config.json: the commonest width and group, and every linear that has another."""
-    each = {name.removesuffix(".weight"): {"group_size": group} for name, group in groups.items()}
-    each = {name: {**value, "bits": packings[name].bits} for name, value in each.items()}
-    counts = Counter((value["group_size"], value["bits"]) for value in each.values())
+    # The commonest width and group, and every linear with another.
+    linears = {name.removesuffix(".weight"): {"group_size": group} for name, group in groups.items()}
+    linears = {name: {**value, "bits": packings[name].bits} for name, value in linears.items()}
+    counts = Counter((value["group_size"], value["bits"]) for value in linears.values())
     group, bits = counts.most_common(1)[0][0]
-    others = {name: value for name, value in each.items() if value != {"group_size": group, "bits": bits}}
+    others = {name: value for name, value in linears.items() if value != {"group_size": group, "bits": bits}}
     return {"group_size": group, "bits": bits, "mode": "affine", **others}

@@ -1,7 +1,4 @@
-"""A plain Hugging Face folder: every weight dense, as if the model had never been quantized.
-
-A head that predicts further tokens is dense in every folder, and copied as it is.
-"""
+"""Exports a plain Hugging Face folder with dense weights. An MTP head is dense in every folder and copied."""
 
 from collections import Counter
 from math import prod
@@ -24,12 +21,12 @@ VARIANTS = tuple(FLOATS)
 
 
 def export(request: ExportRequest, progress: ReportProgress) -> Exported:
-    """Write the folder, in the model's dtype or the one asked for. Raises ModelError for what would be rounded."""
+    """Write the folder in the model's dtype or the variant's; see `ExportTarget`."""
     config, weights = request.folder.config, Weights(request.folder)
-    asked = FLOATS.get(request.variant)
+    variant = FLOATS.get(request.variant)
     dtypes = {
-        name: torch_dtype(asked)
-        if asked
+        name: torch_dtype(variant)
+        if variant
         else torch_dtype(config.dtype)
         if weights.packing(name) is not None
         else weights.checkpoint.dtype(name)
@@ -39,7 +36,7 @@ def export(request: ExportRequest, progress: ReportProgress) -> Exported:
 
     def fill(writer: CheckpointWriter) -> None:
         for done, (name, dtype) in enumerate(dtypes.items(), 1):
-            values = weights.dense(name) if asked else weights.meant(name)
+            values = weights.dense(name) if variant else weights.defined_values(name)
             cast = values.to(dtype)
             kind = dtype_info(dtype).short
             if not bool((cast.to(torch.float32) == values.to(torch.float32)).all()):
@@ -55,11 +52,11 @@ def export(request: ExportRequest, progress: ReportProgress) -> Exported:
 
     shapes = dict(config.tensors())
     plan = [(name, dtype, shapes[name]) for name, dtype in dtypes.items()]
-    head = request.folder.predictor
+    head = request.folder.mtp_head
     if head is not None:
-        beside = SourceWeights(head)
-        plan += [(MTP_PART.stored_name(name), beside.dtype(name), shape) for name, shape in head.config.tensors()]
-    write_folder(request, plan, {"dtype": asked or config.dtype}, fill)
+        head_weights = SourceWeights(head)
+        plan += [(MTP_PART.stored_name(name), head_weights.dtype(name), shape) for name, shape in head.config.tensors()]
+    write_folder(request, plan, {"dtype": variant or config.dtype}, fill)
     nbytes = sum(prod(shape) * dtype.itemsize for _, dtype, shape in plan)
     return Exported(request.target, nbytes, Counter(dtype_info(dtype).short for dtype in dtypes.values()), rounded)
 

@@ -75,8 +75,8 @@ class QuantizationPlan:
         inside = sum(d.itemsize * math.prod(s) for name, d, s in self.tensors if name.startswith(names))
         quantized = sum(math.prod(shape) for name, shape in self.config.tensors() if name in names)
         parameters = self.config.parameters()
-        if self.folder.predictor is not None:
-            parameters += self.folder.predictor.config.parameters()
+        if self.folder.mtp_head is not None:
+            parameters += self.folder.mtp_head.config.parameters()
         return Size(total, parameters, 8 * total / parameters, quantized, 8 * inside / quantized)
 
 
@@ -114,9 +114,9 @@ def plan_quantization(
             tensors.append((name, weights.dtype(name), shape))
         else:
             tensors += layout.planned_tensors(linear, packings[linear.name], scale_dtype)
-    if folder.predictor is not None:
-        beside = SourceWeights(folder.predictor)
-        for name, shape in folder.predictor.config.tensors():
+    if folder.mtp_head is not None:
+        beside = SourceWeights(folder.mtp_head)
+        for name, shape in folder.mtp_head.config.tensors():
             tensors.append((MTP_PART.stored_name(name), beside.dtype(name), shape))
     work = QuantizationPlan(
         source=source,

@@ -1,8 +1,7 @@
-"""A LoRA adapter in PEFT's layout: which weights of a model it changes, and by what.
+"""A LoRA adapter in PEFT's layout: which weights it changes, from the headers of its files.
 
-Its matrices A [r, in] and B [out, r] make of a weight W the weight W + s B A (Hu et al. 2021, arXiv:2106.09685). Reads
-the header, and refuses by name whatever does not fit the model. Does not import torch; the scale s is
-`adapter_config`'s, the sum `merging`'s.
+Matrices A [r, in] and B [out, r] change a weight W to W + s B A (Hu et al. 2021, arXiv:2106.09685). Anything that does
+not fit the model is refused by name. Imports no torch.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,7 +27,7 @@ Rename = Callable[[str], str | None]
 
 @dataclass(frozen=True)
 class LowRank:
-    """What is added to one weight [out, in]: `scale` times B [out, r] times A [r, in], the tensors of those names."""
+    """The update `scale` * B [out, r] * A [r, in] of one weight; `a` and `b` are names of tensors."""
 
     a: str
     b: str
@@ -37,45 +36,44 @@ class LowRank:
 
 @dataclass(frozen=True)
 class Adapter:
-    """`added` to weights of a model, and tensors stored whole that stand `instead` of its own, by its names for them.
+    """The updates `added` to weights and the names of stored tensors that `replaced` them, by the model's names.
 
-    `name` is short, and does not say where it lies; `manifest` has the tensors by the adapter's names; `unused` are
-    modules that are not of the text part.
+    `name` is for messages; `manifest` has the tensors by the adapter's names; `unused` are modules outside the text
+    part.
     """
 
     name: str
     path: Path
     config: AdapterConfig
     added: Mapping[str, LowRank]
-    instead: Mapping[str, str]
+    replaced: Mapping[str, str]
     manifest: Manifest
     unused: tuple[str, ...] = ()
 
     @classmethod
     def open(cls, name: str, path: Path, model: ModelConfig, rename: Rename = lambda stored: stored) -> "Adapter":
-        """Read the config and the header in `path`, and hold them against `model`, whose tensors `rename` calls so.
+        """Read config and header in `path` and check them against `model`; `rename` returns its name of a tensor.
 
-        Raises ModelError naming the field or tensor that is damaged, does not fit, or asks for what is not done.
+        Raises ModelError naming the field or tensor that is damaged, does not fit or is not supported.
         """
         config = AdapterConfig.parse(read_object(path / ADAPTER_CONFIG))
         manifest = _manifest(path)
-        added, instead, unused = _sorted_out(manifest.tensors, config, rename)
+        added, replaced, unused = _match_tensors(manifest.tensors, config, rename)
         shapes = dict(model.tensors())
         for weight, low in added.items():
             _check_added(weight, low, manifest.tensors, shapes, config)
-        for weight, stored in instead.items():
-            _check_instead(weight, manifest.tensors[stored], shapes, model.tie_embeddings)
-        if both := sorted(added.keys() & instead.keys()):
-            raise damaged(f"{ADAPTER_WEIGHTS}: {both[0]:.80} is both added to and stored whole")
-        return cls(name, path, config, added, instead, manifest, tuple(unused))
+        for weight, stored in replaced.items():
+            _check_replaced(weight, manifest.tensors[stored], shapes, model.tie_embeddings)
+        if both := sorted(added.keys() & replaced.keys()):
+            raise damaged(f"{ADAPTER_WEIGHTS}: {both[0]:.80} has both a low-rank update and a replacement")
+        return cls(name, path, config, added, replaced, manifest, tuple(unused))
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of its tensors."""
         return self.manifest.nbytes
 
     def source_files(self) -> list[Path]:
-        """Every file that the weights depend on."""
+        """Return the paths of all files that the weights depend on."""
         return [self.path / ADAPTER_CONFIG, self.path / ADAPTER_WEIGHTS]
 
 
@@ -92,27 +90,28 @@ def _manifest(path: Path) -> Manifest:
     return Manifest(path, read_file_header(file), {file.name: file})
 
 
-def _sorted_out(
+def _match_tensors(
     tensors: Mapping[str, TensorEntry], config: AdapterConfig, rename: Rename
 ) -> tuple[dict[str, LowRank], dict[str, str], list[str]]:
-    """What the tensors of an adapter are to the model's, by the model's names; and modules that are not of it."""
     halves: dict[str, dict[str, str]] = {}
-    instead: dict[str, str] = {}
+    replaced: dict[str, str] = {}
     unused: list[str] = []
     for stored in tensors:
         if not stored.startswith(_PREFIX):
             raise ModelError(
-                f"{ADAPTER_WEIGHTS}: {stored:.80}: not a name that PEFT gives", "is it an adapter of PEFT?"
+                f"{ADAPTER_WEIGHTS}: {stored:.80}: not a tensor name of PEFT", "save the adapter with PEFT"
             )
         suffix = next((suffix for suffix in _PARTS if stored.endswith(suffix)), None)
         plain = stored.removeprefix(_PREFIX)
         module = plain if suffix is None else plain.removesuffix(suffix)
         if suffix is None and ("lora_" in plain or "modules_to_save" in plain):
-            raise ModelError(f"{ADAPTER_WEIGHTS}: {plain:.100}: not part of a low-rank update", "this is not done")
+            raise ModelError(
+                f"{ADAPTER_WEIGHTS}: {plain:.100}: not part of a low-rank update, which alone is supported", ""
+            )
         if rename(plain if suffix is None else f"{module}.weight") is None:
             unused.append(module)
         elif suffix is None:
-            instead[str(rename(plain))] = stored
+            replaced[str(rename(plain))] = stored
         else:
             halves.setdefault(module, {})[_PARTS[suffix]] = stored
     for module, parts in halves.items():
@@ -122,7 +121,7 @@ def _sorted_out(
         str(rename(f"{module}.weight")): LowRank(parts["a"], parts["b"], config.scale(module))
         for module, parts in halves.items()
     }
-    return added, instead, unused
+    return added, replaced, unused
 
 
 def _check_added(
@@ -136,20 +135,20 @@ def _check_added(
     if len(shape) != 2 or a.shape != (rank, shape[1]) or b.shape != (shape[0], rank):
         raise ModelError(
             f"{ADAPTER_WEIGHTS}: {module:.80}: A {list(a.shape)} and B {list(b.shape)} of rank {rank} "
-            f"make no {list(shape)}",
+            f"do not fit the weight {list(shape)}",
             "the adapter was made for another model, or its config is another adapter's",
         )
     _check_float(a)
     _check_float(b)
 
 
-def _check_instead(name: str, entry: TensorEntry, shapes: Mapping[str, Shape], tied: bool) -> None:
+def _check_replaced(name: str, entry: TensorEntry, shapes: Mapping[str, Shape], tied: bool) -> None:
     shape = shapes.get(name)
     if shape is None or (tied and name == "model.embed_tokens.weight"):
         raise _no_place(name)
     if entry.shape != shape:
         raise ModelError(
-            f"{ADAPTER_WEIGHTS}: {name:.80} has shape {list(entry.shape)}, and the model's own {list(shape)}",
+            f"{ADAPTER_WEIGHTS}: {name:.80} has shape {list(entry.shape)}, but the model's tensor has {list(shape)}",
             "the adapter was made for another model, or for one with more tokens",
         )
     _check_float(entry)
@@ -164,10 +163,10 @@ def _no_place(name: str) -> ModelError:
     module = name.removesuffix(".weight").removesuffix(".bias")
     if module in _TOKENS:
         return ModelError(
-            f"{ADAPTER_WEIGHTS}: changes {module}, but the model has one table for both tokens and head",
+            f"{ADAPTER_WEIGHTS}: changes {module}, but the model ties its embeddings: one table for tokens and head",
             "only adapters of its layers can be merged",
         )
     return ModelError(
         f"{ADAPTER_WEIGHTS}: {name:.100}: the model has no such weight",
-        "the adapter was made for another model, or for one whose linears are cut otherwise",
+        "the adapter was made for another model, or for one that fuses its linears differently",
     )

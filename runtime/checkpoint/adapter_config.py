@@ -1,8 +1,8 @@
-"""adapter_config.json of a LoRA adapter in PEFT's layout: how its matrices are scaled, and whether that is all it does.
+"""Reads adapter_config.json of a LoRA adapter in PEFT's layout.
 
-The scale of B A is lora_alpha / r, or lora_alpha / sqrt(r) where it is rank-stabilized (Hu et al. 2021,
-arXiv:2106.09685; Kalajdzievski 2023, arXiv:2312.03732). Whatever would make other weights than that sum is refused by
-name. Knows no tensors, and imports next to nothing: whoever looks for models on this machine asks here too.
+The scale of B A is lora_alpha / r, or lora_alpha / sqrt(r) if rank-stabilized (Hu et al. 2021, arXiv:2106.09685;
+Kalajdzievski 2023, arXiv:2312.03732). Fields that would give other weights than W + s B A are refused by name. Imports
+little: `list` uses it.
 """
 
 import math
@@ -20,7 +20,7 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 MAX_RANK = 1 << 16
 _MAX_ALPHA = 1e6
 _MAX_PATTERNS = 10_000
-# What would make other weights than W + s B A, or weights of other shapes.
+# Fields that give other weights than W + s B A, or weights of other shapes.
 _REFUSED = (
     "alora_invocation_tokens",
     "arrow_config",
@@ -34,8 +34,8 @@ _REFUSED = (
     "use_dora",
     "use_qalora",
 )
-_HARMLESS_STARTS = ("gaussian", "eva", "orthogonal")  # of A and B: others take something from W before training
-# A name of a module or its end, as PEFT's patterns mostly are; whatever else an expression can say is not tried.
+_HARMLESS_STARTS = ("gaussian", "eva", "orthogonal")  # initial values of A and B; other kinds change W before training
+# A module name or its end, as nearly all of PEFT's patterns are: no other expression of an untrusted file is run.
 _NAME = re.compile(r"\^?(?:\w|\\?\.)+\$?", re.ASCII)
 
 _Value = TypeVar("_Value", int, float)
@@ -43,7 +43,7 @@ _Value = TypeVar("_Value", int, float)
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What adapter_config.json says of how A and B are scaled; `base` is the model that it was trained on, or ""."""
+    """The scales of an adapter's matrices; `base` is the model it was trained on, or ""."""
 
     base: str
     rank: int
@@ -54,18 +54,18 @@ class AdapterConfig:
 
     @classmethod
     def parse(cls, raw: Fields) -> "AdapterConfig":
-        """Raises ModelError naming the field that is damaged, or asks for what is not done."""
+        """Parse adapter_config.json. Raises ModelError naming the field that is damaged or not supported."""
         kind = raw.text("peft_type")
         if kind != "LORA":
             raise raw.fail("peft_type", f"is {kind:.40}: only LORA adapters can be merged")
         refused = next((name for name in _REFUSED if raw.values.get(name)), None)
         unknown = next((name for name, value in raw.values.items() if name.startswith("use_") and value is True), None)
         if refused is not None or unknown not in (None, "use_rslora"):
-            raise raw.fail(refused or str(unknown), "asks for more than a low-rank update, which is not supported")
+            raise raw.fail(refused or str(unknown), "is not supported: only plain low-rank updates are")
         start = raw.values.get("init_lora_weights")
         if isinstance(start, str) and start not in _HARMLESS_STARTS:
             raise ModelError(
-                f"{raw.source}: init_lora_weights {start!r:.40}: made for weights that had a part subtracted first",
+                f"{raw.source}: init_lora_weights {start!r:.40} is not supported: it changes the base weights",
                 "PEFT converts it to an ordinary adapter: save_pretrained(path_initial_model_for_weight_conversion)",
             )
         ranks, alphas = raw.object("rank_pattern"), raw.object("alpha_pattern")
@@ -81,11 +81,11 @@ class AdapterConfig:
         )
 
     def rank_of(self, module: str) -> int:
-        """The rank that A and B of `module` have."""
+        """Return the rank of `module`'s matrices."""
         return _matching(self.ranks, module, self.rank)
 
     def scale(self, module: str) -> float:
-        """What the product of B and A of `module` is multiplied by."""
+        """Return the factor of the product B A of `module`."""
         rank = self.rank_of(module)
         return _matching(self.alphas, module, self.alpha) / (math.sqrt(rank) if self.rank_stabilized else rank)
 
@@ -101,17 +101,16 @@ def _keys(patterns: Fields) -> Sequence[str]:
 
 
 def _pattern(patterns: Fields, key: str) -> str:
-    """The name that `key` stands for, with ^ in front where it is a whole name."""
     if not _NAME.fullmatch(key):
         raise ModelError(
-            f"{patterns.source}: {key!r:.80} is an expression, and only names of modules are understood",
+            f"{patterns.source}: {key!r:.80} is a regular expression; only module names are supported",
             "write one entry for each module",
         )
     return key.replace("\\", "").removesuffix("$")
 
 
 def _matching(patterns: Mapping[str, _Value], module: str, default: _Value) -> _Value:
-    """Of the first pattern that names `module` or its end, as PEFT looks them up."""
+    # The first match wins, as in PEFT.
     for pattern, value in patterns.items():
         if pattern.removeprefix("^") == module or module.endswith(f".{pattern}"):
             return value
@@ -119,12 +118,12 @@ def _matching(patterns: Mapping[str, _Value], module: str, default: _Value) -> _
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether `folder` holds an adapter, and no model."""
+    """Return whether `folder` holds an adapter and no model."""
     return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").exists()
 
 
 def adapter_base(folder: Path) -> str:
-    """The model that the adapter in `folder` says it was trained on; "" where it does not say, or cannot be read."""
+    """Return the model that the adapter in `folder` was trained on; "" if it is not stated or not readable."""
     try:
         return read_object(folder / ADAPTER_CONFIG).text("base_model_name_or_path", "")
     except ModelError:

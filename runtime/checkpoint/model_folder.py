@@ -1,8 +1,7 @@
-"""A model's folder, opened once: what its small files say, each of them read at most once.
+"""Describes a model by its folder: config, number formats, tensors, tokenizer and sampling defaults.
 
-Whoever needs the shape, the number formats, the tensors or the sampling defaults of a model is handed this and reads no
-file of its own. Knows config.json, generation_config.json and the headers of the weights; does not import torch, reads
-no tensor, and does not know where models come from.
+A folder is opened once per model and passed on; each of its small files is read at most once. Imports no torch before a
+checkpoint is opened.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,9 +10,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from mycli.runtime.checkpoint.formats import Headers, described, read_quantization
+from mycli.runtime.checkpoint.formats import Headers, is_quantized, read_quantization
 from mycli.runtime.checkpoint.manifest import Manifest
 from mycli.runtime.checkpoint.safetensors_header import INDEX, SINGLE, TensorEntry
+from mycli.runtime.checkpoint.validation import check_tensors
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.generation_config import GenerationDefaults, read_generation_config
@@ -23,13 +23,13 @@ from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.json_fields import Fields, read_object
 from mycli.runtime.utils.units import human_bytes
 
-if TYPE_CHECKING:  # who only looks at a model needs none of them
+if TYPE_CHECKING:  # describing a model needs none of these
     from mycli.runtime.checkpoint.adapter import Adapter
     from mycli.runtime.checkpoint.reader import Checkpoint
     from mycli.runtime.tokenizer.chat_template import ChatTemplate
     from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
-# Everything beside the weights that a user of the copy needs. No README: it would describe another model.
+# Copied with the weights: all that the model needs to run, and its terms. No README: it would describe another model.
 COMPANIONS = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -53,82 +53,76 @@ MAX_COMPANION_BYTES = 128 << 20
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """`raw` is config.json as it stands, or what it says of the text model where the folder holds more than that.
+    """The text model of a folder; `raw` is its config.json, or the text section of a multimodal one.
 
-    `headers`: of tensors that lie elsewhere, where they are known; `bare`: config.json is all that there is; `part`:
-    which part of the folder is read; `adapter`: what is added to its weights while they are read; `opened`: of its
-    files, where they are open.
+    `headers`: tensors of a remote model, if known. `config_only`: only config.json is available. `part`: the part of
+    the folder that is read. `adapter`: merged into the weights as they are read. `file_manifest`: the tensors of the
+    files, if they are read already.
     """
 
     path: Path
     raw: Fields
     config: ModelConfig
     headers: Headers | None = None
-    bare: bool = False
+    config_only: bool = False
     part: TextPart | MtpPart | None = None
     adapter: "Adapter | None" = None
-    opened: Manifest | None = None
+    file_manifest: Manifest | None = None
 
     @classmethod
     def from_config(cls, raw: Fields, path: Path | None = None) -> "ModelFolder":
         """Describe the model of a parsed config.json; without `path`, only what config.json says is available."""
         part = TextPart.from_config(raw)
-        return cls(path or Path(), part.config, parse_config(part.config), bare=path is None, part=part)
+        return cls(path or Path(), part.config, parse_config(part.config), config_only=path is None, part=part)
 
     @cached_property
     def packings(self) -> Mapping[str, Packing]:
-        """Which linears are quantized, and how, by their names. Raises ModelError for a format that is not read."""
+        """Return the packing of each quantized linear by name. Raises ModelError for a layout that is not supported."""
         return read_quantization(self.raw, self.config, self._headers())
 
     def _headers(self) -> Headers | None:
-        """Of the tensors, where they may decide what is quantized and are there."""
-        if self.headers is not None or self.bare or not described(self.raw):
+        if self.headers is not None or self.config_only or not is_quantized(self.raw):
             return self.headers
         present = any((self.path / name).exists() for name in (SINGLE, INDEX))
         return self.manifest.tensors if present else None
 
     @cached_property
     def manifest(self) -> Manifest:
-        """The tensors of its files, not yet compared with the config. Raises what `Manifest.open` raises."""
-        found = self._files
-        tensors = self.used(found.tensors)
-        return replace(found, tensors=tensors, warnings=(*found.warnings, *self._skipped(found.tensors)))
+        """Return the text model's tensors, not checked against the config. Raises what `Manifest.open` raises."""
+        files = self._files
+        tensors = self.text_tensors(files.tensors)
+        return replace(files, tensors=tensors, warnings=(*files.warnings, *self._skipped(files.tensors)))
 
     @cached_property
     def _files(self) -> Manifest:
-        return self.opened or Manifest.open(self.path)
+        return self.file_manifest or Manifest.open(self.path)
 
     @cached_property
-    def predictor(self) -> "ModelFolder | None":
-        """The head that predicts one token further, as a folder of its own; None where there is none.
+    def mtp_head(self) -> "ModelFolder | None":
+        """Return the MTP head as a folder of its own; None for a model without one.
 
-        Where config.json is all that there is, what the family's models have. Its weights are dense: what the folder
-        says of number formats is of the model.
+        With config.json alone, the family decides. The head is dense: quantization_config is about the model.
         """
         config = self.config.mtp
         if config is None:
             return None
         raw = Fields({k: v for k, v in self.raw.values.items() if k != "quantization_config"}, self.raw.source)
-        opened = None if self.bare else self._files
-        head = replace(self, raw=raw, config=config, part=MTP_PART, opened=opened, adapter=None)
-        return head if self.bare or head.manifest.tensors else None
+        files = None if self.config_only else self._files
+        head = replace(self, raw=raw, config=config, part=MTP_PART, file_manifest=files, adapter=None)
+        return head if self.config_only or head.manifest.tensors else None
 
-    def used(self, tensors: Headers) -> Headers:
-        """Of all tensors in the files those of the text model, by the names that it alone has for them.
-
-        One that holds those of all experts is as many: they lie one after the other.
-        """
-        names = {stored: self.name_of(stored) for stored in tensors}
-        found: dict[str, TensorEntry] = {}
-        for stored, name in names.items():
+    def text_tensors(self, tensors: Headers) -> Headers:
+        """Select the text model's tensors by its own names; a stack of experts becomes one tensor per expert."""
+        selected: dict[str, TensorEntry] = {}
+        for stored, entry in tensors.items():
+            name = self.local_name(stored)
             if name is not None and not name.startswith(self.config.ignored_prefixes):
-                entry = replace(tensors[stored], name=name)
+                entry = replace(entry, name=name)
                 parts = self.config.stacked_tensors.get(name)
-                found |= {each.name: each for each in ([entry] if parts is None else entry.split(parts))}
-        return found
+                selected |= {part.name: part for part in ([entry] if parts is None else entry.split(parts))}
+        return selected
 
     def _skipped(self, tensors: Headers) -> Iterator[str]:
-        """What a person should know of the rest."""
         if self.part is None or self.part.outer_type is None:
             return
         others = [entry for name, entry in tensors.items() if self.part.local_name(name) is None]
@@ -138,72 +132,69 @@ class ModelFolder:
             yield f"{self.part.outer_type}: only its text part is used, not {', '.join(kinds)} ({size})"
 
     def checked_manifest(self) -> Manifest:
-        """`manifest`, its tensors being those that the config promises. Raises ModelError where they are not."""
-        self.manifest.check(self.config, self.packings)
+        """Return `manifest`. Raises ModelError unless its tensors are those of the config."""
+        check_tensors(self.manifest, self.config, self.packings)
         return self.manifest
 
     def checkpoint(self, *, allow_nonfinite: bool = False) -> "Checkpoint":
-        """A reader of the tensors. Raises ModelError where they are not those that the config promises."""
+        """Open the tensors for reading. Raises what `checked_manifest` raises."""
         from mycli.runtime.checkpoint.reader import Checkpoint
 
-        return self._merged(Checkpoint(self.checked_manifest(), allow_nonfinite=allow_nonfinite), allow_nonfinite)
+        return self._with_adapter(Checkpoint(self.checked_manifest(), allow_nonfinite=allow_nonfinite), allow_nonfinite)
 
-    def _merged(self, checkpoint: "Checkpoint", allow_nonfinite: bool) -> "Checkpoint":
-        """`checkpoint` with the adapter, if there is one."""
+    def _with_adapter(self, checkpoint: "Checkpoint", allow_nonfinite: bool) -> "Checkpoint":
         if self.adapter is None:
             return checkpoint
-        from mycli.runtime.checkpoint.merging import MergedCheckpoint
+        from mycli.runtime.checkpoint.reader import MergedCheckpoint
 
         return MergedCheckpoint(checkpoint, self.adapter, allow_nonfinite=allow_nonfinite)
 
     def with_adapter(self, name: str, path: Path) -> Self:
-        """The same model with the LoRA adapter `name`, in the folder `path`, merged into its weights as they are read.
+        """Return this model with a LoRA adapter in the folder `path` merged into its weights as they are read.
 
-        Raises ModelError for a model whose weights are packed, and what `Adapter.open` raises.
+        Raises ModelError for a quantized model, and what `Adapter.open` raises.
         """
         if self.packings:
             schemes = "+".join(sorted({packing.name for packing in self.packings.values()}))
-            raise ModelError(f"the weights are packed ({schemes}), so nothing can be added to them", code="merge-first")
+            raise ModelError(
+                f"the weights are quantized ({schemes}), so no adapter can be merged into them", code="merge-first"
+            )
         from mycli.runtime.checkpoint.adapter import Adapter
 
-        return replace(self, adapter=Adapter.open(name, path, self.config, self.name_of))
+        return replace(self, adapter=Adapter.open(name, path, self.config, self.local_name))
 
-    def name_of(self, stored: str) -> str | None:
-        """What the text model calls a tensor that its folder calls `stored`; None for what is not of the text."""
+    def local_name(self, stored: str) -> str | None:
+        """Return the text model's name of a tensor in the files; None for a tensor of another part."""
         return stored if self.part is None else self.part.local_name(stored)
 
     def tokenizer(self) -> "Tokenizer":
-        """The model's tokenizer. Raises what `Tokenizer.load` raises."""
+        """Load the tokenizer. Raises what `Tokenizer.load` raises."""
         from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
         return Tokenizer.load(self.path, self.config.vocab_size)
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether there is a tokenizer to load."""
         return (self.path / "tokenizer.json").exists()
 
     def tokenizer_json(self) -> Fields:
-        """tokenizer.json as it stands. Raises ModelError where there is none, or no JSON."""
+        """Read tokenizer.json. Raises ModelError for a missing or damaged file."""
         from mycli.runtime.tokenizer.tokenizer import MAX_FILE_BYTES
 
         return read_object(self.path / "tokenizer.json", MAX_FILE_BYTES)
 
     def tokenizer_settings(self) -> Fields:
-        """tokenizer_config.json as it stands; an empty one where there is none."""
+        """Read tokenizer_config.json; empty if the file is missing."""
         from mycli.runtime.tokenizer.tokenizer import read_tokenizer_settings
 
         return read_tokenizer_settings(self.path)
 
     def companions(self) -> dict[str, bytes]:
-        """The files beside config.json and the weights that a user of a copy needs, by name.
-
-        Raises ModelError for one that is absurdly large.
-        """
+        """Return the other files that a copy of the model needs, by name. Raises ModelError for one of over 128 MB."""
         return {path.name: path.read_bytes() for path in self._companion_paths()}
 
     def source_files(self) -> list[Path]:
-        """Every file that a copy depends on: weights, config and companions."""
+        """Return the paths of all files that a copy depends on: weights, config and companions."""
         weights = {entry.file for entry in self.manifest.tensors.values()}
         changes = [] if self.adapter is None else self.adapter.source_files()
         return [*(self.path / name for name in weights), self.path / "config.json", *self._companion_paths(), *changes]
@@ -217,12 +208,12 @@ class ModelFolder:
         return paths
 
     def chat_template(self) -> "ChatTemplate | None":
-        """The model's chat templates, without a look at its vocabulary. Raises ModelError for what is none."""
+        """Read the chat templates, without the vocabulary. Raises ModelError for a damaged file."""
         from mycli.runtime.tokenizer.chat_template import ChatTemplate
 
         return ChatTemplate.load(self.path, self.tokenizer_settings())
 
     @cached_property
     def generation(self) -> tuple[GenerationDefaults, tuple[str, ...]]:
-        """What generation_config.json recommends, and a warning for every field dropped as unusable."""
+        """Return the defaults of generation_config.json, and a warning for every field that cannot be used."""
         return read_generation_config(self.path, self.config.vocab_size)

@@ -1,7 +1,7 @@
-"""Tensors from and to safetensors files: read straight into place, written by plan into a folder that appears whole.
+"""Reads and writes the tensors of safetensors files.
 
-Reading copies (`preadv`), never maps, so a file that shrinks is an error and not a crash; every file must still be the
-one whose header was read. Knows values only as finite or not; what names mean is `runtime.checkpoint.manifest`'s.
+Reading copies (`preadv`) and never maps, so a file that shrinks is an error and not a crash; a file that changed after
+its header was read is refused. Writing follows a plan, into a folder that appears by one rename.
 """
 
 import json
@@ -14,6 +14,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from mycli.runtime.checkpoint.adapter import Adapter, LowRank
 from mycli.runtime.checkpoint.manifest import Manifest
 from mycli.runtime.checkpoint.safetensors_header import INDEX, SINGLE, TensorEntry, make_header
 from mycli.runtime.device.placement import dtype_info, torch_dtype
@@ -22,8 +23,9 @@ from mycli.runtime.models.part_spec import Shape
 from mycli.runtime.utils.atomic_folder import Staging
 from mycli.runtime.utils.files import disk_errors
 
-# Floating-point types of a byte: the bits without the sign, and the largest of them that is a finite number.
-_LARGEST_BYTE = {
+_MERGED_VALUES = 1 << 20  # of an adapter's product at a time: 4 MB of fp32
+# 8-bit floats, for which torch has no aminmax: mask of the bits without sign, and the largest finite value in them.
+_FLOAT8_LIMITS = {
     torch.float8_e4m3fn: (0x7F, 0x7E),
     torch.float8_e5m2: (0x7F, 0x7B),
     torch.float8_e8m0fnu: (0xFF, 0xFE),
@@ -31,16 +33,16 @@ _LARGEST_BYTE = {
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor."""
+    """Return the memory of a contiguous CPU tensor."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def check_finite(tensor: Tensor, name: str, code: str) -> None:
-    """Raises ModelError with the count, and `code`, if a floating-point tensor holds NaN or infinity."""
+    """Raise ModelError with the count, and `code`, if a floating-point tensor holds NaN or infinity."""
     if not tensor.is_floating_point() or not tensor.numel():
         return
-    if tensor.dtype in _LARGEST_BYTE:  # of which torch finds no extremes
-        mask, largest = _LARGEST_BYTE[tensor.dtype]
+    if tensor.dtype in _FLOAT8_LIMITS:
+        mask, largest = _FLOAT8_LIMITS[tensor.dtype]
         bad = int(((tensor.view(torch.uint8) & mask) > largest).sum())
         if bad:
             raise ModelError(f"{name}: {bad} of {tensor.numel()} values are NaN or infinite", code=code)
@@ -53,10 +55,10 @@ def check_finite(tensor: Tensor, name: str, code: str) -> None:
 
 
 class Checkpoint:
-    """Reads the tensors of a manifest, on the CPU. Safe to use from several threads; keeps no file open.
+    """Reads the tensors of a manifest to the CPU; safe to use from several threads; keeps no file open.
 
-    A tensor with NaN or infinity is a ModelError unless `allow_nonfinite`; so is a file that is no longer the one that
-    the manifest saw.
+    Raises ModelError for NaN or infinity, unless `allow_nonfinite`, and for a file that changed since the manifest was
+    read.
     """
 
     def __init__(self, manifest: Manifest, *, allow_nonfinite: bool = False) -> None:
@@ -64,24 +66,24 @@ class Checkpoint:
         self._allow_nonfinite = allow_nonfinite
 
     def entry(self, name: str) -> TensorEntry:
-        """Shape and place of a tensor. Raises ModelError where there is none of that name."""
+        """Return shape and place of a tensor. Raises ModelError for an unknown name."""
         entry = self.manifest.tensors.get(name)
         if entry is None:
             raise ModelError(f"{self.manifest.folder}: no tensor {name:.80}", "the folder does not hold a whole model")
         return entry
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype of a tensor as stored."""
+        """Return the dtype in which `read` returns a tensor."""
         return torch_dtype(self.entry(name).dtype)
 
-    def expect(self, name: str) -> None:
-        """Ask the system to read a tensor ahead. Does nothing for one that is not there."""
+    def prefetch(self, name: str) -> None:
+        """Start reading a tensor into the page cache; ignores an unknown name."""
         entry = self.manifest.tensors.get(name)
         if entry is not None:
-            self.manifest.files[entry.file].expect(entry.offset, entry.nbytes)
+            self.manifest.files[entry.file].prefetch(entry.offset, entry.nbytes)
 
     def read(self, name: str) -> Tensor:
-        """A tensor in fresh memory, in its stored dtype."""
+        """Read a tensor into new memory."""
         out = torch.empty(self.entry(name).shape, dtype=self.dtype(name))
         self.read_into(name, out)
         return out
@@ -96,17 +98,17 @@ class Checkpoint:
         self.check(out, f"{entry.file}: {name}")
 
     def check(self, tensor: Tensor, name: str) -> None:
-        """Raises ModelError for NaN or infinity in what was made of stored tensors, unless they are allowed."""
+        """Raise ModelError if a tensor computed from stored ones holds NaN or infinity, unless these are allowed."""
         if not self._allow_nonfinite:
             check_finite(tensor, name, code="allow-nonfinite")
 
     def chunks(self, name: str) -> Iterator[memoryview]:
-        """The bytes of a tensor in pieces, uninterpreted; each is valid until the next."""
+        """Yield the stored bytes of a tensor in pieces, each valid until the next."""
         entry = self.entry(name)
         return self.manifest.files[entry.file].chunks(entry.offset, entry.nbytes)
 
     def tied_head_differs(self) -> bool:
-        """Whether an `lm_head.weight` is stored that is not the embedding, for a model that says the two are one."""
+        """Return whether a model with tied embeddings stores an `lm_head.weight` that differs from the embedding."""
         head, embedding = "lm_head.weight", "model.embed_tokens.weight"
         if head not in self.manifest.tensors:
             return False
@@ -115,8 +117,47 @@ class Checkpoint:
         return any(a != b for a, b in zip(self.chunks(head), self.chunks(embedding), strict=True))
 
 
+class MergedCheckpoint(Checkpoint):
+    """Reads `base` with a LoRA adapter merged into its weights; safe to use from several threads.
+
+    Sums are fp32 and rounded once to the stored dtype, as PEFT's `merge_and_unload` computes them.
+    """
+
+    def __init__(self, base: Checkpoint, adapter: Adapter, *, allow_nonfinite: bool = False) -> None:
+        super().__init__(base.manifest, allow_nonfinite=allow_nonfinite)
+        self._base, self._adapter = base, adapter
+        self._changes = Checkpoint(adapter.manifest, allow_nonfinite=allow_nonfinite)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._base.dtype(name)
+
+    def read_into(self, name: str, out: Tensor) -> None:
+        """Read a tensor and merge the adapter. Raises ModelError if the sum is not finite, and what reading raises."""
+        stored, added = self._adapter.replaced.get(name), self._adapter.added.get(name)
+        if stored is not None:
+            out.copy_(self._changes.read(stored))
+        else:
+            self._base.read_into(name, out)
+        if added is not None:
+            self._add(out, added)
+        if stored is not None or added is not None:
+            self.check(out, f"{name} with the adapter")
+
+    def chunks(self, name: str) -> Iterator[memoryview]:
+        if name in self._adapter.added or name in self._adapter.replaced:
+            return iter([tensor_bytes(self.read(name))])
+        return self._base.chunks(name)
+
+    def _add(self, weight: Tensor, added: LowRank) -> None:
+        a, b = (self._changes.read(name).float() for name in (added.a, added.b))
+        rows = max(1, _MERGED_VALUES // weight.shape[1])
+        for start in range(0, len(weight), rows):
+            part = weight[start : start + rows]
+            part.copy_((b[start : start + rows] @ a).mul_(added.scale).add_(part))
+
+
 def _shards(plan: Sequence[tuple[str, torch.dtype, Shape]], limit: int) -> list[list[tuple[str, str, Shape]]]:
-    """The plan cut, in order, into files of at most `limit` bytes; a larger tensor has a file of its own."""
+    # In the order of the plan; a tensor larger than the limit has a file of its own.
     shards: list[list[tuple[str, str, Shape]]] = [[]]
     size = 0
     for name, dtype, shape in plan:
@@ -142,11 +183,11 @@ def _write_all(descriptor: int, view: memoryview, offset: int) -> None:
 
 
 class CheckpointWriter(Staging):
-    """Writes a model folder whose tensors are known beforehand; a context that leaves all or nothing.
+    """Writes a model folder by a plan; a context manager that leaves a whole folder or nothing.
 
-    `plan` gives dtype and shape of every tensor, which fixes where each lies: they may be written in any order, from
-    any thread, and none is kept in memory. Until `finish`, `folder` is a model like any other once all is written, so
-    it can be tried first. Failures of the disk are a ResourceError or UsageError naming the target.
+    `plan` gives name, dtype and shape of every tensor, which fixes its place: tensors may be written in any order and
+    from any thread, and none is held in memory. Before `finish`, `folder` can be opened as a model to check it. Raises
+    ResourceError or UsageError naming the target if the disk fails.
     """
 
     def __init__(
@@ -199,7 +240,7 @@ class CheckpointWriter(Staging):
             os.close(self._files.popitem()[1])
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Write a tensor, of any device, with the dtype and shape of the plan. NaN and infinity are a ModelError."""
+        """Write a tensor of any device, in the planned dtype and shape. Raises ModelError for NaN or infinity."""
         entry = self._entries[name]
         if tensor.dtype != torch_dtype(entry.dtype) or tensor.shape != entry.shape:
             raise ValueError(
@@ -211,7 +252,7 @@ class CheckpointWriter(Staging):
         self._pending.discard(name)
 
     def copy(self, name: str, checkpoint: Checkpoint, source_name: str | None = None) -> None:
-        """Copy the bytes of a tensor of `checkpoint`, whatever they mean; dtype and shape must be those of the plan."""
+        """Copy the stored bytes of a tensor of `checkpoint`, whose dtype and shape must be the planned ones."""
         entry, origin = self._entries[name], checkpoint.entry(source_name or name)
         if (entry.dtype, entry.shape) != (origin.dtype, origin.shape):
             raise ValueError(f"{name} is planned as {entry.dtype} {entry.shape}, not {origin.dtype} {origin.shape}")
@@ -223,7 +264,7 @@ class CheckpointWriter(Staging):
         self._pending.discard(name)
 
     def add_file(self, name: str, data: bytes) -> None:
-        """Put another file into the folder, such as config.json; one of the same name is replaced."""
+        """Add or replace another file of the folder, such as config.json."""
         if Path(name).name != name or name in ("", "..", *self._headers):
             raise ValueError(f"{name!r} is not a name for another file")
         with disk_errors(self.target):
@@ -233,6 +274,6 @@ class CheckpointWriter(Staging):
         """Flush everything and rename the folder to its target. All tensors must have been written."""
         if self._pending:
             raise ValueError(f"{len(self._pending)} tensors not written, {min(self._pending)} among them")
-        Manifest.open(self.folder)  # what we wrote must pass our own reader before anyone sees it
+        Manifest.open(self.folder)  # the written files must pass our own reader before they appear
         self._close()
         self.commit()

@@ -1,8 +1,7 @@
-"""The header of a safetensors file: strict parsing of what a stranger wrote, and the making of our own.
+"""Parses and writes the header of a safetensors file; the bytes may come from a disk or a range request.
 
 Follows the safetensors README (8 bytes of little-endian length, a JSON object, then the data), and refuses what its
-library lets pass: duplicate names, unknown fields, control characters, headers beyond `MAX_HEADER`. Knows bytes, not
-files: the bytes may come from a disk or from a range request. Does not import torch.
+library accepts: duplicate names, unknown fields, control characters, headers beyond `MAX_HEADER`. Imports no torch.
 """
 
 import json
@@ -16,8 +15,8 @@ from mycli.runtime.utils.dtypes import BY_SAFETENSORS_NAME
 from mycli.runtime.utils.json_fields import parse_object
 from mycli.runtime.utils.sanitize import one_line
 
-# Bytes, and values in them: packed experts take 130 and 5 a tensor, the largest models have 300,000 tensors. Parsing
-# takes at most 300 bytes for each value of a hostile file; the library's cap of 100 MB alone allows gigabytes.
+# Bytes, and values in them: packed experts take 130 and 5 per tensor, the largest models have 300,000 tensors. Parsing
+# takes at most 300 bytes of memory per value of a hostile file; the library's limit of 100 MB allows gigabytes.
 MAX_HEADER = 32 << 20
 MAX_VALUES = 1_400_000
 MAX_NAME = 1024
@@ -29,7 +28,7 @@ _LIMIT = 1 << 63
 _METADATA = "__metadata__"
 _FIELDS = {"dtype", "shape", "data_offsets"}
 
-# Matched only where length and brace cannot be those of a header: a header of 640 bytes starts like a pickle.
+# Compared only if length and brace cannot be a header's: a header of 640 bytes starts like a pickle.
 _NO_PICKLES = "pickles can run code and are never opened; use safetensors"
 _MAGIC = (
     (b"GGUF", "a GGUF file", "use a repository that holds safetensors files"),
@@ -55,9 +54,9 @@ class TensorEntry:
     nbytes: int
 
     def split(self, names: Sequence[str]) -> list["TensorEntry"]:
-        """This tensor [a, b, ...] as tensors [a * b / n, ...] of those n names, which lie in it one after the other.
+        """Split a tensor [a, b, ...] into n = len(names) tensors [a * b / n, ...] that lie one after the other.
 
-        Itself alone where it cannot be cut so.
+        Returns the tensor itself if n does not divide a * b.
         """
         rows = math.prod(self.shape[:2])
         if len(self.shape) < 2 or rows % len(names):
@@ -70,7 +69,7 @@ class TensorEntry:
 
 
 def damaged(problem: str) -> ModelError:
-    """The error for a file that is not what its author wrote: another download may cure it."""
+    """Return the error for a damaged file, with the advice to download it again."""
     return ModelError(problem, code="pull-again")
 
 
@@ -85,9 +84,9 @@ def _not_safetensors(prefix: bytes, problem: str, source: str) -> ModelError:
 
 
 def header_bytes(prefix: bytes, file_bytes: int, source: str) -> int:
-    """Bytes of length field and header together, from the first 9 bytes or more of a file of `file_bytes`.
+    """Return the bytes of length field and header together; `prefix` is the first 9 bytes or more of the file.
 
-    Nothing is allocated for a length that is absurd. Raises ModelError naming `source`, and what else the file may be.
+    Raises ModelError naming `source` and, for another kind of file, its kind.
     """
     length = int.from_bytes(prefix[:8], "little")
     if file_bytes < 10:
@@ -139,7 +138,7 @@ def _entry(name: str, info: Any, start: int, source: str) -> TensorEntry:
 
 
 def _check_coverage(entries: Iterable[TensorEntry], start: int, file_bytes: int, source: str) -> None:
-    """Every byte of the data belongs to exactly one tensor: nothing can hide, nothing is shared."""
+    # Every byte of the data must belong to exactly one tensor: nothing can hide, nothing is shared.
     position = start
     for entry in sorted(entries, key=lambda entry: (entry.offset, entry.nbytes)):
         if entry.offset < position:
@@ -154,16 +153,16 @@ def _check_coverage(entries: Iterable[TensorEntry], start: int, file_bytes: int,
 
 
 def parse_header(prefix: bytes, file_bytes: int, source: str) -> dict[str, TensorEntry]:
-    """The tensors of a safetensors file by name, from its first `header_bytes` bytes (more may follow in `prefix`).
+    """Return the tensors of a safetensors file by name, from at least its first `header_bytes` bytes.
 
     `source` becomes `TensorEntry.file` and the name in errors. Raises ModelError naming the file and the tensor for
-    anything the format forbids or leaves open; ValueError if `prefix` is shorter than the header.
+    anything that the format forbids or leaves open; ValueError if `prefix` is shorter than the header.
     """
     start = header_bytes(prefix, file_bytes, source)
     if len(prefix) < start:
-        raise ValueError(f"{start} bytes of {source} needed, {len(prefix)} given")
+        raise ValueError(f"{start} bytes of {source} needed, got {len(prefix)}")
     header = prefix[8:start]
-    if header.count(b",") > MAX_VALUES:  # counted first, as parsing is what takes the memory
+    if header.count(b",") > MAX_VALUES:  # before parsing, which takes the memory
         raise damaged(f"{source}: the header has more than the {MAX_VALUES} values allowed")
     values = dict(parse_object(header, source, MAX_HEADER).values)
     _check_metadata(values.pop(_METADATA, {}), source)
@@ -173,12 +172,10 @@ def parse_header(prefix: bytes, file_bytes: int, source: str) -> dict[str, Tenso
 
 
 def make_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], file: str) -> tuple[bytes, dict[str, TensorEntry]]:
-    """Length field and header of a file of `tensors` (name, dtype, shape), and where each tensor will lie in it.
-
-    Wide dtypes come first, so that every tensor is aligned to its items: libraries that map the file need that.
-    """
+    """Return length field and header of a file of `tensors` (name, dtype, shape), and the place of each tensor."""
     info: dict[str, Any] = {_METADATA: {"format": "pt"}}
     entries, position = [], 0
+    # Wide dtypes first: every tensor is aligned to its items, which libraries that map the file need.
     for name, dtype, shape in sorted(tensors, key=lambda tensor: -BY_SAFETENSORS_NAME[tensor[1]].nbytes):
         nbytes = math.prod(shape) * BY_SAFETENSORS_NAME[dtype].nbytes
         info[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, position + nbytes]}

@@ -1,26 +1,28 @@
-"""Reading a file that must be regular and must not change: no pipe to hang on, no map to crash on when it shrinks.
+"""Reads regular files that must not change while they are read. POSIX only.
 
-A mapped file that is truncated kills the process (SIGBUS); here every read copies, and the file's identity is compared
-before and after. Knows nothing of what the bytes mean. POSIX only.
+Every read copies: a mapped file that is truncated kills the process (SIGBUS). The file's identity is compared before
+and after each read.
 """
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 
+from mycli.runtime.device.system import memory
 from mycli.runtime.errors import ModelError
 
 CHUNK = 8 << 20  # bytes
-# O_NONBLOCK: a pipe that took the place of the file must not hang us. O_NOFOLLOW: nor may a link that did.
+# A pipe or link may have replaced the file since it was found: O_NONBLOCK does not hang, O_NOFOLLOW does not follow.
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 @dataclass(frozen=True)
 class RegularFile:
-    """A file as it was when first seen; `name` is for messages, `path` has no link in it. Safe to share by threads."""
+    """A file as it was when found; `name` is for messages, `path` has no links. Safe to use from several threads."""
 
     name: str
     path: Path
@@ -31,7 +33,7 @@ class RegularFile:
 
     @classmethod
     def find(cls, path: Path) -> "RegularFile":
-        """The file at `path`, links resolved once. Raises ModelError for a missing or irregular one."""
+        """Find the file at `path` and resolve its links once. Raises ModelError for a missing or irregular file."""
         try:
             real = Path(os.path.realpath(path, strict=True))
             info = os.lstat(real)
@@ -71,27 +73,45 @@ class RegularFile:
             view, offset = view[count:], offset + count
 
     def read_into(self, view: memoryview, offset: int) -> None:
-        """Fill `view` (writable bytes) from `offset`. Raises ModelError if the file is not the one first seen."""
+        """Fill `view` (writable bytes) from `offset`. Raises ModelError if the file changed."""
         with self._open() as descriptor:
             self._fill(descriptor, view, offset)
 
-    def expect(self, offset: int, count: int) -> None:
-        """Ask the system to read `count` bytes from `offset` ahead: a hint, which no error comes of."""
+    def prefetch(self, offset: int, count: int) -> None:
+        """Start reading `count` bytes into the page cache; a hint that never fails."""
         if hasattr(os, "posix_fadvise"):
             with suppress(ModelError), self._open() as descriptor:
                 os.posix_fadvise(descriptor, offset, count, os.POSIX_FADV_WILLNEED)
 
     def read(self, count: int, offset: int = 0) -> bytes:
-        """`count` bytes from `offset`, fewer at the end of the file."""
+        """Read `count` bytes from `offset`, fewer at the end of the file."""
         data = bytearray(max(0, min(count, self.size - offset)))
         self.read_into(memoryview(data), offset)
         return bytes(data)
 
     def chunks(self, offset: int, count: int) -> Iterator[memoryview]:
-        """`count` bytes from `offset` in pieces of at most `CHUNK`; each is valid until the next."""
+        """Yield `count` bytes from `offset` in pieces of at most `CHUNK`, each valid until the next."""
         buffer = memoryview(bytearray(min(CHUNK, count)))
         with self._open() as descriptor:
             for position in range(0, count, CHUNK):
                 piece = buffer[: min(CHUNK, count - position)]
                 self._fill(descriptor, piece, offset + position)
                 yield piece
+
+
+def prefetch_files(folder: Path) -> None:
+    """Start reading the safetensors files of `folder`, or a GGUF file, into the page cache, in the background.
+
+    A hint that never fails. Does nothing for files of more than half the free memory.
+    """
+    paths = [folder] if folder.is_file() else sorted(folder.glob("*.safetensors"))
+    with suppress(OSError):
+        if hasattr(os, "posix_fadvise") and sum(path.stat().st_size for path in paths) < memory().available // 2:
+            # posix_fadvise blocks while the disk's queue is full.
+            Thread(target=_advise, args=(paths,), daemon=True).start()
+
+
+def _advise(paths: Sequence[Path]) -> None:
+    for path in paths:
+        with suppress(OSError), path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)

@@ -78,7 +78,7 @@ def read_model_info(source: Source) -> ModelInfo:
     except ModelError as error:
         warnings.append(f"{error.message}: the model will not load")
     info = _gather(source, folder, folder.manifest.tensors, warnings, remote=False)
-    head = folder.predictor
+    head = folder.mtp_head
     return replace(info, predictor_bytes=0 if head is None else _bytes_of(head.manifest.tensors))
 
 
@@ -132,7 +132,7 @@ def fetch_model_info(hub: Hub, model: str) -> ModelInfo:
                     header += hub.read(plan.repo, plan.commit, file.name, len(header), length - len(header))
                 tensors |= parse_header(header[:length], file.size, file.name)
         folder = open_model_folder(Path(name))
-        used = folder.used(tensors)
+        used = folder.text_tensors(tensors)
         source = Source(model, folder.path, plan.repo, plan.commit)
         info = _gather(source, replace(folder, headers=used), used, list(plan.warnings), remote=True)
         head = {name: entry for name, entry in tensors.items() if MTP_PART.local_name(name) is not None}
@@ -152,7 +152,7 @@ def fetch_gguf(hub: Hub, plan: DownloadPlan) -> GgufFolder:
         entry = header.tensors[name]
         return unpack_floats(entry, reader(files[entry.file])(entry.offset, min(entry.nbytes, MAX_SMALL_TENSOR)))
 
-    return GgufFolder.of_header(header, floats, Path(plan.files[0].name))
+    return GgufFolder.from_header(header, floats, Path(plan.files[0].name))
 
 
 def _gather(

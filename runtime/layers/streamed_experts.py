@@ -131,7 +131,7 @@ class StreamedExperts(Experts):
         checkpoint, packings, *_ = self._source
         for expert in experts:
             for linear in self._pair(expert):
-                formats.expect_linears(checkpoint, linear.specs, packings)
+                formats.prefetch_linears(checkpoint, linear.specs, packings)
 
     def _take(self, piece: Sequence[int]) -> int:
         """Bring all experts of `piece` into memory; return the bytes of those that were read."""

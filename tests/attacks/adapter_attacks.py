@@ -31,9 +31,9 @@ def _rename(old: str, new: str) -> Callable[[Tensors], object]:
 ATTACKS: dict[str, Attack] = {
     "another-method": ({"peft_type": "LOHA"}, _nothing, r"adapter_config.json: peft_type is LOHA"),
     "no-method": ({"peft_type": None}, _nothing, r"peft_type is missing"),
-    "dora": ({"use_dora": True}, _nothing, r"use_dora asks for more"),
+    "dora": ({"use_dora": True}, _nothing, r"use_dora is not supported"),
     "dora-by-its-tensors": ({}, _put(x__lora_magnitude_vector=torch.ones(4)), r"x.lora_magnitude_vector: not part"),
-    "a-method-to-come": ({"use_newra": True}, _nothing, r"use_newra asks for more"),
+    "a-method-to-come": ({"use_newra": True}, _nothing, r"use_newra is not supported"),
     "activated-by-tokens": ({"alora_invocation_tokens": [1]}, _nothing, r"alora_invocation_tokens"),
     "copied-layers": ({"layer_replication": [[0, 2], [1, 3]]}, _nothing, r"layer_replication"),
     "experts-as-parameters": ({"target_parameters": ["mlp.experts"]}, _nothing, r"target_parameters"),
@@ -41,14 +41,22 @@ ATTACKS: dict[str, Attack] = {
     "rank-of-text": ({"r": "4"}, _nothing, r"r must be an integer"),
     "rank-of-nothing": ({"r": 0}, _nothing, r"r must be between 1 and"),
     "rank-without-end": ({"r": 1 << 40}, _nothing, r"r must be between 1 and"),
-    "another-rank": ({"r": 8}, _nothing, r"A \[4, 128\] and B \[128, 4\] of rank 8 make no \[128, 128\]"),
+    "another-rank": ({"r": 8}, _nothing, r"A \[4, 128\] and B \[128, 4\] of rank 8 do not fit the weight \[128, 128\]"),
     "alpha-without-end": ({"lora_alpha": 1e300}, _nothing, r"lora_alpha must be between"),
-    "expression-that-never-ends": ({"alpha_pattern": {"(a+)+$": 1}}, _nothing, r"'\(a\+\)\+\$' is an expression"),
+    "expression-that-never-ends": (
+        {"alpha_pattern": {"(a+)+$": 1}},
+        _nothing,
+        r"'\(a\+\)\+\$' is a regular expression",
+    ),
     "patterns-without-end": ({"rank_pattern": {f"m{i}": 1 for i in range(10_001)}}, _nothing, r"more than 10000"),
     "pattern-of-text": ({"rank_pattern": {"q_proj": "4"}}, _nothing, r"q_proj must be an integer"),
     "half": ({}, lambda tensors: tensors.pop(_A), r"layers.0.self_attn.q_proj has lora_A missing"),
     "other-half": ({}, lambda tensors: tensors.pop(_B), r"layers.0.self_attn.q_proj has lora_B missing"),
-    "no-prefix": ({}, _rename(_A, "model.q_proj.lora_A.weight"), r"model.q_proj.lora_A.weight: not a name that PEFT"),
+    "no-prefix": (
+        {},
+        _rename(_A, "model.q_proj.lora_A.weight"),
+        r"model.q_proj.lora_A.weight: not a tensor name of PEFT",
+    ),
     "no-such-module": (
         {},
         _put(h__0__c__lora_A__weight=torch.ones(4, 8), h__0__c__lora_B__weight=torch.ones(8, 4)),
@@ -76,12 +84,12 @@ ATTACKS: dict[str, Attack] = {
     "more-tokens": (
         {},
         _put(lm_head__weight=torch.ones(4097, 128)),
-        r"lm_head.weight has shape \[4097, 128\], and the model's own \[4096, 128\]",
+        r"lm_head.weight has shape \[4097, 128\], but the model's tensor has \[4096, 128\]",
     ),
     "whole-and-added": (
         {},
         _put(**{"model__layers__0__self_attn__q_proj__weight": torch.ones(128, 128)}),
-        r"q_proj.weight is both added to and stored whole",
+        r"q_proj.weight has both a low-rank update and a replacement",
     ),
     "a-name-to-escape-with": ({}, _rename(_A, "../../../etc/passwd"), r"etc/passwd' is empty, too long or holds"),
 }

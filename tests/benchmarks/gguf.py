@@ -25,6 +25,7 @@ from torch import Tensor
 from mycli.runtime.checkpoint.manifest import Manifest
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.checkpoint.reader import Checkpoint
+from mycli.runtime.checkpoint.validation import check_tensors
 from mycli.runtime.models.config import ModelConfig
 
 TOKEN = 0x10000  # the character of token 0: above all surrogates and all spaces
@@ -44,7 +45,7 @@ def write(folder: Path, target: Path) -> None:
     opened = open_model_folder(folder)
     config, packings = opened.config, opened.packings
     manifest = Manifest.open(folder)
-    manifest.check(config, packings)
+    check_tensors(manifest, config, packings)
     if (
         config.model_type != "llama"
         or config.rope_scaling.kind != "default"

@@ -72,8 +72,8 @@ class Made:
         quantize(plan_quantization(Source("made", folder / "source"), recipe, report="none"), folder / "copy", CPU)
         opened = open_model_folder(folder / "copy")
         runner = load_model(opened, Placement(torch.device("cpu"), torch.bfloat16))
-        assert opened.predictor is not None
-        return cls(runner, MtpHead(opened.predictor, runner))
+        assert opened.mtp_head is not None
+        return cls(runner, MtpHead(opened.mtp_head, runner))
 
     def engine(self, sequences: int, drafting: bool) -> Engine:
         """Warmed up, for so many at once."""

@@ -49,7 +49,7 @@ SHARED_NAMES = {
     "read_quantization",  # of a layout, and what follows
     "READABLE",
     "IGNORED",
-    "TELLING",
+    "UNEXPECTED",
     "tensors",
     "check",
     "read_linear",

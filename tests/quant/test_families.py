@@ -203,7 +203,7 @@ def test_a_copy_holds_the_head_that_predicts_as_it_is(tmp_path: Path) -> None:
     assert heads[0].keys() == heads[1].keys() and len(heads[0]) == 15
     assert all(torch.equal(each, heads[1][name]) for name, each in heads[0].items())
     made = open_model_folder(tmp_path / "copy")
-    assert made.predictor is not None and not made.predictor.packings and made.packings
+    assert made.mtp_head is not None and not made.mtp_head.packings and made.packings
     assert work.size.parameters == sum(each.numel() for each in stored.values())
     assert work.size.bytes == sum(each.nbytes for each in copied.values())
     nbytes = sum(each.nbytes for each in heads[0].values())
@@ -214,7 +214,7 @@ def test_a_copy_holds_the_head_that_predicts_as_it_is(tmp_path: Path) -> None:
     assert not done.left_out and all(torch.equal(each, dense[name]) for name, each in heads[0].items())
     other = replace(request, target=tmp_path / "gptq", requantize=True)
     done = find_export_target("gptq")[0].export(other, lambda *_: None)
-    assert done.left_out and open_model_folder(done.path).predictor is None
+    assert done.left_out and open_model_folder(done.path).mtp_head is None
 
 
 @pytest.mark.parametrize(

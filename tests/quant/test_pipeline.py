@@ -25,6 +25,7 @@ from mycli.quant.solvers import rtn
 from mycli.runtime.checkpoint.manifest import Manifest
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.checkpoint.reader import Checkpoint
+from mycli.runtime.checkpoint.validation import check_tensors
 from mycli.runtime.errors import ModelError, ResourceError, UsageError, UserError
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.quantization.packed_weight import PackedWeight
@@ -87,7 +88,7 @@ def test_the_folder_holds_what_the_scheme_solved(source: Source, tmp_path: Path,
     config, packings = opened.config, opened.packings
     assert packings == work.packings
     manifest = Manifest.open(target)
-    manifest.check(config, packings)
+    check_tensors(manifest, config, packings)
     assert manifest.nbytes == work.size.bytes, "the size that --dry-run tells is exact"
     original, copy = Checkpoint(Manifest.open(source.folder)), Checkpoint(manifest)
     for name, _ in work.config.tensors():
@@ -234,7 +235,7 @@ def test_a_quantized_model_is_refused(source: Source, tmp_path: Path, fault: str
     with pytest.raises(ModelError, match=r"out is quantized already \(compressed-tensors, int4-g32\)"):
         plan_quantization(Source("again", tmp_path / "out", None, None), GROUP_32)
     write_config(source.folder, quantization_config={"quant_method": "gptq", "bits": 4})
-    with pytest.raises(ModelError, match="describes weights quantized by gptq, but none is there"):
+    with pytest.raises(ModelError, match="describes weights quantized by gptq, but the files have none"):
         plan_quantization(source, GROUP_32)
 
 

@@ -1,9 +1,7 @@
-"""Layouts of quantized checkpoints: one file each, found by the `quant_method` of config.json. The file is the
-registry.
+"""Layouts of quantized checkpoints, one module per `quant_method` of config.json; the file name is the registry.
 
-A layout is a module with the members of `Format`. It says which weights of a folder are packed and how, which tensors
-hold them, and turns those into the parts of a `PackedWeight`, exactly: nothing is quantized again. Knows no layout by
-name. Imports no torch before a weight is read. Modules whose names begin with `_` are what layouts share.
+A layout has the members of `Format`. It repacks stored tensors into the parts of a `PackedWeight` exactly: nothing is
+quantized again. Imports no torch before a weight is read. Modules with a leading `_` hold what layouts share.
 """
 
 import importlib
@@ -21,7 +19,7 @@ from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.dtypes import SAFETENSORS_FLOATS, Dtype
 from mycli.runtime.utils.json_fields import Fields
 
-if TYPE_CHECKING:  # a light command reads configurations only
+if TYPE_CHECKING:  # `show` and `list` read configs without torch
     import torch
 
     from mycli.runtime.checkpoint.manifest import Manifest
@@ -29,16 +27,16 @@ if TYPE_CHECKING:  # a light command reads configurations only
     from mycli.runtime.quantization.nested_scales import NestedScales
     from mycli.runtime.quantization.packed_weight import PackedWeight
 
-Headers = Mapping[str, TensorEntry]  # of a folder's tensors, by name
-Promise = tuple[str, Shape, Collection[str]]  # name, shape and allowed safetensors dtypes of a tensor
+Headers = Mapping[str, TensorEntry]  # the tensors of a folder by name
+ExpectedTensor = tuple[str, Shape, Collection[str]]  # name, shape and allowed safetensors dtypes
 EMBEDDING = "model.embed_tokens"
 
-Pack = Callable[["torch.Tensor", int], "torch.Tensor"]  # as `packed_weight.pack`, or a kernel that does the same
+Pack = Callable[["torch.Tensor", int], "torch.Tensor"]  # `packed_weight.pack`, or a kernel with the same result
 
 
 @dataclass(frozen=True)
 class Scales:
-    """What stands beside the codes of one linear: the parts of a `PackedWeight`."""
+    """The parts of one linear's `PackedWeight` other than its codes."""
 
     scales: "torch.Tensor"
     offsets: "torch.Tensor | None" = None
@@ -47,36 +45,36 @@ class Scales:
 
 
 class Format(Protocol):
-    """What a module of this package offers."""
+    """The members of a layout's module."""
 
-    READABLE: str  # what of the layout is read, for a person
-    IGNORED: tuple[str, ...]  # endings of tensors that a reader of weights has no use for
-    TELLING: tuple[tuple[str, str, str], ...]  # ending of a tensor that config.json does not promise, problem, hint
+    READABLE: str  # the supported variants, for messages
+    IGNORED: tuple[str, ...]  # name suffixes of tensors that weights do not need
+    UNEXPECTED: tuple[tuple[str, str, str], ...]  # suffix of a tensor that config.json lacks, problem, hint
 
     def read_quantization(self, section: Fields, config: ModelConfig, headers: Headers | None) -> dict[str, Packing]:
-        """The packing of each quantized weight of `quantizable(config)`, by `quantization_config` and what is there.
+        """Return the packing of each quantized weight of `quantizable(config)`.
 
-        `headers` is None where only config.json is known. Raises ModelError.
+        `headers` is None if only config.json is known. Raises ModelError naming the field that is not supported.
         """
         ...
 
-    def tensors(self, linear: LinearSpec, packing: Packing, headers: Headers) -> Iterator[Promise]:
-        """What must stand in place of the linear's weight; of several possible forms the one that is there."""
+    def tensors(self, linear: LinearSpec, packing: Packing, headers: Headers) -> Iterator[ExpectedTensor]:
+        """Yield the tensors that store the linear's weight; of several variants the one in `headers`."""
         ...
 
     def check(self, linear: LinearSpec, packing: Packing, manifest: "Manifest") -> None:
-        """Look into the few bytes that say more of a weight than its headers. Raises ModelError naming the tensor."""
+        """Check the small contents that describe a weight. Raises ModelError naming the tensor."""
         ...
 
     def read_linear(
         self, checkpoint: "Checkpoint", linear: LinearSpec, packing: Packing, out: "torch.Tensor"
     ) -> Scales:
-        """Put the codes into `out`, int32 [out_features, words], on the CPU; what stands beside them is returned."""
+        """Read the codes into `out`, int32 [out_features, words], on the CPU; return the other parts."""
         ...
 
 
 class WritableFormat(Format, Protocol):
-    """What a module of this package offers besides where quantizing writes it."""
+    """The further members of a layout that quantizing writes."""
 
     def planned_packing(self, linear: LinearSpec, bits: int, group: int | None, dtype: Dtype) -> Packing:
         """The packing of a linear of a model in `dtype`; `group`, if any, divides its inputs."""
@@ -85,7 +83,7 @@ class WritableFormat(Format, Protocol):
     def planned_tensors(
         self, linear: LinearSpec, packing: Packing, scale_dtype: "torch.dtype"
     ) -> list[tuple[str, "torch.dtype", Shape]]:
-        """Name, dtype and shape of what `write_weight` writes for a linear: for `CheckpointWriter`'s plan."""
+        """Return name, dtype and shape of each tensor that `write_weight` writes, for `CheckpointWriter`'s plan."""
         ...
 
     def write_weight(
@@ -98,26 +96,26 @@ class WritableFormat(Format, Protocol):
         dtype: Dtype,
         pack: Pack,
     ) -> None:
-        """Write codes uint8 [N, K] and scales [N, groups], or those of all rows nested, of a model in `dtype`.
+        """Write codes uint8 [N, K] and scales [N, groups] or nested, of a model in `dtype`.
 
-        `pack` makes words of codes, in layouts of words.
+        `pack` packs codes into words, in layouts that store words.
         """
         ...
 
     def write_quantization(
         self, packings: Mapping[str, Packing], ignore: Iterable[str], dtype: Dtype
     ) -> dict[str, Any]:
-        """The `quantization_config` for `packings`, all of this layout; `ignore` names the linears that stay dense."""
+        """Return the `quantization_config` for `packings` of this layout; `ignore` names the dense linears."""
         ...
 
 
 def names() -> list[str]:
-    """The layouts there are."""
+    """Return the names of all layouts."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
 
 
 def load(name: str) -> Format:
-    """The layout of that name."""
+    """Import the layout `name`."""
     return cast(Format, importlib.import_module(f"{__name__}.{name}"))
 
 
@@ -127,27 +125,26 @@ def load_writable(name: str) -> WritableFormat:
 
 
 def writable(packings: Mapping[str, Packing]) -> WritableFormat:
-    """The one layout of `packings` that are to be written."""
+    """Return the layout that all `packings` to be written share."""
     (name,) = _layouts(packings)
     return load_writable(name)
 
 
 def quantizable(config: ModelConfig) -> list[LinearSpec]:
-    """Every weight that some layout stores quantized: the linears, and the embedding, seen as one."""
+    """Return every weight that a layout may store quantized: the linears, and the embedding as a linear."""
     return [*config.linears(), LinearSpec(EMBEDDING, config.vocab_size, config.hidden_size)]
 
 
-def described(raw: Fields) -> bool:
-    """Whether config.json says that the model is quantized."""
+def is_quantized(raw: Fields) -> bool:
+    """Return whether config.json describes a quantized model."""
     return raw.has("quantization_config") or raw.has("quantization")
 
 
 def _section(raw: Fields) -> tuple[str, Fields]:
-    """Name and description of the layout; MLX names itself by another key only."""
     section = raw.object("quantization_config")
     if section.has("quant_method"):
         return _published.find_layout(section)
-    if raw.has("quantization"):
+    if raw.has("quantization"):  # MLX has a key of its own and no quant_method
         return "mlx", raw.object("quantization")
     if section.values:
         raise section.fail("quant_method", "is missing")
@@ -155,29 +152,28 @@ def _section(raw: Fields) -> tuple[str, Fields]:
 
 
 def read_quantization(raw: Fields, config: ModelConfig, headers: Headers | None = None) -> dict[str, Packing]:
-    """How each quantized weight is packed, by a parsed config.json and, where known, the headers of the tensors.
+    """Return the packing of each quantized weight, from config.json and, if known, the headers of the tensors.
 
-    Empty for an unquantized model. Raises ModelError naming a `quant_method` or an option that is not read.
+    Empty for an unquantized model. Raises ModelError naming the field that is not supported.
     """
     name, section = _section(raw)
     if not name:
         return {}
     if name not in names():
-        readable = (*(load(each).READABLE for each in names()), *_published.READABLE)
+        readable = (*(load(layout).READABLE for layout in names()), *_published.READABLE)
         hint = f"readable: {'; '.join(readable)}"
         raise section.fail("quant_method", f"{section.text('quant_method')!r} is not supported", hint)
     packings = load(name).read_quantization(section, config, headers)
     if headers is not None and not packings:
         hint = "config.json and the weights belong to different models"
-        raise ModelError(f"{section.source}: describes weights quantized by {name}, but none is there", hint)
+        raise ModelError(f"{section.source}: describes weights quantized by {name}, but the files have none", hint)
     return packings
 
 
-def stored_tensors(config: ModelConfig, packings: Mapping[str, Packing], headers: Headers) -> Iterator[Promise]:
-    """Name, shape and allowed dtypes of every tensor that a folder must hold.
-
-    Raises ModelError where a packing does not fit the shape of its linear.
-    """
+def expected_tensors(
+    config: ModelConfig, packings: Mapping[str, Packing], headers: Headers
+) -> Iterator[ExpectedTensor]:
+    """Yield every tensor that a folder must hold. Raises ModelError if a packing does not fit its linear's shape."""
     linears = {f"{spec.name}.weight": spec for spec in quantizable(config) if spec.name in packings}
     for name, shape in config.tensors():
         linear = linears.get(name)
@@ -192,15 +188,16 @@ def stored_tensors(config: ModelConfig, packings: Mapping[str, Packing], headers
         yield from load(packing.layout).tensors(linear, packing, headers)
 
 
-def ignored(packings: Mapping[str, Packing]) -> tuple[str, ...]:
-    """Endings of tensors that the layouts in use may hold beside the weights, and nobody here needs."""
+def ignored_suffixes(packings: Mapping[str, Packing]) -> tuple[str, ...]:
+    """Return the name suffixes of tensors that the layouts of `packings` may hold and weights do not need."""
     return tuple(sorted({ending for name in _layouts(packings) for ending in load(name).IGNORED}))
 
 
-def telling(packings: Mapping[str, Packing]) -> list[tuple[str, str, str]]:
-    """What tensors that config.json does not promise say of themselves: ending, problem, hint; used layouts first."""
+def unexpected_suffixes(packings: Mapping[str, Packing]) -> list[tuple[str, str, str]]:
+    """Return suffix, problem and hint of tensors that reveal a wrong config.json, from the layouts in use first."""
     used = _layouts(packings)
-    return [row for name in (*used, *(each for each in names() if each not in used)) for row in load(name).TELLING]
+    others = [name for name in names() if name not in used]
+    return [row for name in (*used, *others) for row in load(name).UNEXPECTED]
 
 
 def _layouts(packings: Mapping[str, Packing]) -> list[str]:
@@ -210,9 +207,9 @@ def _layouts(packings: Mapping[str, Packing]) -> list[str]:
 def read_weight(
     checkpoint: "Checkpoint", linears: Sequence[LinearSpec], packing: Packing, device: "torch.device"
 ) -> "PackedWeight":
-    """The weights of linears that share an input and a packing, stacked. Permuted ones do not stack: one at a time.
+    """Read the weights of linears that share an input and a packing, stacked by rows; permuted ones one at a time.
 
-    Raises what reading does, and ModelError for scales that are not finite.
+    Raises what reading raises, and ModelError for scales that are not finite.
     """
     import torch
 
@@ -225,14 +222,15 @@ def read_weight(
     parts, start = [], 0
     for linear in linears:
         end = start + linear.out_features
-        found = layout.read_linear(checkpoint, linear, packing, packed[start:end])
-        for tensor in (found.scales, found.offsets):
+        part = layout.read_linear(checkpoint, linear, packing, packed[start:end])
+        for tensor in (part.scales, part.offsets):
             if tensor is not None:
                 checkpoint.check(tensor, f"{linear.name}: scales")
-        parts.append(found)
+        parts.append(part)
         start = end
     offsets = [part.offsets.to(device) for part in parts if part.offsets is not None]
-    factors = [part.factors for part in parts if part.factors is not None and device.type == "cpu"]  # a GPU has no use
+    # Only the CPU's kernels multiply by super-block factors; a GPU reads the scales.
+    factors = [part.factors for part in parts if part.factors is not None and device.type == "cpu"]
     inputs = parts[0].inputs
     return PackedWeight(
         packed.to(device),
@@ -245,21 +243,21 @@ def read_weight(
     )
 
 
-def expect_linears(checkpoint: "Checkpoint", linears: Iterable[LinearSpec], packings: Mapping[str, Packing]) -> None:
-    """Ask the system to read what stands for the weights of `linears` ahead."""
+def prefetch_linears(checkpoint: "Checkpoint", linears: Iterable[LinearSpec], packings: Mapping[str, Packing]) -> None:
+    """Start reading the tensors of `linears` into the page cache."""
     for linear in linears:
         packing = packings.get(linear.name)
         if packing is None:
-            checkpoint.expect(f"{linear.name}.weight")
+            checkpoint.prefetch(f"{linear.name}.weight")
             continue
         for name, *_ in load(packing.layout).tensors(linear, packing, checkpoint.manifest.tensors):
-            checkpoint.expect(name)
+            checkpoint.prefetch(name)
 
 
 def read_dense(
     checkpoint: "Checkpoint", linear: LinearSpec, packings: Mapping[str, Packing], device: "torch.device"
 ) -> "torch.Tensor":
-    """The weight [out_features, in_features] on `device`, in its stored dtype or, where packed, that of its scales."""
+    """Read a weight [out_features, in_features] to `device`, in its stored dtype or, if packed, that of its scales."""
     import torch
 
     from mycli.runtime.quantization.packed_weight import dequantize_rows

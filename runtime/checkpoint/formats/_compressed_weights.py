@@ -1,14 +1,11 @@
-"""The tensors of compressed-tensors: which stand in place of a weight, what they hold, and how ours are written.
-
-Knows the dialects by name and no config.json. Imports torch only to read or write.
-"""
+"""The tensors of compressed-tensors: their names and shapes, how they are read, and how pack-quantized is written."""
 
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mycli.runtime.checkpoint.formats import Headers, Pack, Promise, Scales, _parts
+from mycli.runtime.checkpoint.formats import ExpectedTensor, Headers, Pack, Scales, _parts
 from mycli.runtime.checkpoint.safetensors_header import damaged
 from mycli.runtime.models.part_spec import LinearSpec, Shape
 from mycli.runtime.quantization.scheme import Packing
@@ -23,12 +20,12 @@ if TYPE_CHECKING:
 
 PACK, INT, FLOAT = "pack-quantized", "int-quantized", "float-quantized"
 NVFP4, MXFP4, MXFP8 = "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"
-_PACK_WEIGHTS = 1 << 22  # packed at a time
+_PACK_WEIGHTS = 1 << 22  # packed at a time: bounds the memory of the copy
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """What `Packing.dialect` says of a linear: the format, the strategy of its scales, and the sides of a block."""
+    """A parsed `Packing.dialect`: the format, the strategy of its scales, and the sides of a block."""
 
     name: str = PACK
     strategy: str = "group"
@@ -36,7 +33,7 @@ class Dialect:
 
     @classmethod
     def of(cls, packing: Packing) -> "Dialect":
-        """Of a packing of this layout; without a word it is pack-quantized."""
+        """Parse the dialect of a packing of this layout; an empty one is pack-quantized."""
         if not packing.dialect:
             return cls()
         name, strategy, *block = packing.dialect
@@ -53,8 +50,8 @@ def _scale_shapes(packing: Packing, rows: int, columns: int) -> tuple[Shape, ...
     return ((rows, packing.groups(columns)),)
 
 
-def tensors(linear: LinearSpec, packing: Packing, headers: Headers) -> Iterator[Promise]:
-    """Name, shape and allowed dtypes of the tensors of a packed linear."""
+def tensors(linear: LinearSpec, packing: Packing, headers: Headers) -> Iterator[ExpectedTensor]:
+    """Yield the tensors of a quantized linear."""
     rows, columns, name = linear.out_features, linear.in_features, linear.name
     dialect = Dialect.of(packing).name
     scales = _scale_shapes(packing, rows, columns)
@@ -83,7 +80,7 @@ def tensors(linear: LinearSpec, packing: Packing, headers: Headers) -> Iterator[
 
 
 def check(linear: LinearSpec, packing: Packing, manifest: "Manifest") -> None:
-    """A `weight_shape` holds [out_features, in_features]; the packed width alone cannot tell in_features."""
+    """Raise ModelError unless `weight_shape` holds [out_features, in_features]: the packed width is not exact."""
     if packing.dialect:
         return
     name, shape = f"{linear.name}.weight_shape", (linear.out_features, linear.in_features)
@@ -93,7 +90,6 @@ def check(linear: LinearSpec, packing: Packing, manifest: "Manifest") -> None:
 
 
 def _read_words(checkpoint: "Checkpoint", linear: LinearSpec, packing: Packing, out: "torch.Tensor") -> None:
-    """`weight_packed` of pack-quantized, where need be from words that hold whole codes only."""
     import torch
 
     from mycli.runtime.quantization.packed_weight import pack
@@ -102,6 +98,7 @@ def _read_words(checkpoint: "Checkpoint", linear: LinearSpec, packing: Packing, 
     if checkpoint.entry(name).shape == tuple(out.shape):
         checkpoint.read_into(name, out)
         return
+    # Before 0.18, words held whole codes only: ten of 3 bits.
     shifts = torch.arange(0, 32 // bits * bits, bits, dtype=torch.int32)
     codes = (checkpoint.read(name).unsqueeze(-1) >> shifts & (1 << bits) - 1).flatten(1)
     out.copy_(pack(codes[:, : linear.in_features].to(torch.uint8), bits))
@@ -121,7 +118,6 @@ def _read_codes(checkpoint: "Checkpoint", linear: LinearSpec, packing: Packing, 
 
 
 def _read_scales(checkpoint: "Checkpoint", linear: LinearSpec, packing: Packing) -> "torch.Tensor":
-    """[N, groups], whatever the strategy."""
     name, dialect = f"{linear.name}.weight_scale", Dialect.of(packing)
     rows, columns = linear.out_features, linear.in_features
     scales = checkpoint.read(name)
@@ -136,7 +132,7 @@ def _read_scales(checkpoint: "Checkpoint", linear: LinearSpec, packing: Packing)
 
 
 def _read_zeros(checkpoint: "Checkpoint", linear: LinearSpec, packing: Packing, groups: int) -> "torch.Tensor":
-    """Zero points as unsigned codes [N, groups]: packed down the rows, or a signed byte each."""
+    # Unsigned codes [N, groups]: stored packed down the rows, or as signed bytes.
     from mycli.runtime.quantization.packed_weight import unpack
 
     stored = checkpoint.read(f"{linear.name}.weight_zero_point")
@@ -147,7 +143,7 @@ def _read_zeros(checkpoint: "Checkpoint", linear: LinearSpec, packing: Packing, 
 
 
 def read_linear(checkpoint: "Checkpoint", linear: LinearSpec, packing: Packing, out: "torch.Tensor") -> Scales:
-    """The codes into `out`; scales keep their dtype. Raises what reading does."""
+    """Read the codes into `out`; scales keep their dtype; see `Format`."""
     _read_codes(checkpoint, linear, packing, out)
     scales = _read_scales(checkpoint, linear, packing)
     offsets, inputs = None, None
@@ -164,7 +160,7 @@ def read_linear(checkpoint: "Checkpoint", linear: LinearSpec, packing: Packing, 
 def planned_tensors(
     linear: LinearSpec, packing: Packing, scale_dtype: "torch.dtype"
 ) -> list[tuple[str, "torch.dtype", Shape]]:
-    """Name, dtype and shape of what `write_weight` writes for a linear: for `CheckpointWriter`'s plan."""
+    """Return what `write_weight` writes; see `WritableFormat`."""
     import torch
 
     rows, columns = linear.out_features, linear.in_features
@@ -184,19 +180,16 @@ def write_weight(
     dtype: Dtype,
     pack: Pack,
 ) -> None:
-    """Write codes uint8 [N, K], made words by `pack`, and scales [N, groups] as `planned_tensors` promised them.
-
-    `dtype` is that of scales.
-    """
+    """Write codes uint8 [N, K], packed into words by `pack`, and scales [N, groups] in `dtype`."""
     import torch
 
     assert isinstance(scales, torch.Tensor) and scales.dtype == getattr(torch, dtype)
 
     rows, columns = codes.shape
     packed = torch.empty(rows, packing.words(columns), dtype=torch.int32)
-    at_once = max(1, _PACK_WEIGHTS // columns)
-    for start in range(0, rows, at_once):
-        packed[start : start + at_once] = pack(codes[start : start + at_once].cpu(), packing.bits)
+    part_rows = max(1, _PACK_WEIGHTS // columns)
+    for start in range(0, rows, part_rows):
+        packed[start : start + part_rows] = pack(codes[start : start + part_rows].cpu(), packing.bits)
     writer.write(f"{linear}.weight_packed", packed)
     writer.write(f"{linear}.weight_scale", scales.cpu())
     writer.write(f"{linear}.weight_shape", torch.tensor([rows, columns]))

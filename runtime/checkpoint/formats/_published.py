@@ -1,8 +1,7 @@
-"""Which layout a `quant_method` of config.json means, where it is not the layout's own name.
+"""Maps the `quant_method` of a program that reuses another program's layout to that layout.
 
-Programs that quantize put names of their own over layouts that others defined: AutoRound over GPTQ, AWQ and FP8,
-ModelOpt, Quark and FBGEMM over FP8. Each is told apart by what its section says, and refused by that where no layout
-here holds it. Knows sections of config.json; no tensors, and no layout but by its name. Does not import torch.
+AutoRound writes GPTQ, AWQ and FP8; ModelOpt, Quark and FBGEMM write FP8. Other fields of the section tell which.
+Imports no torch.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,9 +17,9 @@ _MODELOPT = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4", "MIXED_
 
 
 def find_layout(section: Fields) -> tuple[str, Fields]:
-    """The name of the layout, and the section as its reader wants it. Raises ModelError naming what no layout holds.
+    """Return the layout's name and the section in its terms. Raises ModelError for a field without a layout.
 
-    A method that is not known here is a layout's own name, as far as this tells.
+    Any other method is returned as a layout's name, which may not exist.
     """
     method = section.text("quant_method")
     translate = _METHODS.get(method)
@@ -28,8 +27,8 @@ def find_layout(section: Fields) -> tuple[str, Fields]:
 
 
 def _refused(section: Fields, key: str, readable: str) -> ModelError:
-    said = str(section.values.get(key))
-    return section.fail(key, f"{said[:80]!r} is not supported", f"readable: {readable}")
+    value = str(section.values.get(key))
+    return section.fail(key, f"{value[:80]!r} is not supported", f"readable: {readable}")
 
 
 def _fbgemm(section: Fields) -> tuple[str, Fields]:
@@ -37,7 +36,7 @@ def _fbgemm(section: Fields) -> tuple[str, Fields]:
 
 
 def _auto_round(section: Fields) -> tuple[str, Fields]:
-    """By `packing_format`, before 0.5 `backend`. What has both "auto_round" and "gptq" stores zero points less one."""
+    # AutoRound before 0.5 wrote `backend` instead of `packing_format`.
     key = "packing_format" if section.has("packing_format") else "backend"
     packing, kind = section.text(key, "auto_round:auto_gptq"), section.text("data_type", "int")
     if kind in ("fp", "fp8", "fp8_e4m3", "fp8_e5m2") and section.integer("bits", 8, high=16) == 8:
@@ -54,9 +53,10 @@ def _auto_round(section: Fields) -> tuple[str, Fields]:
     if section.has("act_bits") and section.integer("act_bits", high=32) <= 8:
         raise _refused(section, "act_bits", READABLE[0])
     for name in section.object("extra_config").values:
-        own = section.object("extra_config").object(name)
-        if own.boolean("sym", section.boolean("sym", True)) != section.boolean("sym", True):
-            raise own.fail("sym", "differs from that of the other layers", f"readable: {READABLE[0]}, of one kind")
+        layer = section.object("extra_config").object(name)
+        if layer.boolean("sym", section.boolean("sym", True)) != section.boolean("sym", True):
+            raise layer.fail("sym", "differs from that of the other layers", f"readable: {READABLE[0]}, of one kind")
+    # The formats named after AutoGPTQ store zero points less one, as version 1 does.
     version = "gptq" if "gptq" in packing and "gptqmodel" not in packing else "gptq_v2"
     return "gptq", Fields({**section.values, "checkpoint_format": version}, section.source)
 
@@ -68,7 +68,6 @@ def _modelopt(section: Fields) -> tuple[str, Fields]:
 
 
 def _quark(section: Fields) -> tuple[str, Fields]:
-    """Only 8-bit floats, for all layers alike."""
     if section.object("layer_quant_config").values or section.object("layer_type_quant_config").values:
         raise section.fail("layer_quant_config", "is not supported", f"readable: {READABLE[1]}")
     shared = section.object("global_quant_config")
@@ -79,8 +78,8 @@ def _quark(section: Fields) -> tuple[str, Fields]:
         raise _refused(weight, "dtype", READABLE[1])
     if weight.text("qscheme", "") not in ("per_tensor", "per_channel"):
         raise _refused(weight, "qscheme", READABLE[1])
-    kept = [name.replace("*", "").removeprefix("re:") for name in section.array("exclude", str)]
-    return "fp8", Fields({"modules_to_not_convert": kept}, section.source)
+    unquantized = [name.replace("*", "").removeprefix("re:") for name in section.array("exclude", str)]
+    return "fp8", Fields({"modules_to_not_convert": unquantized}, section.source)
 
 
 _METHODS: Mapping[str, Callable[[Fields], tuple[str, Fields]]] = {

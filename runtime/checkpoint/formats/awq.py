@@ -1,12 +1,12 @@
-"""AWQ as AutoAWQ's GEMM kernel wants it: 4 bits, eight columns of outputs in a word, in an order of their own.
+"""AWQ in the layout of AutoAWQ's GEMM kernel: 4 bits, eight outputs per word in an interleaved order.
 
-Which linears are quantized, and their groups, the tensors say. Imports torch only to read.
+The tensors tell which linears are quantized, and their groups.
 """
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mycli.runtime.checkpoint.formats import EMBEDDING, Headers, Promise, Scales, _parts, _targets, quantizable
+from mycli.runtime.checkpoint.formats import EMBEDDING, ExpectedTensor, Headers, Scales, _parts, quantizable
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.part_spec import LinearSpec
 from mycli.runtime.quantization.scheme import Packing
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 READABLE = "AWQ of version gemm, 4 bits"
 IGNORED = ()
-TELLING = ()
-_BITS, _COLUMNS = 4, 8  # of outputs in a word
-_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word column j of its eight stands
+UNEXPECTED = ()
+_BITS, _COLUMNS = 4, 8  # columns: outputs in a word
+_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # nibble of a word that holds column j
 
 
 def read_quantization(section: Fields, config: ModelConfig, headers: Headers | None) -> dict[str, Packing]:
-    """The packing of each linear that has a `qweight`; of those not excepted where the tensors are not known."""
+    """Return the packing of each linear with a `qweight`; without headers, of all not listed as unquantized."""
     version = section.text("version", "gemm").lower()
     if version != "gemm":
         raise section.fail("version", f"{version!r} is not supported", f"readable: {READABLE}")
@@ -35,10 +35,12 @@ def read_quantization(section: Fields, config: ModelConfig, headers: Headers | N
     if bits != _BITS:
         raise section.fail("bits", f"= {bits} is not supported", f"readable: {READABLE}")
     group = section.integer("group_size" if section.has("group_size") else "q_group_size", -1, low=-1, high=1 << 20)
-    kept = section.array("modules_to_not_convert", str)
+    unquantized = section.array("modules_to_not_convert", str)
     result: dict[str, Packing] = {}
     for linear in quantizable(config):
-        if headers is None and (linear.name in (EMBEDDING, "lm_head") or _targets.named(linear.name, kept)):
+        if headers is None and (
+            linear.name in (EMBEDDING, "lm_head") or _parts.name_contains(linear.name, unquantized)
+        ):
             continue
         if headers is not None and f"{linear.name}.qweight" not in headers:
             continue
@@ -51,8 +53,8 @@ def read_quantization(section: Fields, config: ModelConfig, headers: Headers | N
     return result
 
 
-def tensors(linear: LinearSpec, packing: Packing, headers: Headers) -> Iterator[Promise]:
-    """`qweight`, `qzeros` and `scales`."""
+def tensors(linear: LinearSpec, packing: Packing, headers: Headers) -> Iterator[ExpectedTensor]:
+    """Yield `qweight`, `qzeros` and `scales`."""
     rows, columns, groups = linear.out_features, linear.in_features, packing.groups(linear.in_features)
     yield f"{linear.name}.qweight", (columns, -(-rows // _COLUMNS)), ("I32",)
     yield f"{linear.name}.qzeros", (groups, -(-rows // _COLUMNS)), ("I32",)
@@ -60,11 +62,10 @@ def tensors(linear: LinearSpec, packing: Packing, headers: Headers) -> Iterator[
 
 
 def check(linear: LinearSpec, packing: Packing, manifest: "Manifest") -> None:
-    """The headers say it all."""
+    """Accept: the headers describe the weight completely."""
 
 
 def _columns(words: "torch.Tensor", rows: int) -> "torch.Tensor":
-    """int32 [any, words] to the codes of outputs uint8 [any, rows]."""
     import torch
 
     from mycli.runtime.quantization.packed_weight import unpack
@@ -74,7 +75,7 @@ def _columns(words: "torch.Tensor", rows: int) -> "torch.Tensor":
 
 
 def read_linear(checkpoint: "Checkpoint", linear: LinearSpec, packing: Packing, out: "torch.Tensor") -> Scales:
-    """The codes into `out`, rows of outputs as they are multiplied. Raises what reading does."""
+    """Read the codes into `out`, one row per output; see `Format`."""
     from mycli.runtime.quantization.packed_weight import pack
 
     codes = _columns(checkpoint.read(f"{linear.name}.qweight"), linear.out_features)

@@ -1,8 +1,7 @@
-"""bitsandbytes: NF4 and FP4 with their scales quantized once more or not, and LLM.int8's rows of bytes; NF4 is written.
+"""bitsandbytes: NF4 and FP4, with or without double quantization, and LLM.int8; NF4 is also written.
 
-A 4-bit weight is flat: two codes a byte, the first in the high half, and a scale for every `blocksize` of them, rows
-or not. Groups are then the largest that lie within both a row and a block. What the codes stand for is stored too, and
-must be the published table. Imports torch only to read or write.
+A 4-bit weight is flat: two codes per byte, the first in the high half, and a scale per `blocksize` codes, across rows.
+A group is the largest run within both a row and a block. The stored code table must be the published one.
 """
 
 import json
@@ -10,7 +9,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from mycli.runtime.checkpoint.formats import EMBEDDING, Headers, Pack, Promise, Scales, _parts, _targets, quantizable
+from mycli.runtime.checkpoint.formats import EMBEDDING, ExpectedTensor, Headers, Pack, Scales, _parts, quantizable
 from mycli.runtime.checkpoint.safetensors_header import damaged
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models.config import ModelConfig
@@ -28,28 +27,30 @@ if TYPE_CHECKING:
 
 READABLE = "bitsandbytes NF4, FP4 and int8"
 IGNORED = ()
-TELLING = ((".absmax", "scales of bitsandbytes, but config.json does not say so", "quant_method must be bitsandbytes"),)
+UNEXPECTED = (
+    (".absmax", "scales of bitsandbytes, but config.json does not say so", "quant_method must be bitsandbytes"),
+)
 _KINDS: tuple[Codes, ...] = ("nf4", "fp4")
 _BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 _USUAL_BLOCK = 64
-_NESTED = 256  # scales that share one of theirs
-_MAX_STATE = 4096  # bytes of the description of a weight
-_WRITTEN_STATE = 256  # bytes of one that is written, spaces at the end included: the plan must know its size
+_NESTED = 256  # scales that share a scale in double quantization
+_MAX_STATE = 4096  # bytes of a quant_state
+_WRITTEN_STATE = 256  # bytes of a written quant_state, padded with spaces: the plan needs a fixed size
 
 
 def read_quantization(section: Fields, config: ModelConfig, headers: Headers | None) -> dict[str, Packing]:
-    """The packing of each linear that has scales; of those not excepted where the tensors are not known."""
+    """Return the packing of each linear with scales; without headers, of all not listed as unquantized."""
     eight = section.boolean("load_in_8bit", False)
     kind = section.text("bnb_4bit_quant_type", "fp4")
     if not eight and kind not in _KINDS:
         raise section.fail("bnb_4bit_quant_type", f"{kind!r} is not supported", f"readable: {READABLE}")
-    kept = section.array("llm_int8_skip_modules", str)
+    unquantized = section.array("llm_int8_skip_modules", str)
     nested = section.boolean("bnb_4bit_use_double_quant", False)
     scales = _parts.unless(config.dtype, "float32")
     result: dict[str, Packing] = {}
     for linear in quantizable(config):
         if headers is None:
-            if linear.name in (EMBEDDING, "lm_head") or _targets.named(linear.name, kept):
+            if linear.name in (EMBEDDING, "lm_head") or _parts.name_contains(linear.name, unquantized):
                 continue
         elif f"{linear.name}.{'SCB' if eight else 'weight.absmax'}" not in headers:
             continue
@@ -80,19 +81,19 @@ def planned_packing(linear: LinearSpec, bits: int, group: int | None, dtype: Dty
 
 
 def _block(headers: Headers | None, linear: LinearSpec) -> int:
-    """The block size by the number of scales; the usual one where that is not known."""
+    # No field holds the block size before the tensors are read: the number of scales tells it.
     values = linear.out_features * linear.in_features
-    found = (headers or {}).get(f"{linear.name}.weight.absmax")
-    count = found.shape[0] if found is not None and len(found.shape) == 1 else 0
+    absmax = (headers or {}).get(f"{linear.name}.weight.absmax")
+    count = absmax.shape[0] if absmax is not None and len(absmax.shape) == 1 else 0
     return next((block for block in _BLOCKS if -(-values // block) == count), _USUAL_BLOCK)
 
 
-def _state(linear: str, packing: Packing) -> str:
+def _state_name(linear: str, packing: Packing) -> str:
     return f"{linear}.weight.quant_state.bitsandbytes__{packing.dialect[0]}"
 
 
-def tensors(linear: LinearSpec, packing: Packing, headers: Headers) -> Iterator[Promise]:
-    """Bytes of codes, scales, the table, and a description in JSON; for int8 bytes and a scale for each row."""
+def tensors(linear: LinearSpec, packing: Packing, headers: Headers) -> Iterator[ExpectedTensor]:
+    """Yield codes, scales, code table and quant_state; for int8, bytes and a scale per row."""
     name, rows, columns = f"{linear.name}.weight", linear.out_features, linear.in_features
     if packing.codes == "int":
         yield name, (rows, columns), ("I8",)
@@ -109,48 +110,47 @@ def tensors(linear: LinearSpec, packing: Packing, headers: Headers) -> Iterator[
         yield f"{name}.nested_absmax", (-(-blocks // _NESTED),), ("F32",)
         yield f"{name}.nested_quant_map", (256,), ("F32",)
     sizes: tuple[Shape, ...] = tuple((size,) for size in range(2, _MAX_STATE))
-    yield _parts.either(headers, _state(linear.name, packing), sizes, ("U8",))
+    yield _parts.either(headers, _state_name(linear.name, packing), sizes, ("U8",))
 
 
-def _description(linear: LinearSpec, packing: Packing, manifest: "Manifest") -> Fields:
-    name = _state(linear.name, packing)
+def _quant_state(linear: LinearSpec, packing: Packing, manifest: "Manifest") -> Fields:
+    name = _state_name(linear.name, packing)
     return parse_object(manifest.content(name), f"{manifest.tensors[name].file}: {name}", _MAX_STATE)
 
 
 def check(linear: LinearSpec, packing: Packing, manifest: "Manifest") -> None:
-    """The description is of this weight, and of the arithmetic that its tensors tell."""
+    """Raise ModelError unless the quant_state agrees with the shape and the other tensors of the weight."""
     if packing.codes == "int":
         name = f"{linear.name}.weight_format"
         if name in manifest.tensors and any(manifest.content(name)):
-            raise ModelError(f"{name}: rows in a different order than they are multiplied in", f"readable: {READABLE}")
+            raise ModelError(f"{name}: the rows are in a hardware-specific order", f"readable: {READABLE}")
         return
-    found, (kind, block, nested) = _description(linear, packing, manifest), packing.dialect
+    state, (kind, block, nested) = _quant_state(linear, packing, manifest), packing.dialect
     expected: dict[str, object] = {"quant_type": kind, "blocksize": block}
     if nested:
         expected["nested_blocksize"] = _NESTED
-        found.number("nested_offset", low=-1e12)
+        state.number("nested_offset", low=-1e12)
     for key, value in expected.items():
-        if found.values.get(key) != value:
-            raise found.fail(key, f"must be {value!r}, not {found.values.get(key)!r:.40}")
-    if found.array("shape", int) != [linear.out_features, linear.in_features]:
-        raise found.fail("shape", f"must be {[linear.out_features, linear.in_features]}")
+        if state.values.get(key) != value:
+            raise state.fail(key, f"must be {value!r}, not {state.values.get(key)!r:.40}")
+    if state.array("shape", int) != [linear.out_features, linear.in_features]:
+        raise state.fail("shape", f"must be {[linear.out_features, linear.in_features]}")
 
 
 def _absmax(checkpoint: "Checkpoint", linear: LinearSpec, packing: Packing) -> "torch.Tensor":
-    """The scale of each block, fp32 [blocks]."""
     name = f"{linear.name}.weight"
     stored = checkpoint.read(f"{name}.absmax")
     if not packing.dialect[2]:
         return stored
     from mycli.runtime.quantization.nested_scales import NestedScales
 
-    offset = _description(linear, packing, checkpoint.manifest).number("nested_offset", low=-1e12)
+    offset = _quant_state(linear, packing, checkpoint.manifest).number("nested_offset", low=-1e12)
     nested = NestedScales(stored, checkpoint.read(f"{name}.nested_absmax"), offset)
     return nested.values(checkpoint.read(f"{name}.nested_quant_map"))
 
 
 def read_linear(checkpoint: "Checkpoint", linear: LinearSpec, packing: Packing, out: "torch.Tensor") -> Scales:
-    """The codes into `out`; the scales of each row's groups. Raises what reading does."""
+    """Read the codes into `out`; return the scales of each row's groups; see `Format`."""
     import torch
 
     from mycli.runtime.quantization.codes import code_table
@@ -161,17 +161,17 @@ def read_linear(checkpoint: "Checkpoint", linear: LinearSpec, packing: Packing, 
         _parts.put_bytes(checkpoint.read(name).view(torch.uint8) ^ 0x80, out)
         return Scales((checkpoint.read(f"{linear.name}.SCB") / 127).unsqueeze(1))
     if not torch.equal(checkpoint.read(f"{name}.quant_map"), code_table(packing)):
-        raise damaged(f"{name}.quant_map: not the values of {packing.codes}")
+        raise damaged(f"{name}.quant_map: not the table of {packing.codes}")
     codes = _parts.nibbles(checkpoint.read(name).flatten(), high_first=True)
     out.copy_(pack(codes[: rows * columns].view(rows, columns), packing.bits))
-    places = torch.arange(0, rows * columns, packing.group_size or columns) // int(packing.dialect[1])
-    return Scales(_absmax(checkpoint, linear, packing)[places].view(rows, -1))
+    blocks = torch.arange(0, rows * columns, packing.group_size or columns) // int(packing.dialect[1])
+    return Scales(_absmax(checkpoint, linear, packing)[blocks].view(rows, -1))
 
 
 def planned_tensors(
     linear: LinearSpec, packing: Packing, scale_dtype: "torch.dtype"
 ) -> list[tuple[str, "torch.dtype", Shape]]:
-    """Name, dtype and shape of what `write_weight` writes for a linear. The dtype of nested scales is the layout's."""
+    """Return what `write_weight` writes; see `WritableFormat`. Nested scales have dtypes of their own."""
     import torch
 
     name, weights = f"{linear.name}.weight", linear.out_features * linear.in_features
@@ -182,7 +182,7 @@ def planned_tensors(
         (f"{name}.quant_map", torch.float32, (16,)),
         (f"{name}.nested_absmax", torch.float32, (-(-blocks // _NESTED),)),
         (f"{name}.nested_quant_map", torch.float32, (256,)),
-        (_state(linear.name, packing), torch.uint8, (_WRITTEN_STATE,)),
+        (_state_name(linear.name, packing), torch.uint8, (_WRITTEN_STATE,)),
     ]
 
 
@@ -195,10 +195,7 @@ def write_weight(
     dtype: Dtype,
     pack: Pack,
 ) -> None:
-    """Write codes uint8 [N, K] and nested scales, of the blocks of all rows, as `planned_tensors` promised them.
-
-    `dtype` is what weights are decoded to.
-    """
+    """Write codes uint8 [N, K] and nested scales; `dtype` is what weights are decoded to; see `WritableFormat`."""
     import torch
 
     from mycli.runtime.quantization.codes import code_table
@@ -215,17 +212,17 @@ def write_weight(
         "nested_dtype": "float32",
         "nested_offset": scales.offset,
     }
-    described = json.dumps(state).encode().ljust(_WRITTEN_STATE)
+    state_bytes = json.dumps(state).encode().ljust(_WRITTEN_STATE)
     writer.write(f"{linear}.weight", (pairs[:, 0] << 4 | pairs[:, 1]).unsqueeze(1))
     writer.write(f"{linear}.weight.absmax", scales.codes)
     writer.write(f"{linear}.weight.quant_map", code_table(packing))
     writer.write(f"{linear}.weight.nested_absmax", scales.outer)
     writer.write(f"{linear}.weight.nested_quant_map", dynamic_table())
-    writer.write(_state(linear, packing), torch.frombuffer(bytearray(described), dtype=torch.uint8))
+    writer.write(_state_name(linear, packing), torch.frombuffer(bytearray(state_bytes), dtype=torch.uint8))
 
 
 def write_quantization(packings: Mapping[str, Packing], ignore: Iterable[str], dtype: Dtype) -> dict[str, Any]:
-    """The `quantization_config` for `packings`, all alike, of a model in `dtype`; `ignore` are the other linears."""
+    """Return the `quantization_config` for `packings`, all alike; see `WritableFormat`."""
     kinds = {packing.dialect for packing in packings.values()}
     ((kind, _, nested),) = kinds
     return {

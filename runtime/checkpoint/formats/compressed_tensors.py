@@ -1,9 +1,8 @@
-"""compressed-tensors, read and written: what config.json says, and the tensors it promises.
+"""compressed-tensors: its `quantization_config`, read and written.
 
-Read are pack-quantized (docs/format.md says how; symmetric or not, `weight_g_idx` and the 3-bit words of before 0.18
-too), int-quantized, float-quantized, nvfp4-pack, mxfp4-pack and mxfp8; written is symmetric pack-quantized. What
-activations were to be rounded to does not change the weights and is not done. Knows names, shapes and the
-`quantization_config`; the codes in the words are `runtime.quantization`'s. Imports torch only to read or write.
+Read are pack-quantized (docs/format.md; also asymmetric, with `weight_g_idx`, and 3-bit words from before 0.18),
+int-quantized, float-quantized, nvfp4-pack, mxfp4-pack and mxfp8; symmetric pack-quantized is written. Activations are
+not quantized, whatever the config says: weights do not depend on it.
 """
 
 import math
@@ -11,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from mycli.runtime.checkpoint.formats import Headers, _parts, _targets, quantizable
+from mycli.runtime.checkpoint.formats import Headers, _parts, quantizable
 from mycli.runtime.checkpoint.formats._compressed_weights import (
     FLOAT,
     INT,
@@ -32,11 +31,11 @@ from mycli.runtime.quantization.scheme import Codes, Packing
 from mycli.runtime.utils.dtypes import Dtype
 from mycli.runtime.utils.json_fields import Fields
 
-# What the layout offers, the tensors' part of it from the file beside this one.
+# The members of the layout; those about tensors are in _compressed_weights.
 __all__ = [
     "IGNORED",
     "READABLE",
-    "TELLING",
+    "UNEXPECTED",
     "check",
     "planned_packing",
     "planned_tensors",
@@ -48,7 +47,7 @@ __all__ = [
 ]
 
 _DIALECTS = (PACK, INT, FLOAT, NVFP4, MXFP4, MXFP8)
-# Strategies of each dialect; the float ones of 4 bits have one group size each.
+# Strategies of each dialect; float dialects of 4 bits have one group size each.
 _STRATEGIES = {
     PACK: ("group", "channel"),
     INT: ("tensor", "channel", "group"),
@@ -59,28 +58,28 @@ _STRATEGIES = {
 }
 _GROUPS = {NVFP4: 16, MXFP4: 32, MXFP8: 32}
 READABLE = f"compressed-tensors of {', '.join(_DIALECTS)}, 2 to 8 bits"
-# Of activations and of the cache, which are not quantized here.
+# Parameters of activations and of the cache: neither is quantized here.
 IGNORED = (".input_scale", ".input_zero_point", ".input_global_scale", ".k_scale", ".v_scale")
-TELLING = (
+UNEXPECTED = (
     ("weight_zero_point", "zero points, but config.json calls the weights symmetric", "it must say symmetric: false"),
-    ("weight_g_idx", "an order of inputs that config.json does not state", "actorder must be group"),
+    ("weight_g_idx", "an order of inputs, but config.json does not say so", "actorder must be group"),
     ("weight_packed", "quantized, but config.json does not say so", "its quantization_config must cover these layers"),
 )
 
 
 def _dialect(section: Fields, group: Fields, weights: Fields) -> str:
-    """The format of a group of linears: its own, that of the section, or by the type of the weights."""
-    stated = group.text("format", "") or section.text("format", PACK)
-    if stated in ("naive-quantized", "mixed-precision"):
-        stated = FLOAT if weights.text("type", "int") == "float" else INT
-    if stated not in _DIALECTS:
+    # A group may state a format of its own. Two values of the section say nothing: the type of the weights decides.
+    name = group.text("format", "") or section.text("format", PACK)
+    if name in ("naive-quantized", "mixed-precision"):
+        name = FLOAT if weights.text("type", "int") == "float" else INT
+    if name not in _DIALECTS:
         where = group if group.has("format") else section
-        raise where.fail("format", f"{stated!r} is not supported", f"readable: {READABLE}")
-    return stated
+        raise where.fail("format", f"{name!r} is not supported", f"readable: {READABLE}")
+    return name
 
 
 def _check_weights(weights: Fields, dialect: str, bits: int, strategy: str) -> None:
-    """Raises ModelError for an option that would be another arithmetic."""
+    # Any other option would need another arithmetic.
     floating, four = dialect not in (PACK, INT), dialect in (NVFP4, MXFP4)
     widths = ((4,) if four else (8,)) if floating else range(2, 9)
     orders = ("weight", "static", "group", "dynamic", True, False, None)
@@ -99,12 +98,11 @@ def _check_weights(weights: Fields, dialect: str, bits: int, strategy: str) -> N
 
 
 def _packing(section: Fields, group: Fields) -> Packing:
-    """The packing of one config group, as far as config.json tells it."""
     weights = group.object("weights")
     dialect = _dialect(section, group, weights)
     bits, size = weights.integer("num_bits", 8, high=16), weights.integer("group_size", -1, low=-1, high=1 << 20)
-    unsaid = ("tensor_group" if dialect == NVFP4 else "group") if size > 0 else "tensor"
-    strategy = weights.text("strategy", "channel" if weights.values.get("group_size") == -1 else unsaid)
+    default = ("tensor_group" if dialect == NVFP4 else "group") if size > 0 else "tensor"
+    strategy = weights.text("strategy", "channel" if weights.values.get("group_size") == -1 else default)
     _check_weights(weights, dialect, bits, strategy)
     if size == 0 or _GROUPS.get(dialect, size) != size:
         raise weights.fail("group_size", f"= {size} is not supported", f"readable: {READABLE}")
@@ -127,7 +125,7 @@ def _packing(section: Fields, group: Fields) -> Packing:
 
 
 def _fitted(packing: Packing, linear: LinearSpec, config: ModelConfig, headers: Headers | None) -> Packing:
-    """The packing of one linear: blocks become groups of its inputs, scales have the dtype that they are stored in."""
+    # Per linear, blocks become groups of its inputs, and scales have their stored dtype.
     dialect = Dialect.of(packing)
     dtype = _parts.scale_dtype(headers, f"{linear.name}.weight_scale", config.dtype)
     if dialect.name in (MXFP4, MXFP8):
@@ -141,10 +139,9 @@ def _fitted(packing: Packing, linear: LinearSpec, config: ModelConfig, headers: 
 
 
 def read_quantization(section: Fields, config: ModelConfig, headers: Headers | None) -> dict[str, Packing]:
-    """The packing of each quantized linear (exact module names, `lm_head` included).
+    """Return the packing of each quantized linear, `lm_head` included; see `Format`.
 
-    An exact name wins over a regex, a regex over the class "Linear"; nothing covers what `ignore` lists. Raises
-    ModelError naming any option not read.
+    An exact name wins over a regex, a regex over the class "Linear"; `ignore` wins over all.
     """
     for key in ("sparsity_config", "transform_config"):
         if section.has(key) and section.object(key).values:
@@ -158,11 +155,11 @@ def read_quantization(section: Fields, config: ModelConfig, headers: Headers | N
     ignore = section.array("ignore", str)
     result: dict[str, Packing] = {}
     for linear in quantizable(config)[:-1]:
-        if any(_targets.matches(linear.name, pattern) for pattern in ignore):
+        if any(_parts.matches_target(linear.name, pattern) for pattern in ignore):
             continue
-        ranked = (_targets.rank(linear.name, targets) for targets, _ in groups)
+        ranked = (_parts.target_rank(linear.name, targets) for targets, _ in groups)
         rank, index = min((rank, index) for index, rank in enumerate(ranked))
-        if rank < _targets.NO_MATCH:
+        if rank < _parts.NO_MATCH:
             result[linear.name] = _fitted(groups[index][1], linear, config, headers)
     return result
 
@@ -173,11 +170,7 @@ def planned_packing(linear: LinearSpec, bits: int, group: int | None, dtype: Dty
 
 
 def write_quantization(packings: Mapping[str, Packing], ignore: Iterable[str], dtype: Dtype) -> dict[str, Any]:
-    """The `quantization_config` for `packings`; it does not tell the `dtype` of the model, which scales have too.
-
-    One packing for all: the class target "Linear", which engines that fuse layers match at once. Several: disjoint
-    exact names under sorted group names, because readers differ in which of two matching groups wins.
-    """
+    """Return the `quantization_config` for `packings`; see `WritableFormat`. Scales have the model's dtype."""
 
     def scheme(packing: Packing, targets: list[str]) -> dict[str, Any]:
         return {
@@ -198,6 +191,8 @@ def write_quantization(packings: Mapping[str, Packing], ignore: Iterable[str], d
             },
         }
 
+    # One packing for all linears: the class target "Linear", which engines that fuse layers match in one step. Several:
+    # disjoint exact names under sorted group names, because readers differ in which of two matching groups wins.
     distinct = sorted(set(packings.values()), key=lambda p: (p.bits, p.group_size or 0))
     if len(distinct) == 1 and "lm_head" not in packings:
         groups = {"group_0": scheme(distinct[0], ["Linear"])}

@@ -1,15 +1,13 @@
-"""8-bit floats as DeepSeek, Qwen and others publish them: a byte a weight, multiplied by a scale of its block.
+"""8-bit floats as DeepSeek, Qwen and others publish them: w = fp8 * scale, one scale per block, row or tensor.
 
-w = fp8 * scale, whatever the scale's tensor is called; blocks at the edges are cropped, and without a block size the
-scale is of a whole tensor or of a row. Whether a linear is quantized the tensors say, never a list of names. Imports
-torch only to read.
+Blocks at the edges are cropped. The tensors, not a list of names, tell which linears are quantized.
 """
 
 import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mycli.runtime.checkpoint.formats import EMBEDDING, Headers, Promise, Scales, _parts, _targets, quantizable
+from mycli.runtime.checkpoint.formats import EMBEDDING, ExpectedTensor, Headers, Scales, _parts, quantizable
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.part_spec import LinearSpec
 from mycli.runtime.quantization.scheme import Packing
@@ -23,32 +21,32 @@ if TYPE_CHECKING:
     from mycli.runtime.checkpoint.reader import Checkpoint
 
 READABLE = "FP8 (E4M3 and E5M2), per block, row or tensor"
-# Of activations, which stay as precise as they are, and of the cache.
+# Scales of activations and of the cache: neither is quantized here.
 IGNORED = (".input_scale", ".activation_scale", ".input_scale_ub", ".k_scale", ".v_scale")
-TELLING = (
+UNEXPECTED = (
     ("weight_scale_inv", "a scale of FP8, but config.json does not say so", "its quant_method must be fp8"),
-    ("weight_scale", "a scale, but config.json does not say of what", "its quantization_config must name the method"),
+    ("weight_scale", "a scale, but config.json names no quantization", "its quantization_config must name the method"),
 )
 _NAMES = ("weight_scale_inv", "weight_scale")
 _POWERS = ("U8", "F8_E8M0")
 
 
 def read_quantization(section: Fields, config: ModelConfig, headers: Headers | None) -> dict[str, Packing]:
-    """The packing of each linear that has a scale; of those not excepted where the tensors are not known."""
+    """Return the packing of each linear with a scale; without headers, of all linears not listed as unquantized."""
     block = tuple(section.array("weight_block_size", int, limit=2))
     if len(block) not in (0, 2) or not all(0 < side <= 1 << 20 for side in block):
         raise section.fail("weight_block_size", "must be two sizes, or null")
-    kept = [*section.array("modules_to_not_convert", str), *section.array("ignored_layers", str)]
+    unquantized = [*section.array("modules_to_not_convert", str), *section.array("ignored_layers", str)]
     result: dict[str, Packing] = {}
     for linear in quantizable(config):
-        found = linear.name not in (EMBEDDING, "lm_head") and not _targets.named(linear.name, kept)
+        quantized = linear.name not in (EMBEDDING, "lm_head") and not _parts.name_contains(linear.name, unquantized)
         weight = None
         if headers is not None:
             weight = headers.get(f"{linear.name}.weight")
-            found = weight is not None and (
+            quantized = weight is not None and (
                 weight.dtype.startswith("F8_E") or any(f"{linear.name}.{name}" in headers for name in _NAMES)
             )
-        if found:
+        if quantized:
             size = math.gcd(linear.in_features, block[1]) if block and linear.in_features > block[1] else None
             result[linear.name] = Packing(
                 8,
@@ -67,15 +65,15 @@ def _scale_name(headers: Headers, linear: str) -> str:
 
 def _scale_dtype(headers: Headers | None, linear: str, model: Dtype) -> Dtype | None:
     if headers is None:
-        return _parts.unless(model, "float32")  # as nearly all are
+        return _parts.unless(model, "float32")  # as nearly all published models have them
     name = _scale_name(headers, linear)
     if name in headers and headers[name].dtype in _POWERS:
         return _parts.unless(model, "bfloat16")
     return _parts.scale_dtype(headers, name, model)
 
 
-def tensors(linear: LinearSpec, packing: Packing, headers: Headers) -> Iterator[Promise]:
-    """The weight of bytes and its scale."""
+def tensors(linear: LinearSpec, packing: Packing, headers: Headers) -> Iterator[ExpectedTensor]:
+    """Yield the weight, one byte per value, and its scale."""
     rows, columns = linear.out_features, linear.in_features
     yield f"{linear.name}.weight", (rows, columns), ("F8_E5M2",) if packing.codes == "e5m2" else ("F8_E4M3",)
     shapes = (*_parts.SCALAR, (rows, 1), (rows,))
@@ -86,11 +84,11 @@ def tensors(linear: LinearSpec, packing: Packing, headers: Headers) -> Iterator[
 
 
 def check(linear: LinearSpec, packing: Packing, manifest: "Manifest") -> None:
-    """The headers say it all."""
+    """Accept: the headers describe the weight completely."""
 
 
 def read_linear(checkpoint: "Checkpoint", linear: LinearSpec, packing: Packing, out: "torch.Tensor") -> Scales:
-    """The bytes into `out`; the scales of each row's groups. Raises what reading does."""
+    """Read the bytes into `out`; return the scales of each row's groups; see `Format`."""
     import torch
 
     rows, columns = linear.out_features, linear.in_features

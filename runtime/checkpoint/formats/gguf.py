@@ -1,13 +1,12 @@
-"""Linears in the blocks of ggml, from a GGUF file: every type becomes packed groups, value for value.
+"""ggml blocks of a GGUF file, repacked as groups with equal values.
 
-What `checkpoint/gguf/folder.py` writes as `quantization_config` names the type of each quantized linear. Knows which
-packing a type becomes; the blocks are `checkpoint/gguf/blocks.py`'s. Imports torch only to read.
+`checkpoint/gguf/folder.py` makes the `quantization_config`, with the ggml type of each quantized linear.
 """
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mycli.runtime.checkpoint.formats import Headers, Promise, Scales
+from mycli.runtime.checkpoint.formats import ExpectedTensor, Headers, Scales
 from mycli.runtime.checkpoint.gguf.types import QUANTIZED, TYPES_BY_NAME
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.part_spec import LinearSpec
@@ -22,18 +21,18 @@ if TYPE_CHECKING:
 
 READABLE = f"GGUF files with {', '.join(kind.name for kind in QUANTIZED)}"
 IGNORED = ()
-TELLING = ()
+UNEXPECTED = ()
 
 
 def read_quantization(section: Fields, config: ModelConfig, headers: Headers | None) -> dict[str, Packing]:
-    """The packing of each quantized linear by the type of its blocks."""
+    """Return the packing of each quantized linear by its ggml type."""
     types = section.object("types")
     names = [linear.name for linear in config.linears()]
     return {name: TYPES_BY_NAME[types.text(name)].packing for name in names if types.has(name)}
 
 
-def tensors(linear: LinearSpec, packing: Packing, headers: Headers) -> Iterator[Promise]:
-    """One tensor, of any type that becomes this packing."""
+def tensors(linear: LinearSpec, packing: Packing, headers: Headers) -> Iterator[ExpectedTensor]:
+    """Yield the weight, of any type with this packing."""
     types = tuple(kind.name for kind in QUANTIZED if kind.packing == packing)
     yield f"{linear.name}.weight", (linear.out_features, linear.in_features), types
 
@@ -43,7 +42,7 @@ def check(linear: LinearSpec, packing: Packing, manifest: "Manifest") -> None:
 
 
 def read_linear(checkpoint: "Checkpoint", linear: LinearSpec, packing: Packing, out: "torch.Tensor") -> Scales:
-    """The codes into `out`, a part of the rows at a time. Raises what reading does, and for damaged blocks."""
+    """Read the codes into `out`, a part of the rows at a time. Raises ModelError for damaged blocks; see `Format`."""
     import torch
 
     from mycli.runtime.checkpoint.gguf.blocks import pack_rows
@@ -56,10 +55,10 @@ def read_linear(checkpoint: "Checkpoint", linear: LinearSpec, packing: Packing, 
     offsets = torch.empty(shape, dtype=torch.float32) if packing.offsets else None
     factors: list[torch.Tensor] = []
     for start, data in checkpoint.row_bytes(name):
-        rows, made = slice(start, start + len(data)), pack_rows(data, kind)
-        out[rows], scales[rows] = made.packed, made.scales
-        if offsets is not None and made.offsets is not None:
-            offsets[rows] = made.offsets
-        if made.factors is not None:
-            factors.append(made.factors)
+        rows, part = slice(start, start + len(data)), pack_rows(data, kind)
+        out[rows], scales[rows] = part.packed, part.scales
+        if offsets is not None and part.offsets is not None:
+            offsets[rows] = part.offsets
+        if part.factors is not None:
+            factors.append(part.factors)
     return Scales(scales, offsets, factors=torch.cat(factors) if factors else None)

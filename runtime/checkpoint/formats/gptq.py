@@ -1,13 +1,13 @@
-"""GPTQ as AutoGPTQ, GPTQModel and AutoRound write it: `qweight` down the inputs, `qzeros` along the outputs, v1 and v2.
+"""GPTQ v1 and v2 as AutoGPTQ, GPTQModel and AutoRound write it: `qweight` packs inputs, `qzeros` packs outputs.
 
-v1 ("gptq") stores each zero point less one, v2 ("gptq_v2") as it is. Which linears are quantized, their bits and groups
-the tensors say; with `desc_act` the columns are sorted by `g_idx` once, when they are read. Imports torch only to read.
+v1 ("gptq") stores each zero point less one, v2 ("gptq_v2") unchanged. The tensors tell which linears are quantized, and
+their bits and groups. With `desc_act`, columns are sorted by `g_idx` once, at load.
 """
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mycli.runtime.checkpoint.formats import EMBEDDING, Headers, Promise, Scales, _parts, quantizable
+from mycli.runtime.checkpoint.formats import EMBEDDING, ExpectedTensor, Headers, Scales, _parts, quantizable
 from mycli.runtime.checkpoint.safetensors_header import damaged
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models.config import ModelConfig
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 READABLE = "GPTQ v1 and v2, 2 to 8 bits, with and without g_idx"
 IGNORED = ()
-TELLING = (("qweight", "a weight of GPTQ or AWQ, but config.json does not say so", "quant_method must name it"),)
+UNEXPECTED = (("qweight", "a weight of GPTQ or AWQ, but config.json does not say so", "quant_method must name it"),)
 
 
 def read_quantization(section: Fields, config: ModelConfig, headers: Headers | None) -> dict[str, Packing]:
-    """The packing of each linear that has a `qweight`; of all but the head where the tensors are not known."""
+    """Return the packing of each linear with a `qweight`; without headers, of all linears but the head."""
     version = section.text("checkpoint_format", "gptq")
     if version not in ("gptq", "gptq_v2"):
         raise section.fail("checkpoint_format", f"{version!r} is not supported", f"readable: {READABLE}")
@@ -38,11 +38,11 @@ def read_quantization(section: Fields, config: ModelConfig, headers: Headers | N
     symmetric, ordered = section.boolean("sym", True), section.boolean("desc_act", False)
     result: dict[str, Packing] = {}
     for linear in quantizable(config):
-        if headers is None and (linear.name == EMBEDDING or _is_kept_head(linear, section)):
+        if headers is None and (linear.name == EMBEDDING or _is_dense_head(linear, section)):
             continue
         if headers is not None and f"{linear.name}.qweight" not in headers:
             continue
-        width, size = _found(headers, linear, bits, group if group > 0 else None)
+        width, size = _width(headers, linear, bits, group if group > 0 else None)
         indexed = headers is None or f"{linear.name}.g_idx" in headers
         result[linear.name] = Packing(
             width,
@@ -56,12 +56,12 @@ def read_quantization(section: Fields, config: ModelConfig, headers: Headers | N
     return result
 
 
-def _is_kept_head(linear: LinearSpec, section: Fields) -> bool:
+def _is_dense_head(linear: LinearSpec, section: Fields) -> bool:
     return linear.name == "lm_head" and not section.boolean("lm_head", False)
 
 
-def _found(headers: Headers | None, linear: LinearSpec, bits: int, group: int | None) -> tuple[int, int | None]:
-    """Bits and group as the shapes tell them, since rules for single modules may differ; else as given."""
+def _width(headers: Headers | None, linear: LinearSpec, bits: int, group: int | None) -> tuple[int, int | None]:
+    # Rules for single modules may differ from the section, so shapes decide, if they are known.
     columns = linear.in_features
     words, scales = ((headers or {}).get(f"{linear.name}.{part}") for part in ("qweight", "scales"))
     if words is not None and words.shape and 32 * words.shape[0] % columns == 0:
@@ -72,8 +72,8 @@ def _found(headers: Headers | None, linear: LinearSpec, bits: int, group: int | 
     return bits, group
 
 
-def tensors(linear: LinearSpec, packing: Packing, headers: Headers) -> Iterator[Promise]:
-    """`qweight`, `qzeros`, `scales`; `g_idx`, and a bias of zeros that AutoGPTQ gives to linears without one."""
+def tensors(linear: LinearSpec, packing: Packing, headers: Headers) -> Iterator[ExpectedTensor]:
+    """Yield `qweight`, `qzeros`, `scales` and `g_idx`, and the zero bias that AutoGPTQ adds to linears without one."""
     rows, columns, groups = linear.out_features, linear.in_features, packing.groups(linear.in_features)
     yield f"{linear.name}.qweight", (packing.words(columns), rows), ("I32",)
     yield f"{linear.name}.qzeros", (groups, packing.words(rows)), ("I32",)
@@ -85,7 +85,7 @@ def tensors(linear: LinearSpec, packing: Packing, headers: Headers) -> Iterator[
 
 
 def check(linear: LinearSpec, packing: Packing, manifest: "Manifest") -> None:
-    """A bias that the model does not have must be zero."""
+    """Raise ModelError for a bias that config.json lacks, unless it is zero."""
     name = f"{linear.name}.bias"
     if not linear.bias and name in manifest.tensors and any(manifest.content(name)):
         raise ModelError(
@@ -95,7 +95,7 @@ def check(linear: LinearSpec, packing: Packing, manifest: "Manifest") -> None:
 
 
 def read_linear(checkpoint: "Checkpoint", linear: LinearSpec, packing: Packing, out: "torch.Tensor") -> Scales:
-    """The codes into `out`, rows of outputs as they are multiplied. Raises what reading does."""
+    """Read the codes into `out`, one row per output; see `Format`."""
     import torch
 
     from mycli.runtime.quantization.packed_weight import unpack
@@ -109,15 +109,15 @@ def read_linear(checkpoint: "Checkpoint", linear: LinearSpec, packing: Packing, 
         stored_less_one = packing.dialect == ("gptq",)
         offsets = _parts.zero_offsets(scales, zeros.float() + stored_less_one, bits)
     elif not bool(((zeros == (1 << (bits - 1))) | (zeros == (1 << (bits - 1)) - 1)).all()):
-        raise ModelError(f"{name}.qzeros: not symmetric, though config.json says so", "it must say sym: false")
+        raise ModelError(f"{name}.qzeros: not symmetric, but config.json says sym: true", "it must say sym: false")
     index = f"{name}.g_idx"
     if index not in checkpoint.manifest.tensors:
         return Scales(scales, offsets)
-    group, found = packing.group_size or columns, checkpoint.read(index)
+    group, groups = packing.group_size or columns, checkpoint.read(index)
     if not packing.permuted:
-        if not torch.equal(found, torch.arange(columns, dtype=torch.int32) // group):
-            raise damaged(f"{index}: inputs are not in order, though config.json says desc_act: false")
+        if not torch.equal(groups, torch.arange(columns, dtype=torch.int32) // group):
+            raise damaged(f"{index}: inputs are not in order, but config.json says desc_act: false")
         return Scales(scales, offsets)
-    inputs = _parts.column_order(found, group, index)
+    inputs = _parts.column_order(groups, group, index)
     out.copy_(_parts.sort_columns(out, bits, columns, inputs))
     return Scales(scales, offsets, inputs)

@@ -1,13 +1,13 @@
-"""MLX's checkpoints: codes in one stream of bits with scales and biases (affine), or MXFP4, NVFP4 and MXFP8 without.
+"""MLX's checkpoints: affine codes in a stream of bits with scales and biases, or MXFP4, NVFP4 and MXFP8.
 
-config.json names them by `quantization` rather than by a method. Linears and the embedding may be quantized, each in
-its own way: which are, the tensors say, and config.json how. Imports torch only to read.
+config.json describes them by `quantization` instead of a `quant_method`, for each linear and the embedding separately;
+the tensors tell which are quantized.
 """
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mycli.runtime.checkpoint.formats import Headers, Promise, Scales, _parts, quantizable
+from mycli.runtime.checkpoint.formats import ExpectedTensor, Headers, Scales, _parts, quantizable
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.part_spec import LinearSpec
 from mycli.runtime.quantization.scheme import Codes, Packing
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 READABLE = "MLX affine of 2 to 8 bits, mxfp4, nvfp4, mxfp8"
 IGNORED = ()
-TELLING = ((".scales", "scales of a quantized weight, but config.json does not say so", "it must say how"),)
+UNEXPECTED = ((".scales", "scales of a quantized weight, but config.json does not say so", "add its quantization"),)
 _MODES: dict[str, tuple[int, int, Codes]] = {  # bits, group and codes of the float kinds
     "mxfp4": (4, 32, "e2m1"),
     "nvfp4": (4, 16, "e2m1"),
@@ -31,12 +31,12 @@ _MODES: dict[str, tuple[int, int, Codes]] = {  # bits, group and codes of the fl
 
 
 def read_quantization(section: Fields, config: ModelConfig, headers: Headers | None) -> dict[str, Packing]:
-    """The packing of each weight that has `scales`; of all that is not excepted where the tensors are not known."""
+    """Return the packing of each weight with `scales`; without headers, of all that config.json does not exclude."""
     result: dict[str, Packing] = {}
     for linear in quantizable(config):
-        own = section.values.get(linear.name)
-        chosen = section.object(linear.name) if isinstance(own, dict) else section
-        if (headers is None and own is False) or (headers is not None and f"{linear.name}.scales" not in headers):
+        settings = section.values.get(linear.name)
+        chosen = section.object(linear.name) if isinstance(settings, dict) else section
+        if (headers is None and settings is False) or (headers is not None and f"{linear.name}.scales" not in headers):
             continue
         mode = chosen.text("mode", "affine")
         if mode != "affine" and mode not in _MODES:
@@ -53,8 +53,8 @@ def read_quantization(section: Fields, config: ModelConfig, headers: Headers | N
     return result
 
 
-def tensors(linear: LinearSpec, packing: Packing, headers: Headers) -> Iterator[Promise]:
-    """`weight`, `scales`, and where it is affine `biases`."""
+def tensors(linear: LinearSpec, packing: Packing, headers: Headers) -> Iterator[ExpectedTensor]:
+    """Yield `weight`, `scales`, and `biases` of an affine weight."""
     rows, columns, groups = linear.out_features, linear.in_features, packing.groups(linear.in_features)
     yield f"{linear.name}.weight", (rows, packing.words(columns)), ("U32",)
     yield f"{linear.name}.scales", (rows, groups), SAFETENSORS_FLOATS if packing.offsets else ("U8",)
@@ -63,11 +63,11 @@ def tensors(linear: LinearSpec, packing: Packing, headers: Headers) -> Iterator[
 
 
 def check(linear: LinearSpec, packing: Packing, manifest: "Manifest") -> None:
-    """The headers say it all."""
+    """Accept: the headers describe the weight completely."""
 
 
 def read_linear(checkpoint: "Checkpoint", linear: LinearSpec, packing: Packing, out: "torch.Tensor") -> Scales:
-    """The stream of codes into `out` as it is: w = u * scale + bias becomes (u - half) * scale + offset, in fp32."""
+    """Copy the codes into `out`: w = u * scale + bias becomes (u - half) * scale + offset, in fp32; see `Format`."""
     import torch
 
     out.copy_(checkpoint.read(f"{linear.name}.weight").view(torch.int32))

@@ -1,13 +1,13 @@
-"""NVFP4 as NVIDIA's ModelOpt writes it, and its FP8 beside it or alone: each linear's tensors say which it is.
+"""NVFP4 and FP8 as NVIDIA's ModelOpt writes them, mixed or alone: the tensors of each linear tell which it is.
 
-An NVFP4 weight is E2M1 codes, two a byte, the first in the low half, an E4M3 scale for every 16 of them and an fp32 one
-for all; those multiply. FP8 weights are the layout `fp8`. Imports torch only to read.
+An NVFP4 weight has E2M1 codes, two per byte, the first in the low half; an E4M3 scale per 16 codes times an fp32 scale
+of the whole weight. FP8 weights have the layout `fp8`.
 """
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mycli.runtime.checkpoint.formats import EMBEDDING, Headers, Promise, Scales, _parts, _targets, fp8, quantizable
+from mycli.runtime.checkpoint.formats import EMBEDDING, ExpectedTensor, Headers, Scales, _parts, fp8, quantizable
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.part_spec import LinearSpec
 from mycli.runtime.quantization.scheme import Packing
@@ -21,32 +21,32 @@ if TYPE_CHECKING:
     from mycli.runtime.checkpoint.reader import Checkpoint
 
 READABLE = "ModelOpt's NVFP4 and FP8"
-IGNORED = (".input_scale", ".k_scale", ".v_scale")  # of activations and of the cache
-TELLING = (("weight_scale_2", "a scale of NVFP4, but config.json does not say so", "quant_method must be modelopt"),)
+IGNORED = (".input_scale", ".k_scale", ".v_scale")  # scales of activations and of the cache: neither is quantized here
+UNEXPECTED = (("weight_scale_2", "a scale of NVFP4, but config.json does not say so", "quant_method must be modelopt"),)
 _GROUP = 16
 
 
 def read_quantization(section: Fields, config: ModelConfig, headers: Headers | None) -> dict[str, Packing]:
-    """The packing of each linear by its tensors; where these are not known, of those not excepted by `quant_algo`."""
+    """Return the packing of each linear by its tensors; without headers, by `quant_algo` and `ignore`."""
     if headers is not None:
         result = fp8.read_quantization(Fields({}, section.source), config, headers)
         for linear in quantizable(config):
             if f"{linear.name}.weight_scale_2" in headers:
                 result[linear.name] = _packing(config.dtype)
         return result
-    kept = [name.replace("*", "") for name in section.array("ignore", str)]
+    unquantized = [name.replace("*", "") for name in section.array("ignore", str)]
     if not section.text("quant_algo").upper().endswith("NVFP4"):
-        return fp8.read_quantization(Fields({"modules_to_not_convert": kept}, section.source), config, None)
-    linears = (each for each in quantizable(config) if each.name not in (EMBEDDING, "lm_head"))
-    return {linear.name: _packing(config.dtype) for linear in linears if not _targets.named(linear.name, kept)}
+        return fp8.read_quantization(Fields({"modules_to_not_convert": unquantized}, section.source), config, None)
+    linears = [linear.name for linear in quantizable(config) if linear.name not in (EMBEDDING, "lm_head")]
+    return {name: _packing(config.dtype) for name in linears if not _parts.name_contains(name, unquantized)}
 
 
 def _packing(dtype: Dtype) -> Packing:
     return Packing(4, _GROUP, layout="modelopt", codes="e2m1", scale_dtype=_parts.unless(dtype, "float32"))
 
 
-def tensors(linear: LinearSpec, packing: Packing, headers: Headers) -> Iterator[Promise]:
-    """Bytes of codes, the scales of groups, and that of all."""
+def tensors(linear: LinearSpec, packing: Packing, headers: Headers) -> Iterator[ExpectedTensor]:
+    """Yield the codes, the scales of groups, and the scale of the weight."""
     name, rows, columns = f"{linear.name}.weight", linear.out_features, linear.in_features
     yield name, (rows, columns // 2), ("U8",)
     yield f"{name}_scale", (rows, packing.groups(columns)), ("F8_E4M3",)
@@ -54,11 +54,11 @@ def tensors(linear: LinearSpec, packing: Packing, headers: Headers) -> Iterator[
 
 
 def check(linear: LinearSpec, packing: Packing, manifest: "Manifest") -> None:
-    """The headers say it all."""
+    """Accept: the headers describe the weight completely."""
 
 
 def read_linear(checkpoint: "Checkpoint", linear: LinearSpec, packing: Packing, out: "torch.Tensor") -> Scales:
-    """The codes into `out`, as they are stored; scales in fp32. Raises what reading does."""
+    """Copy the codes into `out`; return fp32 scales; see `Format`."""
     name = f"{linear.name}.weight"
     _parts.put_bytes(checkpoint.read(name), out)
     return Scales(checkpoint.read(f"{name}_scale").float() * checkpoint.read(f"{name}_scale_2").float())

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from mycli.runtime.checkpoint.gguf.header import GgufModel
-from mycli.runtime.checkpoint.gguf.rope import ROPE_TENSORS, read_rope, rope_keys
+from mycli.runtime.checkpoint.gguf.rope import ROPE_TENSORS, rope_keys, rope_parameters
 from mycli.runtime.checkpoint.safetensors_header import TensorEntry, damaged
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models.config import MAX_LAYERS, ModelConfig
@@ -64,7 +64,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Key:
+class GgufKey:
     """A metadata key, without the architecture's name in front, and the config.json field of the same meaning.
 
     A missing key has the value `default`; None leaves the field out, unless `required`, and so does the integer 0,
@@ -143,7 +143,7 @@ class Architecture:
     written_types: tuple[str, ...] = ()
     layer_tensors: Mapping[str, TensorRule] = field(default_factory=lambda: LLAMA_TENSORS)
     model_tensors: Mapping[str, TensorRule] = field(default_factory=lambda: MODEL_TENSORS)
-    keys: tuple[Key, ...] = ()
+    keys: tuple[GgufKey, ...] = ()
     slides: Callable[[int], bool] | None = None
     read_config: Callable[[GgufModel, Config], Config] = lambda model, config: {}
     write_keys: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
@@ -229,7 +229,7 @@ class Architecture:
             "vocab_size": embedding.shape[0],
             "max_position_embeddings": model.integer("context_length", low=1),
             "rms_norm_eps": model.number("attention.layer_norm_rms_epsilon"),
-            "rope_parameters": read_rope(model, head_dim),
+            "rope_parameters": rope_parameters(model, head_dim),
             "tie_word_embeddings": "output.weight" not in model.tensors,
             "hidden_act": "silu",
         }

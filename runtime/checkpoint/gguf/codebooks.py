@@ -1,8 +1,8 @@
-"""ggml's types whose levels are not plain codes: rows of a codebook (IQ*), ternary (TQ*) and four-bit floats.
+"""Decodes ggml's codebook (IQ*), ternary (TQ*) and 4-bit float types.
 
-The entries of every codebook are small integers, so each type is int8 levels and a scale for 16, 32 or 256 of them,
-exactly. `codebooks.json` holds the rows, two or four bits an entry, as ggml-common.h lists them. Readers take the bytes
-of blocks, uint8 [n, bytes], and give levels int8 [n, block] and scales fp32 [n, groups].
+Entries of every codebook are small integers, so each type is exactly int8 levels with a scale per 16, 32 or 256.
+`codebooks.json` has the rows of ggml-common.h, two or four bits per entry. `READERS` map blocks, uint8 [n, bytes], to
+levels int8 [n, block] and scales fp32 [n, groups].
 """
 
 import base64
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-_FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # of e2m1, doubled
+_FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # e2m1 times 2, so that levels are integers
 
 
 @lru_cache
 def codebook(name: str) -> Tensor:
-    """The rows of a codebook, int8 [rows, 4 or 8]. Not to be written to: it is shared."""
+    """Return the rows of a codebook, int8 [rows, 4 or 8]; shared, so do not write to it."""
     entry = json.loads(Path(__file__).with_name("codebooks.json").read_text("ascii"))[name]
     data = torch.frombuffer(bytearray(base64.b64decode(entry["rows"])), dtype=torch.uint8)
     bits = entry["bits"]
@@ -33,39 +33,34 @@ def _half(data: Tensor) -> Tensor:
 
 
 def _words(data: Tensor, dtype: torch.dtype) -> Tensor:
-    """Little-endian words of 16 or 32 bits as int64, without their sign."""
     bits = 8 * dtype.itemsize
     return data.contiguous().view(dtype).long() & ((1 << bits) - 1)
 
 
 def _shifted(words: Tensor, shifts: range, mask: int) -> Tensor:
-    """[n, words] to [n, words * shifts]: each word at each shift."""
     return (words.unsqueeze(-1) >> torch.tensor(list(shifts))).reshape(len(words), -1) & mask
 
 
 def _nibbles(data: Tensor) -> Tensor:
-    """[n, bytes] to [n, 2 * bytes]: the low half of each byte, then its high half."""
     return _shifted(data.long(), range(0, 8, 4), 15)
 
 
 def _halves(data: Tensor) -> Tensor:
-    """[..., bytes] to [..., 2 * bytes]: all low halves, then all high halves."""
     return torch.cat([data & 15, data >> 4], dim=-1).long()
 
 
 def _signs(bits: Tensor) -> Tensor:
-    """Bytes [n, m] as signs int8 [n, 8 m]: a set bit is minus, the lowest bit first."""
+    # [n, m] to [n, 8 m]: a set bit is minus, the lowest bit first.
     return (1 - 2 * _shifted(bits, range(8), 1)).to(torch.int8)
 
 
 def _even_signs(bits: Tensor) -> Tensor:
-    """Seven stored bits [n, m] as eight signs each: the last makes their number even."""
+    # Seven bits are stored for eight signs: the last one makes the number of minus signs even.
     parity = _shifted(bits, range(7), 1).view(*bits.shape, 7).sum(-1) & 1
     return _signs(bits | parity << 7)
 
 
 def _rows(name: str, indices: Tensor) -> Tensor:
-    """The rows of a codebook for indices [n, m], side by side: int8 [n, values]."""
     return codebook(name)[indices].reshape(len(indices), -1)
 
 
@@ -109,13 +104,13 @@ def _iq1_s(x: Tensor) -> tuple[Tensor, Tensor]:
     words = _words(x[:, 34:], torch.int16)
     scales = _half(x[:, :2]) * (2 * (words >> 12 & 7) + 1)
     rows = _rows("IQ1_S", x[:, 2:34].long() | _shifted(words, range(0, 12, 3), 7) << 8)
-    shift = (1 - 2 * (words >> 15)).to(torch.int8)  # a level is moved by an eighth, so eighths are the levels
+    shift = (1 - 2 * (words >> 15)).to(torch.int8)  # levels move by an eighth, so the unit is an eighth
     return (8 * rows.view(-1, 8, 32) + shift.unsqueeze(-1)).view(len(x), -1), scales / 8
 
 
 def _iq1_m(x: Tensor) -> tuple[Tensor, Tensor]:
     words = _words(x[:, 48:], torch.int16)
-    half = (words >> 12) << torch.tensor([0, 4, 8, 12])  # the scale of all, a quarter in each word
+    half = (words >> 12) << torch.tensor([0, 4, 8, 12])  # the fp16 scale of the block, 4 bits in each word
     total = half.sum(1, keepdim=True)
     total = torch.where(total > 32767, total - 65536, total).to(torch.int16).view(torch.float16).float()
     scales = total * (2 * _shifted(words, range(0, 12, 3), 7) + 1)
@@ -136,7 +131,7 @@ def _iq4_xs(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _tq1_0(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Five ternary digits a byte, as a fraction of 256: times three, the digit is what overflows."""
+    # Five ternary digits per byte, as a fraction of 256: times three, the digit is the overflow.
     parts = []
     for start, end, run, digits in ((0, 32, 32, 5), (32, 48, 16, 5), (48, 52, 4, 4)):
         powers = torch.tensor([3**index for index in range(digits)]).view(1, 1, -1, 1)
@@ -150,7 +145,7 @@ def _tq2_0(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:
-    exponent = x[:, :1].int()  # half of 2^(e - 127), as the levels are doubled
+    exponent = x[:, :1].int()  # half of 2^(e - 127): levels are doubled
     bits = torch.where(exponent < 2, torch.tensor(0x00200000, dtype=torch.int32) << exponent, (exponent - 1) << 23)
     return _table(_FP4, _halves(x[:, 1:])), bits.view(torch.float32)
 

@@ -1,7 +1,7 @@
-"""The files of one GGUF model: a single one, or the parts that gguf-split made of it, opened and held together.
+"""The files of one GGUF model: a single file, or the parts that gguf-split wrote.
 
-Follows gguf-split's names (NAME-00001-of-00003.gguf) and keys (`split.*`); metadata is the first part's. Reads headers
-by copying, as everything here does, so a file that shrinks is an error and not a crash. Imports no torch.
+Follows gguf-split's names (NAME-00001-of-00003.gguf) and keys (`split.*`); the first part has the metadata. Imports no
+torch.
 """
 
 import re
@@ -18,43 +18,44 @@ from mycli.runtime.errors import ModelError, NotFoundError
 SUFFIX = ".gguf"
 MAX_PARTS = 1000
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
-MAX_SMALL_TENSOR = 1 << 18  # bytes of one that is part of the config
+MAX_SMALL_TENSOR = 1 << 18  # bytes of a tensor that becomes part of the config
 
 
 def part_names(name: str) -> list[str]:
-    """The names of all parts of a model by that of its first; [name] where it is no part.
+    """Return the names of all parts of a model by the name of the first; [name] for a file that is not split.
 
-    Raises ModelError for a later part, and for more parts than anybody makes.
+    Raises ModelError for a later part, and for more than `MAX_PARTS`.
     """
-    found = _PART.fullmatch(name)
-    if found is None:
+    match = _PART.fullmatch(name)
+    if match is None:
         return [name]
-    stem, number, count = found[1], int(found[2]), int(found[3])
+    stem, number, count = match[1], int(match[2]), int(match[3])
     if not 1 <= number <= count <= MAX_PARTS:
-        raise ModelError(f"{name}: part {number} of {count}", "the file's name is not that of a part of a split model")
+        raise ModelError(f"{name}: part {number} of {count}", "rename the file as gguf-split named it")
     if number != 1:
-        raise ModelError(f"{name}: not the first part of the model", f"give the first: {stem}-00001-of-{count:05}.gguf")
+        raise ModelError(f"{name}: not the first part of the model", f"name the first: {stem}-00001-of-{count:05}.gguf")
     return [f"{stem}-{index:05}-of-{count:05}.gguf" for index in range(1, count + 1)]
 
 
 def part_number(name: str) -> int | None:
-    """Which part of a split model a file is by its name; None where it is none."""
-    found = _PART.fullmatch(name)
-    return None if found is None else int(found[2])
+    """Return which part of a split model a file is by its name; None for a file that is not split."""
+    match = _PART.fullmatch(name)
+    return None if match is None else int(match[2])
 
 
 def join_headers(headers: Sequence[GgufHeader]) -> GgufHeader:
-    """The header of the whole from those of its parts, in order. Raises ModelError where they are not of one model."""
+    """Join the headers of all parts, in order. Raises ModelError unless they are the parts of one model."""
     first = headers[0].metadata
-    said = first.integer("split.count", 1, low=0) or 1
-    if said != len(headers):
+    count = first.integer("split.count", 1, low=0) or 1
+    if count != len(headers):
         raise ModelError(
-            f"{first.source}: one of {said} parts, but its name says {len(headers)}", "rename the files as they were"
+            f"{first.source}: one of {count} parts, but its name says {len(headers)}",
+            "rename the files as gguf-split named them",
         )
     tensors: dict[str, TensorEntry] = {}
     for index, header in enumerate(headers):
         if len(headers) > 1 and header.metadata.integer("split.no", low=0) != index:
-            raise header.metadata.fail("split.no", f"is not {index}, which its name says")
+            raise header.metadata.fail("split.no", f"is not {index}, the number in the file's name")
         for name, entry in header.tensors.items():
             if name in tensors:
                 raise damaged(f"the tensor {name} is both in {tensors[name].file} and in {entry.file}")
@@ -67,23 +68,20 @@ def join_headers(headers: Sequence[GgufHeader]) -> GgufHeader:
 
 @dataclass(frozen=True)
 class GgufFiles:
-    """The header of a model on this machine, and its files by the names that `TensorEntry.file` uses."""
+    """The header of a model on disk, and its files by the keys that `TensorEntry.file` uses."""
 
     header: GgufHeader
     files: Mapping[str, RegularFile]
 
     @classmethod
     def open(cls, path: Path) -> "GgufFiles":
-        """Read the headers of the model that begins at `path`. Raises NotFoundError, or ModelError naming what is
-        wrong."""
+        """Read the headers of `path` and its further parts. Raises NotFoundError, or ModelError naming the fault."""
         if not path.is_file():
             raise NotFoundError(f"{path}: no such file", code="list-models")
         names = part_names(path.name)
         missing = [name for name in names if not path.with_name(name).is_file()]
         if missing:
-            raise ModelError(
-                f"{missing[0]}: missing in {path.parent}", f"all {len(names)} parts must lie beside each other"
-            )
+            raise ModelError(f"{missing[0]}: missing in {path.parent}", f"put all {len(names)} parts into one folder")
         files = {name: RegularFile.find(path.with_name(name)) for name in names}
         headers = [
             parse_gguf_header(lambda offset, count, file=file: file.read(count, offset), file.size, name)  # type: ignore[misc]  # bound at once
@@ -92,15 +90,17 @@ class GgufFiles:
         return cls(join_headers(headers), files)
 
     def floats(self, name: str) -> list[float]:
-        """A small F32 tensor."""
+        """Read a small F32 tensor."""
         entry = self.header.tensors[name]
         return unpack_floats(entry, self.files[entry.file].read(min(entry.nbytes, MAX_SMALL_TENSOR), entry.offset))
 
 
 def unpack_floats(entry: TensorEntry, data: bytes) -> list[float]:
-    """The values of a small F32 tensor from its bytes. Raises ModelError for one of another kind."""
+    """Return the values of a small F32 tensor from its bytes. Raises ModelError for another type or shape."""
     if entry.dtype != "F32" or len(entry.shape) != 1 or entry.nbytes != len(data):
-        raise ModelError(f"{entry.file}: {entry.name} is {entry.dtype} {list(entry.shape)}, not a short row of F32", "")
+        raise ModelError(
+            f"{entry.file}: {entry.name} is {entry.dtype} {list(entry.shape)}, expected a short F32 vector", ""
+        )
     values = array("f")
     values.frombytes(data)
     return list(values)

@@ -1,9 +1,4 @@
-"""A GGUF file seen as a model folder: its metadata as the small files that it lacks, its tensors by the usual names.
-
-Whoever opens a `ModelFolder` gets this for a file, and needs to know no difference. Knows the header; what metadata
-means is `architectures` and `runtime.tokenizer.gguf_tokenizer`, what blocks hold is `blocks`. Imports torch only to
-read.
-"""
+"""A GGUF file as a model folder: metadata become config.json and tokenizer, tensors get Hugging Face names."""
 
 import json
 from collections import Counter
@@ -24,20 +19,18 @@ from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.safetensors_header import TensorEntry, damaged
 from mycli.runtime.checkpoint.stable_file import RegularFile
 from mycli.runtime.errors import ModelError
-from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.generation_config import GenerationDefaults, parse_generation_config
 from mycli.runtime.models.registry import parse_config
-from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.tokenizer.chat_template import ChatTemplate
 from mycli.runtime.tokenizer.gguf_tokenizer import eos_token_ids, tokenizer_json, tokenizer_settings
 from mycli.runtime.utils.dtypes import Dtype
 from mycli.runtime.utils.json_fields import Fields
 
-if TYPE_CHECKING:  # only who reads tensors needs torch
+if TYPE_CHECKING:  # describing a model needs no torch
     from mycli.runtime.checkpoint.reader import Checkpoint
     from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
-# generation_config.json by the keys of recommended sampling
+# field of generation_config.json by key of general.sampling
 _SAMPLING = {
     "temp": "temperature",
     "top_p": "top_p",
@@ -48,41 +41,14 @@ _SAMPLING = {
 
 
 def _shortest(value: object) -> object:
-    """Of a float that 4 bytes hold, the decimal of fewest digits that they hold so: 0.7 for 0.699999988."""
+    # Keys are fp32: 0.7 is stored as 0.699999988. The decimal of fewest digits with the same fp32 value was meant.
     if not isinstance(value, float) or c_float(value).value != value:
         return value
     return next(short for digits in range(1, 18) if c_float(short := float(f"{value:.{digits}g}")).value == value)
 
 
-@dataclass(frozen=True)
-class GgufManifest(Manifest):
-    """Tensors by their Hugging Face names; `dtype` is a ggml type, `nbytes` what the file holds of each."""
-
-    def check(self, config: ModelConfig, packings: Mapping[str, Packing]) -> None:
-        """Every tensor that `config` promises is there with its shape in a type that is read, and no other.
-
-        Raises ModelError naming the first tensor at fault.
-        """
-        expected = dict(config.tensors())
-        for name, entry in self.tensors.items():
-            if name not in expected:
-                raise damaged(f"{entry.file}: {entry.name} is not part of the model that the metadata describes")
-            if entry.shape != expected[name]:
-                raise damaged(
-                    f"{entry.file}: {entry.name} has shape {list(entry.shape)}, expected {list(expected[name])}"
-                )
-            if len(entry.shape) == 1 and TYPES_BY_NAME[entry.dtype].bits:
-                raise damaged(f"{entry.file}: {entry.name} is {entry.dtype}, but norms and biases are plain numbers")
-            if entry.dtype not in READABLE_NAMES:
-                hint = f"readable: {', '.join(READABLE_NAMES)}"
-                raise ModelError(f"{entry.file}: {entry.name} is {entry.dtype}, which is not read", hint)
-        missing = [name for name in expected if name not in self.tensors]
-        if missing:
-            raise damaged(f"{self.folder.name}: {len(missing)} tensors of the model are missing, {missing[0]} first")
-
-
 def _dtype(matrices: Iterable[TensorEntry]) -> Dtype:
-    """The dtype of activations: the one of most values where no matrix is quantized, else bfloat16."""
+    # Of activations: bfloat16 for a quantized model, else the dtype of most values.
     nbytes: Counter[Dtype] = Counter()
     for entry in matrices:
         dtype = TYPES_BY_NAME[entry.dtype].dtype
@@ -94,34 +60,54 @@ def _dtype(matrices: Iterable[TensorEntry]) -> Dtype:
 
 @dataclass(frozen=True)
 class GgufFolder(ModelFolder):
-    """A `ModelFolder` whose `path` is the (first) file; without `files` no tensor can be read."""
+    """A `ModelFolder` whose `path` is the file or its first part; without `files`, tensors cannot be read."""
 
     header: GgufHeader = field(kw_only=True)
     files: Mapping[str, RegularFile] = field(kw_only=True)
 
     @classmethod
     def open_file(cls, path: Path) -> "GgufFolder":
-        """The model in the file `path`. Raises NotFoundError, or ModelError naming the key or tensor at fault."""
+        """Read the header of the file `path`. Raises NotFoundError, or ModelError naming the key or tensor at fault."""
         opened = GgufFiles.open(path)
-        return cls.of_header(opened.header, opened.floats, path, opened.files)
+        return cls.from_header(opened.header, opened.floats, path, opened.files)
 
     @classmethod
-    def of_header(
+    def from_header(
         cls,
         header: GgufHeader,
         floats: Callable[[str], Sequence[float]],
         path: Path,
         files: Mapping[str, RegularFile] | None = None,
     ) -> "GgufFolder":
-        """Of a header that is read already; `floats` reads a small tensor."""
+        """Describe the model of a parsed header; `floats` reads a small tensor."""
         architecture = read_architecture(header.metadata)
         raw = Fields(_config(architecture, GgufModel(header.metadata, header.tensors, floats)), header.metadata.source)
-        return cls(path, raw, parse_config(raw), bare=True, header=header, files=files or {})
+        return cls(path, raw, parse_config(raw), config_only=True, header=header, files=files or {})
 
     @cached_property
     def manifest(self) -> Manifest:
         model = GgufModel(self.header.metadata, self.header.tensors, lambda name: ())
-        return GgufManifest(self.path, dict(self._architecture.tensors(model)), self.files)
+        return Manifest(self.path, dict(self._architecture.tensors(model)), self.files)
+
+    def checked_manifest(self) -> Manifest:
+        """Return `manifest`. Raises ModelError naming the first tensor that is not as the config describes it."""
+        expected, tensors = dict(self.config.tensors()), self.manifest.tensors
+        for name, entry in tensors.items():
+            if name not in expected:
+                raise damaged(f"{entry.file}: {entry.name} is not part of the model that the metadata describes")
+            if entry.shape != expected[name]:
+                raise damaged(
+                    f"{entry.file}: {entry.name} has shape {list(entry.shape)}, expected {list(expected[name])}"
+                )
+            if len(entry.shape) == 1 and TYPES_BY_NAME[entry.dtype].bits:
+                raise damaged(f"{entry.file}: {entry.name} is {entry.dtype}, but norms and biases are not quantized")
+            if entry.dtype not in READABLE_NAMES:
+                hint = f"readable: {', '.join(READABLE_NAMES)}"
+                raise ModelError(f"{entry.file}: {entry.name} is {entry.dtype}, which is not supported", hint)
+        missing = [name for name in expected if name not in tensors]
+        if missing:
+            raise damaged(f"{self.path.name}: {len(missing)} tensors of the model are missing, {missing[0]} first")
+        return self.manifest
 
     @cached_property
     def _architecture(self) -> Architecture:
@@ -129,14 +115,12 @@ class GgufFolder(ModelFolder):
 
     @cached_property
     def generation(self) -> tuple[GenerationDefaults, tuple[str, ...]]:
-        """What the keys of recommended sampling say, and a warning for every one dropped as unusable."""
         values = self.header.metadata.values
-        found = {name: values.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
-        given = {name: _shortest(value) for name, value in found.items() if value is not None}
-        return parse_generation_config(Fields(given, self.raw.source), self.config.vocab_size)
+        stored = {name: values.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
+        defaults = {name: _shortest(value) for name, value in stored.items() if value is not None}
+        return parse_generation_config(Fields(defaults, self.raw.source), self.config.vocab_size)
 
     def companions(self) -> dict[str, bytes]:
-        """The files that a folder of this model would hold beside config.json and weights, by name."""
         files = {
             "tokenizer.json": self.tokenizer_json().values,
             "tokenizer_config.json": self.tokenizer_settings().values,
@@ -144,41 +128,36 @@ class GgufFolder(ModelFolder):
         return {name: json.dumps(value, ensure_ascii=False, indent=1).encode() for name, value in files.items()}
 
     def source_files(self) -> list[Path]:
-        """The file, or its parts, and what is added to them."""
         changes = [] if self.adapter is None else self.adapter.source_files()
         return [*(file.path for file in self.files.values()), *changes]
 
     def tokenizer_json(self) -> Fields:
-        """The tokenizer.json that the metadata stand for. Raises ModelError."""
+        """Make tokenizer.json from the metadata. Raises ModelError."""
         return Fields(tokenizer_json(self.header.metadata), self.raw.source)
 
     def tokenizer_settings(self) -> Fields:
-        """The tokenizer_config.json: special tokens and chat templates."""
+        """Make tokenizer_config.json: special tokens and chat templates."""
         return Fields(tokenizer_settings(self.header.metadata), self.raw.source)
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether there is a vocabulary."""
         return self.header.metadata.has("tokenizer.ggml.tokens")
 
     def chat_template(self) -> ChatTemplate | None:
-        """The chat templates in the metadata."""
         return ChatTemplate.from_settings(self.tokenizer_settings())
 
     def tokenizer(self) -> "Tokenizer":
-        """The tokenizer in the metadata. Raises ModelError."""
         from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
         return Tokenizer.from_fields(self.tokenizer_json(), self.tokenizer_settings(), self.config.vocab_size)
 
     def checkpoint(self, *, allow_nonfinite: bool = False) -> "Checkpoint":
-        """A reader of the tensors. Raises ModelError where they are not those of the config."""
         from mycli.runtime.checkpoint.gguf.checkpoint import GgufCheckpoint
 
         checkpoint = GgufCheckpoint(
             self.checked_manifest(), self.config, self._architecture, allow_nonfinite=allow_nonfinite
         )
-        return self._merged(checkpoint, allow_nonfinite)
+        return self._with_adapter(checkpoint, allow_nonfinite)
 
 
 def _config(architecture: Architecture, model: GgufModel) -> Config:

@@ -1,9 +1,8 @@
-"""The header of a GGUF file: strict parsing of what a stranger wrote.
+"""Parses the header of a GGUF file; the bytes may come from a disk or from range requests.
 
-Follows the GGUF specification (versions 2 and 3, little-endian) in ggml's docs/gguf.md. Every count, length and offset
-is compared with what is left of the file before anything is read or allocated by it; what the format leaves open (keys
-and names given twice, arrays of arrays, gaps between tensors) is refused. Knows bytes, not files: they may come from a
-disk or from range requests. Does not know what a key means. Imports no torch.
+Follows the specification (versions 2 and 3, little-endian) in ggml's docs/gguf.md. Every count, length and offset is
+compared with the rest of the file before memory is allocated for it. Duplicate keys and names, arrays of arrays and
+gaps between tensors, which the format leaves open, are refused. Imports no torch.
 """
 
 import math
@@ -22,9 +21,9 @@ from mycli.runtime.utils.sanitize import one_line
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-ALIGNMENT = 32  # where `general.alignment` says nothing
+ALIGNMENT = 32  # default of `general.alignment`
 _MAX_HEADER = 256 << 20  # bytes; a vocabulary of 262,144 tokens with merges takes 20 MB
-_MAX_TENSORS = 100_000  # experts of a layer are one
+_MAX_TENSORS = 100_000  # the experts of a layer are one tensor
 _MAX_KEYS = 1 << 16
 _MAX_STRING = 8 << 20
 _MAX_ELEMENTS = 1 << 22  # of an array
@@ -32,7 +31,7 @@ _MAX_NAME = 256
 _MAX_DIMENSIONS = 4
 _MAX_ALIGNMENT = 1 << 16
 _LIMIT = 1 << 63
-_READ = 1 << 20  # bytes asked for at a time
+_READ = 1 << 20  # bytes per read
 
 Reader = Callable[[int, int], bytes]  # (offset, count): the bytes there, fewer only at the end of the file
 
@@ -43,7 +42,7 @@ _BOOL, _STRING, _ARRAY = 7, 8, 9
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """Metadata and tensors of one file; `metadata` raises ModelError naming the file and the key.
+    """Metadata and tensors of one file.
 
     An array is a list of strings or booleans, or an `array.array` of numbers. `TensorEntry.dtype` is the name of a ggml
     type, `shape` has the rows first, `offset` counts from the start of the file.
@@ -93,8 +92,6 @@ class GgufModel:
 
 
 class _Cursor:
-    """The bytes of a file from its start, fetched in pieces as they are asked for, never past `_MAX_HEADER`."""
-
     def __init__(self, read: Reader, size: int, source: str) -> None:
         self._read, self._size, self.source = read, size, source
         self._data = bytearray()
@@ -104,7 +101,7 @@ class _Cursor:
         return damaged(f"{self.source}: {problem} (at byte {self.position})")
 
     def need(self, count: int, what: str) -> None:
-        """Have `count` more bytes in `_data`, or raise ModelError: nothing is allocated for a length that lies."""
+        # The length is checked before any byte is read: a false one allocates nothing.
         end = self.position + count
         if end > self._size:
             raise self.fail(f"truncated: {what} of {count} bytes, but {self._size - self.position} are left")
@@ -194,7 +191,7 @@ def _metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
     for _ in range(count):
         key = _name(cursor, "a key")
         if key in values:
-            raise cursor.fail(f"the key {key} is given twice")
+            raise cursor.fail(f"the key {key} occurs twice")
         values[key] = _value(cursor, key)
     return values
 
@@ -209,13 +206,12 @@ def _alignment(cursor: _Cursor, metadata: Mapping[str, Any]) -> int:
 def _type(cursor: _Cursor, name: str) -> GgmlType:
     number = cursor.number("I", f"the type of {name}")
     if number not in BY_ID:
-        hint = "the file may be damaged, or newer than this program"
+        hint = "the file may be damaged, or its type newer than this program"
         raise ModelError(f"{cursor.source}: {name} has the unknown ggml type {number}", hint)
     return BY_ID[number]
 
 
 def _tensor(cursor: _Cursor) -> TensorEntry:
-    """One entry of the table; its offset still counts from the start of the data."""
     name = _name(cursor, "a tensor's name")
     dimensions = cursor.number("I", f"the dimensions of {name}")
     if not 1 <= dimensions <= _MAX_DIMENSIONS:
@@ -236,15 +232,15 @@ def _tensor(cursor: _Cursor) -> TensorEntry:
 
 
 def _place(cursor: _Cursor, tensors: list[TensorEntry], alignment: int, size: int) -> dict[str, TensorEntry]:
-    """The tensors with offsets from the start of the file: in order, aligned, side by side, none beyond the end."""
+    # In the table, offsets count from the start of the data. Tensors must be in order, aligned and without gaps.
     start = -(-cursor.position // alignment) * alignment
     placed: dict[str, TensorEntry] = {}
     position = 0
     for entry in tensors:
         if entry.name in placed:
-            raise cursor.fail(f"the tensor {entry.name} is given twice")
+            raise cursor.fail(f"the tensor {entry.name} occurs twice")
         if entry.offset != position:
-            raise cursor.fail(f"{entry.name} lies at {entry.offset}, where {position} is its place in the data")
+            raise cursor.fail(f"{entry.name} has offset {entry.offset}, expected {position}")
         if start + position + entry.nbytes > size:
             missing = start + position + entry.nbytes - size
             raise damaged(f"{cursor.source}: truncated: {missing} bytes of {entry.name} are missing")
@@ -256,7 +252,7 @@ def _place(cursor: _Cursor, tensors: list[TensorEntry], alignment: int, size: in
 
 
 def parse_gguf_header(read: Reader, size: int, source: str) -> GgufHeader:
-    """The header of a file of `size` bytes; `source` becomes `TensorEntry.file` and the name in errors.
+    """Parse the header of a file of `size` bytes; `source` becomes `TensorEntry.file` and the name in errors.
 
     Raises ModelError naming the file, the key or tensor, and the byte.
     """
@@ -268,7 +264,9 @@ def parse_gguf_header(read: Reader, size: int, source: str) -> GgufHeader:
     if version not in VERSIONS:
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS
         problem = "a big-endian GGUF file" if swapped else f"GGUF version {version}"
-        raise ModelError(f"{source}: {problem}, which is not read", "convert it again with a current converter")
+        raise ModelError(
+            f"{source}: {problem}, which is not supported", "convert the model again with a current converter"
+        )
     tensors, keys = cursor.number("Q", "the number of tensors"), cursor.number("Q", "the number of keys")
     if tensors > _MAX_TENSORS or keys > _MAX_KEYS:
         raise cursor.fail(f"{tensors} tensors and {keys} keys, more than the {_MAX_TENSORS} and {_MAX_KEYS} allowed")

@@ -26,7 +26,7 @@ def llama3_factors(head_dim: int, theta: float, factor: float, low: float, high:
     return factors
 
 
-def read_rope(model: GgufModel, head_dim: int) -> dict[str, Any]:
+def rope_parameters(model: GgufModel, head_dim: int) -> dict[str, Any]:
     """Return `rope_parameters` of config.json. Raises ModelError for a scaling that is not supported."""
     theta = model.number("rope.freq_base", 10000.0, low=1e-6)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}

@@ -1,8 +1,7 @@
-"""The number types of ggml in one table: sizes of their blocks, and the affine groups that each of them is.
+"""The tensor types of ggml: sizes of their blocks (ggml-common.h), and the packed groups that each becomes.
 
-Every quantized type means scale * level + minimum in groups of 16 to 256 values, whatever its bits spell: plain codes,
-nested scales, or rows of a codebook whose entries are small integers. So each maps onto packed weights without loss.
-Knows sizes (ggml's ggml-common.h); bits are `blocks` and `codebooks`. Does not import torch.
+Every quantized type is scale * level + minimum in groups of 16 to 256 values: codebook entries are small integers too.
+So each maps onto packed weights without loss. Imports no torch.
 """
 
 from dataclasses import dataclass
@@ -15,9 +14,11 @@ LAYOUT = "gguf"
 
 @dataclass(frozen=True)
 class GgmlType:
-    """`block` values take `nbytes`. `dtype` of plain numbers that are read; for quantized ones None, and `bits` of a
-    level, `group` values that share a scale, whether they have a `minimum`, whether scales fit `half` a float, and
-    whether blocks are `super_blocks`, whose scales are whole numbers times one of the block."""
+    """A tensor type whose blocks of `block` values take `nbytes`.
+
+    `dtype`: of an unquantized type that is supported. Otherwise: `bits` of a level, `group` values that share a scale,
+    `minimum`: a group has one; `half`: scales fit fp16; `super_blocks`: scales are integers times an fp16 factor.
+    """
 
     id: int
     name: str
@@ -32,7 +33,7 @@ class GgmlType:
 
     @property
     def packing(self) -> Packing:
-        """How it lies in memory."""
+        """Return the groups that the type becomes in memory; kernels take groups of at most 128."""
         scales: Dtype = "float16" if self.half else "float32"
         group = min(self.group, 128)
         return Packing(self.bits, group, LAYOUT, self.minimum, scale_dtype=scales, super_blocks=self.super_blocks)
@@ -65,7 +66,7 @@ TYPES = (
     GgmlType(35, "TQ2_0", 256, 66, None, 2, 256, half=True),
     GgmlType(39, "MXFP4", 32, 17, None, 8, 32),
     GgmlType(40, "NVFP4", 64, 36, None, 8, 16),
-    # Not read; named so that an error can say what a tensor is.
+    # Not supported; listed so that an error can name the type.
     GgmlType(41, "Q1_0", 128, 18),
     GgmlType(24, "I8", 1, 1),
     GgmlType(25, "I16", 1, 2),

@@ -1,7 +1,6 @@
-"""Writing a GGUF file whose tensors are known beforehand: the header by plan, the data in any order, all or nothing.
+"""Writes a GGUF file, version 3, by a plan: first the header, then the tensors in any order.
 
-The inverse of `header`, in version 3 of the format. Knows bytes and places; what keys, types and blocks mean is
-the caller's. The file appears by one rename, when all of it is on the disk.
+The file appears by one rename, when all of it is on the disk.
 """
 
 import math
@@ -30,12 +29,12 @@ def _text(value: str) -> bytes:
 
 
 def _value(value: Any) -> bytes:
-    """Type and value of a key: bool, int (32 bits), float, text, or a list of one of them."""
     kind, data = _typed(value)
     return struct.pack("<I", kind) + data
 
 
 def _typed(value: Any) -> tuple[int, bytes]:
+    # Type ids of the specification, in the widths that llama.cpp's converter uses: 32 bits for numbers.
     if isinstance(value, bool):
         return 7, struct.pack("<B", value)
     if isinstance(value, int):
@@ -54,7 +53,7 @@ def _typed(value: Any) -> tuple[int, bytes]:
 def make_gguf_header(
     metadata: Mapping[str, Any], tensors: Sequence[tuple[str, str, Shape]], file: str
 ) -> tuple[bytes, dict[str, TensorEntry]]:
-    """The header of a file of `tensors` (name, ggml type, shape), padded to its data, and where each will lie."""
+    """Return the header of a file of `tensors` (name, ggml type, shape), padded, and the place of each tensor."""
     data = bytearray(MAGIC + struct.pack("<IQQ", _VERSION, len(tensors), len(metadata)))
     for key, value in metadata.items():
         data += _text(key) + _value(value)
@@ -75,7 +74,7 @@ def make_gguf_header(
 
 
 class GgufWriter:
-    """A context in which the file `target` is written; `finish` makes it appear, leaving any other way nothing.
+    """Writes the file `target` by a plan; a context manager that leaves a whole file after `finish`, else nothing.
 
     Raises UsageError for a target that cannot be written, exists (unless `overwrite`) or is being written by another
     process; ResourceError for too little space.
@@ -131,10 +130,10 @@ class GgufWriter:
             if not self._overwrite:
                 raise UsageError(f"{self.target}: exists already", code="target-exists")
             if self.target.is_symlink() or not self.target.is_file():
-                raise UsageError(f"{self.target}: not a file", "only a file can be replaced; choose another name")
+                raise UsageError(f"{self.target}: not a regular file, so it is not replaced", "choose another name")
 
     def _clean(self) -> None:
-        """Remove what a killed run left: whoever holds the lock knows that it is nobody's."""
+        # Partial files of a killed run: no other process writes here while this one holds the lock.
         prefix = f".{self.target.name[:100]}."
         for path in self.target.parent.iterdir():
             if path.name.startswith(prefix) and path.name.endswith(".partial"):
@@ -151,7 +150,7 @@ class GgufWriter:
             view, offset = view[count:], offset + count
 
     def write(self, name: str, data: memoryview, start: int = 0) -> None:
-        """Write bytes of a tensor from `start` on; the one that reaches its end completes it."""
+        """Write bytes of a tensor from `start`; the write that reaches its end completes it."""
         entry = self.entries[name]
         if start + data.nbytes > entry.nbytes:
             raise ValueError(f"{name} has {entry.nbytes} bytes, not {start + data.nbytes}")
@@ -165,7 +164,7 @@ class GgufWriter:
         if self._pending:
             raise ValueError(f"{len(self._pending)} tensors not written, {min(self._pending)} among them")
         written = RegularFile.find(self._partial)
-        # What we wrote must pass our own reader before anyone sees it.
+        # The written header must pass our own reader before the file appears.
         parse_gguf_header(lambda offset, count: written.read(count, offset), written.size, self.target.name)
         with disk_errors(self.target):
             os.fsync(self._file)

@@ -44,7 +44,7 @@ def test_a_packed_copy_contains_and_records_it(mycli: Mycli, adapter: Path) -> N
     written = [Path(json.loads(done.stdout)["folder"], "model.safetensors").read_bytes() for done in (made, plain)]
     assert written[0] != written[1]
     again = mycli("run", folder.name, *ASK, "--adapter", str(adapter))
-    assert again.returncode == 3 and "the weights are packed (int4-g128)" in again.stderr
+    assert again.returncode == 3 and "the weights are quantized (int4-g128)" in again.stderr
     assert "quantize MODEL --adapter" in again.stderr
 
 

@@ -148,7 +148,7 @@ def test_an_output_is_not_replaced_unasked_and_its_suffix_is_given(copies: dict[
 
 @pytest.mark.parametrize("to", ["onnx", "gguf:q9", "gptq:4", ""])
 def test_a_target_that_there_is_not(to: str) -> None:
-    with pytest.raises(UsageError, match="not a layout|not a kind"):
+    with pytest.raises(UsageError, match="not a layout|not a variant"):
         find_export_target(to)
     assert targets() == ["awq", "gguf", "gptq", "mlx", "safetensors"]
 

@@ -24,7 +24,7 @@ from tests.support.paths import PICO
 # Paired rows, scales as keys, a stored exponential, a tensor name without a suffix.
 DENSE = """
 from mycli.runtime.checkpoint.gguf.architecture import (
-    MODEL_TENSORS, PAIRED_TENSORS, Architecture, Key, TensorRule, ValueChange
+    MODEL_TENSORS, PAIRED_TENSORS, Architecture, GgufKey, TensorRule, ValueChange
 )
 
 ARCHITECTURE = Architecture(
@@ -40,19 +40,19 @@ ARCHITECTURE = Architecture(
         ),
     },
     keys=(
-        Key("embedding_scale", "embedding_multiplier", float, write=lambda config: float(config.embedding_scale)),
-        Key("residual_scale", "residual_multiplier", float, write=lambda config: float(config.residual_scale)),
-        Key("attention.scale", "attention_multiplier", float, write=lambda config: float(config.attention_scale)),
-        Key("logit_scale", "logits_scaling", float, write=lambda config: float(1 / config.logit_scale)),
+        GgufKey("embedding_scale", "embedding_multiplier", float, write=lambda config: float(config.embedding_scale)),
+        GgufKey("residual_scale", "residual_multiplier", float, write=lambda config: float(config.residual_scale)),
+        GgufKey("attention.scale", "attention_multiplier", float, write=lambda config: float(config.attention_scale)),
+        GgufKey("logit_scale", "logits_scaling", float, write=lambda config: float(1 / config.logit_scale)),
     ),
 )
 """
 # Experts stacked in tensors of three dimensions.
 EXPERTS = """
-from mycli.runtime.checkpoint.gguf.architecture import LLAMA_TENSORS, Architecture, Key, TensorRule
+from mycli.runtime.checkpoint.gguf.architecture import LLAMA_TENSORS, Architecture, GgufKey, TensorRule
 
 
-def mlp(config):
+def ffn(config):
     return config.layer_specs[0].mlp
 
 
@@ -68,9 +68,9 @@ ARCHITECTURE = Architecture(
         "ffn_down_exps": TensorRule("mlp.experts.{expert}.down_proj"),
     },
     keys=(
-        Key("expert_count", "num_experts", write=lambda config: len(mlp(config).experts)),
-        Key("expert_used_count", "num_experts_per_tok", write=lambda config: mlp(config).top_k),
-        Key("expert_feed_forward_length", "moe_intermediate_size", write=lambda config: mlp(config).experts[0].size),
+        GgufKey("expert_count", "num_experts", write=lambda config: len(ffn(config).experts)),
+        GgufKey("expert_used_count", "num_experts_per_tok", write=lambda config: ffn(config).top_k),
+        GgufKey("expert_feed_forward_length", "moe_intermediate_size", write=lambda c: ffn(c).experts[0].size),
     ),
     read_config=lambda model, config: {"norm_topk_prob": True},
 )

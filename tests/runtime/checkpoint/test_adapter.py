@@ -87,7 +87,7 @@ def test_ranks_differ_by_module(model: Path, tmp_path: Path) -> None:
 def test_parts_of_a_weight_are_the_whole(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     adapter = write_adapter(tmp_path / "a", tensors_for(model, DOWN))
     expected = read(open_model_folder(model).with_adapter("tuned", adapter))
-    monkeypatch.setattr("mycli.runtime.checkpoint.merging._VALUES", 1000)  # five rows of 192
+    monkeypatch.setattr("mycli.runtime.checkpoint.reader._MERGED_VALUES", 1000)  # five rows of 192
     found = read(open_model_folder(model).with_adapter("tuned", adapter))
     assert all(found[name].equal(weight) for name, weight in expected.items())
 
@@ -102,10 +102,10 @@ def test_modules_stored_whole_stand_instead(model: Path, tmp_path: Path) -> None
 
 def test_a_head_that_is_the_embedding_is_not_changed_alone(tmp_path: Path) -> None:
     tensors = low_rank("lm_head", (4096, 256))
-    with pytest.raises(ModelError, match="changes lm_head, but the model has one table"):
+    with pytest.raises(ModelError, match="changes lm_head, but the model ties its embeddings"):
         open_model_folder(PICO).with_adapter("tuned", write_adapter(tmp_path / "a", tensors))
     table = {"base_model.model.model.embed_tokens.weight": torch.ones(4096, 256)}
-    with pytest.raises(ModelError, match="changes model.embed_tokens, but the model has one table"):
+    with pytest.raises(ModelError, match="changes model.embed_tokens, but the model ties its embeddings"):
         open_model_folder(PICO).with_adapter("tuned", write_adapter(tmp_path / "b", table))
 
 
@@ -170,7 +170,7 @@ def test_packed_weights_take_no_adapter(tmp_path: Path) -> None:
     raw.values["quantization_config"] = {
         "quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True
     }  # fmt: skip
-    with pytest.raises(ModelError, match="packed .*int4-g128.*nothing can be added") as caught:
+    with pytest.raises(ModelError, match="quantized .*int4-g128.*no adapter can be merged") as caught:
         ModelFolder.from_config(raw).with_adapter("tuned", tmp_path)
     assert caught.value.code == "merge-first"
 

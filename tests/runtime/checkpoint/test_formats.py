@@ -106,6 +106,7 @@ REFUSED = {
     "targets-number": ("config_groups/group_0/targets", [7], "targets"),
     "no-groups": ("config_groups", {}, "config_groups"),
     "catastrophic-regex": ("config_groups/group_0/targets", [r"re:(a+)+$"], "too complex"),
+    "many-wildcards": ("config_groups/group_0/targets", ["re:" + ".*" * 20 + "x"], "too complex"),
     "regex-not-a-regex": ("config_groups/group_0/targets", ["re:(["], "not a regular expression"),
 }
 

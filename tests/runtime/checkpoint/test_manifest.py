@@ -14,6 +14,7 @@ import pytest
 from mycli.cli.remedies import remedy
 from mycli.runtime.checkpoint.manifest import Manifest
 from mycli.runtime.checkpoint.safetensors_header import INDEX, SINGLE
+from mycli.runtime.checkpoint.validation import check_tensors
 from mycli.runtime.errors import ModelError, NotFoundError
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.registry import parse_config
@@ -234,7 +235,7 @@ CONFIGS = {
 def test_model_passes(name: str, bits: int | None, tmp_path: Path) -> None:
     described = config(**CONFIGS[name])
     packings = {x: Packing(bits, 32) for x in [linear.name for linear in described.linears()]} if bits else {}
-    manifest(tmp_path, packed(described, packings)).check(described, packings)
+    check_tensors(manifest(tmp_path, packed(described, packings)), described, packings)
 
 
 Q, LAYER = "model.layers.0.self_attn.q_proj", "model.layers.1"
@@ -317,7 +318,7 @@ def test_model_rejected(case: str, tmp_path: Path) -> None:
     change, problem = MISMATCHES[case]
     change(tensors)
     with pytest.raises(ModelError, match=problem) as caught:
-        manifest(tmp_path, tensors).check(described, packings)
+        check_tensors(manifest(tmp_path, tensors), described, packings)
     assert remedy(caught.value)
 
 
@@ -340,13 +341,13 @@ CLAIMS: dict[str, tuple[dict[str, Any], dict[str, Packing], str]] = {
 def test_config_rejected(case: str, tmp_path: Path) -> None:
     changes, packings, problem = CLAIMS[case]
     with pytest.raises(ModelError, match=problem):
-        manifest(tmp_path, dense(config())).check(config(**changes), packings)
+        check_tensors(manifest(tmp_path, dense(config())), config(**changes), packings)
 
 
 def test_packed_model_that_config_calls_dense(tmp_path: Path) -> None:
     tensors = packed(config(), {Q: FOUR})
     with pytest.raises(ModelError, match=f"{Q}.weight_packed: quantized, but config.json does not say so"):
-        manifest(tmp_path, tensors).check(config(), {})
+        check_tensors(manifest(tmp_path, tensors), config(), {})
 
 
 def test_three_bit_words_of_whole_codes_pass(tmp_path: Path) -> None:
@@ -354,23 +355,23 @@ def test_three_bit_words_of_whole_codes_pass(tmp_path: Path) -> None:
     packings = {Q: Packing(3, 32)}
     tensors = packed(config(), packings)
     tensors[f"{Q}.weight_packed"] = blank("I32", 64, 7)
-    manifest(tmp_path, tensors).check(config(), packings)
+    check_tensors(manifest(tmp_path, tensors), config(), packings)
     with pytest.raises(ModelError, match=r"\[64, 7\], expected \[64, 8\]"):
-        manifest(tmp_path, tensors).check(config(), {Q: Packing(4, 32)})
+        check_tensors(manifest(tmp_path, tensors), config(), {Q: Packing(4, 32)})
 
 
 @pytest.mark.parametrize("case", ["A32-tied-and-stored", "A32-tied-other-shape", "A32-untied-missing"])
 def test_tied_head(case: str, tmp_path: Path) -> None:
     tied = config(tie_word_embeddings=True)
     if case == "A32-tied-and-stored":
-        manifest(tmp_path, dense(config())).check(tied, {})
+        check_tensors(manifest(tmp_path, dense(config())), tied, {})
     elif case == "A32-tied-other-shape":
         tensors = {**dense(tied), "lm_head.weight": blank("BF16", 90, 64)}
         with pytest.raises(ModelError, match=r"lm_head.weight has shape \[90, 64\]"):
-            manifest(tmp_path, tensors).check(tied, {})
+            check_tensors(manifest(tmp_path, tensors), tied, {})
     else:
         with pytest.raises(ModelError, match="lm_head.weight: missing") as caught:
-            manifest(tmp_path, dense(tied)).check(config(), {})
+            check_tensors(manifest(tmp_path, dense(tied)), config(), {})
         assert "tie_word_embeddings" in caught.value.hint
 
 
@@ -378,7 +379,7 @@ def test_harmless_leftovers_pass(tmp_path: Path) -> None:
     tensors = dense(config())
     tensors[f"{LAYER}.self_attn.rotary_emb.inv_freq"] = blank("F32", 8)
     tensors["model.rotary_emb.inv_freq"] = blank("F32", 8)
-    manifest(tmp_path, tensors).check(config(), {})
+    check_tensors(manifest(tmp_path, tensors), config(), {})
 
 
 def test_three_megabytes_of_header(tmp_path: Path) -> None:

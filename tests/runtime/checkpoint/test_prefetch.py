@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from mycli.runtime.checkpoint import prefetch
+from mycli.runtime.checkpoint import stable_file
 from mycli.runtime.device.system import Memory
 
 PROBE = """
 import sys
 from mycli.cli.main import main
-from mycli.runtime.checkpoint import prefetch
-real = prefetch.prefetch_files
+from mycli.runtime.checkpoint import stable_file
+real = stable_file.prefetch_files
 def spy(folder):
     print(folder.name, "torch" in sys.modules, file=sys.stderr)
     real(folder)
-prefetch.prefetch_files = spy
+stable_file.prefetch_files = spy
 main(["run", "pico", "Who are you?", "-n", "1", "--device", "cpu"])
 """
 
@@ -37,9 +37,9 @@ def test_every_file_where_they_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (tmp_path / name).write_bytes(bytes(900))
     advised: list[int] = []
     monkeypatch.setattr(os, "posix_fadvise", lambda descriptor, *_: advised.append(descriptor))
-    monkeypatch.setattr(prefetch, "memory", lambda: Memory(available, available, "machine"))
+    monkeypatch.setattr(stable_file, "memory", lambda: Memory(available, available, "machine"))
     before = set(threading.enumerate())
-    prefetch.prefetch_files(tmp_path)
+    stable_file.prefetch_files(tmp_path)
     for thread in set(threading.enumerate()) - before:
         thread.join(10)
     assert len(advised) == count

@@ -64,8 +64,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def proposer(folder: ModelFolder, shape: CacheShape) -> Recorded:
     runner = load_model(folder, Placement(CPU, torch.float32))
-    assert folder.predictor is not None
-    return Recorded(MtpHead(folder.predictor, runner), shape)
+    assert folder.mtp_head is not None
+    return Recorded(MtpHead(folder.mtp_head, runner), shape)
 
 
 def engine(drafts: PredictionProposer, shape: CacheShape, chunk: int, running: int = 1) -> Engine:
@@ -159,14 +159,14 @@ def test_draws_from_the_head_leave_the_model_s_distribution(
 
 def test_what_it_holds_is_estimated(folder: tuple[ModelFolder, Reference]) -> None:
     drafts = proposer(folder[0], CacheShape.contiguous(CONTEXT))
-    assert folder[0].predictor is not None
-    plan = MemoryPlan(folder[0].predictor.config, context=CONTEXT, dtype="float32")
+    assert folder[0].mtp_head is not None
+    plan = MemoryPlan(folder[0].mtp_head.config, context=CONTEXT, dtype="float32")
     assert drafts.nbytes == weight_bytes(plan) + embedding_bytes(plan) + cache_bytes(plan)
 
 
 def test_a_model_without_a_head_has_none(tmp_path: Path) -> None:
     make(tmp_path, *CASES["qwen3_5-delta"])
-    assert open_model_folder(tmp_path).predictor is None
+    assert open_model_folder(tmp_path).mtp_head is None
     assert "mtp.fc.weight" not in load_file(tmp_path / "model.safetensors")
 
 

@@ -6,7 +6,7 @@ from mycli.runtime.checkpoint.gguf.architecture import (
     MODEL_TENSORS,
     Architecture,
     Config,
-    Key,
+    GgufKey,
     TensorRule,
 )
 from mycli.runtime.checkpoint.gguf.header import GgufModel
@@ -41,9 +41,9 @@ ARCHITECTURE = Architecture(
     layer_tensors=GEMMA_LAYER_TENSORS,
     model_tensors=GEMMA_MODEL_TENSORS,
     keys=(
-        Key("attention.sliding_window", "sliding_window"),
-        Key("attn_logit_softcapping", "attn_logit_softcapping", float, default=50.0),
-        Key("final_logit_softcapping", "final_logit_softcapping", float, default=30.0),
+        GgufKey("attention.sliding_window", "sliding_window"),
+        GgufKey("attn_logit_softcapping", "attn_logit_softcapping", float, default=50.0),
+        GgufKey("final_logit_softcapping", "final_logit_softcapping", float, default=30.0),
     ),
     slides=lambda layer: layer % 2 == 0,
     read_config=_read_config,

@@ -1,6 +1,6 @@
 """Gemma 3, its text model: five layers with a sliding window and a rope of their own, then one without."""
 
-from mycli.runtime.checkpoint.gguf.architecture import Architecture, Config, Key
+from mycli.runtime.checkpoint.gguf.architecture import Architecture, Config, GgufKey
 from mycli.runtime.checkpoint.gguf.architectures.gemma2 import (
     GEMMA_LAYER_TENSORS,
     GEMMA_MODEL_TENSORS,
@@ -21,8 +21,8 @@ ARCHITECTURE = Architecture(
     layer_tensors=GEMMA_LAYER_TENSORS,
     model_tensors=GEMMA_MODEL_TENSORS,
     keys=(
-        Key("attention.sliding_window", "sliding_window"),
-        Key("final_logit_softcapping", "final_logit_softcapping", float),
+        GgufKey("attention.sliding_window", "sliding_window"),
+        GgufKey("final_logit_softcapping", "final_logit_softcapping", float),
     ),
     slides=lambda layer: (layer + 1) % 6 != 0,
     read_config=_read_config,

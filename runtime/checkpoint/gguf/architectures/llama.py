@@ -1,6 +1,6 @@
 """Llama, and Mistral, whose files carry the same name; a sliding window tells them apart."""
 
-from mycli.runtime.checkpoint.gguf.architecture import PAIRED_TENSORS, Architecture, Config, Key, linear_biases
+from mycli.runtime.checkpoint.gguf.architecture import PAIRED_TENSORS, Architecture, Config, GgufKey, linear_biases
 from mycli.runtime.checkpoint.gguf.header import GgufModel
 
 
@@ -16,6 +16,6 @@ ARCHITECTURE = Architecture(
     written_types=("llama", "mistral"),
     layer_tensors=PAIRED_TENSORS,
     # Not written: llama.cpp attends to the whole context in this architecture.
-    keys=(Key("attention.sliding_window", "sliding_window"),),
+    keys=(GgufKey("attention.sliding_window", "sliding_window"),),
     read_config=_read_config,
 )

@@ -1,6 +1,6 @@
 """Phi-3, 3.5 and 4-mini: q, k and v in one tensor, gate and up in another; longrope in the larger contexts."""
 
-from mycli.runtime.checkpoint.gguf.architecture import LLAMA_TENSORS, Architecture, Key, TensorRule
+from mycli.runtime.checkpoint.gguf.architecture import LLAMA_TENSORS, Architecture, GgufKey, TensorRule
 
 ARCHITECTURE = Architecture(
     name="phi3",
@@ -8,12 +8,12 @@ ARCHITECTURE = Architecture(
     written_types=("phi3",),
     layer_tensors={**LLAMA_TENSORS, "ffn_up": TensorRule("mlp.gate_up_proj")},
     keys=(
-        Key(
+        GgufKey(
             "attention.sliding_window",
             "sliding_window",
             write=lambda config: next(iter(config.windows), None) or 0,
         ),
-        Key(
+        GgufKey(
             "rope.scaling.original_context_length",
             "original_max_position_embeddings",
             required=True,
