@@ -35,7 +35,7 @@ def tokenizer_metadata(raw: Fields, settings: Fields, rows: int) -> dict[str, An
         None,
     )
     if name is None:
-        raise _unsupported("the pre-tokenizer is not one of llama.cpp's")
+        raise _unsupported("normalizer and pre-tokenizer are not a rule of llama.cpp")
     tokens = [f"[PAD{index}]" for index in range(rows)]
     types = [UNUSED] * rows
     for text, index in vocabulary.items():

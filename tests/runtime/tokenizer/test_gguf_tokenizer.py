@@ -208,8 +208,8 @@ def test_rules_are_those_that_transformers_knows(name: str) -> None:
 @pytest.mark.parametrize(
     ("section", "value", "message"),
     [
-        ("pre_tokenizer", {"type": "Whitespace"}, "rule of its own"),
-        ("normalizer", {"type": "Lowercase"}, "rule of its own"),
+        ("pre_tokenizer", {"type": "Whitespace"}, "not a rule of llama.cpp"),
+        ("normalizer", {"type": "Lowercase"}, "not a rule of llama.cpp"),
         ("post_processor", {"type": "BertProcessing"}, "post-processor"),
         ("model", {"type": "Unigram", "vocab": [["a", 0.0]]}, "byte-level BPE"),
         ("model", {"type": "BPE", "byte_fallback": True, "vocab": {"a": 0}, "merges": []}, "byte-level BPE"),
