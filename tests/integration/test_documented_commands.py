@@ -29,6 +29,7 @@ from tests.support.prediction import make_with_head
 PAGES = (
     "README.md",
     *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md") if path.name != "commands.md"),
+    "docs/results/cpu.md",
 )
 TYPED = re.compile(
     r"(?:mycli [a-z]|python -m|curl|make |vllm |hf |lm_eval|export |git |echo |\(umask|(?:[A-Z_]+=\S+ )+python)"
