@@ -43,7 +43,7 @@ def chosen_expert_bytes(plan: MemoryPlan) -> int:
 
 
 def tokens_per_second_from_disk(plan: MemoryPlan, depth: int, memory: float, disk: float) -> float:
-    """Return `tokens_per_second` if every chosen expert is first read from disk; `memory`, `disk`: GB/s."""
+    # Every chosen expert is read from disk first; rates are in GB/s.
     seconds = plan.batch / tokens_per_second(plan, depth, memory) + chosen_expert_bytes(plan) / disk / 1e9
     return plan.batch / seconds
 

@@ -118,7 +118,7 @@ def preflight(plan: MemoryPlan, free: int, place: str, started: bool = True) -> 
 
 
 def shortage(plan: MemoryPlan, free: int, place: str) -> ResourceError:
-    """Return the error for a plan that does not fit: needed against free, and the smallest change that fits."""
+    """Return the error for a plan that does not fit, with the smallest change that does."""
     result = estimate(plan)
     needed, left = distinct_sizes(result.total, free)
     problem = (

@@ -9,11 +9,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
+from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.reply_reader import Piece, ReplyReader
 from mycli.runtime.engine.sequence import Request, SequenceOutput
-from mycli.runtime.engine.stats import EngineStats
 from mycli.runtime.errors import UserError
 from mycli.runtime.kernels.cpu.threads import release_threads
 from mycli.runtime.server.api_error import ApiError, from_user_error, internal_error
@@ -23,24 +22,6 @@ from mycli.runtime.server.metrics import Metrics
 # How long the next step on the CPU may wait until the tokens of the last one are delivered. Text thread and event loop
 # need a core for less than that; a pass whose threads wait for a core takes longer than both one after the other.
 DELIVERY_SECONDS = 0.003
-
-
-class ServedEngine(Protocol):
-    """The part of `Engine` that a server uses, all of it from one thread."""
-
-    @property
-    def context(self) -> int: ...
-    @property
-    def has_work(self) -> bool: ...
-    @property
-    def stats(self) -> EngineStats: ...
-    @property
-    def shares_cores(self) -> bool: ...
-    def submit(self, request: Request) -> int: ...
-    def branch(self, sequence: int, count: int) -> list[int]: ...
-    def forget(self) -> None: ...
-    def cancel(self, sequence: int) -> None: ...
-    def step(self) -> Sequence[SequenceOutput]: ...
 
 
 @dataclass(eq=False)
@@ -61,7 +42,7 @@ class Ticket:
 class EngineWorker:
     """Runs an engine for many clients; `log` receives internal errors."""
 
-    def __init__(self, engine: ServedEngine, max_waiting: int, log: Callable[[str], None]) -> None:
+    def __init__(self, engine: Engine, max_waiting: int, log: Callable[[str], None]) -> None:
         self.engine = engine
         self.metrics = Metrics(lambda: self.stats)
         self._max_waiting, self._log = max_waiting, log

@@ -22,7 +22,7 @@ from mycli.runtime.server.application import application
 from mycli.runtime.server.connection import DrainingServer, listen
 from mycli.runtime.server.service import Service
 from mycli.runtime.server.settings import ServerSettings
-from mycli.runtime.server.worker import EngineWorker, ServedEngine
+from mycli.runtime.server.worker import EngineWorker
 
 JSON = {"content-type": "application/json"}
 
@@ -98,7 +98,7 @@ class Served:
 
 
 @contextmanager
-def serving(loaded: LoadedModel, engine: ServedEngine, settings: ServerSettings | None = None) -> Iterator[Served]:
+def serving(loaded: LoadedModel, engine: Any, settings: ServerSettings | None = None) -> Iterator[Served]:
     """A server of `engine` while the context lasts."""
     settings = settings or ServerSettings(("pico",))
     listener = listen("127.0.0.1", 0)

@@ -9,11 +9,10 @@ from starlette.responses import Response
 from mycli.runtime.engine.reply_reader import Piece
 from mycli.runtime.server.api_error import ApiError
 from mycli.runtime.server.routes.chat_spec import ChatSpec, effort_arguments, prepare_chat
-from mycli.runtime.server.routes.wire import TokenCounts, chat_logprobs, chat_messages, chat_tools, new_id, now
+from mycli.runtime.server.routes.wire import OpenAIRendering, chat_logprobs, chat_messages, chat_tools, new_id, now
 from mycli.runtime.server.schemas import ChatRequest, NamedTool
 from mycli.runtime.server.service import Prepared, Service
 from mycli.runtime.server.streaming import answer, event, read_request
-from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
 FINISH = {"stop_string": "stop", "deadline": "length", "cancelled": "stop"}
 
@@ -26,8 +25,7 @@ async def chat_completions(service: Service, request: Request) -> Response:
         return prepare_chat(service, _spec(body))
 
     body, prepared = await read_request(service, request, ChatRequest, prepare)
-    include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-    rendering = ChatRendering(service, prepared, include_usage, bool(body.logprobs))
+    rendering = ChatRendering(service, prepared, body)
     return await answer(service, request, prepared, rendering, bool(body.stream))
 
 
@@ -58,18 +56,17 @@ def _spec(body: ChatRequest) -> ChatSpec:
     )
 
 
-class ChatRendering:
+class ChatRendering(OpenAIRendering):
     """Writes replies as chat.completion, whole or in chunks."""
 
-    def __init__(self, service: Service, prepared: Prepared, include_usage: bool, logprobs: bool) -> None:
-        self._tokenizer: Tokenizer = service.loaded.tokenizer
-        self._counts, self._count = TokenCounts(prepared.prompt_tokens), prepared.replies
-        self._include_usage, self._logprobs = include_usage, logprobs
-        self._head = {"id": new_id("chatcmpl-"), "created": now(), "model": service.name}
-        self._calls = [0] * self._count  # tool calls of each reply so far
+    def __init__(self, service: Service, prepared: Prepared, body: ChatRequest) -> None:
+        head = {"id": new_id("chatcmpl-"), "created": now(), "model": service.name, "object": "chat.completion.chunk"}
+        super().__init__(prepared.prompt_tokens, head, body.stream_options)
+        self._tokenizer, self._logprobs = service.loaded.tokenizer, bool(body.logprobs)
+        self._calls = [0] * prepared.replies  # tool calls of each reply so far
 
     def begin(self) -> Iterable[bytes]:
-        for index in range(self._count):
+        for index in range(len(self._calls)):
             yield self._chunk(index, {"role": "assistant", "content": ""}, None, None)
 
     def add(self, piece: Piece) -> Iterable[bytes]:
@@ -87,16 +84,6 @@ class ChatRendering:
             yield self._chunk(piece.index, delta, logprobs, None)
         if piece.end is not None:
             yield self._chunk(piece.index, {}, None, FINISH.get(piece.end, piece.end))
-
-    def finish(self) -> Iterable[bytes]:
-        if self._include_usage:
-            whole = {**self._head, "object": "chat.completion.chunk", "choices": []}
-            yield event({**whole, "usage": self._counts.usage()})
-        yield b"data: [DONE]\n\n"
-
-    def failed(self, error: ApiError) -> Iterable[bytes]:
-        yield event({"error": error.fields()})
-        yield b"data: [DONE]\n\n"
 
     def whole(self, replies: Sequence[Piece]) -> dict[str, Any]:
         choices = []
@@ -118,7 +105,7 @@ class ChatRendering:
 
     def _chunk(self, index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None, end: str | None) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": end}
-        return event({**self._head, "object": "chat.completion.chunk", "choices": [choice]})
+        return event({**self._head, "choices": [choice]})
 
 
 def _calls(piece: Piece) -> Iterable[dict[str, Any]]:

@@ -12,7 +12,7 @@ from mycli.runtime.engine.reply_reader import Piece, ReplyReader
 from mycli.runtime.sampling.logprobs import TokenLogprob
 from mycli.runtime.server.api_error import ApiError
 from mycli.runtime.server.routes.chat_completions import FINISH
-from mycli.runtime.server.routes.wire import TokenCounts, completion_logprobs, new_id, now
+from mycli.runtime.server.routes.wire import OpenAIRendering, completion_logprobs, new_id, now
 from mycli.runtime.server.schemas import CompletionRequest
 from mycli.runtime.server.service import Prepared, Service
 from mycli.runtime.server.streaming import answer, event, read_request
@@ -71,7 +71,7 @@ def _prepare(service: Service, body: CompletionRequest) -> Prepared:
     return Prepared(requests, prompts)
 
 
-class TextRendering:
+class TextRendering(OpenAIRendering):
     """Writes replies as text_completion, whole or in chunks."""
 
     def __init__(self, service: Service, body: CompletionRequest, prepared: Prepared) -> None:
@@ -79,10 +79,8 @@ class TextRendering:
         self._echo, self._top = bool(body.echo), body.logprobs
         self._per_prompt = body.n or 1
         self._prompts = prepared.prompts
-        self._counts = TokenCounts(prepared.prompt_tokens)
-        options = body.stream_options
-        self._include_usage = options is not None and bool(options.include_usage)
-        self._head = {"id": new_id("cmpl-"), "object": "text_completion", "created": now(), "model": service.name}
+        head = {"id": new_id("cmpl-"), "object": "text_completion", "created": now(), "model": service.name}
+        super().__init__(prepared.prompt_tokens, head, body.stream_options)
         self._offsets = [0] * prepared.replies
         self._started = [False] * prepared.replies
 
@@ -93,15 +91,6 @@ class TextRendering:
         self._counts.add(piece)
         if piece.content or piece.logprobs or piece.prompt_logprobs or piece.end is not None:
             yield event({**self._head, "choices": [self._choice(piece)]})
-
-    def finish(self) -> Iterable[bytes]:
-        if self._include_usage:
-            yield event({**self._head, "choices": [], "usage": self._counts.usage()})
-        yield b"data: [DONE]\n\n"
-
-    def failed(self, error: ApiError) -> Iterable[bytes]:
-        yield event({"error": error.fields()})
-        yield b"data: [DONE]\n\n"
 
     def whole(self, replies: Sequence[Piece]) -> dict[str, Any]:
         for reply in replies:

@@ -3,13 +3,14 @@
 import math
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mycli.runtime.engine.reply_reader import Piece
 from mycli.runtime.sampling.logprobs import TokenLogprob
 from mycli.runtime.server.api_error import ApiError
-from mycli.runtime.server.schemas import ChatMessage, Content, ToolSpec
+from mycli.runtime.server.schemas import ChatMessage, Content, StreamOptions, ToolSpec
+from mycli.runtime.server.streaming import event
 from mycli.runtime.tokenizer.chat_template import Message, Tool
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 from mycli.runtime.utils.json_fields import strict_json
@@ -102,6 +103,23 @@ class TokenCounts:
             "total_tokens": self.prompt + self.generated,
             "prompt_tokens_details": {"cached_tokens": self.cached},
         }
+
+
+class OpenAIRendering:
+    """The end of a stream of OpenAI's chat and completions. `head`: the fields that all chunks share."""
+
+    def __init__(self, prompt_tokens: int, head: dict[str, Any], options: StreamOptions | None) -> None:
+        self._counts, self._head = TokenCounts(prompt_tokens), head
+        self._include_usage = options is not None and bool(options.include_usage)
+
+    def finish(self) -> Iterable[bytes]:
+        if self._include_usage:
+            yield event({**self._head, "choices": [], "usage": self._counts.usage()})
+        yield b"data: [DONE]\n\n"
+
+    def failed(self, error: ApiError) -> Iterable[bytes]:
+        yield event({"error": error.fields()})
+        yield b"data: [DONE]\n\n"
 
 
 def _token(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
