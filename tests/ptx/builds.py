@@ -15,7 +15,7 @@ from triton.compiler import ASTSource
 
 from mycli.runtime.kernels.triton import attention as triton_attention
 from mycli.runtime.kernels.triton.attention import BLOCK_K, attend_warps, combination
-from mycli.runtime.kernels.triton.gated_silu import Gated, silu_epilogue, silu_kernel
+from mycli.runtime.kernels.triton.gated_silu import SiluArguments, silu_epilogue, silu_kernel
 from mycli.runtime.kernels.triton.mixture import combine_kernel, score_kernel
 from mycli.runtime.kernels.triton.product import activation as triton_activation
 from mycli.runtime.kernels.triton.product import gemm as triton_matmul
@@ -24,8 +24,8 @@ from mycli.runtime.kernels.triton.product.grouped import Routed
 from mycli.runtime.kernels.triton.product.matmul import constants, dequantize_warps
 from mycli.runtime.kernels.triton.product.tiles import Chip, Tile
 from mycli.runtime.kernels.triton.product.weight_layout import layout_of, tile_k, unpacked_k
-from mycli.runtime.kernels.triton.residual import Normed, add_epilogue, embed_kernel
-from mycli.runtime.kernels.triton.rope import Rotated, rope_epilogue
+from mycli.runtime.kernels.triton.residual import ResidualArguments, add_epilogue, embed_kernel
+from mycli.runtime.kernels.triton.rope import RopeArguments, rope_epilogue
 from mycli.runtime.kernels.triton.routing import choose_kernel, place_kernel, weighted_sum_kernel
 from mycli.runtime.kernels.triton.sample import VOCABULARY_BLOCK, partial_kernel, sample_kernel
 from mycli.runtime.kernels.triton.split_k import Epilogue, reduce_kernel
@@ -88,8 +88,8 @@ def _multiply(
     columns = tile_k(packing)
     offsets = "*fp32" if packing.offsets else None
     pointers = {"codes": "*i16", "scales": "*i32", "offsets": offsets, "x": "*fp16", "sums": "*fp32", "y": "*fp32"}
-    sizes = dict.fromkeys(("rows", "n", "n_kept", "k_kept", "rows_kept", "tiles_per_part"), "i32")
-    unroll = max(1, shape.turn // columns)
+    sizes = dict.fromkeys(("rows", "n", "n_padded", "k_padded", "rows_padded", "tiles_per_part"), "i32")
+    unroll = max(1, shape.block_k // columns)
     return Build(
         name=f"multiply {packing.name} rows {shape.block_m}{after}",
         kernel=triton_matmul.multiply_kernel,
@@ -108,7 +108,7 @@ def _multiply(
         warps=shape.warps,
         stages=shape.stages,
         weights=shape.block_n * columns * unroll,
-        unaligned=("rows", "rows_kept", "tiles_per_part", "tokens", "heads", "kv_heads", "pieces"),
+        unaligned=("rows", "rows_padded", "tiles_per_part", "tokens", "heads", "kv_heads", "pieces"),
     )
 
 
@@ -147,7 +147,7 @@ def foreign_builds(capability: int) -> Iterator[Build]:
 
 def _dequantize(packing: Packing) -> Build:
     warps = dequantize_warps(packing)
-    sizes = dict.fromkeys(("first", "n", "k", "n_kept", "k_kept"), "i32")
+    sizes = dict.fromkeys(("first", "n", "k", "n_padded", "k_padded"), "i32")
     return Build(
         name=f"dequantize {packing.name}",
         kernel=triton_matmul.dequantize_kernel,
@@ -169,7 +169,7 @@ def matmul_builds(capability: int) -> Iterator[Build]:
         yield _dequantize(Packing(bits, 128))
     yield _dequantize(Packing(8, 16))
     into = {"x": "*bf16", "into": _OPERAND, "k": "i32", "x_stride": "i32"}
-    yield Build("prepare", triton_activation.prepare_kernel, into, {"TILES": 8}, unaligned=("rows_kept",))
+    yield Build("prepare", triton_activation.prepare_kernel, into, {"TILES": 8}, unaligned=("rows_padded",))
     sums = {"parts": "*fp32", "y": "*bf16", "count": "i32", "size": "i32"}
     yield Build("reduce", reduce_kernel, sums, {"BLOCK": 1024}, unaligned=("count",))
 
@@ -192,7 +192,7 @@ def expert_builds(capability: int) -> Iterator[Build]:
     pdl = {"PDL": capability >= 90}
     whole = {"chosen": "*i32", "weights": "*fp32", "places": "*i32", "tokens": "*i32", "starts": "*i32"}
     sizes = dict.fromkeys(("stride", "experts", "top_k", "pairs", "size"), "i32")
-    given = {**whole, **sizes, "margin": "fp32", "scale": "fp32", "scores": "*bf16", "x": "*bf16", "y": "*bf16"}
+    given = {**whole, **sizes, "epsilon": "fp32", "scale": "fp32", "scores": "*bf16", "x": "*bf16", "y": "*bf16"}
     for how, scored in ((" by softmax", {"correction": None}), (" by sigmoid", {"correction": "*fp32"})):
         options = {"EXPERTS": 128, "NORMALIZED": True, "SIGMOID": scored["correction"] is not None} | pdl
         yield Build(f"choose experts{how}", choose_kernel, {**given, **scored}, options, unaligned=("top_k",))
@@ -204,17 +204,17 @@ def expert_builds(capability: int) -> Iterator[Build]:
 def _mixture_builds(pdl: dict[str, Any]) -> Iterator[Build]:
     """What a layer with experts launches in the fused pass besides; and with an expert for all, behind a gate."""
     scored = {"stream": "*bf16", "gain": "*bf16", "rms": _RMS, "router": "*bf16", "scores": "*bf16"}
-    scored |= {"experts": "i32", "rows_kept": "i32"}
+    scored |= {"experts": "i32", "rows_padded": "i32"}
     parts = {"parts": "*fp32", **dict.fromkeys(("count", "rows", "pairs", "top_k"), "i32")}
     summed = parts | {"places": "*i32", "weights": "*fp32", "shared_count": "i32", "gate_stride": "i32"}
-    summed |= {"given": Normed("*bf16", "i32", "*bf16", "*fp32", _OPERAND, 1, 1)}
-    loose = ("rows_kept", "count", "rows", "pairs", "top_k", "shared_count", "gate_stride")
+    summed |= {"args": ResidualArguments("*bf16", "i32", "*bf16", "*fp32", _OPERAND, 1, 1)}
+    loose = ("rows_padded", "count", "rows", "pairs", "top_k", "shared_count", "gate_stride")
     blocks = {"BLOCK_E": 2, "BLOCK_K": 1024} | pdl
     for how, gate, shared in (("", None, None), (" and one for all", "*bf16", "*fp32")):
         yield Build(f"score experts{how}", score_kernel, scored | {"gate": gate}, blocks, unaligned=loose)
         given = summed | {"shared": shared, "gates": gate}
         yield Build(f"add experts{how}", combine_kernel, given, {"RANKS": 8} | pdl, unaligned=loose)
-    gated = parts | {"given": Gated("i32", _OPERAND, 1, 1, tl.bfloat16)}
+    gated = parts | {"args": SiluArguments("i32", _OPERAND, 1, 1, tl.bfloat16)}
     yield Build("SiLU of experts", silu_kernel, gated, pdl, warps=1, unaligned=loose)
 
 
@@ -248,9 +248,9 @@ def _epilogues(tile: Tile, rows: int) -> Iterator[tuple[str, bool, Epilogue]]:
     """What follows the products of a layer: name, whether x came from a norm, and the epilogue."""
     tiles = max(1, tile.block_n // 128)
     rows, both = (tile.rows_at_once(rows, columns * 128 * tiles) for columns in (1, 2))
-    normed = Normed("*bf16", "i32", "*bf16", "*fp32", _OPERAND, rows, tiles)
+    normed = ResidualArguments("*bf16", "i32", "*bf16", "*fp32", _OPERAND, rows, tiles)
     yield "add", False, Epilogue(add_epilogue, "*i32", normed, 128 * tiles, 1)
-    gated = Gated("i32", _OPERAND, both, tiles, tl.bfloat16)
+    gated = SiluArguments("i32", _OPERAND, both, tiles, tl.bfloat16)
     yield "SiLU", True, Epilogue(silu_epilogue, "*i32", gated, 128 * tiles, 2)
     for name, stored, scales in (
         ("rotate", "*bf16", None),
@@ -259,7 +259,7 @@ def _epilogues(tile: Tile, rows: int) -> Iterator[tuple[str, bool, Epilogue]]:
     ):
         tables = ("*bf16", "*bf16", "*i32", "*bf16")
         sizes = ("i32", "i32", "i32", "i64", "i64", "i64", "fp32", 64, 64, rows)
-        rotated = Rotated(None, None, None, *tables, stored, stored, scales, scales, *sizes)
+        rotated = RopeArguments(None, None, None, *tables, stored, stored, scales, scales, *sizes)
         yield name, True, Epilogue(rope_epilogue, "*i32", rotated, 128, 1)
 
 
@@ -269,10 +269,10 @@ def decode_builds(capability: int) -> Iterator[Build]:
     O and down are alike.
     """
     packing = Packing(4, 128)
-    normed = Normed("*bf16", "i32", "*bf16", "*fp32", _OPERAND, 1, 1)
-    embed = {"tokens": "*i64", "embedding": "*bf16", "rows": "i32", "given": normed}
+    normed = ResidualArguments("*bf16", "i32", "*bf16", "*fp32", _OPERAND, 1, 1)
+    embed = {"tokens": "*i64", "embedding": "*bf16", "rows": "i32", "args": normed}
     pdl = {"PDL": capability >= 90}
-    yield Build("embed", embed_kernel, embed, pdl, unaligned=("rows", "rows_kept"))
+    yield Build("embed", embed_kernel, embed, pdl, unaligned=("rows", "rows_padded"))
     for rows in (1, *TILE_ROWS):
         shape = triton_tiles.tile(Chip(divmod(capability, 10), 132), packing, rows)
         for name, rms, epilogue in _epilogues(shape, rows):
@@ -293,11 +293,11 @@ def decode_builds(capability: int) -> Iterator[Build]:
             }
             attend |= {"window": "i32", "scale": "fp32", "counters": "*i32", "into": _OPERAND, "tokens": "i32"}
             sizes = {"TOKENS": tokens, "GROUP": 4, "HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_Q": max(8, 4 * tokens)}
-            flags = {**sizes, "LOTS": False, "BLOCK_K": BLOCK_K, "WINDOW": False, "DOT": tl.bfloat16}
+            flags = {**sizes, "SPLIT_QUERIES": False, "BLOCK_K": BLOCK_K, "WINDOW": False, "DOT": tl.bfloat16}
             warps = attend_warps(max(8, 4 * tokens))
             flags |= combination(tokens, 4 * 128, 128, 32, warps) | pdl
             kernel = triton_attention.attend_kernel
-            yield Build(f"attend{name} to {tokens}", kernel, attend, flags, warps, unaligned=("rows_kept", "tokens"))
+            yield Build(f"attend{name} to {tokens}", kernel, attend, flags, warps, unaligned=("rows_padded", "tokens"))
 
 
 def builds(capability: int) -> Iterator[Build]:

@@ -13,7 +13,7 @@ from mycli.runtime.kernels.triton.attention import (  # noqa: E402  (reason: as 
     attend_stages,
     attend_warps,
     combination,
-    queries_of,
+    query_columns,
 )
 from mycli.runtime.kernels.triton.product.tiles import Chip  # noqa: E402  (reason: as above)
 from tests.ptx import builds  # noqa: E402  (reason: as above)
@@ -26,7 +26,7 @@ def shared(capability: int, head_dim: int, tokens: int, kind: str, stages: int) 
     """Bytes that the compiled kernel asks for."""
     name = f"attend{kind and ' '}{kind} to 8"
     build = next(build for build in builds.decode_builds(capability) if build.name == name)
-    queries = queries_of(tokens, GROUP)
+    queries = query_columns(tokens, GROUP)
     warps = attend_warps(queries)
     sizes = {"HEAD_DIM": head_dim, "BLOCK_D": head_dim, "TOKENS": tokens, "BLOCK_Q": queries}
     constants = {**build.constants, **sizes, **combination(tokens, GROUP * head_dim, 128, 32, warps)}
@@ -43,7 +43,7 @@ QUICK = [(89, 256, 1, "")]  # heads of 256 on a small chip, which three stages d
 @pytest.mark.parametrize(("capability", "head_dim", "tokens", "kind"), chosen(EVERY, QUICK))
 def test_the_stages_fit(capability: int, head_dim: int, tokens: int, kind: str) -> None:
     chip = Chip(divmod(capability, 10), 132)
-    stages = attend_stages(chip, head_dim, queries_of(tokens, GROUP), 1 if kind else 2)
+    stages = attend_stages(chip, head_dim, query_columns(tokens, GROUP), 1 if kind else 2)
     assert stages >= 1
     assert shared(capability, head_dim, tokens, kind, stages) <= chip.shared
 

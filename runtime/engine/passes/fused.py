@@ -18,8 +18,8 @@ from mycli.runtime.kernels.reference import DenseMatmul
 from mycli.runtime.kernels.triton.attention import (
     attend_stages,
     decode_attention,
-    queries_of,
-    tokens_at_once,
+    query_columns,
+    tokens_per_program,
 )
 from mycli.runtime.kernels.triton.experts import ExpertTable
 from mycli.runtime.kernels.triton.gated_silu import activate
@@ -112,7 +112,9 @@ def _dense_mlp(mlp: Mlp) -> SecondHalf | Declined:
 def _mixture(experts: Experts) -> SecondHalf | Declined:
     if isinstance(experts, StreamedExperts):
         return Declined("streamed-experts")
-    gate_up, down = (ExpertTable.of([one.matmul for one in linears]) for linears in (experts.gate_up, experts.down))
+    gate_up, down = (
+        ExpertTable.from_weights([one.matmul for one in linears]) for linears in (experts.gate_up, experts.down)
+    )
     if isinstance(gate_up, Declined) or isinstance(down, Declined):
         return Declined("mixed-experts")
     router, gate = (None if linear is None else linear.matmul for linear in (experts.router, experts.shared_gate))
@@ -184,10 +186,10 @@ class FusedStep:
         """Return whether the kernels do a pass over `tokens` new tokens of each of `sequences`."""
         config, chip = self._model.config, self._layers[0].o.chip
         group = config.heads // config.kv_heads
-        each = tokens_at_once(tokens, group)
+        each = tokens_per_program(tokens, group)
         if sequences * tokens > MOST_ROWS or not each:
             return False
-        queries = queries_of(each, group)
+        queries = query_columns(each, group)
         # Packed codes need no more shared memory than values of the model's dtype.
         return attend_stages(chip, config.head_dim, queries, self._model.dtype.itemsize) > 0
 

@@ -1,9 +1,4 @@
-"""Experts on a GPU: routing, the products of all experts in one launch each, and the sum, by Triton kernels.
-
-How many launches there are does not depend on how many experts the tokens go to, and the host waits for none of them.
-The products are those of `triton.product.gemm`, with its arithmetic. Importing this file imports no Triton. Each
-operation returns the reason where this code does not do it.
-"""
+"""Mixture of experts on a GPU: routing, one launch per product over all experts, and the weighted sum."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,33 +14,30 @@ from mycli.runtime.errors import Declined, summarize_error
 from mycli.runtime.kernels import reference
 from mycli.runtime.kernels.routed import ExpertWeights, Route
 from mycli.runtime.kernels.triton.product.matmul import RoutedRows, TritonMatmul, check_contiguous
-from mycli.runtime.kernels.triton.product.tiles import most_packed_rows
+from mycli.runtime.kernels.triton.product.tiles import max_packed_rows
 from mycli.runtime.models.experts_spec import RoutingSpec
 from mycli.runtime.quantization.packed_weight import Matmul
 
-_LINE = 16  # bytes: what places of weights are counted in, and kernels load at once
-_PAIRS = 1024  # that a program looks at together
+# The number of launches does not depend on the routing, and the host waits for none. Imports Triton only when called.
+
+_LINE = 16  # bytes: unit of weight addresses, and the width of a load
+_PAIRS = 1024  # (token, expert) pairs per iteration of `place_kernel`
 _GROUPS = Declined("no-expert-groups")
 _NOT_TRITON = Declined("not-triton-layout")
 _NOT_CUDA = Declined("cuda-rows-without-gradient")
 
 
-def _power(count: int) -> int:
-    """The least power of two that is at least `count`."""
-    return 1 << (count - 1).bit_length()
-
-
+# Distance of each tensor from the first one, int64, in units of 16 bytes.
 def _places(tensors: Sequence[Tensor]) -> Tensor:
-    """How far each lies behind the first, int64, in units of 16 bytes."""
-    behind = [tensor.data_ptr() - tensors[0].data_ptr() for tensor in tensors]
-    if any(distance % _LINE for distance in behind):
-        raise ValueError("weights that do not begin at multiples of 16 bytes")
-    return torch.tensor([distance // _LINE for distance in behind], device=tensors[0].device)
+    distances = [tensor.data_ptr() - tensors[0].data_ptr() for tensor in tensors]
+    if any(distance % _LINE for distance in distances):
+        raise ValueError("expert weights are not aligned to 16 bytes")
+    return torch.tensor([distance // _LINE for distance in distances], device=tensors[0].device)
 
 
 @dataclass(frozen=True, eq=False)
 class ExpertTable:
-    """Weights of experts, which are alike, and where they lie: int64 [experts], see `Routed`."""
+    """Weights of experts with the same shape and packing, and their addresses as in `RoutedRows`."""
 
     weights: tuple[TritonMatmul, ...]
     codes: Tensor
@@ -53,107 +45,114 @@ class ExpertTable:
     offsets: Tensor | None
 
     @classmethod
-    def of(cls, weights: Sequence[Matmul | Tensor | None]) -> "ExpertTable | Declined":
-        """None is copied. The reason where experts are not alike."""
-        found = [weight for weight in weights if isinstance(weight, TritonMatmul)]
-        if len(found) < len(weights) or len({one.form for one in found}) > 1:
+    def from_weights(cls, weights: Sequence[Matmul | Tensor | None]) -> "ExpertTable | Declined":
+        """Return the table without copying a weight, or why the experts cannot share a launch."""
+        matmuls = [weight for weight in weights if isinstance(weight, TritonMatmul)]
+        if len(matmuls) < len(weights) or len({matmul.shape_key for matmul in matmuls}) > 1:
             return Declined("experts-not-alike-in-triton-layout")
-        offsets = [one.offsets for one in found if one.offsets is not None]
-        codes, scales = _places([one.codes for one in found]), _places([one.scales for one in found])
-        return cls(tuple(found), codes, scales, _places(offsets) if offsets else None)
+        offsets = [matmul.offsets for matmul in matmuls if matmul.offsets is not None]
+        codes, scales = _places([matmul.codes for matmul in matmuls]), _places([matmul.scales for matmul in matmuls])
+        return cls(tuple(matmuls), codes, scales, _places(offsets) if offsets else None)
 
     def rows(self, starts: Tensor, tokens: Tensor | None, count: int) -> RoutedRows:
-        """The `count` rows of a product by these experts; see `RoutedRows`."""
+        """Return the arguments of a product of `count` rows by these experts."""
         return RoutedRows(len(self.weights), self.codes, self.scales, self.offsets, starts, tokens, count)
 
 
 def grouped_product(table: ExpertTable, x: Tensor, starts: Tensor, tokens: Tensor | None) -> Tensor:
-    """As `reference.routed_product`: two launches, or three where K is split, whatever the route."""
+    """Compute `reference.routed_product` in two launches, or three where K is split."""
     check_contiguous(starts, tokens)
     first, count = table.weights[0], x.shape[0] if tokens is None else tokens.shape[0]
     if count == 0:
         return x.new_empty((0, first.n))
-    tile = first.tile(-(-count // len(table.weights)))  # of an expert's rows, were all to have as many
+    tile = first.tile(-(-count // len(table.weights)))  # for the mean number of rows per expert
     return first.multiply(first.prepare(x, tile), x.dtype, table.rows(starts, tokens, count))
 
 
-def route_tokens(scores: Tensor, choice: RoutingSpec, correction: Tensor | None = None, pdl: bool = False) -> Route:
-    """As `reference.route` without groups, of equal values the first is higher; `hit` are all experts. Two launches.
+def route_tokens(scores: Tensor, routing: RoutingSpec, correction: Tensor | None = None, pdl: bool = False) -> Route:
+    """Compute `reference.route` without groups in two launches; among equal scores the first expert is higher.
 
-    pdl: these may begin before what makes the scores has ended (`triton.pdl`).
+    `hit` are all experts. pdl: the launches may begin before the one that computes the scores ends (`triton.pdl`).
     """
+    from triton import next_power_of_2
+
     from mycli.runtime.kernels.triton.routing import choose_kernel, place_kernel
 
-    (tokens, experts), top_k = scores.shape, choice.top_k
+    (tokens, experts), top_k = scores.shape, routing.top_k
     if scores.stride(1) != 1 or not 0 < top_k <= experts:
-        raise ValueError(f"{top_k} of scores {tuple(scores.shape)} with strides {scores.stride()}")
+        raise ValueError(f"top_k {top_k} of scores {tuple(scores.shape)} with strides {scores.stride()}")
 
-    def whole(*shape: int) -> Tensor:
+    def int32_empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=scores.device)
 
-    chosen, places = whole(tokens, top_k), whole(tokens, top_k)
-    pairs, starts = whole(tokens * top_k), whole(experts + 1)
+    chosen, places = int32_empty(tokens, top_k), int32_empty(tokens, top_k)
+    pairs, starts = int32_empty(tokens * top_k), int32_empty(experts + 1)
     weights = torch.empty((tokens, top_k), device=scores.device)
     choose_kernel[(tokens,)](
-        *(scores, correction, chosen, weights, scores.stride(0), experts, top_k, choice.epsilon, choice.scale),
-        EXPERTS=_power(experts),
-        NORMALIZED=choice.normalize,
-        SIGMOID=choice.scoring == "sigmoid",
+        *(scores, correction, chosen, weights, scores.stride(0), experts, top_k, routing.epsilon, routing.scale),
+        EXPERTS=next_power_of_2(experts),
+        NORMALIZED=routing.normalize,
+        SIGMOID=routing.scoring == "sigmoid",
         PDL=pdl,
         launch_pdl=pdl,
     )
-    block = min(_PAIRS, max(32, _power(tokens * top_k)))
+    block = min(_PAIRS, max(32, next_power_of_2(tokens * top_k)))
     count = tokens * top_k
     place_kernel[(experts,)](chosen, starts, pairs, places, count, top_k, BLOCK=block, PDL=pdl, launch_pdl=pdl)
     return Route(list(range(experts)), starts, pairs, places, weights)
 
 
 def sum_weighted(x: Tensor, places: Tensor, weights: Tensor) -> Tensor:
-    """As `reference.weighted_sum`, in one launch."""
+    """Compute `reference.weighted_sum` in one launch."""
+    from triton import next_power_of_2
+
     from mycli.runtime.kernels.triton.routing import weighted_sum_kernel
 
     check_contiguous(x, places, weights)
     (tokens, top_k), size = places.shape, x.shape[1]
     y = x.new_empty((tokens, size))
-    block = min(1024, max(32, _power(size)))
+    block = min(1024, max(32, next_power_of_2(size)))
     weighted_sum_kernel[(tokens, -(-size // block))](x, places, weights, y, size, top_k, BLOCK=block)
     return y
 
 
-def triton_route(scores: Tensor, choice: RoutingSpec, correction: Tensor | None = None) -> Route | Declined:
-    """`route_tokens` on a GPU."""
-    if choice.groups > 1:
+def triton_route(scores: Tensor, routing: RoutingSpec, correction: Tensor | None = None) -> Route | Declined:
+    """Compute `route_tokens` on a GPU."""
+    if routing.groups > 1:
         return _GROUPS
-    return _why_not(scores) or route_tokens(scores.contiguous(), choice, correction)
+    return _decline(scores) or route_tokens(scores.contiguous(), routing, correction)
 
 
 def triton_routed_product(
     weights: Sequence[Matmul | Tensor], x: Tensor, starts: Tensor, tokens: Tensor | None
 ) -> Tensor | Declined:
-    """`grouped_product` where experts have few rows each; of many, unpacking the weight pays."""
+    """Compute `grouped_product` if experts have few rows each; for many rows a dense product is faster."""
     if not isinstance(weights[0], TritonMatmul):
         return _NOT_TRITON
     pairs = x.shape[0] if tokens is None else tokens.shape[0]
-    if pairs > most_packed_rows(weights[0].chip) * len(weights):
+    if pairs > max_packed_rows(weights[0].chip) * len(weights):
         return Declined("too-many-rows-per-expert", {"pairs": pairs, "experts": len(weights)})
-    table = weights.derived(ExpertTable.of) if isinstance(weights, ExpertWeights) else ExpertTable.of(weights)
+    table = (
+        weights.derived(ExpertTable.from_weights)
+        if isinstance(weights, ExpertWeights)
+        else ExpertTable.from_weights(weights)
+    )
     return table if isinstance(table, Declined) else grouped_product(table, x, starts, tokens)
 
 
 def triton_weighted_sum(x: Tensor, places: Tensor, weights: Tensor) -> Tensor | Declined:
-    """`sum_weighted` on a GPU."""
-    return _why_not(x) or sum_weighted(x.contiguous(), places.contiguous(), weights.contiguous())
+    """Compute `sum_weighted` on a GPU."""
+    return _decline(x) or sum_weighted(x.contiguous(), places.contiguous(), weights.contiguous())
 
 
-def _why_not(x: Tensor) -> Declined | None:
-    """Why kernels that need no packed weight are not launched on `x`; None where they are."""
+def _decline(x: Tensor) -> Declined | None:
     if x.device.type != "cuda" or x.requires_grad or x.shape[0] == 0:
         return _NOT_CUDA
-    with _ONE_AT_A_TIME:
+    with _CHECK_LOCK:
         return _checked(x.device)
 
 
-_ONE_AT_A_TIME = Lock()  # of the checks
+_CHECK_LOCK = Lock()  # layers are loaded by several threads
 
 
 @cache  # compiling takes a second, and the answer does not change
@@ -171,13 +170,13 @@ def _checked(device: torch.device) -> Declined | None:
 
 
 def small_route_agrees(device: torch.device) -> bool:
-    """Whether a small route, and a sum along it, are the plain ones."""
+    """Return whether a small routing and weighted sum equal the reference."""
     generator = torch.Generator().manual_seed(0)
     scores = torch.stack([torch.randperm(9, generator=generator) for _ in range(5)]).float()
     x = torch.randn(10, 40, generator=generator)
-    choice = RoutingSpec(2, normalize=True)
-    wanted = reference.route(scores, choice)
-    found = route_tokens(scores.to(device), choice)
-    made = sum_weighted(x.to(device), found.places, found.weights).cpu()
-    same = torch.equal(found.places.cpu(), wanted.places) and torch.equal(found.tokens.cpu(), wanted.tokens)
-    return same and torch.allclose(made, reference.weighted_sum(x, wanted.places, wanted.weights), atol=1e-5)
+    routing = RoutingSpec(2, normalize=True)
+    expected = reference.route(scores, routing)
+    route = route_tokens(scores.to(device), routing)
+    total = sum_weighted(x.to(device), route.places, route.weights).cpu()
+    same = torch.equal(route.places.cpu(), expected.places) and torch.equal(route.tokens.cpu(), expected.tokens)
+    return same and torch.allclose(total, reference.weighted_sum(x, expected.places, expected.weights), atol=1e-5)

@@ -1,7 +1,4 @@
-"""SiLU(gate) * up of a product whose rows are gate and up, as the operand of the product that follows.
-
-What the plain model would round to its dtype is rounded to it here.
-"""
+"""SiLU(gate) * up of a gate_up product, written as the operand of the next product."""
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
 # Reason: Triton's decorators and device functions carry no types.
@@ -20,66 +17,69 @@ from mycli.runtime.kernels.triton.product.matmul import Activation, TritonMatmul
 from mycli.runtime.kernels.triton.product.tiles import Tile
 from mycli.runtime.kernels.triton.split_k import Epilogue, add_parts
 
-_SPAN = 128  # columns of a program that does nothing else
+# Values are rounded to the model's dtype where the plain pass rounds them.
+
+_SPAN = 128  # columns of a program of `silu_kernel`
 
 
-class Gated(NamedTuple):
-    """Where SiLU(gate) * up goes."""
+class SiluArguments(NamedTuple):
+    """The epilogue's arguments."""
 
-    size: Any  # of gate, and of up
-    into: Any
-    ROWS: Any  # at a time
-    TILES: Any
-    DTYPE: Any  # the plain model's
+    size: Any  # columns of gate, and of up
+    into: Any  # `Operand`
+    ROWS: Any  # rows at a time
+    TILES: Any  # tiles of a piece
+    DTYPE: Any  # the model's
 
 
 @triton.jit
-def silu_epilogue(parts, count, piece, row, rows, given):
-    """SiLU(gate) * up from parts [count, rows, 2 * size]: gate, up."""
-    row, tile = some_tiles(row, piece * given.TILES, given.ROWS, given.TILES)
-    column = columns_of(tile, given.into)
-    inside = (row[:, None] < rows) & (column < given.size)
-    place, stride = row[:, None] * (2 * given.size) + column, rows * given.size * 2
-    gate = add_parts(parts, place, count, stride, inside).to(given.DTYPE).to(tl.float32)
-    up = add_parts(parts, place + given.size, count, stride, inside).to(given.DTYPE).to(tl.float32)
-    active = (gate / (1.0 + tl.exp(-gate))).to(given.DTYPE).to(tl.float32)
-    value = (active * up).to(given.DTYPE).to(tl.float32)
-    store_activation(value, row, tile, (row < rows) & (tile < given.into.tiles), given.into)
+def silu_epilogue(parts, count, piece, row, rows, args):
+    """Write SiLU(gate) * up of parts [count, rows, 2 * size], gate first."""
+    row, tile = some_tiles(row, piece * args.TILES, args.ROWS, args.TILES)
+    column = columns_of(tile, args.into)
+    inside = (row[:, None] < rows) & (column < args.size)
+    place, stride = row[:, None] * (2 * args.size) + column, rows * args.size * 2
+    gate = add_parts(parts, place, count, stride, inside).to(args.DTYPE).to(tl.float32)
+    up = add_parts(parts, place + args.size, count, stride, inside).to(args.DTYPE).to(tl.float32)
+    active = (gate / (1.0 + tl.exp(-gate))).to(args.DTYPE).to(tl.float32)
+    value = (active * up).to(args.DTYPE).to(tl.float32)
+    store_activation(value, row, tile, (row < rows) & (tile < args.into.tiles), args.into)
 
 
 @triton.jit(do_not_specialize=["count", "rows"])
-def silu_kernel(parts, count, rows, given, PDL: tl.constexpr):
-    """Grid (pieces, rows). The epilogue as a launch of its own."""
+def silu_kernel(parts, count, rows, args, PDL: tl.constexpr):
+    """Grid (pieces, rows): the epilogue as a launch of its own."""
     if PDL:
         pdl_wait()
-    silu_epilogue(parts, count, tl.program_id(0), tl.program_id(1), rows, given)
+    silu_epilogue(parts, count, tl.program_id(0), tl.program_id(1), rows, args)
 
 
 def activate(
     x: Activation, product: TritonMatmul, dtype: torch.dtype, following: TritonMatmul, counters: Tensor
 ) -> Activation:
-    """SiLU(gate) * up of the product, gate first, as the operand of the one that follows. counters: as in `add`."""
+    """Return SiLU(gate) * up of the product as the operand of `following`; counters as in `residual.add`."""
     rows = x.values.shape[0]
     into = following.activation(rows)
     span = max(x.tile.block_n, into.tile_k)
-    given = _gated(into, product.n // 2, x.tile.rows_at_once(rows, 2 * span), span, dtype)
-    product.partial(x, epilogue=Epilogue(silu_epilogue, counters, given, constexpr(span), constexpr(2)))
+    args = _arguments(into, product.n // 2, x.tile.rows_at_once(rows, 2 * span), span, dtype)
+    product.partial(x, epilogue=Epilogue(silu_epilogue, counters, args, constexpr(span), constexpr(2)))
     return into
 
 
 def activate_parts(parts: Tensor, dtype: torch.dtype, following: TritonMatmul, tile: Tile) -> Activation:
-    """SiLU(gate) * up of a product in parts, fp32 [count, rows, 2 * size], as the operand of a product of `tile`."""
+    """Return SiLU(gate) * up of split-K parts fp32 [count, rows, 2 * size] as an operand of `following`."""
     check_contiguous(parts)
     count, rows, width = parts.shape
     into = following.activation(rows, tile)
     span, pdl = max(_SPAN, into.tile_k), following.chip.pdl
-    given = _gated(into, width // 2, 1, span, dtype)
+    args = _arguments(into, width // 2, 1, span, dtype)
     grid = (-(-width // 2 // span), rows)
-    silu_kernel[grid](parts, count, rows, given, PDL=pdl, launch_pdl=pdl, num_warps=1)
+    silu_kernel[grid](parts, count, rows, args, PDL=pdl, launch_pdl=pdl, num_warps=1)
     return into
 
 
-def _gated(into: Activation, size: int, rows: int, span: int, dtype: torch.dtype) -> Gated:
-    """`rows` at a time, of pieces of `span` columns."""
-    rounded = tl.bfloat16 if dtype is torch.bfloat16 else tl.float16
-    return Gated(size, into.operand(), *(constexpr(each) for each in (rows, span // into.tile_k, rounded)))
+def _arguments(into: Activation, size: int, rows: int, span: int, dtype: torch.dtype) -> SiluArguments:
+    model_dtype = tl.bfloat16 if dtype is torch.bfloat16 else tl.float16
+    return SiluArguments(
+        size, into.operand(), *(constexpr(value) for value in (rows, span // into.tile_k, model_dtype))
+    )

@@ -1,10 +1,4 @@
-"""Vectors of 4-bit codes in a cache, written and read on the device: what `runtime.cache.int4` says, bit by bit.
-
-Written: rotated by a Hadamard transform, then rounded in groups of 32, in the twin's order of sums. Read: as they lie,
-still rotated, in two halves, since each byte holds a code of either; what is multiplied by them is rotated likewise,
-and their weighted sum is rotated back. Heads are of 64, 128 or 256. Knows neither attention nor what lies where in a
-cache; offsets are counted in bytes, and scales are reached through a second pointer to the same memory, in bf16.
-"""
+"""Vectors of 4-bit codes in the KV cache as Triton device code, bit for bit as `runtime.cache.int4`."""
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
 # Reason: Triton's decorators and device functions carry no types.
@@ -12,22 +6,26 @@ cache; offsets are counted in bytes, and scales are reached through a second poi
 import triton
 import triton.language as tl
 
+# Writing: a Hadamard rotation, then rounding in groups of 32. Reading: still rotated, as two halves, since each byte
+# has a code of either; the other operand is rotated too, and weighted sums are rotated back. Head sizes are 64, 128
+# and 256. Offsets are bytes; scales are bf16 and read through a second pointer to the same memory.
+
 _GROUP = tl.constexpr(32)
-_UNIT = tl.constexpr(16)  # dimensions whose codes lie in 8 bytes
-_MOST_STEPS = tl.constexpr(8)  # of a head of 256
-_SMALLEST = tl.constexpr(2.0**-126)  # a scale below it is 0
+_UNIT = tl.constexpr(16)  # dimensions whose codes fill 8 bytes
+_MAX_STEPS = tl.constexpr(8)  # for a head of 256
+_SMALLEST = tl.constexpr(2.0**-126)  # smaller scales are stored as 0
 
 
 @triton.jit
 def round_whole(x):
-    """To the nearest whole number, halves to even, below 2^22."""
+    """Round to the nearest integer, halves to even, for |x| < 2^22."""
     return (x + 12582912.0) - 12582912.0
 
 
 @triton.jit
 def hadamard_rows(x, ROWS: tl.constexpr, SIZE: tl.constexpr):
-    """Sums and differences of x fp32 [ROWS, SIZE] along its rows, neighbours first, not divided by the root of SIZE."""
-    for bit in tl.static_range(_MOST_STEPS):
+    """Return the unnormalized Hadamard transform of the rows of x fp32 [ROWS, SIZE], neighbours first."""
+    for bit in tl.static_range(_MAX_STEPS):
         if (2 << bit) <= SIZE:
             pairs = x.reshape(ROWS, SIZE >> (bit + 1), 2, 1 << bit).permute(0, 1, 3, 2)
             first, second = tl.split(pairs)
@@ -37,14 +35,14 @@ def hadamard_rows(x, ROWS: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def lower_and_upper(x, ROWS: tl.constexpr, SIZE: tl.constexpr):
-    """What the lower and the upper halves of the bytes hold of x [ROWS, SIZE], each [ROWS, SIZE / 2]."""
+    """Split x [ROWS, SIZE] into the columns stored in the lower and upper halves of bytes, [ROWS, SIZE / 2] each."""
     lower, upper = tl.split(x.reshape(ROWS, SIZE // _UNIT, 2, _UNIT // 2).permute(0, 1, 3, 2))
     return lower.reshape(ROWS, SIZE // 2), upper.reshape(ROWS, SIZE // 2)
 
 
 @triton.jit
 def whole_rows(lower, upper, ROWS: tl.constexpr, SIZE: tl.constexpr):
-    """The inverse of `lower_and_upper`: [ROWS, SIZE]."""
+    """Invert `lower_and_upper`: [ROWS, SIZE]."""
     units: tl.constexpr = (ROWS, SIZE // _UNIT, _UNIT // 2)
     both = tl.join(lower.reshape(units), upper.reshape(units))
     return both.permute(0, 1, 3, 2).reshape(ROWS, SIZE)
@@ -52,16 +50,16 @@ def whole_rows(lower, upper, ROWS: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def store_int4(x, codes, scales, first, second, known, ROWS: tl.constexpr, SIZE: tl.constexpr):
-    """x fp32 [ROWS, SIZE], rotated, whole groups of its vectors.
+    """Quantize and store rotated rows x fp32 [ROWS, SIZE], whole groups of vectors, where `known`.
 
-    first, second: int64 [ROWS], the bytes of the first code and of the first scale of each.
+    first, second: int64 [ROWS], byte offsets of the first code and the first scale of each row.
     """
     groups = x.reshape(ROWS, SIZE // _GROUP, _GROUP)
     low, high = tl.min(groups, axis=2), tl.max(groups, axis=2)
     extreme = tl.where(high > -low, high, low)
-    wrong = tl.sum(groups * 0.0, axis=2)  # NaN where one is not finite, else 0
+    wrong = tl.sum(groups * 0.0, axis=2)  # NaN where a value is not finite, else 0
     bits = (extreme * -0.125).to(tl.int32, bitcast=True)
-    bits = bits + 0x7FFF + ((bits >> 16) & 1)  # to bf16, halves to even, whatever `to` would do
+    bits = bits + 0x7FFF + ((bits >> 16) & 1)  # round to bf16, halves to even, independent of how `to` rounds
     step = (bits & -65536).to(tl.float32, bitcast=True)
     tiny = tl.abs(step) < _SMALLEST
     code = round_whole(tl.div_rn(groups, tl.where(tiny, float("inf"), step)[:, :, None]))
@@ -70,13 +68,13 @@ def store_int4(x, codes, scales, first, second, known, ROWS: tl.constexpr, SIZE:
     lower, upper = lower_and_upper(code, ROWS, SIZE)
     byte, group = tl.arange(0, SIZE // 2), tl.arange(0, SIZE // _GROUP)
     tl.store(codes + first[:, None] + byte[None, :], (lower | (upper << 4)).to(tl.uint8), mask=known[:, None])
-    kept = tl.where(wrong == 0.0, tl.where(tiny, 0, bits >> 16), 0x7FC0).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    tl.store(scales + (second // 2)[:, None] + group[None, :], kept, mask=known[:, None])
+    stored = tl.where(wrong == 0.0, tl.where(tiny, 0, bits >> 16), 0x7FC0).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    tl.store(scales + (second // 2)[:, None] + group[None, :], stored, mask=known[:, None])
 
 
 @triton.jit
-def _widened(half, DOT: tl.constexpr):
-    """The code of half a byte: as the last bits of a power of two, since converting integers is slow (I2F)."""
+def _convert(half, DOT: tl.constexpr):
+    # As the low bits of a power of two, since integer conversion (I2F) is slow.
     biased = half ^ 8  # code + 8
     if tl.float16 == DOT:
         return (biased.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True) - 1032.0  # 1024 + 8
@@ -88,9 +86,9 @@ def _widened(half, DOT: tl.constexpr):
 
 @triton.jit
 def load_int4(codes, scales, place, present, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DOT: tl.constexpr):
-    """ROWS vectors from the byte `place` on, still rotated: of lower and of upper codes, each DOT [ROWS, HEAD_DIM / 2].
+    """Load ROWS rotated vectors from byte `place`, as lower and upper columns, each DOT [ROWS, HEAD_DIM / 2].
 
-    present: [ROWS]; others are zeros.
+    Rows that are not `present` [ROWS] are zeros.
     """
     BYTES: tl.constexpr = HEAD_DIM // 2 + HEAD_DIM // _GROUP * 2
     GROUPS: tl.constexpr = HEAD_DIM // _GROUP
@@ -99,4 +97,4 @@ def load_int4(codes, scales, place, present, ROWS: tl.constexpr, HEAD_DIM: tl.co
     at = scales + place // 2 + row * (BYTES // 2) + HEAD_DIM // 4 + group
     scale = tl.load(at, mask=present[:, None], other=0.0).to(DOT)
     scale = tl.broadcast_to(scale[:, :, None], (ROWS, GROUPS, _GROUP // 2)).reshape(ROWS, HEAD_DIM // 2)
-    return _widened(packed & 15, DOT) * scale, _widened(packed >> 4, DOT) * scale
+    return _convert(packed & 15, DOT) * scale, _convert(packed >> 4, DOT) * scale

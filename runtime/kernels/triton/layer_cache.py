@@ -1,4 +1,4 @@
-"""One layer's cache as kernels reach it: tensors whose shapes and strides are checked. Knows no kernels."""
+"""The KV cache of one layer as kernels read it: tensors whose shapes and strides are checked."""
 
 from dataclasses import dataclass
 
@@ -10,10 +10,10 @@ from mycli.runtime.quantization.int4_vectors import FUSED_INT4_HEADS, int4_head_
 
 @dataclass(frozen=True)
 class LayerCache:
-    """One layer's cache, [sequences, kv_heads, capacity, head_dim]; int8 with scales fp32 [.., capacity] per token.
+    """Keys and values [sequences, kv_heads, capacity, head_dim].
 
-    Of int4 vectors (`runtime.cache.int4`) the last axis is bytes, uint8. The last two axes are contiguous, keys and
-    values lie alike; x = code * scale.
+    int8: fp32 scales [.., capacity], x = code * scale. int4: the last axis is the bytes of int4 vectors
+    (`runtime.cache.int4`), uint8. The last two axes are contiguous; keys and values have equal strides.
     """
 
     keys: Tensor
@@ -24,27 +24,25 @@ class LayerCache:
     def __post_init__(self) -> None:
         capacity, last = self.keys.shape[2:]
         if self.keys.stride() != self.values.stride() or self.keys.stride()[2:] != (last, 1):
-            raise ValueError(f"cache strides {self.keys.stride()} and {self.values.stride()}")
+            raise ValueError(f"cache strides of keys {self.keys.stride()} and values {self.values.stride()} do not fit")
         if (self.keys.dtype is torch.int8) != (self.key_scales is not None and self.value_scales is not None):
-            raise ValueError("an int8 cache, and no other, has scales")
+            raise ValueError("scales are required for an int8 cache and for no other")
         if self.int4 and self.head_dim not in FUSED_INT4_HEADS:
-            raise ValueError(f"an int4 cache of heads of {self.head_dim}")
+            raise ValueError(f"no int4 cache for a head_dim of {self.head_dim}")
         for scales in (self.key_scales, self.value_scales):
             if scales is not None and (scales.shape != self.keys.shape[:3] or not scales.is_contiguous()):
                 raise ValueError(f"cache scales {tuple(scales.shape)} for a capacity of {capacity}")
 
     @property
     def int4(self) -> bool:
-        """Whether it holds int4 vectors."""
         return self.keys.dtype is torch.uint8
 
     @property
     def head_dim(self) -> int:
-        """Numbers of a vector."""
         return int4_head_dim(self.keys.shape[3]) if self.int4 else self.keys.shape[3]
 
     def scales(self) -> tuple[Tensor | None, Tensor | None]:
-        """Of keys and of values, as kernels reach them: those of int4 vectors lie among their bytes."""
+        """Return the scales of keys and values; for int4 the cache itself as bf16: scales are among the codes."""
         if self.int4:
             return self.keys.view(torch.bfloat16), self.values.view(torch.bfloat16)
         return self.key_scales, self.value_scales

@@ -1,9 +1,4 @@
-"""The second half of a layer with experts, of few tokens, as launches that follow each other without the host.
-
-The norm's operand goes to the first product of all experts, and, rounded as the plain model rounds it, to the router;
-what the experts make is summed for each token and added to the residual stream; so is what one makes that all tokens go
-through. How many launches there are does not depend on the route, and nothing of it is read back.
-"""
+"""The MoE half of a layer for few tokens, as launches that follow each other without the host."""
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
 # Reason: Triton's decorators and device functions carry no types.
@@ -21,12 +16,16 @@ from mycli.runtime.kernels.triton.gated_silu import activate_parts
 from mycli.runtime.kernels.triton.pdl import pdl_wait
 from mycli.runtime.kernels.triton.product.activation import columns_of, some_tiles
 from mycli.runtime.kernels.triton.product.matmul import Activation, TritonMatmul, check_contiguous
-from mycli.runtime.kernels.triton.residual import Norm, add, leave_sum, leaving
+from mycli.runtime.kernels.triton.residual import Norm, add, residual_arguments, store_sum
 from mycli.runtime.kernels.triton.split_k import add_parts
 from mycli.runtime.models.experts_spec import RoutingSpec
 
-_EXPERTS = 2  # that a program of the router scores: with 128 of them 64 programs read its weight
-_COLUMNS = 1024  # at a time
+# The norm's operand feeds the first product of all experts; the router reads the same norm rounded as the plain pass
+# rounds it. The weighted sum of the experts, and the shared expert, are added to the residual stream. The number of
+# launches does not depend on the routing, and nothing is read back.
+
+_EXPERTS = 2  # per program of the router: with 128 experts, 64 programs read its weight
+_COLUMNS = 1024  # per iteration of the router
 _SPAN = 128  # columns of a program that sums
 
 
@@ -37,28 +36,26 @@ def score_kernel(
     rms,  # `RmsScale` of the stream
     router,  # [experts, size]
     gate,  # [1, size], or None
-    scores,  # [tokens, experts], with a gate one more
-    rows_kept,  # of the squares
+    scores,  # [tokens, experts], one column more with a gate
+    rows_padded,  # rows of `rms.squares`
     experts,
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (blocks of experts, tokens). What the router makes of the normed stream, summed in fp32, rounded once.
-
-    Unlike the operand of a product, the norm is rounded to the dtype of the stream: a choice hangs on it.
-    """
+    """Grid (blocks of experts, tokens): router scores of the normed stream, summed in fp32 and rounded once."""
     if PDL:
         pdl_wait()
     expert, token = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E), tl.program_id(1)
     piece = tl.arange(0, rms.PIECES)
-    squares = tl.load(rms.squares + piece * rows_kept + token, mask=piece < rms.pieces, other=0.0)
+    squares = tl.load(rms.squares + piece * rows_padded + token, mask=piece < rms.pieces, other=0.0)
     root = tl.rsqrt(tl.sum(squares, 0) / rms.size + rms.eps)
     total = tl.zeros((BLOCK_E, BLOCK_K), tl.float32)
     for first in tl.range(0, rms.size, BLOCK_K):
         column = first + tl.arange(0, BLOCK_K)
         inside = column < rms.size
         x = tl.load(stream + token * rms.size + column, mask=inside, other=0.0)
+        # Rounded to the dtype of the stream, unlike a product's operand: a difference could select another expert.
         normed = x.to(tl.float32) * root * tl.load(gain + column, mask=inside, other=0.0).to(tl.float32)
         known = (expert[:, None] < experts) & inside[None, :]
         weight = tl.load(router + expert[:, None] * rms.size + column[None, :], mask=known, other=0.0)
@@ -75,56 +72,54 @@ def score_kernel(
 
 @triton.jit(do_not_specialize=["count", "shared_count", "rows", "pairs", "top_k"])
 def combine_kernel(
-    parts,  # fp32 [count, pairs, size], of the last product of the experts
+    parts,  # fp32 [count, pairs, size]: split-K parts of the experts' last product
     places,  # int32 [rows, top_k]
     weights,  # fp32 [rows, top_k]
-    shared,  # fp32 [shared_count, rows, size], of the expert that all go through, or None
-    gates,  # [rows], `gate_stride` apart: its weight is the sigmoid of it; or None
+    shared,  # fp32 [shared_count, rows, size]: the shared expert's, or None
+    gates,  # [rows], `gate_stride` apart: router scores of its gate, or None
     count,
     shared_count,
     rows,
     pairs,
     top_k,
     gate_stride,
-    given,  # `Normed`, one row at a time
+    args,  # `ResidualArguments`, one row at a time
     RANKS: tl.constexpr,  # a power of two, at least `top_k`
     PDL: tl.constexpr,
 ):
-    """Grid (pieces, rows). To the stream the weighted sum of what a token's experts make, in fp32; parts in order.
-
-    All experts of a token are read at once, since each would cost the latency of the L2 cache.
-    """
+    """Grid (pieces, rows): add the weighted sum of a token's experts to the stream, in fp32, parts in order."""
     if PDL:
         pdl_wait()
     piece, first = tl.program_id(0), tl.program_id(1)
-    row, tile = some_tiles(first, piece * given.TILES, 1, given.TILES)
-    column = columns_of(tile, given.into)
-    inside = (row[:, None] < rows) & (column < given.size)
-    own_place = row[:, None] * given.size + column
-    x = tl.load(given.stream + own_place, mask=inside, other=0.0)
+    row, tile = some_tiles(first, piece * args.TILES, 1, args.TILES)
+    column = columns_of(tile, args.into)
+    inside = (row[:, None] < rows) & (column < args.size)
+    stream_place = row[:, None] * args.size + column
+    x = tl.load(args.stream + stream_place, mask=inside, other=0.0)
     rank = tl.arange(0, RANKS)
     place = tl.load(places + first * top_k + rank, mask=rank < top_k, other=0)
     weight = tl.load(weights + first * top_k + rank, mask=rank < top_k, other=0.0)
-    LINES: tl.constexpr = RANKS * given.TILES
-    source = (place[:, None, None] * given.size + column[None, :, :]).reshape(LINES, given.into.TILE_K)
-    present = ((rank < top_k)[:, None, None] & inside[None, :, :]).reshape(LINES, given.into.TILE_K)
-    made = add_parts(parts, source, count, pairs * given.size, present).to(x.dtype).to(tl.float32)
-    made = made.reshape(RANKS, given.TILES, given.into.TILE_K)
-    added = tl.sum(made * weight[:, None, None], axis=0)
+    # All experts of a token are loaded in one step: a loop would pay the latency of the L2 cache for each.
+    LINES: tl.constexpr = RANKS * args.TILES
+    source = (place[:, None, None] * args.size + column[None, :, :]).reshape(LINES, args.into.TILE_K)
+    present = ((rank < top_k)[:, None, None] & inside[None, :, :]).reshape(LINES, args.into.TILE_K)
+    outputs = add_parts(parts, source, count, pairs * args.size, present).to(x.dtype).to(tl.float32)
+    outputs = outputs.reshape(RANKS, args.TILES, args.into.TILE_K)
+    added = tl.sum(outputs * weight[:, None, None], axis=0)
     if shared is not None:
-        own = add_parts(shared, own_place, shared_count, rows * given.size, inside).to(x.dtype)
+        output = add_parts(shared, stream_place, shared_count, rows * args.size, inside).to(x.dtype)
         if gates is not None:
             gate = tl.load(gates + first * gate_stride).to(tl.float32)
             factor = (1.0 / (1.0 + tl.exp(-gate))).to(x.dtype)
-            own = (own.to(tl.float32) * factor.to(tl.float32)).to(x.dtype)
-        added = added.to(x.dtype).to(tl.float32) + own.to(tl.float32)
-    leave_sum(x, added, first, row, tile, column, inside, piece, rows, given)
+            output = (output.to(tl.float32) * factor.to(tl.float32)).to(x.dtype)
+        added = added.to(x.dtype).to(tl.float32) + output.to(tl.float32)
+    store_sum(x, added, first, row, tile, column, inside, piece, rows, args)
 
 
 def score(stream: Tensor, x: Activation, norm: Norm, router: Tensor, gate: Tensor | None = None) -> Tensor:
-    """[tokens, experts] in the dtype of the stream [tokens, size], of which `x` is the norm's operand.
+    """Return router scores [tokens, experts] in the dtype of the stream [tokens, size]; `x` is the norm's operand.
 
-    router: [experts, size] in the same dtype. gate: [1, size], whose score comes last.
+    router: [experts, size]. gate: [1, size], the shared expert's, whose score is the last column.
     """
     check_contiguous(stream, norm.gain, router, gate)
     experts, pdl = len(router), norm.product.chip.pdl
@@ -149,18 +144,18 @@ def combine(
     shared: Tensor | None = None,
     gates: Tensor | None = None,
 ) -> Activation | None:
-    """Adds to the stream [tokens, size] what the experts make of each token, and returns its norm as an operand.
+    """Add the experts' outputs to the stream [tokens, size] in place; return its norm as an operand, or None.
 
-    parts: fp32 [count, pairs, size] of `product`, the first expert's, in the order of the route; shared: fp32 [count,
-    tokens, size] of the one that all tokens go through, whose weights are sigmoids of `gates` [tokens, 1], if given.
+    parts: fp32 [count, pairs, size] of `product`, the first expert's, by expert. shared: fp32 [count, tokens, size] of
+    the shared expert, multiplied by the sigmoid of `gates` [tokens, 1] if given.
     """
     check_contiguous(parts, route.places, route.weights, stream, None if norm is None else norm.gain, shared)
     (count, pairs, size), (rows, top_k), pdl = parts.shape, route.places.shape, product.chip.pdl
-    each = replace(product.tile(rows), block_m=1, block_n=_SPAN)
-    given, span, into = leaving(stream, norm, each)
+    tile = replace(product.tile(rows), block_m=1, block_n=_SPAN)
+    args, span, into = residual_arguments(stream, norm, tile)
     combine_kernel[(-(-size // span), rows)](
         *(parts, route.places, route.weights, shared, gates, count, 0 if shared is None else len(shared)),
-        *(rows, pairs, top_k, 0 if gates is None else gates.stride(0), given),
+        *(rows, pairs, top_k, 0 if gates is None else gates.stride(0), args),
         RANKS=triton.next_power_of_2(top_k),
         PDL=pdl,
         launch_pdl=pdl,
@@ -171,14 +166,14 @@ def combine(
 
 @dataclass(frozen=True, eq=False)
 class SharedExpert:
-    """An expert that all tokens go through; gate: [1, size], dense. Its first product is packed as the others' are."""
+    """The expert that every token goes through; gate: [1, size], dense. `gate_up` is packed like the other experts."""
 
     gate_up: TritonMatmul
     down: TritonMatmul
     gate: Tensor | None
 
     def parts(self, normed: Activation, dtype: torch.dtype) -> Tensor:
-        """fp32 [parts, tokens, size] from the norm's operand, of whatever tile it is."""
+        """Return split-K parts fp32 [parts, tokens, size] from the norm's operand of any tile."""
         down = self.down
         gate_up = self.gate_up.partial(normed)
         return down.partial(activate_parts(gate_up, dtype, down, down.tile(gate_up.shape[1])))
@@ -186,9 +181,9 @@ class SharedExpert:
 
 @dataclass(frozen=True, eq=False)
 class FusedMixture:
-    """A mixture of experts behind a norm, whose `product` is the first expert's gate and up.
+    """A mixture of experts after a norm, whose `product` is the first expert's gate_up.
 
-    router: [experts, size], dense, in the dtype of the stream; `correction` as in `reference.route`.
+    router: [experts, size], dense, in the dtype of the stream; correction: as in `reference.route`.
     """
 
     norm: Norm
@@ -200,16 +195,16 @@ class FusedMixture:
     shared: SharedExpert | None = None
 
     def largest(self) -> int:
-        """The most rows of a weight that needs counters; these products need none."""
+        """Return the most weight rows that need counters: none here."""
         return 0
 
     def add_to(
         self, attended: Activation, o: TritonMatmul, stream: Tensor, following: Norm | None, counters: Tensor
     ) -> Activation | None:
-        """As `decode_step.SecondHalf.add_to`."""
+        """Run the half layer, as `SecondHalf.add_to` of the fused pass."""
         first, last = self.norm.product, self.down.weights[0]
         count = len(stream) * self.choice.top_k
-        share = -(-count // len(self.router))  # the rows of an expert, were all to have as many
+        share = -(-count // len(self.router))  # mean number of rows per expert
         normed = add(attended, o, stream, self.norm, counters, first.tile(share))
         assert normed is not None
         experts, gate = len(self.router), None if self.shared is None else self.shared.gate
@@ -217,8 +212,8 @@ class FusedMixture:
         route = route_tokens(scores[:, :experts], self.choice, self.correction, first.chip.pdl)
         gate_up = first.partial(normed, routed=self.gate_up.rows(route.starts, route.tokens, count))
         active = activate_parts(gate_up, stream.dtype, last, last.tile(share))
-        made = last.partial(active, routed=self.down.rows(route.starts, None, count))
+        outputs = last.partial(active, routed=self.down.rows(route.starts, None, count))
         if self.shared is None:
-            return combine(made, route, last, stream, following)
+            return combine(outputs, route, last, stream, following)
         shared, gates = self.shared.parts(normed, stream.dtype), None if gate is None else scores[:, experts:]
-        return combine(made, route, last, stream, following, shared, gates)
+        return combine(outputs, route, last, stream, following, shared, gates)

@@ -1,8 +1,4 @@
-"""The residual stream: what begins it, what is added to it, and from it the operand of the next product.
-
-A program sees a piece of a row, so RMSNorm is split in two: the operand is the stream times the gain, with the sums of
-squares of each piece beside it, and the product that takes it divides by the root of their mean (`RmsScale`).
-"""
+"""The residual stream: embedding, additions, and the normed operand of the next product."""
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
 # Reason: Triton's decorators and device functions carry no types.
@@ -23,110 +19,109 @@ from mycli.runtime.kernels.triton.product.matmul import Activation, TritonMatmul
 from mycli.runtime.kernels.triton.product.tiles import Tile
 from mycli.runtime.kernels.triton.split_k import Epilogue, add_parts
 
+# A program has a piece of a row, so RMSNorm is split: the operand is the stream times the gain, stored with the sum
+# of squares of each piece; the product that reads it divides by the root of their mean (`RmsScale`).
 
-class Normed(NamedTuple):
-    """Where the residual stream goes: into itself, and, weighed, into a product. `into` None: only the first."""
+
+class ResidualArguments(NamedTuple):
+    """Where a kernel writes the stream and, if `gain` is not None, the operand of the next product."""
 
     stream: Any  # [rows, size]
     size: Any
     gain: Any  # [size]
-    squares: Any  # fp32 [pieces, rows kept]
-    into: Any
-    ROWS: Any  # at a time
-    TILES: Any  # of a piece
+    squares: Any  # fp32 [pieces, padded rows]
+    into: Any  # `Operand`
+    ROWS: Any  # rows at a time
+    TILES: Any  # tiles of a piece
 
 
 @triton.jit
-def _weigh(x, first, row, tile, column, inside, piece, rows, given):
-    """The stream x [tiles at hand, TILE_K] times the gain as an operand, and its sums of squares over the piece.
-
-    first: of the ROWS rows.
-    """
-    wide = x.to(tl.float32)
-    squares = tl.sum(tl.sum(wide * wide, axis=1).reshape(given.ROWS, given.TILES), axis=1)
-    each = first + tl.arange(0, given.ROWS)
-    tl.store(given.squares + piece * given.into.rows_kept + each, squares, mask=each < rows)
-    gain = tl.load(given.gain + column, mask=inside, other=0.0).to(tl.float32)
-    store_activation(wide * gain, row, tile, (row < rows) & (tile < given.into.tiles), given.into)
+def _store_normed(x, first, row, tile, column, inside, piece, rows, args):
+    wide = x.to(tl.float32)  # [tiles, TILE_K]; first: of ROWS rows
+    squares = tl.sum(tl.sum(wide * wide, axis=1).reshape(args.ROWS, args.TILES), axis=1)
+    first_row = first + tl.arange(0, args.ROWS)
+    tl.store(args.squares + piece * args.into.rows_padded + first_row, squares, mask=first_row < rows)
+    gain = tl.load(args.gain + column, mask=inside, other=0.0).to(tl.float32)
+    store_activation(wide * gain, row, tile, (row < rows) & (tile < args.into.tiles), args.into)
 
 
 @triton.jit
-def leave_sum(x, added, first, row, tile, column, inside, piece, rows, given):
-    """The residual stream x [tiles at hand, TILE_K] with fp32 `added`, and from it the operand of the next product."""
+def store_sum(x, added, first, row, tile, column, inside, piece, rows, args):
+    """Add fp32 `added` to the residual stream x [tiles, TILE_K]; store it, and the operand of the next product."""
     x = (x.to(tl.float32) + added.to(x.dtype).to(tl.float32)).to(x.dtype)
-    tl.store(given.stream + row[:, None] * given.size + column, x, mask=inside)
-    if given.gain is not None:
-        _weigh(x, first, row, tile, column, inside, piece, rows, given)
+    tl.store(args.stream + row[:, None] * args.size + column, x, mask=inside)
+    if args.gain is not None:
+        _store_normed(x, first, row, tile, column, inside, piece, rows, args)
 
 
 @triton.jit
-def add_epilogue(parts, count, piece, first, rows, given):
-    """The residual stream with the product added, and from it the operand of the next."""
-    row, tile = some_tiles(first, piece * given.TILES, given.ROWS, given.TILES)
-    column = columns_of(tile, given.into)
-    inside = (row[:, None] < rows) & (column < given.size)
-    place = row[:, None] * given.size + column
-    x = tl.load(given.stream + place, mask=inside, other=0.0)
-    added = add_parts(parts, place, count, rows * given.size, inside)
-    leave_sum(x, added, first, row, tile, column, inside, piece, rows, given)
+def add_epilogue(parts, count, piece, first, rows, args):
+    """Add the product to the residual stream."""
+    row, tile = some_tiles(first, piece * args.TILES, args.ROWS, args.TILES)
+    column = columns_of(tile, args.into)
+    inside = (row[:, None] < rows) & (column < args.size)
+    place = row[:, None] * args.size + column
+    x = tl.load(args.stream + place, mask=inside, other=0.0)
+    added = add_parts(parts, place, count, rows * args.size, inside)
+    store_sum(x, added, first, row, tile, column, inside, piece, rows, args)
 
 
 @triton.jit
-def embed_kernel(tokens, embedding, rows, given, PDL: tl.constexpr):
-    """Grid (pieces, blocks of ROWS). The residual stream begins: rows of `embedding` [vocab, size] for int64 tokens."""
+def embed_kernel(tokens, embedding, rows, args, PDL: tl.constexpr):
+    """Grid (pieces, blocks of ROWS): begin the residual stream with rows of `embedding` [vocab, size], int64 tokens."""
     if PDL:
         pdl_wait()
-    piece, first = tl.program_id(0), tl.program_id(1) * given.ROWS
-    row, tile = some_tiles(first, piece * given.TILES, given.ROWS, given.TILES)
-    column = columns_of(tile, given.into)
-    inside = (row[:, None] < rows) & (column < given.size)
+    piece, first = tl.program_id(0), tl.program_id(1) * args.ROWS
+    row, tile = some_tiles(first, piece * args.TILES, args.ROWS, args.TILES)
+    column = columns_of(tile, args.into)
+    inside = (row[:, None] < rows) & (column < args.size)
     token = tl.load(tokens + row, mask=row < rows, other=0)
-    x = tl.load(embedding + token[:, None] * given.size + column, mask=inside, other=0.0)
-    tl.store(given.stream + row[:, None] * given.size + column, x, mask=inside)
-    _weigh(x, first, row, tile, column, inside, piece, rows, given)
+    x = tl.load(embedding + token[:, None] * args.size + column, mask=inside, other=0.0)
+    tl.store(args.stream + row[:, None] * args.size + column, x, mask=inside)
+    _store_normed(x, first, row, tile, column, inside, piece, rows, args)
 
 
 @dataclass(frozen=True)
 class Norm:
-    """The RMSNorm before a product."""
+    """The RMSNorm before `product`."""
 
     gain: Tensor
     eps: float
     product: TritonMatmul
 
 
-def leaving(
+def residual_arguments(
     stream: Tensor, norm: Norm | None, tile: Tile, into_tile: Tile | None = None
-) -> tuple[Normed, int, Activation | None]:
-    """What a kernel is given that changes the stream, the columns of a piece, and the operand that it makes.
+) -> tuple[ResidualArguments, int, Activation | None]:
+    """Return the kernel arguments to write the stream, the columns of a piece, and the operand for `norm.product`.
 
-    tile: of the program that does it; into_tile: of the product that follows, if not that for all rows of the stream.
+    tile: of the program that writes. into_tile: of the next product, if not its tile for all rows of the stream.
     """
     (rows, size), block = stream.shape, tile.block_n
     if norm is None:
         at_once = constexpr(tile.rows_at_once(rows, block))
         plain = Operand(None, None, -(-size // block), 0, constexpr(block), constexpr(False))
-        return Normed(stream, size, None, None, plain, at_once, constexpr(1)), block, None
+        return ResidualArguments(stream, size, None, None, plain, at_once, constexpr(1)), block, None
     into = norm.product.activation(rows, into_tile)
     span = max(block, into.tile_k)
     pieces = -(-size // span)
     sums = torch.empty((pieces, into.sums.shape[1]), dtype=torch.float32, device=stream.device)
     into = replace(into, rms=RmsScale(sums, pieces, size, norm.eps, constexpr(triton.next_power_of_2(pieces))))
     at_once = constexpr(tile.rows_at_once(rows, span))
-    given = Normed(stream, size, norm.gain, sums, into.operand(), at_once, constexpr(span // into.tile_k))
-    return given, span, into
+    args = ResidualArguments(stream, size, norm.gain, sums, into.operand(), at_once, constexpr(span // into.tile_k))
+    return args, span, into
 
 
 def embed(tokens: Tensor, embedding: Tensor, norm: Norm) -> tuple[Tensor, Activation]:
-    """The residual stream [rows, size] of tokens int64 [rows], and its norm as an operand."""
+    """Return the residual stream [rows, size] of tokens int64 [rows], and its norm as an operand."""
     check_contiguous(tokens, embedding, norm.gain)
     stream = embedding.new_empty((len(tokens), embedding.shape[1]))
     tile = replace(norm.product.tile(len(tokens)), block_n=128, warps=4)
-    given, span, into = leaving(stream, norm, tile)
+    args, span, into = residual_arguments(stream, norm, tile)
     assert into is not None
     pdl = norm.product.chip.pdl
-    grid = (-(-stream.shape[1] // span), -(-len(tokens) // given.ROWS.value))
-    embed_kernel[grid](tokens, embedding, len(tokens), given, PDL=pdl, launch_pdl=pdl, num_warps=tile.warps)
+    grid = (-(-stream.shape[1] // span), -(-len(tokens) // args.ROWS.value))
+    embed_kernel[grid](tokens, embedding, len(tokens), args, PDL=pdl, launch_pdl=pdl, num_warps=tile.warps)
     return stream, into
 
 
@@ -138,12 +133,12 @@ def add(
     counters: Tensor,
     tile: Tile | None = None,
 ) -> Activation | None:
-    """Adds the product to the residual stream [rows, size], in place; returns its norm as an operand.
+    """Add the product to the residual stream [rows, size] in place; return its norm as an operand, None without a norm.
 
-    Without a norm, there is none. tile: of the product that takes it, if not that for all rows.
-    counters: int32 zeros, for each block of rows more than pieces of 128 rows of the weight; zeros afterwards.
+    tile: of the product that reads the operand, if not its tile for all rows. counters: int32 zeros, one per block of
+    rows and 128 rows of the weight; zeros afterwards.
     """
     check_contiguous(stream, None if norm is None else norm.gain)
-    given, span, into = leaving(stream, norm, x.tile, tile)
-    product.partial(x, epilogue=Epilogue(add_epilogue, counters, given, constexpr(span), constexpr(1)))
+    args, span, into = residual_arguments(stream, norm, x.tile, tile)
+    product.partial(x, epilogue=Epilogue(add_epilogue, counters, args, constexpr(span), constexpr(1)))
     return into

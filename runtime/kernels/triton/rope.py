@@ -1,8 +1,4 @@
-"""From the product of q, k and v to rotated queries and a longer cache, a head at a time.
-
-Bias, norm over a head and rotation are rounded where the plain model rounds them; keys and values may be stored as
-int8 with a scale per token and head, or as int4 vectors.
-"""
+"""The epilogue of the qkv product: bias, head norms, rotary embedding, and the KV cache, one head at a time."""
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
 # Reason: Triton's decorators and device functions carry no types.
@@ -21,48 +17,50 @@ from mycli.runtime.kernels.triton.layer_cache import LayerCache
 from mycli.runtime.kernels.triton.product.matmul import Activation, TritonMatmul, check_contiguous
 from mycli.runtime.kernels.triton.split_k import Epilogue, add_parts
 
+# Rounds where the plain pass rounds. Keys and values may be stored as int8 with a scale per token and head, or as
+# int4 vectors.
 
-class Rotated(NamedTuple):
-    """Where queries, keys and values go; what is None is not there."""
+
+class RopeArguments(NamedTuple):
+    """The epilogue's arguments; absent parts are None."""
 
     bias: Any  # [(heads + 2 * kv_heads) * head_dim]
     query_gain: Any  # [head_dim]
     key_gain: Any
     cos: Any  # [positions, head_dim / 2]
     sin: Any
-    lengths: Any  # int32 [sequences]: keys present once the new tokens are
+    lengths: Any  # int32 [sequences]: number of keys including the new tokens
     query: Any  # [rows, heads, head_dim]
     key_cache: Any  # [sequences, kv_heads, capacity, head_dim], sequence_stride and head_stride apart
     value_cache: Any
-    key_scales: Any  # fp32 [sequences, kv_heads, capacity], for int8; for int4 the cache itself, in bf16
+    key_scales: Any  # int8: fp32 [sequences, kv_heads, capacity]; int4: the cache itself as bf16
     value_scales: Any
-    tokens: Any  # new ones of each sequence; row = sequence * tokens + token
+    tokens: Any  # new tokens per sequence; row = sequence * tokens + token
     heads: Any
     kv_heads: Any
     sequence_stride: Any
     head_stride: Any
     capacity: Any
     eps: Any
-    HALF: Any  # of head_dim
+    HALF: Any  # head_dim / 2
     BLOCK: Any  # a power of two, at least HALF
-    ROWS: Any  # at a time
+    ROWS: Any  # rows at a time
 
 
 @triton.jit
-def _norm_head(first, second, gain, lane, present, given, DTYPE: tl.constexpr):
-    """RMSNorm over heads given as two halves [rows, BLOCK]."""
-    mean = (tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)) / (2 * given.HALF)
-    root = tl.rsqrt(mean + given.eps)[:, None]
+def _norm_head(first, second, gain, lane, present, args, DTYPE: tl.constexpr):
+    mean = (tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)) / (2 * args.HALF)
+    root = tl.rsqrt(mean + args.eps)[:, None]
     low = tl.load(gain + lane, mask=present, other=0.0).to(tl.float32)[None, :]
-    high = tl.load(gain + given.HALF + lane, mask=present, other=0.0).to(tl.float32)[None, :]
+    high = tl.load(gain + args.HALF + lane, mask=present, other=0.0).to(tl.float32)[None, :]
     return (first * root * low).to(DTYPE).to(tl.float32), (second * root * high).to(DTYPE).to(tl.float32)
 
 
 @triton.jit
-def _keep_int4(first, second, cache, scales, row, position, known, given):
-    """As int4 vectors, whose head is a power of two: each half is rotated by itself, then both together."""
-    HALF: tl.constexpr = given.HALF
-    ROWS: tl.constexpr = given.ROWS
+def _store_int4_halves(first, second, cache, scales, row, position, known, args):
+    # Each half of a head is rotated alone, then both together.
+    HALF: tl.constexpr = args.HALF
+    ROWS: tl.constexpr = args.ROWS
     FACTOR: tl.constexpr = (2 * HALF) ** -0.5
     low, high = hadamard_rows(first, ROWS, HALF), hadamard_rows(second, ROWS, HALF)
     codes = row + position * (HALF + HALF // 8)
@@ -72,69 +70,71 @@ def _keep_int4(first, second, cache, scales, row, position, known, given):
 
 
 @triton.jit
-def _keep(first, second, cache, scales, head, sequence, position, lane, known, inside, given):
-    """Halves of keys or of values [rows, BLOCK] into their cache, as int4 vectors or int8 where there are scales."""
-    row = sequence.to(tl.int64) * given.sequence_stride + head.to(tl.int64) * given.head_stride
+def _store_cache(first, second, cache, scales, head, sequence, position, lane, known, inside, args):
+    """Store both halves [rows, BLOCK] of keys or values in their cache, quantized if it is int4 or has scales."""
+    row = sequence.to(tl.int64) * args.sequence_stride + head.to(tl.int64) * args.head_stride
     if cache.dtype.element_ty == tl.uint8:
-        _keep_int4(first, second, cache, scales, row, position, known, given)
+        _store_int4_halves(first, second, cache, scales, row, position, known, args)
         return
     if scales is not None:
         largest = tl.maximum(tl.max(tl.abs(first), axis=1), tl.max(tl.abs(second), axis=1))
         scale = tl.maximum(largest / 127.0, 1e-30)
         first, second = round_whole(first / scale[:, None]), round_whole(second / scale[:, None])
-        at = (sequence * given.kv_heads + head).to(tl.int64) * given.capacity + position
+        at = (sequence * args.kv_heads + head).to(tl.int64) * args.capacity + position
         tl.store(scales + at, scale, mask=known)
-    target = cache + (row + position * (2 * given.HALF))[:, None] + lane[None, :]
+    target = cache + (row + position * (2 * args.HALF))[:, None] + lane[None, :]
     tl.store(target, first.to(cache.dtype.element_ty), mask=inside)
-    tl.store(target + given.HALF, second.to(cache.dtype.element_ty), mask=inside)
+    tl.store(target + args.HALF, second.to(cache.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def rope_epilogue(parts, count, head, first_row, rows, given):
-    """One head of query, key and value: bias, norm of query and key, rotation; keys and values go into the cache."""
-    row, lane = first_row + tl.arange(0, given.ROWS), tl.arange(0, given.BLOCK)
-    known, present = row < rows, lane < given.HALF
+def rope_epilogue(parts, count, head, first_row, rows, args):
+    """Finish one head of query, key or value: bias, norm and rotation of query and key; store keys and values."""
+    row, lane = first_row + tl.arange(0, args.ROWS), tl.arange(0, args.BLOCK)
+    known, present = row < rows, lane < args.HALF
     inside = known[:, None] & present[None, :]
-    sequence = row // given.tokens
-    DTYPE: tl.constexpr = given.query.dtype.element_ty
-    position = tl.load(given.lengths + sequence, mask=known, other=0) - given.tokens + row % given.tokens
-    width = (given.heads + 2 * given.kv_heads) * (2 * given.HALF)
-    place = row[:, None] * width + head * (2 * given.HALF) + lane[None, :]
+    sequence = row // args.tokens
+    DTYPE: tl.constexpr = args.query.dtype.element_ty
+    position = tl.load(args.lengths + sequence, mask=known, other=0) - args.tokens + row % args.tokens
+    width = (args.heads + 2 * args.kv_heads) * (2 * args.HALF)
+    place = row[:, None] * width + head * (2 * args.HALF) + lane[None, :]
     first = add_parts(parts, place, count, rows * width, inside).to(DTYPE).to(tl.float32)
-    second = add_parts(parts, place + given.HALF, count, rows * width, inside).to(DTYPE).to(tl.float32)
-    if given.bias is not None:
-        bias = given.bias + head * (2 * given.HALF) + lane
+    second = add_parts(parts, place + args.HALF, count, rows * width, inside).to(DTYPE).to(tl.float32)
+    if args.bias is not None:
+        bias = args.bias + head * (2 * args.HALF) + lane
         low = tl.load(bias, mask=present, other=0.0).to(tl.float32)[None, :]
-        high = tl.load(bias + given.HALF, mask=present, other=0.0).to(tl.float32)[None, :]
+        high = tl.load(bias + args.HALF, mask=present, other=0.0).to(tl.float32)[None, :]
         first, second = (first + low).to(DTYPE).to(tl.float32), (second + high).to(DTYPE).to(tl.float32)
-    if head < given.heads + given.kv_heads:
-        if given.query_gain is not None:
-            gain = given.query_gain if head < given.heads else given.key_gain
-            first, second = _norm_head(first, second, gain, lane, present, given, DTYPE)
-        at = position[:, None] * given.HALF + lane[None, :]
-        c = tl.load(given.cos + at, mask=inside, other=0.0).to(tl.float32)
-        s = tl.load(given.sin + at, mask=inside, other=0.0).to(tl.float32)
+    if head < args.heads + args.kv_heads:
+        if args.query_gain is not None:
+            gain = args.query_gain if head < args.heads else args.key_gain
+            first, second = _norm_head(first, second, gain, lane, present, args, DTYPE)
+        at = position[:, None] * args.HALF + lane[None, :]
+        c = tl.load(args.cos + at, mask=inside, other=0.0).to(tl.float32)
+        s = tl.load(args.sin + at, mask=inside, other=0.0).to(tl.float32)
         first, second = first * c - second * s, second * c + first * s
-    if head < given.heads:
-        target = given.query + (row[:, None] * given.heads + head) * (2 * given.HALF) + lane[None, :]
+    if head < args.heads:
+        target = args.query + (row[:, None] * args.heads + head) * (2 * args.HALF) + lane[None, :]
         tl.store(target, first.to(DTYPE), mask=inside)
-        tl.store(target + given.HALF, second.to(DTYPE), mask=inside)
+        tl.store(target + args.HALF, second.to(DTYPE), mask=inside)
     else:
         first, second = first.to(DTYPE).to(tl.float32), second.to(DTYPE).to(tl.float32)
-        key = head - given.heads
-        if key < given.kv_heads:
-            _keep(first, second, given.key_cache, given.key_scales, key, sequence, position, lane, known, inside, given)
+        key = head - args.heads
+        if key < args.kv_heads:
+            _store_cache(
+                first, second, args.key_cache, args.key_scales, key, sequence, position, lane, known, inside, args
+            )
         else:
-            value = key - given.kv_heads
-            _keep(
-                first, second, given.value_cache, given.value_scales, value, sequence, position, lane, known, inside,
-                given,
+            value = key - args.kv_heads
+            _store_cache(
+                first, second, args.value_cache, args.value_scales, value, sequence, position, lane, known, inside,
+                args,
             )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Projection:
-    """What a layer does to query and key before attention. Gains of the norms over a head, and the bias, if any."""
+    """What a layer does to q and k before attention: the bias of qkv and the gains of head norms, if any."""
 
     heads: int
     bias: Tensor | None = None
@@ -153,23 +153,25 @@ def project(
     dtype: torch.dtype,
     counters: Tensor,
 ) -> Tensor:
-    """Queries [sequences, tokens, heads, head_dim], rotated; keys and values go to the end of the cache.
+    """Return rotated queries [sequences, tokens, heads, head_dim]; append keys and values to the cache.
 
-    product: of (heads + 2 * kv_heads) * head_dim rows; tables: cosines and sines [positions, head_dim / 2];
-    lengths: int32 [sequences], the keys present once the new tokens are; counters: int32 zeros, one a head at least.
+    product: (heads + 2 * kv_heads) * head_dim rows. tables: cos and sin [positions, head_dim / 2]. lengths: int32
+    [sequences], keys including the new tokens. counters: int32 zeros, at least one per head.
     """
     check_contiguous(*tables, lengths, projection.bias, projection.query_gain, projection.key_gain)
     (sequences, kv_heads, capacity, _), rows, head_dim = cache.keys.shape, x.values.shape[0], cache.head_dim
     heads, half = projection.heads, head_dim // 2
     block = triton.next_power_of_2(half)
     if product.n != (heads + 2 * kv_heads) * head_dim or rows % sequences or tables[0].shape[1] != half:
-        raise ValueError(f"{product.n} rows, tables {tuple(tables[0].shape)}, cache {tuple(cache.keys.shape)}")
+        raise ValueError(
+            f"product of {product.n} rows, tables {tuple(tables[0].shape)}, cache {tuple(cache.keys.shape)}"
+        )
     query = torch.empty((sequences, rows // sequences, heads, head_dim), dtype=dtype, device=lengths.device)
-    given = Rotated(
+    args = RopeArguments(
         projection.bias, projection.query_gain, projection.key_gain, tables[0], tables[1], lengths, query,
         cache.keys, cache.values, *cache.scales(),
         rows // sequences, heads, kv_heads, cache.keys.stride(0), cache.keys.stride(1), capacity, projection.eps,
         constexpr(half), constexpr(block), constexpr(x.tile.rows_at_once(rows, 2 * block)),
     )  # fmt: skip
-    product.partial(x, epilogue=Epilogue(rope_epilogue, counters, given, constexpr(head_dim), constexpr(1)))
+    product.partial(x, epilogue=Epilogue(rope_epilogue, counters, args, constexpr(head_dim), constexpr(1)))
     return query

@@ -1,7 +1,4 @@
-"""Which tokens go to which experts, and the sum of what these make, as Triton device code.
-
-What a route is says `runtime.kernels.routed`. Nothing is read back by the host. `triton.experts` launches.
-"""
+"""Selection of experts, sorting of (token, expert) pairs, and the weighted sum, as Triton device code."""
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
 # Reason: Triton's decorators and device functions carry no types.
@@ -11,7 +8,9 @@ import triton.language as tl
 
 from mycli.runtime.kernels.triton.pdl import pdl_wait
 
-_LEAST = tl.constexpr(-(1 << 63))
+# `runtime.kernels.routed` defines a route; `triton.experts` launches. Nothing is read back by the host.
+
+_LOWEST = tl.constexpr(-(1 << 63))
 
 
 @triton.jit
@@ -23,18 +22,14 @@ def choose_kernel(
     stride,
     experts,
     top_k,
-    margin,
+    epsilon,
     scale,
     EXPERTS: tl.constexpr,  # a power of two, at least `experts`
     NORMALIZED: tl.constexpr,
     SIGMOID: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (tokens). What `RoutingSpec` of `models.experts_spec` says, without groups.
-
-    A key holds what is compared in the order of its bits, so that NaN has a place too, and below it the expert: of
-    equals the first is higher, and no expert is chosen twice. Scores alone tell which values of a softmax are highest.
-    """
+    """Grid (tokens): select experts and weights as `RoutingSpec` describes, without groups."""
     if PDL:
         pdl_wait()
     token, expert = tl.program_id(0), tl.arange(0, EXPERTS)
@@ -47,25 +42,27 @@ def choose_kernel(
     else:
         value = tl.where(known, tl.exp(score - top), 0.0)
         total = tl.sum(value, 0)
+    # The softmax keeps the order of scores, so these are compared. A key has the score in the order of its bits, so
+    # that NaN has a place too, above the expert's index: among equals the first is higher, and none is selected twice.
     compared = score
     if correction is not None:
         compared = value / total + tl.load(correction + expert, mask=known, other=0.0)
-    bits = tl.where(compared == 0.0, 0.0, compared).to(tl.int32, bitcast=True)  # of two zeros neither is the higher
+    bits = tl.where(compared == 0.0, 0.0, compared).to(tl.int32, bitcast=True)  # -0.0 and 0.0 are equal
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    key = tl.where(known, (ordered.to(tl.int64) << 32) | (EXPERTS - expert).to(tl.int64), _LEAST)
+    key = tl.where(known, (ordered.to(tl.int64) << 32) | (EXPERTS - expert).to(tl.int64), _LOWEST)
     if NORMALIZED:
         rest = key
-        total = margin * total  # of values that are not over the sum of all yet
+        total = epsilon * total  # values are not divided by their sum yet
         for _ in tl.range(top_k):
             best = tl.max(rest, 0)
             total += tl.sum(tl.where(rest == best, value, 0.0), 0)
-            rest = tl.where(rest == best, _LEAST, rest)
+            rest = tl.where(rest == best, _LOWEST, rest)
     for rank in tl.range(top_k):
         best = tl.max(key, 0)
         mine = key == best
         tl.store(chosen + token * top_k + rank, tl.sum(tl.where(mine, expert, 0), 0))
         tl.store(weights + token * top_k + rank, tl.sum(tl.where(mine, value, 0.0), 0) / total * scale)
-        key = tl.where(mine, _LEAST, key)
+        key = tl.where(mine, _LOWEST, key)
 
 
 @triton.jit(do_not_specialize=["pairs", "top_k"])
@@ -79,20 +76,20 @@ def place_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (experts). Where the pairs of an expert stand among all, sorted by expert and within one by token."""
+    """Grid (experts): find the places of the pairs of an expert, sorted by expert, and within an expert by token."""
     if PDL:
         pdl_wait()
     expert, lane = tl.program_id(0), tl.arange(0, BLOCK)
     lower = tl.zeros((BLOCK,), tl.int32)
     for first in tl.range(0, pairs, BLOCK):
-        one = tl.load(chosen + first + lane, mask=first + lane < pairs, other=0x7FFFFFFF)
-        lower += (one < expert).to(tl.int32)
+        other = tl.load(chosen + first + lane, mask=first + lane < pairs, other=0x7FFFFFFF)
+        lower += (other < expert).to(tl.int32)
     begin = tl.sum(lower, 0)
     tl.store(starts + expert, begin)
     for first in tl.range(0, pairs, BLOCK):
         pair = first + lane
-        one = tl.load(chosen + pair, mask=pair < pairs, other=-1)
-        mine = (one == expert).to(tl.int32)
+        other = tl.load(chosen + pair, mask=pair < pairs, other=-1)
+        mine = (other == expert).to(tl.int32)
         place = begin + tl.cumsum(mine, 0) - 1
         tl.store(places + pair, place, mask=mine > 0)
         tl.store(tokens + place, pair // top_k, mask=mine > 0)
@@ -111,7 +108,7 @@ def weighted_sum_kernel(
     top_k,
     BLOCK: tl.constexpr,
 ):
-    """Grid (tokens, blocks of BLOCK columns). Summed in fp32 in the order of `places`."""
+    """Grid (tokens, blocks of BLOCK columns): sum in fp32 in the order of `places`."""
     token, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
     total = tl.zeros((BLOCK,), tl.float32)

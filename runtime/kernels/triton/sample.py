@@ -1,14 +1,4 @@
-"""The next token of every sequence, sampled on the device from logits: the likeliest, or drawn at a temperature.
-
-Two launches: a partial for each block of the vocabulary, and their reduction, which also writes what the next pass
-reads (the token, and lengths one larger); more before them for top-k and top-p (`triton.top_k_top_p`). Nothing is
-read back to the host, so a CUDA graph can hold all of it.
-
-A draw is the largest of logit / temperature + Gumbel noise, which is distributed as softmax(logits / temperature) over
-the tokens that the filters leave. The noise is a function of seed, position, sequence and token alone (Philox 4x32,
-Salmon et al., SC 2011): it does not depend on how many steps a launch has. Knows no models; which settings this can do
-is in `runtime.sampling.sampler`.
-"""
+"""Samples the next token of every sequence on the device: greedy, or drawn at a temperature."""
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
 # Reason: Triton's decorators and device functions carry no types.
@@ -20,21 +10,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mycli.runtime.kernels.triton.top_k_top_p import Filters, Limit, find_limit, key_of, largest_of, settle
+from mycli.runtime.kernels.triton.top_k_top_p import Filters, Limit, find_limit, key_of, largest_of, search_bound
 
-NO_NUMBER = -1  # in place of a token, where the logits were NaN or infinite
-VOCABULARY_BLOCK = 1024  # of the vocabulary, to a program
+# Two launches: the best token of each block of the vocabulary, then the best of all, which also writes what the next
+# pass reads (token and length). top-k and top-p need more launches before them (`triton.top_k_top_p`). Nothing is
+# read back, so a CUDA graph can contain all of it.
+#
+# A draw is the argmax of logit / temperature + Gumbel noise, which has the distribution softmax(logits /
+# temperature). The noise is a function of seed, position, sequence and token (Philox 4x32, Salmon et al., SC 2011),
+# so a draw does not depend on the number of steps per launch. `runtime.sampling.sampler` decides which settings run
+# here.
+
+NO_NUMBER = -1  # in place of a token if logits are NaN or infinite
+VOCABULARY_BLOCK = 1024  # tokens per program
 NO_FILTERS = Filters()
 
 
 @triton.jit
 def _gumbel(seed, position, sequence, index):
-    """Standard Gumbel noise: -log of an exponential, which is -log(1 - u) of 64 random bits.
-
-    Small u keep all digits of a float: they are the noise large enough to make an unlikely token win.
-    """
+    """Return standard Gumbel noise, -log(-log(1 - u)) for u of 64 random bits."""
     high, low, _, _ = tl.philox(seed, index, position, sequence, index * 0)
     u = (high.to(tl.float32) + (low.to(tl.float32) + 0.5) * 2.3283064365386963e-10) * 2.3283064365386963e-10
+    # The series keeps all digits of small u, which give the large noise that lets an unlikely token win.
     series = u * (1 + u * (0.5 + u * (0.3333333333333333 + u * 0.25)))
     exponential = tl.where(u < 0.01, series, -tl.log(tl.maximum(1 - u, 2.9802322387695312e-08)))
     return -tl.log(exponential)
@@ -43,12 +40,12 @@ def _gumbel(seed, position, sequence, index):
 @triton.jit(do_not_specialize=["step"])
 def partial_kernel(
     logits,  # [sequences, stride]
-    best,  # fp32 [sequences, blocks]: of the noisy logits; infinity where a logit is no number
+    best,  # fp32 [sequences, blocks]: largest noisy logit; infinity where a logit is invalid
     index,  # int32 [sequences, blocks]
     lengths,  # int32 [sequences]: the position of the token to sample
     seed,  # int64 [1]
     temperature,  # fp32 [1]
-    peaks,  # where something is filtered out, of `Limit`
+    peaks,  # this and the next three: `Limit`, read only with filters
     weights,
     lows,
     goals,
@@ -71,17 +68,17 @@ def partial_kernel(
     x = tl.load(logits + sequence.to(tl.int64) * stride + place, mask=inside, other=float("-inf")).to(tl.float32)
     broken = (x != x) | (x == float("inf"))
     if DRAW:
-        heat = tl.load(temperature)
-        may = inside
+        temp = tl.load(temperature)
+        allowed = inside
         if TOP_K or TOP_P:
             goal = tl.load(goals + sequence) if TOP_P else tl.load(top_k)
-            low, _ = settle(weights, lows, goal, 0.0, step, sequence, blocks, False, BLOCKS)
-            may = key_of(x) >= low
+            low, _ = search_bound(weights, lows, goal, 0.0, step, sequence, blocks, False, BLOCKS)
+            allowed = key_of(x) >= low
         if MIN_P:
-            may = may & ((x - largest_of(peaks, sequence, blocks, BLOCKS)) / heat >= tl.log(tl.load(min_p)))
+            allowed = allowed & ((x - largest_of(peaks, sequence, blocks, BLOCKS)) / temp >= tl.log(tl.load(min_p)))
         position = tl.load(lengths + sequence)
-        x = x / heat + _gumbel(tl.load(seed), place * 0 + position, place * 0 + sequence, place)
-        x = tl.where(may, x, float("-inf"))
+        x = x / temp + _gumbel(tl.load(seed), place * 0 + position, place * 0 + sequence, place)
+        x = tl.where(allowed, x, float("-inf"))
     x = tl.where(broken, float("inf"), x)
     largest = tl.max(x, 0)
     first = tl.min(tl.where(x == largest, place, 2147483647), 0)  # among equals the lowest
@@ -117,11 +114,11 @@ def sample_kernel(
 
 @dataclass(frozen=True)
 class SamplingBuffers:
-    """What sampling reads and writes on the device: tokens and lengths go to the next pass, seed and settings stay.
+    """Device tensors of sampling: tokens and lengths are input and output, seed and settings only input.
 
-    tokens int64 [sequences, 1]; lengths int32 [sequences], the tokens of each once `tokens` are in the cache;
-    seed int64 [1]; temperature, top_k (1 to the vocabulary), top_p, min_p fp32 [1];
-    chosen int64 [steps, sequences], `NO_NUMBER` where logits were no numbers.
+    tokens int64 [sequences, 1]; lengths int32 [sequences], cached tokens including `tokens`; seed int64 [1];
+    temperature, top_k (1 to vocab), top_p, min_p fp32 [1]; chosen int64 [steps, sequences], `NO_NUMBER` where logits
+    are NaN or infinite.
     """
 
     tokens: Tensor
@@ -135,7 +132,7 @@ class SamplingBuffers:
 
     @classmethod
     def make(cls, steps: int, sequences: int, device: torch.device) -> "SamplingBuffers":
-        """Buffers for `steps` steps."""
+        """Return zeroed buffers for `steps` steps."""
         temperature, top_k, top_p, min_p = (torch.ones(1, dtype=torch.float32, device=device) for _ in range(4))
         return cls(
             torch.zeros(sequences, 1, dtype=torch.int64, device=device),
@@ -152,19 +149,19 @@ class SamplingBuffers:
 def sample_tokens(
     logits: Tensor, vocab: int, draw: bool, to: SamplingBuffers, step: int, filters: Filters = NO_FILTERS
 ) -> None:
-    """The next tokens after logits [sequences, vocab or more], of any floating dtype, as step `step` of `to`.
+    """Sample step `step` of `to` from logits [sequences, at least vocab], of any floating dtype.
 
-    `draw` False takes the likeliest, the lowest id among equals; True draws with the settings and the seed of `to`,
-    from what `filters` leave. What lies at and beyond `vocab` is never sampled.
+    draw: False for the argmax, the lowest id among equals; True to draw with the settings and seed of `to` from what
+    `filters` leave. Logits at and beyond `vocab` are never sampled.
     """
     sequences, stride = logits.shape[0], logits.stride(0)
     if logits.stride(1) != 1 or logits.shape[1] < vocab:
         raise ValueError(f"logits {tuple(logits.shape)} with strides {logits.stride()} for {vocab} tokens")
     blocks = triton.cdiv(vocab, VOCABULARY_BLOCK)
-    most = triton.next_power_of_2(blocks)
+    max_blocks = triton.next_power_of_2(blocks)
     best = torch.empty(sequences, blocks, dtype=torch.float32, device=logits.device)
     index = torch.empty(sequences, blocks, dtype=torch.int32, device=logits.device)
-    # Without filters nothing of a limit is read.
+    # Without filters the kernel reads nothing of the limit; any tensors do.
     limit = Limit(best, best, index, best, 0)
     if draw and filters.any:
         limit = find_limit(logits, vocab, filters, to.temperature, to.top_k, to.top_p, VOCABULARY_BLOCK)
@@ -189,8 +186,8 @@ def sample_tokens(
         TOP_P=filters.top_p,
         MIN_P=filters.min_p,
         BLOCK=VOCABULARY_BLOCK,
-        BLOCKS=most,
+        BLOCKS=max_blocks,
     )
     sample_kernel[(sequences,)](
-        best, index, blocks, to.chosen, step, to.tokens, to.lengths, NONE=NO_NUMBER, BLOCKS=most
+        best, index, blocks, to.chosen, step, to.tokens, to.lengths, NONE=NO_NUMBER, BLOCKS=max_blocks
     )

@@ -1,10 +1,4 @@
-"""Split-K with a semaphore, as Triton device code: the last program to arrive at a piece of a result finishes it.
-
-That program does what comes next for the piece, in the same launch. Only *who* does it depends on the order in which
-programs finish; sums are taken in the order of their parts, so the same input gives the same bits. Counters are int32,
-zero before a launch and after it: a captured graph can be replayed. What is read after arrival, and was written by
-other programs of the launch, must be loaded past the L1 cache (".cg").
-"""
+"""Split-K with a semaphore, as Triton device code: the last program to finish a piece of a result runs its epilogue."""
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
 # Reason: Triton's decorators and device functions carry no types.
@@ -14,13 +8,17 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+# Only which program runs it depends on timing; parts are summed in order, so the same input gives the same bits.
+# Counters are int32, zero before and after a launch, so a captured graph can be replayed. What other programs of the
+# launch have written must be loaded past the L1 cache (".cg").
+
 
 class Epilogue(NamedTuple):
-    """What is done with each piece of a product once it is there, as the kernels take it.
+    """What happens to each finished piece of a product, as kernel arguments.
 
-    A piece is SPAN rows of the weight, the last one what is left; with RANGES of 2, those of each half of the rows
-    (gate and up). `function(parts, count, piece, row, rows, arguments)` gets the fp32 parts [count, rows, n] of the
-    product, and does `arguments.ROWS` of its rows from `row` (`Tile.rows_at_once`).
+    A piece is SPAN rows of the weight, the last one the rest; with RANGES 2, SPAN rows of each half (gate and up).
+    `function(parts, count, piece, row, rows, arguments)` gets split-K parts fp32 [count, rows, n] and handles
+    `arguments.ROWS` rows from `row` (`Tile.rows_at_once`).
     """
 
     function: Any
@@ -32,7 +30,7 @@ class Epilogue(NamedTuple):
 
 @triton.jit
 def last_to_arrive(counter, expected):
-    """Whether the `expected` programs that share this counter have all come; what they stored can be read then."""
+    """Return whether this is the last of `expected` programs to arrive; the stores of all are then visible."""
     tl.debug_barrier()  # the stores of all threads come before the atomic of one
     last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == expected - 1
     if last:
@@ -42,27 +40,24 @@ def last_to_arrive(counter, expected):
 
 @triton.jit
 def _touched(begin, end, low, length, SPAN: tl.constexpr):
-    """Of the pieces of `length` rows from `low`: the first that rows `begin` to `end` have a share in, and how many."""
+    """Return the first piece from `low` that rows `begin` to `end` overlap, and the number of such pieces."""
     start, stop = tl.maximum(begin - low, 0), tl.minimum(end - low, length)
     return start // SPAN, tl.where(start < stop, tl.cdiv(stop, SPAN) - start // SPAN, 0)
 
 
 @triton.jit
 def run_epilogue(epilogue, parts, rows, n, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Called by each program of a grid (blocks of n, parts, blocks of rows) after it stored its share of `parts`.
-
-    Up to 8 rows are one block, done at once: an index or a loop would take registers from the product.
-    """
+    """Count the arrival of this program, of grid (blocks of n, parts, blocks of rows), and run finished epilogues."""
     begin = tl.program_id(0) * BLOCK_N
     end, length = tl.minimum(begin + BLOCK_N, n), n // epilogue.RANGES
     first, here = _touched(begin, end, 0, length, epilogue.SPAN)
     other, there = _touched(begin, end, length, length * (epilogue.RANGES - 1), epilogue.SPAN)
     counters, top = epilogue.counters, 0
-    if BLOCK_M > 8:
+    if BLOCK_M > 8:  # up to 8 rows are one block without index or loop, which would take registers from the product
         counters += tl.program_id(2) * tl.cdiv(length, epilogue.SPAN)
         top = tl.program_id(2) * BLOCK_M
-    for visit in tl.range(here + there):
-        piece = tl.where(visit < here, first + visit, other + visit - here)
+    for index in tl.range(here + there):
+        piece = tl.where(index < here, first + index, other + index - here)
         low, high = piece * epilogue.SPAN, tl.minimum((piece + 1) * epilogue.SPAN, length) - 1
         blocks = high // BLOCK_N - low // BLOCK_N + 1
         if epilogue.RANGES == 2:
@@ -78,10 +73,8 @@ def run_epilogue(epilogue, parts, rows, n, BLOCK_N: tl.constexpr, BLOCK_M: tl.co
 
 @triton.jit
 def add_parts(parts, place, count, stride, inside):
-    """The sum of `count` parts `stride` apart, in order, at `place` [a, b].
-
-    Each turn costs one latency of the L2 cache: where a thread has few numbers, up to 16 loads are under way.
-    """
+    """Sum `count` parts, `stride` apart, in order, at `place` [a, b]."""
+    # Each iteration costs the latency of the L2 cache: where a thread has few values, up to 16 loads are in flight.
     FEW: tl.constexpr = 4096 // (place.shape[0] * place.shape[1])
     LOADS: tl.constexpr = 16 if FEW >= 16 else (8 if FEW >= 8 else 4)
     total = tl.zeros(place.shape, tl.float32)
@@ -94,7 +87,7 @@ def add_parts(parts, place, count, stride, inside):
 
 @triton.jit(do_not_specialize=["count"])
 def reduce_kernel(parts, y, count, size, BLOCK: tl.constexpr):
-    """y[size] = sum of parts[count, size], fp32, in order."""
+    """Store y[size] = sum of parts[count, size] fp32, in order."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < size
     total = tl.zeros((BLOCK,), tl.float32)

@@ -1,11 +1,4 @@
-"""Which tokens may be drawn, on the device: the least logit that top-k and top-p leave, without sorting.
-
-A search over the bits of the logits, four at a time: every program weighs its block of the vocabulary from `WAYS`
-pivots on, by counting (top-k) or by probability (top-p of what top-k left), and the next launch sums the weights and
-goes on from the largest pivot that reaches the goal. As many launches as the logits have bits to tell, each parallel
-over the vocabulary; no atomics, so the same logits give the same limit. Equal logits stay or go together, as in
-`runtime.sampling.logits_processors`. Does not draw, and does not know models.
-"""
+"""Finds the smallest logit that top-k and top-p leave, on the device and without sorting."""
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
 # Reason: Triton's decorators and device functions carry no types.
@@ -17,15 +10,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+# A search over the bits of the logits, four at a time: each program weighs its block of the vocabulary from `WAYS`
+# pivots on, by count (top-k) or by probability (top-p, of what top-k left); the next launch sums the weights and
+# resumes at the largest pivot that reaches the goal. No atomics, so the same logits give the same limit. Equal logits
+# stay or go together, as in `runtime.sampling.logits_processors`.
+
 WAYS = 16
 NARROW_WARPS = 8  # with 4, the sums of Triton 3.6 do not stay in registers
-# Rounds until a pivot tells any two values apart: half of 8, 8 and 13 significant bits of a key stay open.
+# Rounds until a pivot separates any two values of the dtype.
 ROUNDS = {torch.bfloat16: 4, torch.float16: 5, torch.float32: 8}
 
 
 @dataclass(frozen=True)
 class Filters:
-    """Which filters there are; their values are in buffers, so that a captured launch serves all."""
+    """Which filters apply; their values are in device buffers, so that one captured launch serves all."""
 
     top_k: bool = False
     top_p: bool = False
@@ -33,42 +31,41 @@ class Filters:
 
     @property
     def any(self) -> bool:
-        """Whether not every token may be drawn."""
         return self.top_k or self.top_p or self.min_p
 
 
 @triton.jit
 def key_of(x):
-    """int32 in the order of fp32 x; both zeros are one."""
+    """Return int32 keys in the order of fp32 x; both zeros are equal."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def largest_of(peaks, sequence, blocks, BLOCKS: tl.constexpr):
-    """The largest logit of a sequence."""
+    """Return the largest logit of a sequence."""
     place = tl.arange(0, BLOCKS)
     return tl.max(tl.load(peaks + sequence * blocks + place, mask=place < blocks, other=float("-inf")), 0)
 
 
 @triton.jit
-def settle(weights, lows, goal, top_p, step, sequence, blocks, WHOLE: tl.constexpr, BLOCKS: tl.constexpr):
-    """Where the search of a sequence stands after a round in steps of `step`, and its goal.
+def search_bound(weights, lows, goal, top_p, step, sequence, blocks, WHOLE: tl.constexpr, BLOCKS: tl.constexpr):
+    """Return the lower bound of the search of a sequence after a round in steps of `step`, and its goal.
 
-    `WHOLE`: that round's first pivot weighed everything, of which `top_p` is the goal.
+    WHOLE: the first pivot of that round weighed all tokens, and the goal is `top_p` of that.
     """
     way, place = tl.arange(0, 16), tl.arange(0, BLOCKS)
     where = (sequence * blocks + place)[:, None] * 16 + way[None, :]
     total = tl.sum(tl.load(weights + where, mask=(place < blocks)[:, None], other=0.0), 0)
     if WHOLE:
-        goal = tl.maximum(top_p * tl.sum(tl.where(way == 0, total, 0.0), 0), 1e-30)  # the largest always stays
+        goal = tl.maximum(top_p * tl.sum(tl.where(way == 0, total, 0.0), 0), 1e-30)  # the largest logit always stays
     reached = tl.sum((total >= goal).to(tl.int32), 0)
     return tl.load(lows + sequence) + tl.maximum(reached - 1, 0) * step, goal
 
 
 @triton.jit
 def peak_kernel(logits, peaks, stride, vocab, BLOCK: tl.constexpr):
-    """peaks fp32 [sequences, blocks]: the largest of each block of logits [sequences, stride]."""
+    """Store peaks fp32 [sequences, blocks], the largest of each block of logits [sequences, stride]."""
     sequence, block = tl.program_id(0), tl.program_id(1)
     place = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + sequence.to(tl.int64) * stride + place, mask=place < vocab, other=float("-inf")).to(tl.float32)
@@ -80,11 +77,11 @@ def narrow_kernel(
     logits,  # [sequences, stride]
     peaks,  # fp32 [sequences, blocks]
     weights_before,  # fp32 [sequences, blocks, 16] of the round before
-    weights,  # the same of this one
-    lows_before,  # int32 [sequences]: where the search stood before that round
-    lows,  # the same before this one
-    goals,  # fp32 [sequences]: of top-p
-    least,  # int32 [sequences]: what top-k left
+    weights,  # [sequences, blocks, 16] of this round
+    lows_before,  # int32 [sequences]: lower bounds before that round
+    lows,  # int32 [sequences]: lower bounds before this round
+    goals,  # fp32 [sequences]: goals of top-p
+    least,  # int32 [sequences]: smallest key that top-k leaves
     temperature,  # fp32 [1]
     top_k,  # fp32 [1]
     top_p,  # fp32 [1]
@@ -93,7 +90,7 @@ def narrow_kernel(
     step_before,
     step,
     ROUND: tl.constexpr,  # 0, 1 or 2 for all that follow
-    MASS: tl.constexpr,  # weigh by probability
+    MASS: tl.constexpr,  # weigh by probability, not by count
     AFTER: tl.constexpr,  # a search by counts came before
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -101,21 +98,21 @@ def narrow_kernel(
     sequence, block = tl.program_id(0), tl.program_id(1)
     blocks = tl.num_programs(1)
     low = tl.full((), -2147483648, tl.int32)
-    kept = low
+    bound = low
     if ROUND == 0:
         if MASS and AFTER:
-            kept, goal = settle(
+            bound, goal = search_bound(
                 weights_before, lows_before, tl.load(top_k), 0.0, step_before, sequence, blocks, False, BLOCKS
             )
             if block == 0:
-                tl.store(least + sequence, kept)
+                tl.store(least + sequence, bound)
     else:
         if MASS and AFTER:
-            kept = tl.load(least + sequence)
+            bound = tl.load(least + sequence)
         goal = tl.load(top_k)
         if MASS and ROUND == 2:
             goal = tl.load(goals + sequence)
-        low, goal = settle(
+        low, goal = search_bound(
             weights_before,
             lows_before,
             goal,
@@ -136,7 +133,7 @@ def narrow_kernel(
     weight = tl.where(place < vocab, 1.0, 0.0)
     if MASS:
         weight = tl.exp((x - largest_of(peaks, sequence, blocks, BLOCKS)) / tl.load(temperature))
-        weight = tl.where((key >= kept) & (place < vocab), weight, 0.0)
+        weight = tl.where((key >= bound) & (place < vocab), weight, 0.0)
     way = tl.arange(0, 16)
     above = key[:, None] >= (low + way * step)[None, :]
     tl.store(weights + (sequence * blocks + block) * 16 + way, tl.sum(tl.where(above, weight[:, None], 0.0), 0))
@@ -144,7 +141,7 @@ def narrow_kernel(
 
 @dataclass(frozen=True)
 class Limit:
-    """What `settle` needs for the limit of every sequence, and the largest logits of each block."""
+    """The arguments of `search_bound` for each sequence, and the largest logit of each block."""
 
     peaks: Tensor
     weights: Tensor
@@ -156,33 +153,35 @@ class Limit:
 def find_limit(
     logits: Tensor, vocab: int, filters: Filters, temperature: Tensor, top_k: Tensor, top_p: Tensor, block: int
 ) -> Limit:
-    """The launches of the searches that `filters` asks for, over logits [sequences, vocab or more].
+    """Launch the searches that `filters` need over logits [sequences, at least vocab].
 
-    fp32 [1]: temperature; top_k of 1 to vocab; top_p. `block` of the vocabulary is a program's.
+    temperature, top_k (1 to vocab) and top_p: fp32 [1]. block: vocabulary per program.
     """
     sequences, device = logits.shape[0], logits.device
     blocks = triton.cdiv(vocab, block)
-    grid, most = (sequences, blocks), triton.next_power_of_2(blocks)
+    grid, max_blocks = (sequences, blocks), triton.next_power_of_2(blocks)
     peaks = torch.empty(sequences, blocks, dtype=torch.float32, device=device)
     weights = torch.empty(2, sequences, blocks, WAYS, dtype=torch.float32, device=device)
-    lows = torch.empty(2, triton.cdiv(sequences, 4) * 4, dtype=torch.int32, device=device)  # both at multiples of 16
+    lows = torch.empty(
+        2, triton.cdiv(sequences, 4) * 4, dtype=torch.int32, device=device
+    )  # both rows aligned to 16 bytes
     goals = torch.empty(sequences, dtype=torch.float32, device=device)
     least = torch.empty(sequences, dtype=torch.int32, device=device)
     peak_kernel[grid](logits, peaks, logits.stride(0), vocab, BLOCK=block)
-    now, step = 0, 0
+    current, step = 0, 0
     for mass in (False, True):
         if not (filters.top_p if mass else filters.top_k):
             continue
         for index in range(ROUNDS[logits.dtype]):
-            before, now = now, 1 - now
+            before, current = current, 1 - current
             step_before, step = step, 1 << (28 - 4 * index)
             narrow_kernel[grid](
                 logits,
                 peaks,
                 weights[before],
-                weights[now],
+                weights[current],
                 lows[before],
-                lows[now],
+                lows[current],
                 goals,
                 least,
                 temperature,
@@ -196,7 +195,7 @@ def find_limit(
                 MASS=mass,
                 AFTER=filters.top_k,
                 BLOCK=block,
-                BLOCKS=most,
+                BLOCKS=max_blocks,
                 num_warps=NARROW_WARPS,
             )
-    return Limit(peaks, weights[now], lows[now], goals, step)
+    return Limit(peaks, weights[current], lows[current], goals, step)

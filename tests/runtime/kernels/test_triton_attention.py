@@ -19,7 +19,7 @@ from mycli.runtime.kernels.triton.attention import (  # noqa: E402  (only where 
     BLOCK_K,
     decode_attention,
     splits,
-    tokens_at_once,
+    tokens_per_program,
 )
 from tests.support.triton_products import difference, numbers, product  # noqa: E402  (as above)
 
@@ -156,5 +156,5 @@ def test_refuses_what_the_kernels_take_for_granted() -> None:
 
 
 def test_lots_of_tokens_are_as_few_and_as_even_as_columns_allow() -> None:
-    assert [tokens_at_once(tokens, 4) for tokens in (1, 8, 16, 17, 33, 64)] == [1, 8, 16, 9, 11, 16]
-    assert tokens_at_once(64, 1) == 64 and tokens_at_once(2, 64) == 1 and tokens_at_once(1, 65) == 0
+    assert [tokens_per_program(tokens, 4) for tokens in (1, 8, 16, 17, 33, 64)] == [1, 8, 16, 9, 11, 16]
+    assert tokens_per_program(64, 1) == 64 and tokens_per_program(2, 64) == 1 and tokens_per_program(1, 65) == 0

@@ -20,7 +20,7 @@ from mycli.runtime.kernels.triton.experts import (
     triton_weighted_sum,
 )
 from mycli.runtime.kernels.triton.product.matmul import TritonMatmul
-from mycli.runtime.kernels.triton.product.tiles import Chip, most_packed_rows
+from mycli.runtime.kernels.triton.product.tiles import Chip, max_packed_rows
 from mycli.runtime.models.experts_spec import RoutingSpec
 from mycli.runtime.quantization.packed_weight import dequantize
 from mycli.runtime.quantization.scheme import Packing
@@ -79,7 +79,7 @@ def products(case: Routes) -> tuple[float, bool]:
     """Relative error of pairs, gathered and not, against fp64; whether a second time, backwards, is the same."""
     stored = [weight(case.packing, case.n, case.k, seed=seed, dtype=case.dtype) for seed in range(case.experts)]
     chip = Chip(case.capability, case.processors, case.pdl)
-    table = ExpertTable.of([TritonMatmul(one, chip) for one in stored])
+    table = ExpertTable.from_weights([TritonMatmul(one, chip) for one in stored])
     assert not isinstance(table, Declined)
     route = reference.route(scores(case.tokens, case.experts), RoutingSpec(case.top_k, normalize=True))
     starts = torch.zeros(case.experts + 1, dtype=torch.int32)
@@ -187,20 +187,20 @@ def test_the_table_is_made_once_and_of_weights_that_are_alike() -> None:
     chip = Chip((9, 0), 1)
     alike = [TritonMatmul(weight(Packing(4, 128), 16, 128, seed), chip) for seed in range(3)]
     held = ExpertWeights(alike)
-    table = held.derived(ExpertTable.of)
-    assert isinstance(table, ExpertTable) and held.derived(ExpertTable.of) is table
+    table = held.derived(ExpertTable.from_weights)
+    assert isinstance(table, ExpertTable) and held.derived(ExpertTable.from_weights) is table
     for one, codes, scales in zip(alike, table.codes.tolist(), table.scales.tolist(), strict=True):
         assert one.codes.data_ptr() == alike[0].codes.data_ptr() + 16 * codes
         assert one.scales.data_ptr() == alike[0].scales.data_ptr() + 16 * scales
     for other in (weight(Packing(8, 128), 16, 128, 0), weight(Packing(4, 128), 32, 128, 0)):
-        assert isinstance(ExpertTable.of([*alike, TritonMatmul(other, chip)]), Declined)
-    assert isinstance(ExpertTable.of([*alike, torch.randn(16, 128)]), Declined)
+        assert isinstance(ExpertTable.from_weights([*alike, TritonMatmul(other, chip)]), Declined)
+    assert isinstance(ExpertTable.from_weights([*alike, torch.randn(16, 128)]), Declined)
 
 
 def test_declines_what_others_do_sooner() -> None:
     chip = Chip((9, 0), 1)
     one = TritonMatmul(weight(Packing(4, 128), 16, 128, 0), chip)
-    many = torch.zeros(most_packed_rows(chip) + 1, 128, dtype=torch.bfloat16)
+    many = torch.zeros(max_packed_rows(chip) + 1, 128, dtype=torch.bfloat16)
     starts = torch.tensor([0, len(many)], dtype=torch.int32)
     assert "too-many-rows-per-expert" in str(triton_routed_product([one], many, starts, None))
     assert "not-triton-layout" in str(triton_routed_product([torch.randn(16, 128)], many, starts, None))
@@ -212,7 +212,7 @@ def test_declines_what_others_do_sooner() -> None:
 @pytest.mark.parametrize(("pairs", "experts", "rows"), [(8, 128, 8), (512, 4, 64), (65, 3, 16), (1, 1, 8)])
 def test_there_are_tiles_enough_for_any_route(pairs: int, experts: int, rows: int) -> None:
     """The most that any split of the pairs takes, tried on the worst: one pair for each expert, the rest for one."""
-    one = ExpertTable.of([TritonMatmul(weight(Packing(4, 128), 16, 128, 0), Chip((9, 0), 1))] * experts)
+    one = ExpertTable.from_weights([TritonMatmul(weight(Packing(4, 128), 16, 128, 0), Chip((9, 0), 1))] * experts)
     assert isinstance(one, ExpertTable)
     hit = min(pairs, experts)
     worst = max(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mycli.runtime.kernels.triton.product.tiles import Chip, most_packed_rows, parts, tile
+from mycli.runtime.kernels.triton.product.tiles import Chip, max_packed_rows, parts, tile
 from mycli.runtime.kernels.triton.product.weight_layout import layout_of, padded_k, tile_k
 from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
 
@@ -13,7 +13,7 @@ PACKINGS = [Packing(bits, group) for bits in BITS for group in (*GROUP_SIZES, No
 @pytest.mark.parametrize("chip", CHIPS, ids=str)
 @pytest.mark.parametrize("packing", PACKINGS, ids=lambda packing: packing.name)
 def test_every_packing_has_a_tile(packing: Packing, chip: Chip) -> None:
-    for rows in (1, 8, 9, 16, 17, 33, 64, 65, most_packed_rows(chip)):
+    for rows in (1, 8, 9, 16, 17, 33, 64, 65, max_packed_rows(chip)):
         shape = tile(chip, packing, rows)
         assert shape.block_m >= min(rows, 16)
         assert shape.block_n % (layout_of(packing).chunk_n * shape.warps) == 0, "a warp's rows are whole chunks"

@@ -19,7 +19,7 @@ import triton  # noqa: E402  (only where Triton is)
 import triton.language as tl  # noqa: E402  (as above)
 
 from mycli.runtime.kernels.triton.sample import VOCABULARY_BLOCK, SamplingBuffers, sample_tokens  # noqa: E402  (as above)
-from mycli.runtime.kernels.triton.top_k_top_p import Filters, find_limit, key_of, settle  # noqa: E402  (as above)
+from mycli.runtime.kernels.triton.top_k_top_p import Filters, find_limit, key_of, search_bound  # noqa: E402  (as above)
 
 __all__ = ["interpret"]
 
@@ -67,7 +67,7 @@ def kept_kernel(  # type: ignore[no-untyped-def]  # device code carries no types
 ):
     sequence = tl.program_id(0)
     goal = tl.load(goals + sequence) if TOP_P else tl.load(top_k)
-    low, _ = settle(weights, lows, goal, 0.0, step, sequence, blocks, False, 8)
+    low, _ = search_bound(weights, lows, goal, 0.0, step, sequence, blocks, False, 8)
     place = tl.arange(0, SIZE)
     x = tl.load(logits + sequence * stride + place, mask=place < vocab, other=float("-inf")).to(tl.float32)
     tl.store(out + sequence * vocab + place, (key_of(x) >= low).to(tl.int8), mask=place < vocab)

@@ -1,17 +1,4 @@
-"""The product of packed weights and few rows of activations, y = x W^T, as Triton device code.
-
-Weight and activation change places: the weight tile [BLOCK_N, TILE_K] is the 16-row operand of the MMA, unpacked in
-registers from the order of `product.weight_layout`, and the activations are its 8 columns: 1 to 8 rows cost the same.
-What the unpacking leaves in (bias, power of two) is taken off once per group:
-
-    y += s / 2^e * (acc * scale_x - (1024 + 2^e * 2^(bits-1)) * sum_x) + offset * sum_x
-
-with acc the fp32 sum of (1024 + 2^e * u) * x; codes of a table have no bias (`product.tables`). Groups of 16 are
-unpacked two at a time, and are an MMA each. Activations are fp16,
-scaled by a power of two per group so that bf16 fits exactly; their sums come with them (`product.activation`). Sums
-over K are fp32 and in a fixed order: parts of K are written apart, and added in turn by a kernel or by the program that
-runs the `Epilogue` (`triton.split_k`). Knows no tensors; `product.matmul` launches, and checks what is assumed here.
-"""
+"""y = x W^T for packed weights and few rows, as Triton device code; `product.matmul` launches and checks arguments."""
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
 # Reason: Triton's decorators and device functions carry no types.
@@ -28,13 +15,23 @@ from mycli.runtime.kernels.triton.product.tables import table4, table8
 from mycli.runtime.kernels.triton.product.unpack import unpack2, unpack3, unpack4, unpack8
 from mycli.runtime.kernels.triton.split_k import run_epilogue
 
+# The weight tile [BLOCK_N, TILE_K] is the 16-row operand of the MMA, unpacked in registers from the order of
+# `product.weight_layout`, and the activations are its 8 columns, so 1 to 8 rows cost the same. What unpacking leaves
+# in (bias, power of two) is removed once per group:
+#
+#     y += s / 2^e * (acc * scale_x - (1024 + 2^e * 2^(bits-1)) * sum_x) + offset * sum_x
+#
+# with acc the fp32 sum of (1024 + 2^e * u) * x; codes of a table have no bias (`product.tables`). Groups of 16 are
+# unpacked two at a time, with an MMA each. Sums over K are fp32 in a fixed order: parts of K are stored apart and
+# added in turn, by a kernel or by the program that runs the `Epilogue` (`triton.split_k`).
+
 
 class RmsScale(NamedTuple):
-    """What rows are yet to be divided by: the root of their mean square (RMSNorm, arXiv 1910.07467)."""
+    """What rows are still to be divided by: the root of their mean square (RMSNorm, arXiv 1910.07467)."""
 
-    squares: Any  # fp32 [pieces, rows kept]: sums of squares of the pieces of each row
+    squares: Any  # fp32 [pieces, padded rows]: sum of squares of each piece of a row
     pieces: Any
-    size: Any  # of a row
+    size: Any  # columns of a row
     eps: Any
     PIECES: Any  # a power of two, at least `pieces`
 
@@ -42,7 +39,7 @@ class RmsScale(NamedTuple):
 @triton.jit
 def _load_weights(
     codes,
-    chunks,  # which chunk each of the tile's is, int64
+    chunks,  # int64: index of each chunk of the tile
     k_chunks,
     tile,
     BITS: tl.constexpr,
@@ -54,31 +51,31 @@ def _load_weights(
     CODES: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """A tile of 1024 + 2^e * u, fp16 [BLOCK_N, TILE_K], its columns in MMA order; TILE_K as many as are unpacked.
+    """Load a tile of 1024 + 2^e * u, fp16 [BLOCK_N, TILE_K], columns in MMA order.
 
     The permutations only rename registers: read them as (chunk, lane / 4 = 8, lane % 4 = 4, 8 fields, fields apart).
     """
     NARROW: tl.constexpr = CHUNK_K == 32 and BITS != 8
     WIDE_K: tl.constexpr = TILE_K // CHUNK_K
-    TURNS: tl.constexpr = BLOCK_N // (16 * REPEATS) // WARPS
+    PER_WARP: tl.constexpr = BLOCK_N // (16 * REPEATS) // WARPS
     WORDS: tl.constexpr = 3 if BITS == 3 else 1
     run = tl.arange(0, WIDE_K)[None, :, None] * (WORDS * 256) + tl.arange(0, 256)[None, None, :]
     source = codes + tile * (WIDE_K * WORDS * 256) + chunks[:, None, None] * (k_chunks * WORDS * 256) + run
     a = tl.load(source)
     if BITS == 8:
         w = unpack8(a, ASM) if CODES == "int" else table8(a, CODES, ASM)
-        w = w.reshape(TURNS, WARPS, WIDE_K, 8, 4, 2, 2, 2, 2)
+        w = w.reshape(PER_WARP, WARPS, WIDE_K, 8, 4, 2, 2, 2, 2)
         w = w.permute(0, 1, 8, 3, 2, 5, 4, 6, 7)
     elif BITS == 4:
         w = unpack4(a, ASM) if CODES == "int" else table4(a, CODES, ASM)
-        w = w.reshape(TURNS, WARPS, WIDE_K, 8, 4, 2, 2, 2, 2, 2)
+        w = w.reshape(PER_WARP, WARPS, WIDE_K, 8, 4, 2, 2, 2, 2, 2)
         w = w.permute(0, 5, 1, 8, 3, 2, 9, 4, 6, 7) if NARROW else w.permute(0, 1, 8, 3, 2, 5, 9, 4, 6, 7)
     elif BITS == 2:
-        w = unpack2(a, ASM).reshape(TURNS, WARPS, WIDE_K, 8, 4, 2, 2, 2, 2, 2, 2)
+        w = unpack2(a, ASM).reshape(PER_WARP, WARPS, WIDE_K, 8, 4, 2, 2, 2, 2, 2, 2)
         w = w.permute(0, 5, 9, 1, 8, 3, 2, 10, 4, 6, 7) if NARROW else w.permute(0, 9, 1, 8, 3, 2, 5, 10, 4, 6, 7)
     else:
         b, c = tl.load(source + 256), tl.load(source + 512)
-        w = unpack3(a, b, c, ASM).reshape(TURNS, WARPS, WIDE_K, 8, 4, 2, 2, 2, 2, 2, 2, 2)
+        w = unpack3(a, b, c, ASM).reshape(PER_WARP, WARPS, WIDE_K, 8, 4, 2, 2, 2, 2, 2, 2, 2)
         if NARROW:
             w = w.permute(0, 5, 10, 9, 1, 8, 3, 2, 11, 4, 6, 7)
         else:
@@ -88,9 +85,9 @@ def _load_weights(
 
 @triton.jit
 def _two_groups(w, BLOCK_N: tl.constexpr, PERMUTED: tl.constexpr):
-    """The two groups of 16 in a step of 32 columns, fp16 [BLOCK_N, 16] each, with columns as the MMA takes them.
+    """Split a step of 32 columns into its two groups, fp16 [BLOCK_N, 16] each, columns in MMA order.
 
-    One thread has columns 4t .. 4t + 3 of each. wgmma numbers them (k half, t, pair), the older MMA as they lie.
+    A thread has columns 4t .. 4t + 3 of each. wgmma orders them (k half, t, pair), the older MMA as stored.
     """
     w = w.reshape(BLOCK_N, 2, 4, 2, 2)  # (k half, t, group, pair)
     w = w.permute(0, 1, 2, 4, 3) if PERMUTED else w.permute(0, 2, 1, 4, 3)
@@ -98,40 +95,38 @@ def _two_groups(w, BLOCK_N: tl.constexpr, PERMUTED: tl.constexpr):
 
 
 @triton.jit
-def _row_sums(sums, tile, end, x_columns, rows_kept, UNROLL: tl.constexpr):
-    """(scale, sum) fp32 [BLOCK_M, 2] of the activations of the next UNROLL tiles."""
+def _row_sums(sums, tile, end, x_columns, rows_padded, UNROLL: tl.constexpr):
     pairs: tl.tuple = ()
     for step in tl.static_range(UNROLL):
-        start = sums + tl.minimum(tile + step, end - 1) * (2 * rows_kept)
+        start = sums + tl.minimum(tile + step, end - 1) * (2 * rows_padded)
         pairs = pairs + (tl.load(start + x_columns[:, None] * 2 + tl.arange(0, 2)[None, :]),)
     return pairs
 
 
 @triton.jit
-def _load_squares(rms, x_columns, rows_kept, present):
-    """Of the pieces of each row of activations in `x_columns`, where `present`: fp32 [PIECES, columns]."""
+def _load_squares(rms, x_columns, rows_padded, present):
     piece = tl.arange(0, rms.PIECES)[:, None]
     known = (piece < rms.pieces) & present[None, :]
-    return tl.load(rms.squares + piece * rows_kept + x_columns[None, :], mask=known, other=0.0)
+    return tl.load(rms.squares + piece * rows_padded + x_columns[None, :], mask=known, other=0.0)
 
 
-@triton.jit(do_not_specialize=["rows", "rows_kept", "tiles_per_part"])
+@triton.jit(do_not_specialize=["rows", "rows_padded", "tiles_per_part"])
 def multiply_kernel(
     codes,  # int16, in the order of `product.weight_layout`
     scales,  # int32 pairs of 16-bit scales, or fp32
     offsets,  # fp32 in the order of fp32 scales, or None
-    x,  # fp16 [rows, k_kept], scaled
-    sums,  # fp32 [k_kept / TILE_K, rows_kept, 2]: the power of two taken out of x, and the sum of x as it was
+    x,  # fp16 [rows, k_padded], scaled
+    sums,  # fp32 [k_padded / TILE_K, rows_padded, 2]: the power of two of x, and the sum before scaling
     y,  # [parts, rows, n]
     rows,
     n,
-    n_kept,
-    k_kept,
-    rows_kept,
+    n_padded,
+    k_padded,
+    rows_padded,
     tiles_per_part,
     rms,  # `RmsScale` or None
     epilogue,  # `Epilogue` where EPILOGUE, else None
-    routed,  # `Routed` where ROUTED, else None; rows of y are pairs then, and `codes` and `scales` the first expert's
+    routed,  # `Routed` where ROUTED, else None: rows of y are pairs, `codes` and `scales` those of the first expert
     BITS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -141,29 +136,26 @@ def multiply_kernel(
     REPEATS: tl.constexpr,  # MMA tiles of 16 rows in a chunk
     CHUNK_K: tl.constexpr,
     SCALE: tl.constexpr,  # dtype of the scales: bf16, fp16, fp32
-    CHANNEL: tl.constexpr,  # one scale a row
-    CODES: tl.constexpr,  # what they stand for: `int`, or a table
-    UNIT: tl.constexpr,  # of what a table's codes are unpacked to
-    PERMUTED: tl.constexpr,  # x comes with its columns in MMA order
+    CHANNEL: tl.constexpr,  # one scale per row
+    CODES: tl.constexpr,  # meaning of the codes: `int`, or a table
+    UNIT: tl.constexpr,  # value / unpacked number of a table
+    PERMUTED: tl.constexpr,  # columns of x are in MMA order
     ASM: tl.constexpr,
-    PDL: tl.constexpr,  # it may begin before the launch before it ends
-    EPILOGUE: tl.constexpr,  # Triton 3.6 compares no tuple that holds a None with None
+    PDL: tl.constexpr,  # programmatic dependent launch
+    EPILOGUE: tl.constexpr,  # Triton 3.6 cannot compare a tuple that contains None with None
     ROUTED: tl.constexpr,
 ):
-    """Grid (blocks of n, parts of K, blocks of rows); UNROLL divides tiles_per_part and the number of tiles.
-
-    Of experts, a block of rows belongs to one of them; blocks of the grid past the last one do nothing.
-    """
+    """Grid (blocks of n, parts of K, blocks of rows); UNROLL divides tiles_per_part and the number of tiles."""
     CHUNK_N: tl.constexpr = 16 * REPEATS
     block, part = tl.program_id(0), tl.program_id(1)
-    # Chunks past the end read the last: their rows are never stored.
-    chunks = tl.minimum(block * (BLOCK_N // CHUNK_N) + tl.arange(0, BLOCK_N // CHUNK_N), n_kept // CHUNK_N - 1)
+    # Chunks past the end read the last one; their rows are never stored.
+    chunks = tl.minimum(block * (BLOCK_N // CHUNK_N) + tl.arange(0, BLOCK_N // CHUNK_N), n_padded // CHUNK_N - 1)
     chunks = chunks.to(tl.int64)
     blocks = tile_blocks(block, BLOCK_N, REPEATS, WARPS)
-    kept_blocks = tl.minimum(blocks, n_kept // 16 - 1)
-    k_chunks = k_kept // CHUNK_K
+    stored_blocks = tl.minimum(blocks, n_padded // 16 - 1)
+    k_chunks = k_padded // CHUNK_K
     if ROUTED:
-        if PDL:  # whose weights it reads, the launch before it says
+        if PDL:  # the routing comes from the previous launch, so no weight can be prefetched
             pdl_wait()
         which, columns, x_columns, last = expert_tile(routed, BLOCK_M)
         codes += tl.load(routed.codes + which) * 8
@@ -173,41 +165,42 @@ def multiply_kernel(
     else:
         columns, last = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M), rows
         x_columns = columns
-    x_rows = x + x_columns[:, None] * k_kept + tl.arange(0, TILE_K)[None, :]
-    x_steps = x + x_columns[:, None] * k_kept + tl.arange(0, 32)[None, :]
+    x_rows = x + x_columns[:, None] * k_padded + tl.arange(0, TILE_K)[None, :]
+    x_steps = x + x_columns[:, None] * k_padded + tl.arange(0, 32)[None, :]
     factor, bias = row_terms(BITS, BLOCK_N, REPEATS, WARPS, CODES, UNIT)
     start = part * tiles_per_part
-    end = tl.minimum(start + tiles_per_part, k_kept // TILE_K)
+    end = tl.minimum(start + tiles_per_part, k_padded // TILE_K)
     stop = end
     if ROUTED:
         stop = tl.where(last > 0, end, start)
     elif PDL:
         RUNS: tl.constexpr = BLOCK_N // CHUNK_N
         TILE_BYTES: tl.constexpr = CHUNK_N * TILE_K * BITS // 8
-        run_bytes = (k_kept // TILE_K).to(tl.int64) * TILE_BYTES
-        begun = codes + start * (TILE_BYTES // 2)
-        prefetch_weights(begun, block * RUNS, n_kept // CHUNK_N - 1, run_bytes, (end - start) * TILE_BYTES, RUNS, WARPS)
+        run_bytes = (k_padded // TILE_K).to(tl.int64) * TILE_BYTES
+        begin = codes + start * (TILE_BYTES // 2)
+        part_bytes = (end - start) * TILE_BYTES
+        prefetch_weights(begin, block * RUNS, n_padded // CHUNK_N - 1, run_bytes, part_bytes, RUNS, WARPS)
         pdl_wait()
-    # With few rows, what a group needs besides its codes is fetched one turn ahead; with many, registers are too dear.
+    # With few rows, scales and sums are loaded one iteration ahead; with many, registers are too scarce.
     AHEAD: tl.constexpr = BLOCK_M <= 8
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     if CHANNEL and offsets is not None:
         x_total = tl.zeros((BLOCK_M,), tl.float32)
     if rms is not None and AHEAD:
-        squares = _load_squares(rms, x_columns, rows_kept, columns < last)
+        squares = _load_squares(rms, x_columns, rows_padded, columns < last)
     words = scale_words(
-        scales, 0 if CHANNEL else start, 1 if CHANNEL else end, n_kept, kept_blocks, UNROLL, BLOCK_N, SCALE
+        scales, 0 if CHANNEL else start, 1 if CHANNEL else end, n_padded, stored_blocks, UNROLL, BLOCK_N, SCALE
     )
-    pairs = _row_sums(sums, start, end, x_columns, rows_kept, UNROLL)
+    pairs = _row_sums(sums, start, end, x_columns, rows_padded, UNROLL)
     for tile in tl.range(start, stop, UNROLL):
         if AHEAD:
             if not CHANNEL:
-                next_words = scale_words(scales, tile + UNROLL, end, n_kept, kept_blocks, UNROLL, BLOCK_N, SCALE)
-            next_pairs = _row_sums(sums, tile + UNROLL, end, x_columns, rows_kept, UNROLL)
+                next_words = scale_words(scales, tile + UNROLL, end, n_padded, stored_blocks, UNROLL, BLOCK_N, SCALE)
+            next_pairs = _row_sums(sums, tile + UNROLL, end, x_columns, rows_padded, UNROLL)
         else:
             if not CHANNEL:
-                words = scale_words(scales, tile, end, n_kept, kept_blocks, UNROLL, BLOCK_N, SCALE)
-            pairs = _row_sums(sums, tile, end, x_columns, rows_kept, UNROLL)
+                words = scale_words(scales, tile, end, n_padded, stored_blocks, UNROLL, BLOCK_N, SCALE)
+            pairs = _row_sums(sums, tile, end, x_columns, rows_padded, UNROLL)
         for turn in tl.static_range(UNROLL):
             now = tile + turn
             if TILE_K >= 32:
@@ -243,7 +236,7 @@ def multiply_kernel(
             else:
                 total += (to_scales(words[turn], BLOCK_N, SCALE) * factor)[:, None] * part_sum
                 if offsets is not None:
-                    offset = load_scales(offsets, now, n_kept, kept_blocks, BLOCK_N, "fp32")
+                    offset = load_scales(offsets, now, n_padded, stored_blocks, BLOCK_N, "fp32")
                     total += offset[:, None] * x_sum[None, :]
         if AHEAD:
             if not CHANNEL:
@@ -252,10 +245,10 @@ def multiply_kernel(
     if CHANNEL:
         total *= (to_scales(words[0], BLOCK_N, SCALE) * factor)[:, None]
         if offsets is not None:
-            total += load_scales(offsets, 0, n_kept, kept_blocks, BLOCK_N, "fp32")[:, None] * x_total[None, :]
+            total += load_scales(offsets, 0, n_padded, stored_blocks, BLOCK_N, "fp32")[:, None] * x_total[None, :]
     if rms is not None:
         if not AHEAD:
-            squares = _load_squares(rms, x_columns, rows_kept, columns < last)
+            squares = _load_squares(rms, x_columns, rows_padded, columns < last)
         total *= tl.rsqrt(tl.sum(squares, axis=0) / rms.size + rms.eps)[None, :]
     out = (blocks[:, None] * 16 + tl.arange(0, 16)[None, :]).reshape(BLOCK_N)
     place = (part * rows + columns[None, :]).to(tl.int64) * n + out[:, None]
@@ -268,7 +261,7 @@ def multiply_kernel(
 def _spread(
     scales,
     tile,
-    n_kept,
+    n_padded,
     blocks,
     BLOCK_N: tl.constexpr,
     STEP: tl.constexpr,
@@ -276,13 +269,13 @@ def _spread(
     SCALE: tl.constexpr,
     CHANNEL: tl.constexpr,
 ):
-    """Scales or offsets of the columns of a step: fp32 [BLOCK_N, 1], or [BLOCK_N, STEP] of two groups."""
+    """Return scales or offsets for the columns of a step: fp32 [BLOCK_N, 1], or [BLOCK_N, STEP] for two groups."""
     if TILE_K == STEP:
-        words = load_scales(scales, 0 if CHANNEL else tile, n_kept, blocks, BLOCK_N, SCALE)
+        words = load_scales(scales, 0 if CHANNEL else tile, n_padded, blocks, BLOCK_N, SCALE)
         return to_scales(words, BLOCK_N, SCALE)[:, None]
     else:
-        first = to_scales(load_scales(scales, 2 * tile, n_kept, blocks, BLOCK_N, SCALE), BLOCK_N, SCALE)
-        second = to_scales(load_scales(scales, 2 * tile + 1, n_kept, blocks, BLOCK_N, SCALE), BLOCK_N, SCALE)
+        first = to_scales(load_scales(scales, 2 * tile, n_padded, blocks, BLOCK_N, SCALE), BLOCK_N, SCALE)
+        second = to_scales(load_scales(scales, 2 * tile + 1, n_padded, blocks, BLOCK_N, SCALE), BLOCK_N, SCALE)
         return tl.where(tl.arange(0, STEP)[None, :] < TILE_K, first[:, None], second[:, None])
 
 
@@ -292,11 +285,11 @@ def dequantize_kernel(
     scales,
     offsets,
     y,  # [n - first, k]
-    first,  # row at which y begins: a multiple of BLOCK_N
+    first,  # first row of y in the weight, a multiple of BLOCK_N
     n,
     k,
-    n_kept,
-    k_kept,
+    n_padded,
+    k_padded,
     BITS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     TILE_K: tl.constexpr,
@@ -309,14 +302,14 @@ def dequantize_kernel(
     UNIT: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Grid (blocks of n, tiles of K, or pairs of them of 16). y = value(u) * s + offset, rounded once."""
+    """Grid (blocks of n, tiles of K, or pairs of 16-column tiles): y = value(u) * s + offset, rounded once."""
     STEP: tl.constexpr = TILE_K if TILE_K >= 32 else 32
     CHUNK_N: tl.constexpr = 16 * REPEATS
     block, tile = tl.program_id(0) + first // BLOCK_N, tl.program_id(1)
-    chunks = tl.minimum(block * (BLOCK_N // CHUNK_N) + tl.arange(0, BLOCK_N // CHUNK_N), n_kept // CHUNK_N - 1)
+    chunks = tl.minimum(block * (BLOCK_N // CHUNK_N) + tl.arange(0, BLOCK_N // CHUNK_N), n_padded // CHUNK_N - 1)
     blocks = tile_blocks(block, BLOCK_N, REPEATS, WARPS)
     w = _load_weights(
-        codes, chunks.to(tl.int64), k_kept // CHUNK_K, tile, BITS, BLOCK_N, STEP, REPEATS, CHUNK_K, WARPS, CODES, ASM
+        codes, chunks.to(tl.int64), k_padded // CHUNK_K, tile, BITS, BLOCK_N, STEP, REPEATS, CHUNK_K, WARPS, CODES, ASM
     )
     w = w.reshape(BLOCK_N, STEP // 32, 2, 4, 2, 2)  # (step, k half, t, pair of pairs, pair)
     w = w.permute(0, 1, 4, 3, 2, 5) if TILE_K == 16 else w.permute(0, 1, 3, 4, 2, 5)
@@ -325,8 +318,8 @@ def dequantize_kernel(
     row = (blocks[:, None] * 16 + tl.arange(0, 16)[None, :]).reshape(BLOCK_N)
     column = tile * STEP + tl.arange(0, STEP)
     place = y + (row - first).to(tl.int64)[:, None] * k + column[None, :]
-    kept_blocks = tl.minimum(blocks, n_kept // 16 - 1)
-    dense = signed * _spread(scales, tile, n_kept, kept_blocks, BLOCK_N, STEP, TILE_K, SCALE, CHANNEL)
+    stored_blocks = tl.minimum(blocks, n_padded // 16 - 1)
+    dense = signed * _spread(scales, tile, n_padded, stored_blocks, BLOCK_N, STEP, TILE_K, SCALE, CHANNEL)
     if offsets is not None:
-        dense += _spread(offsets, tile, n_kept, kept_blocks, BLOCK_N, STEP, TILE_K, "fp32", CHANNEL)
+        dense += _spread(offsets, tile, n_padded, stored_blocks, BLOCK_N, STEP, TILE_K, "fp32", CHANNEL)
     tl.store(place, dense.to(y.dtype.element_ty), mask=(row[:, None] < n) & (column[None, :] < k))

@@ -1,9 +1,4 @@
-"""Finds the expert and the rows of a program in a grouped product, as Triton device code.
-
-(token, expert) pairs are sorted by expert and each expert's pairs are cut into tiles of rows. The grid has as many
-tiles as any routing can need (`RoutedRows.max_tiles`) and each program finds its own on the device, so neither the
-number of launches nor the host depends on the routing.
-"""
+"""Finds the expert and the rows of a program in a grouped product, as Triton device code."""
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
 # Reason: Triton's decorators and device functions carry no types.
@@ -13,24 +8,28 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+# (token, expert) pairs are sorted by expert and each expert's pairs are cut into tiles of rows. The grid has as many
+# tiles as any routing can need (`RoutedRows.max_tiles`) and each program finds its own on the device, so neither the
+# number of launches nor the host depends on the routing.
+
 
 class Routed(NamedTuple):
-    """The weights of experts and the pairs that go to them, as `multiply_kernel` takes them."""
+    """Weights of experts and the pairs routed to them, as arguments of `multiply_kernel`; see `matmul.RoutedRows`."""
 
-    codes: Any  # int64 [experts]: how far each expert's codes lie behind the first's, in units of 16 bytes
+    codes: Any  # int64 [experts]: distance from the first expert's codes, in units of 16 bytes
     scales: Any  # int64 [experts]: likewise
-    offsets: Any  # int64 [experts]: likewise; None where they have none
+    offsets: Any  # int64 [experts] or None: likewise
     starts: Any  # int32 [experts + 1]: the pairs of expert e are starts[e] to starts[e + 1]
-    tokens: Any  # int32 [pairs], the row of x that each takes; None: its own
+    tokens: Any  # int32 [pairs], the row of x that each reads; None: its own
     experts: Any
     EXPERTS: Any  # a power of two, at least `experts`
 
 
 @triton.jit
 def expert_tile(routed, BLOCK_M: tl.constexpr):
-    """(expert, pairs [BLOCK_M], rows of x [BLOCK_M], end of its pairs) of tile `program_id(2)`.
+    """Return (expert, pairs [BLOCK_M], rows of x [BLOCK_M], end of the expert's pairs) of tile `program_id(2)`.
 
-    The end is 0 for a tile that is not there. A row past the end is row 0 of x.
+    The end is 0 for a tile that does not exist. Pairs past the end read row 0 of x.
     """
     expert = tl.arange(0, routed.EXPERTS)
     known = expert < routed.experts
@@ -39,7 +38,7 @@ def expert_tile(routed, BLOCK_M: tl.constexpr):
     tiles = tl.cdiv(count, BLOCK_M)
     before = tl.cumsum(tiles, 0) - tiles
     place = tl.program_id(2) - before
-    mine = (place >= 0) & (place < tiles)  # of one expert at most
+    mine = (place >= 0) & (place < tiles)  # true for one expert at most
     which = tl.sum(tl.where(mine, expert, 0), 0)
     first = tl.sum(tl.where(mine, begin + place * BLOCK_M, 0), 0)
     last = tl.sum(tl.where(mine, begin + count, 0), 0)

@@ -1,8 +1,4 @@
-"""Which packed weights the Triton kernels multiply, and whether they do it right on this machine.
-
-Asked at load, for each weight. Importing this file imports no Triton: it is absent on some platforms, and slow to load
-where nothing will use it.
-"""
+"""Decides which packed weights the Triton kernels multiply, after a check on this machine; called once per weight."""
 
 from dataclasses import replace
 from functools import cache
@@ -16,34 +12,36 @@ from mycli.runtime.errors import Declined, summarize_error
 from mycli.runtime.kernels.reference import DequantizeMatmul
 from mycli.runtime.kernels.triton.product.matmul import ACTIVATION_DTYPES, TritonMatmul, chip_of
 from mycli.runtime.kernels.triton.product.tiles import Chip
-from mycli.runtime.kernels.triton.product.weight_layout import multiplied
+from mycli.runtime.kernels.triton.product.weight_layout import gpu_packing
 from mycli.runtime.quantization.packed_weight import Matmul, PackedWeight, dequantize, pack
 from mycli.runtime.quantization.scheme import Packing
 
+# Imports Triton only when called.
+
 
 def small_product(device: torch.device, packing: Packing, chip: Chip, rows: int) -> float:
-    """Relative error of a product of `rows` rows and a small random weight, against the dense one in fp64."""
+    """Return the relative error of a product of `rows` rows and a small random weight against fp64."""
     generator = torch.Generator().manual_seed(rows)
     columns = 2 * (packing.group_size or 128)
     codes = torch.randint(0, 1 << packing.bits, (96, columns), generator=generator).to(torch.uint8)
-    codes &= {"e5m2": 0xBB, "e4m3": 0xF7}.get(packing.codes, 0xFF)  # of codes that are numbers
+    codes &= {"e5m2": 0xBB, "e4m3": 0xF7}.get(packing.codes, 0xFF)  # no NaN or infinity
     scales = torch.randn(96, packing.groups(columns), generator=generator).bfloat16()
     offsets = torch.randn(scales.shape, generator=generator) if packing.offsets else None
     weight = PackedWeight(pack(codes, packing.bits), scales, packing, columns, offsets)
     x = torch.randn(rows, columns, generator=generator).bfloat16()
     expected = x.double() @ dequantize(weight).double().t()
-    moved = None if offsets is None else offsets.to(device)
-    given = replace(weight, packed=weight.packed.to(device), scales=scales.to(device), offsets=moved)
-    found = TritonMatmul(given, chip)(x.to(device)).cpu().double()
-    return float((found - expected).norm() / expected.norm())
+    device_offsets = None if offsets is None else offsets.to(device)
+    device_weight = replace(weight, packed=weight.packed.to(device), scales=scales.to(device), offsets=device_offsets)
+    product = TritonMatmul(device_weight, chip)(x.to(device)).cpu().double()
+    return float((product - expected).norm() / expected.norm())
 
 
-_ONE_AT_A_TIME = Lock()  # of the checks: layers are loaded by several threads
+_CHECK_LOCK = Lock()  # layers are loaded by several threads
 
 
 def self_check(device: torch.device, packing: Packing) -> Declined | None:
-    """Why the kernels are not to be used here, None if small products come out right; asked once, by one thread."""
-    with _ONE_AT_A_TIME:
+    """Return why the kernels cannot be used here, None if small products are right; the first call checks."""
+    with _CHECK_LOCK:
         return _checked(device, packing)
 
 
@@ -60,7 +58,7 @@ def _checked(device: torch.device, packing: Packing) -> Declined | None:
 
 
 class TritonKernel:
-    """Takes packed weights of every width, and tables, on NVIDIA GPUs from compute capability 8.0."""
+    """Multiplies integer codes of every width, and tables, on NVIDIA GPUs from compute capability 8.0."""
 
     name = "triton"
 
@@ -76,20 +74,18 @@ class TritonKernel:
             return Declined("triton-not-installed")
         if dtype not in ACTIVATION_DTYPES:
             return Declined("activation-dtype", {"dtype": dtype})
-        taken = multiplied(packing)
-        if taken is None:
+        stored = gpu_packing(packing)
+        if stored is None:
             return Declined("packing-group-not-multiple", {"packing": packing.name, "multiple": 16})
         if (old_gpu := decline_packed(device)) is not None:
             return old_gpu
         if device.index is not None and device.index != (current := torch.cuda.current_device()):
             return Declined("other-cuda-device", {"current": current, "device": device})
-        return self_check(device, taken)
+        return self_check(device, stored)
 
     def prepare(self, weight: PackedWeight, dtype: torch.dtype) -> Matmul:
-        """Repack the codes on their device; the caller then drops the tensors they came from.
-
-        Codes that are no number, where a layout allows them, are the reference's.
-        """
+        """Repack the codes on their device; the caller then drops the original tensors."""
+        # NaN codes cannot be unpacked by shifting bits; the reference kernel looks them up.
         magnitude = weight.packed.view(torch.uint8) & 0x7F
         largest = {"e4m3": 0x7E, "e5m2": 0x7B}.get(weight.packing.codes)
         if largest is not None and bool((magnitude > largest).any()):

@@ -1,8 +1,4 @@
-"""Packed weights multiplied by Triton kernels: one tile shape per number of rows, and a dense product for many rows.
-
-Launches what `product.gemm` defines on tensors it has checked. Importing this file imports no Triton: it is absent on
-some platforms, and slow to load where nothing will use it.
-"""
+"""Multiplies packed weights with the kernels of `product.gemm`, and many rows by a dense product."""
 
 import ctypes
 from dataclasses import dataclass
@@ -16,12 +12,12 @@ from mycli.runtime.kernels.triton.product import tiles as triton_tiles
 from mycli.runtime.kernels.triton.product.tiles import Chip, Tile
 from mycli.runtime.kernels.triton.product.weight_layout import (
     TABLE_UNIT,
-    as_multiplied,
     layout_of,
     padded_k,
     repack,
     repack_scales,
     tile_k,
+    to_gpu_packing,
     unpacked_k,
 )
 from mycli.runtime.quantization.packed_weight import PackedWeight
@@ -33,14 +29,13 @@ if TYPE_CHECKING:
     from mycli.runtime.kernels.triton.product.grouped import Routed
     from mycli.runtime.kernels.triton.split_k import Epilogue
 
-_DENSE_BYTES = 512 << 20  # the largest piece of a weight that is unpacked at once
-_PDL_DRIVER = 12030  # the first that captures programmatic dependent launches in a graph
+_DENSE_BYTES = 512 << 20  # largest piece of a weight that is unpacked in one go
+_PDL_DRIVER = 12030  # first driver that captures programmatic dependent launches in a CUDA graph
 ACTIVATION_DTYPES = (torch.bfloat16, torch.float16)
 _SCALES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
-def _driver() -> int:
-    """Version of CUDA that the driver is for, 12030 for 12.3; 0 if there is none."""
+def _driver() -> int:  # 12030 for CUDA 12.3, 0 without a driver
     version = ctypes.c_int(0)
     try:
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
@@ -50,7 +45,6 @@ def _driver() -> int:
 
 
 def chip_of(device: torch.device) -> Chip:
-    """What the choice of kernels needs to know of a CUDA device."""
     properties = torch.cuda.get_device_properties(device)
     capability = properties.major, properties.minor
     pdl = capability >= (9, 0) and _driver() >= _PDL_DRIVER and torch.version.hip is None
@@ -58,7 +52,7 @@ def chip_of(device: torch.device) -> Chip:
 
 
 def uses_ptx() -> bool:
-    """Whether kernels may hold inline PTX: not in the interpreter, not on AMD."""
+    """Return whether kernels may contain inline PTX: not in the interpreter, not on AMD."""
     import triton
 
     from mycli.runtime.kernels.triton.product.gemm import multiply_kernel
@@ -67,7 +61,7 @@ def uses_ptx() -> bool:
 
 
 def constants(packing: Packing, scale_dtype: torch.dtype, ptx: bool) -> dict[str, Any]:
-    """What `multiply_kernel` and `dequantize_kernel` are compiled for, besides a tile."""
+    """Return the constants of `multiply_kernel` and `dequantize_kernel` that do not depend on the tile."""
     layout = layout_of(packing)
     return {
         "BITS": packing.bits,
@@ -83,16 +77,16 @@ def constants(packing: Packing, scale_dtype: torch.dtype, ptx: bool) -> dict[str
 
 
 def dequantize_warps(packing: Packing) -> int:
-    """Warps of a program of `dequantize_kernel`, each with the rows of one chunk."""
+    """Return the warps of `dequantize_kernel`, each with the rows of one chunk."""
     return 2 if layout_of(packing).chunk_n == 128 else 4
 
 
 @dataclass(frozen=True)
 class Activation:
-    """Rows as the product wants them: fp16 [rows, K'], and per group the power of two taken out and the sum.
+    """The operand of a product: fp16 [rows, K'], and per group of columns its power of two and sum.
 
-    sums: fp32 [K' / tile_k, rows kept, 2]; rows kept are whole tiles. Columns are in MMA order if the tile is permuted.
-    rms: what the product is to divide the rows by, if they come from a norm.
+    sums: fp32 [K' / tile_k, padded rows, 2]; padded rows are whole tiles. Columns of a permuted tile are in MMA order.
+    rms: what the product divides the rows by, if they come from a norm.
     """
 
     values: Tensor
@@ -102,16 +96,14 @@ class Activation:
 
     @property
     def tiles(self) -> int:
-        """Groups of columns."""
         return self.sums.shape[0]
 
     @property
     def tile_k(self) -> int:
-        """Columns of a group."""
         return self.values.shape[1] // self.tiles
 
     def operand(self) -> "Operand":
-        """What kernels take to write it."""
+        """Return the arguments of kernels that write it."""
         from triton.language import constexpr
 
         from mycli.runtime.kernels.triton.product.activation import Operand
@@ -153,14 +145,13 @@ class RoutedRows:
 
 
 def check_contiguous(*tensors: Tensor | None) -> None:
-    """ValueError for a tensor that is not; kernels take it for granted."""
+    """Raise ValueError for a tensor that is not contiguous, which the kernels rely on."""
     for tensor in tensors:
         if tensor is not None and not tensor.is_contiguous():
             raise ValueError(f"{tuple(tensor.shape)} with strides {tensor.stride()} is not contiguous")
 
 
 def _check(x: Tensor, columns: int) -> None:
-    """The kernels take what follows for granted."""
     if x.dim() != 2 or x.shape[1] != columns or x.stride(1) != 1 or x.dtype not in ACTIVATION_DTYPES:
         raise ValueError(
             f"activations {tuple(x.shape)} {x.dtype}, strides {x.stride()}: want 16 bits, [rows, {columns}]"
@@ -168,7 +159,6 @@ def _check(x: Tensor, columns: int) -> None:
 
 
 def _add(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """parts fp32 [count, rows, N], added in order, in `dtype`."""
     from mycli.runtime.kernels.triton.split_k import reduce_kernel
 
     y = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
@@ -177,52 +167,50 @@ def _add(parts: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class TritonMatmul:
-    """A weight in the order of `product.weight_layout`."""
+    """A weight stored in the order of `product.weight_layout`."""
 
     def __init__(self, weight: PackedWeight, chip: Chip) -> None:
-        weight = as_multiplied(weight)
+        weight = to_gpu_packing(weight)
         self.packing, self.chip = weight.packing, chip
         self.n, self.k = weight.out_features, weight.in_features
         self._layout, self._tile_k = layout_of(self.packing), tile_k(self.packing)
-        self._k_kept = padded_k(self.packing, self.k)
+        self._k_padded = padded_k(self.packing, self.k)
         self.codes, self.scales = repack(weight), repack_scales(weight, weight.scales)
         self.offsets = None if weight.offsets is None else repack_scales(weight, weight.offsets)
-        self._n_kept = self.codes.shape[0] * self._layout.chunk_n
+        self._n_padded = self.codes.shape[0] * self._layout.chunk_n
         self._scale_dtype = weight.scales.dtype
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory held."""
         return sum(tensor.nbytes for tensor in (self.codes, self.scales, self.offsets) if tensor is not None)
 
     @property
-    def form(self) -> tuple[object, ...]:
-        """What experts have in common that one launch multiplies by."""
+    def shape_key(self) -> tuple[object, ...]:
+        """What weights of experts must have in common to share a launch."""
         return self.n, self.k, self.packing, self._scale_dtype, self.chip
 
     def _constants(self) -> dict[str, Any]:
         return constants(self.packing, self._scale_dtype, uses_ptx())
 
     def tile(self, rows: int) -> Tile:
-        """The share of a program in a product of `rows` rows."""
         return triton_tiles.tile(self.chip, self.packing, rows)
 
     def activation(self, rows: int, tile: Tile | None = None) -> Activation:
-        """Room for `rows` rows, for `prepare` or a kernel that makes them; of the `tile` for so many, or another."""
+        """Return an empty operand for `rows` rows, of `tile` or the one chosen for that number."""
         shape = tile or self.tile(rows)
-        rows_kept = -(-rows // shape.block_m) * shape.block_m
-        device, tiles = self.codes.device, self._k_kept // self._tile_k
-        values = torch.empty((rows, self._k_kept), dtype=torch.float16, device=device)
-        return Activation(values, torch.empty((tiles, rows_kept, 2), dtype=torch.float32, device=device), shape)
+        rows_padded = -(-rows // shape.block_m) * shape.block_m
+        device, tiles = self.codes.device, self._k_padded // self._tile_k
+        values = torch.empty((rows, self._k_padded), dtype=torch.float16, device=device)
+        return Activation(values, torch.empty((tiles, rows_padded, 2), dtype=torch.float32, device=device), shape)
 
     def prepare(self, x: Tensor, tile: Tile | None = None) -> Activation:
-        """x [rows, K] for `multiply`."""
+        """Return x [rows, K] as an operand for `multiply`."""
         from mycli.runtime.kernels.triton.product.activation import prepare_kernel
 
         _check(x, self.k)
         into = self.activation(x.shape[0], tile)
-        at_once = 1024 // into.tile_k
-        prepare_kernel[(x.shape[0], -(-into.tiles // at_once))](x, into.operand(), self.k, x.stride(0), TILES=at_once)
+        tiles = 1024 // into.tile_k  # per program
+        prepare_kernel[(x.shape[0], -(-into.tiles // tiles))](x, into.operand(), self.k, x.stride(0), TILES=tiles)
         return into
 
     def partial(
@@ -232,10 +220,9 @@ class TritonMatmul:
         epilogue: "Epilogue | None" = None,
         routed: RoutedRows | None = None,
     ) -> Tensor:
-        """The product in parts, fp32 [parts, rows, N], to be added in order; in `dtype` where there is one part.
+        """Return split-K parts of the product, fp32 [parts, rows, N] to be added in order; one part is in `dtype`.
 
-        `epilogue`: what else the launch does with each piece of it; `routed`: the rows of experts, of which this
-        weight is the first.
+        epilogue: run by the launch on each finished piece. routed: rows of experts, of which this weight is the first.
         """
         from mycli.runtime.kernels.triton.product.gemm import multiply_kernel
 
@@ -243,21 +230,23 @@ class TritonMatmul:
         columns, blocks = -(-self.n // shape.block_n), -(-rows // shape.block_m)
         if routed is not None:
             blocks = routed.max_tiles(shape.block_m)
-        # Rows of experts are so many weights side by side, each with a share of the rows.
+        # Experts count as one wider weight, each with a share of the rows.
         shares, wide = (rows, self.n) if routed is None else (-(-rows // blocks), columns * shape.block_n * blocks)
-        parts, each = triton_tiles.parts(self.chip, shape, self.packing, shares, wide, self._k_kept, self._tile_k)
+        parts, part_tiles = triton_tiles.parts(
+            self.chip, shape, self.packing, shares, wide, self._k_padded, self._tile_k
+        )
         y = torch.empty((parts, rows, self.n), dtype=dtype if parts == 1 else torch.float32, device=x.values.device)
         grid = (columns, parts, blocks)
         if epilogue is not None:
             pieces = grid[2] * -(-self.n // epilogue.RANGES.value // epilogue.SPAN.value)
             if pieces > epilogue.counters.numel() or (grid[2] > 1 and shape.block_m <= 8):
-                raise ValueError(f"{pieces} pieces of {rows} rows for {epilogue.counters.numel()} counters")
+                raise ValueError(f"{epilogue.counters.numel()} counters are too few for {pieces} pieces of {rows} rows")
         multiply_kernel[grid](
             self.codes, self.scales, self.offsets, x.values, x.sums, y,
-            rows, self.n, self._n_kept, self._k_kept, x.sums.shape[1], each,
+            rows, self.n, self._n_padded, self._k_padded, x.sums.shape[1], part_tiles,
             x.rms, epilogue, None if routed is None else routed.arguments(),
             **self._constants(), BLOCK_N=shape.block_n, BLOCK_M=shape.block_m, WARPS=shape.warps,
-            UNROLL=shape.unroll(self._tile_k, self._k_kept), PERMUTED=shape.permuted,
+            UNROLL=shape.unroll(self._tile_k, self._k_padded), PERMUTED=shape.permuted,
             PDL=self.chip.pdl, launch_pdl=self.chip.pdl, EPILOGUE=epilogue is not None,
             ROUTED=routed is not None,
             num_warps=shape.warps, num_stages=shape.stages,
@@ -265,23 +254,22 @@ class TritonMatmul:
         return y
 
     def multiply(self, x: Activation, dtype: torch.dtype, routed: RoutedRows | None = None) -> Tensor:
-        """The product [rows, N] in `dtype`, rounded once from fp32; `routed` as in `partial`."""
+        """Return the product [rows, N] in `dtype`, rounded once from fp32; `routed` as in `partial`."""
         y = self.partial(x, dtype, routed=routed)
         return y[0] if y.shape[0] == 1 else _add(y, dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [rows, K] to [rows, N] in the dtype of x."""
+        """Return x [rows, K] W^T in the dtype of x."""
         _check(x, self.k)
         if x.shape[0] == 0:
             return x.new_empty((0, self.n))
-        if x.shape[0] <= triton_tiles.most_packed_rows(self.chip):
+        if x.shape[0] <= triton_tiles.max_packed_rows(self.chip):
             return self.multiply(self.prepare(x), x.dtype)
         rows = self._dense_rows(x.element_size())
         pieces = [functional.linear(x, self._dense(a, min(a + rows, self.n), x.dtype)) for a in range(0, self.n, rows)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
 
     def _dense_rows(self, element_size: int) -> int:
-        """Weight rows unpacked at once: whole blocks of the dequantize kernel."""
         return max(512, _DENSE_BYTES // (self.k * element_size) // 512 * 512)
 
     def _dense(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
@@ -290,12 +278,12 @@ class TritonMatmul:
         warps = dequantize_warps(self.packing)
         block = self._layout.chunk_n * warps
         y = torch.empty((last - first, self.k), dtype=dtype, device=self.codes.device)
-        dequantize_kernel[(-(-(last - first) // block), self._k_kept // unpacked_k(self.packing))](
-            self.codes, self.scales, self.offsets, y, first, last, self.k, self._n_kept, self._k_kept,
+        dequantize_kernel[(-(-(last - first) // block), self._k_padded // unpacked_k(self.packing))](
+            self.codes, self.scales, self.offsets, y, first, last, self.k, self._n_padded, self._k_padded,
             **self._constants(), BLOCK_N=block, WARPS=warps, num_warps=warps,
         )  # fmt: skip
         return y
 
     def dequantize(self) -> Tensor:
-        """The weight [N, K] in the dtype of its scales."""
+        """Return the weight [N, K] in the dtype of its scales."""
         return self._dense(0, self.n, self._scale_dtype)

@@ -1,8 +1,4 @@
-"""Which rows of a weight a tile has, and what its numbers are to be multiplied by, as Triton device code.
-
-16-bit scales come in pairs, those of the two rows of an MMA register pair, in the order that `product.weight_layout`
-keeps them in. Knows neither where codes lie nor activations.
-"""
+"""Row numbers and scales of a weight tile, as Triton device code."""
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
 # Reason: Triton's decorators and device functions carry no types.
@@ -10,10 +6,12 @@ keeps them in. Knows neither where codes lie nor activations.
 import triton
 import triton.language as tl
 
+# 16-bit scales come in pairs, for the two rows of an MMA register pair, in the order of `product.weight_layout`.
+
 
 @triton.jit
 def tile_blocks(block, BLOCK_N: tl.constexpr, REPEATS: tl.constexpr, WARPS: tl.constexpr):
-    """Which 16 rows of the matrix each 16 rows of a tile are: a warp's rows are those of whole chunks."""
+    """Return the index in the matrix of each 16 rows of a tile: a warp has the rows of whole chunks."""
     place = tl.arange(0, BLOCK_N // 16)  # (chunk, repeat, warp): MMA tiles go to warps in turn
     turn = place // (WARPS * REPEATS) * WARPS + place % WARPS
     return block * (BLOCK_N // 16) + turn * REPEATS + place // WARPS % REPEATS
@@ -28,7 +26,7 @@ def row_terms(
     CODES: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """(factor, bias): what is to be taken off the numbers that unpacking gives, fp32 [BLOCK_N] or one for all rows."""
+    """Return (factor, bias) to remove from unpacked codes, fp32 [BLOCK_N]."""
     if CODES == "int":
         step = _row_steps(BITS, BLOCK_N, REPEATS, WARPS).to(tl.float32)
         factor, bias = 1.0 / step, 1024.0 + step * (1 << (BITS - 1))
@@ -39,7 +37,7 @@ def row_terms(
 
 @triton.jit
 def _row_steps(BITS: tl.constexpr, BLOCK_N: tl.constexpr, REPEATS: tl.constexpr, WARPS: tl.constexpr):
-    """By what power of two the codes of each row of a tile come out."""
+    """Return the power of two by which the codes of each row are unpacked."""
     FIELD_ROWS: tl.constexpr = 2 if BITS >= 4 else (8 if BITS == 3 else 4)
     row = tl.arange(0, BLOCK_N)
     field = row // 16 // WARPS % REPEATS % (FIELD_ROWS // 2) * 2 + row // 8 % 2
@@ -52,20 +50,20 @@ def _row_steps(BITS: tl.constexpr, BLOCK_N: tl.constexpr, REPEATS: tl.constexpr,
 
 
 @triton.jit
-def load_scales(scales, tile, n_kept, blocks, BLOCK_N: tl.constexpr, SCALE: tl.constexpr):
-    """The raw words of a group's scales: int32 [BLOCK_N / 2], two 16-bit scales each, or fp32 [BLOCK_N]."""
+def load_scales(scales, tile, n_padded, blocks, BLOCK_N: tl.constexpr, SCALE: tl.constexpr):
+    """Load the raw scales of a group: int32 [BLOCK_N / 2] of two 16-bit scales each, or fp32 [BLOCK_N]."""
     if SCALE == "fp32":
         rows = (blocks[:, None] * 16 + tl.arange(0, 16)[None, :]).reshape(BLOCK_N)
-        words = tl.load(scales + tile * n_kept + rows)
+        words = tl.load(scales + tile * n_padded + rows)
     else:
         pairs = (blocks[:, None] * 8 + tl.arange(0, 8)[None, :]).reshape(BLOCK_N // 2)
-        words = tl.load(scales + tile * (n_kept // 2) + pairs)
+        words = tl.load(scales + tile * (n_padded // 2) + pairs)
     return words
 
 
 @triton.jit
 def to_scales(words, BLOCK_N: tl.constexpr, SCALE: tl.constexpr):
-    """fp32 [BLOCK_N] from what `load_scales` returned."""
+    """Convert the words of `load_scales` to fp32 [BLOCK_N]."""
     if SCALE == "fp32":
         result = words
     else:
@@ -79,9 +77,9 @@ def to_scales(words, BLOCK_N: tl.constexpr, SCALE: tl.constexpr):
 
 
 @triton.jit
-def scale_words(scales, tile, end, n_kept, blocks, UNROLL: tl.constexpr, BLOCK_N: tl.constexpr, SCALE: tl.constexpr):
-    """The scale words of the next UNROLL tiles; past the end, those of the last."""
+def scale_words(scales, tile, end, n_padded, blocks, UNROLL: tl.constexpr, BLOCK_N: tl.constexpr, SCALE: tl.constexpr):
+    """Load the scale words of the next UNROLL tiles; past the end, those of the last."""
     words: tl.tuple = ()
     for step in tl.static_range(UNROLL):
-        words = words + (load_scales(scales, tl.minimum(tile + step, end - 1), n_kept, blocks, BLOCK_N, SCALE),)
+        words = words + (load_scales(scales, tl.minimum(tile + step, end - 1), n_padded, blocks, BLOCK_N, SCALE),)
     return words

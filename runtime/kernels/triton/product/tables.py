@@ -1,10 +1,4 @@
-"""Codes of tables to fp16 numbers in registers: 8-bit floats, E2M1 and tables of 16 entries, as Triton device code.
-
-An E4M3, E5M2 or E2M1 is an fp16 number times a power of two once its bits lie where those of an fp16 do; the power goes
-with the group's scale (`TABLE_UNIT`). NF4 and bitsandbytes' FP4 are looked up byte by byte with PRMT, whose selectors
-are the codes themselves; their entries are the nearest fp16 numbers: FP4's exactly, of twelve times the value, NF4's
-within 2^-12 of theirs. Fields lie as `product.unpack` has them; each has inline PTX and a twin in plain operations.
-"""
+"""Converts codes of 8-bit floats, E2M1 and 16-entry tables to fp16 in registers, as Triton device code."""
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
 # Reason: Triton's decorators and device functions carry no types.
@@ -17,9 +11,14 @@ from mycli.runtime.kernels.triton.product.weight_layout import TABLE_UNIT
 from mycli.runtime.quantization.codes import code_table
 from mycli.runtime.quantization.scheme import Codes, Packing
 
+# E4M3, E5M2 and E2M1 are fp16 numbers times a power of two once their bits are in place; that power goes into the
+# group's scale (`TABLE_UNIT`). NF4 and bitsandbytes' FP4 are looked up byte by byte with PRMT, whose selectors are
+# the codes. The entries are the nearest fp16 numbers: exact for 12 * FP4, within 2^-12 for NF4. Fields as in
+# `product.unpack`; each conversion has inline PTX and a twin in plain operations.
+
 
 def entries(codes: Codes) -> tuple[int, ...]:
-    """The bits of the 16 fp16 numbers of a table, signed 16-bit integers; of what is no such table zeros."""
+    """Return the 16 fp16 entries of a table as signed 16-bit integers; zeros for codes without a table."""
     if codes not in ("nf4", "fp4"):
         return (0,) * 16
     values = code_table(Packing(4, None, codes=codes)).double() / TABLE_UNIT[codes]
@@ -28,7 +27,7 @@ def entries(codes: Codes) -> tuple[int, ...]:
 
 
 def _lookup(codes: Codes) -> str:
-    """PTX from $4, four codes of two 16-bit words each, to $0..$3, as `product.unpack.ASM4` lays them."""
+    """Return PTX that converts $4, four codes in each of two 16-bit words, to $0..$3 ordered as by `unpack.ASM4`."""
     bits = [value & 0xFFFF for value in entries(codes)]
 
     def four(first: int, shift: int) -> str:
@@ -102,7 +101,6 @@ _OUT4 = tl.constexpr("=&r," * 4 + "r")
 
 @triton.jit
 def _entry(code, TABLE: tl.constexpr):
-    """The twin of a lookup: int16 codes below 16 to fp16."""
     bits = tl.zeros(code.shape, tl.int16)
     for index in tl.static_range(16):
         bits = tl.where(code == index, TABLE[index], bits).to(tl.int16)
@@ -111,14 +109,13 @@ def _entry(code, TABLE: tl.constexpr):
 
 @triton.jit
 def _small_float(word, SHIFT: tl.constexpr):
-    """The twin for the E2M1 whose lowest bit is bit SHIFT: int16 to fp16."""
     field = word >> SHIFT
     return (((field & 8) << 12) | ((field & 7) << 9)).to(tl.int16).to(tl.float16, bitcast=True)
 
 
 @triton.jit
 def table4(word, CODES: tl.constexpr, ASM: tl.constexpr):
-    """int16 [...] to fp16 [..., row, k half], times TABLE_UNIT the values of E2M1, NF4 or FP4."""
+    """Convert int16 [...] to fp16 [..., row, k half]: values of E2M1, NF4 or FP4 divided by TABLE_UNIT."""
     if ASM:
         TEXT: tl.constexpr = _ASM_E2M1 if CODES == "e2m1" else (_ASM_NF4 if CODES == "nf4" else _ASM_FP4)
         r0, r1, h0, h1 = tl.inline_asm_elementwise(TEXT, _OUT4, [word], dtype=(tl.float16,) * 4, is_pure=True, pack=2)
@@ -133,7 +130,7 @@ def table4(word, CODES: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def table8(word, CODES: tl.constexpr, ASM: tl.constexpr):
-    """int16 [...] to fp16 [..., row], times TABLE_UNIT the values of E4M3 or E5M2."""
+    """Convert int16 [...] to fp16 [..., row]: values of E4M3 or E5M2 divided by TABLE_UNIT."""
     if ASM:
         TEXT: tl.constexpr = _ASM_E4M3 if CODES == "e4m3" else _ASM_E5M2
         r0, r1 = tl.inline_asm_elementwise(TEXT, _OUT8, [word], dtype=(tl.float16, tl.float16), is_pure=True, pack=2)

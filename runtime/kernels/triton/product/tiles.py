@@ -1,8 +1,4 @@
-"""Which tile the Triton matmul uses, from the chip, the packing and the number of rows: a table, never a measurement.
-
-The table (`tiles.json`) is kept per compute capability and says whether it was tuned on such a chip. Imports
-neither torch nor Triton.
-"""
+"""Chooses the tile of a product from chip, packing and number of rows: a table (`tiles.json`), never a measurement."""
 
 import json
 from dataclasses import dataclass
@@ -12,15 +8,14 @@ from typing import Any
 
 from mycli.runtime.quantization.scheme import Packing
 
+# The table says for each compute capability whether it was tuned on such a chip. Imports neither torch nor Triton.
+
 _SHARED = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}  # KiB
 
 
 @dataclass(frozen=True)
 class Chip:
-    """What the choice depends on: compute capability and number of multiprocessors.
-
-    pdl: launches may begin before the one before them ends (programmatic dependent launch, `triton.pdl`).
-    """
+    """What the choice depends on: compute capability, multiprocessors, and whether PDL works (`triton.pdl`)."""
 
     capability: tuple[int, int]
     processors: int
@@ -28,36 +23,37 @@ class Chip:
 
     @property
     def shared(self) -> int:
-        """Bytes of shared memory that a program may have (CUDA programming guide, compute capabilities)."""
+        """Bytes of shared memory per program (CUDA programming guide, compute capabilities)."""
         return _SHARED.get(self.capability, 99) << 10
 
 
 @dataclass(frozen=True)
 class Tile:
-    """One program's share: `block_n` weight rows times `block_m` activation rows, `turn` columns of K at a time.
+    """The share of a program: `block_n` weight rows times `block_m` activation rows, `block_k` columns per iteration.
 
-    blocks: programs that fit on a multiprocessor; permuted: activations come in the order of the MMA's columns.
+    blocks: programs per multiprocessor; permuted: columns of activations are in MMA order.
     """
 
     block_m: int
     block_n: int
     warps: int
-    turn: int
+    block_k: int
     stages: int
     blocks: int
     permuted: bool
 
     def unroll(self, tile_k: int, k: int) -> int:
-        """Groups of `tile_k` columns in one turn: a power of two that divides the groups in `k`."""
-        unroll = max(1, self.turn // tile_k)
+        """Return the groups of `tile_k` columns per iteration: a power of two that divides the groups of `k`."""
+        unroll = max(1, self.block_k // tile_k)
         while k // tile_k % unroll:
             unroll //= 2
         return unroll
 
     def rows_at_once(self, rows: int, columns: int) -> int:
-        """Of `columns` fp32 numbers, a power of two: all of up to 8, else what threads hold with 16 numbers each."""
-        most = self.block_m if self.block_m <= 8 else min(self.block_m, max(1, 512 * self.warps // columns))
-        return min(1 << (rows - 1).bit_length(), 1 << (most.bit_length() - 1))
+        """Return how many rows of `columns` fp32 numbers an epilogue handles at a time, a power of two."""
+        # Up to 8 rows in one go; of more, what threads hold with 16 numbers each.
+        limit = self.block_m if self.block_m <= 8 else min(self.block_m, max(1, 512 * self.warps // columns))
+        return min(1 << (rows - 1).bit_length(), 1 << (limit.bit_length() - 1))
 
 
 @lru_cache(maxsize=1)
@@ -73,26 +69,26 @@ def _family(chip: Chip) -> dict[str, Any]:
     return family
 
 
-def most_packed_rows(chip: Chip) -> int:
-    """For more rows than this, unpacking the whole weight and one dense product is faster."""
+def max_packed_rows(chip: Chip) -> int:
+    """Return the number of rows above which a dense product of the dequantized weight is faster."""
     return int(_family(chip)["dense_rows"])
 
 
 def tile(chip: Chip, packing: Packing, rows: int) -> Tile:
-    """The tile for `rows` activation rows; more than the widest tile take several passes."""
+    """Return the tile for `rows` activation rows; more rows than the widest tile take several blocks."""
     group = packing.group_size or 128
     rules = [rule for rule in _family(chip)["rules"] if packing.bits in rule["bits"] and group in rule["group"]]
     rule = next((rule for rule in rules if rows <= rule["rows"]), rules[-1])
     # wgmma reads its columns from shared memory as they lie; the older MMA takes them through registers.
     permuted = chip.capability[0] == 9 and rule["rows"] > 8
-    numbers = {field: rule[field] for field in ("block_n", "warps", "turn", "stages", "blocks")}
+    numbers = {field: rule[field] for field in ("block_n", "warps", "block_k", "stages", "blocks")}
     return Tile(rule["rows"], **numbers, permuted=permuted)
 
 
 def parts(chip: Chip, shape: Tile, packing: Packing, rows: int, n: int, k: int, tile_k: int) -> tuple[int, int]:
-    """(parts, groups of `tile_k` a part) into which K is split so that the programs fill the chip in one wave.
+    """Return (parts of K, groups of `tile_k` per part), so that the programs fill the chip in one wave.
 
-    The partial sums, 4 bytes for each part, row and output, may be an eighth of the weight's bytes.
+    The partial sums, 4 bytes per part, row and output, may take up to an eighth of the weight's bytes.
     """
     programs = -(-n // shape.block_n) * -(-rows // shape.block_m)
     slots = chip.processors * shape.blocks
@@ -101,7 +97,7 @@ def parts(chip: Chip, shape: Tile, packing: Packing, rows: int, n: int, k: int, 
 
 
 def even_parts(shape: Tile, wanted: int, k: int, tile_k: int) -> tuple[int, int]:
-    """(parts, groups of `tile_k` a part) of K: `wanted` of them, or fewer where they would not be whole turns."""
+    """Return (parts of K, groups of `tile_k` per part): `wanted` parts, or fewer so that each is whole iterations."""
     unroll, tiles = shape.unroll(tile_k, k), k // tile_k
-    each = -(-tiles // (wanted * unroll)) * unroll
-    return -(-tiles // each), each
+    share = -(-tiles // (wanted * unroll)) * unroll
+    return -(-tiles // share), share

@@ -1,18 +1,17 @@
-"""Codes to fp16 numbers in registers: one logic operation for two weights, the bias left in.
-
-A code ORed under the exponent of 1024 is the fp16 number 1024 + 2^e * code, exactly, as long as it fits in the ten bits
-of the mantissa; e is the bit it lies at (`Layout.fields` of `product.weight_layout`). Who uses the numbers takes 1024
-and 2^e off, once per group of weights instead of once per weight.
-
-Each width has inline PTX on two 16-bit fields at a time, and a twin in plain operations for the interpreter and for
-GPUs without PTX. Knows no memory and no matrices.
-"""
+"""Converts integer codes to fp16 in registers: one logic operation for two weights, the bias left in."""
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
 # Reason: Triton's decorators and device functions carry no types.
 
 import triton
 import triton.language as tl
+
+# A code ORed under the exponent of 1024 is exactly the fp16 number 1024 + 2^e * code while it fits in the ten bits of
+# the mantissa; e is the bit at which it is stored (`Layout.fields` of `product.weight_layout`). The product removes
+# 1024 and 2^e once per group of weights instead of once per weight.
+#
+# Each width has inline PTX on two 16-bit fields at a time, and a twin in plain operations for the interpreter and
+# GPUs without PTX.
 
 ASM8 = """
 prmt.b32 $0, $2, 0x64646464, 0x4240;
@@ -90,7 +89,7 @@ def _field(word, MASK: tl.constexpr):
 
 @triton.jit
 def unpack8(word, ASM: tl.constexpr):
-    """int16 [...] to fp16 [..., row]."""
+    """Convert int16 [...] to fp16 [..., row]."""
     if ASM:
         r0, r1 = tl.inline_asm_elementwise(_ASM8, _OUT8, [word], dtype=(tl.float16, tl.float16), is_pure=True, pack=2)
     else:
@@ -100,7 +99,7 @@ def unpack8(word, ASM: tl.constexpr):
 
 @triton.jit
 def unpack4(word, ASM: tl.constexpr):
-    """int16 [...] to fp16 [..., row, k half]."""
+    """Convert int16 [...] to fp16 [..., row, k half]."""
     if ASM:
         r0, r1, h0, h1 = tl.inline_asm_elementwise(_ASM4, _OUT4, [word], dtype=(tl.float16,) * 4, is_pure=True, pack=2)
     else:
@@ -111,7 +110,7 @@ def unpack4(word, ASM: tl.constexpr):
 
 @triton.jit
 def unpack2(word, ASM: tl.constexpr):
-    """int16 [...] to fp16 [..., half of rows, repeat, k half]."""
+    """Convert int16 [...] to fp16 [..., half of rows, repeat, k half]."""
     if ASM:
         r0, r1, r2, r3, h0, h1, h2, h3 = tl.inline_asm_elementwise(
             _ASM2, _OUT2, [word], dtype=(tl.float16,) * 8, is_pure=True, pack=2
@@ -126,7 +125,7 @@ def unpack2(word, ASM: tl.constexpr):
 
 @triton.jit
 def unpack3(a, b, c, ASM: tl.constexpr):
-    """Three int16 [...] to fp16 [..., half of rows, repeat % 2, repeat / 2, k half]."""
+    """Convert three int16 [...] to fp16 [..., half of rows, repeat % 2, repeat / 2, k half]."""
     if ASM:
         r0, r1, r2, r3, r4, r5, r6, r7, h0, h1, h2, h3, h4, h5, h6, h7 = tl.inline_asm_elementwise(
             _ASM3, _OUT3, [a, b, c], dtype=(tl.float16,) * 16, is_pure=True, pack=2

@@ -1,18 +1,4 @@
-"""The order in which the Triton kernels keep weights: what one thread of an MMA needs lies in 16 contiguous bytes.
-
-Pure torch, on any device; the tests have the inverse. Knows the operand registers of `mma.m16n8k16` (the weight is the
-16-row operand) and where the magic-number unpacking of `product.unpack` finds each code; knows nothing of launches.
-
-A chunk is `chunk_n` rows by `chunk_k` columns, kept as `words` runs of 32 lanes * 16 bytes. Within a chunk
-    row    = ([repeat], field row, lane / 4)
-    column = ([32-column step], lane % 4, pair of pairs, k half, even or odd)
-and the codes that differ only in (field row, k half) share one 16-bit field; the rest are 8 such fields a lane, whose
-first axis is the step or, where a group has only 32 columns, the repeat. The k halves are those of an MMA's operand:
-columns 8 apart there, 2 apart in memory, so that a thread reads its activations as 16 contiguous bytes too. With groups
-of 16, where a step is two of them, a column is (group, lane % 4, k half, even or odd): each group is an MMA of its own.
-The rows that share a field lie at different bits of it and thus come out scaled by a power of two; that power depends
-on the row alone, so the kernel folds it into the row's scale and never touches the activations for it.
-"""
+"""The order in which the Triton kernels store weights: the codes of one MMA thread are 16 contiguous bytes."""
 
 from dataclasses import dataclass, replace
 
@@ -22,17 +8,28 @@ from torch import Tensor
 from mycli.runtime.quantization.packed_weight import PackedWeight, pack, unpack
 from mycli.runtime.quantization.scheme import Packing
 
-SCALES = (torch.bfloat16, torch.float16, torch.float32)  # what kernels read
-TABLE_UNIT = {"e4m3": 2.0**8, "e5m2": 1.0, "e2m1": 2.0**14, "nf4": 1.0, "fp4": 1 / 12}  # of an unpacked code, its value
+# The weight is the 16-row operand of `mma.m16n8k16`. A chunk is `chunk_n` rows by `chunk_k` columns, stored as `words`
+# runs of 32 lanes * 16 bytes. Within a chunk
+#     row    = ([repeat], field row, lane / 4)
+#     column = ([32-column step], lane % 4, pair of pairs, k half, even or odd)
+# and the codes that differ only in (field row, k half) share one 16-bit field; a lane has 8 such fields, whose first
+# axis is the step or, where a group has only 32 columns, the repeat. The k halves are those of an MMA operand:
+# columns 8 apart there, 2 apart in memory, so that a thread reads its activations as 16 contiguous bytes too. With
+# groups of 16, two per step, a column is (group, lane % 4, k half, even or odd): each group is an MMA of its own.
+# Rows that share a field are at different bits of it and so come out scaled by a power of two; that power depends on
+# the row only, and the kernel folds it into the row's scale.
+
+SCALES = (torch.bfloat16, torch.float16, torch.float32)  # dtypes of scales that kernels read
+TABLE_UNIT = {"e4m3": 2.0**8, "e5m2": 1.0, "e2m1": 2.0**14, "nf4": 1.0, "fp4": 1 / 12}  # a value / its unpacked number
 _ROWS_AT_ONCE = 1024  # bounds the memory of the rearrangement, not its result
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the codes of one width lie. `fields[row][k_half]` is (word, shift) of the code at bit 0 of its field.
+    """Where the codes of one width are stored: `fields[row][k_half]` is (word, shift) of the code at bit 0 of a field.
 
-    A word of None is the split field of 3-bit codes: bit 15 of each of the 3 words. `narrow`: the step is a repeat;
-    `halved`: it is two groups.
+    Word None is the split field of 3-bit codes: bit 15 of each of the 3 words. narrow: the step is a repeat; halved: a
+    step is two groups.
     """
 
     bits: int
@@ -49,7 +46,6 @@ class Layout:
 
     @property
     def chunk_n(self) -> int:
-        """Rows of a chunk."""
         return 16 * self.repeats
 
 
@@ -78,7 +74,7 @@ _WIDE = {
 
 
 def layout_of(packing: Packing) -> Layout:
-    """The layout for a packing: with groups of up to 32, chunks must not be wider than a step."""
+    # With groups of up to 32, chunks must not be wider than a step.
     wide = replace(_WIDE[packing.bits], halved=packing.group_size == 16)
     if packing.group_size not in (16, 32) or wide.chunk_k == 32:
         return wide
@@ -86,26 +82,23 @@ def layout_of(packing: Packing) -> Layout:
 
 
 def tile_k(packing: Packing) -> int:
-    """Columns that one dot product of the kernels covers: a group; 128 where a scale spans the row."""
+    """Return the columns per dot product: a group, or 128 if a scale spans the row."""
     return packing.group_size or 128
 
 
 def unpacked_k(packing: Packing) -> int:
-    """Columns that the kernels unpack at once: a tile, or two of 16."""
+    """Return the columns unpacked at a time: a tile, or two tiles of 16."""
     return max(32, tile_k(packing))
 
 
 def padded_k(packing: Packing, in_features: int) -> int:
-    """Columns kept: whole tiles, and whole chunks."""
+    """Return the stored columns: whole tiles and whole chunks."""
     multiple = max(unpacked_k(packing), layout_of(packing).chunk_k)
     return -(-in_features // multiple) * multiple
 
 
 def layout_axes(layout: Layout) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Sizes of (n chunk, repeat, field row, g, k chunk, step, t, pair of pairs, k half, pair), and their order kept.
-
-    Where steps are `halved`, the pair of pairs, which is the group, comes before t.
-    """
+    """Return sizes of (n chunk, repeat, field row, g, k chunk, step, t, pair of pairs, k half, pair), and the order."""
     repeat, step = (2, 1) if layout.narrow else (1, layout.chunk_k // 32)
     t, pairs, both = (7, 6, (2, 4)) if layout.halved else (6, 7, (4, 2))
     sizes = (-1, repeat, len(layout.fields), 8, 0, step, *both, 2, 2)
@@ -115,28 +108,28 @@ def layout_axes(layout: Layout) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _to_fields(codes: Tensor, layout: Layout) -> Tensor:
-    """Codes [rows, K] to [n chunk, k chunk, field row, k half, g, t, 8 fields]."""
+    """Reorder codes [rows, K] to [n chunk, k chunk, field row, k half, g, t, 8 fields]."""
     sizes, order = layout_axes(layout)
     ordered = codes.view(*sizes[:4], codes.shape[1] // layout.chunk_k, *sizes[5:]).permute(order)
     return ordered.reshape(*ordered.shape[:3], len(layout.fields[0]), 8, 4, 8)
 
 
-def multiplied(packing: Packing) -> Packing | None:
-    """What kernels need to know of `Packing.on_gpu`, and nothing else."""
-    held = packing.on_gpu()
-    return held and Packing(held.bits, held.group_size, offsets=held.offsets, codes=held.codes)
+def gpu_packing(packing: Packing) -> Packing | None:
+    """Return the packing that the kernels multiply `packing` in, None if there is none; see `Packing.on_gpu`."""
+    stored = packing.on_gpu()
+    return stored and Packing(stored.bits, stored.group_size, offsets=stored.offsets, codes=stored.codes)
 
 
-def as_multiplied(weight: PackedWeight) -> PackedWeight:
-    """The same numbers in the packing of `multiplied`."""
-    packing, given = multiplied(weight.packing), weight.packing
-    assert packing is not None, given.name
+def to_gpu_packing(weight: PackedWeight) -> PackedWeight:
+    """Return the same weight in the packing of `gpu_packing`."""
+    packing, source = gpu_packing(weight.packing), weight.packing
+    assert packing is not None, source.name
     packed, scales, offsets = weight.packed, weight.scales, weight.offsets
-    if packing.bits != given.bits:
-        codes = unpack(packed, given.bits, weight.in_features) + ((1 << 7) - (1 << given.bits - 1))
+    if packing.bits != source.bits:
+        codes = unpack(packed, source.bits, weight.in_features) + ((1 << 7) - (1 << source.bits - 1))
         packed = pack(codes, packing.bits)
-    if packing.group_size is not None and given.group_size != packing.group_size:
-        times = (given.group_size or weight.in_features) // packing.group_size
+    if packing.group_size is not None and source.group_size != packing.group_size:
+        times = (source.group_size or weight.in_features) // packing.group_size
         scales = scales.repeat_interleave(times, dim=1)
         offsets = None if offsets is None else offsets.repeat_interleave(times, dim=1)
     if scales.dtype not in SCALES:
@@ -145,15 +138,15 @@ def as_multiplied(weight: PackedWeight) -> PackedWeight:
 
 
 def repack(weight: PackedWeight) -> Tensor:
-    """The codes as int16 [ceil(N / chunk_n), K' / chunk_k, words, 256]; what fills up decodes to zero."""
+    """Return the codes as int16 [ceil(N / chunk_n), K' / chunk_k, words, 256]; padding decodes to zero."""
     packing, k = weight.packing, weight.in_features
-    layout, kept = layout_of(packing), padded_k(packing, k)
+    layout, k_padded = layout_of(packing), padded_k(packing, k)
     chunks = -(-weight.out_features // layout.chunk_n)
-    out = weight.packed.new_empty((chunks, kept // layout.chunk_k, layout.words, 256), dtype=torch.int16)
+    out = weight.packed.new_empty((chunks, k_padded // layout.chunk_k, layout.words, 256), dtype=torch.int16)
     step = _ROWS_AT_ONCE // layout.chunk_n
     for first in range(0, chunks, step):
         codes = unpack(weight.packed[first * layout.chunk_n : (first + step) * layout.chunk_n], packing.bits, k)
-        fill = (0, kept - k, 0, -codes.shape[0] % layout.chunk_n)
+        fill = (0, k_padded - k, 0, -codes.shape[0] % layout.chunk_n)
         zero = 1 << (packing.bits - 1) if packing.codes == "int" else 0
         codes = _to_fields(torch.nn.functional.pad(codes, fill, value=zero), layout)
         words = codes.new_zeros((*codes.shape[:2], layout.words, 8, 4, 8), dtype=torch.int32)
@@ -165,15 +158,15 @@ def repack(weight: PackedWeight) -> Tensor:
                         words[:, :, bit] |= (value >> bit & 1) << shift
                 else:
                     words[:, :, word] |= value << shift
-        # The low 16 bits as a signed number, without overflow in the conversion.
+        # The low 16 bits as a signed number, so that the conversion cannot overflow.
         out[first : first + step] = (words - ((words >> 15) << 16)).to(torch.int16).flatten(3)
     return out
 
 
 def repack_scales(weight: PackedWeight, scales: Tensor) -> Tensor:
-    """Its scales, or offsets, as [K' / tile, N'], N' the rows kept; per channel [1, N']. Zeros where there was nothing.
+    """Return scales or offsets as [K' / tile, N'], N' the padded rows, or [1, N'] per channel; zeros in the padding.
 
-    16-bit scales come as int32 [.., N' / 2]: the two rows of an MMA register pair (r, r + 8) in one word, low first.
+    16-bit scales are int32 [.., N' / 2]: the rows r and r + 8 of an MMA register pair in one word, r low.
     """
     packing = weight.packing
     groups = padded_k(packing, weight.in_features) // packing.group_size if packing.group_size else 1
