@@ -1,8 +1,7 @@
-"""Many prompts from a JSON-lines file, one JSON line out for each, in order; what was answered is not asked again.
+"""Answers prompts from a JSON-lines file, in order; lines that the output file already answers are skipped.
 
-A line in: {"id": ..., "prompt": "..."} or {"id": ..., "messages": [{"role": ..., "content": ...}]}. One without an
-id goes by its number, which is its `id` and, so that it is nobody else's, its `line` too. A bad line becomes an object
-with `error`, and claims no id. Knows lines and files; does not know models.
+An input line is {"id": ..., "prompt": "..."} or {"id": ..., "messages": [{"role": ..., "content": ...}]}. Without an
+id it gets its number as `id` and, to be distinct from a chosen id, as `line`. An invalid line gives an `error` object.
 """
 
 import os
@@ -27,14 +26,14 @@ from mycli.runtime.utils.units import pluralize
 MAX_LINE = 1 << 24  # bytes
 MAX_MESSAGES = 10_000
 Id = str | int
-ItemKey = tuple[str, Id]  # ("id", what a person chose) or ("line", the number of the line)
+ItemKey = tuple[str, Id]  # ("id", the id of the line) or ("line", its number)
 Prompt = str | list[Message]
 AnswerAll = Callable[[Iterable[Prompt]], Iterator[dict[str, Any] | UserError]]
 
 
 @dataclass(frozen=True)
 class Item:
-    """One line of the input: what to answer, or why it cannot be. `line`: its number, where it has no id of its own."""
+    """One input line: its prompt, or its error. line: its number, if it has no id."""
 
     id: Id
     prompt: Prompt = ""
@@ -43,35 +42,32 @@ class Item:
 
     @property
     def key(self) -> ItemKey:
-        """What tells it from every other line."""
         return ("id", self.id) if self.line is None else ("line", self.line)
 
     def answer(self, result: Mapping[str, Any]) -> dict[str, Any]:
-        """The line of the output."""
         return {"id": self.id, **({} if self.line is None else {"line": self.line}), **result}
 
 
 def parse_item(data: bytes, number: int) -> Item:
-    """Line `number` of the input. Never raises: the error is in the item, under the line's id where it has one."""
-    identity: Id = number
-    own: int | None = number
+    """Return line `number` of the input; an invalid line is an item with an error, under its id if it has one."""
+    item_id: Id = number
+    line_number: int | None = number
     try:
         if len(data) > MAX_LINE:
             raise UsageError(f"line {number}: more than {MAX_LINE} bytes", "shorten it")
         line = parse_object(data, f"line {number}", MAX_LINE)
-        found = line.values.get("id", number)
-        own = None if "id" in line.values else number
-        if isinstance(found, bool) or not isinstance(found, str | int) or len(str(found)) > 1000:
-            own = number
-            raise line.fail(
-                "id", "must be a text of at most 1000 characters or an integer", "give each line an id of its own"
-            )
-        identity = found
-        return Item(identity, _prompt(line.values, number), line=own)
+        if "id" in line.values:
+            value = line.values["id"]
+            if isinstance(value, bool) or not isinstance(value, str | int) or len(str(value)) > 1000:
+                problem = "must be a text of at most 1000 characters or an integer"
+                raise line.fail("id", problem, "give each line an id of its own")
+            item_id, line_number = value, None
+        return Item(item_id, _prompt(line.values, number), line=line_number)
     except ModelError as error:
-        return Item(identity, error=UsageError(error.message, 'a line is {"id": 1, "prompt": "..."}'), line=own)
+        hint = 'a line is {"id": 1, "prompt": "..."}'
+        return Item(item_id, error=UsageError(error.message, hint), line=line_number)
     except UsageError as error:
-        return Item(identity, error=error, line=own)
+        return Item(item_id, error=error, line=line_number)
 
 
 def _prompt(values: Mapping[str, Any], number: int) -> Prompt:
@@ -99,30 +95,29 @@ def _prompt(values: Mapping[str, Any], number: int) -> Prompt:
 
 
 def read_items(file: BinaryIO) -> Iterator[Item]:
-    """The lines of the input that are not blank; an id that a good line has used before is an error."""
+    """Yield the non-blank lines of the input; an id used by an earlier valid line is an error."""
     seen: set[ItemKey] = set()
     number = 0
     while data := file.readline(MAX_LINE + 1):
         number += 1
         rest = data
-        while len(rest) > MAX_LINE and not rest.endswith(b"\n"):  # the remainder of a line too long
+        while len(rest) > MAX_LINE and not rest.endswith(b"\n"):  # skip the rest of a line that is too long
             rest = file.readline(MAX_LINE + 1)
         if not data.strip():
             continue
         item = parse_item(data, number)
         if item.key in seen:
-            item = Item(
-                item.id, error=UsageError(f"line {number}: the id was used before", "give each line an id of its own")
-            )
+            error = UsageError(f"line {number}: the id was used before", "give each line an id of its own")
+            item = Item(item.id, error=error)
         elif item.error is None:
             seen.add(item.key)
         yield item
 
 
 def answered(lines: Iterable[bytes], name: str) -> Iterator[tuple[ItemKey, bytes]]:
-    """The lines of an output file that are answers, each with whose it is: not the errors, nor a last line cut off.
+    """Yield the answers in an output file with their keys; errors and an incomplete last line are left out.
 
-    Raises UsageError for a file that is not the output of a batch: nothing is added to it.
+    Raises UsageError for a file that is not the output of a batch.
     """
     for number, data in enumerate(lines, start=1):
         if not data.endswith(b"\n"):
@@ -146,7 +141,7 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
 
 @contextmanager
 def _output(path: Path) -> Iterator[tuple[set[ItemKey], BinaryIO]]:
-    """The output file, locked for this process, and whose answers it holds: errors are taken out, to be tried again."""
+    # The locked output file and the keys it answers; error lines are removed, so that they are answered again.
     path = Path(os.path.realpath(path))
     with ExitStack() as stack:
         try:
@@ -155,28 +150,28 @@ def _output(path: Path) -> Iterator[tuple[set[ItemKey], BinaryIO]]:
             file: BinaryIO = stack.enter_context(path.open("r+b" if path.exists() else "x+b"))
             if not try_lock(file.fileno()):
                 raise UsageError(f"--out {path}: another process is writing it", "wait for it")
-            found = [(key, len(data)) for key, data in answered(_lines(file), path.name)]
-            if sum(size for _, size in found) < os.fstat(file.fileno()).st_size:
-                file = stack.enter_context(_answers_alone(path, file))
+            answers = [(key, len(data)) for key, data in answered(_lines(file), path.name)]
+            if sum(size for _, size in answers) < os.fstat(file.fileno()).st_size:
+                file = stack.enter_context(_keep_answers(path, file))
             file.seek(0, os.SEEK_END)
         except OSError as error:
             raise UsageError(f"--out {path}: {error.strerror}", "name a file that can be written") from None
-        yield {key for key, _ in found}, file
+        yield {key for key, _ in answers}, file
 
 
-def _answers_alone(path: Path, file: BinaryIO) -> BinaryIO:
-    """What replaces `file` at `path`, in one step: its answers. Locked and open."""
-    fresh = path.with_name(f".{path.name[:100]}.{os.getpid()}.tmp")
+def _keep_answers(path: Path, file: BinaryIO) -> BinaryIO:
+    # Replaces the file at `path`, in one step, by its answers; returns it open and locked.
+    temporary = path.with_name(f".{path.name[:100]}.{os.getpid()}.tmp")
     try:
-        copy = fresh.open("x+b")
+        copy = temporary.open("x+b")
         try_lock(copy.fileno())
         copy.writelines(data for _, data in answered(_lines(file), path.name))
         copy.flush()
         os.fchmod(copy.fileno(), stat.S_IMODE(os.fstat(file.fileno()).st_mode))
         os.fsync(copy.fileno())
-        os.replace(fresh, path)
+        os.replace(temporary, path)
     finally:
-        fresh.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
     return copy
 
 
@@ -190,7 +185,6 @@ def _input(path: str) -> Iterator[BinaryIO]:
 
 
 def _count(path: str) -> int:
-    """Lines of a regular file; 0 where that cannot be known."""
     if not Path(path).is_file():
         return 0
     with open(path, "rb") as file:
@@ -198,32 +192,32 @@ def _count(path: str) -> int:
 
 
 def check_batch(path: str) -> None:
-    """Raises NotFoundError or UsageError for an input that cannot be opened, before a model is loaded for it."""
-    if path != "-" and not Path(path).is_fifo():  # a pipe can be opened once
+    """Raise NotFoundError or UsageError for an unreadable input, before a model is loaded."""
+    if path != "-" and not Path(path).is_fifo():  # a pipe can be opened only once
         with _input(path):
             pass
 
 
 def run_batch(call: Call, path: str, out: Path | None, answer: AnswerAll) -> ExitCode:
-    """Answer every line of `path` (- is standard input), to `out` or standard output, skipping those `out` answers.
+    """Answer the lines of `path` (- is standard input) to `out` or standard output, except those answered in `out`.
 
-    `answer` takes prompts as it comes to them, and gives an object, or what went wrong, for each, in order. Returns the
-    exit code: of the first line that failed, if one did. Raises UserError for files that will not do.
+    answer: yields an object or an error per prompt, in order. Returns the exit code of the first failed line.
     """
     failed: list[UserError] = []
     target = nullcontext((set[ItemKey](), None)) if out is None else _output(out)
     with _input(path) as source, target as (done, file):
         total = _count(path) if file is not None else 0
-        with call.out.progress("batch", total, "lines") as shown:
+        with call.out.progress("batch", total, "lines") as bar:
             items = read_items(source)
-            groups = [items] if _all_there(source) else ([item] for item in items)
-            for item, found in chain.from_iterable(_answered(group, done, answer) for group in groups):
-                shown.advance(1)
-                if found is None:
+            # The writer of a pipe may wait for each answer before it writes the next line, so lines are not read ahead.
+            groups = [items] if _is_regular(source) else ([item] for item in items)
+            for item, result in chain.from_iterable(_answered(group, done, answer) for group in groups):
+                bar.advance(1)
+                if result is None:
                     continue
-                if isinstance(found, UserError):
-                    failed.append(found)
-                result = {"error": error_fields(found)} if isinstance(found, UserError) else found
+                if isinstance(result, UserError):
+                    failed.append(result)
+                    result = {"error": error_fields(result)}
                 if file is None:
                     call.out.json_record(item.answer(result))
                 else:
@@ -232,26 +226,24 @@ def run_batch(call: Call, path: str, out: Path | None, answer: AnswerAll) -> Exi
         if file is not None:
             os.fsync(file.fileno())
     if done:
-        call.out.note(f"{len(done)} answered before")
+        call.out.note(f"skipped {pluralize(len(done), 'line')} already answered in {out}")
     if failed:
-        first = failed[0]
-        call.out.warn(f"{pluralize(len(failed), 'line')} could not be answered, the first because: {first.message}")
-        return first.exit_code
+        call.out.warn(f"{pluralize(len(failed), 'line')} could not be answered; the first error: {failed[0].message}")
+        return failed[0].exit_code
     return ExitCode.OK
 
 
-def _all_there(file: BinaryIO) -> bool:
-    """Whether lines can be read ahead: who writes to a pipe may wait for each answer before the next line."""
+def _is_regular(file: BinaryIO) -> bool:
     try:
         return stat.S_ISREG(os.fstat(file.fileno()).st_mode)
-    except OSError:  # not a file of the system's
+    except OSError:  # a file object without a descriptor
         return True
 
 
 def _answered(
     items: Iterable[Item], done: Collection[ItemKey], answer: AnswerAll
 ) -> Iterator[tuple[Item, dict[str, Any] | UserError | None]]:
-    """Each item with its answer, in order; None where it is `done`."""
+    # Each item with its result, in order; None for items that are `done`.
     order: deque[Item] = deque()
 
     def prompts() -> Iterator[Prompt]:
@@ -261,13 +253,13 @@ def _answered(
                 yield item.prompt
 
     for result in answer(prompts()):
-        yield from _unasked(order, done)
+        yield from _skipped(order, done)
         yield order.popleft(), result
-    yield from _unasked(order, done)
+    yield from _skipped(order, done)
 
 
-def _unasked(order: deque[Item], done: Collection[ItemKey]) -> Iterator[tuple[Item, UserError | None]]:
-    """The first of `order` that were not answered by anybody: what is wrong with them, None for those `done`."""
+def _skipped(order: deque[Item], done: Collection[ItemKey]) -> Iterator[tuple[Item, UserError | None]]:
+    # The leading items of `order` that the model did not get: invalid ones with their error, `done` ones with None.
     while order and (order[0].error is not None or order[0].key in done):
         item = order.popleft()
         yield item, None if item.key in done else item.error

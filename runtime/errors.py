@@ -41,48 +41,34 @@ class UserError(Exception):
         self.model = ""  # the name of the adapter or draft at fault; "" for the model that the caller asked for
 
     def with_message(self, message: str) -> Self:
-        """Return the same error and remedy with another message."""
         copy = type(self)(message, self.hint, code=self.code, data=self.data)
         copy.model = self.model
         return copy
 
 
 class UsageError(UserError):
-    """Invalid command line, option, prompt or request."""
-
     exit_code = ExitCode.USAGE
 
 
 class ModelError(UserError):
-    """Invalid or unsupported model or model file."""
-
     exit_code = ExitCode.MODEL
 
 
 class NotFoundError(UserError):
-    """Missing or inaccessible model, or a network failure."""
-
     exit_code = ExitCode.NOT_FOUND
 
 
 class ResourceError(UserError):
-    """Not enough memory, disk or device."""
-
     exit_code = ExitCode.RESOURCES
 
 
 class GateError(UserError):
-    """The work was done, but its result failed a quality or verification check."""
-
     exit_code = ExitCode.GATE
 
 
 @dataclass(frozen=True)
 class Declined:
-    """The reason why a kernel or a pass does not take a piece of work: a code and its values.
-
-    `cli/reasons.py` holds the message of each code; a test compares the two.
-    """
+    """The reason why a kernel or a pass does not take a piece of work; `cli/reasons.py` words each code."""
 
     code: str
     data: Mapping[str, object] = field(default_factory=dict)

@@ -25,6 +25,7 @@ from mycli.runtime.utils.units import human_bytes
 if TYPE_CHECKING:
     import httpx2  # imported on first use: it takes 60 ms
 
+# Limits for a hostile or broken server.
 MAX_INFO_BYTES = 16 << 20
 MAX_PAGES = 1000
 RESUMABLE = "another attempt continues where this one stopped"
@@ -96,7 +97,6 @@ class Hub:
 
     @classmethod
     def connect(cls, note: Callable[[str], None]) -> "Hub":
-        """Return a connection with the endpoint and token of the environment."""
         return cls(_endpoint(), _token(), note, RetryPolicy())
 
     def __enter__(self) -> "Hub":
@@ -113,7 +113,8 @@ class Hub:
         url = f"{self.address}/api/{_api_path(repo)}/revision/{quote(revision, safe='')}"
         data, _ = self._get_json(url, repo, f"revision {revision}", MAX_INFO_BYTES)
         commit = parse_object(data, self._host, MAX_INFO_BYTES).text("sha")
-        if not COMMIT.fullmatch(commit):  # it becomes a folder name in the cache
+        # It becomes a folder name in the cache.
+        if not COMMIT.fullmatch(commit):
             raise ModelError(f"{self._host}: {commit!r:.60} is not a commit", "check HF_ENDPOINT")
         return commit
 
@@ -169,8 +170,6 @@ class Hub:
             yield response
 
     def _get_json(self, url: str, repo: str, subject: str, limit: int) -> tuple[bytes, str | None]:
-        """Return a JSON body of at most `limit` bytes and the URL of the next page."""
-
         def attempt() -> tuple[bytes, str | None]:
             with self._get(url, {}, repo, subject) as response:
                 data = bytearray()
@@ -179,7 +178,8 @@ class Hub:
                     if len(data) > limit:
                         message = f"{self._host}: an answer of more than {human_bytes(limit)}"
                         raise ModelError(message, "check HF_ENDPOINT")
-                if bytes(data[:100]).lstrip()[:1] not in (b"{", b"["):  # a captive portal's HTML page
+                # The login page of a captive portal is HTML.
+                if bytes(data[:100]).lstrip()[:1] not in (b"{", b"["):
                     hint = "log in to this network, or check HF_ENDPOINT"
                     raise NotFoundError(f"{self._host} does not answer as a hub does", hint)
                 following = response.links.get("next", {}).get("url")
@@ -198,7 +198,8 @@ class Hub:
 
         # identity: a compressed body could expand without bound.
         headers = {"User-Agent": "mycli", "Accept-Encoding": "identity", **headers}
-        if self._token and urlsplit(url)[:2] == self._origin:  # the `next` page may be on another host
+        # The `next` page of a listing may be on another host, which must not receive the token (D11).
+        if self._token and urlsplit(url)[:2] == self._origin:
             headers["Authorization"] = f"Bearer {self._token}"
         try:
             # The client drops Authorization when a redirect leaves the origin (a test asserts it).
@@ -219,7 +220,7 @@ class Hub:
         raise self._refusal(status, headers.get("X-Error-Code", ""), headers.get("X-Error-Message", ""), repo, subject)
 
     def _refusal(self, status: int, code: str, reason: str, repo: str, subject: str) -> NotFoundError:
-        """Return the error for a 4xx response: gated, private, missing and forbidden each have a message (D11)."""
+        # The error for a 4xx response: gated, private, missing and forbidden each have a message (D11).
         page = f"{self.address}/{repo}"
         if code == "GatedRepo":
             if self._token:
@@ -258,7 +259,8 @@ def _token() -> str | None:
     import huggingface_hub
 
     token = huggingface_hub.get_token()
-    if token is not None and not re.fullmatch(r"[\x21-\x7e]+", token):  # a newline would forge a header
+    # A newline in the token would forge a header.
+    if token is not None and not re.fullmatch(r"[\x21-\x7e]+", token):
         raise UsageError("HF_TOKEN, or the token file, holds characters that no token can have", code="log-in")
     return token
 
@@ -268,10 +270,11 @@ def _api_path(repo: str) -> str:
 
 
 def _tree_record(item: Fields) -> dict[str, Any]:
-    """Convert an entry of the hub's listing to the field names of huggingface_hub's cache."""
+    # Converts an entry of the hub's listing to the field names of huggingface_hub's cache.
     lfs, xet = item.object("lfs").values, item.values.get("xetHash")
     digest = str(lfs.get("oid", item.values.get("oid")))
-    if not DIGEST.fullmatch(digest):  # it becomes a file name in the cache
+    # It becomes a file name in the cache.
+    if not DIGEST.fullmatch(digest):
         raise item.fail("oid", f"{digest!r:.80} is not a hash", "check HF_ENDPOINT")
     record = {"size": item.values.get("size"), "blob_id": item.values.get("oid")}
     record |= {"lfs_sha256": lfs.get("oid"), "lfs_size": lfs.get("size")}
@@ -280,7 +283,7 @@ def _tree_record(item: Fields) -> dict[str, Any]:
 
 
 def _retry_after(headers: Mapping[str, str]) -> float | None:
-    """Return the seconds to wait from Retry-After (a number or a date) or huggingface.co's RateLimit header."""
+    # The seconds to wait from Retry-After (a number or a date) or huggingface.co's RateLimit header.
     value = headers.get("Retry-After", "")
     if re.fullmatch(r"\d{1,6}", value):
         return float(value)
@@ -292,7 +295,6 @@ def _retry_after(headers: Mapping[str, str]) -> float | None:
 
 
 def _transport_error(error: "httpx2.HTTPError", host: str) -> Exception:
-    """Return a TransientError, or a UserError for failures that a retry cannot cure."""
     import httpx2
 
     with suppress(RuntimeError):  # raised by errors without a request
@@ -319,8 +321,6 @@ def _transport_error(error: "httpx2.HTTPError", host: str) -> Exception:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """A repository found by `search_models`: downloads of the last month; None where the hub does not say."""
-
     name: str
     downloads: int
     parameters: int | None

@@ -71,7 +71,6 @@ def plan_dataset(hub: Hub, name: DatasetName) -> DownloadPlan:
 
 
 def cached_dataset(name: DatasetName) -> Path:
-    """Return the cached file. Raises NotFoundError if it was not downloaded."""
     folder = repo_folder(name.repo)
     snapshot = folder / "snapshots" / (read_ref(folder, name.revision) or "none")
     paths = {str(path.relative_to(snapshot)) for path in snapshot.rglob("*") if path.is_file()}

@@ -28,12 +28,13 @@ from mycli.runtime.utils.files import locked, require_space, write_atomic
 from mycli.runtime.utils.json_fields import Fields, parse_object
 from mycli.runtime.utils.units import human_bytes
 
+# Formats whose loaders can run code from the file.
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".h5", ".msgpack")
 
 
 @dataclass(frozen=True)
 class DownloadPlan:
-    """The files of `commit` to fetch: all of them (`files`), and those not in the cache (`missing`).
+    """The download of a model: all its files at `commit`, and the files not in the cache (`missing`).
 
     new_bytes: bytes to receive, without those an earlier attempt left. tree: the record of all files of the commit.
     """
@@ -57,7 +58,8 @@ def plan_files(
     hub: Hub, model: str, repo: str, revision: str | None, choose: Callable[[str, tuple[HubFile, ...]], list[HubFile]]
 ) -> DownloadPlan:
     """Return the plan for the files that `choose(commit, files)` selects. Writes nothing."""
-    commit = hub.commit(repo, revision)  # once: a branch that moves during the download changes nothing (D10)
+    # The revision is resolved once: a branch that moves during the download changes nothing (D10).
+    commit = hub.commit(repo, revision)
     tree = hub.tree(repo, commit)
     files = tuple(choose(commit, store.parse_tree(tree)))
     missing = tuple(file for file in files if _find_blob(repo, file) is None)
@@ -87,6 +89,7 @@ def plan_download(hub: Hub, model: str) -> DownloadPlan:
 
 
 def _select(hub: Hub, repo: str, commit: str, files: Iterable[HubFile]) -> list[HubFile]:
+    # Only plain names in the root: `../x.json` would be written outside the snapshot (A20).
     root = {file.name: file for file in files if safe_name(file.name)}
     small = [f for f in root.values() if f.name.endswith((".json", ".jinja")) and not f.name.endswith(".index.json")]
     if INDEX in root:
@@ -201,15 +204,18 @@ def fetch_files(hub: Hub, plan: DownloadPlan, *, force: bool, advance: Callable[
             if _find_blob(plan.repo, file) is None:
                 _fetch(hub, plan, file, advance)
             elif file in plan.missing:
-                advance(_bytes_left(plan.repo, file))  # downloaded by another process since the plan was made
+                # Downloaded by another process since the plan was made (D6).
+                advance(_bytes_left(plan.repo, file))
             _link(snapshot / file.name, _blob(plan.repo, file))
-        _write_ref(folder, plan)  # last: a branch never points to an incomplete snapshot
+        # Last: a branch must not point to an incomplete snapshot (D3).
+        _write_ref(folder, plan)
     return source
 
 
 def _fetch(hub: Hub, plan: DownloadPlan, file: HubFile, advance: Callable[[float], None]) -> None:
     path = _partial(plan.repo, file)
-    for _ in range(2):  # once more after a wrong hash: what an earlier attempt left may be damaged
+    # Twice: the first hash may be wrong because an earlier attempt left damaged bytes (D9).
+    for _ in range(2):
         with PartialFile(path, file, advance) as part:
             part.receive(hub, plan.repo, plan.commit)
             complete = part.finish()
@@ -238,6 +244,7 @@ def _link(pointer: Path, blob: Path) -> None:
     if pointer.is_symlink() and pointer.readlink() == target:
         return
     pointer.parent.mkdir(parents=True, exist_ok=True)
+    # Symlinks are replaced by a rename, so that a reader never finds the name missing.
     temporary = pointer.with_name(f".{pointer.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(target)

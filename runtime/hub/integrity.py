@@ -70,8 +70,9 @@ def files_to_verify(source: Source) -> dict[str, HubFile]:
     for name in entries.values:
         entry = entries.object(name)
         digest = entry.text("sha256")
+        # A record may name a path, as `../../x`; only files of the folder are read.
         if not re.fullmatch(r"[0-9a-f]{64}", digest) or "/" in name or name in ("", ".", ".."):
-            raise entry.fail("sha256", "is not a hash of a file beside it")
+            raise entry.fail("sha256", "is not the sha256 of a file in the same folder")
         files[name] = HubFile(name, entry.integer("bytes", low=0, high=1 << 60), digest)
     return files
 
@@ -95,7 +96,8 @@ def verify_files(source: Source, files: dict[str, HubFile], advance: Callable[[f
     folder = _folder(source)
     checked = [_check(folder / name, file, advance) for name, file in sorted(files.items())]
     if folder != source.folder:
-        return checked  # other files beside a GGUF file are other models
+        # Other files next to a GGUF file are other models.
+        return checked
     others = sorted(p for p in folder.iterdir() if p.is_file() and p.name not in files and p.name != RECORD)
     return [*checked, *(CheckedFile(path.name, store.file_bytes(path), "unrecorded") for path in others)]
 

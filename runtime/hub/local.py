@@ -35,7 +35,7 @@ class LocalModel:
 
 @dataclass(frozen=True)
 class Removal:
-    """What `remove` deletes: the given commits, or with none the whole `folder`."""
+    """A planned removal of the given commits, or with none of the whole `folder`."""
 
     name: str
     folder: Path
@@ -44,7 +44,6 @@ class Removal:
 
 
 def local_models() -> list[LocalModel]:
-    """Return all models on this machine, usable or not, by kind and name."""
     built_in = [LocalModel(p.name, "built-in", p, None, _size([p]), "") for p in map(store.built_in_folder, BUILT_IN)]
     folders = [store.data_dir() / "models" / name for name in store.model_folders()]
     quantized = [LocalModel(p.name, "quantized", p, None, _size([p]), _problem(p)) for p in folders]
@@ -175,7 +174,8 @@ def remove(removal: Removal, note: Callable[[str], None]) -> None:
         cache.delete_revisions(*(selected & known)).execute()
         for commit in selected:
             if (snapshot := folder / "snapshots" / commit).exists():
-                shutil.rmtree(snapshot)  # the library only logs what it could not delete; this raises
+                # The library only logs what it could not delete; this raises.
+                shutil.rmtree(snapshot)
             (folder / "trees" / f"{commit}.json").unlink(missing_ok=True)
         if not removal.commits:
             _delete_folder(folder)

@@ -30,7 +30,8 @@ from mycli.runtime.utils.json_fields import Fields, parse_object, read_object
 
 # Without tokenizer.json, which is too large to fetch for a summary.
 _METADATA_FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja", RECORD)
-_FIRST_READ = 1 << 16  # bytes of a shard: contains most headers entirely
+# Bytes of a shard read first: contains most headers entirely, so one request per shard is enough.
+_FIRST_READ = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,6 @@ class ModelInfo:
 
 
 def read_model_info(source: Source) -> ModelInfo:
-    """Return the metadata of a model on this machine. Raises ModelError for invalid files."""
     folder = open_model_folder(source.folder)
     warnings = list(folder.manifest.warnings)
     try:
@@ -170,7 +170,8 @@ def _gather(
         template = None if chat_template is None else chat_template.source()
         if folder.has_tokenizer:
             tokenizer_eos = folder.tokenizer().eos
-    except ModelError as error:  # an unusable tokenizer must not hide the rest
+    except ModelError as error:
+        # An unusable tokenizer must not hide the rest.
         warnings.append(error.message)
     eos, invalid = stop_ids(defaults.eos, config.eos, tokenizer_eos, config.vocab_size)
     record = folder.path / RECORD

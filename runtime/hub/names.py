@@ -6,6 +6,7 @@ from mycli.runtime.errors import UsageError
 
 GGUF = ".gguf"
 DATASETS = "datasets/"  # prefix of a dataset's `org/name`, in URLs too; models have none
+# Names are checked before they become part of a path or a URL: no `..`, NUL, newline, backslash or leading dot.
 REPO = re.compile(r"[A-Za-z0-9](?:[\w.-]{0,95})/[A-Za-z0-9_](?:[\w.-]{0,95})", re.ASCII)
 _REVISION = re.compile(r"[\w+-][\w./+@-]{0,199}", re.ASCII)
 _NAME = re.compile(r"[\w+-][\w.+ @=-]{0,199}", re.ASCII)
@@ -49,7 +50,6 @@ def suggest_models(name: str) -> list[str]:
 
 
 def is_path(model: str) -> bool:
-    """Return whether `model` is written as a path."""
     return model.startswith((".", "/", "~")) or model.endswith("/") or "\\" in model
 
 

@@ -47,7 +47,6 @@ class PartialFile:
         self.done, self._hash = 0, self._file.hasher()
 
     def receive(self, hub: Hub, repo: str, commit: str) -> None:
-        """Download the rest, with the hub's retries."""
         hub.policy.run(lambda: self._receive(hub, repo, commit), hub.note, lambda: self.done)
 
     def _receive(self, hub: Hub, repo: str, commit: str) -> None:

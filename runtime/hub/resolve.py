@@ -30,7 +30,6 @@ class Source:
 
     @property
     def label(self) -> str:
-        """The repository, or the last part of the folder's path."""
         return self.repo or self.folder.resolve().name.removesuffix(GGUF)
 
 
@@ -100,7 +99,7 @@ def _find(model: str, offline: bool) -> Source:
 
 
 def _meanings(model: str) -> dict[str, Source | None]:
-    """Return the sources that `model` may mean, by unambiguous spelling; None for the cache, read later."""
+    # The sources that `model` may mean, by unambiguous spelling; None for the cache, read later.
     meanings: dict[str, Source | None] = {}
     if (Path(model) / "config.json").is_file():
         meanings[f"./{model}"] = Source(model, Path(model))
@@ -131,7 +130,7 @@ def _resolve_path(model: str) -> Source:
         return Source(model, folder)
     if ggufs := store.gguf_files(path.name for path in store.list_folder(folder)):
         listed = _listed([str(folder / name) for name in ggufs], 4)
-        raise ModelError(f"{model}: GGUF files without config.json", f"give one of them: {listed}")
+        raise ModelError(f"{model}: GGUF files without config.json", f"give one: {listed}")
     if not is_adapter(folder):
         raise ModelError(f"{model}: no config.json in this folder", "a model is a folder in the Hugging Face layout")
     return Source(model, folder)

@@ -26,6 +26,7 @@ RECORD = "mycli.json"  # written by `quantize`: scheme, sizes and hashes
 ESSENTIAL = frozenset(
     {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", INDEX}
 )
+# Both become file names in the cache, so anything else is refused.
 COMMIT = re.compile(r"[0-9a-f]{40}")
 DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
@@ -61,7 +62,6 @@ def state_dir() -> Path:
 
 
 def hub_cache() -> Path:
-    """Return the Hugging Face cache folder, by huggingface_hub's rules."""
     configured = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
     if not configured:
         base = os.environ.get("HF_HOME") or _directory("XDG_CACHE_HOME", ".cache") / "huggingface"
@@ -70,13 +70,11 @@ def hub_cache() -> Path:
 
 
 def repo_folder(repo: str) -> Path:
-    """Return the cache folder of `org/name` or `datasets/org/name`."""
     kind = "" if repo.startswith(DATASETS) else "models--"
     return hub_cache() / (kind + repo.replace("/", "--"))
 
 
 def built_in_folder(name: str) -> Path:
-    """Return the folder of a built-in model."""
     return Path(__file__).parents[1] / "pico" / name
 
 
@@ -103,7 +101,8 @@ def parse_tree(records: Fields) -> tuple[HubFile, ...]:
         entry = records.object(name)
         size = entry.integer("lfs_size", entry.integer("size", low=0, high=1 << 60), low=0, high=1 << 60)
         digest = entry.text("lfs_sha256", entry.text("blob_id"))
-        if DIGEST.fullmatch(digest):  # anything else could name a path outside `blobs/`
+        # Anything else could name a path outside `blobs/`.
+        if DIGEST.fullmatch(digest):
             files.append(HubFile(name, size, digest))
     return tuple(files)
 
@@ -121,7 +120,9 @@ def read_shards(index: Fields) -> tuple[str, ...]:
     names = set()
     for shard in index.object("weight_map").values.values():
         if not isinstance(shard, str) or not safe_name(shard) or not shard.endswith(".safetensors"):
-            raise index.fail("weight_map", f"names {str(shard)!r:.80}, which is not a safetensors file beside it")
+            raise index.fail(
+                "weight_map", f"names {str(shard)!r:.80}, which is not a safetensors file of the same folder"
+            )
         names.add(shard)
     if not names:
         raise index.fail("weight_map", "is empty")
@@ -183,7 +184,6 @@ def local_model_names() -> list[str]:
 
 
 def quantized_models() -> list[str]:
-    """Return the names of models quantized on this machine."""
     return [name for name in model_folders() if (data_dir() / "models" / name / "config.json").is_file()]
 
 
@@ -194,6 +194,5 @@ def model_folders() -> list[str]:
 
 
 def cached_repos() -> list[str]:
-    """Return `org/name` of each model repository in the Hugging Face cache."""
     names = (path.name.removeprefix("models--").replace("--", "/") for path in list_folder(hub_cache(), "models--*"))
     return sorted(name for name in names if REPO.fullmatch(name))

@@ -48,23 +48,18 @@ class Pipeline:
         self._plain.add_special_tokens([tokenizers.AddedToken(self._anchor, special=True, normalized=False)])
 
     def encode(self, text: str, add_special: bool, plain: bool, inside: bool) -> list[int]:
-        """Return the token ids of `text`. Raises ModelError.
-
-        plain: do not recognize added tokens. inside: the text follows a control token, so no SentencePiece prefix space
-        is added.
-        """
+        """Return the ids of `text`. plain: without added tokens. inside: after a control token. Raises ModelError."""
         tokenizer = self._plain if plain else self._whole
+        # Text inside a conversation gets no SentencePiece prefix space: it is encoded behind an anchor token.
         if not (plain and inside):
             return _call(lambda: list(tokenizer.encode(text, add_special_tokens=add_special).ids))
         return _call(lambda: list(tokenizer.encode(self._anchor + text, add_special_tokens=False).ids))[1:]
 
     def normalize(self, text: str) -> str:
-        """Return `text` after the tokenizer's normalizer. Raises ModelError."""
         normalizer: Any = self._whole.normalizer
         return text if normalizer is None else _call(lambda: str(normalizer.normalize_str(text)))
 
     def token_ids(self, tokens: Sequence[str]) -> list[int | None]:
-        """Return the library's id of each token, None for unknown ones."""
         return [self._whole.token_to_id(token) for token in tokens]
 
 
@@ -117,7 +112,7 @@ def handler(path: str) -> Callable[[Any], Any]:
 
 
 def _steps(part: Any, key: str) -> list[Any]:
-    """Return the elements of a nested Sequence, or [part] for a single step."""
+    # The elements of a nested Sequence, or [part] for a single step.
     if part is None:
         return []
     if isinstance(part, dict) and part.get("type") == "Sequence" and isinstance(part.get(key), list):

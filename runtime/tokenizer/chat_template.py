@@ -28,11 +28,7 @@ TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", 
 
 @dataclass(frozen=True)
 class Message:
-    """One message of a conversation. Raises UsageError for a role outside `Role`: a role becomes markup (C12).
-
-    tool_calls: objects with type and function (name, arguments as an object). reasoning: the assistant's, before the
-    content. name, tool_call_id: the call that a tool message answers.
-    """
+    """One message of a conversation; tool_calls: objects with type and function (name, arguments as an object)."""
 
     role: Role
     content: str
@@ -42,6 +38,7 @@ class Message:
     tool_call_id: str = ""
 
     def __post_init__(self) -> None:
+        # A role becomes markup, so only known ones pass (C12).
         if self.role not in get_args(Role):
             raise UsageError(f"message role {self.role!r:.40} is unknown", f"one of: {', '.join(get_args(Role))}")
 
@@ -114,7 +111,6 @@ class ChatTemplate:
 
     @classmethod
     def from_settings(cls, settings: Fields) -> "ChatTemplate | None":
-        """Return the templates of tokenizer_config.json; None without any."""
         sources = _named_sources(settings)
         return cls(sources, special_tokens_map(settings)) if sources else None
 
@@ -123,7 +119,7 @@ class ChatTemplate:
         self._worker.start()
 
     def source(self, tools: bool = False) -> str:
-        """Return the template's source: "tool_use" for requests with tools if there is one, else "default"."""
+        """Return the template for requests with or without tools."""
         if tools and "tool_use" in self._sources:
             return self._sources["tool_use"]
         if "default" not in self._sources:
@@ -142,8 +138,7 @@ class ChatTemplate:
     ) -> list[str]:
         """Return the rendered text of each conversation with its tools and arguments.
 
-        Raises UsageError if the template refuses the conversation, ModelError for an error in it, an attempt to leave
-        the sandbox, or more than 2 s, 512 MiB or 8 M characters.
+        Raises UsageError if the template refuses the conversation, ModelError if it fails or exceeds a limit.
         """
         variables = [
             {

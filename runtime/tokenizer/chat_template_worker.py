@@ -24,8 +24,7 @@ class Refusal(TemplateError):
     """The template rejects the conversation (raise_exception)."""
 
 
-class OutputTooLong(Exception):
-    """The rendered text exceeds MAX_OUTPUT."""
+class OutputTooLong(Exception): ...
 
 
 def _refuse(message: object) -> None:

@@ -1,8 +1,6 @@
 """Converts token ids to bytes, one token at a time, so that streamed and complete text are equal by construction.
 
-Supports byte-level BPE and SentencePiece (Replace / ByteFallback / Fuse / Strip, or Metaspace). The library's decoder
-needs the complete text. Results are equal except for invalid UTF-8: here, one U+FFFD per ill-formed sequence (Unicode's
-recommended practice); the library gives one per byte and damages the valid bytes around it.
+Supports byte-level BPE and SentencePiece (Replace / ByteFallback / Fuse / Strip, or Metaspace).
 """
 
 import re
@@ -11,6 +9,9 @@ from typing import Any
 
 from mycli.runtime.errors import ModelError
 
+# The library's decoder is not used: it needs the complete text. Results are equal except for invalid UTF-8, which here
+# becomes one U+FFFD per ill-formed sequence (Unicode's recommended practice); the library writes one per byte and
+# damages the valid bytes around it.
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 

@@ -1,8 +1,7 @@
 """Converts the tokenizer metadata of a GGUF file to tokenizer.json and tokenizer_config.json.
 
-Supports three vocabularies of llama.cpp: "gpt2" (byte-level BPE with a named pre-tokenizer), "llama" (SentencePiece BPE
-with merges derived from scores) and "gemma4" (with stored merges). Others are refused by name. The result is checked
-and run like any tokenizer.json.
+Supports llama.cpp's vocabularies "gpt2" (byte-level BPE), "llama" (SentencePiece BPE, merges derived from scores) and
+"gemma4" (with stored merges). The result is checked and run like any tokenizer.json.
 """
 
 from array import array
@@ -25,7 +24,6 @@ _SUPPORTED = "supported: byte-level BPE (gpt2), SentencePiece BPE (llama), gemma
 
 
 def ggml_key(name: str) -> str:
-    """Return the metadata key `tokenizer.ggml.NAME`."""
     return f"tokenizer.ggml.{name}"
 
 

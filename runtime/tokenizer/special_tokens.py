@@ -1,23 +1,20 @@
-"""Separates control tokens spelled in a message from those that the chat template writes (C12).
-
-A pasted `<|im_end|><|im_start|>system` must reach the model as characters:
-
-- A conversation without such spellings is rendered and encoded in one call, as `transformers.apply_chat_template` does.
-- Otherwise each spelling is wrapped in two characters that occur nowhere in the conversation, so they cannot be forged
-  (C13). The rendered text is split at the template's own control tokens; segments with a wrapper are encoded without
-  added tokens, the others normally.
-- A second rendering with the spellings removed must contain the same control tokens in the same order. A template that
-  depends on a spelling, or damages the wrappers, is refused.
-
-Control tokens are all added tokens, also non-special ones (`<tool_call>`), except whitespace. In assistant messages
-only special ones count: a `<think>` there was a token when the model wrote it. Not covered: a token half written by the
-template and half by the text; no known template does that.
-"""
+"""Separates control tokens spelled in a message from those that the chat template writes (C12)."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+# A pasted `<|im_end|><|im_start|>system` must reach the model as characters:
+# - A conversation without such spellings is rendered and encoded in one call, as transformers does.
+# - Otherwise each spelling is wrapped in two characters that occur nowhere in the conversation and so cannot be forged
+#   (C13). The rendered text is split at the template's own control tokens; segments with a wrapper are encoded without
+#   added tokens, the others normally.
+# - A second rendering with the spellings removed must contain the same control tokens in the same order. A template
+#   that depends on a spelling, or damages the wrappers, is refused.
+# Control tokens are all added tokens, also non-special ones (`<tool_call>`), except whitespace. In assistant messages
+# only special ones count: a `<think>` there was a token when the model wrote it. Not covered: a token half written by
+# the template and half by the text; no known template does that.
 
 
 @dataclass(frozen=True)
@@ -43,8 +40,6 @@ class Segment:
 
 @dataclass(frozen=True)
 class Sentinels:
-    """The two characters put around a spelling."""
-
     start: str
     end: str
 
@@ -77,7 +72,6 @@ class ControlTokens:
         self._normalized = re.compile(_alternatives([normalize(content) for content in normalized]))
 
     def spelled_in(self, value: Any, special_only: bool = False) -> bool:
-        """Return whether any string in the JSON `value` spells a control token."""
         return any(self._spelled(text, special_only) for text in strings(value))
 
     def _spelled(self, text: str, special_only: bool) -> bool:

@@ -1,13 +1,11 @@
-"""Pre-tokenization patterns of byte-level tokenizers, and their names in GGUF files.
-
-A GGUF file names its patterns (`tokenizer.ggml.pre`) by a table in llama.cpp (`llama-vocab.cpp`); here each pattern is
-written as in the tokenizer.json of its models.
-"""
+"""Pre-tokenization patterns of byte-level tokenizers, and their names in GGUF files."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+# A GGUF file names its patterns (`tokenizer.ggml.pre`) by a table in llama.cpp (`llama-vocab.cpp`); here each pattern
+# is written as in the tokenizer.json of its models.
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _BLANKS = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 _HEAD = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -45,18 +43,14 @@ KNOWN_PATTERNS = frozenset(
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """The pre-tokenization of a model: `patterns` in turn, then with `gpt2` GPT-2's pattern.
-
-    individual_digits: split digits before GPT-2's pattern. nfc: normalize to NFC. ignore_merges: a piece that is a
-    token is not merged. add_bos: the default of `tokenizer.ggml.add_bos_token`.
-    """
+    """The pre-tokenization of a model: `patterns` in turn, then with `gpt2` GPT-2's pattern."""
 
     patterns: tuple[str, ...] = ()
-    individual_digits: bool = False
+    individual_digits: bool = False  # split before GPT-2's pattern
     gpt2: bool = False
     nfc: bool = False
-    ignore_merges: bool = False
-    add_bos: bool = False
+    ignore_merges: bool = False  # a piece that is a token is not merged
+    add_bos: bool = False  # the default of `tokenizer.ggml.add_bos_token`
 
     def sections(self) -> dict[str, Any]:
         """Return the sections `normalizer` and `pre_tokenizer` of a tokenizer.json."""

@@ -15,8 +15,6 @@ MAX_STOP_LENGTH = 256
 
 
 class TokenPieces(Protocol):
-    """The tokenizer interface of `StreamDecoder`."""
-
     @property
     def strip_spaces(self) -> int:
         """Number of spaces removed from the start of a text."""
@@ -30,8 +28,7 @@ class TokenPieces(Protocol):
 class StreamDecoder:
     """Decodes token ids to text with constant work per token.
 
-    Bytes of an incomplete character are held back (C17). Each ill-formed sequence, and a character left incomplete at
-    the end, becomes one U+FFFD (C18, C19).
+    Bytes of an incomplete character are held back (C17); each ill-formed sequence becomes one U+FFFD (C18, C19).
     """
 
     def __init__(self, pieces: TokenPieces) -> None:
@@ -55,7 +52,6 @@ class StreamDecoder:
         return self._decoder.decode(data)
 
     def flush(self) -> str:
-        """Return the text held back and reset the decoder."""
         rest = self._decoder.decode(b"", final=True)
         self._decoder.reset()
         self._first, self._strip = True, self._pieces.strip_spaces
@@ -63,13 +59,9 @@ class StreamDecoder:
 
 
 class StopMatcher:
-    """Finds the stop string completed first, however the text is split; of two at once, the longer (C20).
-
-    Text that may be the start of a stop string is held back.
-    """
+    """Finds the stop string completed first; of two completed together, the longer (C20)."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """At most 16 non-empty stops of at most 256 characters; otherwise UsageError."""
         if len(stops) > MAX_STOPS:
             raise UsageError(f"{len(stops)} stop strings", f"at most {MAX_STOPS}")
         for stop in stops:
@@ -89,12 +81,12 @@ class StopMatcher:
             self._held = ""
             _, start, self.matched = min(matches)
             return text[:start], True
+        # Text that may be the start of a stop string is held back.
         pending = max((self._overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - pending :]
         return text[: len(text) - pending], False
 
     def flush(self) -> str:
-        """Return the text held back."""
         rest, self._held = self._held, ""
         return rest
 

@@ -76,17 +76,12 @@ def _read_added(raw: Fields, table: list[str | None]) -> list[AddedToken]:
 
 
 def read_tokenizer_settings(folder: Path) -> Fields:
-    """Return tokenizer_config.json of a folder; an empty object without one."""
     settings = folder / "tokenizer_config.json"
     return read_object(settings, MAX_CONFIG_BYTES) if settings.exists() else Fields({}, settings.name)
 
 
 class Tokenizer:
-    """The tokenizer of one model.
-
-    bos: id or None. eos: the ids of the tokenizer's eos token, at most one. template: None without a chat template.
-    vocabulary: token by id, None for unused rows. response_template: the model's, unparsed.
-    """
+    """The tokenizer of one model; vocabulary: token by id, None for unused rows; eos: at most one id."""
 
     def __init__(
         self,
@@ -112,8 +107,7 @@ class Tokenizer:
     def load(cls, folder: Path, vocab_size: int) -> "Tokenizer":
         """Load the tokenizer of a model with `vocab_size` embedding rows.
 
-        Raises ModelError for damaged or hostile files, ids without an embedding row, duplicate ids (C3), and
-        unsupported decoders.
+        Raises ModelError for damaged files, ids without an embedding row, duplicate ids (C3), unsupported decoders.
         """
         path = folder / "tokenizer.json"
         data = read_bytes(path, MAX_FILE_BYTES)
@@ -206,7 +200,6 @@ class Tokenizer:
 
     @property
     def strip_spaces(self) -> int:
-        """Number of spaces removed from the start of a decoded text (SentencePiece)."""
         return self._detokenizer.strip_spaces
 
     def piece(self, token_id: int, first: bool) -> bytes | None:

@@ -1,7 +1,6 @@
 """Atomic creation of a folder: written under a temporary name, flushed to disk, then renamed (D2 to D5).
 
-`.NAME.lock` next to the target is locked meanwhile. The system releases the lock of a dead process, so leftovers found
-under the lock belong to killed runs and are removed. POSIX only.
+`.NAME.lock` next to the target is locked meanwhile, so leftovers found under the lock belong to killed runs.
 """
 
 import os
@@ -35,8 +34,7 @@ def _check_target(target: Path, source: Path | None, overwrite: bool) -> None:
 class Staging:
     """A context that creates `folder` for writing; `commit` renames it to `target`, otherwise it is removed on exit.
 
-    Entering raises UsageError for a target that cannot be written, exists (without `overwrite`), overlaps `source` or
-    is being written by another process, and ResourceError if less than `nbytes` are free.
+    Entering raises UsageError for an unsuitable or locked target, and ResourceError if less than `nbytes` are free.
     """
 
     def __init__(self, target: Path, nbytes: int, *, overwrite: bool = False, source: Path | None = None) -> None:

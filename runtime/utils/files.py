@@ -24,10 +24,7 @@ _FREE_SPACE = "free some space, or choose a folder on another disk"
 
 @contextmanager
 def open_input(path: Path, *, pipes: bool = False) -> Iterator[BinaryIO]:
-    """Open a regular file, or with `pipes` a pipe, for reading in binary.
-
-    Raises NotFoundError for a missing file, UsageError for a folder, a device or an unreadable file.
-    """
+    """Open a regular file, or with `pipes` a pipe, for reading. Raises NotFoundError or UsageError."""
     try:
         # O_NONBLOCK: opening a pipe without a writer would wait forever.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (0 if pipes else os.O_NONBLOCK))
@@ -46,7 +43,6 @@ def open_input(path: Path, *, pipes: bool = False) -> Iterator[BinaryIO]:
 
 
 def read_input(path: Path, limit: int, *, pipes: bool = False) -> bytes:
-    """Return the contents of a file. Raises as `open_input` does, and UsageError above `limit` bytes."""
     try:
         with open_input(path, pipes=pipes) as file:
             data = file.read(limit + 1)
@@ -81,10 +77,7 @@ def require_writable(path: Path) -> None:
 
 
 def require_space(folder: Path, nbytes: int, *, code: str = "") -> None:
-    """Raise ResourceError unless the disk of `folder` (or of its first existing parent) has `nbytes` free.
-
-    code: the remedy, instead of a hint to use another disk.
-    """
+    """Raise ResourceError, with the remedy `code`, unless the disk of `folder` has `nbytes` free."""
     free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
     if nbytes > free:
         needed, left = distinct_sizes(nbytes, free)
@@ -106,9 +99,9 @@ def write_atomic(
 ) -> None:
     """Replace the file at `path` in one step: a reader sees the old contents or the new. Raises OSError.
 
-    private: mode 0600 instead of the umask's. durable: also flush the folder, so that the file survives a power cut.
-    flushed=False: skip fsync, for files whose readers check their contents. A killed process may leave `.NAME.*.tmp`.
+    private: mode 0600. durable: the file survives a power cut. flushed=False: readers check the contents themselves.
     """
+    # A killed process may leave this file.
     temporary = path.with_name(f".{path.name[:100]}.{uuid.uuid4().hex[:12]}.tmp")
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -144,12 +137,11 @@ def try_lock(descriptor: int) -> bool:
 
 @contextmanager
 def locked(path: Path, waiting: Callable[[str], None] | None = None, *, remove: bool = False) -> Iterator[None]:
-    """Hold a lock on the file `path`, which contains the process id of its holder.
+    """Hold a lock on the file `path`, which contains the process id of its holder; remove: delete it at the end.
 
-    waiting: called with the holder's id before waiting for it; without it, LockedError is raised instead. With it, a
-    file system without locks is ignored; otherwise that is an OSError. remove: delete the file at the end. The system
-    releases the lock of a dead process (D8).
+    waiting: called with the holder's id before waiting for it; without it, LockedError is raised instead.
     """
+    # flock: the system releases the lock of a dead process (D8).
     descriptor = -1
     try:
         while descriptor < 0:
@@ -177,6 +169,7 @@ def _acquire(descriptor: int, waiting: Callable[[str], None] | None) -> None:
         if try_lock(descriptor):
             return
     except OSError as error:
+        # A download continues on a file system without locks: it is correct without them (D6).
         if waiting is None or error.errno not in _NO_LOCKS:
             raise
         return

@@ -25,7 +25,6 @@ class Fields:
         return ModelError(f"{self.source}: {key} {problem}", hint or "the file may be damaged or made for another tool")
 
     def has(self, key: str) -> bool:
-        """Return whether `key` is present and not null."""
         return self.values.get(key) is not None
 
     def integer(self, key: str, default: int | None = None, low: int = 1, high: int = 1 << 31) -> int:
@@ -42,7 +41,6 @@ class Fields:
         return value
 
     def number(self, key: str, default: float | None = None, low: float = 0.0, high: float = 1e12) -> float:
-        """Return a finite number in [low, high]."""
         value = self.values.get(key)
         if value is None:
             if default is None:
@@ -74,7 +72,6 @@ class Fields:
         return value
 
     def object(self, key: str) -> "Fields":
-        """Return a nested object; an empty one if missing."""
         value = self.values.get(key)
         if value is None:
             value = {}
@@ -116,10 +113,7 @@ def _finite(text: str) -> float:
 
 
 def strict_json(data: bytes) -> Any:
-    """Parse UTF-8 JSON without byte-order mark, duplicate keys, NaN or infinity (B1).
-
-    Raises ValueError, or json.JSONDecodeError where the position is known.
-    """
+    """Parse UTF-8 JSON without byte-order mark, duplicate keys, NaN or infinity (B1). Raises ValueError."""
     text = data.decode("utf-8")
     if text.startswith("\ufeff"):
         raise ValueError("starts with a byte-order mark")
@@ -130,10 +124,7 @@ def strict_json(data: bytes) -> Any:
 
 
 def parse_object(data: bytes, source: str, limit: int = MAX_JSON_BYTES) -> Fields:
-    """Parse strict JSON (`strict_json`) of at most `limit` bytes with an object at the top level.
-
-    Raises ModelError with `source`, line and column.
-    """
+    """Parse strict JSON with an object at the top level. Raises ModelError with `source`, line and column."""
     if len(data) > limit:
         raise ModelError(f"{source}: more than the {human_bytes(limit)} allowed", code="pull-again")
     if not data.strip():
@@ -164,5 +155,4 @@ def read_bytes(path: Path, limit: int) -> bytes:
 
 
 def read_object(path: Path, limit: int = MAX_JSON_BYTES) -> Fields:
-    """Read a file with `parse_object`. Raises ModelError."""
     return parse_object(read_bytes(path, limit), path.name, limit)

@@ -26,10 +26,8 @@ def gc_paused() -> Iterator[None]:
 
 
 def gc_freeze() -> None:
-    """Exempt all living objects from future collections, also from the one at exit.
-
-    Importing torch creates 100,000 objects, and each full collection would visit them all.
-    """
+    """Exempt all living objects from future collections, also from the one at exit."""
+    # Importing torch creates 100,000 objects, and each full collection would visit them all.
     gc.freeze()
 
 

@@ -1,7 +1,7 @@
 """A worker process for code and patterns from model files: killed at a deadline, bounded in memory, restarted on use.
 
-The worker runs this package's own code with an almost empty environment (no tokens, no keys) and imports no torch. It
-imports that code from where this process did: a wheel, an editable install, a zip file or a bare checkout.
+The worker runs this package's own code, found where this process found it, with an almost empty environment: no tokens,
+no keys.
 """
 
 import contextlib
@@ -65,10 +65,9 @@ def _search_path() -> list[str]:
 
 
 class WorkerProcess:
-    """One worker process that serves `module`.handler; it starts at the first call and ends with this object.
+    """One worker process that serves `module`.handler(setup); thread-safe, one call at a time.
 
-    setup: JSON passed to the handler's constructor. memory: bytes of address space. reply_bytes: longest reply read.
-    Thread-safe; calls run one at a time.
+    memory: bytes of address space. reply_bytes: longest reply read.
     """
 
     def __init__(self, module: str, setup: object, memory: int, reply_bytes: int) -> None:
@@ -80,16 +79,12 @@ class WorkerProcess:
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Start the process without waiting for it."""
         with self._lock:
             if self._process is None:
                 self._process = self._begin()
 
     def call(self, request: object, seconds: float) -> Any:
-        """Return the handler's answer within `seconds`.
-
-        Raises WorkerError, after which the next call may use a new process, and ResourceError if none can be started.
-        """
+        """Return the handler's answer. Raises WorkerError, also after `seconds`, or ResourceError without a process."""
         with self._lock:
             if self._process is None or (not self._starting and self._process.poll() is not None):
                 self._process = self._begin()
@@ -115,7 +110,7 @@ class WorkerProcess:
         weakref.finalize(self, _stop, process)
         self._starting = True
         assert process.stdin
-        with contextlib.suppress(OSError):  # it died at once; `_finish` reports it
+        with contextlib.suppress(OSError):  # it has died; `_finish` reports it
             process.stdin.write(f"{json.dumps([_search_path(), str(_HOME)])}\n{self._first}\n".encode())
             process.stdin.flush()
         return process

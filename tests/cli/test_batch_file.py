@@ -74,7 +74,7 @@ def test_one_line_out_for_each_in_order(tmp_path: Path) -> None:
     assert [line["id"] for line in lines] == ["b", 1, 5], "without an id, the number of the line"
     assert lines[0]["text"] == "re: é😀" and all(line["schema_version"] == 1 for line in lines)
     assert lines[2]["error"] == {"message": "not a number", "hint": "hint", "exit_code": 3}
-    assert "1 line could not be answered, the first because: not a number" in said
+    assert "1 line could not be answered; the first error: not a number" in said
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -119,7 +119,7 @@ def test_a_second_run_asks_only_what_was_not_answered(tmp_path: Path) -> None:
     out.write_bytes(complete[:-5])  # killed while it wrote the last line
     model = Model()
     _, said = run(source, out, model)
-    assert model.asked == ["p1"] and "3 answered before" in said
+    assert model.asked == ["p1"] and "skipped 3 lines already answered in" in said
     assert [(line["id"], "error" in line) for line in read(out)] == [(0, False), (2, False), (3, False), (1, False)]
     before = out.read_bytes()
     again = Model()

@@ -23,7 +23,6 @@ class ReasoningParser:
         self._held = ""  # a possible start of a tag
 
     def feed(self, text: str) -> list[Part]:
-        """Return the non-empty parts decided by `text`."""
         if self._state == "after":
             return [Part(text, False)] if text else []
         text, self._held = self._held + text, ""
@@ -47,6 +46,5 @@ class ReasoningParser:
         return [Part(decided, True)] if decided else []
 
     def flush(self) -> list[Part]:
-        """Return the text held back at the end of the reply."""
         rest, self._held = self._held, ""
         return [Part(rest, self._state == "inside")] if rest else []

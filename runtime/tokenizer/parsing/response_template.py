@@ -1,8 +1,7 @@
 """Reads and checks the `response_template` of a model, which describes the fields of its replies.
 
-A field is a region between two anchors (literals, or patterns that start with a literal) with a content type (text,
-json, xml-inline, kv-lines) and a transform. Follows transformers 5.23, `utils/chat_parsing`, except that only patterns
-with bounded backtracking are accepted (`_checked_pattern`): a model's pattern is untrusted.
+A field is a region between two anchors with a content type and a transform, as in transformers 5.23
+(`utils/chat_parsing`). Only patterns with bounded backtracking are accepted: a model's pattern is untrusted.
 """
 
 import json
@@ -62,14 +61,14 @@ class Region:
     content: str = "text"
     arguments: Mapping[str, Any] = field(default_factory=dict)
     transform: Any = None
-    each: bool = False
+    transform_each: bool = False
 
     def parse(self, text: str, captures: Mapping[str, str]) -> list[Any]:
         """Return the values of a region's text. Raises ValueError for text of another content type."""
         value = parse_content(text, self.content, self.arguments)
         if self.transform is None:
             return [value]
-        if not self.each:
+        if not self.transform_each:
             return [_transform(self.transform, {**captures, "content": value})]
         if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
             raise ValueError("not a list of objects")
@@ -157,7 +156,6 @@ def _transform(shape: Any, values: Mapping[str, Any]) -> Any:
 
 
 def literal(*texts: str) -> Anchor:
-    """Return an anchor that matches one of `texts`, longest first."""
     ordered = sorted(texts, key=len, reverse=True)
     return Anchor(re.compile("|".join(map(re.escape, ordered))), tuple(ordered))
 
@@ -223,8 +221,8 @@ def read_response_template(raw: Fields) -> Sequence[Region]:
         if content == "xml-inline":
             arguments["tag"] = _tag(entry, arguments.get("tag_pattern"))
         if start is not None:
-            transform, each = entry.values.get("transform"), entry.boolean("transform_each", False)
-            regions.append(Region(name, start, _anchor(entry, "close"), content, arguments, transform, each))
+            transform, transform_each = entry.values.get("transform"), entry.boolean("transform_each", False)
+            regions.append(Region(name, start, _anchor(entry, "close"), content, arguments, transform, transform_each))
     if not regions:
         raise ModelError(f"{raw.source}: names no region", "the file may be made for another tool")
     return regions

@@ -27,16 +27,14 @@ _TOOLS_PROMPT = (
 class ToolFormat:
     """A format of tool calls.
 
-    template_markers: strings that all occur in the chat templates of its models. ignored: text around calls without
-    meaning. bare_json: a reply that starts with a brace is a call. json_syntax: prefix, suffix and the two field names
-    of a call written as one JSON object; None for other syntaxes.
+    json_syntax: prefix, suffix and the two field names of a call that is one JSON object; None for other syntaxes.
     """
 
     name: str
-    template_markers: tuple[str, ...]
+    template_markers: tuple[str, ...]  # all occur in the chat templates of its models
     regions: tuple[Region, ...]
-    ignored: tuple[str, ...] = ()
-    bare_json: bool = False
+    ignored: tuple[str, ...] = ()  # markers around calls, without meaning
+    bare_json: bool = False  # a reply that starts with a brace is a call
     json_syntax: tuple[str, str, str, str] | None = None
 
 
@@ -47,7 +45,7 @@ def _call(
     arguments: Mapping[str, Any] | None = None,
     transform: Mapping[str, str] = _NAMED,
 ) -> tuple[Region, ...]:
-    return (Region("tool_calls", start, end, content, arguments or {}, transform, each=transform is _EACH),)
+    return (Region("tool_calls", start, end, content, arguments or {}, transform, transform_each=transform is _EACH),)
 
 
 HERMES = ToolFormat(

@@ -95,7 +95,6 @@ class ToolParser:
 
     @property
     def called(self) -> bool:
-        """Whether the reply contained a call."""
         return self._called
 
     def feed(self, text: str) -> list[str | ToolCall]:
@@ -104,7 +103,6 @@ class ToolParser:
         return self._decide(final=False)
 
     def flush(self) -> list[str | ToolCall]:
-        """Return the rest at the end of the reply."""
         items = self._decide(final=True)
         if self._blanks and not self._called:
             items.append(self._blanks)
