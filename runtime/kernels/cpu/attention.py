@@ -69,7 +69,7 @@ def attend_cached(
     The new tokens are the last of keys and values, so that `window` says what `mask` would.
     """
     batch, tokens, _, head_dim = query.shape
-    # Starts, lengths and one block per sequence; making tensors of them would take as long as attention over a hundred
+    # Starts, lengths and one block per sequence; making tensors would take as long as attention over a hundred
     # positions.
     layout = (*range(0, (batch + 1) * tokens, tokens), *(keys.data.shape[2],) * batch, *range(batch))
     numbers = (ctypes.c_int32 * len(layout))(*layout)

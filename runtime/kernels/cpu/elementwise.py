@@ -15,8 +15,8 @@ from mycli.runtime.kernels.cpu.library import build
 from mycli.runtime.kernels.cpu.library.build import LANES, ROW_TYPES, CNorm, CRotateTask, Native
 
 # After the products of a large model nothing is left in the caches, and each torch operation takes longer to start than
-# to run: about 18 of them in a layer. Squared ReLU stays with torch: it is one operation there, and a call from here
-# takes as long.
+# to run, at about 18 operations in a layer. Squared ReLU stays with torch: it is one operation there, and a call from
+# here takes as long.
 _CPU_FLOATS = Declined("cpu-floats-only")
 _ROWS = Declined("rows-not-whole-vectors", {"multiple": LANES})
 _GRADIENT = Declined("no-gradient")

@@ -1,5 +1,5 @@
-// Parts of layers one after another, as many as there are, in one call; and what comes after the last. Between the parts of a small
-// model a caller takes longer than the parts do. Included by packed_cpu.cpp after experts_part.h.
+// Runs layer parts one after another in one call, and the head after them. Between the parts of a small model a caller takes
+// longer than the parts themselves. Included by packed_cpu.cpp after experts_part.h.
 
 #pragma once
 
@@ -35,14 +35,14 @@ inline int run_step(const Step& step, const PassRows& pass, const Rowwise& rowwi
     }
 }
 
-// A part reads a value of the stream for the last time where it writes it: all but the first go on in `out`.
+// In place: a part reads each value of the stream for the last time where it writes it, so all parts after the first read `out`.
 inline int run_chain(const Step* steps, int64_t count, const PassRows& pass, int threads, const uint16_t* x, uint16_t* out) {
     for (int64_t i = 0; i < count; i++)
         if (const int failed = run_step(steps[i], pass, {pass.rows, threads}, i ? out : x, out)) return failed;
     return 0;
 }
 
-// x [rows, inputs], normed, to y [rows, outputs]. 0: done; 1: no memory.
+// x [rows, inputs], normed, to y [rows, outputs]. Returns 0, or 1 without memory.
 inline int multiply_head(const Head& head, const Rowwise& rowwise, const uint16_t* x, uint16_t* y) {
     const int64_t inputs = rowwise.rows * head.product.parts[0].inputs;
     Scratch scratch(inputs + rowwise.rows * head.product.outputs);

@@ -1,4 +1,4 @@
-// A softmax of one row of logits and a token drawn from it, in two passes over memory that is warm.
+// Softmax of a row of logits and a draw from it, in two passes over memory that is in the cache.
 
 #pragma once
 
@@ -9,8 +9,8 @@
 
 namespace {
 
-// The first of the largest of n logits, -1 where that is no number: NaN, infinity, or -inf for all. some(i): LANE of them from i
-// on, all inside; one(i): the one there.
+// The index of the first of the largest of n logits; -1 if a logit is NaN or +inf, or all are -inf. some(i):
+// LANE logits from i; one(i): one.
 template <class Some, class One> inline int64_t likeliest_of(int64_t n, Some some, One one) {
     const float none = -__builtin_inff();
     const int64_t whole = n / LANE * LANE;
@@ -40,8 +40,8 @@ inline int64_t likeliest(const float* logits, int64_t n) {
     return likeliest_of(n, [=](int64_t i) { return load16(logits + i); }, [=](int64_t i) { return logits[i]; });
 }
 
-// Probabilities of logits [n] (-inf: none) to `out`, and the token at which their running sum in fp64 passes `number`, a
-// share of the whole from 0 to a little below 1. n where a logit is NaN or infinity, or where all are -inf.
+// Writes the softmax of logits [n] (-inf: excluded) to `out` and returns the token at which its running fp64 sum passes `number`,
+// a share of the total from 0 to just below 1; n if a logit is NaN or infinite, or all are -inf.
 inline int64_t softmax_draw(const float* logits, int64_t n, double number, float* out) {
     typedef double D16 __attribute__((vector_size(128), aligned(64)));
     constexpr int64_t BLOCK = 256;
@@ -84,7 +84,7 @@ inline int64_t softmax_draw(const float* logits, int64_t n, double number, float
     int64_t token = block * BLOCK, last = token;
     double before = block ? sums[block - 1] : 0;
     for (; token < std::min(block * BLOCK + BLOCK, n); token++) {
-        if (out[token] > 0) last = token;  // by rounding the sum may end below the block's
+        if (out[token] > 0) last = token;  // rounding may end the sum below the block's
         before += out[token];
         if (before > place) break;
     }

@@ -1,5 +1,5 @@
-// A layer's experts on few rows of bf16, whole, as layer.h does its other parts: norm, router, choice, the experts' products, the
-// weighted sum, the shared expert beside them, and the residual stream. Included by packed_cpu.cpp after experts.h.
+// A layer's experts on few rows of bf16, whole, as layer.h has the other parts: norm, router, choice, the experts' products, the
+// weighted sum, the shared expert, and the residual addition. Included by packed_cpu.cpp after experts.h.
 
 #pragma once
 
@@ -9,24 +9,24 @@ namespace {
 
 // The structures are mirrored by layer.py.
 struct ExpertProduct {
-    const void* const* weights;  // [experts], as Routed has them; read where an expert is ready
+    const void* const* weights;  // [experts], as in Routed; read once an expert is ready
     const uint16_t* const* biases;  // [experts]: [outputs], or null; likewise
     int64_t outputs, inputs;
     int64_t stored;
 };
-// Of the experts `hit` makes some ready, whose places in `ready` it sets: their weights are in memory, and where both products
-// look for them, until it is called for the next `piece`. Returns how many; 0: it failed.
+// Loads some of the experts `hit`, sets their entries of `ready` and returns their number, or 0 on failure. Their weights stay in
+// memory, at the addresses in both products, until the call for the next `piece`.
 typedef int64_t (*Fetch)(int64_t piece, const int32_t* hit, int64_t hits, uint8_t* ready);
 
 struct ExpertsPart {
-    NormParams norm;  // of what all read that have no norm of their own below
+    NormParams norm;  // for all of those below that have none of their own
     NormParams router_norm, expert_norm, expert_output_norm, shared_norm, shared_output_norm;
     Linear router;
     ExpertProduct gate_up, down;
-    FeedForward shared;  // of no outputs: none
-    Linear shared_gate;  // of one output, or none
+    FeedForward shared;  // no outputs: there is none
+    Linear shared_gate;  // one output, or none
     ResidualAdd residual;
-    const float* scales;  // [experts], of the weights, or null
+    const float* scales;  // [experts]: factors of the weights, or null
     Choice choice;
     int64_t experts, size, gate_type;
     Fetch fetch;  // null: all experts are in memory
@@ -36,7 +36,8 @@ struct ExpertsRun {
     const ExpertsPart& part;
     const Rowwise rowwise;
 
-    // Which experts rows [rows, hidden] choose, into `r`, whose arrays it takes of `scratch`; how many have pairs, or -1: no memory.
+    // Routes rows [rows, hidden] into `r`, whose arrays are taken from `scratch`; returns the number of hit experts, or -1
+    // without memory.
     int64_t choose(const uint16_t* x, Scratch& scratch, Routing& r) const {
         const int64_t rows = rowwise.rows, count = rows * part.experts, pairs = rows * part.choice.top;
         uint16_t *rounded = scratch.take(count), *spare = scratch.take(count);
@@ -56,7 +57,8 @@ struct ExpertsRun {
     struct Pair {
         int32_t at, expert;
     };
-    // The products of `product` of the experts at places of `weights`: x, of which pair p reads row tokens[p] or p, to y [pairs, outputs].
+    // Operands of `product` for the experts of `weights`: pair p reads row tokens[p] or p of x and writes row p of y [pairs,
+    // outputs].
     Routed routed(const ExpertProduct& product, const Routing& r, const std::vector<const void*>& weights, const int32_t* tokens,
                   const uint16_t* x, uint16_t* y) const {
         return {weights.data(), r.starts, tokens, x, y, int64_t(weights.size()), tokens ? rowwise.rows : rowwise.rows * part.choice.top,
@@ -67,7 +69,7 @@ struct ExpertsRun {
         if (const uint16_t* bias = product.biases[pair.expert]) add_row(y + pair.at * product.outputs, bias, product.outputs);
     }
 
-    // Both products of the experts in `up` and `down`, and `between` for each of their pairs. False: no memory.
+    // Both products of the experts in `up` and `down`, with `between` for each of their pairs. Returns false without memory.
     template <class Between> bool multiply_both(const Routed& up, const Routed& down, Between between, int64_t pairs) const {
 #if WIDTH
         FewExperts first(up), second(down);
@@ -79,7 +81,8 @@ struct ExpertsRun {
         return multiply_routed(down, rowwise.threads);
     }
 
-    // What the experts that are ready make of x [rows, hidden], into `each` [pairs, outputs]. False: no memory.
+    // The outputs of the experts that are ready for x [rows, hidden], to `outputs` [pairs, outputs]. Returns false without
+    // memory.
     bool feed(const Routing& r, const std::vector<uint8_t>& ready, const uint16_t* x, uint16_t* both, uint16_t* activated, uint16_t* each) const {
         std::vector<Pair> pairs;
         std::vector<const void*> up(ready.size()), down(ready.size());
@@ -100,7 +103,7 @@ struct ExpertsRun {
         return true;
     }
 
-    // As `feed`, of all experts that were hit: those in memory at once, or piece by piece. 0: done; 1: no memory; 3: not fetched.
+    // `feed` for all hit experts: in one call, or piece by piece as they are loaded. Returns 0; 1: no memory; 3: loading failed.
     int feed_all(const Routing& r, int64_t hits, const uint16_t* x, uint16_t* both, uint16_t* activated, uint16_t* each) const {
         if (!part.fetch) return feed(r, std::vector<uint8_t>(size_t(hits), 1), x, both, activated, each) ? 0 : 1;
         for (int64_t piece = 0, left = hits; left > 0; piece++) {
@@ -118,7 +121,7 @@ struct ExpertsRun {
         return gain.gain ? rowwise.entering(gain, x, scratch.take(rowwise.rows * part.residual.hidden)) : x;
     }
 
-    // What the shared expert makes of x [rows, hidden], times the sigmoid of its gate where it has one; null: no memory.
+    // The output of the shared expert for x [rows, hidden], times the sigmoid of its gate if it has one; null without memory.
     const uint16_t* beside(const uint16_t* x, Scratch& scratch) const {
         uint16_t* made = scratch.take(rowwise.rows * part.residual.hidden);
         if (!feed_forward(part.shared, rowwise, normed(part.shared_norm, x, scratch), scratch, made)) return nullptr;
@@ -133,7 +136,7 @@ struct ExpertsRun {
         return made;
     }
 
-    // 0: done; 1: no memory; 3: an expert could not be fetched.
+    // Returns 0; 1: no memory; 3: an expert could not be loaded.
     int run(const uint16_t* x, uint16_t* out) const {
         const int64_t rows = rowwise.rows, values = rows * part.residual.hidden, pairs = rows * part.choice.top;
         Scratch scratch(8 * values + feed_forward_scratch(part.shared, rows) + 4 * rows + (4 * rows + 4) * (part.experts + 1) + 8 * pairs +

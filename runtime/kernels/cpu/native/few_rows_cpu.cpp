@@ -1,13 +1,13 @@
-// Few rows of integers times packed weights, sixteen outputs at a time: codes become bytes in registers, and sums of their dot
-// products stay there. Compiled by itself, beside packed_cpu.cpp, whose arithmetic it is.
+// Few rows of integers times packed weights, 16 outputs at a time: codes become bytes in registers, and sums of their dot
+// products stay there. Compiled in parallel to packed_cpu.cpp, with the same arithmetic.
 
 #include "products/few_rows.h"
 
 #if WIDTH
 namespace {
 
-// Sums of a segment for the rows of one half of a block: of `steps` blocks, or of one from four `first` on, of `PART` fours a
-// block. The segment is at `place` of the units.
+// Sums of a segment for the rows of one half of a block: of `steps` blocks, or of a part of a block, `PART` fours from four
+// `first`. The segment has index `place` in the units.
 template <int B, int M, int PART>
 inline __attribute__((always_inline)) void sum_segment(const uint8_t* block, int64_t steps, int first, int half, const Bytes& x, int64_t input,
                                                        int64_t place, I (&sum)[M]) {
@@ -36,7 +36,7 @@ inline __attribute__((always_inline)) void sum_segment(const uint8_t* block, int
     }
 }
 
-// Adds a span's sums, whose units are at `place`.
+// Adds the sums of a span whose units have index `place`.
 template <int M> inline void add_span(const int32_t (*sums)[ROWS], const Floats* scale, const Bytes& x, int64_t place, Floats (*total)[M]) {
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++)
@@ -51,11 +51,11 @@ template <int M> inline void add_offsets(const Floats* offset, const Bytes& x, i
             total[part][m] = shifted(offset[part], spread_lanes(x.units.shift[place + m]), total[part][m]);
 }
 
-// y[m][0..15] of one row block for M rows of integers. A segment is whole blocks, or half of one: of `PART` fours of a block.
-// Not inlined: callers have one for each kind of codes, and compilers give up on what is within.
+// y[m][0..15] of one row block for M rows of integers. A segment is whole blocks, or half of one: `PART` fours of a block. Not
+// inlined: callers instantiate it for each kind of codes, and compilers stop optimizing so large a function.
 template <int B, int M, int PART> __attribute__((noinline)) void rows_bytes(const Weight& w, int64_t row_block, const Bytes& x, float (*y)[ROWS]) {
     const int64_t segment = cut_of(w).segment, steps = PART == FOURS ? segment / INPUTS : 1, together = w.group / segment;
-    constexpr int64_t size = STORED<B> * 64;  // of a block
+    constexpr int64_t size = STORED<B> * 64;  // bytes of a block
     const uint8_t* block = w.codes + row_block * (w.inputs / INPUTS) * size;
     Floats total[PARTS][M] = {};
     int64_t at = row_block * (w.inputs / w.group);
@@ -78,7 +78,7 @@ template <int B, int M, int PART> __attribute__((noinline)) void rows_bytes(cons
         for (int part = 0; part < PARTS; part++) memcpy(y[m] + part * LANES, &total[part][m], VECTOR);
 }
 
-// As above, of super-blocks.
+// The same for super-blocks.
 template <int B, int M> __attribute__((noinline)) void rows_levels(const Weight& w, int64_t row_block, const Bytes& x, float (*y)[ROWS]) {
     constexpr int64_t size = STORED<B> * 64;
     constexpr int PART = LEVELS<B> / 4;
@@ -121,7 +121,7 @@ template <int B, int M> void few_rows_of(const Weight& w, int64_t row_block, con
     else rows_bytes<B, M, FOURS>(w, row_block, x, y);
 }
 
-// Calls it for `rows` of 1 to M.
+// Calls the instance for `rows` of 1 to M.
 template <int B, int M> void of_count(const Weight& w, int64_t row_block, const Bytes& x, int64_t rows, float (*y)[ROWS]) {
     if constexpr (M > 1)
         if (rows < M) return of_count<B, M - 1>(w, row_block, x, rows, y);

@@ -1,8 +1,8 @@
-// Parts of layers on few rows of bf16, whole: from the residual stream to the residual stream. chain.h runs many in one call.
+// Whole layer parts on few rows of bf16: from the residual stream to the residual stream. chain.h runs many in one call.
 //
-// What the parts in runtime/layers do product by product, in the same operations, rounded in the same places: the bits are the
-// same. Beside the products of one token, calling each of these steps by itself took a quarter of the time, and calling each
-// part by itself half of it, for a small model.
+// They compute what the parts in runtime/layers compute product by product, with the same operations rounded in the same places:
+// the bits are the same. For one token of a small model, separate calls took a quarter (per operation) to half (per part) of the
+// time.
 
 #pragma once
 
@@ -27,7 +27,7 @@ struct Product {
 };
 constexpr int64_t MAX_PRODUCTS = 3;
 struct Linear {
-    Product parts[MAX_PRODUCTS];  // their outputs side by side
+    Product parts[MAX_PRODUCTS];  // outputs are concatenated
     int64_t count, outputs;
     const uint16_t* bias;  // [outputs], or null
 };
@@ -39,7 +39,7 @@ struct NormParams {  // of a norm over `size` values
 };
 struct ResidualAdd {  // stream = (stream + norm(output of a part) * multiplier) * scalar
     NormParams norm;
-    const uint16_t* scalar;  // [1], multiplies the sum; or null
+    const uint16_t* scalar;  // [1], or null
     int64_t hidden;
     float multiplier;
 };
@@ -51,7 +51,7 @@ struct AttentionPart {
     int64_t heads, kv_heads, head_dim, half, window;  // half: rotated pairs of a head, 0 for none
     float scale, softcap;
     int32_t interleaved, norms_rotated, makes_keys, makes_values;
-    int64_t gated;  // whether the product has, after the query of each head, as many values that gate what it attended to
+    int64_t gated;  // after the query of each head the product has as many values, which gate the head's output
 };
 struct FeedForward {  // an MLP by itself
     Linear gate_up, down;
@@ -63,7 +63,7 @@ struct MlpPart {
     FeedForward feed;
     ResidualAdd residual;
 };
-struct ParallelPart {  // two that read what the first one's norm makes; both are added to the stream
+struct ParallelPart {  // both read the output of the first one's norm; both outputs are added to the stream
     AttentionPart attention;
     MlpPart mlp;
 };
@@ -75,15 +75,15 @@ struct PerLayerPart {  // adds the per-layer input of each token, through a gate
 };
 struct Rotation {  // a kind of rotation: cosines and sines [rows, half] of a pass, or of all positions
     const uint16_t *cos, *sin;
-    const uint16_t* scale;  // of the queries there, or null
+    const uint16_t* scale;  // factors of the queries by position, or null
 };
-struct PassRows {  // of one pass; see Attention
+struct PassRows {  // see Attention
     const int32_t *starts, *lengths, *table;
-    const int32_t* slots;   // [sequences]: where each has the states of recurrent layers
-    const uint8_t* drafts;  // [sequences]: whether tokens of it are drafted, so that its states stay as they were
+    const int32_t* slots;   // [sequences]: slot of the states of recurrent layers
+    const uint8_t* drafts;  // [sequences]: the pass has draft tokens of the sequence, so its states must not change yet
     const Rotation* rotations;  // one for each kind of rotary embedding that the layers use
     const uint16_t* per_layer_inputs;  // [rows, layers * size], rows per_layer_stride apart (Gemma 3n and 4), or null
-    uint16_t* draft_inputs;  // where recurrent layers store the inputs of draft tokens, by which states advance later; null: no drafts
+    uint16_t* draft_inputs;  // inputs of draft tokens, by which recurrent states advance once accepted; null: no drafts
     int64_t rows, sequences, table_width, per_layer_stride;
     int64_t by_position;  // whether rotations hold all positions, not only those of the pass
 };
@@ -94,9 +94,9 @@ struct LayerCache {  // the keys and values of one attention layer, and the inde
     int64_t cache_type, rotation;
 };
 
-constexpr int64_t ALONE = 16;  // rows up to which one thread has done a step before others are awake
+constexpr int64_t ALONE = 16;  // rows up to which one thread finishes before others are awake
 
-// Memory of one part, taken piece by piece, given back at its end.
+// Memory of one part, allocated once and handed out in pieces.
 struct Scratch {
     char *at, *next;
     explicit Scratch(int64_t values) : at(static_cast<char*>(aligned_alloc(64, size_t(values * 2 + 64 * 32 + 63) & ~size_t(63)))), next(at) {}
@@ -119,14 +119,14 @@ struct Rowwise {
         for (int64_t row = 0; row < rows; row++) each_row(row);
     }
 
-    // Whether all parts are packed and can be multiplied at once.
+    // Whether all products are packed and can be multiplied in one parallel region.
     bool at_once(const Linear& linear) const {
         for (int64_t i = 0; i < linear.count; i++)
             if (!linear.parts[i].packed || !(cut_of(*linear.parts[i].packed) == cut_of(*linear.parts[0].packed))) return false;
         return rows <= FEW;
     }
 
-    // y [rows, outputs]; `spare` as large, for products of several parts. False: no memory.
+    // y [rows, outputs]; `spare` is as large, for several products. Returns false without memory.
     bool multiply(const Linear& linear, const uint16_t* x, uint16_t* y, uint16_t* spare) const {
         if (!(at_once(linear) ? multiply_together(linear, x, y) : multiply_parts(linear, x, y, spare))) return false;
         if (linear.bias) each([&](int64_t row) { add_row(y + row * linear.outputs, linear.bias, linear.outputs); });
@@ -142,7 +142,7 @@ struct Rowwise {
             products.push_back({linear.parts[i].packed, 0, rows, y + column, linear.outputs});
         return multiply_few(products, each_row, threads);
 #else
-        return false;  // nothing is few
+        return false;  // FEW is 0
 #endif
     }
 
@@ -163,8 +163,7 @@ struct Rowwise {
         return true;
     }
 
-    // x [groups * all of `widths`] of rows `stride` apart, the parts of each group side by side, to y [rows, ...], the parts of all
-    // groups side by side.
+    // Regroups x, rows `stride` apart, from [groups][all of `widths`] to y [rows][widths][groups].
     void order(const uint16_t* x, int64_t stride, int64_t groups, std::initializer_list<int64_t> widths, uint16_t* y) const {
         int64_t all = 0;
         for (const int64_t width : widths) all += width;
@@ -179,21 +178,21 @@ struct Rowwise {
         });
     }
 
-    // Rows of `width` values, `stride` apart, to y [rows, width]: each run of `size` values normed by itself.
+    // Norms rows of `width` values, `stride` apart, to y [rows, width]: each run of `size` values separately.
     void norm(const NormParams& gain, const uint16_t* x, int64_t width, int64_t stride, uint16_t* y) const {
         each([&](int64_t row) {
             const Norm n{x + row * stride, gain.gain, y + row * width, width / gain.size, gain.size, gain.eps, BF16, gain.type, gain.centred};
             for (int64_t i = 0; i < n.rows; i++) norm_row(n, i);
         });
     }
-    // What enters the products of a part: the stream x, or its norm in y.
+    // The input of a part's products: the stream x, or its norm, written to y.
     const uint16_t* entering(const NormParams& gain, const uint16_t* x, uint16_t* y) const {
         if (!gain.gain) return x;
         norm(gain, x, gain.size, gain.size, y);
         return y;
     }
 
-    // out = the stream x and what a part made of it, `made`, each [rows, hidden].
+    // out = the stream x plus the output of a part, `output`, each [rows, hidden].
     void add(const ResidualAdd& residual, const uint16_t* x, const uint16_t* made, uint16_t* spare, uint16_t* out) const {
         const uint16_t* given = entering(residual.norm, made, spare);
         each([&](int64_t row) {
@@ -254,7 +253,7 @@ struct AttentionRun {
         return to;
     }
 
-    // A vector of one head as int8 codes and their scale, as runtime/cache/kv_cache.py rounds it.
+    // Converts a vector of one head to int8 codes and returns their scale, rounded as in runtime/cache/kv_cache.py.
     static float make_codes(const uint16_t* x, int64_t size, int8_t* codes) {
         float most = 0;
         bool number = true;
@@ -273,7 +272,7 @@ struct AttentionRun {
         return scale;
     }
 
-    // x: heads of each row, rows `stride` apart, to where the cache has them. vector: room for one head.
+    // Stores the heads of each row of x, rows `stride` apart, in the cache. vector: memory for one head.
     void store(const Attention& a, const uint16_t* x, int64_t stride, void* data, float* scales, float* vector) const {
         const int64_t step = vector_size(a);
         for (int64_t s = 0; s < a.sequences; s++)
@@ -292,7 +291,7 @@ struct AttentionRun {
             }
     }
 
-    // Queries and their gates, head by head in each row of `projected`, to all queries, then all gates.
+    // Reorders queries and gates, which alternate by head in each row of `projected`: all queries, then all gates.
     void split_gates(uint16_t* projected, Scratch& scratch) const {
         const int64_t width = 2 * part.heads * part.head_dim;
         uint16_t* ordered = scratch.take(rowwise.rows * width);
@@ -301,7 +300,7 @@ struct AttentionRun {
             memcpy(projected + row * part.qkv.outputs, ordered + row * width, size_t(width) * 2);
     }
 
-    // Queries [rows, width] as attention takes them, times the factors of their positions where there are any.
+    // Queries [rows, width] times the factors of their positions, if there are any.
     const uint16_t* scaled(const int64_t* at, const uint16_t* x, int64_t width, Scratch& scratch) const {
         const uint16_t* scale = part.half ? pass.rotations[cache.rotation].scale : nullptr;
         if (!scale) return x;
@@ -312,8 +311,8 @@ struct AttentionRun {
         return to;
     }
 
-    // What is to be normed and added, of what enters the products, both [rows, hidden]. 0: done; 1: no memory; 2: lengths or
-    // blocks that cannot be.
+    // Computes the part without its norm and residual addition, both sides [rows, hidden]. Returns 0; 1: no memory; 2: lengths or
+    // blocks out of range.
     int make(const uint16_t* entering, uint16_t* made) const {
         const int64_t rows = rowwise.rows, queries = part.heads * part.head_dim, keys = part.kv_heads * part.head_dim;
         const int64_t widest = std::max(part.qkv.outputs, part.residual.hidden);
@@ -353,7 +352,7 @@ struct AttentionRun {
         return rowwise.multiply(part.o, attended, made, spare) ? 0 : 1;
     }
 
-    // The stream x to out. As above.
+    // The whole part, from the stream x to out. Returns as above.
     int run(const uint16_t* x, uint16_t* out) const {
         const int64_t values = rowwise.rows * part.residual.hidden;
         Scratch scratch(2 * values);
@@ -368,7 +367,7 @@ struct AttentionRun {
 inline int64_t feed_forward_scratch(const FeedForward& f, int64_t rows) {
     return rows * (std::max(f.gate_up.outputs, f.down.outputs) + f.gate_up.outputs + f.size);
 }
-// x [rows, inputs] through an MLP to `made`, with `feed_forward_scratch` of `scratch`. False: no memory.
+// x [rows, inputs] through an MLP to `output`, with `feed_forward_scratch` values of `scratch`. Returns false without memory.
 inline bool feed_forward(const FeedForward& f, const Rowwise& rowwise, const uint16_t* x, Scratch& scratch, uint16_t* made) {
     const int64_t rows = rowwise.rows;
     uint16_t* spare = scratch.take(rows * std::max(f.gate_up.outputs, f.down.outputs));
@@ -378,7 +377,7 @@ inline bool feed_forward(const FeedForward& f, const Rowwise& rowwise, const uin
     return rowwise.multiply(f.down, activated, made, spare);
 }
 
-// 0: done; 1: no memory.
+// Returns 0, or 1 without memory.
 inline int run_mlp(const MlpPart& part, const Rowwise& rowwise, const uint16_t* x, uint16_t* out) {
     const int64_t values = rowwise.rows * part.residual.hidden;
     Scratch scratch(feed_forward_scratch(part.feed, rowwise.rows) + 3 * values);
@@ -390,7 +389,7 @@ inline int run_mlp(const MlpPart& part, const Rowwise& rowwise, const uint16_t* 
     return 0;
 }
 
-// 0: done; 1: no memory; 2: lengths or blocks that cannot be.
+// Returns 0; 1: no memory; 2: lengths or blocks out of range.
 inline int run_parallel(const ParallelPart& part, const PassRows& pass, const LayerCache& cache, const Rowwise& rowwise,
                         const uint16_t* x, uint16_t* out) {
     const int64_t values = rowwise.rows * part.attention.residual.hidden;
@@ -405,7 +404,7 @@ inline int run_parallel(const ParallelPart& part, const PassRows& pass, const La
     return 0;
 }
 
-// 0: done; 1: no memory.
+// Returns 0, or 1 without memory.
 inline int run_per_layer(const PerLayerPart& part, const PassRows& pass, const Rowwise& rowwise, const uint16_t* x, uint16_t* out) {
     const int64_t rows = rowwise.rows, values = rows * part.residual.hidden, size = part.size, widest = std::max(size, part.residual.hidden);
     Scratch scratch(2 * values + rows * (widest + 3 * size));

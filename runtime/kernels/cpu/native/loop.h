@@ -1,6 +1,6 @@
-// Passes of one token a sequence, each over the tokens that the pass before it chose: what decoding is where nobody has to look at
-// a token before the next. Between the passes of a small model a caller takes half as long as the passes do. Included by
-// packed_cpu.cpp after chain.h.
+// Greedy decoding of several tokens in one call: passes of one token per sequence, each over the tokens that the previous pass
+// chose. Between the passes of a small model a caller takes half as long as the passes themselves. Included by packed_cpu.cpp
+// after chain.h.
 
 #pragma once
 
@@ -14,9 +14,9 @@ namespace {
 
 // The structure is mirrored by layer.py.
 struct Loop {
-    const uint16_t* embedding;  // [vocab, hidden], of which each row is multiplied by embedding_scale
-    int64_t hidden, choices;    // choices: logits that count, of the head's
-    const int64_t* stops;       // [stop_count]: after a pass that chose one of them there is no other
+    const uint16_t* embedding;  // [vocab, hidden]; a row is multiplied by embedding_scale
+    int64_t hidden, choices;    // choices: the head's first logits, those of real tokens
+    const int64_t* stops;       // [stop_count]: the loop ends after a pass that chose one
     int64_t stop_count;
     float embedding_scale, logit_scale;
 };
@@ -27,16 +27,15 @@ inline void embed(const Loop& loop, int64_t token, uint16_t* x) {
     else for (int64_t i = 0; i < loop.hidden; i += LANE) store16(x + i, load16(row + i) * loop.embedding_scale);
 }
 
-// As `likeliest`, of logits in bf16, which are multiplied in fp32.
+// `likeliest` of bf16 logits, which are scaled in fp32.
 inline int64_t choose(const Loop& loop, const uint16_t* logits) {
     const float scale = loop.logit_scale;
     return likeliest_of(loop.choices, [=](int64_t i) { return load16(logits + i) * scale; },
                         [=](int64_t i) { return from_bf16(logits[i]) * scale; });
 }
 
-// tokens [passes + 1, sequences]: row 0 is what the first pass, of one row a sequence, is over; to each row after it what the pass
-// before it chose, -1 where its logits were no numbers, which ends the loop as a stop does. `made`: the passes that were run. 0:
-// done, or what run_chain returns.
+// tokens [passes + 1, sequences]: row 0 is the input of the first pass; each pass writes the next row, -1 if a logit is NaN or
+// infinite, which ends the loop as a stop does. `done`: the number of passes run. Returns 0, or the error of run_chain.
 inline int run_loop(const Step* steps, int64_t count, const PassRows& first, const Head& head, const Loop& loop, int64_t passes,
                     int64_t* tokens, int64_t* made, int threads) {
     const int64_t rows = first.sequences, outputs = head.product.outputs;

@@ -1,15 +1,15 @@
-// Products of bf16 or fp32 activations with weights on a CPU: packed ones of 2, 3, 4, 5, 6 or 8 bits, and dense ones of bf16.
+// Products of bf16 or fp32 activations with weights on a CPU: packed weights of 2, 3, 4, 5, 6 or 8 bits, and dense bf16.
 //
-// Built at first use by build.py for the machine at hand, called through ctypes by matmul.py. Knows nothing of Python
-// or torch: plain pointers, and as many OpenMP threads as the caller says.
+// Compiled at first use by build.py, called through ctypes by matmul.py: plain pointers, and as many OpenMP threads as the caller
+// says.
 //
-// Arithmetic. bf16 activations become integers of 16 bits in units of a power of two for each span of 16 to 128 inputs: what
-// lies within 1/128 of the largest of its span keeps all its bits. A span is a segment, of one group; of super-blocks it is some,
-// and codes are multiplied by the whole numbers of their groups. The products of a span with the codes are summed exactly, then
-// scaled and added up in fp32, span by span. fp32 activations: exact codes, fp32 sums of a segment, input by
-// input, scaled and added up likewise. Sums of integers are the same whatever multiplies them, so few rows (bytes, unpacked in
-// registers), many rows (words, unpacked to a panel) and AMX (bytes, in tiles) are one arithmetic: the bits of a row depend on
-// neither the rows beside it nor the number of threads. The layout is in packed_layout.h.
+// Arithmetic. bf16 activations become 16-bit integers in units of a power of two for each span of 16 to 128 inputs; values within
+// 1/128 of the largest of their span keep all their bits. A span is one segment of one group; with super-blocks it is several,
+// and codes are multiplied by the integer scales of their groups. The products of a span with the codes are summed exactly, then
+// scaled and added in fp32, span by span. fp32 activations: exact codes, fp32 sums of a segment, input by input, scaled and added
+// likewise. Integer sums are the same whatever multiplies them, so few rows (bytes, unpacked in registers), many rows (words,
+// unpacked to a panel) and AMX (bytes, in tiles) have one arithmetic: the bits of a row depend on neither the other rows nor the
+// number of threads. The layout is in packed_layout.h.
 
 #include <cmath>
 #include <vector>
@@ -29,7 +29,7 @@ enum class Path { BYTES, WORDS, TILES };
 
 inline Path path_of(const Weight& w, int64_t rows) {
     if (rows <= FEW) return Path::BYTES;
-    // Sums leave the tiles at the end of each segment: of the shortest, and of those of super-blocks, that is more work than words are.
+    // Sums leave the tiles at the end of each segment: with the shortest segments, and those of super-blocks, words are cheaper.
     return cut_of(w).segment >= INPUTS && !w.factors && have_amx() ? Path::TILES : Path::WORDS;
 }
 
@@ -46,7 +46,7 @@ template <int B> bool matmul_bf16(const Weight& w, const uint16_t* x, int64_t ro
     const Cut cut = cut_of(w);
     const int64_t segments = w.inputs / cut.segment, steps = w.inputs / 2;
     const Tiling tiling(rows, path == Path::TILES ? ROWS : HIGH);
-    // A row has 2 bytes an input; a tile may be read as if it had one row more.
+    // A row has 2 bytes per input; a tile may read one row past the end.
     const int64_t room = rounded_up((rows + 1) * 2 * w.inputs + 64);
     const int64_t notes = rounded_up(rows * segments * 4);
     const int64_t own = (path == Path::WORDS ? tiling.high : 1) * rounded_up(2 * w.inputs);
@@ -148,7 +148,7 @@ inline bool dense_any(const Dense<uint16_t>& d, int threads) {
 #include "chain.h"
 #include "loop.h"
 
-// The instructions used for products of integers.
+// The instruction set used for integer products.
 EXPORT const char* packed_isa() {
 #if defined(__AVX512VNNI__) && VECTOR == 64
     return have_amx() ? "amx" : "avx512vnni";
@@ -165,17 +165,17 @@ EXPORT const char* packed_isa() {
 #endif
 }
 
-// From the words on disk, int32 [rows, words], to w->codes (64-byte aligned, room for whole blocks).
+// Repacks the stored words, int32 [rows, words], to w->codes (64-byte aligned, with room for whole blocks).
 EXPORT void packed_repack(const Weight* w, const uint32_t* packed, int64_t words, int threads) {
     by_bits(*w, [&](auto bits) { repack_all<STORED<bits.value>>(packed, words, *w, threads); });
 }
 
-// The weight to out [rows, inputs] of `type`, rounded as the reference does.
+// Decodes the weight to out [rows, inputs] of `type`, rounded as the reference does.
 EXPORT void packed_dequantize(const Weight* w, void* out, int32_t type, int threads) {
     by_bits(*w, [&](auto bits) { dequantize_all<bits.value>(*w, out, type, threads); });
 }
 
-// x [rows, inputs] to y [rows, w->rows], both of `type`, F32 or BF16. 0: done; 1: no memory for rearranged activations.
+// x [rows, inputs] to y [rows, w->rows], both of `type`, F32 or BF16. Returns 0, or 1 without memory for rearranged activations.
 EXPORT int packed_matmul(const Weight* w, const void* x, int32_t type, int64_t rows, void* y, int threads) {
     return by_bits(*w, [&](auto bits) {
         constexpr int B = bits.value;
@@ -184,8 +184,8 @@ EXPORT int packed_matmul(const Weight* w, const void* x, int32_t type, int64_t r
     });
 }
 
-// Weight [outputs, inputs] as torch has it times rows x, both of `type`, F32 or BF16; inputs a multiple of 32. 0: done; 1: no
-// memory.
+// Dense weight [outputs, inputs] in torch's layout times rows x, both of `type`, F32 or BF16; inputs a multiple of 32. Returns 0,
+// or 1 without memory.
 EXPORT int dense_matmul(int32_t type, const void* w, int64_t outputs, int64_t inputs, const void* x, int64_t rows, void* y,
                         int threads) {
     if (type == F32) {
@@ -196,7 +196,7 @@ EXPORT int dense_matmul(int32_t type, const void* w, int64_t outputs, int64_t in
                      threads) ? 0 : 1;
 }
 
-// As multiply_routed, choose_experts with sort_pairs, and sum_token in experts.h, for all tokens. 0: done; 1: no memory.
+// multiply_routed, choose_experts with sort_pairs, and sum_token of experts.h, for all tokens. Return 0, or 1 without memory.
 EXPORT int experts_matmul(const Routed* r, int threads) { return multiply_routed(*r, threads) ? 0 : 1; }
 EXPORT int64_t experts_route(const Routing* r, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
@@ -209,16 +209,16 @@ EXPORT void experts_sum(const WeightedSum* s, int threads) {
         s->type == F32 ? sum_token<float>(*s, token) : sum_token<uint16_t>(*s, token);
 }
 
-// As likeliest in draw.h, of each of `rows` of logits, `stride` apart.
+// likeliest of draw.h for each of `rows` rows of logits, `stride` apart.
 EXPORT void best(const float* logits, int64_t rows, int64_t stride, int64_t n, int64_t* found, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows > 1)
     for (int64_t row = 0; row < rows; row++) found[row] = likeliest(logits + row * stride, n);
 }
 
-// As softmax_draw in draw.h.
+// softmax_draw of draw.h.
 EXPORT int64_t draw(const float* logits, int64_t n, double number, float* out) { return softmax_draw(logits, n, number, out); }
 
-// As norm_row, gate_row, weigh_row and rotate_token in steps.h, for all rows and tokens.
+// norm_row, gate_row, weigh_row and rotate_token of steps.h, for all rows and tokens.
 EXPORT void norm(const Norm* n, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
     for (int64_t row = 0; row < n->rows; row++) norm_row(*n, row);
@@ -238,8 +238,8 @@ EXPORT void rotate(const RotateTask* r, int threads) {
     for (int64_t i = 0; i < r->sequences * r->tokens; i++) rotate_token(*r, i / r->tokens, i % r->tokens);
 }
 
-// The stream x [rows, hidden] to out, through `count` parts, and from its rows to logits; see chain.h. 0: done; 1: no memory; 2:
-// lengths, blocks or slots that cannot be.
+// The residual stream x [rows, hidden] through `count` parts to out, and its rows to logits; see chain.h. Return 0; 1: no memory;
+// 2: lengths, blocks or slots out of range.
 EXPORT int run_parts(const Step* steps, int64_t count, const PassRows* pass, const uint16_t* x, uint16_t* out, int threads) {
     return run_chain(steps, count, *pass, threads, x, out);
 }
@@ -247,14 +247,14 @@ EXPORT int run_head(const Head* head, int64_t rows, const uint16_t* x, uint16_t*
     return multiply_head(*head, {rows, threads}, x, out);
 }
 
-// As run_loop in loop.h, from no pass on. 0: done; 1: no memory; 2: lengths or blocks that cannot be; 3: an expert was not fetched.
+// run_loop of loop.h. Returns 0; 1: no memory; 2: lengths or blocks out of range; 3: an expert could not be loaded.
 EXPORT int run_passes(const Step* steps, int64_t count, const PassRows* first, const Head* head, const Loop* loop, int64_t passes,
                       int64_t* tokens, int64_t* made, int threads) {
     *made = 0;
     return run_loop(steps, count, *first, *head, *loop, passes, tokens, made, threads);
 }
 
-// As convolve_channels, delta_columns and gated_norm_row in recurrent.h, for all sequences.
+// convolve_channels, delta_columns and gated_norm_row of recurrent.h, for all sequences.
 EXPORT void convolve(const Runs* r, const Convolution* c, int threads) {
     r->type == F32 ? convolve_rows<float>(*r, *c, threads) : convolve_rows<uint16_t>(*r, *c, threads);
 }
@@ -265,7 +265,7 @@ EXPORT void gated_norm(const GatedNorm* n, int32_t type, int threads) {
     type == F32 ? gated_norm_rows<float>(*n, threads) : gated_norm_rows<uint16_t>(*n, threads);
 }
 
-// As table_product and table_unpack in table.h.
+// table_product and table_unpack of table.h.
 EXPORT void table_matmul(const TableWeight* t, const float* x, int64_t rows, float* y, int threads) {
     table_product(*t, x, rows, y, threads);
 }
@@ -273,7 +273,7 @@ EXPORT void table_dequantize(const TableWeight* t, int64_t first, int64_t count,
     table_unpack(*t, first, count, out, type, threads);
 }
 
-// Reads `bytes` (a multiple of 64) with all threads, for the time it takes; returns their sum as 32-bit words.
+// Reads `bytes` (a multiple of 64) with all threads, to be timed by the caller; returns their sum as 32-bit words.
 EXPORT int64_t read_memory(const uint8_t* at, int64_t bytes, int threads) {
     int64_t total = 0;
 #pragma omp parallel for num_threads(threads) schedule(static) reduction(+ : total)

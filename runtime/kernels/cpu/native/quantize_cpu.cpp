@@ -1,8 +1,8 @@
-// Rounding weights to a symmetric grid: the search for scales, the codes, their words, and what was lost, in one pass.
+// Rounding weights to a symmetric grid: the search for scales, the codes, their packing into words, and the error, in one pass.
 //
-// The twin of quant/rounding/grid.py, bit by bit: its operations in its order, each rounded on its own (compiled with
-// -ffp-contract=off), its sums in the order of torch's. Called through ctypes by rounding.py. A row knows nothing of the
-// others, so threads change nothing.
+// Computes bit for bit what quant/rounding/grid.py computes in torch: the same operations in the same order, each rounded
+// (compiled with -ffp-contract=off), and sums in torch's order. Called through ctypes by rounding.py. Rows are independent, so
+// the number of threads does not matter.
 
 #include <vector>
 
@@ -13,19 +13,19 @@ namespace {
 struct Rounding {  // mirrored by build.py
     const void* weight;       // [rows, inputs] of weight_type
     const float* importance;  // [inputs], or null
-    const float* factors;     // scales to try are these times the largest weight of a group
-    void* scales;             // [rows, inputs / group] of scale_type: found, or given
+    const float* factors;     // candidate scales are these times the largest weight of a group
+    void* scales;             // [rows, inputs / group] of scale_type: written by a search, else read
     uint8_t* codes;           // [rows, inputs], or null
-    double* sums;             // [rows, 2]: of squares of what was lost and of the weights; or null
+    double* sums;             // [rows, 2]: squared error, squared weights; or null
     int64_t rows, inputs, group, factor_count, refits;
     int32_t weight_type, scale_type, bits, search;
-    float divisor;            // of the first scale: the largest weight (ABSMAX: its magnitude) by this
-    float smallest, largest;  // magnitude of a scale
-    float limit;              // of a weight
+    float divisor;            // the first scale is the largest weight (ABSMAX: its magnitude) divided by this
+    float smallest, largest;  // bounds of a scale's magnitude
+    float limit;              // largest magnitude of a weight
 };
 enum Search : int32_t { GIVEN = 0, ABSMAX = 1, LEAST_SQUARES = 2 };
 
-// A group of weights, and how a scale's levels are found: by a division, or by a product where no level is near a tie.
+// A group of weights, and how levels are computed: by division, or by multiplication if no level is near a tie.
 struct Group {
     const float* x;
     const float* importance;
@@ -38,7 +38,7 @@ struct Group {
 
 template <class V> inline V weighed(V term, const Group& g, int64_t i) { return g.importance ? term * read<V>(g.importance + i) : term; }
 
-// Size, where it is not 0, is that of the group.
+// `Size`, if not 0, is the size of the group, known at compile time.
 template <int64_t Size> float error_exact(const Group& g, float scale) {
     return sum_as_torch(Size ? Size : g.size, [&](int64_t i, auto kind) {
         using V = decltype(kind);
@@ -47,19 +47,19 @@ template <int64_t Size> float error_exact(const Group& g, float scale) {
     });
 }
 
-// Whether a product with a scale's inverse tells levels as a division does, but for those near a tie.
+// Whether multiplying by the inverse of a scale gives the same levels as dividing, except near a tie.
 inline bool invertible(float scale) {
     const float magnitude = scale < 0 ? -scale : scale;
     return magnitude > 0x1p-100f && magnitude < 0x1p100f;
 }
 
-// Levels by that product, which differs from the quotient by less than 2^-22 of it; `away` is how far each was from its level.
+// Levels by multiplication, which differs from the quotient by less than 2^-22 of it; `away` is the distance from the level.
 inline Wide quick_level(const Group& g, Wide x, Wide inverse, Wide& away) {
     const Wide ratio = g.clamped<Wide>(x * inverse), level = (ratio + MAGIC) - MAGIC, least = ratio - level;
     away = larger(least, -least);
     return level;
 }
-inline float near_tie(const Group& g) { return 0.5f - g.half * 0x1p-21f; }  // what is further away may have another level
+inline float near_tie(const Group& g) { return 0.5f - g.half * 0x1p-21f; }  // beyond this distance, division may give another level
 
 template <int64_t Size> float error_of(const Group& g, float scale) {
     if (!invertible(scale) || g.size % 32) return error_exact<Size>(g, scale);
@@ -79,7 +79,7 @@ template <int64_t Size> float error_of(const Group& g, float scale) {
     return any(worst > near_tie(g)) ? error_exact<Size>(g, scale) : found;
 }
 
-// The scale of least error for the levels that `scale` gives.
+// The scale of least squared error for the levels that `scale` gives.
 float refitted(const Group& g, float scale) {
     auto part = [&](auto combine) {
         return sum_as_torch(g.size, [&](int64_t i, auto kind) {
@@ -99,7 +99,7 @@ inline float loaded(const void* from, int32_t type, int64_t index) {
     return type == BF16 ? from_bf16(bits) : from_f16(bits);
 }
 
-// As the file will hold it.
+// Rounds a scale to its stored type.
 inline float storable(const Rounding& r, float scale) {
     const float magnitude = smaller(larger(scale < 0 ? -scale : scale, r.smallest), r.largest);
     float value = scale < 0 ? -magnitude : magnitude;
@@ -118,7 +118,7 @@ template <int64_t Size> float least_squares(const Rounding& r, const Group& g, f
     return best;
 }
 
-// NaN where a weight is none that a scale could reach.
+// NaN if a weight is not finite or above the limit.
 float find_scale(const Rounding& r, const Group& g) {
     Wide largest = {};
     WideInt inside = WideInt{} - 1;
@@ -136,7 +136,7 @@ float find_scale(const Rounding& r, const Group& g) {
         most = larger(most, magnitude);
     }
     if (r.search == ABSMAX) return storable(r, most / r.divisor);
-    const float* first = g.x;  // of the largest magnitude
+    const float* first = g.x;  // the weight of largest magnitude
     while (larger(*first, -*first) != most) first++;
     const float extreme = *first;
     switch (g.size) {
@@ -147,7 +147,7 @@ float find_scale(const Rounding& r, const Group& g) {
     }
 }
 
-// Squares of what was lost of a row, and of its weights.
+// Squared error and squared weights of a row.
 struct Squares {
     Doubles lost[2], all[2];
     double rest_lost, rest_all;
@@ -164,9 +164,9 @@ struct Squares {
     }
 };
 
-// Codes of a group to `codes`, where it is not null, and what was lost to `squares`.
+// Codes of a group to `codes`, if not null, and the squared error to `squares`.
 void round_group(const Group& group, float scale, uint8_t* codes, Squares& squares) {
-    const Group g = group;  // of its own, which no code that is stored may change, as the compiler sees it
+    const Group g = group;  // a local copy: the compiler knows that storing codes does not change it
     Squares sums = squares;
     const bool quick = invertible(scale);
     const Wide s = spread(scale), inverse = spread(1 / scale);
@@ -188,7 +188,7 @@ void round_group(const Group& group, float scale, uint8_t* codes, Squares& squar
     squares = sums;
 }
 
-// False: a weight is not finite or too large.
+// Returns false if a weight is not finite or too large.
 bool round_row(const Rounding& r, int64_t row, float* x) {
     const int64_t from = row * r.inputs;
     int64_t done = 0;
@@ -220,7 +220,7 @@ struct Columns {  // mirrored by build.py
     const float* residual;  // [columns, rows], as are scales, before, codes and shifts
     const float* matrix;    // [columns, columns], transposed
     const float* scales;
-    const uint8_t* before;  // the codes to be moved, or null
+    const uint8_t* before;  // codes to be moved, or null
     uint8_t* codes;
     float* shifts;
     int64_t columns, rows;
@@ -228,7 +228,7 @@ struct Columns {  // mirrored by build.py
 };
 constexpr int64_t MOST_COLUMNS = 128, VECTORS = 4, TILE = VECTORS * WIDE, SOON = 6;
 
-// TILE rows from `first`; shifts of all columns stay in the first cache.
+// TILE rows from `first`; the shifts of all columns stay in the L1 cache.
 void solve_rows(const Columns& c, int64_t first) {
     alignas(64) float shifts[MOST_COLUMNS][TILE];
     for (int64_t i = 0; i < c.columns; i++) {
@@ -264,7 +264,7 @@ void solve_rows(const Columns& c, int64_t first) {
     }
 }
 
-// Fewer rows, from `first` to the last: in a copy that has TILE.
+// The last rows, fewer than TILE, in a padded copy.
 void solve_last(const Columns& c, int64_t first) {
     const size_t size = size_t(c.columns * TILE), count = size_t(c.rows - first);
     std::vector<float> residual(size, 0.0f), scales(size, 1.0f), shifts(size);
@@ -284,7 +284,7 @@ void solve_last(const Columns& c, int64_t first) {
     });
 }
 
-// Eight codes, a byte each, to the low 8 * bits bits: neighbours join, then pairs, then fours.
+// Eight codes, a byte each, to the low 8 * bits bits: adjacent codes are joined in pairs, then fours, then eights.
 inline uint64_t squeezed(uint64_t codes, int bits) {
     constexpr uint64_t ONE = 0x00ff00ff00ff00ff, TWO = 0x0000ffff0000ffff, FOUR = 0x00000000ffffffff;
     codes = (codes & ONE) | (codes >> 8 & ONE) << bits;
@@ -296,7 +296,7 @@ inline uint64_t squeezed(uint64_t codes, int bits) {
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-// Fills what is asked for. 0: done; 1: no memory; 2: a weight that is not finite, or beyond the limit.
+// Writes what is not null. Returns 0; 1: no memory; 2: a weight is not finite, or beyond the limit.
 EXPORT int round_weight(const Rounding* r, int threads) {
     int failed = 0;
 #pragma omp parallel num_threads(threads) reduction(max : failed)
@@ -311,13 +311,13 @@ EXPORT int round_weight(const Rounding* r, int threads) {
     return failed;
 }
 
-// As quant/rounding/columns.py says, for up to MOST_COLUMNS; each sum in the order of the columns, so that no machine differs.
+// solve_block of quant/rounding/columns.py for up to MOST_COLUMNS; each sum is in the order of the columns, on every machine.
 EXPORT void solve_columns(const Columns* c, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t first = 0; first < c->rows; first += TILE) first + TILE <= c->rows ? solve_rows(*c, first) : solve_last(*c, first);
 }
 
-// Codes [rows, inputs] to words [rows, words], little end first, as runtime/quantization/packed_weight.py says.
+// Packs codes [rows, inputs] into little-endian words [rows, words], as runtime/quantization/packed_weight.py does.
 EXPORT void pack_codes(const uint8_t* codes, int64_t rows, int64_t inputs, int32_t bits, uint32_t* packed, int64_t words,
                        int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)

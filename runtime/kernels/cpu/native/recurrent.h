@@ -1,8 +1,8 @@
-// What recurrent layers do with their states: a convolution of each channel, the gated delta rule, the gated norm.
+// Operations of recurrent layers with state: a convolution of each channel, the gated delta rule, the gated norm.
 //
-// Token after token, in one order, whatever came in at once: the bits of a row depend on neither the rows beside it nor
-// how a text was cut. A piece of 16 or 32 columns of a head's state stays in the first cache while a whole prompt passes it,
-// so that the recurrence as it is written costs less than one that multiplies chunks.
+// Rows are processed one after another in one order: the bits of a row depend on neither the other rows nor how a prompt was
+// split. A piece of 16 or 32 columns of a head's state stays in the L1 cache while a whole prompt passes, so the plain recurrence
+// costs less than the chunked form of matrix products.
 
 #pragma once
 
@@ -14,12 +14,12 @@ inline void put16(uint16_t* at, V16 v) { store16(at, v); }
 inline void put16(float* at, V16 v) { memcpy(at, &v, 64); }
 inline V16 silu(V16 v) { return times_sigmoid(v, v); }
 
-struct Runs {  // mirrored by recurrent.py; of all sequences of a pass
+struct Runs {  // mirrored by recurrent.py; all sequences of a pass
     const int32_t* starts;  // [runs + 1]: sequence s has the rows starts[s] .. starts[s + 1]
-    const int32_t* slots;   // [runs]: where its state lies
-    const uint8_t* stays;   // [runs]: whether its state is left as it was; null: none is
+    const int32_t* slots;   // [runs]: slot of the state
+    const uint8_t* stays;   // [runs]: the state must not change; null: all may
     int64_t runs;
-    int32_t type;  // of activations: F32 or BF16
+    int32_t type;  // type of activations: F32 or BF16
 };
 
 struct Convolution {  // mirrored by recurrent.py
@@ -33,9 +33,9 @@ struct Convolution {  // mirrored by recurrent.py
 };
 
 constexpr int64_t MOST_TAPS = 64;
-constexpr int64_t BLOCKS = 4, TILE_ROWS = 32;  // of LANE channels, and rows, that are convolved together
+constexpr int64_t BLOCKS = 4, TILE_ROWS = 32;  // of LANE channels, and rows, convolved together
 
-// LANE channels of some rows; `kept` is a ring of the last inputs, of which `oldest` is the first.
+// LANE channels of rows [first, last); `inputs` is a ring of the last inputs, starting at `oldest`.
 template <class T> inline void convolve_block(const Convolution& c, V16* kept, int64_t oldest, int64_t first, int64_t last, int64_t channel) {
     V16 weight[MOST_TAPS];
     for (int64_t i = 0; i < c.taps; i++) weight[i] = load16(c.weight + i * c.channels + channel);
@@ -52,8 +52,8 @@ template <class T> inline void convolve_block(const Convolution& c, V16* kept, i
     }
 }
 
-// `blocks` of LANE channels of a sequence from `channel` on: a few rows of one after another, so that the lines in which the rows
-// lie are read once.
+// `blocks` blocks of LANE channels of a sequence from `channel`: a few rows of each block in turn, so that the cache lines of the
+// rows are read once.
 template <class T> void convolve_channels(const Runs& r, const Convolution& c, int64_t run, int64_t channel, int64_t blocks) {
     const int64_t before = c.taps - 1, end = r.starts[run + 1];
     float* state = c.state + r.slots[run] * before * c.channels + channel;
@@ -83,7 +83,7 @@ struct Delta {  // mirrored by recurrent.py
 
 constexpr int64_t MOST_KEYS = 256;
 
-// A row's queries and keys of length one, the queries over sqrt(key_dim), then exp(g) and beta of each head.
+// Normalizes the queries and keys of a row, the queries also by sqrt(key_dim), then exp(g) and beta of each head.
 template <class T> void delta_inputs(const Delta& d, int64_t row) {
     const int64_t width = d.key_heads * d.key_dim;
     const T* x = static_cast<const T*>(d.qkv) + row * (2 * width + d.heads * d.value_dim);
@@ -102,13 +102,13 @@ template <class T> void delta_inputs(const Delta& d, int64_t row) {
     const T* gates = static_cast<const T*>(d.gates) + row * d.stride;
     for (int64_t head = 0; head < d.heads; head++) {
         const float a = number(gates[d.heads + head]) + d.dt_bias[head], b = number(gates[head]);
-        const float softplus = a > 20.0f ? a : log1pf(expf(a));  // as torch has it
+        const float softplus = a > 20.0f ? a : log1pf(expf(a));  // threshold of torch's softplus
         out[2 * width + head] = expf(d.rate[head] * softplus);
         out[2 * width + d.heads + head] = 1.0f / (1.0f + expf(-b));
     }
 }
 
-// B times 16 columns of the state of a head, taken on by all rows of a sequence.
+// Advances B times 16 columns of a head's state by all rows of a sequence.
 template <class T, int B> void delta_columns(const Runs& r, const Delta& d, int64_t run, int64_t head, int64_t column) {
     const int64_t width = d.key_heads * d.key_dim, values = d.heads * d.value_dim;
     const int64_t key_head = head / (d.heads / d.key_heads);
@@ -145,13 +145,13 @@ template <class T, int B> void delta_columns(const Runs& r, const Delta& d, int6
 }
 
 struct GatedNorm {  // mirrored by recurrent.py
-    const void *x, *gain, *gate;  // [rows, heads * size], [size] of the same type, as x with a stride in elements
+    const void *x, *gain, *gate;  // [rows, heads * size], [size] of the same type, and as x with a stride in elements
     void* y;                      // as x
     int64_t rows, heads, size, stride;  // size is a multiple of 16
     float eps;
 };
 
-// Each head of a row over the root of its mean square, times gain and SiLU(gate), rounded once.
+// RMSNorm of each head of a row, times SiLU(gate), rounded once.
 template <class T> void gated_norm_row(const GatedNorm& n, int64_t row) {
     const T* gain = static_cast<const T*>(n.gain);
     for (int64_t head = 0; head < n.heads; head++) {

@@ -1,5 +1,5 @@
-// What a recurrent layer has in place of attention, on few rows of bf16, whole, as layer.h does its other parts: norm, projections,
-// the convolution and the recurrence with their states, the gated norm, the last product, and the residual stream.
+// The token mixer of a recurrent layer on few rows of bf16, whole, as layer.h has the other parts: norm, projections, convolution
+// and recurrence with their states, gated norm, output product, and the residual addition.
 
 #pragma once
 
@@ -10,27 +10,27 @@ namespace {
 
 // The structures are mirrored by layer.py.
 struct DeltaPart {
-    NormParams norm, head_norm;  // of a head a gain of bf16
+    NormParams norm, head_norm;  // the heads' norm has a bf16 gain
     Linear projection, gates, out;
     ResidualAdd residual;
     const float *weight, *bias, *rate, *dt_bias;  // see Convolution and Delta
     int64_t taps, heads, key_heads, key_dim, value_dim;
-    int64_t by_key_head;  // whether what is projected lies key head by key head, gates likewise
+    int64_t by_key_head;  // the projections are ordered by key head, and the gates too
 };
 struct ConvolutionPart {
     NormParams norm;
-    Linear projection, out;  // B, C and x side by side; C * convolution(B * x)
+    Linear projection, out;  // B, C and x concatenated; the output is C * convolution(B * x)
     ResidualAdd residual;
     const float *weight, *bias;
     int64_t channels, taps;
 };
-struct LayerStates {  // of a layer
-    float *inputs, *matrices;  // of all slots: what the convolution and the recurrence go on from
+struct LayerStates {  // the states of one layer, for all slots
+    float *inputs, *matrices;  // of the convolution, and of the recurrence
     int64_t slots;
     int64_t draft_offset;  // values of a row that earlier layers store in PassRows::draft_inputs
 };
 
-constexpr int64_t SHARED = 1 << 15;  // values: of so few one thread is done before others are awake
+constexpr int64_t SHARED = 1 << 15;  // values up to which one thread finishes before others are awake
 
 struct RecurrentRun {
     const PassRows& pass;
@@ -48,7 +48,7 @@ struct RecurrentRun {
     Runs runs() const { return {pass.starts, pass.slots, pass.drafts, pass.sequences, BF16}; }
     int threads_for(int64_t values) const { return values <= SHARED ? 1 : rowwise.threads; }
 
-    // y = the convolution of x [rows, channels], rows `stride` apart, by all sequences.
+    // y = the convolution of x [rows, channels], rows `stride` apart, for all sequences.
     void convolve(const float* weight, const float* bias, int64_t channels, int64_t taps, const uint16_t* x, int64_t stride,
                   bool silu, uint16_t* y) const {
         const Convolution c{x, weight, bias, states.inputs, y, stride, channels, taps, silu};
@@ -61,7 +61,7 @@ struct RecurrentRun {
         for (int64_t row = 0; to && row < rowwise.rows; row++) memcpy(to + row * width, x + row * stride, size_t(width) * 2);
     }
 
-    // 0: done; 1: no memory; 2: slots that cannot be.
+    // Returns 0; 1: no memory; 2: slots out of range.
     int run(const DeltaPart& part, const uint16_t* x, uint16_t* out) const {
         const int64_t rows = rowwise.rows, hidden = part.residual.hidden, keys = part.key_heads * part.key_dim;
         const int64_t values = part.heads * part.value_dim, channels = 2 * keys + values, inputs = 2 * (keys + part.heads);
@@ -96,7 +96,7 @@ struct RecurrentRun {
         return 0;
     }
 
-    // As above.
+    // Returns as above.
     int run(const ConvolutionPart& part, const uint16_t* x, uint16_t* out) const {
         const int64_t rows = rowwise.rows, hidden = part.residual.hidden, channels = part.channels, width = 3 * channels;
         const int64_t widest = std::max(width, hidden);

@@ -1,6 +1,6 @@
-// What lies between the products: norm and activation in bf16 or fp32, rotation in bf16. Rounded wherever torch rounds. A row's
-// bits do not depend on the rows beside it, as torch's fp32 activations do: what is left over at the end of a vector loop, which
-// begins wherever threads share the rows, is done by other code.
+// Elementwise operations between the products: norm and activation in bf16 or fp32, rotation in bf16, rounded wherever torch
+// rounds. A row's bits do not depend on the other rows. torch's fp32 activations do: threads split its rows anywhere, and the
+// values left over at the end of a vector loop are computed by other code.
 
 #pragma once
 
@@ -10,7 +10,7 @@ namespace {
 
 typedef uint32_t U16 __attribute__((vector_size(64), aligned(64)));
 
-// To bf16, to nearest, ties to even; NaN stays NaN.
+// Rounds to bf16, to nearest, ties to even; NaN stays NaN.
 inline V16 rounded(V16 v) {
     const U16 word = (U16)v;
     const U16 near = word + 0x7fff + ((word >> 16) & 1);
@@ -25,7 +25,7 @@ inline void store16(uint16_t* at, V16 v) {
 
 inline void store16(float* at, V16 v) { memcpy(at, &v, 64); }
 
-// Adds a row of `size` to one.
+// Adds row `more` to row `at`.
 inline void add_row(uint16_t* at, const uint16_t* more, int64_t size) {
     for (int64_t i = 0; i < size; i += LANE) store16(at + i, load16(at + i) + load16(more + i));
 }
@@ -39,8 +39,8 @@ struct Norm {  // mirrored by build.py
     void* y;            // as x
     int64_t rows, size;
     float eps;
-    int32_t type, gain_type;  // a gain of F32 beside BF16: 1 + w, where w alone has a place in bf16
-    int32_t centred;          // whether the mean is taken away first
+    int32_t type, gain_type;  // F32 with BF16 activations: a gain of 1 + w, where w is exact in bf16 and 1 + w is not
+    int32_t centred;          // LayerNorm: the mean is subtracted first
 };
 
 // (x - mean) / sqrt(variance + eps) * gain of a row, rounded once (arXiv 1607.06450).
@@ -56,7 +56,7 @@ template <class T, class Gain> inline void centred_row(const Norm& n, const T* x
     for (int64_t i = 0; i < n.size; i += LANE) store16(y + i, (load16(x + i) - mean) * root * load16(gain + i));
 }
 
-// x / sqrt(mean of x^2 + eps) * gain of a row, rounded once.
+// x / sqrt(mean of x^2 + eps) * gain of a row, rounded once (RMSNorm).
 template <class T, class Gain> inline void norm_row(const Norm& n, int64_t row, const T* all, const Gain* gain) {
     const T* x = all + row * n.size;
     T* y = static_cast<T*>(n.y) + row * n.size;
@@ -79,7 +79,7 @@ inline void norm_row(const Norm& n, int64_t row) {
 
 enum GateType : int32_t { SILU, GELU_TANH, RELU_SQUARE, SWIGLU_CLAMPED };  // mirrored by elementwise.py
 
-// x / (1 + e^-z), one exponential for either sign of z.
+// x / (1 + e^-z), with one exponential for either sign of z.
 inline V16 times_sigmoid(V16 x, V16 z) {
     const V16 zero = {};
     const I16 below = z < 0;
@@ -87,8 +87,8 @@ inline V16 times_sigmoid(V16 x, V16 z) {
     return x * (below ? power : zero + 1.0f) / (power + 1.0f);
 }
 
-// GELU by the tanh approximation (arXiv 1606.08415): (1 + tanh u) / 2 is the sigmoid of 2 u, which loses nothing where
-// tanh u is near -1.
+// GELU by the tanh approximation (arXiv 1606.08415): (1 + tanh u) / 2 is the sigmoid of 2 u, which is exact where tanh u is near
+// -1.
 inline V16 gelu_tanh(V16 x) { return times_sigmoid(x, x * (1.595769122f + 0.07135481627f * (x * x))); }
 
 // active(gate) * up of a row [gate, up], each of `size`, a multiple of 16.
@@ -98,7 +98,7 @@ template <class Active> inline void gate_row(const uint16_t* x, int64_t size, ui
 template <class Active> inline void gate_row(const float* x, int64_t size, float* y, Active active) {
     for (int64_t i = 0; i < size; i += LANE) store16(y + i, active(load16(x + i)) * load16(x + size + i));
 }
-// ReLU(x)^2 of a row that has no gate; NaN stays NaN.
+// ReLU(x)^2 of a row without a gate; NaN stays NaN.
 template <class T> inline void square_row(const T* x, int64_t size, T* y) {
     for (int64_t i = 0; i < size; i += LANE) {
         const V16 v = load16(x + i), none = {};
@@ -108,7 +108,7 @@ template <class T> inline void square_row(const T* x, int64_t size, T* y) {
 }
 inline V16 kept(V16 v, const uint16_t*) { return rounded(v); }
 inline V16 kept(V16 v, const float*) { return v; }
-// (up + 1) * gate * sigmoid(1.702 gate) of gpt-oss, gate at most 7, up within -7 and 7, of a row of both in turn; NaN stays NaN.
+// (up + 1) * gate * sigmoid(1.702 gate) of gpt-oss, with gate <= 7 and -7 <= up <= 7; gate and up alternate. NaN stays NaN.
 template <class T> inline void clamped_row(const T* x, int64_t size, T* y) {
     const I16 even = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
     const V16 one = V16{} + 1.0f, most = V16{} + 7.0f;
@@ -131,20 +131,20 @@ inline void gate_row(int32_t gate_type, int32_t type, const void* x, int64_t row
     else gate_row(gate_type, static_cast<const uint16_t*>(x) + 2 * row * size, size, static_cast<uint16_t*>(y) + row * size);
 }
 
-// The sigmoid of a gate, rounded as values of the type are.
+// The sigmoid of a gate, rounded to its type.
 inline V16 sigmoid_of(V16 gate, const uint16_t*) { return rounded(times_sigmoid(V16{} + 1.0f, gate)); }
 inline V16 sigmoid_of(V16 gate, const float*) { return times_sigmoid(V16{} + 1.0f, gate); }
 
-// x [size], a multiple of 16, times the sigmoid of `gate`, which is rounded first.
+// x [size], a multiple of 16, times the rounded sigmoid of `gate`.
 template <class T> inline void weigh_row(const T* x, T gate, int64_t size, T* y) {
     const V16 weight = sigmoid_of(V16{} + number(gate), x);
     for (int64_t i = 0; i < size; i += LANE) store16(y + i, load16(x + i) * weight);
 }
-// As above, by a gate for each value.
+// The same with a gate for each value.
 template <class T> inline void weigh_row(const T* x, const T* gates, int64_t size, T* y) {
     for (int64_t i = 0; i < size; i += LANE) store16(y + i, load16(x + i) * sigmoid_of(load16(gates + i), x));
 }
-// Of rows x [rows, size] one, by gates [rows, size] if they are `each` value's, else [rows].
+// Row `row` of x [rows, size], by gates [rows, size] if `each` value has one, else [rows].
 template <class T> inline void weigh_row(const T* x, const T* gates, int64_t row, int64_t size, bool each, T* y) {
     if (each) weigh_row(x + row * size, gates + row * size, size, y + row * size);
     else weigh_row(x + row * size, gates[row], size, y + row * size);
@@ -155,10 +155,10 @@ struct RotateTask {  // mirrored by build.py
     const uint16_t *cos, *sin;  // [tokens, half]; half is a multiple of 16
     uint16_t* out;  // as x, contiguous
     int64_t sequences, tokens, heads, head_dim, half, sequence_stride, token_stride;
-    int32_t interleaved;  // pairs are (2i, 2i + 1), not (i, i + half); they come out as the latter
+    int32_t interleaved;  // pairs are (2i, 2i + 1) in x, not (i, i + half); in out they are (i, i + half)
 };
 
-// 16 neighbouring pairs, the first of each and the second.
+// 16 adjacent pairs, their first and their second values.
 inline void load_pairs(const uint16_t* at, V16& first, V16& second) {
     U16 pairs;
     memcpy(&pairs, at, 64);
@@ -166,7 +166,7 @@ inline void load_pairs(const uint16_t* at, V16& first, V16& second) {
     second = (V16)(pairs & 0xffff0000);
 }
 
-// The first 2 * half values of each head are turned, the rest is copied.
+// Rotates the first 2 * half values of each head and copies the rest.
 inline void rotate_token(const RotateTask& r, int64_t sequence, int64_t token) {
     const uint16_t* x = r.x + sequence * r.sequence_stride + token * r.token_stride;
     uint16_t* out = r.out + (sequence * r.tokens + token) * r.heads * r.head_dim;

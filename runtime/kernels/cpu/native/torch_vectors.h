@@ -1,4 +1,4 @@
-// What must have torch's bits: one operation for a vector and for a number, and sums in torch's order. Knows no weights.
+// Operations with torch's bits: the same for a vector and for a number, and sums in torch's order.
 
 #pragma once
 
@@ -9,9 +9,9 @@ namespace {
 typedef float Eight __attribute__((vector_size(32)));
 typedef float Half __attribute__((vector_size(WIDE * 2)));
 typedef double Doubles __attribute__((vector_size(WIDE * 4)));
-constexpr float MAGIC = 12582912.0f;  // 1.5 * 2^23: adding it rounds to the nearest integer, ties to the even one
+constexpr float MAGIC = 12582912.0f;  // 1.5 * 2^23: adding it rounds to the nearest integer, ties to even
 
-// The same for a vector and for a number.
+// The same operations for a vector and for a number.
 template <class V> inline V read(const float* from) {
     V v;
     memcpy(&v, from, sizeof v);
@@ -62,8 +62,8 @@ inline Wide from_bytes(const uint8_t* from) {
 #endif
 }
 
-// The sum of term(i, V()) over n numbers, V holding those from i on, in torch's order: vectors of 8 lanes in turn to four
-// sums, those summed 16 at a time and again 16 of these, then the four, then lane after lane.
+// The sum of term(i, V()) over n numbers, V holding those from i, in torch's order: vectors of 8 lanes in turn to four sums,
+// which are summed after 16 additions, those again after 16, then the four sums, then lane by lane.
 template <class Term> inline float sum_as_torch(int64_t n, Term term) {
     constexpr int COUNT = 32 / WIDE;
     const int64_t steps = n / 32;

@@ -1,4 +1,4 @@
-// Vectors of floats: of 16, which compilers map to what the machine has, and of its own width, for what must be fast.
+// Vectors of floats: of 16, which compilers map to the machine's instructions, and of its own width, where speed matters.
 
 #pragma once
 
@@ -62,7 +62,7 @@ typedef int32_t WideInt __attribute__((vector_size(WIDE * 4)));
 typedef uint32_t WideBits __attribute__((vector_size(WIDE * 4)));
 typedef uint16_t WideHalf __attribute__((vector_size(WIDE * 2)));
 
-// One rounding where the machine has it: said, since a compiler may contract one copy of a sum and not another.
+// One rounding if the machine has it; explicit, since a compiler may contract one copy of a sum and not another.
 inline Wide multiply_add(Wide a, Wide b, Wide c) {
 #if defined(__AVX512F__)
     return _mm512_fmadd_ps(a, b, c);
@@ -106,7 +106,7 @@ inline Wide wide(const int8_t* at) {
     return v;
 #endif
 }
-inline Wide wide(const void* from, int64_t index, int32_t type) {  // of a type of packed_layout.h
+inline Wide wide(const void* from, int64_t index, int32_t type) {  // `type` of packed_layout.h
     Wide v;
     for (int i = 0; i < WIDE; i += LANES) {
         const Floats part = widen(from, index + i, type);
@@ -176,7 +176,7 @@ inline float greatest(Wide v) {
     return greater_half<1>(greater_half<2>(greater_half<4>(v, lanes), lanes), lanes)[0];
 }
 
-// Rows and columns of WIDE vectors exchanged, whatever their lanes hold.
+// Transposes WIDE vectors, whatever their lanes hold.
 template <int S, size_t... L> inline void exchange(Wide (&v)[WIDE], std::index_sequence<L...>) {
     constexpr WideInt lower{int(L & S ? WIDE + (L ^ S) : L)...}, upper{int(L & S ? WIDE + L : L ^ S)...};
 #pragma GCC unroll 16

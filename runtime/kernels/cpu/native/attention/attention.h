@@ -1,8 +1,8 @@
-// Attention of a ragged batch of queries over a cache in blocks: prompts, replies, and the checking of guesses.
+// Attention of a ragged batch of queries over a paged cache: prefill, decoding, and the verification of drafts.
 //
-// One arithmetic, two orders of work. Where few rows share a key head, as in replies, threads share the chunks, each chunk's
-// keys are read once, and a row's chunks are joined afterwards. Where many do, a head's chunks are packed for the products
-// first, and threads share the rows, which go from chunk to chunk. attention_task.h says why the bits are the same.
+// One arithmetic, two orders of work. If few rows share a key head, as in decoding, threads share the chunks: each chunk's keys
+// are read once, and the chunks of a row are joined afterwards. If many do, the chunks of a head are first packed for the
+// products, and threads share the rows, which go from chunk to chunk. attention_task.h says why the bits are the same.
 
 #pragma once
 
@@ -15,15 +15,15 @@
 
 namespace {
 
-constexpr int64_t FEW_ROWS = 32;  // rows
-constexpr int64_t ALONE_VECTORS = 256;  // that one thread has rotated before others are awake
-constexpr int64_t AT_ONCE = int64_t(4) << 20;  // floats for several heads' chunks; one head may need more
+constexpr int64_t FEW_ROWS = 32;  // rows of a key head up to which threads share chunks
+constexpr int64_t ALONE_VECTORS = 256;  // vectors up to which one thread has rotated all before others are awake
+constexpr int64_t AT_ONCE = int64_t(4) << 20;  // floats for the chunks of several heads; one head may need more
 
-// The two steps of a round of work: chunks, then rows or pieces of them. A share is a sequence and key head.
+// The two steps of a round: chunks, then rows or parts of rows. A share is a sequence and a key head.
 struct Share {
     Rows rows;
-    int64_t first[2];  // of each step, where its tasks begin
-    int64_t memory;  // where its floats begin
+    int64_t first[2];  // index of its first task in each step
+    int64_t memory;  // offset of its floats
 };
 struct Round {
     std::vector<Share> shares;
@@ -60,7 +60,7 @@ template <class Path> struct Attending {
         return room;
     }
 
-    // Whether row r sees any of the chunk; if so, its weights.
+    // Returns whether row r sees any position of the chunk; if so, computes its weights.
     bool soften_row(const Rows& rows, int64_t r, int64_t first, const Span& span, const Scales& scales, const Room& room, int64_t row) const {
         const int64_t begin = std::max(rows.begin(a, r) - first, span.low), end = std::min(rows.end(a, r) - first, span.high);
         if (begin >= end) return false;
@@ -68,13 +68,13 @@ template <class Path> struct Attending {
         return true;
     }
 
-    // The weighted values of some rows. A value that is no number times the weight 0 of a row that does not see it would be
-    // none either: where that may have happened, each row gets what it sees alone.
+    // The weighted values of some rows. NaN or infinity among the values times the weight 0 of a row that does not see them would
+    // be NaN: where that may have happened, each row is computed over its own positions.
     template <class Mix>
     void mix_rows(const Rows& rows, int64_t row, int64_t count, const Span& span, int64_t first, const Room& room, Mix mix) const {
         mix();
         const int64_t last = row + count - 1, filled = std::min(CHUNK, rows.length - first);
-        if (rows.end(a, row) - first >= filled && rows.begin(a, last) <= first) return;  // all see all of it
+        if (rows.end(a, row) - first >= filled && rows.begin(a, last) <= first) return;  // every row sees the whole chunk
         Wide check = {};
         for (int64_t r = 0; r < count; r++)
             for (int64_t d = 0; d < size; d += WIDE) check = multiply_add(wide(room.sums + r * row_size + d), Wide{}, check);
@@ -86,7 +86,8 @@ template <class Path> struct Attending {
         }
     }
 
-    // The sums of one chunk for all rows, to `to`: no sums for rows that see none of it. Where it is the only chunk, the result.
+    // The sums of one chunk for all rows, to `to`; empty sums for rows that see none of it. If it is the only chunk, the final
+    // result.
     void few_chunk(const Rows& rows, int64_t index, const Room& room, float* to) const {
         const Chunk chunk(a, rows, (rows.first_chunk(a) + index) * CHUNK);
         const Span span(a, rows, 0, rows.count, chunk.first);
@@ -115,7 +116,7 @@ template <class Path> struct Attending {
         reinterpret_cast<Scales*>(to)->take(a, chunk);
         Path::pack(a, chunk, to + sizeof(Scales) / 4);
     }
-    // Rows [row, row + count) over all chunks, which lie packed at `packed`, scales first.
+    // Rows [row, row + count) over all chunks, packed at `packed`, scales first.
     void many_rows(const Rows& rows, int64_t row, int64_t count, const Room& room, const float* packed) const {
         const typename Path::Setup setup(count);
         Path::take_query(a, rows, row, count, room);
@@ -139,7 +140,7 @@ template <class Path> struct Attending {
         }
     }
 
-    // False: no memory.
+    // Returns false without memory.
     bool run(const Round& round, bool few) const {
         constexpr int64_t most = Path::ROWS_AT_ONCE;
         const int64_t room = (room_size(few ? FEW_ROWS : most) + 15) / 16 * 16;
@@ -161,7 +162,7 @@ template <class Path> struct Attending {
                 if (few) few_chunk(share.rows, index, place, at + index * share.rows.count * row_size);
                 else pack_chunk(share.rows, index, at + index * packed_size());
             }
-            // Of a prompt the last rows see most: the longest tasks first.
+            // The last rows of a prompt see most positions: the longest tasks come first.
 #pragma omp for schedule(dynamic, 1) nowait
             for (int64_t i = round.tasks[1] - 1; i >= 0; i--) {
                 const Share& share = round.of(i, 1);
@@ -175,14 +176,14 @@ template <class Path> struct Attending {
         return true;
     }
 
-    // Sequences of few rows, or those of many, in rounds that bound the memory.
+    // Computes the sequences of few rows, or those of many, in rounds that bound the memory.
     bool run_all(bool few) const {
         Round round;
         for (int64_t s = 0; s < a.sequences; s++)
             for (int64_t h = 0; h < a.kv_heads; h++) {
                 const Rows rows(a, s, h);
                 if (!rows.count || (rows.count <= FEW_ROWS) != few) continue;
-                const int64_t chunks = rows.chunks(a), joined = chunks > 1 ? rows.count : 0;  // rows that take a second step
+                const int64_t chunks = rows.chunks(a), joined = chunks > 1 ? rows.count : 0;  // rows that need the second step
                 const int64_t pieces = few ? joined : (rows.count + Path::ROWS_AT_ONCE - 1) / Path::ROWS_AT_ONCE;
                 const int64_t floats = chunks * (few ? joined * row_size : packed_size());
                 if (round.memory && round.memory + floats > AT_ONCE) {
@@ -195,7 +196,7 @@ template <class Path> struct Attending {
     }
 };
 
-// 0: done; 1: no memory; 2: the lengths or the table are wrong.
+// Returns 0; 1: no memory; 2: lengths or block table out of range.
 template <class Path> int attend_by(const Attention& a, int threads) {
     if constexpr (Path::ROTATED) {
         const int64_t vectors = a.starts[a.sequences] * a.kv_heads * a.group;

@@ -1,5 +1,5 @@
-// The products of attention in fp32, for every kind of cache and every machine: a dot product adds up over the dimensions one
-// by one, a weighted sum over the positions one by one, in one accumulator each.
+// The products of attention in fp32, for every cache type and processor: a dot product is summed over the dimensions one by one,
+// a weighted sum over the positions one by one, each in one accumulator.
 
 #pragma once
 
@@ -8,12 +8,12 @@
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int COLUMNS = 4;  // vectors of the result held in registers, for 6 rows
+constexpr int COLUMNS = 4;  // vectors of the result in registers, for 6 rows
 #else
 constexpr int COLUMNS = 2;
 #endif
 
-// c [M][N vectors] = a [M][from..to) times b [from..to)[N vectors], which `load(k, n)` gives.
+// c [M][N vectors] = a [M][from..to) times b [from..to)[N vectors], which `load(k, n)` reads.
 template <int M, int N, class Load>
 inline void product(const float* a, int64_t a_row, int64_t from, int64_t to, Load load, float* c, int64_t c_row) {
     Wide sum[M][N] = {};
@@ -40,18 +40,18 @@ inline void product_of_rows(int64_t rows, const float* a, int64_t a_row, int64_t
     if (r < rows) product<1, N>(a + r * a_row, a_row, from, to, load, c + r * c_row, c_row);
 }
 
-// A way to multiply: what `attend` in attention.h asks for. Sizes are in floats.
+// One implementation of the products that `attend` in attention.h needs. Sizes are in floats.
 template <typename T> struct FloatPath {
     static constexpr bool ROTATED = std::is_same_v<T, Int4>;
-    static constexpr int64_t ROWS_AT_ONCE = 48, PANEL = COLUMNS * WIDE;  // PANEL: keys whose products are made at once
+    static constexpr int64_t ROWS_AT_ONCE = 48, PANEL = COLUMNS * WIDE;  // PANEL: keys multiplied together
 
-    struct Setup {  // what products of weights of so many rows and values need for as long as they last
+    struct Setup {  // what products of weights and values keep in registers or tiles while they run
         explicit Setup(int64_t) {}
     };
 
-    static int64_t size(const Attention& a) { return a.head_dim; }  // of a row's weighted values
-    static int64_t query_size(const Attention& a) { return a.head_dim; }  // of a row
-    static int64_t weights_size() { return 0; }  // of a row: they replace the scores
+    static int64_t size(const Attention& a) { return a.head_dim; }  // of the weighted values of a row
+    static int64_t query_size(const Attention& a) { return a.head_dim; }  // of the query of a row
+    static int64_t weights_size() { return 0; }  // none: weights replace the scores of a row
     static int64_t panel_size(const Attention& a) { return PANEL * a.head_dim; }
     static int64_t packed_size(const Attention& a) { return 2 * CHUNK * a.head_dim; }
 
@@ -81,7 +81,7 @@ template <typename T> struct FloatPath {
         mix_with(a, room, 0, rows, span.low, std::min(span.high, count), [=](int64_t p, int64_t d) { return wide(values + p * dim + d); });
     }
 
-    // A chunk that few rows read: a panel of keys at a time, values where they lie.
+    // A chunk that few rows read: one panel of keys at a time, values in place.
     static void score_few(const Attention& a, const Room& room, int64_t rows, const Span& span, const Chunk& chunk) {
         for (int64_t p = span.low / PANEL * PANEL; p < span.high; p += PANEL) {
             pack_panel(a, chunk, p, room.panel);
@@ -91,7 +91,7 @@ template <typename T> struct FloatPath {
     static void mix_few(const Attention& a, const Room& room, int64_t rows, const Span& span, const Chunk& chunk) {
         mix_from(a, room, 0, rows, span.low, std::min(span.high, chunk.count), chunk);
     }
-    // Row `row` alone, over [from, to) alone.
+    // One row over [from, to).
     static void mix_row(const Attention& a, const Room& room, int64_t row, int64_t from, int64_t to, const Chunk& chunk) {
         mix_from(a, room, row, 1, from, to, chunk);
     }
@@ -108,14 +108,14 @@ template <typename T> struct FloatPath {
   private:
     template <typename U> static Wide values_at(const U* vector, int64_t d) { return wide(vector + d); }
     static Wide values_at(Int4Vector vector, int64_t d) { return wide(vector, d); }
-    // Keys [first, first + PANEL) of a chunk as [head_dim][PANEL], 0 past the last. Words of several values are turned whole and
-    // taken apart afterwards: bf16 takes half the shuffles, int8 a fourth.
+    // Keys [first, first + PANEL) of a chunk as [head_dim][PANEL], 0 past the last. Words of several values are transposed whole
+    // and split afterwards: bf16 takes half the shuffles, int8 a fourth.
     static void pack_panel(const Attention& a, const Chunk& chunk, int64_t first, float* panel) {
         if constexpr (ROTATED) pack_codes(a, chunk, first, panel);
         else pack_whole(a, chunk, first, panel);
     }
     static void pack_whole(const Attention& a, const Chunk& chunk, int64_t first, float* panel) {
-        constexpr int64_t EACH = 4 / sizeof(T), STEP = EACH * WIDE;  // values of a word; of a vector of words
+        constexpr int64_t EACH = 4 / sizeof(T), STEP = EACH * WIDE;  // values of a word; values of a vector of words
         const T* keys = static_cast<const T*>(a.keys);
         const int64_t whole = EACH > 1 ? a.head_dim / STEP * STEP : 0;
         for (int64_t p = first; p < first + PANEL; p += WIDE) {
@@ -139,7 +139,7 @@ template <typename T> struct FloatPath {
             }
         }
     }
-    // As `pack_whole`, of words of eight codes, times their scales.
+    // `pack_whole` for words of eight codes, times their scales.
     static void pack_codes(const Attention& a, const Chunk& chunk, int64_t first, float* panel) {
         const int64_t words = a.head_dim / 8;
         for (int64_t p = first; p < first + PANEL; p += WIDE)
@@ -151,7 +151,7 @@ template <typename T> struct FloatPath {
                 transpose(v);
                 Wide scale = {};
                 for (int64_t i = 0; i < WIDE && w + i < words; i++) {
-                    const int64_t d = (w + i) / 2 * UNIT + (w + i) % 2 * 4;  // of the word's first code
+                    const int64_t d = (w + i) / 2 * UNIT + (w + i) % 2 * 4;  // dimension of the word's first code
                     if (d % INT4_GROUP == 0)
                         for (int j = 0; j < WIDE; j++)
                             scale[j] = p + j < chunk.count ? vector_of<T>(a, a.keys, chunk.at[p + j]).scale(d) : 0;
@@ -162,7 +162,7 @@ template <typename T> struct FloatPath {
                 }
             }
     }
-    // The values at place `part` of every word.
+    // The values at index `part` of every word.
     static Wide value_of(Wide words, int64_t part) {
         if constexpr (std::is_same_v<T, float>) return words;
         else if constexpr (std::is_same_v<T, uint16_t>) return (Wide)(part ? (WideBits)words & 0xffff0000 : (WideBits)words << 16);

@@ -1,5 +1,5 @@
-// Vectors of an int4 cache: rotated, rounded, and read again. runtime/cache/int4.py says what codes and scales mean and
-// makes the same bits; runtime/quantization/int4_vectors.py how they lie.
+// Vectors of an int4 cache: rotated, rounded, and read. runtime/cache/int4.py defines codes and scales and computes the same
+// bits; runtime/quantization/int4_vectors.py defines the layout.
 
 #pragma once
 
@@ -12,9 +12,9 @@
 
 namespace {
 
-constexpr int64_t UNIT = 16, INT4_GROUP = 32;  // dimensions whose codes lie in 8 bytes; that share a scale
+constexpr int64_t UNIT = 16, INT4_GROUP = 32;  // dimensions interleaved in 8 bytes; dimensions that share a scale
 
-struct Int4 {  // in the place of a type of values
+struct Int4 {  // stands for the type of values in templates
     uint8_t byte;
 };
 struct Int4Vector {
@@ -34,7 +34,7 @@ template <int S, size_t... L> inline Wide butterfly(Wide v, std::index_sequence<
     const Wide other = __builtin_shuffle(v, WideInt{int(L ^ S)...}), sum = v + other, difference = other - v;
     return __builtin_shuffle(sum, difference, WideInt{int(L & S ? WIDE + L : L)...});
 }
-// x [size], a multiple of 16, in place.
+// Transforms x [size], size a multiple of 16, in place.
 inline void rotate_vector(float* x, int64_t size) {
     constexpr auto lanes = std::make_index_sequence<WIDE>();
     const int64_t block = size & -size;
@@ -57,14 +57,14 @@ inline void rotate_vector(float* x, int64_t size) {
 
 // ---- Rounding ----
 
-// Codes of `count` (16 or 32) rotated values, in 8 bytes for each 16, and their scale.
+// Codes of `count` (16 or 32) rotated values, 8 bytes for each 16, and their scale.
 inline uint16_t pack_group(const float* x, int64_t count, uint8_t* to) {
     Wide high = {}, low = {}, check = {};
     for (int64_t d = 0; d < count; d += WIDE) {
         const Wide v = wide(x + d);
         high = v > high ? v : high;
         low = -v > low ? -v : low;
-        check = multiply_add(v, Wide{}, check);  // 0, unless one is no number or infinite
+        check = multiply_add(v, Wide{}, check);  // 0, or NaN if a value is NaN or infinite
     }
     memset(to, 0, size_t(count / 2));
     if (total(check) != 0) return 0x7fc0;
@@ -72,7 +72,7 @@ inline uint16_t pack_group(const float* x, int64_t count, uint8_t* to) {
     const uint16_t bits = to_bf16((above > below ? above : -below) * -0.125f);
     const float step = from_bf16(bits);
     if (fabsf(step) < FLT_MIN) return 0;
-    const Wide divisor = spread(step), magic = spread(12582912.0f);  // adding it rounds to whole numbers
+    const Wide divisor = spread(step), magic = spread(12582912.0f);  // adding it rounds to the nearest integer
     for (int64_t unit = 0; unit < count; unit += UNIT) {
         int32_t codes[UNIT];
         for (int64_t d = 0; d < UNIT; d += WIDE) {
@@ -84,7 +84,7 @@ inline uint16_t pack_group(const float* x, int64_t count, uint8_t* to) {
     }
     return bits;
 }
-// x [head_dim], which is rotated in place, to `int4_bytes` of it.
+// Rotates x [head_dim] in place and converts it to `int4_bytes` bytes.
 inline void pack_vector(float* x, int64_t head_dim, uint8_t* to) {
     rotate_vector(x, head_dim);
     for (int64_t d = 0; d < head_dim; d += INT4_GROUP) {
@@ -92,13 +92,13 @@ inline void pack_vector(float* x, int64_t head_dim, uint8_t* to) {
         memcpy(to + head_dim / 2 + d / INT4_GROUP * 2, &scale, 2);
     }
 }
-// `size` values from element `at` on as fp32.
+// `size` values from element `at` as fp32.
 inline void widen(const void* x, int32_t type, int64_t at, int64_t size, float* to) {
     for (int64_t d = 0; d < size; d += WIDE)
         put(to + d, type == F32 ? wide(static_cast<const float*>(x) + at + d) : wide(static_cast<const uint16_t*>(x) + at + d));
 }
 
-// Vectors x [vectors, head_dim] to `to`. False: no memory.
+// Converts vectors x [vectors, head_dim] to `to`. Returns false without memory.
 inline bool pack_vectors(const void* x, int32_t type, int64_t vectors, int64_t head_dim, uint8_t* to, int threads) {
     constexpr int64_t AT_ONCE = 16;  // vectors
     const int64_t tasks = (vectors + AT_ONCE - 1) / AT_ONCE;
@@ -137,7 +137,7 @@ inline Wide wide(Int4Vector v, int64_t d) {
     return __builtin_convertvector(codes, Wide) * spread(v.scale(d));
 #endif
 }
-// Code `place` of every word, of 8 codes each: first the lower halves of its bytes, then the upper.
+// Code `place` of every word of 8 codes: first the lower halves of its bytes, then the upper.
 inline Wide code_of(WideBits words, int place) {
 #if defined(__AVX512F__)
     return _mm512_permutexvar_ps((__m512i)(words >> (place % 4 * 8 + place / 4 * 4)), int4_levels());
@@ -145,7 +145,7 @@ inline Wide code_of(WideBits words, int place) {
     return __builtin_convertvector((WideInt)(words << (28 - place % 4 * 8 - place / 4 * 4)) >> 28, Wide);
 #endif
 }
-// The next `count` words of codes, up to WIDE of them, 0 after those.
+// The next `count` words of codes, at most WIDE, then zeros.
 inline Wide words_of(const uint8_t* at, int64_t count) {
 #if defined(__AVX512F__)
     return (Wide)_mm512_maskz_loadu_epi32(__mmask16((1u << std::min<int64_t>(count, 16)) - 1), at);
@@ -166,7 +166,7 @@ inline __m512i int4_bf16(Int4Vector v, int64_t d, bool whole) {
     memcpy(bytes, v.codes + uint64_t(d) / 2, whole ? 16 : 8);
     const __m256i twice = _mm256_mask_set1_epi64(_mm256_set1_epi64x(bytes[0]), 0b1100, bytes[1]);
     const __m512i halves = _mm512_setr_epi64(0, 0, 0x0004000400040004, 0x0004000400040004, 0, 0, 0x0004000400040004, 0x0004000400040004);
-    // Of an index the lower 5 bits count, of which the fifth is another code's: the table is there twice.
+    // The lower 5 bits of an index count, and the fifth belongs to another code: the table is repeated.
     return _mm512_permutexvar_epi16(_mm512_srlv_epi16(_mm512_cvtepu8_epi16(twice), halves), levels);
 }
 #endif

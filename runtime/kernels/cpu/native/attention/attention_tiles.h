@@ -1,5 +1,5 @@
-// The products of attention in AMX tiles of bf16, for queries in bf16 over caches of bf16 or int8 (whose codes bf16 holds
-// exactly). Weights are rounded to bf16, sums are fp32: over the dimensions and over the positions, 32 at a time in order.
+// The products of attention in AMX tiles of bf16, for bf16 queries over caches of bf16 or int8 (whose codes are exact in bf16).
+// Weights are rounded to bf16, sums are fp32, over dimensions and positions 32 at a time in order.
 
 #pragma once
 
@@ -14,9 +14,10 @@ namespace {
 
 constexpr int TILE_SIZE = 16 * 32;  // of bf16
 
-// As `FloatPath` in attention_float.h. A row's weighted values are kept in the order that `values_at` packs them.
+// The interface is `FloatPath`'s in attention_float.h. A row's weighted values are stored in the order that `values_at` packs
+// them.
 template <typename T> struct TilePath {
-    static constexpr bool ROTATED = std::is_same_v<T, Int4>;  // the query is fp32, too
+    static constexpr bool ROTATED = std::is_same_v<T, Int4>;  // the query is fp32 too
     static constexpr int64_t ROWS_AT_ONCE = 64;
     struct Setup {
         const Tiles tiles;
@@ -47,7 +48,7 @@ template <typename T> struct TilePath {
         pack_keys(a, chunk, 0, chunk.count, packed);
         pack_values(a, chunk, 0, chunk.count, packed);
     }
-    // Tiles of keys and of values are read by all rows while they are in the nearest cache.
+    // Tiles of keys and of values are read by all rows while they are in the L1 cache.
     static void score(const Attention& a, const Room& room, int64_t rows, const Span& span, const float* packed) {
         const uint16_t* query = reinterpret_cast<const uint16_t*>(room.query);
         for (int64_t p = span.low; p < span.high; p += 32)
@@ -111,7 +112,7 @@ template <typename T> struct TilePath {
     static __m512i some(Int4Vector at, int64_t d) { return int4_bf16(at, d, true); }
     static __m512i some(Int4Vector at, int64_t d, __mmask32 mask) { return mask ? int4_bf16(at, d, mask >> 16) : __m512i{}; }
     static __m512i rounded(const float* at, __mmask32 mask) { return (__m512i)_mm512_cvtne2ps_pbh(_mm512_maskz_loadu_ps(__mmask16(mask >> 16), at + 16), _mm512_loadu_ps(at)); }
-    // A code is exact in the upper half of an fp32, so halves are moved and not rounded: even ones down, odd ones kept.
+    // A code is exact in the upper half of an fp32, so halves are moved, not rounded: even ones shifted down, odd ones masked.
     static __m512i bf16_of(__m256i codes) {
         const __m512i words = _mm512_cvtepi8_epi16(codes);
         const __m512i even = (__m512i)_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(words, 16), 16));
@@ -124,7 +125,7 @@ template <typename T> struct TilePath {
     static const uint16_t* keys_at(const float* packed) { return reinterpret_cast<const uint16_t*>(packed); }
     static const uint16_t* values_at(const Attention& a, const float* packed) { return keys_at(packed) + CHUNK * size(a); }
 
-    // Positions [from, to); those beside them, up to multiples of 32, become 0. WHOLE: there are none, nor such dimensions.
+    // Positions [from, to); positions around them, up to multiples of 32, become 0. WHOLE: there are none, nor such dimensions.
     static bool is_whole(const Attention& a, int64_t from, int64_t to) { return from % 32 == 0 && to % 32 == 0 && a.head_dim % 32 == 0; }
     static void pack_keys(const Attention& a, const Chunk& chunk, int64_t from, int64_t to, float* packed) {
         if (is_whole(a, from, to)) pack_keys_as<true>(a, chunk, from, to, packed);
@@ -167,10 +168,10 @@ template <typename T> struct TilePath {
         }
     }
 
-    // 16 keys from position p on as rows of bf16: where they lie, or else a copy, 0 past the head's dimensions.
+    // 16 keys from position p as rows of bf16: in place, or a copy with 0 past the head's dimensions.
     struct Lines {
         const uint16_t* at;
-        int64_t bytes;  // from one to the next
+        int64_t bytes;  // stride of the keys
     };
     static Lines lines_of(const Attention& a, const Chunk& chunk, int64_t p, uint16_t* copy) {
         if constexpr (std::is_same_v<T, uint16_t>)
@@ -185,11 +186,11 @@ template <typename T> struct TilePath {
         return {copy, size(a) * 2};
     }
 
-    // Scores of up to N rows of queries from `row` on. Products commute: with the keys as left operand, which lie as tiles want
-    // that, only the queries are turned, and the sums are those of `score_keys`. They come as [keys][N].
+    // Scores of up to N rows of queries from `row`. Products commute: with the keys as left operand, in place, only the queries
+    // are transposed, and the sums are those of `score_keys`. The result is [keys][N].
     template <int N>
     static void score_columns(const Attention& a, const Room& room, int64_t row, int64_t rows, const Span& span, const Chunk& chunk) {
-        uint16_t* copies = reinterpret_cast<uint16_t*>(room.panel);  // of 64 keys: while 32 are made, the 32 before are read
+        uint16_t* copies = reinterpret_cast<uint16_t*>(room.panel);  // of 64 keys: while 32 are copied, the 32 before are read
         uint16_t* query = copies + 64 * size(a);
         for (int64_t d = 0; d < size(a); d += 32) {
             Wide v[16];
@@ -241,8 +242,8 @@ template <typename T> struct TilePath {
         }
     }
 
-    // Up to 32 rows a [rows][a_row], from column `low` to `high`, times 32 columns, to `out` [rows][out_row]. `tiles`: the two of the
-    // 32 columns that go with columns [p, p + 32) of a.
+    // Multiplies up to 32 rows a [rows][a_row], columns `low` to `high`, by 32 columns, to `out` [rows][out_row]. `tiles`: the
+    // two tiles of the 32 columns that belong to columns [p, p + 32) of a.
     template <class Tiles>
     static void multiply_square(const uint16_t* a, int64_t rows, int64_t a_row, int64_t low, int64_t high, Tiles tiles, float* out, int64_t out_row) {
         TILE_ZERO(0);

@@ -1,6 +1,6 @@
-// A weight [outputs, inputs] of bf16 or fp32 as it lies in memory, times any number of rows of its type, with fp32 sums. Each
-// output is summed in one order, whatever the rows beside it: in AMX tiles (bf16), or lane by lane of a vector and then over
-// the lanes.
+// A dense weight [outputs, inputs] of bf16 or fp32 in torch's layout times any number of rows of its type, with fp32 sums. Each
+// output is summed in one order, whatever the other rows: in AMX tiles (bf16), or lane by lane of a vector and then over the
+// lanes.
 
 #pragma once
 
@@ -8,7 +8,7 @@
 
 namespace {
 
-template <class T> struct Dense {  // T: uint16_t, which is bf16, or float
+template <class T> struct Dense {  // T: float, or uint16_t for bf16
     const T *w, *x;
     int64_t outputs, inputs, rows;  // inputs: a multiple of 32
     T* y;
@@ -18,13 +18,13 @@ template <class T> struct Dense {  // T: uint16_t, which is bf16, or float
 
 constexpr int DENSE_ACROSS = 4, DENSE_HIGH = VECTOR == 64 ? 6 : 3;
 
-// How a type is multiplied: a vector of weights, STEP of them, times the activations they meet, which `expand` lays out.
+// How a type is multiplied: a vector of weights, STEP values, times the matching activations, which `expand` lays out.
 template <class T> struct Element;
 template <> struct Element<uint16_t> {
     static constexpr int STEP = 2 * LANES;
     static void store(uint16_t* to, float value) { *to = to_bf16(value); }
 #if defined(BF16_DOT) && defined(__AVX512BF16__) && VECTOR == 64
-    // bf16 dot products: for processors on which they are faster than converting.
+    // bf16 dot products, for processors on which they are faster than converting.
     typedef uint16_t Activation;
     static void expand(const uint16_t* x, int64_t inputs, Activation* to) { memcpy(to, x, size_t(inputs) * sizeof *x); }
     struct Weights {
@@ -75,7 +75,7 @@ inline float sum_lanes(Floats v) {
     return lane[0];
 }
 
-// M rows of x times DENSE_ACROSS outputs from `output` on, of which those past the last repeat it.
+// M rows of x times DENSE_ACROSS outputs from `output`; outputs past the last repeat it.
 template <int M, class T> void dense_tile(const Dense<T>& d, int64_t output, const Activation<T>* x, T* y) {
     const T* row[DENSE_ACROSS];
     for (int n = 0; n < DENSE_ACROSS; n++) row[n] = d.w + std::min(output + n, d.outputs - 1) * d.inputs;
@@ -124,19 +124,20 @@ template <class T> bool dense_vectors(const Dense<T>& d, int threads) {
     return true;
 }
 
-// ---- AMX: rows of the weight are rows of a tile, as they lie; rows of x its columns ----
+// ---- AMX: rows of the weight are rows of a tile, in place; rows of x are its columns ----
 
 #if AMX
 constexpr int64_t TILE_OUTPUTS = 2 * ROWS;
 
-// Tiles t and, before `last`, t + 1 of rows times OUTPUTS, 32 or half of it, from `output` on, of which `skip` have been done.
+// Tiles t and, before `last`, t + 1 of rows times OUTPUTS, 32 or half of it, from `output`; the first `skip` outputs have been
+// computed.
 template <int OUTPUTS> void dense_tiles(const Dense<uint16_t>& d, int64_t output, int64_t skip, const Tiling& tiling, int64_t t, int64_t last, const int32_t* x) {
     alignas(64) float part[4][ROWS][ROWS];
     const int64_t pairs = d.inputs / 2, stride = 2 * d.inputs, start = tiling.first(t), across = tiling.first(t + 1) - start;
     const int64_t beside = t + 1 < last ? tiling.first(t + 2) - start - across : 0;
     const uint16_t *upper = d.w + output * d.inputs, *lower = upper + ROWS * d.inputs;
     const int32_t *first = x + start * pairs, *second = first + across * pairs;
-    const auto ask = [&](int64_t k, int64_t ahead) {  // what has been read once lies in the second cache
+    const auto ask = [&](int64_t k, int64_t ahead) {  // prefetches: data that has been read once stays in the L2 cache
         for (int n = 0; t == 0 && n < OUTPUTS; n++)
             _mm_prefetch(reinterpret_cast<const char*>(upper + n * d.inputs + k) + ahead, _MM_HINT_T1);
     };
@@ -147,7 +148,7 @@ template <int OUTPUTS> void dense_tiles(const Dense<uint16_t>& d, int64_t output
     TILE_ZERO(3);
     for (int64_t k = 0; k < d.inputs; k += INPUTS) {
         ask(k, AHEAD / 4);
-        // Six tiles are used, and one operand is loaded twice: see packed_tiles.h.
+        // Six tiles are used, and one operand is loaded twice; packed_tiles.h says why.
         TILE_LOAD(4, upper + k, stride);
         TILE_LOAD(6, first + k / 2 * across, 4 * across);
         TILE_DOT_BF16(0, 4, 6);
@@ -198,7 +199,7 @@ template <int OUTPUTS> bool dense_amx(const Dense<uint16_t>& d, int threads) {
     free(x);
     return true;
 }
-// Needs TILE_OUTPUTS outputs; of too few for all threads each takes half as many at a time, with the same bits.
+// Needs TILE_OUTPUTS outputs; if there are too few for all threads, each takes half as many at a time, with the same bits.
 inline bool dense_amx(const Dense<uint16_t>& d, int threads) {
     return d.outputs < TILE_OUTPUTS * threads ? dense_amx<ROWS>(d, threads) : dense_amx<TILE_OUTPUTS>(d, threads);
 }

@@ -1,6 +1,6 @@
-// Experts: pairs of a token and an expert, sorted by expert, whose rows are multiplied by the weight of their own expert. Included
-// by packed_cpu.cpp after the products it is made of, whose arithmetic it keeps: the bits of a pair depend on its row and on
-// its expert, not on the pairs beside it.
+// Products of experts: token-expert pairs, sorted by expert, whose rows are multiplied by the weight of their expert. Included by
+// packed_cpu.cpp after the products that it uses, with the same arithmetic: the bits of a pair depend on its row and its expert
+// only.
 
 #pragma once
 
@@ -9,19 +9,19 @@ namespace {
 enum Stored : int32_t { PACKED_WEIGHTS, DENSE_WEIGHTS, TABLE_WEIGHTS };  // mirrored by experts.py
 
 struct Routed {  // mirrored by experts.py
-    const void* const* weights;  // of each expert that has pairs: a Weight, bf16 [outputs, inputs], or a TableWeight; null: left out
+    const void* const* weights;  // of each expert: a Weight, bf16 [outputs, inputs], or a TableWeight; null: the expert is skipped
     const int32_t* starts;  // [experts + 1]: expert e has the pairs from starts[e] to starts[e + 1]
-    const int32_t* tokens;  // [pairs]: the row of x that a pair reads, or null where each has its own
+    const int32_t* tokens;  // [pairs]: the row of x that a pair reads, or null if pair p reads row p
     const void* x;  // [rows, inputs]
     void* y;  // [pairs, outputs]
     int64_t experts, rows, inputs, outputs;
-    int32_t type, stored;  // of x and y: F32 or BF16; of the weights
+    int32_t type, stored;  // type of x and y: F32 or BF16; kind of the weights
 };
 
 inline const Weight& packed_of(const Routed& r, int64_t expert) { return *static_cast<const Weight*>(r.weights[expert]); }
 inline int64_t count_of(const Routed& r, int64_t expert) { return r.starts[expert + 1] - r.starts[expert]; }
 
-// One expert's rows, gathered, through the product that any weight has. False: no memory.
+// Multiplies the gathered rows of one expert by its weight. Returns false without memory.
 inline bool multiply_expert(const Routed& r, int64_t expert, int threads) {
     const int64_t first = r.starts[expert], count = count_of(r, expert), size = r.type == F32 ? 4 : 2, row = r.inputs * size;
     const char* x = static_cast<const char*>(r.x) + (r.tokens ? 0 : first * row);
@@ -43,14 +43,14 @@ inline bool multiply_expert(const Routed& r, int64_t expert, int threads) {
 }
 
 #if WIDTH
-// What multiply_few takes of experts of few rows: their products, and the rows of x, of which a single one is all pairs'.
+// The operands of multiply_few for experts of few rows: their products, and the rows of x; a single row is shared by all pairs.
 struct FewExperts {
     std::vector<FewProduct> products;
     std::vector<const uint16_t*> rows;
     const Routed& r;
 
     explicit FewExperts(const Routed& r) : r(r) {}
-    // False where the expert has more rows, or is cut otherwise than those before.
+    // Returns false if the expert has more rows, or another cut than the experts before it.
     bool add(int64_t expert) {
         if (r.stored != PACKED_WEIGHTS || r.type != BF16) return false;
         const Weight& w = packed_of(r, expert);
@@ -71,12 +71,13 @@ struct FewExperts {
 };
 #endif
 
-// Experts in codes of tables of one kind, all in one parallel region: a task is some rows of the weight of one. False: no memory.
+// Experts of one kind of table codes in one parallel region: a task is some rows of the weight of one expert. Returns false
+// without memory.
 inline bool multiply_tables(const Routed& r, int threads) {
     const int64_t tasks = (r.outputs + TABLE_TASK - 1) / TABLE_TASK, pairs = r.starts[r.experts];
     const void* const* like = std::find_if(r.weights, r.weights + r.experts, [](const void* w) { return w; });
     if (like == r.weights + r.experts) return true;
-    const bool one = r.tokens && r.rows == 1;  // row, that all pairs read
+    const bool one = r.tokens && r.rows == 1;  // one row, read by all pairs
     const Memory memory(rounded_up(4 * (one ? 1 : pairs) * r.inputs + 64));
     if (!memory.at) return false;
     float* rows = reinterpret_cast<float*>(memory.at);
@@ -110,7 +111,7 @@ inline bool multiply_tables(const Routed& r, int threads) {
     return true;
 }
 
-// False: no memory. Weights that are packed are alike in rows, inputs and group.
+// Returns false without memory. Packed weights must have the same rows, inputs and group size.
 inline bool multiply_routed(const Routed& r, int threads) {
     if (r.stored == TABLE_WEIGHTS) return multiply_tables(r, threads);
     std::vector<int64_t> others;
@@ -130,7 +131,7 @@ inline bool multiply_routed(const Routed& r, int threads) {
     return std::all_of(others.begin(), others.end(), [&](int64_t expert) { return multiply_expert(r, expert, threads); });
 }
 
-struct Choice {  // mirrored by experts.py, and said by experts_spec.py
+struct Choice {  // mirrored by experts.py; see RoutingSpec
     const float* correction;  // [experts], or null
     int64_t top, groups, top_groups;
     float margin, scale;
@@ -141,15 +142,15 @@ struct Routing {  // mirrored by experts.py
     const float* scores;  // [tokens, experts]
     float* weights;  // [tokens, top]
     int32_t* chosen;  // [tokens, top], highest score first
-    int32_t* places;  // [tokens, top]: the pair of each
+    int32_t* places;  // [tokens, top]: index of the pair
     int32_t* pairs;  // [tokens * top]: the token of each pair
-    int32_t* hit;  // the experts that have pairs, in order
-    int32_t* starts;  // of their pairs, and behind the last
+    int32_t* hit;  // experts that have pairs, in order
+    int32_t* starts;  // first pair of each hit expert, and the end
     int64_t tokens, experts;
     Choice choice;
 };
 
-// The `top` highest of `count` values, the first of equals first. NaN is never higher than anything.
+// The indices of the `top` largest of `count` values, the lower index first among equals. NaN is never larger than a number.
 inline void find_highest(const float* value, int64_t count, int64_t top, int32_t* found) {
     for (int64_t j = 0; j < top; j++) {
         int32_t best = -1;
@@ -159,7 +160,7 @@ inline void find_highest(const float* value, int64_t count, int64_t top, int32_t
     }
 }
 
-// Values [experts] of groups that take no part become less than any.
+// Sets the values [experts] of groups that are not selected below all others.
 inline void leave_groups(const Choice& choice, std::vector<float>& values) {
     const int64_t size = int64_t(values.size()) / choice.groups;
     std::vector<float> sums(size_t(choice.groups), 0.0f);
@@ -175,7 +176,7 @@ inline void leave_groups(const Choice& choice, std::vector<float>& values) {
             std::fill_n(values.data() + g * size, size, -INFINITY);
 }
 
-// Of a softmax that nothing corrects the scores themselves tell which are highest, and few of them need an exponential.
+// Without a correction, the scores themselves tell which softmax values are largest, and only those need an exponential.
 inline void choose_by_scores(const Routing& r, const float* score, int32_t* chosen, float* weight) {
     const int64_t top = r.choice.top;
     find_highest(score, r.experts, top, chosen);
@@ -208,7 +209,7 @@ inline void choose_by_values(const Routing& r, const float* score, int32_t* chos
     for (int64_t j = 0; j < choice.top; j++) weight[j] = weight[j] / total * choice.scale;
 }
 
-// The experts of a token, the highest first, and their weights.
+// The experts of a token, highest score first, and their weights.
 inline void choose_experts(const Routing& r, int64_t token) {
     const Choice& choice = r.choice;
     const bool plain = !choice.sigmoid && !choice.correction && choice.groups == 1 && choice.margin == 0;
@@ -216,7 +217,7 @@ inline void choose_experts(const Routing& r, int64_t token) {
     (plain ? choose_by_scores : choose_by_values)(r, score, r.chosen + token * choice.top, r.weights + token * choice.top);
 }
 
-// Counting sort of the pairs by expert, tokens in order; returns how many experts have pairs.
+// Counting sort of the pairs by expert, then by token; returns the number of experts that have pairs.
 inline int64_t sort_pairs(const Routing& r) {
     std::vector<int32_t> next(size_t(r.experts) + 1, 0);
     for (int64_t i = 0; i < r.tokens * r.choice.top; i++) next[size_t(r.chosen[i]) + 1]++;

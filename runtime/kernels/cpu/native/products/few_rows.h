@@ -1,5 +1,5 @@
-// Few rows of bf16 times packed weights in one parallel region: a linear of several parts, the experts of a token. What all
-// threads wait for takes as long as reading 100 kB, so there is as little of it as can be.
+// Few rows of bf16 times packed weights in one parallel region: a linear of several products, or the experts of a token. A
+// barrier takes as long as reading 100 kB, so there are as few as possible.
 
 #pragma once
 
@@ -9,13 +9,13 @@
 
 #include "products/packed_integer.h"
 
-// y[0] to y[rows - 1]: the 16 outputs of one row block, of up to FEW rows of integers, whose units lie row beside row. In
+// y[0] to y[rows - 1]: the 16 outputs of one row block, for up to FEW rows of integers with adjacent units. Defined in
 // few_rows_cpu.cpp.
 void few_rows(const Weight& w, int64_t row_block, const Bytes& x, int64_t rows, float (*y)[16]);
 
 namespace {
 
-// Memory of one call, given back at its end.
+// Memory of one call, freed at its end.
 struct Memory {
     char* at;
     explicit Memory(int64_t bytes) : at(static_cast<char*>(aligned_alloc(64, size_t(bytes + 63) & ~size_t(63)))) {}
@@ -26,7 +26,7 @@ struct Memory {
 
 inline int64_t rounded_up(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
-// Calls use(number of bits, or E2M1, as a type) for the codes of the weight.
+// Calls use(number of bits, or E2M1, as a type) for the weight's codes.
 template <class Use> auto by_bits(const Weight& w, Use use) {
     switch (w.e2m1 ? E2M1 : w.bits) {
         case E2M1: return use(std::integral_constant<int, E2M1>());
@@ -39,7 +39,7 @@ template <class Use> auto by_bits(const Weight& w, Use use) {
     }
 }
 
-// Rows up to which bytes in registers beat a panel: without dot products of bytes a panel is better soon.
+// Rows up to which bytes in registers beat a panel; without dot products of bytes a panel is better from few rows.
 #if WIDTH == 64
 constexpr int64_t FEW = 8;
 #elif WIDTH == 16 || (WIDTH && defined(__AVXVNNI__))
@@ -49,9 +49,9 @@ constexpr int64_t FEW = 2;
 #else
 constexpr int64_t FEW = 0;
 #endif
-constexpr int64_t OWN = std::min<int64_t>(FEW, 4);  // rows up to which each thread makes all integers for itself
+constexpr int64_t OWN = std::min<int64_t>(FEW, 4);  // up to this many rows, each thread converts all rows itself
 #if WIDTH
-// Rows of activations as integers in bytes, in memory that is given.
+// Rows of activations as integers in bytes, in memory of the caller.
 struct IntegerRows {
     int64_t inputs;
     Cut cut;
@@ -66,7 +66,7 @@ struct IntegerRows {
                           reinterpret_cast<float*>(memory + room + 2 * notes), 1, rows};
         bytes = {reinterpret_cast<int8_t*>(memory), inputs + 64, units};
     }
-    // x [inputs] becomes row `row`.
+    // Converts x [inputs] to row `row`.
     void make(const uint16_t* x, int64_t row) const {
         int8_t* high = const_cast<int8_t*>(bytes.bytes) + row * 2 * bytes.stride;
         const Units own = bytes.units.from(row);
@@ -82,29 +82,29 @@ struct IntegerRows {
 
 struct FewProduct {  // some rows times a weight
     const Weight* weight;
-    int64_t first, count;  // of the rows; at most FEW
+    int64_t first, count;  // first row, and number of rows, at most FEW
     uint16_t* y;  // [count, w.rows], rows `stride` apart
     int64_t stride;
 };
 
-// The row blocks of some products, shared among threads: each takes a part of what is left until nothing is.
+// The row blocks of several products, shared among threads: each takes a part of the remaining blocks until none remain.
 class FewBlocks {
     const std::vector<FewProduct>& products;
-    std::vector<int64_t> starts;  // block of all products with which each begins, and behind the last
+    std::vector<int64_t> starts;  // index of the first block of each product, and the end
     const int64_t threads;
     std::atomic<int64_t> next{0};
 
 public:
     struct Turn {
         int64_t first, last;
-        size_t product;  // of `first`, or one before it
+        size_t product;  // the product of `first`, or an earlier one
     };
 
     FewBlocks(const std::vector<FewProduct>& products, int threads) : products(products), starts(1, 0), threads(threads) {
         for (const FewProduct& one : products) starts.push_back(starts.back() + blocks_of(one.weight->rows));
     }
 
-    // Blocks for a thread, the beginning of whose codes is asked for; false: none are left.
+    // Takes blocks for a thread and prefetches the beginning of their codes; false if none remain.
     bool take(Turn& turn) {
         turn.first = next.load(std::memory_order_relaxed);
         do {
@@ -119,7 +119,7 @@ public:
         return true;
     }
 
-    // From the turn that a thread has taken on, if it has, to the last.
+    // Multiplies the blocks that the thread has taken, if any, then takes more until none remain.
     void multiply(bool taken, Turn turn, const IntegerRows& x) {
         for (; taken; taken = take(turn))
             for (int64_t i = turn.first; i < turn.last; i++) {
@@ -134,7 +134,7 @@ public:
     }
 };
 
-// Makes rows x of products integers, and shares the row blocks of the products among threads.
+// Converts rows x of products to integers, and shares the row blocks of the products among threads.
 class FewStage {
     const std::vector<const uint16_t*>& x;
     const int64_t inputs;
@@ -147,13 +147,13 @@ class FewStage {
     IntegerRows integers(int64_t which) const { return {memory.at + which * size(), rows(), inputs, cut}; }
 
 public:
-    // The weights are alike in inputs and their cut.
+    // The weights have the same inputs and cut.
     FewStage(const std::vector<FewProduct>& products, const std::vector<const uint16_t*>& x, int threads)
         : x(x), inputs(products[0].weight->inputs), cut(cut_of(*products[0].weight)), memory((rows() <= OWN ? threads : 1) * size()),
           blocks(products, threads) {}
     bool has_memory() const { return memory.at; }
 
-    // By all threads of a region, of which this is `self`. Each makes all rows for itself: of few that is sooner done than waited for.
+    // Run by thread `self` of a region. Each converts all rows itself: for few rows that is faster than waiting for others.
     void multiply(int self) {
         if (rows() > OWN) return multiply_shared([](int64_t) {});
         FewBlocks::Turn turn{};
@@ -163,10 +163,10 @@ public:
         blocks.multiply(true, turn, own);
     }
 
-    // As above; each makes some rows, which `before` is called for.
+    // The same; each thread converts some rows, and calls `before` for them first.
     template <class Before> void multiply_shared(Before before) {
         FewBlocks::Turn turn{};
-        const bool taken = blocks.take(turn);  // memory fetches while threads wait
+        const bool taken = blocks.take(turn);  // memory is fetched while threads wait
 #pragma omp barrier
         const IntegerRows all = integers(0);
 #pragma omp for schedule(static)
@@ -178,7 +178,7 @@ public:
     }
 };
 
-// Threads that multiply a stage's, and `then` what comes after it. False: no memory.
+// Runs a stage on `threads` threads, then `then`. Returns false without memory.
 template <class Then> bool multiply_stage(FewStage& stage, int threads, Then then) {
     if (!stage.has_memory()) return false;
     int next = 0;
@@ -193,13 +193,13 @@ template <class Then> bool multiply_stage(FewStage& stage, int threads, Then the
     return true;
 }
 
-// Rows x times all weights, which are alike in inputs and their cut. False: no memory.
+// Rows x times all weights, which have the same inputs and cut. Returns false without memory.
 inline bool multiply_few(const std::vector<FewProduct>& products, const std::vector<const uint16_t*>& x, int threads) {
     FewStage stage(products, x, threads);
     return multiply_stage(stage, threads, [] {});
 }
 
-// As above twice: between(m) makes row m of the second products' from what the first have put out.
+// Two stages: between(m) computes row m of the second products' input from the outputs of the first.
 template <class Between>
 bool multiply_few_twice(const std::vector<FewProduct>& first, const std::vector<const uint16_t*>& x, const std::vector<FewProduct>& second,
                         const std::vector<const uint16_t*>& rows, int threads, Between between) {

@@ -5,19 +5,19 @@
 
 #include "products/packed_scales.h"
 
-// What rows of activations are in units of, segment by segment. Those of a row and a segment lie at row * `row` + segment * `segment`.
+// Units of rows of activations, by segment: those of a row and segment have index row * `row` + segment * `segment`.
 struct Units {
-    float* unit;   // a power of two, of all segments of a span; NaN where an activation is not finite
+    float* unit;   // a power of two, for all segments of a span; NaN if an activation is not finite
     int32_t* sum;  // of the integers of the segment
-    float* shift;  // their sum as a number: what an offset is multiplied by
+    float* shift;  // that sum as a float: the factor of an offset
     int64_t row, segment;
-    Units from(int64_t m) const { return {unit + m * row, sum + m * row, shift + m * row, row, segment}; }  // without the rows before
+    Units from(int64_t m) const { return {unit + m * row, sum + m * row, shift + m * row, row, segment}; }  // skips the first m rows
 };
 
 // Integers in bytes: [rows][high, low][stride].
 struct Bytes {
     const int8_t* bytes;
-    int64_t stride;  // inputs and a cache line: rows a power of two apart would share a few lines of the cache
+    int64_t stride;  // inputs plus a cache line: rows a power of two apart would share a few cache lines
     Units units;
 };
 
@@ -30,24 +30,24 @@ inline float power_of_two(int exponent) {
     return value;
 }
 
-// How every path adds a span to a row: total + sum * (scale * unit), then, where there are offsets, offset * shift of each segment,
-// each rounded once. The unit and the shifts are of the row's.
+// How every path adds a span to a row: total + sum * (scale * unit), then, with offsets, offset * shift of each segment, each
+// rounded once. The unit and the shifts are those of the row.
 inline Floats scaled(Ints sum, Floats scale, Floats unit, Floats total) {
     return fused(__builtin_convertvector(sum, Floats), scale * unit, total);
 }
 inline Floats shifted(Floats offset, Floats shift, Floats total) { return fused(offset, shift, total); }
 
-// Integers [parts * SEGMENT] of a span of activations, rounded to units, which go to place `at` and those after it. What is within
-// 1/128 of the span's largest keeps all its bits, or within 1/32 where integers have two bits less: what is lost beyond that is
-// far less than what bf16 has lost of the largest. That becomes at most 32639, so that the high byte of 256 * high + low fits.
+// Rounds activations [parts * SEGMENT] of a span to integers of a unit and stores them from index `at`. Values within 1/128 of
+// the span's largest keep all their bits, or within 1/32 if integers have two bits less: the error of smaller ones is far below
+// the rounding error of the largest in bf16. The largest integer is 32639, so that the high byte of 256 * high + low fits.
 template <int SEGMENT> void span_integers(const uint16_t* x, const Cut& cut, int16_t* to, const Units& units, int64_t at) {
     uint16_t largest = 0;
     for (int64_t i = 0; i < cut.span; i++) largest = std::max<uint16_t>(largest, x[i] & 0x7fff);
     const int exponent = std::max((largest + 1) / 128 - 127, -100) + cut.less;
-    const bool finite = largest < 0x7f80;  // else every product is NaN: the integers do not matter
+    const bool finite = largest < 0x7f80;  // otherwise every product is NaN, whatever the integers
     const float scale = power_of_two(14 - exponent), unit = finite ? power_of_two(exponent - 14) : from_bf16(0x7fc0);
     for (const uint16_t* end = x + cut.span; x < end; x += SEGMENT, to += SEGMENT, at += units.segment) {
-        constexpr float MAGIC = 12582912.0f;  // added, it rounds to the nearest integer, ties to even, and leaves it in the low bits
+        constexpr float MAGIC = 12582912.0f;  // adding it rounds to the nearest integer, ties to even, in the low bits
         uint32_t total = 0;
         for (int i = 0; i < SEGMENT; i++) {
             const float rounded = (finite ? from_bf16(x[i]) * scale : 0) + MAGIC;
@@ -63,7 +63,7 @@ template <int SEGMENT> void span_integers(const uint16_t* x, const Cut& cut, int
     }
 }
 
-// A row of activations [inputs], whose number is `row`, cut for the weight.
+// Converts a row of activations [inputs] to row `row`, cut for the weight.
 inline void make_integers(const uint16_t* x, int64_t inputs, const Cut& cut, int64_t row, int16_t* to, const Units& units) {
     const int64_t step = cut.span / cut.segment * units.segment;
     for (int64_t i = 0, at = row * units.row; i < inputs; i += cut.span, at += step) switch (cut.segment) {
@@ -74,7 +74,7 @@ inline void make_integers(const uint16_t* x, int64_t inputs, const Cut& cut, int
         }
 }
 
-// Two bytes to an integer, v = 256 * high + low, in the order of the fours: byte i of four q is input 4q + 2 * (i % 2) + i / 2.
+// Two bytes per integer, v = 256 * high + low, in the order of the fours: byte i of four q is input 4q + 2 * (i % 2) + i / 2.
 // `count` is a multiple of 16.
 inline void cut_bytes(const int16_t* v, int64_t count, int8_t* high, int8_t* low) {
     typedef int16_t Sixteen __attribute__((vector_size(32)));
@@ -96,12 +96,12 @@ typedef uint16_t U __attribute__((vector_size(WIDTH), aligned(WIDTH)));
 typedef int32_t I __attribute__((vector_size(WIDTH), aligned(WIDTH)));
 constexpr int HALVES = 64 / WIDTH;  // of a row block
 #if WIDTH == 16
-constexpr bool SIGNED_DOTS = true;  // of NEON, both sides are; of the others codes count from 0, and ZERO is taken from the sums
+constexpr bool SIGNED_DOTS = true;  // NEON multiplies signed by signed; elsewhere codes count from 0, and ZERO is subtracted from the sums
 #else
 constexpr bool SIGNED_DOTS = false;
 #endif
 
-// sum + numbers * four, for four numbers of codes and four activations of each row.
+// sum + codes * four, for four codes and four activations of each row.
 template <int B> inline I dot(I sum, U codes, int32_t four) {
 #if WIDTH == 16
     return (I)vdotq_s32((int32x4_t)sum, (int8x16_t)codes, (int8x16_t)vdupq_n_s32(four));
@@ -114,7 +114,7 @@ template <int B> inline I dot(I sum, U codes, int32_t four) {
     const auto add = [&](__m256i part, int weight) {
         sum += (I)_mm256_madd_epi16(_mm256_maddubs_epi16(part, x), _mm256_set1_epi16(int16_t(weight)));
     };
-    // Large numbers in halves: a sum of two products must fit 16 bits.
+    // Large codes are split in two: a sum of two products must fit 16 bits.
     constexpr bool halves = LARGEST<B> > 127;
     if (halves) add((__m256i)(codes >> 4) & nibble, 16);
     add(halves ? (__m256i)codes & nibble : (__m256i)codes, 1);
@@ -122,7 +122,7 @@ template <int B> inline I dot(I sum, U codes, int32_t four) {
 #endif
 }
 
-// Numbers of four q of a block in the bytes of a lane, of the rows of one half; signed ones where dot products are.
+// The codes of four q of a block in the bytes of each lane, for the rows of one half; signed if dot products are.
 template <int B> inline __attribute__((always_inline)) U four_of(const uint8_t* block, int q, int half) {
     U code = {};
     each_field<B>([&](auto bits, int first, int place) __attribute__((always_inline)) {

@@ -1,13 +1,12 @@
-// The layout of repacked weights, their scales, the number formats, and vectors: what every path of packed_cpu.cpp starts from.
+// The layout of repacked weights, their scales, the number formats, and vectors, shared by all paths of packed_cpu.cpp.
 //
-// Layout. A block is 16 output rows times 32 inputs: exactly `bits` vectors of 64 bytes, in the order
-// [rows / 16][inputs / 32][bits][16 lanes of 32 bits]. A code is cut into fields of 8, 4, 2 or 1 bits, the lowest bits first
-// (3 is 2 + 1, 5 is 4 + 1, 6 is 4 + 2); a field of P bits has P vectors. Lane j is of row j; word p of it holds
-// the inputs 2r+p, of which pair r = 2q+h lies in vector q * P / 8 of its field, at bit 8h + P * (q % (8 / P)).
-// So one shift and one mask by bytes make the codes of four inputs (a "four", q) of each row, an operand of a dot product of
-// bytes; the same by words makes those of a pair of inputs, an operand of one of words.
-// Scales are [rows / 16][groups][16] in their own type, offsets (none, or one to a scale) fp32. Those of super-blocks are
-// bytes, both; what they are multiplied by is [rows / 16][inputs / 256][scales', offsets'][16] of fp16. Rows past the last are zero.
+// Layout. A block is 16 output rows times 32 inputs: exactly `bits` vectors of 64 bytes, in the order [rows / 16][inputs /
+// 32][bits][16 lanes of 32 bits]. A code is split into fields of 8, 4, 2 or 1 bits, the lowest bits first (3 is 2 + 1, 5 is 4 +
+// 1, 6 is 4 + 2); a field of P bits has P vectors. Lane j is row j; word p of it holds the inputs 2r+p; pair r = 2q+h is in
+// vector q * P / 8 of its field, at bit 8h + P * (q % (8 / P)). So one shift and one mask of bytes yield the codes of four inputs
+// (a "four", q) of each row, an operand of a byte dot product; the same on words yields a pair of inputs, an operand of a word
+// dot product. Scales are [rows / 16][groups][16] in their own type, offsets (none, or one per scale) fp32. In super-blocks both
+// are bytes, and their factors are [rows / 16][inputs / 256][scales', offsets'][16] of fp16. Rows past the last are zero.
 
 #pragma once
 
@@ -44,17 +43,17 @@
 #if defined(__AMX_BF16__) && defined(__AMX_INT8__) && VECTOR == 64 && defined(__linux__)
 #define AMX 1
 #endif
-// Outside the unnamed namespace is what several files of code share.
+// Declarations outside the unnamed namespace are shared by several translation units.
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 struct Weight {  // mirrored by build.py
     const uint8_t* codes;
     const void* scales;
     const void* offsets;  // or null
-    const uint16_t* factors;  // or null; then scales and offsets are I8
+    const uint16_t* factors;  // or null; if present, scales and offsets are I8
     int64_t rows, inputs, group;
     int32_t bits, scale_type;
-    int32_t e2m1;  // whether codes are E2M1 and not integers; then `scales` are of half their values
+    int32_t e2m1;  // codes are E2M1, not integers; then `scales` are halved
 };
 
 namespace {
@@ -62,8 +61,8 @@ namespace {
 enum Type : int32_t { F32 = 0, BF16 = 1, F16 = 2, I8 = 3 };
 
 constexpr int ROWS = 16, INPUTS = 32, PAIRS = INPUTS / 2, FOURS = INPUTS / 4;
-constexpr int64_t SUPER_BLOCK = 256;  // inputs that share the factors of their scales
-constexpr int64_t AHEAD = 2048;  // bytes prefetched ahead of a stream: 1 to 2 KiB is best by far
+constexpr int64_t SUPER_BLOCK = 256;  // inputs that share a factor of their scales
+constexpr int64_t AHEAD = 2048;  // bytes prefetched ahead of a stream: 1 to 2 KiB measured best by far
 
 inline int64_t blocks_of(int64_t rows) { return (rows + ROWS - 1) / ROWS; }
 
@@ -133,7 +132,7 @@ inline void store(void* out, int32_t type, int64_t index, float value) {
     else static_cast<uint16_t*>(out)[index] = type == BF16 ? to_bf16(value) : to_f16(value);
 }
 
-// ---- Vectors: as wide as the machine's, or of SSE's width where compilers map them to what there is ----
+// ---- Vectors: of the machine's width, or of SSE's, which compilers map to what there is ----
 
 constexpr int LANES = VECTOR / 4, PARTS = ROWS / LANES;  // lanes of a vector; vectors of a row block
 typedef uint16_t Words __attribute__((vector_size(VECTOR), aligned(VECTOR)));
@@ -146,7 +145,7 @@ template <class V> inline V load_vector(const void* at) {
     return v;
 }
 
-// a * b + c, rounded once where the machine can: written out, so that every path rounds alike.
+// a * b + c with one rounding if the machine has it; explicit, so that every path rounds alike.
 inline Floats fused(Floats a, Floats b, Floats c) {
 #if VECTOR == 64
     return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -169,7 +168,7 @@ inline Floats spread_lanes(float x) {
 #endif
 }
 
-// A vector of numbers of `type`, from the one at `index` on, as fp32.
+// The fp32 vector of numbers of `type` from index `index`.
 inline Floats widen(const void* from, int64_t index, int32_t type) {
     const auto* byte = static_cast<const int8_t*>(from) + index;
     const auto* half = static_cast<const uint16_t*>(from) + index;
@@ -207,20 +206,20 @@ inline void store_row(void* out, int32_t type, int64_t index, const float* from,
 
 template <int P> constexpr int field_mask = (1 << P) - 1;
 
-// Bits [place, place + P) of 16-bit words from the field of P bits at `shift` of each word, `mask` telling which.
+// Bits [place, place + P) of 16-bit codes, from the field of P bits at `shift` of each word; `mask` selects them.
 inline __attribute__((always_inline)) Words cut_field(Words v, int shift, int place, uint16_t mask) {
     const Words moved = shift > place ? v >> uint16_t(shift - place) : shift < place ? v << uint16_t(place - shift) : v;
     return mask == 0xffff ? moved : moved & mask;
 }
 
-// Codes are told apart by their bits, B; but E2M1, of 4 bits, is E2M1. Twice a value of it is an integer, so that products of it are
-// those of integers: an entry of a table of bytes in place of the code.
+// B is the number of bits of a code, or E2M1, which has 4. Twice an E2M1 value is an integer, so its products are those of
+// integers: a byte from a table replaces the code.
 constexpr int E2M1 = 16 + 4;
 template <int B> constexpr int STORED = B & 15;  // bits
-template <int B> constexpr int ZERO = B == E2M1 ? 12 : 1 << (B - 1);  // taken from a number of `numbers`, to be signed
-template <int B> constexpr int LARGEST = B == E2M1 ? 24 : (1 << B) - 1;  // of them
+template <int B> constexpr int ZERO = B == E2M1 ? 12 : 1 << (B - 1);  // subtracted from a number of `numbers` to get the signed value
+template <int B> constexpr int LARGEST = B == E2M1 ? 24 : (1 << B) - 1;  // of these numbers
 
-// A vector V of codes in bytes, as numbers from 0 on.
+// A vector V of codes in bytes, as numbers from 0.
 template <int B, class V> inline __attribute__((always_inline)) V numbers(V codes) {
     if constexpr (B == E2M1) {
         typedef uint8_t Sixteen __attribute__((vector_size(16)));
@@ -236,7 +235,7 @@ template <int B, class V> inline __attribute__((always_inline)) V numbers(V code
     return codes;
 }
 
-// Calls use(bits of the field, its first vector, its place in the code) for each field of B bits.
+// Calls use(bits of the field, its first vector, its position in the code) for each field of B bits.
 template <int B, class Use> inline __attribute__((always_inline)) void each_field(Use use) {
     if constexpr (B == 8) use(std::integral_constant<int, 8>(), 0, 0);
     else {
@@ -250,8 +249,8 @@ template <int B> inline __attribute__((always_inline)) void prefetch(const uint8
 #pragma GCC unroll 8
     for (int v = 0; v < STORED<B>; v++) __builtin_prefetch(block + 64 * v + AHEAD);
 }
-// For loops that do little with what they read: from memory to the second cache, and from there to the first. What waits for
-// memory would else take all of the first cache's few places for lines on their way.
+// Prefetching for loops that do little work per byte: from memory to L2, and from there to L1. Otherwise misses to memory would
+// take all of the few line fill buffers of L1.
 template <int B> inline __attribute__((always_inline)) void prefetch_twice(const uint8_t* block) {
 #pragma GCC unroll 8
     for (int v = 0; v < STORED<B>; v++) {
@@ -260,7 +259,7 @@ template <int B> inline __attribute__((always_inline)) void prefetch_twice(const
     }
 }
 
-// Numbers of pair r of a block, as words, of the rows of vector `part`.
+// Numbers of pair r of a block, as words, for the rows of vector `part`.
 template <int B> inline __attribute__((always_inline)) Words pair_of(const uint8_t* block, int r, int part) {
     Words code = {};
     each_field<B>([&](auto bits, int first, int place) __attribute__((always_inline)) {

@@ -1,5 +1,5 @@
-// Any number of rows, on any machine: some inputs of the weight are unpacked into a panel that stays in the first cache, and
-// multiplied by tiles of rows in registers. What a panel holds is in panel_kinds.h.
+// Any number of rows on any machine: some inputs of the weight are unpacked into a panel that stays in the L1 cache and is
+// multiplied by tiles of rows in registers. The kinds of panels are in panel_kinds.h.
 
 #pragma once
 
@@ -7,10 +7,10 @@
 
 namespace {
 
-constexpr int UNROLL = VECTOR == 64 ? 1 : 2;  // steps of a tile; of few instructions their count is felt
-constexpr int64_t ACTIVATION_BYTES = 1 << 20;  // of the rows that are multiplied at a time: they stay in the second cache
+constexpr int UNROLL = VECTOR == 64 ? 1 : 2;  // steps of a tile; if they have few instructions, the loop overhead matters
+constexpr int64_t ACTIVATION_BYTES = 1 << 20;  // of the rows that are multiplied at a time: they stay in the L2 cache
 
-// Rows are cut into tiles of nearly the same height, the higher ones first. In a tile, steps of its rows lie side by side:
+// Rows are split into tiles of nearly the same height, the higher ones first. In a tile, the steps of its rows are adjacent:
 // [steps][rows of the tile].
 struct Tiling {
     int64_t rows, high, tiles, low, higher;  // `higher` tiles have one row more than `low`
@@ -21,7 +21,7 @@ struct Tiling {
         const int64_t beyond = row - higher * (low + 1);
         return beyond < 0 ? row / (low + 1) : higher + beyond / low;
     }
-    // Parts of the tiles, of nearly one size (threads would wait for each other); the rows of one, of `row_bytes`, are
+    // Parts of the tiles of nearly equal size (threads would wait for each other); the rows of a part, of `row_bytes` each, are
     // multiplied at a time.
     int64_t parts(int64_t row_bytes) const { return std::min(tiles, (rows * row_bytes + ACTIVATION_BYTES - 1) / ACTIVATION_BYTES); }
     int64_t together(int64_t row_bytes) const {  // tiles of the largest part
@@ -30,17 +30,17 @@ struct Tiling {
     }
 };
 
-// What a register tile adds up: `spans` of M rows times a panel.
+// The operands and totals of a register tile: `spans` of M rows times a panel.
 struct Strip {
     const int32_t *panel, *x;  // x: [steps][WORDS][M]
     const float *scales, *offsets;  // [spans][PANEL], [spans][segments][PANEL]
-    const int32_t* levels;  // as offsets, where the panel does not have them
-    const float *unit, *shift;  // of the first row and segment, those of the other rows behind them
+    const int32_t* levels;  // as offsets, for panels that do not contain them
+    const float *unit, *shift;  // of the first row and segment, followed by the other rows
     float* total;  // [M][PANEL]
-    int64_t spans, segments, steps, next;  // `steps` and `segments` of a span; units of the next segment are `next` further
+    int64_t spans, segments, steps, next;  // `steps` and `segments` of a span; the units of the next segment are `next` elements further
 };
 
-// By value: what is written may not be taken for what is read here.
+// Passed by value: the compiler must not assume that stores change it.
 template <class P, int M, bool OFFSETS> void multiply_tile(Strip t) {
     const int64_t runs = P::LEVELED ? t.segments : 1, steps = t.steps / runs;
     for (int lane = 0; lane < PANEL; lane += ACROSS * LANES) {
@@ -69,9 +69,9 @@ template <class P, int M, bool OFFSETS> void multiply_tile(Strip t) {
 #pragma GCC unroll 2
                     for (int v = 0; v < ACROSS; v++) whole[m][v] = P::with(whole[m][v], sum[m][v], level[v]);
             }
-            Floats scale[ACROSS], total[M][ACROSS];  // scales stay in registers: reading is what scaling would wait for
+            Floats scale[ACROSS], total[M][ACROSS];  // scales are loaded to registers first: scaling would wait for loads
             for (int v = 0; v < ACROSS; v++) scale[v] = load_vector<Floats>(t.scales + s * PANEL + lane + v * LANES);
-            asm("" : "+r"(t.total));  // or the compiler keeps totals elsewhere from span to span, which is more work
+            asm("" : "+r"(t.total));  // prevents spilling totals from span to span, which is slower
             const int64_t first = s * t.segments;
 #pragma GCC unroll 12
             for (int m = 0; m < M; m++) {
@@ -116,14 +116,14 @@ template <class P, bool OFFSETS> void multiply_rows(int64_t rows, const Strip& t
     }
 }
 
-// Some inputs of the row blocks of a panel: codes, and what a tile does with sums of them.
+// Some inputs of the row blocks of a panel: codes, and how a tile scales their sums.
 template <class P> struct alignas(64) Panel {
-    static constexpr int64_t SEGMENTS = SPAN / 16;  // the most
+    static constexpr int64_t SEGMENTS = SPAN / 16;  // the maximum
     int32_t codes[SPAN / P::PER_STEP * PANEL], levels[SEGMENTS][PANEL];
     float scales[SEGMENTS][PANEL], offsets[SEGMENTS][PANEL];
 
-    // Inputs [first, first + count) of `blocks` row blocks; count is 16 or a multiple of 32. What is not there stays as it is: it is
-    // multiplied, but not stored.
+    // Unpacks inputs [first, first + count) of `blocks` row blocks; count is 16 or a multiple of 32. Missing row blocks are left
+    // as they are: they are multiplied, but not stored.
     template <int B> void read(const Weight& w, const Cut& cut, int64_t row_block, int64_t blocks, int64_t first, int64_t count) {
         for (int64_t at = 0; at < blocks * ROWS; row_block++, at += ROWS) {
             cut.levels() ? read_levels(w, cut, row_block, first, count, at) : read_scales(w, cut, row_block, first, count, at);
@@ -145,7 +145,7 @@ private:
             for (int j = 0; P::LEVELED && j < ROWS; j++) levels[s][at + j] = 1;
         }
     }
-    // A span lies in one super-block, a segment is a group.
+    // A span is inside one super-block; a segment is a group.
     void read_levels(const Weight& w, const Cut& cut, int64_t row_block, int64_t first, int64_t count, int64_t at) {
         const int64_t runs = cut.span / cut.segment;
         for (int64_t span = 0; span < count / cut.span; span++) {
@@ -175,7 +175,7 @@ private:
     }
 };
 
-// Tiles [first, last) of rows times the panel at `row_block`, to y. `total` has room for their rows.
+// Multiplies tiles [first, last) of rows by the panel at `row_block`, to y. `total` has room for their rows.
 template <class P, int B>
 void multiply_panel(const Weight& w, int64_t row_block, const Tiling& tiling, int64_t first, int64_t last, const int32_t* x,
                     const Units& units, float* total, void* y, int32_t type) {
@@ -195,17 +195,17 @@ void multiply_panel(const Weight& w, int64_t row_block, const Tiling& tiling, in
                               panel.offsets[0], panel.levels[0], units.unit + start + place, units.shift + start + place,
                               total + (start - row) * PANEL, inputs / cut.span, segments, cut.span / P::PER_STEP, units.segment};
             w.offsets ? multiply_rows<P, true>(next - start, strip) : multiply_rows<P, false>(next - start, strip);
-            if (input + inputs == w.inputs)  // at once: rows lie far apart, and are written while the next tile is multiplied
+            if (input + inputs == w.inputs)  // in one pass: rows are far apart, and are written while the next tile is multiplied
                 for (int64_t m = start; m < next; m++)
                     store_row(y, type, m * w.rows + row_block * ROWS, total + (m - row) * PANEL, width);
         }
     }
 }
 
-// The rows of a tile, of 4 bytes a step, to their places. Row m of it is at from(m); few steps of all rows at a time stay in the
-// first cache.
+// Copies the rows of a tile, of 4 bytes a step, to their places. Row m is read at from(m); a few steps of all rows at a time stay
+// in the L1 cache.
 template <class From> void place_tile(const Tiling& tiling, int64_t tile, int64_t steps, From from, int32_t* x) {
-    constexpr int64_t NEAR = 16;  // steps are a multiple of this
+    constexpr int64_t NEAR = 16;  // divides the number of steps
     const int64_t start = tiling.first(tile), high = tiling.first(tile + 1) - start;
     int32_t* to = x + start * steps;
     for (int64_t i = 0; i < steps; i += NEAR, to += NEAR * high)
@@ -217,8 +217,8 @@ template <class From> void place_tile(const Tiling& tiling, int64_t tile, int64_
         }
 }
 
-// Shares pairs of a part of the rows and a panel of the weight among the threads of a parallel region. Calls
-// use(first tile, tile after the last, first row block).
+// Shares pairs of a part of the rows and a panel of the weight among the threads of a parallel region. Calls use(first tile, end
+// of the tiles, first row block).
 template <class Use> void each_panel(const Weight& w, const Tiling& tiling, int64_t row_bytes, int64_t panel_blocks, Use use) {
     const int64_t parts = tiling.parts(row_bytes), panels = (blocks_of(w.rows) + panel_blocks - 1) / panel_blocks;
 #pragma omp for schedule(guided) nowait

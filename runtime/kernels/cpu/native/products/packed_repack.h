@@ -1,4 +1,4 @@
-// From the words on disk to the layout, and from the layout to a dense weight.
+// Repacks the stored words to the layout, and decodes the layout to a dense weight.
 
 #pragma once
 
@@ -28,14 +28,14 @@ template <int B> void repack_block(const uint32_t* packed, int64_t words, int64_
 
 typedef uint32_t Quad __attribute__((vector_size(16), aligned(4)));
 
-// Where a field is a whole code of 4 or 8 bits, a stored word becomes a lane's: only the order of its codes changes.
+// If a field is a whole code of 4 or 8 bits, a stored word becomes a lane: only the order of its codes changes.
 template <int B> Quad reorder(Quad codes) {
     if constexpr (B == 8) return (codes & 0xff0000ffu) | (codes >> 8 & 0xff00u) | (codes & 0xff00u) << 8;
     const Quad even = codes & 0x0f0f0f0fu, odd = codes >> 4 & 0x0f0f0f0fu;
     return ((even | even >> 12) & 0xffffu) | (odd | odd >> 12) << 16;
 }
 
-// As repack_block, of such codes: four words of four rows at a time are turned.
+// repack_block for such codes: four words of four rows at a time are transposed.
 template <int B> void repack_words(const uint32_t* packed, int64_t words, int64_t rows, int64_t steps, uint32_t* out) {
     for (int64_t at = 0; at < steps * B; at += 4, out += 4 * ROWS)
         for (int64_t j = 0; j < ROWS; j += 4) {
@@ -82,7 +82,7 @@ template <int B> void dequantize_all(const Weight& w, void* out, int32_t type, i
         for (int64_t k = 0; k < steps; k++) {
             alignas(64) float values[INPUTS][ROWS], turned[ROWS][INPUTS];
             block_floats<B>(w.codes + (n * steps + k) * STORED<B> * 64, values);
-            for (int first = 0; first < INPUTS; first += 16) {  // groups are of multiples of 16 inputs
+            for (int first = 0; first < INPUTS; first += 16) {  // group sizes are multiples of 16 inputs
                 const GroupScales group = scales_at(w, n, k * INPUTS + first);
                 for (int i = first; i < first + 16; i++)
                     for (int j = 0; j < ROWS; j++) {

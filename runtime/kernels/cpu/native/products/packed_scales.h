@@ -1,4 +1,4 @@
-// What sums of codes are multiplied by, and how inputs are cut for that: scales, offsets, and the factors of super-blocks.
+// The factors of sums of codes, and how inputs are cut for them: scales, offsets, and the factors of super-blocks.
 
 #pragma once
 
@@ -6,33 +6,33 @@
 
 namespace {
 
-// How inputs are cut for products of integers.
+// How inputs are cut for integer products.
 //
-// A segment is a part of a group. The activations of a span, one segment or several, are in one unit, and their products with
-// signed codes are summed before they are scaled; with super-blocks, with codes times the whole numbers of their groups.
+// A segment is a part of a group. The activations of a span, one segment or several, have one unit, and their products with
+// signed codes are summed before scaling; with super-blocks, codes are first multiplied by the integer scales of their groups.
 struct Cut {
     int64_t segment, span;
-    int32_t less;  // bits than 15 of an activation, so that the largest sums of a span fit 32 bits
+    int32_t less;  // bits fewer than 15 of an activation, so that the largest sums of a span fit 32 bits
     bool operator==(const Cut& other) const { return segment == other.segment && span == other.span && less == other.less; }
     bool levels() const { return span > segment; }
 };
 
 constexpr int64_t SPAN = 128;  // the longest
 
-// The group of codes of B bits in super-blocks; 0: they are never in them.
+// The group size of B-bit codes in super-blocks; 0 if there are none.
 template <int B> constexpr int LEVELS = B == 4 || B == 5 ? 32 : B == 2 || B == 3 || B == 6 ? 16 : 0;
 
 inline Cut cut_of(const Weight& w) {
     int64_t segment = SPAN;
     while (w.group % segment) segment /= 2;
     if (!w.factors) return {segment, segment, 0};
-    // Whole numbers are below 64 where there are offsets, else at least -128. Times codes that is 2^9 at most, but of 5 bits
-    // 2^10 and of 6 2^12; 2^16 is what a span may have of 15 bits.
+    // Integer scales are below 64 with offsets, else at least -128. Times codes that is 2^9 at most, but 2^10 with 5 bits and
+    // 2^12 with 6; a span of 15-bit activations may have 2^16.
     const int64_t largest = (w.offsets ? 64 : 128) << (w.bits - 1);
     return {segment, largest <= 512 ? SPAN : SPAN / 2, largest <= 1024 ? 0 : 2};
 }
 
-// What scales and offsets of the rows of a block are multiplied by in a super-block.
+// The factors of scales and offsets of the rows of a block in a super-block.
 struct Factors {
     Floats scale[PARTS], offset[PARTS];
 
@@ -46,10 +46,9 @@ struct Factors {
     }
 };
 
-// What codes of the rows of a block are multiplied by, and what is added to them, in one group: the one at place `at` of all
-// groups of all row blocks.
+// Scale and offset of the rows of a block in one group, with index `place` among the groups of all row blocks.
 struct GroupScales {
-    Floats scale[PARTS], offset[PARTS];  // zero where there are no offsets
+    Floats scale[PARTS], offset[PARTS];  // zero without offsets
 
     GroupScales(const Weight& w, int64_t at) {
 #pragma GCC unroll 4
@@ -59,8 +58,8 @@ struct GroupScales {
         }
     }
 
-    // Of super-blocks. Levels count from zero there where there are offsets, codes from half their range: 2^(bits-1) scales belong
-    // to such an offset. Products of a byte and fp16 are exact in fp32, so each is rounded once, as the reference has it.
+    // With super-blocks. With offsets, levels count from zero there and codes from half their range: 2^(bits-1) scales are part
+    // of the offset. Products of a byte and an fp16 are exact in fp32, so each is rounded once, as in the reference.
     GroupScales(const Weight& w, int64_t at, const Factors& factors) {
         const Floats half = spread_lanes(float(1 << (w.bits - 1)));
 #pragma GCC unroll 4
@@ -71,7 +70,7 @@ struct GroupScales {
     }
 };
 
-// Those at `input` of a row block, of any weight.
+// Scale and offset at `input` of a row block, of any weight.
 inline GroupScales scales_at(const Weight& w, int64_t row_block, int64_t input) {
     const int64_t at = row_block * (w.inputs / w.group) + input / w.group;
     return w.factors ? GroupScales(w, at, Factors(w, row_block, input)) : GroupScales(w, at);

@@ -1,4 +1,4 @@
-// What AMX adds: integers of 16 bits, in two bytes, times codes in tiles of 16 x 64 bytes. Sums are as exact as elsewhere.
+// AMX: 16-bit integers, in two bytes, times codes in tiles of 16 x 64 bytes. Sums are as exact as on other paths.
 
 #pragma once
 
@@ -8,7 +8,7 @@ namespace {
 
 #if AMX
 
-#ifndef TILE_ZERO  // or something stands in for the instructions
+#ifndef TILE_ZERO  // or tests replace the instructions
 // Linux grants the tile registers to a process that asks (ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
 #define TILES_GRANTED() (syscall(SYS_arch_prctl, 0x1023, 18) == 0)
 // Assembler instead of the intrinsics: those of GCC 12 hide from the compiler which memory they read and write.
@@ -28,8 +28,8 @@ inline bool have_amx() {
     return granted;
 }
 
-// Tiles for the life of the object: 4 and 5 are left operands of `high` rows and `width` bytes, 6 and 7 right operands of
-// width / 4 rows and `across` bytes, 0 to 3 sums of `high` rows and `across` bytes.
+// Configures tiles for the life of the object: 4 and 5 are left operands of `high` rows and `width` bytes, 6 and 7 right operands
+// of width / 4 rows and `across` bytes, 0 to 3 sums of `high` rows and `across` bytes.
 struct Tiles {
     Tiles(int64_t high, int64_t width, int64_t across) {
         struct alignas(64) {
@@ -54,7 +54,7 @@ constexpr int64_t TILE_BLOCKS = 2;  // row blocks that are multiplied at a time
 
 inline int64_t tile_width(const Weight& w) { return std::min<int64_t>(cut_of(w).segment, 64); }
 
-// The integers of a row to their places: [segments][tiles][segment / width][high, low][rows of the tile][width].
+// Stores the integers of a row: [segments][tiles][segment / width][high, low][rows of the tile][width].
 inline void place_bytes(const Tiling& tiling, int64_t row, int64_t inputs, int64_t segment, int64_t width, const int16_t* v, int8_t* x) {
     const int64_t tile = tiling.tile_of(row), start = tiling.first(tile), high = tiling.first(tile + 1) - start;
     for (int64_t i = 0; i < inputs; i += width) {
@@ -73,8 +73,8 @@ template <int B> void unpack_bytes(const uint8_t* block, int64_t count, U* to) {
     }
 }
 
-// Calls use(segments that are added up at a time, whether there are offsets), both as types. They are whole blocks, of the inputs
-// of at most two tiles.
+// Calls use(segments that are added at a time, whether there are offsets), both as types. The segments are whole blocks, of the
+// inputs of at most two tiles.
 template <class Use> void by_segment(const Weight& w, Use use) {
     const int64_t segment = cut_of(w).segment;
     const auto choose = [&](auto parts) { w.offsets ? use(parts, std::true_type()) : use(parts, std::false_type()); };
@@ -82,20 +82,20 @@ template <class Use> void by_segment(const Weight& w, Use use) {
     else choose(std::integral_constant<int, 1>());
 }
 
-// What has left the tiles: the sums of PARTS segments of up to 16 rows times 16 outputs, of high and of low bytes; and where
-// they go.
+// The contents of the sum tiles: sums of PARTS segments of up to 16 rows times 16 outputs, of high and of low bytes; and their
+// destination.
 template <int PARTS> struct TileSums {
     const Ints (*sums)[2][ROWS];
     const Floats *scale, *offset;
     const float *unit, *shift;  // of the first row and segment
     float* total;
-    int64_t row, rows;  // rows from `row` on have not been added
+    int64_t row, rows;  // rows from `row` have not been added yet
 };
 
 template <int PARTS, bool OFFSETS>
 inline __attribute__((always_inline)) void add_rows(TileSums<PARTS>& t, int64_t step, int64_t count) {
     const int64_t last = std::min(t.row + count, t.rows);
-    const float *unit = t.unit, *shift = t.shift;  // not read again after each store
+    const float *unit = t.unit, *shift = t.shift;  // locals: not read again after each store
     for (; t.row < last; t.row++) {
         float* total = t.total + t.row * TILE_BLOCKS * ROWS;
         Floats now = load_vector<Floats>(total);
@@ -110,7 +110,7 @@ inline __attribute__((always_inline)) void add_rows(TileSums<PARTS>& t, int64_t 
 
 typedef void Unpack(const uint8_t* block, int64_t count, U* to);
 
-// What a batch of inputs is multiplied by: signed codes, scales and offsets of the segments of each row block.
+// The right operands of a batch of inputs: signed codes, scales and offsets of the segments of each row block.
 template <int PARTS> struct alignas(64) Batch {
     U codes[TILE_BLOCKS][128 / 4];
     Floats scale[TILE_BLOCKS][PARTS], offset[TILE_BLOCKS][PARTS];
@@ -127,10 +127,11 @@ template <int PARTS> struct alignas(64) Batch {
     }
 };
 
-// As multiply_panel, for tiles of up to 16 rows; Tiles(16, tile_width(w), 64) are configured.
+// multiply_panel for tiles of up to 16 rows; Tiles(16, tile_width(w), 64) are configured.
 //
-// Five tiles are in use: a core whose other thread is busy has few to rename them to, and with all eight each load waits until
-// every product that reads what the tile held has retired, which takes four times as long. The weight's stay for NEAR tiles of rows.
+// Five tiles are in use: a core whose other thread is busy has few registers to rename them to, and with all eight each load
+// waits until every product that reads the old tile has retired, which takes four times as long. The weight's tiles are reused
+// for NEAR tiles of rows.
 template <int PARTS, bool OFFSETS>
 void multiply_tiles(const Weight& w, Unpack* unpack, int64_t row_block, const Tiling& tiling, int64_t first, int64_t last,
                     const int8_t* x, const Units& units, float* total, uint16_t* y) {
@@ -140,7 +141,7 @@ void multiply_tiles(const Weight& w, Unpack* unpack, int64_t row_block, const Ti
     const bool two = inputs > width;  // tiles of the weight
     Batch<PARTS> batches[2];
     alignas(64) Ints part[2][PARTS][2][ROWS];
-    TileSums<PARTS> before{};  // what leaves the tiles can be read once it has retired: it is added while the next are multiplied
+    TileSums<PARTS> before{};  // a sum can be read once its tile has retired: it is added while the next tiles are multiplied
     const auto add = [&](int64_t most) { add_rows<PARTS, OFFSETS>(before, units.segment, most); };
     const auto multiply = [&](int64_t input, int64_t n, int64_t t, const Batch<PARTS>& batch, Ints (*sums)[2][ROWS]) {
         const int64_t start = tiling.first(t), high = tiling.first(t + 1) - start;

@@ -1,5 +1,5 @@
-// What a panel of unpacked codes may hold: words, bytes where their dot products are the faster, or fp32; and the step that
-// multiplies it.
+// The kinds of panels of unpacked codes: words, bytes if their dot products are faster, or fp32; and the step that multiplies
+// them.
 
 #pragma once
 
@@ -7,8 +7,9 @@
 
 namespace {
 
-// A panel is [steps][PANEL lanes of 4 bytes] of up to 128 inputs, a span or several: a pair of inputs as words, four as bytes,
-// or one input as a float. Activations have WORDS times 4 bytes for a step. A register tile is up to HIGH rows times ACROSS vectors: of 32 vector registers 24 are sums, of 16 at most 12.
+// A panel is [steps][PANEL lanes of 4 bytes] of up to 128 inputs, one span or several: a pair of inputs as words, four as bytes,
+// or one input as a float. Activations have WORDS times 4 bytes for a step. A register tile is up to HIGH rows times ACROSS
+// vectors: of 32 vector registers 24 are sums, of 16 at most 12.
 constexpr int ACROSS = 2, HIGH = VECTOR == 64 ? 12 : VECTOR == 32 ? 6 : 4;
 constexpr int PANEL_BLOCKS = VECTOR == 64 ? 2 : 1, PANEL = PANEL_BLOCKS * ROWS;
 
@@ -29,12 +30,12 @@ inline Ints dot_words(Ints sum, Ints a, Ints b) {
 #endif
 }
 
-// Integers of 16 bits, times signed codes. `step` may let the instruction read `x` itself, which is one instruction less than to
-// spread it first, but a load for each vector instead of one: done for every second row, neither is what the core has too few of.
+// 16-bit integers times signed codes. With `READ`, the instruction reads `x` itself: one instruction less than broadcasting it
+// first, but a load for each vector instead of one. Doing so for every second row balances both.
 struct WordPanel {
     typedef Ints Sum, Whole;
     static constexpr int PER_STEP = 2, WORDS = 1;  // inputs
-    // Of super-blocks: codes are times the whole numbers in the panel, which has room for that; or sums of groups are, in the tile.
+    // With super-blocks, either codes are multiplied by integer scales in the panel (FOLDS), or sums of groups in the tile (LEVELED).
     static constexpr bool FOLDS = true, LEVELED = false;
 
     static Cut cut(const Weight& w) { return cut_of(w); }
@@ -69,7 +70,7 @@ struct WordPanel {
 };
 
 #if WIDTH == 16
-// Integers cut in two bytes, times signed codes: dot products of bytes do in two what four multiplications of words do.
+// Integers split in two bytes, times signed codes: two byte dot products replace four word multiplications.
 struct BytePanel {
     struct Sum {
         I high, low;
@@ -88,7 +89,7 @@ struct BytePanel {
                 memcpy(panel + part * LANES, &codes, sizeof codes);
             }
     }
-    // A row, in place: of each four inputs the high bytes, then the low ones.
+    // Reorders a row in place: of each four inputs the high bytes, then the low ones.
     static void arrange(int16_t* row, int64_t inputs) {
         for (int64_t i = 0; i < inputs; i += 16) {
             int8_t high[16], low[16];
@@ -111,7 +112,7 @@ typedef BytePanel IntegerPanel;
 typedef WordPanel IntegerPanel;
 #endif
 
-// fp32: of the units there is the shift, which is the sum of the activations of a segment. Each segment is scaled by itself.
+// fp32: the only unit is the shift, the sum of the activations of a segment. Each segment is scaled separately.
 struct FloatPanel {
     typedef Floats Sum, Whole;
     static constexpr int PER_STEP = 1, WORDS = 1;

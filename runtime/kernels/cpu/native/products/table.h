@@ -1,5 +1,5 @@
-// Weights whose codes are 8-bit floats or entries of a table of 16 values, times a scale of their group: rows of codes as they
-// are stored, decoded 16 at a time in registers. Scales are not folded into the values: a group is summed first.
+// Weights whose codes are 8-bit floats or entries of a table of 16 values, times a scale of their group, decoded 16 at a time in
+// registers. Scales are not folded into the values: a group is summed first.
 
 #pragma once
 
@@ -9,7 +9,7 @@
 
 namespace {
 
-constexpr int64_t TABLE_TASK = 16;  // rows of a weight that one thread takes at a time
+constexpr int64_t TABLE_TASK = 16;  // rows of a weight that a thread takes at a time
 
 enum TableKind : int32_t { TABLE_4_BITS = 0, TABLE_E4M3 = 1, TABLE_E5M2 = 2 };
 
@@ -21,7 +21,7 @@ struct TableWeight {  // mirrored by build.py
     int32_t kind, scale_type;
 };
 
-constexpr int CODE_VECTORS = LANE / WIDE;  // that 16 codes fill
+constexpr int CODE_VECTORS = LANE / WIDE;  // vectors that 16 codes fill
 
 struct FourBits {
     static constexpr float FACTOR = 1;
@@ -36,7 +36,7 @@ struct FourBits {
                                                                         1LL << 32 | 1, 0, 0, 0, 0), pair);
         w[0] = entries(words, WideInt{0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28});
     }
-    // The same 16 in another order, which takes an instruction less: 0, 8, 1, 9, ..., 7, 15. Values are put in it by `arrange`.
+    // The same 16 in another order, which saves an instruction: 0, 8, 1, 9, ..., 7, 15. `arrange` puts the activations in it.
     void arranged(const uint8_t* at, Wide (&w)[1]) const {
         int64_t both;
         memcpy(&both, at, 8);
@@ -65,8 +65,8 @@ struct FourBits {
 #endif
 };
 
-// As halves, which processors convert: E5M2 is the upper byte of one; E4M3 has a bit less of an exponent, and a bias of 7 where
-// halves have 15, so that what is made of it is to be multiplied by FACTOR.
+// As fp16, which processors convert: E5M2 is the upper byte of an fp16; E4M3 has one exponent bit less and a bias of 7, where
+// fp16 has 15, so the result is multiplied by FACTOR.
 template <int MANTISSA> struct EightBits {
     static constexpr float FACTOR = MANTISSA == 3 ? 256 : 1;
     explicit EightBits(const TableWeight&) {}
@@ -112,8 +112,8 @@ inline Wide spread_scale(const TableWeight& t, int64_t index) {
     return spread(scale_at(t, index));
 }
 
-// x fp32 [M, inputs], arranged, times R rows from n, to y [R][M]: sums over a group, then over groups, in the same order whatever
-// M and R are.
+// x fp32 [M, inputs], arranged, times R rows from n, to y [R][M]: sums over a group, then over groups, in an order that does not
+// depend on M and R.
 template <int M, int R, class Codes>
 inline void table_rows(const TableWeight& t, const Codes& codes, int64_t n, const float* x, float (*y)[M]) {
     const int64_t groups = t.inputs / t.group;
@@ -138,7 +138,7 @@ inline void table_rows(const TableWeight& t, const Codes& codes, int64_t n, cons
         for (int m = 0; m < M; m++) y[r][m] = total(all[r][m]);
 }
 
-// M rows of x from row m times rows first ... end of the weight, R of them at a time: as many sums as registers hold.
+// M rows of x from row m times rows [first, end) of the weight, R at a time: as many sums as registers hold.
 template <int M, int R, class Codes, class Put>
 inline void table_block(const TableWeight& t, const Codes& codes, int64_t first, int64_t end, const float* x, int64_t m, Put put) {
     int64_t n = first;
@@ -150,7 +150,7 @@ inline void table_block(const TableWeight& t, const Codes& codes, int64_t first,
     if constexpr (R > 1) table_block<M, 1>(t, codes, n, end, x, m, put);
 }
 
-// Rows x fp32 [rows, inputs], arranged, times rows first ... end of the weight; each product is handed on with its row of x and of
+// Rows x fp32 [rows, inputs], arranged, times rows [first, end) of the weight; each product is passed on with its row of x and of
 // the weight.
 template <class Codes, class Put>
 inline void table_part(const TableWeight& t, const Codes& codes, int64_t first, int64_t end, const float* x, int64_t rows, Put put) {
@@ -172,7 +172,7 @@ inline void table_product(const TableWeight& t, const float* x, int64_t rows, fl
     });
 }
 
-// Rows first ... first + count of the weight to out [count, inputs] of F32 or BF16, rounded once.
+// Rows [first, first + count) of the weight to out [count, inputs] of F32 or BF16, rounded once.
 inline void table_unpack(const TableWeight& t, int64_t first, int64_t count, void* out, int32_t type, int threads) {
     by_kind(t, [&](const auto& codes) {
         constexpr float FACTOR = std::remove_reference_t<decltype(codes)>::FACTOR;
