@@ -10,7 +10,7 @@ from mycli.runtime.models.experts_spec import ExpertsSpec
 
 
 def bytes_per_step(plan: MemoryPlan, depth: int) -> int:
-    """Return the bytes that a decode step reads: every block, the head, and the cache of `depth` tokens."""
+    # Every block, the head, and the cache of `depth` tokens.
     plan = replace(plan, expert_slots=None)
     cached = 2 * state_bytes(plan.config)  # states are read and written back
     for spec in plan.config.layer_specs:

@@ -26,7 +26,7 @@ def test_a_folder_of_everybody_is_not_used_and_the_reply_comes_nevertheless(mycl
     folder.chmod(0o777)
     result = mycli(*ASK, "--prefix-cache-dir", str(folder))
     assert result.returncode == 0 and result.stdout.strip()
-    assert "nothing is kept over restarts" in result.stderr and "chmod go-w" in result.stderr
+    assert "the prefix cache is not kept on disk" in result.stderr and "chmod go-w" in result.stderr
     assert not list(folder.iterdir())
 
 
