@@ -51,7 +51,6 @@ def _scale_shapes(packing: Packing, rows: int, columns: int) -> tuple[Shape, ...
 
 
 def tensors(linear: LinearSpec, packing: Packing, headers: Headers) -> Iterator[ExpectedTensor]:
-    """Yield the tensors of a quantized linear."""
     rows, columns, name = linear.out_features, linear.in_features, linear.name
     dialect = Dialect.of(packing).name
     scales = _scale_shapes(packing, rows, columns)
@@ -143,7 +142,6 @@ def _read_zeros(checkpoint: "Checkpoint", linear: LinearSpec, packing: Packing, 
 
 
 def read_linear(checkpoint: "Checkpoint", linear: LinearSpec, packing: Packing, out: "torch.Tensor") -> Scales:
-    """Read the codes into `out`; scales keep their dtype; see `Format`."""
     _read_codes(checkpoint, linear, packing, out)
     scales = _read_scales(checkpoint, linear, packing)
     offsets, inputs = None, None
@@ -160,7 +158,6 @@ def read_linear(checkpoint: "Checkpoint", linear: LinearSpec, packing: Packing, 
 def planned_tensors(
     linear: LinearSpec, packing: Packing, scale_dtype: "torch.dtype"
 ) -> list[tuple[str, "torch.dtype", Shape]]:
-    """Return what `write_weight` writes; see `WritableFormat`."""
     import torch
 
     rows, columns = linear.out_features, linear.in_features
@@ -180,7 +177,6 @@ def write_weight(
     dtype: Dtype,
     pack: Pack,
 ) -> None:
-    """Write codes uint8 [N, K], packed into words by `pack`, and scales [N, groups] in `dtype`."""
     import torch
 
     assert isinstance(scales, torch.Tensor) and scales.dtype == getattr(torch, dtype)

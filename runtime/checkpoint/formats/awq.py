@@ -16,7 +16,6 @@ from mycli.runtime.utils.json_fields import Fields
 if TYPE_CHECKING:
     import torch
 
-    from mycli.runtime.checkpoint.manifest import Manifest
     from mycli.runtime.checkpoint.reader import Checkpoint
 
 READABLE = "AWQ of version gemm, 4 bits"
@@ -27,7 +26,6 @@ _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # nibble of a word that holds column j
 
 
 def read_quantization(section: Fields, config: ModelConfig, headers: Headers | None) -> dict[str, Packing]:
-    """Return the packing of each linear with a `qweight`; without headers, of all not listed as unquantized."""
     version = section.text("version", "gemm").lower()
     if version != "gemm":
         raise section.fail("version", f"{version!r} is not supported", f"readable: {READABLE}")
@@ -54,15 +52,13 @@ def read_quantization(section: Fields, config: ModelConfig, headers: Headers | N
 
 
 def tensors(linear: LinearSpec, packing: Packing, headers: Headers) -> Iterator[ExpectedTensor]:
-    """Yield `qweight`, `qzeros` and `scales`."""
     rows, columns, groups = linear.out_features, linear.in_features, packing.groups(linear.in_features)
     yield f"{linear.name}.qweight", (columns, -(-rows // _COLUMNS)), ("I32",)
     yield f"{linear.name}.qzeros", (groups, -(-rows // _COLUMNS)), ("I32",)
     yield f"{linear.name}.scales", (groups, rows), SAFETENSORS_FLOATS
 
 
-def check(linear: LinearSpec, packing: Packing, manifest: "Manifest") -> None:
-    """Accept: the headers describe the weight completely."""
+check = _parts.no_check
 
 
 def _columns(words: "torch.Tensor", rows: int) -> "torch.Tensor":
@@ -75,7 +71,6 @@ def _columns(words: "torch.Tensor", rows: int) -> "torch.Tensor":
 
 
 def read_linear(checkpoint: "Checkpoint", linear: LinearSpec, packing: Packing, out: "torch.Tensor") -> Scales:
-    """Read the codes into `out`, one row per output; see `Format`."""
     from mycli.runtime.quantization.packed_weight import pack
 
     codes = _columns(checkpoint.read(f"{linear.name}.qweight"), linear.out_features)

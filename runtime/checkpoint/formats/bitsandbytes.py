@@ -39,7 +39,6 @@ _WRITTEN_STATE = 256  # bytes of a written quant_state, padded with spaces: the 
 
 
 def read_quantization(section: Fields, config: ModelConfig, headers: Headers | None) -> dict[str, Packing]:
-    """Return the packing of each linear with scales; without headers, of all not listed as unquantized."""
     eight = section.boolean("load_in_8bit", False)
     kind = section.text("bnb_4bit_quant_type", "fp4")
     if not eight and kind not in _KINDS:
@@ -93,7 +92,6 @@ def _state_name(linear: str, packing: Packing) -> str:
 
 
 def tensors(linear: LinearSpec, packing: Packing, headers: Headers) -> Iterator[ExpectedTensor]:
-    """Yield codes, scales, code table and quant_state; for int8, bytes and a scale per row."""
     name, rows, columns = f"{linear.name}.weight", linear.out_features, linear.in_features
     if packing.codes == "int":
         yield name, (rows, columns), ("I8",)
@@ -150,7 +148,6 @@ def _absmax(checkpoint: "Checkpoint", linear: LinearSpec, packing: Packing) -> "
 
 
 def read_linear(checkpoint: "Checkpoint", linear: LinearSpec, packing: Packing, out: "torch.Tensor") -> Scales:
-    """Read the codes into `out`; return the scales of each row's groups; see `Format`."""
     import torch
 
     from mycli.runtime.quantization.codes import code_table
@@ -171,7 +168,6 @@ def read_linear(checkpoint: "Checkpoint", linear: LinearSpec, packing: Packing, 
 def planned_tensors(
     linear: LinearSpec, packing: Packing, scale_dtype: "torch.dtype"
 ) -> list[tuple[str, "torch.dtype", Shape]]:
-    """Return what `write_weight` writes; see `WritableFormat`. Nested scales have dtypes of their own."""
     import torch
 
     name, weights = f"{linear.name}.weight", linear.out_features * linear.in_features
@@ -195,7 +191,6 @@ def write_weight(
     dtype: Dtype,
     pack: Pack,
 ) -> None:
-    """Write codes uint8 [N, K] and nested scales; `dtype` is what weights are decoded to; see `WritableFormat`."""
     import torch
 
     from mycli.runtime.quantization.codes import code_table
@@ -222,7 +217,6 @@ def write_weight(
 
 
 def write_quantization(packings: Mapping[str, Packing], ignore: Iterable[str], dtype: Dtype) -> dict[str, Any]:
-    """Return the `quantization_config` for `packings`, all alike; see `WritableFormat`."""
     kinds = {packing.dialect for packing in packings.values()}
     ((kind, _, nested),) = kinds
     return {

@@ -139,10 +139,7 @@ def _fitted(packing: Packing, linear: LinearSpec, config: ModelConfig, headers: 
 
 
 def read_quantization(section: Fields, config: ModelConfig, headers: Headers | None) -> dict[str, Packing]:
-    """Return the packing of each quantized linear, `lm_head` included; see `Format`.
-
-    An exact name wins over a regex, a regex over the class "Linear"; `ignore` wins over all.
-    """
+    # An exact name wins over a regex, a regex over the class "Linear"; `ignore` wins over all.
     for key in ("sparsity_config", "transform_config"):
         if section.has(key) and section.object(key).values:
             raise section.fail(key, "is not supported", f"readable: {READABLE}")
@@ -170,8 +167,6 @@ def planned_packing(linear: LinearSpec, bits: int, group: int | None, dtype: Dty
 
 
 def write_quantization(packings: Mapping[str, Packing], ignore: Iterable[str], dtype: Dtype) -> dict[str, Any]:
-    """Return the `quantization_config` for `packings`; see `WritableFormat`. Scales have the model's dtype."""
-
     def scheme(packing: Packing, targets: list[str]) -> dict[str, Any]:
         return {
             "targets": targets,

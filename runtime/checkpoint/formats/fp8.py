@@ -17,7 +17,6 @@ from mycli.runtime.utils.json_fields import Fields
 if TYPE_CHECKING:
     import torch
 
-    from mycli.runtime.checkpoint.manifest import Manifest
     from mycli.runtime.checkpoint.reader import Checkpoint
 
 READABLE = "FP8 (E4M3 and E5M2), per block, row or tensor"
@@ -32,7 +31,6 @@ _POWERS = ("U8", "F8_E8M0")
 
 
 def read_quantization(section: Fields, config: ModelConfig, headers: Headers | None) -> dict[str, Packing]:
-    """Return the packing of each linear with a scale; without headers, of all linears not listed as unquantized."""
     block = tuple(section.array("weight_block_size", int, limit=2))
     if len(block) not in (0, 2) or not all(0 < side <= 1 << 20 for side in block):
         raise section.fail("weight_block_size", "must be two sizes, or null")
@@ -73,7 +71,6 @@ def _scale_dtype(headers: Headers | None, linear: str, model: Dtype) -> Dtype | 
 
 
 def tensors(linear: LinearSpec, packing: Packing, headers: Headers) -> Iterator[ExpectedTensor]:
-    """Yield the weight, one byte per value, and its scale."""
     rows, columns = linear.out_features, linear.in_features
     yield f"{linear.name}.weight", (rows, columns), ("F8_E5M2",) if packing.codes == "e5m2" else ("F8_E4M3",)
     shapes = (*_parts.SCALAR, (rows, 1), (rows,))
@@ -83,12 +80,10 @@ def tensors(linear: LinearSpec, packing: Packing, headers: Headers) -> Iterator[
     yield _parts.either(headers, _scale_name(headers, linear.name), shapes, (*SAFETENSORS_FLOATS, *_POWERS))
 
 
-def check(linear: LinearSpec, packing: Packing, manifest: "Manifest") -> None:
-    """Accept: the headers describe the weight completely."""
+check = _parts.no_check
 
 
 def read_linear(checkpoint: "Checkpoint", linear: LinearSpec, packing: Packing, out: "torch.Tensor") -> Scales:
-    """Read the bytes into `out`; return the scales of each row's groups; see `Format`."""
     import torch
 
     rows, columns = linear.out_features, linear.in_features

@@ -6,7 +6,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mycli.runtime.checkpoint.formats import ExpectedTensor, Headers, Scales
+from mycli.runtime.checkpoint.formats import ExpectedTensor, Headers, Scales, _parts
 from mycli.runtime.checkpoint.gguf.types import QUANTIZED, TYPES_BY_NAME
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.part_spec import LinearSpec
@@ -16,7 +16,6 @@ from mycli.runtime.utils.json_fields import Fields
 if TYPE_CHECKING:
     import torch
 
-    from mycli.runtime.checkpoint.manifest import Manifest
     from mycli.runtime.checkpoint.reader import Checkpoint
 
 READABLE = f"GGUF files with {', '.join(kind.name for kind in QUANTIZED)}"
@@ -25,24 +24,20 @@ UNEXPECTED = ()
 
 
 def read_quantization(section: Fields, config: ModelConfig, headers: Headers | None) -> dict[str, Packing]:
-    """Return the packing of each quantized linear by its ggml type."""
     types = section.object("types")
     names = [linear.name for linear in config.linears()]
     return {name: TYPES_BY_NAME[types.text(name)].packing for name in names if types.has(name)}
 
 
 def tensors(linear: LinearSpec, packing: Packing, headers: Headers) -> Iterator[ExpectedTensor]:
-    """Yield the weight, of any type with this packing."""
     types = tuple(kind.name for kind in QUANTIZED if kind.packing == packing)
     yield f"{linear.name}.weight", (linear.out_features, linear.in_features), types
 
 
-def check(linear: LinearSpec, packing: Packing, manifest: "Manifest") -> None:
-    """The header says it all."""
+check = _parts.no_check
 
 
 def read_linear(checkpoint: "Checkpoint", linear: LinearSpec, packing: Packing, out: "torch.Tensor") -> Scales:
-    """Read the codes into `out`, a part of the rows at a time. Raises ModelError for damaged blocks; see `Format`."""
     import torch
 
     from mycli.runtime.checkpoint.gguf.blocks import pack_rows

@@ -28,7 +28,6 @@ UNEXPECTED = (("qweight", "a weight of GPTQ or AWQ, but config.json does not say
 
 
 def read_quantization(section: Fields, config: ModelConfig, headers: Headers | None) -> dict[str, Packing]:
-    """Return the packing of each linear with a `qweight`; without headers, of all linears but the head."""
     version = section.text("checkpoint_format", "gptq")
     if version not in ("gptq", "gptq_v2"):
         raise section.fail("checkpoint_format", f"{version!r} is not supported", f"readable: {READABLE}")
@@ -73,7 +72,7 @@ def _width(headers: Headers | None, linear: LinearSpec, bits: int, group: int | 
 
 
 def tensors(linear: LinearSpec, packing: Packing, headers: Headers) -> Iterator[ExpectedTensor]:
-    """Yield `qweight`, `qzeros`, `scales` and `g_idx`, and the zero bias that AutoGPTQ adds to linears without one."""
+    # AutoGPTQ adds a zero bias to linears without one.
     rows, columns, groups = linear.out_features, linear.in_features, packing.groups(linear.in_features)
     yield f"{linear.name}.qweight", (packing.words(columns), rows), ("I32",)
     yield f"{linear.name}.qzeros", (groups, packing.words(rows)), ("I32",)
@@ -95,7 +94,6 @@ def check(linear: LinearSpec, packing: Packing, manifest: "Manifest") -> None:
 
 
 def read_linear(checkpoint: "Checkpoint", linear: LinearSpec, packing: Packing, out: "torch.Tensor") -> Scales:
-    """Read the codes into `out`, one row per output; see `Format`."""
     import torch
 
     from mycli.runtime.quantization.packed_weight import unpack

@@ -17,7 +17,6 @@ from mycli.runtime.utils.json_fields import Fields
 if TYPE_CHECKING:
     import torch
 
-    from mycli.runtime.checkpoint.manifest import Manifest
     from mycli.runtime.checkpoint.reader import Checkpoint
 
 READABLE = "MLX affine of 2 to 8 bits, mxfp4, nvfp4, mxfp8"
@@ -31,7 +30,6 @@ _MODES: dict[str, tuple[int, int, Codes]] = {  # bits, group and codes of the fl
 
 
 def read_quantization(section: Fields, config: ModelConfig, headers: Headers | None) -> dict[str, Packing]:
-    """Return the packing of each weight with `scales`; without headers, of all that config.json does not exclude."""
     result: dict[str, Packing] = {}
     for linear in quantizable(config):
         settings = section.values.get(linear.name)
@@ -54,7 +52,6 @@ def read_quantization(section: Fields, config: ModelConfig, headers: Headers | N
 
 
 def tensors(linear: LinearSpec, packing: Packing, headers: Headers) -> Iterator[ExpectedTensor]:
-    """Yield `weight`, `scales`, and `biases` of an affine weight."""
     rows, columns, groups = linear.out_features, linear.in_features, packing.groups(linear.in_features)
     yield f"{linear.name}.weight", (rows, packing.words(columns)), ("U32",)
     yield f"{linear.name}.scales", (rows, groups), SAFETENSORS_FLOATS if packing.offsets else ("U8",)
@@ -62,12 +59,11 @@ def tensors(linear: LinearSpec, packing: Packing, headers: Headers) -> Iterator[
         yield f"{linear.name}.biases", (rows, groups), SAFETENSORS_FLOATS
 
 
-def check(linear: LinearSpec, packing: Packing, manifest: "Manifest") -> None:
-    """Accept: the headers describe the weight completely."""
+check = _parts.no_check
 
 
 def read_linear(checkpoint: "Checkpoint", linear: LinearSpec, packing: Packing, out: "torch.Tensor") -> Scales:
-    """Copy the codes into `out`: w = u * scale + bias becomes (u - half) * scale + offset, in fp32; see `Format`."""
+    # w = u * scale + bias becomes (u - half) * scale + offset, in fp32.
     import torch
 
     out.copy_(checkpoint.read(f"{linear.name}.weight").view(torch.int32))

@@ -17,7 +17,6 @@ from mycli.runtime.utils.json_fields import Fields
 if TYPE_CHECKING:
     import torch
 
-    from mycli.runtime.checkpoint.manifest import Manifest
     from mycli.runtime.checkpoint.reader import Checkpoint
 
 READABLE = "ModelOpt's NVFP4 and FP8"
@@ -27,7 +26,6 @@ _GROUP = 16
 
 
 def read_quantization(section: Fields, config: ModelConfig, headers: Headers | None) -> dict[str, Packing]:
-    """Return the packing of each linear by its tensors; without headers, by `quant_algo` and `ignore`."""
     if headers is not None:
         result = fp8.read_quantization(Fields({}, section.source), config, headers)
         for linear in quantizable(config):
@@ -46,19 +44,16 @@ def _packing(dtype: Dtype) -> Packing:
 
 
 def tensors(linear: LinearSpec, packing: Packing, headers: Headers) -> Iterator[ExpectedTensor]:
-    """Yield the codes, the scales of groups, and the scale of the weight."""
     name, rows, columns = f"{linear.name}.weight", linear.out_features, linear.in_features
     yield name, (rows, columns // 2), ("U8",)
     yield f"{name}_scale", (rows, packing.groups(columns)), ("F8_E4M3",)
     yield _parts.either(headers, f"{name}_scale_2", _parts.SCALAR, ("F32",))
 
 
-def check(linear: LinearSpec, packing: Packing, manifest: "Manifest") -> None:
-    """Accept: the headers describe the weight completely."""
+check = _parts.no_check
 
 
 def read_linear(checkpoint: "Checkpoint", linear: LinearSpec, packing: Packing, out: "torch.Tensor") -> Scales:
-    """Copy the codes into `out`; return fp32 scales; see `Format`."""
     name = f"{linear.name}.weight"
     _parts.put_bytes(checkpoint.read(name), out)
     return Scales(checkpoint.read(f"{name}_scale").float() * checkpoint.read(f"{name}_scale_2").float())
