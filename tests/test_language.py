@@ -24,7 +24,6 @@ UNCLEAN: dict[str, int] = {
     "cli/text": 28,
     "quant": 70,
     "quant/calibration": 22,
-    "quant/export": 0,
     "quant/planning": 32,
     "quant/rounding": 1,
     "quant/solvers": 4,
@@ -32,7 +31,6 @@ UNCLEAN: dict[str, int] = {
     "quant/tuning": 12,
     "runtime": 0,
     "runtime/cache": 77,
-    "runtime/checkpoint": 0,
     "runtime/diagnostics": 1,  # `found` is a key of `bench draft --json`
     "runtime/engine": 124,
     "runtime/hub": 6,

@@ -28,26 +28,23 @@ class Rounded:
 
 @dataclass(frozen=True)
 class Exported:
-    """The result of an export: path, size, number of tensors of each type, and the rounded tensors.
-
-    `left_out`: parts of the model that the layout cannot hold.
-    """
+    """The result of an export."""
 
     path: Path
     nbytes: int
-    kinds: Mapping[str, int]
+    kinds: Mapping[str, int]  # number of tensors by type
     rounded: Sequence[Rounded] = ()
-    left_out: Sequence[str] = ()
+    left_out: Sequence[str] = ()  # parts of the model that the layout cannot hold
 
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """The arguments of an export. `variant` is one of the target's `VARIANTS`; "" for the one of least loss."""
+    """The arguments of an export."""
 
     source: Source
     folder: ModelFolder
     target: Path
-    variant: str = ""
+    variant: str = ""  # one of the target's `VARIANTS`; "" for the least loss
     requantize: bool = False
     overwrite: bool = False
 
@@ -63,7 +60,6 @@ class ExportTarget(Protocol):
 
 
 def targets() -> list[str]:
-    """Return the names of all targets."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
 
 
@@ -80,10 +76,8 @@ def find_export_target(name: str) -> tuple[ExportTarget, str]:
 
 
 def without_mtp_head(folder: ModelFolder) -> tuple[str, ...]:
-    """Return `Exported.left_out` for a layout without MTP heads."""
     return () if folder.mtp_head is None else ("the MTP head (mtp.*)",)
 
 
 def would_round(name: str, what: str, code: str = "requantize") -> ModelError:
-    """Return the error for a tensor that the layout cannot hold exactly."""
     return ModelError(f"{name}: {what}", code=code)

@@ -26,11 +26,9 @@ class Weights:
         self.linears: Mapping[str, LinearSpec] = {f"{spec.name}.weight": spec for spec in folder.config.linears()}
 
     def packing(self, name: str) -> Packing | None:
-        """Return the packing of a tensor; None for a dense one."""
         return self.packings.get(name.removesuffix(".weight"))
 
     def packed(self, name: str) -> PackedWeight:
-        """Read a packed weight."""
         spec = self.linears[name]
         return read_weight(self.checkpoint, [spec], self.packings[spec.name], _CPU)
 
@@ -47,7 +45,6 @@ class Weights:
         return exact_values(self.packed(name))
 
     def stored_dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a dense tensor, or the dtype of a packed tensor's scales."""
         packing = self.packing(name)
         return self.checkpoint.dtype(name) if packing is None else torch_dtype(packing.scale_dtype or self._dtype)
 

@@ -22,7 +22,6 @@ _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output in each nibble of a word
 
 
 def export(request: ExportRequest, progress: ReportProgress) -> Exported:
-    """Write the folder; see `ExportTarget`."""
     packing = only_packing(request, "AWQ")
     if packing.bits != _BITS or "lm_head" in request.folder.packings:
         what = "a quantized head" if packing.bits == _BITS else f"{packing.name} weights"

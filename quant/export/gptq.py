@@ -21,7 +21,6 @@ _WORD = 32
 
 
 def export(request: ExportRequest, progress: ReportProgress) -> Exported:
-    """Write the folder; see `ExportTarget`."""
     packing = only_packing(request, "GPTQ")
     settings = {
         "quant_method": "gptq",

@@ -29,7 +29,6 @@ _WORD = 32
 
 
 def export(request: ExportRequest, progress: ReportProgress) -> Exported:
-    """Write the folder; see `ExportTarget`."""
     folder, weights = request.folder, Weights(request.folder)
     if not folder.packings:
         raise ModelError("the model is not quantized, which MLX needs", code="quantize-first")

@@ -21,7 +21,6 @@ VARIANTS = tuple(FLOATS)
 
 
 def export(request: ExportRequest, progress: ReportProgress) -> Exported:
-    """Write the folder in the model's dtype or the variant's; see `ExportTarget`."""
     config, weights = request.folder.config, Weights(request.folder)
     variant = FLOATS.get(request.variant)
     dtypes = {

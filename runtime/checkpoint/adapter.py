@@ -36,19 +36,15 @@ class LowRank:
 
 @dataclass(frozen=True)
 class Adapter:
-    """The updates `added` to weights and the names of stored tensors that `replaced` them, by the model's names.
-
-    `name` is for messages; `manifest` has the tensors by the adapter's names; `unused` are modules outside the text
-    part.
-    """
+    """A checked adapter; `name` is for messages."""
 
     name: str
     path: Path
     config: AdapterConfig
-    added: Mapping[str, LowRank]
-    replaced: Mapping[str, str]
-    manifest: Manifest
-    unused: tuple[str, ...] = ()
+    added: Mapping[str, LowRank]  # by the model's names of weights
+    replaced: Mapping[str, str]  # the adapter's name of a whole tensor by the model's
+    manifest: Manifest  # by the adapter's names
+    unused: tuple[str, ...] = ()  # modules outside the text part
 
     @classmethod
     def open(cls, name: str, path: Path, model: ModelConfig, rename: Rename = lambda stored: stored) -> "Adapter":
@@ -73,7 +69,6 @@ class Adapter:
         return self.manifest.nbytes
 
     def source_files(self) -> list[Path]:
-        """Return the paths of all files that the weights depend on."""
         return [self.path / ADAPTER_CONFIG, self.path / ADAPTER_WEIGHTS]
 
 

@@ -81,7 +81,6 @@ class AdapterConfig:
         )
 
     def rank_of(self, module: str) -> int:
-        """Return the rank of `module`'s matrices."""
         return _matching(self.ranks, module, self.rank)
 
     def scale(self, module: str) -> float:
@@ -118,7 +117,6 @@ def _matching(patterns: Mapping[str, _Value], module: str, default: _Value) -> _
 
 
 def is_adapter(folder: Path) -> bool:
-    """Return whether `folder` holds an adapter and no model."""
     return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").exists()
 
 

@@ -77,13 +77,11 @@ class Manifest:
         return sum(entry.nbytes for entry in self.tensors.values())
 
     def content(self, name: str) -> bytes:
-        """Read the stored bytes of a small tensor."""
         entry = self.tensors[name]
         return self.files[entry.file].read(entry.nbytes, entry.offset)
 
 
 def listed_names(names: Sequence[str]) -> str:
-    """Format tensor or file names for a message: three names, and the number of the rest."""
     shown = ", ".join(f"{name:.80}" for name in names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 

@@ -53,21 +53,16 @@ MAX_COMPANION_BYTES = 128 << 20
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """The text model of a folder; `raw` is its config.json, or the text section of a multimodal one.
-
-    `headers`: tensors of a remote model, if known. `config_only`: only config.json is available. `part`: the part of
-    the folder that is read. `adapter`: merged into the weights as they are read. `file_manifest`: the tensors of the
-    files, if they are read already.
-    """
+    """The text model of a folder."""
 
     path: Path
-    raw: Fields
+    raw: Fields  # config.json, or the text section of a multimodal one
     config: ModelConfig
-    headers: Headers | None = None
-    config_only: bool = False
-    part: TextPart | MtpPart | None = None
-    adapter: "Adapter | None" = None
-    file_manifest: Manifest | None = None
+    headers: Headers | None = None  # tensors of a remote model, if known
+    config_only: bool = False  # no file but config.json is available
+    part: TextPart | MtpPart | None = None  # the part of the folder that is read
+    adapter: "Adapter | None" = None  # merged into the weights as they are read
+    file_manifest: Manifest | None = None  # the tensors of the files, if they are read already
 
     @classmethod
     def from_config(cls, raw: Fields, path: Path | None = None) -> "ModelFolder":
@@ -137,7 +132,6 @@ class ModelFolder:
         return self.manifest
 
     def checkpoint(self, *, allow_nonfinite: bool = False) -> "Checkpoint":
-        """Open the tensors for reading. Raises what `checked_manifest` raises."""
         from mycli.runtime.checkpoint.reader import Checkpoint
 
         return self._with_adapter(Checkpoint(self.checked_manifest(), allow_nonfinite=allow_nonfinite), allow_nonfinite)
@@ -168,7 +162,6 @@ class ModelFolder:
         return stored if self.part is None else self.part.local_name(stored)
 
     def tokenizer(self) -> "Tokenizer":
-        """Load the tokenizer. Raises what `Tokenizer.load` raises."""
         from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
         return Tokenizer.load(self.path, self.config.vocab_size)
@@ -178,7 +171,6 @@ class ModelFolder:
         return (self.path / "tokenizer.json").exists()
 
     def tokenizer_json(self) -> Fields:
-        """Read tokenizer.json. Raises ModelError for a missing or damaged file."""
         from mycli.runtime.tokenizer.tokenizer import MAX_FILE_BYTES
 
         return read_object(self.path / "tokenizer.json", MAX_FILE_BYTES)
@@ -194,7 +186,6 @@ class ModelFolder:
         return {path.name: path.read_bytes() for path in self._companion_paths()}
 
     def source_files(self) -> list[Path]:
-        """Return the paths of all files that a copy depends on: weights, config and companions."""
         weights = {entry.file for entry in self.manifest.tensors.values()}
         changes = [] if self.adapter is None else self.adapter.source_files()
         return [*(self.path / name for name in weights), self.path / "config.json", *self._companion_paths(), *changes]
@@ -208,7 +199,6 @@ class ModelFolder:
         return paths
 
     def chat_template(self) -> "ChatTemplate | None":
-        """Read the chat templates, without the vocabulary. Raises ModelError for a damaged file."""
         from mycli.runtime.tokenizer.chat_template import ChatTemplate
 
         return ChatTemplate.load(self.path, self.tokenizer_settings())

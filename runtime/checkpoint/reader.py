@@ -33,7 +33,6 @@ _FLOAT8_LIMITS = {
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
@@ -73,17 +72,14 @@ class Checkpoint:
         return entry
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype in which `read` returns a tensor."""
         return torch_dtype(self.entry(name).dtype)
 
     def prefetch(self, name: str) -> None:
-        """Start reading a tensor into the page cache; ignores an unknown name."""
         entry = self.manifest.tensors.get(name)
         if entry is not None:
             self.manifest.files[entry.file].prefetch(entry.offset, entry.nbytes)
 
     def read(self, name: str) -> Tensor:
-        """Read a tensor into new memory."""
         out = torch.empty(self.entry(name).shape, dtype=self.dtype(name))
         self.read_into(name, out)
         return out
@@ -264,7 +260,6 @@ class CheckpointWriter(Staging):
         self._pending.discard(name)
 
     def add_file(self, name: str, data: bytes) -> None:
-        """Add or replace another file of the folder, such as config.json."""
         if Path(name).name != name or name in ("", "..", *self._headers):
             raise ValueError(f"{name!r} is not a name for another file")
         with disk_errors(self.target):

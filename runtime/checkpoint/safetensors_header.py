@@ -69,7 +69,6 @@ class TensorEntry:
 
 
 def damaged(problem: str) -> ModelError:
-    """Return the error for a damaged file, with the advice to download it again."""
     return ModelError(problem, code="pull-again")
 
 

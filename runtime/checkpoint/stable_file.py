@@ -78,13 +78,11 @@ class RegularFile:
             self._fill(descriptor, view, offset)
 
     def prefetch(self, offset: int, count: int) -> None:
-        """Start reading `count` bytes into the page cache; a hint that never fails."""
         if hasattr(os, "posix_fadvise"):
             with suppress(ModelError), self._open() as descriptor:
                 os.posix_fadvise(descriptor, offset, count, os.POSIX_FADV_WILLNEED)
 
     def read(self, count: int, offset: int = 0) -> bytes:
-        """Read `count` bytes from `offset`, fewer at the end of the file."""
         data = bytearray(max(0, min(count, self.size - offset)))
         self.read_into(memoryview(data), offset)
         return bytes(data)

@@ -110,22 +110,18 @@ class WritableFormat(Format, Protocol):
 
 
 def names() -> list[str]:
-    """Return the names of all layouts."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
 
 
 def load(name: str) -> Format:
-    """Import the layout `name`."""
     return cast(Format, importlib.import_module(f"{__name__}.{name}"))
 
 
 def load_writable(name: str) -> WritableFormat:
-    """Import a layout that can be written."""
     return cast(WritableFormat, load(name))
 
 
 def writable(packings: Mapping[str, Packing]) -> WritableFormat:
-    """Return the layout that all `packings` to be written share."""
     (name,) = _layouts(packings)
     return load_writable(name)
 
@@ -136,7 +132,6 @@ def quantizable(config: ModelConfig) -> list[LinearSpec]:
 
 
 def is_quantized(raw: Fields) -> bool:
-    """Return whether config.json describes a quantized model."""
     return raw.has("quantization_config") or raw.has("quantization")
 
 

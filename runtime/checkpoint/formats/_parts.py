@@ -79,7 +79,6 @@ def either(
 
 
 def unless(model: Dtype, dtype: Dtype) -> Dtype | None:
-    """Return `dtype` as `Packing.scale_dtype` holds it: None for the model's own."""
     return None if dtype == model else dtype
 
 
@@ -134,7 +133,6 @@ def column_order(groups: "Tensor", group: int, name: str) -> "Tensor":
 
 
 def sort_columns(packed: "Tensor", bits: int, columns: int, inputs: "Tensor") -> "Tensor":
-    """Reorder the columns of packed codes [N, words] to the order `inputs`."""
     from mycli.runtime.quantization.packed_weight import pack, unpack
 
     return pack(unpack(packed, bits, columns).index_select(1, inputs), bits)

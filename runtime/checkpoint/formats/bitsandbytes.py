@@ -74,7 +74,6 @@ def _packing(kind: str, block: int, nested: bool, columns: int, dtype: Dtype) ->
 
 
 def planned_packing(linear: LinearSpec, bits: int, group: int | None, dtype: Dtype) -> Packing:
-    """NF4 with nested scales, the only packing of this layout that is written."""
     assert bits == 4 and group is not None
     return _packing("nf4", group, True, linear.in_features, dtype)
 

@@ -42,15 +42,14 @@ class ValueChange:
 
 @dataclass(frozen=True)
 class TensorRule:
-    """The Hugging Face name of a tensor (in a layer: after model.layers.N), and what its GGUF form differs in.
+    """The Hugging Face name of a tensor, and how its GGUF form differs."""
 
-    A name with {expert} stands for all experts: GGUF stacks them in one tensor [experts, rows, columns]. `suffixes`:
-    endings of GGUF names, with those of Hugging Face.
-    """
-
+    # After model.layers.N in a layer. With {expert} it stands for all experts: GGUF stacks them in one tensor
+    # [experts, rows, columns].
     name: str
     row_order: RowOrder | None = None
     change: ValueChange | None = None
+    # Hugging Face's ending by the ending in GGUF.
     suffixes: Mapping[str, str] = field(default_factory=lambda: {".weight": ".weight", ".bias": ".bias"})
 
 
@@ -65,26 +64,22 @@ class Place:
 
 @dataclass(frozen=True)
 class GgufKey:
-    """A metadata key, without the architecture's name in front, and the config.json field of the same meaning.
+    """A metadata key and the config.json field of the same meaning."""
 
-    A missing key has the value `default`; None leaves the field out, unless `required`, and so does the integer 0,
-    which stands for "none" in GGUF. The key is read only if `applies` to the config read so far, and written only if
-    `write` says with which value.
-    """
-
-    name: str
+    name: str  # without the architecture's name in front
     field: str
     kind: type[int] | type[float] = int
-    default: int | float | None = None
-    required: bool = False
-    applies: Callable[[Config], bool] = lambda config: True
-    write: Callable[[ModelConfig], Any] | None = None
+    default: int | float | None = None  # of a missing key; None leaves the field out
+    required: bool = False  # a missing key is an error
+    applies: Callable[[Config], bool] = lambda config: True  # to the config read so far; else the key is not read
+    write: Callable[[ModelConfig], Any] | None = None  # the value to write; None: the key is not written
 
     def read(self, model: GgufModel, config: Config) -> Config:
         if not self.applies(config) or (not model.has(self.name) and self.default is None and not self.required):
             return {}
         if self.kind is float:
             return {self.field: model.number(self.name, self.default)}
+        # The integer 0 means "none" in GGUF, so it leaves the field out as well.
         value = model.integer(self.name, None if self.default is None else int(self.default))
         return {self.field: value} if value or self.required else {}
 
@@ -130,21 +125,15 @@ def linear_biases(model: GgufModel, config: Config) -> Config:
 
 @dataclass(frozen=True)
 class Architecture:
-    """One architecture of llama.cpp, as GGUF files name it in general.architecture.
+    """One architecture of llama.cpp; `read_config` and `write_keys` return what no rule expresses."""
 
-    `model_type`: the family its files are read as; `written_types`: the families that export writes. `layer_tensors`
-    and `model_tensors`: rules by GGUF name, without "blk.N." and suffix. `keys`: what only this architecture has, and
-    the sliding window. `slides`: whether a layer has that window, where not all have it. `read_config` and
-    `write_keys` return what no rule expresses.
-    """
-
-    name: str
-    model_type: str
-    written_types: tuple[str, ...] = ()
-    layer_tensors: Mapping[str, TensorRule] = field(default_factory=lambda: LLAMA_TENSORS)
+    name: str  # general.architecture
+    model_type: str  # of the family that its files are read as
+    written_types: tuple[str, ...] = ()  # families that export writes as this architecture
+    layer_tensors: Mapping[str, TensorRule] = field(default_factory=lambda: LLAMA_TENSORS)  # without "blk.N."
     model_tensors: Mapping[str, TensorRule] = field(default_factory=lambda: MODEL_TENSORS)
-    keys: tuple[GgufKey, ...] = ()
-    slides: Callable[[int], bool] | None = None
+    keys: tuple[GgufKey, ...] = ()  # in addition to those that all architectures have
+    slides: Callable[[int], bool] | None = None  # whether a layer has the sliding window; None: all or none have
     read_config: Callable[[GgufModel, Config], Config] = lambda model, config: {}
     write_keys: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
 

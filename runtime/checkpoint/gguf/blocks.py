@@ -30,7 +30,6 @@ class Groups:
     factors: Tensor | None = None
 
     def values(self) -> Tensor:
-        """Return the weights, fp32 [n, block]."""
         blocks, groups = self.scales.shape
         weights = self.levels.view(blocks, groups, -1) * self.scales.unsqueeze(-1)
         if self.minima is not None:

@@ -90,7 +90,6 @@ class GgufFiles:
         return cls(join_headers(headers), files)
 
     def floats(self, name: str) -> list[float]:
-        """Read a small F32 tensor."""
         entry = self.header.tensors[name]
         return unpack_floats(entry, self.files[entry.file].read(min(entry.nbytes, MAX_SMALL_TENSOR), entry.offset))
 

@@ -90,7 +90,6 @@ class GgufFolder(ModelFolder):
         return Manifest(self.path, dict(self._architecture.tensors(model)), self.files)
 
     def checked_manifest(self) -> Manifest:
-        """Return `manifest`. Raises ModelError naming the first tensor that is not as the config describes it."""
         expected, tensors = dict(self.config.tensors()), self.manifest.tensors
         for name, entry in tensors.items():
             if name not in expected:
@@ -132,11 +131,9 @@ class GgufFolder(ModelFolder):
         return [*(file.path for file in self.files.values()), *changes]
 
     def tokenizer_json(self) -> Fields:
-        """Make tokenizer.json from the metadata. Raises ModelError."""
         return Fields(tokenizer_json(self.header.metadata), self.raw.source)
 
     def tokenizer_settings(self) -> Fields:
-        """Make tokenizer_config.json: special tokens and chat templates."""
         return Fields(tokenizer_settings(self.header.metadata), self.raw.source)
 
     @property

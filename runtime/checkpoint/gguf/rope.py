@@ -89,7 +89,7 @@ def rope_keys(config: ModelConfig) -> dict[str, Any]:
 
 
 def rope_factors(config: ModelConfig) -> list[float]:
-    """Return the values of the tensor `ROPE_FREQS`; an empty list for a model without it."""
+    # The values of the tensor ROPE_FREQS, empty for a model without it.
     rope = config.rope_scaling
     if rope.kind != "llama3":
         return []

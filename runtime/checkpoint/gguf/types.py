@@ -14,26 +14,21 @@ LAYOUT = "gguf"
 
 @dataclass(frozen=True)
 class GgmlType:
-    """A tensor type whose blocks of `block` values take `nbytes`.
-
-    `dtype`: of an unquantized type that is supported. Otherwise: `bits` of a level, `group` values that share a scale,
-    `minimum`: a group has one; `half`: scales fit fp16; `super_blocks`: scales are integers times an fp16 factor.
-    """
+    """A tensor type; neither `dtype` nor `bits`: not supported."""
 
     id: int
     name: str
-    block: int
-    nbytes: int
-    dtype: Dtype | None = None
-    bits: int = 0
-    group: int = 0
+    block: int  # values
+    nbytes: int  # of a block
+    dtype: Dtype | None = None  # of an unquantized type
+    bits: int = 0  # of a level
+    group: int = 0  # values that share a scale
     minimum: bool = False
-    half: bool = False
-    super_blocks: bool = False
+    half: bool = False  # scales fit fp16
+    super_blocks: bool = False  # scales are integers times an fp16 factor
 
     @property
     def packing(self) -> Packing:
-        """Return the groups that the type becomes in memory; kernels take groups of at most 128."""
         scales: Dtype = "float16" if self.half else "float32"
         group = min(self.group, 128)
         return Packing(self.bits, group, LAYOUT, self.minimum, scale_dtype=scales, super_blocks=self.super_blocks)

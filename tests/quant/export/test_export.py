@@ -31,13 +31,13 @@ from tests.support.paths import PICO
 def copies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A random model, and copies of it rounded to several widths and groups."""
     base = tmp_path_factory.mktemp("copies")
-    made = {"dense": random_model(base / "dense")}
+    folders = {"dense": random_model(base / "dense")}
     for bits, group in ((4, 32), (4, 64), (8, 32), (8, None), (3, 64), (2, 32)):
         name = f"int{bits}-{f'g{group}' if group else 'channel'}"
         recipe = Recipe(method="rtn", bits=bits, group=group)
-        work = planning.plan_quantization(Source("dense", made["dense"]), recipe, report="none")
-        made[name] = pipeline.quantize(work, base / name, CPU).folder
-    return made
+        work = planning.plan_quantization(Source("dense", folders["dense"]), recipe, report="none")
+        folders[name] = pipeline.quantize(work, base / name, CPU).folder
+    return folders
 
 
 def run(folder: Path, to: str, target: Path, **options: bool) -> Exported:
@@ -53,8 +53,8 @@ def values(folder: Path) -> dict[str, Tensor]:
     return {name: weights.dense(name).float() for name, _ in opened.config.tensors()}
 
 
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 LOSSLESS = [
@@ -79,12 +79,12 @@ def test_what_fits_keeps_every_value(name: str, to: str, copies: dict[str, Path]
 
 
 def test_a_plain_folder_holds_what_the_packed_one_means(copies: dict[str, Path], tmp_path: Path) -> None:
-    """Of compressed-tensors the products rounded to the scales' dtype, as every reader of that layout computes them."""
+    """compressed-tensors: products are rounded to the scales' dtype, as every reader of that layout computes them."""
     done = run(copies["int4-g32"], "safetensors", tmp_path / "out")
     opened = open_model_folder(done.path)
     assert not done.rounded and not opened.packings and opened.config.dtype == "bfloat16"
-    exact, found = values(copies["int4-g32"]), values(done.path)
-    assert all(torch.equal(found[name], exact[name].bfloat16().float()) for name in exact)
+    exact, actual = values(copies["int4-g32"]), values(done.path)
+    assert all(torch.equal(actual[name], exact[name].bfloat16().float()) for name in exact)
 
 
 REFUSED = [
@@ -116,7 +116,7 @@ def test_rounding_is_done_when_asked_and_says_what_it_cost(
 ) -> None:
     done = run(copies["dense"], f"gguf:{kind}", tmp_path / "out.gguf", requantize=True)
     before, after = values(copies["dense"]), values(done.path)
-    errors = {one.name: one.error for one in done.rounded}
+    errors = {tensor.name: tensor.error for tensor in done.rounded}
     before.pop("model.embed_tokens.weight")  # which is read in the model's dtype, rounded once more
     for name, tensor in before.items():
         lost = ((tensor - after[name]).square().sum() / tensor.square().sum()).item()
@@ -158,8 +158,8 @@ def test_the_library_reads_a_file_of_ours(tmp_path: Path) -> None:
     done = run(PICO, "gguf", tmp_path / "pico.gguf")
     reader = gguf.GGUFReader(done.path)
     read = {field.name: field.contents() for field in reader.fields.values() if not field.name.endswith("tokens")}
-    told = [read[key] for key in ("general.architecture", "llama.block_count", "tokenizer.ggml.pre")]
-    assert told == ["llama", 6, "smollm"]
+    header = [read[key] for key in ("general.architecture", "llama.block_count", "tokenizer.ggml.pre")]
+    assert header == ["llama", 6, "smollm"]
     names = {tensor.name for tensor in reader.tensors}
     library = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 6)
     original = values(PICO)
@@ -179,7 +179,7 @@ def test_pico_answers_from_its_file_as_from_its_folder(kind: str, tmp_path: Path
     mine, theirs = (whole(load_model(open_model_folder(path), CPU).model, tokens) for path in (done.path, same))
     if kind == "gguf":
         assert torch.equal(mine, theirs)
-    # Each product rounds its activations to 16 bits, 2^-16 of the largest: six layers of them stay below 2^-10.
+    # Each product rounds its activations to 16 bits, 2^-16 of the largest: over six layers the errors stay below 2^-10.
     error = (mine - theirs).abs().amax(-1)
     assert (error <= 2.0**-10 * theirs.abs().amax(-1)).all()
     best = theirs.topk(2).values
@@ -215,16 +215,16 @@ def _random(rows: int, columns: int) -> Tensor:
 def test_rounding_is_the_librarys_bit_for_bit(kind: str) -> None:
     rounding = {"Q4_0": blocks.round_q4_0, "Q8_0": blocks.round_q8_0}[kind]
     data = torch.cat([_random(64, 32), torch.zeros(1, 32), torch.full((1, 32), -1.5), _random(64, 32) * 1e-6])
-    found = rounding(data).numpy()
+    actual = rounding(data).numpy()
     expected = quants.quantize(data.numpy(), GGMLQuantizationType[kind])
-    assert np.array_equal(found, expected)
+    assert np.array_equal(actual, expected)
 
 
 def test_nested_scales_lose_little_more_than_free_ones() -> None:
     """Q4_K's error on normal weights is what llama.cpp's own rounding is known to reach: 0.5 % of the square."""
     weights = _random(64, 256)
-    found = dequantize_blocks(blocks.round_q4_k(weights), "Q4_K")
-    assert ((found - weights).square().sum() / weights.square().sum()).item() < 0.006
+    actual = dequantize_blocks(blocks.round_q4_k(weights), "Q4_K")
+    assert ((actual - weights).square().sum() / weights.square().sum()).item() < 0.006
     edges = torch.stack([torch.zeros(256), torch.ones(256), -torch.ones(256), torch.linspace(0, 1, 256)])
     lost = (dequantize_blocks(blocks.round_q4_k(edges), "Q4_K") - edges).abs().view(4, 8, 32).amax(-1)
     # A group reaches from zero or below to zero or above in 15 steps; its scale and minimum are off by at most half of
@@ -239,5 +239,5 @@ def test_nested_scales_lose_little_more_than_free_ones() -> None:
 def test_exact_values_are_the_products_without_rounding(copies: dict[str, Path]) -> None:
     weights = Weights(open_model_folder(copies["int4-g32"]))
     name = next(iter(weights.linears))
-    found = exact_values(weights.packed(name))
-    assert found.dtype == torch.float32 and not torch.equal(found, found.bfloat16().float())
+    actual = exact_values(weights.packed(name))
+    assert actual.dtype == torch.float32 and not torch.equal(actual, actual.bfloat16().float())

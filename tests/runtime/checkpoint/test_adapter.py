@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read(folder: ModelFolder) -> dict[str, Tensor]:
-    """All weights as whoever loads the model reads them."""
+    """All weights as loading a model reads them."""
     checkpoint = folder.checkpoint()
     return {name: checkpoint.read(name) for name, _ in folder.config.tensors()}
 
@@ -45,9 +45,9 @@ def merged(weight: Tensor, tensors: dict[str, Tensor], module: str, scale: float
     return (weight.double() + scale * (b @ a)).to(weight.dtype)
 
 
-def assert_close(found: Tensor, expected: Tensor) -> None:
+def assert_close(actual: Tensor, expected: Tensor) -> None:
     """Equal but for single roundings of fp32 sums near the middle of two values."""
-    steps = (found.view(torch.int16).int() - expected.view(torch.int16).int()).abs()
+    steps = (actual.view(torch.int16).int() - expected.view(torch.int16).int()).abs()
     assert steps.max() <= 1 and (steps > 0).float().mean() < 1e-3
 
 
@@ -80,24 +80,24 @@ def test_weights_are_the_sum(model: Path, tmp_path: Path, changes: dict[str, Any
 def test_ranks_differ_by_module(model: Path, tmp_path: Path) -> None:
     tensors = tensors_for(model, QUERIES, DOWN, ranks={DOWN: 2})
     folder = write_adapter(tmp_path / "a", tensors, rank_pattern={"mlp.down_proj": 2})
-    found = open_model_folder(model).with_adapter("tuned", folder).checkpoint().read(f"{DOWN}.weight")
-    assert_close(found, merged(load_file(model / "model.safetensors")[f"{DOWN}.weight"], tensors, DOWN, 4.0))
+    actual = open_model_folder(model).with_adapter("tuned", folder).checkpoint().read(f"{DOWN}.weight")
+    assert_close(actual, merged(load_file(model / "model.safetensors")[f"{DOWN}.weight"], tensors, DOWN, 4.0))
 
 
 def test_parts_of_a_weight_are_the_whole(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     adapter = write_adapter(tmp_path / "a", tensors_for(model, DOWN))
     expected = read(open_model_folder(model).with_adapter("tuned", adapter))
     monkeypatch.setattr("mycli.runtime.checkpoint.reader._MERGED_VALUES", 1000)  # five rows of 192
-    found = read(open_model_folder(model).with_adapter("tuned", adapter))
-    assert all(found[name].equal(weight) for name, weight in expected.items())
+    actual = read(open_model_folder(model).with_adapter("tuned", adapter))
+    assert all(actual[name].equal(weight) for name, weight in expected.items())
 
 
 def test_modules_stored_whole_stand_instead(model: Path, tmp_path: Path) -> None:
     norm, head = torch.full((128,), 1.5), torch.full((4096, 128), 0.25)
     tensors = {"base_model.model.model.norm.weight": norm, "base_model.model.lm_head.weight": head}
     adapted = open_model_folder(model).with_adapter("tuned", write_adapter(tmp_path / "a", tensors))
-    found = read(adapted)
-    assert found["model.norm.weight"].equal(norm.bfloat16()) and found["lm_head.weight"].equal(head.bfloat16())
+    actual = read(adapted)
+    assert actual["model.norm.weight"].equal(norm.bfloat16()) and actual["lm_head.weight"].equal(head.bfloat16())
 
 
 def test_a_head_that_is_the_embedding_is_not_changed_alone(tmp_path: Path) -> None:
@@ -113,9 +113,9 @@ def test_linears_stored_as_one_take_an_adapter_of_the_one_and_no_other(tmp_path:
     fused = random_model(tmp_path / "phi", model_type="phi3", architectures=["Phi3ForCausalLM"], num_hidden_layers=1)
     qkv = "model.layers.0.self_attn.qkv_proj"
     tensors = tensors_for(fused, qkv)
-    found = open_model_folder(fused).with_adapter("tuned", write_adapter(tmp_path / "a", tensors))
-    own = load_file(fused / "model.safetensors")[f"{qkv}.weight"]
-    assert_close(found.checkpoint().read(f"{qkv}.weight"), merged(own, tensors, qkv, 2.0))
+    actual = open_model_folder(fused).with_adapter("tuned", write_adapter(tmp_path / "a", tensors))
+    base = load_file(fused / "model.safetensors")[f"{qkv}.weight"]
+    assert_close(actual.checkpoint().read(f"{qkv}.weight"), merged(base, tensors, qkv, 2.0))
     with pytest.raises(ModelError, match=r"q_proj.weight: the model has no such weight"):
         open_model_folder(fused).with_adapter("tuned", write_adapter(tmp_path / "b", low_rank(QUERIES, (128, 128))))
 
@@ -128,9 +128,9 @@ def test_names_are_those_of_the_folder_and_what_is_not_text_is_told(model: Path,
     inside = low_rank(QUERIES.replace("model.", "model.language_model."), (128, 128))
     seeing = low_rank("model.vision_tower.blocks.0.fc1", (64, 32))
     folder = write_adapter(tmp_path / "a", {**inside, **seeing})
-    found = Adapter.open("tuned", folder, open_model_folder(model).config, rename)
-    assert list(found.added) == [f"{QUERIES}.weight"]
-    assert set(found.unused) == {"model.vision_tower.blocks.0.fc1"}
+    actual = Adapter.open("tuned", folder, open_model_folder(model).config, rename)
+    assert list(actual.added) == [f"{QUERIES}.weight"]
+    assert set(actual.unused) == {"model.vision_tower.blocks.0.fc1"}
 
 
 def test_rows_that_a_gguf_file_keeps_in_another_order_are_changed_in_theirs(tmp_path: Path) -> None:
@@ -139,23 +139,23 @@ def test_rows_that_a_gguf_file_keeps_in_another_order_are_changed_in_theirs(tmp_
     module, variant = find_export_target("gguf")
     file = tmp_path / "pico.gguf"
     module.export(ExportRequest(Source("pico", PICO), open_model_folder(PICO), file, variant), silent)
-    found = open_model_folder(file).with_adapter("tuned", adapter).checkpoint().read(f"{QUERIES}.weight")
-    own = load_file(PICO / "model.safetensors")[f"{QUERIES}.weight"]
-    assert_close(found, merged(own, tensors, QUERIES, 2.0))
+    actual = open_model_folder(file).with_adapter("tuned", adapter).checkpoint().read(f"{QUERIES}.weight")
+    base = load_file(PICO / "model.safetensors")[f"{QUERIES}.weight"]
+    assert_close(actual, merged(base, tensors, QUERIES, 2.0))
 
 
 def test_replies_and_quantization_see_the_same_weights(model: Path, tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "a", tensors_for(model, QUERIES, DOWN))
     folder = open_model_folder(model).with_adapter("tuned", adapter)
     tokens = torch.arange(16).view(1, 16)
-    found = whole(load_model(folder, CPU).model, tokens)
+    actual = whole(load_model(folder, CPU).model, tokens)
     plain = load_model(open_model_folder(model), CPU).model
-    assert not whole(plain, tokens).allclose(found, atol=1e-2)
+    assert not whole(plain, tokens).allclose(actual, atol=1e-2)
     source = SourceWeights(folder)
     for block in plain.layers():
         for linear in block.products.values():
             linear.replace(torch.cat([source.read(f"{spec.name}.weight") for spec in linear.specs]).float())
-    assert whole(plain, tokens).equal(found)
+    assert whole(plain, tokens).equal(actual)
 
 
 def test_a_changed_weight_is_in_the_bytes_that_are_copied(model: Path, tmp_path: Path) -> None:
@@ -186,17 +186,17 @@ def test_hostile_adapters_are_refused_by_field_or_tensor(model: Path, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("file", "said"),
+    ("file", "problem"),
     [
         ("adapter_model.bin", "its weights are a pickle"),
         ("adapters.safetensors", "adapter of MLX"),
         ("x", "No such"),
     ],
 )
-def test_other_layouts_are_named(model: Path, tmp_path: Path, file: str, said: str) -> None:
+def test_other_layouts_are_named(model: Path, tmp_path: Path, file: str, problem: str) -> None:
     folder = write_adapter(tmp_path / "a", {})
     (folder / "adapter_model.safetensors").rename(folder / file)
-    with pytest.raises(ModelError, match=said):
+    with pytest.raises(ModelError, match=problem):
         open_model_folder(model).with_adapter("tuned", folder)
 
 

@@ -49,7 +49,7 @@ DYNAMIC = {"num_bits": 8, "strategy": "token", "dynamic": True}
 
 
 def _set_scales(module: torch.nn.Module, kind: str) -> None:
-    """Of the largest weights, near enough for codes of all sizes; powers of two where only those are stored."""
+    """Scales from the largest weights of each group, so that codes of all sizes occur; powers of two for MX formats."""
     shape = module.weight_scale.shape
     weight: Tensor = module.weight.float()
     largest = weight.abs().amax().expand(shape)
@@ -91,8 +91,8 @@ def compressed(folder: Path, kind: str, activations: dict[str, Any] | None) -> P
 def logits(model: torch.nn.Module) -> Tensor:
     tokens = torch.randint(0, 96, (2, 16), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        found: Tensor = model(tokens).logits
-    return found
+        actual: Tensor = model(tokens).logits
+    return actual
 
 
 @pytest.mark.parametrize("activations", [None, DYNAMIC], ids=["weights-only", "activations-int8"])
@@ -102,8 +102,8 @@ def test_weights_are_equal_and_activations_explain_the_rest(
 ) -> None:
     folder = compressed(tmp_path / "model", kind, activations)
     lazy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    told = CompressedTensorsConfig(dequantize=True)
-    dense = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=told)
+    settings = CompressedTensorsConfig(dequantize=True)
+    dense = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=settings)
     first, expected = logits(lazy), logits(dense)
     assert torch.equal(first, expected) == (activations is None)
 

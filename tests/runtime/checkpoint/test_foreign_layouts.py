@@ -88,14 +88,14 @@ def require_product(weight: PackedWeight, rows: int) -> None:
     x = torch.randn(rows, weight.in_features, generator=torch.Generator().manual_seed(rows))
     decoded = weight.packing.codes == "int" and weight.packing.bits == 7
     exact = dequantize(weight if decoded else replace(weight, scales=weight.scales.float())).double()
-    found, expected = prepare_product(weight, torch.float32)(x).double(), x.double() @ exact.t()
+    actual, expected = prepare_product(weight, torch.float32)(x).double(), x.double() @ exact.t()
     bound = 2.0**-15 * x.abs().amax(1, keepdim=True).double() * exact.abs().sum(1)
-    assert ((found - expected).abs() <= bound).all()
+    assert ((actual - expected).abs() <= bound).all()
 
 
 def compressed() -> Iterator[tuple[str, tuple[str, dict, dict[str, Tensor]]]]:
     """id -> format, the arguments of the weights, and what is to be compressed."""
-    given = weights(1)
+    weight = weights(1)
 
     def scales(*shape: int) -> Tensor:
         return (weights(2, *shape).abs() + 0.1).bfloat16() / 16
@@ -104,7 +104,7 @@ def compressed() -> Iterator[tuple[str, tuple[str, dict, dict[str, Tensor]]]]:
         for group in (16, 32, 64, 128, None):
             size = group or COLUMNS
             arguments = {"num_bits": bits, "strategy": "group" if group else "channel", "group_size": group}
-            parts = {"weight": given, "weight_scale": scales(ROWS, COLUMNS // size)}
+            parts = {"weight": weight, "weight_scale": scales(ROWS, COLUMNS // size)}
             yield f"pack-int{bits}-g{group}", ("pack-quantized", arguments, parts)
             zeros = integers(bits, 1 << bits, ROWS, COLUMNS // size).to(torch.int8) - (1 << bits - 1)
             parts = {**parts, "weight_zero_point": zeros.to(torch.int8)}
@@ -116,7 +116,7 @@ def compressed() -> Iterator[tuple[str, tuple[str, dict, dict[str, Tensor]]]]:
             if strategy == "group":
                 arguments["group_size"] = 32
             flat = scales(1, 1).view(1) if strategy == "tensor" else scales(*shape)
-            parts = {"weight": given, "weight_scale": flat}
+            parts = {"weight": weight, "weight_scale": flat}
             yield f"{layout}-{strategy}", (layout, arguments, parts)
             if kind == "int":
                 parts = {**parts, "weight_zero_point": integers(3, 200, *shape).sub(100).to(torch.int8)}
@@ -124,25 +124,25 @@ def compressed() -> Iterator[tuple[str, tuple[str, dict, dict[str, Tensor]]]]:
     for side in (16, 32, 128):
         blocks = scales(-(-ROWS // side), -(-COLUMNS // side))
         arguments = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [side, side]}
-        yield f"float-block{side}", ("float-quantized", arguments, {"weight": given, "weight_scale": blocks})
+        yield f"float-block{side}", ("float-quantized", arguments, {"weight": weight, "weight_scale": blocks})
     arguments = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
     parts = {
-        "weight": given,
+        "weight": weight,
         "weight_scale": scales(ROWS, 8).float() * 100,
         "weight_global_scale": torch.tensor([37.5]),
     }
     yield "nvfp4", ("nvfp4-pack-quantized", {**arguments, "scale_dtype": "torch.float8_e4m3fn"}, parts)
     powers = torch.exp2(integers(4, 9, ROWS, 4).float() - 6).bfloat16()
     arguments = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
-    yield "mxfp4", ("mxfp4-pack-quantized", arguments, {"weight": given, "weight_scale": powers})
-    yield "mxfp8", ("mxfp8-quantized", {**arguments, "num_bits": 8}, {"weight": given, "weight_scale": powers})
+    yield "mxfp4", ("mxfp4-pack-quantized", arguments, {"weight": weight, "weight_scale": powers})
+    yield "mxfp8", ("mxfp8-quantized", {**arguments, "num_bits": 8}, {"weight": weight, "weight_scale": powers})
 
 
 COMPRESSED = dict(compressed())
 
 
 def compressed_case(name: str) -> Case:
-    """What compressed-tensors makes of a case of `COMPRESSED`, and reads from it."""
+    """Write a case of `COMPRESSED` with compressed-tensors and read it back with the library."""
     layout, arguments, parts = COMPRESSED[name]
     scheme = QuantizationScheme(targets=[LINEAR], weights=QuantizationArgs(**arguments), format=layout)
     compressor = BaseCompressor.get_value_from_registry(layout)

@@ -64,11 +64,11 @@ def test_an_exact_name_wins_over_a_regex_over_the_class() -> None:
         "b": with_bits(4, [r"re:.*\.mlp\.up_proj$"]),
         "c": with_bits(2, ["model.layers.3.mlp.up_proj"]),
     }
-    found = read(section)
-    assert found["model.layers.3.mlp.up_proj"].bits == 2
-    assert found["model.layers.4.mlp.up_proj"].bits == 4
-    assert found["model.layers.4.mlp.down_proj"].bits == 8
-    assert "lm_head" not in found
+    actual = read(section)
+    assert actual["model.layers.3.mlp.up_proj"].bits == 2
+    assert actual["model.layers.4.mlp.up_proj"].bits == 4
+    assert actual["model.layers.4.mlp.down_proj"].bits == 8
+    assert "lm_head" not in actual
 
 
 def test_no_section_is_no_quantization() -> None:

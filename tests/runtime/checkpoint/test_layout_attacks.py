@@ -49,16 +49,16 @@ def model_folder(folder: Path, case: Case) -> Path:
 def test_a_model_answers_as_with_the_weight_itself(layout: str, tmp_path: Path) -> None:
     folder = open_model_folder(model_folder(tmp_path, stored(layout)[ONE_OF_EACH[layout]]))
     assert list(folder.packings) == [LINEAR]
-    told: list[str] = []
-    found = load_model(folder, CPU, warn=told.append).model
+    warnings: list[str] = []
+    actual = load_model(folder, CPU, warn=warnings.append).model
     weight = SourceWeights(folder).read(f"{LINEAR}.weight")
     tensors = {name: tensor for name, tensor in load_file(tmp_path / "model.safetensors").items() if LINEAR not in name}
     save_file({**tensors, f"{LINEAR}.weight": weight}, tmp_path / "dense" / "model.safetensors")
     dense = load_model(open_model_folder(tmp_path / "dense"), CPU).model
     tokens = torch.arange(8).view(1, 8)
-    assert isinstance(found, Transformer) and isinstance(dense, Transformer)
+    assert isinstance(actual, Transformer) and isinstance(dense, Transformer)
     expected = whole(dense, tokens)
-    assert (whole(found, tokens) - expected).norm() < 0.01 * expected.norm()
+    assert (whole(actual, tokens) - expected).norm() < 0.01 * expected.norm()
 
 
 @pytest.mark.parametrize("attack", ATTACKS)

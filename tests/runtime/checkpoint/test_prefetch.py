@@ -1,4 +1,4 @@
-"""Weights are asked for before torch is imported, and only where they fit."""
+"""Weights are prefetched before torch is imported, and only if they fit into memory."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What programs call layouts that others defined: the same tensors under another `quant_method`, or refused by name."""
+"""Layouts under the `quant_method` of another program: the same tensors are read, or refused by name."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -24,34 +24,34 @@ def quark(scheme: str, dtype: str = "fp8_e4m3") -> dict[str, Any]:
 
 def renamed() -> dict[str, Case]:
     """Cases of other layouts, which keep their tensors, with the section that another program gives them."""
-    found: dict[str, tuple[Case, dict[str, Any]]] = {}
+    cases: dict[str, tuple[Case, dict[str, Any]]] = {}
     for name, case in stored("gptq").items():
         if "ordered" in name:
             continue
-        given = case.section["quantization_config"]
-        section = {**AUTO_ROUND, "bits": given["bits"], "group_size": given["group_size"]}
+        settings = case.section["quantization_config"]
+        section = {**AUTO_ROUND, "bits": settings["bits"], "group_size": settings["group_size"]}
         if name.startswith("gptq_v2"):
-            found[f"auto-round-{name}"] = case, {**section, "packing_format": "auto_round:gptqmodel"}
-            found[f"auto-round-plain-{name}"] = case, {**section, "packing_format": "auto_round"}
+            cases[f"auto-round-{name}"] = case, {**section, "packing_format": "auto_round:gptqmodel"}
+            cases[f"auto-round-plain-{name}"] = case, {**section, "packing_format": "auto_round"}
         else:
-            found[f"auto-round-{name}"] = case, {**section, "packing_format": "auto_round:auto_gptq"}
+            cases[f"auto-round-{name}"] = case, {**section, "packing_format": "auto_round:auto_gptq"}
             old = {**section, "quant_method": "intel/auto-round", "backend": "auto_round:gptq:exllamav2"}
-            found[f"intel-{name}"] = case, old
-            found[f"auto-round-unsaid-{name}"] = case, section
+            cases[f"intel-{name}"] = case, old
+            cases[f"auto-round-unsaid-{name}"] = case, section
     for name, case in stored("awq").items():
         group = case.section["quantization_config"]["group_size"]
         section = {**AUTO_ROUND, "bits": 4, "group_size": group, "packing_format": "auto_round:auto_awq"}
-        found[f"auto-round-awq-{name}"] = case, section
+        cases[f"auto-round-awq-{name}"] = case, section
     eight = {"quant_method": "auto-round", "data_type": "fp8_e4m3", "bits": 8, "act_bits": 8}
     for name, case in stored("fp8").items():
         if name.endswith(("-1-e4m3fn", "-32x1-e4m3fn")):
             scheme = "per_channel" if "x" in name else "per_tensor"
-            found[f"quark-{name}"] = case, quark(scheme)
-            found[f"auto-round-{name}"] = case, {**eight, "packing_format": "auto_round:fp8_static"}
-            found[f"fbgemm-{name}"] = case, {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}
+            cases[f"quark-{name}"] = case, quark(scheme)
+            cases[f"auto-round-{name}"] = case, {**eight, "packing_format": "auto_round:fp8_static"}
+            cases[f"fbgemm-{name}"] = case, {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}
             algo = "FP8_PER_CHANNEL_PER_TOKEN" if "x" in name else "FP8"
-            found[f"modelopt-{name}"] = case, {"quant_method": "modelopt", "quant_algo": algo}
-    return {name: replace(case, section={"quantization_config": section}) for name, (case, section) in found.items()}
+            cases[f"modelopt-{name}"] = case, {"quant_method": "modelopt", "quant_algo": algo}
+    return {name: replace(case, section={"quantization_config": section}) for name, (case, section) in cases.items()}
 
 
 RENAMED = renamed()
@@ -115,9 +115,9 @@ def test_a_mixture_of_modelopt_is_told_by_its_tensors(tmp_path: Path) -> None:
     ids=["nvfp4", "modelopt-fp8", "quark"],
 )
 def test_without_tensors_the_section_tells_what_is_quantized(section: dict[str, Any], scheme: str) -> None:
-    found = read_section(section)
+    actual = read_section(section)
     expected = [name for name in NAMES if name != "lm_head" and ".layers.3." not in name]
-    assert list(found) == expected and {packing.name for packing in found.values()} == {scheme}
+    assert list(actual) == expected and {packing.name for packing in actual.values()} == {scheme}
     assert CONFIG.layers > 4, "there is a layer that is left out"
 
 

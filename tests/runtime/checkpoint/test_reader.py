@@ -144,7 +144,7 @@ def test_file_that_changes_after_opening(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("size", [1, 7, 100, 4099])
 def test_nonfinite_values_are_counted(dtype: torch.dtype, value: float, size: int) -> None:
-    """A26: wherever it stands, also in the tail that vector instructions do not reach, also beside its opposite."""
+    """A26: wherever it stands, also in the tail that vector instructions do not reach, also next to its opposite."""
     for place in {0, size // 2, size - 1}:
         tensor = torch.linspace(-3, 3, size).to(dtype)
         tensor[place] = value
@@ -157,7 +157,7 @@ def test_nonfinite_values_are_counted(dtype: torch.dtype, value: float, size: in
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_largest_values_are_finite(dtype: torch.dtype) -> None:
-    """A26: a sum of them would overflow, they themselves do not."""
+    """A26: a sum of the values would overflow, the values do not."""
     top = torch.finfo(dtype).max
     check_finite(torch.tensor([top, top, -top, -top, -0.0]), "w", "")
     check_finite(torch.empty(0, 3, dtype=dtype), "w", "")

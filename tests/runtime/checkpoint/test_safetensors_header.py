@@ -79,8 +79,8 @@ def test_rejection_takes_little_memory(case: str) -> None:
 
 
 def test_more_tensors_than_layers_of_experts_have_are_read() -> None:
-    header, made = make_header([(f"t{index}", "I8", (0,)) for index in range(94 * 128 * 3 * 3)], "x")
-    assert parse_header(header, len(header), "x") == made
+    header, entries = make_header([(f"t{index}", "I8", (0,)) for index in range(94 * 128 * 3 * 3)], "x")
+    assert parse_header(header, len(header), "x") == entries
 
 
 @pytest.mark.slow
@@ -90,9 +90,9 @@ def test_the_header_of_packed_experts_is_read(name: str) -> None:
     config = published(name)
     packings = PackingScheme(Packing(4, 128)).packings(config)
     stored = formats.stored_tensors(config, packings, {})
-    header, made = make_header([(name, types[0], shape) for name, shape, types in stored], "x")
-    assert len(made) > 100_000 and len(header) < MAX_HEADER
-    assert parse_header(header, max(each.offset + each.nbytes for each in made.values()), "x") == made
+    header, entries = make_header([(name, types[0], shape) for name, shape, types in stored], "x")
+    assert len(entries) > 100_000 and len(header) < MAX_HEADER
+    assert parse_header(header, max(entry.offset + entry.nbytes for entry in entries.values()), "x") == entries
 
 
 PLANS = st.dictionaries(

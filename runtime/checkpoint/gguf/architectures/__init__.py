@@ -22,7 +22,6 @@ def _load(file: str) -> Architecture:
 
 
 def architectures() -> Iterator[Architecture]:
-    """Yield every architecture, by name."""
     return map(_load, _files())
 
 

@@ -18,15 +18,15 @@ from mycli.runtime.quantization.super_blocks import scale_codes
 
 def _dequantizable() -> set[str]:
     """The types that the library has a decoder for."""
-    found = set()
+    reached = set()
     for kind in GGMLQuantizationType:
         block, nbytes = GGML_QUANT_SIZES[kind]
         try:
             quants.dequantize(np.zeros((1, nbytes), dtype=np.uint8), kind)
         except NotImplementedError:
             continue
-        found.add(kind.name)
-    return found
+        reached.add(kind.name)
+    return reached
 
 
 def test_every_type_that_the_library_decodes_is_read() -> None:
@@ -64,39 +64,39 @@ def test_values_are_the_librarys_bit_for_bit(name: str) -> None:
     data = torch.from_numpy(
         np.random.default_rng(1).integers(0, 256, (32, 4 * TYPES_BY_NAME[name].nbytes), dtype=np.uint8)
     )
-    expected, found = _library(data.numpy(), name), dequantize_blocks(data, name).numpy()
-    same = (expected.view(np.uint32) == found.view(np.uint32)) | (np.isnan(expected) & np.isnan(found))
-    assert found.dtype == np.float32 and same.all()
+    expected, actual = _library(data.numpy(), name), dequantize_blocks(data, name).numpy()
+    same = (expected.view(np.uint32) == actual.view(np.uint32)) | (np.isnan(expected) & np.isnan(actual))
+    assert actual.dtype == np.float32 and same.all()
 
 
 @pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: f"{kind.name}-{kind.packing.name}")
 def test_packed_groups_mean_the_same(kind: GgmlType) -> None:
     """Exactly; where a minimum becomes part of the offset, to one rounding of fp32 of the larger of the two."""
     data = random_blocks(kind.name, 24, 8)
-    expected, found = torch.from_numpy(_library(data.numpy(), kind.name)), pack_rows(data, TYPES_BY_NAME[kind.name])
-    values = dequantize(found)
-    packing = found.packing
-    if found.offsets is not None and packing.group_size is not None:
-        largest = (found.offsets.abs() + 16 * found.scales.abs()).repeat_interleave(packing.group_size, dim=1)
+    expected, actual = torch.from_numpy(_library(data.numpy(), kind.name)), pack_rows(data, TYPES_BY_NAME[kind.name])
+    values = dequantize(actual)
+    packing = actual.packing
+    if actual.offsets is not None and packing.group_size is not None:
+        largest = (actual.offsets.abs() + 16 * actual.scales.abs()).repeat_interleave(packing.group_size, dim=1)
         assert ((values - expected).abs() <= largest * 2.0**-23).all()
         assert (values != expected).float().mean() < 0.7  # most need no rounding at all
     else:
         assert torch.equal(values, expected)
-    assert packing == TYPES_BY_NAME[kind.name].packing and found.in_features == expected.shape[1]
+    assert packing == TYPES_BY_NAME[kind.name].packing and actual.in_features == expected.shape[1]
 
 
 @pytest.mark.parametrize("kind", [kind for kind in QUANTIZED if kind.half], ids=lambda kind: kind.name)
 def test_scales_of_sixteen_bits_stay_exact(kind: GgmlType) -> None:
-    found = pack_rows(random_blocks(kind.name, 8, 4, seed=2), TYPES_BY_NAME[kind.name])
-    halves = replace(found, scales=found.scales.half().float())
-    assert torch.equal(dequantize(halves), dequantize(found))
+    actual = pack_rows(random_blocks(kind.name, 8, 4, seed=2), TYPES_BY_NAME[kind.name])
+    halves = replace(actual, scales=actual.scales.half().float())
+    assert torch.equal(dequantize(halves), dequantize(actual))
 
 
 @pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: kind.name)
 def test_scales_of_super_blocks_are_whole_numbers_of_their_factors(kind: GgmlType) -> None:
     """Else they would be held whole, and what estimates count would not be what is held."""
-    found = pack_rows(random_blocks(kind.name, 8, 4, seed=3), kind)
-    assert (scale_codes(found) is not None) is kind.super_blocks is found.packing.super_blocks
+    actual = pack_rows(random_blocks(kind.name, 8, 4, seed=3), kind)
+    assert (scale_codes(actual) is not None) is kind.super_blocks is actual.packing.super_blocks
 
 
 def test_a_level_that_the_type_has_not_is_an_error() -> None:

@@ -118,8 +118,8 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
         assert getattr(folder.config, field) == getattr(original, field), field
     tokens = torch.randint(3, 97, (2, 40), generator=torch.Generator().manual_seed(1))
     expected = reference(tokens).logits
-    found = whole(load_model(folder, CPU).model, tokens)
-    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+    actual = whole(load_model(folder, CPU).model, tokens)
+    assert (actual - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
 @pytest.mark.parametrize("architecture", list(architectures()), ids=lambda architecture: architecture.name)
@@ -158,12 +158,12 @@ def test_weights_are_what_the_library_reads(kind: str, tmp_path: Path) -> None:
     heads = {"q": 4, "k": 2}
     for index, block in enumerate(model.layers()):
         parts = block.products["qkv"].weight().split([spec.out_features for spec in block.products["qkv"].specs])
-        for part, found in zip(("q", "k", "v"), parts, strict=True):
+        for part, actual in zip(("q", "k", "v"), parts, strict=True):
             expected = library(f"blk.{index}.attn_{part}.weight")
             if part in heads:  # undo the pairs: row 2 i + j of a head is its row j * half + i
                 expected = expected.view(heads[part], -1, 2, 128).transpose(1, 2).reshape(expected.shape)
             # A packed weight asked for densely is rounded once, to the dtype of its scales.
-            torch.testing.assert_close(found.float(), expected, rtol=2**-11 if folder.packings else 0, atol=2**-24)
+            torch.testing.assert_close(actual.float(), expected, rtol=2**-11 if folder.packings else 0, atol=2**-24)
     table = library("token_embd.weight")
     assert torch.equal(model.embedding, table if kind == "F16" else table.bfloat16().float())
 
@@ -192,8 +192,8 @@ def test_tokenizer_template_and_ends_come_from_the_file(pico_file: Path) -> None
     assert ours.tokenizer().apply_chat_template(conversation) == theirs.tokenizer().apply_chat_template(conversation)
     assert ours.tokenizer().eos == theirs.tokenizer().eos and ours.tokenizer().bos == theirs.tokenizer().bos
     assert set(theirs.config.eos) <= set(ours.config.eos)
-    found = ours.chat_template()
-    assert found is not None and found.source() == theirs.tokenizer_settings().values["chat_template"]
+    actual = ours.chat_template()
+    assert actual is not None and actual.source() == theirs.tokenizer_settings().values["chat_template"]
 
 
 def test_sampling_that_the_file_recommends(tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_sampling_that_the_file_recommends(tmp_path: Path) -> None:
     assert len(warnings) == 1 and "top_p" in warnings[0]
 
 
-# Beside those of tests/attacks/gguf_model_attacks.py.
+# In addition to those of tests/attacks/gguf_model_attacks.py.
 LIES: dict[str, tuple[dict[str, Any], str]] = {
     "other-architecture": ({"general.architecture": "mamba"}, "general.architecture"),
     "too-many-layers": ({"llama.block_count": 5000}, "block_count"),
