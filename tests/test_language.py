@@ -16,7 +16,7 @@ from tests.support.language import (
 
 # room -> findings: rooms that are still being rewritten. An entry is only ever lowered, and removed at zero.
 UNCLEAN: dict[str, int] = {
-    "cli": 101,
+    "cli": 91,
     "cli/bench": 28,
     "cli/chat": 20,
     "cli/commands": 91,
@@ -33,23 +33,17 @@ UNCLEAN: dict[str, int] = {
     "runtime/cache": 77,
     "runtime/diagnostics": 1,  # `found` is a key of `bench draft --json`
     "runtime/engine": 124,
-    "runtime/hub": 6,
-    "runtime/kernels": 138,
+    "runtime/hub": 0,
+    "runtime/kernels": 7,
     "runtime/layers": 20,
     "runtime/models": 2,
     "runtime/sampling": 47,
     "runtime/speculative": 83,
-    "runtime/tokenizer": 3,
-    "runtime/utils": 1,
+    "runtime/utils": 0,
     "CHANGELOG.md": 57,
     "docs/architecture.md": 3,
     "docs/commands.md": 1,
     "docs/contributing.md": 6,
-    "docs/cpu.md": 1,
-    "docs/families.md": 17,
-    "docs/notebook.md": 1,
-    "docs/results/formats.md": 4,
-    "docs/results/server.md": 14,
 }
 
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.family_tables import written
+from tests.support.family_tables import with_tables
 from tests.support.paths import ROOT
 from tests.support.sources import name, sources
 
@@ -42,7 +42,7 @@ def test_every_fault_of_the_server_is_told_with_a_test_that_exists() -> None:
 def test_the_tables_of_families_are_up_to_date() -> None:
     """`make docs` writes them."""
     text = (ROOT / "docs" / "families.md").read_text()
-    assert written(text) == text
+    assert with_tables(text) == text
 
 
 def test_the_program_of_python_md_prints_what_its_comments_say(environment: dict[str, str], tmp_path: Path) -> None:
