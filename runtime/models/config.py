@@ -72,18 +72,7 @@ def llama_layer(config: "ModelConfig", index: int) -> LayerSpec:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer.
-
-    rope_theta, rope_scaling, rotary_dim (None: head_dim), interleaved: the rotary embedding of all layers;
-        `layer_ropes` replaces them where layers differ, one entry per layer, None for no rotation.
-    norm_offset: added to every stored norm weight (1 in Gemma). layer_norm: norms subtract the mean first.
-    embedding_scale: multiplies embeddings; `round_embedding_scale`: rounded to the activation dtype first.
-    logit_scale multiplies logits; logit_softcap c: logits become c tanh(logit / c) afterwards.
-    per_layer_width, per_layer_vocab: columns per layer and rows of the table of per-layer inputs (Gemma 4); 0: none.
-    build_layer: returns the layer of an index, made from the fields here; each family has its own or `llama_layer`.
-    build_mtp: returns the config of the multi-token prediction (MTP) head where the family has one: one layer
-        (`is_mtp`) whose input is a projection of embedding and hidden state, with this model's embedding and head.
-    """
+    """A decoder-only transformer."""
 
     model_type: str
     hidden_size: int
@@ -96,7 +85,7 @@ class ModelConfig:
     max_context: int
     rms_norm_eps: float
     rope_theta: float
-    rope_scaling: RopeScaling
+    rope_scaling: RopeScaling  # with theta, rotary_dim and interleaved: the rotary embedding of all layers
     tie_embeddings: bool
     dtype: Dtype
     qkv_bias: bool = False
@@ -106,23 +95,25 @@ class ModelConfig:
     windows: tuple[int | None, ...] = ()  # sliding window of each layer in tokens; empty: none has one
     eos: tuple[int, ...] = ()
     bos: int | None = None
-    build_layer: Callable[["ModelConfig", int], LayerSpec] = llama_layer
+    build_layer: Callable[["ModelConfig", int], LayerSpec] = llama_layer  # layer by index
     activation: ActivationName = "silu"
-    rotary_dim: int | None = None
+    rotary_dim: int | None = None  # None: head_dim
     interleaved: bool = False
-    layer_ropes: tuple[RopeSpec | None, ...] = ()
-    norm_offset: float = 0.0
-    layer_norm: bool = False
+    layer_ropes: tuple[RopeSpec | None, ...] = ()  # where layers differ, one each; None for no rotation
+    norm_offset: float = 0.0  # added to every stored norm weight: 1 in Gemma
+    layer_norm: bool = False  # norms subtract the mean first
     attention_scale: float | None = None
     attention_softcap: float | None = None
     residual_scale: float = 1.0
     embedding_scale: float = 1.0
-    round_embedding_scale: bool = False
+    round_embedding_scale: bool = False  # to the activation dtype, as Gemma does
     logit_scale: float = 1.0
-    logit_softcap: float | None = None
-    per_layer_width: int = 0
-    per_layer_vocab: int = 0
+    logit_softcap: float | None = None  # c: logits become c tanh(logit / c)
+    per_layer_width: int = 0  # per-layer inputs (Gemma 4): columns per layer ...
+    per_layer_vocab: int = 0  # ... and rows of their table
     final_norm: str = "model.norm"
+    # The multi-token prediction head where the family has one: one layer that reads a projection of embedding and
+    # hidden state, with this model's embedding and head.
     build_mtp: Callable[["ModelConfig"], "ModelConfig"] | None = None
     is_mtp: bool = False
 
@@ -182,7 +173,7 @@ class ModelConfig:
 
     @cached_property
     def has_side_inputs(self) -> bool:
-        """Whether layers read more than the residual stream: per-layer inputs, or keys and values of another layer."""
+        """Layers read more than the residual stream: per-layer inputs, or keys and values of another layer."""
         return self.per_layer_width > 0 or any(attention.kv_shared for attention in self.attentions)
 
     @cached_property

@@ -27,47 +27,39 @@ class SharedExpertSpec:
 
 @dataclass(frozen=True)
 class RoutingSpec:
-    """How a token's router logits select `top_k` experts and their weights.
-
-    scoring: a softmax over all logits, or the sigmoid of each. A correction bias counts for the selection only.
-    groups, top_groups: experts are split into equal groups of neighbours; only those `top_groups` take part whose two
-        highest scores have the largest sum (DeepSeek-V3).
-    normalize: weights are divided by (their sum + `epsilon`). scale: multiplies the weights.
-    """
+    """How the router logits of a token select `top_k` experts and their weights."""
 
     top_k: int
-    normalize: bool
-    scoring: ScoringName = "softmax"
+    normalize: bool  # divide weights by (their sum + epsilon)
+    scoring: ScoringName = "softmax"  # over all logits, or the sigmoid of each; a correction bias only selects
+    # DeepSeek-V3: experts form equal groups of neighbours; the top_groups with the largest sum of their two highest
+    # scores take part.
     groups: int = 1
     top_groups: int = 1
     epsilon: float = 0.0
-    scale: float = 1.0
+    scale: float = 1.0  # multiplies the weights
 
 
 @dataclass(frozen=True)
 class ExpertsSpec:
     """A mixture of experts (arXiv 1701.06538): MLPs of one shape, of which each token goes through a few.
 
-    stacks: tensors of the checkpoint that hold a parameter of all experts.
-    norm: the norm that all read; None (Gemma 4) if router, experts and shared expert each read the residual stream
-        through their own: `router_norm`, `expert_norm`, the shared MLP's. `expert_output_norm`: over the experts' sum.
-    expert_scales: name of a tensor [experts] that multiplies the routing weights.
-    correction_bias: name and shape of a tensor with one value per expert, added to the scores for the selection.
+    Without `norm` (Gemma 4), router, experts and shared expert read the residual stream through norms of their own.
     """
 
     norm: NormSpec | None
     router: LinearSpec
     experts: tuple[MlpSpec, ...]
     routing: RoutingSpec
-    stacks: tuple[StackSpec, ...] = ()
+    stacks: tuple[StackSpec, ...] = ()  # checkpoint tensors that hold a parameter of all experts
     shared: SharedExpertSpec | None = None
     output_norm: NormSpec | None = None
     residual_scale: float = 1.0
     router_norm: NormSpec | None = None
     expert_norm: NormSpec | None = None
-    expert_output_norm: NormSpec | None = None
-    expert_scales: str | None = None
-    correction_bias: tuple[str, Shape] | None = None
+    expert_output_norm: NormSpec | None = None  # over the sum of experts
+    expert_scales: str | None = None  # tensor [experts] that multiplies the weights
+    correction_bias: tuple[str, Shape] | None = None  # tensor added to the scores for the selection, and its shape
 
     @property
     def top_k(self) -> int:

@@ -31,7 +31,7 @@ def has_rope(raw: Fields) -> bool:
 def _section(raw: Fields) -> Fields:
     keys = [key for key in ("rope_parameters", "rope_scaling") if raw.has(key)]
     if len(keys) == 2 and raw.values[keys[0]] != raw.values[keys[1]]:
-        raise raw.fail("rope_parameters", "and rope_scaling are both given and differ", "keep one of them")
+        raise raw.fail("rope_parameters", "and rope_scaling are both given and differ", "keep one")
     return raw.object(keys[0] if keys else "rope_scaling")
 
 

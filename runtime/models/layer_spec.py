@@ -43,20 +43,15 @@ class PerLayerSpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer: a token mixer (attention or a recurrent layer), an MLP or experts, and maybe per-layer inputs.
-
-    parallel: mixer and MLP both read the output of the mixer's norm, and both outputs are added to the layer's input.
-    layer_scalar: name of a tensor [1] that multiplies the layer's output.
-    ignored_prefixes: prefixes of tensor names that checkpoints may contain and nothing reads.
-    """
+    """One layer: a token mixer (attention or a recurrent layer), an MLP or experts, and maybe per-layer inputs."""
 
     index: int
     mixer: AttentionSpec | RecurrentSpec
     mlp: MlpSpec | ExpertsSpec
-    parallel: bool = False
+    parallel: bool = False  # mixer and MLP both read the mixer's norm, and both are added to the layer's input
     per_layer: PerLayerSpec | None = None
-    layer_scalar: str | None = None
-    ignored_prefixes: tuple[str, ...] = ()
+    layer_scalar: str | None = None  # tensor [1] that multiplies the layer's output
+    ignored_prefixes: tuple[str, ...] = ()  # of tensors that checkpoints may contain and nothing reads
 
     @property
     def attention(self) -> AttentionSpec:

@@ -1,4 +1,4 @@
-"""Finds the text model in a multimodal folder, and the MTP head beside it: their configs and names of tensors.
+"""Finds the text model in a multimodal folder, and its MTP head: configs and names of tensors.
 
 Other code sees a plain text model, as if the folder contained nothing else.
 """

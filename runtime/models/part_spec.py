@@ -15,19 +15,15 @@ RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope",
 
 @dataclass(frozen=True)
 class NormSpec:
-    """An RMSNorm with the gain (`offset` + tensor `name` [size]) * `factor`.
-
-    `name` None: no tensor, gain 1. `bare`: the tensor is called `name`, not `<name>.weight`. `layer_norm`: the mean is
-    subtracted first (LayerNorm without a bias).
-    """
+    """An RMSNorm with the gain (`offset` + tensor `name` [size]) * `factor`; without a name, gain 1."""
 
     name: str | None
     size: int
     eps: float
     offset: float = 0.0
-    layer_norm: bool = False
+    layer_norm: bool = False  # subtract the mean first: LayerNorm without a bias
     factor: float = 1.0
-    bare: bool = False
+    bare: bool = False  # the tensor is called `name`, not `<name>.weight`
 
     @property
     def tensor(self) -> str:
@@ -52,13 +48,7 @@ class LinearSpec:
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are scaled beyond the trained context; fields that a kind does not use stay neutral.
-
-    attention_factor: multiplies cos and sin (yarn: 0.1 ln(factor) + 1 unless the config gives one).
-    short_factors, long_factors: longrope's divisor of each frequency, in contexts up to `original_context`, and beyond.
-    partial_factor: the share of frequencies that rotate, from the first (proportional).
-    query_beta: queries are multiplied by 1 + query_beta ln(1 + floor(position / original_context)).
-    """
+    """How rotary frequencies are scaled beyond the trained context; fields that a kind does not use stay neutral."""
 
     kind: RopeKind = "default"
     factor: float = 1.0
@@ -67,12 +57,12 @@ class RopeScaling:
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    attention_factor: float = 1.0
+    attention_factor: float = 1.0  # multiplies cos and sin; yarn: 0.1 ln(factor) + 1 unless the config gives one
     truncate: bool = True
-    short_factors: tuple[float, ...] = ()
-    long_factors: tuple[float, ...] = ()
-    partial_factor: float = 1.0
-    query_beta: float = 0.0
+    short_factors: tuple[float, ...] = ()  # longrope: divisor of each frequency up to `original_context` ...
+    long_factors: tuple[float, ...] = ()  # ... and beyond
+    partial_factor: float = 1.0  # proportional: the share of frequencies that rotate, from the first
+    query_beta: float = 0.0  # queries *= 1 + query_beta ln(1 + floor(position / original_context))
 
 
 @dataclass(frozen=True)
@@ -134,39 +124,29 @@ class PartSpec(Protocol):
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Attention: q, k, v in one product, head norms, rotary embedding, attention, o.
-
-    qkv: linears of q, k and v, or one that holds all. Without v where values are the keys before norm and rotation;
-        q alone where the layer reads the cached keys and values of layer `kv_source`. `kv_shared`: a later layer does.
-    q_norm, k_norm, v_norm: over each head, or over all heads where their size is that of all heads; those of q and k
-        before the rotation, with `norm_after_rope` after it.
-    window: number of tokens that a query sees, itself included; None for all.
-    scale: multiplies the scores, None for 1 / sqrt(head_dim). softcap: scores become softcap * tanh(score / softcap).
-    clip: q, k and v are clamped to [-clip, clip] before the rotation.
-    sinks: name of a tensor [heads], an extra score per head that takes part in the softmax and has no value.
-    gated: each query head is followed by head_dim gates, whose sigmoid multiplies the head's output.
-    """
+    """Attention: q, k, v in one product, head norms, rotary embedding, attention, o."""
 
     heads: int
     kv_heads: int
     head_dim: int
-    window: int | None
+    window: int | None  # number of tokens that a query sees, itself included; None for all
     norm: NormSpec | None
+    # One linear for all or one each. No v where values are the keys before norm and rotation; q alone with `kv_source`.
     qkv: tuple[LinearSpec, ...]
-    q_norm: NormSpec | None
+    q_norm: NormSpec | None  # head norms: over each head, or over all heads if that is their size
     k_norm: NormSpec | None
     o: LinearSpec
     output_norm: NormSpec | None = None
     v_norm: NormSpec | None = None
     rope: RopeSpec | None = None
-    norm_after_rope: bool = False
-    scale: float | None = None
-    softcap: float | None = None
-    clip: float | None = None
-    kv_source: int | None = None
-    kv_shared: bool = False
-    sinks: str | None = None
-    gated: bool = False
+    norm_after_rope: bool = False  # q_norm and k_norm follow the rotation
+    scale: float | None = None  # multiplies the scores; None for 1 / sqrt(head_dim)
+    softcap: float | None = None  # scores become softcap * tanh(score / softcap)
+    clip: float | None = None  # q, k and v are clamped to [-clip, clip] before the rotation
+    kv_source: int | None = None  # the layer whose cached keys and values this one reads
+    kv_shared: bool = False  # a later layer reads the keys and values of this one
+    sinks: str | None = None  # tensor [heads]: an extra score per head in the softmax, without a value
+    gated: bool = False  # each query head is followed by head_dim gates; their sigmoid multiplies its output
     residual_scale: float = 1.0
 
     @property

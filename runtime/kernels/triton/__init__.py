@@ -1,1 +1,1 @@
-"""Kernels for GPUs, each with its launcher beside it."""
+"""Kernels for GPUs, each with its launcher."""

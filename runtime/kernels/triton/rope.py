@@ -134,7 +134,7 @@ def rope_epilogue(parts, count, head, first_row, rows, args):
 
 @dataclass(frozen=True)
 class Projection:
-    """What a layer does to q and k before attention: the bias of qkv and the gains of head norms, if any."""
+    """The bias of qkv and the gains of head norms that a layer has, if any."""
 
     heads: int
     bias: Tensor | None = None

@@ -14,7 +14,7 @@ import triton.language as tl
 
 
 class Epilogue(NamedTuple):
-    """What happens to each finished piece of a product, as kernel arguments.
+    """The code that a launch runs on each finished piece of a product, as kernel arguments.
 
     A piece is SPAN rows of the weight, the last one the rest; with RANGES 2, SPAN rows of each half (gate and up).
     `function(parts, count, piece, row, rows, arguments)` gets split-K parts fp32 [count, rows, n] and handles

@@ -27,7 +27,7 @@ from mycli.runtime.kernels.triton.split_k import run_epilogue
 
 
 class RmsScale(NamedTuple):
-    """What rows are still to be divided by: the root of their mean square (RMSNorm, arXiv 1910.07467)."""
+    """The divisor of rows that come from a norm: the root of their mean square (RMSNorm, arXiv 1910.07467)."""
 
     squares: Any  # fp32 [pieces, padded rows]: sum of squares of each piece of a row
     pieces: Any

@@ -186,7 +186,7 @@ class TritonMatmul:
 
     @property
     def shape_key(self) -> tuple[object, ...]:
-        """What weights of experts must have in common to share a launch."""
+        """Equal for weights of experts that can share a launch."""
         return self.n, self.k, self.packing, self._scale_dtype, self.chip
 
     def _constants(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ _SHARED = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (1
 
 @dataclass(frozen=True)
 class Chip:
-    """What the choice depends on: compute capability, multiprocessors, and whether PDL works (`triton.pdl`)."""
+    """The properties of a GPU that decide the tile; pdl: programmatic dependent launch works (`triton.pdl`)."""
 
     capability: tuple[int, int]
     processors: int
@@ -96,8 +96,8 @@ def parts(chip: Chip, shape: Tile, packing: Packing, rows: int, n: int, k: int, 
     return even_parts(shape, max(1, min(slots // programs, bound)), k, tile_k)
 
 
-def even_parts(shape: Tile, wanted: int, k: int, tile_k: int) -> tuple[int, int]:
-    """Return (parts of K, groups of `tile_k` per part): `wanted` parts, or fewer so that each is whole iterations."""
+def even_parts(shape: Tile, count: int, k: int, tile_k: int) -> tuple[int, int]:
+    """Return (parts of K, groups of `tile_k` per part): `count` parts, or fewer so that each is whole iterations."""
     unroll, tiles = shape.unroll(tile_k, k), k // tile_k
-    share = -(-tiles // (wanted * unroll)) * unroll
+    share = -(-tiles // (count * unroll)) * unroll
     return -(-tiles // share), share
