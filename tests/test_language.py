@@ -36,7 +36,6 @@ UNCLEAN: dict[str, int] = {
     "runtime/hub": 0,
     "runtime/kernels": 7,
     "runtime/layers": 20,
-    "runtime/models": 2,
     "runtime/sampling": 47,
     "runtime/speculative": 83,
     "runtime/utils": 0,
