@@ -60,6 +60,6 @@ def test_mistakes_are_told(mycli: Mycli, adapter: Path) -> None:
     alone = mycli("run", str(adapter), *ASK)
     assert alone.returncode == 3 and f"hint: mycli run org/pico --adapter {adapter}" in alone.stderr
     other = mycli("run", "pico-draft", *ASK, "--adapter", str(adapter))
-    assert other.returncode == 3 and "of rank 4 make no" in other.stderr
+    assert other.returncode == 3 and "of rank 4 do not fit" in other.stderr
     foreign = write_adapter(adapter.with_name("foreign"), tensors_for(PICO, MODULES[0]), base_model_name_or_path="a/b")
     assert "was trained on a/b" in mycli("run", "pico", *ASK, "--adapter", str(foreign)).stderr
