@@ -47,8 +47,8 @@ inline int multiply_head(const Head& head, const Rowwise& rowwise, const uint16_
     const int64_t inputs = rowwise.rows * head.product.parts[0].inputs;
     Scratch scratch(inputs + rowwise.rows * head.product.outputs);
     if (!scratch.at) return 1;
-    const uint16_t* entering = rowwise.entering(head.norm, x, scratch.take(inputs));
-    return rowwise.multiply(head.product, entering, y, scratch.take(rowwise.rows * head.product.outputs)) ? 0 : 1;
+    const uint16_t* input = rowwise.norm_input(head.norm, x, scratch.take(inputs));
+    return rowwise.multiply(head.product, input, y, scratch.take(rowwise.rows * head.product.outputs)) ? 0 : 1;
 }
 
 }  // namespace

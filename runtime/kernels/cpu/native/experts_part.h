@@ -81,9 +81,9 @@ struct ExpertsRun {
         return multiply_routed(down, rowwise.threads);
     }
 
-    // The outputs of the experts that are ready for x [rows, hidden], to `outputs` [pairs, outputs]. Returns false without
+    // The outputs of the experts that are ready for x [rows, hidden], to `pair_outputs` [pairs, outputs]. Returns false without
     // memory.
-    bool feed(const Routing& r, const std::vector<uint8_t>& ready, const uint16_t* x, uint16_t* both, uint16_t* activated, uint16_t* each) const {
+    bool feed(const Routing& r, const std::vector<uint8_t>& ready, const uint16_t* x, uint16_t* both, uint16_t* activated, uint16_t* pair_outputs) const {
         std::vector<Pair> pairs;
         std::vector<const void*> up(ready.size()), down(ready.size());
         for (size_t i = 0; i < ready.size(); i++) {
@@ -96,21 +96,21 @@ struct ExpertsRun {
             add_bias(part.gate_up, pair, both);
             gate_row(int32_t(part.gate_type), both + pair.at * 2 * part.size, part.size, activated + pair.at * part.size);
         };
-        if (!multiply_both(routed(part.gate_up, r, up, r.pairs, x, both), routed(part.down, r, down, nullptr, activated, each), between,
+        if (!multiply_both(routed(part.gate_up, r, up, r.pairs, x, both), routed(part.down, r, down, nullptr, activated, pair_outputs), between,
                            int64_t(pairs.size())))
             return false;
-        Rowwise{int64_t(pairs.size()), rowwise.threads}.each([&](int64_t i) { add_bias(part.down, pairs[size_t(i)], each); });
+        Rowwise{int64_t(pairs.size()), rowwise.threads}.each([&](int64_t i) { add_bias(part.down, pairs[size_t(i)], pair_outputs); });
         return true;
     }
 
     // `feed` for all hit experts: in one call, or piece by piece as they are loaded. Returns 0; 1: no memory; 3: loading failed.
-    int feed_all(const Routing& r, int64_t hits, const uint16_t* x, uint16_t* both, uint16_t* activated, uint16_t* each) const {
-        if (!part.fetch) return feed(r, std::vector<uint8_t>(size_t(hits), 1), x, both, activated, each) ? 0 : 1;
+    int feed_all(const Routing& r, int64_t hits, const uint16_t* x, uint16_t* both, uint16_t* activated, uint16_t* pair_outputs) const {
+        if (!part.fetch) return feed(r, std::vector<uint8_t>(size_t(hits), 1), x, both, activated, pair_outputs) ? 0 : 1;
         for (int64_t piece = 0, left = hits; left > 0; piece++) {
             std::vector<uint8_t> ready(size_t(hits), 0);
             const int64_t count = part.fetch(piece, r.hit, hits, ready.data());
             if (count <= 0) return 3;
-            if (!feed(r, ready, x, both, activated, each)) return 1;
+            if (!feed(r, ready, x, both, activated, pair_outputs)) return 1;
             left -= count;
         }
         return 0;
@@ -118,22 +118,22 @@ struct ExpertsRun {
 
     // x [rows, hidden], or its norm in memory of `scratch`.
     const uint16_t* normed(const NormParams& gain, const uint16_t* x, Scratch& scratch) const {
-        return gain.gain ? rowwise.entering(gain, x, scratch.take(rowwise.rows * part.residual.hidden)) : x;
+        return gain.gain ? rowwise.norm_input(gain, x, scratch.take(rowwise.rows * part.residual.hidden)) : x;
     }
 
     // The output of the shared expert for x [rows, hidden], times the sigmoid of its gate if it has one; null without memory.
-    const uint16_t* beside(const uint16_t* x, Scratch& scratch) const {
-        uint16_t* made = scratch.take(rowwise.rows * part.residual.hidden);
-        if (!feed_forward(part.shared, rowwise, normed(part.shared_norm, x, scratch), scratch, made)) return nullptr;
-        if (part.shared_output_norm.gain) rowwise.norm(part.shared_output_norm, made, part.residual.hidden, part.residual.hidden, made);
-        if (!part.shared_gate.outputs) return made;
+    const uint16_t* shared_output(const uint16_t* x, Scratch& scratch) const {
+        uint16_t* output = scratch.take(rowwise.rows * part.residual.hidden);
+        if (!feed_forward(part.shared, rowwise, normed(part.shared_norm, x, scratch), scratch, output)) return nullptr;
+        if (part.shared_output_norm.gain) rowwise.norm(part.shared_output_norm, output, part.residual.hidden, part.residual.hidden, output);
+        if (!part.shared_gate.outputs) return output;
         uint16_t *gate = scratch.take(rowwise.rows), *spare = scratch.take(rowwise.rows);
         if (!rowwise.multiply(part.shared_gate, x, gate, spare)) return nullptr;
         rowwise.each([&](int64_t row) {
-            uint16_t* at = made + row * part.residual.hidden;
+            uint16_t* at = output + row * part.residual.hidden;
             weigh_row(at, gate[row], part.residual.hidden, at);
         });
-        return made;
+        return output;
     }
 
     // Returns 0; 1: no memory; 3: an expert could not be loaded.
@@ -142,22 +142,22 @@ struct ExpertsRun {
         Scratch scratch(8 * values + feed_forward_scratch(part.shared, rows) + 4 * rows + (4 * rows + 4) * (part.experts + 1) + 8 * pairs +
                         pairs * (part.gate_up.outputs + part.size + part.down.outputs));
         if (!scratch.at) return 1;
-        const uint16_t* entering = normed(part.norm, x, scratch);
+        const uint16_t* input = normed(part.norm, x, scratch);
         const uint16_t* shared = nullptr;
-        if (part.shared.size && !(shared = beside(entering, scratch))) return 1;
+        if (part.shared.size && !(shared = shared_output(input, scratch))) return 1;
         Routing r;
-        const int64_t hits = choose(normed(part.router_norm, entering, scratch), scratch, r);
+        const int64_t hits = choose(normed(part.router_norm, input, scratch), scratch, r);
         if (hits < 0) return 1;
         uint16_t *both = scratch.take(pairs * part.gate_up.outputs), *activated = scratch.take(pairs * part.size);
-        uint16_t *each = scratch.take(pairs * part.down.outputs), *made = scratch.take(values);
-        if (const int failed = feed_all(r, hits, normed(part.expert_norm, entering, scratch), both, activated, each)) return failed;
-        const WeightedSum sum{each, r.places, r.weights, made, rows, part.choice.top, part.residual.hidden, BF16};
+        uint16_t *pair_outputs = scratch.take(pairs * part.down.outputs), *output = scratch.take(values);
+        if (const int failed = feed_all(r, hits, normed(part.expert_norm, input, scratch), both, activated, pair_outputs)) return failed;
+        const WeightedSum sum{pair_outputs, r.places, r.weights, output, rows, part.choice.top, part.residual.hidden, BF16};
         rowwise.each([&](int64_t row) {
             sum_token<uint16_t>(sum, row);
         });
-        if (part.expert_output_norm.gain) rowwise.norm(part.expert_output_norm, made, sum.size, sum.size, made);
-        if (shared) rowwise.each([&](int64_t row) { add_row(made + row * sum.size, shared + row * sum.size, sum.size); });
-        rowwise.add(part.residual, x, made, scratch.take(values), out);
+        if (part.expert_output_norm.gain) rowwise.norm(part.expert_output_norm, output, sum.size, sum.size, output);
+        if (shared) rowwise.each([&](int64_t row) { add_row(output + row * sum.size, shared + row * sum.size, sum.size); });
+        rowwise.add(part.residual, x, output, scratch.take(values), out);
         return 0;
     }
 };

@@ -104,9 +104,9 @@ struct Scratch {
     Scratch(const Scratch&) = delete;
     Scratch& operator=(const Scratch&) = delete;
     uint16_t* take(int64_t values) {
-        uint16_t* found = reinterpret_cast<uint16_t*>(next);
+        uint16_t* piece = reinterpret_cast<uint16_t*>(next);
         next += (values * 2 + 63) / 64 * 64;
-        return found;
+        return piece;
     }
 };
 
@@ -120,7 +120,7 @@ struct Rowwise {
     }
 
     // Whether all products are packed and can be multiplied in one parallel region.
-    bool at_once(const Linear& linear) const {
+    bool can_share(const Linear& linear) const {
         for (int64_t i = 0; i < linear.count; i++)
             if (!linear.parts[i].packed || !(cut_of(*linear.parts[i].packed) == cut_of(*linear.parts[0].packed))) return false;
         return rows <= FEW;
@@ -128,12 +128,12 @@ struct Rowwise {
 
     // y [rows, outputs]; `spare` is as large, for several products. Returns false without memory.
     bool multiply(const Linear& linear, const uint16_t* x, uint16_t* y, uint16_t* spare) const {
-        if (!(at_once(linear) ? multiply_together(linear, x, y) : multiply_parts(linear, x, y, spare))) return false;
+        if (!(can_share(linear) ? multiply_shared(linear, x, y) : multiply_separately(linear, x, y, spare))) return false;
         if (linear.bias) each([&](int64_t row) { add_row(y + row * linear.outputs, linear.bias, linear.outputs); });
         return true;
     }
 
-    bool multiply_together(const Linear& linear, const uint16_t* x, uint16_t* y) const {
+    bool multiply_shared(const Linear& linear, const uint16_t* x, uint16_t* y) const {
 #if WIDTH
         std::vector<FewProduct> products;
         std::vector<const uint16_t*> each_row;
@@ -146,25 +146,25 @@ struct Rowwise {
 #endif
     }
 
-    bool multiply_parts(const Linear& linear, const uint16_t* x, uint16_t* y, uint16_t* spare) const {
+    bool multiply_separately(const Linear& linear, const uint16_t* x, uint16_t* y, uint16_t* spare) const {
         int64_t column = 0;
         for (int64_t i = 0; i < linear.count; i++) {
-            const Product& one = linear.parts[i];
+            const Product& product = linear.parts[i];
             const bool direct = linear.count == 1 || rows == 1;
             uint16_t* to = direct ? y + column : spare;
-            if (one.packed ? packed_matmul(one.packed, x, BF16, rows, to, threads)
-                           : dense_matmul(BF16, one.dense, one.outputs, one.inputs, x, rows, to, threads))
+            if (product.packed ? packed_matmul(product.packed, x, BF16, rows, to, threads)
+                           : dense_matmul(BF16, product.dense, product.outputs, product.inputs, x, rows, to, threads))
                 return false;
             if (!direct)
                 for (int64_t row = 0; row < rows; row++)
-                    memcpy(y + row * linear.outputs + column, to + row * one.outputs, size_t(one.outputs) * 2);
-            column += one.outputs;
+                    memcpy(y + row * linear.outputs + column, to + row * product.outputs, size_t(product.outputs) * 2);
+            column += product.outputs;
         }
         return true;
     }
 
     // Regroups x, rows `stride` apart, from [groups][all of `widths`] to y [rows][widths][groups].
-    void order(const uint16_t* x, int64_t stride, int64_t groups, std::initializer_list<int64_t> widths, uint16_t* y) const {
+    void regroup(const uint16_t* x, int64_t stride, int64_t groups, std::initializer_list<int64_t> widths, uint16_t* y) const {
         int64_t all = 0;
         for (const int64_t width : widths) all += width;
         each([&](int64_t row) {
@@ -186,18 +186,18 @@ struct Rowwise {
         });
     }
     // The input of a part's products: the stream x, or its norm, written to y.
-    const uint16_t* entering(const NormParams& gain, const uint16_t* x, uint16_t* y) const {
+    const uint16_t* norm_input(const NormParams& gain, const uint16_t* x, uint16_t* y) const {
         if (!gain.gain) return x;
         norm(gain, x, gain.size, gain.size, y);
         return y;
     }
 
     // out = the stream x plus the output of a part, `output`, each [rows, hidden].
-    void add(const ResidualAdd& residual, const uint16_t* x, const uint16_t* made, uint16_t* spare, uint16_t* out) const {
-        const uint16_t* given = entering(residual.norm, made, spare);
+    void add(const ResidualAdd& residual, const uint16_t* x, const uint16_t* output, uint16_t* spare, uint16_t* out) const {
+        const uint16_t* normed = norm_input(residual.norm, output, spare);
         each([&](int64_t row) {
             for (int64_t i = row * residual.hidden; i < (row + 1) * residual.hidden; i += LANE) {
-                V16 more = load16(given + i);
+                V16 more = load16(normed + i);
                 if (residual.multiplier != 1) more = rounded(more * residual.multiplier);
                 V16 all = rounded(load16(x + i) + more);
                 if (residual.scalar) all *= from_bf16(*residual.scalar);
@@ -255,18 +255,18 @@ struct AttentionRun {
 
     // Converts a vector of one head to int8 codes and returns their scale, rounded as in runtime/cache/kv_cache.py.
     static float make_codes(const uint16_t* x, int64_t size, int8_t* codes) {
-        float most = 0;
-        bool number = true;
+        float largest = 0;
+        bool finite = true;
         for (int64_t i = 0; i < size; i++) {
-            const float one = fabsf(from_bf16(x[i]));
-            most = std::max(most, one);
-            number &= one <= __FLT_MAX__;
+            const float magnitude = fabsf(from_bf16(x[i]));
+            largest = std::max(largest, magnitude);
+            finite &= magnitude <= __FLT_MAX__;
         }
-        if (!number) {
+        if (!finite) {
             memset(codes, 0, size_t(size));
             return __builtin_nanf("");
         }
-        const float scale = most / 127, step = std::max(scale, __FLT_MIN__);
+        const float scale = largest / 127, step = std::max(scale, __FLT_MIN__);
         for (int64_t i = 0; i < size; i++)
             codes[i] = int8_t(std::min(std::max(rintf(from_bf16(x[i]) / step), -127.0f), 127.0f));
         return scale;
@@ -295,7 +295,7 @@ struct AttentionRun {
     void split_gates(uint16_t* projected, Scratch& scratch) const {
         const int64_t width = 2 * part.heads * part.head_dim;
         uint16_t* ordered = scratch.take(rowwise.rows * width);
-        rowwise.order(projected, part.qkv.outputs, part.heads, {part.head_dim, part.head_dim}, ordered);
+        rowwise.regroup(projected, part.qkv.outputs, part.heads, {part.head_dim, part.head_dim}, ordered);
         for (int64_t row = 0; row < rowwise.rows; row++)
             memcpy(projected + row * part.qkv.outputs, ordered + row * width, size_t(width) * 2);
     }
@@ -313,13 +313,13 @@ struct AttentionRun {
 
     // Computes the part without its norm and residual addition, both sides [rows, hidden]. Returns 0; 1: no memory; 2: lengths or
     // blocks out of range.
-    int make(const uint16_t* entering, uint16_t* made) const {
+    int compute(const uint16_t* input, uint16_t* output) const {
         const int64_t rows = rowwise.rows, queries = part.heads * part.head_dim, keys = part.kv_heads * part.head_dim;
         const int64_t widest = std::max(part.qkv.outputs, part.residual.hidden);
         Scratch scratch(rows * (widest + part.qkv.outputs + 3 * (queries + 2 * keys) + (2 + 2 * part.gated) * queries + 4) + 2 * part.head_dim);
         if (!scratch.at) return 1;
         uint16_t *spare = scratch.take(rows * widest), *projected = scratch.take(rows * part.qkv.outputs);
-        if (!rowwise.multiply(part.qkv, entering, projected, spare)) return 1;
+        if (!rowwise.multiply(part.qkv, input, projected, spare)) return 1;
         if (part.gated) split_gates(projected, scratch);
         uint16_t* attended = scratch.take(rows * queries);
         Attention a{nullptr, cache.keys, cache.values, cache.key_scales, cache.value_scales, part.sinks, attended, pass.starts,
@@ -349,7 +349,7 @@ struct AttentionRun {
                 uint16_t* to = attended + row * queries;
                 weigh_row(to, gates + row * part.qkv.outputs, queries, to);
             });
-        return rowwise.multiply(part.o, attended, made, spare) ? 0 : 1;
+        return rowwise.multiply(part.o, attended, output, spare) ? 0 : 1;
     }
 
     // The whole part, from the stream x to out. Returns as above.
@@ -357,9 +357,9 @@ struct AttentionRun {
         const int64_t values = rowwise.rows * part.residual.hidden;
         Scratch scratch(2 * values);
         if (!scratch.at) return 1;
-        uint16_t *normed = scratch.take(values), *made = scratch.take(values);
-        if (const int failed = make(rowwise.entering(part.norm, x, normed), made)) return failed;
-        rowwise.add(part.residual, x, made, normed, out);
+        uint16_t *normed = scratch.take(values), *output = scratch.take(values);
+        if (const int failed = compute(rowwise.norm_input(part.norm, x, normed), output)) return failed;
+        rowwise.add(part.residual, x, output, normed, out);
         return 0;
     }
 };
@@ -368,13 +368,13 @@ inline int64_t feed_forward_scratch(const FeedForward& f, int64_t rows) {
     return rows * (std::max(f.gate_up.outputs, f.down.outputs) + f.gate_up.outputs + f.size);
 }
 // x [rows, inputs] through an MLP to `output`, with `feed_forward_scratch` values of `scratch`. Returns false without memory.
-inline bool feed_forward(const FeedForward& f, const Rowwise& rowwise, const uint16_t* x, Scratch& scratch, uint16_t* made) {
+inline bool feed_forward(const FeedForward& f, const Rowwise& rowwise, const uint16_t* x, Scratch& scratch, uint16_t* output) {
     const int64_t rows = rowwise.rows;
     uint16_t* spare = scratch.take(rows * std::max(f.gate_up.outputs, f.down.outputs));
     uint16_t *both = scratch.take(rows * f.gate_up.outputs), *activated = scratch.take(rows * f.size);
     if (!rowwise.multiply(f.gate_up, x, both, spare)) return false;
     rowwise.each([&](int64_t row) { gate_row(int32_t(f.gate_type), both + row * f.gate_up.outputs, f.size, activated + row * f.size); });
-    return rowwise.multiply(f.down, activated, made, spare);
+    return rowwise.multiply(f.down, activated, output, spare);
 }
 
 // Returns 0, or 1 without memory.
@@ -382,10 +382,10 @@ inline int run_mlp(const MlpPart& part, const Rowwise& rowwise, const uint16_t* 
     const int64_t values = rowwise.rows * part.residual.hidden;
     Scratch scratch(feed_forward_scratch(part.feed, rowwise.rows) + 3 * values);
     if (!scratch.at) return 1;
-    const uint16_t* entering = rowwise.entering(part.norm, x, scratch.take(values));
-    uint16_t *made = scratch.take(values), *spare = scratch.take(values);
-    if (!feed_forward(part.feed, rowwise, entering, scratch, made)) return 1;
-    rowwise.add(part.residual, x, made, spare, out);
+    const uint16_t* input = rowwise.norm_input(part.norm, x, scratch.take(values));
+    uint16_t *output = scratch.take(values), *spare = scratch.take(values);
+    if (!feed_forward(part.feed, rowwise, input, scratch, output)) return 1;
+    rowwise.add(part.residual, x, output, spare, out);
     return 0;
 }
 
@@ -395,10 +395,10 @@ inline int run_parallel(const ParallelPart& part, const PassRows& pass, const La
     const int64_t values = rowwise.rows * part.attention.residual.hidden;
     Scratch scratch(feed_forward_scratch(part.mlp.feed, rowwise.rows) + 4 * values);
     if (!scratch.at) return 1;
-    const uint16_t* entering = rowwise.entering(part.attention.norm, x, scratch.take(values));
+    const uint16_t* input = rowwise.norm_input(part.attention.norm, x, scratch.take(values));
     uint16_t *attended = scratch.take(values), *fed = scratch.take(values), *spare = scratch.take(values);
-    if (const int failed = AttentionRun{part.attention, pass, cache, rowwise}.make(entering, attended)) return failed;
-    if (!feed_forward(part.mlp.feed, rowwise, entering, scratch, fed)) return 1;
+    if (const int failed = AttentionRun{part.attention, pass, cache, rowwise}.compute(input, attended)) return failed;
+    if (!feed_forward(part.mlp.feed, rowwise, input, scratch, fed)) return 1;
     rowwise.add(part.attention.residual, x, attended, spare, out);
     rowwise.add(part.mlp.residual, out, fed, spare, out);
     return 0;
@@ -410,17 +410,17 @@ inline int run_per_layer(const PerLayerPart& part, const PassRows& pass, const R
     Scratch scratch(2 * values + rows * (widest + 3 * size));
     if (!scratch.at) return 1;
     uint16_t *spare = scratch.take(rows * widest), *gate = scratch.take(rows * size), *both = scratch.take(2 * rows * size);
-    const uint16_t* entering = rowwise.entering(part.norm, x, scratch.take(values));
-    if (!rowwise.multiply(part.gate, entering, gate, spare)) return 1;
+    const uint16_t* input = rowwise.norm_input(part.norm, x, scratch.take(values));
+    if (!rowwise.multiply(part.gate, input, gate, spare)) return 1;
     rowwise.each([&](int64_t row) {
         uint16_t* at = both + row * 2 * size;
         memcpy(at, gate + row * size, size_t(size) * 2);
         memcpy(at + size, pass.per_layer_inputs + row * pass.per_layer_stride + part.offset, size_t(size) * 2);
         gate_row(int32_t(part.gate_type), at, size, gate + row * size);
     });
-    uint16_t* made = scratch.take(values);
-    if (!rowwise.multiply(part.projection, gate, made, spare)) return 1;
-    rowwise.add(part.residual, x, made, spare, out);
+    uint16_t* output = scratch.take(values);
+    if (!rowwise.multiply(part.projection, gate, output, spare)) return 1;
+    rowwise.add(part.residual, x, output, spare, out);
     return 0;
 }
 

@@ -37,7 +37,7 @@ inline int64_t choose(const Loop& loop, const uint16_t* logits) {
 // tokens [passes + 1, sequences]: row 0 is the input of the first pass; each pass writes the next row, -1 if a logit is NaN or
 // infinite, which ends the loop as a stop does. `done`: the number of passes run. Returns 0, or the error of run_chain.
 inline int run_loop(const Step* steps, int64_t count, const PassRows& first, const Head& head, const Loop& loop, int64_t passes,
-                    int64_t* tokens, int64_t* made, int threads) {
+                    int64_t* tokens, int64_t* done, int threads) {
     const int64_t rows = first.sequences, outputs = head.product.outputs;
     Scratch scratch(2 * rows * loop.hidden + rows * outputs);
     if (!scratch.at) return 1;
@@ -48,14 +48,14 @@ inline int run_loop(const Step* steps, int64_t count, const PassRows& first, con
     const auto ends = [&](int64_t token) {
         return token < 0 || std::find(loop.stops, loop.stops + loop.stop_count, token) != loop.stops + loop.stop_count;
     };
-    for (bool over = false; *made < passes && !over; ++*made) {
-        int64_t *now = tokens + *made * rows, *next = now + rows;
-        for (int64_t row = 0; row < rows; row++) embed(loop, now[row], x + row * loop.hidden);
+    for (bool ended = false; *done < passes && !ended; ++*done) {
+        int64_t *current = tokens + *done * rows, *next = current + rows;
+        for (int64_t row = 0; row < rows; row++) embed(loop, current[row], x + row * loop.hidden);
         if (const int failed = run_chain(steps, count, pass, threads, x, out)) return failed;
         if (multiply_head(head, {rows, threads}, out, logits)) return 1;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows > 1)
         for (int64_t row = 0; row < rows; row++) next[row] = choose(loop, logits + row * outputs);
-        over = std::any_of(next, next + rows, ends);
+        ended = std::any_of(next, next + rows, ends);
         for (int32_t& length : lengths) length++;
     }
     return 0;

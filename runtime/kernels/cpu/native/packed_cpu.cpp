@@ -49,9 +49,9 @@ template <int B> bool matmul_bf16(const Weight& w, const uint16_t* x, int64_t ro
     // A row has 2 bytes per input; a tile may read one row past the end.
     const int64_t room = rounded_up((rows + 1) * 2 * w.inputs + 64);
     const int64_t notes = rounded_up(rows * segments * 4);
-    const int64_t own = (path == Path::WORDS ? tiling.high : 1) * rounded_up(2 * w.inputs);
+    const int64_t per_thread = (path == Path::WORDS ? tiling.high : 1) * rounded_up(2 * w.inputs);
     const int64_t totals = rounded_up(tiling.together(2 * w.inputs) * tiling.high * 2 * ROWS * 4);
-    const Memory memory(room + 3 * notes + threads * (own + totals));
+    const Memory memory(room + 3 * notes + threads * (per_thread + totals));
     if (!memory.at) return false;
     const Units units{reinterpret_cast<float*>(memory.at + room), reinterpret_cast<int32_t*>(memory.at + room + notes),
                       reinterpret_cast<float*>(memory.at + room + 2 * notes), 1, rows};
@@ -61,9 +61,9 @@ template <int B> bool matmul_bf16(const Weight& w, const uint16_t* x, int64_t ro
         int self;
 #pragma omp atomic capture
         self = next++;
-        char* mine = memory.at + room + 3 * notes + self * (own + totals);
-        int16_t* integers = reinterpret_cast<int16_t*>(mine);
-        float* total = reinterpret_cast<float*>(mine + own);
+        char* private_memory = memory.at + room + 3 * notes + self * (per_thread + totals);
+        int16_t* integers = reinterpret_cast<int16_t*>(private_memory);
+        float* total = reinterpret_cast<float*>(private_memory + per_thread);
         if (path == Path::WORDS) {
 #pragma omp for schedule(static)
             for (int64_t t = 0; t < tiling.tiles; t++) {
@@ -210,9 +210,9 @@ EXPORT void experts_sum(const WeightedSum* s, int threads) {
 }
 
 // likeliest of draw.h for each of `rows` rows of logits, `stride` apart.
-EXPORT void best(const float* logits, int64_t rows, int64_t stride, int64_t n, int64_t* found, int threads) {
+EXPORT void best(const float* logits, int64_t rows, int64_t stride, int64_t n, int64_t* tokens, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows > 1)
-    for (int64_t row = 0; row < rows; row++) found[row] = likeliest(logits + row * stride, n);
+    for (int64_t row = 0; row < rows; row++) tokens[row] = likeliest(logits + row * stride, n);
 }
 
 // softmax_draw of draw.h.
@@ -249,9 +249,9 @@ EXPORT int run_head(const Head* head, int64_t rows, const uint16_t* x, uint16_t*
 
 // run_loop of loop.h. Returns 0; 1: no memory; 2: lengths or blocks out of range; 3: an expert could not be loaded.
 EXPORT int run_passes(const Step* steps, int64_t count, const PassRows* first, const Head* head, const Loop* loop, int64_t passes,
-                      int64_t* tokens, int64_t* made, int threads) {
-    *made = 0;
-    return run_loop(steps, count, *first, *head, *loop, passes, tokens, made, threads);
+                      int64_t* tokens, int64_t* done, int threads) {
+    *done = 0;
+    return run_loop(steps, count, *first, *head, *loop, passes, tokens, done, threads);
 }
 
 // convolve_channels, delta_columns and gated_norm_row of recurrent.h, for all sequences.

@@ -65,7 +65,7 @@ template <int64_t Size> float error_of(const Group& g, float scale) {
     if (!invertible(scale) || g.size % 32) return error_exact<Size>(g, scale);
     const Wide inverse = spread(1 / scale), s = spread(scale);
     Wide worst = {};
-    const float found = sum_as_torch(Size ? Size : g.size, [&](int64_t i, auto kind) {
+    const float error = sum_as_torch(Size ? Size : g.size, [&](int64_t i, auto kind) {
         using V = decltype(kind);
         if constexpr (std::is_same_v<V, Wide>) {
             Wide away;
@@ -76,7 +76,7 @@ template <int64_t Size> float error_of(const Group& g, float scale) {
             return V{};
         }
     });
-    return any(worst > near_tie(g)) ? error_exact<Size>(g, scale) : found;
+    return any(worst > near_tie(g)) ? error_exact<Size>(g, scale) : error;
 }
 
 // The scale of least squared error for the levels that `scale` gives.
@@ -202,9 +202,9 @@ bool round_row(const Rounding& r, int64_t row, float* x) {
         const int64_t start = n * r.group, place = row * groups + n;
         const Group g{x + start, r.importance ? r.importance + start : nullptr, r.group, float(1 << (r.bits - 1))};
         if (r.search != GIVEN) {
-            const float found = find_scale(r, g);
-            if (found != found) return false;
-            store(r.scales, r.scale_type, place, found);
+            const float scale = find_scale(r, g);
+            if (scale != scale) return false;
+            store(r.scales, r.scale_type, place, scale);
         }
         if (r.codes || r.sums)
             round_group(g, loaded(r.scales, r.scale_type, place), r.codes ? r.codes + row * r.inputs + start : nullptr, squares);
@@ -226,11 +226,11 @@ struct Columns {  // mirrored by build.py
     int64_t columns, rows;
     float half;
 };
-constexpr int64_t MOST_COLUMNS = 128, VECTORS = 4, TILE = VECTORS * WIDE, SOON = 6;
+constexpr int64_t MAX_COLUMNS = 128, VECTORS = 4, TILE = VECTORS * WIDE, SOON = 6;
 
 // TILE rows from `first`; the shifts of all columns stay in the L1 cache.
 void solve_rows(const Columns& c, int64_t first) {
-    alignas(64) float shifts[MOST_COLUMNS][TILE];
+    alignas(64) float shifts[MAX_COLUMNS][TILE];
     for (int64_t i = 0; i < c.columns; i++) {
         const int64_t place = i * c.rows + first;
         const float *matrix = c.matrix + i * c.columns, pivot = matrix[i];
@@ -311,7 +311,7 @@ EXPORT int round_weight(const Rounding* r, int threads) {
     return failed;
 }
 
-// solve_block of quant/rounding/columns.py for up to MOST_COLUMNS; each sum is in the order of the columns, on every machine.
+// solve_block of quant/rounding/columns.py for up to MAX_COLUMNS; each sum is in the order of the columns, on every machine.
 EXPORT void solve_columns(const Columns* c, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t first = 0; first < c->rows; first += TILE) first + TILE <= c->rows ? solve_rows(*c, first) : solve_last(*c, first);

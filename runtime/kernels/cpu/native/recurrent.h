@@ -32,19 +32,19 @@ struct Convolution {  // mirrored by recurrent.py
     int32_t silu;
 };
 
-constexpr int64_t MOST_TAPS = 64;
+constexpr int64_t MAX_TAPS = 64;
 constexpr int64_t BLOCKS = 4, TILE_ROWS = 32;  // of LANE channels, and rows, convolved together
 
-// LANE channels of rows [first, last); `inputs` is a ring of the last inputs, starting at `oldest`.
-template <class T> inline void convolve_block(const Convolution& c, V16* kept, int64_t oldest, int64_t first, int64_t last, int64_t channel) {
-    V16 weight[MOST_TAPS];
+// LANE channels of rows [first, last); `ring` holds the last inputs, starting at `oldest`.
+template <class T> inline void convolve_block(const Convolution& c, V16* ring, int64_t oldest, int64_t first, int64_t last, int64_t channel) {
+    V16 weight[MAX_TAPS];
     for (int64_t i = 0; i < c.taps; i++) weight[i] = load16(c.weight + i * c.channels + channel);
     const V16 none = {}, bias = c.bias ? load16(c.bias + channel) : none;
     for (int64_t row = first; row < last; row++) {
-        kept[oldest ? oldest - 1 : c.taps - 1] = load16(static_cast<const T*>(c.x) + row * c.stride + channel);
+        ring[oldest ? oldest - 1 : c.taps - 1] = load16(static_cast<const T*>(c.x) + row * c.stride + channel);
         V16 sum = bias;
         for (int64_t i = 0, at = oldest; i < c.taps; i++) {
-            sum += kept[at] * weight[i];
+            sum += ring[at] * weight[i];
             at = at + 1 == c.taps ? 0 : at + 1;
         }
         put16(static_cast<T*>(c.y) + row * c.channels + channel, c.silu ? silu(sum) : sum);
@@ -57,18 +57,18 @@ template <class T> inline void convolve_block(const Convolution& c, V16* kept, i
 template <class T> void convolve_channels(const Runs& r, const Convolution& c, int64_t run, int64_t channel, int64_t blocks) {
     const int64_t before = c.taps - 1, end = r.starts[run + 1];
     float* state = c.state + r.slots[run] * before * c.channels + channel;
-    V16 kept[BLOCKS][MOST_TAPS];
+    V16 ring[BLOCKS][MAX_TAPS];
     for (int64_t b = 0; b < blocks; b++)
-        for (int64_t i = 0; i < before; i++) kept[b][i] = load16(state + i * c.channels + b * LANE);
+        for (int64_t i = 0; i < before; i++) ring[b][i] = load16(state + i * c.channels + b * LANE);
     int64_t oldest = 0;
     for (int64_t first = r.starts[run]; first < end; first += TILE_ROWS) {
         const int64_t last = std::min(first + TILE_ROWS, end);
-        for (int64_t b = 0; b < blocks; b++) convolve_block<T>(c, kept[b], oldest, first, last, channel + b * LANE);
+        for (int64_t b = 0; b < blocks; b++) convolve_block<T>(c, ring[b], oldest, first, last, channel + b * LANE);
         oldest = (oldest + last - first) % c.taps;
     }
     if (r.stays && r.stays[run]) return;
     for (int64_t b = 0; b < blocks; b++)
-        for (int64_t i = 0; i < before; i++) put16(state + i * c.channels + b * LANE, kept[b][(oldest + i) % c.taps]);
+        for (int64_t i = 0; i < before; i++) put16(state + i * c.channels + b * LANE, ring[b][(oldest + i) % c.taps]);
 }
 
 struct Delta {  // mirrored by recurrent.py
@@ -81,7 +81,7 @@ struct Delta {  // mirrored by recurrent.py
     int64_t stride, heads, key_heads, key_dim, value_dim;  // dims are multiples of 16, key_dim at most 256
 };
 
-constexpr int64_t MOST_KEYS = 256;
+constexpr int64_t MAX_KEY_DIM = 256;
 
 // Normalizes the queries and keys of a row, the queries also by sqrt(key_dim), then exp(g) and beta of each head.
 template <class T> void delta_inputs(const Delta& d, int64_t row) {
@@ -113,26 +113,26 @@ template <class T, int B> void delta_columns(const Runs& r, const Delta& d, int6
     const int64_t width = d.key_heads * d.key_dim, values = d.heads * d.value_dim;
     const int64_t key_head = head / (d.heads / d.key_heads);
     float* state = d.state + (r.slots[run] * d.heads + head) * d.key_dim * d.value_dim + column;
-    V16 s[MOST_KEYS][B];
+    V16 s[MAX_KEY_DIM][B];
     for (int64_t i = 0; i < d.key_dim; i++)
         for (int b = 0; b < B; b++) s[i][b] = load16(state + i * d.value_dim + b * LANE);
     for (int64_t row = r.starts[run]; row < r.starts[run + 1]; row++) {
         const float* in = d.scratch + row * 2 * (width + d.heads);
         const float *query = in + key_head * d.key_dim, *key = query + width;
-        const float grown = in[2 * width + head], beta = in[2 * width + d.heads + head];
+        const float decay = in[2 * width + head], beta = in[2 * width + d.heads + head];
         const T* value = static_cast<const T*>(d.qkv) + row * (2 * width + values) + 2 * width + head * d.value_dim + column;
-        V16 known[4][B] = {}, read[4][B] = {}, written[B];
+        V16 recalled[4][B] = {}, read[4][B] = {}, written[B];
         for (int64_t i = 0; i < d.key_dim; i += 4)
             for (int64_t j = 0; j < 4; j++)
-                for (int b = 0; b < B; b++) known[j][b] += s[i + j][b] * key[i + j];
+                for (int b = 0; b < B; b++) recalled[j][b] += s[i + j][b] * key[i + j];
         for (int b = 0; b < B; b++) {
-            const V16 all = (known[0][b] + known[1][b]) + (known[2][b] + known[3][b]);
-            written[b] = (load16(value + b * LANE) - all * grown) * beta;
+            const V16 all = (recalled[0][b] + recalled[1][b]) + (recalled[2][b] + recalled[3][b]);
+            written[b] = (load16(value + b * LANE) - all * decay) * beta;
         }
         for (int64_t i = 0; i < d.key_dim; i += 4)
             for (int64_t j = 0; j < 4; j++)
                 for (int b = 0; b < B; b++) {
-                    s[i + j][b] = s[i + j][b] * grown + written[b] * key[i + j];
+                    s[i + j][b] = s[i + j][b] * decay + written[b] * key[i + j];
                     read[j][b] += s[i + j][b] * query[i + j];
                 }
         for (int b = 0; b < B; b++)

@@ -70,14 +70,14 @@ struct RecurrentRun {
         Scratch scratch(rows * (widest + 2 * hidden + 2 * (part.projection.outputs + part.gates.outputs) + channels + 2 * inputs + 2 * values));
         if (!scratch.at) return 1;
         uint16_t* spare = scratch.take(rows * widest);
-        const uint16_t* entering = rowwise.entering(part.norm, x, scratch.take(rows * hidden));
+        const uint16_t* input = rowwise.norm_input(part.norm, x, scratch.take(rows * hidden));
         uint16_t *projected = scratch.take(rows * part.projection.outputs), *gates = scratch.take(rows * part.gates.outputs);
-        if (!rowwise.multiply(part.projection, entering, projected, spare) || !rowwise.multiply(part.gates, entering, gates, spare)) return 1;
+        if (!rowwise.multiply(part.projection, input, projected, spare) || !rowwise.multiply(part.gates, input, gates, spare)) return 1;
         if (part.by_key_head) {
             const int64_t copies = part.heads / part.key_heads, width = copies * part.value_dim;
             uint16_t *other = scratch.take(rows * part.projection.outputs), *others = scratch.take(rows * part.gates.outputs);
-            rowwise.order(projected, part.projection.outputs, part.key_heads, {part.key_dim, part.key_dim, width, width}, other);
-            rowwise.order(gates, part.gates.outputs, part.key_heads, {copies, copies}, others);
+            rowwise.regroup(projected, part.projection.outputs, part.key_heads, {part.key_dim, part.key_dim, width, width}, other);
+            rowwise.regroup(gates, part.gates.outputs, part.key_heads, {copies, copies}, others);
             projected = other, gates = others;
         }
         store_draft_inputs(projected, part.projection.outputs, channels, 0);
@@ -90,9 +90,9 @@ struct RecurrentRun {
         const GatedNorm n{read, part.head_norm.gain, projected + channels, normed, rows, part.heads, part.value_dim,
                           part.projection.outputs, part.head_norm.eps};
         gated_norm_rows<uint16_t>(n, threads_for(rows * values));
-        uint16_t* made = scratch.take(rows * hidden);
-        if (!rowwise.multiply(part.out, normed, made, spare)) return 1;
-        rowwise.add(part.residual, x, made, spare, out);
+        uint16_t* output = scratch.take(rows * hidden);
+        if (!rowwise.multiply(part.out, normed, output, spare)) return 1;
+        rowwise.add(part.residual, x, output, spare, out);
         return 0;
     }
 
@@ -104,9 +104,9 @@ struct RecurrentRun {
         Scratch scratch(rows * (widest + 2 * hidden + width + 2 * channels));
         if (!scratch.at) return 1;
         uint16_t *spare = scratch.take(rows * widest), *projected = scratch.take(rows * width);
-        const uint16_t* entering = rowwise.entering(part.norm, x, scratch.take(rows * hidden));
-        if (!rowwise.multiply(part.projection, entering, projected, spare)) return 1;
-        uint16_t *mixed = scratch.take(rows * channels), *read = scratch.take(rows * channels), *made = scratch.take(rows * hidden);
+        const uint16_t* input = rowwise.norm_input(part.norm, x, scratch.take(rows * hidden));
+        if (!rowwise.multiply(part.projection, input, projected, spare)) return 1;
+        uint16_t *mixed = scratch.take(rows * channels), *read = scratch.take(rows * channels), *output = scratch.take(rows * hidden);
         const auto multiplied = [&](int64_t first, const uint16_t* by, int64_t stride, uint16_t* y) {
             rowwise.each([&](int64_t row) {
                 const uint16_t* gate = projected + row * width + first;
@@ -118,8 +118,8 @@ struct RecurrentRun {
         store_draft_inputs(mixed, channels, channels, 0);
         convolve(part.weight, part.bias, channels, part.taps, mixed, channels, false, read);
         multiplied(channels, read, channels, mixed);
-        if (!rowwise.multiply(part.out, mixed, made, spare)) return 1;
-        rowwise.add(part.residual, x, made, spare, out);
+        if (!rowwise.multiply(part.out, mixed, output, spare)) return 1;
+        rowwise.add(part.residual, x, output, spare, out);
         return 0;
     }
 };

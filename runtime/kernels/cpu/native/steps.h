@@ -106,8 +106,8 @@ template <class T> inline void square_row(const T* x, int64_t size, T* y) {
         store16(y + i, positive * positive);
     }
 }
-inline V16 kept(V16 v, const uint16_t*) { return rounded(v); }
-inline V16 kept(V16 v, const float*) { return v; }
+inline V16 rounded_as(V16 v, const uint16_t*) { return rounded(v); }
+inline V16 rounded_as(V16 v, const float*) { return v; }
 // (up + 1) * gate * sigmoid(1.702 gate) of gpt-oss, with gate <= 7 and -7 <= up <= 7; gate and up alternate. NaN stays NaN.
 template <class T> inline void clamped_row(const T* x, int64_t size, T* y) {
     const I16 even = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
@@ -116,8 +116,8 @@ template <class T> inline void clamped_row(const T* x, int64_t size, T* y) {
         const V16 first = load16(x + 2 * i), second = load16(x + 2 * i + LANE);
         const V16 gate = __builtin_shuffle(first, second, even), up = __builtin_shuffle(first, second, even + 1);
         const V16 low = gate > most ? most : gate, within = up > most ? most : up < -most ? -most : up;
-        const V16 open = kept(times_sigmoid(one, kept(low * 1.702f, x)), x);
-        store16(y + i, kept(within + 1.0f, x) * kept(low * open, x));
+        const V16 open = rounded_as(times_sigmoid(one, rounded_as(low * 1.702f, x)), x);
+        store16(y + i, rounded_as(within + 1.0f, x) * rounded_as(low * open, x));
     }
 }
 template <class T> inline void gate_row(int32_t gate_type, const T* x, int64_t size, T* y) {

@@ -31,9 +31,9 @@ template <> inline Wide smaller(Wide a, Wide b) { return _mm256_min_ps(a, b); }
 inline bool any(WideInt lanes) { return !_mm256_testz_si256((__m256i)lanes, (__m256i)lanes); }
 #else
 inline bool any(WideInt lanes) {
-    int32_t found = 0;
-    for (int lane = 0; lane < WIDE; lane++) found |= lanes[lane];
-    return found;
+    int32_t bits = 0;
+    for (int lane = 0; lane < WIDE; lane++) bits |= lanes[lane];
+    return bits;
 }
 #endif
 

@@ -29,8 +29,8 @@ inline V16 load16(const uint16_t* at) {
 // e^x for x <= 0, to 2 units in the last place; below -87 it is 0.
 inline V16 exponential(V16 x) {
     const V16 zero = {}, floor = zero - 87.0f, magic = zero + 12582912.0f;
-    const I16 gone = x < floor;
-    x = gone ? floor : x;
+    const I16 underflow = x < floor;
+    x = underflow ? floor : x;
     const V16 shifted = x * 1.44269504f + magic, n = shifted - magic;
     const V16 r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
     V16 y = r * 1.9875691500e-4f + 1.3981999507e-3f;
@@ -41,7 +41,7 @@ inline V16 exponential(V16 x) {
     y = y * r * r + r + 1.0f;
     const I16 power = ((I16)shifted - (I16)magic + 127) << 23;
     const V16 result = y * (V16)power;
-    return gone ? zero : result;
+    return underflow ? zero : result;
 }
 
 inline float sum_of(V16 v) {
@@ -134,8 +134,8 @@ inline Wide power_of_two(Wide x) {
     const Wide n = _mm512_roundscale_ps(x, 0);
 #else
     const Wide floor = spread(-127.0f), magic = spread(12582912.0f);
-    const WideInt gone = x < floor;
-    x = gone ? floor : x;
+    const WideInt underflow = x < floor;
+    x = underflow ? floor : x;
     const Wide shifted = x + magic, n = shifted - magic;
 #endif
     const Wide r = x - n;
@@ -149,7 +149,7 @@ inline Wide power_of_two(Wide x) {
     return _mm512_scalef_ps(y, n);
 #else
     const WideInt power = ((WideInt)shifted - (WideInt)magic + 127) << 23;
-    return gone ? Wide{} : y * (Wide)power;
+    return underflow ? Wide{} : y * (Wide)power;
 #endif
 }
 

@@ -152,8 +152,8 @@ template <class Path> struct Attending {
             int self;
 #pragma omp atomic capture
             self = next++;
-            float* own = memory + round.memory + self * room;
-            const Room place = room_at(own, few ? FEW_ROWS : most);
+            float* private_memory = memory + round.memory + self * room;
+            const Room place = room_at(private_memory, few ? FEW_ROWS : most);
 #pragma omp for schedule(dynamic, 1)
             for (int64_t i = 0; i < round.tasks[0]; i++) {
                 const Share& share = round.of(i, 0);

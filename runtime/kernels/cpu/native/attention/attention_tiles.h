@@ -200,7 +200,7 @@ template <typename T> struct TilePath {
             for (int64_t i = 0; i < 16; i++) memcpy(query + (d / 2 + i) * 2 * N, &v[i], 4 * N);
         }
         const Tiles tiles(16, 64, 4 * N);
-        alignas(64) float found[CHUNK * N];
+        alignas(64) float products[CHUNK * N];
         Lines lines[2][2];
         for (int64_t p = span.low; p < span.high + 32; p += 32) {
             if (p < span.high)
@@ -216,13 +216,13 @@ template <typename T> struct TilePath {
                 TILE_LOAD(5, second.at + d, second.bytes);
                 TILE_DOT_BF16(1, 5, 6);
             }
-            TILE_STORE(found + (p - 32) * N, 4 * N, 0);
-            TILE_STORE(found + (p - 16) * N, 4 * N, 1);
+            TILE_STORE(products + (p - 32) * N, 4 * N, 0);
+            TILE_STORE(products + (p - 16) * N, 4 * N, 1);
         }
         for (int64_t p = span.low; p < span.high; p += 16) {
             Wide v[N];
 #pragma GCC unroll 16
-            for (int i = 0; i < N; i++) v[i] = wide(found + p * N + i * 16);
+            for (int i = 0; i < N; i++) v[i] = wide(products + p * N + i * 16);
             put_columns<N>(v, room.scores + row * CHUNK + p, CHUNK);
         }
     }

@@ -191,9 +191,9 @@ template <int OUTPUTS> bool dense_amx(const Dense<uint16_t>& d, int threads) {
         const Tiles tiles(ROWS, 64, 4 * high);
 #pragma omp for schedule(guided)
         for (int64_t i = 0; i < parts * panels; i++) {
-            const int64_t wanted = i % panels * OUTPUTS, output = std::min(wanted, d.outputs - OUTPUTS);
+            const int64_t aligned = i % panels * OUTPUTS, output = std::min(aligned, d.outputs - OUTPUTS);
             const int64_t last = tiling.tiles * (i / panels + 1) / parts;
-            for (int64_t t = tiling.tiles * (i / panels) / parts; t < last; t += 2) dense_tiles<OUTPUTS>(d, output, wanted - output, tiling, t, last, x);
+            for (int64_t t = tiling.tiles * (i / panels) / parts; t < last; t += 2) dense_tiles<OUTPUTS>(d, output, aligned - output, tiling, t, last, x);
         }
     }
     free(x);

@@ -98,9 +98,9 @@ inline bool multiply_tables(const Routed& r, int threads) {
             if (!r.weights[expert]) continue;
             const TableWeight& t = *static_cast<const TableWeight*>(r.weights[expert]);
             by_kind(t, [&](const auto& codes) {
-                const float* own = rows + (one ? 0 : start * r.inputs);
+                const float* inputs = rows + (one ? 0 : start * r.inputs);
                 const int64_t end = std::min(first + TABLE_TASK, r.outputs);
-                table_part(t, codes, first, end, own, count_of(r, expert), [&](int64_t m, int64_t n, float sum) {
+                table_part(t, codes, first, end, inputs, count_of(r, expert), [&](int64_t m, int64_t n, float sum) {
                     const int64_t at = (start + m) * r.outputs + n;
                     if (r.type == F32) static_cast<float*>(r.y)[at] = sum;
                     else static_cast<uint16_t*>(r.y)[at] = to_bf16(sum);
@@ -151,12 +151,12 @@ struct Routing {  // mirrored by experts.py
 };
 
 // The indices of the `top` largest of `count` values, the lower index first among equals. NaN is never larger than a number.
-inline void find_highest(const float* value, int64_t count, int64_t top, int32_t* found) {
+inline void find_highest(const float* value, int64_t count, int64_t top, int32_t* chosen) {
     for (int64_t j = 0; j < top; j++) {
         int32_t best = -1;
         for (int32_t i = 0; i < count; i++)
-            if ((best < 0 || value[i] > value[best]) && std::find(found, found + j, i) == found + j) best = i;
-        found[j] = best;
+            if ((best < 0 || value[i] > value[best]) && std::find(chosen, chosen + j, i) == chosen + j) best = i;
+        chosen[j] = best;
     }
 }
 
@@ -164,15 +164,15 @@ inline void find_highest(const float* value, int64_t count, int64_t top, int32_t
 inline void leave_groups(const Choice& choice, std::vector<float>& values) {
     const int64_t size = int64_t(values.size()) / choice.groups;
     std::vector<float> sums(size_t(choice.groups), 0.0f);
-    std::vector<int32_t> found(size_t(std::max<int64_t>(choice.top_groups, 2)));
+    std::vector<int32_t> chosen(size_t(std::max<int64_t>(choice.top_groups, 2)));
     for (int64_t g = 0; g < choice.groups; g++) {
-        const float* own = values.data() + g * size;
-        find_highest(own, size, 2, found.data());
-        sums[size_t(g)] = own[found[0]] + own[found[1]];
+        const float* group = values.data() + g * size;
+        find_highest(group, size, 2, chosen.data());
+        sums[size_t(g)] = group[chosen[0]] + group[chosen[1]];
     }
-    find_highest(sums.data(), choice.groups, choice.top_groups, found.data());
+    find_highest(sums.data(), choice.groups, choice.top_groups, chosen.data());
     for (int64_t g = 0; g < choice.groups; g++)
-        if (std::find(found.begin(), found.begin() + choice.top_groups, int32_t(g)) == found.begin() + choice.top_groups)
+        if (std::find(chosen.begin(), chosen.begin() + choice.top_groups, int32_t(g)) == chosen.begin() + choice.top_groups)
             std::fill_n(values.data() + g * size, size, -INFINITY);
 }
 

@@ -69,11 +69,11 @@ struct IntegerRows {
     // Converts x [inputs] to row `row`.
     void make(const uint16_t* x, int64_t row) const {
         int8_t* high = const_cast<int8_t*>(bytes.bytes) + row * 2 * bytes.stride;
-        const Units own = bytes.units.from(row);
+        const Units units = bytes.units.from(row);
         for (int64_t i = 0; i < inputs; i += SPAN) {
-            const int64_t count = std::min(SPAN, inputs - i), at = i / cut.segment * own.segment;
+            const int64_t count = std::min(SPAN, inputs - i), at = i / cut.segment * units.segment;
             int16_t integers[SPAN];
-            make_integers(x + i, count, cut, 0, integers, {own.unit + at, own.sum + at, own.shift + at, 0, own.segment});
+            make_integers(x + i, count, cut, 0, integers, {units.unit + at, units.sum + at, units.shift + at, 0, units.segment});
             cut_bytes(integers, count, high + i, high + bytes.stride + i);
         }
     }
@@ -95,41 +95,41 @@ class FewBlocks {
     std::atomic<int64_t> next{0};
 
 public:
-    struct Turn {
+    struct Share {
         int64_t first, last;
         size_t product;  // the product of `first`, or an earlier one
     };
 
     FewBlocks(const std::vector<FewProduct>& products, int threads) : products(products), starts(1, 0), threads(threads) {
-        for (const FewProduct& one : products) starts.push_back(starts.back() + blocks_of(one.weight->rows));
+        for (const FewProduct& product : products) starts.push_back(starts.back() + blocks_of(product.weight->rows));
     }
 
     // Takes blocks for a thread and prefetches the beginning of their codes; false if none remain.
-    bool take(Turn& turn) {
-        turn.first = next.load(std::memory_order_relaxed);
+    bool take(Share& share) {
+        share.first = next.load(std::memory_order_relaxed);
         do {
-            if (turn.first >= starts.back()) return false;
-            turn.last = turn.first + std::max<int64_t>(1, (starts.back() - turn.first) / threads);
-        } while (!next.compare_exchange_weak(turn.first, turn.last, std::memory_order_relaxed));
-        while (turn.first >= starts[turn.product + 1]) turn.product++;
-        const Weight& w = *products[turn.product].weight;
+            if (share.first >= starts.back()) return false;
+            share.last = share.first + std::max<int64_t>(1, (starts.back() - share.first) / threads);
+        } while (!next.compare_exchange_weak(share.first, share.last, std::memory_order_relaxed));
+        while (share.first >= starts[share.product + 1]) share.product++;
+        const Weight& w = *products[share.product].weight;
         const int64_t size = w.inputs / INPUTS * w.bits * 64;
-        const uint8_t* codes = w.codes + (turn.first - starts[turn.product]) * size;
+        const uint8_t* codes = w.codes + (share.first - starts[share.product]) * size;
         for (int64_t i = 0; i < std::min(2 * AHEAD, size); i += 64) __builtin_prefetch(codes + i, 0, 2);
         return true;
     }
 
     // Multiplies the blocks that the thread has taken, if any, then takes more until none remain.
-    void multiply(bool taken, Turn turn, const IntegerRows& x) {
-        for (; taken; taken = take(turn))
-            for (int64_t i = turn.first; i < turn.last; i++) {
-                while (i >= starts[turn.product + 1]) turn.product++;
-                const FewProduct& one = products[turn.product];
-                const int64_t n = i - starts[turn.product];
+    void multiply(bool taken, Share share, const IntegerRows& x) {
+        for (; taken; taken = take(share))
+            for (int64_t i = share.first; i < share.last; i++) {
+                while (i >= starts[share.product + 1]) share.product++;
+                const FewProduct& product = products[share.product];
+                const int64_t n = i - starts[share.product];
                 float part[FEW][ROWS];
-                few_rows(*one.weight, n, x.from(one.first), one.count, part);
-                for (int64_t m = 0; m < one.count; m++)
-                    store_row(one.y, BF16, m * one.stride + n * ROWS, part[m], std::min<int64_t>(ROWS, one.weight->rows - n * ROWS));
+                few_rows(*product.weight, n, x.from(product.first), product.count, part);
+                for (int64_t m = 0; m < product.count; m++)
+                    store_row(product.y, BF16, m * product.stride + n * ROWS, part[m], std::min<int64_t>(ROWS, product.weight->rows - n * ROWS));
             }
     }
 };
@@ -156,17 +156,17 @@ public:
     // Run by thread `self` of a region. Each converts all rows itself: for few rows that is faster than waiting for others.
     void multiply(int self) {
         if (rows() > OWN) return multiply_shared([](int64_t) {});
-        FewBlocks::Turn turn{};
-        if (!blocks.take(turn)) return;
-        const IntegerRows own = integers(self);
-        for (int64_t m = 0; m < rows(); m++) own.make(x[size_t(m)], m);
-        blocks.multiply(true, turn, own);
+        FewBlocks::Share share{};
+        if (!blocks.take(share)) return;
+        const IntegerRows rows_of_thread = integers(self);
+        for (int64_t m = 0; m < rows(); m++) rows_of_thread.make(x[size_t(m)], m);
+        blocks.multiply(true, share, rows_of_thread);
     }
 
     // The same; each thread converts some rows, and calls `before` for them first.
     template <class Before> void multiply_shared(Before before) {
-        FewBlocks::Turn turn{};
-        const bool taken = blocks.take(turn);  // memory is fetched while threads wait
+        FewBlocks::Share share{};
+        const bool taken = blocks.take(share);  // memory is fetched while threads wait
 #pragma omp barrier
         const IntegerRows all = integers(0);
 #pragma omp for schedule(static)
@@ -174,7 +174,7 @@ public:
             before(m);
             all.make(x[size_t(m)], m);
         }
-        blocks.multiply(taken, turn, all);
+        blocks.multiply(taken, share, all);
     }
 };
 

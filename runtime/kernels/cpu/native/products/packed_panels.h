@@ -139,9 +139,9 @@ template <class P> struct alignas(64) Panel {
 private:
     void read_scales(const Weight& w, const Cut& cut, int64_t row_block, int64_t first, int64_t count, int64_t at) {
         for (int64_t s = 0; s < count / cut.segment; s++) {
-            const GroupScales own = scales_at(w, row_block, first + s * cut.segment);
-            memcpy(scales[s] + at, own.scale, sizeof own.scale);
-            memcpy(offsets[s] + at, own.offset, sizeof own.offset);
+            const GroupScales group = scales_at(w, row_block, first + s * cut.segment);
+            memcpy(scales[s] + at, group.scale, sizeof group.scale);
+            memcpy(offsets[s] + at, group.offset, sizeof group.offset);
             for (int j = 0; P::LEVELED && j < ROWS; j++) levels[s][at + j] = 1;
         }
     }
@@ -149,14 +149,14 @@ private:
     void read_levels(const Weight& w, const Cut& cut, int64_t row_block, int64_t first, int64_t count, int64_t at) {
         const int64_t runs = cut.span / cut.segment;
         for (int64_t span = 0; span < count / cut.span; span++) {
-            const Factors own(w, row_block, first + span * cut.span);
-            memcpy(scales[span] + at, own.scale, sizeof own.scale);
+            const Factors factors(w, row_block, first + span * cut.span);
+            memcpy(scales[span] + at, factors.scale, sizeof factors.scale);
             for (int64_t s = span * runs; s < (span + 1) * runs; s++) {
                 const int64_t group = (row_block * w.inputs + first) / w.group + s;
                 const auto* level = static_cast<const int8_t*>(w.scales) + group * ROWS;
                 for (int j = 0; j < ROWS; j++) levels[s][at + j] = level[j];
                 if (!w.offsets) continue;
-                const GroupScales scaled(w, group, own);
+                const GroupScales scaled(w, group, factors);
                 memcpy(offsets[s] + at, scaled.offset, sizeof scaled.offset);
             }
         }

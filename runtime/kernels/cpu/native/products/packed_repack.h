@@ -44,9 +44,9 @@ template <int B> void repack_words(const uint32_t* packed, int64_t words, int64_
                 if (j + i < rows) row[i] = reorder<B>(load_vector<Quad>(packed + (j + i) * words + at));
             const Quad low01 = __builtin_shuffle(row[0], row[1], Quad{0, 4, 1, 5}), high01 = __builtin_shuffle(row[0], row[1], Quad{2, 6, 3, 7});
             const Quad low23 = __builtin_shuffle(row[2], row[3], Quad{0, 4, 1, 5}), high23 = __builtin_shuffle(row[2], row[3], Quad{2, 6, 3, 7});
-            const Quad turned[4] = {__builtin_shuffle(low01, low23, Quad{0, 1, 4, 5}), __builtin_shuffle(low01, low23, Quad{2, 3, 6, 7}),
+            const Quad transposed[4] = {__builtin_shuffle(low01, low23, Quad{0, 1, 4, 5}), __builtin_shuffle(low01, low23, Quad{2, 3, 6, 7}),
                                     __builtin_shuffle(high01, high23, Quad{0, 1, 4, 5}), __builtin_shuffle(high01, high23, Quad{2, 3, 6, 7})};
-            for (int i = 0; i < 4; i++) memcpy(out + i * ROWS + j, &turned[i], sizeof turned[i]);
+            for (int i = 0; i < 4; i++) memcpy(out + i * ROWS + j, &transposed[i], sizeof transposed[i]);
         }
 }
 
@@ -80,7 +80,7 @@ template <int B> void dequantize_all(const Weight& w, void* out, int32_t type, i
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t n = 0; n < blocks_of(w.rows); n++)
         for (int64_t k = 0; k < steps; k++) {
-            alignas(64) float values[INPUTS][ROWS], turned[ROWS][INPUTS];
+            alignas(64) float values[INPUTS][ROWS], transposed[ROWS][INPUTS];
             block_floats<B>(w.codes + (n * steps + k) * STORED<B> * 64, values);
             for (int first = 0; first < INPUTS; first += 16) {  // group sizes are multiples of 16 inputs
                 const GroupScales group = scales_at(w, n, k * INPUTS + first);
@@ -88,11 +88,11 @@ template <int B> void dequantize_all(const Weight& w, void* out, int32_t type, i
                     for (int j = 0; j < ROWS; j++) {
                         float value = values[i][j] * group.scale[j / LANES][j % LANES];
                         asm("" : "+m"(value));  // the reference rounds the product before it adds: no fused addition
-                        turned[j][i] = w.offsets ? value + group.offset[j / LANES][j % LANES] : value;
+                        transposed[j][i] = w.offsets ? value + group.offset[j / LANES][j % LANES] : value;
                     }
             }
             for (int64_t j = 0; j < std::min<int64_t>(ROWS, w.rows - n * ROWS); j++)
-                store_row(out, type, (n * ROWS + j) * w.inputs + k * INPUTS, turned[j], INPUTS);
+                store_row(out, type, (n * ROWS + j) * w.inputs + k * INPUTS, transposed[j], INPUTS);
         }
 }
 
