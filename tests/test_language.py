@@ -33,12 +33,10 @@ UNCLEAN: dict[str, int] = {
     "runtime/cache": 77,
     "runtime/diagnostics": 1,  # `found` is a key of `bench draft --json`
     "runtime/engine": 124,
-    "runtime/hub": 0,
     "runtime/kernels": 7,
     "runtime/layers": 20,
     "runtime/sampling": 47,
     "runtime/speculative": 83,
-    "runtime/utils": 0,
     "CHANGELOG.md": 57,
     "docs/architecture.md": 3,
     "docs/commands.md": 1,

@@ -133,7 +133,6 @@ class Hub:
         raise ModelError(f"{repo}: its listing has more than {MAX_PAGES} pages", "this is not a model")
 
     def list_models(self, query: str) -> list[Fields]:
-        """Return one object per model listed for the URL query string `query`."""
         url = f"{self.address}/api/models?{query}"
         data, _ = self._get_json(url, "the hub", "such page", MAX_INFO_BYTES)
         return self._parse_list(data, MAX_INFO_BYTES)
@@ -332,7 +331,7 @@ def search_models(hub: Hub, words: str, limit: int) -> list[SearchResult]:
     """Return at most `limit` repositories with safetensors whose name matches `words`, most downloaded first."""
     words = normalize_model_name(words).strip()
     if not words or len(words) > 200:
-        raise UsageError("no words to search for", "give a part of a name, such as: mycli search llama 3.2")
+        raise UsageError("no words to search for", "give a part of a name, such as llama 3.2")
     query = [("search", words), ("filter", "safetensors"), ("sort", "downloads"), ("limit", str(limit))]
     query += [("expand[]", field) for field in ("config", "downloads", "gated", "safetensors")]
     results = []

@@ -80,5 +80,4 @@ def cached_dataset(name: DatasetName) -> Path:
 
 
 def fetch_dataset(hub: Hub, plan: DownloadPlan, advance: Callable[[float], None]) -> Path:
-    """Carry out a plan of `plan_dataset` and return the cached file."""
     return fetch_files(hub, plan, force=False, advance=advance).folder / plan.files[0].name

@@ -128,10 +128,7 @@ def _select_gguf(repo: str, name: str, files: Iterable[HubFile]) -> list[HubFile
 
 
 def read_small_file(hub: Hub, repo: str, commit: str, file: HubFile) -> bytes:
-    """Return the verified contents of a file of at most 32 MiB, from the cache or the hub; nothing is written.
-
-    Raises ModelError for a larger file, GateError if the hash differs.
-    """
+    """Return the verified contents of a file of at most 32 MiB, from the cache or the hub. Writes nothing."""
     if (blob := _find_blob(repo, file)) is not None:
         return blob.read_bytes()
     if file.size > MAX_INDEX_BYTES:
@@ -181,10 +178,9 @@ def check_space(plan: DownloadPlan) -> None:
 
 
 def fetch_files(hub: Hub, plan: DownloadPlan, *, force: bool, advance: Callable[[float], None]) -> Source:
-    """Carry out a plan. `advance` receives the bytes as they arrive, negative for discarded ones.
+    """Carry out a plan; force: skip the check of free space. `advance` receives bytes, negative if discarded.
 
-    force: skip the check of free space. Raises as `plan_download` does, ResourceError for a full disk, and GateError
-    for contents whose hash stays wrong.
+    Raises as `plan_download` does, ResourceError for a full disk, GateError for contents whose hash stays wrong.
     """
     folder = store.repo_folder(plan.repo)
     snapshot = folder / "snapshots" / plan.commit

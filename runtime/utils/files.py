@@ -86,7 +86,6 @@ def require_space(folder: Path, nbytes: int, *, code: str = "") -> None:
 
 
 def flush(path: Path) -> None:
-    """Flush a file, or the names in a folder, to disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

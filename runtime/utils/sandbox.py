@@ -65,10 +65,7 @@ def _search_path() -> list[str]:
 
 
 class WorkerProcess:
-    """One worker process that serves `module`.handler(setup); thread-safe, one call at a time.
-
-    memory: bytes of address space. reply_bytes: longest reply read.
-    """
+    """One worker process that serves `module`.handler(setup) with `memory` bytes of address space; thread-safe."""
 
     def __init__(self, module: str, setup: object, memory: int, reply_bytes: int) -> None:
         self._module = module

@@ -4,7 +4,7 @@ GIB = 1 << 30
 
 
 def pluralize(count: int, noun: str) -> str:
-    """Return "1 token", "2 tokens", "2 replies"."""
+    # "1 token", "2 tokens", "2 replies".
     plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
     return f"{count} {noun if count == 1 else plural}"
 

@@ -6,8 +6,8 @@
 A case is a good model of a layout with a few changes: of a config's fields, of tensors (missing, shorter, of another
 type), of what they hold, or of bytes wherever they are. It is opened as a command does and loaded, and runs a few
 tokens. Its seed alone makes it, so that a fault is seen again by `--seed N --seconds 0`. Seconds are of the process's
-own time. A case may take 20 of them, and a gigabyte beyond what the program has; files of faults stay in `--keep`.
-With `--record` each layout goes on after the last seed that FILE names for it (a JSON of sums, written again every
+own time. A case may take 20 s of it, and a gigabyte beyond what the program has; files of faults stay in `--keep`.
+With `--record` each layout continues after the last seed that FILE names for it (a JSON of sums, written again every
 ten seconds), so that time may be added at any time, and an interrupted run loses as much.
 """
 
@@ -136,20 +136,20 @@ def _tensors(data: bytes, draw: random.Random) -> bytes:
 
 def _damaged_folder(files: Files, draw: random.Random) -> Files:
     """A folder with one or two changes."""
-    made = dict(files)
+    changed = dict(files)
     for _ in range(draw.choice((1, 1, 2))):
         kind = draw.random()
         if kind < 0.35:
             name = draw.choice([name for name in files if name.endswith(".json")])
-            made[name] = json.dumps(_other(json.loads(files[name]), draw)).encode()
+            changed[name] = json.dumps(_other(json.loads(files[name]), draw)).encode()
         elif kind < 0.7:
-            made[WEIGHTS] = _tensors(files[WEIGHTS], draw)
+            changed[WEIGHTS] = _tensors(files[WEIGHTS], draw)
         elif kind < 0.9:
-            made[WEIGHTS] = _bytes(files[WEIGHTS], draw)
+            changed[WEIGHTS] = _bytes(files[WEIGHTS], draw)
         else:
             name = draw.choice(sorted(files))
-            made[name] = _bytes(files[name], draw)
-    return made
+            changed[name] = _bytes(files[name], draw)
+    return changed
 
 
 def _damaged_file(data: bytes, draw: random.Random) -> bytes:
@@ -193,11 +193,11 @@ def _damaged_file(data: bytes, draw: random.Random) -> bytes:
         head, entries = make_gguf_header(metadata, table, "a.gguf")
     except Exception:  # the format cannot say such a value
         return _bytes(data, draw)
-    made = bytearray(head)
+    changed = bytearray(head)
     for name, entry in entries.items():
-        made += bytes(max(0, entry.offset - len(made)))
-        made += (parts.get(name, b"") + bytes(entry.nbytes))[: entry.nbytes] if entry.nbytes < 1 << 20 else b""
-    return bytes(made)
+        changed += bytes(max(0, entry.offset - len(changed)))
+        changed += (parts.get(name, b"") + bytes(entry.nbytes))[: entry.nbytes] if entry.nbytes < 1 << 20 else b""
+    return bytes(changed)
 
 
 def damaged(files: Files, seed: str) -> Files:
@@ -207,7 +207,7 @@ def damaged(files: Files, seed: str) -> Files:
 
 
 def use(folder: Path) -> None:
-    """What a command does with a model: open it, look at all that it brings, load it, and run a few tokens."""
+    """Open a model, read all of its metadata, load it, and run a few tokens, as a command does."""
     opened = open_model_folder(folder / FILE if (folder / FILE).exists() else folder)
     if opened.has_tokenizer:
         tokenizer = opened.tokenizer()
@@ -220,7 +220,7 @@ def use(folder: Path) -> None:
 
 
 def attempt(files: Mapping[str, bytes]) -> str:
-    """What becomes of a case: the class of its error, or "read". Whatever is no UserError is raised."""
+    """Return the class of the case's UserError, or "read"; other errors are raised."""
     with tempfile.TemporaryDirectory() as name:
         for file, data in files.items():
             (Path(name) / file).write_bytes(data)
@@ -238,7 +238,7 @@ def _too_slow(*_: object) -> None:
 
 @dataclass
 class Sums:
-    """What was tried of a layout so far; the next case is that of `seed`."""
+    """The results of a layout so far; the next case is `seed`."""
 
     seed: int
     seconds: float = 0.0
@@ -249,7 +249,7 @@ class Sums:
     def line(self, layout: str) -> str:
         """One line that says all of it."""
         cases = f"{self.cases} cases in {self.seconds / 60:.1f} minutes of the processor"
-        return f"{layout}: {cases}, {len(self.faults)} faults; {self.outcomes}; go on at --seed {self.seed}"
+        return f"{layout}: {cases}, {len(self.faults)} faults; {self.outcomes}; continue with --seed {self.seed}"
 
 
 class Record:
@@ -258,8 +258,8 @@ class Record:
     def __init__(self, path: Path | None, seed: int) -> None:
         self.path, self.seed, self.sums = path, seed, dict[str, Sums]()
         if path is not None and path.exists():
-            for layout, kept in json.loads(path.read_text()).items():
-                self.sums[layout] = Sums(**kept)
+            for layout, saved in json.loads(path.read_text()).items():
+                self.sums[layout] = Sums(**saved)
 
     def of(self, layout: str) -> Sums:
         """The sums of a layout, new ones where it was never tried."""
@@ -326,14 +326,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--record", type=Path, metavar="FILE")
     parser.add_argument("--keep", type=Path, default=Path("fuzz-faults"))
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     signal.signal(signal.SIGVTALRM, _too_slow)
     used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_DATA, (used + ROOM, resource.RLIM_INFINITY))
-    record = Record(given.record, given.seed)
-    sys.exit(bool(sum(run(layout, given.seconds, record, given.keep) for layout in given.layouts)))
+    record = Record(options.record, options.seed)
+    sys.exit(bool(sum(run(layout, options.seconds, record, options.keep) for layout in options.layouts)))
 
 
 if __name__ == "__main__":

@@ -44,16 +44,16 @@ def _files(folder: Path) -> dict[str, bytes]:
 
 
 def _of_cases(cases: dict[str, Case]) -> Models:
-    made: Models = {}
+    models: Models = {}
     for name, case in cases.items():
         with tempfile.TemporaryDirectory() as folder:
-            made[name] = _files(model_folder(Path(folder), case))
-    return made
+            models[name] = _files(model_folder(Path(folder), case))
+    return models
 
 
 def _compressed() -> Models:
-    kept = ("pack-int3-g32", "pack-int4-g16-zeros", "pack-int8-gNone", "nvfp4", "mxfp4", "mxfp8", "float-block32")
-    names = [name for name in COMPRESSED if name in kept or name.endswith(("-quantized-tensor", "-channel-zeros"))]
+    selected = ("pack-int3-g32", "pack-int4-g16-zeros", "pack-int8-gNone", "nvfp4", "mxfp4", "mxfp8", "float-block32")
+    names = [name for name in COMPRESSED if name in selected or name.endswith(("-quantized-tensor", "-channel-zeros"))]
     return _of_cases({name: compressed_case(name) for name in names})
 
 
@@ -63,7 +63,7 @@ def _published() -> Models:
 
 def _ours() -> Models:
     """Folders that this program writes: packed words of several widths, and NF4."""
-    made: Models = {}
+    models: Models = {}
     with tempfile.TemporaryDirectory() as folder:
         base = Path(folder)
         model = random_model(base / "dense", num_hidden_layers=1, hidden_size=64, intermediate_size=64)
@@ -71,13 +71,13 @@ def _ours() -> Models:
         for recipe in (*recipes, Recipe(method="nf4", group=64)):
             name = f"{recipe.method}-int{recipe.bits}"
             work = planning.plan_quantization(Source("dense", model), recipe, report="none")
-            made[name] = _files(pipeline.quantize(work, base / name, CPU).folder)
-    return made
+            models[name] = _files(pipeline.quantize(work, base / name, CPU).folder)
+    return models
 
 
 def _gguf() -> Models:
     """Architectures, types, and kinds of tokenizer, each at least once."""
-    made: Models = {}
+    models: Models = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, kind, vocabulary in _GGUF:
             path, (arch, model_type, changes, keys) = Path(folder) / "a.gguf", MODELS[name]
@@ -89,8 +89,8 @@ def _gguf() -> Models:
             extra = {"rope_freqs.weight": llama3_factors(config)} if name == "llama-rope-llama3" else {}
             stored = "F32" if kind in QUANTIZED_NAMES else kind
             gguf_files.write_model(Path(folder) / name, path, arch, stored, config, {**words, **keys}, extra)
-            made[f"{name}-{kind}"] = {"model.gguf": _in_blocks(path, kind)}
-    return made
+            models[f"{name}-{kind}"] = {"model.gguf": _in_blocks(path, kind)}
+    return models
 
 
 def _in_blocks(path: Path, kind: str) -> bytes:
@@ -101,19 +101,19 @@ def _in_blocks(path: Path, kind: str) -> bytes:
     metadata = {key: _plain(value) for key, value in header.metadata.values.items()}
     block = TYPES_BY_NAME[kind].block
     table = [
-        (name, kind if len(one.shape) == 2 and one.shape[1] % block == 0 else one.dtype, one.shape)
-        for name, one in header.tensors.items()
+        (name, kind if len(tensor.shape) == 2 and tensor.shape[1] % block == 0 else tensor.dtype, tensor.shape)
+        for name, tensor in header.tensors.items()
     ]
     head, entries = make_gguf_header(metadata, table, path.name)
-    made, stored = bytearray(head), path.read_bytes()
+    data, stored = bytearray(head), path.read_bytes()
     for name, entry in entries.items():
-        made += bytes(entry.offset - len(made))
+        data += bytes(entry.offset - len(data))
         old = header.tensors[name]
         if entry.dtype == kind:
-            made += random_blocks(kind, entry.shape[0], entry.shape[1] // block).numpy().tobytes()
+            data += random_blocks(kind, entry.shape[0], entry.shape[1] // block).numpy().tobytes()
         else:
-            made += stored[old.offset : old.offset + old.nbytes]
-    return bytes(made)
+            data += stored[old.offset : old.offset + old.nbytes]
+    return bytes(data)
 
 
 def _plain(value: Any) -> Any:

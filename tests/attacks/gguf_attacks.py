@@ -29,7 +29,7 @@ def array(kind: int, count: int, values: bytes = b"") -> bytes:
 
 
 def info(name: bytes, shape: tuple[int, ...] = (2,), kind: int = 0, offset: int = 0, dimensions: int = -1) -> bytes:
-    """What the table says of one tensor, dimensions in ggml's order."""
+    """One entry of the tensor table; dimensions in ggml's order."""
     count = len(shape) if dimensions < 0 else dimensions
     return text(name) + struct.pack(f"<I{len(shape)}QIQ", count, *shape, kind, offset)
 

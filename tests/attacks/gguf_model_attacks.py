@@ -63,19 +63,21 @@ def _value(value: Any) -> tuple[int, bytes]:
     if isinstance(value, str):
         return STRING, text(value.encode())
     kind = STRING if isinstance(value[0], str) else F32 if isinstance(value[0], float) else I32
-    parts = [text(one.encode()) if kind == STRING else struct.pack("<f" if kind == F32 else "<i", one) for one in value]
+    parts = [
+        text(item.encode()) if kind == STRING else struct.pack("<f" if kind == F32 else "<i", item) for item in value
+    ]
     return ARRAY, array(kind, len(parts), b"".join(parts))
 
 
 def model(metadata: Mapping[str, Any], tensors: Mapping[str, Stored | None]) -> bytes:
     """The good model with other values, None for none; all weights are 0."""
-    keys = {name: one for name, one in {**METADATA, **metadata}.items() if one is not None}
-    table = {name: one for name, one in {**TENSORS, **tensors}.items() if one is not None}
+    keys = {name: item for name, item in {**METADATA, **metadata}.items() if item is not None}
+    table = {name: item for name, item in {**TENSORS, **tensors}.items() if item is not None}
     entries, offset = [], 0
     for name, (shape, kind, nbytes) in table.items():
         entries.append(info(name.encode(), shape, kind, offset))
         offset += -(-nbytes // 32) * 32
-    return gguf(tuple(key(name.encode(), *_value(one)) for name, one in keys.items()), tuple(entries), bytes(offset))
+    return gguf(tuple(key(name.encode(), *_value(item)) for name, item in keys.items()), tuple(entries), bytes(offset))
 
 
 def _vocabulary(**more: Any) -> dict[str, Any]:
@@ -175,7 +177,7 @@ ADVISORIES: dict[str, tuple[str, ...]] = {
     "CVE-2026-33298, size of a tensor of blocks overflows": ("product-of-blocks-overflows", "product-overflows-small"),
     "GHSA-3p75-pq92-q28f, division by a dimension of 0": ("dimension-0", "dimension-0-of-2", "dimension-0-of-4"),
     "GHSA-g4cc-763q-h9h6, ids of special tokens": ("eos-beyond-the-tokens", "padding-beyond-the-tokens"),
-    "llama.cpp 3634, 25508, ids nobody gave": ("no-special-ids", "bos-beyond-the-tokens"),
+    "llama.cpp 3634, 25508, ids without a token": ("no-special-ids", "bos-beyond-the-tokens"),
     "llama.cpp 20735, scores and types fewer than tokens": ("scores-short", "token-types-short"),
     "llama.cpp 26690, elements narrower than they are read": ("scores-of-bytes", "token-types-of-bytes-short"),
     "llama.cpp 26511, byte tokens that are none": ("byte-token-negative", "byte-token-of-300", "byte-tokens-missing"),

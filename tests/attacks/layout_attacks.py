@@ -48,8 +48,8 @@ def described(**values: Any) -> Callable[[Tensor], Tensor]:
     """bitsandbytes' description of a weight with other values."""
 
     def change(tensor: Tensor) -> Tensor:
-        found = {**json.loads(bytes(tensor.tolist())), **values}
-        return torch.tensor(list(json.dumps(found).encode()), dtype=torch.uint8)
+        merged = {**json.loads(bytes(tensor.tolist())), **values}
+        return torch.tensor(list(json.dumps(merged).encode()), dtype=torch.uint8)
 
     return change
 

@@ -22,7 +22,7 @@ def file(tensors: dict[str, Any], data: bytes = b"") -> bytes:
 
 
 def tensor(begin: Any = 0, end: Any = 8, shape: Any = (2,), dtype: Any = "F32", **more: Any) -> dict[str, Any]:
-    """What a header says of one tensor; by default two float32."""
+    """One tensor of a header; by default two float32."""
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end], **more}
 
 

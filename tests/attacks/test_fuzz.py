@@ -1,4 +1,4 @@
-"""Damaged checkpoints of every layout: read, or refused with a message. `fuzz` alone goes on for as long as asked."""
+"""Damaged checkpoints of every layout: read, or refused with a message. The program `fuzz` runs for any given time."""
 
 import json
 from pathlib import Path
@@ -20,9 +20,9 @@ def test_what_is_damaged_is_read_or_refused(layout: str) -> None:
 
 def test_a_seed_is_a_case() -> None:
     files = {"config.json": b'{"a": [1, 2, {"b": 3}]}', fuzz.WEIGHTS: LAYOUTS["awq"]()["gemm-g32"][fuzz.WEIGHTS]}
-    made = [fuzz.damaged(files, f"x {seed}") for seed in range(40)]
-    assert made == [fuzz.damaged(files, f"x {seed}") for seed in range(40)]
-    assert sum(one != files for one in made) > 30
+    cases = [fuzz.damaged(files, f"x {seed}") for seed in range(40)]
+    assert cases == [fuzz.damaged(files, f"x {seed}") for seed in range(40)]
+    assert sum(case != files for case in cases) > 30
 
 
 @pytest.mark.parametrize("kind", [[], {}, 7, ["llama"], {"llama": 1}], ids=repr)
@@ -44,7 +44,7 @@ def test_a_record_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pytest.Mon
     assert tried == ["awq 7", "awq 8"]
     sums = fuzz.Record(tmp_path / "sums.json", 0).of("awq")
     assert (sums.seed, sums.cases, sums.outcomes, sums.faults) == (9, 2, {"read": 2}, [])
-    assert sums.seconds > 0 and "go on at --seed 9" in sums.line("awq")
+    assert sums.seconds > 0 and "continue with --seed 9" in sums.line("awq")
 
 
 def test_a_fault_is_kept_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Bodies that nobody meant: every route answers with a reply or an error of its own kind, never with a failure.
+"""Invalid request bodies: every route answers with a reply or an error of its own kind, never with a failure.
 
 Valid requests in which fields are replaced by any JSON, dropped or added; the engine's replies are scripted, so that
 what is tried is reading and refusing.
@@ -54,8 +54,8 @@ JSON = st.recursive(
 def server() -> Iterator[Served]:
     folder = open_model_folder(PICO)
     loaded = LoadedModel.load(folder, EngineConfig(device="cpu", dtype=FLOATS["bf16"]).place(folder.config))
-    with serving(loaded, ScriptedEngine(lambda request: [5, 6, 7])) as found:
-        yield found
+    with serving(loaded, ScriptedEngine(lambda request: [5, 6, 7])) as served:
+        yield served
 
 
 def places(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
@@ -63,8 +63,8 @@ def places(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str |
     if path:
         yield path
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, one in inner:
-        yield from places(one, (*path, key))
+    for key, entry in inner:
+        yield from places(entry, (*path, key))
 
 
 def replaced(body: Any, path: tuple[str | int, ...], value: Any) -> Any:

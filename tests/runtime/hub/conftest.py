@@ -1,4 +1,4 @@
-"""What the files of pulling share: a hub on loopback, and folders that are theirs alone."""
+"""Fixtures of the download tests: a hub on loopback and an empty cache."""
 
 import os
 from collections.abc import Iterator
@@ -11,14 +11,13 @@ from tests.support.hub_server import HubServer, hub_server
 
 @pytest.fixture
 def server() -> Iterator[HubServer]:
-    """A hub on loopback."""
     with hub_server() as running:
         yield running
 
 
 @pytest.fixture
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The cache of the hub, empty; nothing is configured, and the working directory is another."""
+    """An empty cache, without configuration, in another working directory."""
     for name in list(os.environ):
         if name.startswith("HF_") or name.lower().endswith("_proxy"):
             monkeypatch.delenv(name)

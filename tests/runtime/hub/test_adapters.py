@@ -39,8 +39,8 @@ def test_its_two_files_are_fetched_listed_verified_and_removed(server: HubServer
     source = fetch(server)
     assert contents(source.folder) == {name: files[name] for name in NAMES}
     assert resolve_adapter(REPO) == source and source.label == REPO
-    (found,) = [model for model in local_models() if model.kind != "built-in"]
-    assert (found.name, found.kind, found.problem) == (REPO, "adapter", "")
+    (adapter,) = [model for model in local_models() if model.kind != "built-in"]
+    assert (adapter.name, adapter.kind, adapter.problem) == (REPO, "adapter", "")
     checked = verify_files(find_local(REPO), files_to_verify(find_local(REPO)), lambda count: None)
     assert [(file.name, file.state) for file in checked] == [(name, "ok") for name in NAMES]
     remove(plan_removal(REPO), print)
@@ -68,8 +68,8 @@ def test_what_cannot_be_merged_is_refused_before_it_is_fetched(server: HubServer
 def test_one_that_is_cut_off_says_what_it_lacks(server: HubServer, files: dict[str, bytes]) -> None:
     server.add(REPO, files)
     (fetch(server).folder / "adapter_model.safetensors").unlink()
-    (found,) = [model for model in local_models() if model.kind == "adapter"]
-    assert found.problem == "incomplete: adapter_model.safetensors missing"
+    (adapter,) = [model for model in local_models() if model.kind == "adapter"]
+    assert adapter.problem == "incomplete: adapter_model.safetensors missing"
     with pytest.raises(NotFoundError, match="only partly downloaded: missing adapter_model.safetensors"):
         resolve_adapter(REPO)
 

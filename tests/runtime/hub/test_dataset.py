@@ -50,10 +50,10 @@ def fetch(server: HubServer, text: str) -> Path:
     ],
 )
 def test_the_file_meant_is_fetched_and_found_again(server: HubServer, tmp_path: Path, text: str, path: str) -> None:
-    found = fetch(server, text)
-    assert found.read_bytes() == FILES[path]
+    file = fetch(server, text)
+    assert file.read_bytes() == FILES[path]
     snapshots = tmp_path / "hub" / "datasets--org--texts" / "snapshots"  # where huggingface_hub looks for it
-    assert found == snapshots / server.commit / path  # type: ignore[attr-defined]  # see the fixture
+    assert file == snapshots / server.commit / path  # type: ignore[attr-defined]  # see the fixture
     before = len(server.log)
     assert dataset.cached_dataset(DatasetName.parse(text)).read_bytes() == FILES[path] and len(server.log) == before
 
@@ -61,7 +61,7 @@ def test_the_file_meant_is_fetched_and_found_again(server: HubServer, tmp_path: 
 def test_huggingface_hub_finds_it(server: HubServer, tmp_path: Path) -> None:
     from huggingface_hub import hf_hub_download
 
-    found = fetch(server, "org/texts:data/extra/part.jsonl")
+    file = fetch(server, "org/texts:data/extra/part.jsonl")
     theirs = hf_hub_download(
         "org/texts",
         "data/extra/part.jsonl",
@@ -69,7 +69,7 @@ def test_huggingface_hub_finds_it(server: HubServer, tmp_path: Path) -> None:
         cache_dir=tmp_path / "hub",
         local_files_only=True,
     )
-    assert Path(theirs) == found
+    assert Path(theirs) == file
 
 
 def test_a_second_time_only_the_hub_is_asked(server: HubServer) -> None:

@@ -128,9 +128,9 @@ def test_branch_tag_and_commit(server: HubServer) -> None:
     commit = server.add(REPO, FILES, branch="v1/rc")
     server.add(REPO, {**FILES, "config.json": b"{}"})
     assert fetch(server, f"{REPO}@v1/rc").revision == commit
-    asked = len(server.requests("/revision/"))
+    before = len(server.requests("/revision/"))
     assert fetch(server, f"{REPO}@{commit}").revision == commit
-    assert len(server.requests("/revision/")) == asked
+    assert len(server.requests("/revision/")) == before
     assert resolve(f"{REPO}@v1/rc").revision == commit
     with pytest.raises(NotFoundError):
         resolve(REPO)

@@ -1,4 +1,4 @@
-"""Pulling over a network that drops, alters, delays and repeats: every way it can fail, and going on from there."""
+"""Downloads over a network that drops, alters, delays and repeats, and resuming after each failure."""
 
 import hashlib
 import json

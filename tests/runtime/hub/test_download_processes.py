@@ -65,11 +65,13 @@ def test_d6_a_second_process_waits_and_uses_what_the_first_brought(server: HubSe
     first = child(server, folders)
     await_partial(folders, 4096)
     second = child(server, folders)
-    said_first, said = first.communicate(timeout=240)[0], second.communicate(timeout=240)[0]
-    assert said_first.endswith("done\n") and said.endswith("done\n")
-    assert f"{REPO} is being fetched by process {first.pid}: waiting for it" in said
+    first_output, second_output = first.communicate(timeout=240)[0], second.communicate(timeout=240)[0]
+    assert first_output.endswith("done\n") and second_output.endswith("done\n")
+    assert f"{REPO} is being fetched by process {first.pid}: waiting for it" in second_output
     assert len(server.requests("storage:")) == 1
-    assert sum(int(line) for line in said.splitlines() if line.startswith("+")) <= sum(map(len, FILES.values()))
+    assert sum(int(line) for line in second_output.splitlines() if line.startswith("+")) <= sum(
+        map(len, FILES.values())
+    )
 
 
 def test_d6_without_working_locks_both_still_end_right(

@@ -1,4 +1,4 @@
-"""Stored models are checked byte by byte against what is known of them, and damaged files can be dropped."""
+"""Stored models are verified by size and hash, and damaged files can be dropped."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What is stored: listed with what is wrong with it, removed without touching anything else."""
+"""Stored models are listed with their problems, and removed without touching anything else."""
 
 import shutil
 from collections.abc import Callable
@@ -23,10 +23,10 @@ def rows() -> dict[str, tuple[str, int, str]]:
 def test_all_kinds_are_listed() -> None:
     cached(FILES)
     folder = quantized()
-    found = rows()
-    assert list(found) == ["pico", "pico-draft", "tiny-int4", "org/tiny"]
-    assert found["org/tiny"][:2] == ("hub", 702)
-    assert found["tiny-int4"][:2] == ("quantized", sum(p.stat().st_size for p in folder.iterdir()))
+    listed = rows()
+    assert list(listed) == ["pico", "pico-draft", "tiny-int4", "org/tiny"]
+    assert listed["org/tiny"][:2] == ("hub", 702)
+    assert listed["tiny-int4"][:2] == ("quantized", sum(p.stat().st_size for p in folder.iterdir()))
 
 
 def _cut(path: Path, share: float) -> None:
@@ -102,9 +102,9 @@ def test_a_whole_repository_goes_and_nothing_else(tmp_path: Path) -> None:
 
 def test_one_revision_leaves_what_another_uses() -> None:
     cached(FILES)
-    kept = cached(FILES | {"config.json": b'{"a": 1}'}, SECOND, ref="v2")
+    other = cached(FILES | {"config.json": b'{"a": 1}'}, SECOND, ref="v2")
     assert removed("org/tiny@main") == 2
-    assert set(checked("org/tiny@v2").values()) == {"ok"} and kept.exists()
+    assert set(checked("org/tiny@v2").values()) == {"ok"} and other.exists()
     assert not (repo_folder("org/tiny") / "trees" / f"{FIRST}.json").exists()
     with pytest.raises(NotFoundError):
         resolve("org/tiny")

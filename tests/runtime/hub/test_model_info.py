@@ -1,4 +1,4 @@
-"""What is said of a model: the same from a folder, from the cache, and over ranges of a hub without a download."""
+"""The metadata of a model is the same from a folder, the cache, and byte ranges of a hub."""
 
 import json
 import os
@@ -124,7 +124,7 @@ def test_a_gguf_file_of_a_hub_is_looked_at_fetched_found_and_checked(
         resolve("org/files")
     with pytest.raises(NotFoundError, match="partly downloaded: missing pico-q4_0.gguf"):
         resolve("org/files:pico-q4_0.gguf")
-    assert [(found.name, found.problem) for found in local_models() if found.kind == "hub"] == [(model, "")]
+    assert [(stored.name, stored.problem) for stored in local_models() if stored.kind == "hub"] == [(model, "")]
     checked = verify_files(source, files_to_verify(source), lambda count: None)
     assert [(file.name, file.state) for file in checked] == [("pico-q8_0.gguf", "ok")]
     changed = bytearray(gguf_file)

@@ -34,14 +34,14 @@ def swap(raw: dict[str, Any], first: int, second: int) -> None:
 
 
 def test_the_shipped_pair_agrees() -> None:
-    found = check_vocabularies(Tokenizer.load(PICO, ROWS), Tokenizer.load(DRAFT, ROWS))
-    assert (found.tokens, found.eos_differs) == (ROWS, False)
+    shared = check_vocabularies(Tokenizer.load(PICO, ROWS), Tokenizer.load(DRAFT, ROWS))
+    assert (shared.tokens, shared.eos_differs) == (ROWS, False)
 
 
 @pytest.mark.parametrize("rows", [(ROWS, ROWS + 64), (ROWS + 128, ROWS)])
 def test_rows_that_pad_a_head_count_for_nothing(rows: tuple[int, int]) -> None:
-    found = check_vocabularies(Tokenizer.load(PICO, rows[0]), Tokenizer.load(DRAFT, rows[1]))
-    assert found.tokens == ROWS
+    shared = check_vocabularies(Tokenizer.load(PICO, rows[0]), Tokenizer.load(DRAFT, rows[1]))
+    assert shared.tokens == ROWS
 
 
 def test_another_vocabulary_is_refused_with_the_first_ids(tmp_path: Path) -> None:

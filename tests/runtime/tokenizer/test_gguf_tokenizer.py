@@ -25,7 +25,7 @@ from mycli.runtime.tokenizer.tokenizer import Tokenizer
 from mycli.runtime.utils.json_fields import Fields
 from tests.support.paths import PICO, ROOT
 
-_DATA = Path("shared") / "data" / "tokenizers"  # beside a checkout or further up, on machines that have it
+_DATA = Path("shared") / "data" / "tokenizers"  # next to a checkout or further up, on machines that have it
 PUBLISHED = next((folder / _DATA for folder in ROOT.parents if (folder / _DATA).exists()), ROOT.parent / _DATA)
 REAL = {
     "pico": (PICO / "tokenizer.json", "smollm"),
@@ -65,7 +65,7 @@ def strings(count: int, seed: int = 0) -> Iterator[str]:
 
 
 def as_read(metadata: dict[str, Any], architecture: str = "llama") -> Fields:
-    """What the reader of a header makes of metadata: arrays of numbers are arrays."""
+    """Convert metadata as the header reader does: lists of numbers become arrays."""
     values = {"general.architecture": architecture, **metadata}
     for key, value in values.items():
         if isinstance(value, list) and value and isinstance(value[0], int | float):
@@ -81,8 +81,8 @@ def _made(name: str) -> tuple[tokenizers.Tokenizer, tokenizers.Tokenizer]:
     ids = [*raw.object("model").values["vocab"].values(), *(token["id"] for token in raw.array("added_tokens", dict))]
     metadata = tokenizer_metadata(raw, Fields({}, "tokenizer_config.json"), max(ids) + 3)
     assert metadata["tokenizer.ggml.pre"] == rule
-    made = tokenizer_json(as_read(metadata))
-    return tokenizers.Tokenizer.from_str(json.dumps(made)), tokenizers.Tokenizer.from_file(str(path))
+    converted = tokenizer_json(as_read(metadata))
+    return tokenizers.Tokenizer.from_str(json.dumps(converted)), tokenizers.Tokenizer.from_file(str(path))
 
 
 def _check_against_its_source(name: str, count: int) -> None:
@@ -106,7 +106,7 @@ def test_ids_of_many_texts_are_those_of_tokenizer_json(name: str) -> None:
 
 
 def test_llama_cpps_own_cases() -> None:
-    """What llama.cpp publishes of its Llama 3 vocabulary: texts, and the ids that it makes of them."""
+    """Return llama.cpp's published test texts for Llama 3, and their ids."""
     texts, expected = (PUBLISHED / f"ggml-vocab-llama-bpe.gguf.{kind}" for kind in ("inp", "out"))
     if not texts.exists():
         pytest.skip(f"{texts} is not here")
@@ -155,19 +155,19 @@ def test_sentencepiece_is_cut_as_transformers_cuts_it(architecture: str) -> None
             "token_type": metadata["tokenizer.ggml.token_type"],
         },
     )
-    made = tokenizer_json(as_read(metadata, architecture))
-    ours = tokenizers.Tokenizer.from_str(json.dumps(made))
+    converted = tokenizer_json(as_read(metadata, architecture))
+    ours = tokenizers.Tokenizer.from_str(json.dumps(converted))
     for text in [*strings(300, seed=1), "the world", " the  world", "in the world in the", "", " ", "  "]:
         if "<unk>" in text or "<s>" in text:
             continue
-        found, expected = (t.encode(text, add_special_tokens=False).ids for t in (ours, reference))
-        assert found == expected, text
+        ids, expected = (t.encode(text, add_special_tokens=False).ids for t in (ours, reference))
+        assert ids == expected, text
 
 
 def test_sentencepiece_puts_its_start_token_first_and_decodes_to_the_text() -> None:
     metadata = as_read(sentencepiece())
-    made = Fields(tokenizer_json(metadata), "x.gguf")
-    tokenizer = Tokenizer.from_fields(made, Fields(tokenizer_settings(metadata), "x.gguf"), 400)
+    converted = Fields(tokenizer_json(metadata), "x.gguf")
+    tokenizer = Tokenizer.from_fields(converted, Fields(tokenizer_settings(metadata), "x.gguf"), 400)
     ids = tokenizer.encode("the world é🙂", add_special=True)
     assert ids[0] == tokenizer.bos == 1 and tokenizer.eos == (2,)
     assert tokenizer.decode(ids) == "the world é🙂"
@@ -194,8 +194,8 @@ def test_several_templates_keep_their_names() -> None:
             "tokenizer.chat_templates": ["tool_use"],
         }
     )
-    found = tokenizer_settings(as_read(metadata))["chat_template"]
-    assert found == [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
+    templates = tokenizer_settings(as_read(metadata))["chat_template"]
+    assert templates == [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
 
 
 @pytest.mark.parametrize("name", theirs.GGUF_PRE_TOKENIZER_SPLITS)

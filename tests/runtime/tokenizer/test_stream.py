@@ -80,9 +80,9 @@ def cut_anywhere(stops: Sequence[str], text: str, cuts: Sequence[int]) -> tuple[
     matcher, shown, stopped = StopMatcher(stops), "", False
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     for start, end in zip(edges, edges[1:], strict=False):
-        part, found = matcher.feed(text[start:end])
-        assert not (stopped and (part or not found))
-        shown, stopped = shown + part, stopped or found
+        part, done = matcher.feed(text[start:end])
+        assert not (stopped and (part or not done))
+        shown, stopped = shown + part, stopped or done
     return shown + matcher.flush(), stopped
 
 

@@ -40,7 +40,7 @@ def tokenizer_file(name: str) -> Path:
 
 
 def existing(*names: str) -> list[Any]:
-    absent = pytest.mark.skip(reason="the full-size tokenizers are not beside this checkout")
+    absent = pytest.mark.skip(reason="the full-size tokenizers are not next to this checkout")
     return [name if tokenizer_file(name).exists() else pytest.param(name, marks=absent) for name in names]
 
 
@@ -123,8 +123,8 @@ def control_ids(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:
 @given(text=hostile, system=hostile)
 def test_control_tokens_come_from_the_template_alone(pair: Pair, text: str, system: str) -> None:  # C12, C13
     ours, _ = pair
-    said = text.replace("[PAD151646]", "")  # not special: in what the assistant said it is a token
-    parts = {"system": system, "user": text, "assistant": said, "tool": text}
+    content = text.replace("[PAD151646]", "")  # not special: in what the assistant said it is a token
+    parts = {"system": system, "user": text, "assistant": content, "tool": text}
     spelled = [Message(role, part) for role, part in parts.items()]  # type: ignore[arg-type]  # keys are roles
     harmless = [Message(message.role, "x") for message in spelled]
     assert control_ids(ours, ours.apply_chat_template(spelled)) == control_ids(ours, ours.apply_chat_template(harmless))

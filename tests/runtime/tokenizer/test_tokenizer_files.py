@@ -79,7 +79,7 @@ def test_hostile_tokenizer_costs_a_deadline(
     tokenizer = attack(tmp_path, name)
     with pytest.raises(ModelError, match=match):
         tokenizer.encode(text, add_special=True)
-    assert tokenizer.decode([0, 1, 2]) == "abc"  # the rest of the program goes on
+    assert tokenizer.decode([0, 1, 2]) == "abc"  # the rest of the program continues
 
 
 def test_hostile_tokenizer_at_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # C5

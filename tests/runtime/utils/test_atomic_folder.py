@@ -346,7 +346,7 @@ def test_kill_while_replacing(renamed: bool, tmp_path: Path) -> None:
 
 
 def test_many_writers_one_winner(tmp_path: Path) -> None:
-    """D7: whoever wins the race, exactly one folder appears, and its lock goes with it."""
+    """D7: whichever process wins the race, exactly one folder appears, and its lock goes with it."""
     code = (
         "import sys, pathlib, mycli.runtime.utils.atomic_folder as s, mycli.runtime.errors as e\n"
         "try:\n"

@@ -90,19 +90,19 @@ def test_a_lock_tells_its_holder_and_goes_with_its_process(tmp_path: Path) -> No
 
 
 def test_whoever_waits_hears_for_whom(tmp_path: Path) -> None:
-    process, heard, entered = holder(tmp_path / "lock"), list[str](), threading.Event()
+    process, holders, entered = holder(tmp_path / "lock"), list[str](), threading.Event()
 
     def wait() -> None:
-        with locked(tmp_path / "lock", heard.append):
+        with locked(tmp_path / "lock", holders.append):
             entered.set()
 
     thread = threading.Thread(target=wait)
     thread.start()
     for _ in range(200):
-        if heard:
+        if holders:
             break
         time.sleep(0.02)
-    assert heard == [str(process.pid)] and not entered.is_set()
+    assert holders == [str(process.pid)] and not entered.is_set()
     process.communicate("")
     thread.join()
     assert entered.is_set()
@@ -138,11 +138,11 @@ def test_where_there_are_no_locks_only_whoever_would_wait_goes_on(
 
 def test_space_is_asked_of_the_disk_where_the_folder_will_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """D1: to the byte."""
-    asked: list[Path] = []
+    paths: list[Path] = []
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: asked.append(path) or usage)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: paths.append(path) or usage)
     require_space(tmp_path / "a" / "b", 1000)
-    assert asked == [tmp_path]
+    assert paths == [tmp_path]
     with pytest.raises(ResourceError, match="1001 bytes needed, 1000 bytes free") as caught:
         require_space(tmp_path, 1001)
     assert caught.value.hint and not caught.value.code

@@ -33,5 +33,5 @@ def test_it_is_as_before_afterwards_whatever_happens(before: bool) -> None:
 
 def test_what_is_exempted_is_not_looked_at_again() -> None:
     command = [sys.executable, "-c", EXEMPT]
-    told = subprocess.run(command, env={"PYTHONPATH": str(ROOT / ".links")}, capture_output=True, text=True, check=True)
-    assert told.stdout.split() == ["True", "True", "True"]
+    done = subprocess.run(command, env={"PYTHONPATH": str(ROOT / ".links")}, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "True", "True"]

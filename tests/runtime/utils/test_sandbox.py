@@ -131,8 +131,8 @@ def test_finds_modules_as_its_owner_does(tmp_path: Path, monkeypatch: pytest.Mon
     hook = "__editable__.some_package.finder.__path_hook__"
     for first in ("", str(work)):  # as under `-c`, as under `-m`
         monkeypatch.setattr(sys, "path", [first, str(eggs), hook, *sys.path])
-        found, program = WorkerProcess("probe", None, 256 << 20, reply_bytes=100_000).call(None, 20.0)
-        assert found == [str(eggs), hook, *found[2:]] and not {"", str(work)} & set(found)
+        modules, program = WorkerProcess("probe", None, 256 << 20, reply_bytes=100_000).call(None, 20.0)
+        assert modules == [str(eggs), hook, *modules[2:]] and not {"", str(work)} & set(modules)
         assert program == sys.modules[WorkerProcess.__module__].__file__, "the code of the owner, not another install"
 
 

@@ -1,4 +1,4 @@
-"""Amounts in words: memory has its unit, two that are compared are told apart, and one is not several."""
+"""Sizes have units, different sizes read differently, and nouns have plurals."""
 
 import pytest
 from hypothesis import given
@@ -24,7 +24,7 @@ def test_what_is_counted_is_one_or_several() -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "told"),
+    ("first", "second", "expected"),
     [
         (17_306, 17_305, ("17306 bytes", "17305 bytes")),
         (3 * GIB + 1, 3 * GIB, ("3221225473 bytes", "3221225472 bytes")),
@@ -33,11 +33,11 @@ def test_what_is_counted_is_one_or_several() -> None:
         (GIB, GIB, ("1.00 GiB", "1.00 GiB")),
     ],
 )
-def test_a_difference_is_seen(first: int, second: int, told: tuple[str, str]) -> None:
-    assert distinct_sizes(first, second) == told
+def test_a_difference_is_seen(first: int, second: int, expected: tuple[str, str]) -> None:
+    assert distinct_sizes(first, second) == expected
 
 
 @given(st.integers(0, 1 << 45), st.integers(0, 1 << 45) | st.integers(0, 9))
 def test_amounts_look_alike_only_where_they_are(first: int, more: int) -> None:
-    one, other = distinct_sizes(first + more, first)
-    assert (one == other) is (more == 0)
+    larger, smaller = distinct_sizes(first + more, first)
+    assert (larger == smaller) is (more == 0)

@@ -1,4 +1,4 @@
-"""Reasoning is told from speech however the reply is cut, and nothing of the reply is lost."""
+"""Reasoning is separated from content however the reply is split, and nothing of the reply is lost."""
 
 import pytest
 from hypothesis import given
@@ -29,7 +29,7 @@ def test_cuts_change_nothing(text: str, cuts: list[int], prompt_end: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("text", "prompt_end", "reasoning", "said"),
+    ("text", "prompt_end", "reasoning", "content"),
     [
         ("<think>a</think>b", "", "<think>a</think>", "b"),
         ("\n<think>a</think>b", "", "\n<think>a</think>", "b"),
@@ -41,6 +41,6 @@ def test_cuts_change_nothing(text: str, cuts: list[int], prompt_end: str) -> Non
         ("", "", "", ""),
     ],
 )
-def test_only_the_beginning_reasons(text: str, prompt_end: str, reasoning: str, said: str) -> None:
+def test_only_the_beginning_reasons(text: str, prompt_end: str, reasoning: str, content: str) -> None:
     parts = split(text, list(range(len(text))), prompt_end)
-    assert (joined(parts, True), joined(parts, False)) == (reasoning, said)
+    assert (joined(parts, True), joined(parts, False)) == (reasoning, content)

@@ -79,17 +79,17 @@ WRITTEN: dict[str, tuple[str, list[Any]]] = {
 
 
 def parse(form: Any, text: str, step: int, tools: Any = TOOLS) -> list[Any]:
-    """What is found when `text` comes `step` characters at a time; neighbouring texts joined."""
-    parser, found = ToolParser(form, tools), list[Any]()
+    """Parse `text`, `step` characters at a time, and join neighbouring texts."""
+    parser, items = ToolParser(form, tools), list[Any]()
     pieces = [text[at : at + step] for at in range(0, len(text), step)]
-    for one in [one for piece in pieces for one in parser.feed(piece)] + parser.flush():
-        if isinstance(one, ToolCall):
-            found.append((one.name, json.loads(one.arguments)))
-        elif found and isinstance(found[-1], str):
-            found[-1] += one
+    for item in [item for piece in pieces for item in parser.feed(piece)] + parser.flush():
+        if isinstance(item, ToolCall):
+            items.append((item.name, json.loads(item.arguments)))
+        elif items and isinstance(items[-1], str):
+            items[-1] += item
         else:
-            found.append(one)
-    return found
+            items.append(item)
+    return items
 
 
 @pytest.mark.parametrize("step", [1, 2, 7, 10_000])
@@ -138,8 +138,8 @@ def test_plain_text_comes_through_whole(data: st.DataObject) -> None:
     text = "x" + "".join(data.draw(st.lists(st.sampled_from(parts), max_size=30)))
     step = data.draw(st.integers(1, 9))
     if not any(region.open.pattern.search(text) for region in form.regions):
-        for one in form.ignored:
-            text = text.replace(one, "")
+        for item in form.ignored:
+            text = text.replace(item, "")
         assert "".join(parse(form, text, step)) == text
 
 
@@ -167,7 +167,7 @@ def test_cuts_do_not_matter(data: st.DataObject) -> None:
 def test_a_template_shows_the_way(name: str, expected: str | None) -> None:
     path = TEMPLATES / f"{name}.jinja"
     if not path.exists():
-        pytest.skip("the templates are not beside this checkout")
+        pytest.skip("the templates are not next to this checkout")
     form = find_tool_format(Path(path).read_text("utf-8"))
     assert (form and form.name) == expected
 
@@ -199,11 +199,11 @@ def test_a_declared_template_is_read_as_transformers_reads_it(text: str) -> None
     form = declared_tool_format(read_response_template(Fields(DECLARED, "t")))
     assert form is not None
     theirs = parse_response(text, DECLARED, prefix="", tools=TOOLS)
-    calls = [(one["function"]["name"], one["function"]["arguments"]) for one in theirs.get("tool_calls", [])]
+    calls = [(item["function"]["name"], item["function"]["arguments"]) for item in theirs.get("tool_calls", [])]
     for step in (1, 4, 1000):
-        found = parse(form, text, step)
-        assert [one for one in found if isinstance(one, tuple)] == calls
-        assert "".join(one for one in found if isinstance(one, str)) == theirs.get("content", "")
+        items = parse(form, text, step)
+        assert [item for item in items if isinstance(item, tuple)] == calls
+        assert "".join(item for item in items if isinstance(item, str)) == theirs.get("content", "")
 
 
 def test_declared_elements_are_read_as_transformers_reads_them() -> None:
