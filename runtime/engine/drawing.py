@@ -15,7 +15,7 @@ from mycli.runtime.engine.speculation import Drafted, Heard, Listener, Speculato
 from mycli.runtime.engine.turns import Turn
 from mycli.runtime.errors import UserError
 from mycli.runtime.sampling.logprobs import LogprobRecorder, TokenLogprob, token_logprobs
-from mycli.runtime.sampling.sample_rows import sample_rows
+from mycli.runtime.sampling.sampler import sample_rows
 from mycli.runtime.sampling.sampler import Sampler
 
 

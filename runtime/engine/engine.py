@@ -27,7 +27,7 @@ from mycli.runtime.errors import UserError
 from mycli.runtime.memory.estimate import state_slots
 from mycli.runtime.memory.plan import prefill_chunk
 from mycli.runtime.sampling.logprobs import TokenLogprob
-from mycli.runtime.sampling.row_tokens import leading, not_numbers
+from mycli.runtime.sampling.sampler import leading, not_finite
 
 _OF_A_PASS = ("stop", "length", "context")  # ends that a pass brings, which went well so far
 
@@ -283,7 +283,7 @@ class Engine:
             drawn = list(column[: leading(token >= 0 for token in column)])
             output = self._advance(turn, drawn, {}, {}) if drawn else SequenceOutput(turn.sequence.id)
             if len(drawn) < len(column) and output.finish_reason is None:
-                ended = self._end(turn.sequence, "error", not_numbers())
+                ended = self._end(turn.sequence, "error", not_finite())
                 output = replace(ended, tokens=output.tokens)
             outputs.append(output)
         return outputs

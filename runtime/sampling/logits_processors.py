@@ -1,8 +1,7 @@
-"""The chain from logits to probabilities: bias, penalties, temperature, top-k, top-p, min-p.
+"""From logits to probabilities: bias, penalties, temperature, top-k, top-p, min-p.
 
-Pure functions, in the order and with the formulas of transformers' logits processors; presence and frequency penalties
-are those of OpenAI's API. Does not draw, and does not know
-models or text.
+Pure functions in the order and with the formulas of transformers' logits processors; presence and frequency penalties
+follow OpenAI's API.
 """
 
 import math
@@ -14,33 +13,83 @@ from torch import Tensor
 from mycli.runtime.sampling.params import SamplingParams
 
 
+class SeenTokens:
+    """The tokens that penalties count, of `sequences` with the same settings; tensors that no penalty needs are None.
+
+    seen: bool [sequences, vocab], tokens of prompt and reply; counts: fp32 [sequences, vocab], occurrences in the reply.
+    Ids at or above `vocab_size` (the tokenizer's) count as the last one.
+    """
+
+    def __init__(self, sampling: SamplingParams, vocab_size: int, device: torch.device, sequences: int) -> None:
+        self._last, self._device = vocab_size - 1, device
+        self.seen: Tensor | None = None
+        if sampling.repetition_penalty != 1:
+            self.seen = torch.zeros(sequences, vocab_size, dtype=torch.bool, device=device)
+        self.counts: Tensor | None = None
+        if sampling.counts_replies:
+            self.counts = torch.zeros(sequences, vocab_size, device=device)
+        self.needed = self.seen is not None or self.counts is not None
+
+    def observe(self, tokens: Tensor) -> None:
+        """Mark tokens [sequences, n] of the prompt or the reply as seen."""
+        if self.seen is not None:
+            self.seen.scatter_(1, tokens.clamp(max=self._last), True)
+
+    def observe_ids(self, tokens: Sequence[int]) -> None:
+        """As `observe`, for one sequence."""
+        if self.seen is not None:
+            self.observe(torch.tensor([tokens], device=self._device))
+
+    def count(self, tokens: Tensor) -> None:
+        """Count tokens [sequences, n] of the reply."""
+        if self.counts is not None:
+            places = tokens.clamp(max=self._last)
+            self.counts.scatter_add_(1, places, torch.ones_like(places, dtype=self.counts.dtype))
+
+    def after(self, rows: int, following: Sequence[int]) -> tuple[Tensor | None, Tensor | None]:
+        """Return `seen` and `counts` [rows, vocab] of one sequence if the tokens `following` came next.
+
+        The last row is after all of `following`, the row before it after all but the last, and so on.
+        """
+        seen, counts = self.seen, self.counts
+        if following:
+            seen = None if seen is None else seen.repeat(rows, 1)
+            counts = None if counts is None else counts.repeat(rows, 1)
+        for index, token in enumerate(following, start=rows - len(following)):
+            if seen is not None:
+                seen[max(index, 0) :, token] = True
+            if counts is not None:
+                counts[max(index, 0) :, token] += 1
+        return seen, counts
+
+
 def add_bias(logits: Tensor, biases: Sequence[tuple[int, float]]) -> Tensor:
-    """Add to logits [rows, vocab] what `biases` give for some token ids; equal ids add up."""
+    """Add `biases` (token id, bias) to logits [rows, vocab]; biases of the same id add up."""
     tokens, values = zip(*biases, strict=True)
     index = torch.tensor(tokens, device=logits.device)
     return logits.index_add(1, index, logits.new_tensor(values).expand(logits.shape[0], -1))
 
 
 def penalize(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Make tokens of `seen` (bool, the shape of logits) less likely: positive logits / penalty, negative * penalty."""
+    """Divide positive logits of tokens in `seen` (bool, the shape of logits) by `penalty`, multiply negative ones."""
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def penalize_counts(logits: Tensor, counts: Tensor, presence: float, frequency: float) -> Tensor:
-    """Logits less `frequency` as often as a token came in the reply (`counts`, of their shape) and `presence` once."""
+    """Subtract `frequency` for each occurrence in the reply (`counts`), and `presence` once."""
     return logits - frequency * counts - presence * (counts > 0)
 
 
 def keep_top_k(logits: Tensor, count: int) -> Tensor:
-    """Logits [rows, vocab] with all but the `count` largest at -inf; what equals the smallest of them stays too."""
+    """Set all but the `count` largest logits [rows, vocab] to -inf; ties with the smallest of them stay."""
     limit = logits.topk(min(count, logits.shape[-1]), dim=-1).values[:, -1:]
     return logits.masked_fill(logits < limit, -math.inf)
 
 
 def keep_top_p(logits: Tensor, share: float) -> Tensor:
-    """Logits [rows, vocab] with the tail whose total stays within 1 - `share` at -inf; at least one token stays."""
+    """Set the tail of logits [rows, vocab] whose probability is at most 1 - `share` to -inf; one token always stays."""
     ascending = logits.sort(dim=-1, descending=False).values
-    # The token that crosses the share is kept, with its equals.
+    # The token that crosses the share stays, with its ties.
     drop = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - share
     drop[:, -1] = False
     least = ascending.masked_fill(drop, math.inf).amin(dim=-1, keepdim=True)
@@ -48,7 +97,7 @@ def keep_top_p(logits: Tensor, share: float) -> Tensor:
 
 
 def keep_min_p(logits: Tensor, share: float) -> Tensor:
-    """Logits [rows, vocab] with tokens less likely than `share` of the likeliest at -inf."""
+    """Set tokens less likely than `share` times the most likely one to -inf in logits [rows, vocab]."""
     probabilities = logits.softmax(dim=-1)
     floor = share * probabilities.amax(dim=-1, keepdim=True)
     return logits.masked_fill(probabilities < floor, -math.inf)
@@ -57,9 +106,9 @@ def keep_min_p(logits: Tensor, share: float) -> Tensor:
 def process(
     logits: Tensor, sampling: SamplingParams, seen: Tensor | None = None, counts: Tensor | None = None
 ) -> Tensor:
-    """Logits [rows, vocab] after bias, penalties and, unless greedy, temperature, top-k, top-p, min-p, in this order.
+    """Apply bias, penalties and, unless greedy, temperature, top-k, top-p, min-p, in this order, to [rows, vocab].
 
-    `seen` are the tokens of prompt and reply, `counts` how often each came in the reply, where penalties ask for them.
+    seen, counts: as in `SeenTokens`.
     """
     if sampling.logit_bias:
         logits = add_bias(logits, sampling.logit_bias)
@@ -83,14 +132,14 @@ def process(
 def distribution(
     logits: Tensor, sampling: SamplingParams, seen: Tensor | None = None, counts: Tensor | None = None
 ) -> Tensor:
-    """Probabilities [rows, vocab] in the dtype of `logits`: of a token drawn with `sampling`.
+    """Return the probabilities [rows, vocab], in the dtype of `logits`, from which `sampling` draws a token.
 
-    Greedy sampling is the distribution with all its mass on the likeliest token (the lowest id among equals). A row
-    with a logit of NaN or infinity is all NaN.
+    Greedy sampling has all its mass on the most likely token (the lowest id among ties). A row with a NaN or infinite
+    logit is all NaN.
     """
     logits = process(logits, sampling, seen, counts)
     if not sampling.greedy:
         return logits.softmax(dim=-1)
     largest, best = logits.max(dim=-1, keepdim=True)
-    nothing = largest * 0  # NaN for logits that are no numbers, as softmax has it
+    nothing = largest * 0  # NaN where logits are not finite, as in softmax
     return nothing.repeat(1, logits.shape[-1]).scatter(1, best, nothing + 1)

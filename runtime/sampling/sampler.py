@@ -1,60 +1,91 @@
-"""From logits to a token: drawn from the distribution that the logits processors leave, or the likeliest.
+"""Sampling: draws a token from the distribution that the logits processors leave, or takes the most likely one."""
 
-Knows random numbers, and the tokens that a penalty counts. Does not know models, text or why a reply ends.
-"""
-
-from collections.abc import Sequence
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from mycli.runtime.errors import UsageError
-from mycli.runtime.kernels.cpu.sample import softmax_draw
-from mycli.runtime.sampling.logits_processors import distribution, process
+from mycli.runtime.errors import Declined, ModelError, UsageError, UserError
+from mycli.runtime.kernels.cpu.sample import best_tokens, softmax_draw
+from mycli.runtime.sampling.logits_processors import SeenTokens, distribution, process
 from mycli.runtime.sampling.params import SamplingParams
-from mycli.runtime.sampling.random_numbers import RandomNumbers
-from mycli.runtime.sampling.row_tokens import leading, likeliest, not_numbers, tokens_at
-from mycli.runtime.sampling.seen_tokens import SeenTokens
+
+# Random numbers generated per call: next to the pass of a large model the call costs more than the numbers.
+_NUMBERS_PER_CALL = 256
 
 
 class Constraint(Protocol):
-    """What may be drawn next; see `runtime.sampling.grammar`."""
+    """A grammar that limits which token may come next; see `runtime.sampling.grammar`."""
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Logits fp32 [sequences, vocab] with -inf for what may not; never for all. Raises ModelError instead."""
+        """Set the logits fp32 [sequences, vocab] of forbidden tokens to -inf. Raises ModelError if none is allowed."""
         ...
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """One drawn token for every sequence."""
+        """Advance by one drawn token of every sequence."""
         ...
 
 
 class Recorder(Protocol):
-    """Keeps what a person wants to know of the draws; see `runtime.sampling.logprobs`."""
+    """Records log-probabilities of drawn tokens; see `runtime.sampling.logprobs`."""
 
     def record(self, logits: Tensor, tokens: Tensor) -> None:
-        """The model's own logits fp32 [sequences, vocab], and the tokens [sequences, 1] drawn."""
+        """Record tokens [sequences, 1] drawn from the model's own logits fp32 [sequences, vocab]."""
         ...
 
 
 @dataclass(frozen=True)
 class DeviceSampling:
-    """What a device must know to sample by itself; see `Sampler.device_sampling`. Temperature 0: the likeliest."""
+    """The settings with which a device samples by itself; see `Sampler.device_sampling`. Temperature 0 is greedy."""
 
     vocab_size: int
     temperature: float
-    seed: int  # of 64 bits, signed
-    top_k: int = 0  # below the vocabulary
+    seed: int  # signed, 64 bits
+    top_k: int = 0  # below the vocabulary size
     top_p: float = 1.0
     min_p: float = 0.0
 
 
-class Sampler:
-    """Draws tokens for one request: its settings, its random numbers and, for the penalty, the tokens it has seen.
+class RandomNumbers:
+    """The uniform random numbers of one request, independent of how many are taken at a time."""
 
-    `vocab_size` is the tokenizer's: rows that pad the head beyond it are never drawn.
+    def __init__(self, seed: int | None) -> None:
+        self.generator = torch.Generator()
+        if seed is None:
+            self.generator.seed()
+        else:
+            self.generator.manual_seed(seed)
+        self._numbers, self._used = list[float](), 0
+
+    def take(self, count: int) -> list[float]:
+        """Return the next `count` numbers in [0, 1 - 2^-50]: a sum times one does not round up to the sum."""
+        if self._used + count > len(self._numbers):
+            self._generate(count)
+        self._used += count
+        return self._numbers[self._used - count : self._used]
+
+    def peek(self, index: int) -> float:
+        """Return the number that will be taken after the next `index` ones."""
+        self._generate(index + 1)
+        return self._numbers[self._used + index]
+
+    def _generate(self, count: int) -> None:
+        while self._used + count > len(self._numbers):
+            numbers = torch.rand(_NUMBERS_PER_CALL, generator=self.generator, dtype=torch.float64)
+            self._numbers = self._numbers[self._used :] + (numbers * (1 - 2**-50)).tolist()
+            self._used = 0
+
+
+class Sampler:
+    """Draws the tokens of one request: its settings, random numbers and, for penalties, the tokens seen so far.
+
+    vocab_size: the tokenizer's; rows that pad the head beyond it are never drawn. plain_greedy: the token is the largest
+    logit, and nothing else counts. plain: a token depends on its logits and the settings alone and is not recorded.
     """
 
     def __init__(
@@ -67,10 +98,7 @@ class Sampler:
         constraint: Constraint | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        """`constraint` limits what can be drawn, `recorder` is told what was.
-
-        Raises UsageError for a bias of a token that is not in the vocabulary.
-        """
+        """Raises UsageError for a bias of a token that is not in the vocabulary."""
         for token, _ in sampling.logit_bias:
             if token >= vocab_size:
                 raise UsageError(
@@ -78,158 +106,212 @@ class Sampler:
                     f"the ids of this model's vocabulary end at {vocab_size - 1}",
                 )
         self.sampling, self.unseeded = sampling, replace(sampling, seed=None)
-        self._constraint = constraint
-        self._recorder = recorder
-        self._vocab_size = vocab_size
-        self._device = device
+        self.vocab_size = vocab_size
         self.numbers = RandomNumbers(sampling.seed)
         self.seen = SeenTokens(sampling, vocab_size, device, sequences)
+        self.plain = not self.seen.needed and constraint is None and recorder is None
+        self.plain_greedy = sampling.greedy and not self.seen.needed and not sampling.logit_bias
+        self._constraint = constraint
+        self._recorder = recorder
+        self._device = device
 
     def observe(self, tokens: Tensor) -> None:
         """Count tokens [sequences, n] of the prompt or the reply towards the repetition penalty."""
         self.seen.observe(tokens)
 
     def observe_ids(self, tokens: Sequence[int]) -> None:
-        """As `observe`, of one sequence."""
+        """As `observe`, for one sequence."""
         self.seen.observe_ids(tokens)
-
-    @property
-    def plain(self) -> bool:
-        """Whether a token depends on its logits and the settings alone, and nobody is told."""
-        return not self.seen.wanted and self._constraint is None and self._recorder is None
 
     @property
     def repeatable(self) -> bool:
         """Whether a seed promises the same draws every time."""
         return self.sampling.seed is not None and not self.sampling.greedy
 
-    def random(self) -> float:
-        """The next uniform number."""
-        return self.numbers.take(1)[0]
+    @property
+    def constrained(self) -> bool:
+        """Whether a grammar limits the tokens, which `probabilities` does not know."""
+        return self._constraint is not None
 
     def sample(self, logits: Tensor) -> Tensor:
-        """One token per row of logits fp32 [sequences, vocab or more]: int64 [sequences, 1].
+        """Draw one token from each row of logits fp32 [sequences, vocab or more]: int64 [sequences, 1].
 
-        Raises ModelError where the logits are not numbers.
+        Raises ModelError if a row has NaN or infinite logits.
         """
-        logits = raw = logits[:, : self._vocab_size]
+        logits = raw = logits[:, : self.vocab_size]
         if self._constraint is not None:
             logits = self._constraint.apply(logits)
-        if self.plain_greedy:
-            best, token = logits.max(dim=-1, keepdim=True)
-            self._require_numbers(best)
-        else:
-            self._require_numbers(logits.amax(dim=-1))  # NaN and infinity win every maximum
+        largest, token = logits.max(dim=-1, keepdim=True)  # NaN and infinity win every maximum
+        if not bool(largest.isfinite().all()):
+            raise not_finite()
+        if not self.plain_greedy:
             token = self.draw(distribution(logits, self.sampling, self.seen.seen, self.seen.counts))
+        if not self.plain:
+            self._update(raw, token)
+        return token
+
+    def _update(self, logits: Tensor, token: Tensor) -> None:
         self.seen.observe(token)
         self.seen.count(token)
         if self._constraint is not None:
             self._constraint.follow(token[:, 0].tolist())
         if self._recorder is not None:
-            self._recorder.record(raw, token)
-        return token
+            self._recorder.record(logits, token)
 
     def device_sampling(self) -> DeviceSampling | None:
-        """The next draws as a device can do them by itself (`runtime.kernels.triton.sample`), None if it cannot.
+        """Return the settings for sampling on the device (`runtime.kernels.triton.sample`), or None if it cannot.
 
-        It can where a token depends on its own logits alone: without bias, penalty or constraint. Drawn tokens follow
-        the same distribution with other random numbers, so that a seed repeats a reply on a device, not across devices.
+        It can if a token depends on its own logits alone: no bias, penalty or grammar. The distribution is the same;
+        the random numbers are not, so a seed repeats a reply on a device, not across devices.
         """
-        given = self.sampling
-        if given.logit_bias or not self.plain:
+        params = self.sampling
+        if params.logit_bias or not self.plain:
             return None
         seed = (self.numbers.generator.initial_seed() + (1 << 63)) % (1 << 64) - (1 << 63)
-        if given.greedy:
-            return DeviceSampling(self._vocab_size, 0.0, seed)
-        top_k = given.top_k if given.top_k < self._vocab_size else 0
-        return DeviceSampling(self._vocab_size, given.temperature, seed, top_k, given.top_p, given.min_p)
+        if params.greedy:
+            return DeviceSampling(self.vocab_size, 0.0, seed)
+        top_k = params.top_k if params.top_k < self.vocab_size else 0
+        return DeviceSampling(self.vocab_size, params.temperature, seed, top_k, params.top_p, params.min_p)
 
-    # For speculation (`runtime.speculative.decode`): one sequence, and rows that are positions of it.
-
-    @property
-    def plain_greedy(self) -> bool:
-        """Whether the token is the largest logit, and nothing else counts."""
-        return self.sampling.greedy and not self.seen.wanted and not self.sampling.logit_bias
-
-    @property
-    def vocab_size(self) -> int:
-        """Ids that may be drawn."""
-        return self._vocab_size
-
-    @property
-    def constrained(self) -> bool:
-        """Whether what may come depends on the text in a way that `probabilities` does not know."""
-        return self._constraint is not None
+    # What follows serves speculation (`runtime.speculative`): one sequence, whose rows are successive positions.
 
     def commit(self, logits: Tensor, tokens: Sequence[int]) -> None:
-        """Observe and record `tokens`, each drawn after its row of logits [rows, vocab or more]; rows may be more."""
-        if not self.seen.wanted and self._recorder is None:
+        """Observe and record `tokens`, each drawn from its row of logits [rows or more, vocab or more]."""
+        if not self.seen.needed and self._recorder is None:
             return
         rows = torch.tensor([tokens], device=logits.device)
         self.seen.observe(rows)
         self.seen.count(rows)
         if self._recorder is not None:
             for index in range(len(tokens)):
-                self._recorder.record(logits[index : index + 1, : self._vocab_size], rows[:, index : index + 1])
+                self._recorder.record(logits[index : index + 1, : self.vocab_size], rows[:, index : index + 1])
 
     def best(self, logits: Tensor) -> list[int]:
-        """The likeliest token of each row of logits [rows, vocab or more], up to the first row that is not numbers."""
-        found: list[int] = []
-        for token in likeliest(logits[:, : self._vocab_size]):
+        """Return the most likely token of each row of logits [rows, vocab or more], up to the first non-finite row."""
+        tokens: list[int] = []
+        for token in most_likely(logits[:, : self.vocab_size]):
             if token is None:
                 break
-            found.append(token)
-        return found
+            tokens.append(token)
+        return tokens
 
     def probability_rows(self, count: int, dtype: torch.dtype) -> Tensor | None:
-        """For the distributions of `count` drafted tokens, [count, vocab]; None where the likeliest is taken."""
+        """Allocate the distributions [count, vocab] of `count` draft tokens; None for greedy sampling."""
         if self.plain_greedy:
             return None
-        return torch.empty(count, self._vocab_size, dtype=dtype, device=self._device)
+        return torch.empty(count, self.vocab_size, dtype=dtype, device=self._device)
 
     def sample_draft(self, logits: Tensor, following: Sequence[int], out: Tensor | None) -> int | None:
-        """A token after logits [1, vocab or more] and `following`; to `out` [1, vocab] what it was drawn from.
+        """Draw a draft token from logits [1, vocab or more] after `following`, without observing it.
 
-        None where the logits are not numbers. `out` comes from `probability_rows`. Nothing is observed.
+        out [1, vocab], a row of `probability_rows`, receives its distribution. Returns None if the logits are not
+        finite.
         """
         if out is None:
-            found = self.best(logits)
-            return found[0] if found else None
+            best = self.best(logits)
+            return best[0] if best else None
         if self.sampling.greedy:
             token = int(self.draw(out.copy_(self.probabilities(logits, following))))
         else:
-            real = logits if logits.shape[1] == self._vocab_size else logits[:, : self._vocab_size]
-            given = process(real, self.sampling, *self.seen.after(1, following))
-            shared = self.numbers.peek(len(following)) if self.repeatable else None  # of the token to stand there
-            drawn = softmax_draw(given, self.numbers.take(1)[0] if shared is None else shared, out)
-            if isinstance(drawn, int):
-                token = drawn
+            logits = logits if logits.shape[1] == self.vocab_size else logits[:, : self.vocab_size]
+            logits = process(logits, self.sampling, *self.seen.after(1, following))
+            # With a seed the draft uses the number that the token at this position will be drawn with.
+            number = self.numbers.peek(len(following)) if self.repeatable else None
+            drawn = softmax_draw(logits, self.numbers.take(1)[0] if number is None else number, out)
+            if isinstance(drawn, Declined):
+                weights = out.copy_(logits.softmax(dim=-1))
+                token = int(self.draw(weights) if number is None else tokens_at(weights, [number]))
             else:
-                weights = out.copy_(given.softmax(dim=-1))
-                token = int(self.draw(weights) if shared is None else tokens_at(weights, [shared]))
-        return token if token < self._vocab_size else None
+                token = drawn
+        return token if token < self.vocab_size else None
 
     def probabilities(self, logits: Tensor, following: Sequence[int] = ()) -> Tensor:
-        """The distribution [rows, vocab] that each row of logits [rows, vocab or more] is drawn from.
+        """Return the distribution [rows, vocab] from which each row of logits [rows, vocab or more] is drawn.
 
-        `following` are tokens assumed to come after those observed: the last row is after all of them, the row before
-        after all but the last, and so on. They are not observed.
+        following: tokens assumed after those observed; the last row is after all of them, the row before it after all
+        but the last, and so on.
         """
         counted = self.seen.after(len(logits), following)
-        return distribution(logits[:, : self._vocab_size], self.sampling, *counted)
+        return distribution(logits[:, : self.vocab_size], self.sampling, *counted)
 
     def draw(self, weights: Tensor) -> Tensor:
-        """A token per row, in proportion to weights [rows, vocab]: int64 [rows, 1].
-
-        `vocab`, one past the last token, where the weights of a row are all zero or not numbers.
-        """
+        """Draw a token from each row of weights [rows, vocab]: int64 [rows, 1]; see `tokens_at`."""
         return tokens_at(weights, self.numbers.take(len(weights)))
 
     def accept(self, chances: Tensor) -> int:
-        """How many proposals are accepted: each with its chance (of chances [n]), up to the first refused."""
-        found: list[float] = chances.tolist()
-        return leading(coin < chance for coin, chance in zip(self.numbers.take(len(found)), found, strict=True))
+        """Return how many draft tokens are accepted, each with its chance of chances [n], up to the first refusal."""
+        limits: list[float] = chances.tolist()
+        return leading(number < limit for number, limit in zip(self.numbers.take(len(limits)), limits, strict=True))
 
-    def _require_numbers(self, best: Tensor) -> None:
-        if not bool(best.isfinite().all()):
-            raise not_numbers()
+
+def sample_rows(logits: Tensor, samplers: Sequence[Sampler]) -> list[int | UserError]:
+    """Draw the token of `samplers[i]` from row i of logits fp32 [rows, vocab or more], or return its error.
+
+    Rows with equal settings are drawn together; each draws what it draws alone. All samplers have one vocabulary.
+    """
+    tokens: list[int | UserError] = [0] * len(samplers)
+    alike: defaultdict[SamplingParams, list[int]] = defaultdict(list)
+    for row, sampler in enumerate(samplers):
+        if sampler.plain and (sampler.plain_greedy or len(samplers) > 1):
+            alike[sampler.unseeded].append(row)
+            continue
+        try:
+            tokens[row] = int(sampler.sample(logits if len(samplers) == 1 else logits[row : row + 1]))
+        except UserError as error:
+            tokens[row] = error
+    for sampling, rows in alike.items():
+        chosen = logits if len(rows) == len(logits) else logits[rows]
+        drawn = _sample_alike(chosen, sampling, [samplers[row] for row in rows])
+        for row, token in zip(rows, drawn, strict=True):
+            tokens[row] = token
+    return tokens
+
+
+def _sample_alike(logits: Tensor, sampling: SamplingParams, samplers: Sequence[Sampler]) -> list[int | UserError]:
+    logits = logits[:, : samplers[0].vocab_size]
+    tokens = most_likely(logits)
+    if not samplers[0].plain_greedy:
+        weights = distribution(logits, sampling)
+        shares = [
+            0.0 if best is None else sampler.numbers.take(1)[0] for sampler, best in zip(samplers, tokens, strict=True)
+        ]
+        drawn: list[int] = tokens_at(weights, shares)[:, 0].tolist()
+        tokens = [None if best is None else token for token, best in zip(drawn, tokens, strict=True)]
+    return [not_finite() if token is None else token for token in tokens]
+
+
+def leading(values: Iterable[bool]) -> int:
+    """Return how many values are true before the first false one."""
+    return sum(1 for _ in takewhile(bool, values))
+
+
+def tokens_at(weights: Tensor, shares: Sequence[float]) -> Tensor:
+    """Return int64 [rows, 1]: the token of each row of weights [rows, vocab] at which their sum passes its share.
+
+    `vocab` if the weights of a row are all zero or not finite.
+    """
+    # fp64 sums. torch.multinomial draws a number for each token of the vocabulary instead, which at 32,000 tokens takes
+    # longer than a layer of a small draft model.
+    sums = weights.cumsum(dim=-1, dtype=torch.float64)
+    share = torch.tensor(shares, dtype=torch.float64, device=weights.device)
+    return torch.searchsorted(sums, sums[:, -1:] * share[:, None], right=True)
+
+
+def most_likely(logits: Tensor) -> list[int | None]:
+    """Return the most likely token of each row of logits [rows, vocab], the lowest id among ties.
+
+    None for a row with NaN or infinity, or with nothing but -inf.
+    """
+    tokens = best_tokens(logits)
+    if not isinstance(tokens, Declined):
+        return tokens
+    largest, best = logits.max(dim=-1)  # NaN and infinity win every maximum
+    return [token if math.isfinite(top) else None for token, top in zip(best.tolist(), largest.tolist(), strict=True)]
+
+
+def not_finite() -> ModelError:
+    """Return the error for logits that cannot be drawn from."""
+    return ModelError(
+        "the model's output is not a number (NaN or infinite logits)",
+        code="verify-files-or-fp32",
+    )

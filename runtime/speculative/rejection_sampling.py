@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from mycli.runtime.sampling.row_tokens import leading
+from mycli.runtime.sampling.sampler import leading
 from mycli.runtime.sampling.sampler import Sampler
 from mycli.runtime.speculative.proposers import Proposal
 

@@ -40,7 +40,7 @@ def logits_of(case: Case, seed: int = 0) -> Tensor:
     return torch.cat((logits, torch.full((case.sequences, case.padding), 99.0)), dim=1).to(case.dtype)
 
 
-def likeliest(case: Case) -> bool:
+def most_likely(case: Case) -> bool:
     """Whether tokens are torch's, step by step, and fed back with lengths one larger."""
     to = SamplingBuffers.make(STEPS, case.sequences, torch.get_default_device())
     to.lengths.copy_(torch.arange(case.sequences) + 5)
