@@ -54,7 +54,7 @@ class Generator:
 
     def _limit(self, prompt: Sequence[int]) -> int | None:
         """Most tokens to write. The default gives way to a full context, a number that was asked for does not."""
-        from mycli.runtime.engine.admission import reply_room
+        from mycli.runtime.engine.sequence import reply_room
 
         room = reply_room(self.loaded.engine.context, len(prompt))
         return DEFAULT_LIMIT if self.limit is None and room > DEFAULT_LIMIT else self.limit

@@ -158,8 +158,8 @@ class OpenedModel:
         return self._reply(self.tokenizer.apply_chat_template(conversation), options)
 
     def _reply(self, tokens: Sequence[int], options: ReplyOptions) -> "Completion":
-        from mycli.runtime.engine.admission import reply_room
         from mycli.runtime.engine.completion import Completion
+        from mycli.runtime.engine.sequence import reply_room
 
         limit = options.get("max_tokens")
         if limit is None and reply_room(self.engine.context, len(tokens)) > DEFAULT_MAX_TOKENS:
@@ -278,14 +278,13 @@ def _build(
 
 
 def _proposer(name: str, draft: ModelFolder | None, loaded: "LoadedModel", shape: "CacheShape") -> "Proposer":
-    from mycli.runtime.speculative.mtp_head import MtpHead
-    from mycli.runtime.speculative.prediction import PredictionProposer
+    from mycli.runtime.speculative.mtp import MtpHead, MtpProposer
     from mycli.runtime.speculative.proposers import PromptLookup, load_draft
 
     if draft is None:
         return PromptLookup()
     if name == MTP:
-        return PredictionProposer(MtpHead(draft, loaded.runner), shape)
+        return MtpProposer(MtpHead(draft, loaded.runner), shape)
     with _errors_about(name):
         return load_draft(draft, loaded.tokenizer, loaded.runner, shape)
 
@@ -294,7 +293,7 @@ def _prefix_store(
     path: Path, nbytes: int, folder: ModelFolder, loaded: "LoadedModel", context: int, report: OpenReport
 ) -> "PrefixStore | None":
     from mycli.runtime.cache.prefix_store import PrefixStore, UntrustedError
-    from mycli.runtime.engine.kept_texts import identity
+    from mycli.runtime.engine.disk_prefix_cache import identity
 
     try:
         return PrefixStore(path, identity(folder, loaded.runner, context), nbytes, report.warn)

@@ -71,7 +71,7 @@ def _subject(
     from mycli.runtime.diagnostics.prompts import prompts
     from mycli.runtime.diagnostics.speculation_benchmark import SpeculationSubject
     from mycli.runtime.engine.model_runner import CacheShape
-    from mycli.runtime.speculative.prediction import PredictionProposer
+    from mycli.runtime.speculative.mtp import MtpProposer
     from mycli.runtime.speculative.proposers import DraftModel, PromptLookup, Proposer
     from mycli.runtime.speculative.speculator import ProposerSpeculator
 
@@ -84,8 +84,8 @@ def _subject(
     def new_proposer() -> Proposer:
         if isinstance(proposer, DraftModel):
             return DraftModel(proposer.runner, CacheShape.contiguous(context), loaded.runner.nbytes)
-        if isinstance(proposer, PredictionProposer):
-            return PredictionProposer(proposer.head, CacheShape.contiguous(context))
+        if isinstance(proposer, MtpProposer):
+            return MtpProposer(proposer.head, CacheShape.contiguous(context))
         return PromptLookup()
 
     subject = SpeculationSubject(loaded.runner, new_proposer, loaded.vocabulary_size, loaded.stop_ids, context)

@@ -49,13 +49,13 @@ def spec_verify(
     from mycli.runtime.diagnostics.speculation_benchmark import SpeculationSubject
     from mycli.runtime.diagnostics.speculation_check import chi_squared, greedy_divergences, least_certain
     from mycli.runtime.sampling.params import SamplingParams
-    from mycli.runtime.speculative.prediction import PredictionProposer
+    from mycli.runtime.speculative.mtp import MtpProposer
     from mycli.runtime.speculative.proposers import DraftModel
     from mycli.runtime.speculative.speculator import ProposerSpeculator
 
     loaded, speculator = opened.model, opened.engine.speculator
     proposer = speculator.proposer if isinstance(speculator, ProposerSpeculator) else None
-    if not isinstance(proposer, DraftModel | PredictionProposer):
+    if not isinstance(proposer, DraftModel | MtpProposer):
         raise UsageError(f"{draft}: not a model", "name a model as the draft, or mtp for the head of MODEL itself")
     subject = SpeculationSubject(
         loaded.runner, lambda: proposer, loaded.vocabulary_size, loaded.stop_ids, opened.engine.context

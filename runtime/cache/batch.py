@@ -88,20 +88,15 @@ class Batch:
     @cached_property
     def block_table(self) -> Tensor:
         """int32 [S, blocks], padded with 0."""
-        blocks, widest = padded_blocks(self.chunks)
-        return self._tensor(blocks, torch.int32).view(-1, widest)
+        widest = max(len(chunk.blocks) for chunk in self.chunks)
+        rows = [[*chunk.blocks, *[0] * (widest - len(chunk.blocks))] for chunk in self.chunks]
+        return self._tensor(rows, torch.int32)
 
     @cached_property
     def logits_at(self) -> Tensor:
         """int64 [rows]: the rows whose logits are returned, in order."""
         ends = zip(self.first_rows[1:], self.chunks, strict=True)
         return self._tensor([row for end, chunk in ends for row in range(end - chunk.logits, end)], torch.int64)
-
-
-def padded_blocks(chunks: Sequence[Chunk]) -> tuple[list[int], int]:
-    """The blocks of each chunk, padded with 0 to the same number, in one list, and that number."""
-    widest = max([len(chunk.blocks) for chunk in chunks])
-    return [block for chunk in chunks for block in (*chunk.blocks, *[0] * (widest - len(chunk.blocks)))], widest
 
 
 def contiguous_slot(chunks: Sequence[Chunk]) -> int | None:

@@ -8,7 +8,6 @@ import heapq
 from collections.abc import Iterable
 
 from mycli.runtime.cache.prefix_index import PrefixIndex
-from mycli.runtime.cache.state_pool import StatePool
 
 
 class BlockPool:
@@ -17,19 +16,11 @@ class BlockPool:
     def __init__(self, blocks: int, index: PrefixIndex) -> None:
         self.blocks = blocks
         self.index = index
+        self.block_size = index.block_size
+        self.states = index.states
         self._free = list(range(blocks))  # a heap: neighbours stay neighbours
         self._references = [0] * blocks
         self._copies: list[tuple[int, int]] = []
-
-    @property
-    def block_size(self) -> int:
-        """Tokens of a block."""
-        return self.index.block_size
-
-    @property
-    def states(self) -> StatePool | None:
-        """The slots of what recurrent layers keep; None where no layer does."""
-        return self.index.states
 
     @property
     def free(self) -> int:
@@ -78,6 +69,18 @@ class BlockPool:
             if self._references[block]:
                 continue
             self._recycle(self.index.leave(block) if block in self.index else [block])
+
+    def make_writable(self, block: int) -> int | None:
+        """Return `block`, removed from the index, if it has one owner, else a copy; None without a free block."""
+        if self._references[block] == 1:
+            if block in self.index.nodes:
+                self._recycle(self.index.forget(block))
+            return block
+        fresh = self.allocate()
+        if fresh is not None:
+            self.copy(block, fresh)
+            self.release([block])
+        return fresh
 
     def forget(self, block: int) -> None:
         """The index knows the block, and what came after it, no longer."""

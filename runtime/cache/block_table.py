@@ -89,16 +89,10 @@ class BlockTable:
         pool, size = self._pool, self._pool.block_size
         first = self.length // size
         if first < len(self.blocks):
-            block = self.blocks[first]
-            if pool.references(block) > 1:
-                fresh = pool.allocate()
-                if fresh is None:
-                    return False
-                pool.copy(block, fresh)
-                pool.release([block])
-                self.blocks[first] = fresh
-            else:
-                pool.forget(block)
+            block = pool.make_writable(self.blocks[first])
+            if block is None:
+                return False
+            self.blocks[first] = block
         while len(self.blocks) * size < end:
             fresh = pool.allocate()
             if fresh is None:

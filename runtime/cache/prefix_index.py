@@ -68,12 +68,12 @@ class PrefixIndex:
         self.limit = limit
         self.states = states
         self.root = Node(-1, (), None, 0)
-        self._nodes: dict[int, Node] = {}  # by block
+        self.nodes: dict[int, Node] = {}  # by block
         self._idle: OrderedDict[int, None] = OrderedDict()  # blocks, the least recently used first
         self._evicted: OrderedDict[int, None] = OrderedDict()  # keys
 
     def __contains__(self, block: int) -> bool:
-        return block in self._nodes
+        return block in self.nodes
 
     @property
     def idle(self) -> int:
@@ -132,7 +132,7 @@ class PrefixIndex:
             return ""
         if hash((node.key, tuple(tokens[at : at + self.block_size]))) in self._evicted:
             return f"evicted from token {at + count + 1} on"
-        if not self._nodes:
+        if not self.nodes:
             return "nothing is kept yet"
         if at + count == 0:
             return "no text began like this"
@@ -152,7 +152,7 @@ class PrefixIndex:
                     return other
         node = Node(block, tokens, parent, hash((parent.key, tokens)))
         parent.children[tokens] = node
-        self._nodes[block] = node
+        self.nodes[block] = node
         return node
 
     def reaches(self, node: Node) -> bool:
@@ -178,14 +178,14 @@ class PrefixIndex:
         block = next(iter(self._idle), None)
         if block is None:
             return []
-        self._evicted[self._nodes[block].key] = None
+        self._evicted[self.nodes[block].key] = None
         while len(self._evicted) > REMEMBERED:
             self._evicted.popitem(last=False)
         return self.forget(block)
 
     def forget(self, block: int) -> list[int]:
         """Forget a block and what came after it: those of them that were idle, which are free now."""
-        node = self._nodes[block]
+        node = self.nodes[block]
         if node.parent is not None:
             del node.parent.children[node.tokens]
         freed, waiting = [], [node]
@@ -194,7 +194,7 @@ class PrefixIndex:
             waiting += one.children.values()
             one.children.clear()
             one.parent = None
-            del self._nodes[one.block]
+            del self.nodes[one.block]
             if self.states is not None:
                 self.states.drop(one.states)
             if one.block in self._idle:

@@ -65,7 +65,7 @@ class KeptPiece:
 
 
 @dataclass(frozen=True)
-class Found:
+class StoredPrefix:
     """The first pieces of a text, as far as they are there, and why it is not more."""
 
     pieces: tuple[KeptPiece, ...] = ()
@@ -136,7 +136,7 @@ class PrefixStore:
     def _size(self, nbytes: int) -> int:
         return HEADER.size + PIECE * 8 + nbytes + hashlib.sha256().digest_size
 
-    def find(self, tokens: Sequence[int], nbytes: int) -> Found:
+    def find(self, tokens: Sequence[int], nbytes: int) -> StoredPrefix:
         """The pieces of the text `tokens` that are there, from its beginning on; none is opened.
 
         nbytes: of the values of a piece.
@@ -149,7 +149,7 @@ class PrefixStore:
                 break
             found.append(piece)
         self._touch(found)
-        return Found(tuple(found), miss and f"{miss} from token {len(found) * PIECE + 1} on")
+        return StoredPrefix(tuple(found), miss and f"{miss} from token {len(found) * PIECE + 1} on")
 
     def lacks(self, piece: KeptPiece, nbytes: int) -> str:
         """Why there is no file for `nbytes` of values of a piece; "" where there is. It is not opened."""

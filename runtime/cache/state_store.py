@@ -24,12 +24,8 @@ class StateStore:
             for spec in config.layer_specs
             if spec.recurrent is not None
         }
+        self.recurrent = bool(self._layers)  # whether any layer has a state
         self._deferred: dict[int, list[CommitTokens]] = {}  # by slot
-
-    @property
-    def recurrent(self) -> bool:
-        """Whether any layer has a state."""
-        return bool(self._layers)
 
     @property
     def nbytes(self) -> int:

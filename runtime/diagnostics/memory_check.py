@@ -23,8 +23,7 @@ from mycli.runtime.errors import GateError
 from mycli.runtime.memory.estimate import cache_positions, estimate, state_slots
 from mycli.runtime.memory.plan import MemoryPlan
 from mycli.runtime.sampling.params import SamplingParams
-from mycli.runtime.sampling.sampler import sample_rows
-from mycli.runtime.sampling.sampler import Sampler
+from mycli.runtime.sampling.sampler import Sampler, sample_rows
 
 DECODED = 4  # tokens: the first may allocate buffers that the others reuse
 TOUCHED = 256  # cache positions written at a time

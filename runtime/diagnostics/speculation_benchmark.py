@@ -5,11 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
-from mycli.runtime.engine.admission import reply_room
 from mycli.runtime.engine.completion import generate
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
-from mycli.runtime.engine.sequence import Request
+from mycli.runtime.engine.sequence import Request, reply_room
 from mycli.runtime.engine.stats import SpeculationStats, Timing
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.sampler import Sampler

@@ -17,8 +17,7 @@ from mycli.runtime.sampling.logits_processors import distribution
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.sampler import Sampler
 from mycli.runtime.speculative.draft_length import FixedDraftLength
-from mycli.runtime.speculative.mtp_head import MtpHead
-from mycli.runtime.speculative.prediction import PredictionProposer
+from mycli.runtime.speculative.mtp import MtpHead, MtpProposer
 from mycli.runtime.speculative.proposers import DraftModel, Proposal
 from mycli.runtime.speculative.rejection_sampling import rejection_sample
 
@@ -135,7 +134,7 @@ def least_certain(subject: SpeculationSubject, prompts: Sequence[Sequence[int]])
 
 def chi_squared(
     subject: SpeculationSubject,
-    draft: DraftModel | PredictionProposer,
+    draft: DraftModel | MtpProposer,
     prompt: Sequence[int],
     sampling: SamplingParams,
     draws: int,

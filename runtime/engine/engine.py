@@ -1,39 +1,39 @@
-"""Many sequences on one model: schedule, run, sample, until everybody has what was asked for.
+"""Runs many sequences on one model and one KV cache: schedule, run a pass, sample, until every request is answered.
 
-A reply is `submit` and then `step` until it ends; samples are forks of one, a file of prompts is many of them. Every
-sequence draws from random numbers of its own, so a seeded reply is the same alone or among others. One thread calls
-everything here. Knows ids and logits; does not know text, or who asked.
+A reply is `submit` and then `step` until it ends; several replies to one prompt are branches of one sequence. Every
+sequence has its own random numbers, so a seeded reply is the same alone or among others. One thread calls everything.
 """
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from torch import Tensor
+
+from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.cache.block_pool import BlockPool
 from mycli.runtime.cache.prefix_index import PrefixIndex
 from mycli.runtime.cache.prefix_store import PrefixStore
 from mycli.runtime.cache.state_pool import StatePool
-from mycli.runtime.engine.ahead import LaunchesAhead
-from mycli.runtime.engine.drawing import Live, draft_tokens, draw_tokens, pass_listener
-from mycli.runtime.engine.kept_texts import KeptTexts
+from mycli.runtime.engine.disk_prefix_cache import DiskPrefixCache
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
-from mycli.runtime.engine.scheduler import Scheduler
+from mycli.runtime.engine.request_state import RequestState, TokensAhead
+from mycli.runtime.engine.scheduler import Limits, ScheduledSequence, Scheduler
 from mycli.runtime.engine.sequence import FinishReason, Request, SequenceOutput
-from mycli.runtime.engine.sequence import Sequence as Sequence_
-from mycli.runtime.engine.speculation import Speculator
+from mycli.runtime.engine.sequence import Sequence as RequestSequence
+from mycli.runtime.engine.speculation import ComputedTokens, DraftRequest, Speculator
 from mycli.runtime.engine.stats import EngineStats
-from mycli.runtime.engine.turns import Limits, Turn
 from mycli.runtime.errors import UserError
 from mycli.runtime.memory.estimate import state_slots
 from mycli.runtime.memory.plan import prefill_chunk
 from mycli.runtime.sampling.logprobs import TokenLogprob
-from mycli.runtime.sampling.sampler import leading, not_finite
+from mycli.runtime.sampling.sampler import leading, not_finite, sample_rows
 
-_OF_A_PASS = ("stop", "length", "context")  # ends that a pass brings, which went well so far
+_NORMAL_ENDS = ("stop", "length", "context")  # after a pass that succeeded
 
 
 class Engine:
-    """One model, its cache, and everybody who wants something of them."""
+    """Runs many sequences on one model and one KV cache."""
 
     def __init__(
         self,
@@ -48,30 +48,29 @@ class Engine:
         store: PrefixStore | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """vocab_size: ids that may be drawn; running: sequences at once, None for one for each block; chunk: tokens of
-        prompts in a pass; kept_blocks: of texts that nobody uses any more, None for as many as there are; store:
-        keeps texts over restarts.
+        """vocab_size: ids that may be sampled; running: sequences at the same time, None for one for each block; chunk:
+        prompt tokens in a pass; kept_blocks: most blocks kept for prefix reuse, None for all; store: the disk prefix
+        cache.
         """
         self.runner, self.shape, self.speculator = runner, shape, speculator
         running = running or shape.blocks
         slots = state_slots(runner.config, running)
         self.cache = runner.make_cache(shape, slots)
-        runner.rope(shape.context)  # made now, not in the time of the first reply
+        runner.rope(shape.context)  # built now, not during the first reply
         self._vocab_size = vocab_size
         states = StatePool(slots) if runner.config.has_recurrent else None
         pool = BlockPool(shape.blocks, PrefixIndex(shape.block_size, kept_blocks, states))
         chunk = chunk or prefill_chunk(runner.device.type == "cuda")
-        self._kept = None if store is None else KeptTexts(store, self.cache, self._make_copies)
-        self.scheduler = Scheduler(pool, Limits(shape.context, chunk, running), clock, self._kept)
-        self.step_seconds = 0.0  # of the last step: of the device, where it worked ahead
-        self._live: dict[int, Live] = {}
-        self._ahead = LaunchesAhead(runner, self.cache)
-        self._cancelled: list[SequenceOutput] = []
-        self._sure = True  # of what the cache holds: no pass broke off
+        self._prefixes = None if store is None else DiskPrefixCache(store, self.cache, self._copy_blocks)
+        self.scheduler = Scheduler(pool, Limits(shape.context, chunk, running), clock, self._prefixes)
+        self.step_seconds = 0.0  # of the last step: device time, if it worked ahead
+        self._states: dict[int, RequestState] = {}
+        self._ahead = TokensAhead(runner, self.cache)
+        self._finished: list[SequenceOutput] = []  # cancelled since the last step
+        self._cache_valid = True  # no pass was interrupted
 
     @property
     def context(self) -> int:
-        """Tokens of a sequence at most."""
         return self.shape.context
 
     @property
@@ -81,27 +80,25 @@ class Engine:
 
     @property
     def tokens_read(self) -> int:
-        """Tokens in the cache, of the sequence that has most: how far a prompt has been read."""
-        return max((one.table.length for one in self.scheduler.running), default=0)
+        """Tokens in the cache of the longest running sequence: the progress of a prompt."""
+        return max((sequence.table.length for sequence in self.scheduler.running), default=0)
 
     @property
     def shares_cores(self) -> bool:
-        """Whether its passes run on the CPU's cores."""
+        """Whether passes run on the cores of the CPU."""
         return self.runner.device.type == "cpu"
 
     @property
     def has_work(self) -> bool:
-        """Whether a step has anything to do or to tell."""
-        return self.scheduler.has_work or bool(self._cancelled)
+        return self.scheduler.has_work or bool(self._finished)
 
     @property
     def stats(self) -> EngineStats:
-        """How it is doing."""
         counts, pool = self.scheduler.counts, self.scheduler.pool
-        waiting = len(self.scheduler.waiting) + sum(len(one.branches) for one in self.scheduler.running)
+        branches = sum(len(sequence.branches) for sequence in self.scheduler.running)
         return EngineStats(
             running=len(self.scheduler.running),
-            waiting=waiting,
+            waiting=len(self.scheduler.waiting) + branches,
             preemptions=counts.preemptions,
             cache_used=pool.used,
             cache_kept=pool.index.idle,
@@ -109,61 +106,70 @@ class Engine:
             prefix_queries=counts.queries,
             prefix_hits=counts.hits,
             misses=dict(counts.misses),
-            kept=None if self._kept is None else self._kept.stats,
+            kept=None if self._prefixes is None else self._prefixes.stats,
         )
 
     def submit(self, request: Request) -> int:
-        """Queue a request: the number of its sequence.
+        """Queue a request and return the number of its sequence.
 
-        Raises UsageError for what can never be answered: a prompt that is empty or does not fit, a bias of a token that
-        there is not.
+        Raises UsageError for an empty prompt, a request that can never fit, or a bias of a token that does not exist.
         """
-        live = self._start(request)
+        state = self._start(request)
         number = self.scheduler.submit(request).id
-        self._live[number] = live
+        self._states[number] = state
         return number
 
-    def branch(self, sequence: int, count: int) -> list[int]:
-        """`count` more replies to the prompt of a sequence that has not drawn yet; the prompt is read once for all.
+    def submit_replies(self, request: Request, count: int) -> list[int]:
+        """Queue `count` replies to one prompt, with consecutive seeds; return the numbers of their sequences.
 
-        The seed of the first is one more than that of the sequence, and so on. Raises ValueError for a sequence that
-        has drawn or ended.
+        The prompt is computed once, unless each reply returns the logprobs of the prompt. Raises as `submit`.
         """
-        first = self.scheduler.get(sequence)
-        if first is None:
+        if request.prompt_logprobs:
+            samplings = [request.sampling.for_reply(index) for index in range(count)]
+            return [self.submit(replace(request, sampling=sampling)) for sampling in samplings]
+        first = self.submit(request)
+        return [first, *self.branch(first, count - 1)]
+
+    def branch(self, sequence: int, count: int) -> list[int]:
+        """Add `count` replies to the prompt of a sequence that has not sampled yet; return their numbers.
+
+        Their seeds follow that of the sequence. Raises ValueError for a sequence that has sampled or ended.
+        """
+        parent = self.scheduler.get(sequence)
+        if parent is None:
             raise ValueError(f"sequence {sequence} has ended")
         numbers = []
         for index in range(1, count + 1):
-            sampling = first.request.sampling.for_reply(index)
-            request = replace(first.request, sampling=sampling, prompt_logprobs=False)
-            live = self._start(request)
-            numbers.append(self.scheduler.branch(first, request).id)
-            self._live[numbers[-1]] = live
+            sampling = parent.request.sampling.for_reply(index)
+            request = replace(parent.request, sampling=sampling, prompt_logprobs=False)
+            state = self._start(request)
+            numbers.append(self.scheduler.branch(parent, request).id)
+            self._states[numbers[-1]] = state
         return numbers
 
-    def _start(self, request: Request) -> Live:
-        return Live.start(request, self._vocab_size, self.runner.device)
+    def _start(self, request: Request) -> RequestState:
+        return RequestState.start(request, self._vocab_size, self.runner.device)
 
     def cancel(self, sequence: int) -> None:
-        """It has no more turns, and its blocks are free now; the next step says so. Nothing where it has ended."""
-        found = self.scheduler.get(sequence)
-        if found is not None:
-            self._cancelled.append(self._end(found, "cancelled"))
+        """End a sequence and free its blocks now; the next step returns its output. Does nothing if it ended."""
+        running = self.scheduler.get(sequence)
+        if running is not None:
+            self._finished.append(self._finish(running, "cancelled"))
 
     def forget(self) -> None:
-        """Keep nothing of the texts so far, as if the cache were new."""
+        """Drop all cached prefixes, as if the cache were new."""
         self.scheduler.pool.clear()
-        self._sure = True
+        self._cache_valid = True
         if self.speculator is not None:
             self.speculator.forget()
 
     def close(self) -> None:
-        """Write down what is to be kept over a restart; nothing is run after that."""
-        if self._kept is not None:
-            self._kept.close()
+        """Finish writing the disk prefix cache; nothing may run afterwards."""
+        if self._prefixes is not None:
+            self._prefixes.close()
 
-    def _make_copies(self) -> None:
-        """Of blocks and states, as they were noted down."""
+    def _copy_blocks(self) -> None:
+        """Perform the block and state copies queued since the last pass."""
         pool = self.scheduler.pool
         for source, target in pool.take_copies():
             self.cache.copy(source, target)
@@ -171,101 +177,153 @@ class Engine:
             self.cache.states.copy(source, target)
 
     def step(self) -> list[SequenceOutput]:
-        """One pass: what it did for each of its sequences, and who has ended since the last step."""
+        """Run one pass; return what it produced for its sequences, and the sequences that ended since the last step."""
         began = time.perf_counter()
-        outputs, self._cancelled = self._cancelled, []
-        outputs += [self._end(sequence, "deadline") for sequence in self.scheduler.expired()]
-        speculator = self.speculator
-        decoding = 0 if speculator is None else sum(one.decoding for one in self.scheduler.running)
-
-        def drafts(sequence: Sequence_, room: int) -> int:
-            sampler = self._live[sequence.id].sampler
-            if speculator is None or sampler.constrained:
-                return 0
-            return speculator.wanted(sequence.id, sequence.tokens, room, decoding)
-
-        turns = self.scheduler.schedule(drafts)
-        self._make_copies()
+        outputs, self._finished = self._finished, []
+        for sequence in self.scheduler.expired():
+            outputs.append(self._finish(sequence, "deadline"))
+        scheduled = self.scheduler.schedule(None if self.speculator is None else self._draft_budget)
+        self._copy_blocks()
         self.step_seconds = 0.0
-        if turns:
-            self._sure = False
-            # A speculator measures plain passes, to know whether drafting pays, and may want their hidden states.
-            made = None if self.speculator is not None else self._ahead.made(turns, self._live, self.scheduler)
-            outputs += self._pass(turns, began) if made is None else self._decoded_ahead(turns, *made)
-            self._sure = True
+        if scheduled:
+            self._cache_valid = False
+            ahead = None
+            # A speculator compares the time of plain passes with that of drafts, and may need their hidden states.
+            if self.speculator is None and self.runner.passes.makes_tokens:
+                ahead = self._ahead.next(scheduled, self._states, self.scheduler)
+            if ahead is None:
+                outputs += self._run_pass(scheduled, began)
+            else:
+                outputs += self._advance_ahead(scheduled, *ahead)
+            self._cache_valid = True
         self.step_seconds = max(self.step_seconds, time.perf_counter() - began)
         return outputs
 
-    def _pass(self, turns: Sequence[Turn], began: float) -> list[SequenceOutput]:
-        """Run the turns, and draw for those who have read all they have; the step `began` at this time."""
-        drafted = draft_tokens(self.speculator, turns, self._live)
-        chunks = [turn.chunk(drafted.get(turn.sequence.id, [])) for turn in turns]
-        logits = self.runner.run(chunks, self.cache, pass_listener(self.speculator, turns, chunks))
-        draws: list[tuple[Turn, range]] = []
+    def _draft_budget(self, sequence: RequestSequence, room: int) -> int:
+        if self.speculator is None or self._states[sequence.id].sampler.constrained:
+            return 0
+        decoding = sum(running.is_decoding for running in self.scheduler.running)
+        return self.speculator.draft_length(sequence.id, sequence.tokens, room, decoding)
+
+    def _run_pass(self, scheduled: Sequence[ScheduledSequence], began: float) -> list[SequenceOutput]:
+        """Run a pass over the scheduled sequences and sample for those that are computed to their end."""
+        speculator, drafted, hook = self.speculator, dict[int, list[int]](), None
+        if speculator is not None:
+            drafted = self._propose(speculator, scheduled)
+        chunks = [part.chunk(drafted.get(part.sequence.id, [])) for part in scheduled]
+        if speculator is not None:
+            hook = speculator.hidden_state_hook(
+                _computed(part, chunk) for part, chunk in zip(scheduled, chunks, strict=True)
+            )
+        logits = self.runner.run(chunks, self.cache, hook)
+        samples: list[tuple[ScheduledSequence, range]] = []
         scores: dict[int, tuple[TokenLogprob, ...]] = {}
-        everyone, end = list(turns), 0
-        for turn, chunk in zip(turns, chunks, strict=True):
+        parts, end = list(scheduled), 0
+        for part, chunk in zip(scheduled, chunks, strict=True):
             rows, end = range(end, end + chunk.logits), end + chunk.logits
-            if turn.scored:
-                number = turn.sequence.id
-                scores[number], rows = self._live[number].score(turn, logits[rows.start : end]), rows[-1:]
-            if turn.completes and turn.sequence.limit:
-                forks = self.scheduler.begin_branches(turn)
-                draws += [(one, rows) for one in (turn, *forks)]
-                everyone += forks
-        drawn = draw_tokens(draws, drafted, logits, self._live, self.speculator)
-        outputs = [self._advance(turn, drawn.get(turn.sequence.id, []), scores, drafted) for turn in everyone]
-        if self.speculator is not None and turns[0].decodes:
-            results = [(one.sequence, one.drafted, one.accepted) for one in outputs]
-            self.speculator.observe(results, time.perf_counter() - began)
+            if part.scored:
+                number = part.sequence.id
+                scores[number], rows = self._states[number].score(part, logits[rows.start : end]), rows[-1:]
+            if chunk.logits and part.completes and part.sequence.limit:
+                samples.append((part, rows))
+                if part.sequence.branches:
+                    branches = self.scheduler.start_branches(part)
+                    samples += [(branch, rows) for branch in branches]
+                    parts += branches
+        sampled = self._sample(samples, drafted, logits)
+        outputs = []
+        for part in parts:
+            number = part.sequence.id
+            guesses = len(drafted.get(number, ()))
+            outputs.append(self._advance(part, sampled.get(number, []), scores.get(number, ()), guesses))
+        if speculator is not None and scheduled[0].is_decode:
+            results = [(output.sequence, output.drafted, output.accepted) for output in outputs]
+            speculator.observe(results, time.perf_counter() - began)
         return outputs
+
+    def _propose(self, speculator: Speculator, scheduled: Sequence[ScheduledSequence]) -> dict[int, list[int]]:
+        """Return draft tokens by sequence, for the sequences that have room for some."""
+        requests = [
+            DraftRequest(part.sequence.id, part.sequence.tokens, part.drafts, self._states[part.sequence.id].sampler)
+            for part in scheduled
+            if part.drafts
+        ]
+        proposals = speculator.propose(requests) if requests else []
+        return {request.sequence: tokens for request, tokens in zip(requests, proposals, strict=True)}
+
+    def _sample(
+        self, samples: Sequence[tuple[ScheduledSequence, range]], drafted: dict[int, list[int]], logits: Tensor
+    ) -> dict[int, list[int] | UserError]:
+        """Return the next tokens of each sequence from its rows of `logits`, or the error that ends it."""
+        sampled: dict[int, list[int] | UserError] = {}
+        numbers, places = list[int](), list[int]()
+        for part, rows in samples:
+            number = part.sequence.id
+            if not drafted.get(number):
+                numbers.append(number)
+                places.append(rows.start)
+                continue
+            assert self.speculator is not None
+            try:
+                rows_logits, sampler = logits[rows.start : rows.stop], self._states[number].sampler
+                sampled[number] = self.speculator.verify(number, rows_logits, sampler)
+            except UserError as error:
+                sampled[number] = error
+        if numbers:
+            chosen = logits if places == list(range(len(logits))) else logits[places]
+            tokens = sample_rows(chosen, [self._states[number].sampler for number in numbers])
+            for number, token in zip(numbers, tokens, strict=True):
+                sampled[number] = token if isinstance(token, UserError) else [token]
+        return sampled
 
     def _advance(
         self,
-        turn: Turn,
-        drawn: list[int] | UserError,
-        scores: dict[int, tuple[TokenLogprob, ...]],
-        drafted: dict[int, list[int]],
+        part: ScheduledSequence,
+        sampled: list[int] | UserError,
+        scores: tuple[TokenLogprob, ...] = (),
+        drafted: int = 0,
     ) -> SequenceOutput:
-        sequence = turn.sequence
-        guessed = len(drafted.get(sequence.id, []))
-        if isinstance(drawn, UserError):
-            self._settle(turn, 0)
-            return self._end(sequence, "error", drawn)
-        tokens, reason = self.scheduler.advance(turn, drawn)
-        if guessed:
-            self._settle(turn, sequence.table.length - turn.start)
+        """Append sampled tokens to a sequence and return its output; finish it if it ends."""
+        sequence, state = part.sequence, self._states[part.sequence.id]
+        if isinstance(sampled, UserError):
+            self._commit_states(part, 0)
+            return self._finish(sequence, "error", sampled)
+        tokens, reason = self.scheduler.advance(part, sampled)
+        if drafted:
+            self._commit_states(part, sequence.table.length - part.start)
         output = SequenceOutput(
             sequence.id,
             tokens,
-            self._live[sequence.id].tell(len(tokens)),
-            scores.get(sequence.id, ()),
+            () if state.recorder is None else state.next_logprobs(len(tokens)),
+            scores,
             reason,
             sequence.cached,
             sequence.miss,
             sequence.queued,
-            guessed,
-            len(drawn) - 1 if guessed else 0,
+            drafted,
+            len(sampled) - 1 if drafted else 0,
         )
-        if self.speculator is not None and guessed:
-            self.speculator.keep(sequence.id, sequence.table.length)
+        if self.speculator is not None and drafted:
+            self.speculator.truncate(sequence.id, sequence.table.length)
         if reason is not None:
-            self._end(sequence, reason)
+            self._finish(sequence, reason)
         return output
 
-    def _settle(self, turn: Turn, count: int) -> None:
-        """The state after the first `count` tokens of a turn with drafted ones, where layers keep any."""
-        if turn.sequence.table.state is not None:
-            self.cache.states.commit_drafts(turn.sequence.table.state, count)
+    def _commit_states(self, part: ScheduledSequence, count: int) -> None:
+        """Advance the recurrent states of a sequence by the first `count` tokens of a pass with drafts."""
+        if part.sequence.table.state is not None:
+            self.cache.states.commit_drafts(part.sequence.table.state, count)
 
-    def _end(self, sequence: Sequence_, reason: FinishReason, error: UserError | None = None) -> SequenceOutput:
-        """Its place is free. What it leaves in the cache is kept for texts that begin alike, unless it went wrong."""
-        if self._kept is not None and error is None and (self._sure or reason in _OF_A_PASS):
-            self._kept.keep(sequence.tokens, sequence.table)
-        self.scheduler.end(sequence, wrong=error is not None)
-        del self._live[sequence.id]
+    def _finish(
+        self, sequence: RequestSequence, reason: FinishReason, error: UserError | None = None
+    ) -> SequenceOutput:
+        """Remove a sequence. Its cache contents are kept for prefix reuse, unless a pass over them failed."""
+        if self._prefixes is not None and error is None and (self._cache_valid or reason in _NORMAL_ENDS):
+            self._prefixes.keep(sequence.tokens, sequence.table)
+        self.scheduler.finish(sequence, discard_cache=error is not None)
+        del self._states[sequence.id]
         if self.speculator is not None:
-            self.speculator.end(sequence.id, sequence.tokens)
+            self.speculator.finish(sequence.id, sequence.tokens)
         return SequenceOutput(
             sequence.id,
             finish_reason=reason,
@@ -275,15 +333,20 @@ class Engine:
             error=error,
         )
 
-    def _decoded_ahead(self, turns: Sequence[Turn], made: list[list[int]], seconds: float) -> list[SequenceOutput]:
-        """What tokens [steps][sequences], made in so long, mean for the turns; one below 0 stands for logits that were
-        not numbers."""
+    def _advance_ahead(
+        self, scheduled: Sequence[ScheduledSequence], steps: list[list[int]], seconds: float
+    ) -> list[SequenceOutput]:
+        """Append tokens [steps][sequences] that a pass sampled by itself; a negative token means non-finite logits."""
         outputs, self.step_seconds = [], seconds
-        for turn, column in zip(turns, zip(*made, strict=True), strict=True):
-            drawn = list(column[: leading(token >= 0 for token in column)])
-            output = self._advance(turn, drawn, {}, {}) if drawn else SequenceOutput(turn.sequence.id)
-            if len(drawn) < len(column) and output.finish_reason is None:
-                ended = self._end(turn.sequence, "error", not_finite())
+        for part, column in zip(scheduled, zip(*steps, strict=True), strict=True):
+            sampled = list(column) if min(column) >= 0 else list(column[: leading(token >= 0 for token in column)])
+            output = self._advance(part, sampled) if sampled else SequenceOutput(part.sequence.id)
+            if len(sampled) < len(column) and output.finish_reason is None:
+                ended = self._finish(part.sequence, "error", not_finite())
                 output = replace(ended, tokens=output.tokens)
             outputs.append(output)
         return outputs
+
+
+def _computed(part: ScheduledSequence, chunk: Chunk) -> ComputedTokens:
+    return ComputedTokens(part.sequence.id, chunk.start, chunk.count, part.sequence.tokens)

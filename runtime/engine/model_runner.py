@@ -53,6 +53,7 @@ class ModelRunner:
 
     def __init__(self, model: Transformer, kv: KvDtype = "auto", passes: Passes | None = None) -> None:
         self.model = model
+        self.device = model.device
         self.kv = kv
         self.passes = passes or Passes((PlainPass(model),), {})
         self._rope: Rope | None = None
@@ -61,10 +62,6 @@ class ModelRunner:
     @property
     def config(self) -> ModelConfig:
         return self.model.config
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -88,8 +85,11 @@ class ModelRunner:
 
     def run(self, chunks: Sequence[Chunk], cache: KVCache, hook: HiddenStateHook | None = None) -> Tensor:
         """Return logits fp32 [rows, vocab] of the rows that the chunks ask for; the cache takes keys and values."""
-        use_device(self.device)
-        positions = max(cache.block_size, *[chunk.start + len(chunk.tokens) for chunk in chunks])
+        if self.device.type == "cuda":
+            use_device(self.device)
+        positions = cache.block_size
+        for chunk in chunks:
+            positions = max(positions, chunk.start + len(chunk.tokens))
         work = PassInput(chunks, cache, self.rope(positions), hook)
         chosen = self.passes.choose(work)
         assert chosen is not None  # the plain pass takes all logits
@@ -102,7 +102,8 @@ class ModelRunner:
 
         chunks: the last token of each sequence. Returns None if no pass takes this: sample from the logits of `run`.
         """
-        use_device(self.device)
+        if self.device.type == "cuda":
+            use_device(self.device)
         rope = self.rope(cache.block_size)
         work = PassInput(chunks, cache, rope, sampling=sampling, count=count, stop_ids=stop_ids)
         chosen = self.passes.choose(work)

@@ -1,82 +1,148 @@
-"""Whose turn it is: which sequences are in the next pass, with which tokens, in which blocks.
+"""Continuous batching: chooses which sequences run in the next pass, with how many tokens, in which cache blocks.
 
-First come, first served. A pass either reads prompts, at most `chunk` tokens of them together, or decodes one token of
-every sequence that has read its own; the two take turns, so that nobody who is being answered waits for more than one
-chunk. Where blocks run out, the sequence that came last gives up its own and waits; it is read again later, and goes
-on as if nothing had been. The first that came is never the one, so everybody ends.
+Policy: first come, first served. Prompt chunks and decode steps alternate, so a decoding sequence waits for at most one
+chunk (`Limits.chunk`). When blocks run out, the newest sequence is preempted: its blocks are freed, it goes back to the
+queue, and is recomputed later with the same result. The oldest sequence is never preempted, so all finish.
 
-Plain Python: knows numbers of tokens and blocks, and a clock; does not know tensors, models or how tokens are chosen.
+Plain Python over token counts and block numbers; tensors and sampling are elsewhere.
 """
 
 import bisect
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
 
+from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.cache.block_pool import BlockPool
 from mycli.runtime.cache.block_table import BlockTable
-from mycli.runtime.engine.admission import reply_limit
-from mycli.runtime.engine.restore import Restorer, TextSource
+from mycli.runtime.cache.prefix_store import PIECE, StoredPrefix
 from mycli.runtime.engine.sequence import FinishReason, Request, Sequence, Status
-from mycli.runtime.engine.turns import Counts, Limits, Turn
 
-AHEAD = 8  # tokens of a reply whose places are taken before they are made, where nobody else wants them
-SCORED = 128  # tokens of a prompt in a pass where the logits of all are wanted: they are vocabulary times as large
+# Blocks reserved ahead of the current token when no other sequence needs them, so that the device can produce several
+# tokens in one call. 8 tokens cover the longest call.
+LOOKAHEAD_TOKENS = 8
+# A scored prompt keeps logits for every position (128 x 128,000 x 4 bytes = 64 MB), so its chunks are smaller.
+SCORED_CHUNK_TOKENS = 128
+
+DraftBudget = Callable[[Sequence, int], int]  # draft tokens to verify for a sequence, at most the given number
+
+
+@dataclass(frozen=True)
+class Limits:
+    """context: longest sequence in tokens; chunk: prompt tokens in a pass; running: sequences at the same time."""
+
+    context: int
+    chunk: int
+    running: int
+
+
+@dataclass(frozen=True)
+class ScheduledSequence:
+    """The part of one sequence in a pass: tokens `start` .. `start + count`, and blocks for `drafts` draft tokens.
+
+    is_decode: the only token is the one sampled last; scored: logits of all tokens are needed.
+    """
+
+    sequence: Sequence
+    start: int
+    count: int
+    drafts: int = 0
+    is_decode: bool = False
+    scored: bool = False
+
+    @property
+    def completes(self) -> bool:
+        """Whether all tokens are computed after the pass, so that the next one can be sampled."""
+        return self.start + self.count == len(self.sequence.tokens)
+
+    def chunk(self, drafted: list[int]) -> Chunk:
+        """Return the input of the pass, with the tokens `drafted` at the end."""
+        sequence, end = self.sequence, self.start + self.count
+        tokens = [*sequence.tokens[self.start : end], *drafted]
+        logits = len(tokens) if self.scored else (1 + len(drafted)) * (end == len(sequence.tokens))
+        table = sequence.table
+        return Chunk(tokens, self.start, tuple(table.blocks), logits, table.state or 0, len(drafted))
+
+
+@dataclass
+class Counts:
+    """Totals since the start. queries, hits: prompt tokens looked up in the prefix cache, and found; misses: by cause."""
+
+    preemptions: int = 0
+    queries: int = 0
+    hits: int = 0
+    misses: Counter[str] = field(default_factory=Counter)
+
+
+class PrefixSource(Protocol):
+    """A prefix cache outside the KV cache; see `runtime.engine.disk_prefix_cache`."""
+
+    def find(self, tokens: list[int]) -> StoredPrefix:
+        """Return the stored pieces of the prefix of `tokens`."""
+        ...
+
+    def restore(self, stored: StoredPrefix, table: BlockTable, end: int) -> bool:
+        """Fill the cache from `table.length` up to `end`; False if a piece turns out to be unusable."""
+        ...
 
 
 class Scheduler:
-    """Owns the sequences and the pool."""
+    """Owns the request queue, the running sequences and the block pool."""
 
     def __init__(
         self,
         pool: BlockPool,
         limits: Limits,
         clock: Callable[[], float] = time.monotonic,
-        kept: TextSource | None = None,
+        prefixes: PrefixSource | None = None,
     ) -> None:
         self.pool, self.limits, self._clock = pool, limits, clock
-        self._restorer = Restorer(kept)
-        self.waiting: list[Sequence] = []  # in the order they came
-        self.running: list[Sequence] = []  # as well
+        self._prefixes = prefixes
+        self.waiting: list[Sequence] = []  # in order of arrival
+        self.running: list[Sequence] = []  # likewise
         self.counts = Counts()
         self._sequences: dict[int, Sequence] = {}
-        self._next = 0
-        self._prompts_turn = True
+        self._next_id = 0
+        self._prefill_next = True
 
     @property
     def has_work(self) -> bool:
-        """Whether somebody waits or runs."""
         return bool(self._sequences)
 
     def get(self, number: int) -> Sequence | None:
-        """The sequence of a number, None where it ended."""
+        """Return the sequence with this number; None if it ended."""
         return self._sequences.get(number)
 
     def submit(self, request: Request) -> Sequence:
-        """A new sequence at the end of the queue.
-
-        Raises UsageError for an empty prompt, and with the numbers for one that can never have its turn.
-        """
-        limit = reply_limit(request, self.limits.context, self.pool.blocks * self.pool.block_size)
-        sequence = self._new(request, limit)
+        """Append a request to the queue. Raises UsageError as `Request.reply_limit` does."""
+        limit = request.reply_limit(self.limits.context, self.pool.blocks * self.pool.block_size)
+        sequence = self._add(request, limit)
         self.waiting.append(sequence)
         return sequence
 
-    def _new(self, request: Request, limit: int) -> Sequence:
-        sequence = Sequence(self._next, request, BlockTable(self.pool), limit, self._clock(), list(request.prompt))
+    def _add(self, request: Request, limit: int) -> Sequence:
+        sequence = Sequence(self._next_id, request, BlockTable(self.pool), limit, self._clock(), list(request.prompt))
         self._sequences[sequence.id] = sequence
-        self._next += 1
+        self._next_id += 1
         return sequence
 
     def branch(self, sequence: Sequence, request: Request) -> Sequence:
-        """Another reply to the same prompt, which is read once for both. Before the first token is drawn only."""
-        if sequence.drawn or sequence.status is Status.FINISHED:
-            raise ValueError(f"sequence {sequence.id} has drawn tokens: nothing can branch off its prompt")
-        other = self._new(request, sequence.limit)
-        sequence.branches.append(other)
-        return other
+        """Add another reply to the prompt of `sequence`, which is computed once and whose blocks are shared.
+
+        Raises ValueError once `sequence` has sampled a token.
+        """
+        if sequence.sampled or sequence.status is Status.FINISHED:
+            raise ValueError(f"sequence {sequence.id} has sampled tokens: nothing can branch off its prompt")
+        branch = self._add(request, sequence.limit)
+        sequence.branches.append(branch)
+        return branch
 
     def expired(self) -> list[Sequence]:
-        """Those that have waited for their first turn as long as they may."""
+        """Return the sequences whose deadline passed before their first pass."""
+        if not self.waiting:
+            return []
         now = self._clock()
         return [
             sequence
@@ -86,61 +152,50 @@ class Scheduler:
             and now - sequence.arrived >= sequence.request.deadline
         ]
 
-    def schedule(self, drafts: Callable[[Sequence, int], int] = lambda sequence, room: 0) -> list[Turn]:
-        """The next pass, each sequence once, in the order they came; [] where nobody has anything to do.
-
-        `drafts`: how many tokens a sequence would like to have drafted, at most so many.
-        """
-        if self._prompts_turn:
-            turns = self._prompts() or self._decoding(drafts)
+    def schedule(self, draft_budget: DraftBudget | None = None) -> list[ScheduledSequence]:
+        """Return the work of the next pass in order of arrival; an empty list if nothing can run."""
+        if self._prefill_next:
+            scheduled = self._schedule_prefill() or self._schedule_decode(draft_budget)
         else:
-            turns = self._decoding(drafts) or self._prompts()
-        self._prompts_turn = not turns or turns[0].decodes
-        return turns
+            scheduled = self._schedule_decode(draft_budget) or self._schedule_prefill()
+        self._prefill_next = not scheduled or scheduled[0].is_decode
+        return scheduled
 
-    def _prompts(self) -> list[Turn]:
-        """Chunks of what runs and has not read all of its tokens, then of who waits."""
-        budget, turns = self.limits.chunk, list[Turn]()
-        for sequence in [one for one in self.running if not one.decoding]:
+    def _schedule_prefill(self) -> list[ScheduledSequence]:
+        budget, scheduled = self.limits.chunk, list[ScheduledSequence]()
+        for sequence in tuple(self.running):  # reserving blocks may preempt some
+            if sequence.is_decoding:
+                continue
             budget -= self._restore(sequence, budget)
-            count = self._count(sequence, budget)
+            count = self._chunk_length(sequence, budget)
             if count and sequence.status is Status.RUNNING and self._reserve(sequence, sequence.table.length + count):
-                turns.append(self._reading(sequence, count))
+                scheduled.append(_prefill(sequence, count))
                 budget -= count
         while budget and self.waiting and len(self.running) < self.limits.running:
             sequence = self.waiting[0]
             if not self._admit(sequence):
-                break
+                break  # keep the order of arrival: a shorter request behind it must not overtake
             budget -= self._restore(sequence, budget)
             if sequence.status is not Status.RUNNING:
                 break
-            count = self._count(sequence, budget)
-            if not count:  # what was brought back is enough for a pass
+            count = self._chunk_length(sequence, budget)
+            if not count:  # the restored prefix is enough work for a pass
                 continue
             if not self._reserve(sequence, sequence.table.length + count):
                 break
-            turns.append(self._reading(sequence, count))
+            scheduled.append(_prefill(sequence, count))
             budget -= count
-        return turns
+        return scheduled
 
-    def _count(self, sequence: Sequence, budget: int) -> int:
-        count = min(budget, SCORED if sequence.scored else budget, sequence.missing)
+    def _chunk_length(self, sequence: Sequence, budget: int) -> int:
+        count = min(budget, SCORED_CHUNK_TOKENS if sequence.scored else budget, sequence.uncomputed)
         return sequence.table.pause(sequence.table.length + count) - sequence.table.length
 
-    def _restore(self, sequence: Sequence, budget: int) -> int:
-        """Bring back what is kept of its text outside the cache: how much of the budget that took."""
-        before = sequence.table.length
-        if sequence.status is Status.RUNNING:
-            self.counts.hits += self._restorer.restore(sequence, budget, self._reserve)
-        return min(max(sequence.table.length - before, 0), budget)
-
-    def _reading(self, sequence: Sequence, count: int) -> Turn:
-        return Turn(sequence, sequence.table.length, count, scored=sequence.scored)
-
     def _admit(self, sequence: Sequence) -> bool:
-        """Let the first that waits run, if the blocks for all of its tokens are there."""
+        """Start the first waiting sequence if all blocks of its tokens are available, reusing cached prefix blocks."""
         table, pool, request = sequence.table, self.pool, sequence.request
-        found = None if request.prompt_logprobs else table.match(sequence.tokens)
+        # Prompt logprobs need the logits of every position, which a cache hit would skip.
+        match = None if request.prompt_logprobs else table.match(sequence.tokens)
         if pool.available < pool.needed(len(sequence.tokens)) - len(table.blocks):
             table.release(sequence.tokens)
             return False
@@ -152,48 +207,73 @@ class Scheduler:
             sequence.started = True
             sequence.queued = self._clock() - sequence.arrived
             sequence.cached = table.length
-            sequence.miss = "the prompt's logprobs are wanted" if found is None else found.miss
-            self.counts.queries += sequence.prompt
+            sequence.miss = "prompt logprobs are requested" if match is None else match.miss
+            self.counts.queries += sequence.prompt_length
             self.counts.hits += sequence.cached
-        if found is not None:
-            self._restorer.find(sequence)
+        if match is not None and self._prefixes is not None:
+            sequence.stored = self._prefixes.find(sequence.tokens)
+            if _stored_end(sequence) > table.length:
+                sequence.miss = sequence.stored.miss
         if first and sequence.miss:
             self.counts.misses[sequence.miss.split(" token ")[0]] += 1
         return True
 
     def _run(self, sequence: Sequence) -> None:
         sequence.status = Status.RUNNING
-        bisect.insort(self.running, sequence, key=_order)
+        bisect.insort(self.running, sequence, key=_arrival)
 
-    def _decoding(self, drafts: Callable[[Sequence, int], int]) -> list[Turn]:
-        """One token of everybody who has read all others, and what they want drafted, where blocks are left."""
-        turns = []
-        for sequence in [one for one in self.running if one.decoding]:
+    def _restore(self, sequence: Sequence, budget: int) -> int:
+        """Fill the cache from the disk prefix cache, about `budget` tokens; return how much of the budget that took."""
+        table, began = sequence.table, sequence.table.length
+        if sequence.status is not Status.RUNNING or self._prefixes is None:
+            return 0
+        while table.length - began < budget and table.length < (last := _stored_end(sequence)):
+            start = table.length
+            # A recurrent state is stored only at the end of a piece, so everything up to there is restored together.
+            end = last if table.state is not None else min((start // PIECE + 1) * PIECE, last)
+            if not self._reserve(sequence, end):
+                break
+            if not self._prefixes.restore(sequence.stored, table, end):
+                sequence.stored = StoredPrefix()
+                break
+            table.fill(sequence.tokens, end)
+            if start <= sequence.cached < end and not sequence.sampled:
+                self.counts.hits += end - sequence.cached
+                sequence.cached = end
+        return min(max(table.length - began, 0), budget)
+
+    def _schedule_decode(self, draft_budget: DraftBudget | None) -> list[ScheduledSequence]:
+        """Schedule the last token of every decoding sequence, and draft tokens where blocks are left."""
+        scheduled = []
+        for sequence in tuple(self.running):
+            if not sequence.is_decoding:
+                continue
             end = len(sequence.tokens)
             if sequence.status is not Status.RUNNING or not self._reserve(sequence, end):
                 continue
-            room = min(sequence.limit - sequence.drawn - 1, self.limits.context - end)
-            wanted = drafts(sequence, room) if room > 0 else 0
-            if wanted and not sequence.table.reserve(end + wanted):
-                wanted = 0
-            turns.append(Turn(sequence, end - 1, 1, wanted, decodes=True))
-        return turns
+            drafts = 0
+            if draft_budget is not None:
+                room = min(sequence.limit - sequence.sampled - 1, self.limits.context - end)
+                drafts = draft_budget(sequence, room) if room > 0 else 0
+                if drafts and not sequence.table.reserve(end + drafts):
+                    drafts = 0
+            scheduled.append(ScheduledSequence(sequence, end - 1, 1, drafts, is_decode=True))
+        return scheduled
 
-    def room_ahead(self, turns: Iterable[Turn], count: int) -> int:
-        """How many tokens of each, `count` at most, can follow the first of their turns: places are taken for a few,
-        but of nobody."""
-        for turn in turns:
-            table = turn.sequence.table
-            table.reserve(table.length + min(count, AHEAD))
+    def reserve_ahead(self, scheduled: Iterable[ScheduledSequence], count: int) -> int:
+        """Reserve blocks for up to `count` tokens after the scheduled ones, without preempting; return how many fit."""
+        for part in scheduled:
+            table = part.sequence.table
+            table.reserve(table.length + min(count, LOOKAHEAD_TOKENS))
             count = min(count, len(table.blocks) * self.pool.block_size - table.length)
         return count
 
     def _reserve(self, sequence: Sequence, end: int) -> bool:
-        """Blocks for its positions up to `end`, from who came last where there are none. False: that was itself."""
+        """Reserve blocks for the first `end` positions; False if `sequence` itself had to be preempted."""
         while not sequence.table.reserve(end):
-            last = self.running[-1]
-            self._preempt(last)
-            if last is sequence:
+            newest = self.running[-1]
+            self._preempt(newest)
+            if newest is sequence:
                 return False
         return True
 
@@ -205,47 +285,47 @@ class Scheduler:
 
     def _wait(self, sequence: Sequence) -> None:
         sequence.status = Status.WAITING
-        bisect.insort(self.waiting, sequence, key=_order)
+        bisect.insort(self.waiting, sequence, key=_arrival)
 
-    def begin_branches(self, turn: Turn) -> list[Turn]:
-        """Turns without tokens of those that begin with the prompt that `turn` has read; the others wait."""
-        sequence, turns = turn.sequence, list[Turn]()
-        forks, sequence.branches = sequence.branches, []
-        if forks:
+    def start_branches(self, part: ScheduledSequence) -> list[ScheduledSequence]:
+        """Start the branches of a sequence whose prompt is computed, without tokens in this pass; others wait."""
+        sequence, started = part.sequence, list[ScheduledSequence]()
+        branches, sequence.branches = sequence.branches, []
+        if branches:
             sequence.table.fill(sequence.tokens, len(sequence.tokens))
-        for fork in forks:
+        for branch in branches:
             if len(self.running) >= self.limits.running:
-                self._wait(fork)
+                self._wait(branch)
                 continue
-            fork.table, fork.cached, fork.started = sequence.table.branch(), fork.prompt, True
-            fork.queued = sequence.queued
-            self._run(fork)
-            turns.append(Turn(fork, len(fork.tokens), 0))
-        return turns
+            branch.table, branch.cached, branch.started = sequence.table.branch(), branch.prompt_length, True
+            branch.queued = sequence.queued
+            self._run(branch)
+            started.append(ScheduledSequence(branch, len(branch.tokens), 0))
+        return started
 
-    def advance(self, turn: Turn, drawn: list[int]) -> tuple[tuple[int, ...], FinishReason | None]:
-        """After the pass: `drawn` follow, of which all but the last are in the cache. What of them counts, and the end.
+    def advance(self, part: ScheduledSequence, sampled: list[int]) -> tuple[tuple[int, ...], FinishReason | None]:
+        """Append the tokens sampled after a pass; return those that count, and why the sequence ends, if it does.
 
-        The caller ends the sequence.
+        All but the last of `sampled` are in the cache. The caller calls `finish`.
         """
-        sequence = turn.sequence
+        sequence = part.sequence
         reason: FinishReason | None = None
-        read, before = turn.start + turn.count, len(sequence.tokens)
-        if turn.completes and not drawn and not sequence.limit:
+        computed, before = part.start + part.count, len(sequence.tokens)
+        if not sampled and not sequence.limit and part.completes:
             reason = "length"
-        for token in drawn:
+        for token in sampled:
             if token in sequence.request.stop_ids:
                 reason = "stop"
                 break
             sequence.tokens.append(token)
-            if sequence.drawn >= sequence.limit:
+            if len(sequence.tokens) - sequence.prompt_length >= sequence.limit:
                 reason = "context" if sequence.request.limit is None else "length"
                 break
-        sequence.table.fill(sequence.tokens, min(read + max(len(drawn) - 1, 0), len(sequence.tokens)))
+        sequence.table.fill(sequence.tokens, min(computed + max(len(sampled) - 1, 0), len(sequence.tokens)))
         return tuple(sequence.tokens[before:]), reason
 
-    def end(self, sequence: Sequence, wrong: bool = False) -> None:
-        """It has no more turns, and its blocks are others'. `wrong`: what they hold is of no use to anybody."""
+    def finish(self, sequence: Sequence, *, discard_cache: bool = False) -> None:
+        """Remove a sequence and free its blocks; with `discard_cache` they are not kept for prefix reuse."""
         del self._sequences[sequence.id]
         if sequence.status is Status.RUNNING:
             self.running.remove(sequence)
@@ -256,14 +336,23 @@ class Scheduler:
                 if sequence in other.branches:
                     other.branches.remove(sequence)
         sequence.status = Status.FINISHED
-        if wrong:
+        if discard_cache:
             sequence.table.discard()
         else:
             sequence.table.release(sequence.tokens)
-        for fork in sequence.branches:
-            self._wait(fork)
+        for branch in sequence.branches:
+            self._wait(branch)
         sequence.branches = []
 
 
-def _order(sequence: Sequence) -> int:
+def _prefill(sequence: Sequence, count: int) -> ScheduledSequence:
+    return ScheduledSequence(sequence, sequence.table.length, count, scored=sequence.scored)
+
+
+def _stored_end(sequence: Sequence) -> int:
+    """Return how far the stored prefix reaches; never to the last token, which is computed for its logits."""
+    return min(len(sequence.stored.pieces) * PIECE, len(sequence.tokens) - 1)
+
+
+def _arrival(sequence: Sequence) -> int:
     return sequence.id

@@ -1,15 +1,12 @@
-"""What is asked of an engine, one sequence under way, and what a step made of it.
-
-Plain records, without torch. Does not know models, text, or when a sequence has its turn.
-"""
+"""A request, the sequence that answers it, and what a step of the engine returns for it."""
 
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Literal
 
 from mycli.runtime.cache.block_table import BlockTable
-from mycli.runtime.cache.prefix_store import Found
-from mycli.runtime.errors import UserError
+from mycli.runtime.cache.prefix_store import StoredPrefix
+from mycli.runtime.errors import UsageError, UserError
 from mycli.runtime.sampling.params import SamplingParams
 
 if TYPE_CHECKING:  # torch takes a second to import
@@ -21,11 +18,11 @@ FinishReason = Literal["stop", "length", "context", "cancelled", "deadline", "er
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be written after `prompt` (ids).
+    """A prompt and how to continue it.
 
-    limit: most tokens, None for as many as the context holds; stop_ids: tokens that end it and are not part of it;
-    logprobs: of so many likeliest tokens a place, None for none; prompt_logprobs: as many for the prompt's tokens too;
-    deadline: seconds that it may wait for its turn, None for as long as it takes.
+    limit: maximum number of new tokens, None for as many as the context holds; stop_ids: tokens that end the reply and
+    are not part of it; logprobs: number of alternatives at each token, None for no logprobs; prompt_logprobs: also for
+    the tokens of the prompt; deadline: seconds that the request may wait for its first pass, None for any time.
     """
 
     prompt: tuple[int, ...]
@@ -37,15 +34,48 @@ class Request:
     prompt_logprobs: bool = False
     deadline: float | None = None
 
+    def reply_limit(self, context: int, cache_tokens: int) -> int:
+        """Return the maximum number of new tokens, in a context and a cache of so many tokens.
+
+        Raises UsageError, with the token counts, for an empty prompt and for a request that can never fit.
+        """
+        prompt = len(self.prompt)
+        if not prompt:
+            raise UsageError("the prompt is empty", "write something, or use a model that has a start token")
+        if prompt > context:
+            raise UsageError(f"the prompt has {prompt} tokens, the context has room for {context}", code="more-context")
+        room = reply_room(context, prompt)
+        if self.limit is not None and self.limit > room:
+            raise UsageError(
+                f"{prompt} prompt tokens and {self.limit} more do not fit the context of {context}",
+                code="fewer-tokens-or-more-context",
+                data={"tokens": max(room, 0)},
+            )
+        limit = room if self.limit is None else self.limit
+        if prompt + max(limit - 1, 0) > cache_tokens:
+            raise UsageError(
+                f"{prompt} prompt tokens and {limit} more do not fit the cache of {cache_tokens} tokens",
+                code="fewer-tokens-or-more-context",
+                data={"tokens": max(reply_room(cache_tokens, prompt), 0)},
+            )
+        return limit
+
+
+def reply_room(context: int, prompt: int) -> int:
+    """Return how many tokens can be sampled after `prompt` tokens; below 1 if the prompt does not fit.
+
+    The last sampled token needs no place in the cache, so there is room for one more than the context has left.
+    """
+    return context - prompt + 1
+
 
 @dataclass(frozen=True)
 class SequenceOutput:
-    """What a step did for one sequence: its new tokens, and why it ended, None while it goes on.
+    """What one step produced for a sequence: new tokens, and why it ended, None while it continues.
 
-    logprobs: one for each of `tokens`, where they were asked for; prompt_logprobs: of the prompt's tokens, from the
-    second on, as they are read; cached_tokens: of the prompt, that were in the cache, and `cache_miss` says why not
-    more; queued: seconds before its first turn; drafted, accepted: tokens, by speculation in this step; error: what
-    went wrong, where the reason is "error".
+    logprobs: one for each of `tokens`, if requested; prompt_logprobs: of prompt tokens from the second on, as they are
+    computed; cached_tokens: prompt tokens found in the cache, and `cache_miss` says why not more; queued: seconds
+    before the first pass; drafted, accepted: draft tokens of this step; error: set if the reason is "error".
     """
 
     sequence: int
@@ -62,8 +92,6 @@ class SequenceOutput:
 
 
 class Status(Enum):
-    """Where a sequence stands."""
-
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
@@ -71,43 +99,41 @@ class Status(Enum):
 
 @dataclass(eq=False)
 class Sequence:
-    """One request under way. `tokens`: its prompt and what was drawn; `table`: where the first of them lie."""
+    """A request in the engine. `tokens`: the prompt and the sampled tokens; `table`: the cache blocks of the first."""
 
     id: int
     request: Request
     table: BlockTable
-    limit: int  # tokens to draw at most: what was asked for, or what the context holds
+    limit: int  # maximum number of sampled tokens
     arrived: float  # seconds of the engine's clock
     tokens: list[int]
     status: Status = Status.WAITING
-    started: bool = False  # it had its turn once
-    cached: int = 0
-    miss: str = ""
-    queued: float = 0.0  # seconds before its first turn
-    found: Found = Found()  # what a folder keeps of its text
-    branches: "list[Sequence]" = field(default_factory=list)  # begin with what this one has once its prompt is read
+    started: bool = False  # was in a pass before
+    cached: int = 0  # prompt tokens found in the cache
+    miss: str = ""  # why not more of them were
+    queued: float = 0.0  # seconds before the first pass
+    stored: StoredPrefix = StoredPrefix()  # its prefix in the disk prefix cache
+    branches: "list[Sequence]" = field(default_factory=list)  # start from this one's blocks once its prompt is computed
+
+    def __post_init__(self) -> None:
+        self.prompt_length = len(self.request.prompt)
 
     @property
-    def prompt(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.request.prompt)
+    def sampled(self) -> int:
+        """Number of sampled tokens."""
+        return len(self.tokens) - self.prompt_length
 
     @property
-    def drawn(self) -> int:
-        """Tokens that were drawn."""
-        return len(self.tokens) - self.prompt
-
-    @property
-    def missing(self) -> int:
-        """Tokens that are not in the cache; the last drawn never is."""
+    def uncomputed(self) -> int:
+        """Number of tokens whose keys and values are not in the cache; that includes the last sampled one."""
         return len(self.tokens) - self.table.length
 
     @property
-    def decoding(self) -> bool:
-        """Whether its next pass is over the token drawn last."""
-        return self.drawn > 0 and self.missing == 1
+    def is_decoding(self) -> bool:
+        """Whether its next pass computes only the last sampled token."""
+        return len(self.tokens) > self.prompt_length and len(self.tokens) - self.table.length == 1
 
     @property
     def scored(self) -> bool:
-        """Whether the logits of all tokens it reads are wanted."""
-        return self.request.prompt_logprobs and not self.drawn
+        """Whether the logits of all computed tokens are needed, for prompt logprobs."""
+        return self.request.prompt_logprobs and len(self.tokens) == self.prompt_length

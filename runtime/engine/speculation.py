@@ -1,81 +1,77 @@
-"""What an engine asks of whoever guesses tokens ahead of its passes. The guessing is `runtime.speculative`."""
+"""The interface between the engine and speculative decoding; `runtime.speculative` implements it."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
+from mycli.runtime.layers.transformer import HiddenStateHook
 from mycli.runtime.sampling.sampler import Sampler
 
 
 @dataclass(frozen=True)
-class Drafted:
-    """A sequence that wants tokens drafted: its number and text, how many at most, and how it draws."""
+class DraftRequest:
+    """A sequence to draft for: its number and tokens, the maximum number of draft tokens, and its sampler."""
 
     sequence: int
-    text: Sequence[int]
+    tokens: Sequence[int]
     count: int
     sampler: Sampler
 
 
-Listener = Callable[[Tensor], None]  # takes what the model's head reads of every token of a pass, [T, hidden]
-
-
 @dataclass(frozen=True)
-class Heard:
-    """Of a pass the part of one sequence: its number, `count` tokens from position `start` on, and its text so far.
+class ComputedTokens:
+    """The part of one sequence in a pass: `count` tokens from position `start`, drafts included, and its tokens so far.
 
-    Drafted tokens count, and are not in the text.
+    Draft tokens are not in `tokens`.
     """
 
     sequence: int
     start: int
     count: int
-    text: Sequence[int]
+    tokens: Sequence[int]
 
 
 class Speculator(Protocol):
-    """Guesses tokens ahead of a pass and judges them after it; see `runtime.speculative.speculator`."""
+    """Proposes tokens before a pass and verifies them after it; see `runtime.speculative.speculator`."""
 
     @property
     def step_seconds(self) -> float | None:
-        """Of a plain step, None before one was measured."""
+        """Seconds of a step without drafts; None before one was measured."""
         ...
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of memory held."""
+    def nbytes(self) -> int: ...
+
+    def draft_length(self, sequence: int, tokens: Sequence[int], room: int, decoding: int) -> int:
+        """Return how many tokens to draft after `tokens`, at most `room`, while `decoding` sequences decode."""
         ...
 
-    def wanted(self, sequence: int, text: Sequence[int], room: int, decoding: int) -> int:
-        """Tokens to draft after `text`, at most `room`, where so many sequences decode."""
+    def hidden_state_hook(self, parts: Iterable[ComputedTokens]) -> HiddenStateHook | None:
+        """Return the hook for the hidden states of a pass over `parts`; None if they are not needed."""
         ...
 
-    def listener(self, heard: Iterable[Heard]) -> Listener | None:
-        """What is to be shown the hidden states of a pass, side by side; None where nobody wants them."""
+    def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        """Return draft tokens for each request, possibly none."""
         ...
 
-    def propose(self, asked: Sequence[Drafted]) -> list[list[int]]:
-        """Tokens that may come next for each, maybe none."""
-        ...
-
-    def accept(self, sequence: int, logits: Tensor, sampler: Sampler) -> list[int]:
-        """What follows by `logits` [1 + drafted, vocab]: the part of the last proposal that stands and one more."""
+    def verify(self, sequence: int, logits: Tensor, sampler: Sampler) -> list[int]:
+        """Return the accepted part of the last proposal and one more token, by logits [1 + drafted, vocab]."""
         ...
 
     def observe(self, results: Sequence[tuple[int, int, int]], seconds: float) -> None:
-        """A decoding step is over: (sequence, drafted, accepted) of each, and what it took with the drafting."""
+        """Record a decode step: (sequence, drafted, accepted) of each sequence, and its seconds with drafting."""
         ...
 
-    def keep(self, sequence: int, length: int) -> None:
-        """Forget what was read of a sequence beyond its first `length` tokens."""
+    def truncate(self, sequence: int, length: int) -> None:
+        """Roll the proposer back to the first `length` tokens of a sequence."""
         ...
 
-    def end(self, sequence: int, text: Sequence[int]) -> None:
-        """The sequence is over; this was its text."""
+    def finish(self, sequence: int, tokens: Sequence[int]) -> None:
+        """Release what is held for a sequence, which ended with `tokens`."""
         ...
 
     def forget(self) -> None:
-        """Keep nothing of the texts so far."""
+        """Drop everything kept for prefix reuse."""
         ...

@@ -94,6 +94,7 @@ class Rope:
         self._dtype = dtype
         self._capacity = capacity
         self._tables = {spec: self._table(spec, self._length(spec)) for spec in config.distinct_ropes}
+        self._fixed_length = min((self._length(spec) for spec in self._tables), default=capacity)
 
     def _length(self, spec: RopeSpec) -> int:
         dynamic = spec.scaling.kind == "dynamic"
@@ -121,8 +122,8 @@ class Rope:
         return tables.cos, tables.sin
 
     def every(self, length: int) -> Mapping[RopeSpec, RopeTables] | None:
-        """Those of all positions, which a text of `length` has too; None where its own depend on its length."""
-        return None if any(length > self._length(spec) for spec in self._tables) else self._tables
+        """Return the tables of all positions; None if those of a sequence of `length` tokens depend on its length."""
+        return None if length > self._fixed_length else self._tables
 
     def rows(self, chunks: Sequence[Chunk]) -> Mapping[RopeSpec, RopeTables]:
         """Tables of the new positions of `chunks`, one after another."""

@@ -16,8 +16,8 @@ from mycli.runtime.sampling.params import SamplingParams
 class SeenTokens:
     """The tokens that penalties count, of `sequences` with the same settings; tensors that no penalty needs are None.
 
-    seen: bool [sequences, vocab], tokens of prompt and reply; counts: fp32 [sequences, vocab], occurrences in the reply.
-    Ids at or above `vocab_size` (the tokenizer's) count as the last one.
+    seen: bool [sequences, vocab], tokens of prompt and reply; counts: fp32 [sequences, vocab], occurrences in the
+    reply. Ids at or above `vocab_size` (the tokenizer's) count as the last one.
     """
 
     def __init__(self, sampling: SamplingParams, vocab_size: int, device: torch.device, sequences: int) -> None:

@@ -12,7 +12,6 @@ from functools import cached_property
 from threading import Lock
 from typing import Any
 
-from mycli.runtime.engine.admission import reply_limit
 from mycli.runtime.engine.loader import LoadedModel
 from mycli.runtime.engine.reply_reader import ReplyReader
 from mycli.runtime.engine.sequence import Request
@@ -153,7 +152,7 @@ class Service:
     def check_fits(self, prompt: Sequence[int], limit: int | None, param: str) -> None:
         """Raise ApiError, with the token counts, if the prompt and `limit` tokens more exceed the context."""
         try:
-            reply_limit(Request(tuple(prompt), limit=limit), self.context, self.context)
+            Request(tuple(prompt), limit=limit).reply_limit(self.context, self.context)
         except UserError as error:
             raise from_user_error(error, param) from None
 

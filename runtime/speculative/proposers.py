@@ -1,9 +1,4 @@
-"""Who guesses the next tokens cheaply, so that the target model can verify several of them in one pass.
-
-Two proposers: a small model of the same vocabulary, and a lookup of what followed the same words earlier in the text; a
-third, `prediction`, ships with some models.
-They propose; `runtime.speculative.rejection_sampling` decides what stands. Does not know the target model.
-"""
+"""Proposers of draft tokens: a small draft model, and prompt lookup. A third, `mtp`, ships with some models."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -18,24 +13,25 @@ from mycli.runtime.cache.block_table import BlockTable
 from mycli.runtime.cache.prefix_index import PrefixIndex
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
-from mycli.runtime.engine.admission import reply_room
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
-from mycli.runtime.engine.speculation import Drafted, Heard, Listener
+from mycli.runtime.engine.sequence import reply_room
+from mycli.runtime.engine.speculation import ComputedTokens, DraftRequest
 from mycli.runtime.errors import ModelError
+from mycli.runtime.layers.transformer import HiddenStateHook
 from mycli.runtime.memory.plan import prefill_chunk
 from mycli.runtime.tokenizer.compatibility import check_vocabularies
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
-_TOGETHER = 8  # tokens of a text that are read in one pass with those of others
-NGRAMS = (4, 3, 2)  # lengths of the ending that is looked up, the longest first: it is the most telling
+_SHORT = 8  # up to this many unread tokens of several sequences are computed in one pass
+NGRAMS = (4, 3, 2)  # lengths of the n-grams looked up; the longest match predicts best
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """Tokens that may come next, and what each was drawn from: [tokens, vocab], None where it was not drawn at all.
+    """Draft tokens and the distributions [tokens, vocab] they were drawn from; None for tokens that were not drawn.
 
-    Row i is conditioned on the proposed tokens before it. None means that the token was certain: a point mass.
+    Row i is conditioned on the proposed tokens before it. None stands for a point mass on each token.
     """
 
     tokens: list[int]
@@ -43,72 +39,71 @@ class Proposal:
 
 
 class Proposer(Protocol):
-    """Guesses how texts go on; a sequence is known by its number. `relative_cost`: of a token, in steps of the target.
-
-    An expectation.
-    """
+    """Proposes the next tokens of sequences. relative_cost: expected cost of a draft token in steps of the target."""
 
     relative_cost: float
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of memory held."""
+    def nbytes(self) -> int: ...
+
+    def lag(self, sequence: int, tokens: Sequence[int]) -> int:
+        """Return how many tokens of a sequence the proposer has not computed yet."""
         ...
 
-    def lag(self, sequence: int, text: Sequence[int]) -> int:
-        """How many tokens of the text have yet to be read."""
+    def hidden_state_hook(self, parts: Iterable[ComputedTokens]) -> HiddenStateHook | None:
+        """As `Speculator.hidden_state_hook`."""
         ...
 
-    def listener(self, heard: Iterable[Heard]) -> Listener | None:
-        """As `Speculator.listener`."""
-        ...
-
-    def propose(self, asked: Sequence[Drafted]) -> list[Proposal]:
-        """Tokens after each text, so many or fewer, drawn as its sampler draws, which observed the text."""
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        """Return up to `count` tokens for each request, sampled with the settings of its sampler."""
         ...
 
     def truncate(self, sequence: int, length: int) -> None:
-        """Forget what was read beyond the first `length` tokens: proposals that were refused."""
+        """Discard what was computed beyond the first `length` tokens: refused drafts."""
         ...
 
-    def end(self, sequence: int, text: Sequence[int]) -> None:
-        """The sequence is over; this was its text."""
+    def finish(self, sequence: int, tokens: Sequence[int]) -> None:
+        """Release a sequence, which ended with `tokens`."""
         ...
 
     def forget(self) -> None:
-        """Keep nothing of texts that are over."""
+        """Drop what is kept for prefix reuse."""
         ...
 
 
 @dataclass(eq=False)
-class Drafting:
-    """One text while `count` tokens are drafted for it; `rows` are their distributions."""
+class Draft:
+    """The draft of one sequence in progress: at most `count` tokens; `rows` are their distributions."""
 
-    asked: Drafted
+    request: DraftRequest
     table: BlockTable
     count: int
     rows: Tensor | None = None
-    logits: Tensor | None = None
+    logits: Tensor | None = None  # [1, vocab], after the tokens so far
     tokens: list[int] = field(default_factory=list)
 
-    def draw(self) -> int | None:
-        """One more token, by the logits [1, vocab] after those so far; None where they are not numbers."""
+    def sample(self) -> int | None:
+        """Sample and append one token; None if the logits are not finite."""
         assert self.logits is not None
-        place = None if self.rows is None else self.rows[len(self.tokens) : len(self.tokens) + 1]
-        token = self.asked.sampler.sample_draft(self.logits, self.tokens, place)
+        out = None if self.rows is None else self.rows[len(self.tokens) : len(self.tokens) + 1]
+        token = self.request.sampler.sample_draft(self.logits, self.tokens, out)
         if token is not None:
             self.tokens.append(token)
         return token
 
+    @property
+    def proposal(self) -> Proposal:
+        return Proposal(self.tokens, None if self.rows is None else self.rows[: len(self.tokens)])
+
 
 class DraftModel:
-    """A small model with a cache of its own, on the device of the target.
+    """A small model with its own cache, on the device of the target.
 
-    Its context may be shorter than a text, or its cache full: it then has nothing to say.
+    It proposes nothing for a sequence that exceeds its context or for which its cache has no blocks.
     """
 
     def __init__(self, runner: ModelRunner, shape: CacheShape, target_bytes: int) -> None:
-        """`shape`: as of the target's cache; `target_bytes`: its weights; decoding is bound by reading them."""
+        """shape: of the target's cache; target_bytes: of its weights, since decoding is bound by reading them."""
         self.runner = runner
         self.context = min(shape.context, runner.config.max_context)
         self.cache = runner.make_cache(shape)
@@ -119,115 +114,112 @@ class DraftModel:
 
     @property
     def nbytes(self) -> int:
-        """Weights and cache."""
         return self.runner.nbytes + self.cache.nbytes
 
-    def _table(self, sequence: int, text: Sequence[int]) -> BlockTable:
+    def _table(self, sequence: int, tokens: Sequence[int]) -> BlockTable:
         table = self._tables.get(sequence)
         if table is None:
             table = self._tables[sequence] = BlockTable(self._pool)
-            table.match(text)
+            table.match(tokens)
         return table
 
-    def lag(self, sequence: int, text: Sequence[int]) -> int:
-        """Tokens not in the cache."""
-        return len(text) - self._table(sequence, text).length
+    def lag(self, sequence: int, tokens: Sequence[int]) -> int:
+        return len(tokens) - self._table(sequence, tokens).length
 
-    def propose(self, asked: Sequence[Drafted]) -> list[Proposal]:
-        """Each token is drawn with the settings of its sampler from the draft's own distribution; texts side by side.
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        """Sample drafts for all requests together, token by token.
 
-        Fewer than asked for where context or cache end or the output is not a number; then what was read is forgotten,
-        as NaN in the cache would spoil every later token.
+        A draft is shorter than requested where the context or the cache ends, or logits are not finite. Then the
+        sequence is dropped from the cache: NaN there would spoil every later token.
         """
-        drafting = [
-            Drafting(one, self._table(one.sequence, one.text), min(one.count, reply_room(self.context, len(one.text))))
-            for one in asked
-        ]
-        self._read([one for one in drafting if one.count > 0])
-        going = [one for one in drafting if one.logits is not None]
-        for one in going:
-            assert one.logits is not None
-            one.rows = one.asked.sampler.probability_rows(one.count, one.logits.dtype)
-        while going:
-            going = [one for one in going if self._draw(one)]
-            self._run([(one, [one.tokens[-1]], 1) for one in going])
-            going = [one for one in going if one.logits is not None]
-        return [Proposal(one.tokens, None if one.rows is None else one.rows[: len(one.tokens)]) for one in drafting]
+        drafts = []
+        for request in requests:
+            room = reply_room(self.context, len(request.tokens))
+            drafts.append(Draft(request, self._table(request.sequence, request.tokens), min(request.count, room)))
+        self._compute_prefixes([draft for draft in drafts if draft.count > 0])
+        active = [draft for draft in drafts if draft.logits is not None]
+        for draft in active:
+            assert draft.logits is not None
+            draft.rows = draft.request.sampler.probability_rows(draft.count, draft.logits.dtype)
+        while active:
+            active = [draft for draft in active if self._sample(draft)]
+            self._run([(draft, [draft.tokens[-1]], 1) for draft in active])
+            active = [draft for draft in active if draft.logits is not None]
+        return [draft.proposal for draft in drafts]
 
-    def _read(self, drafting: Sequence[Drafting]) -> None:
-        """Bring the texts into the cache, and the logits after each."""
-        for one in drafting:
-            text = one.asked.text
-            while (missing := len(text) - one.table.length) > 0:
+    def _compute_prefixes(self, drafts: Sequence[Draft]) -> None:
+        """Compute the tokens of each sequence that are not in the cache, and the logits after the last one."""
+        for draft in drafts:
+            tokens = draft.request.tokens
+            while (missing := len(tokens) - draft.table.length) > 0:
                 last = missing <= self._chunk
-                if last and missing <= _TOGETHER:
+                if last and missing <= _SHORT:
                     break
-                start = one.table.length
-                if not self._run([(one, text[start : start + self._chunk], int(last))]):
+                start = draft.table.length
+                if not self._run([(draft, tokens[start : start + self._chunk], int(last))]):
                     break
-        short = [one for one in drafting if 0 < len(one.asked.text) - one.table.length <= _TOGETHER]
-        self._run([(one, one.asked.text[one.table.length :], 1) for one in short])
-        for one in drafting:
-            if one.logits is not None:
-                one.table.fill(one.asked.text, one.table.length)
+        short = [draft for draft in drafts if 0 < len(draft.request.tokens) - draft.table.length <= _SHORT]
+        self._run([(draft, draft.request.tokens[draft.table.length :], 1) for draft in short])
+        for draft in drafts:
+            if draft.logits is not None:
+                draft.table.fill(draft.request.tokens, draft.table.length)
 
-    def _run(self, parts: Sequence[tuple[Drafting, Sequence[int], int]]) -> bool:
-        """One pass over new tokens of each text and the logits after them, if wanted; False where no blocks are left.
+    def _run(self, parts: Sequence[tuple[Draft, Sequence[int], int]]) -> bool:
+        """Run a pass over new tokens of each draft and set its logits; False if no draft has blocks left.
 
-        A text without blocks gets no logits.
+        parts: draft, tokens, and 1 if the logits after them are needed, else 0.
         """
-        taken = []
-        for one, tokens, wanted in parts:
-            one.logits = None
-            if one.table.reserve(one.table.length + len(tokens)):
-                taken.append((one, Chunk(tokens, one.table.length, tuple(one.table.blocks), wanted)))
+        runnable = []
+        for draft, tokens, logits_count in parts:
+            draft.logits = None
+            if draft.table.reserve(draft.table.length + len(tokens)):
+                chunk = Chunk(tokens, draft.table.length, tuple(draft.table.blocks), logits_count)
+                runnable.append((draft, chunk))
         for source, target in self._pool.take_copies():
             self.cache.copy(source, target)
-        if not taken:
+        if not runnable:
             return False
-        logits = self.runner.run([chunk for _, chunk in taken], self.cache)
+        logits = self.runner.run([chunk for _, chunk in runnable], self.cache)
         rows = iter(torch.split(logits, 1))
-        for one, chunk in taken:
-            one.table.length += len(chunk.tokens)
-            one.logits = next(rows) if chunk.logits else None
+        for draft, chunk in runnable:
+            draft.table.length += len(chunk.tokens)
+            draft.logits = next(rows) if chunk.logits else None
         return True
 
-    def _draw(self, one: Drafting) -> bool:
-        """One more token; whether yet another is wanted."""
-        if one.draw() is None:
-            self._tables.pop(one.asked.sequence).discard()
+    def _sample(self, draft: Draft) -> bool:
+        """Sample one token; return whether the draft needs another."""
+        if draft.sample() is None:
+            self._tables.pop(draft.request.sequence).discard()
             return False
-        return len(one.tokens) < one.count
+        return len(draft.tokens) < draft.count
 
-    def listener(self, heard: Iterable[Heard]) -> None:
-        """It has hidden states of its own."""
+    def hidden_state_hook(self, parts: Iterable[ComputedTokens]) -> None:
+        return None
 
     def truncate(self, sequence: int, length: int) -> None:
-        """Roll the cache back."""
         if (table := self._tables.get(sequence)) is not None:
             table.truncate(length)
 
-    def end(self, sequence: int, text: Sequence[int]) -> None:
-        """What was read of the text is kept for others that begin alike."""
+    def finish(self, sequence: int, tokens: Sequence[int]) -> None:
+        """Release a sequence; its blocks are kept for prefix reuse."""
         table = self._tables.pop(sequence, None)
         if table is not None:
-            table.truncate(len(text))
-            table.release(text)
+            table.truncate(len(tokens))
+            table.release(tokens)
 
     def forget(self) -> None:
-        """Keep nothing."""
         self._pool.clear()
 
 
 def load_draft(folder: ModelFolder, tokenizer: Tokenizer, target: ModelRunner, shape: CacheShape) -> DraftModel:
-    """The model of `folder` as a draft for `target`, beside it.
+    """Load the model of `folder` as a draft model for `target`.
 
-    Raises ModelError where its vocabulary is another, or where what it has read cannot be taken back.
+    Raises ModelError if its vocabulary differs, or if it cannot discard refused tokens.
     """
     if folder.config.has_recurrent:
         raise ModelError(
             f"{folder.config.model_type} cannot draft: its recurrent state cannot go back to before a refused token",
-            "use a model whose layers all attend, or look drafts up in the text",
+            "use a draft model with attention in all layers, or prompt lookup",
         )
     check_vocabularies(tokenizer, folder.tokenizer())
     placement = Placement(target.device, target.dtype, kv=target.kv)
@@ -235,64 +227,61 @@ def load_draft(folder: ModelFolder, tokenizer: Tokenizer, target: ModelRunner, s
 
 
 @dataclass
-class _Lookup:
-    """What is known of one text: how many of its tokens were taken in, and n-gram -> position after the last one."""
+class _NgramIndex:
+    """The n-grams of one sequence: the position after the last occurrence of each."""
 
-    indexed: int = 0
+    indexed: int = 0  # tokens
     after: dict[tuple[int, ...], int] = field(default_factory=dict)
 
-    def index(self, text: Sequence[int]) -> None:
-        """Take in the new tokens of `text`. Its ending is not entered yet: it would only find itself."""
-        for end in range(max(self.indexed, 1), len(text)):
+    def add(self, tokens: Sequence[int]) -> None:
+        """Index the new tokens, except the n-gram at the end, which would only find itself."""
+        for end in range(max(self.indexed, 1), len(tokens)):
             for size in NGRAMS:
                 if size <= end:
-                    self.after[tuple(text[end - size : end])] = end
-        self.indexed = len(text)
+                    self.after[tuple(tokens[end - size : end])] = end
+        self.indexed = len(tokens)
 
-    def following(self, text: Sequence[int], count: int) -> list[int]:
-        """What followed the longest known ending; what was just proposed counts as text, so that a loop goes on."""
-        self.index(text)
+    def continuation(self, tokens: Sequence[int], count: int) -> list[int]:
+        """Return the tokens that followed the longest known n-gram at the end of `tokens`.
+
+        Proposed tokens count as part of the sequence, so that a repetition continues.
+        """
+        self.add(tokens)
         for size in NGRAMS:
-            position = self.after.get(tuple(text[-size:]))
-            if position is not None and size <= len(text):
-                tokens: list[int] = []
+            position = self.after.get(tuple(tokens[-size:]))
+            if position is not None and size <= len(tokens):
+                found: list[int] = []
                 for index in range(position, position + count):
-                    tokens.append(text[index] if index < len(text) else tokens[index - len(text)])
-                return tokens
+                    found.append(tokens[index] if index < len(tokens) else found[index - len(tokens)])
+                return found
         return []
 
 
 class PromptLookup:
-    """Prompt lookup: finds the last place where the text's ending occurred before, and proposes what followed there.
-
-    No weights and no pass: a proposal is a certainty, and what it costs is its part of the verifying pass.
-    """
+    """Proposes the tokens that followed the same n-gram earlier in the sequence; it has no weights and runs no pass."""
 
     relative_cost = 0.0
+    nbytes = 0
 
     def __init__(self) -> None:
-        self.nbytes = 0  # of tensors
-        self._texts: dict[int, _Lookup] = {}
+        self._indices: dict[int, _NgramIndex] = {}
 
-    def lag(self, sequence: int, text: Sequence[int]) -> int:
-        """Nothing has to be read in advance."""
+    def lag(self, sequence: int, tokens: Sequence[int]) -> int:
         return 0
 
-    def propose(self, asked: Sequence[Drafted]) -> list[Proposal]:
-        """What followed."""
-        return [
-            Proposal(self._texts.setdefault(one.sequence, _Lookup()).following(one.text, one.count)) for one in asked
-        ]
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        indices = [self._indices.setdefault(request.sequence, _NgramIndex()) for request in requests]
+        pairs = zip(indices, requests, strict=True)
+        return [Proposal(index.continuation(request.tokens, request.count)) for index, request in pairs]
 
-    def listener(self, heard: Iterable[Heard]) -> None:
-        """It reads the text alone."""
+    def hidden_state_hook(self, parts: Iterable[ComputedTokens]) -> None:
+        return None
 
     def truncate(self, sequence: int, length: int) -> None:
-        """Proposals were never taken in."""
+        """Do nothing: drafts are not indexed."""
 
-    def end(self, sequence: int, text: Sequence[int]) -> None:
-        """Forget the text."""
-        self._texts.pop(sequence, None)
+    def finish(self, sequence: int, tokens: Sequence[int]) -> None:
+        self._indices.pop(sequence, None)
 
     def forget(self) -> None:
-        """Nothing is kept of texts that are over."""
+        """Do nothing: nothing outlives its sequence."""

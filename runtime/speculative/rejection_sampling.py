@@ -1,8 +1,8 @@
-"""Which drafted tokens stand, so that the output is distributed as the target model's own.
+"""Verification of draft tokens such that the output has the target model's own distribution.
 
-Follows Leviathan et al. (arXiv 2211.17192): a proposal d drawn from q stands with probability min(1, p(d) / q(d)); at
-the first refusal the token is drawn from max(0, p - q), normalized; if all stand, one more is drawn from p. Greedy, a
-proposal stands where it is the likeliest token. Knows logits and a sampler; does not know models or sessions.
+Leviathan et al. (arXiv 2211.17192): a draft token d drawn from q is accepted with probability min(1, p(d) / q(d)). At
+the first refusal the token is drawn from max(0, p - q), normalized; if all are accepted, one more is drawn from p.
+Greedy sampling accepts the most likely token.
 """
 
 import math
@@ -10,16 +10,15 @@ import math
 import torch
 from torch import Tensor
 
-from mycli.runtime.sampling.sampler import leading
-from mycli.runtime.sampling.sampler import Sampler
+from mycli.runtime.sampling.sampler import Sampler, leading
 from mycli.runtime.speculative.proposers import Proposal
 
 
 def rejection_sample(logits: Tensor, proposal: Proposal, sampler: Sampler) -> list[int]:
-    """The tokens that follow: the part of the proposal that stands, and one of the model's own.
+    """Return the accepted part of the proposal, and one token of the model's own.
 
-    logits fp32 [1 + proposed, vocab or more]: row i comes after the first i proposed tokens. `sampler` has observed
-    the text before, and takes in what is returned. Raises ModelError where the first row is not a number.
+    logits fp32 [1 + proposed, vocab or more]: row i is after the first i proposed tokens. `sampler` has observed the
+    tokens before, and observes those returned. Raises ModelError if the first row is not finite.
     """
     tokens = (
         _accept_greedy(logits, proposal, sampler) if sampler.plain_greedy else _accept_drawn(logits, proposal, sampler)
@@ -31,7 +30,7 @@ def rejection_sample(logits: Tensor, proposal: Proposal, sampler: Sampler) -> li
 
 
 def _accept_greedy(logits: Tensor, proposal: Proposal, sampler: Sampler) -> list[int]:
-    """As `rejection_sample`; none where there are numbers for no more than the first row."""
+    # Empty if only the first row, or none, is finite: the caller then samples as without a draft.
     own = sampler.best(logits)
     drafted = proposal.tokens[: max(len(own) - 1, 0)]
     accepted = next((i for i, (a, b) in enumerate(zip(own, drafted, strict=False)) if a != b), len(drafted))
@@ -39,7 +38,6 @@ def _accept_greedy(logits: Tensor, proposal: Proposal, sampler: Sampler) -> list
 
 
 def _accept_drawn(logits: Tensor, proposal: Proposal, sampler: Sampler) -> list[int]:
-    """As `rejection_sample`; none where there are numbers for no more than the first row."""
     target = sampler.probabilities(logits, proposal.tokens)
     rows = leading(map(math.isfinite, target[:, 0].tolist()))
     if rows < 2:
@@ -58,17 +56,16 @@ def _accept_drawn(logits: Tensor, proposal: Proposal, sampler: Sampler) -> list[
     else:
         weights = (target[accepted] - proposal.probabilities[accepted]).clamp_(min=0)
     token = int(sampler.draw(weights[None]))
-    if token == len(weights):  # p and q differ by less than rounding: a refusal is chance, p is right
+    if token == len(weights):  # p and q are equal up to rounding: draw from p
         token = int(sampler.draw(target[accepted][None]))
     return [*drafted[:accepted], token]
 
 
 def sample_matching(logits: Tensor, proposal: Proposal, sampler: Sampler) -> list[int]:
-    """As `rejection_sample`, by drawing each token as it would be drawn without the proposal, while the two are equal.
+    """As `rejection_sample`, but sample each token as without the proposal, for as long as the two agree.
 
-    One random number a token, whatever was proposed: the reply to a seed does not depend on drafts. A draft that draws
-    with the same numbers (Daliri et al., arXiv 2408.07978, of sharing them) is right somewhat less often than rejection
-    sampling would let it stand.
+    Each token takes one random number, so the reply to a seed does not depend on drafts. The draft uses the same
+    numbers (Daliri et al., arXiv 2408.07978); somewhat fewer drafts are accepted than by rejection sampling.
     """
     target = sampler.probabilities(logits, proposal.tokens)
     rows = leading(map(math.isfinite, target[:, 0].tolist()))

@@ -30,8 +30,7 @@ from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.engine.sequence import Request
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.speculative.draft_length import AdaptiveDraftLength
-from mycli.runtime.speculative.mtp_head import MtpHead
-from mycli.runtime.speculative.prediction import PredictionProposer
+from mycli.runtime.speculative.mtp import MtpHead, MtpProposer
 from mycli.runtime.speculative.speculator import ProposerSpeculator, warm_up
 from tests.support.engines import drain
 from tests.support.models import CPU
@@ -79,7 +78,7 @@ class Made:
         """Warmed up, for so many at once."""
         shape, speculator = CacheShape.contiguous(CONTEXT, sequences), None
         if drafting:
-            proposer = PredictionProposer(self.head, shape)
+            proposer = MtpProposer(self.head, shape)
             speculator = ProposerSpeculator(proposer, lambda: AdaptiveDraftLength(proposer.relative_cost))
         engine = Engine(self.runner, shape, SHAPE["vocab_size"], running=sequences, speculator=speculator)
         warm_up(engine)

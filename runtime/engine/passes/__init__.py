@@ -14,24 +14,26 @@ from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.models.config import KvDtype
 
 
-@dataclass(frozen=True)
+@dataclass
 class Passes:
-    """The passes of one model, fastest first; the last takes all logits. `declined`: why others were not compiled."""
+    """The passes of one model, fastest first; the last takes all logits. `declined`: why others were not compiled.
+
+    makes_tokens: whether a pass samples tokens itself; samples: whether one does so with a temperature.
+    """
 
     passes: tuple[Pass, ...]
     declined: Mapping[str, Declined]
 
+    def __post_init__(self) -> None:
+        self.makes_tokens = len(self.passes) > 1
+        self.samples = any(candidate.samples for candidate in self.passes)
+
     def choose(self, work: PassInput) -> Pass | None:
-        """Return the first pass that takes `work`; None if it asks for tokens that only the host can choose."""
+        """Return the first pass that takes `work`; None for tokens that only the host can sample."""
         for candidate in self.passes:
             if candidate.takes(work) is None:
                 return candidate
         return None
-
-    @property
-    def makes_tokens(self) -> bool:
-        """Whether any pass but the plain one exists, so that `PassInput.sampling` may be taken."""
-        return len(self.passes) > 1
 
 
 # Returns a pass of a loaded model, or why it has none; reports later why the pass stopped being used.

@@ -36,11 +36,14 @@ class PassInput:
 
     @cached_property
     def rows(self) -> int:
-        return sum([len(chunk.tokens) for chunk in self.chunks])
+        rows = 0
+        for chunk in self.chunks:
+            rows += len(chunk.tokens)
+        return rows
 
     @cached_property
     def longest(self) -> int:
-        """TokenSteps of the longest sequence after the pass."""
+        """Tokens of the longest sequence after the pass."""
         return max([chunk.start + len(chunk.tokens) for chunk in self.chunks])
 
 
@@ -49,6 +52,11 @@ class Pass(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def samples(self) -> bool:
+        """Whether `tokens` also draws with a temperature, rather than greedily only."""
+        ...
 
     def takes(self, work: PassInput) -> Declined | None:
         """Return why this pass does not do `work`, or None if it does; called before any tensor is built."""

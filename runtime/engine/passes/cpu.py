@@ -13,10 +13,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from mycli.runtime.cache.batch import Batch, Chunk, padded_blocks
+from mycli.runtime.cache.batch import Batch, Chunk
 from mycli.runtime.cache.kv_cache import PACKED, KVCache, cache_dtype
 from mycli.runtime.engine.passes.base import OnDecline, PassInput, TokenSteps
-from mycli.runtime.engine.passes.cpu_parts import native_head, native_part, pointer
+from mycli.runtime.engine.passes.cpu_parts import native_head, native_part
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.attention import CACHE_TYPES
 from mycli.runtime.kernels.cpu.layer import (
@@ -28,6 +28,7 @@ from mycli.runtime.kernels.cpu.layer import (
     CPart,
     CPassRows,
     CRotation,
+    pointer,
     run_head,
     run_passes,
 )
@@ -51,25 +52,30 @@ class _PassRows:
     """The sequences of one pass as native code reads them; owns the memory that `rows` points to."""
 
     def __init__(self, chunks: Sequence[Chunk], rope: Rope, per_layer_inputs: Tensor | None) -> None:
-        longest = max([chunk.start + len(chunk.tokens) for chunk in chunks])
-        all_positions = rope.every(longest)
-        self.tables = rope.rows(chunks) if all_positions is None else all_positions
-        starts, lengths = [0], list[int]()
+        starts, lengths, blocks, states, drafts = [0], list[int](), list[int](), list[int](), list[int]()
+        self.drafted: list[tuple[Chunk, int]] = []
+        width = max([len(chunk.blocks) for chunk in chunks])
         for chunk in chunks:
+            if chunk.drafted:
+                self.drafted.append((chunk, starts[-1]))
             starts.append(starts[-1] + len(chunk.tokens))
             lengths.append(chunk.start + len(chunk.tokens))
-        blocks, width = padded_blocks(chunks)
-        states = [chunk.state for chunk in chunks]
-        self.drafted = [(chunk, first) for chunk, first in zip(chunks, starts, strict=False) if chunk.drafted]
-        drafts = (c_uint8 * len(chunks))(*[chunk.drafted > 0 for chunk in chunks])
+            blocks += chunk.blocks
+            blocks += [0] * (width - len(chunk.blocks))
+            states.append(chunk.state)
+            drafts.append(chunk.drafted > 0)
+        all_positions = rope.every(max(lengths))
+        self.tables = rope.rows(chunks) if all_positions is None else all_positions
+        rotations = (CRotation * len(self.tables))()
+        for rotation, table in zip(rotations, self.tables.values(), strict=True):
+            rotation.cos, rotation.sin, rotation.scale = map(pointer, (table.cos, table.sin, table.query_scale))
         arrays = [(c_int32 * len(values))(*values) for values in (starts, lengths, blocks, states)]
-        tables = self.tables.values()
-        rotations = [CRotation(*map(pointer, (table.cos, table.sin, table.query_scale))) for table in tables]
-        self._owned = arrays, drafts, per_layer_inputs
+        draft_flags = (c_uint8 * len(drafts))(*drafts)
+        self._owned = arrays, draft_flags, per_layer_inputs, self.tables
         self.rows = CPassRows(
             *map(addressof, arrays),
-            addressof(drafts),
-            (CRotation * len(rotations))(*rotations),
+            addressof(draft_flags),
+            rotations,
             pointer(per_layer_inputs),
             None,
             starts[-1],
@@ -123,18 +129,18 @@ class _NativeRun:
         self.recurrent = [module for module in modules if isinstance(module, Recurrent)]
         self._row_width = sum(sum(module.mixer.widths) for module in self.recurrent)
 
-    def chain(self, cache: KVCache, tables: Sequence[RopeSpec]) -> CChain:
+    def chain(self, cache: KVCache, rows: _PassRows) -> CChain:
         chain = self.chains.get(cache)
         if chain is None:
             places, offset = [], 0
             for part in self.parts:
-                places.append(part.place(cache, tables, offset))
+                places.append(part.place(cache, list(rows.tables), offset))
                 offset += sum(part.module.mixer.widths) if isinstance(part.module, Recurrent) else 0
             chain = self.chains[cache] = CChain([part.part for part in self.parts], places)
         return chain
 
     def __call__(self, x: Tensor, cache: KVCache, rows: _PassRows) -> Tensor:
-        chain = self.chain(cache, list(rows.tables))
+        chain = self.chain(cache, rows)
         if not (rows.drafted and self.recurrent):
             rows.rows.draft_inputs = None
             return chain(self.library, rows.rows, x)
@@ -206,6 +212,7 @@ class CpuPass:
     """The native pass of one model in bf16."""
 
     name = "cpu"
+    samples = False
 
     def __init__(self, model: Transformer, library: Native) -> None:
         self._model, self._library = model, library
@@ -246,19 +253,19 @@ class CpuPass:
     @torch.inference_mode()
     def logits(self, work: PassInput) -> Tensor:
         model, chunks = self._model, work.chunks
-        tokens = torch.tensor([[token for chunk in chunks for token in chunk.tokens]])
+        ids, wanted = list[int](), list[int]()  # tokens, and rows whose logits are returned
+        for chunk in chunks:
+            ids += chunk.tokens
+            wanted += range(len(ids) - chunk.logits, len(ids))
+        tokens = torch.tensor([ids])
         x = embed_tokens(tokens, model.embedding, model.config)
         inputs = None if model.per_layer is None else model.per_layer(tokens, x)
         x = self.layers.run(x, chunks, work.rope, work.cache, inputs)[0]
         if work.hook is not None:
             work.hook(model.norm(x))
-        wanted, end = list[int](), 0
-        for chunk in chunks:
-            end += len(chunk.tokens)
-            wanted += range(end - chunk.logits, end)
         if not wanted:
             return torch.empty(0, model.config.vocab_size)
-        if len(wanted) < end:
+        if len(wanted) < len(ids):
             x = x[torch.tensor(wanted)]
         if isinstance(self._head, Declined):
             return finish_logits(model.head(model.norm(x)), model.config)
@@ -281,7 +288,7 @@ class CpuPass:
             embedding_scale(model.config, model.dtype),
             model.config.logit_scale,
         )
-        chain = self._run.chain(work.cache, list(rows.tables))
+        chain = self._run.chain(work.cache, rows)
         last = [token for chunk in work.chunks for token in chunk.tokens]
         made = run_passes(self._library, chain, self._head, loop, rows.rows, last, passes)
         seconds = time.perf_counter() - began

@@ -9,7 +9,6 @@ from ctypes import c_void_p
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.attention import FOREVER
@@ -33,6 +32,7 @@ from mycli.runtime.kernels.cpu.layer import (
     CProduct,
     CResidualAdd,
     Fetch,
+    pointer,
 )
 from mycli.runtime.kernels.cpu.library.build import LANES, ROW_TYPES
 from mycli.runtime.kernels.cpu.matmul import CpuMatmul
@@ -79,11 +79,6 @@ def native_head(norm: RMSNorm, head: Linear) -> CHead | Declined:
         return CHead(_gain(norm), _linear(head))
     except _NotNativeError as error:
         return error.declined
-
-
-def pointer(tensor: Tensor | None) -> int | None:
-    """Return the address of a tensor's data; None for no tensor."""
-    return None if tensor is None else tensor.data_ptr()
 
 
 def _part(part: LayerPart | Parallel) -> CPart:

@@ -58,6 +58,7 @@ class CudaPass:
     """
 
     name = "cuda"
+    samples = True
 
     def __init__(
         self,

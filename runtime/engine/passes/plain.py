@@ -16,6 +16,7 @@ class PlainPass:
     """Runs the modules of a model as they are."""
 
     name = "plain"
+    samples = False
 
     def __init__(self, model: Transformer) -> None:
         self._model = model

@@ -3,7 +3,7 @@
 import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from ctypes import c_float, c_int32, c_int64, c_uint8, c_void_p
-from typing import get_args
+from typing import NoReturn, get_args
 
 import torch
 from torch import Tensor
@@ -17,6 +17,11 @@ from mycli.runtime.kernels.cpu.library.build import Native
 MAX_PRODUCTS = 3  # products side by side in one linear (query, key and value)
 _NO_MEMORY, _NOT_FETCHED = 1, 3  # return codes of a chain
 _FETCH = ctypes.CFUNCTYPE(c_int64, c_int64, ctypes.POINTER(c_int32), c_int64, ctypes.POINTER(c_uint8))
+
+
+def pointer(tensor: Tensor | None) -> int | None:
+    """Return the address of a tensor's data; None for no tensor."""
+    return None if tensor is None else tensor.data_ptr()
 
 
 class CProduct(ctypes.Structure):
@@ -212,11 +217,12 @@ class CChain:
         """
         out = torch.empty_like(x)
         arguments = *self.steps, ctypes.byref(rows), x.data_ptr(), out.data_ptr()
-        self.check(library.run_parts(*arguments, torch.get_num_threads()), rows)
+        if status := library.run_parts(*arguments, torch.get_num_threads()):
+            self.raise_error(status, rows)
         return out
 
-    def check(self, status: int, rows: CPassRows) -> None:
-        """Raise the error for the `status` that a C++ pass over `rows` returned; 0 is success."""
+    def raise_error(self, status: int, rows: CPassRows) -> NoReturn:
+        """Raise the error for a nonzero `status` that a C++ pass over `rows` returned."""
         if status == _NO_MEMORY:
             raise ResourceError(f"no memory for a pass of {rows.rows} rows", code="less-context")
         if status == _NOT_FETCHED:
@@ -224,8 +230,7 @@ class CChain:
             raise next(
                 error for fetcher in fetchers if fetcher is not None and (error := fetcher.take_error()) is not None
             )
-        if status:
-            raise ValueError("sequence lengths do not fit their cache blocks, or a state slot does not exist")
+        raise ValueError("sequence lengths do not fit their cache blocks, or a state slot does not exist")
 
 
 def run_head(library: Native, head: CHead, x: Tensor) -> Tensor:
@@ -247,7 +252,8 @@ def run_passes(
     """
     done, memory = c_int64(), (c_int64 * (len(tokens) * (passes + 1)))(*tokens)
     arguments = ctypes.byref(rows), ctypes.byref(head), ctypes.byref(loop), passes, memory, ctypes.byref(done)
-    chain.check(library.run_passes(*chain.steps, *arguments, torch.get_num_threads()), rows)
+    if status := library.run_passes(*chain.steps, *arguments, torch.get_num_threads()):
+        chain.raise_error(status, rows)
     count = len(tokens)
     chosen = list(memory)[count : count * (done.value + 1)]
     return [chosen[start : start + count] for start in range(0, len(chosen), count)]

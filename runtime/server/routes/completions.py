@@ -7,8 +7,8 @@ from typing import Any, cast
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mycli.runtime.engine.admission import reply_room
 from mycli.runtime.engine.reply_reader import Piece, ReplyReader
+from mycli.runtime.engine.sequence import reply_room
 from mycli.runtime.sampling.logprobs import TokenLogprob
 from mycli.runtime.server.api_error import ApiError
 from mycli.runtime.server.routes.chat_completions import FINISH

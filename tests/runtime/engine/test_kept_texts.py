@@ -20,8 +20,8 @@ from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine import restore
 from mycli.runtime.engine.completion import generate
+from mycli.runtime.engine.disk_prefix_cache import identity
 from mycli.runtime.engine.engine import Engine
-from mycli.runtime.engine.kept_texts import identity
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.engine.scheduler import Scheduler

@@ -24,8 +24,7 @@ from mycli.runtime.memory.plan import MemoryPlan
 from mycli.runtime.memory.weights import embedding_bytes, weight_bytes
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.speculative.draft_length import FixedDraftLength
-from mycli.runtime.speculative.mtp_head import MtpHead
-from mycli.runtime.speculative.prediction import PredictionProposer
+from mycli.runtime.speculative.mtp import MtpHead, MtpProposer
 from mycli.runtime.speculative.proposers import Proposal
 from mycli.runtime.speculative.speculator import ProposerSpeculator
 from tests.support.engines import lanes, together
@@ -38,7 +37,7 @@ CPU = torch.device("cpu")
 CONTEXT, COUNT = 64, 3
 
 
-class Recorded(PredictionProposer):
+class Recorded(MtpProposer):
     """Keeps what was asked and said."""
 
     def propose(self, asked: Sequence[Drafted]) -> list[Proposal]:
@@ -68,7 +67,7 @@ def proposer(folder: ModelFolder, shape: CacheShape) -> Recorded:
     return Recorded(MtpHead(folder.mtp_head, runner), shape)
 
 
-def engine(drafts: PredictionProposer, shape: CacheShape, chunk: int, running: int = 1) -> Engine:
+def engine(drafts: MtpProposer, shape: CacheShape, chunk: int, running: int = 1) -> Engine:
     runner = drafts.head.target
     speculator = ProposerSpeculator(drafts, lambda: FixedDraftLength(COUNT))
     return Engine(runner, shape, runner.config.vocab_size, running=running, chunk=chunk, speculator=speculator)

@@ -15,7 +15,7 @@ import torch
 
 from mycli.runtime.cache.block_table import BlockTable
 from mycli.runtime.cache.kv_cache import KVCache, Run
-from mycli.runtime.cache.prefix_store import PIECE, Found, KeptPiece, PrefixStore, StoreStats
+from mycli.runtime.cache.prefix_store import PIECE, KeptPiece, PrefixStore, StoredPrefix, StoreStats
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.errors import Declined
@@ -74,7 +74,7 @@ def _kernels(device: torch.device) -> list[str]:
     return [library.isa, _digest(library.path).hex()]
 
 
-class KeptTexts:
+class DiskPrefixCache:
     """A store beside a cache. `settle`: makes the copies between blocks, and states, that are still to be made.
 
     Where layers keep states a text is gone on from only where one was kept, and is brought back whole up to there.
@@ -89,7 +89,7 @@ class KeptTexts:
         """What the store did."""
         return self._store.stats
 
-    def find(self, tokens: Sequence[int]) -> Found:
+    def find(self, tokens: Sequence[int]) -> StoredPrefix:
         """What the folder has of a text, and can be gone on from."""
         if not self._state_bytes:
             return self._store.find(tokens, self._nbytes)
@@ -97,10 +97,10 @@ class KeptTexts:
         for count in range(len(found.pieces), 0, -1):
             if not self._store.lacks(found.pieces[count - 1].state, self._state_bytes):
                 without = f"recurrent state not kept on disk from token {count * PIECE + 1} on"
-                return Found(found.pieces[:count], found.miss if count == len(found.pieces) else without)
-        return Found((), "recurrent state not kept on disk" if found.pieces else found.miss)
+                return StoredPrefix(found.pieces[:count], found.miss if count == len(found.pieces) else without)
+        return StoredPrefix((), "recurrent state not kept on disk" if found.pieces else found.miss)
 
-    def restore(self, found: Found, table: BlockTable, end: int) -> bool:
+    def restore(self, found: StoredPrefix, table: BlockTable, end: int) -> bool:
         """Fill in the positions of a table from its length up to `end`, where blocks are reserved: within one piece,
         or, where the table has a state, at the end of one, with the state after it.
 

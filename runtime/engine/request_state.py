@@ -1,0 +1,99 @@
+"""The sampling state of a request in the engine: sampler, logprobs, and the tokens that a device samples by itself."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from mycli.runtime.cache.kv_cache import KVCache
+from mycli.runtime.engine.model_runner import ModelRunner
+from mycli.runtime.engine.passes.base import TokenSteps
+from mycli.runtime.engine.scheduler import ScheduledSequence, Scheduler
+from mycli.runtime.engine.sequence import Request
+from mycli.runtime.sampling.logprobs import LogprobRecorder, TokenLogprob, token_logprobs
+from mycli.runtime.sampling.sampler import DeviceSampling, Sampler
+
+
+@dataclass
+class RequestState:
+    """Sampler and logprob recorder of one sequence. scored: prompt tokens whose logprobs were returned."""
+
+    sampler: Sampler
+    recorder: LogprobRecorder | None
+    device_sampling: DeviceSampling | None
+    returned: int = 0  # logprobs
+    scored: int = 1
+
+    @classmethod
+    def start(cls, request: Request, vocab_size: int, device: torch.device) -> "RequestState":
+        """Create the state of a new sequence. Raises UsageError for a bias of a token that does not exist."""
+        recorder = None if request.logprobs is None else LogprobRecorder(request.logprobs)
+        constraint = None if request.grammar is None else request.grammar.start()
+        sampler = Sampler(request.sampling, vocab_size, device, constraint=constraint, recorder=recorder)
+        sampler.observe_ids(request.prompt)
+        return cls(sampler, recorder, sampler.device_sampling())
+
+    def next_logprobs(self, count: int) -> tuple[TokenLogprob, ...]:
+        """Return the logprobs of the next `count` sampled tokens; none if they were not requested."""
+        if self.recorder is None:
+            return ()
+        self.returned += count
+        return tuple(self.recorder.rows[0][self.returned - count : self.returned])
+
+    def score(self, part: ScheduledSequence, logits: Tensor) -> tuple[TokenLogprob, ...]:
+        """Return the logprobs of the prompt tokens after the rows of `part` that were not returned before."""
+        sequence = part.sequence
+        first = max(self.scored, part.start + 1)
+        end = min(part.start + part.count + 1, sequence.prompt_length)
+        if first >= end:
+            return ()
+        self.scored = end
+        rows = logits[first - 1 - part.start : end - 1 - part.start, : self.sampler.vocab_size]
+        return tuple(token_logprobs(rows, sequence.tokens[first:end], sequence.request.logprobs or 0))
+
+
+class TokensAhead:
+    """Tokens that a pass samples by itself, several at a time, while the same sequences decode from step to step."""
+
+    def __init__(self, runner: ModelRunner, cache: KVCache) -> None:
+        self._runner, self._cache = runner, cache
+        self._sequences: list[tuple[int, int]] = []  # number and first block
+        self._steps: Iterator[TokenSteps] | None = None
+
+    def next(
+        self, scheduled: Sequence[ScheduledSequence], states: Mapping[int, RequestState], scheduler: Scheduler
+    ) -> TokenSteps | None:
+        """Return the next tokens of the scheduled sequences; None if they are to be sampled from logits.
+
+        All must decode with equal settings. Several sequences must be greedy: their random numbers are the host's.
+        """
+        shared: DeviceSampling | None = None
+        sequences = []
+        for part in scheduled:
+            sampling = states[part.sequence.id].device_sampling
+            if sampling is None or not part.is_decode or part.drafts:
+                return None
+            if sampling.temperature and (len(scheduled) > 1 or not self._runner.passes.samples):
+                return None
+            shared = shared or sampling
+            if replace(sampling, seed=shared.seed) != shared:
+                return None
+            sequences.append((part.sequence.id, part.sequence.table.blocks[0]))
+        assert shared is not None
+        steps = next(self._steps, None) if self._steps is not None and sequences == self._sequences else None
+        if steps is None:
+            # Tokens made ahead for other sequences are dropped.
+            self._sequences = sequences
+            self._steps = self._start(scheduled, shared, scheduler)
+            steps = None if self._steps is None else next(self._steps, None)
+        return steps
+
+    def _start(
+        self, scheduled: Sequence[ScheduledSequence], sampling: DeviceSampling, scheduler: Scheduler
+    ) -> Iterator[TokenSteps] | None:
+        left = min([part.sequence.limit - part.sequence.sampled for part in scheduled])
+        count = scheduler.reserve_ahead(scheduled, left)
+        stop_ids = frozenset[int]().union(*[part.sequence.request.stop_ids for part in scheduled])
+        chunks = [part.chunk([]) for part in scheduled]
+        return self._runner.tokens(chunks, sampling, self._cache, count, stop_ids)
