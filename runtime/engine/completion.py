@@ -103,12 +103,12 @@ def _begin(engine: Engine, group: Sequence[Completion]) -> dict[int, Completion]
     if group[0].finish_reason is not None:
         return {}
     try:
-        number = engine.submit(group[0].request)
+        numbers = engine.submit_replies(group[0].request, len(group))
     except UserError as error:
         for reply in group:
             reply.fail(error)
         return {}
-    return dict(zip((number, *engine.branch(number, len(group) - 1)), group, strict=True))
+    return dict(zip(numbers, group, strict=True))
 
 
 def _step(engine: Engine, running: dict[int, Completion]) -> None:

@@ -68,7 +68,10 @@ class ScheduledSequence:
 
 @dataclass
 class Counts:
-    """Totals since the start. queries, hits: prompt tokens looked up in the prefix cache, and found; misses: by cause."""
+    """Totals since the start.
+
+    queries, hits: prompt tokens looked up in the prefix cache, and found there; misses: prompts by cause.
+    """
 
     preemptions: int = 0
     queries: int = 0

@@ -85,7 +85,8 @@ class Sampler:
     """Draws the tokens of one request: its settings, random numbers and, for penalties, the tokens seen so far.
 
     vocab_size: the tokenizer's; rows that pad the head beyond it are never drawn. plain_greedy: the token is the
-    largest logit, and nothing else counts. plain: a token depends on its logits and the settings alone and is not recorded.
+    largest logit, and nothing else counts. plain: a token depends on its logits and the settings alone, and is not
+    recorded.
     """
 
     def __init__(

@@ -158,7 +158,7 @@ class Trial:
         self.fast.forget()
         self.policy.steps.clear()
         number = self.fast.submit(Request(PROMPT, SamplingParams(temperature=1.0), limit=200))
-        self.fast._live[number].sampler = Forced(acceptance, self.vocab, seed)
+        self.fast._states[number].sampler = Forced(acceptance, self.vocab, seed)
         passes = made = 0
         while self.fast.has_work:
             for output in self.fast.step():

@@ -205,7 +205,7 @@ def test_forks_come_before_the_first_token(pico: ModelRunner) -> None:
     engine = paged(pico, 256)
     number = engine.submit(MIXED[0])
     engine.step()
-    with pytest.raises(ValueError, match="has drawn"):
+    with pytest.raises(ValueError, match="has sampled"):
         engine.branch(number, 1)
     engine.cancel(number)
     with pytest.raises(ValueError, match="has ended"):

@@ -18,14 +18,11 @@ from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
-from mycli.runtime.engine import engine as engine_module
-from mycli.runtime.engine.ahead import LaunchesAhead
-from mycli.runtime.engine.drawing import draw_tokens
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
+from mycli.runtime.engine.request_state import TokensAhead
 from mycli.runtime.engine.sequence import Request, SequenceOutput
-from mycli.runtime.engine.turns import Turn
 from mycli.runtime.kernels.cpu.library import build
 from mycli.runtime.layers.transformer import HiddenStateHook
 from mycli.runtime.models.config import KvDtype
@@ -115,18 +112,17 @@ class Drawing(Engine):
     drawn_from: dict[int, dict[int, int]]
     put_back: set[int]
 
-    def step(self) -> list[SequenceOutput]:
-        def kept(draws: Sequence[tuple[Turn, range]], drafted: Any, logits: Tensor, live: Any, speculator: Any) -> Any:
-            for turn, rows in draws:
-                places = self.drawn_from.setdefault(turn.sequence.id, {})
-                for place, row in enumerate(rows, start=len(turn.sequence.tokens)):
-                    bits = logits[row].contiguous().view(torch.uint8)
-                    places[place] = hash(bits.numpy().tobytes())  # of a refused token: written over by the next
-            return draw_tokens(draws, drafted, logits, live, speculator)
+    def _sample(self, samples: Any, drafted: Any, logits: Tensor) -> Any:
+        for part, rows in samples:
+            places = self.drawn_from.setdefault(part.sequence.id, {})
+            for place, row in enumerate(rows, start=len(part.sequence.tokens)):
+                bits = logits[row].contiguous().view(torch.uint8)
+                places[place] = hash(bits.numpy().tobytes())  # of a refused token: written over by the next
+        return super()._sample(samples, drafted, logits)
 
+    def step(self) -> list[SequenceOutput]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engine_module, "draw_tokens", kept)
-            patch.setattr(LaunchesAhead, "made", lambda *_: None)  # tokens of several passes at once have no logits
+            patch.setattr(TokensAhead, "next", lambda *_: None)  # tokens of several passes at once have no logits
             outputs = super().step()
         self.put_back |= {one.id for one in self.scheduler.waiting if one.started}
         return outputs

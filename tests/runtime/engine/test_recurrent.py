@@ -17,7 +17,7 @@ from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.engine.sequence import Request
-from mycli.runtime.engine.speculation import Drafted, Heard
+from mycli.runtime.engine.speculation import ComputedTokens, DraftRequest
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.sampler import Sampler
 from tests.support.engines import drain, lanes, together, tokens_of
@@ -41,23 +41,23 @@ class Scripted:
         self._said: dict[int, list[int]] = {}
         self.accepted = self.refused = 0
 
-    def wanted(self, sequence: int, text: Sequence[int], room: int, decoding: int) -> int:
+    def draft_length(self, sequence: int, tokens: Sequence[int], room: int, decoding: int) -> int:
         return min(self._count, room)
 
-    def listener(self, heard: Iterable[Heard]) -> None: ...
+    def hidden_state_hook(self, parts: Iterable[ComputedTokens]) -> None: ...
 
-    def propose(self, asked: Sequence[Drafted]) -> list[list[int]]:
+    def propose(self, asked: Sequence[DraftRequest]) -> list[list[int]]:
         found = []
         for one in asked:
-            prompt = max((p for p in self._replies if tuple(one.text[: len(p)]) == p), key=len)
-            drawn = len(one.text) - len(prompt)
+            prompt = max((p for p in self._replies if tuple(one.tokens[: len(p)]) == p), key=len)
+            drawn = len(one.tokens) - len(prompt)
             true = self._replies[prompt][drawn : drawn + one.count]
             said = [(token + 1) % VOCAB if (drawn + i) % self._wrong == 0 else token for i, token in enumerate(true)]
             self._said[one.sequence] = said
             found.append(said)
         return found
 
-    def accept(self, sequence: int, logits: Tensor, sampler: Sampler) -> list[int]:
+    def verify(self, sequence: int, logits: Tensor, sampler: Sampler) -> list[int]:
         true = logits.argmax(-1).tolist()
         said = self._said[sequence]
         stand = next((i for i, (a, b) in enumerate(zip(said, true, strict=False)) if a != b), len(said))
@@ -66,8 +66,8 @@ class Scripted:
         return true[: stand + 1]
 
     def observe(self, results: Sequence[tuple[int, int, int]], seconds: float) -> None: ...
-    def keep(self, sequence: int, length: int) -> None: ...
-    def end(self, sequence: int, text: Sequence[int]) -> None: ...
+    def truncate(self, sequence: int, length: int) -> None: ...
+    def finish(self, sequence: int, tokens: Sequence[int]) -> None: ...
     def forget(self) -> None: ...
 
 

@@ -13,9 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from mycli.runtime.cache.block_pool import BlockPool
 from mycli.runtime.cache.prefix_index import Node, PrefixIndex
-from mycli.runtime.engine.scheduler import Scheduler
+from mycli.runtime.engine.scheduler import Limits, ScheduledSequence, Scheduler
 from mycli.runtime.engine.sequence import FinishReason, Request, Sequence, Status
-from mycli.runtime.engine.turns import Limits, Turn
 from mycli.runtime.errors import UsageError
 from tests.support.engines import text_of
 
@@ -67,11 +66,11 @@ class World:
         self.under_way[other.id] = other
 
     def end(self, sequence: Sequence, reason: FinishReason, wrong: bool = False) -> None:
-        self.scheduler.end(sequence, wrong)
+        self.scheduler.finish(sequence, discard_cache=wrong)
         del self.under_way[sequence.id]
         self.ended[sequence.id] = reason
         expected = alone(sequence.request.prompt, sequence.limit)
-        drawn = tuple(sequence.tokens[sequence.prompt :])
+        drawn = tuple(sequence.tokens[sequence.prompt_length :])
         if reason in ("stop", "length", "context"):
             assert drawn == expected
             assert (reason == "stop") == (len(drawn) < sequence.limit)
@@ -86,7 +85,7 @@ class World:
         turns = self.scheduler.schedule((lambda _, room: guess.randint(0, min(3, room))) if guess else lambda *_: 0)
         for source, target in self.pool.take_copies():
             self.cache[target] = list(self.cache[source])
-        assert sum(turn.count for turn in turns if not turn.decodes) <= self.scheduler.limits.chunk
+        assert sum(turn.count for turn in turns if not turn.is_decode) <= self.scheduler.limits.chunk
         assert all(turn.count > 0 for turn in turns), "who has its turn has a token to read"
         assert len({turn.sequence.id for turn in turns}) == len(turns) <= self.scheduler.limits.running
         ahead = self.ahead(turns) if self.steps % 3 == 0 else 1
@@ -96,17 +95,17 @@ class World:
         for turn in turns:
             self.draw(turn, drafts[turn.sequence.id])
 
-    def ahead(self, turns: list[Turn]) -> int:
+    def ahead(self, turns: list[ScheduledSequence]) -> int:
         """Tokens that each may be given at once, for which nobody is put back."""
-        if not all(turn.decodes and not turn.drafts for turn in turns) or not turns:
+        if not all(turn.is_decode and not turn.drafts for turn in turns) or not turns:
             return 1
         before = self.scheduler.counts.preemptions
-        left = min(turn.sequence.limit - turn.sequence.drawn for turn in turns)
-        found = self.scheduler.room_ahead(turns, left)
+        left = min(turn.sequence.limit - turn.sequence.sampled for turn in turns)
+        found = self.scheduler.reserve_ahead(turns, left)
         assert 1 <= found <= left and self.scheduler.counts.preemptions == before
         return found
 
-    def drafted(self, turn: Turn, guess: "random.Random | None", ahead: int) -> list[int]:
+    def drafted(self, turn: ScheduledSequence, guess: "random.Random | None", ahead: int) -> list[int]:
         """What is written behind the tokens of a turn: guesses, or what a loop makes ahead, past an end too."""
         text, drafted = tuple(turn.sequence.tokens), list[int]()
         for _ in range(ahead - 1):
@@ -116,7 +115,7 @@ class World:
             drafted.append(following((*text, *drafted)) if guess.random() < 0.7 else guess.randrange(VOCAB))
         return drafted
 
-    def write(self, turn: Turn, drafted: list[int]) -> None:
+    def write(self, turn: ScheduledSequence, drafted: list[int]) -> None:
         """Every position is marked with its whole text; those before must be of this one, whoever wrote them."""
         chunk, size = turn.chunk(drafted), self.pool.block_size
         text = (*turn.sequence.tokens[: turn.start], *chunk.tokens)
@@ -127,12 +126,12 @@ class World:
             assert self.pool.references(block) == 1 and block not in self.pool.index, "written by one, seen by nobody"
             self.cache[block][at % size] = text[: at + 1]
 
-    def draw(self, turn: Turn, drafted: list[int]) -> None:
+    def draw(self, turn: ScheduledSequence, drafted: list[int]) -> None:
         sequence, drawn = turn.sequence, list[int]()
         everyone = [turn]
         if turn.completes and sequence.limit:
             text = tuple(sequence.tokens)
-            everyone += self.scheduler.begin_branches(turn)
+            everyone += self.scheduler.start_branches(turn)
             for guess in [*drafted, None]:
                 drawn.append(following((*text, *drawn)))
                 if drawn[-1] != guess:
@@ -303,10 +302,10 @@ def test_prompts_and_replies_take_turns() -> None:
     kinds = []
     for _ in range(7):
         turns = busy.schedule()
-        kinds.append(turns[0].decodes)
+        kinds.append(turns[0].is_decode)
         for turn in turns:
             busy.advance(turn, [0] if turn.completes else [])
-    assert kinds[:7] == [True, False, True, False, True, False, True] and first.drawn == 5
+    assert kinds[:7] == [True, False, True, False, True, False, True] and first.sampled == 5
 
 
 def test_the_newest_gives_way_and_goes_on_later() -> None:
@@ -318,9 +317,9 @@ def test_the_newest_gives_way_and_goes_on_later() -> None:
         for turn in tight.schedule():
             _, reason = tight.advance(turn, [0])
             if reason:
-                tight.end(turn.sequence)
+                tight.finish(turn.sequence)
                 order.append(turn.sequence.id)
-    assert order == [one.id, two.id] and one.drawn == two.drawn == 6
+    assert order == [one.id, two.id] and one.sampled == two.sampled == 6
     assert tight.counts.preemptions == 1
 
 
@@ -346,5 +345,5 @@ def test_the_time_before_the_first_turn_is_kept_through_a_preemption() -> None:
         for turn in tight.schedule():
             _, reason = tight.advance(turn, [0])
             if reason:
-                tight.end(turn.sequence)
+                tight.finish(turn.sequence)
     assert tight.counts.preemptions == 1 and [one.queued for one in sequences] == [1.5, 1.5]

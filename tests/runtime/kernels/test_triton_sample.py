@@ -64,7 +64,7 @@ def most_likely(case: Case) -> bool:
     ids=str,
 )
 def test_the_likeliest_is_torchs_lowest_among_equals(case: Case, interpret: Interpret) -> None:
-    assert interpret(likeliest, case)
+    assert interpret(most_likely, case)
 
 
 def spoiled(value: float, place: int, draw: bool) -> list[list[int]]:

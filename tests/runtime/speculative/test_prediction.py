@@ -17,7 +17,7 @@ from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape
 from mycli.runtime.engine.sequence import Request
-from mycli.runtime.engine.speculation import Drafted
+from mycli.runtime.engine.speculation import DraftRequest
 from mycli.runtime.errors import UsageError
 from mycli.runtime.memory.estimate import cache_bytes
 from mycli.runtime.memory.plan import MemoryPlan
@@ -40,10 +40,10 @@ CONTEXT, COUNT = 64, 3
 class Recorded(MtpProposer):
     """Keeps what was asked and said."""
 
-    def propose(self, asked: Sequence[Drafted]) -> list[Proposal]:
+    def propose(self, asked: Sequence[DraftRequest]) -> list[Proposal]:
         said = super().propose(asked)
         pairs = zip(asked, said, strict=True)
-        self.said = [*getattr(self, "said", []), *((list(one.text), each.tokens) for one, each in pairs)]
+        self.said = [*getattr(self, "said", []), *((list(one.tokens), each.tokens) for one, each in pairs)]
         return said
 
 
@@ -106,7 +106,7 @@ def test_replies_are_the_model_s_whoever_runs_beside(folder: tuple[ModelFolder, 
     assert together(many, asked) == alone
     assert together(many, asked) == alone
     assert many.stats.preemptions > 0 and many.stats.prefix_hits > 0
-    assert drafts._pool.used == 0 and not drafts._texts
+    assert drafts._pool.used == 0 and not drafts._sequences
 
 
 @pytest.mark.parametrize(
@@ -133,12 +133,12 @@ def test_what_verifying_asks_of_the_head_is_the_reference_s(folder: tuple[ModelF
     drafts = proposer(folder[0], CacheShape.contiguous(CONTEXT))
     prompt = [random.Random(3).randrange(4, SMALL["vocab_size"]) for _ in range(13)]
     wanted = [token for token, _ in folder[1].draft(prompt, COUNT)]
-    row = speculation_check._predicted(drafts.head.target, drafts.head, prompt)
+    row = speculation_check._mtp_rows(drafts.head.target, drafts.head, prompt)
     for count in (2, 0, 1):
         best = row(*wanted[:count]).topk(2)
         assert int(best.indices[0]) == wanted[count] or best.values[0] - best.values[1] < 1e-3
     with pytest.raises(UsageError, match="one token"):
-        speculation_check._predicted(drafts.head.target, drafts.head, prompt[:1])
+        speculation_check._mtp_rows(drafts.head.target, drafts.head, prompt[:1])
 
 
 def test_draws_from_the_head_leave_the_model_s_distribution(

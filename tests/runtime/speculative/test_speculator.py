@@ -13,7 +13,7 @@ from mycli.runtime.engine.completion import generate, stream
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.engine.sequence import Request
-from mycli.runtime.engine.speculation import Drafted, Heard
+from mycli.runtime.engine.speculation import ComputedTokens, DraftRequest
 from mycli.runtime.engine.stats import SpeculationStats, Timing
 from mycli.runtime.errors import ModelError
 from mycli.runtime.sampling.params import SamplingParams
@@ -189,19 +189,19 @@ class Wrong:
     def lag(self, sequence: int, text: Sequence[int]) -> int:
         return 1
 
-    def listener(self, heard: Iterable[Heard]) -> None: ...
+    def hidden_state_hook(self, parts: Iterable[ComputedTokens]) -> None: ...
 
-    def propose(self, asked: Sequence[Drafted]) -> list[Proposal]:
+    def propose(self, asked: Sequence[DraftRequest]) -> list[Proposal]:
         proposals = []
         for one in asked:
-            best = int(self.target.logits(tuple(one.text))[:VOCAB].argmax())
+            best = int(self.target.logits(tuple(one.tokens))[:VOCAB].argmax())
             proposals.append(Proposal([(best + 1) % VOCAB] * one.count))
         return proposals
 
     def truncate(self, sequence: int, length: int) -> None:
         pass
 
-    def end(self, sequence: int, text: Sequence[int]) -> None:
+    def finish(self, sequence: int, tokens: Sequence[int]) -> None:
         pass
 
     def forget(self) -> None:
@@ -216,7 +216,7 @@ def test_warming_up_leaves_nothing_behind(capacity: int) -> None:
     engine = speculating(target, proposer, FixedDraftLength(4), shape)
     warm_up(engine)
     assert kept(engine) == [] and proposer.lag(5, [1]) == 1
-    proposer.end(5, [])
+    proposer.finish(5, [])
     assert reply(engine, [1, 2], 9) == reply(plainly(target, shape), [1, 2], 9)
 
 
@@ -274,12 +274,12 @@ def test_lookup_proposes_what_followed_and_goes_round() -> None:
     lookup, sampler = PromptLookup(), Sampler(SamplingParams(), VOCAB, CPU)
 
     def after(text: list[int], count: int, sequence: int = 0) -> list[int]:
-        return lookup.propose([Drafted(sequence, text, count, sampler)])[0].tokens
+        return lookup.propose([DraftRequest(sequence, text, count, sampler)])[0].tokens
 
     assert after([1, 2, 3, 4, 1, 2], 3) == [3, 4, 1]
     assert after([1, 2, 3, 4, 1, 2, 3], 6) == [4, 1, 2, 3, 4, 1]
     assert after([1, 2, 3, 4, 1, 2, 3, 0], 6) == []
     assert after([5, 6, 7, 5, 6, 8, 5, 6], 1, sequence=1) == [8], "the latest occurrence"
     assert after([1], 1, sequence=2) == []
-    lookup.end(0, [])
+    lookup.finish(0, [])
     assert after([9, 1, 2], 1) == [], "of another text nothing is known"

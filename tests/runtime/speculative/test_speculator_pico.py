@@ -140,7 +140,7 @@ def p_value(draws: int, kind: str, sampling: SamplingParams, length: int = 4) ->
     compared = 0
     for seed in range(draws):
         number = drafting.submit(Request(tuple(prompt), sampling, length))
-        drafting._live[number].sampler.numbers.generator.manual_seed(seed)  # without the promise of a seed
+        drafting._states[number].sampler.numbers.generator.manual_seed(seed)  # without the promise of a seed
         outputs = drain(drafting)[number]
         counts[tuple(token for output in outputs for token in output.tokens)] += 1
         compared += sum(min(output.accepted + 1, output.drafted) for output in outputs)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.engine.sequence import Request
-from mycli.runtime.engine.speculation import Drafted
+from mycli.runtime.engine.speculation import DraftRequest
 from mycli.runtime.sampling.logits_processors import distribution
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.speculative.draft_length import FixedDraftLength
@@ -79,8 +79,8 @@ def check_every_outcome(sampling: SamplingParams, kind: str, length: int) -> Non
     def run(choose: Choose) -> tuple[int, ...]:
         engine = speculating(target, proposer, FixedDraftLength(4))
         number = engine.submit(Request(tuple(PAIRS), sampling, limit=length))
-        engine._live[number].sampler = ChoosingSampler(sampling, VOCAB, choose)
-        engine._live[number].sampler.observe_ids(PAIRS)
+        engine._states[number].sampler = ChoosingSampler(sampling, VOCAB, choose)
+        engine._states[number].sampler.observe_ids(PAIRS)
         return tuple(token for output in drain(engine)[number] for token in output.tokens)
 
     outcomes = all_outcomes(run)
@@ -98,8 +98,8 @@ def test_a_pass_over_several_drafts_has_exactly_the_probabilities_of_the_target(
     def run(choose: Choose) -> tuple[int, ...]:
         sampler = ChoosingSampler(sampling, VOCAB, choose)
         sampler.observe(torch.tensor([PROMPT]))
-        (proposal,) = proposer.propose([Drafted(0, PROMPT, 2, sampler)])
-        proposer.end(0, PROMPT)
+        (proposal,) = proposer.propose([DraftRequest(0, PROMPT, 2, sampler)])
+        proposer.finish(0, PROMPT)
         rows = [target.logits((*PROMPT, *proposal.tokens[:count])) for count in range(3)]
         return tuple(rejection_sample(torch.stack(rows), proposal, sampler))
 

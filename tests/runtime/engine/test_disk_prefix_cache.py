@@ -15,19 +15,18 @@ from mycli.runtime.cache.block_pool import BlockPool
 from mycli.runtime.cache.block_table import BlockTable
 from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.cache.prefix_index import PrefixIndex
-from mycli.runtime.cache.prefix_store import PIECE, Found, KeptPiece, PrefixStore
+from mycli.runtime.cache.prefix_store import PIECE, KeptPiece, PrefixStore, StoredPrefix
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
-from mycli.runtime.engine import restore
+from mycli.runtime.engine import scheduler as restore
 from mycli.runtime.engine.completion import generate
 from mycli.runtime.engine.disk_prefix_cache import identity
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
-from mycli.runtime.engine.scheduler import Scheduler
+from mycli.runtime.engine.scheduler import Limits, Scheduler
 from mycli.runtime.engine.sequence import FinishReason, Request
 from mycli.runtime.engine.sequence import Sequence as Sequence_
-from mycli.runtime.engine.turns import Limits
 from mycli.runtime.kernels.cpu.library import build
 from mycli.runtime.layers.transformer import HiddenStateHook
 from mycli.runtime.models.config import KvDtype
@@ -282,14 +281,16 @@ class Lists:
         self.chance, self.restored, self.refused = chance, 0, 0
         self.world: World
 
-    def find(self, tokens: list[int]) -> Found:
+    def find(self, tokens: list[int]) -> StoredPrefix:
         size, count = restore.PIECE, 0
         while (count + 1) * size <= len(tokens) and tuple(tokens[: (count + 1) * size]) in self.texts:
             count += 1
         self.text = tuple(tokens)
-        return Found(tuple(KeptPiece(index, b"", bytes(tokens[: (index + 1) * size])) for index in range(count)), "no")
+        return StoredPrefix(
+            tuple(KeptPiece(index, b"", bytes(tokens[: (index + 1) * size])) for index in range(count)), "no"
+        )
 
-    def restore(self, found: Found, table: BlockTable, end: int) -> bool:
+    def restore(self, found: StoredPrefix, table: BlockTable, end: int) -> bool:
         size, cache, pool = self.world.pool.block_size, self.world.cache, self.world.pool
         if self.chance.random() < 0.1:
             self.refused += 1
