@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.reply_reader import Piece, ReplyReader
@@ -164,7 +164,7 @@ class EngineWorker:
     def _enter(self, tickets: Sequence[Ticket]) -> None:
         tickets = [ticket for ticket in tickets if not ticket.over]
         try:
-            numbers = self._submit(tickets[0].request, len(tickets)) if tickets else []
+            numbers = self.engine.submit_replies(tickets[0].request, len(tickets)) if tickets else []
         except UserError as error:
             self._fail(tickets, from_user_error(error))
         except Exception as error:  # a bug must not end the thread
@@ -174,13 +174,6 @@ class EngineWorker:
             for ticket, number in zip(tickets, numbers, strict=True):
                 ticket.sequence = number
                 self._by_sequence[number] = ticket
-
-    def _submit(self, request: Request, count: int) -> list[int]:
-        if request.prompt_logprobs:  # only a sequence that computes the prompt itself has them
-            samplings = [request.sampling.for_reply(index) for index in range(count)]
-            return [self.engine.submit(replace(request, sampling=sampling)) for sampling in samplings]
-        first = self.engine.submit(request)
-        return [first, *(self.engine.branch(first, count - 1) if count > 1 else ())]
 
     def _leave(self, tickets: Sequence[Ticket]) -> None:
         for ticket in tickets:

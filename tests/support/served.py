@@ -167,16 +167,13 @@ class ScriptedEngine:
         """How busy it is."""
         return EngineStats(len(self._running), len(self._waiting), 0, 0, 0, 1, 0, 0, {})
 
-    def submit(self, request: Request) -> int:
-        """Take a sequence."""
-        self._next += 1
-        self._waiting.append(_Turn(self._next, request, list(self._script(request))))
-        return self._next
-
-    def branch(self, sequence: int, count: int) -> list[int]:
-        """More of the same."""
-        request = next(one.request for one in self._waiting if one.sequence == sequence)
-        return [self.submit(request) for _ in range(count)]
+    def submit_replies(self, request: Request, count: int) -> list[int]:
+        """Queue `count` sequences."""
+        first = self._next + 1
+        for number in range(first, first + count):
+            self._waiting.append(_Turn(number, request, list(self._script(request))))
+        self._next += count
+        return list(range(first, first + count))
 
     def forget(self) -> None:
         """Nothing is kept anyway."""
