@@ -30,7 +30,7 @@ from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import HiddenStateHook, run_layers
 from mycli.runtime.layers.vocabulary import embed_tokens, finish_logits
 from mycli.runtime.memory.plan import prefill_chunk
-from mycli.runtime.speculative.proposers import Draft, Proposal
+from mycli.runtime.speculative.proposers import DraftState, Proposal
 
 
 class MtpHead(nn.Module):
@@ -160,7 +160,7 @@ class MtpProposer:
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         """Sample drafts for all requests together, token by token."""
-        drafts = [Draft(request, *self._room(request)) for request in requests]
+        drafts = [DraftState(request, *self._room(request)) for request in requests]
         active = [draft for draft in drafts if draft.count > 0]
         sequences = [self._sequences[draft.request.sequence] for draft in active]
         pairs = zip(active, sequences, strict=True)
@@ -184,7 +184,7 @@ class MtpProposer:
         fits = known.table.reserve(known.table.length + len(known.states) + max(count - 1, 0))
         return known.table, count if fits else 0
 
-    def _sample(self, active: list[Draft], g: Tensor, logits: Tensor) -> None:
+    def _sample(self, active: list[DraftState], g: Tensor, logits: Tensor) -> None:
         """Sample all tokens of the drafts, from g [drafts, hidden] of their last positions and its logits."""
         for draft in active:
             draft.rows = draft.request.sampler.probability_rows(draft.count, logits.dtype)

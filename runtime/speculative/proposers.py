@@ -72,7 +72,7 @@ class Proposer(Protocol):
 
 
 @dataclass(eq=False)
-class Draft:
+class DraftState:
     """The draft of one sequence in progress: at most `count` tokens; `rows` are their distributions."""
 
     request: DraftRequest
@@ -135,7 +135,7 @@ class DraftModel:
         drafts = []
         for request in requests:
             room = reply_room(self.context, len(request.tokens))
-            drafts.append(Draft(request, self._table(request.sequence, request.tokens), min(request.count, room)))
+            drafts.append(DraftState(request, self._table(request.sequence, request.tokens), min(request.count, room)))
         self._compute_prefixes([draft for draft in drafts if draft.count > 0])
         active = [draft for draft in drafts if draft.logits is not None]
         for draft in active:
@@ -147,7 +147,7 @@ class DraftModel:
             active = [draft for draft in active if draft.logits is not None]
         return [draft.proposal for draft in drafts]
 
-    def _compute_prefixes(self, drafts: Sequence[Draft]) -> None:
+    def _compute_prefixes(self, drafts: Sequence[DraftState]) -> None:
         """Compute the tokens of each sequence that are not in the cache, and the logits after the last one."""
         for draft in drafts:
             tokens = draft.request.tokens
@@ -164,7 +164,7 @@ class DraftModel:
             if draft.logits is not None:
                 draft.table.fill(draft.request.tokens, draft.table.length)
 
-    def _run(self, parts: Sequence[tuple[Draft, Sequence[int], int]]) -> bool:
+    def _run(self, parts: Sequence[tuple[DraftState, Sequence[int], int]]) -> bool:
         """Run a pass over new tokens of each draft and set its logits; False if no draft has blocks left.
 
         parts: draft, tokens, and 1 if the logits after them are needed, else 0.
@@ -186,7 +186,7 @@ class DraftModel:
             draft.logits = next(rows) if chunk.logits else None
         return True
 
-    def _sample(self, draft: Draft) -> bool:
+    def _sample(self, draft: DraftState) -> bool:
         """Sample one token; return whether the draft needs another."""
         if draft.sample() is None:
             self._tables.pop(draft.request.sequence).discard()
