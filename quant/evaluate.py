@@ -1,9 +1,8 @@
-"""How good a model is on a text: perplexity, and how far its distributions lie from a reference model's.
+"""Measures a model on a text: perplexity, and the divergence of its distributions from a reference model's.
 
-Protocol: the text is tokenized once, as the model's tokenizer does by default (which decides about BOS), cut into
-non-overlapping windows of equal length, the tail dropped; every token of a window but the first is scored, given those
-before it in the window. Perplexity is exp of the mean. Standard errors take windows as the independent unit, since
-tokens of one window are not. Both models are streamed; logits exist for a slice of one window at a time.
+Protocol: the text is tokenized once with the tokenizer's defaults (which decide about BOS) and cut into non-overlapping
+windows of equal length; the tail is dropped. Every token of a window but the first is scored, given those before it in
+the window. Both models are streamed; logits exist for a slice of one window at a time.
 """
 
 import hashlib
@@ -24,12 +23,12 @@ from mycli.runtime.tokenizer.tokenizer import MAX_TEXT, Tokenizer
 from mycli.runtime.utils.files import MAX_TEXT_BYTES, read_input
 
 LOGITS_AT_ONCE = 1 << 24  # numbers in one slice of logits: 64 MiB in fp32, several of which exist at a time
-STREAM_BYTES = 1 << 30  # of residual stream held at a time; more windows take another pass over the layers
+STREAM_BYTES = 1 << 30  # of residual streams; more windows take another pass over the layers
 
 
 @dataclass(frozen=True)
 class TokenWindows:
-    """Token windows int64 [windows, context], and whether the first token is the model's BOS."""
+    """A text as token windows int64 [windows, context]."""
 
     windows: Tensor
     begins_with_bos: bool
@@ -38,7 +37,7 @@ class TokenWindows:
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean and its standard error; `error` is None where one window gives none."""
+    """A mean and its standard error, None for a single window."""
 
     value: float
     error: float | None
@@ -46,20 +45,20 @@ class Mean:
 
 @dataclass(frozen=True)
 class Divergence:
-    """Of a model Q from a reference P, over all scored tokens; natural logarithms."""
+    """The divergence of a model Q from a reference P over all scored tokens; natural logarithms."""
 
     kl: Mean  # mean of KL(P || Q), the whole vocabulary
     kl_median: float
     kl_p99: float
     kl_max: float
-    same_top1: Mean  # share of tokens where both find the same most likely
-    rms_dp: float  # root mean square of the change in probability of the token that came
+    same_top1: Mean  # share of tokens for which both have the same most likely one
+    rms_dp: float  # root mean square of the change in probability of the actual token
     reference_perplexity: Mean
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was measured, with the protocol that makes it comparable."""
+    """The measurements, and the protocol that makes them comparable."""
 
     perplexity: Mean
     divergence: Divergence | None
@@ -72,24 +71,24 @@ class Evaluation:
 
 
 def held_out_text() -> str:
-    """The text beside the embedded model, which it was not trained on."""
+    """The bundled text that the bundled model was not trained on."""
     return (resources.files("mycli.runtime") / "pico" / "held-out.txt").read_text(encoding="utf-8")
 
 
 def read_text(path: Path) -> str:
-    """A UTF-8 file, or a pipe, of at most `MAX_TEXT_BYTES`. Raises NotFoundError or UsageError."""
+    """Read a UTF-8 file or pipe of at most `MAX_TEXT_BYTES`. Raises NotFoundError or UsageError."""
     data = read_input(path, MAX_TEXT_BYTES, pipes=True)
     try:
-        # Every kind of line end becomes one, as of a file that is opened as text.
+        # As a file opened in text mode.
         return data.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: not UTF-8 at byte {error.start}", "convert it with iconv") from None
 
 
 def cut(text: str, tokenizer: Tokenizer, context: int, limit: int | None = None) -> TokenWindows:
-    """Windows of `context` tokens, at most `limit` tokens in all. Raises UsageError where there is not one window."""
+    """Windows of `context` tokens, at most `limit` tokens in all. Raises UsageError for less than one window."""
     if context < 2:
-        raise UsageError(f"windows of {context}: each needs two tokens", code="larger-windows")
+        raise UsageError(f"windows of {context} tokens are too short: each needs two", code="larger-windows")
     ids: list[int] = []
     for start in range(0, len(text), MAX_TEXT):
         if limit is not None and len(ids) >= limit:
@@ -98,7 +97,7 @@ def cut(text: str, tokenizer: Tokenizer, context: int, limit: int | None = None)
     count = min(len(ids), limit or len(ids)) // context
     if limit is not None and limit < context:
         raise UsageError(
-            f"at most {limit} tokens: fewer than one window of {context}", code="more-tokens-or-less-context"
+            f"a limit of {limit} tokens is less than one window of {context}", code="more-tokens-or-less-context"
         )
     if count == 0:
         raise UsageError(
@@ -113,29 +112,28 @@ def cut(text: str, tokenizer: Tokenizer, context: int, limit: int | None = None)
 def evaluate(
     model: StreamedModel, text: TokenWindows, reference: StreamedModel | None = None, progress: ReportProgress = silent
 ) -> Evaluation:
-    """Scores of `model` on `text`, and its divergence from `reference` where one is given.
+    """Score `model` on `text`, and measure its divergence from `reference` if there is one.
 
-    Raises UsageError for windows longer than a model's context or vocabularies that differ, ModelError for logits that
-    are not finite.
+    Raises UsageError for windows longer than a model's context and for different vocabularies, ModelError for logits
+    that are not finite.
     """
     models = [model] if reference is None else [model, reference]
     windows, context = text.windows.shape
-    for each in models:
-        if context > each.config.max_context:
+    for config in (streamed.config for streamed in models):
+        if context > config.max_context:
             raise UsageError(
-                f"windows of {context} tokens; the model takes {each.config.max_context}", code="less-context"
+                f"windows of {context} tokens exceed the model's context of {config.max_context}", code="less-context"
             )
-        if each.config.vocab_size != model.config.vocab_size:
-            raise UsageError(
-                f"vocabularies of {model.config.vocab_size} and {each.config.vocab_size} tokens cannot be compared", ""
-            )
-    row_bytes = context * sum(each.config.hidden_size * each.placement.dtype.itemsize for each in models)
+        if config.vocab_size != model.config.vocab_size:
+            sizes = f"{model.config.vocab_size} and {config.vocab_size}"
+            raise UsageError(f"models with vocabularies of {sizes} tokens cannot be compared", "")
+    row_bytes = context * sum(streamed.config.hidden_size * streamed.placement.dtype.itemsize for streamed in models)
     scores = []
     at_once = max(1, STREAM_BYTES // row_bytes)
     for start in range(0, windows, at_once):
         part = text.windows[start : start + at_once]
-        streams = [each.hidden(part, progress) for each in models]
-        trim_heap(mmap_threshold=4 << 20)  # scores are stored between slices of logits, so malloc never returns them
+        streams = [streamed.hidden(part, progress) for streamed in models]
+        trim_heap(mmap_threshold=4 << 20)  # scores lie between slices of logits, so malloc could never return those
         for index, tokens in enumerate(part):
             scores.append(_score(models, [stream[index] for stream in streams], tokens))
             progress("windows", len(scores), windows)
@@ -155,21 +153,21 @@ def evaluate(
 
 @torch.no_grad()
 def _score(models: Sequence[StreamedModel], streams: Sequence[Tensor], tokens: Tensor) -> dict[str, Tensor]:
-    """Per scored token of one window, fp32 [context - 1] each; streams [context, hidden] per model."""
+    """Scores of one window by name, fp32 [context - 1] each; streams [context, hidden] per model."""
     rows = max(1, LOGITS_AT_ONCE // models[0].config.vocab_size)
     parts: list[dict[str, Tensor]] = []
     for start in range(0, len(tokens) - 1, rows):
         end = min(start + rows, len(tokens) - 1)
         targets = tokens[start + 1 : end + 1].unsqueeze(1)
         logs = [_log_probabilities(model, stream[start:end]) for model, stream in zip(models, streams, strict=True)]
-        chosen = [each.gather(1, targets.to(each.device)).squeeze(1).cpu() for each in logs]
+        chosen = [log.gather(1, targets.to(log.device)).squeeze(1).cpu() for log in logs]
         part = {"nll": -chosen[0]}
         if len(logs) == 2:
             ours, theirs = logs[0], logs[1].to(logs[0].device)
             part["same"] = (ours.argmax(1) == theirs.argmax(1)).float().cpu()
             part["dp"] = chosen[0].exp() - chosen[1].exp()
             part["reference_nll"] = -chosen[1]
-            # Rounding can put a divergence of zero a hair below it.
+            # Rounding can make a divergence of zero negative.
             part["kl"] = ours.neg_().add_(theirs).mul_(theirs.exp()).sum(1).clamp_(min=0).cpu()
         parts.append(part)
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
@@ -177,7 +175,7 @@ def _score(models: Sequence[StreamedModel], streams: Sequence[Tensor], tokens: T
 
 def _log_probabilities(model: StreamedModel, hidden: Tensor) -> Tensor:
     logits = model.logits(hidden)
-    low, high = torch.aminmax(logits)  # NaN or infinite if any is, and nothing is copied
+    low, high = torch.aminmax(logits)  # NaN or infinite if any logit is; isfinite(logits) would copy
     if not bool(torch.isfinite(low) & torch.isfinite(high)):
         raise ModelError(
             f"{model.folder.path}: logits are not finite in {model.placement.dtype}",
@@ -187,7 +185,7 @@ def _log_probabilities(model: StreamedModel, hidden: Tensor) -> Tensor:
 
 
 def _estimate(values: Tensor) -> Mean:
-    """The mean of [windows, tokens] and its standard error over windows."""
+    # Tokens of one window are not independent, so windows are the unit of the standard error.
     means = values.double().mean(1)
     error = float(means.std() / math.sqrt(len(means))) if len(means) > 1 else None
     return Mean(float(means.mean()), error)

@@ -1,7 +1,6 @@
-"""A model of which one layer at a time is in memory: many tokens pass through each layer before the next is read.
+"""Runs a model with one layer in memory: all tokens pass through a layer before the next one is read.
 
-What is held is one block, the residual stream of the tokens on the host, and at the end the head; so a model larger
-than memory can be measured. Knows nothing of what the outputs are for.
+The residual stream stays on the host, so models larger than memory can be calibrated and measured.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,61 +28,62 @@ from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.vocabulary import finish_logits, scale_embeddings
 from mycli.runtime.models.part_spec import LinearSpec
 
-# Through one layer: enough to be bound by arithmetic, few enough that memory is used again and not asked for anew.
+# Tokens through a layer at a time: enough to be bound by arithmetic, few enough that malloc reuses the same memory.
 TOKENS_AT_ONCE = 1024
 TOKENS_ON_GPU = 8192
 
-_TABLE = f"{EMBEDDING}.weight"
+_EMBEDDING = f"{EMBEDDING}.weight"
 
 
-class Sides:
-    """What goes along with a stream of windows from layer to layer, for families whose layers read more than it.
+class SideInputs:
+    """What layers read besides the residual stream: per-layer embeddings, and keys and values shared between layers.
 
-    That is what layers are told of the tokens, of which the rows that occur are kept as they are stored; and keys and
-    values that layers lend to later ones. A second stream of the same windows has its own of these (`twin`).
+    Each stream needs its own shared keys and values; see `twin`.
     """
 
     def __init__(self, model: "StreamedModel", tokens: Tensor) -> None:
         self._model = model
-        self._lent: dict[int, dict[int, tuple[Stored, Stored]]] = {}
+        self._shared: dict[int, dict[int, tuple[Stored, Stored]]] = {}
         config = model.config
         self._per_layer = PerLayerInputs(config) if config.per_layer_width else None
         if self._per_layer is not None:
-            occurring, self._places = torch.unique(tokens, return_inverse=True)
-            self._embedding = model.source.read(_TABLE)[occurring]
+            # Only the rows of tokens that occur, in their stored dtype: whole tables may exceed the rest of the model.
+            occurring, self._rows = torch.unique(tokens, return_inverse=True)
+            self._embedding = model.source.read(_EMBEDDING)[occurring]
             self._table = model.source.read(f"{config.per_layer_table().name}.weight")[occurring]
             self._projection = model.source.read(f"{config.per_layer_projection().name}.weight")
             self._per_layer.norm.load(model.source.checkpoint, model.placement.device, model.placement.dtype)
 
-    def twin(self) -> "Sides":
-        """For another stream of the same windows."""
+    def twin(self) -> "SideInputs":
+        """The side inputs of a second stream of the same windows."""
         twin = copy(self)
-        twin._lent = {}
+        twin._shared = {}
         return twin
 
-    def beside(self, context: PassContext, rows: slice) -> PassContext:
-        """`context` for the windows `rows`, which are always cut alike."""
-        told = None if self._per_layer is None else partial(self._told, self._per_layer, self._places[rows])
+    def add_to(self, context: PassContext, windows: slice) -> PassContext:
+        """`context` with the side inputs of a batch of windows; batches must be the same for every layer."""
+        per_layer = (
+            None if self._per_layer is None else partial(self._layer_input, self._per_layer, self._rows[windows])
+        )
         assert isinstance(context.attention, PromptAttention)
-        lent = self._lent.setdefault(rows.start, {})
-        return replace(context, per_layer_inputs=told, attention=context.attention.with_shared(lent))
+        shared = self._shared.setdefault(windows.start, {})
+        return replace(context, per_layer_inputs=per_layer, attention=context.attention.with_shared(shared))
 
-    def _told(self, per_layer: PerLayerInputs, places: Tensor, layer: int) -> Tensor:
+    def _layer_input(self, per_layer: PerLayerInputs, rows: Tensor, layer: int) -> Tensor:
         config, placement = self._model.config, self._model.placement
         width = slice(layer * config.per_layer_width, (layer + 1) * config.per_layer_width)
         embedded, table, projection = (
             part.to(placement.device, placement.dtype)
-            for part in (self._embedding[places], self._table[:, width][places], self._projection[width])
+            for part in (self._embedding[rows], self._table[:, width][rows], self._projection[width])
         )
         return per_layer.join(table, functional.linear(scale_embeddings(embedded, config), projection))
 
 
 class StreamedModel:
-    """The model of a folder on a placement, `at_once` tokens at a time through a layer (whole windows, at least one).
+    """The model of a folder; about `at_once` tokens pass through a layer at a time, whole windows, at least one.
 
-    `dense`: packed weights of the blocks become dense when they are read, to be worked on.
-
-    Raises ModelError for anything the files and the config disagree on.
+    `dense`: packed weights of the blocks are dequantized when they are read, so that they can be changed. Raises
+    ModelError if the files and the config disagree.
     """
 
     def __init__(
@@ -99,8 +99,8 @@ class StreamedModel:
         self._head: Linear | None = None
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """int64 [windows, context] to the residual stream [windows, context, hidden], on the host."""
-        table = self.source.read(_TABLE)
+        """The residual stream [windows, context, hidden] of tokens int64 [windows, context], on the host."""
+        table = self.source.read(_EMBEDDING)
         stream = torch.empty(*tokens.shape, table.shape[1], dtype=self.placement.dtype)
         for window, ids in zip(stream, tokens, strict=True):
             window.copy_(functional.embedding(ids, table))
@@ -108,29 +108,29 @@ class StreamedModel:
         return stream
 
     def final_norm(self) -> RMSNorm:
-        """The norm after the last block, read now."""
+        """Read the norm after the last block."""
         norm = RMSNorm(self.config.norm())
         norm.load(self._checkpoint, self.placement.device, self.placement.dtype)
         return norm
 
     def share_head(self, other: "StreamedModel") -> None:
-        """Take the head of a model that has the same, so that it is in memory once."""
+        """Use the head of a model with the same one, so that it is in memory once."""
         self._head = other.head
 
     @property
     def head(self) -> Linear:
-        """Read when it is first asked for, and kept: of `embed` and the blocks, nothing is."""
+        """The output head, read on first use and then resident."""
         if self._head is None:
             self._head = Linear((self.config.head(),))
             if self.config.tie_embeddings:
-                table = self.source.read(_TABLE).to(self.placement.device, self.placement.dtype)
+                table = self.source.read(_EMBEDDING).to(self.placement.device, self.placement.dtype)
                 self._head.replace(table)
             else:
                 self._head.load(self._checkpoint, self.packings, self.placement.device, self.placement.dtype)
         return self._head
 
     def block(self, layer: int) -> Block:
-        """One layer, read now; let go of it before the next."""
+        """Read a layer; drop it before reading the next."""
         block = Block(self.config.layer(layer))
         block.load(self._checkpoint, self.packings, self.placement.device, self.placement.dtype)
         if self._dense and self.packings:
@@ -138,23 +138,23 @@ class StreamedModel:
                 linear.replace(linear.weight().to(self.placement.dtype))
         return block
 
-    def expect(self, layer: int) -> None:
-        """Have the system read one layer's tensors already; nothing waits for it, and nothing fails by it."""
+    def prefetch(self, layer: int) -> None:
+        """Ask the operating system to read a layer ahead; does not wait and never fails."""
         for name, _ in self.config.layer(layer).tensors():
             self._checkpoint.prefetch(name)
 
     def batches(self, stream: Tensor) -> list[slice]:
-        """Of the windows of `stream` [windows, context, hidden]: whole ones, about `at_once` tokens each."""
+        """Split the windows of `stream` [windows, context, hidden] into batches of about `at_once` tokens."""
         windows, context, _ = stream.shape
         step = max(1, self.at_once // context)
         return [slice(start, min(start + step, windows)) for start in range(0, windows, step)]
 
     def stored_dtype(self, name: str) -> torch.dtype:
-        """Of a tensor in the file, or of what it means where it is packed."""
+        """The dtype of a tensor in the file, or of its dequantized values if it is packed."""
         return self.source.dtype(name)
 
     def weights(self, specs: Sequence[LinearSpec]) -> dict[str, Tensor]:
-        """The dense weights of linears by name, read now, on the device in their stored dtype."""
+        """Read the dense weights of linears by name, on the device, in their stored dtype."""
         device = self.placement.device
         return {spec.name: self.source.read(f"{spec.name}.weight").to(device) for spec in specs}
 
@@ -167,30 +167,31 @@ class StreamedModel:
         dtype = None if exact else cache_dtype(self.placement.kv, self.placement.dtype)
         return PassContext(rope.tables(0, tokens), PromptAttention(dtype))
 
-    def sides(self, tokens: Tensor) -> Sides | None:
-        """What goes along with a stream of the windows int64 [windows, context]; None where layers read no more."""
-        return Sides(self, tokens) if self.config.has_side_inputs else None
+    def side_inputs(self, tokens: Tensor) -> SideInputs | None:
+        """The side inputs of windows int64 [windows, context]; None for models without any."""
+        return SideInputs(self, tokens) if self.config.has_side_inputs else None
 
     @torch.no_grad()
     def hidden(self, tokens: Tensor, progress: ReportProgress = silent) -> Tensor:
         """The residual stream after the last block for int64 [windows, context], on the host."""
         context = self.context(tokens.shape[1])
-        stream, sides = self.embed(tokens), self.sides(tokens)
+        stream, side_inputs = self.embed(tokens), self.side_inputs(tokens)
         for layer in range(self.config.layers):
-            self.advance(self.block(layer), stream, context, sides)
+            self.advance(self.block(layer), stream, context, side_inputs)
             progress("layers", layer + 1, self.config.layers)
         return stream
 
     @torch.no_grad()
-    def advance(self, block: Block, stream: Tensor, context: PassContext, sides: Sides | None = None) -> None:
-        """Put `stream` [windows, context, hidden] through one layer, in place; keys and values as the cache has
-        them."""
-        for rows in self.batches(stream):
-            part, its = stream[rows], context if sides is None else sides.beside(context, rows)
-            part.copy_(block(part.to(self.placement.device), its))
+    def advance(
+        self, block: Block, stream: Tensor, context: PassContext, side_inputs: SideInputs | None = None
+    ) -> None:
+        """Run `stream` [windows, context, hidden] through a layer, in place."""
+        for windows in self.batches(stream):
+            batch = context if side_inputs is None else side_inputs.add_to(context, windows)
+            stream[windows].copy_(block(stream[windows].to(self.placement.device), batch))
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """What the head sees of the residual stream after the last block: same shape, on the device."""
+        """The head's input, on the device, for the residual stream after the last block."""
         normed: Tensor = self._norm(hidden.to(self.placement.device))
         return normed
 
@@ -200,7 +201,7 @@ class StreamedModel:
 
 
 def restore(block: Block, changed: Mapping[str, Tensor]) -> None:
-    """Put gains and biases by name, of a transform or of tuning, into a block as it was read."""
+    """Put changed gains and biases by name, from a transform or from tuning, into a block."""
     for norm in block.norms:
         if (gain := changed.get(norm.tensor)) is not None:
             norm.replace(gain)

@@ -1,9 +1,8 @@
-"""Which linear gets how many bits, where the mean of them is given: by what the output distribution would lose.
+"""Chooses the width of each linear for a mean number of bits, by the loss of the output distribution (KL).
 
-For weights that are W + d instead of W, the divergence KL of the output is about quadratic in d, and half the product
-of d with its gradient there is the share of each linear. One backward pass through a copy of one low width gives that
-share for all of them (as `dynamic_quant` of mlx-lm does); at other widths it changes with the squared error of
-rounding. Linears that readers fuse, q k v and gate up, get one width. The model is streamed, forwards and backwards.
+For weights W + d instead of W, the KL divergence is about quadratic in d, and half the product of d with its gradient
+there is the share of each linear. One backward pass through a copy quantized to one low width gives all shares (as
+`dynamic_quant` of mlx-lm does); at other widths they scale with the squared error of rounding.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mycli.quant.calibration.hessian import rough_products
+from mycli.quant.calibration.hessian import reduced_precision
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.progress import ReportProgress, silent
 from mycli.quant.rounding.grid import Grid, relative_error, round_to_nearest
@@ -25,14 +24,14 @@ from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.part_spec import LinearSpec
 from mycli.runtime.quantization.scheme import BITS, Packing
 
-COPY_WINDOWS = 32  # that the copy of one width is calibrated on
-_SHAPE_BYTES = 16  # of a linear's `weight_shape`
-WINDOWS = 16  # of calibration: the shares of whole linears are sums of millions of numbers, and settle soon
+COPY_WINDOWS = 32  # for calibrating the copy
+WINDOWS = 16  # for the shares: sums of millions of products, which converge with few tokens
+_SHAPE_BYTES = 16  # of the tensor `weight_shape` of a linear
 
 
 @dataclass(frozen=True)
 class Share:
-    """Linears of one width: their bytes and what they cost, in KL, at each width of `BITS`."""
+    """The linears of a product, which get one width because readers fuse them: bytes and loss (KL) at each width."""
 
     weights: int
     bytes: Mapping[int, int]
@@ -40,31 +39,31 @@ class Share:
 
 
 def low_width(bits_per_weight: float, group: int | None) -> int:
-    """Of the copy that sensitivities are taken at: the widest below 8 that the target leaves room for."""
+    """The width of the copy: the widest below 8 that fits the target."""
     scale = 0.0 if group is None else 16 / group
     return max((bits for bits in BITS if bits < 8 and bits + scale <= bits_per_weight), default=min(BITS))
 
 
 def allocate(shares: Sequence[Share], bits_per_weight: float, low: int) -> tuple[int, ...]:
-    """The width of each share that loses least within `bits_per_weight`, scales included.
+    """The width of each share for the least loss within `bits_per_weight`, scales included.
 
-    From `low` bits on, since what was measured there says little of fewer; always the step that gains most for its
-    bytes. Raises UsageError where not even `low` fits.
+    Greedy: starts at `low`, because shares measured there say little about fewer bits, and takes the step of most gain
+    per byte. Raises UsageError if `low` does not fit.
     """
     widths = [low for _ in shares]
-    budget = int(bits_per_weight * sum(each.weights for each in shares) / 8)
-    spent = sum(each.bytes[low] for each in shares)
+    budget = int(bits_per_weight * sum(share.weights for share in shares) / 8)
+    spent = sum(share.bytes[low] for share in shares)
     if spent > budget:
-        least = 8 * spent / sum(each.weights for each in shares)
+        least = 8 * spent / sum(share.weights for share in shares)
         raise UsageError(
-            f"a target of {bits_per_weight:g} bits per weight: {low} bits with their scales take {least:.3f}",
+            f"a target of {bits_per_weight:g} bits per weight is too low: {low} bits with scales take {least:.3f}",
             code="larger-target-or-group",
         )
     while True:
         step, rate = None, 0.0
-        for index, (each, now) in enumerate(zip(shares, widths, strict=True)):
+        for index, (share, now) in enumerate(zip(shares, widths, strict=True)):
             for bits in BITS:
-                more, gain = each.bytes[bits] - each.bytes[now], each.loss[now] - each.loss[bits]
+                more, gain = share.bytes[bits] - share.bytes[now], share.loss[now] - share.loss[bits]
                 if 0 < more <= budget - spent and gain / more > rate:
                     step, rate = (index, bits, more), gain / more
         if step is None:
@@ -76,30 +75,30 @@ def allocate(shares: Sequence[Share], bits_per_weight: float, low: int) -> tuple
 def measure_shares(
     model: StreamedModel, low: StreamedModel, windows: Tensor, progress: ReportProgress = silent
 ) -> list[Share]:
-    """The shares of all products of `model`, in order of execution, judged at `low`, its copy of one width.
+    """Measure the shares of all products of `model`, in order of execution, on `low`, its copy of one width.
 
-    windows int64 [samples, seq].
+    Both models are streamed, forwards and backwards; windows int64 [samples, seq].
     """
     config = model.config
     context = model.context(windows.shape[1])
     exact = replace(context, attention=PromptAttention())
-    with torch.no_grad(), rough_products(model.placement.device):
-        wanted = model.embed(windows)
-        streams = wanted.new_empty(config.layers + 1, *wanted.shape)
-        streams[0] = wanted
+    with torch.no_grad(), reduced_precision(model.placement.device):
+        reference = model.embed(windows)
+        streams = reference.new_empty(config.layers + 1, *reference.shape)
+        streams[0] = reference
         for index in range(config.layers):
-            model.advance(model.block(index), wanted, context)
+            model.advance(model.block(index), reference, context)
             streams[index + 1] = streams[index]
             low.advance(_dense(low, index), streams[index + 1], context)
             progress("measuring sensitivity", index + 1, 2 * config.layers)
-    gradient = _gradient_of_head(model, streams[-1], wanted)
+    gradient = _gradient_of_head(model, streams[-1], reference)
     shares: list[Share] = []
     for index in reversed(range(config.layers)):
         block, original, stream = _dense(low, index), model.block(index), streams[index]
         rounded = {product: linear.weight().requires_grad_() for product, linear in block.products.items()}
         for rows in model.batches(stream):
             x = stream[rows].clone().to(model.placement.device).requires_grad_()
-            with rough_products(model.placement.device):
+            with reduced_precision(model.placement.device):
                 block(x, exact).backward(gradient[rows].to(x))
             assert x.grad is not None
             gradient[rows] = x.grad.to(gradient)
@@ -114,7 +113,7 @@ def measure_shares(
 
 
 def _share(config: ModelConfig, specs: Sequence[LinearSpec], weight: Tensor, loss: float, low: Packing) -> Share:
-    """`loss` is that of the packing `low`."""
+    # `loss` was measured with the packing `low`.
     errors, sizes = {}, {}
     for bits in BITS:
         packing = Packing(bits, low.group_size)
@@ -126,22 +125,22 @@ def _share(config: ModelConfig, specs: Sequence[LinearSpec], weight: Tensor, los
 
 
 def _dense(low: StreamedModel, index: int) -> Block:
-    """A block of the copy, its weights unpacked: a gradient does not pass through packed ones."""
+    """A block of the copy with dense weights, through which gradients pass."""
     block = low.block(index)
     for linear in block.products.values():
         linear.replace(linear.weight().to(low.placement.dtype))
     return block
 
 
-def _gradient_of_head(model: StreamedModel, rounded: Tensor, wanted: Tensor) -> Tensor:
-    """Of the mean KL of all tokens, for the residual stream after the last block; both [windows, context, hidden]."""
+def _gradient_of_head(model: StreamedModel, rounded: Tensor, reference: Tensor) -> Tensor:
+    """The gradient of the mean KL for the residual stream after the last block; all [windows, context, hidden]."""
     gradient = torch.empty(rounded.shape)
     count = rounded.shape[0] * rounded.shape[1]
-    for index, (ours, theirs) in enumerate(zip(rounded, wanted, strict=True)):
-        x = ours.clone().to(model.placement.device).requires_grad_()
+    for index, (hidden, target) in enumerate(zip(rounded, reference, strict=True)):
+        x = hidden.clone().to(model.placement.device).requires_grad_()
         with torch.no_grad():
-            target = model.logits(theirs.clone()).log_softmax(1)
-        loss = functional.kl_div(model.logits(x).log_softmax(1), target, reduction="sum", log_target=True)
+            teacher = model.logits(target.clone()).log_softmax(1)
+        loss = functional.kl_div(model.logits(x).log_softmax(1), teacher, reduction="sum", log_target=True)
         (loss / count).backward()  # type: ignore[no-untyped-call]  # torch's stub
         assert x.grad is not None
         gradient[index] = x.grad.to(gradient)

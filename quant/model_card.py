@@ -1,7 +1,7 @@
-"""`mycli.json`: what a quantized model was made from and how, and what was measured on it; written beside the weights.
+"""Writes `mycli.json`: what a quantized model was made from and how, and what was measured on it.
 
-A file of our own, because readers of the checkpoint refuse unknown keys in theirs. It holds no time and no machine:
-the same source, recipe and versions give the same bytes.
+It is a separate file because readers refuse unknown keys in config.json. It names no time and no machine: the same
+source, recipe and versions give the same bytes.
 """
 
 import hashlib
@@ -32,12 +32,11 @@ _HASHED_AT_ONCE = 1 << 20  # bytes
 
 @dataclass(frozen=True)
 class Layer:
-    """One quantized linear. `error`: squared error of the weights over their squared norm.
+    """The record of a quantized linear. `error`: squared error of the weights over their squared norm, before tuning.
 
-    With calibration: `output_error` is the same of its outputs, `rounding_output_error` with plain rounding to the same
-    scales, all three before any tuning; `refit` how much was corrected (see `quant.rounding.error_compensation`);
-    `tuned` the error of the whole block's output after tuning, over that before; the others are those of
-    `solvers.Solution`.
+    With calibration data: `output_error`, the same for its outputs; `rounding_output_error`, for plain rounding with
+    the same scales; `refit`, the share of the correction of `quant.rounding.error_compensation`; `tuned`, the error of
+    the block's output after tuning over that before; the others as in `solvers.Solution`.
     """
 
     name: str
@@ -49,12 +48,12 @@ class Layer:
     tuned: float | None = None
     damping: float | None = None
     dead_columns: int = 0
-    fallback: str | None = None  # why it is plain rounding
+    fallback: str | None = None  # the reason for plain rounding
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """Mean KL in nats of the calibration windows held apart, before and after; equal where nothing was gained."""
+    """Mean KL in nats of the held-out calibration windows before and after; equal if nothing was gained."""
 
     before: float
     after: float
@@ -62,7 +61,7 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Size:
-    """Bytes of all tensors of the result; bits per weight over all parameters, and over the quantized ones."""
+    """Bytes of all tensors; bits per weight over all parameters, and over the quantized ones."""
 
     bytes: int
     parameters: int
@@ -72,26 +71,26 @@ class Size:
 
 
 def digests(files: Iterable[Path], stop: Event | None = None) -> dict[str, dict[str, Any]]:
-    """Size and sha256 of each file by its name, sorted. Raises CancelledError soon after `stop` is set."""
+    """The size and sha256 of each file by name, sorted. Raises CancelledError soon after `stop` is set."""
     result = {}
     for path in sorted(files):
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         with path.open("rb", buffering=0) as file:
             while part := file.read(_HASHED_AT_ONCE):
-                found.update(part)
+                digest.update(part)
                 if stop is not None and stop.is_set():
                     raise CancelledError
-        result[path.name] = {"sha256": found.hexdigest(), "bytes": path.stat().st_size}
+        result[path.name] = {"sha256": digest.hexdigest(), "bytes": path.stat().st_size}
     return result
 
 
 @contextmanager
-def digests_aside(files: Iterable[Path]) -> Iterator[Future[dict[str, dict[str, Any]]]]:
-    """`digests` on a thread of its own, given up where the context is left before they are there."""
+def digests_in_background(files: Iterable[Path]) -> Iterator[Future[dict[str, dict[str, Any]]]]:
+    """Run `digests` on a thread; leaving the context cancels it."""
     stop = Event()
-    with ThreadPoolExecutor(1) as aside:
+    with ThreadPoolExecutor(1) as background:
         try:
-            yield aside.submit(digests, files, stop)
+            yield background.submit(digests, files, stop)
         finally:
             stop.set()
 
@@ -103,14 +102,14 @@ def _versions() -> dict[str, str]:
 def identify(
     recipe: Recipe, calibration: Calibration, source_files: Mapping[str, Any], placement: Placement, at_once: int
 ) -> dict[str, Any]:
-    """What two runs must have in common for one to go on with the work of the other."""
+    """What two runs must have in common for one to continue the other."""
     return {
         "recipe": asdict(recipe),
         "calibration": _describe(calibration),
         "source": source_files,
         "versions": _versions(),
         "device": f"{placement.device.type}, {placement.dtype}",
-        "tokens at once": at_once,  # the bound of memory chooses it, and sums round differently
+        "tokens at once": at_once,  # the memory limit decides it, and it changes the rounding of sums
     }
 
 
@@ -133,10 +132,7 @@ def encode(
     source_files: Mapping[str, Any],
     files: Mapping[str, Any],
 ) -> bytes:
-    """The file as bytes; what there was not is None: a calibration, an adapter, tuning, `stored` of a dense source.
-
-    The digests come from `digests`.
-    """
+    """The bytes of the file; `source_files` and `files` are `digests`, `stored` the formats of a packed source."""
     group = "channel" if recipe.group is None else recipe.group
     record = {
         "schema_version": CARD_VERSION,

@@ -1,10 +1,10 @@
-"""How long work tells how far it is. Whoever calls it decides what is shown; nothing in this package prints."""
+"""The callback by which long work reports progress; the caller decides what is shown."""
 
 from collections.abc import Callable
 
-# (stage, done, total) after each step: `stage` is a few words for a person; the last call of a stage has both equal.
+# (stage, done, total) after each step; `stage` is a few words for a person, and its last call has done == total.
 ReportProgress = Callable[[str, int, int], None]
 
 
 def silent(stage: str, done: int, total: int) -> None:
-    """Shows nothing."""
+    """Ignore progress."""

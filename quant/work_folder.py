@@ -1,13 +1,12 @@
-"""What is done already, on disk: the solved blocks of an interrupted run, so that the next one goes on after them.
+"""The finished blocks of an interrupted run, on disk, so that the next run continues after them.
 
-A folder beside the target holds one file a block and `run.json`, which says what run they are of; work of another
-recipe, source or version is refused, never mixed. A file appears whole, by rename, after it was flushed: a run killed
-at any moment loses the block it was at. Knows nothing of how blocks are solved.
+A folder holds one file per block, and `run.json`, which describes the run. A file appears by a rename after it was
+flushed: a run killed at any moment loses only the block it was working on.
 """
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,7 +28,7 @@ _LOCK = "lock"
 
 @dataclass(frozen=True)
 class Solved:
-    """A block: its linears by name, tensors of it that were changed besides, and what is to be said of each linear."""
+    """A solved block: its linears by name, other changed tensors by name, and the record of each linear."""
 
     linears: Mapping[str, Quantized]
     changed: Mapping[str, Tensor]
@@ -37,9 +36,9 @@ class Solved:
 
 
 class WorkFolder:
-    """A context that holds `folder` for one run, described by `run`; see `clear` for its end.
+    """Locks `folder` for one run, described by `run`, as a context manager.
 
-    Raises UsageError on entering where the folder is of another run, or in use.
+    Raises UsageError on entering if the folder belongs to a different run, or is in use.
     """
 
     def __init__(self, folder: Path, run: Mapping[str, Any]) -> None:
@@ -54,7 +53,7 @@ class WorkFolder:
                 try:
                     entered.enter_context(locked(self.folder / _LOCK))
                 except LockedError:
-                    message = f"{self.folder}: another process works in it"
+                    message = f"{self.folder}: another process is using it"
                     raise UsageError(message, code="wait-or-other-work-folder") from None
                 for left in self.folder.glob(".*.tmp"):  # by a run that was killed while it wrote
                     left.unlink()
@@ -71,29 +70,27 @@ class WorkFolder:
         path = self.folder / _RUN
         if not path.exists():
             if any(self.folder.glob("block-*.safetensors")):
-                raise UsageError(f"{self.folder}: blocks of an unknown run", code="remove-work-folder")
+                raise UsageError(f"{self.folder} holds blocks of an unknown run", code="remove-work-folder")
             self._write(path, self._run.encode())
             return
-        old, new = json.loads(path.read_text(encoding="utf-8")), json.loads(self._run)
-        changed = sorted(key for key in {*old, *new} if old.get(key) != new.get(key))
+        # Never mixed: blocks of another recipe, source or version would give a model that nobody asked for.
+        changed = list(_differences(json.loads(path.read_text(encoding="utf-8")), json.loads(self._run)))
         if changed:
-            raise UsageError(
-                f"{self.folder} holds unfinished work that differs in: {', '.join(changed)}",
-                code="finish-or-remove-work",
-            )
+            message = f"{self.folder} holds an unfinished run that differs in {'; '.join(changed[:3])}"
+            raise UsageError(message, code="finish-or-remove-work")
 
     def load(self, block: int) -> Solved | None:
-        """What `save` was given, None where the block is not done."""
+        """The block that `save` stored; None if it is not finished."""
         path = self._path(block)
         if not path.exists():
             return None
         try:
             with safe_open(path, "pt") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a dict
-                told = json.loads(file.metadata()["layers"])
+                records = json.loads(file.metadata()["layers"])
         except (SafetensorError, OSError, KeyError, ValueError):
-            return None  # damaged by something else than us: it is solved again
-        layers = tuple(Layer(**layer) for layer in told)
+            return None  # damaged by another program: the block is solved again
+        layers = tuple(Layer(**record) for record in records)
         linears = {
             layer.name: Quantized(tensors.pop(f"{layer.name}.codes"), tensors.pop(f"{layer.name}.scales"))
             for layer in layers
@@ -101,16 +98,16 @@ class WorkFolder:
         return Solved(linears, tensors, layers)
 
     def save(self, block: int, solved: Solved) -> None:
-        """Keep a block; it is there after this, whatever happens."""
+        """Store a block; durable on return."""
         tensors = dict(solved.changed)
         for name, quantized in solved.linears.items():
             tensors[f"{name}.codes"] = quantized.codes.cpu().contiguous()
             tensors[f"{name}.scales"] = quantized.scales.cpu().contiguous()
-        told = json.dumps([asdict(layer) for layer in solved.layers])
-        self._write(self._path(block), save(tensors, {"layers": told}))
+        records = json.dumps([asdict(layer) for layer in solved.layers])
+        self._write(self._path(block), save(tensors, {"layers": records}))
 
     def clear(self) -> None:
-        """Remove the folder: its work is in the target now."""
+        """Remove the folder once the result has everything."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _path(self, block: int) -> Path:
@@ -119,3 +116,12 @@ class WorkFolder:
     def _write(self, path: Path, data: bytes) -> None:
         with disk_errors(self.folder):
             write_atomic(path, data, durable=True)
+
+
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key in sorted({*old, *new}):
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            yield from _differences(before, after, f"{prefix}{key} ")
+        elif before != after:
+            yield f"{prefix}{key} ({before} there, {after} now)"

@@ -1,1 +1,1 @@
-"""What a model is shown while it is quantized, and what is learned of its inputs."""
+"""Calibration data, and the statistics collected from it."""

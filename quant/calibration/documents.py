@@ -1,7 +1,6 @@
-"""What a file holds to calibrate on: plain text, or rows of JSON or Parquet with a text or a conversation each.
+"""Reads calibration files: plain text, or rows of JSON or Parquet with a text or a conversation each.
 
-Told by the name: `.jsonl` and `.parquet`, JSON lines also with `.gz`; everything else is one UTF-8 text. Of a row the
-first of `FIELDS` counts. Parquet needs pyarrow, an extra. Does not know tokens or templates.
+The name decides: `.jsonl`, `.jsonl.gz` and `.parquet` hold rows; every other file is one UTF-8 text.
 """
 
 import gzip
@@ -16,17 +15,17 @@ from mycli.runtime.errors import UsageError
 from mycli.runtime.tokenizer.chat_template import Message, Role
 from mycli.runtime.utils.files import open_input
 
-FIELDS = ("text", "content", "messages", "conversations")
-MAX_ROW = 16 << 20  # bytes of a line
-_ROLES = {"human": "user", "gpt": "assistant"}  # of the older layout, {"from": ..., "value": ...}
+FIELDS = ("text", "content", "messages", "conversations")  # the first of these in a row is read
+MAX_ROW = 16 << 20  # bytes of a line: a hostile file must not fill memory
+_ROLES = {"human": "user", "gpt": "assistant"}  # of ShareGPT's layout, {"from": ..., "value": ...}
 
 Document = str | Sequence[Message]
 
 
 def documents(path: Path) -> Iterator[Document]:
-    """All of a file in order, read as they are wanted.
+    """Yield the documents of a file in order, reading lazily.
 
-    Raises NotFoundError or UsageError, naming the row, for what cannot be read or holds none of `FIELDS`.
+    Raises NotFoundError or UsageError, with the row, for a file that cannot be read or a row without any of `FIELDS`.
     """
     name = path.name.lower()
     if name.endswith((".jsonl", ".jsonl.gz")):
@@ -48,11 +47,13 @@ def _json_rows(path: Path) -> Iterator[Any]:
             while line := file.readline(MAX_ROW):
                 number += 1
                 if len(line) == MAX_ROW:
-                    raise UsageError(f"{path}: row {number} has {MAX_ROW} bytes or more", "one object per line")
+                    raise UsageError(
+                        f"{path}: row {number} has {MAX_ROW} bytes or more", "write one JSON object per line"
+                    )
                 if line.strip():
                     yield json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path}: row {number} is not JSON ({error})", "one object per line") from None
+        raise UsageError(f"{path}: row {number} is not JSON ({error})", "write one JSON object per line") from None
     except (OSError, EOFError, zlib.error) as error:
         raise UsageError(f"{path}: {error}", "check the file") from None
 
@@ -78,15 +79,15 @@ def _document(row: Any, where: str) -> Document:
         if isinstance(value, str):
             return value
         if isinstance(value, list):
-            return [_message(turn, where) for turn in value]
-    held = ", ".join(map(str, row))[:200] if isinstance(row, Mapping) else type(row).__name__
-    raise UsageError(f"{where} has {held}", f"a text in one of: {', '.join(FIELDS)}")
+            return [_message(message, where) for message in value]
+    keys = ", ".join(map(str, row))[:200] if isinstance(row, Mapping) else type(row).__name__
+    raise UsageError(f"{where} has {keys}", f"put the text into one of: {', '.join(FIELDS)}")
 
 
-def _message(turn: Any, where: str) -> Message:
-    if isinstance(turn, Mapping):
-        role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
+def _message(value: Any, where: str) -> Message:
+    if isinstance(value, Mapping):
+        role, content = value.get("role", value.get("from")), value.get("content", value.get("value"))
         role = _ROLES.get(str(role), role)
         if role in get_args(Role) and isinstance(content, str):
             return Message(cast(Role, role), content)
-    raise UsageError(f"{where}: a turn is not a role and a text", 'such as {"role": "user", "content": "Hello"}')
+    raise UsageError(f"{where}: a message is not a role and a text", 'write it as {"role": "user", "content": "Hello"}')

@@ -1,7 +1,6 @@
-"""Second moments of the inputs of a block's linears, collected while calibration tokens pass through it.
+"""Second moments of the inputs of a block's linears, collected while calibration windows pass through the block.
 
-Nothing is padded, so every token counts, and counts once. What a token went through already is kept, so that nothing is
-computed again that did not change. Knows blocks and their inputs, nothing of what is solved.
+Windows are never padded: every token counts once.
 """
 
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mycli.quant.layer_streaming import Sides, StreamedModel
+from mycli.quant.layer_streaming import SideInputs, StreamedModel
 from mycli.quant.rounding.error_compensation import Moments
 from mycli.runtime.device.system import trim_heap
 from mycli.runtime.errors import ModelError
@@ -22,41 +21,40 @@ from mycli.runtime.layers.feed_forward import Experts
 from mycli.runtime.layers.layer_part import PassContext, Steps, complete
 from mycli.runtime.layers.linear import Linear, RoutedProduct
 
-HELD = 8  # every so many windows, one is kept apart to judge by
-INPUTS_A_TOKEN = 8  # what fewer tokens than one for so many inputs have in common is their own, not the expert's
+HELD_OUT_EVERY = 8  # one window in eight decides, the others are fitted to
+# An expert with fewer tokens than a share of its inputs is only rounded: what so few tokens have in common says more
+# about them than about the expert.
+INPUTS_PER_TOKEN = 8
 
 
-class BlockState:
-    """A block and the residual streams [windows, context, hidden], on the host, that enter its parts.
+class ObservedBlock:
+    """A block, and the residual streams [windows, context, hidden] on the host that enter its parts.
 
-    Where the block is `settled`, its weights are final: there is one stream, moved on in place as products are
-    observed, which has left the block when the last was. Otherwise each part has a stream of its own, filled as its
-    first product is observed.
+    A block with `final` weights has one stream, advanced in place as products are observed: it has left the block
+    after the last one. Otherwise each part has its own stream, filled when its first product is observed, so that
+    nothing unchanged is computed again.
     """
 
-    def __init__(self, block: Block, stream: Tensor, settled: bool = False, sides: Sides | None = None) -> None:
+    def __init__(
+        self, block: Block, stream: Tensor, final: bool = False, side_inputs: SideInputs | None = None
+    ) -> None:
         self.block = block
-        self.settled = settled
-        self._sides = sides
-        others = [stream if settled else torch.empty_like(stream) for _ in block.parts[1:]]
+        self.final = final
+        self._side_inputs = side_inputs
+        others = [stream if final else torch.empty_like(stream) for _ in block.parts[1:]]
         self.streams = [stream, *others]
         self.routes: dict[int, Route] = {}  # of the experts, by the first window of a batch
 
-    def beside(self, context: PassContext, rows: slice) -> PassContext:
-        """`context` with what goes along with the stream of the windows `rows`."""
-        return context if self._sides is None else self._sides.beside(context, rows)
-
-    def part(self, product: str) -> int:
-        """Which part `product` is in."""
-        linear = self.block.products[product]
-        return next(index for index, part in enumerate(self.block.parts) if linear in part.products)
+    def context(self, shared: PassContext, windows: slice) -> PassContext:
+        """`shared` with the side inputs of a batch of windows."""
+        return shared if self._side_inputs is None else self._side_inputs.add_to(shared, windows)
 
 
 @contextmanager
-def rough_products(device: torch.device) -> Iterator[None]:
+def reduced_precision(device: torch.device) -> Iterator[None]:
     """fp32 products of inputs rounded to bf16 (CPU) or TF32 (CUDA), summed in fp32: several times as fast.
 
-    Good for what calibration tokens give: their sampling error is far larger (docs/quantization.md).
+    Precise enough for calibration, whose sampling error is far larger (docs/quantization.md).
     """
     backend = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
     before = backend.matmul.fp32_precision
@@ -68,7 +66,7 @@ def rough_products(device: torch.device) -> Iterator[None]:
 
 
 def require_finite(activations: Tensor) -> None:
-    """Raises ModelError for NaN or infinity."""
+    """Raise ModelError for NaN or infinity."""
     if not activations.numel():
         return
     low, high = torch.aminmax(activations)
@@ -77,19 +75,18 @@ def require_finite(activations: Tensor) -> None:
 
 
 class Observed(NamedTuple):
-    """Moments of the windows to fit to and of those held apart; `few`: of an expert that got fewer tokens than one for
-    `INPUTS_A_TOKEN` inputs."""
+    """Moments of the fitted and of the held-out windows; `too_few`: an expert got too few tokens to be solved."""
 
     fitted: Moments
-    held: Moments
-    few: bool
+    held_out: Moments
+    too_few: bool
 
 
 @dataclass(frozen=True)
-class Given:
-    """What a product gets: `x` [windows, context, K] of all tokens, or, of an expert, [n, K] of `tokens`.
+class ProductInput:
+    """The input of a product: `x` [windows, context, K], or for an expert [n, K] of `tokens`.
 
-    tokens: int [n], counted through the windows; None for all of them.
+    tokens: int [n], indices into the flattened windows; None for all of them.
     """
 
     x: Tensor
@@ -97,105 +94,109 @@ class Given:
 
 
 @torch.no_grad()
-def inputs(
-    state: BlockState,
+def product_input(
+    state: ObservedBlock,
     product: str,
-    rows: slice,
+    windows: slice,
     context: PassContext,
     device: torch.device,
     tokens: Tensor | None = None,
-) -> Given:
-    """What `product` of the block gets for the windows `rows`.
+) -> ProductInput:
+    """The input of `product` for a batch of windows. Call it in order of execution.
 
-    Products must be asked for in order of execution: a part goes on from the stream that the first product of it left.
-    An expert gets the tokens that are routed to it, or those of another model's, `tokens`.
+    An expert gets the tokens that are routed to it, or `tokens`, which another model routes to it.
     """
-    context = state.beside(context, rows)
-    linear, index = state.block.products[product], state.part(product)
-    part, streams = state.block.parts[index], state.streams
-    if linear is part.products[0] and index > 0 and not state.settled:
-        x = streams[index - 1][rows].to(device)
-        streams[index][rows] = complete(state.block.parts[index - 1].steps(x, context)).to(streams[index].device)
-        state.routes.pop(rows.start, None)
-    x = streams[index][rows].to(device)
+    context = state.context(context, windows)
+    linear, parts, streams = state.block.products[product], state.block.parts, state.streams
+    index = next(index for index, part in enumerate(parts) if linear in part.products)
+    part = parts[index]
+    if linear is part.products[0] and index > 0 and not state.final:
+        x = streams[index - 1][windows].to(device)
+        streams[index][windows] = complete(parts[index - 1].steps(x, context)).to(streams[index].device)
+        state.routes.pop(windows.start, None)
+    x = streams[index][windows].to(device)
     if isinstance(part, Experts) and (expert := part.expert_of(linear)) is not None:
         if tokens is None:
-            if rows.start not in state.routes:
-                state.routes[rows.start] = _to_experts(part.steps(x, context))[0].route
-            tokens = state.routes[rows.start].of(expert)
-        given = Given(_expert_inputs(part, linear, x.flatten(0, 1)[tokens], context), tokens)
-        finished = None
+            if windows.start not in state.routes:
+                state.routes[windows.start] = _to_experts(part.steps(x, context))[0].route
+            tokens = state.routes[windows.start].of(expert)
+        result = ProductInput(_expert_input(part, linear, x.flatten(0, 1)[tokens], context), tokens)
+        remaining = None
     else:
         steps = part.steps(x, context)
-        current, found = next(steps)
+        current, value = next(steps)
         while current is not linear:
-            current, found = steps.send(current(found))
-        given, finished = Given(found), steps
-    if state.settled and linear is part.products[-1]:
-        left = complete(part.steps(x, context)) if finished is None else complete(finished, linear(given.x))
-        streams[index][rows] = left.to(streams[index].device)
-    return given
+            current, value = steps.send(current(value))
+        result, remaining = ProductInput(value), steps
+    if state.final and linear is part.products[-1]:
+        left = complete(part.steps(x, context)) if remaining is None else complete(remaining, linear(result.x))
+        streams[index][windows] = left.to(streams[index].device)
+    return result
 
 
 def _to_experts(steps: Steps) -> tuple[RoutedProduct, Tensor]:
-    """The first product of the experts in a part, and its input; what is before it goes by other ways, and is 0."""
+    """The first product of the experts in a part, and its input."""
     product, x = next(steps)
     while not isinstance(product, RoutedProduct):
+        # Products before it do not reach the experts' input: their outputs may be anything.
         product, x = steps.send(x.new_zeros(*x.shape[:-1], product.out_features))
     return product, x
 
 
-def _expert_inputs(part: Experts, linear: Linear, x: Tensor, context: PassContext) -> Tensor:
-    """What one linear of an expert gets of the residual streams x [n, hidden] of tokens that all go to this expert."""
+def _expert_input(part: Experts, linear: Linear, x: Tensor, context: PassContext) -> Tensor:
+    """The input of one linear of an expert for residual streams x [n, hidden] of tokens routed to this expert."""
     steps = part.steps(x.unsqueeze(0), context)
-    product, given = _to_experts(steps)
+    product, value = _to_experts(steps)
     expert = part.expert_of(linear)
     assert expert is not None
     first = product.linears[expert]
-    return given if first is linear else steps.send(first(given))[1]
+    return value if first is linear else steps.send(first(value))[1]
 
 
 @torch.no_grad()
-def leave(model: StreamedModel, state: BlockState, context: PassContext) -> None:
-    """Move the stream out of a block whose weights have become final since the last part was entered."""
+def finish_block(model: StreamedModel, state: ObservedBlock, context: PassContext) -> None:
+    """Advance the stream out of a block whose weights became final after the last part was entered."""
     stream, last_part = state.streams[0], state.block.parts[-1]
-    for rows in model.batches(stream):
-        x = state.streams[-1][rows].to(model.placement.device)
-        stream[rows] = complete(last_part.steps(x, state.beside(context, rows))).to(stream.device)
+    for windows in model.batches(stream):
+        x = state.streams[-1][windows].to(model.placement.device)
+        stream[windows] = complete(last_part.steps(x, state.context(context, windows))).to(stream.device)
 
 
 @torch.no_grad()
 def observe(
-    model: StreamedModel, quantized: BlockState, original: BlockState | None, product: str, context: PassContext
+    model: StreamedModel,
+    quantized: ObservedBlock,
+    original: ObservedBlock | None,
+    product: str,
+    context: PassContext,
 ) -> Observed:
-    """What `product` gets in both models, of most windows and of the windows held apart.
+    """The moments of a product's inputs in the quantized model, and their drift from the original if it is given.
 
-    Without `original` there is no drift. An expert is shown the tokens that the quantized model routes to it. Raises
-    ModelError that names the layer and the windows where activations are not finite.
+    Raises ModelError, with the layer and the windows, for activations that are not finite.
     """
     linear = quantized.block.products[product]
     device, count = model.placement.device, None
-    fitted, held = (Moments.zeros(linear.in_features, device) for _ in range(2))
-    for rows in model.batches(quantized.streams[0]):
-        with rough_products(device):
-            given = inputs(quantized, product, rows, context, device)
-            x = y = given.x.float()
+    fitted, held_out = (Moments.zeros(linear.in_features, device) for _ in range(2))
+    for windows in model.batches(quantized.streams[0]):
+        with reduced_precision(device):
+            value = product_input(quantized, product, windows, context, device)
+            x = y = value.x.float()
             if original is not None:
-                y = inputs(original, product, rows, context, device, given.tokens).x.float()
+                y = product_input(original, product, windows, context, device, value.tokens).x.float()
         try:
             require_finite(x)
             require_finite(y)
         except ModelError as error:
-            windows = f"calibration windows {rows.start} to {rows.stop - 1}"
-            raise error.with_message(f"{linear.specs[0].name}: {error.message} in {windows}") from None
-        window = torch.arange(rows.start, rows.stop, device=device)
-        if given.tokens is not None:
-            count = (count or 0) + len(given.tokens)
-            window = window[given.tokens // quantized.streams[0].shape[1]]
-        apart = window % HELD == HELD - 1
-        with rough_products(device):
-            for moments, chosen in ((fitted, ~apart), (held, apart)):
+            where = f"calibration windows {windows.start} to {windows.stop - 1}"
+            raise error.with_message(f"{linear.specs[0].name}: {error.message} in {where}") from None
+        index = torch.arange(windows.start, windows.stop, device=device)
+        if value.tokens is not None:
+            count = (count or 0) + len(value.tokens)
+            index = index[value.tokens // quantized.streams[0].shape[1]]
+        is_held_out = index % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
+        with reduced_precision(device):
+            for moments, chosen in ((fitted, ~is_held_out), (held_out, is_held_out)):
                 moments.add(x[chosen].flatten(0, -2), y[chosen].flatten(0, -2))
     del x, y
-    trim_heap(mmap_threshold=4 << 20)  # matrices of quite other sizes will be made, few of them, and large
-    return Observed(fitted, held, count is not None and count < linear.in_features / INPUTS_A_TOKEN)
+    trim_heap(mmap_threshold=4 << 20)  # few and large matrices of other sizes follow
+    return Observed(fitted, held_out, count is not None and count < linear.in_features / INPUTS_PER_TOKEN)

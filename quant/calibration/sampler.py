@@ -1,8 +1,7 @@
-"""What a model is shown to observe the inputs of its layers: windows of tokens, equally long, never padded.
+"""Draws calibration windows: rows of tokens of equal length, never padded. The same seed gives the same windows.
 
-The text that comes with the package is mixed: prose, code, many languages, conversations through the model's own chat
-template, and rows of random tokens, which reach the whole vocabulary. It shares nothing with the held-out text of
-`quant.evaluate`. The same seed gives the same windows. Does not know what they are used for.
+The bundled text mixes prose, code, many languages, conversations in the model's chat template, and random tokens, which
+reach the whole vocabulary. It shares nothing with the held-out text of `quant.evaluate`.
 """
 
 import hashlib
@@ -20,20 +19,20 @@ from mycli.runtime.errors import ModelError, UsageError, UserError
 from mycli.runtime.tokenizer.chat_template import Message
 from mycli.runtime.tokenizer.tokenizer import MAX_TEXT, Tokenizer
 
-MIN_TOKENS = 256  # in all; with fewer, more noise than signal is fitted
-# Shares of the windows. Conversations take half of the prose where the model has a template to write them with.
+MIN_TOKENS = 256  # in all windows; with fewer, more noise than signal is fitted
+# Shares of the windows; with a chat template, conversations replace half of the prose.
 _MIX = {"prose": 16, "code": 8, "languages": 4, "random": 2}
-_TALKING = {"prose": 8, "conversations": 8, "code": 8, "languages": 4, "random": 2}
-_SPREAD = 4  # so that windows come from many rows
-_TRIES = 4  # of a chat template that did not answer in time, before the last
+_MIX_WITH_CHAT = {"prose": 8, "conversations": 8, "code": 8, "languages": 4, "random": 2}
+_SPREAD = 4  # times the tokens needed are read, so that windows come from many rows
+_TRIES = 4  # for a chat template that runs into its time limit, before the last try
 _PASSAGE = 800  # characters of a passage that a conversation quotes
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """windows int64 [samples, seq]; every second one begins with BOS, where the tokenizer has one.
+    """windows int64 [samples, seq]; every second one begins with BOS if the tokenizer has one.
 
-    sha256: of the windows, so of everything that can change the result. mix: how many windows of each kind.
+    sha256: of the windows, thus of everything that can change the result. mix: number of windows of each kind.
     """
 
     windows: Tensor
@@ -42,7 +41,6 @@ class Calibration:
 
     @property
     def tokens(self) -> int:
-        """In all windows."""
         return self.windows.numel()
 
 
@@ -51,9 +49,9 @@ def _bundled(name: str) -> str:
 
 
 def bundled(tokenizer: Tokenizer, vocab_size: int, samples: int, seq: int, seed: int) -> Calibration:
-    """`samples` windows of `seq` tokens of the text in this package."""
+    """Draw `samples` windows of `seq` tokens from the bundled text."""
     generator = torch.Generator().manual_seed(seed)
-    mix = _shares(_TALKING if _talks(tokenizer) else _MIX, samples)
+    mix = _shares(_MIX_WITH_CHAT if _has_template(tokenizer) else _MIX, samples)
     parts = []
     for kind, count in mix.items():
         if kind == "random":
@@ -68,10 +66,9 @@ def bundled(tokenizer: Tokenizer, vocab_size: int, samples: int, seq: int, seed:
 
 
 def from_file(path: Path, tokenizer: Tokenizer, samples: int, seq: int, seed: int) -> Calibration:
-    """At most `samples` windows of `seq` tokens of a file (`quant.calibration.documents`); fewer where it is short,
-    and none overlap. Of rows, no more are read than give `_SPREAD` times as many tokens.
+    """Draw at most `samples` windows of `seq` tokens from a file (see `documents`), without overlap.
 
-    Raises NotFoundError or UsageError for a file that cannot be read or holds too little.
+    Raises NotFoundError or UsageError for a file that cannot be read or is too short.
     """
     parts, missing = [torch.empty(0, dtype=torch.int64)], _SPREAD * samples * seq
     for document in documents(path):
@@ -82,7 +79,7 @@ def from_file(path: Path, tokenizer: Tokenizer, samples: int, seq: int, seed: in
     ids = torch.cat(parts)
     if len(ids) < max(seq, MIN_TOKENS):
         raise UsageError(
-            f"{path}: {len(ids)} tokens, fewer than the {max(seq, MIN_TOKENS)} that calibration needs",
+            f"{path} has {len(ids)} tokens; calibration needs {max(seq, MIN_TOKENS)}",
             code="longer-text-or-shorter-windows",
         )
     generator = torch.Generator().manual_seed(seed)
@@ -92,18 +89,20 @@ def from_file(path: Path, tokenizer: Tokenizer, samples: int, seq: int, seed: in
 
 
 def check_windows(samples: int, seq: int, max_context: int) -> None:
-    """Raises UsageError for numbers that give no calibration."""
+    """Raise UsageError for a window length or a number of windows that is not possible."""
     if seq < 2 or seq > max_context:
-        raise UsageError(f"windows of {seq}: the model takes 2 to {max_context} tokens", code="choose-seq")
+        raise UsageError(
+            f"windows of {seq} tokens are not possible: the model takes 2 to {max_context}", code="choose-seq"
+        )
     if samples * seq < MIN_TOKENS:
         raise UsageError(
-            f"{samples} samples of {seq} tokens: fewer than {MIN_TOKENS} in all", code="longer-or-more-samples"
+            f"{samples} samples of {seq} tokens are fewer than {MIN_TOKENS} tokens in all",
+            code="longer-or-more-samples",
         )
 
 
-def _written(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
-    """The ids of a conversation. A template's time is that of the clock, and on a busy machine that of its neighbours:
-    what it gives must not depend on them, so that the same seed gives the same windows."""
+def _apply_template(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
+    # A template's time limit is wall-clock time: a busy machine must not change the windows of a seed.
     for _ in range(_TRIES):
         try:
             return tokenizer.apply_chat_template(messages, add_generation_prompt=False)
@@ -113,19 +112,19 @@ def _written(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
     return tokenizer.apply_chat_template(messages, add_generation_prompt=False)
 
 
-def _talks(tokenizer: Tokenizer) -> bool:
-    """Whether the model has a chat template that works; one that does not is no reason not to quantize."""
+def _has_template(tokenizer: Tokenizer) -> bool:
+    # A broken template is no reason not to quantize.
     if tokenizer.template is None:
         return False
     try:
-        _written(tokenizer, [Message("user", "Hello"), Message("assistant", "Hello!")])
+        _apply_template(tokenizer, [Message("user", "Hello"), Message("assistant", "Hello!")])
     except UserError:
         return False
     return True
 
 
 def _shares(weights: dict[str, int], total: int) -> dict[str, int]:
-    """`total` things split by weight, the largest remainders rounded up."""
+    """Split `total` by weight; the largest remainders are rounded up."""
     whole = sum(weights.values())
     exact = {kind: total * weight / whole for kind, weight in weights.items()}
     counts = {kind: int(share) for kind, share in exact.items()}
@@ -147,14 +146,11 @@ def _document(document: Document, tokenizer: Tokenizer) -> Tensor:
         return _encode(document, tokenizer)
     if tokenizer.template is None:
         return _encode("\n\n".join(message.content for message in document), tokenizer)
-    return torch.tensor(_written(tokenizer, document), dtype=torch.int64)
+    return torch.tensor(_apply_template(tokenizer, document), dtype=torch.int64)
 
 
 def _windows(ids: Tensor, count: int, seq: int, generator: torch.Generator) -> Tensor:
-    """[count, seq] from a row of ids, evenly spread with random starts; overlapping only where the ids do not suffice.
-
-    A text shorter than a window is repeated.
-    """
+    """Windows [count, seq] evenly spread over ids with random starts; they overlap only if the ids do not suffice."""
     ids = ids.repeat(-(-seq // max(1, len(ids)))) if len(ids) < seq else ids
     room = len(ids) - seq
     slack = max(0, len(ids) - count * seq) // count if count else 0
@@ -167,7 +163,7 @@ def _windows(ids: Tensor, count: int, seq: int, generator: torch.Generator) -> T
 
 
 def _calibration(windows: Tensor, tokenizer: Tokenizer, generator: torch.Generator, mix: dict[str, int]) -> Calibration:
-    """Kinds are shuffled, so that a batch holds several; every second window gets BOS in front, and loses its end."""
+    # Kinds are shuffled, so that a batch has several.
     windows = windows[torch.randperm(len(windows), generator=generator)]
     if tokenizer.bos is not None:
         begun = windows[::2]
@@ -176,26 +172,26 @@ def _calibration(windows: Tensor, tokenizer: Tokenizer, generator: torch.Generat
 
 
 def _conversations(tokenizer: Tokenizer, tokens: int, generator: torch.Generator) -> Tensor:
-    """At least `tokens` ids of conversations as the model's template writes them, one after another."""
+    """At least `tokens` ids of conversations in the model's chat template."""
     ids: list[int] = []
     for messages in _dialogues(generator):
-        ids += _written(tokenizer, messages)
+        ids += _apply_template(tokenizer, messages)
         if len(ids) >= tokens:
             return torch.tensor(ids, dtype=torch.int64)
     raise AssertionError("dialogues never end")
 
 
 def _dialogues(generator: torch.Generator) -> Iterator[Sequence[Message]]:
-    """Endless: the written ones; after every second, a passage of prose is asked to be continued."""
+    """Yield endless conversations: bundled ones, and after every second a request to continue a passage of prose."""
     written: list[list[str]] = json.loads(_bundled("conversations.json"))
     prose = _bundled("prose.txt")
     while True:
         for index in torch.randperm(len(written), generator=generator).tolist():
-            turns = [
+            messages = [
                 Message("user" if position % 2 == 0 else "assistant", text)
                 for position, text in enumerate(written[index])
             ]
-            yield turns
+            yield messages
             if index % 2:
                 continue
             start = int(torch.randint(len(prose) - 2 * _PASSAGE, (1,), generator=generator))

@@ -11,7 +11,7 @@ from mycli.quant.export._folder import write_folder
 from mycli.quant.export._weights import Weights, squared_error
 from mycli.quant.progress import ReportProgress
 from mycli.quant.source_weights import SourceWeights
-from mycli.quant.tensorwise import write_predictor
+from mycli.quant.tensorwise import write_mtp_head
 from mycli.runtime.checkpoint.reader import CheckpointWriter
 from mycli.runtime.device.placement import dtype_info, torch_dtype
 from mycli.runtime.models.multimodal import MTP_PART
@@ -47,7 +47,7 @@ def export(request: ExportRequest, progress: ReportProgress) -> Exported:
             writer.write(name, cast)
             progress("exporting", done, len(dtypes))
         if head is not None:
-            write_predictor(head, writer)
+            write_mtp_head(head, writer)
 
     shapes = dict(config.tensors())
     plan = [(name, dtype, shapes[name]) for name, dtype in dtypes.items()]

@@ -1,7 +1,6 @@
-"""What quantizing takes of memory, from shapes alone, and how many tokens at once keep it below a bound.
+"""The memory that quantizing needs, from shapes alone, and how many tokens per pass keep it below a limit.
 
-The peak is that of the largest of its stages, each a sum of what is alive in it. Counts bytes beyond what the program
-holds before it begins. Does not allocate, and does not know whether there is enough.
+The peak is that of the largest stage; each stage adds up what is alive in it, beyond what the process holds already.
 """
 
 import math
@@ -11,26 +10,27 @@ from dataclasses import dataclass
 from mycli.quant.evaluate import LOGITS_AT_ONCE, STREAM_BYTES
 from mycli.quant.solvers import SOLVER_WEIGHTS
 from mycli.runtime.errors import ResourceError
-from mycli.runtime.memory.layer import observed_values, trained_values, weight_values
+from mycli.runtime.memory.layer import head_widths, hidden_width
 from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.models.layer_spec import LayerSpec
 from mycli.runtime.models.part_spec import LinearSpec
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.units import human_bytes
 
-LIBRARIES = 112 << 20  # buffers of the libraries that multiply and factor, and what malloc keeps: measured
-BATCH = 4  # windows a step of tuning
+LIBRARIES = 112 << 20  # buffers of BLAS and LAPACK, and what malloc retains: measured
+BATCH = 4  # windows per step of tuning
 _FLOAT = 4
 # Matrices [K, K] alive while an input's Hessian is factored: two sums of two kinds, H, its ordered copy, the reversed
 # factor, the identity and the inverse.
 _SQUARES = 10
-_PIECES = 96 << 20  # at most, that malloc keeps of a pass through a block: buffers too small to be given back at once
+_PIECES = 96 << 20  # the most that malloc retains of a pass through a block: its buffers are below the mmap threshold
 _SMALL = 24 << 20  # the search for scales, packing, and buffers of files
 
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes of main memory, and of a GPU's (0 where there is none). `at_once`: tokens through a layer at a time."""
+    """Bytes of main memory and of GPU memory (0 without one). `at_once`: tokens per pass through a layer."""
 
     host: int
     device: int
@@ -39,11 +39,10 @@ class Need:
 
 @dataclass(frozen=True)
 class QuantizationWork:
-    """What is to be done. `tokens`: windows times `seq`; 0 where the method wants no data. `transforms`: inputs are
-    rescaled first.
+    """The sizes that decide the memory of a quantization; token counts are 0 for stages that are left out.
 
-    `judged`: tokens that sensitivities are taken at, 0 where widths are given.
-    `measured`: tokens of the report, 0 where there is none; `context` of them in a window.
+    `tokens`: calibration windows times `seq`. `sensitivity_tokens`: for choosing widths. `measured`: tokens of the
+    report, in windows of `context`.
     """
 
     config: ModelConfig
@@ -54,16 +53,16 @@ class QuantizationWork:
     tunes: bool
     measured: int
     context: int
-    judged: int = 0
+    sensitivity_tokens: int = 0
 
 
 def need(work: QuantizationWork, gpu: bool, at_once: int) -> Need:
-    """For `at_once` tokens through a layer at a time, at least one window."""
-    stages = _solving(work, at_once) if work.tokens else [(0, _tensors(work))]
+    """The memory for `at_once` tokens per pass, at least one window."""
+    stages = _solving(work, at_once) if work.tokens else [(0, _largest_tensor(work))]
     if work.tunes:
-        stages += [_tuning_block(work), _tuning(work)]
-    if work.judged:
-        stages.append(_judging(work, at_once))
+        stages += [_tuning_block(work), _tuning_scales(work)]
+    if work.sensitivity_tokens:
+        stages.append(_sensitivity(work, at_once))
     if work.measured:
         stages.append(_measuring(work, at_once))
     if gpu:
@@ -73,68 +72,101 @@ def need(work: QuantizationWork, gpu: bool, at_once: int) -> Need:
 
 
 def choose(work: QuantizationWork, gpu: bool, at_once: int, max_ram: int | None, max_vram: int | None) -> Need:
-    """`at_once` tokens where that stays within the bounds, else the most that do, by halves.
+    """Halve `at_once` until the memory stays within the limits in bytes.
 
-    Raises ResourceError that names the smallest bound that would do.
+    Raises ResourceError, with the smallest limit that is enough.
     """
-    found = need(work, gpu, at_once)
-    while not _within(found, max_ram, max_vram):
-        if found.at_once <= max(work.seq, work.context if work.measured else 1):
+    result = need(work, gpu, at_once)
+    while not _within(result, max_ram, max_vram):
+        if result.at_once <= max(work.seq, work.context if work.measured else 1):
             break
-        found = need(work, gpu, found.at_once // 2)
-    if max_ram is not None and found.host > max_ram:
-        least = math.ceil(found.host / 2**20)
+        result = need(work, gpu, result.at_once // 2)
+    if max_ram is not None and result.host > max_ram:
+        least = math.ceil(result.host / 2**20)
         raise ResourceError(_too_little("main memory", max_ram), code="raise-max-ram", data={"mib": least})
-    if max_vram is not None and found.device > max_vram:
-        least = math.ceil(found.device / 2**20)
+    if max_vram is not None and result.device > max_vram:
+        least = math.ceil(result.device / 2**20)
         raise ResourceError(_too_little("GPU memory", max_vram), code="raise-max-vram", data={"mib": least})
-    return found
+    return result
 
 
-def _too_little(kind: str, bound: int) -> str:
-    return f"{human_bytes(bound)} of {kind} are too little for this model and calibration"
+def _too_little(kind: str, limit: int) -> str:
+    return f"a limit of {human_bytes(limit)} of {kind} is too small for this model and calibration"
 
 
-def _within(found: Need, max_ram: int | None, max_vram: int | None) -> bool:
-    return (max_ram is None or found.host <= max_ram) and (max_vram is None or found.device <= max_vram)
+def _within(result: Need, max_ram: int | None, max_vram: int | None) -> bool:
+    return (max_ram is None or result.host <= max_ram) and (max_vram is None or result.device <= max_vram)
+
+
+def _weights(layer: LayerSpec) -> int:
+    return sum(math.prod(shape) for _, shape in layer.tensors())
 
 
 def _largest(config: ModelConfig) -> LayerSpec:
-    """The layer that holds most."""
-    return max(config.layer_specs, key=weight_values)
+    return max(config.layer_specs, key=_weights)
 
 
-def _lent(config: ModelConfig, tokens: int) -> int:
-    """Bytes that go along with a stream of so many tokens: keys and values that layers lend, and the rows of tables
-    that layers are told of."""
-    lent = sum(2 * spec.kv_heads * spec.head_dim for spec in config.attentions if spec.kv_shared)
-    told = config.hidden_size + config.layers * config.per_layer_width if config.per_layer_width else 0
-    return _FLOAT * tokens * lent + 2 * min(tokens, config.vocab_size) * told
+def _inner_width(layer: LayerSpec) -> int:
+    """Return the MLP's intermediate size, summed over the experts that one token uses."""
+    if not isinstance(layer.mlp, ExpertsSpec):
+        return layer.mlp.size
+    shared = 0 if layer.mlp.shared is None else layer.mlp.shared.mlp.size
+    return layer.mlp.top_k * layer.mlp.size + shared
 
 
-def _tables(config: ModelConfig) -> int:
-    """Bytes of the largest table of tokens as it is stored."""
-    return 2 * config.vocab_size * max(config.hidden_size, config.layers * config.per_layer_width)
+def observed_values(layer: LayerSpec, product: str) -> int:
+    """Return the values per token while the inputs of a product are collected in two models."""
+    hidden, inner = hidden_width(layer), _inner_width(layer)
+    product = product.rpartition(".")[2]  # all tokens may go to one expert
+    if layer.recurrent is not None:
+        mixer, mixed = layer.recurrent.forward_values(), layer.recurrent.out.in_features
+    else:
+        query, key = head_widths(layer)
+        mixer, mixed = query + 2 * key + 3 * query, hidden
+    per_layer = 0 if layer.per_layer is None else layer.per_layer.gate.out_features
+    # Values that the product's input is computed from, and the width of that input; it is squared and summed in fp32.
+    sources = {"qkv": hidden, "o": mixer, "gate_up": mixer, "down": 4 * inner, "per_layer_gate": 4 * inner}
+    sources |= {"recurrent_in": hidden, "recurrent_out": mixer}
+    width = {"down": inner, "per_layer_projection": per_layer, "recurrent_out": mixed}.get(product, hidden)
+    return 2 * hidden + max(width + sources.get(product, 4 * per_layer), 5 * width)
+
+
+def trained_values(layer: LayerSpec) -> int:
+    """Return the values per token of a forward and backward pass: saved activations and the widest gradients."""
+    hidden = hidden_width(layer)
+    if layer.recurrent is not None:
+        return 12 * hidden + layer.recurrent.training_values() + 8 * _inner_width(layer)
+    query, key = head_widths(layer)
+    return 12 * hidden + 5 * query + 8 * key + 8 * _inner_width(layer)
+
+
+def _side_inputs(config: ModelConfig, tokens: int) -> int:
+    """Bytes of the side inputs of a stream: shared keys and values, and the rows of per-layer embeddings."""
+    shared = sum(2 * spec.kv_heads * spec.head_dim for spec in config.attentions if spec.kv_shared)
+    per_layer = config.hidden_size + config.layers * config.per_layer_width if config.per_layer_width else 0
+    return _FLOAT * tokens * shared + 2 * min(tokens, config.vocab_size) * per_layer
 
 
 def _products(work: QuantizationWork) -> list[tuple[str, int, int]]:
-    """Name, rows and inputs of each product of a block."""
+    """Name, rows and inputs of each product of the largest block."""
     groups: Mapping[str, tuple[LinearSpec, ...]] = _largest(work.config).products()
-    return [(name, sum(each.out_features for each in group), group[0].in_features) for name, group in groups.items()]
+    return [(name, sum(spec.out_features for spec in group), group[0].in_features) for name, group in groups.items()]
+
+
+# Each of the following returns (host, device) bytes of a stage.
 
 
 def _solving(work: QuantizationWork, at_once: int) -> list[tuple[int, int]]:
-    """(host, device) of the stages of work with data."""
     config = work.config
     tokens = max(work.seq, at_once // work.seq * work.seq)
-    # Beside them lies the block before, whose codes are written: as they are, and as a file.
-    weights = weight_values(_largest(config))
-    parts = max(len(spec.parts) - spec.parallel for spec in config.layer_specs)  # each has a stream of its own
-    held = 2 * parts if work.transforms else parts + 1
-    streams = _FLOAT * work.tokens * config.hidden_size * held + 2 * weights + 2 * _lent(config, work.tokens)
+    weights = _weights(_largest(config))
+    parts = max(len(spec.parts) - spec.parallel for spec in config.layer_specs)  # each has its own stream
+    count = 2 * parts if work.transforms else parts + 1
+    # The block before is still being written: its codes as they are, and as a file.
+    streams = _FLOAT * work.tokens * config.hidden_size * count + 2 * weights + 2 * _side_inputs(config, work.tokens)
     blocks = 2 * _FLOAT * weights
-    # The streams are made one after the other, from the table as it is stored.
-    table = _tables(config)
+    # The two streams are embedded one after the other, from the table as it is stored.
+    table = 2 * config.vocab_size * max(config.hidden_size, config.layers * config.per_layer_width)
     stages = [(streams * 2 // 3 + table, 0)]
     for product, rows, inputs in _products(work):
         square = _FLOAT * inputs * inputs
@@ -149,34 +181,33 @@ def _solving(work: QuantizationWork, at_once: int) -> list[tuple[int, int]]:
     return stages
 
 
-def _judging(work: QuantizationWork, at_once: int) -> tuple[int, int]:
-    """Of `quant.mixed_precision`: the stream at every block and what the original ends with; then either the head with
-    the logits of a window, or a block of both models, the gradients of its weights and the pass over a batch. What was
-    made before, the copy, leaves something behind too."""
+def _sensitivity(work: QuantizationWork, at_once: int) -> tuple[int, int]:
+    # See `quant.mixed_precision`: the stream at every block and the original's last one; then either the head with the
+    # logits of a window, or a block of both models with gradients and a batch. Making the copy leaves pieces behind.
     config = work.config
-    streams = _FLOAT * work.judged * config.hidden_size * (config.layers + 3)
+    streams = _FLOAT * work.sensitivity_tokens * config.hidden_size * (config.layers + 3)
     head = _FLOAT * config.vocab_size * (config.hidden_size + 7 * work.seq)
     tokens = max(work.seq, at_once // work.seq * work.seq)
-    blocks = 3 * _FLOAT * weight_values(_largest(config))
+    blocks = 3 * _FLOAT * _weights(_largest(config))
     return streams, max(head, blocks + _FLOAT * tokens * trained_values(_largest(config)) + 3 * _SMALL)
 
 
 def _tuning_block(work: QuantizationWork) -> tuple[int, int]:
-    """Of `quant.tuning.block`: each weight as a code, a level that moves, its gradient, two moments and the best
-    level so far; twice more while it is differentiated, and thrice the largest product."""
-    weights = weight_values(_largest(work.config))
+    # See `quant.tuning.block`: each weight as a code, a level, its gradient, two moments and the best level so far;
+    # two more while it is differentiated, and three times the largest product.
+    weights = _weights(_largest(work.config))
     largest = max(rows * inputs for _, rows, inputs in _products(work))
     streams = _FLOAT * work.tokens * work.config.hidden_size * 2
     trained = (1 + 5 * _FLOAT + 2 * _FLOAT) * weights + 3 * _FLOAT * largest
     return streams, trained + _FLOAT * BATCH * work.seq * trained_values(_largest(work.config))
 
 
-def _tuning(work: QuantizationWork) -> tuple[int, int]:
-    """Of `quant.tuning.end_to_end`: all codes as bytes, scales with their gradients, moments and best so far, one
-    block's weights as they are differentiated, and the stream of a batch at every block."""
+def _tuning_scales(work: QuantizationWork) -> tuple[int, int]:
+    # See `quant.tuning.end_to_end`: all codes as bytes, scales with gradients, moments and best values so far, one
+    # block's weights while they are differentiated, and the stream of a batch at every block.
     config = work.config
-    codes = config.layers * weight_values(_largest(config))
-    scaled = sum(
+    codes = config.layers * _weights(_largest(config))
+    scales = sum(
         packing.groups(linear.in_features) * linear.out_features
         for layer in range(config.layers)
         for group in config.layer(layer).products().values()
@@ -187,15 +218,15 @@ def _tuning(work: QuantizationWork) -> tuple[int, int]:
     saved = _FLOAT * tokens * config.hidden_size * (config.layers + 1)
     logits = 6 * _FLOAT * tokens * config.vocab_size
     head = _FLOAT * config.vocab_size * config.hidden_size * (1 + ("lm_head" in work.packings))
-    block = 5 * _FLOAT * weight_values(_largest(config))
-    kept = codes + 7 * _FLOAT * scaled + saved + head + _SMALL  # what writing the blocks left behind
+    block = 5 * _FLOAT * _weights(_largest(config))
+    resident = codes + 7 * _FLOAT * scales + saved + head + _SMALL  # writing the blocks leaves _SMALL behind
     streams = _FLOAT * work.tokens * config.hidden_size
     training = _FLOAT * tokens * trained_values(_largest(config))
-    return streams, kept + max(training + block, min(training, _PIECES) + logits)
+    return streams, resident + max(training + block, min(training, _PIECES) + logits)
 
 
-def _tensors(work: QuantizationWork) -> int:
-    """Of the largest tensor while it is rounded and packed: stored, fp32 in part, its codes and words."""
+def _largest_tensor(work: QuantizationWork) -> int:
+    """Bytes while the largest tensor is rounded and packed: as stored, fp32 in part, its codes and words."""
     largest = max(math.prod(shape) for _, shape in work.config.tensors())
     return 5 * largest + _SMALL
 
@@ -208,7 +239,6 @@ def _measuring(work: QuantizationWork, at_once: int) -> tuple[int, int]:
     slices = 4 * _FLOAT * min(LOGITS_AT_ONCE, work.context * config.vocab_size)
     table = 2 * config.vocab_size * config.hidden_size
     tokens = max(work.context, at_once // work.context * work.context)
-    passing = (
-        _FLOAT * weight_values(_largest(config)) + _FLOAT * tokens * observed_values(_largest(config), "down") // 2
-    )
+    layer = _largest(config)
+    passing = _FLOAT * _weights(layer) + _FLOAT * tokens * observed_values(layer, "down") // 2
     return streams, max(int(head + slices), passing, head + table)

@@ -1,10 +1,7 @@
-"""GPTQ (arXiv 2210.17323): columns are rounded one after another, and each error is made up for by those that follow.
+"""GPTQ (arXiv 2210.17323): rounds column by column and compensates each error in the columns that follow.
 
-Least ||(W - W') X||^2 for inputs X seen only through the Hessian H = X X^T. Columns are taken by falling diag(H), while
-groups and their scales are those of the natural order, fixed beforehand ("static groups"): readers need no index of
-columns. Scales are searched with diag(H) as weights and are rounded to their storage dtype before any code is chosen.
-Sweeps of coordinate descent from there lower the error of the same problem further.
-Knows one matrix at a time; where the inputs came from is not its business.
+Minimizes ||(W - W') X||^2 for inputs X known through the Hessian H = X X^T, then lowers the error of the same problem
+by sweeps of coordinate descent.
 """
 
 from dataclasses import dataclass
@@ -18,8 +15,8 @@ from mycli.quant.solvers import SOLVER_WEIGHTS, Solution, SolverSpec
 
 SOLVER = SolverSpec(help="round column by column, compensating each error in later columns", needs_data=True)
 
-SWEEPS = 2  # of coordinate descent afterwards; more gain nothing (docs/quality.md)
-# Shares of the mean of diag(H) added to it, until H has a Cholesky factor; then all of them again in double precision.
+SWEEPS = 2  # of coordinate descent; more gain nothing (docs/quality.md)
+# Shares of the mean of diag(H) added to it until H has a Cholesky factor; then all again in double precision.
 DAMPING = (0.01, 0.03, 0.1, 0.3, 1.0)
 
 
@@ -33,7 +30,7 @@ class Factor:
 
 
 def factorize(hessian: Tensor) -> Factor | None:
-    """The factor that `solve` works with, for fp32 H [K, K]; None where no damping makes H positive definite."""
+    """The factor for fp32 H [K, K]; None if no damping makes H positive definite."""
     diagonal = hessian.diagonal()
     order = diagonal.argsort(descending=True, stable=True)
     ordered = hessian[order][:, order]
@@ -47,11 +44,9 @@ def factorize(hessian: Tensor) -> Factor | None:
 
 
 def _inverse_factor(hessian: Tensor, damping: Tensor) -> Tensor | None:
-    """U, upper triangular, with (H + damping I)^-1 = U^T U; None where that is not positive definite.
-
-    H = R R^T with R upper triangular is the Cholesky factorization from the last column on, and U = R^-1: no inverse of
-    H is ever formed and factored again.
-    """
+    """U, upper triangular, with (H + damping I)^-1 = U^T U; None if that is not positive definite."""
+    # H = R R^T with R upper triangular is the Cholesky factorization from the last column on, and U = R^-1: the inverse
+    # of H is never formed and factored again.
     damped = hessian.flip(0, 1)
     damped.diagonal().add_(damping)
     lower, failed = torch.linalg.cholesky_ex(damped)
@@ -66,13 +61,13 @@ def _inverse_factor(hessian: Tensor, damping: Tensor) -> Tensor | None:
 
 
 def solve(weight: Tensor, grid: Grid, hessian: Tensor | None) -> Solution:
-    """Codes and scales for weight [N, K]; hessian fp32 [K, K]. See `find_scales` for the errors raised.
+    """See `SolverModule.solve`; falls back to plain rounding if H has no factor. Raises as `find_scales`.
 
-    A column whose input was always zero is rounded to nearest: calibration says nothing about it, other data may. Where
-    H cannot be factored the whole matrix is, and the solution says so.
+    A column whose input was always zero is rounded to nearest: other data may use it.
     """
     if hessian is None:
         raise ValueError("gptq needs a Hessian")
+    # Stored scales are fixed before any code is chosen, so no rounding follows the compensation.
     scales = find_scales(weight, grid, hessian.diagonal())
     dead = int((hessian.diagonal() == 0).sum())
     factor = factorize(hessian)
@@ -93,7 +88,8 @@ def solve(weight: Tensor, grid: Grid, hessian: Tensor | None) -> Solution:
 def _round_columns(weight: Tensor, scales: Tensor, factor: Factor, grid: Grid) -> Tensor:
     """Codes uint8 [N, K] in natural order for fp32 weight [N, K] and scales [N, groups]."""
     rows, columns = weight.shape
-    # Transposed: a column of W is then contiguous, and so is the scale of each row for it.
+    # Columns in order of falling diag(H), groups in natural order ("static groups"): readers need no index of columns.
+    # Transposed, so that a column of W is contiguous, and so are the scales of all rows for it.
     remaining = weight.T[factor.order].contiguous()
     group_of = factor.order // (columns // scales.shape[1])
     scales = scales.T.contiguous()

@@ -1,7 +1,7 @@
-"""NF4 (QLoRA, arXiv 2305.14314): each weight to the closest of 16 quantiles of a normal distribution, times a scale.
+"""NF4 (QLoRA, arXiv 2305.14314): rounds each weight to the closest of 16 quantiles of a normal distribution times a
+scale.
 
-A group's scale is its largest weight, or with the search the one of least squared error; scales are then quantized
-once more, and codes are chosen for what is left of them. Needs no data, and would not know what to do with any.
+A group's scale is its largest weight or, with the search, that of least squared error.
 """
 
 import torch
@@ -22,24 +22,25 @@ SOLVER = SolverSpec(
     stands_alone=True,  # readers of the layout expect the head unquantized
 )
 
-# Where the end of the table may lie, as multiples of the largest weight: a finer search gains less than 0.2 %.
+# Where the end of the table may lie, as multiples of the largest weight; a finer search gains less than 0.2 %.
 _LOW, _HIGH, _COUNT = 0.7, 1.1, 21
 _REFITS = 2  # least-squares refinements of the best candidate
 
 
 def solve(weight: Tensor, grid: Grid, hessian: Tensor | None = None) -> Solution:
-    """Codes and nested scales for weight [N, K]. Raises ModelError for weights that are not finite."""
+    """See `SolverModule.solve`; the scales are nested. Raises ModelError for weights that are not finite."""
     rows, columns = weight.shape
     groups, table = grid.packing.groups(columns), code_table(grid.packing).to(weight.device)
     step = max(1, SEARCH_WEIGHTS // columns)
-    found = torch.empty(rows, groups, device=weight.device)
+    exact = torch.empty(rows, groups, device=weight.device)
     for start in range(0, rows, step):
         part = grouped(weight[start : start + step], groups)
         largest = part.abs().amax(-1)
         require_representable(largest, torch.float32)
-        found[start : start + step] = largest if grid.search == "absmax" else _least_squares(part, largest, table)
-    nested = nest(found.flatten())
+        exact[start : start + step] = largest if grid.search == "absmax" else _least_squares(part, largest, table)
+    nested = nest(exact.flatten())
     scales = nested.values(dynamic_table()).view(rows, groups).to(weight.device)
+    # Codes are chosen for the scales that are left after these were quantized too.
     codes = torch.empty(rows, columns, dtype=torch.uint8, device=weight.device)
     for start in range(0, rows, step):
         part = grouped(weight[start : start + step], groups)
@@ -48,13 +49,13 @@ def solve(weight: Tensor, grid: Grid, hessian: Tensor | None = None) -> Solution
 
 
 def _nearest(part: Tensor, scales: Tensor, table: Tensor) -> Tensor:
-    """Codes int32 of part [N, G, S] for scales [N, G] of either sign. Where a scale is zero every code is as good."""
+    """Codes int32 of part [N, G, S] for scales [N, G] of either sign; a scale of zero makes every code equal."""
     middles = (table[:-1] + table[1:]) / 2
     return torch.bucketize((part / scales.unsqueeze(-1)).nan_to_num(0.0), middles, out_int32=True)
 
 
 def _least_squares(part: Tensor, largest: Tensor, table: Tensor) -> Tensor:
-    """Scales fp32 [N, G] for part [N, G, S] with the largest absolute values [N, G]: never worse than these."""
+    """Scales fp32 [N, G] for part [N, G, S], never worse than its largest absolute values [N, G]."""
     best = largest
     levels = table[_nearest(part, best, table)]
     least = (levels * best.unsqueeze(-1) - part).square().sum(-1)

@@ -1,9 +1,8 @@
-"""AWQ (arXiv 2306.00978): inputs that are large get finer weights, by a scale that the operation before takes back.
+"""AWQ (arXiv 2306.00978): scales columns of large inputs up before rounding; the operation before them absorbs it.
 
 For s > 0, W x = (W s)(x / s): rounding W s instead of W moves error from columns of large inputs to those of small
-ones. What made x absorbs 1 / s: a norm's gain, the rows of v (one scale for all query heads that read a kv head, so
-grouped queries stay exact), the rows of up. The block computes what it did, and nothing is left to do at run time.
-Knows blocks; what rounds the weights afterwards is not its business.
+ones. The source of x absorbs 1 / s: a norm's gain, the rows of v (one scale for all query heads of a kv head), the rows
+of up. The block computes the same function, at no cost at run time.
 """
 
 from collections.abc import Callable
@@ -24,28 +23,28 @@ RATIOS = tuple(step / 10 for step in range(10))  # s = rms(x)^ratio; 0 changes n
 
 
 def choose_scale(weight: Tensor, grid: Grid, hessian: Tensor, source: NormSpec | OutputRows) -> Tensor | None:
-    """s fp32 [K] of least output error under rounding, None where no scale beats none.
+    """The scale fp32 [K] of least output error after rounding; None if none is better than no scale.
 
-    weight [N, K]: all linears of a product; hessian fp32 [K, K] of their input, which `source` makes.
+    weight [N, K]: all linears of a product; hessian fp32 [K, K] of their input, which `source` computes.
     """
     power = hessian.diagonal()
     if isinstance(source, OutputRows):
-        # Copies of one row must be scaled alike: the mean over them, back in the place of each.
+        # All copies of a row have one scale: grouped queries stay exact.
         grouped = power.view(source.groups, source.copies, source.width)
         power = grouped.mean(1, keepdim=True).expand(grouped.shape).reshape(-1)
     used = power > 0
     if not bool(used.any()):
         return None
-    # Inputs that calibration never used are scaled as the smallest that it did.
+    # Inputs that calibration never used get the scale of the smallest used one.
     rms = torch.where(used, power, power[used].min()).sqrt()
-    wanted = weight.float()
+    target = weight.float()
     best, least = None, float("inf")
     for ratio in RATIOS:
         scale = rms.pow(ratio)
         scale = scale / (scale.max() * scale.min()).sqrt()
-        scaled = wanted * scale
+        scaled = target * scale
         scales = find_scales(scaled, grid, hessian.diagonal() / scale.square())
-        lost = (dequantize_codes(Quantized(round_to_grid(scaled, scales, grid), scales), grid) / scale).sub_(wanted)
+        lost = (dequantize_codes(Quantized(round_to_grid(scaled, scales, grid), scales), grid) / scale).sub_(target)
         error = float((lost @ hessian).mul_(lost).sum(dtype=torch.float64))
         if error < least:
             best, least = (scale if ratio else None), error
@@ -53,14 +52,13 @@ def choose_scale(weight: Tensor, grid: Grid, hessian: Tensor, source: NormSpec |
 
 
 def fold(block: Block, product: str, scale: Tensor, stored: Callable[[str], torch.dtype]) -> dict[str, Tensor]:
-    """Scale the columns of `product`, and unscale what makes them; `stored` tells the dtype of a tensor in the file.
+    """See `TransformModule.fold`; changed are a norm's gain, or biases.
 
-    Returns the tensors that are stored as they are and have changed: a norm's gain, or biases. A gain is rounded first,
-    and the columns follow what it became. Raises ValueError for a product whose inputs nothing makes one by one.
+    Raises ValueError for a product whose inputs are not computed one by one.
     """
     linear, source = block.products[product], block.spec.input_source(product)
     if source is None:
-        raise ValueError(f"nothing makes the inputs of {product} one by one")
+        raise ValueError(f"the inputs of {product} are not computed one by one")
     if isinstance(source, NormSpec):
         norm = next(norm for norm in block.norms if norm.spec == source)
         scale, changed = _fold_norm(norm, scale, stored(norm.tensor))
@@ -73,8 +71,9 @@ def fold(block: Block, product: str, scale: Tensor, stored: Callable[[str], torc
 
 def _fold_norm(norm: RMSNorm, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
     offset = norm.spec.offset
+    # The gain is rounded to its stored dtype first; the columns follow the rounded value.
     gain = norm.stored(norm.weight / scale, dtype).to(norm.weight.dtype) + offset
-    # Where the gain is zero, or too small once divided, the input stays as it was.
+    # An input whose gain is zero, or becomes zero, is not scaled.
     usable = (norm.weight != 0) & (gain != 0)
     scale = torch.where(usable, norm.weight / gain, 1.0)
     norm.weight = torch.where(usable, gain, norm.weight)
@@ -82,7 +81,7 @@ def _fold_norm(norm: RMSNorm, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor
 
 
 def _divide_rows(linear: Linear, start: int, scale: Tensor) -> dict[str, Tensor]:
-    """Divide the rows from `start` on by scale [rows], and their biases: those of each linear that changed, by name."""
+    """Divide rows from `start` on, and their biases, by scale [rows]; returns the changed biases by name."""
     end = start + len(scale)
     weight = linear.weight().clone()
     weight[start:end] /= scale.unsqueeze(1)

@@ -1,7 +1,7 @@
 """Adam (arXiv 1412.6980), the same bits as torch's on the CPU.
 
-Not torch's: whatever first uses `torch.optim` or `torch.utils.checkpoint` imports torch's compiler, 150 MiB and a
-second, and an error raised within that keeps every caller's tensors in a cycle. Does not know what the leaves mean.
+Using `torch.optim` or `torch.utils.checkpoint` imports torch's compiler: 150 MiB and a second, and an error raised
+within it keeps every caller's tensors alive in a reference cycle.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ EPSILON = 1e-8
 
 
 class Adam:
-    """Over groups of fp32 leaves, each with its own rate."""
+    """The optimizer of groups of fp32 leaves, each with its own rate."""
 
     def __init__(self, rates: Sequence[tuple[Sequence[Tensor], float]]) -> None:
         self._leaves = [(leaf, rate) for group, rate in rates for leaf in group]
@@ -24,15 +24,15 @@ class Adam:
 
     @torch.no_grad()
     def step(self, share: float) -> None:
-        """Move every leaf that has a gradient by `share` of its rate, and let go of its gradient."""
+        """Move every leaf that has a gradient by `share` of its rate, and clear the gradient."""
         self._steps += 1
-        kept, kept_squares = BETAS
-        unbiased, root = 1 - kept**self._steps, (1 - kept_squares**self._steps) ** 0.5
+        beta1, beta2 = BETAS
+        unbiased, root = 1 - beta1**self._steps, (1 - beta2**self._steps) ** 0.5
         for (leaf, rate), mean, square in zip(self._leaves, self._means, self._squares, strict=True):
             if leaf.grad is None:
                 continue
-            mean.lerp_(leaf.grad, 1 - kept)
-            square.mul_(kept_squares).addcmul_(leaf.grad, leaf.grad, value=1 - kept_squares)
+            mean.lerp_(leaf.grad, 1 - beta1)
+            square.mul_(beta2).addcmul_(leaf.grad, leaf.grad, value=1 - beta2)
             deviation = square.sqrt().div_(root).add_(EPSILON)
             leaf.addcdiv_(mean, deviation, value=-rate * share / unbiased)
             leaf.grad = None

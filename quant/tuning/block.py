@@ -1,38 +1,33 @@
-"""Codes, scales and gains of one block, trained so that it puts out what the original block does.
+"""Trains codes, scales and gains of one block to reproduce the original block's output.
 
-A solver rounds linear by linear; here the errors of a block's linears, its attention and activation between them, are
-weighed together (block-wise reconstruction, arXiv 2102.05426, with rounding that learns, arXiv 2309.05516). Training
-begins at the solver's codes, each drawn towards the neighbour that the solver nearly took, so that only codes that were
-close calls move. Windows held apart choose the best iterate, and nothing changes unless their error falls.
-Knows one block and the streams around it; nothing of the order of blocks.
+A solver rounds linear by linear; here the errors of a block's linears, with attention and activation between them, are
+weighed together (block-wise reconstruction, arXiv 2102.05426, with learned rounding, arXiv 2309.05516).
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from mycli.quant.layer_streaming import StreamedModel, restore
 from mycli.quant.planning.memory import BATCH
 from mycli.quant.rounding.grid import Grid, Quantized, dequantize_codes
 from mycli.quant.tuning.loop import train
 from mycli.quant.tuning.parameters import TunableBlock
 from mycli.quant.work_folder import Solved
-from mycli.runtime.quantization.scheme import Packing
+from mycli.runtime.layers.layer_part import PassContext
 
 BLOCK_EPOCHS = 4
-# Of Adam, falling to zero along a half cosine: steps of the grid, and shares of a scale (docs/quality.md).
+# Rates of Adam, in steps of the grid and in shares of a scale (docs/quality.md).
 ROUNDING_RATE = 0.007
 SCALE_RATE = 3e-3
-PULL = 0.9  # of the way towards the neighbour a level begins, so that none begins at a tie
+PULL = 0.9  # how far levels start on their way to the neighbour: at 1 close calls would start at a tie
 
 
 def preferred_shifts(target: Tensor, quantized: Quantized, grid: Grid, hessian: Tensor) -> Tensor:
-    """How far each level would move if it were free and all others stayed: fp32 [N, K] steps, at most half of one,
-    times `PULL`.
+    """The movement of each level, if it were free and all others fixed: fp32 [N, K], at most half a step, times `PULL`.
 
-    target [N, K], hessian fp32 [K, K]; 0 for inputs that were always zero.
+    Training starts there, so only codes that were close calls move. target [N, K], hessian fp32 [K, K]; 0 for inputs
+    that were always zero.
     """
     diagonal = hessian.diagonal()
     pull = (target.float() - dequantize_codes(quantized, grid)) @ hessian
@@ -42,31 +37,18 @@ def preferred_shifts(target: Tensor, quantized: Quantized, grid: Grid, hessian: 
 
 
 def tune_block(
-    model: StreamedModel,
-    layer: int,
-    solved: Solved,
-    shifts: Mapping[str, Tensor],
-    packings: Mapping[str, Packing],
-    scale_dtype: torch.dtype,
-    stream: Tensor,
-    wanted: Tensor,
+    block: TunableBlock, context: PassContext, stream: Tensor, target: Tensor, seed: int, device: torch.device
 ) -> Solved:
-    """`solved`, trained to turn `stream`, which enters the layer, into `wanted`, both [windows, context, hidden].
+    """Train `block` to turn `stream` into `target`, both [windows, context, hidden] on the host.
 
-    `shifts` by linear: `preferred_shifts`, which are taken over. Every layer's record says by how much the error of
-    windows held apart fell.
+    Unchanged unless the error of the held-out windows falls; the share that is left is noted for every linear.
     """
-    context = model.context(stream.shape[1], exact=True)
-    block = model.block(layer)
-    restore(block, solved.changed)
-    trained = TunableBlock(block, solved, packings, scale_dtype, model.stored_dtype, shifts)
-    device = model.placement.device
 
-    def loss(rows: Tensor) -> Tensor:
-        return (trained(stream[rows].to(device), context) - wanted[rows].to(device)).float().square().mean()
+    def loss(windows: Tensor) -> Tensor:
+        return (block(stream[windows].to(device), context) - target[windows].to(device)).float().square().mean()
 
-    rates = [(trained.shifts(), ROUNDING_RATE), (trained.scale_changes(), SCALE_RATE)]
-    gained = train(rates, loss, len(stream), BATCH, BLOCK_EPOCHS, layer, device)
-    tuned = trained.solved() if gained.after < gained.before else solved
-    share = gained.after / gained.before if gained.before > 0 else 1.0
-    return replace(tuned, layers=tuple(replace(each, tuned=share) for each in tuned.layers))
+    rates = [(block.shifts(), ROUNDING_RATE), (block.scale_changes(), SCALE_RATE)]
+    gain = train(rates, loss, len(stream), BATCH, BLOCK_EPOCHS, seed, device)
+    tuned = block.current() if gain.after < gain.before else block.start
+    share = gain.after / gain.before if gain.before > 0 else 1.0
+    return replace(tuned, layers=tuple(replace(layer, tuned=share) for layer in tuned.layers))

@@ -1,9 +1,7 @@
-"""Scales and gains of a whole quantized model, trained so that it predicts what the original does; codes stay.
+"""Trains scales and gains of a whole quantized model to predict what the original predicts; codes stay.
 
-Least mean KL(P || Q) over calibration tokens, P the original's distribution, Q the quantized model's (arXiv 2407.11062
-trains scales end to end, on a text; here the original is the teacher). Windows held apart choose the best iterate, and
-nothing changes unless their KL falls. Of the model, codes and one block's weights are in memory: blocks are computed
-again in backward. Knows the grid through `quant.tuning.parameters`.
+The loss is the mean KL(P || Q) over calibration tokens, P the original's distribution, Q the quantized model's (arXiv
+2407.11062, with the original as teacher instead of the text). Codes and one block's weights are in memory.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,19 +29,19 @@ from mycli.runtime.layers.vocabulary import finish_logits
 from mycli.runtime.quantization.scheme import Packing
 
 SCALE_EPOCHS = 4
-RATE = 1e-3  # of Adam, in shares of a scale; falls to zero along a half cosine
+RATE = 1e-3  # of Adam, in shares of a scale
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """The blocks, changed only where the KL of the windows held apart fell."""
+    """The blocks, changed only if the KL of the held-out windows fell."""
 
     blocks: list[Solved]
     kl: Tuning
 
 
 class _Recomputed(Function):
-    """A function's output, of which nothing is kept but the input: backward computes it again (arXiv 1604.06174)."""
+    """Activation checkpointing (arXiv 1604.06174): saves only the input and computes the function again in backward."""
 
     @staticmethod
     def forward(ctx: Any, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -62,7 +60,7 @@ class _Recomputed(Function):
 
 
 def recomputed(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """`run(x)`; its leaves and x, which must require a gradient, get theirs, at the price of a second pass."""
+    """`run(x)`, computed again in backward; x must require a gradient."""
     y: Tensor = _Recomputed.apply(run, x)  # type: ignore[no-untyped-call]  # torch's stub
     return y
 
@@ -91,18 +89,13 @@ class _Student:
     def leaves(self) -> list[Tensor]:
         return [leaf for block in self.blocks for leaf in block.scale_changes()] + [self.gain.change]
 
-    def hidden(self, tokens: Tensor) -> Tensor:
-        """[windows, context, hidden] after the last norm."""
+    def log_probabilities(self, tokens: Tensor) -> Tensor:
         context = self._model.context(tokens.shape[1], exact=True)
         x = self._model.embed(tokens).to(self._model.placement.device).requires_grad_(torch.is_grad_enabled())
         for block in self.blocks:
             x = recomputed(partial(block, context=context), x)
         self.gain.install()
-        y: Tensor = self.norm(x)
-        return y
-
-    def logs(self, hidden: Tensor) -> Tensor:
-        return finish_logits(self._head(hidden), self._model.config).log_softmax(-1)
+        return finish_logits(self._head(self.norm(x)), self._model.config).log_softmax(-1)
 
 
 def tune_scales(
@@ -114,32 +107,27 @@ def tune_scales(
     seed: int,
     progress: ReportProgress = silent,
 ) -> Tuned:
-    """`blocks` of `model` (the original) in order, and one for the head if that is quantized; windows int64
-    [samples, seq], at least `HELD` of them.
+    """Tune `blocks` of `model` (the original), in order, with one for the head if that is quantized.
 
-    One more block may come back, for the last norm. The same seed gives the same bytes.
+    windows int64 [samples, seq], at least `HELD_OUT_EVERY` of them. The result may have one more block, for the final
+    norm. The same seed gives the same bytes.
     """
     trim_heap(mmap_threshold=4 << 20)
     student = _Student(model, blocks, packings, scale_dtype)
     target = model.hidden(windows)
 
     def loss(rows: Tensor) -> Tensor:
-        return _kl(model, student, target[rows], windows[rows])
+        with torch.no_grad():
+            teacher = model.logits(target[rows]).log_softmax(-1)
+        ours = student.log_probabilities(windows[rows])
+        return functional.kl_div(ours, teacher, reduction="none", log_target=True).sum(-1).mean()
 
     at_once = min(BATCH, max(1, LOGITS_AT_ONCE // (windows.shape[1] * model.config.vocab_size)))
     device = model.placement.device
-    gained = train([(student.leaves(), RATE)], loss, len(windows), at_once, SCALE_EPOCHS, seed, device, progress)
-    if gained.after == gained.before:
-        return Tuned(list(blocks), gained)
-    tuned = [block.solved() for block in student.blocks]
+    gain = train([(student.leaves(), RATE)], loss, len(windows), at_once, SCALE_EPOCHS, seed, device, progress)
+    if gain.after == gain.before:
+        return Tuned(list(blocks), gain)
+    tuned = [block.current() for block in student.blocks]
     last = blocks[-1] if len(blocks) > len(tuned) else Solved({}, {}, ())
     tuned.append(replace(last, changed={**last.changed, student.gain.name: student.gain.stored()}))
-    return Tuned(tuned, gained)
-
-
-def _kl(model: StreamedModel, student: _Student, target: Tensor, tokens: Tensor) -> Tensor:
-    """Mean over tokens; target [windows, context, hidden] is the original's stream after its last block."""
-    with torch.no_grad():
-        theirs = model.logits(target).log_softmax(-1)
-    ours = student.logs(student.hidden(tokens))
-    return functional.kl_div(ours, theirs, reduction="none", log_target=True).sum(-1).mean()
+    return Tuned(tuned, gain)

@@ -1,9 +1,8 @@
-"""A quantized block whose scales and gains, and if asked its codes, follow gradients.
+"""A quantized block whose scales, gains and, optionally, codes can be trained.
 
-What is trained is the change from where it began: scales relative to themselves, gains relative to their mean, codes
-in steps of the grid. The forward pass always uses the values as they will be stored, rounded to their dtypes and to
-whole codes; gradients pass straight through the rounding (arXiv 1308.3432). Weights exist in fp32 for one block at a
-time. Knows one block, nothing of losses.
+Trained values are changes from the start: scales relative to themselves, gains relative to their mean, codes in steps
+of the grid. The forward pass uses the values that will be stored, rounded to their dtypes and to whole codes; gradients
+pass straight through the rounding (arXiv 1308.3432).
 """
 
 from collections.abc import Callable, Mapping
@@ -28,7 +27,7 @@ def straight_through(value: Tensor, rounded: Tensor) -> Tensor:
 
 
 class TunableWeight:
-    """One quantized linear. `shift` fp32 [N, K]: where its levels begin, in steps off its codes, if those may move."""
+    """A quantized linear. `shift` fp32 [N, K]: start of its levels in steps off the codes; None: codes stay."""
 
     def __init__(self, quantized: Quantized, grid: Grid, device: torch.device, shift: Tensor | None = None) -> None:
         self._grid = grid
@@ -38,11 +37,11 @@ class TunableWeight:
         self.shift = None if shift is None else shift.to(device).requires_grad_()
 
     def _stored_scales(self) -> Tensor:
-        wanted = self._scales * (1 + self.scale_change)
-        return straight_through(wanted, self._grid.storable(wanted.detach()))
+        exact = self._scales * (1 + self.scale_change)
+        return straight_through(exact, self._grid.storable(exact.detach()))
 
     def weight(self) -> Tensor:
-        """fp32 [N, K], differentiable."""
+        """The dequantized weight, fp32 [N, K], differentiable."""
         scales = self._stored_scales()
         return (grouped(self._levels(), scales.shape[1]) * scales.unsqueeze(-1)).flatten(1)
 
@@ -50,12 +49,12 @@ class TunableWeight:
         levels = self._codes.float() - self._grid.half
         if self.shift is None:
             return levels
-        wanted = levels + self.shift
-        return straight_through(wanted, wanted.detach().round().clamp(-self._grid.half, self._grid.half - 1))
+        exact = levels + self.shift
+        return straight_through(exact, exact.detach().round().clamp(-self._grid.half, self._grid.half - 1))
 
     @torch.no_grad()
     def quantized(self) -> Quantized:
-        """As it stands now."""
+        """The current codes and scales."""
         codes = (self._levels() + self._grid.half).to(torch.uint8)
         return Quantized(codes, self._stored_scales().to(self._grid.scale_dtype))
 
@@ -72,42 +71,42 @@ class TunableGain:
         self.change = torch.zeros_like(self._start, requires_grad=True)
 
     def install(self) -> None:
-        """Into the norm, differentiable."""
-        wanted = self._start + self._unit * self.change
-        stored = self._norm.stored(wanted.detach(), self._dtype).to(wanted.dtype)
-        self._norm.weight = straight_through(wanted, stored + self._norm.spec.offset)
+        """Set the norm's gain, differentiable."""
+        exact = self._start + self._unit * self.change
+        stored = self._norm.stored(exact.detach(), self._dtype).to(exact.dtype)
+        self._norm.weight = straight_through(exact, stored + self._norm.spec.offset)
 
     @torch.no_grad()
     def stored(self) -> Tensor:
-        """As it stands now."""
+        """The current tensor for the file."""
         return self._norm.stored(self._start + self._unit * self.change, self._dtype)
 
 
 class TunableBlock:
-    """`block` with the codes and scales of `solved`; its own weights are let go of.
+    """`block` with the codes and scales of `start`; its dense weights are dropped.
 
-    `stored` tells the dtype of a tensor in the file; `shifts` by linear lets codes move. Calling it is the block's
-    forward, safe to be run again in backward (activation checkpointing).
+    Weights exist in fp32 for one block at a time. A call is the block's forward, and may be repeated in backward
+    (activation checkpointing). `stored` returns the dtype of a tensor in the file; `shifts` by linear lets codes move.
     """
 
     def __init__(
         self,
         block: Block,
-        solved: Solved,
+        start: Solved,
         packings: Mapping[str, Packing],
         scale_dtype: torch.dtype,
         stored: Callable[[str], torch.dtype],
         shifts: Mapping[str, Tensor] | None = None,
     ) -> None:
         self._block = block
-        self._solved = solved
+        self.start = start
         device = block.norms[0].weight.device
         self.weights: dict[str, TunableWeight] = {}
         for linear in self._linears():
             for spec in linear.specs:
                 grid = Grid(packings[spec.name], scale_dtype)
                 shift = None if shifts is None else shifts[spec.name]
-                self.weights[spec.name] = TunableWeight(solved.linears[spec.name], grid, device, shift)
+                self.weights[spec.name] = TunableWeight(start.linears[spec.name], grid, device, shift)
             linear.replace(None)
         self.gains = [TunableGain(norm, stored(norm.tensor)) for norm in block.norms]
 
@@ -115,7 +114,6 @@ class TunableBlock:
         return list(self._block.products.values())
 
     def __call__(self, x: Tensor, context: PassContext) -> Tensor:
-        """x [windows, tokens, hidden] to the same, differentiable in x and in all that is tuned."""
         for gain in self.gains:
             gain.install()
         for linear in self._linears():
@@ -127,15 +125,15 @@ class TunableBlock:
         return y
 
     def scale_changes(self) -> list[Tensor]:
-        """Changes of scales and gains, leaves."""
+        """The trainable changes of scales and gains."""
         return [weight.scale_change for weight in self.weights.values()] + [gain.change for gain in self.gains]
 
     def shifts(self) -> list[Tensor]:
-        """What moves the codes, leaves; none where they stay."""
+        """The trainable movements of codes; empty if codes stay."""
         return [weight.shift for weight in self.weights.values() if weight.shift is not None]
 
-    def solved(self) -> Solved:
-        """As it stands now, described as before."""
+    def current(self) -> Solved:
+        """The block with its current codes, scales and gains."""
         linears = {name: weight.quantized() for name, weight in self.weights.items()}
-        changed = {**self._solved.changed, **{gain.name: gain.stored() for gain in self.gains}}
-        return replace(self._solved, linears=linears, changed=changed)
+        changed = {**self.start.changed, **{gain.name: gain.stored() for gain in self.gains}}
+        return replace(self.start, linears=linears, changed=changed)

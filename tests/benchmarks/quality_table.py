@@ -21,11 +21,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mycli.quant import solvers
-from mycli.quant.blockwise import Solver, quantize_blocks
+from mycli.quant.blockwise import BlockSolver, quantize_blocks
 from mycli.quant.calibration import sampler as calibration
 from mycli.quant.evaluate import cut, evaluate, held_out_text
 from mycli.quant.layer_streaming import StreamedModel
-from mycli.quant.model_card import Layer
+from mycli.quant.linear_solver import LinearSolver, SolvedProduct
 from mycli.quant.recipe import Recipe
 from mycli.quant.rounding.error_compensation import Moments
 from mycli.quant.rounding.grid import Grid, Quantized, Search, dequantize_codes
@@ -67,17 +67,17 @@ class PlainGptq:
         return Solution(Quantized(codes, scales))
 
 
-class Peer(Solver):
+class Peer(LinearSolver):
     """A scheme that aims at the weights as they are."""
 
     def __init__(self, scheme: SolverModule) -> None:
         super().__init__("gptq", torch.bfloat16, "mse")
-        self._scheme = scheme
+        self.solve_matrix = scheme.solve
 
     def solve(
-        self, weights: Mapping[str, Tensor], packing: Packing, fitted: Moments, held: Moments
-    ) -> tuple[dict[str, Quantized], list[Layer], dict[str, Tensor]]:
-        still = [Moments(each.hessian, torch.zeros_like(each.drift)) for each in (fitted, held)]
+        self, weights: Mapping[str, Tensor], packing: Packing, fitted: Moments, held_out: Moments
+    ) -> SolvedProduct:
+        still = [Moments(each.hessian, torch.zeros_like(each.drift)) for each in (fitted, held_out)]
         return super().solve(weights, packing, *still)
 
 
@@ -104,16 +104,16 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     for bits in options.bits:
         packings = Recipe(bits=bits, group=options.group).packings(config)
-        ours = Solver("gptq", torch.bfloat16, "mse")
-        methods: dict[str, Solver | Search] = {
+        ours = LinearSolver("gptq", torch.bfloat16, "mse")
+        methods: dict[str, LinearSolver | Search] = {
             "rounding, scale of the largest weight": "absmax",
             "rounding, searched scale (`--method rtn`)": "mse",
             "plain GPTQ": Peer(PlainGptq()),
             "GPTQ of mycli, without refit": Peer(solvers.load("gptq")),
-            "`--method awq`": Solver("rtn", torch.bfloat16, "mse", transform="awq"),
-            "`--method awq+gptq`": Solver("gptq", torch.bfloat16, "mse", transform="awq"),
+            "`--method awq`": LinearSolver("rtn", torch.bfloat16, "mse", transform="awq"),
+            "`--method awq+gptq`": LinearSolver("gptq", torch.bfloat16, "mse", transform="awq"),
             "`--method gptq`": ours,
-            "`--method gptq --tune`": Solver("gptq", torch.bfloat16, "mse", tunes=True),
+            "`--method gptq --tune`": LinearSolver("gptq", torch.bfloat16, "mse", tunes=True),
         }
         plain = 0.0
         for name, solver in methods.items():
@@ -133,7 +133,7 @@ def main() -> None:
             else:
                 blocks: list[Solved] = []
                 model = StreamedModel(open_model_folder(PICO), CPU)
-                quantize_blocks(model, packings, solver, shown.windows, blocks.append)
+                quantize_blocks(BlockSolver(model, packings, solver, shown.windows), blocks.append)
                 if name.endswith("--tune`"):
                     tuned = tune_scales(model, blocks, packings, torch.bfloat16, shown.windows, seed=0)
                     blocks = list(tuned.blocks)

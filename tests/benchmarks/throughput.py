@@ -19,8 +19,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from mycli.quant.blockwise import Solver, quantize_blocks
+from mycli.quant.blockwise import BlockSolver, quantize_blocks
 from mycli.quant.layer_streaming import StreamedModel
+from mycli.quant.linear_solver import LinearSolver
 from mycli.quant.recipe import Recipe
 from mycli.quant.work_folder import Solved
 from mycli.runtime.checkpoint.open_folder import open_model_folder
@@ -102,7 +103,9 @@ def layer_seconds(
         def sink(_: Solved) -> None:  # called when the block is on the host
             times.append(time.monotonic())
 
-        quantize_blocks(model, Recipe().packings(config), Solver("gptq", torch.bfloat16, "mse"), windows, sink)
+        quantize_blocks(
+            BlockSolver(model, Recipe().packings(config), LinearSolver("gptq", torch.bfloat16, "mse"), windows), sink
+        )
         return [after - before for before, after in pairwise(times)]
 
 

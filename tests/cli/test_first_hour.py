@@ -126,7 +126,7 @@ def test_a_persons_files_in_a_quantized_folder_stay(mycli: Mycli, tmp_path: Path
     notes = tmp_path / "out" / "notes.md"
     notes.write_text("mine")
     refused = mycli(*call, "--overwrite")
-    assert refused.returncode == 2 and "also holds notes.md" in refused.stderr and notes.read_text() == "mine"
+    assert refused.returncode == 2 and "contains notes.md" in refused.stderr and notes.read_text() == "mine"
     recipe = mycli("show", str(tmp_path / "out"), "--recipe").stdout
     assert "None" not in recipe
 

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from mycli.quant.blockwise import Solver, quantize_blocks
+from mycli.quant.blockwise import BlockSolver, quantize_blocks
 from mycli.quant.calibration import hessian as observe
-from mycli.quant.calibration.hessian import HELD, BlockState, inputs, leave
+from mycli.quant.calibration.hessian import HELD_OUT_EVERY, ObservedBlock, finish_block, product_input
 from mycli.quant.layer_streaming import StreamedModel
+from mycli.quant.linear_solver import LinearSolver
 from mycli.quant.recipe import Recipe
 from mycli.quant.rounding.error_compensation import Moments
 from mycli.quant.rounding.grid import Grid, dequantize_codes, round_to_grid
@@ -45,8 +46,8 @@ def test_inputs_are_what_each_product_of_the_block_gets(model: StreamedModel, wi
     block, context, x = model.block(1), model.context(16, exact=True), model.embed(windows)
     attention, mlp = block.mixer, block.mlp
     assert attention.norm is not None and mlp.norm is not None
-    state = BlockState(block, x.clone(), settled)
-    got = {product: inputs(state, product, slice(0, 10), context, CPU.device).x for product in block.products}
+    state = ObservedBlock(block, x.clone(), settled)
+    got = {product: product_input(state, product, slice(0, 10), context, CPU.device).x for product in block.products}
     assert torch.equal(got["qkv"], attention.norm(x))
     between = x + attention.o(got["o"])
     assert torch.equal(got["gate_up"], mlp.norm(between))
@@ -56,7 +57,7 @@ def test_inputs_are_what_each_product_of_the_block_gets(model: StreamedModel, wi
     assert torch.equal(between + mlp.down(got["down"]), after)
     assert torch.equal(state.streams[0], after if settled else x)
     if not settled:
-        leave(model, state, context)
+        finish_block(model, state, context)
         assert torch.equal(state.streams[0], after), "to the bit, or a run that goes on would differ"
 
 
@@ -66,9 +67,11 @@ def test_every_token_counts_once(model: StreamedModel, windows: Tensor, monkeypa
     block, context = model.block(0), model.context(16, exact=True)
     stream = model.embed(windows)
     other = stream * 1.5 + 0.1
-    fitted, held, _ = observe.observe(model, BlockState(block, stream), BlockState(block, other), "o", context)
-    x, y = (inputs(BlockState(block, each), "o", slice(0, 10), context, CPU.device).x for each in (stream, other))
-    chosen = torch.arange(10) % HELD == HELD - 1
+    fitted, held, _ = observe.observe(model, ObservedBlock(block, stream), ObservedBlock(block, other), "o", context)
+    x, y = (
+        product_input(ObservedBlock(block, each), "o", slice(0, 10), context, CPU.device).x for each in (stream, other)
+    )
+    chosen = torch.arange(10) % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
     for moments, rows in ((fitted, ~chosen), (held, chosen)):
         a, b = x[rows].flatten(0, 1), y[rows].flatten(0, 1)
         assert close(moments.hessian, a.T @ a) and close(moments.drift, (b - a).T @ a)
@@ -80,7 +83,7 @@ def test_each_product_sees_what_was_quantized_before_it(
     """The Hessian that the last product is solved with is that of the whole quantized prefix."""
     packings = Recipe("rtn", 3, 64).packings(model.config)
     seen: dict[str, Tensor] = {}
-    solver = Solver("rtn", torch.bfloat16, "mse")
+    solver = LinearSolver("rtn", torch.bfloat16, "mse")
     solve = solver.solve
 
     def watch(weights: dict[str, Tensor], packing: Packing, fitted: Moments, held: Moments) -> object:
@@ -94,14 +97,14 @@ def test_each_product_sees_what_was_quantized_before_it(
         for name, quantized in solved.linears.items():
             restored[name] = dequantize_codes(quantized, Grid(packings[name], torch.bfloat16)).bfloat16().float()
 
-    layers = quantize_blocks(model, packings, solver, windows, sink)
+    layers = quantize_blocks(BlockSolver(model, packings, solver, windows), sink)
     assert [layer.name for layer in layers] == list(packings) == list(restored)
     stream, context = model.embed(windows), model.context(16, exact=True)
     for index in range(model.config.layers):
         block = model.block(index)
-        state = BlockState(block, stream)
+        state = ObservedBlock(block, stream)
         for product, linear in block.products.items():
-            x = inputs(state, product, slice(0, 10), context, CPU.device).x.flatten(0, 1)
+            x = product_input(state, product, slice(0, 10), context, CPU.device).x.flatten(0, 1)
             assert close(seen[linear.specs[0].name], x.T @ x)
             linear.replace(torch.cat([restored[spec.name] for spec in linear.specs]))
         model.advance(block, stream, context)
@@ -114,7 +117,7 @@ def test_activations_that_are_not_finite_name_layer_and_windows(
     monkeypatch.setattr(model, "at_once", 4 * 16)
     stream = model.embed(windows)
     stream[5, 3] = float("nan")
-    state = BlockState(model.block(1), stream)
+    state = ObservedBlock(model.block(1), stream)
     with pytest.raises(ModelError, match=r"model.layers.1.self_attn.q_proj: .* in calibration windows 4 to 7"):
         observe.observe(model, state, state, "qkv", model.context(16))
 
@@ -137,7 +140,7 @@ def test_the_better_of_solution_and_rounding_is_kept(fault: str, monkeypatch: py
 
     monkeypatch.setattr("mycli.quant.solvers.load", lambda _: Unlucky)
     packing = Packing(4, 32)
-    solved, layers, _ = Solver("any", torch.bfloat16, "mse").solve(
+    solved, layers, _ = LinearSolver("any", torch.bfloat16, "mse").solve(
         {"a": good, "b": bad}, packing, half(hessian), half(hessian)
     )
     assert [layer.fallback for layer in layers] == [None, "plain rounding is better"]
@@ -150,7 +153,7 @@ def test_the_better_of_solution_and_rounding_is_kept(fault: str, monkeypatch: py
 def test_a_hessian_that_cannot_be_factored_is_counted(fault: str) -> None:
     weight, hessian = problem(8, 64)
     hessian[3, 5] = hessian[5, 3] = 1e12
-    solver, given = Solver("gptq", torch.bfloat16, "mse"), (half(hessian), half(hessian))
+    solver, given = LinearSolver("gptq", torch.bfloat16, "mse"), (half(hessian), half(hessian))
     _, layers, _ = solver.solve({"a": weight}, Packing(4, 32), *given)
     assert layers[0].fallback is not None and layers[0].damping is None
 
@@ -172,9 +175,9 @@ def test_a_block_is_written_while_the_next_is_solved_and_the_one_after_read_ahea
         written.extend(solved.linears)
 
     monkeypatch.setattr(model, "block", watched)
-    monkeypatch.setattr(model, "expect", expected.append)
+    monkeypatch.setattr(model, "prefetch", expected.append)
     packings = Recipe("rtn", 4, 64).packings(model.config)
-    quantize_blocks(model, packings, Solver("rtn", torch.bfloat16, "mse"), windows, sink)
+    quantize_blocks(BlockSolver(model, packings, LinearSolver("rtn", torch.bfloat16, "mse"), windows), sink)
     assert written == list(packings) and expected == list(range(1, model.config.layers))
 
 
@@ -190,5 +193,5 @@ def test_what_cannot_be_written_ends_the_work(model: StreamedModel, windows: Ten
 
     packings = Recipe("rtn", 4, 64).packings(model.config)
     with pytest.raises(ResourceError, match="disk full"):
-        quantize_blocks(model, packings, Solver("rtn", torch.bfloat16, "mse"), windows, sink)
+        quantize_blocks(BlockSolver(model, packings, LinearSolver("rtn", torch.bfloat16, "mse"), windows), sink)
     assert len(written) == block

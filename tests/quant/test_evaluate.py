@@ -113,10 +113,10 @@ def test_windows_do_not_overlap_and_the_tail_is_dropped(tokenizer: Tokenizer) ->
 def test_what_cannot_be_scored_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="fewer than one window of 512"):
         cut("too short", tokenizer, 512)
-    with pytest.raises(UsageError, match="needs two tokens"):
+    with pytest.raises(UsageError, match="each needs two"):
         cut("too short", tokenizer, 1)
     model = StreamedModel(open_model_folder(PICO), FP32)
-    with pytest.raises(UsageError, match="windows of 4096 tokens; the model takes 2048"):
+    with pytest.raises(UsageError, match="windows of 4096 tokens exceed the model's context of 2048"):
         evaluate(model, TokenWindows(torch.zeros(1, 4096, dtype=torch.int64), False, ""))
     with pytest.raises(NotFoundError, match="none.txt"):
         read_text(tmp_path / "none.txt")

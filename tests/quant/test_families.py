@@ -14,10 +14,10 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mycli.quant.blockwise import UNSEEN
-from mycli.quant.calibration.hessian import BlockState, inputs
+from mycli.quant.calibration.hessian import ObservedBlock, product_input
 from mycli.quant.export import ExportRequest, find_export_target
 from mycli.quant.layer_streaming import StreamedModel
+from mycli.quant.linear_solver import TOO_FEW_TOKENS
 from mycli.quant.pipeline import quantize
 from mycli.quant.planning.plan import plan_quantization
 from mycli.quant.recipe import Recipe
@@ -173,12 +173,12 @@ def test_calibration_observes_what_each_linear_gets(case: str, settled: bool, tm
     expected = hooked_inputs(reference, tokens, experts_of(folder))
     model = StreamedModel(folder, CPU)
     stream, context = model.embed(tokens), model.context(TOKENS, exact=True)
-    sides = model.sides(tokens)
+    sides = model.side_inputs(tokens)
     for index in range(model.config.layers):
         block = model.block(index)
-        state = BlockState(block, stream.clone(), settled, sides)
+        state = ObservedBlock(block, stream.clone(), settled, sides)
         for product, linear in block.products.items():
-            found = inputs(state, product, slice(0, 3), context, CPU.device).x
+            found = product_input(state, product, slice(0, 3), context, CPU.device).x
             for spec in linear.specs:
                 wanted = expected.pop(spec.name)
                 assert found.numel() == wanted.numel()  # windows and tokens may be one axis there
@@ -244,6 +244,8 @@ def test_the_copy_is_the_model_that_transformers_reads(case: str, method: str, b
         lost = ((ours - original).norm(dim=-1) / original.norm(dim=-1)).median()
     assert lost < LOST[bits], "a copy that folds or calibrates wrongly says something else"
     assert all(
-        layer.fallback == UNSEEN if layer.output_error is None else layer.output_error < (1e-3 if bits == 8 else 0.1)
+        layer.fallback == TOO_FEW_TOKENS
+        if layer.output_error is None
+        else layer.output_error < (1e-3 if bits == 8 else 0.1)
         for layer in outcome.layers
     )

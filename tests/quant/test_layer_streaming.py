@@ -60,10 +60,10 @@ def test_a_layer_is_read_ahead_where_it_lies(monkeypatch: pytest.MonkeyPatch) ->
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "posix_fadvise", lambda _, offset, count, how: asked.append((offset, count)))
     model = StreamedModel(open_model_folder(PICO), Placement(torch.device("cpu"), torch.float32))
-    model.expect(2)
+    model.prefetch(2)
     entries = Manifest.open(PICO).tensors
     wanted = [entry for name, entry in entries.items() if name.startswith("model.layers.2.")]
     assert sorted(asked) == sorted((entry.offset, entry.nbytes) for entry in wanted) and len(asked) == 9
     monkeypatch.setattr(os, "open", lambda *_: (_ for _ in ()).throw(FileNotFoundError("gone")))
-    model.expect(2)
+    model.prefetch(2)
     assert len(asked) == 9

@@ -64,7 +64,7 @@ def test_no_other_choice_of_equal_size_loses_less() -> None:
 
 def test_what_is_too_little_is_refused() -> None:
     assert allocate.low_width(3.5, 128) == 3 and allocate.low_width(3.1, 128) == 2 and allocate.low_width(9, None) == 4
-    with pytest.raises(UsageError, match=r"2\.01 bits per weight: 3 bits with their scales take 3\.000"):
+    with pytest.raises(UsageError, match=r"2\.01 bits per weight is too low: 3 bits with scales take 3\.000"):
         allocate.allocate([share(1.0)], 2.01, 3)
 
 

@@ -79,7 +79,7 @@ def test_dry_run_tells_the_exact_size_and_writes_nothing(data_dir: Path, capsys:
 )
 def test_a_bound_is_told_as_it_was_given(text: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = call(capsys, "quantize", "pico", "--max-ram", text, "--dry-run")
-    assert code == 5 and out == "" and f"error: {told} of main memory are too little" in err
+    assert code == 5 and out == "" and f"error: a limit of {told} of main memory is too small" in err
 
 
 @pytest.mark.parametrize("fault", ["E7-bound-too-small"])
@@ -87,7 +87,7 @@ def test_a_bound_that_cannot_be_kept_ends_with_5_and_tells_which_could(
     data_dir: Path, capsys: pytest.CaptureFixture[str], fault: str
 ) -> None:
     code, out, err = call(capsys, "quantize", "pico", "--max-ram", "20MiB")
-    assert code == 5 and out == "" and "20 MiB of main memory are too little" in err and not data_dir.exists()
+    assert code == 5 and out == "" and "20 MiB of main memory is too small" in err and not data_dir.exists()
     least = err.split("the minimum is --max-ram ")[1].split(";")[0]
     code, out, _ = call(capsys, "quantize", "pico", "--max-ram", least, "--dry-run", "--json")
     told = parsed(out)
@@ -158,7 +158,7 @@ def test_too_many_layers_merely_rounded_end_with_6(
         (["--report", "x"], "--report x"),
         (["--samples", "1", "--seq", "128"], "1 samples of 128 tokens"),
         (["--seq", "4k"], "the model takes 2 to 2048"),
-        (["--calib", "none.txt", "--seq", "1"], "windows of 1:"),
+        (["--calib", "none.txt", "--seq", "1"], "windows of 1 tokens are not"),
         (["--report", "none", "--max-kl", "1"], "--max-kl needs a measurement"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

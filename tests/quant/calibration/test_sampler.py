@@ -108,7 +108,7 @@ def test_rows_are_read_until_they_suffice_and_conversations_are_written_by_the_t
 def test_a_file_with_too_little_is_refused(tmp_path: Path, tokenizer: Tokenizer, content: str) -> None:
     path = tmp_path / "text.txt"
     path.write_text(content)
-    with pytest.raises(UsageError, match="tokens, fewer than the 512"):
+    with pytest.raises(UsageError, match="tokens; calibration needs 512"):
         calibration.from_file(path, tokenizer, 4, 512, seed=0)
     with pytest.raises(NotFoundError, match="none.txt"):
         calibration.from_file(tmp_path / "none.txt", tokenizer, 4, 512, seed=0)
@@ -116,7 +116,12 @@ def test_a_file_with_too_little_is_refused(tmp_path: Path, tokenizer: Tokenizer,
 
 @pytest.mark.parametrize(
     ("samples", "seq", "message"),
-    [(1, 128, "fewer than 256"), (0, 512, "fewer than 256"), (8, 1, "windows of 1:"), (8, 4096, "2 to 2048")],
+    [
+        (1, 128, "fewer than 256"),
+        (0, 512, "fewer than 256"),
+        (8, 1, "windows of 1 tokens"),
+        (8, 4096, "2 to 2048"),
+    ],
     ids=["E4-one-sample", "E4-none", "E4-one-token", "E4-longer-than-the-context"],
 )
 def test_numbers_that_give_no_calibration_are_refused(samples: int, seq: int, message: str) -> None:
@@ -128,7 +133,7 @@ def test_a_busy_machine_changes_no_window(monkeypatch: pytest.MonkeyPatch) -> No
     """A template that was late is asked again; one that fails is not."""
     tokenizer = Tokenizer.load(PICO, 4096)
     expected = calibration.bundled(tokenizer, 4096, 8, 64, 0)
-    chat, late = Tokenizer.chat, [0]
+    chat, late = Tokenizer.apply_chat_template, [0]
 
     def slow(self: Tokenizer, *arguments: Any, **options: Any) -> list[int]:
         late[0] += 1
@@ -136,6 +141,6 @@ def test_a_busy_machine_changes_no_window(monkeypatch: pytest.MonkeyPatch) -> No
             raise ModelError("chat template: Deadline: took more than 2 s", "")
         return chat(self, *arguments, **options)
 
-    monkeypatch.setattr(Tokenizer, "chat", slow)
+    monkeypatch.setattr(Tokenizer, "apply_chat_template", slow)
     assert calibration.bundled(tokenizer, 4096, 8, 64, 0).sha256 == expected.sha256
     assert late[0] > 3

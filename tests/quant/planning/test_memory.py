@@ -59,7 +59,7 @@ def test_a_bound_makes_the_batch_smaller_and_the_least_one_does() -> None:
     assert free == need(work(), False, 4096)
     bounded = choose(work(), False, 4096, free.host - 1, None)
     assert bounded.at_once < 4096 and bounded.host < free.host
-    with pytest.raises(ResourceError, match="1 MiB of main memory are too little") as refused:
+    with pytest.raises(ResourceError, match="1 MiB of main memory is too small") as refused:
         choose(work(), False, 4096, 1 << 20, None)
     least = refused.value.data["mib"]
     assert isinstance(least, int)

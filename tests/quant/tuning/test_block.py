@@ -6,14 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from mycli.quant.blockwise import Solver, quantize_blocks
-from mycli.quant.calibration.hessian import HELD
+from mycli.quant.blockwise import BlockSolver, quantize_blocks
+from mycli.quant.calibration.hessian import HELD_OUT_EVERY
 from mycli.quant.calibration.sampler import bundled
 from mycli.quant.layer_streaming import StreamedModel
+from mycli.quant.linear_solver import LinearSolver
 from mycli.quant.rounding.grid import Grid, dequantize_codes
 from mycli.quant.solvers import rtn
 from mycli.quant.tuning import block as tuning
 from mycli.quant.tuning.block import PULL, preferred_shifts, tune_block
+from mycli.quant.tuning.parameters import TunableBlock
 from mycli.quant.work_folder import Solved
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.quantization.scheme import Packing
@@ -53,7 +55,7 @@ def test_a_dead_input_moves_nothing() -> None:
 def setting() -> tuple[StreamedModel, Solved, dict[str, Packing], dict[str, Tensor], Tensor, Tensor]:
     model = StreamedModel(open_model_folder(DRAFT), CPU)
     packings, solved = rounded(model, LAYER)
-    windows = torch.randint(0, 4096, (2 * HELD, 24), generator=torch.Generator().manual_seed(0))
+    windows = torch.randint(0, 4096, (2 * HELD_OUT_EVERY, 24), generator=torch.Generator().manual_seed(0))
     stream = model.embed(windows)
     model.advance(model.block(0), stream, model.context(24))
     wanted = stream.clone()
@@ -66,17 +68,29 @@ def setting() -> tuple[StreamedModel, Solved, dict[str, Packing], dict[str, Tens
     return model, solved, packings, calls, stream, wanted
 
 
+def tuned_block(
+    model: StreamedModel,
+    solved: Solved,
+    packings: dict[str, Packing],
+    shifts: dict[str, Tensor],
+    stream: Tensor,
+    target: Tensor,
+) -> Solved:
+    block = TunableBlock(model.block(LAYER), solved, packings, torch.bfloat16, model.stored_dtype, shifts)
+    return tune_block(block, model.context(24, exact=True), stream, target, LAYER, CPU.device)
+
+
 def error(model: StreamedModel, solved: Solved, stream: Tensor, wanted: Tensor) -> float:
     found = stream.clone()
     model.advance(stored(model, solved), found, model.context(stream.shape[1]))
-    apart = slice(HELD - 1, None, HELD)
+    apart = slice(HELD_OUT_EVERY - 1, None, HELD_OUT_EVERY)
     return float((found - wanted)[apart].square().mean())
 
 
 def test_the_output_comes_nearer_and_the_stored_block_is_what_was_judged() -> None:
     model, solved, packings, calls, stream, wanted = setting()
     kept = stream.clone()
-    tuned = tune_block(model, LAYER, solved, calls, packings, torch.bfloat16, stream, wanted)
+    tuned = tuned_block(model, solved, packings, calls, stream, wanted)
     calls = setting()[3]
     assert torch.equal(stream, kept), "the stream is only read"
     share = error(model, tuned, stream, wanted) / error(model, solved, stream, wanted)
@@ -88,14 +102,14 @@ def test_the_output_comes_nearer_and_the_stored_block_is_what_was_judged() -> No
         assert int(moves[name].max()) <= 1 and float(moves[name].float().mean()) < 0.2
         assert quantized.codes.dtype == torch.uint8 and int(quantized.codes.max()) < 8
     assert share < 0.97
-    again = tune_block(model, LAYER, solved, calls, packings, torch.bfloat16, stream, wanted)
+    again = tuned_block(model, solved, packings, calls, stream, wanted)
     assert all(torch.equal(again.linears[name].codes, each.codes) for name, each in tuned.linears.items())
 
 
 def test_what_makes_it_worse_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "SCALE_RATE", 3.0)
     model, solved, packings, calls, stream, wanted = setting()
-    tuned = tune_block(model, LAYER, solved, calls, packings, torch.bfloat16, stream, wanted)
+    tuned = tuned_block(model, solved, packings, calls, stream, wanted)
     assert tuned.linears == solved.linears and tuned.changed == solved.changed
 
 
@@ -110,11 +124,11 @@ def test_blocks_are_tuned_as_they_pass(transform: str | None) -> None:
         for spec in group
     }
     tokenizer = Tokenizer.load(DRAFT, model.config.vocab_size)
-    windows = bundled(tokenizer, model.config.vocab_size, 4 * HELD, 64, seed=0).windows
+    windows = bundled(tokenizer, model.config.vocab_size, 4 * HELD_OUT_EVERY, 64, seed=0).windows
     made: dict[bool, list[Solved]] = {False: [], True: []}
     for tunes, blocks in made.items():
-        solver = Solver("gptq", torch.bfloat16, "mse", transform, tunes)
-        quantize_blocks(model, packings, solver, windows, blocks.append)
+        solver = LinearSolver("gptq", torch.bfloat16, "mse", transform, tunes)
+        quantize_blocks(BlockSolver(model, packings, solver, windows), blocks.append)
     assert all(layer.tuned is None for block in made[False] for layer in block.layers)
     shares = [layer.tuned for block in made[True] for layer in block.layers]
     assert all(share is not None and share <= 1 for share in shares) and min(filter(None, shares)) < 1

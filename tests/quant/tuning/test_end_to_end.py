@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mycli.quant.calibration.hessian import HELD
+from mycli.quant.calibration.hessian import HELD_OUT_EVERY
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.pipeline import quantize
 from mycli.quant.planning.plan import plan_quantization
@@ -25,7 +25,7 @@ from tests.support.rounding import rounded
 pytestmark = pytest.mark.usefixtures("short_calibration_text")
 
 SOURCE = Source("pico-draft", DRAFT, None, None)
-WINDOWS = torch.randint(0, 4096, (2 * HELD, 24), generator=torch.Generator().manual_seed(0))
+WINDOWS = torch.randint(0, 4096, (2 * HELD_OUT_EVERY, 24), generator=torch.Generator().manual_seed(0))
 
 
 def tune() -> tuple[list[Solved], Tuned]:
@@ -84,7 +84,7 @@ def test_what_makes_it_worse_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_tuned_copy_measures_what_was_promised(tmp_path: Path) -> None:
-    recipe = Recipe(bits=3, group=64, samples=2 * HELD, seq=32)
+    recipe = Recipe(bits=3, group=64, samples=2 * HELD_OUT_EVERY, seq=32)
     plain = quantize(plan_quantization(SOURCE, recipe), tmp_path / "plain", CPU)
     tuned = quantize(plan_quantization(SOURCE, Recipe(**{**vars(recipe), "tune": True})), tmp_path / "tuned", CPU)
     told = json.loads((tmp_path / "tuned" / "mycli.json").read_text())["tuning"]
@@ -99,6 +99,6 @@ def test_a_tuned_copy_measures_what_was_promised(tmp_path: Path) -> None:
 def test_too_little_to_judge_by_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="tuning needs calibration"):
         plan_quantization(SOURCE, Recipe("rtn", tune=True))
-    few = plan_quantization(SOURCE, Recipe(group=64, samples=HELD - 1, seq=64, tune=True), report="none")
+    few = plan_quantization(SOURCE, Recipe(group=64, samples=HELD_OUT_EVERY - 1, seq=64, tune=True), report="none")
     with pytest.raises(UsageError, match="windows"):
         quantize(few, tmp_path / "few", CPU)

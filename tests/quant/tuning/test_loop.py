@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from mycli.quant.calibration.hessian import HELD
+from mycli.quant.calibration.hessian import HELD_OUT_EVERY
 from mycli.quant.tuning.loop import train
 
 CPU = torch.device("cpu")
-WINDOWS = 2 * HELD
+WINDOWS = 2 * HELD_OUT_EVERY
 # Each window pulls towards its own point; those held apart, the last of every eight, towards others.
 POINTS = torch.randn(WINDOWS, 3, generator=torch.Generator().manual_seed(0)) * 0.1 + 1
 
@@ -22,13 +22,15 @@ def run(points: Tensor, rate: float = 0.05, epochs: int = 8, at_once: int = 4) -
         return (leaf - points[rows]).square().sum(1).mean()
 
     gained = train([([leaf], rate)], loss, WINDOWS, at_once, epochs, 0, CPU)
-    assert {index % HELD for index in seen} == set(range(HELD - 1)), "windows held apart are never fitted"
-    assert len(seen) == epochs * (WINDOWS - WINDOWS // HELD)
+    assert {index % HELD_OUT_EVERY for index in seen} == set(range(HELD_OUT_EVERY - 1)), (
+        "held-out windows are not fitted"
+    )
+    assert len(seen) == epochs * (WINDOWS - WINDOWS // HELD_OUT_EVERY)
     return leaf.detach(), gained.before, gained.after
 
 
 def held(points: Tensor, leaf: Tensor) -> float:
-    return float((leaf - points[HELD - 1 :: HELD]).square().sum(1).mean())
+    return float((leaf - points[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]).square().sum(1).mean())
 
 
 def test_it_goes_down_and_says_what_the_windows_held_apart_say() -> None:
@@ -44,14 +46,14 @@ def test_how_many_windows_pass_at_once_does_not_matter() -> None:
 
 def test_where_windows_held_apart_lose_nothing_changes() -> None:
     points = POINTS.clone()
-    points[HELD - 1 :: HELD] *= -1
+    points[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY] *= -1
     leaf, before, after = run(points)
     assert not leaf.any() and after == before
 
 
 def test_the_best_iterate_is_kept_not_the_last() -> None:
     points = POINTS.clone()
-    points[HELD - 1 :: HELD] = 0.3  # on the way to the others
+    points[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY] = 0.3  # on the way to the others
     leaf, before, after = run(points)
     assert after < before and float((leaf - 0.3).abs().max()) < 0.3
 

@@ -22,7 +22,7 @@ def test_what_is_trained_is_what_will_be_stored() -> None:
     with torch.no_grad():
         for leaf in block.scale_changes():  # by odd shares, which no storage dtype holds
             leaf += 0.1234567 * torch.rand(leaf.shape, generator=torch.Generator().manual_seed(1))
-    after = block.solved()
+    after = block.current()
     for name, quantized in after.linears.items():
         assert torch.equal(quantized.codes, solved.linears[name].codes)
         assert quantized.scales.dtype == torch.bfloat16
@@ -46,7 +46,7 @@ def test_codes_move_where_they_may() -> None:
     with torch.no_grad():
         for leaf in block.shifts():
             leaf += 0.6  # most by one step; beyond the end of the grid none
-    after = block.solved()
+    after = block.current()
     for name, quantized in after.linears.items():
         moved = quantized.codes.int() - solved.linears[name].codes.int()
         wanted = (solved.linears[name].codes.int() + (shifts[name] > -0.1)).clamp(max=7)

@@ -87,5 +87,5 @@ def test_eight_bits_may_be_quantized_again(layout: str, name: str, scheme: str, 
 
 def test_fewer_bits_are_not(tmp_path: Path) -> None:
     folder = open_model_folder(model_folder(tmp_path, stored("awq")["gemm-g32"]))
-    with pytest.raises(ModelError, match=r"it is quantized already \(awq, int4-g32-offset\)"):
+    with pytest.raises(ModelError, match=r"it is already quantized \(awq, int4-g32-offset\)"):
         source_scheme(folder, "it")

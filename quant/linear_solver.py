@@ -1,0 +1,131 @@
+"""Runs a recipe's solver on linears, with or without calibration data, and describes the result."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mycli.quant import solvers, transforms
+from mycli.quant.model_card import Layer
+from mycli.quant.recipe import Recipe
+from mycli.quant.rounding.error_compensation import Moments, refit
+from mycli.quant.rounding.grid import (
+    Grid,
+    Quantized,
+    Search,
+    dequantize_codes,
+    relative_error,
+    round_to_grid,
+    round_to_nearest,
+)
+from mycli.quant.tuning.block import preferred_shifts
+from mycli.runtime.errors import ModelError
+from mycli.runtime.quantization.scheme import Packing
+
+TOO_FEW_TOKENS = "calibration sent the expert too few tokens"
+
+
+class SolvedProduct(NamedTuple):
+    """The linears of a product by name; `shifts` are their `preferred_shifts`, empty unless blocks are tuned."""
+
+    linears: dict[str, Quantized]
+    layers: list[Layer]
+    shifts: dict[str, Tensor]
+
+
+class LinearSolver:
+    """A solver, the grid it chooses from, the transform before it, and whether blocks are tuned after it."""
+
+    def __init__(
+        self,
+        solver: str,
+        scale_dtype: torch.dtype,
+        search: Search = "mse",
+        transform: str | None = None,
+        tunes: bool = False,
+    ) -> None:
+        self.solve_matrix = solvers.load(solver).solve
+        self.scale_dtype = scale_dtype
+        self._search = search
+        self.transform = None if transform is None else transforms.load(transform)
+        self.tunes = tunes
+
+    @classmethod
+    def of(cls, recipe: Recipe, scale_dtype: torch.dtype) -> "LinearSolver":
+        return cls(recipe.solver, scale_dtype, recipe.scales, recipe.transform, recipe.tune)
+
+    def grid(self, packing: Packing) -> Grid:
+        return Grid(packing, self.scale_dtype, self._search)
+
+    def solve(
+        self, weights: Mapping[str, Tensor], packing: Packing, fitted: Moments, held_out: Moments
+    ) -> SolvedProduct:
+        """Solve weights [N, K] by name, stacked, for the moments of their common input.
+
+        A linear that comes out worse than plain rounding with the same scales is rounded instead.
+        """
+        grid = self.grid(packing)
+        target, share = refit(torch.cat(list(weights.values())), fitted, held_out)
+        hessian = fitted.hessian + held_out.hessian
+        try:
+            solution = self.solve_matrix(target, grid, hessian)
+        except ModelError as error:
+            raise error.with_message(f"{', '.join(weights)}: {error.message}") from error
+        result = SolvedProduct({}, [], {})
+        start = 0
+        for name, weight in weights.items():
+            rows = slice(start, start + len(weight))
+            start = rows.stop
+            part, scales = target[rows], solution.quantized.scales[rows]
+            solved = Quantized(solution.quantized.codes[rows], scales)
+            rounded = Quantized(round_to_grid(part, scales, grid), scales)
+            solved_error, rounding_error = (output_error(part, codes, grid, hessian) for codes in (solved, rounded))
+            fallback = "Hessian not positive definite" if solution.fallback else None
+            if solved_error > rounding_error:
+                fallback = "plain rounding is better"
+            result.linears[name] = rounded if fallback else solved
+            result.layers.append(
+                Layer(
+                    name,
+                    packing.name,
+                    relative_error(weight, result.linears[name], grid),
+                    output_error=min(solved_error, rounding_error),
+                    rounding_output_error=rounding_error,
+                    refit=share,
+                    damping=solution.damping,
+                    dead_columns=solution.dead_columns,
+                    fallback=fallback,
+                )
+            )
+            if self.tunes:
+                result.shifts[name] = preferred_shifts(part, result.linears[name], grid, hessian)
+        return result
+
+    def solve_without_data(self, name: str, weight: Tensor, packing: Packing) -> tuple[Quantized, Layer]:
+        """Solve one weight [N, K]. Raises ModelError, with its name, for weights that cannot be quantized."""
+        grid = self.grid(packing)
+        try:
+            solution = self.solve_matrix(weight, grid, None)
+        except ModelError as error:
+            raise error.with_message(f"{name}.weight: {error.message}") from error
+        lost = relative_error(weight, solution.quantized, grid) if solution.error is None else solution.error
+        return solution.quantized, Layer(name, packing.name, lost)
+
+    def round(self, weights: Mapping[str, Tensor], packing: Packing) -> SolvedProduct:
+        """Round the weights [N, K] of an expert that got too few tokens to be solved."""
+        grid = self.grid(packing)
+        result = SolvedProduct({}, [], {})
+        for name, weight in weights.items():
+            result.linears[name] = round_to_nearest(weight, grid)[0]
+            error = relative_error(weight, result.linears[name], grid)
+            result.layers.append(Layer(name, packing.name, error, fallback=TOO_FEW_TOKENS))
+        return result
+
+
+def output_error(weight: Tensor, quantized: Quantized, grid: Grid, hessian: Tensor) -> float:
+    """||(W - W') X||^2 / ||W X||^2 for inputs X of second moments `hessian` [K, K]; 0 for outputs of zero."""
+    original = weight.float()
+    lost = dequantize_codes(quantized, grid).sub_(original)
+    total = float((original @ hessian).mul_(original).sum(dtype=torch.float64))
+    return float((lost @ hessian).mul_(lost).sum(dtype=torch.float64)) / total if total > 0 else 0.0
