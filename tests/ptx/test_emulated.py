@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from mycli.runtime.kernels.triton.product.tiles import Chip  # noqa: E402  (only where Triton is)
 from tests.ptx.emulated import device, emulate  # noqa: E402  (as above)
-from tests.runtime.engine import test_decode_step  # noqa: E402  (as above)
+from tests.runtime.engine.passes import test_fused  # noqa: E402  (as above)
 from tests.runtime.kernels.test_triton_experts import Routes  # noqa: E402  (as above)
 from tests.support.compiled_tests import *  # noqa: E402, F403  (as above; all of its tests)
 from tests.support.decode_models import CASES, MIXED, WIDE, Case, models  # noqa: E402  (as above)
@@ -43,7 +43,7 @@ def interpret(request: pytest.FixtureRequest, folder: Path) -> Callable[..., obj
 
 
 def compare(case: Case, size: tuple[int, int] | None, spoil: str = "") -> tuple[float, float, int]:
-    """Errors of logits and cache of a fused pass, as `test_decode_step.compare`, and how many launches it took.
+    """Errors of logits and cache of a fused pass, as `test_fused.compare`, and how many launches it took.
 
     size: of the cache, and how much of it is filled before.
     """
@@ -53,16 +53,16 @@ def compare(case: Case, size: tuple[int, int] | None, spoil: str = "") -> tuple[
     capability = device().capability
     chip = Chip(divmod(capability, 10), 132, capability >= 90)
     patch = pytest.MonkeyPatch()
-    patch.setattr(test_decode_step, "models", lambda one: models(one, "cpu", chip))
+    patch.setattr(test_fused, "models", lambda one: models(one, "cpu", chip))
     if size is not None:
-        patch.setattr(test_decode_step, "CAPACITY", size[0])
-        patch.setattr(test_decode_step, "PREFIX", size[1])
+        patch.setattr(test_fused, "CAPACITY", size[0])
+        patch.setattr(test_fused, "PREFIX", size[1])
         case = replace(case, changes={**case.changes, "max_context": size[0]})
     patch.setattr(device(), "change", CHANGES[spoil])
     device().launches.clear()
     torch.manual_seed(0)
     with patch.context():
-        logits, cache, _ = test_decode_step.compare(case)
+        logits, cache, _ = test_fused.compare(case)
     patch.undo()
     return logits, cache, len(device().launches)
 
@@ -103,7 +103,7 @@ def test_a_fused_pass_is_the_plain_models(
 ) -> None:
     logits, cache, launches = emulate(folder, capability, compare, case, size)
     assert logits < 0.02 and cache < (0.05 if case.int4 else 0.02)  # a step of int4 is 1/8 of what is largest
-    assert launches >= 2 * sum(test_decode_step.launches_of(case).values()), "twice"
+    assert launches >= 2 * sum(test_fused.launches_of(case).values()), "twice"
 
 
 @pytest.mark.slow

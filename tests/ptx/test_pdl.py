@@ -37,7 +37,7 @@ def places(pattern: str, text: str) -> list[int]:
     return [match.start() for match in re.finditer(pattern, text)]
 
 
-# Every way to wait once, and every chip; `test_decode_step` sees each kernel wait.
+# Every way to wait once, and every chip; `test_fused` sees each kernel wait.
 QUICK = [(name, 90) for name in (*KERNELS[:4], "place pairs", "add experts")]
 QUICK += [("attend to 1", 100), ("attend int8 to 8", 120)]
 

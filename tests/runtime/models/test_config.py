@@ -1,4 +1,4 @@
-"""config.json of every family: what is refused (B2 to B15), what is ignored (B15, B18), and what the numbers become."""
+"""config.json of every family: refused (B2 to B15) and ignored (B15, B18) fields, and the resulting numbers."""
 
 import json
 from pathlib import Path
@@ -104,7 +104,7 @@ def test_refused_by_name(case: str) -> None:
     assert "config.json" in caught.value.message
 
 
-def test_unknown_families_are_answered_with_the_known_ones() -> None:
+def test_unknown_family_error_lists_the_known_ones() -> None:
     with pytest.raises(ModelError) as caught:
         parse(model_type="mamba")
     assert all(name in caught.value.hint for name in families())

@@ -1,4 +1,4 @@
-"""What families refuse of their own fields, what they make of those that are absent, and what the declaration says."""
+"""Families: refused fields, defaults of absent fields, and the declared layers."""
 
 from typing import Any
 
@@ -127,12 +127,11 @@ def test_known_families_are_refused_with_the_reason(model_type: str) -> None:
     assert REFUSED[model_type] in caught.value.message
 
 
-def test_nothing_is_both_run_and_refused() -> None:
+def test_no_family_is_both_supported_and_refused() -> None:
     assert not set(REFUSED) & set(families())
 
 
-def test_absent_fields_are_the_family_s() -> None:
-    """As transformers has them: configs leave out what is usual."""
+def test_absent_fields_take_the_family_defaults() -> None:
     gemma = parse("gemma3_text", sliding_window=16)
     assert gemma.head_dim == 256 and gemma.tie_embeddings and gemma.attention_scale == 256**-0.5
     assert {spec.theta for spec in gemma.distinct_ropes} == {10000.0}, "four of six layers slide"
@@ -161,7 +160,7 @@ def test_absent_fields_are_the_family_s() -> None:
     assert four.per_layer_width == 256 and parse("gemma4_unified_text").per_layer_width == 0
 
 
-def test_what_makes_the_inputs_of_a_product() -> None:
+def test_input_source_of_a_product() -> None:
     """A factor on inputs can be taken back only where each is made alone, and for this product only."""
     assert isinstance(parse("gemma2").layer(0).input_source("qkv"), NormSpec)
     fused = parse("phi3").layer(0)

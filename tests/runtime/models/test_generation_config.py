@@ -1,4 +1,4 @@
-"""generation_config.json: each field is taken or dropped on its own, with a warning; stop ids are one union."""
+"""generation_config.json: every field is read or dropped with a warning; stop ids are the union of three sources."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,7 @@ def test_missing_file(tmp_path: Path) -> None:
     assert read_generation_config(tmp_path, 100) == (GenerationDefaults(), ())
 
 
-def test_nulls_say_nothing(tmp_path: Path) -> None:
+def test_null_means_absent(tmp_path: Path) -> None:
     assert read(tmp_path, {"temperature": None, "eos_token_id": None}) == (GenerationDefaults(), ())
 
 

@@ -1,4 +1,4 @@
-"""Folders that also see: the text part is found, named and run as transformers runs it, and what is skipped is said."""
+"""Multimodal folders: the text part is found, named and run as transformers runs it; skipped parts are named."""
 
 import json
 from pathlib import Path
@@ -134,7 +134,7 @@ def test_a_folder_quantized_in_training_loads_as_it_is(tmp_path: Path) -> None:
     assert (whole(ours, tokens) - expected).abs().max() <= 2e-3 * expected.abs().max()  # products round activations
 
 
-def test_names_of_before(tmp_path: Path) -> None:
+def test_names_of_transformers_4(tmp_path: Path) -> None:
     """transformers 4 wrote language_model.model.* and language_model.lm_head.*."""
     part = TextPart.from_config(
         Fields({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}, "config.json")
@@ -167,7 +167,7 @@ def test_the_outer_config_counts_before_its_section() -> None:
     assert found["quantization_config"]["ignore"] == ["model.layers.0.a", "lm_head", r"re:model\.x"]
 
 
-def test_a_text_model_is_left_alone() -> None:
+def test_a_text_model_is_unchanged() -> None:
     raw = Fields({"model_type": "llama", "text_config": {"model_type": "gemma3_text"}}, "config.json")
     assert (
         TextPart.from_config(raw).config is raw
