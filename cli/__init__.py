@@ -1,1 +1,1 @@
-"""What a person types and reads. Parses, calls one function of quant or runtime, prints; nothing is computed here."""
+"""The command line: parses arguments, calls one function of quant or runtime, and prints the result."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mycli.cli.command import Call
-from mycli.cli.text.json_lines import error_fields, json_line
+from mycli.cli.text.format import error_fields, json_line
 from mycli.runtime.errors import ExitCode, ModelError, UsageError, UserError
 from mycli.runtime.tokenizer.chat_template import Message
 from mycli.runtime.utils.files import open_input, try_lock

@@ -1,7 +1,7 @@
-"""What every command has in common: the global options, and how anything that goes wrong becomes an exit code.
+"""The global options of every command, and the exit code for anything that goes wrong.
 
-A command is a function `command(call, ...)` decorated with `@command`; it returns nothing, or raises a `UserError`. One
-that has said all there is to say of a failure returns its exit code.
+A command is a function `command(call, ...)` decorated with `@command`; it returns None or raises a `UserError`. A
+command that has already printed its failures returns an exit code.
 """
 
 import errno
@@ -27,7 +27,7 @@ from mycli.runtime.utils import version
 
 @dataclass(frozen=True)
 class Call:
-    """How a command was called: its printer and the options that every command has."""
+    """The printer and the global options of one call of a command."""
 
     out: Output
     offline: bool
@@ -38,47 +38,46 @@ class Terminated(BaseException):
 
 
 NAMES = {"model", "models", "draft", "ref"}  # parameters that are names of models
-MAX_SHOWN_PATH = 200  # characters of a path in an error, so that the cause behind it is seen
+MAX_SHOWN_PATH = 200  # characters of a path in an error, so that the cause behind it is visible
 _RESOURCES = {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EFBIG, errno.EROFS}
 _STOPS: dict[type[BaseException], ExitCode] = {
     KeyboardInterrupt: ExitCode.INTERRUPT,
     Terminated: ExitCode.TERMINATED,
-    BrokenPipeError: ExitCode.PIPE,  # nobody reads any more: nothing to say, and nobody to say it to
+    BrokenPipeError: ExitCode.PIPE,  # ends silently, as other programs in a pipe do
 }
 
 
-def print_version(wanted: bool) -> None:
-    """Callback of --version."""
-    if wanted:
+def print_version(requested: bool) -> None:
+    """Print the version and exit; the callback of --version."""
+    if requested:
         Output().result(f"mycli {version()}")
         raise typer.Exit
 
 
 @dataclass(frozen=True)
 class CommonFlags:
-    """What every command takes, so that an alias such as `mycli --device cpu` works too.
+    """The options of every command; --device and --threads are hidden in commands that compute nothing.
 
-    The help of the commands that compute shows --device and --threads.
+    All commands accept them, so that a shell alias such as `mycli --device cpu` works.
     """
 
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object (JSON lines for a stream).")] = False
-    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="Only the result, warnings and errors.")] = False
-    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Say more about what is done.")] = False
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False
+    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="Print only the result, warnings and errors.")] = False
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Print more details.")] = False
+    debug: Annotated[bool, typer.Option("--debug", help="Print the traceback of an error.")] = False
     offline: Annotated[bool, typer.Option("--offline", envvar="HF_HUB_OFFLINE", help="Never use the network.")] = False
     version: Annotated[bool, typer.Option("--version", callback=print_version, is_eager=True, hidden=True)] = False
     device: Annotated[str, typer.Option("--device", hidden=True)] = "auto"
     threads: Annotated[int | None, typer.Option("--threads", min=1, max=1024, hidden=True)] = None
 
     def resolve(self) -> Call:
-        """How the command was called. The number of threads is told to torch, which reads it as it is imported."""
         if self.threads is not None:
-            os.environ["OMP_NUM_THREADS"] = str(self.threads)
+            os.environ["OMP_NUM_THREADS"] = str(self.threads)  # torch reads it when it is imported
         return Call(Output(json_mode=self.json, quiet=self.quiet, verbose=self.verbose, debug=self.debug), self.offline)
 
 
-def _out_of_memory(error: Exception) -> bool:
-    """Of Python or of torch, which is not imported here; for memory of the CPU it has no exception of its own."""
+def _is_out_of_memory(error: Exception) -> bool:
+    # torch is not imported here, and has no exception of its own for CPU memory.
     return (
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"
@@ -87,12 +86,12 @@ def _out_of_memory(error: Exception) -> bool:
 
 
 def explain(error: Exception) -> UserError | None:
-    """The line to show for `error`; None for a bug."""
+    """Return `error` as a UserError with cause and remedy; None for a bug."""
     if isinstance(error, UserError):
         return error
-    if _out_of_memory(error):
-        return ResourceError("not enough memory", "mycli estimate MODEL says what it needs")
-    if type(error).__name__ == "AcceleratorError":  # of torch: a failed assertion, a lost device; the rest fails
+    if _is_out_of_memory(error):
+        return ResourceError("not enough memory", "mycli estimate MODEL shows what it needs")
+    if type(error).__name__ == "AcceleratorError":  # torch: a failed assertion or a lost device; later calls fail too
         cause = next(iter(str(error).splitlines()), "")
         return ResourceError(f"the GPU failed: {cause}", "start again; mycli doctor checks the GPU")
     if not isinstance(error, OSError):
@@ -104,16 +103,16 @@ def explain(error: Exception) -> UserError | None:
 
 
 def guarded(out: Output, action: Callable[[], ExitCode | None]) -> ExitCode:
-    """The exit code of `action`, success for None; what went wrong, if something did, is said as one line."""
+    """Run `action`, print any error, and return the exit code."""
     try:
         code = action()
         out.flush()
         return code or ExitCode.OK
     except tuple(_STOPS) as stop:
         return next(code for kind, code in _STOPS.items() if isinstance(stop, kind))
-    except Exception as error:  # the one place where anything may arrive: a bug still ends in one line
+    except Exception as error:  # the only handler of every exception: a bug ends in one line too
         problem = explain(error)
-        with suppress(OSError):  # stderr may be closed, the code still counts
+        with suppress(OSError):  # stderr may be closed; the exit code still counts
             if problem is None:
                 out.bug(error)
             else:
@@ -126,69 +125,69 @@ def guarded(out: Output, action: Callable[[], ExitCode | None]) -> ExitCode:
 
 
 def _on_signal(number: int, frame: object) -> None:
-    signal.signal(number, signal.SIG_DFL)  # a second one does not wait for the cleaning up
+    signal.signal(number, signal.SIG_DFL)  # a second signal ends the process without cleaning up
     raise Terminated
 
 
-def _listen() -> None:
+def _handle_signals() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, _on_signal)
 
 
-def _expanded(parameter: inspect.Parameter) -> list[inspect.Parameter]:
-    """The options that a parameter stands for: itself, or the fields of a record, annotated as options are."""
-    record = is_dataclass(parameter.annotation)
-    found = inspect.signature(parameter.annotation).parameters.values() if record else (parameter,)
-    return [option.replace(kind=inspect.Parameter.KEYWORD_ONLY) for option in found]
+def _options(parameter: inspect.Parameter) -> list[inspect.Parameter]:
+    # A parameter annotated with a record of options stands for the record's fields.
+    is_record = is_dataclass(parameter.annotation)
+    options = inspect.signature(parameter.annotation).parameters.values() if is_record else (parameter,)
+    return [option.replace(kind=inspect.Parameter.KEYWORD_ONLY) for option in options]
 
 
-def _value(parameter: inspect.Parameter, values: dict[str, Any]) -> Any:
-    """What `parameter` is given of the `values` of all options."""
-    record = is_dataclass(parameter.annotation)
-    if not record:
+def _argument(parameter: inspect.Parameter, values: dict[str, Any]) -> Any:
+    is_record = is_dataclass(parameter.annotation)
+    if not is_record:
         return values[parameter.name]
     return parameter.annotation(**{field.name: values[field.name] for field in fields(parameter.annotation)})
 
 
-def _plain(value: Any) -> Any:
-    """The name of a model, or several, without the address around it that a person may have pasted."""
-    return (
-        [normalize_model_name(one) for one in value]
-        if isinstance(value, list)
-        else value and normalize_model_name(value)
-    )
+def _normalized(value: Any) -> Any:
+    if isinstance(value, list):
+        return [normalize_model_name(name) for name in value]
+    return value and normalize_model_name(value)
 
 
 def subject_of(model: str) -> Subject:
-    """What can be said of a model by its name, for the remedies of what goes wrong with it."""
-    named = not is_path(model) and "/" not in model and not Path(model).is_dir()
-    folder = data_dir() / "models" / model if named else Path(model)
+    """Return what the hints of errors need to know about a model, from its name and its record on disk."""
+    is_name = not is_path(model) and "/" not in model and not Path(model).is_dir()
+    folder = data_dir() / "models" / model if is_name else Path(model)
     try:
         recorded = (folder.expanduser() / RECORD).is_file()
-    except (OSError, RuntimeError, ValueError):  # a name that cannot be a path, or is of nobody's home
+    except (OSError, RuntimeError, ValueError):  # no valid path, or the home of an unknown user
         recorded = False
     return Subject(model, is_hub_name(model) and not Path(model).is_dir(), recorded)
 
 
 def command(function: Callable[..., ExitCode | None]) -> Callable[..., None]:
-    """Give `function(call, ...)` the global options and the error handling; what Typer registers."""
-    kinds = get_type_hints(function, include_extras=True)
-    own = [one.replace(annotation=kinds[one.name]) for one in list(inspect.signature(function).parameters.values())[1:]]
+    """Return `function(call, ...)` with the global options and error handling, ready to be registered with Typer."""
+    annotations = get_type_hints(function, include_extras=True)
+    parameters = [
+        parameter.replace(annotation=annotations[name])
+        for name, parameter in list(inspect.signature(function).parameters.items())[1:]
+    ]
     common = inspect.Parameter("common", inspect.Parameter.KEYWORD_ONLY, annotation=CommonFlags)
-    shown: dict[str, inspect.Parameter] = {}
-    for option in (option for parameter in (*own, common) for option in _expanded(parameter)):
-        shown.setdefault(option.name, option)
+    options: dict[str, inspect.Parameter] = {}
+    for option in (option for parameter in (*parameters, common) for option in _options(parameter)):
+        options.setdefault(option.name, option)  # --device of a command replaces the hidden one
 
     def invoke(**values: Any) -> None:
-        values |= {name: _plain(values[name]) for name in NAMES & values.keys()}
-        call = _value(common, values).resolve()
+        values |= {name: _normalized(values[name]) for name in NAMES & values.keys()}
+        call = _argument(common, values).resolve()
         if isinstance(values.get("model"), str):
             call.out.subject = subject_of(values["model"])
-        _listen()
-        sys.exit(guarded(call.out, lambda: function(call, **{one.name: _value(one, values) for one in own})))
+        _handle_signals()
+        arguments = {parameter.name: _argument(parameter, values) for parameter in parameters}
+        sys.exit(guarded(call.out, lambda: function(call, **arguments)))
 
-    invoke.__signature__ = inspect.Signature(list(shown.values()))  # type: ignore[attr-defined]  # what inspect.signature reads
-    invoke.__annotations__ = {name: option.annotation for name, option in shown.items()}
+    invoke.__signature__ = inspect.Signature(list(options.values()))  # type: ignore[attr-defined]  # what inspect.signature reads
+    invoke.__annotations__ = {name: option.annotation for name, option in options.items()}
     invoke.__doc__ = function.__doc__
     return invoke

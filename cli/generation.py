@@ -1,13 +1,9 @@
-"""How `run` answers, one prompt or a batch: prompt to ids, the limits that hold, and a reply as an object.
-
-Knows what the options mean. Does not know where prompts come from, nor how a reply is shown.
-"""
+"""Answers the prompts of `mycli run`, one or a batch, and describes replies as JSON objects."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mycli.runtime.engine.stats import SpeculationStats, Timing
 from mycli.runtime.errors import UserError
 from mycli.runtime.open import DEFAULT_MAX_TOKENS, OpenedModel
 from mycli.runtime.sampling.params import SamplingParams
@@ -15,19 +11,19 @@ from mycli.runtime.tokenizer.chat_template import Message
 
 if TYPE_CHECKING:  # torch takes a second to import
     from mycli.runtime.engine.completion import Completion
+    from mycli.runtime.engine.stats import SpeculationStats, Timing
     from mycli.runtime.sampling.grammar import Grammar
     from mycli.runtime.sampling.logprobs import TokenLogprob
     from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
-DEFAULT_LIMIT = DEFAULT_MAX_TOKENS
-TOGETHER = 64  # prompts of a file under way at a time
+TOGETHER = 64  # prompts of a batch file that run concurrently
 
 
 @dataclass(frozen=True)
 class Generator:
-    """A loaded model that answers every prompt of a command in the same way.
+    """A loaded model with the settings of a command.
 
-    `top`: logprobs of so many tokens a place, None for no logprobs.
+    `count`: replies per prompt; `top`: most likely tokens to list at each position, None for no logprobs.
     """
 
     loaded: OpenedModel
@@ -42,7 +38,7 @@ class Generator:
     top: int | None = None
 
     def encode(self, prompt: str | Sequence[Message]) -> list[int]:
-        """The ids of a text or a conversation. A text is a question, unless raw or the model has no chat template."""
+        """Return the token ids of a prompt; a text is a user message unless `raw` or without a chat template."""
         tokenizer = self.loaded.model.tokenizer
         if isinstance(prompt, str):
             if self.raw or tokenizer.template is None:
@@ -53,14 +49,14 @@ class Generator:
         return tokenizer.apply_chat_template(prompt, allow_special=self.allow_special)
 
     def _limit(self, prompt: Sequence[int]) -> int | None:
-        """Most tokens to write. The default gives way to a full context, a number that was asked for does not."""
+        # The default limit is lowered to the room in the context; a limit given by the user is not, and may be refused.
         from mycli.runtime.engine.sequence import reply_room
 
         room = reply_room(self.loaded.engine.context, len(prompt))
-        return DEFAULT_LIMIT if self.limit is None and room > DEFAULT_LIMIT else self.limit
+        return DEFAULT_MAX_TOKENS if self.limit is None and room > DEFAULT_MAX_TOKENS else self.limit
 
     def reply(self, prompt: Sequence[int]) -> "Completion":
-        """One reply, to be streamed."""
+        """Return one reply; iterating over it generates its text."""
         from mycli.runtime.engine.completion import Completion
 
         return Completion(
@@ -75,13 +71,13 @@ class Generator:
         )
 
     def samples(self, prompt: Sequence[int]) -> "Sequence[Completion]":
-        """As many replies as are asked for, after one prefill."""
+        """Generate `count` replies; the prompt is computed once."""
         from mycli.runtime.engine.completion import draw_samples
 
         return draw_samples(self.loaded.engine, [self.reply(prompt) for _ in range(self.count)])
 
     def describe(self, prompt: Sequence[int]) -> dict[str, Any]:
-        """The whole answer as an object: `text`, `finish_reason` and counts, or `samples` with these for each."""
+        """Generate the answer as a JSON object: of the reply, or with `samples` if `count` is above 1."""
         if self.count > 1:
             return self._sampled(self.samples(prompt))
         reply = self.reply(prompt)
@@ -90,7 +86,7 @@ class Generator:
         return self._replied(reply)
 
     def describe_all(self, prompts: Iterable[str | Sequence[Message]]) -> "Iterator[dict[str, Any] | UserError]":
-        """As `describe`, or what went wrong, for each prompt in order; many are under way at a time."""
+        """Yield `describe` or the error for each prompt, in order; `TOGETHER` prompts run concurrently."""
         from mycli.runtime.engine.completion import complete_all
 
         for group in complete_all(self.loaded.engine, map(self._group, prompts), TOGETHER):
@@ -109,39 +105,38 @@ class Generator:
             return [reply]
         return [self.reply(ids) for _ in range(self.count)]
 
-    def _sampled(self, drawn: "Sequence[Completion]") -> dict[str, Any]:
-        timing = drawn[0].timing
-        each = [{**_written(one), **self._logprobs(one.logprobs)} for one in drawn]
-        return {"prompt_tokens": timing.prompt, "cached_tokens": timing.cached, "samples": each}
+    def _sampled(self, replies: "Sequence[Completion]") -> dict[str, Any]:
+        timing = replies[0].timing
+        samples = [{**_text_fields(reply), **self._logprobs(reply.logprobs)} for reply in replies]
+        return {"prompt_tokens": timing.prompt, "cached_tokens": timing.cached, "samples": samples}
 
     def _replied(self, reply: "Completion") -> dict[str, Any]:
         return {**describe(reply), **self._logprobs(reply.logprobs)}
 
     def _logprobs(self, logprobs: "Sequence[TokenLogprob]") -> dict[str, Any]:
-        """Nothing unless they were asked for."""
         if self.top is None:
             return {}
         tokenizer = self.loaded.model.tokenizer
         return {
             "logprobs": [
                 {
-                    **token_fields(tokenizer, one.token, one.logprob),
-                    "top": [token_fields(tokenizer, token, logprob) for token, logprob in one.top],
+                    **token_fields(tokenizer, position.token, position.logprob),
+                    "top": [token_fields(tokenizer, token, logprob) for token, logprob in position.top],
                 }
-                for one in logprobs
+                for position in logprobs
             ]
         }
 
 
-def _written(reply: "Completion") -> dict[str, Any]:
+def _text_fields(reply: "Completion") -> dict[str, Any]:
     return {"text": reply.text, "finish_reason": reply.finish_reason, "completion_tokens": len(reply.tokens)}
 
 
 def describe(reply: "Completion") -> dict[str, Any]:
-    """A reply that ended as an object."""
+    """Return the JSON object of a finished reply."""
     timing = reply.timing
     return {
-        **_written(reply),
+        **_text_fields(reply),
         "prompt_tokens": timing.prompt,
         "cached_tokens": timing.cached,
         "first_token_seconds": round(timing.first_token_seconds, 5),
@@ -150,8 +145,8 @@ def describe(reply: "Completion") -> dict[str, Any]:
     }
 
 
-def draft_fields(timing: Timing, record: SpeculationStats) -> dict[str, Any]:
-    """What speculation did in a reply; `speedup` against plain steps in the same reply, null where there was none."""
+def draft_fields(timing: "Timing", record: "SpeculationStats") -> dict[str, Any]:
+    """Return the speculation statistics of a reply; `speedup` compares with its plain steps, null without any."""
     return {
         "passes": record.passes,
         "drafted": record.drafted,
@@ -163,6 +158,6 @@ def draft_fields(timing: Timing, record: SpeculationStats) -> dict[str, Any]:
 
 
 def token_fields(tokenizer: "Tokenizer", token: int, logprob: float) -> dict[str, Any]:
-    """A token for a program: `bytes` too, since a token may be a part of a character."""
+    """Return the JSON object of a token; `bytes` too, since a token may be a part of a character."""
     data = tokenizer.token_bytes(token)
     return {"id": token, "token": data.decode("utf-8", "replace"), "bytes": list(data), "logprob": round(logprob, 5)}

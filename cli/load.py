@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mycli.cli.command import Call, subject_of
-from mycli.cli.reasons import reason
-from mycli.cli.text.format import experts_held
+from mycli.cli.text.format import experts_in_memory
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.config import EngineConfig
@@ -102,7 +101,7 @@ def announce_placement(call: Call, placement: "Placement") -> None:
 def announce_experts(call: Call, plan: "MemoryPlan") -> None:
     """Print how many experts are in memory if not all are."""
     if plan.expert_slots is not None:
-        call.out.note(f"experts: {experts_held(plan)}")
+        call.out.note(f"experts: {experts_in_memory(plan)}")
 
 
 def announce_build(call: Call, placement: "Placement") -> None:
@@ -112,4 +111,6 @@ def announce_build(call: Call, placement: "Placement") -> None:
     if placement.device.type == "cpu" and must_be_built():
         call.out.note("building the CPU kernels, once: this takes about a minute")
         if isinstance(declined := native(), Declined):
+            from mycli.cli.reasons import reason  # a long table that is needed only here
+
             call.out.warn(f"the CPU kernels could not be built, so replies are slower: {reason(declined)}")

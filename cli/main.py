@@ -1,11 +1,10 @@
-"""The table of commands, and the start of the program. A new command is one file and one line here.
+"""The table of commands and the start of the program; a new command is one file and one line here.
 
-Only the module of the command that is called is imported, so that help and light commands start at once.
+Only the module of the called command is imported, so that help and light commands start fast.
 """
 
 import importlib
 import os
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
@@ -13,40 +12,40 @@ from typing import Annotated, Any
 import typer
 
 from mycli.cli.command import guarded, print_version
-from mycli.cli.flags.config_file import config_path, option_key, read_presets, read_settings
-from mycli.cli.flags.presets import apply_preset
-from mycli.cli.mistakes import as_typed, foreign_command, foreign_option, meant_option, too_many, with_message
+from mycli.cli.flags.config_file import apply_preset, config_path, option_key, read_presets, read_settings
 from mycli.cli.output import Output
-from mycli.cli.text.streams import prepare_streams
-from mycli.runtime.errors import ExitCode, UsageError
+from mycli.cli.text.input import prepare_streams
+from mycli.runtime.errors import ExitCode
 
-# name -> (file and function, one line for the list of commands), in the order a newcomer needs them
+# name -> (file and function, summary in the list of commands), in the order a new user needs them
 COMMANDS: Mapping[str, tuple[str, str]] = {
-    "chat": ("chat", "Talk with a model in the terminal."),
-    "run": ("run", "Answer one prompt and exit; made for pipes."),
-    "serve": ("serve", "Serve a model over HTTP, with a page to talk with it."),
-    "quantize": ("quantize", "Make a smaller copy of a model, and measure what it lost."),
-    "eval": ("evaluate", "Score a model on a text, alone or against another."),
-    "estimate": ("estimate", "Say how much memory a model takes and whether it fits."),
-    "export": ("export", "Write a model in another program's layout."),
-    "search": ("search", "Find models on the Hugging Face hub."),
-    "pull": ("pull", "Fetch a model from the Hugging Face hub."),
+    "chat": ("chat", "Chat with a model in the terminal."),
+    "run": ("run", "Answer one prompt and exit."),
+    "serve": ("serve", "Serve a model over HTTP, with an API and a web page."),
+    "quantize": ("quantize", "Make a smaller copy of a model and measure its quality."),
+    "eval": ("evaluate", "Measure the perplexity of a model, or compare two models."),
+    "estimate": ("estimate", "Estimate how much memory a model needs and whether it fits."),
+    "export": ("export", "Write a model in the file format of another program."),
+    "search": ("search", "Search models on the Hugging Face hub."),
+    "pull": ("pull", "Download a model from the Hugging Face hub."),
     "list": ("list_models", "List the models on this machine."),
-    "show": ("show", "Say what a model is, without loading it."),
-    "verify": ("verify", "Check the files of a model byte by byte."),
+    "show": ("show", "Show what a model is, without loading it."),
+    "verify": ("verify", "Check the files of a model against their recorded hashes."),
     "rm": ("rm", "Delete stored models."),
-    "bench": ("bench", "Measure how fast a model is."),
-    "spec check": ("spec_check", "Say whether one model can draft for another."),
-    "spec verify": ("spec_verify", "Test that a draft changes nothing but the speed."),
+    "bench": ("bench", "Measure the speed of models; see also bench serve, bench draft."),
+    "bench serve": ("bench_serve", "Measure a server under load."),
+    "bench draft": ("bench_draft", "Measure how much faster a draft makes a model."),
+    "spec check": ("spec_check", "Check that a draft has the vocabulary of its target."),
+    "spec verify": ("spec_verify", "Test that a draft changes only the speed."),
     "doctor": ("doctor", "Check that everything works on this machine."),
 }
-# What may also stand before the name of a command.
+GROUPS = {"spec": "Check whether a small model can draft for a larger one."}  # first words that are no command
+# Options that may also stand before the name of a command.
 GLOBAL = ("--json", "-q", "--quiet", "-v", "--verbose", "--debug", "--offline", "--device", "--threads")
-# torch's OpenMP sleeps at once after each product, and waking it takes as long as a small product: wait first, but only
-# for some 50 microseconds. Whoever waits longer takes the core that a thread with work needs, where another program has
-# one of them: a reply was twenty times slower with a millisecond. OpenMP reads this as it is loaded.
+# OpenMP threads by default sleep immediately after each product, and waking them takes as long as a small product; so
+# they first spin for about 50 microseconds. Longer spinning takes the core from threads of other programs: with 1 ms a
+# reply next to a busy program was 20 times slower. libgomp reads this when it is loaded.
 SPINS = "5000"
-GROUPS = {"spec": "Check that a small model can draft for a larger one."}  # first words of commands of two
 
 Version = Annotated[bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version.")]
 
@@ -54,7 +53,7 @@ Version = Annotated[bool, typer.Option("--version", callback=print_version, is_e
 def _main(version: Version = False) -> None:
     """Quantize language models and run them on this machine.
 
-    Start with the model that is built in:  mycli chat pico
+    Start with the built-in model:  mycli chat pico
     """
 
 
@@ -63,8 +62,8 @@ def _load(name: str) -> tuple[Any, str]:
     return getattr(module, COMMANDS[name][0]), "Examples:\n\n\b\n" + "\n".join(module.EXAMPLES)
 
 
-def build(selected: frozenset[str]) -> typer.Typer:
-    """The program with the commands of `selected` ready to run and only names and summaries of the others."""
+def build(selected: str | None) -> typer.Typer:
+    """Return the program with the command `selected` ready to run, and only names and summaries of the others."""
     settings: dict[str, Any] = {
         "no_args_is_help": True,
         "rich_markup_mode": None,  # plain help: it is read in pipes and narrow terminals, and starts faster
@@ -73,133 +72,134 @@ def build(selected: frozenset[str]) -> typer.Typer:
     }
     app = typer.Typer(add_completion=True, **settings)
     app.callback()(_main)
-    groups = {"": app, **{name: typer.Typer(**settings) for name in GROUPS}}
-    for name, (_, summary) in COMMANDS.items():
-        function, epilog = _load(name) if name in selected else ((lambda: None), "")
-        first, _, last = name.rpartition(" ")
-        groups[first].command(last, short_help=summary, epilog=epilog or None)(function)
-    for name, summary in GROUPS.items():
-        app.add_typer(groups[name], name=name, help=summary)
+    # The parser has no command that is also a group: `bench` is a group only when `bench serve` or `bench draft` runs.
+    names = [name for name in COMMANDS if _group(name) in GROUPS or not _group(name) or name == selected]
+    groups = {group: typer.Typer(**settings) for group in dict.fromkeys(map(_group, names)) if group}
+    for name in names:
+        if name in groups:
+            continue
+        function, epilog = _load(name) if name == selected else ((lambda: None), "")
+        target = groups.get(_group(name), app)
+        target.command(name.split()[-1], short_help=COMMANDS[name][1], epilog=epilog or None)(function)
+    for group, typer_group in groups.items():
+        app.add_typer(typer_group, name=group, help=GROUPS.get(group))
     return app
 
 
-def find_command(program: Any, name: str) -> Any:
-    """The parser's command of that name in `program`."""
-    for word in name.split():
-        program = program.commands[word]
-    return program
+def _group(name: str) -> str:
+    return name.rpartition(" ")[0]
 
 
 def _options(command: Any) -> list[Any]:
     return [p for p in command.params if p.param_type_name == "option" and p.name not in ("help", "version")]
 
 
-def program(selected: frozenset[str]) -> Any:
-    """`build` as the parser runs it.
+def _find(parser: Any, name: str) -> Any:
+    for word in name.split():
+        parser = parser.commands[word]
+    return parser
 
-    Every option also listens to MYCLI_COMMAND_OPTION and MYCLI_OPTION, as config.toml has a table for each command and
-    keys at the top; the docs give the rule once, the help of an option does not repeat it.
+
+def program(selected: str | None) -> Any:
+    """Return the parser of `build`, with environment variables for the options of `selected`.
+
+    Every option also reads MYCLI_COMMAND_OPTION and MYCLI_OPTION, as config.toml has a table for each command and
+    keys at the top. The docs give this rule once; the help of an option does not repeat it.
     """
-    group: Any = typer.main.get_command(build(selected))
-    for name in COMMANDS:
-        command = find_command(group, name)
+    parser: Any = typer.main.get_command(build(selected))
+    if selected is not None:
+        command = _find(parser, selected)
         for option in _options(command):
             key = option_key(option.opts).upper()
             foreign = [option.envvar] if isinstance(option.envvar, str) else option.envvar or []
-            option.envvar = [f"MYCLI_{name.upper().replace(' ', '_')}_{key}", f"MYCLI_{key}", *foreign]
+            option.envvar = [f"MYCLI_{selected.upper().replace(' ', '_')}_{key}", f"MYCLI_{key}", *foreign]
         for parameter in command.params:
             parameter.show_envvar = False
-    return group
+    return parser
+
+
+def find_command(name: str) -> Any:
+    """Return the parser of one command."""
+    return _find(program(name), name)
 
 
 def option_keys(name: str) -> dict[str, str]:
-    """What config.toml may set of a command: the name of an option as it is typed -> the parameter."""
-    command = find_command(program(frozenset({name})), name)
-    return {option_key(option.opts): option.name for option in _options(command)}
+    """Return the keys of config.toml for a command, each with the parameter that it sets."""
+    return {option_key(option.opts): option.name for option in _options(find_command(name))}
 
 
-def _model(name: str, arguments: Sequence[str]) -> str | None:
-    """What a command line of the command `name` gives as MODEL."""
-    parser = find_command(program(frozenset({name})), name)
-    context = parser.make_context(name, list(arguments[name.count(" ") + 1 :]), resilient_parsing=True)
-    found = context.params.get("model")
-    return found if isinstance(found, str) else None
-
-
-def _mistake(error: Any, command: str | None) -> UsageError:
-    """A mistake that Typer found, in our words: where the value came from, what is wrong, whose help to read."""
-    context: Any = getattr(error, "ctx", None)
-    option: Any = getattr(error, "param", None)
-    hint = f"{context.command_path if context else f'mycli {command}' if command else 'mycli'} --help"
-    if option is None or not error.message:  # not about a value that was given
-        typed = re.match(r"No such command '(\S+)'", str(error.format_message()))
-        if typed and (ours := foreign_command(typed[1])):
-            return UsageError(f"no such command '{typed[1]}'", ours)
-        if unknown := re.match(r"No such option: (\S+)", str(error.format_message())):
-            return _unknown_option(unknown[1].rstrip("."), context.command if context else None, hint)
-        said = with_message(str(error.format_message()))
-        return UsageError(said, (said.startswith("unexpected: ") and too_many(command or "")) or hint)
-    source = getattr(context.get_parameter_source(option.name), "name", "")
-    if source == "ENVIRONMENT":
-        where = next(name for name in option.envvar if os.environ.get(name))
-    elif source == "DEFAULT_MAP":
-        where = f"{config_path()}: {option_key(option.opts)}"
-    else:
-        where = " / ".join(option.opts) if option.param_type_name == "option" else option.name.upper()
-    return UsageError(f"{where}: {with_message(error.message)}", hint)
-
-
-def _unknown_option(word: str, command: Any, hint: str) -> UsageError:
-    """An option that `command` does not have: what it is called here, or the one that was meant."""
-    if ours := foreign_option(word):
-        return UsageError(f"no such option: {word}", ours)
-    options = [option for option in command.params if not getattr(option, "hidden", False)] if command else []
-    meant = meant_option(word, (spelling for option in options for spelling in option.opts if spelling[0] == "-"))
-    return UsageError(f"no such option: {word}{f'; did you mean {meant}?' if meant else ''}", hint)
+def _model_argument(name: str, arguments: Sequence[str]) -> str | None:
+    words = list(arguments[name.count(" ") + 1 :])
+    model = find_command(name).make_context(name, words, resilient_parsing=True).params.get("model")
+    return model if isinstance(model, str) else None
 
 
 def reorder(arguments: Sequence[str]) -> list[str]:
-    """`mycli --json run pico` as `mycli run --json pico`: the command understands the options that all have."""
+    """Move global options behind the command: `mycli --json run pico` becomes `mycli run --json pico`."""
     leading: list[str] = []
     rest = list(arguments)
     while rest and rest[0].partition("=")[0] in GLOBAL:
         leading.append(rest.pop(0))
         if leading[-1] in ("--device", "--threads") and rest:
             leading.append(rest.pop(0))
-    name = _named(rest)
+    name = _command_name(rest)
     if name is None:
         return list(arguments)
     words = name.count(" ") + 1
     return [*rest[:words], *leading, *rest[words:]]
 
 
-def _named(words: Sequence[str]) -> str | None:
-    """The command that a line begins with."""
+def replace_old_bench(arguments: list[str]) -> list[str]:
+    """Return the present spelling of `bench --serve MODEL` and `bench MODEL --draft DRAFT`, both to be removed."""
+    if _command_name(arguments) != "bench":
+        return arguments
+    rest = arguments[1:]
+    if "--serve" in rest:
+        return ["bench", "serve", *(word for word in rest if word != "--serve")]
+    for index, word in enumerate(rest):
+        option, equals, draft = word.partition("=")
+        if option == "--draft" and (equals or index + 1 < len(rest)):
+            end = index + (1 if equals else 2)
+            draft = draft if equals else rest[index + 1]
+            rest = rest[:index] + rest[end:]
+            return ["bench", *rest] if draft == "none" else ["bench", "draft", *rest, draft]
+    return arguments
+
+
+def _command_name(words: Sequence[str]) -> str | None:
     return next((name for count in (2, 1) if (name := " ".join(words[:count])) in COMMANDS), None)
 
 
+def _defaults(name: str, arguments: list[str]) -> tuple[list[str], dict[str, Any]]:
+    # The model of a preset replaces its name among the arguments; its other settings count as those of config.toml.
+    defaults = read_settings(config_path(), name, COMMANDS, option_keys)
+    presets = read_presets(config_path(), name, COMMANDS, option_keys)
+    if presets:
+        parameters = option_keys(name)
+        arguments, chosen = apply_preset(arguments, presets, lambda line: _model_argument(name, line))
+        settings = {parameters.get(key.replace("-", "_")): value for key, value in chosen.items()}
+        defaults |= {parameter: value for parameter, value in settings.items() if parameter is not None}
+    for word in reversed(name.split()):
+        defaults = {word: defaults}
+    return arguments, defaults
+
+
 def _run(arguments: list[str]) -> ExitCode:
-    arguments = reorder(arguments)
+    arguments = replace_old_bench(reorder(arguments))
     if not arguments or arguments in ([group] for group in GROUPS):
         arguments.append("--help")
     completing = os.environ.get("COMP_WORDS", os.environ.get("_TYPER_COMPLETE_ARGS", ""))
-    named = _named(completing.split()[1:] if "_MYCLI_COMPLETE" in os.environ else arguments)
+    name = _command_name(completing.split()[1:] if "_MYCLI_COMPLETE" in os.environ else arguments)
     defaults: dict[str, Any] = {}
-    if named and not {"-h", "--help"} & set(arguments):
-        defaults = read_settings(config_path(), named, COMMANDS, option_keys)
-        presets = read_presets(config_path(), named, COMMANDS, option_keys)
-        if presets:
-            own = option_keys(named)
-            arguments, chosen = apply_preset(arguments, presets, lambda line: _model(named, line))
-            settings = {own.get(key.replace("-", "_")): value for key, value in chosen.items()}
-            defaults |= {name: value for name, value in settings.items() if name is not None}
-        for word in reversed(named.split()):
-            defaults = {word: defaults}
-    group = program(frozenset({named} if named else ()))
+    if name and not {"-h", "--help"} & set(arguments):
+        arguments, defaults = _defaults(name, arguments)
+    parser = program(name)
     try:
-        result = group.main(arguments, prog_name="mycli", default_map=defaults, standalone_mode=False)
+        result = parser.main(arguments, prog_name="mycli", default_map=defaults, standalone_mode=False)
     except typer.TyperException as error:
-        raise _mistake(error, named) from error
+        from mycli.cli.mistakes import explain_mistake  # tables that only a mistake needs
+
+        raise explain_mistake(error, name) from error
     except SystemExit as stop:  # every command ends this way, and so does completion
         result = stop.code
     except typer.Abort:  # the end of the input where an answer was expected
@@ -207,9 +207,18 @@ def _run(arguments: list[str]) -> ExitCode:
     return ExitCode(result or 0)
 
 
+def decode_argument(word: str) -> str:
+    """Return an argument as UTF-8 if the locale could not decode it; otherwise unchanged."""
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        return os.fsencode(word).decode("utf-8", "surrogateescape")
+    return word
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with its code."""
     prepare_streams()
     os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
-    words = [as_typed(word) for word in sys.argv[1:]] if arguments is None else arguments
+    words = [decode_argument(word) for word in sys.argv[1:]] if arguments is None else arguments
     sys.exit(guarded(Output(json_mode="--json" in words, debug="--debug" in words), lambda: _run(words)))

@@ -1,17 +1,18 @@
-"""Mistakes on the command line in our words: what is wrong with a value, and which command of ours a foreign one means.
-
-Knows the sentences of the parser, and the verbs of other programs. Does not know options or where a value came from.
-"""
+"""Explains mistakes on the command line: the value at fault, and our command or option for those of other programs."""
 
 import os
 import re
 from collections.abc import Iterable
+from typing import Any
 
-# What is typed by those who know another program: how the same is asked for here.
-_FOREIGN = {
+from mycli.cli.flags.config_file import config_path, option_key
+from mycli.runtime.errors import UsageError
+
+# Commands of other programs (ollama, llama.cpp, hf) -> ours.
+FOREIGN_COMMANDS = {
     "ask": "mycli run",
     "convert": "mycli export",
-    "cp": "mycli list, which says where models lie: copy the folder",
+    "cp": "mycli list --json prints the folder of each model: copy the folder",
     "create": "mycli quantize, or a preset in config.toml",
     "delete": "mycli rm",
     "download": "mycli pull",
@@ -21,85 +22,105 @@ _FOREIGN = {
     "ls": "mycli list",
     "perplexity": "mycli eval",
     "ppl": "mycli eval",
-    "ps": "no model stays in memory between commands; mycli serve holds one as long as it runs",
+    "ps": "models stay in memory only while mycli serve runs",
     "remove": "mycli rm",
     "server": "mycli serve",
-    "stop": "no model stays in memory between commands; mycli serve holds one until Ctrl-C",
+    "stop": "models stay in memory only while mycli serve runs: press Ctrl-C there",
     "version": "mycli --version",
 }
-# And options of other programs, llama.cpp's above all.
-_FOREIGN_OPTIONS = {
+_PROMPT = "the prompt is an argument, not an option: mycli run MODEL PROMPT"
+_MODEL = "the model is an argument, not an option: mycli run MODEL PROMPT"
+_WHOLE = "--device cuda: a model runs on the GPU completely or not at all"
+# Options of other programs, mostly llama.cpp -> ours.
+FOREIGN_OPTIONS = {
     "--ctx-size": "--ctx N",
-    "--gpu-layers": "--device cuda: a model is on the GPU as a whole",
+    "--gpu-layers": _WHOLE,
     "--interactive": "mycli chat MODEL",
     "--max-new-tokens": "-n N",
-    "--model": "the model needs no option: mycli run MODEL PROMPT",
-    "--n-gpu-layers": "--device cuda: a model is on the GPU as a whole",
+    "--model": _MODEL,
+    "--n-gpu-layers": _WHOLE,
     "--n-predict": "-n N",
-    "--prompt": "the prompt needs no option: mycli run MODEL PROMPT",
+    "--prompt": _PROMPT,
     "--system-prompt": "--system TEXT",
     "-V": "mycli --version",
     "-c": "--ctx N",
     "-i": "mycli chat MODEL",
-    "-m": "the model needs no option: mycli run MODEL PROMPT",
-    "-p": "the prompt needs no option: mycli run MODEL PROMPT",
+    "-m": _MODEL,
+    "-p": _PROMPT,
     "-s": "--seed N",
 }
-# What is meant by words that a command has no place for.
-_TOO_MANY = {
-    "chat": "mycli run MODEL PROMPT answers one prompt; a chat begins without",
+# Hints for arguments that a command does not take.
+_EXTRA_ARGUMENTS = {
+    "chat": "chat takes no prompt; mycli run MODEL PROMPT answers one",
     "run": "put a prompt of several words in quotes",
 }
-# The parser's sentences about values and words, and ours.
+# Sentences of the parser about a value -> ours, which follow the name of the option.
 _SENTENCES = (
-    (r"got unexpected extra arguments?(?:\(s\))? \((.*)\)", r"unexpected: \1"),
-    (r"input should be a valid number.*", "not a number"),
-    (r"input should be a valid integer.*", "not a whole number"),
-    (r"input should be a valid boolean.*", "not true or false"),
-    (r"input should be greater than or equal to (\S+)", r"less than \1"),
-    (r"input should be less than or equal to (\S+)", r"more than \1"),
-    (r"input should be greater than (\S+)", r"not above \1"),
-    (r"input should be less than (\S+)", r"not below \1"),
+    (r"input should be a valid number.*", ": not a number"),
+    (r"input should be a valid integer.*", ": not a whole number"),
+    (r"input should be a valid boolean.*", ": not true or false"),
+    (r"input should be greater than or equal to (\S+)", r" must be at least \1"),
+    (r"input should be less than or equal to (\S+)", r" must be at most \1"),
+    (r"input should be greater than (\S+)", r" must be above \1"),
+    (r"input should be less than (\S+)", r" must be below \1"),
 )
 
 
-def with_message(sentence: str) -> str:
-    """The parser's `sentence` without a full stop, in our words where we have any."""
+def explain_mistake(error: Any, name: str | None) -> UsageError:
+    """Return the UsageError for an exception of the parser; `name` is the command, if one was recognised."""
+    context: Any = getattr(error, "ctx", None)
+    option: Any = getattr(error, "param", None)
+    hint = f"{context.command_path if context else f'mycli {name}' if name else 'mycli'} --help"
+    sentence = str(error.format_message())
+    if option is not None and error.message:  # about a value
+        source = getattr(context.get_parameter_source(option.name), "name", "")
+        if source == "ENVIRONMENT":
+            place = next(variable for variable in option.envvar if os.environ.get(variable))
+        elif source == "DEFAULT_MAP":
+            place = f"{config_path()}: {option_key(option.opts)}"
+        else:
+            place = " / ".join(option.opts) if option.param_type_name == "option" else option.name.upper()
+        return UsageError(place + _value_problem(error.message, option), hint)
+    if (match := re.match(r"No such command '(\S+)'", sentence)) and match[1] in FOREIGN_COMMANDS:
+        return UsageError(f"no such command '{match[1]}'", FOREIGN_COMMANDS[match[1]])
+    if match := re.match(r"No such option: (\S+)", sentence):
+        return _unknown_option(match[1].rstrip("."), context.command if context else None, hint)
+    if match := re.match(r"(?is)got unexpected extra arguments?(?:\(s\))? \((.*)\)", sentence):
+        arguments = [parameter for parameter in context.command.params if parameter.param_type_name == "argument"]
+        usage = " ".join(arg.metavar if arg.required else f"[{arg.metavar}]" for arg in arguments)
+        message = f"unexpected {match[1]!r}; {name} takes {usage or 'no arguments'}"
+        return UsageError(message, _EXTRA_ARGUMENTS.get(name or "", hint))
+    return UsageError(_lowered(sentence), hint)
+
+
+def _lowered(sentence: str) -> str:
     sentence = sentence.rstrip(".")
-    for pattern, ours in _SENTENCES:
-        if match := re.fullmatch(pattern, sentence, re.IGNORECASE | re.DOTALL):
-            return match.expand(ours)
     return sentence[:1].lower() + sentence[1:]
 
 
-def foreign_command(word: str) -> str:
-    """How what `word` does in another program is asked for here; "" for a word that none has."""
-    return _FOREIGN.get(word, "")
+def _value_problem(sentence: str, option: Any) -> str:
+    sentence = sentence.rstrip(".")
+    for pattern, ours in _SENTENCES:
+        if match := re.fullmatch(pattern, sentence, re.IGNORECASE | re.DOTALL):
+            low, high = getattr(option, "min", None), getattr(option, "max", None)
+            if "must be" in ours and low is not None and high is not None:
+                return f" must be {low} to {high}"
+            return match.expand(ours)
+    return f": {_lowered(sentence)}"
 
 
-def too_many(name: str) -> str:
-    """What somebody meant who gave the command `name` more words than it takes; "" where there is no telling."""
-    return _TOO_MANY.get(name, "")
+def _unknown_option(word: str, command: Any, hint: str) -> UsageError:
+    if word in FOREIGN_OPTIONS:
+        return UsageError(f"no such option: {word}", FOREIGN_OPTIONS[word])
+    options = [option for option in command.params if not getattr(option, "hidden", False)] if command else []
+    similar = closest_option(word, (spelling for option in options for spelling in option.opts if spelling[0] == "-"))
+    return UsageError(f"no such option: {word}{f'; did you mean {similar}?' if similar else ''}", hint)
 
 
-def foreign_option(word: str) -> str:
-    """How what the option `word` does in another program is asked for here; "" for one that none has."""
-    return _FOREIGN_OPTIONS.get(word, "")
-
-
-def meant_option(word: str, known: Iterable[str]) -> str:
-    """The option of `known` that `word` is the beginning of, or a slip of the fingers away from; "" for none."""
-    import difflib  # only for an option that is not there
+def closest_option(word: str, known: Iterable[str]) -> str:
+    """Return the option that `word` abbreviates or misspells; "" if there is none."""
+    import difflib
 
     spelled, known = word.replace("_", "-"), sorted(known)
-    begun = [option for option in known if len(spelled) > 3 and option.startswith(spelled)]
-    return next(iter(begun or difflib.get_close_matches(spelled, known, 1, 0.75)), "")
-
-
-def as_typed(word: str) -> str:
-    """`word` of a command line as UTF-8, where the locale could not decode what was typed."""
-    try:
-        word.encode()
-    except UnicodeEncodeError:
-        return os.fsencode(word).decode("utf-8", "surrogateescape")
-    return word
+    longer = [option for option in known if len(spelled) > 3 and option.startswith(spelled)]
+    return next(iter(longer or difflib.get_close_matches(spelled, known, 1, 0.75)), "")

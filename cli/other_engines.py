@@ -1,8 +1,6 @@
-"""Servers of other makers for models that one GPU does not hold: vLLM and SGLang, started on the same folder.
+"""`mycli serve --engine`: starts vLLM or SGLang on the same model folder, for models too large for one GPU.
 
-Knows how they are called and what of a request they are told: where to listen, the name, the context, the number
-formats, how many GPUs share the model, how much of their memory they may take. The process becomes theirs, so that
-signals and the exit code are theirs. Does not know how to run a model.
+The process is replaced by the other server, so signals and the exit code are that server's.
 """
 
 import json
@@ -33,100 +31,106 @@ from mycli.runtime.memory.estimate import estimate, rank_bytes
 from mycli.runtime.memory.fit import SHORTEST_CONTEXT
 from mycli.runtime.memory.plan import DEFAULT_CONTEXT, MemoryPlan
 from mycli.runtime.server.settings import ServerSettings
-from mycli.runtime.utils.units import human_bytes
+from mycli.runtime.utils.units import human_bytes, pluralize
 
-OURS = "mycli"
-RANKS = (2, 4, 8)  # GPUs of one machine that share a model
-_MOST_MEMORY = 0.92  # of a GPU: what vLLM takes unless told otherwise
+OWN = "mycli"
+RANKS = (2, 4, 8)  # usual numbers of GPUs in one machine
+_MAX_MEMORY_SHARE = 0.92  # of a GPU: the default of vLLM
 
 
 @dataclass(frozen=True)
 class EngineFlags:
-    """Whose engine serves, and over how many GPUs, as it was typed."""
+    """The server program and its number of GPUs, as typed."""
 
     engine: Annotated[
         str,
         options.word_option(
             "--engine",
             words=("mycli", "vllm", "sglang"),
-            help="Start another project's server on the same model, which can split it over GPUs.",
+            help="Start the server of vLLM or SGLang on the same model instead; these can split it over GPUs.",
         ),
-    ] = OURS
+    ] = OWN
     ranks: Annotated[
         int,
-        typer.Option("--tensor-parallel-size", min=1, max=1024, metavar="N", help="With --engine: GPUs that share it."),
+        typer.Option(
+            "--tensor-parallel-size",
+            min=1,
+            max=1024,
+            metavar="N",
+            help="With --engine: number of GPUs.",
+        ),
     ] = 1
 
     def resolve(self) -> "OtherEngine | None":
-        """The other engine, None for our own. Raises UsageError for one that is not known."""
-        name = options.choice("--engine", self.engine, (OURS, *_ENGINES), "engine")
-        if name != OURS:
+        """Return the other engine, None for mycli's own server. Raises UsageError for an unknown name."""
+        name = options.choice("--engine", self.engine, (OWN, *_ENGINES))
+        if name != OWN:
             return _ENGINES[name]
         if self.ranks > 1:
             raise UsageError(
-                "--tensor-parallel-size splits a model, which our own server does not do",
-                "add --engine vllm, or --engine sglang",
+                "--tensor-parallel-size is not supported by mycli's own server",
+                "add --engine vllm or --engine sglang",
             )
         return None
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What a server of another maker is to do; `share`: of each GPU's memory, None for as much as usual."""
+    """Settings for the other server; `share`: share of each GPU's memory, None for its default."""
 
     folder: Path
     settings: ServerSettings
     context: int
-    together: int
+    sequences: int
     ranks: int
     dtype: str  # bfloat16, float16, float32, auto
     kv: str  # bfloat16, auto
     share: float | None
     cache_bytes: int
-    cores: tuple[tuple[int, ...], ...] = ()  # of a CPU, for each part of the model; () where the engine sees to it
+    cores: tuple[tuple[int, ...], ...] = ()  # CPU cores for each rank; () leaves the choice to the engine
     host: str = "127.0.0.1"
     port: int = 8080
 
 
-def _vllm(wanted: Launch) -> tuple[list[str], dict[str, str]]:
-    """Arguments and environment of vLLM 0.11 and later."""
-    arguments = ["serve", str(wanted.folder), "--host", wanted.host, "--port", str(wanted.port)]
-    arguments += ["--served-model-name", *wanted.settings.names]
-    arguments += ["--max-model-len", str(wanted.context), "--max-num-seqs", str(wanted.together)]
-    arguments += ["--tensor-parallel-size", str(wanted.ranks), "--dtype", wanted.dtype]
-    arguments += ["--kv-cache-dtype", wanted.kv]
-    if wanted.share is not None:
-        arguments += ["--gpu-memory-utilization", f"{wanted.share:.2f}"]
-    arguments += ["--allowed-origins", json.dumps(list(wanted.settings.origins))]  # else all may
-    environment = {"VLLM_CPU_KVCACHE_SPACE": str(max(1, math.ceil(wanted.cache_bytes / (1 << 30))))}
-    if wanted.cores:  # else it wants a NUMA node for each
-        environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, part)) for part in wanted.cores)
-    if wanted.settings.key is not None:
-        environment["VLLM_API_KEY"] = wanted.settings.key.decode()
+def _vllm(launch: Launch) -> tuple[list[str], dict[str, str]]:
+    # vLLM 0.11 and later.
+    arguments = ["serve", str(launch.folder), "--host", launch.host, "--port", str(launch.port)]
+    arguments += ["--served-model-name", *launch.settings.names]
+    arguments += ["--max-model-len", str(launch.context), "--max-num-seqs", str(launch.sequences)]
+    arguments += ["--tensor-parallel-size", str(launch.ranks), "--dtype", launch.dtype]
+    arguments += ["--kv-cache-dtype", launch.kv]
+    if launch.share is not None:
+        arguments += ["--gpu-memory-utilization", f"{launch.share:.2f}"]
+    arguments += ["--allowed-origins", json.dumps(list(launch.settings.origins))]  # its default allows every origin
+    environment = {"VLLM_CPU_KVCACHE_SPACE": str(max(1, math.ceil(launch.cache_bytes / (1 << 30))))}
+    if launch.cores:  # its default needs a NUMA node per rank
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, part)) for part in launch.cores)
+    if launch.settings.key is not None:
+        environment["VLLM_API_KEY"] = launch.settings.key.decode()
     return arguments, environment
 
 
-def _sglang(wanted: Launch) -> tuple[list[str], dict[str, str]]:
-    """Arguments of SGLang 0.5 and later. Raises UsageError for a key: SGLang takes one where others can read it."""
-    if wanted.settings.key is not None:
+def _sglang(launch: Launch) -> tuple[list[str], dict[str, str]]:
+    # SGLang 0.5 and later.
+    if launch.settings.key is not None:
         raise UsageError(
-            "SGLang takes a key from its command line alone, where other users can read it",
-            "serve it without a key to this machine alone, behind a proxy that asks for one, or use --engine vllm",
+            "SGLang takes an API key only on its command line, where other users can read it",
+            "serve without a key behind a proxy that requires one, or use --engine vllm",
         )
-    if wanted.settings.origins:
-        raise UsageError("SGLang cannot be told which pages may use it", "omit --cors, or use --engine vllm")
-    arguments = ["serve", "--model-path", str(wanted.folder), "--host", wanted.host, "--port", str(wanted.port)]
-    arguments += ["--served-model-name", wanted.settings.names[0]]
-    arguments += ["--context-length", str(wanted.context), "--max-running-requests", str(wanted.together)]
-    arguments += ["--tp-size", str(wanted.ranks), "--dtype", wanted.dtype, "--kv-cache-dtype", wanted.kv]
-    if wanted.share is not None:
-        arguments += ["--mem-fraction-static", f"{wanted.share:.2f}"]
+    if launch.settings.origins:
+        raise UsageError("--cors is not supported by SGLang", "omit --cors, or use --engine vllm")
+    arguments = ["serve", "--model-path", str(launch.folder), "--host", launch.host, "--port", str(launch.port)]
+    arguments += ["--served-model-name", launch.settings.names[0]]
+    arguments += ["--context-length", str(launch.context), "--max-running-requests", str(launch.sequences)]
+    arguments += ["--tp-size", str(launch.ranks), "--dtype", launch.dtype, "--kv-cache-dtype", launch.kv]
+    if launch.share is not None:
+        arguments += ["--mem-fraction-static", f"{launch.share:.2f}"]
     return arguments, {}
 
 
 @dataclass(frozen=True)
 class OtherEngine:
-    """A maker's server: its executable, the package that brings it, and how it is called."""
+    """Another server program: its executable, its package, and how it is called."""
 
     title: str
     executable: str
@@ -134,15 +138,15 @@ class OtherEngine:
     call: Callable[[Launch], tuple[list[str], dict[str, str]]]
 
     def find(self) -> str:
-        """Its executable: on PATH, or beside this Python. Raises ResourceError where it is not installed."""
-        beside = str(Path(sys.executable).parent)
-        found = shutil.which(self.executable) or shutil.which(self.executable, path=beside)
-        if found is None:
+        """Return its executable, on PATH or next to this Python. Raises ResourceError if it is not installed."""
+        folder = str(Path(sys.executable).parent)
+        path = shutil.which(self.executable) or shutil.which(self.executable, path=folder)
+        if path is None:
             raise ResourceError(
-                f"{self.title} is not installed: there is no {self.executable} on PATH",
-                f"install it in an environment of its own (pip install {self.package}) and put its bin folder on PATH",
+                f"{self.title} is not installed: no {self.executable} on PATH",
+                f"install it in a separate environment (pip install {self.package}) and add its bin folder to PATH",
             )
-        return found
+        return path
 
 
 _ENGINES: Mapping[str, OtherEngine] = {
@@ -151,8 +155,8 @@ _ENGINES: Mapping[str, OtherEngine] = {
 }
 
 
-def beyond_one_gpu(model: str, plan: MemoryPlan, free: int) -> tuple[int, str] | None:
-    """(GPUs, command) to serve what `plan` says on GPUs with `free` bytes each, as few as do; None where none do."""
+def command_for_more_gpus(model: str, plan: MemoryPlan, free: int) -> tuple[int, str] | None:
+    """Return the smallest number of GPUs with `free` bytes each that hold `plan`, and the command; None if too few."""
     for ranks in RANKS:
         if rank_bytes(plan, ranks) <= free and not obstacles(plan.config, plan.packings, ranks):
             words = ["mycli", "serve", model, "--engine", "vllm", "--tensor-parallel-size", str(ranks)]
@@ -164,35 +168,36 @@ def start(
     call: Call,
     engine: OtherEngine,
     model: str,
-    asked: EngineConfig,
+    config: EngineConfig,
     settings: ServerSettings,
     host: str,
     port: int,
     ranks: int,
 ) -> None:
-    """Become the other engine's server of MODEL; returns to nobody.
+    """Replace this process by the other server; does not return.
 
-    Raises UsageError for what it does not do, ModelError for a model that it cannot split, ResourceError where it is
-    not installed or the GPUs are not there.
+    Raises UsageError for unsupported options, ModelError for a model that cannot be split, ResourceError if the server
+    is not installed or GPUs are missing.
     """
     executable = engine.find()
     source = resolve(model, offline=call.offline)
     folder = open_model_folder(source.folder)
     if not source.folder.is_dir():
-        raise ModelError(f"{model}: {engine.title} takes folders of safetensors, not a GGUF file", "name its original")
-    found = [] if asked.device == "cpu" else gpus()
-    if found and len(found) < ranks:
-        raise ResourceError(f"{ranks} GPUs were asked for, {len(found)} are here", "ask for fewer")
-    if asked.kv not in ("auto", "bf16"):
-        raise UsageError(f"{engine.title} does not keep its cache in {asked.kv}", "omit --kv")
-    for one in obstacles(folder.config, folder.packings, ranks):
-        problem = f"{one.where}: {one.problem}"
-        if asked.device != "cpu":  # the rules of kernels for GPUs
-            hint = f"mycli estimate {shlex.quote(model)} --tp {ranks} shows all of it; --device cpu tries anyway"
-            raise ModelError(f"{model} cannot be shared by {ranks} GPUs: {problem}", hint)
+        raise ModelError(f"{model}: {engine.title} needs safetensors, not a GGUF file", "name the original model")
+    visible = [] if config.device == "cpu" else gpus()
+    if visible and len(visible) < ranks:
+        message = f"--tensor-parallel-size {ranks}: this machine has {pluralize(len(visible), 'GPU')}"
+        raise ResourceError(message, f"use --tensor-parallel-size {len(visible)}")
+    if config.kv not in ("auto", "bf16"):
+        raise UsageError(f"--kv {config.kv} is not supported by {engine.title}", "omit --kv")
+    for obstacle in obstacles(folder.config, folder.packings, ranks):
+        problem = f"{obstacle.where}: {obstacle.problem}"
+        if config.device != "cpu":  # these are limits of GPU kernels
+            hint = f"mycli estimate {shlex.quote(model)} --tp {ranks} lists all reasons; --device cpu tries anyway"
+            raise ModelError(f"{model} cannot be split over {ranks} GPUs: {problem}", hint)
         call.out.warn(f"{engine.title} may refuse it: {problem}")
-    wanted = replace(_wanted(folder, asked, settings, found[:ranks], ranks), host=host, port=port)
-    arguments, environment = engine.call(wanted)
+    launch = replace(_plan(folder, config, settings, visible[:ranks], ranks), host=host, port=port)
+    arguments, environment = engine.call(launch)
     command = [executable, *arguments]
     if call.out.json_mode:
         call.out.json_record({"engine": engine.executable, "command": command, "environment": sorted(environment)})
@@ -201,48 +206,46 @@ def start(
     call.out.flush()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(number, signal.SIG_DFL)
-    os.execve(executable, command, {**environment, **os.environ, **_key(environment)})
+    keys = {name: value for name, value in environment.items() if name.endswith("_KEY")}  # over the user's environment
+    os.execve(executable, command, {**environment, **os.environ, **keys})
 
 
-def _key(environment: Mapping[str, str]) -> dict[str, str]:
-    """What is ours to say, whatever the environment says already."""
-    return {name: value for name, value in environment.items() if name.endswith("_KEY")}
-
-
-def _wanted(folder: ModelFolder, asked: EngineConfig, settings: ServerSettings, found: list[Gpu], ranks: int) -> Launch:
-    """What follows from the estimate: the context that fits, and the share of memory that is free."""
+def _plan(
+    folder: ModelFolder, config: EngineConfig, settings: ServerSettings, visible: list[Gpu], ranks: int
+) -> Launch:
+    # The context that fits and the share of GPU memory that is free, by our own estimate.
     plan = MemoryPlan(
         folder.config,
         folder.packings,
-        context=asked.context or folder.config.max_context,
-        batch=asked.sequences,
-        dtype=asked.dtype,
-        gpu=bool(found),
-        kv=asked.kv,
+        context=config.context or folder.config.max_context,
+        batch=config.sequences,
+        dtype=config.dtype,
+        gpu=bool(visible),
+        kv=config.kv,
     )
     share: float | None = None
     cores: tuple[tuple[int, ...], ...] = ()
-    if found:
-        share = min(_MOST_MEMORY, min(int(gpu.free / gpu.total * 100) - 1 for gpu in found) / 100)
-        free = min(int(gpu.total * share) for gpu in found)
-        while asked.context is None and plan.context > SHORTEST_CONTEXT and rank_bytes(plan, ranks) > free:
+    if visible:
+        share = min(_MAX_MEMORY_SHARE, min(int(gpu.free / gpu.total * 100) - 1 for gpu in visible) / 100)
+        free = min(int(gpu.total * share) for gpu in visible)
+        while config.context is None and plan.context > SHORTEST_CONTEXT and rank_bytes(plan, ranks) > free:
             plan = replace(plan, context=plan.context // 2)
         if (needed := rank_bytes(replace(plan, batch=1), ranks)) > free:
             raise ResourceError(
-                f"each of {ranks} GPUs would hold {human_bytes(needed)}, {human_bytes(free)} are free", code="more-gpus"
+                f"each of {ranks} GPUs needs {human_bytes(needed)}, but {human_bytes(free)} are free", code="more-gpus"
             )
     else:
-        cores = _parted(_cores(), ranks) if _memory_nodes() < ranks else ()
-        if asked.context is None:
+        cores = _split(_cores(), ranks) if _numa_nodes() < ranks else ()
+        if config.context is None:
             plan = replace(plan, context=min(plan.context, DEFAULT_CONTEXT))
     return Launch(
         folder.path,
         settings,
         plan.context,
-        asked.running or asked.sequences,
+        config.running or config.sequences,
         ranks,
-        asked.dtype or "auto",
-        "bfloat16" if asked.kv == "bf16" else "auto",
+        config.dtype or "auto",
+        "bfloat16" if config.kv == "bf16" else "auto",
         share,
         estimate(plan).cache,
         cores,
@@ -250,17 +253,15 @@ def _wanted(folder: ModelFolder, asked: EngineConfig, settings: ServerSettings, 
 
 
 def _cores() -> list[int]:
-    """The numbers of the cores that this process may use, none where they are not told."""
     return sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
 
 
-def _memory_nodes() -> int:
-    """NUMA nodes of this machine, 1 where it does not tell."""
+def _numa_nodes() -> int:
     return len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1
 
 
-def _parted(cores: list[int], parts: int) -> tuple[tuple[int, ...], ...]:
-    """`cores` in so many parts that lie together and differ by one at most; () where some would have none."""
+def _split(cores: list[int], parts: int) -> tuple[tuple[int, ...], ...]:
+    # Neighbouring cores share caches, so each part is contiguous.
     if len(cores) < parts:
         return ()
     bounds = [len(cores) * part // parts for part in range(parts + 1)]

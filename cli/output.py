@@ -1,6 +1,6 @@
-"""The only printer: results on stdout, everything else on stderr, as a person, a pipe or a program wants to read it.
+"""The only printer: results go to stdout, all else to stderr, adapted to a terminal, a pipe or a JSON reader.
 
-Text from models, files and servers is made safe for terminals here, once. Does not know what any command does.
+Text from models, files and servers is made safe for terminals here.
 """
 
 import errno
@@ -10,32 +10,52 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, TextIO
 
-from mycli.cli.reasons import reason
 from mycli.cli.remedies import Subject, remedy
-from mycli.cli.text.json_lines import error_fields, json_line
-from mycli.cli.text.layout import WordWrap, broken, fitting, pad, table_lines, table_width, width
-from mycli.cli.text.line_editing import typed_line
-from mycli.cli.text.progress import Lines, LiveMarkdown, Progress, bar, reading
+from mycli.cli.text.format import error_fields, json_line
+from mycli.cli.text.input import read_typed_line
+from mycli.cli.text.layout import WordWrap, column_widths, fitting, pad, table_lines, table_width, width, wrap_lines
+from mycli.cli.text.progress import Lines, LiveMarkdown, Progress, progress_bar, show_reading
 from mycli.runtime.errors import Declined, ResourceError, UsageError, UserError
 from mycli.runtime.utils.sanitize import one_line, sanitize
 
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table or a row of a card: its heading and how its text is made from a record.
+
+    `value` is a key of the record or a function of the record; None is shown as "" in a table and left out of a card.
+    On a narrow terminal the columns with the lowest `priority` are shown.
+    """
+
+    heading: str
+    value: str | Callable[[Any], str | None]
+    right: bool = False
+    priority: int | None = None
+
+    def text(self, record: Record) -> str | None:
+        value = record[self.value] if isinstance(self.value, str) else self.value(record)
+        return None if value is None else str(value)
+
 
 @contextmanager
-def _named() -> Iterator[None]:
-    """Around writing the answer: an error of the system's names no file there. A reader that left stays what it is."""
+def _writing_stdout() -> Iterator[None]:
+    # An OSError of stdout has no file name. A closed pipe stays a BrokenPipeError, which ends with its own exit code.
     try:
         yield
     except BrokenPipeError:
         raise
     except OSError as error:
         reason = "it is closed" if error.errno == errno.EBADF else error.strerror
-        raise ResourceError(f"standard output: {reason}", "write it somewhere else") from error
+        raise ResourceError(f"standard output: {reason}", "write it to another place") from error
 
 
 class Output:
-    """Everything a command says. `json_mode`: one JSON object (or JSON lines) on stdout instead of text."""
+    """Prints everything a command prints. `json_mode`: stdout gets one JSON object (or JSON lines) instead of text."""
 
     def __init__(
         self,
@@ -50,200 +70,203 @@ class Output:
     ) -> None:
         self.json_mode = json_mode
         self.verbose = verbose and not quiet
-        self.subject = Subject()  # whose words the remedies of errors take
+        self.subject = Subject()  # the model that hints of errors name
         self._quiet = quiet
         self._debug = debug
         self._stdout = sys.stdout if stdout is None else stdout
         self._stderr = sys.stderr if stderr is None else stderr
         self._environment = environment
-        self._answer: Mapping[str, Any] | None = None  # what `json` was given and has yet to be written
-        self._held: list[str] | None = None  # what waits for the end of a reply
+        # Written when the command ends, so that an error or a failed gate becomes a field of the same object.
+        self._answer: Record | None = None
+        self._deferred: list[str] | None = None  # stderr lines that wait for the end of a reply
         self._wrap: WordWrap | None = None
-        self._begun = False  # whether anything of the reply was shown
+        self._reply_begun = False
 
     @property
     def interactive(self) -> bool:
-        """Whether a person can be asked: both ends of the conversation are terminals."""
+        """True if stdin and stdout are terminals and no JSON is printed, so that questions are possible."""
         return sys.stdin.isatty() and self._stdout.isatty() and not self.json_mode
 
     def decorated(self, stream: TextIO | None = None) -> bool:
-        """Whether colour is welcome on `stream` (stderr): NO_COLOR, FORCE_COLOR and TERM=dumb count."""
+        """Return whether `stream` (default stderr) may have colour: NO_COLOR, FORCE_COLOR and TERM=dumb count."""
         if self._environment.get("NO_COLOR") or self.plain:
             return False
         return self._environment.get("FORCE_COLOR", "0") not in ("", "0") or (stream or self._stderr).isatty()
 
     @property
     def plain(self) -> bool:
-        """Whether the terminal knows no escape sequences."""
+        """True if the terminal has no escape sequences."""
         return self._environment.get("TERM") == "dumb"
-
-    def dim(self, text: str) -> str:
-        """`text` in a quiet colour where stderr is a terminal that has one."""
-        return f"\x1b[2m{text}\x1b[0m" if self.decorated() else text
 
     # Results
 
     @property
     def _text(self) -> TextIO:
-        """Where text of the answer goes: stdout is for objects alone where those were asked for."""
         return self._stderr if self.json_mode else self._stdout
 
     def result(self, text: str) -> None:
-        """A line or more of the answer."""
-        with _named():
+        """Print text of the result; with --json it goes to stderr."""
+        with _writing_stdout():
             self._text.write((sanitize(text) if self._text.isatty() else text) + "\n")
 
     @contextmanager
     def reply(self, *, ends_line: bool = True) -> Iterator[None]:
-        """Around the streaming of a reply, whose last line it ends: what else there is to say waits for that.
-
-        On a terminal words are not broken at its edge.
-        """
-        self._held, self._begun = [], False
+        """Stream a reply inside this context: terminal lines are wrapped, notes and warnings wait for its end."""
+        self._deferred, self._reply_begun = [], False
         if self._text.isatty():
             self._wrap = WordWrap(lambda: shutil.get_terminal_size().columns)
         try:
             yield
-            self._begun = True  # an empty reply is a line too, one that was refused is none
+            self._reply_begun = True  # an empty reply is a line too; a refused one is not
         finally:
             wrap, self._wrap = self._wrap, None
-            held, self._held = self._held, None
-            with suppress(OSError):  # nobody reads any more: whoever wrote first has been told
-                self._text.write((wrap.flush() if wrap else "") + "\n" * (ends_line and self._begun))
+            deferred, self._deferred = self._deferred, None
+            with suppress(OSError):  # the error of an earlier write is already on its way
+                self._text.write((wrap.flush() if wrap else "") + "\n" * (ends_line and self._reply_begun))
                 self._text.flush()
-            for line in held:
-                self._say(line)
+            for line in deferred:
+                self._write_note(line)
 
     def stream(self, text: str, *, raw: bool = False, dim: bool = False) -> None:
-        """A piece of a model's reply, shown at once. Escape sequences reach a terminal only when asked for."""
-        self._begun = True
+        """Show a piece of a reply immediately; `raw` lets its escape sequences reach the terminal."""
+        self._reply_begun = True
         shown = text if raw or not self._text.isatty() else sanitize(text)
         if self._wrap is not None and not raw:
             shown = self._wrap.feed(shown) + (self._wrap.flush() if dim else "")
-        with _named():
+        with _writing_stdout():
             self._text.write(f"\x1b[2m{shown}\x1b[0m" if dim and self.decorated(self._text) else shown)
             self._text.flush()
 
     def while_reading(self, pieces: Iterator[str], total: int, done: Callable[[], int]) -> Iterator[str]:
-        """`pieces` of a reply; on a terminal with a sign of life until the first: `done` of the prompt's `total`."""
+        """Yield `pieces`; on a terminal, show until the first one that `done()` of `total` prompt tokens are read."""
         silent = self._quiet or self.plain or not self._stderr.isatty()
-        return pieces if silent else reading(self._stderr, pieces, total, done)
+        return pieces if silent else show_reading(self._stderr, pieces, total, done)
 
     def markdown(self) -> LiveMarkdown:
-        """Begin a text that is rendered as Markdown while it grows; for a terminal."""
+        """Start rendering a growing text as Markdown on the terminal."""
         return LiveMarkdown(self._stdout, plain=not self.decorated(self._stdout))
 
-    def json(self, value: Mapping[str, Any]) -> None:
-        """The answer as an object. It is written when the command ends, with the error where it ends with one."""
-        self._answer = value
+    def show(self, answer: Record, columns: Sequence[Column], *, rows: str = "", title: str = "") -> None:
+        """Print a result once: with --json the object `answer`, otherwise text made from the same fields.
 
-    def answered(self, value: Mapping[str, Any]) -> bool:
-        """Give the answer as an object where one is asked for; False where it is yet to be shown as text."""
+        The text is a table of the records in `answer[rows]`, or without `rows` a card of `answer` under `title`.
+        """
+        if self.answered(answer):
+            return
+        if rows:
+            self.table(answer[rows], columns)
+        else:
+            lines = ((column.heading, column.text(answer)) for column in columns)
+            self.card(title, [(name, text) for name, text in lines if text is not None])
+
+    def answered(self, answer: Record) -> bool:
+        """With --json, take `answer` as the result and return True; False if it has to be printed as text."""
         if self.json_mode:
-            self.json(value)
+            self.json(answer)
         return self.json_mode
 
-    def json_record(self, value: Mapping[str, Any]) -> None:
-        """One line of an answer of many, or the whole, at once: an object with `schema_version`."""
+    def json(self, answer: Record) -> None:
+        """Set the JSON result; it is written when the command ends, with the error if it ends with one."""
+        self._answer = answer
+
+    def json_record(self, value: Record) -> None:
+        """Write one line of JSON with `schema_version` now."""
         line = json_line(value, self._stdout.encoding or "utf-8")
         if self._stdout.isatty() and line != sanitize(line):
             line = json_line(value, "ascii")
-        with _named():
+        with _writing_stdout():
             self._stdout.write(line + "\n")
             self._stdout.flush()
 
     def card(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
-        """Names and values under a title; on a terminal values go on below themselves, broken between words."""
+        """Print names and values under a title; on a terminal long values are wrapped below themselves."""
         columns = max((width(name) for name, _ in rows), default=0)
         room = shutil.get_terminal_size().columns - columns - 4 if self._stdout.isatty() else 0
         lines = [one_line(title)]
         for name, value in rows:
-            value = broken(one_line(value, 2000), room).replace("\n", f"\n{' ' * (columns + 4)}")
+            value = wrap_lines(one_line(value, 2000), room).replace("\n", f"\n{' ' * (columns + 4)}")
             lines.append(f"  {pad(name, columns)}  {value}")
         self.result("\n".join(lines))
 
-    def table(
-        self,
-        columns: Sequence[str],
-        rows: Sequence[Sequence[str]],
-        right: Sequence[int] = (),
-        order: Sequence[int] = (),
-    ) -> None:
-        """Rows under headings, as a table that is also Markdown; `right` lists the columns to align right.
+    def table(self, records: Sequence[Record], columns: Sequence[Column]) -> None:
+        """Print one row for each record, as a table that is also Markdown.
 
-        On a terminal that is too narrow for it: the columns that come first in `order` as far as they fit, or without
-        an order a card for each row. No line is broken, nothing is cut off.
+        If a terminal is too narrow, the columns of the lowest `priority` that fit are shown; without priorities each
+        record becomes a card. Lines are neither broken nor cut.
         """
-        cells = [list(columns), *([one_line(cell) for cell in row] for row in rows)]
-        widths = [max(width(row[i]) for row in cells) for i in range(len(columns))]
-        room = shutil.get_terminal_size().columns
-        if not self._stdout.isatty() or table_width(widths) <= room:
-            self.result("\n".join(table_lines(cells, right)))
-            return
-        chosen = fitting(cells, order, room)
-        if len(chosen) < 2:
-            for row in cells[1:]:
-                self.card(f"{columns[0]} {row[0]}", list(zip(columns[1:], row[1:], strict=True)))
-            return
-        shown = table_lines(
-            [[row[i] for i in chosen] for row in cells], [chosen.index(i) for i in right if i in chosen]
-        )
-        self.result("\n".join(shown))
-        left_out = ", ".join(name for i, name in enumerate(columns) if i not in chosen)
-        self.note(f"(a wider terminal, or a pipe, also shows: {left_out})")
+        headings = [column.heading for column in columns]
+        rows = [[one_line(column.text(record) or "") for column in columns] for record in records]
+        cells = [headings, *rows]
+        widths, room = column_widths(cells), shutil.get_terminal_size().columns
+        shown = list(range(len(columns)))
+        if self._stdout.isatty() and table_width(widths) > room:
+            ranked = sorted((column.priority, i) for i, column in enumerate(columns) if column.priority is not None)
+            shown = fitting(widths, [i for _, i in ranked], room)
+            if len(shown) < 2:
+                for row in rows:
+                    self.card(f"{headings[0]} {row[0]}", list(zip(headings[1:], row[1:], strict=True)))
+                return
+        right = [position for position, i in enumerate(shown) if columns[i].right]
+        self.result("\n".join(table_lines([[row[i] for i in shown] for row in cells], right)))
+        if len(shown) < len(columns):
+            hidden = ", ".join(heading for i, heading in enumerate(headings) if i not in shown)
+            self.note(f"(a wider terminal, or a pipe, also shows: {hidden})")
 
-    # Everything else
+    # Notes, warnings, progress and errors
 
-    def _lines(self, text: str) -> str:
-        """`text` made safe, each line ended; on a terminal broken between words, commands to be typed kept whole."""
+    def _wrapped(self, text: str) -> str:
         text = sanitize(text)
-        return (broken(text, shutil.get_terminal_size().columns) if self._stderr.isatty() else text) + "\n"
+        return (wrap_lines(text, shutil.get_terminal_size().columns) if self._stderr.isatty() else text) + "\n"
 
-    def _say(self, text: str) -> None:
-        if self._held is not None:
-            self._held.append(text)
+    def _write_note(self, text: str) -> None:
+        if self._deferred is not None:
+            self._deferred.append(text)
             return
         self._stderr.write(text)
         self._stderr.flush()
 
     def note(self, text: str) -> None:
-        """Something worth knowing; -q hides it."""
+        """Print a line for the user; -q hides it."""
         if not self._quiet:
-            self._say(self._lines(text))
+            self._write_note(self._wrapped(text))
 
     def footer(self, text: str) -> None:
-        """A dim line of statistics; -q hides it."""
+        """Print a dim line of statistics; -q hides it."""
         if not self._quiet:
-            self._say(self.dim(self._lines(text).removesuffix("\n")) + "\n")
+            line = self._wrapped(text).removesuffix("\n")
+            self._write_note((f"\x1b[2m{line}\x1b[0m" if self.decorated() else line) + "\n")
 
     def detail(self, text: str) -> None:
-        """Something only -v shows."""
+        """Print a note that only -v shows."""
         if self.verbose:
             self.note(text)
 
     def warn(self, warning: str | Declined) -> None:
-        """Something that may spoil the result; never hidden."""
-        text = reason(warning) if isinstance(warning, Declined) else warning
-        self._say(self._lines(f"warning: {text}"))
+        """Print something that may spoil the result; it is never hidden."""
+        if isinstance(warning, Declined):
+            from mycli.cli.reasons import reason  # a long table that most commands never need
+
+            warning = reason(warning)
+        self._write_note(self._wrapped(f"warning: {warning}"))
 
     @contextmanager
     def progress(self, title: str, total: float, unit: str = "") -> Iterator[Progress]:
-        """A bar with rate and time left on a terminal; otherwise nothing, or with -v a line every few seconds."""
+        """Show a bar on a terminal; elsewhere nothing, or with -v a line every few seconds."""
         if self._quiet or not (self._stderr.isatty() or self.verbose):
             yield Progress()
         elif self._stderr.isatty() and not self.plain:
-            with bar(self._stderr, title, total, unit, plain=not self.decorated()) as shown:
-                yield shown
+            with progress_bar(self._stderr, title, total, unit, plain=not self.decorated()) as bar:
+                yield bar
         else:
             yield Lines(self.note, title, total, unit)
 
     def read_line(self, prompt: str) -> str:
-        """A line that a person typed or a pipe brought.
+        """Read a line from the terminal or a pipe.
 
-        Raises EOFError at the end, KeyboardInterrupt for Ctrl-C, UsageError for what is not text.
+        Raises EOFError at the end, KeyboardInterrupt for Ctrl-C, UsageError for input that is not UTF-8.
         """
         try:
-            line = typed_line(prompt) + "\n" if self.interactive else sys.stdin.readline()
+            line = read_typed_line(prompt) + "\n" if self.interactive else sys.stdin.readline()
         except UnicodeDecodeError as error:
             raise UsageError(f"standard input: not UTF-8 at byte {error.start}", "convert it to UTF-8") from None
         if not line:
@@ -251,32 +274,31 @@ class Output:
         return line.rstrip("\n")
 
     def ask(self, question: str) -> bool:
-        """A yes-or-no question; anything but yes is no. Nobody is asked away from a terminal: that is no."""
+        """Ask a yes-or-no question; anything but yes is no, and so is a missing terminal."""
         if not self.interactive:
             return False
-        self._say(f"{sanitize(question)} [y/N] ")
+        self._write_note(f"{sanitize(question)} [y/N] ")
         return sys.stdin.readline().strip().lower() in ("y", "yes")
 
     def error(self, error: UserError, cause: BaseException | None = None) -> None:
-        """One line of cause, one of what to do; in JSON an object on stdout, so that a program gets its answer.
+        """Print an error and its hint; with --json add it to the answer as `error`.
 
-        That object also holds the answer, where there is one: a gate that fails has measured something. With --debug,
-        first the traceback of `cause` (the error itself).
+        With --debug the traceback of `cause` (default: the error) comes first.
         """
         if self._debug:
-            self._say(sanitize("".join(traceback.format_exception(cause or error))))
+            self._write_note(sanitize("".join(traceback.format_exception(cause or error))))
         if self.json_mode:
             answer, self._answer = self._answer or {}, None
             self.json_record({**answer, "error": error_fields(error, self.subject)})
             return
         hint = remedy(error, self.subject)
-        told = f"error: {one_line(error.message)}" + (f"\nhint: {one_line(hint)}" if hint else "")
-        self._say(self._lines(told))
+        text = f"error: {one_line(error.message)}" + (f"\nhint: {one_line(hint)}" if hint else "")
+        self._write_note(self._wrapped(text))
 
     def bug(self, error: BaseException) -> None:
-        """What should not have happened; the traceback only with --debug."""
-        what = f"internal error: {type(error).__name__}: {error}"
-        self.error(UserError(what, "run again with --debug and report it"), error)
+        """Print an unexpected exception as an error."""
+        message = f"internal error: {type(error).__name__}: {error}"
+        self.error(UserError(message, "run it again with --debug and report the output"), error)
 
     def _write_answer(self) -> None:
         answer, self._answer = self._answer, None
@@ -284,18 +306,18 @@ class Output:
             self.json_record(answer)
 
     def flush(self) -> None:
-        """Write out what is held. Raises BrokenPipeError where nobody reads, ResourceError where nothing fits."""
+        """Write everything. Raises BrokenPipeError if the reader is gone, ResourceError if the disk is full."""
         self._write_answer()
-        with _named():
+        with _writing_stdout():
             self._stdout.flush()
 
     def release(self) -> None:
-        """The last act: what cannot be written is dropped, so that the interpreter does not complain at its exit."""
+        """Flush for the last time and drop what cannot be written, so that the interpreter does not complain."""
         with suppress(OSError):
             self._write_answer()
         for stream in (self._stdout, self._stderr):
             try:
                 stream.flush()
             except OSError:
-                with suppress(OSError):  # a stream without a file of its own
+                with suppress(OSError):  # a stream without a file descriptor
                     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

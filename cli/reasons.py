@@ -163,7 +163,7 @@ def reason(declined: Declined) -> str:
 
 
 def in_words(value: object) -> object:
-    """Return the message if `value` is `Declined`, all of them for a mapping of names to `Declined`, else `value`."""
+    """Return the message of a `Declined`, the messages of a mapping of names to `Declined`, else `value`."""
     if isinstance(value, Declined):
         return reason(value)
     if isinstance(value, Mapping):

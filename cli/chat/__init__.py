@@ -1,1 +1,1 @@
-"""`mycli chat`: the conversation, what is typed after a slash, and the terminal."""
+"""The conversation of `mycli chat`, its slash commands, and reading lines from the terminal."""

@@ -1,7 +1,4 @@
-"""A conversation as data: its turns and system prompt, what can be taken back, and the file it is kept in.
-
-Knows messages and files. Does not know models, tokens or terminals.
-"""
+"""The messages of a conversation, and the file in which they are saved."""
 
 import json
 import os
@@ -24,9 +21,9 @@ _KEYS = {"schema_version", "model", "system", "turns"}
 
 @dataclass
 class Conversation:
-    """Turns of user and assistant in alternation, oldest first; the system prompt stands before them.
+    """Alternating turns of user and assistant, oldest first, and the system prompt.
 
-    `hidden` counts the oldest turns that the model is no longer shown; `reading` are files for the next message.
+    `hidden`: number of oldest turns left out of the prompt; `reading`: (name, text) of files for the next message.
     """
 
     system: str | None = None
@@ -35,27 +32,27 @@ class Conversation:
     reading: list[tuple[str, str]] = field(default_factory=list)
 
     def messages(self) -> list[Message]:
-        """What the model is shown."""
+        """Return the messages for the prompt."""
         system = [] if self.system is None else [Message("system", self.system)]
         return [*system, *self.turns[self.hidden :]]
 
     def compose(self, text: str) -> str:
-        """`text` as a message, with the files that were read before it."""
+        """Return a message of the files read before it and `text`."""
         return "\n\n".join([*(f"{name}:\n\n{content}" for name, content in self.reading), text])
 
     def clear(self) -> None:
-        """Forget all but the system prompt."""
+        """Remove everything but the system prompt."""
         self.turns, self.hidden, self.reading = [], 0, []
 
     @property
     def last_message(self) -> str:
-        """The last thing the user said. Raises UsageError where there is nothing."""
+        """The last message of the user. Raises UsageError if there is none."""
         if len(self.turns) < 2:
-            raise UsageError("nothing has been said yet", "write a message first")
+            raise UsageError("there is no message yet", "write a message first")
         return self.turns[-2].content
 
     def undo(self) -> str:
-        """Take back the last message and its reply; what was said."""
+        """Remove the last message and its reply, and return the message."""
         message = self.last_message
         del self.turns[-2:]
         self.hidden = min(self.hidden, len(self.turns))
@@ -63,12 +60,12 @@ class Conversation:
 
     @property
     def most_hidden(self) -> int:
-        """Turns that may be hidden from the model: all but the message to answer."""
+        """The number of turns that may be hidden: all but the message to answer."""
         return max(self.hidden, (len(self.turns) - 1) // 2 * 2)
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """Whatever ends the block by an exception leaves the conversation as it was."""
+        """Restore the conversation if the block ends with an exception."""
         turns, hidden, reading = list(self.turns), self.hidden, list(self.reading)
         try:
             yield
@@ -77,9 +74,9 @@ class Conversation:
             raise
 
     def save(self, path: Path, model: str) -> None:
-        """Write to `path` in one step, readable by its owner alone, in place of an earlier conversation or of nothing.
+        """Write the conversation to `path` atomically, with mode 0600.
 
-        Raises UsageError for any other file, which is left alone, and ResourceError.
+        Raises UsageError for a file that is not a conversation, which is not replaced, and ResourceError.
         """
         require_conversation(path)
         turns = [{"role": turn.role, "content": turn.content} for turn in self.turns]
@@ -87,46 +84,46 @@ class Conversation:
         write_private(path, json.dumps(value, indent=1) + "\n")
 
     def load(self, path: Path) -> str:
-        """Take over what `save` wrote; the name of the model it was held with. Raises ModelError, changing nothing."""
+        """Load what `save` wrote and return the name of its model. Raises ModelError and then changes nothing."""
         try:
             values = read_object(path, MAX_FILE)
             loaded, model = _parse(values)
         except ModelError as error:
-            raise ModelError(error.message, "name a file that /save or --session wrote") from None
+            raise ModelError(error.message, "name a file written by /save or --session") from None
         self.clear()
         self.system, self.turns = loaded.system, loaded.turns
         return model
 
 
 class SessionFile:
-    """The file that follows a conversation, as long as nobody else writes to it. Made before it is read."""
+    """The file of --session; it is not overwritten after a change by another program. Create it before reading."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._seen = self._state()
 
-    def keep(self, conversation: Conversation, model: str) -> None:
-        """Write it. Raises what `Conversation.save` does, and UsageError for what another wrote, which stays."""
-        found = self._state()
-        if found is not None and found != self._seen:
-            message = f"{self.path}: another program has written to it, so this conversation is no longer kept there"
-            raise UsageError(message, "keep it in another file: /save FILE")
+    def save(self, conversation: Conversation, model: str) -> None:
+        """Write the file. Raises what `Conversation.save` raises, and UsageError if another program changed it."""
+        state = self._state()
+        if state is not None and state != self._seen:
+            message = f"{self.path} was changed by another program, so the conversation was not saved to it"
+            raise UsageError(message, "save it to another file: /save FILE")
         conversation.save(self.path, model)
         self._seen = self._state()
 
     def _state(self) -> tuple[int, int, int] | None:
-        """What is another after each writing; None where there is no file."""
+        # Differs after each write; None without a file.
         try:
-            found = os.stat(self.path.expanduser())
+            stat = os.stat(self.path.expanduser())
         except OSError:
             return None
-        return found.st_ino, found.st_mtime_ns, found.st_size
+        return stat.st_ino, stat.st_mtime_ns, stat.st_size
 
 
 def _parse(values: Fields) -> tuple[Conversation, str]:
     version = values.integer("schema_version")
     if version != HISTORY_VERSION:
-        raise values.fail("schema_version", f"is {version}, this program reads {HISTORY_VERSION}")
+        raise values.fail("schema_version", f"is {version}; this program reads {HISTORY_VERSION}")
     for key in values.values:
         if key not in _KEYS:
             raise values.fail(repr(key)[:60], "is not a field of a conversation")
@@ -152,35 +149,32 @@ def _turn(values: Fields, index: int, turn: dict[str, Any]) -> Message:
 
 def _check_text(values: Fields, place: str, text: object) -> None:
     if not isinstance(text, str):
-        raise values.fail(place, "must hold a text")
+        raise values.fail(place, "must be a string")
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise values.fail(place, "holds half of a surrogate pair") from None
+        raise values.fail(place, "contains an unpaired surrogate") from None
 
 
 def require_conversation(path: Path) -> None:
-    """Raises UsageError unless a conversation may be written to `path`, or to what it links to.
-
-    That is: there is nothing yet in a folder that can be written to, or an earlier conversation, or an empty file.
-    """
+    """Raise UsageError unless `path`, or its link target, can be created, is empty or holds a conversation."""
     target = Path(os.path.realpath(path.expanduser()))
     if target.is_file():
         try:
             if target.stat().st_size:
                 _parse(read_object(target, MAX_FILE))
         except ModelError:
-            raise UsageError(f"{path}: holds something else, which is left alone", "name another file") from None
+            raise UsageError(f"{path} is not a conversation and was not replaced", "name another file") from None
     elif target.exists():
         raise UsageError(f"{path}: not a regular file", "name another file")
     elif not os.access(target.parent, os.W_OK | os.X_OK):
-        reason = "cannot be written to" if target.parent.is_dir() else "is not a folder"
+        reason = "is not writable" if target.parent.is_dir() else "is not a folder"
         raise UsageError(f"{path}: {target.parent} {reason}", "name another file")
 
 
 def write_private(path: Path, text: str) -> None:
-    """Replace `path`, or what it links to, by a file with `text` and mode 0600, whole or not at all."""
+    """Write `text` to `path`, or to its link target, atomically and with mode 0600."""
     try:
         write_atomic(Path(os.path.realpath(path.expanduser())), text.encode(), private=True)
     except OSError as error:
-        raise ResourceError(f"{path}: {error.strerror}", "name a file that can be written") from None
+        raise ResourceError(f"{path}: {error.strerror}", "name a writable file") from None

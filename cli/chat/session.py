@@ -1,7 +1,4 @@
-"""A conversation with a loaded model: each message is answered, shown as it streams, measured and, if asked, kept.
-
-Knows models, settings and the printer. Does not know what a person types to get here, see `cli.chat.slash_commands`.
-"""
+"""Answers the messages of a conversation, shows replies as they stream, and saves the session file."""
 
 import re
 from collections.abc import Iterable
@@ -12,34 +9,34 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from mycli.cli.chat.history import Conversation, SessionFile
 from mycli.cli.command import Call
 from mycli.cli.generation import describe
-from mycli.cli.text.format import compact, speculation
+from mycli.cli.text.format import compact, draft_statistics
 from mycli.cli.text.progress import LiveMarkdown
 from mycli.runtime.errors import UsageError
 from mycli.runtime.open import OpenedModel
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.tokenizer.chat_template import ChatTemplate, Message
 from mycli.runtime.tokenizer.parsing.reasoning_parser import Part, ReasoningParser
-from mycli.runtime.utils.units import human_bytes
+from mycli.runtime.utils.units import human_bytes, pluralize
 
 if TYPE_CHECKING:
     from mycli.runtime.engine.completion import Completion
 
 Overflow = Literal["refuse", "drop-oldest"]
-REPLY_ROOM = 256  # tokens that dropping old turns leaves for a reply, at most a quarter of the context
-PROMPT_END = 16  # tokens: more than an opening tag has
+REPLY_ROOM = 256  # tokens left for a reply when old turns are dropped, at most a quarter of the context
+PROMPT_END = 16  # tokens at the end of the prompt that may open a reasoning tag; no tag is longer
 
 
-def thinking(template: ChatTemplate, wanted: bool) -> dict[str, bool]:
-    """The template arguments that switch reasoning on or off. Raises UsageError for a template that knows none."""
+def thinking(template: ChatTemplate, enabled: bool) -> dict[str, bool]:
+    """Return the template arguments that turn reasoning on or off. Raises UsageError if the template has none."""
     names = [name for name in ("enable_thinking", "thinking") if re.search(rf"\b{name}\b", template.source())]
     if not names:
-        raise UsageError("the model's chat template has no switch for thinking", "omit --think")
-    return dict.fromkeys(names, wanted)
+        raise UsageError("the model's chat template cannot turn reasoning on or off", "omit --think")
+    return dict.fromkeys(names, enabled)
 
 
 @dataclass
 class Chat:
-    """One conversation and how it is held. `arguments` are the template's, `session_file` follows each turn."""
+    """A conversation with a loaded model; `arguments` are passed to its chat template."""
 
     call: Call
     loaded: OpenedModel
@@ -55,41 +52,42 @@ class Chat:
     finished: bool = False
 
     def answer(self, text: str) -> None:
-        """Stream the reply to `text` and to the files read before it. What is refused is taken back."""
+        """Stream the reply to `text` and the files read before it. A refused message is removed again."""
         self.ask(self.conversation.compose(text))
 
-    def ask(self, message: str, instead: bool = False) -> None:
-        """Stream the reply to `message`; `instead`: of the last message. Ctrl-C ends it and keeps what was said."""
+    def ask(self, message: str, *, replace_last: bool = False) -> None:
+        """Stream the reply to `message`, or to it in place of the last one. Ctrl-C ends the reply and keeps it."""
         from mycli.runtime.engine.completion import Completion
 
         with self.conversation.attempt():
-            if instead:
+            if replace_last:
                 self.conversation.undo()
             self.conversation.turns.append(Message("user", message))
             prompt = self._prompt()
             reply = Completion(self.loaded.model, self.loaded.engine, prompt, self.sampling, stops=self.stops)
             text = self._stream(reply, prompt)
             self.conversation.turns.append(Message("assistant", text))
-            if not instead:
+            if not replace_last:
                 self.conversation.reading.clear()
         self.last = reply
         if self.call.out.json_mode:
             self.call.out.json_record({"model": self.loaded.source.name, **describe(reply)})
         else:
             self.call.out.footer(self.statistics(reply))
-        self.keep()
+        self.save_session()
 
-    def keep(self) -> None:
-        """Write the file of the session, so that it never lacks what was said nor holds what was taken back."""
+    def save_session(self) -> None:
+        """Write the session file if there is one; called after every change of the conversation."""
         if self.session_file is not None:
-            self.session_file.keep(self.conversation, self.loaded.source.name)
+            self.session_file.save(self.conversation, self.loaded.source.name)
 
     def tokens(self) -> list[int]:
-        """The ids of the conversation as the model is shown it."""
+        """Return the token ids of the prompt."""
         return self.loaded.model.tokenizer.apply_chat_template(self.conversation.messages(), **self.arguments)
 
     def _prompt(self) -> list[int]:
-        """The ids to answer; what does not fit is refused with the numbers, or old turns are hidden and it says so."""
+        # A conversation that does not fit is refused, or with --overflow drop-oldest shortened with a note: nothing is
+        # dropped silently.
         context = self.loaded.engine.context
         ids = self.tokens()
         room = context - min(REPLY_ROOM, context // 4)
@@ -98,8 +96,8 @@ class Chat:
             ids = self._without_oldest(room)
             dropped = (self.conversation.hidden - hidden) // 2
             if dropped:
-                what = "turn is" if dropped == 1 else f"{dropped} turns are"
-                self.call.out.note(f"(the oldest {what} dropped: {before - len(ids)} of {before} tokens)")
+                turns = f"the oldest {pluralize(dropped, 'turn')}"
+                self.call.out.note(f"({turns} dropped: {before - len(ids)} of {before} tokens)")
         if len(ids) > context:
             options = ["/undo", "/clear"]
             if not self.loaded.longest_context:
@@ -112,10 +110,7 @@ class Chat:
         return ids
 
     def _without_oldest(self, room: int) -> list[int]:
-        """The ids with as few turns hidden as leave at most `room`, or all that can be.
-
-        Found by halving: each look tokenizes the whole conversation, which for a long one takes a second.
-        """
+        # Binary search for the fewest hidden turns: each step tokenizes the whole conversation, which takes up to 1 s.
         low, high = self.conversation.hidden // 2 + 1, self.conversation.most_hidden // 2  # exchanges
         while low < high:
             middle = (low + high) // 2
@@ -125,26 +120,25 @@ class Chat:
         return self.tokens()
 
     def _stream(self, reply: "Completion", prompt: list[int]) -> str:
-        """Show the reply as it comes; its whole text."""
-        splitter = ReasoningParser(self.loaded.model.tokenizer.decode(prompt[-PROMPT_END:]))
+        parser = ReasoningParser(self.loaded.model.tokenizer.decode(prompt[-PROMPT_END:]))
         pieces: list[str] = []
         stream = iter(reply)
         out, loaded = self.call.out, self.loaded
-        with _Display(self) as shown:
+        with _Display(self) as display:
             try:
                 for piece in out.while_reading(stream, len(prompt), lambda: loaded.engine.tokens_read):
                     pieces.append(piece)
-                    shown.add(splitter.feed(piece))
+                    display.add(parser.feed(piece))
             except KeyboardInterrupt:
-                stream.close()  # type: ignore[attr-defined]  # a generator: frees the session for the next turn
+                stream.close()  # type: ignore[attr-defined]  # a generator: closing it frees the sequence
                 self.call.out.note("(stopped)")
-            shown.add(splitter.flush())
+            display.add(parser.flush())
         if reply.finish_reason == "context":
-            self.call.out.warn("the context is full, the reply was cut off; /undo or /clear makes room")
+            self.call.out.warn("the reply stopped because the context is full; /undo or /clear frees it")
         return "".join(pieces)
 
     def statistics(self, reply: "Completion") -> str:
-        """The line after a reply."""
+        """Return the line of statistics for a reply."""
         timing, engine = reply.timing, self.loaded.engine
         return " · ".join(
             (
@@ -152,7 +146,7 @@ class Chat:
                 f"{timing.tokens_per_second:.0f} tok/s",
                 f"TTFT {timing.first_token_seconds * 1e3:.0f} ms",
                 f"prompt {timing.prompt} ({timing.cached} cached)",
-                *speculation(timing),
+                *draft_statistics(timing),
                 f"ctx {compact(timing.prompt + len(reply.tokens))}/{compact(engine.context)}",
                 human_bytes(self.loaded.memory_used()),
             )
@@ -160,7 +154,7 @@ class Chat:
 
 
 class _Display:
-    """Where a reply appears: plain as it streams, reasoning dimmed; or, when asked for, rendered as Markdown."""
+    """Shows a reply as it streams, reasoning dimmed, or rendered as Markdown."""
 
     def __init__(self, chat: Chat) -> None:
         self._out, self._escapes = chat.call.out, chat.escapes
@@ -170,9 +164,8 @@ class _Display:
         self._column = 0
 
     def add(self, parts: Iterable[Part]) -> None:
-        """Show more of the reply."""
         for part in parts:
-            if self._out.json_mode:  # the object comes at the end
+            if self._out.json_mode:  # the JSON object is printed at the end
                 continue
             if part.reasoning or not self._markdown:
                 self._out.stream(part.text, raw=self._escapes, dim=part.reasoning)
@@ -190,7 +183,6 @@ class _Display:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """The reply is over: the next word begins on a line of its own."""
         if self._live is not None:
             self._live.end()
         elif self._markdown:

@@ -1,7 +1,4 @@
-"""A conversation read from a terminal or a pipe: line editing, pastes, messages of several lines, Ctrl-C and Ctrl-D.
-
-Knows lines. Does not know what is answered, see `cli.chat.session`, nor what a line that begins with a slash does.
-"""
+"""Reads the messages of a chat from a terminal or a pipe: line editing, pasted text, Ctrl-C and Ctrl-D."""
 
 from pathlib import Path
 
@@ -13,10 +10,7 @@ HISTORY_LINES = 1000
 
 
 def read_message(call: Call) -> str:
-    """What a person wants to say: a line, what was pasted, or all between two lines of three quotes.
-
-    Raises EOFError at the end.
-    """
+    """Read a line, pasted text, or the text between two lines of three quotes. Raises EOFError at the end."""
     line = call.out.read_line(">>> ")
     if not line.lstrip().startswith(FENCE):
         return line
@@ -31,10 +25,7 @@ def read_message(call: Call) -> str:
 
 
 def edit_lines(history: Path, plain: bool) -> None:
-    """Line editing, pastes that arrive as a whole, and a history that its owner alone can read.
-
-    `plain`: a terminal that knows no escape sequences, so that pastes arrive as lines.
-    """
+    """Turn on line editing with a private history file; unless `plain`, pasted text arrives as one message."""
     import atexit
     import readline
 
@@ -44,18 +35,18 @@ def edit_lines(history: Path, plain: bool) -> None:
     readline.parse_and_bind(f"set enable-bracketed-paste {'off' if plain else 'on'}")
     readline.read_history_file(history)
     readline.set_history_length(HISTORY_LINES)
-    readline.set_auto_history(False)  # `_remember` chooses
+    readline.set_auto_history(False)  # `_remember` adds lines
     atexit.register(readline.write_history_file, history)
 
 
 def complete_commands(commands: SlashCommands) -> None:
-    """Tab completes what begins with a slash; in a message it does nothing."""
+    """Complete slash commands with Tab; in a message Tab does nothing."""
     import readline
 
     def offer(_: str, state: int) -> str | None:
         line = readline.get_line_buffer()[: readline.get_endidx()]
-        found = commands.complete(line) if line.startswith("/") else []
-        return found[state] if state < len(found) else None
+        matches = commands.complete(line) if line.startswith("/") else []
+        return matches[state] if state < len(matches) else None
 
     readline.set_completer_delims(" ")
     readline.set_completer(offer)
@@ -63,7 +54,7 @@ def complete_commands(commands: SlashCommands) -> None:
 
 
 def _remember(line: str) -> None:
-    """A line for the history; what was pasted is not one, and the file could not tell its lines apart."""
+    # Pasted text is left out: in the history file its lines would become separate messages.
     import readline
 
     last = readline.get_current_history_length()
@@ -72,9 +63,9 @@ def _remember(line: str) -> None:
 
 
 def converse(commands: SlashCommands) -> ExitCode:
-    """Read and answer until the person leaves. Ctrl-C at an empty prompt warns once, then raises KeyboardInterrupt.
+    """Answer messages until the end. Ctrl-C at an empty prompt warns once, then raises KeyboardInterrupt.
 
-    Returns success on a terminal, where a person saw what was refused; from a pipe the code of the first refusal.
+    Returns the code of the first error in a pipe; on a terminal, where the user saw the errors, always success.
     """
     call, warned, code = commands.chat.call, False, ExitCode.OK
     while not commands.chat.finished:
@@ -88,7 +79,7 @@ def converse(commands: SlashCommands) -> ExitCode:
             if warned:
                 raise
             warned = True
-            call.out.note("\n(Ctrl-C again or Ctrl-D leaves)")
+            call.out.note("\n(press Ctrl-C again or Ctrl-D to leave)")
             continue
         warned = False
         if not message.strip():

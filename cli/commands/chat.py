@@ -1,4 +1,4 @@
-"""`mycli chat`: a conversation in the terminal, streamed; nothing is done to its context silently."""
+"""`mycli chat`: a conversation in the terminal."""
 
 from pathlib import Path
 from typing import Annotated, get_args
@@ -11,7 +11,7 @@ from mycli.cli.chat.slash_commands import SlashCommands
 from mycli.cli.chat.terminal import complete_commands, converse, edit_lines
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
-from mycli.cli.flags.records import KeepFlags, LoadFlags, SamplingFlags
+from mycli.cli.flags.records import LoadFlags, PrefixCacheFlags, SamplingFlags
 from mycli.cli.load import load_engine
 from mycli.runtime.errors import ExitCode, UsageError
 from mycli.runtime.hub.store import state_dir
@@ -31,45 +31,50 @@ def chat(
     system: options.System = None,
     session: Annotated[
         Path | None,
-        typer.Option("--session", metavar="FILE", help="Continue this conversation, and save it after every turn."),
+        typer.Option(
+            "--session",
+            metavar="FILE",
+            help="Continue the conversation in this file, and save it there after every turn.",
+        ),
     ] = None,
     overflow: Annotated[
         str,
         typer.Option("--overflow", metavar="refuse|drop-oldest", help="What to do when the context is full."),
     ] = "refuse",
     think: Annotated[
-        str | None, typer.Option("--think", metavar="on|off", help="Reasoning first.", show_default="the template's")
+        str | None,
+        typer.Option("--think", metavar="on|off", help="Turn reasoning on or off.", show_default="from the template"),
     ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Render replies as Markdown on a terminal.")] = False,
     escapes: options.Escapes = False,
     *,
-    drawn: SamplingFlags,
-    kept: KeepFlags,
+    sampling: SamplingFlags,
+    prefix_cache: PrefixCacheFlags,
     loading: LoadFlags,
 ) -> ExitCode:
-    """Talk with a model in the terminal.
+    """Chat with a model in the terminal.
 
-    Ctrl-C stops a reply, Ctrl-D leaves, /? lists the commands. From a pipe, every line is a message;
-    with --json each reply is an object on a line.
+    Ctrl-C stops a reply, Ctrl-D leaves, /? lists the commands. In a pipe every line is a message; with --json every
+    reply is a JSON object on a line.
     """
-    full = options.choice("--overflow", overflow, get_args(Overflow))
+    overflow_policy = options.choice("--overflow", overflow, get_args(Overflow))
     if think not in (None, "on", "off"):
-        raise UsageError(f"--think {think}: neither on nor off", "--think on")
-    drawn.check()
+        raise UsageError(f"--think {think} is not supported", "--think takes: on, off")
+    sampling.check()
     conversation = Conversation()
-    kept_in = None
+    session_file = None
     if session is not None:
-        kept_in = SessionFile(session)
+        session_file = SessionFile(session)  # before reading, so that a change by another program is noticed
         if session.is_file() and session.stat().st_size:
             conversation.load(session)
         require_conversation(session)
     if system is not None:
         conversation.system = system
-    loaded = load_engine(call, model, kept.added(loading.resolve()))
+    loaded = load_engine(call, model, prefix_cache.resolve(loading.resolve()))
     template = loaded.model.tokenizer.template
     if template is None:
-        raise UsageError(f"{model} has no chat template", f"mycli run {model} PROMPT continues a text")
-    sampling = drawn.resolve(loaded.model.defaults)
+        raise UsageError(f"{model} has no chat template", f"continue a text: mycli run {model} PROMPT")
+    params = sampling.resolve(loaded.model.defaults)
     if call.out.interactive:
         edit_lines(state_dir() / "chat_history", plain=call.out.plain)
         call.out.note(f"{loaded.source.name} · {loaded.placement.device} · /? for help")
@@ -78,14 +83,14 @@ def chat(
     chat = Chat(
         call,
         loaded,
-        sampling,
+        params,
         conversation,
-        stops=tuple(drawn.stop or ()),
+        stops=tuple(sampling.stop or ()),
         escapes=escapes,
         markdown=markdown,
-        overflow=full,
+        overflow=overflow_policy,
         arguments={} if think is None else thinking(template, think == "on"),
-        session_file=kept_in,
+        session_file=session_file,
     )
     commands = SlashCommands(chat)
     if call.out.interactive:

@@ -1,10 +1,11 @@
-"""`mycli doctor`: what this machine is, whether every kernel is right here, and how fast memory can be read."""
+"""`mycli doctor`: the hardware, a check of every kernel against its reference, and the memory bandwidth."""
 
 from typing import TYPE_CHECKING, Any
 
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
 from mycli.cli.load import announce_build
+from mycli.cli.output import Column
 from mycli.cli.reasons import reason
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.bandwidth import datasheet
@@ -23,7 +24,7 @@ if TYPE_CHECKING:  # torch takes seconds to import, and --help must not wait for
     from mycli.runtime.diagnostics.selftest import KernelFinding
 
 EXAMPLES = ("mycli doctor", "mycli doctor --device cpu --json")
-# What kernels look for, as the kernel of Linux names it.
+# CPU features that kernels use, by their names in /proc/cpuinfo.
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_int8", "asimd", "asimddp", "bf16")
 
 
@@ -37,10 +38,10 @@ def _facts() -> list[tuple[str, str]]:
     bound = "" if main.limit == "machine" else f" (limit of {main.limit})"
     rows.append(("memory", f"{human_bytes(main.available)} free of {human_bytes(main.total)}{bound}"))
     try:
-        found = gpus()
-    except ResourceError as error:  # what is broken is what doctor is for
+        visible = gpus()
+    except ResourceError as error:  # a broken driver is a result of doctor, not the end of it
         return [*rows, ("GPU", error.message)]
-    for gpu in found:
+    for gpu in visible:
         capability = ".".join(map(str, gpu.capability))
         free = f"{human_bytes(gpu.free)} free of {human_bytes(gpu.total)}"
         text = f"{gpu.name}, compute {capability}, {free}, driver {gpu.driver}"
@@ -49,7 +50,6 @@ def _facts() -> list[tuple[str, str]]:
 
 
 def _path(placement: "Placement") -> list[tuple[str, str]]:
-    """On the CPU: whether replies use our own code, and which instructions of it."""
     from mycli.runtime.kernels.cpu.library import isa
     from mycli.runtime.kernels.cpu.library.build import native
 
@@ -62,32 +62,42 @@ def _path(placement: "Placement") -> list[tuple[str, str]]:
     flags = cpu().flags
     best, requested = isa.best_set(flags), isa.requested_set(flags)
     if requested:
-        why = f"as {isa.VARIABLE} asks" + (f"; this machine has {best}" if requested != best else "")
+        why = f"set by {isa.VARIABLE}" + (f"; this machine supports {best}" if requested != best else "")
     elif library.isa == best:
-        why = "the best that this machine has"
+        why = "the best for this machine"
     else:
-        why = f"the compiler or the system keeps it from {best}"
+        why = f"{best} is not supported by the compiler or the system"
     origin = "prebuilt" if library.compiled is None else f"compiled on this machine: {reason(library.compiled)}"
     return [("CPU kernel", f"native, {library.isa}: {why}; {origin}")]
 
 
-def _why(one: "KernelFinding") -> str:
-    return "" if one.declined is None else reason(one.declined)
+def _verdict(kernel: dict[str, Any]) -> str:
+    if kernel["error"] is None:
+        return "declined"
+    return ("used" if kernel["used"] else "correct") if kernel["ok"] else "WRONG"
 
 
-def _kernel_row(one: "KernelFinding") -> list[str]:
-    if one.error is None:
-        return [one.packing, one.kernel, "declined", _why(one)]
-    verdict = ("used" if one.used else "correct") if one.ok else "WRONG"
-    return [one.packing, one.kernel, verdict, f"relative error {one.error:.1e}"]
+_KERNEL_COLUMNS = (
+    Column("packing", "packing"),
+    Column("kernel", "kernel"),
+    Column("verdict", _verdict),
+    Column("why", lambda k: k["declined"] if k["error"] is None else f"relative error {k['error']:.1e}"),
+)
 
 
 def _as_json(
-    facts: list[tuple[str, str]], placement: "Placement", bandwidth: float, found: "list[KernelFinding]", reply: str
+    facts: list[tuple[str, str]], placement: "Placement", bandwidth: float, findings: "list[KernelFinding]", reply: str
 ) -> dict[str, Any]:
     kernels = [
-        {"packing": f.packing, "kernel": f.kernel, "used": f.used, "error": f.error, "declined": _why(f), "ok": f.ok}
-        for f in found
+        {
+            "packing": finding.packing,
+            "kernel": finding.kernel,
+            "used": finding.used,
+            "error": finding.error,
+            "declined": "" if finding.declined is None else reason(finding.declined),
+            "ok": finding.ok,
+        }
+        for finding in findings
     ]
     return {
         "facts": dict(facts),
@@ -104,7 +114,8 @@ def _as_json(
 def doctor(call: Call, device: options.Device = "auto", threads: options.Threads = None) -> None:
     """Check that everything works on this machine.
 
-    Versions, kernels, memory bandwidth and a reply that is known. Exits with 6 if something is wrong.
+    Prints versions and hardware, checks every kernel and a known reply, and measures the memory bandwidth. Exits with 6
+    if something is wrong.
     """
     facts = _facts()
     if not call.out.json_mode:
@@ -118,11 +129,13 @@ def doctor(call: Call, device: options.Device = "auto", threads: options.Threads
         call.out.note(note)
     announce_build(call, placement)
     measure_device(placement.device, state_dir())
-    found = list(check_kernels(placement.device, placement.dtype))
+    findings = list(check_kernels(placement.device, placement.dtype))
     with open_model("pico", EngineConfig(device=device, context=128), offline=True) as opened:
         reply = golden_reply(opened)
-    name, bandwidth = measure_device(placement.device, state_dir())  # the better of two: a busy moment makes it less
-    if not call.out.answered(_as_json(facts, placement, bandwidth, found, reply)):
+    # Measured twice, and the better result counts: another program may disturb one measurement.
+    name, bandwidth = measure_device(placement.device, state_dir())
+    answer = _as_json(facts, placement, bandwidth, findings, reply)
+    if not call.out.answered(answer):
         sheet = datasheet(name)
         share = f", {bandwidth / sheet:.0%} of the data sheet's {sheet:g}" if sheet else ""
         rows = [
@@ -131,9 +144,9 @@ def doctor(call: Call, device: options.Device = "auto", threads: options.Threads
             ("bandwidth", f"{bandwidth:.1f} GB/s{share}"),
         ]
         call.out.card("the device", [*rows, (QUESTION, reply)])
-        call.out.table(["packing", "kernel", "verdict", "why"], [_kernel_row(one) for one in found])
-    problems = [f"{one.kernel} is wrong on {one.packing}" for one in found if not one.ok]
+        call.out.table(answer["kernels"], _KERNEL_COLUMNS)
+    problems = [f"{finding.kernel} is wrong on {finding.packing}" for finding in findings if not finding.ok]
     if reply != ANSWER:
         problems.append(f"pico answers {reply[:80]!r} instead of {ANSWER!r}")
     if problems:
-        raise GateError("; ".join(problems), "do not trust replies from this installation; please report it")
+        raise GateError("; ".join(problems), "do not use replies of this installation, and report this")

@@ -1,8 +1,8 @@
-"""mycli eval: perplexity of a model, and its divergence from another, on a text."""
+"""`mycli eval`: the perplexity of a model on a text, and its divergence from another model."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -10,7 +10,8 @@ from mycli.cli.command import Call, command
 from mycli.cli.flags import options
 from mycli.cli.flags.records import KV, LoadFlags
 from mycli.cli.load import adapted, announce_build, announce_placement
-from mycli.cli.text.format import quality
+from mycli.cli.output import Column
+from mycli.cli.text.format import quality_rows
 from mycli.cli.text.progress import stages
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.open_folder import open_model_folder
@@ -30,53 +31,67 @@ EXAMPLES = [
     "mycli eval pico --tokens 2k --json",
 ]
 
-Ref = Annotated[str | None, typer.Option("--ref", metavar="MODEL", help="Compare with this model's distributions.")]
-Sweep = Annotated[bool, typer.Option("--kv-sweep", help="Compare the kinds of cache with the one that loses nothing.")]
+Ref = Annotated[
+    str | None, typer.Option("--ref", metavar="MODEL", help="Also compare with the predictions of this model.")
+]
+Sweep = Annotated[bool, typer.Option("--kv-sweep", help="Compare the data types of the KV cache.")]
 Text = Annotated[
     Path | None,
-    typer.Option("--text", metavar="FILE", help="UTF-8 text to score.", show_default="held-out.txt of pico"),
+    typer.Option("--text", metavar="FILE", help="UTF-8 text to measure on.", show_default="held-out.txt of pico"),
 ]
-Window = Annotated[int, options.count_option("--ctx", help="Tokens in a window.", show_default="512")]
+Window = Annotated[int, options.count_option("--ctx", help="Tokens per window.", show_default="512")]
 Tokens = Annotated[
     int | None, options.count_option("--tokens", help="Stop after this many tokens.", show_default="all")
 ]
 
 
-def sweep(call: Call, name: str, folder: ModelFolder, placement: "Placement", text: "TokenWindows") -> None:
-    """One line for each kind of cache: its size, and how far replies lie from those of a cache as exact as passes."""
+def _divergence(field: str, heading: str, style: str = ".2g") -> Column:
+    def text(row: dict[str, Any]) -> str | None:
+        if row["divergence"] is None:
+            return None
+        value = row["divergence"][field]
+        return format(value["value"] if isinstance(value, dict) else value, style)
+
+    return Column(heading, text, right=True)
+
+
+_SWEEP_COLUMNS = (
+    Column("kv", "kv"),
+    Column("per token", lambda row: f"{row['bytes_per_token'] / 1024:.2f} KiB", right=True),
+    Column("perplexity", lambda row: f"{row['perplexity']['value']:.3f}", right=True),
+    _divergence("kl", "KL mean"),
+    _divergence("kl_p99", "KL 99%"),
+    _divergence("kl_max", "KL max"),
+    _divergence("same_top1", "same top", ".2%"),
+)
+
+
+def _sweep(call: Call, name: str, folder: ModelFolder, placement: "Placement", text: "TokenWindows") -> None:
     from mycli.quant import evaluate as measuring
     from mycli.quant.layer_streaming import StreamedModel
     from mycli.runtime.cache.kv_cache import PACKED, cache_dtype
 
-    reference = StreamedModel(folder, placement)
-    results, cells = [], []
+    reference = StreamedModel(folder, placement)  # its cache has the dtype of the activations: nothing is lost
+    results = []
     for kind in KV:
         dtype = cache_dtype(kind, placement.dtype)
         if kind != "auto" and dtype == placement.dtype:
             continue
-        held = kind if dtype == PACKED else str(dtype).removeprefix("torch.")
+        label = kind if dtype == PACKED else str(dtype).removeprefix("torch.")
         plan = MemoryPlan(reference.config, dtype=placement.dtype_name, kv=kind)
         try:
             size = sum(plan.token_bytes(layer) for layer in range(plan.config.layers))
-        except ModelError as refused:
-            call.out.note(f"{held} is left out: {refused.message}")
+        except ModelError as unsupported:
+            call.out.note(f"{label} is skipped: {unsupported.message}")
             continue
         with stages(call.out.progress) as progress:
             model = StreamedModel(folder, replace(placement, kv=kind))
             result = measuring.evaluate(model, text, None if kind == "auto" else reference, progress)
-        results.append({"kv": held, "bytes_per_token": size, **asdict(result)})
-        found = result.divergence
-        loss = ["", "", "", ""]
-        if found:
-            loss = [f"{value:.2g}" for value in (found.kl.value, found.kl_p99, found.kl_max)]
-            loss.append(f"{found.same_top1.value:.2%}")
-        cells.append([held, f"{size / 1024:.2f} KiB", f"{result.perplexity.value:.3f}", *loss])
-    if call.out.answered({"model": name, "sweep": results}):
-        return
-    columns = ("kv", "a token", "perplexity", "KL mean", "KL 99%", "KL max", "same top")
-    call.out.table(columns, cells, right=range(1, len(columns)))
-    windows = pluralize(results[0]["windows"], "window")
-    call.out.note(f"{windows} of {text.windows.shape[1]} tokens, against {results[0]['kv']}")
+        results.append({"kv": label, "bytes_per_token": size, **asdict(result)})
+    call.out.show({"model": name, "sweep": results}, _SWEEP_COLUMNS, rows="sweep")
+    if not call.out.json_mode:
+        windows = pluralize(results[0]["windows"], "window")
+        call.out.note(f"{windows} of {text.windows.shape[1]} tokens, compared with {results[0]['kv']}")
 
 
 @command
@@ -94,20 +109,20 @@ def evaluate(
     kv_sweep: Sweep = False,
     adapter: options.AdapterName = None,
 ) -> None:
-    """Score a model on a text, alone or against another.
+    """Measure the perplexity of a model, or compare two models.
 
-    Perplexity with its standard error; with --ref also the KL divergence from that model, and with --kv-sweep what each
-    kind of cache does to this one. An adapter is added to the model, not to the one of --ref.
+    Prints perplexity with its standard error; with --ref also the KL divergence from that model, and with --kv-sweep
+    the effect of each data type of the KV cache. --adapter applies to MODEL, not to --ref.
 
-    The text is tokenized once as the model's tokenizer does by default, and cut into windows that do not overlap; the
-    tail is dropped. The layers are read one at a time, so the models may be larger than memory.
+    The text is tokenized once with the default settings of the tokenizer and cut into windows without overlap; the
+    incomplete last window is dropped. Layers are read one at a time, so models may be larger than memory.
     """
     from mycli.quant import evaluate as measuring
     from mycli.quant.layer_streaming import StreamedModel
 
     engine = LoadFlags(device=device, dtype=dtype, kv=kv).resolve()
     if kv_sweep and (ref is not None or engine.kv != "auto"):
-        raise UsageError("--kv-sweep compares the model with itself", "omit --ref and --kv")
+        raise UsageError("--kv-sweep excludes --ref and --kv: it compares the model with itself", "omit --ref and --kv")
     content = measuring.held_out_text() if text is None else measuring.read_text(text)
     names = [model] if ref is None else [model, ref]
     sources = [resolve(name, offline=call.offline) for name in names]
@@ -115,7 +130,7 @@ def evaluate(
     folders[0] = adapted(call, folders[0], model, adapter)
     placements = [
         engine.place(folders[0].config),
-        *(replace(engine, kv="auto").place(one.config) for one in folders[1:]),
+        *(replace(engine, kv="auto").place(reference.config) for reference in folders[1:]),
     ]
     announce_placement(call, placements[0])
     cuts = [measuring.cut(content, folder.tokenizer(), ctx, tokens) for folder in folders]
@@ -123,7 +138,7 @@ def evaluate(
         raise UsageError(f"{model} and {ref} tokenize the text differently", "compare models that share a tokenizer")
     announce_build(call, placements[0])
     if kv_sweep:
-        sweep(call, sources[0].name, folders[0], placements[0], cuts[0])
+        _sweep(call, sources[0].name, folders[0], placements[0], cuts[0])
         return
     models = [StreamedModel(folder, placement) for folder, placement in zip(folders, placements, strict=True)]
     with stages(call.out.progress) as progress:
@@ -132,4 +147,4 @@ def evaluate(
         return
     title = sources[0].name + ("" if folders[0].adapter is None else f" with {folders[0].adapter.name}")
     title += "" if ref is None else f" against {sources[-1].name}"
-    call.out.card(title, quality(result))
+    call.out.card(title, quality_rows(result))

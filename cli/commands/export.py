@@ -1,13 +1,14 @@
-"""`mycli export`: a model in another program's layout, without loss where that layout allows it."""
+"""`mycli export`: write a model in the file format of another program, without loss unless --requantize is given."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
 from mycli.cli.load import adapted
+from mycli.cli.output import Column
 from mycli.cli.text.progress import stages
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.hub.resolve import resolve
@@ -21,7 +22,23 @@ EXAMPLES = (
     "mycli export pico --to gguf:q8_0 --requantize -o pico-q8_0.gguf",
     "mycli quantize pico --method rtn --group 32 --report none -o pico-4 && mycli export ./pico-4 --to mlx -o pico-mlx",
 )
-_WORST = 3  # tensors to name
+_WORST = 3  # tensors to list
+
+
+def _loss(answer: dict[str, Any]) -> str:
+    rounded = answer["rounded"]
+    if not rounded:
+        return "none: every weight keeps its value"
+    mean = sum(tensor["error"] for tensor in rounded) / len(rounded)
+    worst = ", ".join(f"{tensor['name']} ({tensor['kind']}) {tensor['error']:.3g}" for tensor in rounded[:_WORST])
+    return f"{pluralize(len(rounded), 'tensor')} rounded, mean relative squared error {mean:.3g}; worst: {worst}"
+
+
+_COLUMNS = (
+    Column("written", lambda answer: f"{answer['path']}, {human_bytes(answer['bytes'])}"),
+    Column("tensors", lambda answer: ", ".join(f"{n} {kind}" for kind, n in sorted(answer["tensors"].items()))),
+    Column("loss", _loss),
+)
 
 
 @command
@@ -30,19 +47,19 @@ def export(
     model: options.Model,
     to: Annotated[
         str,
-        typer.Option("--to", metavar="gguf[:TYPE]|gptq|awq|mlx|safetensors", help="The layout; TYPE is f16, q8_0, …"),
+        typer.Option("--to", metavar="gguf[:TYPE]|gptq|awq|mlx|safetensors", help="Format; TYPE is f16, q8_0, …"),
     ],
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="PATH", help="File (gguf) or folder to make.")],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="PATH", help="File (gguf) or folder to write.")],
     requantize: Annotated[
-        bool, typer.Option("--requantize", help="Round what the layout cannot hold exactly, and say what was lost.")
+        bool, typer.Option("--requantize", help="Round weights that the format cannot hold exactly; report the loss.")
     ] = False,
     adapter: options.AdapterName = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")] = False,
 ) -> None:
-    """Write a model in another program's layout.
+    """Write a model in the file format of another program.
 
-    Every weight keeps its value, or the export is refused and says why; --requantize rounds instead. Without a TYPE
-    each tensor of a GGUF file keeps the most: packed weights become Q4_0, Q4_1 or Q8_0, dense ones stay as they are.
+    Without --requantize an export that would change a weight is refused with the reason. In GGUF without TYPE, packed
+    weights become Q4_0, Q4_1 or Q8_0, whichever is exact, and dense weights keep their type.
     """
     from mycli.quant.export import ExportRequest, find_export_target
 
@@ -51,30 +68,16 @@ def export(
     folder = adapted(call, open_model_folder(source.folder), model, adapter)
     request = ExportRequest(source, folder, output, variant, requantize, overwrite)
     with stages(call.out.progress) as progress:
-        done = module.export(request, progress)
-    _show(call, to, done)
-
-
-def _show(call: Call, to: str, done: "Exported") -> None:
-    for part in done.left_out:
-        call.out.note(f"left out, having no place in {to}: {part}")
-    worst = sorted(done.rounded, key=lambda one: -one.error)
+        exported: Exported = module.export(request, progress)
+    for tensor in exported.left_out:
+        call.out.note(f"not written, because {to} has no place for it: {tensor}")
+    rounded = sorted(exported.rounded, key=lambda tensor: -tensor.error)
     answer = {
-        "path": str(done.path),
+        "path": str(exported.path),
         "to": to,
-        "bytes": done.nbytes,
-        "tensors": dict(done.kinds),
-        "left_out": list(done.left_out),
-        "rounded": [{"name": one.name, "kind": one.kind, "error": one.error} for one in worst],
+        "bytes": exported.nbytes,
+        "tensors": dict(exported.kinds),
+        "left_out": list(exported.left_out),
+        "rounded": [{"name": tensor.name, "kind": tensor.kind, "error": tensor.error} for tensor in rounded],
     }
-    if call.out.answered(answer):
-        return
-    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(done.kinds.items()))
-    rows = [("written", f"{done.path}, {human_bytes(done.nbytes)}"), ("tensors", kinds)]
-    if not worst:
-        rows.append(("loss", "none: every weight keeps its value"))
-    else:
-        mean = sum(one.error for one in worst) / len(worst)
-        rows.append(("rounded", f"{pluralize(len(worst), 'tensor')}, relative squared error {mean:.3g} on average"))
-        rows += [("worst", f"{one.name} ({one.kind}) {one.error:.3g}") for one in worst[:_WORST]]
-    call.out.card(f"{to}", rows)
+    call.out.show(answer, _COLUMNS, title=to)

@@ -26,23 +26,24 @@ def rm(
 ) -> None:
     """Delete stored models.
 
-    Those that were pulled or quantized here; with @revision only what no other revision uses. On a terminal it asks
-    first, elsewhere it wants --yes. Folders that mycli did not store are left alone.
+    Deletes models that were pulled or quantized here; with @revision, only files that no other revision uses. Asks
+    first on a terminal; elsewhere --yes is required. Other folders are refused.
     """
-    removals = [plan_removal(model) for model in dict.fromkeys(models)]  # all or none, where one is not there
+    removals = [plan_removal(model) for model in dict.fromkeys(models)]  # before the first deletion: all or none
     names = ", ".join(removal.name for removal in removals)
     if not yes and not call.out.interactive:
-        again = shlex.join(["mycli", "rm", *models, "--yes"])
-        raise UsageError(f"not a terminal, so cannot ask whether to delete {names}", again)
+        raise UsageError(
+            f"cannot ask whether to delete {names}: not a terminal", shlex.join(["mycli", "rm", *models, "--yes"])
+        )
     if not yes:
-        where = removals[0].folder if len(removals) == 1 else f"{len(removals)} folders"
-        if not call.out.ask(f"Delete {names} ({human_bytes(sum(one.nbytes for one in removals))}) from {where}?"):
+        size = human_bytes(sum(removal.nbytes for removal in removals))
+        place = removals[0].folder if len(removals) == 1 else f"{len(removals)} folders"
+        if not call.out.ask(f"Delete {names} ({size}) from {place}?"):
             call.out.note("nothing was deleted")
             return
     for removal in removals:
         remove(removal, call.out.note)
-    removed = [{"name": one.name, "folder": str(one.folder), "bytes": one.nbytes} for one in removals]
-    if call.out.answered({"removed": removed}):
-        return
-    for removal in removals:
-        call.out.result(f"removed {removal.name}: {human_bytes(removal.nbytes)}")
+    removed = [{"name": removal.name, "folder": str(removal.folder), "bytes": removal.nbytes} for removal in removals]
+    if not call.out.answered({"removed": removed}):
+        for removal in removals:
+            call.out.result(f"removed {removal.name}: {human_bytes(removal.nbytes)}")

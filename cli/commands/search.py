@@ -1,13 +1,14 @@
-"""`mycli search`: models on the hub by words of their name, and which of them run here."""
+"""`mycli search`: models on the hub by parts of their names, and whether mycli can run them."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from mycli.cli.command import Call, command
+from mycli.cli.output import Column
 from mycli.cli.text.format import compact
 from mycli.runtime.errors import NotFoundError
-from mycli.runtime.hub.client import Hub, SearchResult, search_models
+from mycli.runtime.hub.client import Hub, search_models
 from mycli.runtime.models.multimodal import TEXT_PARTS
 from mycli.runtime.models.registry import families
 
@@ -18,47 +19,51 @@ EXAMPLES = (
 MOST_LISTED = 100
 
 
+def _state(model: dict[str, Any]) -> str:
+    if model["model_type"] is None:
+        return "family unknown"
+    if not model["supported"]:
+        return f"{model['model_type']}: not supported"
+    return f"{model['model_type']}, requires an account" if model["gated"] else str(model["model_type"])
+
+
+_COLUMNS = (
+    Column("model", "name", priority=1),
+    Column(
+        "parameters",
+        lambda model: None if model["parameters"] is None else compact(model["parameters"]),
+        right=True,
+        priority=3,
+    ),
+    Column("downloads", lambda model: compact(model["downloads"]), right=True, priority=4),
+    Column("state", _state, priority=2),
+)
+
+
 @command
 def search(
     call: Call,
     words: Annotated[list[str], typer.Argument(metavar="WORDS", help="Parts of a name.", show_default=False)],
     limit: Annotated[
-        int, typer.Option("--limit", metavar="N", min=1, max=MOST_LISTED, help="Most models to list.")
+        int, typer.Option("--limit", metavar="N", min=1, max=MOST_LISTED, help="Maximum number of models.")
     ] = 15,
 ) -> None:
-    """Find models on the Hugging Face hub.
+    """Search models on the Hugging Face hub.
 
-    Those with safetensors whose name holds the words, the most fetched first. The last column says whether the family
-    is one that runs here, and whether its authors ask for an account.
+    Lists models with safetensors files whose names contain all words, most downloads first. The last column shows the
+    family, whether mycli supports it, and whether the model requires an account.
     """
-    wanted = " ".join(words)
+    query = " ".join(words)
     if call.offline:
-        raise NotFoundError("the hub is not asked under --offline", "mycli list shows the models on this machine")
+        raise NotFoundError("search needs the network", "omit --offline; mycli list shows the models on this machine")
     with Hub.connect(call.out.note) as hub:
-        found = search_models(hub, wanted, limit)
+        results = search_models(hub, query, limit)
     supported = {*families(), *TEXT_PARTS}
-    listed = [
-        {**vars(one), "supported": None if one.model_type is None else one.model_type in supported} for one in found
+    models = [
+        {**vars(result), "supported": None if result.model_type is None else result.model_type in supported}
+        for result in results
     ]
-    if call.out.answered({"words": wanted, "models": listed}):
+    if not models and not call.out.json_mode:
+        call.out.note(f"no model with safetensors files on the hub has a name with: {query}")
         return
-    if not found:
-        call.out.note(f"the hub has no model with safetensors whose name holds: {wanted}")
-        return
-    rows = [
-        (
-            one.name,
-            "" if one.parameters is None else compact(one.parameters),
-            compact(one.downloads),
-            _say(one, supported),
-        )
-        for one in found
-    ]
-    call.out.table(("model", "parameters", "downloads", "state"), rows, right=(1, 2), order=(0, 3, 1, 2))
-
-
-def _say(one: SearchResult, supported: set[str]) -> str:
-    if one.model_type is None:
-        return "family unknown"
-    kind = one.model_type if one.model_type in supported else f"{one.model_type}: does not run here"
-    return f"{kind}, requires an account" if one.gated else kind
+    call.out.show({"words": query, "models": models}, _COLUMNS, rows="models")

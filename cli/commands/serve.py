@@ -1,4 +1,4 @@
-"""`mycli serve`: one model for many clients, over the protocols of OpenAI and Anthropic, with a page."""
+"""`mycli serve`: a model over HTTP with OpenAI and Anthropic APIs, metrics and a web page."""
 
 import ipaddress
 import os
@@ -11,7 +11,7 @@ import typer
 
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
-from mycli.cli.flags.records import FULL_LENGTH, KeepFlags, LoadFlags
+from mycli.cli.flags.records import FULL_LENGTH, LoadFlags, PrefixCacheFlags
 from mycli.cli.load import load_engine
 from mycli.cli.other_engines import EngineFlags, OtherEngine, start
 from mycli.runtime.engine.config import EngineConfig
@@ -34,36 +34,32 @@ MAX_KEY_BYTES = 4096
 
 @dataclass(frozen=True)
 class AddressFlags:
-    """Where the server listens, and who may come."""
+    """Address, access and limits of the server, as typed."""
 
     host: Annotated[str, typer.Option("--host", metavar="ADDRESS", help="Address to listen on.")] = "127.0.0.1"
     port: Annotated[
-        int, typer.Option("--port", metavar="N", min=0, max=65535, help="Port to listen on; 0: any free one.")
+        int, typer.Option("--port", metavar="N", min=0, max=65535, help="Port to listen on; 0: a free one.")
     ] = 8080
     key_file: Annotated[
         Path | None,
         typer.Option(
-            "--api-key-file", metavar="FILE", help=f"Ask clients for this key; or set {options.KEY_VARIABLE}."
+            "--api-key-file", metavar="FILE", help=f"Require the API key in this file; or set {options.KEY_VARIABLE}."
         ),
     ] = None
-    open_to_all: Annotated[bool, typer.Option("--insecure-no-auth", help="Let other machines in without a key.")] = (
-        False
-    )
+    open_to_all: Annotated[
+        bool, typer.Option("--insecure-no-auth", help="Allow other machines without an API key.")
+    ] = False
     hosts: Annotated[
         list[str] | None,
-        typer.Option(
-            "--allow-host", metavar="NAME", help="A host name that clients use for the server; may be repeated."
-        ),
+        typer.Option("--allow-host", metavar="NAME", help="Also accept requests for this host name; repeatable."),
     ] = None
     origins: Annotated[
         list[str] | None,
-        typer.Option("--cors", metavar="ORIGIN", help="Let pages of this origin use the server; may be repeated."),
+        typer.Option("--cors", metavar="ORIGIN", help="Allow web pages of this origin; repeatable."),
     ] = None
     aliases: Annotated[
         list[str] | None,
-        typer.Option(
-            "--alias", metavar="NAME", help="Name of the model for clients; may be repeated, the first is shown."
-        ),
+        typer.Option("--alias", metavar="NAME", help="Another model name for clients; repeatable; the first is shown."),
     ] = None
     grace: Annotated[
         float,
@@ -72,49 +68,51 @@ class AddressFlags:
             metavar="SECONDS",
             min=0,
             max=3600,
-            help="Seconds that replies have to finish when the server is told to stop.",
+            help="Seconds to finish replies after Ctrl-C or SIGTERM.",
         ),
     ] = 30.0
     waiting: Annotated[
         int,
         typer.Option(
-            "--max-waiting", metavar="N", min=1, max=100_000, help="Most replies that may wait; more are refused."
+            "--max-waiting", metavar="N", min=1, max=100_000, help="Maximum queue length; further requests are refused."
         ),
     ] = 256
 
     def resolve(self, call: Call) -> ServerSettings:
-        """What was asked, without the model's own name. Raises UsageError for what is not safe or cannot be."""
+        """Return the settings, without the model's name. Raises UsageError for unsafe or invalid values."""
         key = self._key(call)
         if key is None and not self.open_to_all and not _loopback(self.host):
             raise UsageError(
-                f"--host {self.host} lets other machines in, and there is no key",
-                "give --api-key-file FILE, or say --insecure-no-auth",
+                f"--host {self.host} allows other machines, but no API key is set",
+                "add --api-key-file FILE, or --insecure-no-auth",
             )
         for origin in self.origins or ():
             if origin.count("://") != 1 or origin.endswith("/") or origin == "*":
-                raise UsageError(f"--cors {origin}: not an origin", "write it as https://example.org")
+                raise UsageError(f"--cors {origin}: not an origin", "for example: --cors https://example.org")
         for name in self.aliases or ():
             if not 0 < len(name) <= 256 or not name.isprintable():
-                raise UsageError(f"--alias {name[:60]!r}: not a name", "1 to 256 printable characters")
+                raise UsageError(f"--alias {name[:60]!r}: not a valid name", "use 1 to 256 printable characters")
         hosts = tuple(name.lower() for name in (*(self.hosts or ()), self.host))
         limits = ServerLimits(grace_seconds=self.grace, waiting=self.waiting)
         return ServerSettings(tuple(self.aliases or ()), key, hosts, tuple(self.origins or ()), limits)
 
     def _key(self, call: Call) -> bytes | None:
-        """The key, from the file or the environment: never from the command line, which others can see."""
+        # Never from the command line, which other users of the machine can read.
         if self.key_file is None:
-            given = os.environ.get(options.KEY_VARIABLE, "").strip().encode()
+            key = os.environ.get(options.KEY_VARIABLE, "").strip().encode()
             source = options.KEY_VARIABLE
         else:
-            given = read_input(self.key_file, MAX_KEY_BYTES).strip()
+            key = read_input(self.key_file, MAX_KEY_BYTES).strip()
             source = str(self.key_file)
             if self.key_file.stat().st_mode & 0o077:
-                call.out.warn(f"{source} can be read by other users: chmod 600 {source}")
-            if not given:
-                raise UsageError(f"{source}: the file is empty", "write a key to it: openssl rand -hex 32")
-        if not given.isascii() or b"\n" in given or b" " in given:
-            raise UsageError(f"{source}: a key is one line of ASCII without spaces", "openssl rand -hex 32 makes one")
-        return given or None
+                call.out.warn(f"{source} is readable by other users; run: chmod 600 {source}")
+            if not key:
+                raise UsageError(f"{source} is empty", f"write a key to it: openssl rand -hex 32 > {source}")
+        if not key.isascii() or b"\n" in key or b" " in key:
+            raise UsageError(
+                f"{source}: a key must be one line of ASCII without spaces", "make one: openssl rand -hex 32"
+            )
+        return key or None
 
 
 def _loopback(host: str) -> bool:
@@ -129,76 +127,78 @@ def serve(
     call: Call,
     model: options.Model,
     address: AddressFlags,
-    together: Annotated[
+    max_sequences: Annotated[
         int,
         typer.Option(
-            "--max-sequences", metavar="N", min=1, max=4096, help="Replies made at once; they share the cache."
+            "--max-sequences",
+            metavar="N",
+            min=1,
+            max=4096,
+            help="Replies generated concurrently; they share the cache.",
         ),
     ] = 32,
     *,
     other: EngineFlags,
-    kept: KeepFlags,
+    prefix_cache: PrefixCacheFlags,
     loading: LoadFlags,
 ) -> None:
-    """Serve a model over HTTP, with a page to talk with it.
+    """Serve a model over HTTP, with an API and a web page.
 
-    It speaks OpenAI's and Anthropic's interfaces, and has metrics. What one GPU does not hold --engine vllm or sglang
-    serves, where that is installed: the command becomes their server of the same folder.
+    Provides the OpenAI and Anthropic APIs, metrics, and a page to chat. For models too large for one GPU, use --engine
+    vllm or sglang: the command then starts that server on the same folder.
 
-    Replies that are under way when it is told to stop (SIGTERM, Ctrl-C) are finished first; a second signal ends it at
-    once. What was asked and answered is not logged; -v shows a line for each request.
+    On Ctrl-C or SIGTERM the server finishes its replies first; a second signal stops it immediately. Prompts and
+    replies are not logged; -v prints a line for each request.
     """
     settings = address.resolve(call)
-    asked = kept.added(loading.resolve(min(together, FULL_LENGTH), together))
+    config = prefix_cache.resolve(loading.resolve(min(max_sequences, FULL_LENGTH), max_sequences))
     engine = other.resolve()
     if engine is not None:
-        _refuse_ours(engine, address, asked)
+        _refuse_own_options(engine, address, config)
         named = replace(settings, names=settings.names or (Path(model).name,))
-        start(call, engine, model, asked, named, address.host, address.port, other.ranks)
+        start(call, engine, model, config, named, address.host, address.port, other.ranks)
     _require()
     from mycli.runtime.server.connection import listen
 
-    listener = listen(address.host, address.port)  # before anything is loaded
+    listener = listen(address.host, address.port)  # before loading, which may take minutes
     try:
-        loaded = load_engine(call, model, asked)
+        loaded = load_engine(call, model, config)
         host = f"[{address.host}]" if ":" in address.host else address.host
         url = f"http://{host}:{listener.getsockname()[1]}"
-        _run(call, settings, loaded, together, listener, url)
+        _run(call, settings, loaded, max_sequences, listener, url)
     finally:
         listener.close()
 
 
-def _refuse_ours(engine: OtherEngine, address: AddressFlags, asked: EngineConfig) -> None:
-    """Raises UsageError for what is asked for and only our own server does."""
-    usual = AddressFlags()
-    ours = {
+def _refuse_own_options(engine: OtherEngine, address: AddressFlags, config: EngineConfig) -> None:
+    default = AddressFlags()
+    used = {
         "--allow-host": bool(address.hosts),
-        "--grace": address.grace != usual.grace,
-        "--max-waiting": address.waiting != usual.waiting,
-        "--draft": asked.draft is not None,
-        "--adapter": asked.adapter is not None,
-        "--shadow": asked.dense_prefill_copy,
-        "--allow-nonfinite": asked.allow_nonfinite,
-        "--prefix-cache-dir": asked.prefix_folder is not None,
+        "--grace": address.grace != default.grace,
+        "--max-waiting": address.waiting != default.waiting,
+        "--draft": config.draft is not None,
+        "--adapter": config.adapter is not None,
+        "--shadow": config.dense_prefill_copy,
+        "--allow-nonfinite": config.allow_nonfinite,
+        "--prefix-cache-dir": config.prefix_folder is not None,
     }
-    for flag, given in ours.items():
-        if given:
-            raise UsageError(f"{flag} applies to our own server, not to {engine.title}", "omit it, or omit --engine")
+    for flag, is_used in used.items():
+        if is_used:
+            raise UsageError(f"{flag} is not available with {engine.title}", f"omit {flag}, or omit --engine")
 
 
 def _require() -> None:
     try:
-        import prometheus_client  # noqa: F401  # to see whether it is there
-        import starlette  # noqa: F401  # the same
-        import uvicorn  # noqa: F401  # the same
+        import prometheus_client  # noqa: F401  # only to test that it is installed
+        import starlette  # noqa: F401  # only to test that it is installed
+        import uvicorn  # noqa: F401  # only to test that it is installed
     except ImportError as error:
-        raise UsageError(
-            f"serving needs {error.name}, which is not installed", "pip install 'mycli-llm[serve]'"
-        ) from None
+        hint = "install it: pip install 'mycli-llm[serve]'"
+        raise UsageError(f"mycli serve needs {error.name}, which is not installed", hint) from None
 
 
 def _run(
-    call: Call, settings: ServerSettings, loaded: "OpenedModel", together: int, listener: "socket", url: str
+    call: Call, settings: ServerSettings, loaded: "OpenedModel", max_sequences: int, listener: "socket", url: str
 ) -> None:
     from mycli.runtime.server.application import application
     from mycli.runtime.server.connection import DrainingServer, run_until_signal
@@ -214,21 +214,21 @@ def _run(
     def drain() -> None:
         service.draining = True
         if worker.underway:
-            call.out.note(f"stopping: {pluralize(worker.underway, 'reply')} to finish first; again to stop at once")
+            call.out.note(f"stopping after {pluralize(worker.underway, 'reply')}; press Ctrl-C again to stop now")
 
     def ready() -> None:
-        room = f"room for {sequences} of {engine.context} tokens"
         answer = {
             "url": url,
             "model": service.name,
             "context": engine.context,
-            "sequences": together,
+            "sequences": max_sequences,
             "full_length": sequences,
         }
         if call.out.json_mode:
             call.out.json_record(answer)
         else:
-            call.out.result(f"{url} · {service.name} · {pluralize(together, 'reply')} at once, {room}")
+            cache = f"the cache holds {pluralize(sequences, 'sequence')} of {engine.context} tokens"
+            call.out.result(f"{url} · {service.name} · up to {pluralize(max_sequences, 'reply')} concurrently; {cache}")
 
     server = DrainingServer(
         application(service, call.out.detail), settings.limits, drain, lambda: worker.underway > 0, worker.cancel_all

@@ -1,7 +1,7 @@
-"""`mycli spec verify`: does a draft change what a model says?"""
+"""`mycli spec verify`: whether a draft changes the replies of a model."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -9,12 +9,29 @@ from mycli.cli.command import Call, command
 from mycli.cli.flags import options
 from mycli.cli.flags.records import LoadFlags
 from mycli.cli.load import load_engine
+from mycli.cli.output import Column
 from mycli.cli.text.input import read_file
 from mycli.runtime.errors import GateError, UsageError
 
 EXAMPLES = ("mycli spec verify pico pico-draft -n 16 --draws 2000",)
-SMALLEST_P = 1e-4  # chance of a false alarm
+SMALLEST_P = 1e-4  # probability of a false alarm
 TOP_K = 8
+
+
+def _greedy(answer: dict[str, Any]) -> str:
+    divergences = answer["divergences"]
+    parts = [f"{answer['prompts'] - len(divergences)} of {answer['prompts']} replies the same"]
+    for divergence in divergences:
+        cause = "a tie within rounding" if divergence["tie"] else "beyond rounding"
+        place = f"prompt {divergence['prompt'] + 1} differs from token {divergence['position'] + 1}"
+        parts.append(f"{place}, lead {divergence['margin']:.2g} ({cause})")
+    return "; ".join(parts)
+
+
+def _sampled(answer: dict[str, Any], draws: int) -> str:
+    test = answer["chi_squared"]
+    statistic = f"chi squared {test['statistic']:.1f}, {test['freedom']} degrees of freedom"
+    return f"{draws:,} pairs of tokens, top-k {TOP_K}: p = {test['p_value']:.3g} ({statistic})"
 
 
 @command
@@ -26,23 +43,25 @@ def spec_verify(
         Path | None,
         typer.Option("--prompts", metavar="FILE", help="A file of prompts, one per line.", show_default="built in"),
     ] = None,
-    limit: Annotated[int, typer.Option("-n", "--max-tokens", metavar="N", min=1, help="Tokens per reply.")] = 32,
-    length: Annotated[int, typer.Option("-k", "--length", metavar="N", min=1, max=64, help="Tokens per draft.")] = 4,
+    limit: Annotated[int, typer.Option("-n", "--max-tokens", metavar="N", min=1, help="Reply length in tokens.")] = 32,
+    length: Annotated[
+        int, typer.Option("-k", "--length", metavar="N", min=1, max=64, help="Draft length in tokens.")
+    ] = 4,
     draws: Annotated[
-        int, typer.Option("--draws", metavar="N", min=100, help="Draws for the test of the distribution.")
+        int, typer.Option("--draws", metavar="N", min=100, help="Number of samples for the test of the distribution.")
     ] = 20_000,
     context: options.Context = None,
     device: options.Device = "auto",
     threads: options.Threads = None,
     dtype: options.Precision = "auto",
 ) -> None:
-    """Test that a draft changes nothing but the speed.
+    """Test that a draft changes only the speed.
 
-    A draft is a model, or mtp: the head that some models ship with.
+    DRAFT is a model, or mtp for the MTP head of MODEL.
 
-    Greedy replies must be the same, token by token; where they part, the lead of the likeliest token over the second
-    says whether it was a tie within rounding. Pairs of drawn tokens are counted and compared with the model's own
-    probabilities (chi squared). Exits with 6 if something differs by more than chance or rounding.
+    Greedy replies with and without the draft must be the same, token by token; where they differ, the lead of the most
+    likely token over the second tells whether it was a tie within rounding. Sampled pairs of tokens are counted and
+    compared with the probabilities of MODEL (chi squared). Exits with 6 if a difference exceeds rounding or chance.
     """
     opened = load_engine(call, model, LoadFlags(draft=draft, context=context, device=device, dtype=dtype).resolve())
     from mycli.runtime.diagnostics.prompts import prompts as built_in
@@ -56,43 +75,35 @@ def spec_verify(
     loaded, speculator = opened.model, opened.engine.speculator
     proposer = speculator.proposer if isinstance(speculator, ProposerSpeculator) else None
     if not isinstance(proposer, DraftModel | MtpProposer):
-        raise UsageError(f"{draft}: not a model", "name a model as the draft, or mtp for the head of MODEL itself")
+        raise UsageError(f"{draft} is not a model", "name a model as DRAFT, or mtp for the MTP head of MODEL")
     subject = SpeculationSubject(
         loaded.runner, lambda: proposer, loaded.vocabulary_size, loaded.stop_ids, opened.engine.context
     )
     if prompts is None:
-        asked = [ids for kind in built_in(loaded.tokenizer).values() for ids in kind]
+        tokens = [ids for kind in built_in(loaded.tokenizer).values() for ids in kind]
     else:
-        asked = [
+        tokens = [
             loaded.tokenizer.encode(line, add_special=True) for line in read_file(prompts).splitlines() if line.strip()
         ]
-    if not asked:
-        raise UsageError(f"{prompts}: no prompts", "write one per line")
-    with call.out.progress("greedy replies", len(asked)) as bar:
+    if not tokens:
+        raise UsageError(f"{prompts} contains no prompts", "write one prompt per line")
+    with call.out.progress("greedy replies", len(tokens)) as bar:
         divergences = []
-        for divergence in greedy_divergences(subject, asked, limit, length):
+        for divergence in greedy_divergences(subject, tokens, limit, length):
             bar.advance(1)
             if divergence is not None:
                 divergences.append(divergence)
-    drawn = SamplingParams(temperature=1.0, top_k=TOP_K, seed=0)
-    test = chi_squared(subject, proposer, least_certain(subject, asked), drawn, draws)
+    sampling = SamplingParams(temperature=1.0, top_k=TOP_K, seed=0)
+    test = chi_squared(subject, proposer, least_certain(subject, tokens), sampling, draws)
     answer = {
-        "prompts": len(asked),
-        "divergences": [vars(one) for one in divergences],
+        "prompts": len(tokens),
+        "divergences": [vars(divergence) for divergence in divergences],
         "chi_squared": {**vars(test), "p_value": test.p_value},
     }
-    if not call.out.answered(answer):
-        same = f"{len(asked) - len(divergences)} of {len(asked)} replies the same"
-        parts = [
-            f"prompt {one.prompt + 1} differs from token {one.position + 1}, lead {one.margin:.2g}"
-            f" ({'a tie within rounding' if one.tie else 'beyond rounding'})"
-            for one in divergences
-        ]
-        result = f"p = {test.p_value:.3g} (chi squared {test.statistic:.1f}, {test.freedom} degrees of freedom)"
-        rows = [("greedy", "; ".join([same, *parts])), ("drawn", f"{draws:,} pairs of tokens, top-k {TOP_K}: {result}")]
-        call.out.card(f"{model} with the draft {draft}", rows)
-    hint = "report it with the output of mycli doctor"
-    if any(not one.tie for one in divergences):
+    columns = (Column("greedy", _greedy), Column("sampled", lambda answer: _sampled(answer, draws)))
+    call.out.show(answer, columns, title=f"{model} with draft {draft}")
+    hint = "report this with the output of mycli doctor"
+    if any(not divergence.tie for divergence in divergences):
         raise GateError("greedy replies differ by more than rounding", hint)
     if test.p_value < SMALLEST_P:
-        raise GateError(f"the drawn distribution differs (p = {test.p_value:.2g})", hint)
+        raise GateError(f"the distribution of sampled tokens differs (p = {test.p_value:.2g})", hint)

@@ -1,4 +1,4 @@
-"""`mycli verify`: read a stored model again and compare every file with its recorded size and hash."""
+"""`mycli verify`: compare every file of a stored model with its recorded size and hash."""
 
 from typing import Annotated
 
@@ -6,6 +6,7 @@ import typer
 
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
+from mycli.cli.output import Column
 from mycli.runtime.errors import GateError
 from mycli.runtime.hub.integrity import drop_damaged, files_to_verify, find_local, verify_files
 from mycli.runtime.utils.units import pluralize
@@ -15,6 +16,7 @@ EXAMPLES = (
     "mycli verify pico-rtn-int4-g128 --json",
     "mycli verify Qwen/Qwen3-0.6B --drop && mycli pull Qwen/Qwen3-0.6B  # needs the network",
 )
+_COLUMNS = (Column("file", "name"), Column("bytes", "bytes", right=True), Column("state", "state"))
 
 
 @command
@@ -22,12 +24,13 @@ def verify(
     call: Call,
     model: options.Model,
     drop: Annotated[
-        bool, typer.Option("--drop", help="Delete damaged files of a hub model, so that pull fetches them again.")
+        bool, typer.Option("--drop", help="Delete damaged files of a hub model, so that pull downloads them again.")
     ] = False,
 ) -> None:
-    """Check the files of a model byte by byte.
+    """Check the files of a model against their recorded hashes.
 
-    Size and hash of every file of a model that was pulled or quantized; exits with 6 if one differs or is missing.
+    Compares size and hash of every file of a model that was pulled or quantized here. Exits with 6 if a file differs or
+    is missing.
     """
     source = find_local(model)
     files = files_to_verify(source)
@@ -35,15 +38,12 @@ def verify(
         checked = verify_files(source, files, bar.advance)
     bad = [file.name for file in checked if file.state in ("damaged", "missing")]
     dropped = drop_damaged(source, checked) if drop else []
-    listed = [{"name": file.name, "bytes": file.nbytes, "state": file.state} for file in checked]
-    answer = {"model": model, "folder": str(source.folder), "ok": not bad, "files": listed, "dropped": dropped}
-    if not call.out.answered(answer):
-        rows = [(file.name, str(file.nbytes), file.state) for file in checked]
-        call.out.table(("file", "bytes", "state"), rows, right=(1,))
+    records = [{"name": file.name, "bytes": file.nbytes, "state": file.state} for file in checked]
+    answer = {"model": model, "folder": str(source.folder), "ok": not bad, "files": records, "dropped": dropped}
+    call.out.show(answer, _COLUMNS, rows="files")
     if bad:
         again = "quantize it again" if source.repo is None else f"mycli pull {model}"
         if source.repo is not None and not dropped and any(file.state == "damaged" for file in checked):
             again = f"mycli verify {model} --drop && {again}"
-        raise GateError(
-            f"{model}: damaged or missing: {len(bad)} of {pluralize(len(checked), 'file')}, {bad[0]}", again
-        )
+        count = f"{len(bad)} of {pluralize(len(checked), 'file')}"
+        raise GateError(f"{model}: {count} damaged or missing, the first is {bad[0]}", again)

@@ -1,1 +1,1 @@
-"""Options of commands: their types, records of those that go together, and where their defaults come from."""
+"""Options of commands: their types, records of related options, and config.toml."""

@@ -1,11 +1,13 @@
-"""config.toml: defaults for options, below flags and environment variables.
+"""config.toml: defaults of options, below flags and environment variables, and presets.
 
     device = "cpu"            # top level: every command that has the option
     [chat]                    # one command
     ctx = "8k"
-    [preset.pirate]           # a model with its settings, see `cli.flags.presets`
+    [preset.pirate]           # a name for a model with settings: `mycli chat pirate` is `mycli chat pico --system ...`
+    model = "pico"
+    system = "You are a pirate."
 
-The file is $XDG_CONFIG_HOME/mycli/config.toml. Knows TOML and names of options; the parser checks the values.
+The file is $XDG_CONFIG_HOME/mycli/config.toml. The parser checks the values.
 """
 
 import os
@@ -14,21 +16,25 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mycli.cli.flags.presets import TABLE, check_presets
 from mycli.runtime.errors import NotFoundError, UsageError
 from mycli.runtime.utils.files import read_input
 
 MAX_SETTINGS_BYTES = 1 << 20
+PRESETS = "preset"  # the table that holds a table for each preset
+MODEL = "model"  # the key of a preset that names the model
+Keys = Callable[[str], Mapping[str, str]]  # the options of a command: key of config.toml -> parameter
+Presets = Mapping[str, Mapping[str, Any]]
 
 
 def config_path(environment: Mapping[str, str] = os.environ) -> Path:
-    """Where config.toml is looked for. A relative XDG_CONFIG_HOME does not count, as its specification says."""
+    """Return the path of config.toml."""
     base = environment.get("XDG_CONFIG_HOME", "")
+    # The XDG specification says to ignore a relative path.
     return Path(base if os.path.isabs(base) else os.path.expanduser("~/.config")) / "mycli" / "config.toml"
 
 
 def option_key(spellings: Sequence[str]) -> str:
-    """An option's name in config.toml and, in capitals, in the environment: `--top-p` is top_p, `-n` is n."""
+    """Return the key of an option, in capitals also its environment variable: top_p for `--top-p`, n for `-n`."""
     return max(spellings, key=len).lstrip("-").replace("-", "_")
 
 
@@ -45,14 +51,15 @@ def _parse(path: Path, hint: str) -> dict[str, Any]:
         raise UsageError(f"{path}: {error}", hint) from None
 
 
-def read_settings(
-    path: Path, command: str, commands: Collection[str], keys: Callable[[str], Mapping[str, str]]
-) -> dict[str, Any]:
-    """Defaults of `command` by parameter.
+def _is_option(key: str, command: str, commands: Collection[str], keys: Keys) -> bool:
+    # `keys` of another command imports that command, so the called one is looked at first.
+    return key in keys(command) or any(key in keys(other) for other in commands)
 
-    `keys(name)` gives the options of a command as key -> parameter. It is called for another command only where a key
-    at the top is no option of this one, because it imports that command.
-    Raises UsageError naming the file and the key for TOML that is not, and for a command or option that does not exist.
+
+def read_settings(path: Path, command: str, commands: Collection[str], keys: Keys) -> dict[str, Any]:
+    """Return the defaults of `command` by parameter.
+
+    Raises UsageError naming the file and the key for bad TOML and for an unknown command or option.
     """
     hint = f"edit {path}; mycli COMMAND --help lists the options"
     values = _parse(path, hint)
@@ -63,7 +70,7 @@ def read_settings(
     special: dict[str, Any] = {}
     for name, value in values.items():
         key = name.replace("-", "_")
-        if name == TABLE:
+        if name == PRESETS:
             continue
         if isinstance(value, dict):
             if name not in commands:
@@ -72,7 +79,7 @@ def read_settings(
                 special = value
         elif key in parameters:
             general[parameters[key]] = value
-        elif not any(key in keys(other) for other in commands):
+        elif not _is_option(key, command, commands, keys):
             raise UsageError(f"{path}: {name} is not an option of any command", hint)
     for name, value in special.items():
         key = name.replace("-", "_")
@@ -82,21 +89,44 @@ def read_settings(
     return general
 
 
-def read_presets(
-    path: Path, command: str, commands: Collection[str], keys: Callable[[str], Mapping[str, str]]
-) -> Mapping[str, Mapping[str, Any]]:
-    """The presets of the file, with `keys` as for `read_settings`. Raises UsageError for one that cannot be."""
-    table = _parse(path, f"edit {path}").get(TABLE)
-    if table is None:
-        return {}
-    own = keys(command)
-    return check_presets(path, table, lambda key: key in own or any(key in keys(other) for other in commands))
+def read_presets(path: Path, command: str, commands: Collection[str], keys: Keys) -> Presets:
+    """Return the presets. Raises UsageError naming the file and the field at fault."""
+    hint = f'edit {path}; a preset is [preset.NAME] with model = "..." and options'
+    presets = _parse(path, f"edit {path}").get(PRESETS, {})
+    if not isinstance(presets, dict) or not all(isinstance(preset, dict) for preset in presets.values()):
+        raise UsageError(f"{path}: {PRESETS} must hold tables", hint)
+    for name, preset in presets.items():
+        if not isinstance(preset.get(MODEL), str) or preset[MODEL] == name:
+            raise UsageError(f"{path}: [{PRESETS}.{name}] names no model", hint)
+        for key in preset:
+            if key != MODEL and not _is_option(key.replace("-", "_"), command, commands, keys):
+                raise UsageError(f"{path}: [{PRESETS}.{name}] {key} is not an option of any command", hint)
+    return presets
+
+
+def apply_preset(
+    arguments: list[str], presets: Presets, model_of: Callable[[list[str]], str | None]
+) -> tuple[list[str], Mapping[str, Any]]:
+    """Replace the preset that a command line names by its model; return it with the preset's other settings.
+
+    `model_of` returns the MODEL of a command line.
+    """
+    name = model_of(arguments)
+    if name is None or name not in presets:
+        return arguments, {}
+    preset = presets[name]
+    # The word to replace is the one whose replacement changes MODEL: a prompt may be spelled like the preset.
+    for index, word in enumerate(arguments):
+        replaced = [*arguments[:index], preset[MODEL], *arguments[index + 1 :]]
+        if word == name and model_of(replaced) == preset[MODEL]:
+            return replaced, {key: value for key, value in preset.items() if key != MODEL}
+    return arguments, {}
 
 
 def preset_names(path: Path) -> list[str]:
-    """For completion: none where the file is not as it should be."""
+    """Return the names of presets for shell completion; none if the file is invalid."""
     try:
-        table = _parse(path, "").get(TABLE)
+        presets = _parse(path, "").get(PRESETS)
     except UsageError:
         return []
-    return list(table) if isinstance(table, dict) else []
+    return list(presets) if isinstance(presets, dict) else []

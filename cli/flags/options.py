@@ -1,7 +1,4 @@
-"""Options that several commands share: the same name, help and checks everywhere.
-
-Integers accept 32k and 1M, memory 24GiB. Environment variables and config.toml are Typer's business.
-"""
+"""Options that several commands share, with one name, help and check; counts accept 32k and 1M, memory 24GiB."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -12,9 +9,9 @@ import typer
 from mycli.runtime.errors import UsageError
 
 Choice = TypeVar("Choice", bound=str)
-KEY_VARIABLE = "MYCLI_API_KEY"  # of a server, for it and for its clients
+KEY_VARIABLE = "MYCLI_API_KEY"  # the API key of a server, read by the server and by bench serve
 _FACTORS = {"": 1, "k": 1 << 10, "m": 1 << 20}
-# A letter alone is binary, as for llama.cpp, Docker and systemd.
+# A letter without B is binary, as in llama.cpp, Docker and systemd: 24G is 24GiB.
 _MEMORY = {
     **{
         unit: 1 << 10 * power
@@ -27,7 +24,7 @@ _MEMORY = {
 
 
 def parse_count(text: str) -> int:
-    """`4096`, `4k` (4,096) or `1M` (1,048,576) as an integer. Raises typer.BadParameter."""
+    """Parse 4096, 4k (4,096) or 1M (1,048,576). Raises typer.BadParameter."""
     match = re.fullmatch(r"([0-9]+)\s*([kKmM]?)", str(text).strip())
     if match and len(match[1]) > 12:
         raise typer.BadParameter(f"{text!r:.40} is too large")
@@ -37,48 +34,48 @@ def parse_count(text: str) -> int:
 
 
 def parse_memory(text: str) -> int:
-    """`24GiB` (or `24G`) and `24GB` (24 x 10^9) as bytes. Raises typer.BadParameter for 0 and for no unit."""
+    """Parse 24GiB (or 24G) and 24GB (24 x 10^9) into bytes. Raises typer.BadParameter for 0 and a missing unit."""
     match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,6})?)\s*([a-zA-Z]*)", str(text).strip())
     if match and not match[2]:
         raise typer.BadParameter(f"{text!r} has no unit: write {match[1]}GiB or {match[1]}MiB")
     if not match or match[2].lower() not in _MEMORY:
-        raise typer.BadParameter(f"{text!r} is not an amount of memory such as 24GiB or 800MiB")
+        raise typer.BadParameter(f"{text!r} is not a memory size such as 24GiB or 800MiB")
     size = int(float(match[1]) * _MEMORY[match[2].lower()])
     if not size:
-        raise typer.BadParameter(f"{text!r} is not above zero")
+        raise typer.BadParameter(f"{text!r} must be above zero")
     return size
 
 
 def parse_counts(flag: str, text: str) -> tuple[int, ...]:
-    """`512,1k`, given with `flag`, as integers. Raises UsageError."""
+    """Parse `512,1k`, the value of `flag`. Raises UsageError."""
     try:
         return tuple(parse_count(part) for part in text.split(","))
     except typer.BadParameter as error:
-        raise UsageError(f"{flag} {text}: {error.message}", "separate counts by commas") from None
+        raise UsageError(f"{flag} {text}: {error.message}", "separate counts with commas") from None
 
 
-def choice(flag: str, value: str, allowed: Sequence[Choice], what: str = "choice") -> Choice:
-    """`value` as one of `allowed`. Raises UsageError."""
-    found = next((one for one in allowed if one == value), None)
-    if found is None:
-        raise UsageError(f"{flag} {value}: not a {what}", f"choose from {', '.join(allowed)}")
-    return found
+def choice(flag: str, value: str, allowed: Sequence[Choice]) -> Choice:
+    """Return `value` as one of `allowed`. Raises UsageError."""
+    for allowed_value in allowed:
+        if value == allowed_value:
+            return allowed_value
+    raise UsageError(f"{flag} {value} is not supported", f"{flag} takes: {', '.join(allowed)}")
 
 
 def parse_biases(texts: Sequence[str]) -> tuple[tuple[int, float], ...]:
-    """`["17=-100", ...]` as (token id, bias). Raises UsageError."""
-    found = []
+    """Parse `["17=-100", ...]` into (token id, bias). Raises UsageError."""
+    biases = []
     for text in texts:
         token, _, bias = text.partition("=")
         try:
-            found.append((int(token), float(bias)))
+            biases.append((int(token), float(bias)))
         except ValueError:
-            raise UsageError(f"--logit-bias {text}: not a token id and a number", "write it as 17=-100") from None
-    return tuple(found)
+            raise UsageError(f"--logit-bias {text}: not TOKEN_ID=NUMBER", "for example: --logit-bias 17=-100") from None
+    return tuple(biases)
 
 
 def complete_model(incomplete: str) -> list[str]:
-    """Names of the models on this machine, and of presets, that begin like what was typed."""
+    """Return the presets and the models on this machine whose names begin with `incomplete`."""
     from mycli.cli.flags.config_file import config_path, preset_names
     from mycli.runtime.hub.store import local_model_names
 
@@ -86,22 +83,22 @@ def complete_model(incomplete: str) -> list[str]:
 
 
 def complete_word(*words: str) -> Callable[[str], list[str]]:
-    """Completion of an option that takes one of `words`."""
+    """Return a shell completion that offers `words`."""
     return lambda incomplete: [word for word in words if word.startswith(incomplete)]
 
 
 def word_option(*flags: str, words: Sequence[str], **settings: Any) -> Any:
-    """An option that takes one of `words`, which its help and the shell offer."""
+    """Return an option that takes one of `words`; its help and shell completion show them."""
     return typer.Option(*flags, metavar="|".join(words), autocompletion=complete_word(*words), **settings)
 
 
 def count_option(*flags: str, **settings: Any) -> Any:
-    """An option whose value is a count such as 4k."""
+    """Return an option whose value is a count such as 4k."""
     return typer.Option(*flags, parser=parse_count, metavar="N", **settings)
 
 
 def size_option(*flags: str, **settings: Any) -> Any:
-    """An option whose value is an amount of memory such as 24GiB."""
+    """Return an option whose value is a memory size such as 24GiB."""
     return typer.Option(*flags, parser=parse_memory, metavar="SIZE", **settings)
 
 
@@ -109,8 +106,8 @@ Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="A name that mycli list shows, org/repo[@revision] of the hub or its address, a folder, a .gguf file, or "
-        "a preset of config.toml.",
+        help="A name that mycli list shows, org/repo[@revision] on the hub or its URL, a folder, a .gguf file, or a "
+        "preset of config.toml.",
         show_default=False,
         autocompletion=complete_model,
     ),
@@ -119,22 +116,33 @@ Models = Annotated[
     list[str],
     typer.Argument(metavar="MODEL", help="One or more models.", show_default=False, autocompletion=complete_model),
 ]
+BenchModels = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="MODEL",
+        help="One or more models.",
+        show_default=False,
+        autocompletion=lambda incomplete: [*complete_word("serve", "draft")(incomplete), *complete_model(incomplete)],
+    ),
+]
 Device = Annotated[
     str,
     typer.Option(
         "--device",
         metavar="auto|cuda[:N]|cpu",
-        help="Where to run.",
+        help="Device to run on.",
         autocompletion=complete_word("auto", "cuda", "cpu"),
     ),
 ]
 Threads = Annotated[
     int | None,
-    typer.Option("--threads", min=1, max=1024, metavar="N", help="CPU threads to use.", show_default="all cores"),
+    typer.Option("--threads", min=1, max=1024, metavar="N", help="Number of CPU threads.", show_default="all cores"),
 ]
-Context = Annotated[int | None, count_option("--ctx", help="Context in tokens, such as 8k.", show_default="fits")]
+Context = Annotated[
+    int | None, count_option("--ctx", help="Context length in tokens, such as 8k.", show_default="what fits")
+]
 System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="System prompt.")]
-Escapes = Annotated[bool, typer.Option("--escapes", help="Show control characters to a terminal as they are.")]
+Escapes = Annotated[bool, typer.Option("--escapes", help="Pass control characters of the reply to the terminal.")]
 Precision = Annotated[
     str,
     word_option("--dtype", words=("auto", "bf16", "fp16", "fp32"), help="Precision of activations."),
@@ -144,18 +152,19 @@ CacheKind = Annotated[
     word_option(
         "--kv",
         words=("auto", "bf16", "int8", "int4"),
-        help="How the cache holds keys and values; auto: as activations.",
+        help="Data type of the KV cache; auto: that of activations.",
     ),
 ]
 Shadow = Annotated[
-    bool, typer.Option("--shadow", help="On a GPU: keep packed weights in 16 bits too, which makes prompts faster.")
+    bool, typer.Option("--shadow", help="On a GPU: keep a 16-bit copy of packed weights, for faster prompts.")
 ]
 Draft = Annotated[
     str,
     typer.Option(
         "--draft",
         metavar="MODEL|ngram|mtp|none",
-        help="Guess tokens ahead: a small model of the same vocabulary, a lookup in the text, or the model's own head.",
+        help="Speculative decoding: with a small model of the same vocabulary, by n-gram lookup in the text, or with "
+        "the model's own MTP head.",
         autocompletion=complete_model,
     ),
 ]
@@ -163,7 +172,7 @@ ExpertMemory = Annotated[
     int | None,
     size_option(
         "--expert-memory",
-        help="On the CPU: hold no more of a mixture's experts, read the others from disk when they are chosen.",
+        help="On the CPU: memory limit for MoE experts; the rest is read from disk on demand.",
         show_default="what fits",
     ),
 ]
@@ -172,14 +181,14 @@ AdapterName = Annotated[
     typer.Option(
         "--adapter",
         metavar="FOLDER|REPO",
-        help="Add a LoRA adapter, in PEFT's layout, to the weights as they are read.",
+        help="Merge a LoRA adapter (PEFT format) into the weights when they are loaded.",
     ),
 ]
 DraftName = Annotated[
     str,
     typer.Argument(
         metavar="DRAFT",
-        help="The small model that is to guess.",
+        help="The small model that proposes tokens.",
         show_default=False,
         autocompletion=complete_model,
     ),

@@ -1,4 +1,4 @@
-"""What `mycli quantize` makes, as options: a record that resolves itself to a recipe."""
+"""The options of `mycli quantize` that make a recipe."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -19,7 +19,7 @@ _OTHER_GROUPS = [f"{spec.group} for {name}" for name, spec in _SPECS.items() if 
 
 @dataclass(frozen=True)
 class RecipeFlags:
-    """What is made, and the text it is calibrated on."""
+    """Method, widths and calibration data, as typed."""
 
     method: Annotated[
         str,
@@ -30,7 +30,7 @@ class RecipeFlags:
     ] = solvers.DEFAULT
     bits: Annotated[
         int | None,
-        typer.Option(metavar="|".join(map(str, BITS)), help="Bits per weight, without its scales.", show_default="4"),
+        typer.Option(metavar="|".join(map(str, BITS)), help="Bits per weight, not counting scales.", show_default="4"),
     ] = None
     target_bpw: Annotated[
         float | None,
@@ -39,7 +39,7 @@ class RecipeFlags:
             min=2,
             max=9,
             metavar="X",
-            help="Mix widths to reach this many bits per quantized weight, scales included, by what each layer costs.",
+            help="Give sensitive layers more bits, others fewer, for this average per weight, scales included.",
             show_default="--bits for all",
         ),
     ] = None
@@ -47,7 +47,7 @@ class RecipeFlags:
         str | None,
         options.word_option(
             words=_GROUPS,
-            help="Inputs that share a scale.",
+            help="Number of inputs that share a scale.",
             show_default="; ".join([str(_DEFAULT_GROUP), *_OTHER_GROUPS]),
         ),
     ] = None
@@ -55,14 +55,14 @@ class RecipeFlags:
         str,
         options.word_option(
             words=("mse", "absmax"),
-            help="Signed scales of least error, or the largest weight's.",
+            help="mse: the scale with the least squared error; absmax: from the largest weight.",
         ),
     ] = "mse"
     head: Annotated[
         str,
         options.word_option(
             words=("keep", "int8", "int4"),
-            help="What to do with a separate output head.",
+            help="An output head that is not tied to the embedding: keep it unquantized, or quantize it.",
         ),
     ] = "keep"
     calib: Annotated[
@@ -70,29 +70,30 @@ class RecipeFlags:
         typer.Option(
             "--calib",
             metavar="FILE|hf:DATASET",
-            help="Text, .jsonl or .parquet to calibrate on; hf:org/name[@revision][:path] is fetched.",
-            show_default="a mixed text in the package",
+            help="Calibration data: text, .jsonl or .parquet; hf:org/name[@revision][:path] is downloaded.",
+            show_default="a built-in text",
         ),
     ] = None
-    samples: Annotated[int, options.count_option("--samples", help="Windows to calibrate on.")] = 128
-    seq: Annotated[int | None, options.count_option("--seq", help="Tokens in a window.", show_default="512")] = None
+    samples: Annotated[int, options.count_option("--samples", help="Number of calibration windows.")] = 128
+    seq: Annotated[int | None, options.count_option("--seq", help="Tokens per window.", show_default="512")] = None
     seed: Annotated[
-        int, typer.Option("--seed", metavar="N", min=0, help="Draws the windows; the same seed gives the same bytes.")
+        int, typer.Option("--seed", metavar="N", min=0, help="Chooses the windows; the same seed gives the same bytes.")
     ] = 0
     tune: Annotated[
         bool,
         typer.Option(
-            "--tune", help="Then train towards the original: each block, then the whole. Takes ten times as long."
+            "--tune",
+            help="Then train against the original model, by block and end to end; 10 times slower.",
         ),
     ] = False
 
     def resolve(self) -> Recipe:
-        """The recipe. Raises UsageError for unsupported values."""
+        """Return the recipe. Raises UsageError for unsupported values."""
         group = self.group or str(_SPECS[self.method].group if self.method in _SPECS else _DEFAULT_GROUP)
         if group != "channel" and not group.isdecimal():
             raise UsageError(f"--group {group} is not supported", f"--group takes: {', '.join(_GROUPS)}")
         if self.bits is not None and self.target_bpw is not None:
-            raise UsageError("--bits and --target-bpw each say how wide weights are", "give one of them")
+            raise UsageError("--bits and --target-bpw exclude each other", "use one of the two")
         return Recipe(
             method=self.method,
             bits=4 if self.bits is None else self.bits,

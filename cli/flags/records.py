@@ -1,7 +1,7 @@
-"""Options that go together, as records: how a model is run, and how its tokens are drawn.
+"""Records of related options: how a model is loaded, the disk prefix cache, and sampling.
 
-A parameter of a command that is annotated with one of them stands for all of its options (`cli.command`); a record
-resolves itself to what `runtime` is asked for. This is the one place where flags become settings.
+A parameter of a command that is annotated with such a record stands for all of its options (`cli.command`). `resolve`
+turns the record into settings of `runtime`.
 """
 
 from dataclasses import dataclass, replace
@@ -18,38 +18,36 @@ from mycli.runtime.models.generation_config import GenerationDefaults
 from mycli.runtime.sampling.params import SamplingParams, recommended
 from mycli.runtime.utils.dtypes import FLOATS
 
-_OURS = "the model's"
-FULL_LENGTH = 8  # contexts that many replies share: they are rarely as long
+_DEFAULT = "the model's"
+# The cache has room for at most 8 contexts of full length, however many replies share it: few replies are that long.
+FULL_LENGTH = 8
 KV: tuple[KvDtype, ...] = get_args(KvDtype)
 
 
 @dataclass(frozen=True)
 class LoadFlags:
-    """How a model is run, as it was typed."""
+    """How a model is loaded and run, as typed."""
 
     adapter: options.AdapterName = None
     draft: options.Draft = "none"
     context: options.Context = None
     device: options.Device = "auto"
-    threads: options.Threads = None  # for the help: whoever is called with it has told torch (`cli.command`)
+    threads: options.Threads = None  # for the help; `cli.command` sets it, before torch is imported
     dtype: options.Precision = "auto"
     kv: options.CacheKind = "auto"
     shadow: options.Shadow = False
     allow_nonfinite: Annotated[
-        bool, typer.Option("--allow-nonfinite", help="Load weights that are NaN or infinite as they are.")
+        bool, typer.Option("--allow-nonfinite", help="Accept weights that are NaN or infinite.")
     ] = False
     expert_memory: options.ExpertMemory = None
 
     def resolve(self, sequences: int = 1, running: int | None = None) -> EngineConfig:
-        """What is asked of the engine; `sequences`, `running`: as of `EngineConfig`.
-
-        Raises UsageError for a precision or kind of cache that there is not.
-        """
-        dtype = options.choice("--dtype", self.dtype, ("auto", *FLOATS), "precision")
+        """Return the settings of the engine. Raises UsageError for an unknown dtype."""
+        dtype = options.choice("--dtype", self.dtype, ("auto", *FLOATS))
         return EngineConfig(
             device=self.device,
             dtype=FLOATS.get(dtype),
-            kv=options.choice("--kv", self.kv, KV, "kind of cache"),
+            kv=options.choice("--kv", self.kv, KV),
             context=self.context,
             sequences=sequences,
             running=running,
@@ -62,21 +60,19 @@ class LoadFlags:
 
 
 @dataclass(frozen=True)
-class KeepFlags:
-    """What is kept of texts over restarts, as it was typed."""
+class PrefixCacheFlags:
+    """The disk prefix cache, as typed."""
 
     folder: Annotated[
         Path | None,
-        typer.Option(
-            "--prefix-cache-dir", metavar="DIR", help="Keep what was read in this folder, for texts that begin alike."
-        ),
+        typer.Option("--prefix-cache-dir", metavar="DIR", help="Keep the prefix cache on disk in this folder."),
     ] = None
     size: Annotated[
-        int | None, options.size_option("--prefix-cache-size", help="Most bytes to keep there.", show_default="8GiB")
+        int | None, options.size_option("--prefix-cache-size", help="Maximum size of that folder.", show_default="8GiB")
     ] = None
 
-    def added(self, engine: EngineConfig) -> EngineConfig:
-        """`engine`, keeping that. Raises UsageError for a size without a folder."""
+    def resolve(self, engine: EngineConfig) -> EngineConfig:
+        """Return `engine` with the disk prefix cache. Raises UsageError for a size without a folder."""
         if self.folder is None:
             if self.size is not None:
                 raise UsageError("--prefix-cache-size needs --prefix-cache-dir", "add --prefix-cache-dir DIR")
@@ -87,43 +83,58 @@ class KeepFlags:
 
 @dataclass(frozen=True)
 class SamplingFlags:
-    """How tokens are drawn, as it was typed; None: as the model recommends."""
+    """Sampling settings, as typed; None means the model's generation_config.json."""
 
     temperature: Annotated[
-        float | None, typer.Option("-t", "--temperature", metavar="X", help="0 is greedy.", show_default=_OURS)
+        float | None,
+        typer.Option("-t", "--temperature", metavar="X", help="0 is greedy decoding.", show_default=_DEFAULT),
     ] = None
     top_k: Annotated[
         int | None,
-        typer.Option("--top-k", metavar="N", help="Draw from the k likeliest tokens; 0: all.", show_default=_OURS),
+        typer.Option(
+            "--top-k", metavar="N", help="Sample from the N most likely tokens; 0: all.", show_default=_DEFAULT
+        ),
     ] = None
     top_p: Annotated[
         float | None,
         typer.Option(
-            "--top-p", metavar="X", help="Draw from the likeliest that make up this share.", show_default=_OURS
+            "--top-p",
+            metavar="X",
+            help="Sample from the most likely tokens up to this total probability.",
+            show_default=_DEFAULT,
         ),
     ] = None
     min_p: Annotated[
         float | None,
-        typer.Option("--min-p", metavar="X", help="Drop tokens below this share of the likeliest.", show_default=_OURS),
+        typer.Option(
+            "--min-p",
+            metavar="X",
+            help="Drop tokens below this share of the highest probability.",
+            show_default=_DEFAULT,
+        ),
     ] = None
     repetition_penalty: Annotated[
         float | None,
-        typer.Option("--repetition-penalty", metavar="X", help="Above 1 avoids repetition.", show_default=_OURS),
+        typer.Option(
+            "--repetition-penalty", metavar="X", help="Values above 1 discourage repetition.", show_default=_DEFAULT
+        ),
     ] = None
     seed: Annotated[
         int | None, typer.Option("--seed", metavar="N", help="Makes sampling repeatable.", show_default="random")
     ] = None
     logit_bias: Annotated[
         list[str] | None,
-        typer.Option("--logit-bias", metavar="ID=BIAS", help="Added to a token's logit; may be repeated; -100 bans."),
+        typer.Option(
+            "--logit-bias", metavar="ID=BIAS", help="Add BIAS to the logit of token ID; -100 bans it; repeatable."
+        ),
     ] = None
     stop: Annotated[
         list[str] | None,
-        typer.Option("--stop", metavar="TEXT", help="End the reply before this text; may be repeated."),
+        typer.Option("--stop", metavar="TEXT", help="End the reply before this text; repeatable."),
     ] = None
 
     def check(self) -> None:
-        """Raises UsageError for a value that cannot be, whatever the model recommends: before it is loaded."""
+        """Raise UsageError for an invalid value, before the model is loaded."""
         try:
             self.resolve(GenerationDefaults())
         except UsageError as error:
@@ -134,9 +145,9 @@ class SamplingFlags:
             raise error.with_message(option + error.message.removeprefix(setting)) from None
 
     def resolve(self, defaults: GenerationDefaults) -> SamplingParams:
-        """These over what the model recommends over greedy. Raises UsageError for a value that cannot be."""
+        """Return these settings; those not given come from the model, then greedy. Raises UsageError."""
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
-        given: dict[str, Any] = {name: getattr(self, name) for name in names}
+        values: dict[str, Any] = {name: getattr(self, name) for name in names}
         if self.logit_bias:
-            given["logit_bias"] = options.parse_biases(self.logit_bias)
-        return recommended(defaults).with_given(given)
+            values["logit_bias"] = options.parse_biases(self.logit_bias)
+        return recommended(defaults).with_given(values)

@@ -1,1 +1,1 @@
-"""Text on its way in and out: prompts, columns of a terminal, numbers, lines of JSON, what moves."""
+"""Text in and out: prompts, numbers, JSON lines, terminal layout, progress."""

@@ -1,47 +1,80 @@
-"""How numbers are written, the same wherever they are shown: counts, speculation, quality. Does not measure."""
+"""Formats numbers, answers and errors in the same way for every command."""
 
-from typing import TYPE_CHECKING
+import json
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from mycli.runtime.engine.stats import Timing
+from mycli.cli.remedies import Subject, remedy
+from mycli.runtime.errors import UserError
 from mycli.runtime.utils.units import human_bytes, pluralize
 
 if TYPE_CHECKING:  # torch takes a second to import
     from mycli.quant.evaluate import Evaluation, Mean
+    from mycli.runtime.engine.stats import Timing
     from mycli.runtime.memory.plan import MemoryPlan
     from mycli.runtime.models.config import ModelConfig
 
+SCHEMA_VERSION = 1  # of every JSON answer; raised when the meaning of a field changes
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return [_finite(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def json_line(value: Mapping[str, Any], encoding: str = "utf-8") -> str:
+    """Return `value` with `schema_version` as one line of JSON; characters that `encoding` lacks are escaped."""
+    # JSON has no infinity: an infinite perplexity becomes null instead of making the whole answer unreadable.
+    answer = _finite({"schema_version": SCHEMA_VERSION, **value})
+    line = json.dumps(answer, ensure_ascii=False, allow_nan=False)
+    try:
+        line.encode(encoding)
+        return line
+    except UnicodeEncodeError:
+        return json.dumps(answer, allow_nan=False)
+
+
+def error_fields(error: UserError, subject: Subject = Subject()) -> dict[str, Any]:  # noqa: B008  # frozen
+    """Return the JSON object for an error; `code` is present only if its remedy has one."""
+    code = {"code": error.code} if error.code else {}
+    return {"message": error.message, "hint": remedy(error, subject), "exit_code": int(error.exit_code), **code}
+
 
 def compact(count: int) -> str:
-    """212 as 212, 1234 as 1.2k, 8030261248 as 8.0B."""
+    """Return 212 as 212, 1234 as 1.2k, 8030261248 as 8.0B."""
     for size, letter in ((10**9, "B"), (10**6, "M"), (1000, "k")):
         if count >= size:
             return f"{count / size:.1f}{letter}"
     return str(count)
 
 
-def active(config: "ModelConfig") -> str:
-    """Behind the number of parameters, how many of them a token meets where it does not meet all."""
-    met = config.active_parameters()
-    return f", {compact(met)} of them active for a token" if met < config.parameters() else ""
+def active_parameters(config: "ModelConfig") -> str:
+    """Return ", 3.3B active per token" for a MoE model, "" for a dense one."""
+    active = config.active_parameters()
+    return f", {compact(active)} active per token" if active < config.parameters() else ""
 
 
-def experts_held(plan: "MemoryPlan") -> str:
-    """How many experts of a mixture are in memory, where not all are."""
-    from mycli.runtime.memory.resident import most_experts, slot_bytes  # only for a model that is larger than memory
+def experts_in_memory(plan: "MemoryPlan") -> str:
+    """Describe how many experts are in memory when not all are."""
+    from mycli.runtime.memory.resident import most_experts, slot_bytes  # only for a model larger than memory
 
-    held, most = plan.expert_slots or 0, most_experts(plan.config)
-    size = human_bytes(held * slot_bytes(plan))
-    return f"{held} of {most} in each layer are in memory ({size}), the others are read from disk when they are chosen"
+    slots, most = plan.expert_slots or 0, most_experts(plan.config)
+    size = human_bytes(slots * slot_bytes(plan))
+    return f"{slots} of {most} per layer in memory ({size}), the others are read from disk on demand"
 
 
-def speculation(timing: Timing) -> list[str]:
-    """How much of a reply was guessed rightly and what that gained; nothing without a draft."""
+def draft_statistics(timing: "Timing") -> list[str]:
+    """Return ["draft 71% (1.6x)"]: acceptance and speed-up; empty without a draft."""
     if timing.record is None:
         return []
     if not timing.record.passes:
         return ["draft off"]
-    gain = "" if timing.speedup is None else f" ({timing.speedup:.1f}x)"
-    return [f"draft {timing.record.acceptance_rate:.0%}{gain}"]
+    speedup = "" if timing.speedup is None else f" ({timing.speedup:.1f}x)"
+    return [f"draft {timing.record.acceptance_rate:.0%}{speedup}"]
 
 
 def _plus_minus(estimate: "Mean", digits: str) -> str:
@@ -49,22 +82,18 @@ def _plus_minus(estimate: "Mean", digits: str) -> str:
     return f"{estimate.value:{digits}}{error}"
 
 
-def quality(result: "Evaluation") -> list[tuple[str, str]]:
-    """Names and values for a card."""
+def quality_rows(result: "Evaluation") -> list[tuple[str, str]]:
+    """Return the rows of a card for perplexity and, with a reference model, divergence."""
     bos = "BOS once" if result.begins_with_bos else "no BOS"
     protocol = f"{pluralize(result.windows, 'window')} of {result.context} tokens, {bos}, {result.dtype}"
-    found = result.divergence
-    if found is None:
+    divergence = result.divergence
+    if divergence is None:
         return [("perplexity", _plus_minus(result.perplexity, ".2f")), ("measured on", protocol)]
-    reference = f"{found.reference_perplexity.value:.2f} → "
-    percent = _plus_minus(found.same_top1, ".1%")
+    reference = f"{divergence.reference_perplexity.value:.2f} → "
+    kl_tail = f"median {divergence.kl_median:.2g}, 99% {divergence.kl_p99:.2g}, max {divergence.kl_max:.2g}"
     return [
         ("perplexity", reference + _plus_minus(result.perplexity, ".2f")),
-        (
-            "KL divergence",
-            f"mean {_plus_minus(found.kl, '.2g')}, median {found.kl_median:.2g}, 99% {found.kl_p99:.2g}"
-            f", max {found.kl_max:.2g}",
-        ),
-        ("same top token", f"{percent}, RMS Δp {found.rms_dp:.2%}"),
+        ("KL divergence", f"mean {_plus_minus(divergence.kl, '.2g')}, {kl_tail}"),
+        ("same top token", f"{_plus_minus(divergence.same_top1, '.1%')}, RMS Δp {divergence.rms_dp:.2%}"),
         ("measured on", protocol),
     ]

@@ -1,7 +1,4 @@
-"""What moves: how work shows itself, as a bar, a line now and then or nothing, and a text that grows.
-
-`Output` chooses. Knows Rich. Does not know what the work is, nor who is looking.
-"""
+"""Progress of long work as a bar, as occasional lines or not at all, and a reply rendered while it grows."""
 
 import threading
 import time
@@ -13,31 +10,31 @@ from mycli.runtime.device.system import cpu_wait_seconds
 from mycli.runtime.utils.sanitize import sanitize
 from mycli.runtime.utils.units import human_bytes
 
-LINE_SECONDS = 5  # between two lines where nothing may move
-READING_SECONDS = 0.7  # before the first sign that a prompt is read, and between two
-BUSY_SECONDS, BUSY_SHARE = 1.0, 0.3  # shorter is chance; seconds without a core, of all threads, in a second
+LINE_SECONDS = 5  # between two progress lines in a pipe
+READING_SECONDS = 0.7  # before the first line about reading a prompt, and between updates
+# Other programs count as a disturbance when they cost 0.3 s of CPU time per second; a run under 1 s tells nothing.
+BUSY_SECONDS, BUSY_SHARE = 1.0, 0.3
 
 
 class Progress:
-    """A task of known size under way; this one is watched by nobody."""
+    """A task of known size; this base class shows nothing."""
 
     def advance(self, amount: float) -> None:
-        """`amount` more is done, in the unit of the total."""
+        """Add finished work, in the unit of the total."""
 
     def describe(self, text: str) -> None:
-        """What is being done now."""
+        """Replace the title."""
 
 
 class Lines(Progress):
-    """Progress without movement: now and then a line, given to `say`. A `unit` of "B" counts bytes."""
+    """Reports progress as a line through `report` every `LINE_SECONDS`. The unit "B" means bytes."""
 
-    def __init__(self, say: Callable[[str], None], title: str, total: float, unit: str) -> None:
-        self._say, self._title, self._total, self._unit = say, title, total, unit
+    def __init__(self, report: Callable[[str], None], title: str, total: float, unit: str) -> None:
+        self._report, self._title, self._total, self._unit = report, title, total, unit
         self._done = 0.0
         self._start = self._last = time.monotonic()
 
     def advance(self, amount: float) -> None:
-        """Count; say it where the last line is long ago."""
         self._done += amount
         now = time.monotonic()
         if now - self._last < LINE_SECONDS or self._done <= 0 or self._total <= 0:
@@ -46,17 +43,16 @@ class Lines(Progress):
         size = human_bytes(self._total) if self._unit == "B" else f"{self._total:g} {self._unit}".rstrip()
         done = f"{self._done / self._total:.0%}" if self._unit == "B" else f"{self._done:g}"
         left = (now - self._start) * max(self._total - self._done, 0) / self._done
-        self._say(f"{self._title}: {done} of {size}, {left:.0f} s left")
+        self._report(f"{self._title}: {done} of {size}, {left:.0f} s left")
 
     def describe(self, text: str) -> None:
-        """The title of the lines to come."""
         self._title = text
 
 
 @contextmanager
-def bar(stream: TextIO, title: str, total: float, unit: str, *, plain: bool) -> Iterator[Progress]:
-    """A bar on the terminal `stream`, with rate and time left; it disappears at the end. `plain`: without colour."""
-    # Rich takes 50 ms to import: only where a bar is really drawn.
+def progress_bar(stream: TextIO, title: str, total: float, unit: str, *, plain: bool) -> Iterator[Progress]:
+    """Show a bar with rate and time left on the terminal `stream` and erase it at the end; `plain`: no colour."""
+    # Rich takes 50 ms to import: only where a bar is drawn.
     from rich import progress
     from rich.console import Console
     from rich.text import Text
@@ -70,9 +66,9 @@ def bar(stream: TextIO, title: str, total: float, unit: str, *, plain: bool) -> 
         amount = (progress.DownloadColumn(binary_units=True), progress.TransferSpeedColumn())
     else:
         amount = (progress.MofNCompleteColumn(), Rate())
-    # Names come from strangers: square brackets in them are no markup.
-    named = progress.TextColumn("{task.description}", markup=False)
-    columns = (named, progress.BarColumn(), *amount, progress.TimeRemainingColumn())
+    # Model names come from outside; square brackets in them must not be read as Rich markup.
+    description = progress.TextColumn("{task.description}", markup=False)
+    columns = (description, progress.BarColumn(), *amount, progress.TimeRemainingColumn())
     with progress.Progress(*columns, console=Console(file=stream, no_color=plain), transient=True) as bars:
         task = bars.add_task(sanitize(title), total=total)
 
@@ -86,34 +82,31 @@ def bar(stream: TextIO, title: str, total: float, unit: str, *, plain: bool) -> 
         yield Bar()
 
 
-class Neighbours:
-    """Whether other programs took the cores away from this one, from its making to `note`."""
+class CpuContention:
+    """Measures from its creation to `note` how much CPU time other programs took from this one."""
 
     def __init__(self) -> None:
-        self._began, self._waited = time.monotonic(), cpu_wait_seconds()
+        self._start, self._waited = time.monotonic(), cpu_wait_seconds()
 
     def note(self) -> str:
-        """What a person may want to know of it; "" where nothing disturbed, or nothing says so."""
-        seconds, lost = time.monotonic() - self._began, cpu_wait_seconds()
+        """Return a sentence for the user; "" without a disturbance, or if the system does not report it."""
+        seconds, lost = time.monotonic() - self._start, cpu_wait_seconds()
         if lost is None or self._waited is None or seconds < BUSY_SECONDS:
             return ""
         share = (lost - self._waited) / seconds
-        held = f"other programs held the cores for {share:.1f} s of each second"
-        return f"busy machine: {held}" if share > BUSY_SHARE else ""
+        return f"busy machine: other programs used {share:.1f} s of CPU time per second" if share > BUSY_SHARE else ""
 
 
-def reading(stream: TextIO, pieces: Iterator[str], total: int, done: Callable[[], int]) -> Iterator[str]:
-    """`pieces` of a reply; until the first, a line on `stream` with the tokens of the prompt read, and their rate.
+def show_reading(stream: TextIO, pieces: Iterator[str], total: int, done: Callable[[], int]) -> Iterator[str]:
+    """Yield the `pieces` of a reply; until the first one, show on `stream` how much of the prompt has been read."""
+    first_arrived = threading.Event()
 
-    A thread of its own looks at `done`, since whoever reads the prompt is busy with it. The line goes again.
-    """
-    over = threading.Event()
-
+    # In a thread of its own: the main thread is busy computing the prompt.
     def watch() -> None:
-        began, before, shown = time.monotonic(), done(), False
-        while not over.wait(READING_SECONDS):
+        start, before, shown = time.monotonic(), done(), False
+        while not first_arrived.wait(READING_SECONDS):
             count, shown = min(done(), total), True
-            rate = max(count - before, 0) / (time.monotonic() - began)
+            rate = max(count - before, 0) / (time.monotonic() - start)
             stream.write(f"\r\x1b[Kreading the prompt: {count} of {total} tokens, {rate:.0f} tok/s")
             stream.flush()
         if shown:
@@ -125,7 +118,7 @@ def reading(stream: TextIO, pieces: Iterator[str], total: int, done: Callable[[]
     try:
         first = next(pieces, None)
     finally:
-        over.set()
+        first_arrived.set()
         watcher.join()
     if first is not None:
         yield first
@@ -133,27 +126,25 @@ def reading(stream: TextIO, pieces: Iterator[str], total: int, done: Callable[[]
 
 
 class LiveMarkdown:
-    """A text on a terminal that grows, rendered as Markdown each time; its links are text, not escape sequences."""
+    """Text on a terminal, rendered as Markdown again after each addition; links are shown as text."""
 
     def __init__(self, stream: TextIO, plain: bool) -> None:
         from rich.console import Console
         from rich.live import Live
 
         console = Console(file=stream, no_color=plain, highlight=False)
-        # Taller than the terminal, it ends in an ellipsis until it is complete: what has scrolled cannot be redrawn.
+        # Text taller than the terminal ends in an ellipsis until it is complete: scrolled lines cannot be redrawn.
         self._live = Live(console=console, refresh_per_second=8, redirect_stdout=False, redirect_stderr=False)
         self._text = ""
         self._live.start()
 
     def add(self, text: str) -> None:
-        """More of the text."""
         from rich.markdown import Markdown
 
         self._text += text
         self._live.update(Markdown(sanitize(self._text), hyperlinks=False))
 
     def end(self) -> None:
-        """Show the whole."""
         self._live.stop()
 
 
@@ -161,21 +152,21 @@ class LiveMarkdown:
 def stages(
     begin: Callable[[str, float], AbstractContextManager[Progress]],
 ) -> Iterator[Callable[[str, int, int], None]]:
-    """A callback (stage, done, total) for work in named stages, one bar of `begin(title, total)` after another.
+    """Yield a callback (stage, done, total) that shows one `begin(title, total)` bar per stage.
 
-    A new stage, or the same begun anew, closes the bar of the one before.
+    A new stage, or the same stage starting again, closes the previous bar.
     """
     with ExitStack() as stack:
-        shown: Progress | None = None
+        bar: Progress | None = None
         current, position = "", 0
 
         def report(stage: str, done: int, total: int) -> None:
-            nonlocal shown, current, position
-            if shown is None or stage != current or done < position:
+            nonlocal bar, current, position
+            if bar is None or stage != current or done < position:
                 stack.close()
-                shown = stack.enter_context(begin(stage, total))
+                bar = stack.enter_context(begin(stage, total))
                 current, position = stage, 0
-            shown.advance(done - position)
+            bar.advance(done - position)
             position = done
 
         yield report

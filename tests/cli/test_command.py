@@ -189,7 +189,11 @@ MISTAKES = {
     "missing": (["run"], "missing argument 'MODEL'", "mycli run --help"),
     "bad-value": (["run", "pico", "-n", "x"], "-n / --max-tokens: 'x' is not a count", "mycli run --help"),
     "no-value": (["run", "pico", "--ctx"], "option '--ctx' requires an argument", "mycli run --help"),
-    "too-many": (["run", "pico", "a", "b"], "unexpected: b", "put a prompt of several words in quotes"),
+    "too-many": (
+        ["run", "pico", "a", "b"],
+        "unexpected 'b'; run takes MODEL [PROMPT]",
+        "put a prompt of several words in quotes",
+    ),
     "C22-escapes": (["run", "pico", "--\x1b[2J\nerror: x"], "no such option: --", "mycli run --help"),
 }
 

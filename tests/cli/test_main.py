@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mycli.cli.main import COMMANDS, GROUPS, option_keys
+from mycli.cli.main import COMMANDS, GROUPS, option_keys, replace_old_bench
 from tests.support.command_line import Mycli, default_signals
 from tests.support.paths import PICO
 
@@ -40,10 +40,11 @@ def test_every_file_of_commands_is_in_the_table() -> None:
 
 
 def test_help_lists_every_command_with_its_line(mycli: Mycli) -> None:
-    pages = {group: mycli(*group.split(), "--help").stdout for group in ("", *GROUPS)}
+    pages = {group: mycli(*group.split(), "--help").stdout for group in ("", *GROUPS, "bench")}
     for name, (_, line) in COMMANDS.items():
         group, _, word = name.rpartition(" ")
-        assert word in pages[group] and " ".join(line.split()[:3]) in pages[group]
+        summary = name if group == "bench" else " ".join(line.split()[:3])
+        assert word in pages[group] and summary in " ".join(pages[group].split())
     assert all(group in pages[""] for group in GROUPS)
 
 
@@ -134,3 +135,19 @@ def test_completion_is_offered(mycli: Mycli) -> None:
     assert done.returncode in (0, 2)
     answer = mycli(env={"_MYCLI_COMPLETE": "complete_bash", "COMP_WORDS": "mycli ch", "COMP_CWORD": "1"})
     assert "chat" in answer.stdout
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("bench pico --serve -p 8", "bench serve pico -p 8"),
+        ("bench --serve http://x --draft ngram", "bench serve http://x --draft ngram"),
+        ("bench pico --draft pico-draft -n 8", "bench draft pico -n 8 pico-draft"),
+        ("bench --draft=ngram pico", "bench draft pico ngram"),
+        ("bench pico --draft none", "bench pico"),
+        ("bench serve pico --draft ngram", "bench serve pico --draft ngram"),
+        ("run pico --draft ngram", "run pico --draft ngram"),
+    ],
+)
+def test_old_spellings_of_bench_still_work(old: str, new: str) -> None:
+    assert replace_old_bench(old.split()) == new.split()

@@ -1,12 +1,12 @@
-"""What is told of a mistake: in our words, and with the command that a foreign one means."""
+"""Errors of the command line: the message, and our command for one of another program."""
 
 import os
 import re
 
 import pytest
 
-from mycli.cli.main import COMMANDS, find_command, program
-from mycli.cli.mistakes import _FOREIGN, _FOREIGN_OPTIONS, as_typed
+from mycli.cli.main import COMMANDS, decode_argument, find_command
+from mycli.cli.mistakes import FOREIGN_COMMANDS, FOREIGN_OPTIONS
 from tests.support.command_line import Mycli
 
 
@@ -15,15 +15,15 @@ from tests.support.command_line import Mycli
     [
         (("run", "pico", "hi", "-t", "hot"), "error: -t / --temperature: not a number"),
         (("estimate", "pico", "--batch", "two"), "error: --batch: not a whole number"),
-        (("estimate", "pico", "--batch", "0"), "error: --batch: less than 1"),
-        (("serve", "pico", "--port", "99999"), "error: --port: more than 65535"),
+        (("estimate", "pico", "--batch", "0"), "error: --batch must be at least 1"),
+        (("serve", "pico", "--port", "99999"), "error: --port must be 0 to 65535"),
         (("run", "pico", "--temprature", "1"), "error: no such option: --temprature; did you mean --temperature?"),
         (("run", "pico", "--temp", "1"), "error: no such option: --temp; did you mean --temperature?"),
         (("run", "pico", "--max_tokens", "1"), "error: no such option: --max_tokens; did you mean --max-tokens?"),
         (("run", "pico", "--wholly-else", "1"), "error: no such option: --wholly-else"),
         (("run", "pico", "-n", "9" * 30), f"error: -n / --max-tokens: '{'9' * 30}' is too large"),
         (("run", "pico", "--ctx", "9" * 99), f"error: --ctx: '{'9' * 39} is too large"),
-        (("chat", "pico", "Hello", "there"), "error: unexpected: Hello there"),
+        (("chat", "pico", "Hello", "there"), "error: unexpected 'Hello there'; chat takes MODEL"),
         (("show",), "error: missing argument 'MODEL'"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else None,
@@ -33,7 +33,7 @@ def test_a_value_that_cannot_be(mycli: Mycli, words: tuple[str, ...], said: str)
     assert done.returncode == 2 and done.stderr.splitlines()[0] == said
 
 
-@pytest.mark.parametrize("word", _FOREIGN)
+@pytest.mark.parametrize("word", FOREIGN_COMMANDS)
 def test_verbs_of_other_programs_lead_to_ours(mycli: Mycli, word: str) -> None:
     done = mycli(word, "pico")
     assert done.returncode == 2
@@ -43,14 +43,14 @@ def test_verbs_of_other_programs_lead_to_ours(mycli: Mycli, word: str) -> None:
     assert word not in COMMANDS and (named or "mycli --version" in hint or "mycli COMMAND" in hint)
 
 
-@pytest.mark.parametrize("word", _FOREIGN_OPTIONS)
+@pytest.mark.parametrize("word", FOREIGN_OPTIONS)
 def test_options_of_other_programs_lead_to_ours(mycli: Mycli, word: str) -> None:
     """What the hint names is an option of `run`, a command, or said to need no option; and `run` has no such option."""
     done = mycli("run", "pico", word, "1")
     assert done.returncode == 2
     error, hint = done.stderr.splitlines()
     assert error == f"error: no such option: {word}"
-    ours = {spelling for option in find_command(program(frozenset({"run"})), "run").params for spelling in option.opts}
+    ours = {spelling for option in find_command("run").params for spelling in option.opts}
     named = re.findall(r"(?<!\S)--?[a-z][a-z-]*", hint.removeprefix("hint: mycli"))
     assert (
         word not in ours and set(named) <= ours | {"--version"} and (named or re.search("mycli (chat|run) MODEL", hint))
@@ -58,6 +58,9 @@ def test_options_of_other_programs_lead_to_ours(mycli: Mycli, word: str) -> None
 
 
 def test_what_a_locale_could_not_decode_is_utf8() -> None:
-    assert as_typed("grüß") == "grüß"
-    assert as_typed("grüß".encode().decode("ascii", "surrogateescape")) == "grüß" or os.fsencode("ü") != "ü".encode()
-    assert as_typed("\udcff") == "\udcff"  # which is no UTF-8 either: refused where it is used
+    assert decode_argument("grüß") == "grüß"
+    assert (
+        decode_argument("grüß".encode().decode("ascii", "surrogateescape")) == "grüß"
+        or os.fsencode("ü") != "ü".encode()
+    )
+    assert decode_argument("\udcff") == "\udcff"  # which is no UTF-8 either: refused where it is used

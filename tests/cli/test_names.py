@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mycli.cli.flags.presets import apply_preset
+from mycli.cli.flags.config_file import apply_preset
 from mycli.runtime.hub.names import normalize_model_name, suggest_models
 from tests.support.command_line import Mycli
 from tests.support.hub_server import HubServer, hub_server

@@ -8,7 +8,7 @@ import os
 import pyte
 import pytest
 
-from mycli.cli.output import Output
+from mycli.cli.output import Column, Output
 from mycli.runtime.errors import GateError, ModelError, ResourceError, UsageError
 
 
@@ -42,7 +42,7 @@ def test_names_in_messages_cannot_act_on_a_terminal_or_forge_lines() -> None:
     output.warn("x\x1b[2J")
     output.note("x\x9b2J")
     output.card("title", [("name", evil)])
-    output.table(["name"], [[evil]])
+    output.table([{"name": evil}], [Column("name", "name")])
     assert "\x1b" not in out.getvalue() + err.getvalue() and "\x9b" not in err.getvalue()
     assert sum(line.startswith("error:") for line in err.getvalue().splitlines()) == 1
     assert not any(line.startswith("error:") for line in out.getvalue().splitlines())
@@ -124,8 +124,25 @@ def test_colour(environment: dict[str, str], terminal: bool, expected: bool) -> 
 
 def test_a_table_is_markdown_and_aligned() -> None:
     out, _ = streams()
-    Output(stdout=out).table(["test", "t/s"], [["pp512", "7.1"], ["tg128", "123.45"]], right=(1,))
+    columns = (Column("test", "test"), Column("t/s", lambda row: f"{row['rate']:g}", right=True))
+    Output(stdout=out).table([{"test": "pp512", "rate": 7.1}, {"test": "tg128", "rate": 123.45}], columns)
     assert out.getvalue() == ("| test  |    t/s |\n| ----- | -----: |\n| pp512 |    7.1 |\n| tg128 | 123.45 |\n")
+
+
+def test_a_result_is_shown_as_json_or_as_text_from_the_same_fields() -> None:
+    answer = {"folder": "x", "files": [{"name": "a", "bytes": 1}, {"name": "b", "bytes": None}]}
+    columns = (Column("file", "name"), Column("bytes", "bytes", right=True))
+    out, _ = streams()
+    output = Output(json_mode=True, stdout=out)
+    output.show(answer, columns, rows="files"), output.flush()
+    assert json.loads(out.getvalue()) == {"schema_version": 1, **answer}
+    out, _ = streams()
+    Output(stdout=out).show(answer, columns, rows="files")
+    assert out.getvalue().splitlines()[2:] == ["| a    |     1 |", "| b    |       |"]
+    out, _ = streams()
+    fields = (Column("folder", "folder"), Column("files", lambda a: f"{len(a['files'])}"), Column("no", lambda _: None))
+    Output(stdout=out).show(answer, fields, title="model")
+    assert out.getvalue() == "model\n  folder  x\n  files   2\n"
 
 
 @pytest.mark.parametrize(("verbose", "terminal"), [(False, False), (False, True), (True, False)])
@@ -205,7 +222,8 @@ def test_progress_in_lines_says_what_is_left(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_table_too_wide_for_the_terminal_is_cards(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     out, _ = streams(terminal=True)
-    Output(stdout=out).table(["model", "size", "speed"], [["a-model-of-a-name", "5.00 GiB", "12.3 t/s"]])
+    record = {"model": "a-model-of-a-name", "size": "5.00 GiB", "speed": "12.3 t/s"}
+    Output(stdout=out).table([record], [Column(name, name) for name in record])
     if columns == 80:
         assert out.getvalue().startswith("| model ")
     else:
@@ -214,7 +232,8 @@ def test_a_table_too_wide_for_the_terminal_is_cards(columns: int, monkeypatch: p
 
 def test_wide_characters_are_aligned() -> None:
     out, _ = streams()
-    Output(stdout=out).table(["name", "n"], [["模型", "1"], ["e\u0301", "22"]], right=(1,))
+    columns = (Column("name", "name"), Column("n", "n", right=True))
+    Output(stdout=out).table([{"name": "模型", "n": 1}, {"name": "e\u0301", "n": 22}], columns)
     assert out.getvalue().splitlines()[2:] == ["| 模型 |  1 |", "| e\u0301    | 22 |"]
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import pytest
 
 from mycli.cli.output import Output
-from mycli.cli.text.layout import WordWrap, fitting, width
-from mycli.cli.text.progress import reading
+from mycli.cli.text.layout import WordWrap, column_widths, fitting, width
+from mycli.cli.text.progress import show_reading
 from mycli.runtime.errors import ModelError, UsageError
 
 
@@ -105,14 +105,14 @@ def test_a_long_prompt_shows_how_far_it_is_and_a_short_one_nothing(monkeypatch: 
         yield "a"
         yield "b"
 
-    assert list(reading(stream, slow(), 512, lambda: next(counts))) == ["a", "b"]
+    assert list(show_reading(stream, slow(), 512, lambda: next(counts))) == ["a", "b"]
     assert stream.getvalue().endswith("\r\x1b[K")
     monkeypatch.setattr("mycli.cli.text.progress.READING_SECONDS", 60)
     silent = io.StringIO()
-    assert list(reading(silent, iter(["a"]), 5, lambda: 5)) == ["a"] and silent.getvalue() == ""
+    assert list(show_reading(silent, iter(["a"]), 5, lambda: 5)) == ["a"] and silent.getvalue() == ""
 
 
 def test_a_narrow_terminal_shows_the_columns_that_matter() -> None:
-    rows = [["model", "size", "t/s"], ["a-long-name", "12.00 GiB", "12.3 ± 0.1"]]
-    assert fitting(rows, (0, 2, 1), 32) == [0, 2] and fitting(rows, (0, 2, 1), 80) == [0, 1, 2]
-    assert fitting(rows, (0, 2, 1), 5) == []
+    widths = column_widths([["model", "size", "t/s"], ["a-long-name", "12.00 GiB", "12.3 ± 0.1"]])
+    assert fitting(widths, (0, 2, 1), 32) == [0, 2] and fitting(widths, (0, 2, 1), 80) == [0, 1, 2]
+    assert fitting(widths, (0, 2, 1), 5) == []

@@ -19,7 +19,7 @@ from pathlib import Path
 import gguf
 import pytest
 
-from mycli.cli.main import COMMANDS, find_command, program
+from mycli.cli.main import COMMANDS, find_command
 from tests.support.adapters import QUERIES, tensors_for, write_adapter
 from tests.support.command_line import COMMAND, default_signals
 from tests.support.hub_server import HubServer, hub_server
@@ -147,7 +147,7 @@ def test_a_documented_command_parses(page: str) -> None:
             if words[0] != "mycli":
                 continue
             name = next(found for count in (2, 1) if (found := " ".join(words[1 : 1 + count])) in COMMANDS)
-            parser = find_command(program(frozenset({name})), name)
+            parser = find_command(name)
             parser.make_context(name, words[1 + len(name.split()) :])
 
 

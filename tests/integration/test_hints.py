@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mycli.cli.main import COMMANDS, find_command, program
+from mycli.cli.main import COMMANDS, find_command
 from mycli.cli.text.layout import COMMAND
 from tests.support.command_line import Mycli
 from tests.support.sources import name, sources, tree
@@ -40,7 +40,7 @@ def command_of(words: list[str]) -> str | None:
 
 
 def parser(name: str) -> Any:
-    return find_command(program(frozenset({name})), name)
+    return find_command(name)
 
 
 def takes(name: str, words: list[str]) -> bool:

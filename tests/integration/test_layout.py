@@ -19,10 +19,8 @@ PRINTER = "cli/output.py"
 # Standard streams used for something other than speaking to a person.
 PIPES = {
     "cli/text/progress.py": "the printer's bar",
-    "cli/text/streams.py": "opens those that are closed",
     "cli/batch_file.py": "reads prompts from standard input",
-    "cli/text/input.py": "reads the prompt from standard input",
-    "cli/text/line_editing.py": "reads a line from the terminal",
+    "cli/text/input.py": "reads standard input and the terminal, and opens streams that are closed",
     "runtime/utils/sandbox.py": "the helper process answers its parent in JSON lines",
 }
 MOST_ROOMS, MOST_FLOORS = 18, 9

@@ -59,7 +59,7 @@ def run_here(arguments: tuple[str, ...], environment: Mapping[str, str], input: 
     with (
         mock.patch.dict(os.environ, environment, clear=True),
         mock.patch.multiple(sys, stdin=stdin, stdout=stdout, stderr=stderr),
-        mock.patch.object(command, "_listen", lambda: None),
+        mock.patch.object(command, "_handle_signals", lambda: None),
     ):
         try:
             main(list(arguments))

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from mycli.cli.main import COMMANDS, find_command, program
+from mycli.cli.main import COMMANDS, find_command
 from mycli.runtime.errors import ExitCode
 
 _MEANINGS = {
@@ -52,11 +52,10 @@ Completion of commands, options and names of models: `mycli --install-completion
 
 def page() -> str:
     """The whole of docs/commands.md."""
-    group = program(frozenset(COMMANDS))
     parts = [_INTRODUCTION, "## Exit codes\n", "| code | meaning |\n|---:|---|"]
     parts[-1] += "".join(f"\n| {int(code)} | {meaning} |" for code, meaning in _MEANINGS.items()) + "\n"
     for name in COMMANDS:
-        command = find_command(group, name)
+        command = find_command(name)
         context = command.make_context(f"mycli {name}", [], resilient_parsing=True, max_content_width=100)
         context.terminal_width = 100  # the same page whatever the terminal
         parts.append(f"## mycli {name}\n\n```\n{command.get_help(context).strip()}\n```\n")

@@ -28,7 +28,7 @@ def test_undo_takes_a_message_and_its_reply() -> None:
     conversation = talk("a", "b", "c", "d", system="s")
     assert (conversation.undo(), contents(conversation)) == ("c", ["s", "a", "b"])
     assert (conversation.undo(), contents(conversation)) == ("a", ["s"])
-    with pytest.raises(UsageError, match="nothing has been said"):
+    with pytest.raises(UsageError, match="there is no message yet"):
         conversation.undo()
 
 
@@ -113,7 +113,7 @@ def test_what_is_no_conversation_is_never_written_over(through: str, tmp_path: P
     thesis, path = tmp_path / "thesis.tex", tmp_path / "link.tex"
     thesis.write_text("\\section{Mine}")
     path.symlink_to(thesis)
-    with pytest.raises(UsageError, match="something else"):
+    with pytest.raises(UsageError, match="not a conversation"):
         talk("a", "b").save(thesis if through == "name" else path, "pico")
     assert thesis.read_text() == "\\section{Mine}"
     thesis.write_text("")

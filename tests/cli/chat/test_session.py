@@ -57,7 +57,7 @@ def test_the_switch_that_the_template_knows(source: str, names: list[str]) -> No
 
 
 def test_a_template_without_a_switch_says_so() -> None:
-    with pytest.raises(UsageError, match="no switch"):
+    with pytest.raises(UsageError, match="cannot turn reasoning"):
         thinking(ChatTemplate({"default": "{{ rethinking }}"}, {}), True)
 
 
@@ -70,7 +70,7 @@ def test_a_refused_message_leaves_no_trace(chat: Chat) -> None:
         chat.answer("Sum it up.")
     assert chat.conversation.turns == turns and chat.conversation.reading
     chat.conversation.reading.clear()
-    chat.ask("What is the capital of France?", instead=True)
+    chat.ask("What is the capital of France?", replace_last=True)
     assert [turn.content for turn in chat.conversation.turns] == [
         "What is the capital of France?",
         "The capital of France is Paris.",
@@ -112,14 +112,14 @@ def test_two_chats_on_one_file_lose_nothing(chat: Chat, tmp_path: Path) -> None:
     chat.answer("What is the capital of France?")
     other.save(path, "pico")
     for again in (lambda: chat.answer("What is the capital of Italy?"), lambda: commands.handle("/save")):
-        with pytest.raises(UsageError, match="another program has written to it"):
+        with pytest.raises(UsageError, match="changed by another program"):
             again()
     kept = Conversation()
     kept.load(path)
     assert kept.turns == other.turns and len(chat.conversation.turns) == 6
     commands.handle(f"/save {tmp_path / 'mine.json'}")
     path.unlink()
-    chat.keep()
+    chat.save_session()
     for file in (path, tmp_path / "mine.json"):
         kept.load(file)
         assert kept.turns == chat.conversation.turns

@@ -67,7 +67,7 @@ def test_what_a_person_reads(llama: str, capsys: pytest.CaptureFixture[str]) -> 
         "int4-g128 · 8,030,261,248 parameters",
         "weights              3.35 GiB",
         "embeddings and head  1.96 GiB",
-        "KV cache             512 MiB  (4096 tokens x 1, 128.0 KiB a token)",
+        "KV cache             512 MiB  (4096 tokens x 1, 128.0 KiB per token)",
         "CUDA context         512 MiB",
         "free                 24.00 GiB",
         "fits, ",
@@ -113,7 +113,7 @@ def test_a_gpu_of_this_size_has_these_bytes_free(
 
 
 @pytest.mark.parametrize(
-    ("text", "problem"), [("24", "has no unit: write 24GiB or 24MiB"), ("0GiB", "is not above zero")]
+    ("text", "problem"), [("24", "has no unit: write 24GiB or 24MiB"), ("0GiB", "must be above zero")]
 )
 @pytest.mark.parametrize("source", ["--gpu", "MYCLI_GPU", "config.toml: gpu"])
 def test_a_size_without_a_unit_or_of_nothing_is_refused(
@@ -146,7 +146,7 @@ def test_packed_tensors_are_read_from_the_config(llama: str, capsys: pytest.Capt
     assert packed["bytes"] == {**dense["bytes"], "free": packed["bytes"]["free"]}
     assert packed["scheme"] == "int4-g128"
     assert call(llama, "--quant", "int8") == ExitCode.USAGE
-    assert "quantized already" in capsys.readouterr().err
+    assert "already quantized" in capsys.readouterr().err
     fitted = answer(capsys, llama, "--fit", "--gpu", "12GiB")
     assert fitted["commands"] == [f"mycli chat {llama} --ctx {fitted['context']}"] and fitted["context"] > 8192
     rows = answer(capsys, llama, "--table")["table"]
@@ -245,7 +245,7 @@ def test_tensor_parallel(llama: str, capsys: pytest.CaptureFixture[str], ranks: 
     assert (found["ranks"], found["possible"]) == (ranks, possible)
     assert call(llama, "--quant", "int4-g128", "--tp", str(ranks)) == ExitCode.OK
     text = capsys.readouterr().out
-    assert ("on each GPU" in text) is possible
+    assert ("per GPU" in text) is possible
     assert ("32 heads cannot be divided by 3" in text) is not possible
     assert f"over {ranks} GPUs (vLLM, SGLang with Marlin): {'yes' if possible else 'no'}" in text
 

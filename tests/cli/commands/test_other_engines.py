@@ -121,7 +121,7 @@ def test_on_a_cpu_no_share_is_named_and_no_page_of_others_let_in(
         pytest.param([0, 1, 2, 3], 1, 1, None, id="whole"),
     ],
 )
-def test_on_a_cpu_of_fewer_memory_nodes_than_parts_each_part_has_cores_of_its_own(
+def test_on_a_cpu_of_fewer_numa_nodes_than_parts_each_part_has_cores_of_its_own(
     mycli: Mycli,
     monkeypatch: pytest.MonkeyPatch,
     installed: dict[str, str],
@@ -132,7 +132,7 @@ def test_on_a_cpu_of_fewer_memory_nodes_than_parts_each_part_has_cores_of_its_ow
 ) -> None:
     """vLLM ends where a part of the model has neither a NUMA node nor cores that it was told."""
     monkeypatch.setattr(other_engines, "_cores", lambda: cores)
-    monkeypatch.setattr(other_engines, "_memory_nodes", lambda: nodes)
+    monkeypatch.setattr(other_engines, "_numa_nodes", lambda: nodes)
     arguments = ("--engine", "vllm", "--device", "cpu", "--tensor-parallel-size", str(ranks))
     _, told, _ = started(mycli, monkeypatch, installed, *arguments)
     assert told.get("VLLM_CPU_OMP_THREADS_BIND") == said
@@ -142,13 +142,18 @@ def test_on_a_cpu_of_fewer_memory_nodes_than_parts_each_part_has_cores_of_its_ow
     ("arguments", "free", "code", "said"),
     [
         (("--engine", "vllm", "--tensor-parallel-size", "3"), 79, 3, "num_attention_heads"),
-        (("--engine", "vllm", "--tensor-parallel-size", "8"), 79, 5, "8 GPUs were asked for, 2 are here"),
-        (("--engine", "vllm", "--tensor-parallel-size", "2"), 0, 5, "each of 2 GPUs would hold"),
-        (("--engine", "vllm", "--kv", "int8"), 79, 2, "vLLM does not keep its cache in int8"),
-        (("--engine", "vllm", "--adapter", "x"), 79, 2, "--adapter applies to our own server"),
-        (("--engine", "vllm", "--draft", "ngram"), 79, 2, "--draft applies to our own server, not to vLLM"),
-        (("--engine", "vllm", "--prefix-cache-dir", "x"), 79, 2, "--prefix-cache-dir applies to our own server"),
-        (("--engine", "vllm", "--grace", "3"), 79, 2, "--grace applies to our own server"),
+        (
+            ("--engine", "vllm", "--tensor-parallel-size", "8"),
+            79,
+            5,
+            "--tensor-parallel-size 8: this machine has 2 GPUs",
+        ),
+        (("--engine", "vllm", "--tensor-parallel-size", "2"), 0, 5, "each of 2 GPUs needs"),
+        (("--engine", "vllm", "--kv", "int8"), 79, 2, "--kv int8 is not supported by vLLM"),
+        (("--engine", "vllm", "--adapter", "x"), 79, 2, "--adapter is not available with"),
+        (("--engine", "vllm", "--draft", "ngram"), 79, 2, "--draft is not available with vLLM"),
+        (("--engine", "vllm", "--prefix-cache-dir", "x"), 79, 2, "--prefix-cache-dir is not available with"),
+        (("--engine", "vllm", "--grace", "3"), 79, 2, "--grace is not available with"),
         (("--engine", "vllm", "--host", "0.0.0.0"), 79, 2, "there is no key"),
         (("--engine", "sglang", "--cors", "https://example.org"), 79, 2, "SGLang cannot be told which pages"),
         (("--engine", "llama"), 79, 2, "choose from mycli, vllm, sglang"),

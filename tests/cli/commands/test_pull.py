@@ -55,7 +55,7 @@ def test_a_life_of_a_model(server: HubServer, mycli: Mycli, tmp_path: Path) -> N
 
     pulled = mycli("pull", REPO)
     folder = Path(pulled.stdout.strip())
-    assert pulled.returncode == 0 and folder.parent.name == "snapshots" and "fetched and verified" in pulled.stderr
+    assert pulled.returncode == 0 and folder.parent.name == "snapshots" and "downloaded and verified" in pulled.stderr
     again = mycli("pull", REPO, "--dry-run")
     assert "new: 0 bytes, cached: 1" in again.stdout and "| cached |" in again.stdout
     assert json.loads(mycli("pull", REPO, "--offline", "--json").stdout)["folder"] == str(folder)
@@ -96,7 +96,7 @@ def test_d16_ctrl_c_keeps_what_arrived(
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=240)
-    assert process.returncode == 130 and "Traceback" not in said and "continues from here" in said
+    assert process.returncode == 130 and "Traceback" not in said and "to resume" in said
     (left,) = (tmp_path / "hf").rglob("*.incomplete")
     size = left.stat().st_size
     server.forgive()

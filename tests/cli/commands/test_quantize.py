@@ -43,7 +43,7 @@ def test_default_name_card_and_round_trip(data_dir: Path, capsys: pytest.Capture
     folder = data_dir / "models" / "pico-gptq-int4-g128"
     assert code == 0 and (folder / "model.safetensors").is_file()
     assert str(folder) in out
-    for part in ("6.29 bits per weight", "4.126 bits", "same top token", "error of outputs", "worst layers", "no BOS"):
+    for part in ("6.29 bits per weight", "4.126 bits", "same top token", "output error", "worst layers", "no BOS"):
         assert part in out
     assert "mycli chat pico-gptq-int4-g128" in err
 
@@ -159,7 +159,7 @@ def test_too_many_layers_merely_rounded_end_with_6(
         (["--samples", "1", "--seq", "128"], "1 samples of 128 tokens"),
         (["--seq", "4k"], "the model takes 2 to 2048"),
         (["--calib", "none.txt", "--seq", "1"], "windows of 1 tokens are not"),
-        (["--report", "none", "--max-kl", "1"], "--max-kl needs a measurement"),
+        (["--report", "none", "--max-kl", "1"], "--max-kl needs a quality measurement"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

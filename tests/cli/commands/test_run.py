@@ -124,9 +124,9 @@ def test_constrained_logprobs_and_samples(mycli: Mycli, tmp_path: Path) -> None:
         (("Hi", "--regex", "a", "--json-mode"), "exclude each other"),
         (("Hi", "--logprobs", "3"), "--json"),
         (("Hi", "--json", "--logprobs", "21"), "between 0 and 20"),
-        (("Hi", "--samples", "0"), "between 1 and"),
+        (("Hi", "--samples", "0"), "must be 1 to 256"),
         (("Hi", "--out", "x"), "--batch"),
-        (("Hi", "--batch", "-"), "omit the prompt"),
+        (("Hi", "--batch", "-"), "omit PROMPT"),
         (("Hi", "-n", "4k"), "do not fit the context"),  # F2: a number that was asked for is not lowered
         (("Hi", "-n", "-1"), "not a count"),  # F4
         (("Hi", "-n", "1000000000000000000"), "is too large"),  # F4
@@ -197,11 +197,11 @@ def test_an_empty_pipe_is_no_prompt(words: tuple[str, ...], mycli: Mycli) -> Non
 def test_a_reply_that_was_cut_off_says_so(mycli: Mycli, monkeypatch: pytest.MonkeyPatch) -> None:
     full = mycli("run", "pico", "Tell me a story.", "-t", "0", "--device", "cpu", "--ctx", "24")
     assert "the context of 24 tokens is full" in full.stderr
-    monkeypatch.setattr(generation, "DEFAULT_LIMIT", 4)
+    monkeypatch.setattr(generation, "DEFAULT_MAX_TOKENS", 4)
     cut = mycli("run", "pico", "Tell me a story.", "-t", "0", "--device", "cpu")
-    assert cut.returncode == 0 and "cut off after 4 tokens: -n" in cut.stderr
+    assert cut.returncode == 0 and "stopped after 4 tokens; -n" in cut.stderr
     asked = mycli("run", "pico", "Tell me a story.", "-t", "0", "--device", "cpu", "-n", "4")
-    assert "cut off" not in asked.stderr, "a limit of one's own is no news"
+    assert "stopped" not in asked.stderr, "a limit of one's own is no news"
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 import typer
 
 from mycli.cli.flags.options import parse_count, parse_counts, parse_memory
-from mycli.cli.main import COMMANDS, find_command, program
+from mycli.cli.main import COMMANDS, find_command
 from mycli.runtime.errors import UsageError
 
 
@@ -45,9 +45,9 @@ def test_memory(text: str, size: int) -> None:
     [
         ("24", "has no unit: write 24GiB or 24MiB"),
         ("10", "has no unit"),
-        ("0GiB", "is not above zero"),
-        ("0.1B", "is not above zero"),
-        *((text, "is not an amount of memory") for text in ("", "GiB", "-1GiB", "24XB", "nan", "1e9GiB")),
+        ("0GiB", "must be above zero"),
+        ("0.1B", "must be above zero"),
+        *((text, "is not a memory size") for text in ("", "GiB", "-1GiB", "24XB", "nan", "1e9GiB")),
     ],
 )
 def test_what_is_no_memory(text: str, problem: str) -> None:
@@ -62,22 +62,22 @@ SIZES = {
     "--max-ram": {"quantize"},
     "--max-vram": {"quantize"},
     "--prefix-cache-size": {"chat", "run", "serve"},
-    "--expert-memory": {"bench", "chat", "estimate", "run", "serve"},
+    "--expert-memory": {"bench", "bench draft", "bench serve", "chat", "estimate", "run", "serve"},
 }
 
 
 def test_options_that_take_memory_read_it_as_memory() -> None:
     found: dict[str, set[str]] = {}
-    parsers = program(frozenset(COMMANDS))
     for name in COMMANDS:
-        command = find_command(parsers, name)
+        command = find_command(name)
         for option in command.params:
             if option.metavar != "SIZE":
                 continue
             found.setdefault(option.opts[0], set()).add(name)
+            names = ["pico"] * sum(parameter.required for parameter in command.params if parameter.name != "output")
             for text, size in (("24G", 24 << 30), ("24GB", 24 * 10**9), ("800 MiB", 800 << 20)):
-                assert command.make_context(name, ["pico", option.opts[0], text]).params[option.name] == size
-            for text, problem in (("24", "has no unit"), ("10", "has no unit"), ("0GiB", "not above zero")):
+                assert command.make_context(name, [*names, option.opts[0], text]).params[option.name] == size
+            for text, problem in (("24", "has no unit"), ("10", "has no unit"), ("0GiB", "must be above zero")):
                 with pytest.raises(typer.TyperException, match=problem):
-                    command.make_context(name, ["pico", option.opts[0], text])
+                    command.make_context(name, [*names, option.opts[0], text])
     assert found == SIZES

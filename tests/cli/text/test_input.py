@@ -84,7 +84,7 @@ def test_a_flood_is_refused_and_not_kept(pipe: Pipe, monkeypatch: pytest.MonkeyP
     flood = subprocess.Popen(["yes"], stdout=pipe.writer, stderr=subprocess.DEVNULL)
     pipe.end()
     try:
-        with pytest.raises(UsageError, match="more than 1 MiB"):
+        with pytest.raises(UsageError, match="larger than 1 MiB"):
             asked("Summarize:")
     finally:
         flood.kill()

@@ -1,4 +1,4 @@
-"""`mycli bench --serve` against a server whose answers are known: table, records, promises and refusals."""
+"""`mycli bench serve` against a server with known answers: table, records, limits and refusals."""
 
 import json
 from pathlib import Path
@@ -6,14 +6,14 @@ from xml.etree import ElementTree
 
 import pytest
 
-from mycli.cli.bench.results import Row
-from mycli.cli.bench.serving import keeps
+from mycli.cli.bench_results import Row
+from mycli.cli.commands.bench_serve import meets_slo
 from mycli.cli.main import main
 from mycli.cli.plot import draw_loads
 from mycli.runtime.errors import ExitCode
 from tests.support.completion_server import scripted
 
-LOAD = ("--serve", "-p", "12", "-n", "3", "-r", "2", "--clients", "2,1", "--requests", "4")
+LOAD = ("-p", "12", "-n", "3", "-r", "2", "--clients", "2,1", "--requests", "4")
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +24,7 @@ def quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def call(*arguments: str) -> int:
     with pytest.raises(SystemExit) as stop:
-        main(["bench", *arguments])
+        main(["bench", "serve", *arguments])
     return int(stop.value.code or 0)
 
 
@@ -58,7 +58,7 @@ def test_a_picture_has_a_line_for_every_server_and_measure(capsys: pytest.Captur
     path = tmp_path / "load.svg"
     with scripted() as one, scripted() as other:
         assert call(one.url, other.url, *LOAD, "--plot", str(path)) == ExitCode.OK
-    assert f"drawn in {path}" in capsys.readouterr().err
+    assert f"plot written to {path}" in capsys.readouterr().err
     picture = ElementTree.fromstring(path.read_text())
     lines = [found for found in picture.iter() if found.tag.endswith("polyline")]
     assert len(lines) == 2 * 5 and {len(found.attrib["points"].split()) for found in lines} == {2}
@@ -80,19 +80,19 @@ def test_more_is_higher_and_names_cannot_break_the_picture() -> None:
     assert "<script>&" in words and words.count("not measured") == 2
 
 
-def test_a_promise_that_no_load_keeps_ends_with_6(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_limit_that_no_load_meets_ends_with_6(capsys: pytest.CaptureFixture[str]) -> None:
     with scripted() as server:
         assert call(server.url, *LOAD, "--slo", "ttft=600s,tpot=600s") == ExitCode.OK
-        assert "c2 p12 n3 is the largest load that keeps ttft=600s,tpot=600s" in capsys.readouterr().err
+        assert "c2 p12 n3 is the largest load that meets ttft=600s,tpot=600s" in capsys.readouterr().err
         assert call(server.url, *LOAD, "--slo", "tpot=0.001ms") == ExitCode.GATE
-        assert "no load keeps tpot=0.001ms" in capsys.readouterr().err
+        assert "no load meets --slo tpot=0.001ms" in capsys.readouterr().err
 
 
-def test_a_promise_is_kept_by_nearly_all_and_failed_by_any_failure() -> None:
+def test_a_limit_is_met_by_the_p95_and_missed_after_any_failure() -> None:
     row = {"failed": 0, "ttft_p95_seconds": 0.5, "tpot_p95_seconds": None}
-    assert keeps(row, {"ttft_p95_seconds": 0.5, "tpot_p95_seconds": 0.1})
-    assert not keeps(row, {"ttft_p95_seconds": 0.49})
-    assert not keeps(row | {"failed": 1}, {"ttft_p95_seconds": 0.5})
+    assert meets_slo(row, {"ttft_p95_seconds": 0.5, "tpot_p95_seconds": 0.1})
+    assert not meets_slo(row, {"ttft_p95_seconds": 0.49})
+    assert not meets_slo(row | {"failed": 1}, {"ttft_p95_seconds": 0.5})
 
 
 def test_a_server_that_refuses_everything_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,16 +104,13 @@ def test_a_server_that_refuses_everything_is_an_error(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (("pico", "--slo", "ttft=1s"), "--serve"),
-        (("pico", "--plot", "x.svg"), "--serve"),
-        (("pico", "--serve", "--plot", "x.png"), "plots are written as .svg only"),
-        (("pico", "--serve", "--slo", "ttft=1"), "not a limit"),
-        (("pico", "--serve", "--clients", "0"), "1 to 1024"),
-        (("pico", "--serve", "--rate", "nan"), "requests per second"),
-        (("pico", "--serve", "-p", "0"), "a prompt needs a token of its own"),
-        (("pico", "--serve", "-p", "16", "--shared", "16"), "a prompt needs a token of its own"),
-        (("pico", "--serve", "-d", "16"), "--shared"),
-        (("http://127.0.0.1:1", "--serve"), "check that a server is running there"),
+        (("pico", "--plot", "x.png"), "plots are written as .svg only"),
+        (("pico", "--slo", "ttft=1"), "not a limit"),
+        (("pico", "--clients", "0"), "1 to 1024"),
+        (("pico", "--rate", "nan"), "requests per second"),
+        (("pico", "-p", "0"), "-p must be larger than --shared"),
+        (("pico", "-p", "16", "--shared", "16"), "-p must be larger than --shared"),
+        (("http://127.0.0.1:1",), "check that a server is running there"),
     ],
     ids=lambda value: "" if isinstance(value, str) else " ".join(value[1:]) or "nobody",
 )
