@@ -173,11 +173,11 @@ row: {"rows": 1, "ok": true}
 
 
 def test_what_ncu_counted() -> None:
-    assert second_call.counted(NCU) == [
+    assert second_call.parse_ncu(NCU) == [
         {"kernel": "multiply_kernel", "grid": "(32, 16, 1)", "time": "9.12 us", "registers": "96 register/thread"},
         {"kernel": "multiply_kernel", "grid": "(224, 2, 1)", "time": "20.48 us", "registers": "94 register/thread"},
     ]
-    assert second_call.counted("==ERROR== ERR_NVGPUCTRPERM") == []
+    assert second_call.parse_ncu("==ERROR== ERR_NVGPUCTRPERM") == []
 
 
 def test_the_predicted_page_is_what_the_model_says() -> None:

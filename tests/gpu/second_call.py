@@ -111,7 +111,7 @@ def large(asked: Asked) -> Rows:
         yield {"rows": rows, "ok": bool(stream.isfinite().all() and made.values.isfinite().all())}
 
 
-def pluralize(output: str) -> list[dict[str, Any]]:
+def parse_ncu(output: str) -> list[dict[str, Any]]:
     """The rows of `ncu --csv --page raw`: names, then units, then a line a launch; what stands around it is no part."""
     lines = [line for line in output.splitlines() if line.startswith('"')]
     table = list(csv.DictReader(io.StringIO("\n".join(lines))))
@@ -133,7 +133,7 @@ def profiled(asked: Asked) -> Rows:
     if not found:
         yield {"kernel": "none: ncu is not installed", "ok": status == 0}
         return
-    rows = pluralize(said)
+    rows = parse_ncu(said)
     for place, row in enumerate(rows):
         if place // 2 % 2:  # O, gate and up; then both again
             yield row
