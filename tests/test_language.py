@@ -31,7 +31,6 @@ UNCLEAN: dict[str, int] = {
     "runtime/cache": 77,
     "runtime/diagnostics": 1,  # `found` is a key of `bench draft --json`
     "runtime/engine": 124,
-    "runtime/kernels": 7,
     "runtime/layers": 20,
     "runtime/sampling": 47,
     "runtime/speculative": 83,

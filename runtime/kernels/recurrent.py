@@ -18,13 +18,10 @@ _L2_EPS = 1e-6  # added to the sum of squares of a query or key
 
 @dataclass(frozen=True)
 class Runs:
-    """The tokens of one pass, sequence after sequence, and the state slot of each sequence.
+    """The tokens of one pass, sequence after sequence, and the state slot of each sequence."""
 
-    Sequence s has the rows starts[s] to starts[s + 1]; all `slots` differ.
-    """
-
-    starts: tuple[int, ...]
-    slots: tuple[int, ...]
+    starts: tuple[int, ...]  # sequence s has the rows starts[s] to starts[s + 1]
+    slots: tuple[int, ...]  # all different
 
     @classmethod
     def alike(cls, sequences: int, tokens: int) -> "Runs":
@@ -43,11 +40,9 @@ class DeltaSizes:
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, runs: Runs, silu: bool) -> Tensor:
-    """Convolve each channel of x [rows, channels] with fp32 weight [taps, channels]; the last tap is the row itself.
-
-    state fp32 [slots, taps - 1, channels]: the preceding inputs, replaced by those that precede the next row. Sums,
-    fp32 bias [channels] and `silu` are computed in fp32; the result has the dtype of x.
-    """
+    """Convolve each channel of x [rows, channels] with fp32 weight [taps, channels]; the last tap is the row itself."""
+    # state fp32 [slots, taps - 1, channels]: the preceding inputs, replaced by those that precede the next row. Sums,
+    # fp32 bias [channels] and `silu` are computed in fp32; the result has the dtype of x.
     taps = weight.shape[0]
     parts = []
     for (first, end), slot in zip(pairwise(runs.starts), runs.slots, strict=True):
@@ -67,11 +62,9 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, runs
 def delta_rule(
     qkv: Tensor, gates: Tensor, rate: Tensor, dt_bias: Tensor, state: Tensor, runs: Runs, sizes: DeltaSizes
 ) -> Tensor:
-    """Apply the rule to qkv [rows, 2 * key_heads * key_dim + heads * value_dim]: [rows, heads * value_dim].
-
-    gates [rows, 2 * heads]: b of every head, then a; rate fp32 [heads] = -exp(A), dt_bias fp32 [heads], as in
-    `DeltaNetSpec`. state fp32 [slots, heads, key_dim, value_dim] is updated.
-    """
+    """Apply the rule to qkv [rows, 2 * key_heads * key_dim + heads * value_dim]: [rows, heads * value_dim]."""
+    # gates [rows, 2 * heads]: b of every head, then a; rate fp32 [heads] = -exp(A), dt_bias fp32 [heads], as in
+    # `DeltaNetSpec`. state fp32 [slots, heads, key_dim, value_dim] is updated.
     parts = [
         _scan(qkv[first:end], gates[first:end], rate, dt_bias, state[slot], sizes)
         for (first, end), slot in zip(pairwise(runs.starts), runs.slots, strict=True)

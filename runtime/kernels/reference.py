@@ -96,10 +96,8 @@ def layer_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
 
 
 def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """Rotate the first `dim` values of each head: x [batch, tokens, heads, head_dim], tables [tokens, dim / 2].
-
-    The pairs are (i, i + dim / 2), or `interleaved` (2i, 2i + 1), which are returned as (i, i + dim / 2).
-    """
+    """Rotate the first `dim` values of each head: x [batch, tokens, heads, head_dim], tables [tokens, dim / 2]."""
+    # The pairs are (i, i + dim / 2), or `interleaved` (2i, 2i + 1), which are returned as (i, i + dim / 2).
     dim = 2 * cos.shape[-1]
     rotary, rest = (x, None) if dim == x.shape[-1] else (x[..., :dim], x[..., dim:])
     if interleaved:
@@ -128,10 +126,8 @@ def relu_square(x: Tensor) -> Tensor:
 
 
 def clamped_swiglu(gate_up: Tensor) -> Tensor:
-    """(up + 1) * gate * sigmoid(1.702 gate) of gpt-oss, with gate <= 7 and -7 <= up <= 7.
-
-    gate_up [..., 2 * size], gate and up alternating, to [..., size].
-    """
+    """(up + 1) * gate * sigmoid(1.702 gate) of gpt-oss, with gate <= 7 and -7 <= up <= 7."""
+    # gate_up [..., 2 * size], gate and up alternating, to [..., size].
     gate, up = gate_up[..., ::2].clamp(max=7.0), gate_up[..., 1::2].clamp(-7.0, 7.0)
     return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
 
@@ -142,10 +138,8 @@ def weigh_rows(x: Tensor, gate: Tensor) -> Tensor:
 
 
 def route(scores: Tensor, choice: RoutingSpec, correction: Tensor | None = None) -> Route:
-    """Route tokens by `scores` [tokens, experts], in fp32; `correction` fp32 [experts] affects the choice only.
-
-    A token's route does not depend on other tokens.
-    """
+    """Route tokens by `scores` [tokens, experts], in fp32; `correction` fp32 [experts] affects the choice only."""
+    # A token's route does not depend on other tokens.
     exact, top_k = scores.float(), choice.top_k
     values = exact.softmax(-1) if choice.scoring == "softmax" else exact.sigmoid()
     chosen = mask_groups(values if correction is None else values + correction, choice).topk(top_k).indices
@@ -164,11 +158,9 @@ def route(scores: Tensor, choice: RoutingSpec, correction: Tensor | None = None)
 
 
 def routed_product(weights: Sequence[Matmul | Tensor], x: Tensor, starts: Tensor, tokens: Tensor | None) -> Tensor:
-    """Multiply the rows of each expert by its weight: [pairs, N] in the dtype of x.
-
-    `weights` of the hit experts, packed or dense [N, K]; `starts` as in `Route`. Pair p is row tokens[p] of
-    x [tokens, K], or row p if `tokens` is None.
-    """
+    """Multiply the rows of each expert by its weight: [pairs, N] in the dtype of x."""
+    # `weights` of the hit experts, packed or dense [N, K]; `starts` as in `Route`. Pair p is row tokens[p] of
+    # x [tokens, K], or row p if `tokens` is None.
     bounds, parts = starts.tolist(), []
     for index, weight in enumerate(weights):
         pairs = slice(*bounds[index : index + 2])
@@ -180,10 +172,8 @@ def routed_product(weights: Sequence[Matmul | Tensor], x: Tensor, starts: Tensor
 
 
 def weighted_sum(x: Tensor, places: Tensor, weights: Tensor) -> Tensor:
-    """Sum the rows of x [pairs, N] of each token: rows `places`, times weights fp32, both [tokens, top_k].
-
-    Summed in fp32 in the order of `places`; [tokens, N] in the dtype of x.
-    """
+    """Sum the rows of x [pairs, N] of each token: rows `places`, times weights fp32, both [tokens, top_k]."""
+    # Summed in fp32 in the order of `places`; [tokens, N] in the dtype of x.
     total = torch.zeros(len(places), x.shape[1], device=x.device)
     for place, weight in zip(places.T, weights.T, strict=True):
         total = total + x.index_select(0, place).float() * weight.unsqueeze(1)
@@ -200,12 +190,10 @@ def attend_dense(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of query [batch, tokens, heads, head_dim] to keys, values [batch, kv_heads, length, head_dim].
-
-    The new tokens are the last positions. Returns [batch, tokens, heads * head_dim]. mask: bool [tokens, length], True
-    where a token attends to a position; None for a causal mask, or for a single token, which attends to its last
-    `window` positions. scale, softcap: as in `AttentionSpec`. Quantized keys and values are decoded first.
-    """
+    """Attention of query [batch, tokens, heads, head_dim] to keys, values [batch, kv_heads, length, head_dim]."""
+    # The new tokens are the last positions. Returns [batch, tokens, heads * head_dim]. mask: bool [tokens, length],
+    # True where a token attends to a position; None for a causal mask, or for a single token, which attends to its last
+    # `window` positions. scale, softcap: as in `AttentionSpec`. Quantized keys and values are decoded first.
     batch, tokens, heads, head_dim = query.shape
     kv_heads = keys.data.shape[1]
     if tokens == 1 and window is not None:
@@ -257,11 +245,9 @@ def _attend_fp32(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
 
 
 def attend_gathered(query: Tensor, keys: Stored, values: Stored, ragged: Ragged, scoring: Scoring) -> Tensor:
-    """Attention of a ragged batch over cache blocks: query [tokens, heads, head_dim] to [tokens, heads * head_dim].
-
-    keys, values: [blocks, kv_heads, block_size, head_dim], int4 vectors as bytes. Scores and sums are fp32 (fp64 for an
-    fp64 query), the result has the dtype of the query. Sequences are computed one after another.
-    """
+    """Attention of a ragged batch over cache blocks: query [tokens, heads, head_dim] to [tokens, heads * head_dim]."""
+    # keys, values: [blocks, kv_heads, block_size, head_dim], int4 vectors as bytes. Scores and sums are fp32 (fp64 for
+    # an fp64 query), the result has the dtype of the query. Sequences are computed one after another.
     starts, lengths = ragged.starts.tolist(), ragged.lengths.tolist()
     out = torch.empty_like(query)
     for s, length in enumerate(lengths):

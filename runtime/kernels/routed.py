@@ -29,18 +29,13 @@ class ExpertWeights(tuple[Matmul | Tensor, ...]):
 
 @dataclass(frozen=True)
 class Route:
-    """Token-expert pairs, sorted by expert and within an expert by token.
+    """Token-expert pairs, sorted by expert and within an expert by token."""
 
-    hit: experts with pairs, in order; on a GPU all experts, because the host does not wait for the route;
-    starts: int32 [hits + 1], expert hit[i] has the pairs starts[i] to starts[i + 1]; tokens: int32 [pairs];
-    places: int32 [tokens, top_k], the pairs of a token, highest score first; weights: fp32 [tokens, top_k].
-    """
-
-    hit: list[int]
-    starts: Tensor
-    tokens: Tensor
-    places: Tensor
-    weights: Tensor
+    hit: list[int]  # experts with pairs, in order; on a GPU all experts, because the host does not wait for the route
+    starts: Tensor  # int32 [hits + 1]: expert hit[i] has the pairs starts[i] to starts[i + 1]
+    tokens: Tensor  # int32 [pairs]
+    places: Tensor  # int32 [tokens, top_k]: the pairs of a token, highest score first
+    weights: Tensor  # fp32 [tokens, top_k]
 
     def scaled(self, factors: Tensor) -> "Route":
         """Return the route with the weights of each expert multiplied by its factor, fp32 [experts]."""
@@ -65,7 +60,6 @@ class Route:
 
     @cached_property
     def slices(self) -> dict[int, slice]:
-        """The pairs of each hit expert."""
         bounds = self.starts.tolist()
         return {expert: slice(*bounds[index : index + 2]) for index, expert in enumerate(self.hit)}
 

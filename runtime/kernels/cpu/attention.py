@@ -38,11 +38,9 @@ class _Indices(NamedTuple):
 
 
 def attend_paged(query: Tensor, keys: Stored, values: Stored, ragged: Ragged, scoring: Scoring) -> Tensor | Declined:
-    """`reference.attend_gathered` for a query of bf16 or fp32, keys and values of one layout with contiguous vectors.
-
-    Sums are fp32, in an order fixed by positions: a row's bits depend on neither the other rows, how the prompt was
-    split, the block size, nor the number of threads. Raises ValueError if a length does not fit its blocks.
-    """
+    """`reference.attend_gathered` for bf16 or fp32 queries, keys and values of one layout with contiguous vectors."""
+    # Sums are fp32, in an order fixed by positions: a row's bits depend on neither the other rows, how the prompt was
+    # split, the block size, nor the number of threads. Raises ValueError if a length does not fit its blocks.
     starts, lengths, table = ragged.starts, ragged.lengths, ragged.block_table
     for tensor in (starts, lengths, table):
         if tensor.dtype != torch.int32 or not tensor.is_cpu or not tensor.is_contiguous():
@@ -64,10 +62,8 @@ def attend_cached(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor | Declined:
-    """`reference.attend_dense` of sequences to their own positions: query [batch, tokens, heads, head_dim].
-
-    The new tokens are the last of keys and values, so that `window` says what `mask` would.
-    """
+    """`reference.attend_dense` of sequences to their own positions: query [batch, tokens, heads, head_dim]."""
+    # The new tokens are the last of keys and values, so that `window` says what `mask` would.
     batch, tokens, _, head_dim = query.shape
     # Starts, lengths and one block per sequence; making tensors would take as long as attention over a hundred
     # positions.

@@ -41,7 +41,6 @@ def _library(x: Tensor, width: int) -> Native | Declined:
 
 
 def threads_for(tokens: int) -> int:
-    """Return the number of threads for an elementwise operation over `tokens` tokens."""
     return 1 if tokens <= _FEW else torch.get_num_threads()
 
 
@@ -56,7 +55,6 @@ def native_rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor | Declined:
 
 
 def native_layer_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor | Declined:
-    """LayerNorm; operands as in `native_rms_norm`."""
     return _norm(x, gain, eps, centred=True)
 
 

@@ -166,7 +166,6 @@ def _dense(weights: Sequence[Matmul | Tensor], dtype: torch.dtype) -> _Operands 
 
 
 def native_weighted_sum(x: Tensor, places: Tensor, weights: Tensor) -> Tensor | Declined:
-    """`reference.weighted_sum`; a token's bits depend on no other token."""
     if x.device.type != "cpu" or x.requires_grad or x.dtype not in ROW_TYPES:
         return _NOT_CPU
     tokens, top_k = places.shape

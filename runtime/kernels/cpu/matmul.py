@@ -31,7 +31,6 @@ _GRADIENT = Declined("no-gradient")
 
 
 def no_memory_error(rows: int, inputs: int) -> ResourceError:
-    """Return the error for `rows` activations that could not be rearranged for want of memory."""
     return ResourceError(f"no memory for {rows} rows of {inputs} activations", "choose a smaller prefill chunk")
 
 
@@ -189,7 +188,6 @@ class CpuKernel:
     def decline(
         self, packing: Packing, out_features: int, in_features: int, device: torch.device, dtype: torch.dtype
     ) -> Declined | None:
-        """Return why the product is not supported, or None. The first call may compile the library."""
         declined = _decline(packing, in_features, device, dtype, tuple(STORED_TYPES))
         if declined:
             return declined

@@ -112,7 +112,6 @@ def decline_delta(sizes: DeltaSizes) -> Declined | None:
 def native_convolve(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, runs: Runs, silu: bool
 ) -> Tensor | Declined:
-    """`recurrent.convolve`."""
     library, (taps, channels) = _library(x), weight.shape
     if isinstance(library, Declined):
         return library
@@ -158,7 +157,6 @@ def native_delta_rule(
 
 
 def native_gated_norm(x: Tensor, gain: Tensor, eps: float, gate: Tensor) -> Tensor | Declined:
-    """`recurrent.gated_norm`, rounded once."""
     library, size = _library(x, gain, gate), gain.shape[0]
     if isinstance(library, Declined):
         return library

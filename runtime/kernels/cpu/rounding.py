@@ -25,17 +25,15 @@ _MAX_COLUMNS = 128  # as in quantize_cpu.cpp
 
 @dataclass(frozen=True)
 class ScaleSearch:
-    """How to choose the scale of a group whose weight of largest magnitude is w.
+    """How to choose the scale of a group whose weight of largest magnitude is w."""
 
-    `absmax`: |w| / divisor. Otherwise the scale of least (weighted) squared error among w / divisor, w times each of
-    `factors`, and `refits` least-squares steps from the best of these. The scale's magnitude is clamped to `smallest`
-    .. `largest`; a weight whose magnitude is above `limit` is declined.
-    """
+    # `absmax`: |w| / divisor. Otherwise the scale of least (weighted) squared error among w / divisor, w times each of
+    # `factors`, and `refits` least-squares steps from the best of these.
 
     divisor: float
-    smallest: float
+    smallest: float  # bounds of the magnitude of a scale
     largest: float
-    limit: float
+    limit: float  # a weight of larger magnitude is declined
     absmax: bool = False
     factors: Sequence[float] = ()
     refits: int = 0
@@ -50,11 +48,9 @@ def native_round(
     codes: Tensor | None = None,
     sums: Tensor | None = None,
 ) -> Declined | None:
-    """Round weight [N, K] of bf16, fp16 or fp32 and return None, or return why it was not rounded.
-
-    scales [N, groups]: read, or with `search` written, columns being weighted by importance fp32 [K]. Written if
-    present: codes uint8 [N, K]; sums fp64 [N, 2], the squared error of each row and its sum of squares.
-    """
+    """Round weight [N, K] of bf16, fp16 or fp32 and return None, or return why it was not rounded."""
+    # scales [N, groups]: read, or with `search` written, columns being weighted by importance fp32 [K]. Written if
+    # present: codes uint8 [N, K]; sums fp64 [N, 2], the squared error of each row and its sum of squares.
     rows, columns = weight.shape
     tensors = [tensor for tensor in (weight, scales, importance, codes, sums) if tensor is not None]
     if not all(tensor.is_cpu and tensor.is_contiguous() and not tensor.requires_grad for tensor in tensors):

@@ -107,7 +107,6 @@ class TableKernel:
     def decline(
         self, packing: Packing, out_features: int, in_features: int, device: torch.device, dtype: torch.dtype
     ) -> Declined | None:
-        """Return why the product is not supported, or None. The first call may compile the library."""
         if device.type != "cpu":
             return Declined("not-on-cpu", {"device": device})
         if packing.codes == "int" or packing.offsets:
