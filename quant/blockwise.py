@@ -98,7 +98,6 @@ class BlockSolver:
             self._advance_quantized(index, solved)
 
     def _fold(self, quantized: ObservedBlock, original: ObservedBlock) -> dict[str, Tensor]:
-        """Rescale the inputs of a block's products in both models; returns the changed unquantized tensors."""
         transform = self._solver.transform
         assert transform is not None
         changed: dict[str, Tensor] = {}

@@ -28,8 +28,6 @@ STREAM_BYTES = 1 << 30  # of residual streams; more windows take another pass ov
 
 @dataclass(frozen=True)
 class TokenWindows:
-    """A text as token windows int64 [windows, context]."""
-
     windows: Tensor
     begins_with_bos: bool
     sha256: str  # of the text as bytes
@@ -58,8 +56,6 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The measurements, and the protocol that makes them comparable."""
-
     perplexity: Mean
     divergence: Divergence | None
     windows: int
@@ -153,7 +149,6 @@ def evaluate(
 
 @torch.no_grad()
 def _score(models: Sequence[StreamedModel], streams: Sequence[Tensor], tokens: Tensor) -> dict[str, Tensor]:
-    """Scores of one window by name, fp32 [context - 1] each; streams [context, hidden] per model."""
     rows = max(1, LOGITS_AT_ONCE // models[0].config.vocab_size)
     parts: list[dict[str, Tensor]] = []
     for start in range(0, len(tokens) - 1, rows):

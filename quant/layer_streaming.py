@@ -55,7 +55,6 @@ class SideInputs:
             self._per_layer.norm.load(model.source.checkpoint, model.placement.device, model.placement.dtype)
 
     def twin(self) -> "SideInputs":
-        """The side inputs of a second stream of the same windows."""
         twin = copy(self)
         twin._shared = {}
         return twin
@@ -108,13 +107,11 @@ class StreamedModel:
         return stream
 
     def final_norm(self) -> RMSNorm:
-        """Read the norm after the last block."""
         norm = RMSNorm(self.config.norm())
         norm.load(self._checkpoint, self.placement.device, self.placement.dtype)
         return norm
 
     def share_head(self, other: "StreamedModel") -> None:
-        """Use the head of a model with the same one, so that it is in memory once."""
         self._head = other.head
 
     @property
@@ -168,7 +165,6 @@ class StreamedModel:
         return PassContext(rope.tables(0, tokens), PromptAttention(dtype))
 
     def side_inputs(self, tokens: Tensor) -> SideInputs | None:
-        """The side inputs of windows int64 [windows, context]; None for models without any."""
         return SideInputs(self, tokens) if self.config.has_side_inputs else None
 
     @torch.no_grad()
@@ -191,7 +187,6 @@ class StreamedModel:
             stream[windows].copy_(block(stream[windows].to(self.placement.device), batch))
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """The head's input, on the device, for the residual stream after the last block."""
         normed: Tensor = self._norm(hidden.to(self.placement.device))
         return normed
 

@@ -113,7 +113,6 @@ class LinearSolver:
         return solution.quantized, Layer(name, packing.name, lost)
 
     def round(self, weights: Mapping[str, Tensor], packing: Packing) -> SolvedProduct:
-        """Round the weights [N, K] of an expert that got too few tokens to be solved."""
         grid = self.grid(packing)
         result = SolvedProduct({}, [], {})
         for name, weight in weights.items():

@@ -125,7 +125,6 @@ def _share(config: ModelConfig, specs: Sequence[LinearSpec], weight: Tensor, los
 
 
 def _dense(low: StreamedModel, index: int) -> Block:
-    """A block of the copy with dense weights, through which gradients pass."""
     block = low.block(index)
     for linear in block.products.values():
         linear.replace(linear.weight().to(low.placement.dtype))
@@ -133,7 +132,6 @@ def _dense(low: StreamedModel, index: int) -> Block:
 
 
 def _gradient_of_head(model: StreamedModel, rounded: Tensor, reference: Tensor) -> Tensor:
-    """The gradient of the mean KL for the residual stream after the last block; all [windows, context, hidden]."""
     gradient = torch.empty(rounded.shape)
     count = rounded.shape[0] * rounded.shape[1]
     for index, (hidden, target) in enumerate(zip(rounded, reference, strict=True)):

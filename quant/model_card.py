@@ -32,20 +32,15 @@ _HASHED_AT_ONCE = 1 << 20  # bytes
 
 @dataclass(frozen=True)
 class Layer:
-    """The record of a quantized linear. `error`: squared error of the weights over their squared norm, before tuning.
-
-    With calibration data: `output_error`, the same for its outputs; `rounding_output_error`, for plain rounding with
-    the same scales; `refit`, the share of the correction of `quant.rounding.error_compensation`; `tuned`, the error of
-    the block's output after tuning over that before; the others as in `solvers.Solution`.
-    """
+    """The record of a quantized linear; errors are squared, relative, and before tuning."""
 
     name: str
     packing: str
-    error: float
-    output_error: float | None = None
-    rounding_output_error: float | None = None
-    refit: float | None = None
-    tuned: float | None = None
+    error: float  # of the weights
+    output_error: float | None = None  # this and the following need calibration data
+    rounding_output_error: float | None = None  # of plain rounding with the same scales
+    refit: float | None = None  # share of the correction of `rounding.error_compensation`
+    tuned: float | None = None  # error of the block's output after tuning over that before
     damping: float | None = None
     dead_columns: int = 0
     fallback: str | None = None  # the reason for plain rounding

@@ -203,7 +203,6 @@ def memory_errors(need: Need) -> Iterator[None]:
 
 
 def default_work_folder(target: Path) -> Path:
-    """A hidden folder next to `target`."""
     return target.with_name(f".{target.name}.work")
 
 
@@ -216,7 +215,6 @@ def _calibration(work: QuantizationPlan) -> Calibration:
 
 
 def _config(folder: ModelFolder, output: TensorWriter) -> bytes:
-    """config.json of the source with the `quantization_config` of the result."""
     config, packings = folder.config, output.packings
     inner = (linear for spec in config.layer_specs for linear in spec.unquantized)
     dense = (config.head(), *config.per_layer_linears()[1:], *inner)

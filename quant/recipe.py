@@ -30,7 +30,6 @@ def methods() -> list[str]:
 
 
 def method_help() -> str:
-    """What each solver and transform does, as they declare it."""
     phrases = {name: solvers.spec(name).help for name in solvers.names()}
     phrases |= {name: transforms.spec(name).help for name in transforms.names()}
     return "; ".join(f"{name}: {phrases[name]}" for name in methods() if name in phrases)
@@ -91,13 +90,11 @@ class Recipe:
 
     @property
     def transform(self) -> str | None:
-        """The transform before the solver, if the method names one."""
         first = self.method.partition("+")[0]
         return first if first in transforms.names() else None
 
     @property
     def solver(self) -> str:
-        """The solver that chooses the codes."""
         return self.method if self.transform is None else self.method.partition("+")[2] or solvers.ROUNDING
 
     @property

@@ -21,7 +21,6 @@ class SourceWeights:
         self._packed = {f"{spec.name}.weight": spec for spec in packed}
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype in which `read` returns a tensor: as stored, or the model's for a packed one."""
         return self._dtype if name in self._packed else self.checkpoint.dtype(name)
 
     def read(self, name: str) -> Tensor:

@@ -42,7 +42,6 @@ class TensorWriter:
         self._layout.write_weight(self._writer, name, packing, codes, scales, self._dtype, pack_codes)
 
     def write_block(self, solved: Solved) -> None:
-        """Write a block's linears, and its tensors that a transform or tuning changed."""
         for name, quantized in solved.linears.items():
             self.write_linear(name, quantized)
         for name, tensor in solved.changed.items():

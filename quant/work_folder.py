@@ -80,7 +80,6 @@ class WorkFolder:
             raise UsageError(message, code="finish-or-remove-work")
 
     def load(self, block: int) -> Solved | None:
-        """The block that `save` stored; None if it is not finished."""
         path = self._path(block)
         if not path.exists():
             return None
@@ -107,7 +106,6 @@ class WorkFolder:
         self._write(self._path(block), save(tensors, {"layers": records}))
 
     def clear(self) -> None:
-        """Remove the folder once the result has everything."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _path(self, block: int) -> Path:

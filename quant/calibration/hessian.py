@@ -46,16 +46,13 @@ class ObservedBlock:
         self.routes: dict[int, Route] = {}  # of the experts, by the first window of a batch
 
     def context(self, shared: PassContext, windows: slice) -> PassContext:
-        """`shared` with the side inputs of a batch of windows."""
         return shared if self._side_inputs is None else self._side_inputs.add_to(shared, windows)
 
 
 @contextmanager
 def reduced_precision(device: torch.device) -> Iterator[None]:
-    """fp32 products of inputs rounded to bf16 (CPU) or TF32 (CUDA), summed in fp32: several times as fast.
-
-    Precise enough for calibration, whose sampling error is far larger (docs/quantization.md).
-    """
+    """fp32 products of inputs rounded to bf16 (CPU) or TF32 (CUDA), summed in fp32: several times as fast."""
+    # Precise enough: the sampling error of calibration is far larger (docs/quantization.md).
     backend = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
     before = backend.matmul.fp32_precision
     backend.matmul.fp32_precision = "tf32" if device.type == "cuda" else "bf16"
@@ -66,7 +63,6 @@ def reduced_precision(device: torch.device) -> Iterator[None]:
 
 
 def require_finite(activations: Tensor) -> None:
-    """Raise ModelError for NaN or infinity."""
     if not activations.numel():
         return
     low, high = torch.aminmax(activations)
@@ -84,13 +80,10 @@ class Observed(NamedTuple):
 
 @dataclass(frozen=True)
 class ProductInput:
-    """The input of a product: `x` [windows, context, K], or for an expert [n, K] of `tokens`.
-
-    tokens: int [n], indices into the flattened windows; None for all of them.
-    """
+    """The input of a product: `x` [windows, context, K], or for an expert [n, K] of `tokens`."""
 
     x: Tensor
-    tokens: Tensor | None = None
+    tokens: Tensor | None = None  # int [n], indices into the flattened windows
 
 
 @torch.no_grad()
@@ -102,10 +95,7 @@ def product_input(
     device: torch.device,
     tokens: Tensor | None = None,
 ) -> ProductInput:
-    """The input of `product` for a batch of windows. Call it in order of execution.
-
-    An expert gets the tokens that are routed to it, or `tokens`, which another model routes to it.
-    """
+    """The input of `product` for a batch of windows, called in order of execution; an expert gets `tokens` if given."""
     context = state.context(context, windows)
     linear, parts, streams = state.block.products[product], state.block.parts, state.streams
     index = next(index for index, part in enumerate(parts) if linear in part.products)
@@ -135,7 +125,6 @@ def product_input(
 
 
 def _to_experts(steps: Steps) -> tuple[RoutedProduct, Tensor]:
-    """The first product of the experts in a part, and its input."""
     product, x = next(steps)
     while not isinstance(product, RoutedProduct):
         # Products before it do not reach the experts' input: their outputs may be anything.

@@ -30,14 +30,11 @@ _PASSAGE = 800  # characters of a passage that a conversation quotes
 
 @dataclass(frozen=True)
 class Calibration:
-    """windows int64 [samples, seq]; every second one begins with BOS if the tokenizer has one.
-
-    sha256: of the windows, thus of everything that can change the result. mix: number of windows of each kind.
-    """
+    """Windows int64 [samples, seq]; every second one begins with BOS if the tokenizer has one."""
 
     windows: Tensor
-    sha256: str
-    mix: dict[str, int]
+    sha256: str  # of the windows, thus of everything that can change the result
+    mix: dict[str, int]  # number of windows of each kind
 
     @property
     def tokens(self) -> int:
@@ -49,7 +46,6 @@ def _bundled(name: str) -> str:
 
 
 def bundled(tokenizer: Tokenizer, vocab_size: int, samples: int, seq: int, seed: int) -> Calibration:
-    """Draw `samples` windows of `seq` tokens from the bundled text."""
     generator = torch.Generator().manual_seed(seed)
     mix = _shares(_MIX_WITH_CHAT if _has_template(tokenizer) else _MIX, samples)
     parts = []
@@ -172,7 +168,6 @@ def _calibration(windows: Tensor, tokenizer: Tokenizer, generator: torch.Generat
 
 
 def _conversations(tokenizer: Tokenizer, tokens: int, generator: torch.Generator) -> Tensor:
-    """At least `tokens` ids of conversations in the model's chat template."""
     ids: list[int] = []
     for messages in _dialogues(generator):
         ids += _apply_template(tokenizer, messages)
@@ -182,7 +177,6 @@ def _conversations(tokenizer: Tokenizer, tokens: int, generator: torch.Generator
 
 
 def _dialogues(generator: torch.Generator) -> Iterator[Sequence[Message]]:
-    """Yield endless conversations: bundled ones, and after every second a request to continue a passage of prose."""
     written: list[list[str]] = json.loads(_bundled("conversations.json"))
     prose = _bundled("prose.txt")
     while True:

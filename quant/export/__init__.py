@@ -28,8 +28,6 @@ class Rounded:
 
 @dataclass(frozen=True)
 class Exported:
-    """The result of an export."""
-
     path: Path
     nbytes: int
     kinds: Mapping[str, int]  # number of tensors by type
@@ -39,8 +37,6 @@ class Exported:
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """The arguments of an export."""
-
     source: Source
     folder: ModelFolder
     target: Path

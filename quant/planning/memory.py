@@ -39,21 +39,17 @@ class Need:
 
 @dataclass(frozen=True)
 class QuantizationWork:
-    """The sizes that decide the memory of a quantization; token counts are 0 for stages that are left out.
-
-    `tokens`: calibration windows times `seq`. `sensitivity_tokens`: for choosing widths. `measured`: tokens of the
-    report, in windows of `context`.
-    """
+    """The sizes that decide the memory of a quantization; token counts are 0 for stages that are left out."""
 
     config: ModelConfig
     packings: Mapping[str, Packing]
-    tokens: int
+    tokens: int  # calibration windows times `seq`
     seq: int
     transforms: bool
     tunes: bool
-    measured: int
-    context: int
-    sensitivity_tokens: int = 0
+    measured: int  # tokens of the report
+    context: int  # of a window of the report
+    sensitivity_tokens: int = 0  # for choosing widths
 
 
 def need(work: QuantizationWork, gpu: bool, at_once: int) -> Need:
@@ -141,14 +137,12 @@ def trained_values(layer: LayerSpec) -> int:
 
 
 def _side_inputs(config: ModelConfig, tokens: int) -> int:
-    """Bytes of the side inputs of a stream: shared keys and values, and the rows of per-layer embeddings."""
     shared = sum(2 * spec.kv_heads * spec.head_dim for spec in config.attentions if spec.kv_shared)
     per_layer = config.hidden_size + config.layers * config.per_layer_width if config.per_layer_width else 0
     return _FLOAT * tokens * shared + 2 * min(tokens, config.vocab_size) * per_layer
 
 
 def _products(work: QuantizationWork) -> list[tuple[str, int, int]]:
-    """Name, rows and inputs of each product of the largest block."""
     groups: Mapping[str, tuple[LinearSpec, ...]] = _largest(work.config).products()
     return [(name, sum(spec.out_features for spec in group), group[0].in_features) for name, group in groups.items()]
 
@@ -226,7 +220,6 @@ def _tuning_scales(work: QuantizationWork) -> tuple[int, int]:
 
 
 def _largest_tensor(work: QuantizationWork) -> int:
-    """Bytes while the largest tensor is rounded and packed: as stored, fp32 in part, its codes and words."""
     largest = max(math.prod(shape) for _, shape in work.config.tensors())
     return 5 * largest + _SMALL
 

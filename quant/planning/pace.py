@@ -85,7 +85,6 @@ def _rounding(
 
 
 def _passing(model: StreamedModel, seq: int) -> float:
-    """Seconds for a token to pass the first block."""
     windows = torch.randint(0, model.config.vocab_size, (max(1, model.at_once // seq), seq))
     stream, block, side_inputs = model.embed(windows), model.block(0), model.side_inputs(windows)
     with reduced_precision(model.placement.device):
@@ -117,5 +116,4 @@ def _solving(config: ModelConfig, solver: LinearSolver, packing: Packing, tokens
 
 
 def _multiplications(rows: int, columns: int, products: float, factors: float) -> float:
-    """Multiplications of `products` products with the Hessian and `factors` factorizations of it."""
     return products * rows * columns**2 + factors * columns**3

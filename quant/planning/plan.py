@@ -47,22 +47,18 @@ _SPARE_BYTES = 16 << 20  # for config.json, the card and headers
 
 @dataclass(frozen=True)
 class QuantizationPlan:
-    """What quantizing will write and need. `stored`: the number formats of a packed source, None for a dense one.
-
-    `tensors`: the result's, in order. `need`: memory beyond the process itself. `seq`: tokens per calibration window.
-    `text`: a file to calibrate on, None for the bundled text.
-    """
+    """What quantizing will write and need."""
 
     source: Source
     recipe: Recipe
     folder: ModelFolder
-    stored: str | None
+    stored: str | None  # number formats of a packed source
     packings: Mapping[str, Packing]
-    tensors: Tensors
-    need: Need
-    seq: int
+    tensors: Tensors  # of the result, in order
+    need: Need  # of memory, beyond the process itself
+    seq: int  # tokens per calibration window
     report: Report
-    text: Path | None
+    text: Path | None  # to calibrate on; None for the bundled text
 
     @property
     def config(self) -> ModelConfig:
@@ -70,7 +66,6 @@ class QuantizationPlan:
 
     @property
     def size(self) -> Size:
-        """The exact size of the result."""
         total = sum(dtype.itemsize * math.prod(shape) for _, dtype, shape in self.tensors)
         names = tuple(f"{name}.weight" for name in self.packings)
         packed = sum(dtype.itemsize * math.prod(shape) for name, dtype, shape in self.tensors if name.startswith(names))
@@ -145,7 +140,6 @@ def _tensors(folder: ModelFolder, packings: Mapping[str, Packing]) -> Tensors:
 
 
 def _require_gradients(config: ModelConfig) -> None:
-    """Raise UsageError for a model whose gradients are not computed: tuning and choosing widths need them."""
     missing = None
     if config.has_side_inputs:
         missing = "per-layer embeddings and keys and values shared between layers"

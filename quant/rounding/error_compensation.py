@@ -24,7 +24,6 @@ class Moments:
         return cls(torch.zeros(size, size, device=device), torch.zeros(size, size, device=device))
 
     def add(self, inputs: Tensor, originals: Tensor) -> None:
-        """Add inputs x and originals y, fp32 [rows, K]."""
         self.hessian.addmm_(inputs.T, inputs)
         self.drift.addmm_((originals - inputs).T, inputs)
 

@@ -54,7 +54,6 @@ class Grid:
         return plain.storable(scales, self.scale_dtype, *self._bounds)
 
     def scale_search(self, weighted: bool) -> ScaleSearch:
-        """The numbers of the search for scales of this grid."""
         limit = torch.finfo(self.scale_dtype).max
         absmax = self.half - 0.5
         if self.search == "absmax":

@@ -67,7 +67,6 @@ def _levels(part: Tensor, scales: Tensor, half: int, out: Tensor | None = None) 
 def _search_scales(
     part: Tensor, search: ScaleSearch, dtype: torch.dtype, half: int, importance: Tensor | None
 ) -> Tensor:
-    """Scales fp32 [N, G] of part [N, G, S]; importance [1, G, S]."""
     extreme = part.gather(-1, part.abs().argmax(-1, keepdim=True)).squeeze(-1)
     require_representable(extreme, dtype)
     bounds = dtype, search.smallest, search.largest

@@ -23,40 +23,29 @@ SOLVER_WEIGHTS = 1 << 23  # solved in one call, whole rows, to bound memory: the
 
 @dataclass(frozen=True)
 class SolverSpec:
-    """The declaration of a solver; its values must be literals (see `declarations`).
-
-    `layout`: the checkpoint format that stores its codes. `group`: the default number of inputs per scale;
-    `row_scales`: one scale per output row is allowed. `stands_alone`: no transform and no quantized head.
-    """
+    """The declaration of a solver; its values must be literals (see `declarations`)."""
 
     help: str  # a phrase for `--method`
-    layout: str = OWN_LAYOUT
+    layout: str = OWN_LAYOUT  # the checkpoint format that stores its codes
     bits: tuple[int, ...] = BITS
-    group: int = 128
-    row_scales: bool = True
+    group: int = 128  # the default number of inputs per scale
+    row_scales: bool = True  # one scale per output row is allowed
     needs_data: bool = False
-    stands_alone: bool = False
+    stands_alone: bool = False  # no transform and no quantized head
 
 
 @dataclass(frozen=True)
 class Solution:
-    """What a solver chose.
-
-    damping: share of the Hessian's mean diagonal that was added to it; None without a factorization.
-    dead_columns: inputs that were always zero. fallback: the Hessian had no factor, so the codes are plain rounding.
-    error: the `relative_error` of the codes if the solver computed it.
-    """
+    """The result of a solver."""
 
     quantized: "Quantized"
-    damping: float | None = None
-    dead_columns: int = 0
-    fallback: bool = False
-    error: float | None = None
+    damping: float | None = None  # share of the Hessian's mean diagonal added to it; None without a factorization
+    dead_columns: int = 0  # inputs that were always zero
+    fallback: bool = False  # the Hessian had no factor, so the codes are plain rounding
+    error: float | None = None  # `relative_error` of the codes if the solver computed it
 
 
 class SolverModule(Protocol):
-    """The members of a solver's file."""
-
     SOLVER: SolverSpec
 
     def solve(self, weight: "Tensor", grid: "Grid", hessian: "Tensor | None") -> Solution:
@@ -68,7 +57,6 @@ class SolverModule(Protocol):
 
 
 def names() -> list[str]:
-    """The names of all solvers."""
     return file_names(__path__)
 
 
@@ -78,5 +66,4 @@ def spec(name: str) -> SolverSpec:
 
 
 def load(name: str) -> SolverModule:
-    """Import a solver."""
     return cast(SolverModule, importlib.import_module(f"{__name__}.{name}"))

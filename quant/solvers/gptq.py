@@ -86,7 +86,6 @@ def solve(weight: Tensor, grid: Grid, hessian: Tensor | None) -> Solution:
 
 
 def _round_columns(weight: Tensor, scales: Tensor, factor: Factor, grid: Grid) -> Tensor:
-    """Codes uint8 [N, K] in natural order for fp32 weight [N, K] and scales [N, groups]."""
     rows, columns = weight.shape
     # Columns in order of falling diag(H), groups in natural order ("static groups"): readers need no index of columns.
     # Transposed, so that a column of W is contiguous, and so are the scales of all rows for it.

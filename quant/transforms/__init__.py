@@ -27,8 +27,6 @@ class TransformSpec:
 
 
 class TransformModule(Protocol):
-    """The members of a transform's file."""
-
     TRANSFORM: TransformSpec
 
     def choose_scale(
@@ -51,7 +49,6 @@ class TransformModule(Protocol):
 
 
 def names() -> list[str]:
-    """The names of all transforms."""
     return file_names(__path__)
 
 
@@ -61,5 +58,4 @@ def spec(name: str) -> TransformSpec:
 
 
 def load(name: str) -> TransformModule:
-    """Import a transform."""
     return cast(TransformModule, importlib.import_module(f"{__name__}.{name}"))

@@ -23,10 +23,7 @@ RATIOS = tuple(step / 10 for step in range(10))  # s = rms(x)^ratio; 0 changes n
 
 
 def choose_scale(weight: Tensor, grid: Grid, hessian: Tensor, source: NormSpec | OutputRows) -> Tensor | None:
-    """The scale fp32 [K] of least output error after rounding; None if none is better than no scale.
-
-    weight [N, K]: all linears of a product; hessian fp32 [K, K] of their input, which `source` computes.
-    """
+    """See `TransformModule.choose_scale`: the scale of least output error after rounding, None if none helps."""
     power = hessian.diagonal()
     if isinstance(source, OutputRows):
         # All copies of a row have one scale: grouped queries stay exact.
@@ -52,10 +49,7 @@ def choose_scale(weight: Tensor, grid: Grid, hessian: Tensor, source: NormSpec |
 
 
 def fold(block: Block, product: str, scale: Tensor, stored: Callable[[str], torch.dtype]) -> dict[str, Tensor]:
-    """See `TransformModule.fold`; changed are a norm's gain, or biases.
-
-    Raises ValueError for a product whose inputs are not computed one by one.
-    """
+    """See `TransformModule.fold`; changes a norm's gain, or biases."""
     linear, source = block.products[product], block.spec.input_source(product)
     if source is None:
         raise ValueError(f"the inputs of {product} are not computed one by one")

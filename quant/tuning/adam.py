@@ -14,8 +14,6 @@ EPSILON = 1e-8
 
 
 class Adam:
-    """The optimizer of groups of fp32 leaves, each with its own rate."""
-
     def __init__(self, rates: Sequence[tuple[Sequence[Tensor], float]]) -> None:
         self._leaves = [(leaf, rate) for group, rate in rates for leaf in group]
         self._means = [torch.zeros_like(leaf) for leaf, _ in self._leaves]

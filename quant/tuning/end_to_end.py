@@ -66,8 +66,6 @@ def recomputed(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 class _Student:
-    """The quantized model, differentiable in its scales and gains."""
-
     def __init__(
         self, model: StreamedModel, blocks: Sequence[Solved], packings: Mapping[str, Packing], scale_dtype: torch.dtype
     ) -> None:

@@ -41,7 +41,6 @@ class TunableWeight:
         return straight_through(exact, self._grid.storable(exact.detach()))
 
     def weight(self) -> Tensor:
-        """The dequantized weight, fp32 [N, K], differentiable."""
         scales = self._stored_scales()
         return (grouped(self._levels(), scales.shape[1]) * scales.unsqueeze(-1)).flatten(1)
 
@@ -54,14 +53,11 @@ class TunableWeight:
 
     @torch.no_grad()
     def quantized(self) -> Quantized:
-        """The current codes and scales."""
         codes = (self._levels() + self._grid.half).to(torch.uint8)
         return Quantized(codes, self._stored_scales().to(self._grid.scale_dtype))
 
 
 class TunableGain:
-    """The gain of a norm, stored in `dtype`."""
-
     def __init__(self, norm: RMSNorm, dtype: torch.dtype) -> None:
         self.name = norm.tensor
         self._norm = norm
@@ -71,14 +67,12 @@ class TunableGain:
         self.change = torch.zeros_like(self._start, requires_grad=True)
 
     def install(self) -> None:
-        """Set the norm's gain, differentiable."""
         exact = self._start + self._unit * self.change
         stored = self._norm.stored(exact.detach(), self._dtype).to(exact.dtype)
         self._norm.weight = straight_through(exact, stored + self._norm.spec.offset)
 
     @torch.no_grad()
     def stored(self) -> Tensor:
-        """The current tensor for the file."""
         return self._norm.stored(self._start + self._unit * self.change, self._dtype)
 
 
@@ -125,15 +119,12 @@ class TunableBlock:
         return y
 
     def scale_changes(self) -> list[Tensor]:
-        """The trainable changes of scales and gains."""
         return [weight.scale_change for weight in self.weights.values()] + [gain.change for gain in self.gains]
 
     def shifts(self) -> list[Tensor]:
-        """The trainable movements of codes; empty if codes stay."""
         return [weight.shift for weight in self.weights.values() if weight.shift is not None]
 
     def current(self) -> Solved:
-        """The block with its current codes, scales and gains."""
         linears = {name: weight.quantized() for name, weight in self.weights.items()}
         changed = {**self.start.changed, **{gain.name: gain.stored() for gain in self.gains}}
         return replace(self.start, linears=linears, changed=changed)
