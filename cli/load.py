@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mycli.cli.command import Call, subject_of
+from mycli.cli.reasons import pass_rows
 from mycli.cli.text.format import experts_in_memory
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.open_folder import open_model_folder
@@ -18,6 +19,7 @@ from mycli.runtime.utils.json_fields import MAX_JSON_BYTES, parse_object
 
 if TYPE_CHECKING:  # torch takes a second to import; light commands share this module's callers
     from mycli.runtime.device.placement import Placement
+    from mycli.runtime.engine.model_runner import ModelRunner
     from mycli.runtime.memory.plan import MemoryPlan
 
 
@@ -51,7 +53,29 @@ def load_engine(call: Call, model: str, config: EngineConfig) -> OpenedModel:
     """Open a model and print on stderr where it runs and what could not be done as asked."""
     opened = open_model(model, config, offline=call.offline, report=_Announcements(call, config))
     call.out.subject = replace(call.out.subject, longest_context=opened.longest_context)
+    announce_passes(call, opened.model.runner)
     return opened
+
+
+def announce_passes(call: Call, runner: "ModelRunner") -> None:
+    """With -v, print which pass runs which work of a model, and why faster ones do not."""
+    if not call.out.verbose:
+        return
+    from mycli.runtime.engine.pass_choices import pass_choices
+
+    for row in pass_rows(pass_choices(runner)):
+        call.out.detail(row.text)
+
+
+def announce_slow_passes(call: Call, runner: "ModelRunner") -> None:
+    """Print the work other than prompts that no fast pass of this device takes; -v prints the rest."""
+    if call.out.verbose:  # `load_engine` has printed all
+        return
+    from mycli.runtime.engine.pass_choices import pass_choices
+
+    for row in pass_rows(pass_choices(runner)):
+        if row.slow:
+            call.out.note(row.text)
 
 
 def adapted(call: Call, folder: ModelFolder, model: str, adapter: str | None) -> ModelFolder:

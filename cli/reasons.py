@@ -1,8 +1,13 @@
 """The messages for reasons why a kernel or a pass does not take a piece of work, one for each code of `Declined`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from mycli.runtime.errors import Declined
+
+if TYPE_CHECKING:  # torch takes a second to import
+    from mycli.runtime.engine.pass_choices import PassChoice
 
 # code -> message, which follows the name of the kernel or pass; the fields in braces are the values of `Declined.data`
 REASONS: Mapping[str, str] = {
@@ -96,7 +101,7 @@ REASONS: Mapping[str, str] = {
     # passes: the native CPU pass
     "cache-dtype": "does not read a KV cache of {dtype}",
     "many-rows": "passes of more than {most} rows are not faster in one call ({rows} rows)",
-    "host-random-numbers": "sampled tokens are drawn on the host; only greedy decoding stays in native code",
+    "host-random-numbers": "sampled tokens need the random numbers of the host",
     "host-sampling": "computes logits; tokens are sampled on the host",
     "dynamic-rope": "the rotary tables depend on the length of the sequence (dynamic RoPE scaling)",
     "recurrent-state": "layers with a recurrent state run one pass at a time",
@@ -169,3 +174,60 @@ def in_words(value: object) -> object:
     if isinstance(value, Mapping):
         return "; ".join(f"{name}: {in_words(entry)}" for name, entry in value.items())
     return value
+
+
+# The kinds of work of `PassChoice`.
+WORK: Mapping[str, str] = {
+    "prompt": "prompt of 512 tokens",
+    "decode": "greedy decoding",
+    "sample": "sampled decoding",
+    "batch": "greedy decoding of 8 sequences",
+    "verify": "verification of 4 draft tokens",
+}
+PASSES: Mapping[str, str] = {"cuda": "fused GPU pass", "cpu": "native CPU pass", "plain": "plain pass"}
+_OTHER_DEVICE = ("not-on-cpu", "not-on-cuda")
+
+
+@dataclass(frozen=True)
+class PassRow:
+    """One kind of work in words: the pass that runs it, and why faster ones do not; slow: a plain pass decodes."""
+
+    work: str
+    chosen: str
+    why: str
+    slow: bool
+
+    @property
+    def text(self) -> str:
+        return f"{self.work}: {self.chosen}" + (f" ({self.why})" if self.why else "")
+
+
+def pass_rows(choices: "Sequence[PassChoice]", verbose: bool = False) -> list[PassRow]:
+    """Return a row for each kind of work; `verbose` adds passes of other devices."""
+    rows = []
+    for choice in choices:
+        reasons = []
+        for name, declined in choice.declined.items():
+            if name == choice.chosen:
+                reasons.append(f"one token a call: {reason(declined)}")
+            elif verbose or declined.code not in _OTHER_DEVICE:
+                reasons.append(f"{PASSES.get(name, name)}: {reason(declined)}")
+        chosen = PASSES.get(choice.chosen, choice.chosen) + (", several tokens a call" if choice.makes_tokens else "")
+        slow = choice.chosen == "plain" and choice.work != "prompt" and bool(reasons)
+        rows.append(PassRow(WORK[choice.work], chosen, "; ".join(reasons), slow))
+    return rows
+
+
+def passes_json(choices: "Sequence[PassChoice]") -> list[dict[str, Any]]:
+    """Return the choices as JSON, with a code and a message for each pass that declines."""
+    return [
+        {
+            "work": choice.work,
+            "pass": choice.chosen,
+            "tokens_in_pass": choice.makes_tokens,
+            "declined": {
+                name: {"code": declined.code, "reason": reason(declined)} for name, declined in choice.declined.items()
+            },
+        }
+        for choice in choices
+    ]

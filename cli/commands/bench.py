@@ -11,7 +11,7 @@ from mycli.cli.bench_results import Repetitions, ResultFlags, Row
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
 from mycli.cli.flags.records import LoadFlags
-from mycli.cli.load import about, adapted, announce_build, announce_experts, announce_placement
+from mycli.cli.load import about, adapted, announce_build, announce_experts, announce_passes, announce_placement
 from mycli.cli.output import Column
 from mycli.cli.text.progress import CpuContention
 from mycli.runtime.checkpoint.model_folder import ModelFolder
@@ -141,6 +141,7 @@ def _measure(call: Call, subject: _Subject, trials: "Sequence[Trial]", repetitio
     expert_slots = None if subject.partial is None else subject.partial.expert_slots
     runner = load_model(folder, placement, expert_slots=expert_slots)
     load_seconds = time.perf_counter() - start
+    announce_passes(call, runner)
     # Measured before and after the trials, and the better one counts: another program may disturb one of the two.
     throughput.measure_device(placement.device, state_dir())
     common = {

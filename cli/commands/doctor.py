@@ -1,12 +1,15 @@
 """`mycli doctor`: the hardware, a check of every kernel against its reference, and the memory bandwidth."""
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
 from mycli.cli.load import announce_build
 from mycli.cli.output import Column
-from mycli.cli.reasons import reason
+from mycli.cli.reasons import pass_rows, passes_json, reason
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.bandwidth import datasheet
 from mycli.runtime.device.nvml import gpus
@@ -22,8 +25,9 @@ from mycli.runtime.utils.units import human_bytes
 if TYPE_CHECKING:  # torch takes seconds to import, and --help must not wait for it
     from mycli.runtime.device.placement import Placement
     from mycli.runtime.diagnostics.selftest import KernelFinding
+    from mycli.runtime.engine.pass_choices import PassChoice
 
-EXAMPLES = ("mycli doctor", "mycli doctor --device cpu --json")
+EXAMPLES = ("mycli doctor", "mycli doctor pico -v", "mycli doctor --device cpu --json")
 # CPU features that kernels use, by their names in /proc/cpuinfo.
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_int8", "asimd", "asimddp", "bf16")
 
@@ -77,6 +81,11 @@ def _verdict(kernel: dict[str, Any]) -> str:
     return ("used" if kernel["used"] else "correct") if kernel["ok"] else "WRONG"
 
 
+_PASS_COLUMNS = (
+    Column("work", "work"),
+    Column("runs by", "chosen"),
+    Column("passes that decline", "why"),
+)
 _KERNEL_COLUMNS = (
     Column("packing", "packing"),
     Column("kernel", "kernel"),
@@ -86,7 +95,12 @@ _KERNEL_COLUMNS = (
 
 
 def _as_json(
-    facts: list[tuple[str, str]], placement: "Placement", bandwidth: float, findings: "list[KernelFinding]", reply: str
+    facts: list[tuple[str, str]],
+    placement: "Placement",
+    bandwidth: float,
+    findings: "list[KernelFinding]",
+    reply: str,
+    choices: "Sequence[PassChoice]",
 ) -> dict[str, Any]:
     kernels = [
         {
@@ -107,21 +121,31 @@ def _as_json(
         "bandwidth_gb_per_second": bandwidth,
         "kernels": kernels,
         "reply": reply,
+        "passes": passes_json(choices),
     }
 
 
 @command
-def doctor(call: Call, device: options.Device = "auto", threads: options.Threads = None) -> None:
-    """Check that everything works on this machine.
+def doctor(
+    call: Call,
+    model: Annotated[
+        str, typer.Argument(metavar="[MODEL]", help="Also say which passes run this model.", show_default=False)
+    ] = "pico",
+    device: options.Device = "auto",
+    threads: options.Threads = None,
+) -> None:
+    """Check that everything works on this machine, and say how it runs a model.
 
-    Prints versions and hardware, checks every kernel and a known reply, and measures the memory bandwidth. Exits with 6
-    if something is wrong.
+    Prints versions and hardware, checks every kernel and a known reply, and measures the memory bandwidth. A pass is a
+    way of running a model: for each kind of work, the last table names the fastest pass that supports the model, and
+    why faster ones do not. Exits with 6 if something is wrong.
     """
     facts = _facts()
     if not call.out.json_mode:
         call.out.card("this machine", facts)
     from mycli.runtime.diagnostics.selftest import ANSWER, QUESTION, check_kernels, golden_reply
     from mycli.runtime.diagnostics.throughput import measure_device
+    from mycli.runtime.engine.pass_choices import pass_choices
 
     pico = open_model_folder(resolve("pico", offline=True).folder)
     placement = EngineConfig(device=device).place(pico.config)
@@ -132,9 +156,13 @@ def doctor(call: Call, device: options.Device = "auto", threads: options.Threads
     findings = list(check_kernels(placement.device, placement.dtype))
     with open_model("pico", EngineConfig(device=device, context=128), offline=True) as opened:
         reply = golden_reply(opened)
+        choices = pass_choices(opened.model.runner)
+    if model != "pico":
+        with open_model(model, EngineConfig(device=device), offline=call.offline) as opened:
+            choices = pass_choices(opened.model.runner)
     # Measured twice, and the better result counts: another program may disturb one measurement.
     name, bandwidth = measure_device(placement.device, state_dir())
-    answer = _as_json(facts, placement, bandwidth, findings, reply)
+    answer = _as_json(facts, placement, bandwidth, findings, reply, choices)
     if not call.out.answered(answer):
         sheet = datasheet(name)
         share = f", {bandwidth / sheet:.0%} of the data sheet's {sheet:g}" if sheet else ""
@@ -145,6 +173,7 @@ def doctor(call: Call, device: options.Device = "auto", threads: options.Threads
         ]
         call.out.card("the device", [*rows, (QUESTION, reply)])
         call.out.table(answer["kernels"], _KERNEL_COLUMNS)
+        call.out.table([vars(row) for row in pass_rows(choices, call.out.verbose)], _PASS_COLUMNS)
     problems = [f"{finding.kernel} is wrong on {finding.packing}" for finding in findings if not finding.ok]
     if reply != ANSWER:
         problems.append(f"pico answers {reply[:80]!r} instead of {ANSWER!r}")

@@ -12,8 +12,9 @@ import typer
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
 from mycli.cli.flags.records import FULL_LENGTH, LoadFlags, PrefixCacheFlags
-from mycli.cli.load import load_engine
+from mycli.cli.load import announce_slow_passes, load_engine
 from mycli.cli.other_engines import EngineFlags, OtherEngine, start
+from mycli.cli.reasons import passes_json
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.errors import UsageError
 from mycli.runtime.server.settings import ServerLimits, ServerSettings
@@ -163,6 +164,7 @@ def serve(
     listener = listen(address.host, address.port)  # before loading, which may take minutes
     try:
         loaded = load_engine(call, model, config)
+        announce_slow_passes(call, loaded.model.runner)
         host = f"[{address.host}]" if ":" in address.host else address.host
         url = f"http://{host}:{listener.getsockname()[1]}"
         _run(call, settings, loaded, max_sequences, listener, url)
@@ -200,6 +202,7 @@ def _require() -> None:
 def _run(
     call: Call, settings: ServerSettings, loaded: "OpenedModel", max_sequences: int, listener: "socket", url: str
 ) -> None:
+    from mycli.runtime.engine.pass_choices import pass_choices
     from mycli.runtime.server.application import application
     from mycli.runtime.server.connection import DrainingServer, run_until_signal
     from mycli.runtime.server.service import Service
@@ -223,6 +226,7 @@ def _run(
             "context": engine.context,
             "sequences": max_sequences,
             "full_length": sequences,
+            "passes": passes_json(pass_choices(loaded.model.runner)),
         }
         if call.out.json_mode:
             call.out.json_record(answer)
