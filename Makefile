@@ -56,6 +56,7 @@ fix: $(VENV)/.ready
 docs: $(VENV)/.ready .links/mycli
 	$(RUN) -m tests.support.command_reference docs/commands.md
 	$(RUN) -m tests.support.family_tables docs/families.md
+	$(RUN) -m tests.support.code_examples docs/contributing.md
 
 # With the CPU's native code in it, compiled for every set of instructions, for Linux on x86-64.
 wheel: $(VENV)/.ready .links/mycli

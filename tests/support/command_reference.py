@@ -1,4 +1,4 @@
-"""Writes docs/commands.md from the code: `python -m tests.support.command_reference FILE`, which is `make docs`."""
+"""Generates docs/commands.md: `python -m tests.support.command_reference FILE`, part of `make docs`."""
 
 import sys
 from pathlib import Path
@@ -9,49 +9,67 @@ from mycli.runtime.errors import ExitCode
 _MEANINGS = {
     ExitCode.OK: "success",
     ExitCode.BUG: "a bug in mycli",
-    ExitCode.USAGE: "the command line, an option or the prompt asks for something impossible",
-    ExitCode.MODEL: "a bad or unsupported model or file",
+    ExitCode.USAGE: "an invalid command line, option or prompt",
+    ExitCode.MODEL: "an invalid or unsupported model or file",
     ExitCode.NOT_FOUND: "not found, gated, or the network is down",
-    ExitCode.RESOURCES: "not enough memory, disk or device",
+    ExitCode.RESOURCES: "not enough memory or disk, or no such device",
     ExitCode.GATE: "the work was done, but a quality or verification gate failed",
     ExitCode.INTERRUPT: "Ctrl-C",
-    ExitCode.PIPE: "the reader of the output went away",
+    ExitCode.PIPE: "the reader of the output closed it",
     ExitCode.TERMINATED: "SIGTERM or SIGHUP",
 }
 
 _INTRODUCTION = """# Commands
 
-Generated from the code by `make docs`.
+Reference of all commands and options, generated from the code by `make docs`.
 
-Results go to standard output, everything else to standard error. `--json` prints one object with `schema_version`
-(JSON lines for a stream). An error is then its field `error`, with `message`, `hint`, `exit_code` and, where its remedy
-has a name, `code`, beside what was found, as where a gate fails. Away from a terminal, and where `TERM=dumb`, there is
-no colour, no progress bar and no question.
+    mycli --help
 
-Every command understands `--json`, `-q`, `-v`, `--debug`, `--offline`, `--device` and `--version`, behind its name or
-before it.
+## Output
 
-The value of an option is the first of these that is given:
+Results go to standard output, everything else to standard error. Away from a terminal, and with `TERM=dumb`, there are
+no colours, progress bars and questions.
 
-1. the flag: `mycli chat pico --top-p 0.9`
-2. the environment: `MYCLI_CHAT_TOP_P` for one command, `MYCLI_TOP_P` for every command that has the option
+`--json` prints one JSON object with `schema_version`, or JSON lines for a stream. Errors are its field `error`:
+
+| field | content |
+|---|---|
+| `message` | the cause |
+| `hint` | what to do |
+| `exit_code` | see below |
+| `code` | the name of the remedy, if it has one |
+
+If a gate fails, the object contains the results in addition to `error`.
+
+## Options and settings
+
+Every command accepts `--json`, `-q`, `-v`, `--debug`, `--offline`, `--device` and `--version`, before or after its
+name. The value of an option is the first of these that is set:
+
+1. the option: `mycli chat pico --top-p 0.9`
+2. the environment: `MYCLI_CHAT_TOP_P` for one command, `MYCLI_TOP_P` for all commands with the option
 3. `mycli/config.toml` in `$XDG_CONFIG_HOME` (`~/.config`): `top_p` in a table `[chat]` for one command, at the top of
-   the file for every command that has the option
+   the file for all commands with the option
 4. the model's `generation_config.json`
-5. what `--help` shows
+5. the default that `--help` shows
 
-An option with several spellings goes by its longest one: `-t`, `--temperature` is `MYCLI_TEMPERATURE`.
+The longest spelling of an option names its variable: `-t`, `--temperature` is `MYCLI_TEMPERATURE`.
 
-Downloads live in the Hugging Face cache (`HF_HOME`, `HF_HUB_CACHE`, `HF_TOKEN`, `HF_ENDPOINT`, `HF_HUB_OFFLINE` are
-honoured), models quantized here in `$MYCLI_HOME` (`$XDG_DATA_HOME/mycli`), history in `$XDG_STATE_HOME/mycli`.
-`CUDA_VISIBLE_DEVICES` chooses among GPUs; `NO_COLOR` and `FORCE_COLOR` decide about colour, whatever the terminal says.
+## Environment
 
-Completion of commands, options and names of models: `mycli --install-completion` for the shell it is called from.
+| variable | effect |
+|---|---|
+| `HF_HOME`, `HF_HUB_CACHE`, `HF_TOKEN`, `HF_ENDPOINT`, `HF_HUB_OFFLINE` | the Hugging Face cache and Hub |
+| `MYCLI_HOME` | models quantized here (default: `$XDG_DATA_HOME/mycli`) |
+| `XDG_STATE_HOME` | history in `mycli/` |
+| `CUDA_VISIBLE_DEVICES` | selects GPUs |
+| `NO_COLOR`, `FORCE_COLOR` | switch colours off or on |
+
+`mycli --install-completion` installs completion of commands, options and model names for the current shell.
 """
 
 
 def page() -> str:
-    """The whole of docs/commands.md."""
     parts = [_INTRODUCTION, "## Exit codes\n", "| code | meaning |\n|---:|---|"]
     parts[-1] += "".join(f"\n| {int(code)} | {meaning} |" for code, meaning in _MEANINGS.items()) + "\n"
     for name in COMMANDS:
