@@ -1,4 +1,4 @@
-"""Sizes of captured CUDA graphs: one per shape of a pass, all in one pool. `engine/cuda_graph.py` uses these limits."""
+"""Sizes of captured CUDA graphs: one per shape of a pass, all in one pool. `engine/passes/cuda.py` uses these limits."""
 
 from collections.abc import Iterable
 

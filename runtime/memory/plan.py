@@ -14,8 +14,6 @@ DEFAULT_CONTEXT = 8192
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """A model and how it runs."""
-
     config: ModelConfig
     packings: Mapping[str, Packing] = field(default_factory=dict)
     context: int = DEFAULT_CONTEXT
