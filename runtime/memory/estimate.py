@@ -48,16 +48,14 @@ class Workspace:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Predicted bytes. weights: the blocks; draft: weights and cache of the draft model; runtime: Python and torch, or
-    the CUDA context. `needed`: what a process that has loaded torch still allocates.
-    """
+    """Predicted bytes. `needed`: what a process that has loaded torch still allocates."""
 
-    weights: int
+    weights: int  # of the blocks
     embeddings: int
     cache: int
-    draft: int
+    draft: int  # weights and cache of the draft model
     workspace: Workspace
-    runtime: int
+    runtime: int  # Python and torch, or the CUDA context
 
     @property
     def needed(self) -> int:

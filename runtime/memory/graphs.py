@@ -1,4 +1,4 @@
-"""Sizes of captured CUDA graphs: one per shape of a pass, all in one pool. `engine/passes/cuda.py` uses these limits."""
+"""Sizes of captured CUDA graphs: one per shape of a pass, all in one pool. The CUDA pass uses these limits."""
 
 from collections.abc import Iterable
 
