@@ -52,7 +52,7 @@ def plain(runner: ModelRunner) -> ModelRunner:
 
 
 class LogitsOnly:
-    name = "logits"
+    name, samples = "logits", False
 
     def __init__(self, native: Pass) -> None:
         self.native, self.logits = native, native.logits
@@ -69,7 +69,7 @@ def keys(engine: Engine) -> list[Tensor]:
 class Counting:
     """The CPU pass, recording how many steps each call made."""
 
-    name = "counting"
+    name, samples = "counting", False
 
     def __init__(self, native: cpu.CpuPass) -> None:
         self.native, self.made = native, list[int]()
