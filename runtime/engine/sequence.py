@@ -35,7 +35,7 @@ class Request:
     deadline: float | None = None
 
     def reply_limit(self, context: int, cache_tokens: int) -> int:
-        """Return the maximum number of new tokens, in a context and a cache of so many tokens.
+        """Return the maximum number of new tokens, in a context and a cache of the given sizes in tokens.
 
         Raises UsageError, with the token counts, for an empty prompt and for a request that can never fit.
         """
@@ -71,7 +71,7 @@ def reply_room(context: int, prompt: int) -> int:
 
 @dataclass(frozen=True)
 class SequenceOutput:
-    """What one step produced for a sequence: new tokens, and why it ended, None while it continues.
+    """The output of one step for a sequence: new tokens, and why it ended, None while it continues.
 
     logprobs: one for each of `tokens`, if requested; prompt_logprobs: of prompt tokens from the second on, as they are
     computed; cached_tokens: prompt tokens found in the cache, and `cache_miss` says why not more; queued: seconds
@@ -110,7 +110,7 @@ class Sequence:
     status: Status = Status.WAITING
     started: bool = False  # was in a pass before
     cached: int = 0  # prompt tokens found in the cache
-    miss: str = ""  # why not more of them were
+    miss: str = ""  # why no more were found
     queued: float = 0.0  # seconds before the first pass
     stored: StoredPrefix = StoredPrefix()  # its prefix in the disk prefix cache
     branches: "list[Sequence]" = field(default_factory=list)  # start from this one's blocks once its prompt is computed

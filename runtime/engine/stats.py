@@ -1,7 +1,4 @@
-"""What a generation and an engine did: counts of tokens, seconds, and how drafts fared.
-
-Numbers only. Does not know models or clocks.
-"""
+"""Statistics of a reply and of an engine: token counts, seconds, and acceptance of drafts."""
 
 from dataclasses import dataclass, field
 
@@ -10,20 +7,15 @@ from mycli.runtime.cache.prefix_store import StoreStats
 
 @dataclass
 class SpeculationStats:
-    """What speculation did in one reply.
+    """Speculation in one reply."""
 
-    `passes` verified a draft; of the `drafted` tokens `compared` were looked at, up to the first refusal, and
-    `accepted` stood. `step_seconds`: of a plain step on this machine, None where none was measured.
-    """
-
-    passes: int = 0
-    drafted: int = 0
-    compared: int = 0
+    passes: int = 0  # that verified a draft
+    drafted: int = 0  # tokens
+    compared: int = 0  # draft tokens up to the first refusal, that one included
     accepted: int = 0
-    step_seconds: float | None = None
+    step_seconds: float | None = None  # of a step without drafts, None if none was measured
 
     def add(self, drafted: int, accepted: int) -> None:
-        """One more pass."""
         self.passes += 1
         self.drafted += drafted
         self.compared += min(accepted + 1, drafted)
@@ -31,27 +23,29 @@ class SpeculationStats:
 
     @property
     def acceptance_rate(self) -> float:
-        """The share of the compared tokens that were accepted."""
+        """The share of compared draft tokens that were accepted."""
         return self.accepted / self.compared if self.compared else 0.0
 
     @property
     def mean_length(self) -> float:
-        """Tokens of a pass that verified a draft, its own included."""
+        """Mean number of tokens of a pass that verified a draft, its own token included."""
         return 1 + self.accepted / self.passes if self.passes else 1.0
 
 
 @dataclass
 class Timing:
-    """What one generation did: counts in tokens per sequence, times in seconds of a monotonic clock."""
+    """Token counts and times of one reply, in seconds of a monotonic clock."""
 
     prompt: int = 0
     cached: int = 0
-    token_seconds: list[float] = field(default_factory=list)  # one per drawn token; the first holds the prefill
-    record: SpeculationStats | None = None  # of speculation, where it is used
+    token_seconds: list[float] = field(
+        default_factory=list
+    )  # one for each sampled token; the first includes the prompt
+    record: SpeculationStats | None = None  # None without speculation
     waited: float = 0.0  # seconds since the last token
 
     def add(self, tokens: int, seconds: float) -> None:
-        """A step of so many seconds made so many tokens, which share the time since the last one."""
+        """Record a step; its tokens share the time since the last token."""
         self.waited += seconds
         if tokens:
             self.token_seconds += [self.waited / tokens] * tokens
@@ -59,47 +53,42 @@ class Timing:
 
     @property
     def generated(self) -> int:
-        """Tokens drawn, a stop token included."""
+        """Number of sampled tokens, a stop token included."""
         return len(self.token_seconds)
 
     @property
     def first_token_seconds(self) -> float:
-        """From the request to the first token."""
         return self.token_seconds[0] if self.token_seconds else 0.0
 
     @property
     def tokens_per_second(self) -> float:
-        """Of decoding: the first token belongs to the prefill and is left out. 0 where there was no second."""
+        """Decoding rate without the first token, which includes the prompt; 0 without a second token."""
         decoding = sum(self.token_seconds[1:])
         return (self.generated - 1) / decoding if decoding > 0 else 0.0
 
     @property
     def speedup(self) -> float | None:
-        """Of decoding, by speculation: the time of as many plain steps over the time it took. None if not known."""
+        """Time of as many steps without drafts over the time of decoding; None if that is not known."""
         step = self.record.step_seconds if self.record else None
         return step * self.tokens_per_second if step and self.generated > 1 else None
 
 
 @dataclass(frozen=True)
 class EngineStats:
-    """How an engine is doing. Counts since it was made, but for what runs, what waits and what is used, which are now.
+    """The current load of an engine and its totals since the start."""
 
-    prefix_queries, prefix_hits: tokens of prompts, and those of them that were in the cache; misses: prompts by the
-    reason why not more was; kept: what is kept in a folder over restarts, None for nothing.
-    """
-
-    running: int
+    running: int  # sequences
     waiting: int
-    preemptions: int
-    cache_used: int  # blocks that sequences hold
-    cache_kept: int  # blocks that are kept for texts that begin alike
+    preemptions: int  # total
+    cache_used: int  # blocks of sequences
+    cache_kept: int  # blocks kept for prefix reuse
     cache_blocks: int
-    prefix_queries: int
-    prefix_hits: int
-    misses: dict[str, int]
-    kept: StoreStats | None = None
+    prefix_queries: int  # prompt tokens, total
+    prefix_hits: int  # prompt tokens found in the cache
+    misses: dict[str, int]  # prompts by the reason why no more tokens were found
+    kept: StoreStats | None = None  # of the disk prefix cache
 
     @property
     def cache_usage(self) -> float:
-        """The share of the cache that sequences hold."""
+        """The share of blocks that sequences use."""
         return self.cache_used / self.cache_blocks

@@ -20,7 +20,7 @@ TokenSteps = tuple[list[list[int]], float]  # [steps][sequences], and the second
 
 @dataclass(frozen=True)
 class PassInput:
-    """What one pass computes: logits of `chunks`, or with `sampling` the next `count` tokens of each sequence.
+    """The input of one pass. It asks for logits of `chunks`, or with `sampling` for the next `count` tokens of each.
 
     hook: receives the hidden states. For tokens each chunk is the last token of its sequence, blocks are reserved for
     `count` more, and nothing after a token of `stop_ids` is needed.

@@ -253,20 +253,20 @@ class CpuPass:
     @torch.inference_mode()
     def logits(self, work: PassInput) -> Tensor:
         model, chunks = self._model, work.chunks
-        ids, wanted = list[int](), list[int]()  # tokens, and rows whose logits are returned
+        ids, logit_rows = list[int](), list[int]()  # tokens, and rows whose logits are returned
         for chunk in chunks:
             ids += chunk.tokens
-            wanted += range(len(ids) - chunk.logits, len(ids))
+            logit_rows += range(len(ids) - chunk.logits, len(ids))
         tokens = torch.tensor([ids])
         x = embed_tokens(tokens, model.embedding, model.config)
         inputs = None if model.per_layer is None else model.per_layer(tokens, x)
         x = self.layers.run(x, chunks, work.rope, work.cache, inputs)[0]
         if work.hook is not None:
             work.hook(model.norm(x))
-        if not wanted:
+        if not logit_rows:
             return torch.empty(0, model.config.vocab_size)
-        if len(wanted) < len(ids):
-            x = x[torch.tensor(wanted)]
+        if len(logit_rows) < len(ids):
+            x = x[torch.tensor(logit_rows)]
         if isinstance(self._head, Declined):
             return finish_logits(model.head(model.norm(x)), model.config)
         return finish_logits(run_head(self._library, self._head, x), model.config)
@@ -290,10 +290,10 @@ class CpuPass:
         )
         chain = self._run.chain(work.cache, rows)
         last = [token for chunk in work.chunks for token in chunk.tokens]
-        made = run_passes(self._library, chain, self._head, loop, rows.rows, last, passes)
+        steps = run_passes(self._library, chain, self._head, loop, rows.rows, last, passes)
         seconds = time.perf_counter() - began
-        self._seconds[sequences] = seconds / len(made)
-        yield made, seconds
+        self._seconds[sequences] = seconds / len(steps)
+        yield steps, seconds
 
 
 def compile_cpu_pass(model: Transformer, kv: KvDtype, report: OnDecline) -> CpuPass | Declined:

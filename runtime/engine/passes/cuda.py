@@ -102,8 +102,8 @@ class CudaPass:
         if not self.step.takes(sequences, new):
             return Declined("fused-shape", {"sequences": sequences, "tokens": new})
         if work.sampling is None:
-            wanted = sum([chunk.logits for chunk in work.chunks])
-            return None if wanted in (sequences, work.rows) else Declined("some-logits")
+            logit_rows = sum([chunk.logits for chunk in work.chunks])
+            return None if logit_rows in (sequences, work.rows) else Declined("some-logits")
         if self.loop is None or new > 1:
             return Declined("host-sampling")
         return self.loop.declined if self.trusts(sequences, 1) else Declined("not-compared")

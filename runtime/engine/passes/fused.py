@@ -113,7 +113,7 @@ def _mixture(experts: Experts) -> SecondHalf | Declined:
     if isinstance(experts, StreamedExperts):
         return Declined("streamed-experts")
     gate_up, down = (
-        ExpertTable.from_weights([one.matmul for one in linears]) for linears in (experts.gate_up, experts.down)
+        ExpertTable.from_weights([linear.matmul for linear in linears]) for linears in (experts.gate_up, experts.down)
     )
     if isinstance(gate_up, Declined) or isinstance(down, Declined):
         return Declined("mixed-experts")
