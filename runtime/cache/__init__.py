@@ -1,1 +1,1 @@
-"""What attention remembers: keys and values of the tokens so far."""
+"""The KV cache: its blocks, block tables, prefix index, and states of recurrent layers."""

@@ -57,12 +57,10 @@ class Batch:
 
     @property
     def rows(self) -> int:
-        """T, the new tokens of all sequences."""
         return self.tokens.shape[0]
 
     @cached_property
     def first_rows(self) -> list[int]:
-        """The first row of each sequence, and T."""
         rows = [0]
         for chunk in self.chunks:
             rows.append(rows[-1] + len(chunk.tokens))
@@ -87,7 +85,6 @@ class Batch:
 
     @cached_property
     def block_table(self) -> Tensor:
-        """int32 [S, blocks], padded with 0."""
         widest = max(len(chunk.blocks) for chunk in self.chunks)
         rows = [[*chunk.blocks, *[0] * (widest - len(chunk.blocks))] for chunk in self.chunks]
         return self._tensor(rows, torch.int32)

@@ -1,7 +1,6 @@
-"""Who has which block of a cache: reference counts, what is free, and what is kept for texts that begin alike.
+"""The blocks of a cache: reference counts, free blocks, and blocks kept for prefix reuse.
 
-Plain Python: knows numbers of blocks; does not know tensors or tokens. What has to be copied before the next pass is
-noted down here and done by whoever runs it.
+Plain Python over block numbers. Copies of blocks are queued here and performed before the next pass.
 """
 
 import heapq
@@ -11,7 +10,7 @@ from mycli.runtime.cache.prefix_index import PrefixIndex
 
 
 class BlockPool:
-    """`blocks` blocks, each free, used by one or more sequences, or idle: kept by the index and used by nobody."""
+    """Blocks that are free, used by one or more sequences, or idle: unused, but kept by the prefix index."""
 
     def __init__(self, blocks: int, index: PrefixIndex) -> None:
         self.blocks = blocks
@@ -24,29 +23,25 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """Blocks with nothing in them."""
         return len(self._free)
 
     @property
     def available(self) -> int:
-        """Blocks that `allocate` can hand out."""
+        """The number of blocks that `allocate` can return."""
         return len(self._free) + self.index.idle
 
     @property
     def used(self) -> int:
-        """Blocks that sequences hold."""
         return self.blocks - self.available
 
     def references(self, block: int) -> int:
-        """How many sequences use it."""
         return self._references[block]
 
     def needed(self, tokens: int) -> int:
-        """Blocks that so many tokens take."""
         return -(-tokens // self.block_size)
 
     def allocate(self) -> int | None:
-        """A block for one owner; what was kept in it is forgotten. None where all are in use."""
+        """Return a block for one owner, evicting an idle one if none is free; None if all are in use."""
         if not self._free:
             self._recycle(self.index.evict())
         if not self._free:
@@ -56,12 +51,12 @@ class BlockPool:
         return block
 
     def share(self, block: int) -> None:
-        """One more owner of a block that is in use or idle."""
+        """Add an owner to a block that is used or idle."""
         self.index.take(block)
         self._references[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """One owner less of each; the last block of a text is given first, so that it is forgotten first."""
+        """Remove an owner of each block. The last block of a sequence comes first, so that it is evicted first."""
         for block in blocks:
             if self._references[block] < 1:
                 raise ValueError(f"block {block} is released by more than have it")
@@ -83,12 +78,12 @@ class BlockPool:
         return fresh
 
     def forget(self, block: int) -> None:
-        """The index knows the block, and what came after it, no longer."""
+        """Remove a block, and the blocks that continue it, from the index."""
         if block in self.index:
             self._recycle(self.index.forget(block))
 
     def clear(self) -> None:
-        """The index knows no idle block any longer."""
+        """Evict all idle blocks."""
         while self.index.idle:
             self._recycle(self.index.evict())
 
@@ -97,10 +92,10 @@ class BlockPool:
             heapq.heappush(self._free, block)
 
     def copy(self, source: int, target: int) -> None:
-        """Before the next pass `target` must become what `source` is."""
+        """Queue a copy of block `source` to `target`, performed before the next pass."""
         self._copies.append((source, target))
 
     def take_copies(self) -> list[tuple[int, int]]:
-        """What is to be copied, in this order, before anything is written."""
+        """Return and clear the queued copies, in order."""
         copies, self._copies = self._copies, []
         return copies

@@ -1,6 +1,6 @@
-"""The blocks of one sequence: found by its text, extended as it grows, copied before what others share is written.
+"""The block table of one sequence: matches cached prefixes, grows, and copies shared blocks before they are written.
 
-Plain Python: knows numbers of blocks and tokens; does not know tensors or why a sequence grows.
+Plain Python over block numbers and tokens.
 """
 
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ APART = 64  # tokens at most between a text's last snapshot and its end; so many
 
 
 class BlockTable:
-    """`blocks` in the order of the text, of which the first `length` tokens are filled in.
+    """The blocks of a sequence in order; the first `length` tokens are computed.
 
-    `state`: the slot of the state after them, from `begin` on; None where layers keep none.
+    state: slot of the recurrent state after them, from `begin` on; None without recurrent layers.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -33,7 +33,7 @@ class BlockTable:
         self._indexed = 0  # whole blocks that it knows
 
     def match(self, tokens: Sequence[int]) -> Match:
-        """Begin with what the cache holds of the text `tokens`; an empty table only."""
+        """Start an empty table with the cached prefix of `tokens`."""
         pool, found = self._pool, self._pool.index.match(tokens)
         for node in found.nodes:
             pool.share(node.block)
@@ -67,24 +67,22 @@ class BlockTable:
         return found
 
     def _mark(self, known: int, end: int) -> None:
-        """Where snapshots are wanted: where another text parted from this one, for a third; and before the text's end,
-        for one that goes on after it otherwise."""
         step = min(APART, self._pool.block_size)
         self._marks = tuple(sorted({known // step * step, end // step * step} - {0}))
 
     def begin(self) -> None:
-        """A slot for the state, if there is none yet and layers keep any."""
+        """Allocate a state slot if recurrent layers need one."""
         if self.state is None and self._pool.states is not None:
             self.state = self._pool.states.allocate()
 
     def pause(self, end: int) -> int:
-        """`end`, or where a pass from `length` on has to end before it, for a snapshot."""
+        """Return `end`, or an earlier position at which a pass must end for a state snapshot."""
         return next((mark for mark in self._marks if self.length < mark < end), end)
 
     def reserve(self, end: int) -> bool:
-        """Make the positions from `length` to `end` writable by this sequence alone. False where blocks run out.
+        """Make positions `length` .. `end` writable by this sequence alone; False if blocks run out.
 
-        What was reserved before they did stays reserved.
+        Blocks reserved before that stay reserved.
         """
         pool, size = self._pool, self._pool.block_size
         first = self.length // size
@@ -101,7 +99,7 @@ class BlockTable:
         return True
 
     def fill(self, tokens: Sequence[int], length: int) -> None:
-        """The first `length` of `tokens`, the text of this sequence, are there now: whole blocks can be shared."""
+        """Note that the first `length` of `tokens` are computed; whole blocks can be shared from now on."""
         self.length = length
         size, index, states = self._pool.block_size, self._pool.index, self._pool.states
         if states is not None and self.state is not None and length in self._marks:
@@ -113,7 +111,7 @@ class BlockTable:
             self._hand_over(self._node, at)
 
     def _hand_over(self, node: Node, start: int) -> None:
-        """The snapshots within a block, which begins at `start`, are the index's, where that still finds it."""
+        """Move the snapshots within a block, which begins at `start`, to its node, if the index still reaches it."""
         states = self._pool.states
         if not self._snapshots or not self._pool.index.reaches(node):
             return
@@ -123,7 +121,7 @@ class BlockTable:
 
     @property
     def snapshots(self) -> dict[int, int]:
-        """The slots of states that are kept of its text, by length: its own, and those in the index."""
+        """The slots of state snapshots by length: those of this table and those in the index."""
         found, node, end = dict(self._snapshots), self._node, self._indexed * self._pool.block_size
         while node.parent is not None:
             end -= self._pool.block_size
@@ -132,7 +130,7 @@ class BlockTable:
         return found
 
     def branch(self) -> "BlockTable":
-        """A table of the same text, in the same blocks."""
+        """Return another table that shares all blocks."""
         other = BlockTable(self._pool)
         other.blocks, other.length = self.blocks[: self._pool.needed(self.length)], self.length
         other._node, other._indexed = self._node, self._indexed
@@ -143,16 +141,16 @@ class BlockTable:
         return other
 
     def truncate(self, length: int) -> None:
-        """What lies at and after position `length` counts no longer; its blocks are kept.
+        """Discard the tokens from position `length` on; their blocks stay.
 
-        Raises ValueError where `fill` was told that it is the text's.
+        Raises ValueError for positions that `fill` has shared.
         """
         if length < self._indexed * self._pool.block_size:
             raise ValueError(f"{self._indexed} whole blocks are others' too, {length} tokens are fewer")
         self.length = min(self.length, length)
 
     def release(self, tokens: Sequence[int] | None = None) -> None:
-        """Give all blocks back. Where the text `tokens` is given, the last one is kept for others too."""
+        """Free all blocks; given `tokens`, also keep the last, partly filled block for prefix reuse."""
         size, index = self._pool.block_size, self._pool.index
         at, node = self._indexed * size, self._node
         if tokens is not None and at < self.length:
@@ -162,7 +160,6 @@ class BlockTable:
         self.blocks, self.length, self._node, self._indexed = [], 0, index.root, 0
 
     def _release_states(self, node: Node, at: int, kept: bool) -> None:
-        """Keep the state after the text, which `node` ends, for others too; its last block begins at `at`."""
         states = self._pool.states
         if states is None:
             return
@@ -176,7 +173,7 @@ class BlockTable:
         self.state, self._marks = None, ()
 
     def discard(self) -> None:
-        """Give all blocks back and let nobody find them: what they hold is wrong."""
+        """Free all blocks and remove them from the index: their contents are wrong."""
         for block in self.blocks:
             self._pool.forget(block)
         self.release()

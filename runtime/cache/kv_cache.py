@@ -1,11 +1,8 @@
-"""The key-value cache: memory taken once, in blocks that sequences share and exchange.
+"""The KV cache: memory allocated once, in blocks that sequences share and exchange.
 
-It holds values as they are computed, as int8 codes with one scale per token and head (x = code * scale, where scale is
-the largest magnitude of the head's values / 127), or as the int4 vectors of `runtime.cache.int4`, which lie as bytes. A
-token is rounded by itself, so that how a text came in (at once, in pieces, written over) leaves no trace.
-
-Does not know attention, tokens, or whose a block is. A sequence is cut back by writing over its tail, so nothing has to
-be undone.
+Values are stored as computed, as int8 codes with one scale for each token and head (x = code * scale, scale = largest
+magnitude / 127), or as packed int4 vectors (`runtime.cache.int4`). Each token is rounded by itself, so the contents do
+not depend on how a prompt was split. A sequence is truncated by overwriting its tail.
 """
 
 import math
@@ -25,15 +22,15 @@ PACKED = torch.uint8  # of a cache of int4 vectors
 
 
 def cache_dtype(kv: KvDtype, dtype: torch.dtype) -> torch.dtype:
-    """What a cache of kind `kv` holds beside activations of `dtype`."""
+    """Return the dtype in which a cache of kind `kv` stores keys and values for activations of `dtype`."""
     return {"auto": dtype, "bf16": torch.bfloat16, "int8": torch.int8, "int4": PACKED}[kv]
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Keys or values [sequences, kv_heads, length, head_dim]; int8 codes come with `scales` fp32, one per vector.
+    """Keys or values [sequences, kv_heads, length, head_dim]; packed int4 vectors are bytes in the last axis.
 
-    Of int4 vectors the last axis is bytes. scales: [sequences, kv_heads, length], None for all but int8.
+    scales: fp32 [sequences, kv_heads, length] of int8 codes, else None.
     """
 
     data: Tensor
@@ -41,13 +38,13 @@ class Stored:
 
     @classmethod
     def of(cls, values: Tensor, dtype: torch.dtype) -> "Stored":
-        """values [..., head_dim] as a cache of `dtype` holds them; vectors that are packed already stay as they are."""
+        """Convert values [..., head_dim] to the form of a cache of `dtype`; packed vectors stay as they are."""
         if dtype == torch.int8:
             return cls(*quantize_vectors(values))
         return cls(pack_int4(values) if dtype == PACKED != values.dtype else values.to(dtype))
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """The values in `dtype`: a copy, except where they lie there as such."""
+        """Return the values in `dtype`: a copy unless they are stored so."""
         if self.data.dtype == PACKED:
             return unpack_int4(self.data, dtype)
         if self.scales is None:
@@ -55,12 +52,12 @@ class Stored:
         return self.data.to(dtype).mul_(self.scales.unsqueeze(-1).to(dtype))
 
     def last(self, count: int) -> "Stored":
-        """The last `count` positions."""
+        """Return the last `count` positions."""
         return Stored(self.data[:, :, -count:], None if self.scales is None else self.scales[:, :, -count:])
 
 
 def quantize_vectors(values: Tensor) -> tuple[Tensor, Tensor]:
-    """values [..., head_dim] as int8 codes and scales fp32 [...]. What is not finite makes its whole vector NaN."""
+    """Return values [..., head_dim] as int8 codes and scales fp32 [...]; a non-finite value makes its vector NaN."""
     exact = values.float()
     scales = exact.abs().amax(-1) / 127
     codes = (exact / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)).round_()
@@ -70,7 +67,7 @@ def quantize_vectors(values: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Run:
-    """`count` positions of one block, from `offset` on."""
+    """`count` positions of one block, from `offset`."""
 
     block: int
     offset: int
@@ -78,13 +75,10 @@ class Run:
 
 
 class KVCache:
-    """Keys and values in blocks, [2, blocks, kv_heads, block_size, head_dim] a layer, in a floating `dtype` or int8.
+    """Keys and values [2, blocks, kv_heads, block_size, head_dim] of each layer, and the states of recurrent layers.
 
-    Of `PACKED` the last axis is the bytes of a vector; ModelError for heads that cannot be packed. Beside them
-    `states`, in `slots`, of the layers that keep those instead.
-
-    Tensors only: who has which block, and how much of it is filled, is the business of `BlockTable`. One block as long
-    as the context for each sequence is a contiguous cache, which is read without being gathered.
+    One block of the length of the context for each sequence makes a contiguous cache, which is read without gathering.
+    Raises ModelError for heads that cannot be packed.
     """
 
     def __init__(
@@ -119,12 +113,11 @@ class KVCache:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what is held; see `cache_dtype`."""
+        """The dtype in which keys and values are stored."""
         return self._data[0].dtype
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory held."""
         return sum(tensor.nbytes for tensor in (*self._data, *self._scales)) + self.states.nbytes
 
     def view_blocks(self, first: int, count: int) -> "KVCache":
@@ -158,7 +151,7 @@ class KVCache:
                 scales[block, :, offset] = stored.scales
 
     def read(self, layer: int, blocks: Sequence[int], length: int) -> tuple[Stored, Stored]:
-        """Keys and values [1, kv_heads, length, head_dim] of the sequence in `blocks`; views where it is one block."""
+        """Return keys and values [1, kv_heads, length, head_dim] of a sequence; views if it is one block."""
         return self._read(layer, 0, blocks, length), self._read(layer, 1, blocks, length)
 
     def _read(self, layer: int, kind: int, blocks: Sequence[int], length: int) -> Stored:
@@ -173,20 +166,19 @@ class KVCache:
         return Stored(gathered, scales[used].transpose(0, 1).flatten(1, 2)[None, :, :length])
 
     def all(self, layer: int) -> tuple[Stored, Stored]:
-        """Keys and values of every block, filled or not, as views [blocks, kv_heads, block_size, head_dim]."""
+        """Return keys and values of all blocks as views [blocks, kv_heads, block_size, head_dim]."""
         return self._parts[layer]
 
     def copy(self, source: int, target: int) -> None:
-        """Make block `target` what `source` is."""
         for tensor in (*self._data, *self._scales):
             tensor[:, target] = tensor[:, source]
 
     def nbytes_of(self, count: int) -> int:
-        """Bytes of the keys and values of `count` positions, as `take` gives them."""
+        """Return the bytes that `take` returns for `count` positions."""
         return sum(tensor[:, 0, :, 0].nbytes for tensor in (*self._data, *self._scales)) * count
 
     def take(self, runs: Sequence[Run]) -> bytes:
-        """Keys and values, and their scales, of consecutive positions: of each layer [2, kv_heads, positions, ...]."""
+        """Return the bytes of keys, values and scales of consecutive positions, layer by layer."""
         parts = (
             torch.cat([tensor[:, run.block, :, run.offset : run.offset + run.count] for run in runs], dim=2)
             for tensor in (*self._data, *self._scales)
@@ -194,7 +186,7 @@ class KVCache:
         return b"".join(part.cpu().contiguous().view(torch.uint8).numpy().tobytes() for part in parts)
 
     def put(self, values: bytearray, count: int, skip: int, runs: Sequence[Run]) -> None:
-        """What `take` gave of `count` positions: after the first `skip` of them those that `runs` have room for."""
+        """Write bytes returned by `take` for `count` positions to `runs`, without the first `skip` positions."""
         at = 0
         for tensor in (*self._data, *self._scales):
             shape = (2, tensor.shape[2], count, *tensor.shape[4:])

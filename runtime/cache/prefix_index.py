@@ -1,10 +1,8 @@
-"""Which blocks of the cache hold the keys and values of which text, so that a text that begins alike starts from there.
+"""The prefix cache: a trie of blocks by their tokens, with LRU eviction.
 
-A trie of blocks: a node is a block with its tokens, its children are the blocks that came after the same text. A child
-is found by the hash of its tokens and compared token by token, so that no collision can hand out another text. The
-last block of a text may be filled in part. Blocks that nobody uses are forgotten, the least recently used first.
-
-Plain Python: knows numbers of blocks and tokens; does not know tensors, models or whose a block is.
+A node is a block with its tokens; its children are the blocks that followed the same prefix. A child is found by the
+hash of its tokens and compared token by token, so a collision cannot return another prefix. The last block of a
+sequence may be partly filled. Plain Python over block numbers and tokens.
 """
 
 from collections import OrderedDict
@@ -20,9 +18,9 @@ REMEMBERED = 1 << 14  # forgotten blocks whose texts are told apart from texts t
 
 @dataclass(eq=False)
 class Node:
-    """A block that holds the keys and values of `tokens`, after the text of its parent. The root has no block.
+    """A block with the keys and values of `tokens`, after the prefix of its parent. The root has no block.
 
-    `states`: slots of the states of recurrent layers after so many of the tokens, where they are kept.
+    states: slots of recurrent states by number of its tokens.
     """
 
     block: int
@@ -35,10 +33,10 @@ class Node:
 
 @dataclass(frozen=True)
 class Match:
-    """What is known of a text: whole blocks, then maybe the first `partial[1]` tokens of the block of `partial[0]`.
+    """The cached prefix of a sequence: whole blocks, then maybe the first `partial[1]` tokens of the node `partial[0]`.
 
-    `miss`: why it is not more; "" where it is all. `known`: tokens whose keys and values are there, though the states
-    after them may not be; `state`: the slot of the state after the last of them, None where layers have none.
+    miss: why it is not longer, "" if it is complete. known: cached tokens, including those after the last recurrent
+    state; state: slot of the state after the prefix, None without recurrent layers.
     """
 
     nodes: tuple[Node, ...]
@@ -50,7 +48,7 @@ class Match:
 
 
 def shared(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens both begin with."""
+    """Return the length of the common prefix."""
     for count, (one, other) in enumerate(zip(first, second, strict=False)):
         if one != other:
             return count
@@ -58,9 +56,9 @@ def shared(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 class PrefixIndex:
-    """The trie, and which of its blocks are idle. `limit`: at most so many idle blocks are kept.
+    """The trie and its idle blocks, at most `limit` of them.
 
-    `states`: for models with recurrent layers, of which a text is known only as far as their states are.
+    states: for models with recurrent layers, whose prefixes are usable only up to a state.
     """
 
     def __init__(self, block_size: int, limit: int | None = None, states: StatePool | None = None) -> None:
@@ -77,15 +75,13 @@ class PrefixIndex:
 
     @property
     def idle(self) -> int:
-        """Blocks that nobody uses."""
         return len(self._idle)
 
     def is_idle(self, block: int) -> bool:
-        """Whether nobody uses the block."""
         return block in self._idle
 
     def match(self, tokens: Sequence[int]) -> Match:
-        """The longest known beginning of `tokens`, without the last: it is always run, for its logits."""
+        """Return the longest cached prefix of `tokens`, without the last one, which is computed for its logits."""
         usable, size = len(tokens) - 1, self.block_size
         node, nodes, at = self.root, list[Node](), 0
         while at + size <= usable and (child := node.children.get(tuple(tokens[at : at + size]))) is not None:
@@ -102,7 +98,7 @@ class PrefixIndex:
         return match if self.states is None else self._resumable(match, rest)
 
     def _resumable(self, found: Match, rest: tuple[int, ...]) -> Match:
-        """What of `found` ends where a state is kept; `rest` comes after its whole blocks."""
+        """Shorten a match to where a recurrent state is stored; `rest`: the tokens after its whole blocks."""
         nodes, size = list(found.nodes), self.block_size
         ends = [
             (count, child)
@@ -139,9 +135,9 @@ class PrefixIndex:
         return f"first difference at token {at + count + 1}"
 
     def insert(self, parent: Node, tokens: tuple[int, ...], block: int) -> Node:
-        """Note that `block` holds `tokens` after the text of `parent`; the node of that text, maybe of another block.
+        """Add `block` with `tokens` after `parent` and return its node, or that of another block with the same tokens.
 
-        A block filled in part is not noted where a longer one is known.
+        A partly filled block is not added if a longer one is known.
         """
         known = parent.children.get(tokens)
         if known is not None:
@@ -156,17 +152,17 @@ class PrefixIndex:
         return node
 
     def reaches(self, node: Node) -> bool:
-        """Whether a text can be found by `node`: it may have been forgotten while a sequence stood there."""
+        """Return whether the index can find `node`: it may have been evicted while a sequence was there."""
         while node.parent is not None:
             node = node.parent
         return node is self.root
 
     def take(self, block: int) -> None:
-        """Somebody uses the block now."""
+        """Mark a block as used."""
         self._idle.pop(block, None)
 
     def leave(self, block: int) -> list[int]:
-        """Nobody uses the block any more. What is forgotten for it, above the limit."""
+        """Mark a block as idle; return the blocks evicted to stay within the limit."""
         self._idle[block] = None
         forgotten: list[int] = []
         while self.limit is not None and len(self._idle) > self.limit:
@@ -174,7 +170,7 @@ class PrefixIndex:
         return forgotten
 
     def evict(self) -> list[int]:
-        """Forget the idle block that was used least recently, with what came after it: the blocks that are free now."""
+        """Evict the least recently used idle block and those that continue it; return the freed blocks."""
         block = next(iter(self._idle), None)
         if block is None:
             return []
@@ -184,7 +180,7 @@ class PrefixIndex:
         return self.forget(block)
 
     def forget(self, block: int) -> list[int]:
-        """Forget a block and what came after it: those of them that were idle, which are free now."""
+        """Remove a block and those that continue it; return those that were idle."""
         node = self.nodes[block]
         if node.parent is not None:
             del node.parent.children[node.tokens]

@@ -43,14 +43,14 @@ _RESCAN = 1 / 16  # of the limit: after writing so much, look at what other proc
 
 
 class UntrustedError(UsageError):
-    """Others can write to a folder."""
+    """Other users can write to the folder."""
 
 
 @dataclass(frozen=True)
 class KeptPiece:
-    """Piece `index` of a text: the name of its file, and its tokens as the file holds them.
+    """Piece `index` of a prefix: the name of its file, and its tokens as the file holds them.
 
-    used: nanoseconds since 1970; the beginning of a text counts as used last, as the rest is of no use without it.
+    used: time of last use, ns since 1970; earlier pieces count as used later, since the rest is useless without them.
     """
 
     index: int
@@ -60,13 +60,13 @@ class KeptPiece:
 
     @property
     def state(self) -> "KeptPiece":
-        """The file of what recurrent layers keep after it."""
+        """The file of the recurrent states after the piece."""
         return replace(self, name=hashlib.sha256(self.name + b"state").digest())
 
 
 @dataclass(frozen=True)
 class StoredPrefix:
-    """The first pieces of a text, as far as they are there, and why it is not more."""
+    """The stored pieces of a prefix in order, and why there are not more."""
 
     pieces: tuple[KeptPiece, ...] = ()
     miss: str = ""
@@ -74,10 +74,7 @@ class StoredPrefix:
 
 @dataclass(frozen=True)
 class StoreStats:
-    """What a store did: pieces read and written, those too many to be written, and files ignored by reason.
-
-    nbytes: of all files, of whichever model, when it was last counted.
-    """
+    """Counts of pieces read, written and skipped (too many waited); ignored files by reason; bytes of all files."""
 
     read: int
     written: int
@@ -87,7 +84,6 @@ class StoreStats:
 
 
 def _pieces(identity: bytes, tokens: Sequence[int]) -> Iterator[KeptPiece]:
-    """The whole pieces of a text."""
     name, now = identity, time.time_ns()
     for index in range(len(tokens) // PIECE):
         packed = array("q", tokens[index * PIECE : (index + 1) * PIECE]).tobytes()
@@ -96,13 +92,13 @@ def _pieces(identity: bytes, tokens: Sequence[int]) -> Iterator[KeptPiece]:
 
 
 class PrefixStore:
-    """The folder as one engine sees it: `find` and `read` are called by one thread, `write` by any."""
+    """The folder as one engine uses it: one thread calls `find` and `read`, any thread `write`."""
 
     def __init__(
         self, folder: Path, identity: bytes, limit: int, tell: Callable[[str], None] = lambda text: None
     ) -> None:
-        """identity: 32 bytes that stand for everything the values depend on beside the tokens; limit: bytes of all
-        files; `tell` hears once of every reason why a file is of no use.
+        """identity: 32 bytes that stand for everything the values depend on apart from tokens; limit: bytes of all
+        files; tell: receives each reason why a file is unusable, once.
 
         Raises UsageError for a folder that cannot be made or written, UntrustedError for one that others can write to.
         """
@@ -126,7 +122,6 @@ class PrefixStore:
 
     @property
     def stats(self) -> StoreStats:
-        """What was done so far."""
         with self._lock:
             return StoreStats(self._read, self._written, self._skipped, dict(self._ignored), self._nbytes)
 
@@ -137,10 +132,7 @@ class PrefixStore:
         return HEADER.size + PIECE * 8 + nbytes + hashlib.sha256().digest_size
 
     def find(self, tokens: Sequence[int], nbytes: int) -> StoredPrefix:
-        """The pieces of the text `tokens` that are there, from its beginning on; none is opened.
-
-        nbytes: of the values of a piece.
-        """
+        """Return the stored pieces of the prefix of `tokens`, unopened. nbytes: of the values of a piece."""
         found: list[KeptPiece] = []
         miss = "less than a piece" if len(tokens) % PIECE else ""
         for piece in _pieces(self._identity, tokens):
@@ -152,7 +144,7 @@ class PrefixStore:
         return StoredPrefix(tuple(found), miss and f"{miss} from token {len(found) * PIECE + 1} on")
 
     def lacks(self, piece: KeptPiece, nbytes: int) -> str:
-        """Why there is no file for `nbytes` of values of a piece; "" where there is. It is not opened."""
+        """Return why there is no file with `nbytes` of values for a piece; "" if there is one. It is not opened."""
         try:
             state = self._path(piece).lstat()
         except OSError:
@@ -168,9 +160,9 @@ class PrefixStore:
                 os.utime(self._path(piece), ns=(piece.used, piece.used), follow_symlinks=False)
 
     def read(self, piece: KeptPiece, nbytes: int) -> bytearray | None:
-        """The values of a piece, `nbytes` of them; None where the file is not there, or not what it should be.
+        """Return the `nbytes` values of a piece; None if its file is missing or not what it should be.
 
-        Never raises: what is wrong is counted, and the file removed.
+        Never raises: faults are counted, and the file is removed.
         """
         expected = HEADER.pack(_MAGIC, self._identity, piece.name, nbytes) + piece.tokens
         try:
@@ -199,17 +191,17 @@ class PrefixStore:
             self._tell(told)
 
     def pieces(self, tokens: Sequence[int]) -> list[KeptPiece]:
-        """The whole pieces of a text, there or not."""
+        """Return all whole pieces of `tokens`, stored or not."""
         return list(_pieces(self._identity, tokens))
 
     def missing(self, pieces: Iterable[KeptPiece]) -> list[KeptPiece]:
-        """Those of `pieces` that are neither there nor about to be. The others are used now."""
+        """Return the pieces that are neither stored nor being written; mark the others as used."""
         there = {piece: self._path(piece).exists() for piece in pieces}
         self._touch(piece for piece in there if there[piece])
         return [piece for piece in there if not there[piece] and piece.name not in self._pending]
 
     def write(self, piece: KeptPiece, values: bytes) -> None:
-        """Keep the values of a piece, soon; not at all where too much waits already."""
+        """Queue the values of a piece for writing; skip it if too much waits already."""
         with self._lock:
             if piece.name in self._pending:
                 return
@@ -224,7 +216,7 @@ class PrefixStore:
         self._writer.submit(lambda: None).result()
 
     def close(self) -> None:
-        """Write what waits; nothing is kept any more after that."""
+        """Finish writing; nothing is stored afterwards."""
         self._writer.shutdown()
 
     # The writer's thread
@@ -251,7 +243,7 @@ class PrefixStore:
                 del self._pending[piece.name]
 
     def _make_room(self, nbytes: int) -> None:
-        """Remove the files used least recently until `nbytes` more are within the limit. Other files stay."""
+        """Remove the least recently used files until `nbytes` more are within the limit."""
         found = []
         with suppress(OSError), os.scandir(self.folder) as entries:
             for entry in entries:
@@ -273,7 +265,7 @@ class PrefixStore:
 
 
 def _contents(path: Path, size: int) -> bytearray | str:
-    """The bytes of a regular file of this size and of our own, or what it is instead. Raises OSError."""
+    """Return the bytes of a regular file of this size and user, or why it is not one. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         state = os.fstat(descriptor)
@@ -292,7 +284,7 @@ def _contents(path: Path, size: int) -> bytearray | str:
 
 
 def _difference(data: bytearray, expected: bytes) -> str:
-    """Why a file is not what its name says; "" where it is."""
+    """Return why a file is not what its name says; "" if it is."""
     end = len(data) - hashlib.sha256().digest_size
     if hashlib.sha256(memoryview(data)[:end]).digest() != data[end:]:
         return "damaged"

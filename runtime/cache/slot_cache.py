@@ -1,13 +1,13 @@
-"""Which of many things lie in a few slots: those that were used last. Knows their numbers; not what they are."""
+"""An LRU cache of slot numbers."""
 
 from collections.abc import Sequence
 
 
 class SlotCache:
-    """At most `slots` (one or more) of any number of things, the least recently used being given up for others.
+    """At most `slots` resident items of any number, evicting the least recently used.
 
-    Whoever wants more at once than there are slots gets them piece by piece (`plan`), each once: those that are there
-    first, so that going through all of them over and over finds as many as there are slots every time.
+    Requests for more items than slots are split into pieces (`plan`), resident items first, so that repeated passes
+    over all items find as many of them resident as there are slots.
     """
 
     def __init__(self, slots: int) -> None:
@@ -18,14 +18,14 @@ class SlotCache:
 
     @property
     def held(self) -> Sequence[int]:
-        """What is in the slots, the least recently used first."""
+        """The resident items, least recently used first."""
         return tuple(self._held)
 
     def __contains__(self, thing: int) -> bool:
         return thing in self._held
 
     def plan(self, wanted: Sequence[int]) -> list[list[int]]:
-        """`wanted`, each once, as pieces for `take`, one after the other; none where nothing is wanted."""
+        """Split the requested items into pieces for `take`, each item once."""
         there = [thing for thing in wanted if thing in self._held]
         if len(there) == len(wanted):
             return [there] if there else []
@@ -35,10 +35,7 @@ class SlotCache:
         return [first, *(rest[start : start + self.slots] for start in range(0, len(rest), self.slots))]
 
     def take(self, piece: Sequence[int]) -> list[tuple[int, int | None]]:
-        """Use all of `piece`, at most as many as there are slots: what is new among them, each with what it replaces.
-
-        None for a slot that was free.
-        """
+        """Make all items of `piece` resident; return (new item, evicted item or None for a free slot)."""
         if len(piece) > self.slots:
             raise ValueError(f"{len(piece)} things for {self.slots} slots")
         new = [thing for thing in piece if thing not in self._held]
@@ -55,5 +52,5 @@ class SlotCache:
         return found
 
     def drop(self, thing: int) -> None:
-        """It is not there after all, and its slot is free."""
+        """Free the slot of an item."""
         self._held.pop(thing, None)

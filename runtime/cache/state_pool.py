@@ -1,9 +1,8 @@
-"""Who has which slot for the states of recurrent layers: sequences, and snapshots of texts that others may go on from.
+"""The slots of recurrent states: of running sequences, and snapshots for prefix reuse.
 
-A state stands for a whole text and cannot be cut back, so a text is gone on from only where a snapshot was kept: in the
-holder of a node of the prefix index, or of a sequence whose blocks the index does not know yet. The least recently used
-snapshot makes room. Plain Python: knows numbers of slots; does not know tensors, texts or blocks. What has to be copied
-before the next pass is noted down here and done by whoever runs it.
+A state stands for a whole prefix and cannot be truncated, so a sequence resumes only where a snapshot was taken.
+Snapshots belong to a node of the prefix index, or to a sequence until its blocks are indexed; the least recently used
+one is evicted. Plain Python over slot numbers; copies are queued here and performed before the next pass.
 """
 
 import heapq
@@ -13,7 +12,7 @@ Holder = dict[int, int]  # number of tokens -> slot of the state after them
 
 
 class StatePool:
-    """`slots` places, each free, a sequence's own, or a snapshot's. There are more of them than sequences run."""
+    """Slots that are free, owned by a sequence, or snapshots. There are more slots than running sequences."""
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
@@ -23,24 +22,21 @@ class StatePool:
 
     @property
     def kept(self) -> int:
-        """Snapshots."""
         return len(self._kept)
 
     @property
     def free(self) -> int:
-        """Slots of nobody."""
         return len(self._free)
 
     def allocate(self) -> int:
-        """A slot for a sequence. Raises RuntimeError where all are sequences' own: more of them run than were planned
-        for."""
+        """Return a slot for a sequence. Raises RuntimeError if more sequences run than were planned for."""
         slot = self._take()
         if slot is None:
             raise RuntimeError(f"all {self.slots} states belong to running sequences")
         return slot
 
     def _take(self, but: int | None = None) -> int | None:
-        """A free slot, or that of the snapshot least recently used, `but` one."""
+        """Return a free slot, or that of the least recently used snapshot other than `but`."""
         if not self._free:
             oldest = next((slot for slot in self._kept if slot != but), None)
             if oldest is None:
@@ -54,7 +50,7 @@ class StatePool:
         self.release(slot)
 
     def resume(self, slot: int) -> int:
-        """A slot for a sequence that goes on from a snapshot: a copy, or the snapshot itself where that is the last."""
+        """Return a slot with a copy of a snapshot, or the snapshot itself if no slot is left."""
         fresh = self._take(but=slot)
         if fresh is None:
             holder, at = self._kept.pop(slot)
@@ -65,19 +61,19 @@ class StatePool:
         return fresh
 
     def branch(self, slot: int) -> int:
-        """A slot for another sequence that goes on from what a sequence has in `slot`."""
+        """Return a slot with a copy of the state in `slot`."""
         fresh = self.allocate()
         self._copies.append((slot, fresh))
         return fresh
 
     def snapshot(self, slot: int, holder: Holder, at: int) -> None:
-        """Keep a copy of a sequence's state in `holder[at]`, if a slot is left."""
+        """Copy a state into a snapshot `holder[at]`, if a slot is left."""
         if at not in holder and (fresh := self._take()) is not None:
             self._copies.append((slot, fresh))
             self._keep(fresh, holder, at)
 
     def keep(self, slot: int, holder: Holder, at: int) -> None:
-        """The state of a sequence that goes on no more becomes the snapshot `holder[at]`, unless there is one."""
+        """Turn the state of a finished sequence into the snapshot `holder[at]`, unless there is one."""
         if at in holder:
             self.release(slot)
         else:
@@ -88,23 +84,23 @@ class StatePool:
         self._kept[slot] = holder, at
 
     def move(self, holder: Holder, at: int, to: Holder, there: int) -> None:
-        """The snapshot `holder[at]` becomes `to[there]`, unless there is one."""
+        """Move the snapshot `holder[at]` to `to[there]`, unless there is one."""
         slot = holder.pop(at)
         del self._kept[slot]
         self.keep(slot, to, there)
 
     def drop(self, holder: Holder) -> None:
-        """Forget all snapshots of a holder."""
+        """Free all snapshots of a holder."""
         for slot in list(holder.values()):
             self._forget(slot)
 
     def release(self, slot: int) -> None:
-        """A slot is nobody's. A copy into it that nothing was copied from is not made."""
+        """Free a slot, and drop the queued copy into it unless it is copied on."""
         if not any(source == slot for source, _ in self._copies):
             self._copies = [copy for copy in self._copies if copy[1] != slot]
         heapq.heappush(self._free, slot)
 
     def take_copies(self) -> list[tuple[int, int]]:
-        """(source, target) of what is to be copied, in this order, before the next pass."""
+        """Return and clear the queued (source, target) copies, in order."""
         copies, self._copies = self._copies, []
         return copies

@@ -104,7 +104,6 @@ class PagedAttention:
     def attend(
         self, layer: int, query: Tensor, new: KeyValue | None, spec: AttentionSpec, sinks: Tensor | None = None
     ) -> Tensor:
-        """As `AttentionContext.attend`, with all rows of the batch as one sequence: [1, T, ...]."""
         batch, cache = self._batch, self._cache
         if new is not None:
             key, value = new[0][0], new[1][0]

@@ -55,7 +55,6 @@ class Attention(LayerPart):
         return (yield self.o, attended)
 
     def _split_and_attend(self, projected: Tensor, context: PassContext) -> Tensor:
-        """Attend with the output of `qkv` [sequences, tokens, projected * head_dim]: [..., heads * head_dim]."""
         spec = self.spec
         heads = projected.view(*projected.shape[:2], spec.projected_heads, spec.head_dim)
         query, key_value = heads[:, :, : spec.query_heads], heads[:, :, spec.query_heads :]
@@ -89,7 +88,6 @@ class Attention(LayerPart):
 
 
 def _norm_heads(norm: RMSNorm | None, x: Tensor) -> Tensor:
-    """Norm each head of x [sequences, tokens, heads, head_dim], or all heads as one vector if the norm is as wide."""
     if norm is None or norm.weight.shape[0] == x.shape[-1]:
         return normed(norm, x)
     return normed(norm, x.flatten(-2)).view_as(x)
@@ -145,7 +143,6 @@ class Parallel:
         self.products = (*attention.products, *mlp.products)
 
     def steps(self, x: Tensor, context: PassContext) -> Steps:
-        """As `LayerPart.steps`."""
         entering = normed(self.attention.norm, x)
         attended = yield from self.attention.inner(entering, context)
         fed = yield from self.mlp.inner(entering, context)

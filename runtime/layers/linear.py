@@ -79,7 +79,7 @@ class Linear(nn.Module):
     ) -> None:
         """Read the weights; neighbours with the same packing become one product, unless their columns are permuted.
 
-        into: products of another linear whose memory may be reused.
+        into: products whose memory may be reused.
         """
 
         def packing_key(spec: LinearSpec) -> tuple[Packing | None, str]:
@@ -198,7 +198,6 @@ class RoutedProduct:
     gathers: bool
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [tokens, K] or [pairs, K] to [pairs, N], sorted by expert, in the dtype of x."""
         route, (weights, biases) = self.route, self.linears.operands(self.route.hit)
         if weights is None:
             return torch.cat([self.linears[expert](self.rows(x, expert)) for expert in route.hit])

@@ -1,7 +1,5 @@
-"""What the layers of a model are told of each token beside the residual stream (per-layer embeddings, Gemma 3n and 4).
-
-A row of a table for the token itself and a projection of its embedding, normed, are averaged, for every layer its own.
-Knows tokens and their embeddings; the part of a layer that uses it is in `runtime.layers.block`.
+"""Per-layer inputs of Gemma 3n and 4: for each token and layer, the mean of a table row and a projection of its
+embedding.
 """
 
 import torch
@@ -26,26 +24,24 @@ class PerLayerInputs(nn.Module):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory held, without the norm."""
+        """Bytes without the norm."""
         return self.table.nbytes + self.projection.nbytes
 
     def load(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
-        """Read all of it."""
         config = self._config
         self.table = checkpoint.read(f"{config.per_layer_table().name}.weight").to(device, dtype)
         self.projection = checkpoint.read(f"{config.per_layer_projection().name}.weight").to(device, dtype)
         self.norm.load(checkpoint, device, dtype)
 
     def forward(self, tokens: Tensor, embedded: Tensor) -> Tensor:
-        """tokens int64 [...] with their `embedded` [..., hidden], as they enter the first layer, to [..., layers,
-        width]."""
+        """Return [..., layers, width] from tokens int64 [...] and their scaled embeddings [..., hidden]."""
         rows = functional.embedding(tokens, self.table)
         projected = DENSE_PRODUCT(embedded.reshape(-1, embedded.shape[-1]), self.projection)
         shape = (*tokens.shape, self._config.layers, self._config.per_layer_width)
         return self.join(rows.view(shape), projected.view(shape))
 
     def join(self, rows: Tensor, projected: Tensor) -> Tensor:
-        """`rows` of the table and of the projected embeddings, both [..., width], as a layer is told them."""
+        """Combine rows of the table and of the projection, both [..., width]."""
         config = self._config
         scale = torch.tensor(config.per_layer_width**0.5, dtype=rows.dtype).item()  # rounded, as the embedding's is
         both: Tensor = (self.norm(projected * config.hidden_size**-0.5) + rows * scale) * 2.0**-0.5

@@ -61,7 +61,6 @@ class BatchStates:
         self._runs = Runs(tuple(batch.first_rows), tuple(chunk.state for chunk in batch.chunks))
 
     def advance(self, layer: int, spec: RecurrentSpec, rows: Rows, step: Advance) -> Tensor:
-        """As `RecurrentStates.advance`, with all rows of the batch as one sequence: [1, T, ...]."""
         states = self._store.layer(layer)
         if not self._drafts:
             return step(tuple(tensor[0] for tensor in rows), states, self._runs)[None]
@@ -116,7 +115,6 @@ class Convolution(nn.Module):
 
 
 def _by_part(x: Tensor, groups: int, widths: Sequence[int]) -> Tensor:
-    """Reorder x [..., groups * sum(widths)] from the parts of each group to the groups of each part."""
     parts = torch.split(x.view(*x.shape[:-1], groups, -1), list(widths), dim=-1)
     return torch.cat([part.flatten(-2) for part in parts], dim=-1)
 

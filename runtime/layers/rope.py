@@ -1,8 +1,7 @@
-"""Rotary positions: the frequencies of each scaling rule, and the tables of cosines and sines a pass needs.
+"""Rotary position embeddings: the frequencies of each scaling rule, and tables of cosines and sines.
 
-Follows RoFormer (arXiv 2104.09864) in the half-split layout of the Hugging Face checkpoints, or in its own of
-neighbouring pairs; position interpolation (2306.15595), dynamic NTK, YaRN (2309.00071), LongRoPE (2402.13753), the rule
-of Llama 3.1, and Gemma 4's, which turns the first pairs of a head only. Does not know attention or caches.
+RoFormer (arXiv 2104.09864), half-split as in Hugging Face checkpoints or interleaved; position interpolation
+(2306.15595), dynamic NTK, YaRN (2309.00071), LongRoPE (2402.13753), Llama 3.1, and Gemma 4's partial rotation.
 """
 
 import math
@@ -19,8 +18,7 @@ from mycli.runtime.models.part_spec import RopeScaling, RopeSpec
 
 
 def frequencies(spec: RopeSpec, length: int, context: int, device: torch.device) -> Tensor:
-    """Inverse frequencies fp32 [dim / 2] for a sequence of `length` tokens (dynamic scaling depends on it) in a
-    context of `context` (longrope does)."""
+    """Return inverse frequencies fp32 [dim / 2]. length: of the sequence (dynamic scaling); context: for longrope."""
     scaling, dim, theta = spec.scaling, spec.dim, spec.theta
     if scaling.kind == "dynamic" and length > scaling.original_context and dim > 2:
         stretch = scaling.factor * length / scaling.original_context - (scaling.factor - 1)
@@ -43,7 +41,6 @@ def frequencies(spec: RopeSpec, length: int, context: int, device: torch.device)
 
 
 def _llama3(inverse: Tensor, scaling: RopeScaling) -> Tensor:
-    """Long wavelengths are divided by the factor, short ones kept, those between blended."""
     wavelengths = 2 * math.pi / inverse
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     smooth = ((scaling.original_context / wavelengths - low) / (high - low)).clamp(0, 1)
@@ -51,7 +48,6 @@ def _llama3(inverse: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _yarn(inverse: Tensor, scaling: RopeScaling, theta: float, dim: int) -> Tensor:
-    """A ramp over the dimensions, from kept (many rotations within the trained context) to interpolated (few)."""
 
     def dimension(rotations: float) -> float:
         return dim * math.log(scaling.original_context / (rotations * 2 * math.pi)) / (2 * math.log(theta))
@@ -67,8 +63,7 @@ def _yarn(inverse: Tensor, scaling: RopeScaling, theta: float, dim: int) -> Tens
 
 @dataclass(frozen=True)
 class RopeTables:
-    """Cosines and sines [tokens, dim / 2] of some positions, and what queries there are multiplied by [tokens], if
-    anything."""
+    """Cosines and sines [tokens, dim / 2], and factors of queries [tokens], if any."""
 
     cos: Tensor
     sin: Tensor
@@ -76,17 +71,17 @@ class RopeTables:
     query_scale: Tensor | None = None
 
     def rows(self, start: int, count: int) -> "RopeTables":
-        """Those of `count` positions."""
+        """Return the tables of `count` positions from `start`."""
         rows = slice(start, start + count)
         scale = None if self.query_scale is None else self.query_scale[rows]
         return RopeTables(self.cos[rows], self.sin[rows], self.interleaved, scale)
 
 
 class Rope:
-    """Tables for the positions of one cache, for each kind of rotation that layers have.
+    """The tables for the positions of one cache, for each kind of rotation.
 
-    Made once, except for dynamic scaling past the trained context. Longrope's long factors are those of a cache that is
-    longer than the trained context, however short the text so far: keys in the cache keep the rotation they came with.
+    Computed once, except for dynamic scaling beyond the trained context. Longrope uses its long factors if the cache is
+    longer than the trained context, however short a sequence is: cached keys keep their rotation.
     """
 
     def __init__(self, config: ModelConfig, capacity: int, device: torch.device, dtype: torch.dtype) -> None:
@@ -112,8 +107,7 @@ class Rope:
         return RopeTables(cos.to(self._dtype), sin.to(self._dtype), spec.interleaved, scale)
 
     def fixed(self, capacity: int) -> tuple[Tensor, Tensor] | None:
-        """Cosines and sines [capacity or more, dim / 2] of all positions, for a model that turns the halves of its
-        heads alike in all layers; None for others, and where they depend on the length."""
+        """Return cosines and sines of all positions if all layers rotate whole heads by halves; None otherwise."""
         if len(self._tables) != 1:
             return None
         (spec, tables), *_ = self._tables.items()
@@ -130,7 +124,7 @@ class Rope:
         return joined([self.tables(chunk.start, chunk.count) for chunk in chunks])
 
     def tables(self, start: int, count: int) -> Mapping[RopeSpec, RopeTables]:
-        """Those of positions start .. start + count - 1, by kind of rotation."""
+        """Return the tables of `count` positions from `start`, by kind of rotation."""
         found = {}
         for spec, tables in self._tables.items():
             long = start + count > self._length(spec)
@@ -139,7 +133,7 @@ class Rope:
 
 
 def joined(parts: Sequence[Mapping[RopeSpec, RopeTables]]) -> Mapping[RopeSpec, RopeTables]:
-    """Tables of several runs of positions, one after another."""
+    """Concatenate tables of several runs of positions."""
     if len(parts) == 1:
         return parts[0]
     found = {}
@@ -156,9 +150,9 @@ def joined(parts: Sequence[Mapping[RopeSpec, RopeTables]]) -> Mapping[RopeSpec, 
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """x [batch, tokens, heads, head_dim], of which the first dim values are turned by tables [tokens, dim / 2].
+    """Rotate the first dim values of each head of x [batch, tokens, heads, head_dim] by tables [tokens, dim / 2].
 
-    Pairs are (i, i + dim / 2). `interleaved`: (2i, 2i + 1), and the first of all pairs come out before the second of
-    all: queries and keys both do, so what they make of each other is the same.
+    Pairs are (i, i + dim / 2), or with `interleaved` (2i, 2i + 1); then all first elements come before all second ones
+    in the result, in queries and keys alike, which leaves their products unchanged.
     """
     return ROTATION(x, cos, sin, interleaved)

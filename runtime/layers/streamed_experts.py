@@ -134,7 +134,6 @@ class StreamedExperts(Experts):
                 formats.prefetch_linears(checkpoint, linear.specs, packings)
 
     def _take(self, piece: Sequence[int]) -> int:
-        """Bring all experts of `piece` into memory; return the bytes of those that were read."""
         new, nbytes = self._slots.take(piece), 0
         for _, victim in new:
             if victim is not None:

@@ -100,7 +100,6 @@ class Transformer(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of activations."""
         return self.embedding.dtype
 
     @property
@@ -122,7 +121,6 @@ class Transformer(nn.Module):
         return self._logits(x, batch, hook)
 
     def _logits(self, x: Tensor, batch: Batch, hook: HiddenStateHook | None) -> Tensor:
-        """Return logits fp32 [rows, vocab] from the last residual stream x [T, hidden]."""
         if hook is not None:
             hook(self.norm(x))
         if sum(chunk.logits for chunk in batch.chunks) < batch.rows:

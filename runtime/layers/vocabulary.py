@@ -1,7 +1,4 @@
-"""Where tokens enter the residual stream, and where logits leave the head: the multipliers and the cap of a family.
-
-Knows a config and one tensor at a time; the table and the head are the caller's.
-"""
+"""Token embeddings at the input and logits at the output: the multipliers and the softcap of a family."""
 
 import torch
 from torch import Tensor
@@ -11,26 +8,25 @@ from mycli.runtime.models.config import ModelConfig
 
 
 def embedding_scale(config: ModelConfig, dtype: torch.dtype) -> float:
-    """What rows of the embedding are multiplied by as they enter the first layer in `dtype`."""
+    """Return the factor of embeddings in `dtype`."""
     if config.round_embedding_scale:
         return torch.tensor(config.embedding_scale, dtype=dtype).item()
     return config.embedding_scale
 
 
 def scale_embeddings(x: Tensor, config: ModelConfig) -> Tensor:
-    """Rows of the embedding as they enter the first layer, in the dtype of x."""
     if config.embedding_scale == 1.0:
         return x
     return x * embedding_scale(config, x.dtype)
 
 
 def embed_tokens(tokens: Tensor, table: Tensor, config: ModelConfig) -> Tensor:
-    """tokens int64 [...] to the residual stream [..., hidden] by table [vocab, hidden], in its dtype."""
+    """Return the residual stream [..., hidden] of tokens int64 [...], in the dtype of table [vocab, hidden]."""
     return scale_embeddings(functional.embedding(tokens, table), config)
 
 
 def finish_logits(logits: Tensor, config: ModelConfig) -> Tensor:
-    """What the head put out, as fp32 logits: multiplied and capped in fp32, so that no two tokens become one."""
+    """Return fp32 logits, scaled and capped in fp32, so that no two different logits become equal."""
     logits = logits.float()
     if config.logit_scale != 1.0:
         logits = logits * config.logit_scale

@@ -1,7 +1,6 @@
-"""Constrained output: at every step only tokens that can still lead to a text of a schema or expression.
+"""Constrained decoding: at each step only tokens that can still lead to a match of a schema, expression or grammar.
 
-Built on llguidance, an optional dependency (extra `structured`). Knows tokens and grammars; does not know models,
-sampling settings or commands: `Sampler` takes a `GrammarState` as its constraint.
+Uses llguidance, an optional dependency (extra `structured`).
 """
 
 import json
@@ -30,7 +29,7 @@ JSON_MODE = '{"type": "object"}'
 
 
 def library() -> Any:
-    """llguidance. Raises UsageError where it is not installed."""
+    """Import llguidance. Raises UsageError if it is not installed."""
     try:
         import llguidance
     except ImportError:
@@ -41,7 +40,7 @@ def library() -> Any:
 
 
 class _Vocabulary:
-    """What llguidance asks of a tokenizer: the bytes of every token, which are control tokens, and how to encode."""
+    """A tokenizer as llguidance reads it: the bytes of each token, control tokens, and encoding."""
 
     def __init__(self, tokenizer: Tokenizer, stop_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer
@@ -62,9 +61,9 @@ class _Vocabulary:
 
 @dataclass(frozen=True)
 class Prelude:
-    """Free text before the constrained one: what a model thinks, up to `close`.
+    """Free text before the constrained text, such as reasoning, up to `close`.
 
-    With `opened` the prompt ends inside it; otherwise it may begin with `open`, or be missing.
+    With `opened` the prompt ends inside it; otherwise it may start with `open`, or be missing.
     """
 
     open: str
@@ -73,14 +72,13 @@ class Prelude:
 
 
 class GrammarCompiler:
-    """Compiles for one tokenizer, whose table of tokens is made once: of a large vocabulary it takes half a second.
+    """Compiles grammars for one tokenizer, whose token table takes half a second for a large vocabulary.
 
-    What is not valid, not supported, too large or can match nothing is refused with UsageError. `prelude` is free text
-    that comes first.
+    Raises UsageError for a source that is invalid, unsupported, too large or matches nothing.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop_ids: frozenset[int]) -> None:
-        """Raises UsageError where llguidance is missing, ModelError for a model without end token."""
+        """Raises UsageError if llguidance is missing, ModelError for a model without an end token."""
         self._library = library()
         if not stop_ids:
             raise ModelError("the model has no end token, so it cannot end a constrained reply", "use another model")
@@ -91,25 +89,25 @@ class GrammarCompiler:
         self._control = {tokenizer.vocabulary[index]: index for index in tokenizer.control_ids}
 
     def schema(self, text: str, source: str, prelude: Prelude | None = None) -> "Grammar":
-        """Of a JSON schema. `source` names it in messages. References are not fetched."""
+        """Compile a JSON schema; `source` names it in messages. References are not fetched."""
         return self._compile(self._schema(text, source, _FREE), source, prelude)
 
     def regex(self, pattern: str, prelude: Prelude | None = None) -> "Grammar":
-        """Of a regular expression that the whole reply must match; no look-around and no back-references."""
+        """Compile a regular expression for the whole reply, without look-around and back-references."""
         _check_size(pattern, "regular expression")
         return self._compile(self._library.LLMatcher.grammar_from_regex(pattern), "regular expression", prelude)
 
     def lark(self, text: str, prelude: Prelude | None = None) -> "Grammar":
-        """Of a grammar in llguidance's dialect of Lark."""
+        """Compile a grammar in llguidance's dialect of Lark."""
         _check_size(text, "grammar")
         return self._compile(self._library.LLMatcher.grammar_from_lark(text), "grammar", prelude)
 
     def sequence(
         self, parts: Sequence[tuple[str, str, str]], most: int | None, source: str, prelude: Prelude | None = None
     ) -> "Grammar":
-        """One to `most` (None: any number) of `parts`: JSON of a schema (text) between two literal strings.
+        """Compile one to `most` (None: any number) of `parts`: JSON of a schema (text) between two literal strings.
 
-        The JSON has no blanks but one behind each comma and colon.
+        The JSON has no whitespace except one space after each comma and colon.
         """
         grammars = []
         for index, (before, schema, after) in enumerate(parts):
@@ -137,7 +135,7 @@ class GrammarCompiler:
             raise UsageError(f"{source}: not a usable JSON schema: {error}", "see https://json-schema.org") from None
 
     def _literal(self, text: str) -> str:
-        """`text` in Lark: control tokens by their ids, since their characters are other tokens."""
+        """Return `text` in Lark; control tokens by id, since their characters are other tokens."""
         pieces, rest = [], text
         while rest:
             places = [(at, -len(token), token) for token in self._control if token and (at := rest.find(token)) >= 0]
@@ -169,10 +167,10 @@ class GrammarCompiler:
 
 
 class Grammar:
-    """A text that replies must be, compiled for one tokenizer; `start` begins one."""
+    """A grammar compiled for one tokenizer; `start` begins a reply."""
 
     def __init__(self, source: str, kind: str, llguidance: Any, table: Any) -> None:
-        """`source` is a grammar of llguidance (`llguidance`) for the tokens of `table`, `kind` its name in messages."""
+        """source: grammar of llguidance for the tokens of `table`; kind: its name in messages."""
         limits = llguidance.LLParserLimits(initial_lexer_fuel=LEXER_FUEL, verbose_errors=False)
         self.kind = kind
         self._start = llguidance.LLMatcher(table, source, log_level=0, limits=limits)
@@ -190,16 +188,14 @@ class Grammar:
 
     @classmethod
     def from_schema(cls, text: str, source: str, tokenizer: Tokenizer, stop_ids: frozenset[int]) -> "Grammar":
-        """`GrammarCompiler.schema` of a compiler for this one."""
         return GrammarCompiler(tokenizer, stop_ids).schema(text, source)
 
     @classmethod
     def from_regex(cls, pattern: str, tokenizer: Tokenizer, stop_ids: frozenset[int]) -> "Grammar":
-        """`GrammarCompiler.regex` of a compiler for this one."""
         return GrammarCompiler(tokenizer, stop_ids).regex(pattern)
 
     def start(self, sequences: int = 1) -> "GrammarState":
-        """A constraint for replies from their beginning."""
+        """Return the state of new replies."""
         return GrammarState(self.kind, [self._start.deep_copy() for _ in range(sequences)])
 
 
@@ -214,7 +210,7 @@ def _deeper_than(value: Any, depth: int) -> bool:
 
 
 class GrammarState:
-    """Where the replies of one generation stand in a grammar: masks logits before a draw and follows what is drawn."""
+    """The position of replies in a grammar: masks logits before sampling and follows the sampled tokens."""
 
     def __init__(self, kind: str, matchers: Sequence[Any]) -> None:
         self._kind = kind
@@ -222,13 +218,13 @@ class GrammarState:
 
     @property
     def complete(self) -> bool:
-        """Whether every reply so far is a whole text of the grammar."""
+        """Whether every reply so far matches the whole grammar."""
         return all(matcher.is_accepting() or matcher.stop_reason() == "EndOfSentence" for matcher in self._matchers)
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Logits fp32 [sequences, vocab] with -inf for what leaves the grammar. Ended rows stay as they are.
+        """Set logits fp32 [sequences, vocab] of forbidden tokens to -inf; rows that ended are unchanged.
 
-        Raises ModelError where no token can go on: the grammar and the vocabulary contradict each other here.
+        Raises ModelError if no token is allowed: grammar and vocabulary contradict each other.
         """
         rows = [self._allowed(matcher, logits.shape[-1]) for matcher in self._matchers]
         return logits.masked_fill(~torch.stack(rows).to(logits.device), -math.inf)
@@ -245,7 +241,7 @@ class GrammarState:
         return allowed
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """One drawn token for every sequence."""
+        """Advance by one sampled token of every sequence."""
         for matcher, token in zip(self._matchers, tokens, strict=True):
             if matcher.stop_reason() != "EndOfSentence" and not matcher.consume_token(token):
                 raise ModelError(f"{self._kind}: {matcher.get_error().splitlines()[0]:.300}", "simplify it")

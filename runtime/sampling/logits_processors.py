@@ -36,7 +36,6 @@ class SeenTokens:
             self.seen.scatter_(1, tokens.clamp(max=self._last), True)
 
     def observe_ids(self, tokens: Sequence[int]) -> None:
-        """As `observe`, for one sequence."""
         if self.seen is not None:
             self.observe(torch.tensor([tokens], device=self._device))
 

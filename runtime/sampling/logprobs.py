@@ -1,6 +1,6 @@
-"""How likely each token was, and which were likelier: kept while a reply is drawn.
+"""Log-probabilities of sampled tokens and their alternatives.
 
-The numbers are natural logarithms of the model's own probabilities, before temperature, filters and constraints.
+Natural logarithms of the model's own probabilities, before temperature, filters and grammars.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ MAX_TOP = 20
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """One drawn token: its id, its logarithm, and (id, logarithm) of the likeliest at its place, best first."""
+    """A token, its log-probability, and (id, log-probability) of the most likely tokens at its position."""
 
     token: int
     logprob: float
@@ -24,7 +24,7 @@ class TokenLogprob:
 
 
 class LogprobRecorder:
-    """Keeps, for each sequence, one `TokenLogprob` per draw with the `top` likeliest."""
+    """Records a `TokenLogprob` for each sampled token, with `top` alternatives."""
 
     def __init__(self, top: int, sequences: int = 1) -> None:
         if not 0 <= top <= MAX_TOP:
@@ -33,13 +33,13 @@ class LogprobRecorder:
         self.rows: list[list[TokenLogprob]] = [[] for _ in range(sequences)]
 
     def record(self, logits: Tensor, tokens: Tensor) -> None:
-        """Logits fp32 [sequences, vocab] and the tokens [sequences, 1] drawn after them."""
+        """Record tokens [sequences, 1] sampled from logits fp32 [sequences, vocab]."""
         for row, one in zip(self.rows, token_logprobs(logits, tokens[:, 0].tolist(), self._top), strict=True):
             row.append(one)
 
 
 def token_logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
-    """For logits fp32 [rows, vocab] and the token that came after each, with the `top` likeliest."""
+    """Return the log-probability of each token under its row of logits fp32 [rows, vocab], with `top` alternatives."""
     logs = logits.log_softmax(dim=-1)
     index = torch.tensor(tokens, device=logits.device)[:, None]
     drawn = logs.gather(1, index)[:, 0].tolist()

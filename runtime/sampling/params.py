@@ -1,7 +1,4 @@
-"""How tokens are drawn: the settings of one request, each checked against its range.
-
-Knows numbers; does not know logits, models or where the values come from.
-"""
+"""The sampling settings of a request, each checked against its range."""
 
 import math
 from collections.abc import Mapping
@@ -16,18 +13,16 @@ MAX_BIAS = 100
 
 
 def _unfit(setting: str, problem: str, hint: str) -> UsageError:
-    """Of one setting, which the error's data name: whoever knows how it was given may say so instead."""
     return UsageError(f"{setting} {problem}", hint, data={"setting": setting})
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to draw. The neutral values are: top_k 0, top_p 1, min_p 0, penalties 0, but repetition_penalty 1.
+    """The sampling settings. Neutral values: top_k 0, top_p 1, min_p 0, penalties 0, but repetition_penalty 1.
 
-    Temperature 0 is greedy. `repetition_penalty` scales the logits of tokens in the prompt or the reply;
-    `presence_penalty` is taken from those of tokens in the reply, and `frequency_penalty` once for each time they are.
-    `logit_bias` are (token id, what is added to its logit before all else), as in OpenAI's API: -100 bans a token.
-    Raises UsageError, naming the option, for a value outside its range.
+    Temperature 0 is greedy. repetition_penalty scales the logits of tokens in prompt and reply; presence_penalty and
+    frequency_penalty lower those of tokens in the reply, once and for each occurrence. logit_bias: (token id, addend),
+    as in OpenAI's API. Raises UsageError, naming the setting, for a value outside its range.
     """
 
     temperature: float = 0.0
@@ -64,11 +59,11 @@ class SamplingParams:
                 raise _unfit("logit_bias", f"{token}={bias} is out of range", remedy)
 
     def with_given(self, values: Mapping[str, object]) -> "SamplingParams":
-        """These settings with those of `values` that are not None. Raises UsageError, as the class does."""
+        """Return these settings updated by the values that are not None. Raises UsageError."""
         return replace(self, **{name: value for name, value in values.items() if value is not None})  # type: ignore[arg-type]  # checked as they are set
 
     def for_reply(self, index: int) -> "SamplingParams":
-        """The settings of reply `index` to one prompt: the seed, if there is one, plus `index`, modulo 2^64."""
+        """Return the settings of reply `index` to one prompt: the seed plus `index`, modulo 2^64."""
         if self.seed is None:
             return self
         return replace(self, seed=(self.seed + index + (1 << 63)) % (1 << 64) - (1 << 63))
@@ -80,12 +75,11 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is always taken."""
         return self.temperature < GREEDY_BELOW
 
 
 def recommended(defaults: GenerationDefaults) -> SamplingParams:
-    """What a model recommends, over greedy."""
+    """Return the settings that a model recommends; greedy without a recommendation."""
     if defaults.do_sample is False:
         return SamplingParams()
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")

@@ -121,7 +121,6 @@ class Sampler:
         self.seen.observe(tokens)
 
     def observe_ids(self, tokens: Sequence[int]) -> None:
-        """As `observe`, for one sequence."""
         self.seen.observe_ids(tokens)
 
     @property

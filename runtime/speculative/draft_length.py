@@ -1,8 +1,7 @@
-"""When speculation pays, and how many tokens to draft: decided from what passes cost and how many drafts are accepted.
+"""Chooses how many tokens to draft, from the measured cost of passes and the acceptance of drafts.
 
-The unit is the plain step: the time of a token without speculation, measured here and lately. Losses come out of a
-budget, which starts small and grows by gains and by a share of every token: so the whole is never much slower than
-without. Knows numbers of tokens and seconds; does not know models or clocks.
+The unit is the plain step: the time of a token without drafts, measured recently. Losses are paid from a budget that
+starts small and grows by gains and a share of every token, so speculation is never much slower than plain decoding.
 """
 
 import statistics
@@ -21,45 +20,43 @@ FREE_LAG, READ_COST = 32, 1 / 16  # unread tokens that cost what one does; the c
 
 
 class DraftLengthPolicy:
-    """Decides how many tokens to draft, and is told what came of it. This one never drafts; others derive from it."""
+    """Chooses draft lengths and observes the results. This one never drafts."""
 
     step_seconds: float | None = None  # of a plain step, None before one was measured
 
     def length(self, room: int, lag: int) -> int:
-        """Tokens to draft next, at most `room`; 0: none. `lag`: tokens that the proposer has to read first."""
+        """Return the number of tokens to draft, at most `room`. lag: tokens the proposer must compute first."""
         return 0
 
     def observe_plain(self, seconds: float, wasted: float = 0.0) -> None:
-        """A token was made without a draft in `seconds`, after the proposer found nothing in `wasted` seconds."""
+        """Record a step without a draft; `wasted`: seconds in which the proposer found nothing."""
 
     def observe_draft(self, drafted: int, accepted: int, lag: int, seconds: float) -> None:
-        """The first `accepted` of `drafted` tokens stood; drafting and the pass together took `seconds`."""
+        """Record a draft of which the first `accepted` tokens were accepted; seconds: of draft and pass."""
 
 
 class FixedDraftLength(DraftLengthPolicy):
-    """Always the same length, whatever it costs: to test and to measure."""
+    """Always drafts the same length; for tests and measurements."""
 
     def __init__(self, count: int) -> None:
         self._count = count
 
     def length(self, room: int, lag: int) -> int:
-        """As many as fit."""
         return min(self._count, room)
 
 
 def expected_tokens(acceptance_rate: float, drafted: int) -> float:
-    """Tokens of a pass over `drafted` (Leviathan et al., arXiv 2211.17192, eq. 1): 1 + a + ... + a^drafted."""
+    """Return the expected tokens of a pass (Leviathan et al., arXiv 2211.17192, eq. 1): 1 + a + ... + a^drafted."""
     return sum(acceptance_rate**power for power in range(drafted + 1))
 
 
 class AdaptiveDraftLength(DraftLengthPolicy):
-    """Drafts as many tokens as pay most, none where none do. Tells `notice` once when it stops.
-
-    Keeps what it learned from one reply to the next.
+    """Drafts the length with the largest gain, or none; calls `notice` once when it stops. Keeps what it learned
+    between replies.
     """
 
     def __init__(self, draft_cost: float, notice: Callable[[str], None] = lambda text: None) -> None:
-        """`draft_cost`: what drafting a token is expected to cost, in plain steps."""
+        """draft_cost: expected cost of a draft token, in plain steps."""
         self._draft_cost, self._notice, self._told = draft_cost, notice, False
         self._plain: deque[float] = deque(maxlen=9)  # seconds
         self._budget, self._cooldown, self._passes = START_BUDGET, FIRST_COOLDOWN, 0
@@ -72,7 +69,7 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         self._accepted, self._compared = PRIOR_ACCEPTANCE
 
     def length(self, room: int, lag: int) -> int:
-        """The length with the largest gain among those whose complete refusal the budget can pay."""
+        """Return the length with the largest gain among those whose complete refusal the budget covers."""
         if self._pause:
             return 0
         rate = self._accepted / self._compared
@@ -89,7 +86,7 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         return lag * self._draft_cost * READ_COST if lag > FREE_LAG else 0.0
 
     def _stop(self, rate: float, best: float) -> None:
-        """Pause, then begin without prejudice: of what was learned only the budget remains, without old earnings."""
+        """Pause, then start again without what was learned: only the budget remains, without earlier gains."""
         if self._tried and not self._told:
             self._told = True
             self._notice(
@@ -101,14 +98,14 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         self._forget()
 
     def observe_plain(self, seconds: float, wasted: float = 0.0) -> None:
-        """Measure a plain step; each earns a little for trying."""
+        """Measure a plain step, which earns a little for trying."""
         self._plain.append(seconds)
         self.step_seconds = statistics.median(self._plain)
         self._pause = max(self._pause - 1, 0)
         self._budget += BUDGET_PER_TOKEN - wasted / self.step_seconds
 
     def observe_draft(self, drafted: int, accepted: int, lag: int, seconds: float) -> None:
-        """Earn what the tokens would have cost, spend what they did; an interruption would have hit plain steps too."""
+        """Earn the time that the tokens would have cost, and spend what the draft cost."""
         fade = ACCEPTANCE_MEMORY**drafted
         self._accepted = self._accepted * fade + accepted
         self._compared = self._compared * fade + min(accepted + 1, drafted)

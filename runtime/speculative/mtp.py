@@ -176,7 +176,6 @@ class MtpProposer:
         return [draft.proposal for draft in drafts]
 
     def _room(self, request: DraftRequest) -> tuple[BlockTable, int]:
-        """Return the blocks of a sequence and the maximum draft length; 0 without the hidden state of its last pass."""
         known = self._sequences.get(request.sequence)
         if known is None or not len(known.states) or known.end != len(request.tokens) - 1:
             return BlockTable(self._pool), 0
@@ -185,7 +184,6 @@ class MtpProposer:
         return known.table, count if fits else 0
 
     def _sample(self, active: list[DraftState], g: Tensor, logits: Tensor) -> None:
-        """Sample all tokens of the drafts, from g [drafts, hidden] of their last positions and its logits."""
         for draft in active:
             draft.rows = draft.request.sampler.probability_rows(draft.count, logits.dtype)
         while active:

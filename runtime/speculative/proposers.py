@@ -50,9 +50,7 @@ class Proposer(Protocol):
         """Return how many tokens of a sequence the proposer has not computed yet."""
         ...
 
-    def hidden_state_hook(self, parts: Iterable[ComputedTokens]) -> HiddenStateHook | None:
-        """As `Speculator.hidden_state_hook`."""
-        ...
+    def hidden_state_hook(self, parts: Iterable[ComputedTokens]) -> HiddenStateHook | None: ...
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         """Return up to `count` tokens for each request, sampled with the settings of its sampler."""
@@ -148,7 +146,6 @@ class DraftModel:
         return [draft.proposal for draft in drafts]
 
     def _compute_prefixes(self, drafts: Sequence[DraftState]) -> None:
-        """Compute the tokens of each sequence that are not in the cache, and the logits after the last one."""
         for draft in drafts:
             tokens = draft.request.tokens
             while (missing := len(tokens) - draft.table.length) > 0:
@@ -187,7 +184,6 @@ class DraftModel:
         return True
 
     def _sample(self, draft: DraftState) -> bool:
-        """Sample one token; return whether the draft needs another."""
         if draft.sample() is None:
             self._tables.pop(draft.request.sequence).discard()
             return False

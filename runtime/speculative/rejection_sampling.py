@@ -62,11 +62,6 @@ def _accept_drawn(logits: Tensor, proposal: Proposal, sampler: Sampler) -> list[
 
 
 def sample_matching(logits: Tensor, proposal: Proposal, sampler: Sampler) -> list[int]:
-    """As `rejection_sample`, but sample each token as without the proposal, for as long as the two agree.
-
-    Each token takes one random number, so the reply to a seed does not depend on drafts. The draft uses the same
-    numbers (Daliri et al., arXiv 2408.07978); somewhat fewer drafts are accepted than by rejection sampling.
-    """
     target = sampler.probabilities(logits, proposal.tokens)
     rows = leading(map(math.isfinite, target[:, 0].tolist()))
     tokens: list[int] = []
