@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from mycli.cli.command import Call
 from mycli.cli.flags import options
 from mycli.cli.output import Column
@@ -36,23 +34,18 @@ _CHANGES = (
     Column("95 %", lambda row: f"{row['change'].low:+.1%} to {row['change'].high:+.1%}", right=True),
 )
 
-Repetitions = Annotated[
-    int, typer.Option("-r", "--repetitions", metavar="N", min=1, max=1000, help="Number of runs of each test.")
-]
+Repetitions = Annotated[int, options.option("-r --repetitions", "N", "Number of runs of each test.", min=1, max=1000)]
 
 
 @dataclass(frozen=True)
 class ResultFlags:
     """How results are printed, saved and compared, as typed."""
 
-    output: Annotated[str, options.word_option("-o", "--output", words=FORMATS, help="Output format.")] = "md"
-    save: Annotated[Path | None, typer.Option("--save", metavar="FILE", help="Save the results.")] = None
-    compare: Annotated[Path | None, typer.Option("--compare", metavar="FILE", help="Compare with saved results.")] = (
-        None
-    )
+    output: Annotated[str, options.words("-o --output", FORMATS, "Output format.")] = "md"
+    save: Annotated[Path | None, options.option("--save", "FILE", "Save the results.")] = None
+    compare: Annotated[Path | None, options.option("--compare", "FILE", "Compare with saved results.")] = None
     fail_on_regress: Annotated[
-        str | None,
-        typer.Option("--fail-on-regress", metavar="5%", help="Exit with 6 if a test is slower by more than this."),
+        str | None, options.option("--fail-on-regress", "5%", "Exit with 6 if a test is slower by more than this.")
     ] = None
 
     def check(self) -> None:

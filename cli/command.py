@@ -17,6 +17,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from mycli.cli.flags import options
 from mycli.cli.output import Output
 from mycli.cli.remedies import Subject
 from mycli.runtime.errors import ExitCode, ModelError, ResourceError, UserError
@@ -61,11 +62,11 @@ class CommonFlags:
     All commands accept them, so that a shell alias such as `mycli --device cpu` works.
     """
 
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object (JSON lines for a stream).")] = False
-    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="Print only the result, warnings and errors.")] = False
-    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Print more details.")] = False
-    debug: Annotated[bool, typer.Option("--debug", help="Print the traceback of an error.")] = False
-    offline: Annotated[bool, typer.Option("--offline", envvar="HF_HUB_OFFLINE", help="Never use the network.")] = False
+    json: Annotated[bool, options.flag("--json", "Print one JSON object (JSON lines for a stream).")] = False
+    quiet: Annotated[bool, options.flag("-q --quiet", "Print only the result, warnings and errors.")] = False
+    verbose: Annotated[bool, options.flag("-v --verbose", "Print more details.")] = False
+    debug: Annotated[bool, options.flag("--debug", "Print the traceback of an error.")] = False
+    offline: Annotated[bool, options.flag("--offline", "Never use the network.", envvar="HF_HUB_OFFLINE")] = False
     version: Annotated[bool, typer.Option("--version", callback=print_version, is_eager=True, hidden=True)] = False
     device: Annotated[str, typer.Option("--device", hidden=True)] = "auto"
     threads: Annotated[int | None, typer.Option("--threads", min=1, max=1024, hidden=True)] = None

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from mycli.cli.command import guarded, print_version
+from mycli.cli.flags import options
 from mycli.cli.flags.config_file import apply_preset, config_path, option_key, read_presets, read_settings
 from mycli.cli.output import Output
 from mycli.cli.text.input import prepare_streams
@@ -47,7 +48,7 @@ GLOBAL = ("--json", "-q", "--quiet", "-v", "--verbose", "--debug", "--offline", 
 # reply next to a busy program was 20 times slower. libgomp reads this when it is loaded.
 SPINS = "5000"
 
-Version = Annotated[bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version.")]
+Version = Annotated[bool, options.flag("--version", "Print the version.", callback=print_version, is_eager=True)]
 
 
 def _main(version: Version = False) -> None:

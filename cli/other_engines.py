@@ -16,8 +16,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from mycli.cli.command import Call
 from mycli.cli.flags import options
 from mycli.runtime.checkpoint.model_folder import ModelFolder
@@ -44,21 +42,14 @@ class EngineFlags:
 
     engine: Annotated[
         str,
-        options.word_option(
+        options.words(
             "--engine",
-            words=("mycli", "vllm", "sglang"),
-            help="Start the server of vLLM or SGLang on the same model instead; these can split it over GPUs.",
+            ("mycli", "vllm", "sglang"),
+            "Start the server of vLLM or SGLang on the same model instead; these can split it over GPUs.",
         ),
     ] = OWN
     ranks: Annotated[
-        int,
-        typer.Option(
-            "--tensor-parallel-size",
-            min=1,
-            max=1024,
-            metavar="N",
-            help="With --engine: number of GPUs.",
-        ),
+        int, options.option("--tensor-parallel-size", "N", "With --engine: number of GPUs.", min=1, max=1024)
     ] = 1
 
     def resolve(self) -> "OtherEngine | None":

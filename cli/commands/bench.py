@@ -5,8 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from mycli.cli.bench_results import Repetitions, ResultFlags, Row
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
@@ -178,10 +176,10 @@ def _measure(call: Call, subject: _Subject, trials: "Sequence[Trial]", repetitio
 def bench(
     call: Call,
     models: options.BenchModels,
-    prompt: Annotated[str, typer.Option("-p", "--prompt", metavar="N,...", help="Prompt lengths; 0: none.")] = "512",
-    generate: Annotated[str, typer.Option("-n", "--generate", metavar="N,...", help="Reply lengths; 0: none.")] = "128",
-    depth: Annotated[str, typer.Option("-d", "--depth", metavar="N,...", help="Tokens already in the cache.")] = "0",
-    batch: Annotated[str, typer.Option("-b", "--batch", metavar="N,...", help="Number of concurrent sequences.")] = "1",
+    prompt: Annotated[str, options.option("-p --prompt", "N,...", "Prompt lengths; 0: none.")] = "512",
+    generate: Annotated[str, options.option("-n --generate", "N,...", "Reply lengths; 0: none.")] = "128",
+    depth: Annotated[str, options.option("-d --depth", "N,...", "Tokens already in the cache.")] = "0",
+    batch: Annotated[str, options.option("-b --batch", "N,...", "Number of concurrent sequences.")] = "1",
     repetitions: Repetitions = 5,
     adapter: options.AdapterName = None,
     device: options.Device = "auto",

@@ -242,33 +242,27 @@ def bench_serve(
             autocompletion=options.complete_model,
         ),
     ],
-    prompt: Annotated[str, typer.Option("-p", "--prompt", metavar="N,...", help="Prompt lengths.")] = "512",
-    generate: Annotated[str, typer.Option("-n", "--generate", metavar="N,...", help="Reply lengths.")] = "128",
+    prompt: Annotated[str, options.option("-p --prompt", "N,...", "Prompt lengths.")] = "512",
+    generate: Annotated[str, options.option("-n --generate", "N,...", "Reply lengths.")] = "128",
     clients: Annotated[
-        str, typer.Option("--clients", metavar="N,...", help="Numbers of clients, each waiting for its reply.")
+        str, options.option("--clients", "N,...", "Numbers of clients, each waiting for its reply.")
     ] = "1,4,8",
     rates: Annotated[
-        str | None, typer.Option("--rate", metavar="R,...", help="Requests per second, instead of --clients.")
+        str | None, options.option("--rate", "R,...", "Requests per second, instead of --clients.")
     ] = None,
     requests: Annotated[
         int | None,
-        typer.Option(
-            "--requests", metavar="N", min=1, max=100_000, help="Requests per run.", show_default="4 per client"
-        ),
+        options.option("--requests", "N", "Requests per run.", min=1, max=100_000, show_default="4 per client"),
     ] = None,
     shared: Annotated[
-        int, options.count_option("--shared", help="Length of a prefix that all prompts share, of the -p tokens.")
+        int, options.count("--shared", "Length of a prefix that all prompts share, of the -p tokens.")
     ] = 0,
     repetitions: Repetitions = 5,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE.svg", help="Draw speed and times by load.")
-    ] = None,
+    plot: Annotated[Path | None, options.option("--plot", "FILE.svg", "Draw speed and times by load.")] = None,
     slo: Annotated[
         str | None,
-        typer.Option(
-            "--slo",
-            metavar="ttft=500ms,tpot=50ms",
-            help="Find the largest load that meets these limits; exit with 6 if none does.",
+        options.option(
+            "--slo", "ttft=500ms,tpot=50ms", "Find the largest load that meets these limits; exit with 6 if none does."
         ),
     ] = None,
     adapter: options.AdapterName = None,

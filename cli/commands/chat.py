@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Annotated, get_args
 
-import typer
-
 from mycli.cli.chat.history import Conversation, SessionFile, require_conversation
 from mycli.cli.chat.session import Chat, Overflow, thinking
 from mycli.cli.chat.slash_commands import SlashCommands
@@ -31,21 +29,17 @@ def chat(
     system: options.System = None,
     session: Annotated[
         Path | None,
-        typer.Option(
-            "--session",
-            metavar="FILE",
-            help="Continue the conversation in this file, and save it there after every turn.",
+        options.option(
+            "--session", "FILE", "Continue the conversation in this file, and save it there after every turn."
         ),
     ] = None,
     overflow: Annotated[
-        str,
-        typer.Option("--overflow", metavar="refuse|drop-oldest", help="What to do when the context is full."),
+        str, options.option("--overflow", "refuse|drop-oldest", "What to do when the context is full.")
     ] = "refuse",
     think: Annotated[
-        str | None,
-        typer.Option("--think", metavar="on|off", help="Turn reasoning on or off.", show_default="from the template"),
+        str | None, options.option("--think", "on|off", "Turn reasoning on or off.", show_default="from the template")
     ] = None,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Render replies as Markdown on a terminal.")] = False,
+    markdown: Annotated[bool, options.flag("--markdown", "Render replies as Markdown on a terminal.")] = False,
     escapes: options.Escapes = False,
     *,
     sampling: SamplingFlags,

@@ -6,8 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from mycli.cli.command import Call, command
 from mycli.cli.estimate_card import EstimateSubject, estimate_json, estimate_rows
 from mycli.cli.flags import options
@@ -200,34 +198,25 @@ def estimate(
     call: Call,
     model: options.Model,
     loading: LoadFlags,
-    batch: Annotated[int, typer.Option("--batch", metavar="N", min=1, help="Number of concurrent sequences.")] = 1,
+    batch: Annotated[int, options.option("--batch", "N", "Number of concurrent sequences.", min=1)] = 1,
     quant: Annotated[
-        str | None,
-        typer.Option("--quant", metavar="SCHEME", help="Estimate as if quantized: int4-g128, int8-channel, nf4-g64."),
+        str | None, options.option("--quant", "SCHEME", "Estimate as if quantized: int4-g128, int8-channel, nf4-g64.")
     ] = None,
     head: Annotated[
-        str, typer.Option("--head", metavar="|".join(HEADS), help="With --quant: how the output head is stored.")
+        str, options.option("--head", "|".join(HEADS), "With --quant: how the output head is stored.")
     ] = "keep",
-    gpu: Annotated[
-        int | None, options.size_option("--gpu", help="Estimate for a GPU with this much free memory.")
-    ] = None,
+    gpu: Annotated[int | None, options.size("--gpu", "Estimate for a GPU with this much free memory.")] = None,
     bandwidth: Annotated[
         float | None,
-        typer.Option(
-            "--bandwidth", metavar="X", min=0.001, help="Memory bandwidth in GB/s.", show_default="this machine's"
-        ),
+        options.option("--bandwidth", "X", "Memory bandwidth in GB/s.", min=0.001, show_default="this machine's"),
     ] = None,
     tp: Annotated[
-        int | None, typer.Option("--tp", min=1, help="Check whether vLLM can split it over N GPUs.", metavar="N")
+        int | None, options.option("--tp", "N", "Check whether vLLM can split it over N GPUs.", min=1)
     ] = None,
-    fit: Annotated[bool, typer.Option("--fit", help="Choose scheme and context that fit; print the commands.")] = False,
-    table: Annotated[bool, typer.Option("--table", help="Print all schemes with several contexts.")] = False,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Load and run the model, and compare with the estimate.")
-    ] = False,
-    tol: Annotated[
-        str, typer.Option("--tol", metavar="SHARE", help="Error that --verify accepts and --fit allows for.")
-    ] = "3%",
+    fit: Annotated[bool, options.flag("--fit", "Choose scheme and context that fit; print the commands.")] = False,
+    table: Annotated[bool, options.flag("--table", "Print all schemes with several contexts.")] = False,
+    verify: Annotated[bool, options.flag("--verify", "Load and run the model, and compare with the estimate.")] = False,
+    tol: Annotated[str, options.option("--tol", "SHARE", "Error that --verify accepts and --fit allows for.")] = "3%",
 ) -> None:
     """Estimate how much memory a model needs and whether it fits.
 

@@ -4,8 +4,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
 from mycli.cli.flags.records import KV, LoadFlags
@@ -31,18 +29,13 @@ EXAMPLES = [
     "mycli eval pico --tokens 2k --json",
 ]
 
-Ref = Annotated[
-    str | None, typer.Option("--ref", metavar="MODEL", help="Also compare with the predictions of this model.")
-]
-Sweep = Annotated[bool, typer.Option("--kv-sweep", help="Compare the data types of the KV cache.")]
+Ref = Annotated[str | None, options.option("--ref", "MODEL", "Also compare with the predictions of this model.")]
+Sweep = Annotated[bool, options.flag("--kv-sweep", "Compare the data types of the KV cache.")]
 Text = Annotated[
-    Path | None,
-    typer.Option("--text", metavar="FILE", help="UTF-8 text to measure on.", show_default="held-out.txt of pico"),
+    Path | None, options.option("--text", "FILE", "UTF-8 text to measure on.", show_default="held-out.txt of pico")
 ]
-Window = Annotated[int, options.count_option("--ctx", help="Tokens per window.", show_default="512")]
-Tokens = Annotated[
-    int | None, options.count_option("--tokens", help="Stop after this many tokens.", show_default="all")
-]
+Window = Annotated[int, options.count("--ctx", "Tokens per window.", show_default="512")]
+Tokens = Annotated[int | None, options.count("--tokens", "Stop after this many tokens.", show_default="all")]
 
 
 def _divergence(field: str, heading: str, style: str = ".2g") -> Column:

@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
 from mycli.cli.load import adapted
@@ -45,16 +43,13 @@ _COLUMNS = (
 def export(
     call: Call,
     model: options.Model,
-    to: Annotated[
-        str,
-        typer.Option("--to", metavar="gguf[:TYPE]|gptq|awq|mlx|safetensors", help="Format; TYPE is f16, q8_0, …"),
-    ],
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="PATH", help="File (gguf) or folder to write.")],
+    to: Annotated[str, options.option("--to", "gguf[:TYPE]|gptq|awq|mlx|safetensors", "Format; TYPE is f16, q8_0, …")],
+    output: Annotated[Path, options.option("-o --output", "PATH", "File (gguf) or folder to write.")],
     requantize: Annotated[
-        bool, typer.Option("--requantize", help="Round weights that the format cannot hold exactly; report the loss.")
+        bool, options.flag("--requantize", "Round weights that the format cannot hold exactly; report the loss.")
     ] = False,
     adapter: options.AdapterName = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")] = False,
+    overwrite: Annotated[bool, options.flag("--overwrite", "Replace the output if it exists.")] = False,
 ) -> None:
     """Write a model in the file format of another program.
 

@@ -2,8 +2,6 @@
 
 from typing import Annotated
 
-import typer
-
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
 from mycli.cli.output import Column
@@ -57,11 +55,9 @@ def _show_local(call: Call, model: str) -> None:
 def pull(
     call: Call,
     model: options.Model,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what would be downloaded, and download nothing.")
-    ] = False,
+    dry_run: Annotated[bool, options.flag("--dry-run", "Show what would be downloaded, and download nothing.")] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Download even if the disk seems too small or mycli cannot run the model.")
+        bool, options.flag("--force", "Download even if the disk seems too small or mycli cannot run the model.")
     ] = False,
 ) -> None:
     """Download a model from the Hugging Face hub.

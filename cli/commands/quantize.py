@@ -10,8 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
 from mycli.cli.flags.recipe import RecipeFlags
@@ -163,44 +161,37 @@ def quantize(
     flags: RecipeFlags,
     adapter: options.AdapterName = None,
     report: Annotated[
-        str, typer.Option(metavar="quick|full|none", help="How much held-out text quality is measured on.")
+        str, options.option("--report", "quick|full|none", "How much held-out text quality is measured on.")
     ] = "quick",
     max_kl: Annotated[
-        float | None, typer.Option("--max-kl", metavar="X", help="Exit with 6 if the mean KL is above this.")
+        float | None, options.option("--max-kl", "X", "Exit with 6 if the mean KL is above this.")
     ] = None,
     max_fallback: Annotated[
         float,
-        typer.Option(
-            "--max-fallback",
-            metavar="SHARE",
-            min=0,
-            max=1,
-            help="Exit with 6 if a larger share of layers could only be rounded.",
+        options.option(
+            "--max-fallback", "SHARE", "Exit with 6 if a larger share of layers could only be rounded.", min=0, max=1
         ),
     ] = 0.05,
     device: options.Device = "auto",
     threads: options.Threads = None,
     output: Annotated[
-        Path | None,
-        typer.Option("-o", "--output", metavar="PATH", help="Folder to write.", show_default="in $MYCLI_HOME"),
+        Path | None, options.option("-o --output", "PATH", "Folder to write.", show_default="in $MYCLI_HOME")
     ] = None,
     work_dir: Annotated[
         Path | None,
-        typer.Option(
+        options.option(
             "--work-dir",
-            metavar="FOLDER",
-            help="Folder for finished blocks until the end.",
+            "FOLDER",
+            "Folder for finished blocks until the end.",
             show_default="hidden, next to the output",
         ),
     ] = None,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE.svg", help="Draw the error of each layer.")
-    ] = None,
-    max_ram: Annotated[int | None, options.size_option("--max-ram", help="Limit of memory, such as 4GiB.")] = None,
-    max_vram: Annotated[int | None, options.size_option("--max-vram", help="Limit of GPU memory.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the folder if it exists.")] = False,
+    plot: Annotated[Path | None, options.option("--plot", "FILE.svg", "Draw the error of each layer.")] = None,
+    max_ram: Annotated[int | None, options.size("--max-ram", "Limit of memory, such as 4GiB.")] = None,
+    max_vram: Annotated[int | None, options.size("--max-vram", "Limit of GPU memory.")] = None,
+    overwrite: Annotated[bool, options.flag("--overwrite", "Replace the folder if it exists.")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print exact size, memory and estimated time; write nothing.")
+        bool, options.flag("--dry-run", "Print exact size, memory and estimated time; write nothing.")
     ] = False,
 ) -> None:
     """Make a smaller copy of a model and measure its quality.

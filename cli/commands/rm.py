@@ -3,8 +3,6 @@
 import shlex
 from typing import Annotated
 
-import typer
-
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
 from mycli.runtime.errors import UsageError
@@ -22,7 +20,7 @@ EXAMPLES = (
 def rm(
     call: Call,
     models: options.Models,
-    yes: Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")] = False,
+    yes: Annotated[bool, options.flag("-y --yes", "Do not ask.")] = False,
 ) -> None:
     """Delete stored models.
 

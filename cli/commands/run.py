@@ -45,22 +45,17 @@ class PromptFlags:
         typer.Argument(metavar="PROMPT", help="The prompt; - reads it from standard input.", show_default=False),
     ] = None
     file: Annotated[
-        Path | None,
-        typer.Option("-f", "--file", metavar="FILE", help="Read the prompt, or its first part, from a file."),
+        Path | None, options.option("-f --file", "FILE", "Read the prompt, or its first part, from a file.")
     ] = None
     encoding_errors: Annotated[
-        str,
-        typer.Option("--encoding-errors", metavar="strict|replace", help="How to treat input that is not UTF-8."),
+        str, options.option("--encoding-errors", "strict|replace", "How to treat input that is not UTF-8.")
     ] = "strict"
     batch: Annotated[
-        str | None,
-        typer.Option("--batch", help="Answer each line of a JSON-lines file; - is standard input.", metavar="FILE"),
+        str | None, options.option("--batch", "FILE", "Answer each line of a JSON-lines file; - is standard input.")
     ] = None
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out", help="With --batch: write the answers here; skip lines already answered there.", metavar="FILE"
-        ),
+        options.option("--out", "FILE", "With --batch: write the answers here; skip lines already answered there."),
     ] = None
 
     def resolve(self, note: Callable[[str], None]) -> str:
@@ -83,13 +78,12 @@ class GrammarFlags:
     """The output format of a reply, as typed."""
 
     schema: Annotated[
-        Path | None, typer.Option("--schema", help="Reply with JSON that matches this JSON schema.", metavar="FILE")
+        Path | None, options.option("--schema", "FILE", "Reply with JSON that matches this JSON schema.")
     ] = None
     regex: Annotated[
-        str | None,
-        typer.Option("--regex", help="Reply with text that matches this regular expression completely.", metavar="RE"),
+        str | None, options.option("--regex", "RE", "Reply with text that matches this regular expression completely.")
     ] = None
-    json_mode: Annotated[bool, typer.Option("--json-mode", help="Reply with a JSON object.")] = False
+    json_mode: Annotated[bool, options.flag("--json-mode", "Reply with a JSON object.")] = False
 
     def text(self) -> str | None:
         """Return the text of the schema, before a model is loaded.
@@ -124,23 +118,17 @@ def run(
     model: options.Model,
     source: PromptFlags,
     limit: Annotated[
-        int | None, options.count_option("-n", "--max-tokens", help="Maximum number of new tokens.", show_default="512")
+        int | None, options.count("-n --max-tokens", "Maximum number of new tokens.", show_default="512")
     ] = None,
     system: options.System = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt, without the chat template.")] = False,
-    allow_special: Annotated[
-        bool, typer.Option("--allow-special", help="Accept control tokens in the prompt.")
-    ] = False,
+    raw: Annotated[bool, options.flag("--raw", "Continue the prompt, without the chat template.")] = False,
+    allow_special: Annotated[bool, options.flag("--allow-special", "Accept control tokens in the prompt.")] = False,
     escapes: options.Escapes = False,
     logprobs: Annotated[
         int | None,
-        typer.Option(
-            "--logprobs", help="With --json: the logprob of each token and of the N most likely.", metavar="N"
-        ),
+        options.option("--logprobs", "N", "With --json: the logprob of each token and of the N most likely."),
     ] = None,
-    samples: Annotated[
-        int, typer.Option("--samples", help="Number of replies; the prompt is computed once.", metavar="N")
-    ] = 1,
+    samples: Annotated[int, options.option("--samples", "N", "Number of replies; the prompt is computed once.")] = 1,
     *,
     sampling: SamplingFlags,
     grammar: GrammarFlags,

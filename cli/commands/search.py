@@ -5,6 +5,7 @@ from typing import Annotated, Any
 import typer
 
 from mycli.cli.command import Call, command
+from mycli.cli.flags import options
 from mycli.cli.output import Column
 from mycli.cli.text.format import compact
 from mycli.runtime.errors import NotFoundError
@@ -44,9 +45,7 @@ _COLUMNS = (
 def search(
     call: Call,
     words: Annotated[list[str], typer.Argument(metavar="WORDS", help="Parts of a name.", show_default=False)],
-    limit: Annotated[
-        int, typer.Option("--limit", metavar="N", min=1, max=MOST_LISTED, help="Maximum number of models.")
-    ] = 15,
+    limit: Annotated[int, options.option("--limit", "N", "Maximum number of models.", min=1, max=MOST_LISTED)] = 15,
 ) -> None:
     """Search models on the Hugging Face hub.
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
 from mycli.cli.flags.records import FULL_LENGTH, LoadFlags, PrefixCacheFlags
@@ -37,46 +35,30 @@ MAX_KEY_BYTES = 4096
 class AddressFlags:
     """Address, access and limits of the server, as typed."""
 
-    host: Annotated[str, typer.Option("--host", metavar="ADDRESS", help="Address to listen on.")] = "127.0.0.1"
-    port: Annotated[
-        int, typer.Option("--port", metavar="N", min=0, max=65535, help="Port to listen on; 0: a free one.")
-    ] = 8080
+    host: Annotated[str, options.option("--host", "ADDRESS", "Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, options.option("--port", "N", "Port to listen on; 0: a free one.", min=0, max=65535)] = 8080
     key_file: Annotated[
         Path | None,
-        typer.Option(
-            "--api-key-file", metavar="FILE", help=f"Require the API key in this file; or set {options.KEY_VARIABLE}."
-        ),
+        options.option("--api-key-file", "FILE", f"Require the API key in this file; or set {options.KEY_VARIABLE}."),
     ] = None
-    open_to_all: Annotated[
-        bool, typer.Option("--insecure-no-auth", help="Allow other machines without an API key.")
-    ] = False
+    open_to_all: Annotated[bool, options.flag("--insecure-no-auth", "Allow other machines without an API key.")] = False
     hosts: Annotated[
-        list[str] | None,
-        typer.Option("--allow-host", metavar="NAME", help="Also accept requests for this host name; repeatable."),
+        list[str] | None, options.option("--allow-host", "NAME", "Also accept requests for this host name; repeatable.")
     ] = None
     origins: Annotated[
-        list[str] | None,
-        typer.Option("--cors", metavar="ORIGIN", help="Allow web pages of this origin; repeatable."),
+        list[str] | None, options.option("--cors", "ORIGIN", "Allow web pages of this origin; repeatable.")
     ] = None
     aliases: Annotated[
         list[str] | None,
-        typer.Option("--alias", metavar="NAME", help="Another model name for clients; repeatable; the first is shown."),
+        options.option("--alias", "NAME", "Another model name for clients; repeatable; the first is shown."),
     ] = None
     grace: Annotated[
         float,
-        typer.Option(
-            "--grace",
-            metavar="SECONDS",
-            min=0,
-            max=3600,
-            help="Seconds to finish replies after Ctrl-C or SIGTERM.",
-        ),
+        options.option("--grace", "SECONDS", "Seconds to finish replies after Ctrl-C or SIGTERM.", min=0, max=3600),
     ] = 30.0
     waiting: Annotated[
         int,
-        typer.Option(
-            "--max-waiting", metavar="N", min=1, max=100_000, help="Maximum queue length; further requests are refused."
-        ),
+        options.option("--max-waiting", "N", "Maximum queue length; further requests are refused.", min=1, max=100_000),
     ] = 256
 
     def resolve(self, call: Call) -> ServerSettings:
@@ -130,12 +112,8 @@ def serve(
     address: AddressFlags,
     max_sequences: Annotated[
         int,
-        typer.Option(
-            "--max-sequences",
-            metavar="N",
-            min=1,
-            max=4096,
-            help="Replies generated concurrently; they share the cache.",
+        options.option(
+            "--max-sequences", "N", "Replies generated concurrently; they share the cache.", min=1, max=4096
         ),
     ] = 32,
     *,

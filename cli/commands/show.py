@@ -5,8 +5,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
 from mycli.cli.output import Column
@@ -218,11 +216,11 @@ def _plot(info: ModelInfo, path: Path) -> None:
 def show(
     call: Call,
     model: options.Model,
-    template: Annotated[bool, typer.Option("--template", help="Print the chat template.")] = False,
-    tensors: Annotated[bool, typer.Option("--tensors", help="List the tensors with dtype, shape and file.")] = False,
-    recipe: Annotated[bool, typer.Option("--recipe", help="Print how the model was quantized.")] = False,
+    template: Annotated[bool, options.flag("--template", "Print the chat template.")] = False,
+    tensors: Annotated[bool, options.flag("--tensors", "List the tensors with dtype, shape and file.")] = False,
+    recipe: Annotated[bool, options.flag("--recipe", "Print how the model was quantized.")] = False,
     plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE.svg", help="Draw the error of each quantized layer.")
+        Path | None, options.option("--plot", "FILE.svg", "Draw the error of each quantized layer.")
     ] = None,
 ) -> None:
     """Show what a model is, without loading it.

@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
 from mycli.cli.flags.records import LoadFlags
@@ -40,15 +38,12 @@ def spec_verify(
     model: options.Model,
     draft: options.DraftName,
     prompts: Annotated[
-        Path | None,
-        typer.Option("--prompts", metavar="FILE", help="A file of prompts, one per line.", show_default="built in"),
+        Path | None, options.option("--prompts", "FILE", "A file of prompts, one per line.", show_default="built in")
     ] = None,
-    limit: Annotated[int, typer.Option("-n", "--max-tokens", metavar="N", min=1, help="Reply length in tokens.")] = 32,
-    length: Annotated[
-        int, typer.Option("-k", "--length", metavar="N", min=1, max=64, help="Draft length in tokens.")
-    ] = 4,
+    limit: Annotated[int, options.option("-n --max-tokens", "N", "Reply length in tokens.", min=1)] = 32,
+    length: Annotated[int, options.option("-k --length", "N", "Draft length in tokens.", min=1, max=64)] = 4,
     draws: Annotated[
-        int, typer.Option("--draws", metavar="N", min=100, help="Number of samples for the test of the distribution.")
+        int, options.option("--draws", "N", "Number of samples for the test of the distribution.", min=100)
     ] = 20_000,
     context: options.Context = None,
     device: options.Device = "auto",

@@ -2,8 +2,6 @@
 
 from typing import Annotated
 
-import typer
-
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
 from mycli.cli.output import Column
@@ -24,7 +22,7 @@ def verify(
     call: Call,
     model: options.Model,
     drop: Annotated[
-        bool, typer.Option("--drop", help="Delete damaged files of a hub model, so that pull downloads them again.")
+        bool, options.flag("--drop", "Delete damaged files of a hub model, so that pull downloads them again.")
     ] = False,
 ) -> None:
     """Check the files of a model against their recorded hashes.

@@ -87,19 +87,29 @@ def complete_word(*words: str) -> Callable[[str], list[str]]:
     return lambda incomplete: [word for word in words if word.startswith(incomplete)]
 
 
-def word_option(*flags: str, words: Sequence[str], **settings: Any) -> Any:
-    """Return an option that takes one of `words`; its help and shell completion show them."""
-    return typer.Option(*flags, metavar="|".join(words), autocompletion=complete_word(*words), **settings)
+def option(flags: str, metavar: str, text: str, **settings: Any) -> Any:
+    """Return an option with the spellings `flags`, separated by spaces, and the help `text`."""
+    return typer.Option(*flags.split(), metavar=metavar, help=text, **settings)
 
 
-def count_option(*flags: str, **settings: Any) -> Any:
+def flag(flags: str, text: str, **settings: Any) -> Any:
+    """Return an option without a value."""
+    return typer.Option(*flags.split(), help=text, **settings)
+
+
+def words(flags: str, allowed: Sequence[str], text: str, **settings: Any) -> Any:
+    """Return an option that takes one of `allowed`; its help and shell completion show them."""
+    return option(flags, "|".join(allowed), text, autocompletion=complete_word(*allowed), **settings)
+
+
+def count(flags: str, text: str, **settings: Any) -> Any:
     """Return an option whose value is a count such as 4k."""
-    return typer.Option(*flags, parser=parse_count, metavar="N", **settings)
+    return option(flags, "N", text, parser=parse_count, **settings)
 
 
-def size_option(*flags: str, **settings: Any) -> Any:
+def size(flags: str, text: str, **settings: Any) -> Any:
     """Return an option whose value is a memory size such as 24GiB."""
-    return typer.Option(*flags, parser=parse_memory, metavar="SIZE", **settings)
+    return option(flags, "SIZE", text, parser=parse_memory, **settings)
 
 
 Model = Annotated[
@@ -127,62 +137,40 @@ BenchModels = Annotated[
 ]
 Device = Annotated[
     str,
-    typer.Option(
-        "--device",
-        metavar="auto|cuda[:N]|cpu",
-        help="Device to run on.",
-        autocompletion=complete_word("auto", "cuda", "cpu"),
-    ),
+    option("--device", "auto|cuda[:N]|cpu", "Device to run on.", autocompletion=complete_word("auto", "cuda", "cpu")),
 ]
 Threads = Annotated[
-    int | None,
-    typer.Option("--threads", min=1, max=1024, metavar="N", help="Number of CPU threads.", show_default="all cores"),
+    int | None, option("--threads", "N", "Number of CPU threads.", min=1, max=1024, show_default="all cores")
 ]
-Context = Annotated[
-    int | None, count_option("--ctx", help="Context length in tokens, such as 8k.", show_default="what fits")
-]
-System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="System prompt.")]
-Escapes = Annotated[bool, typer.Option("--escapes", help="Pass control characters of the reply to the terminal.")]
-Precision = Annotated[
-    str,
-    word_option("--dtype", words=("auto", "bf16", "fp16", "fp32"), help="Precision of activations."),
-]
+Context = Annotated[int | None, count("--ctx", "Context length in tokens, such as 8k.", show_default="what fits")]
+System = Annotated[str | None, option("--system", "TEXT", "System prompt.")]
+Escapes = Annotated[bool, flag("--escapes", "Pass control characters of the reply to the terminal.")]
+Precision = Annotated[str, words("--dtype", ("auto", "bf16", "fp16", "fp32"), "Precision of activations.")]
 CacheKind = Annotated[
-    str,
-    word_option(
-        "--kv",
-        words=("auto", "bf16", "int8", "int4"),
-        help="Data type of the KV cache; auto: that of activations.",
-    ),
+    str, words("--kv", ("auto", "bf16", "int8", "int4"), "Data type of the KV cache; auto: that of activations.")
 ]
-Shadow = Annotated[
-    bool, typer.Option("--shadow", help="On a GPU: keep a 16-bit copy of packed weights, for faster prompts.")
-]
+Shadow = Annotated[bool, flag("--shadow", "On a GPU: keep a 16-bit copy of packed weights, for faster prompts.")]
 Draft = Annotated[
     str,
-    typer.Option(
+    option(
         "--draft",
-        metavar="MODEL|ngram|mtp|none",
-        help="Speculative decoding: with a small model of the same vocabulary, by n-gram lookup in the text, or with "
+        "MODEL|ngram|mtp|none",
+        "Speculative decoding: with a small model of the same vocabulary, by n-gram lookup in the text, or with "
         "the model's own MTP head.",
         autocompletion=complete_model,
     ),
 ]
 ExpertMemory = Annotated[
     int | None,
-    size_option(
+    size(
         "--expert-memory",
-        help="On the CPU: memory limit for MoE experts; the rest is read from disk on demand.",
+        "On the CPU: memory limit for MoE experts; the rest is read from disk on demand.",
         show_default="what fits",
     ),
 ]
 AdapterName = Annotated[
     str | None,
-    typer.Option(
-        "--adapter",
-        metavar="FOLDER|REPO",
-        help="Merge a LoRA adapter (PEFT format) into the weights when they are loaded.",
-    ),
+    option("--adapter", "FOLDER|REPO", "Merge a LoRA adapter (PEFT format) into the weights when they are loaded."),
 ]
 DraftName = Annotated[
     str,

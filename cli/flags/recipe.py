@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-import typer
-
 from mycli.cli.flags import options
 from mycli.quant import solvers
 from mycli.quant.recipe import Recipe, method_help, methods
@@ -21,70 +19,65 @@ _OTHER_GROUPS = [f"{spec.group} for {name}" for name, spec in _SPECS.items() if 
 class RecipeFlags:
     """Method, widths and calibration data, as typed."""
 
-    method: Annotated[
-        str,
-        options.word_option(
-            words=methods(),
-            help=f"How the codes are chosen. {method_help()}.",
-        ),
-    ] = solvers.DEFAULT
+    method: Annotated[str, options.words("--method", methods(), f"How the codes are chosen. {method_help()}.")] = (
+        solvers.DEFAULT
+    )
     bits: Annotated[
         int | None,
-        typer.Option(metavar="|".join(map(str, BITS)), help="Bits per weight, not counting scales.", show_default="4"),
+        options.option("--bits", "|".join(map(str, BITS)), "Bits per weight, not counting scales.", show_default="4"),
     ] = None
     target_bpw: Annotated[
         float | None,
-        typer.Option(
+        options.option(
             "--target-bpw",
+            "X",
+            "Give sensitive layers more bits, others fewer, for this average per weight, scales included.",
             min=2,
             max=9,
-            metavar="X",
-            help="Give sensitive layers more bits, others fewer, for this average per weight, scales included.",
             show_default="--bits for all",
         ),
     ] = None
     group: Annotated[
         str | None,
-        options.word_option(
-            words=_GROUPS,
-            help="Number of inputs that share a scale.",
+        options.words(
+            "--group",
+            _GROUPS,
+            "Number of inputs that share a scale.",
             show_default="; ".join([str(_DEFAULT_GROUP), *_OTHER_GROUPS]),
         ),
     ] = None
     scales: Annotated[
         str,
-        options.word_option(
-            words=("mse", "absmax"),
-            help="mse: the scale with the least squared error; absmax: from the largest weight.",
+        options.words(
+            "--scales",
+            ("mse", "absmax"),
+            "mse: the scale with the least squared error; absmax: from the largest weight.",
         ),
     ] = "mse"
     head: Annotated[
         str,
-        options.word_option(
-            words=("keep", "int8", "int4"),
-            help="An output head that is not tied to the embedding: keep it unquantized, or quantize it.",
+        options.words(
+            "--head",
+            ("keep", "int8", "int4"),
+            "An output head that is not tied to the embedding: keep it unquantized, or quantize it.",
         ),
     ] = "keep"
     calib: Annotated[
         str | None,
-        typer.Option(
+        options.option(
             "--calib",
-            metavar="FILE|hf:DATASET",
-            help="Calibration data: text, .jsonl or .parquet; hf:org/name[@revision][:path] is downloaded.",
+            "FILE|hf:DATASET",
+            "Calibration data: text, .jsonl or .parquet; hf:org/name[@revision][:path] is downloaded.",
             show_default="a built-in text",
         ),
     ] = None
-    samples: Annotated[int, options.count_option("--samples", help="Number of calibration windows.")] = 128
-    seq: Annotated[int | None, options.count_option("--seq", help="Tokens per window.", show_default="512")] = None
+    samples: Annotated[int, options.count("--samples", "Number of calibration windows.")] = 128
+    seq: Annotated[int | None, options.count("--seq", "Tokens per window.", show_default="512")] = None
     seed: Annotated[
-        int, typer.Option("--seed", metavar="N", min=0, help="Chooses the windows; the same seed gives the same bytes.")
+        int, options.option("--seed", "N", "Chooses the windows; the same seed gives the same bytes.", min=0)
     ] = 0
     tune: Annotated[
-        bool,
-        typer.Option(
-            "--tune",
-            help="Then train against the original model, by block and end to end; 10 times slower.",
-        ),
+        bool, options.flag("--tune", "Then train against the original model, by block and end to end; 10 times slower.")
     ] = False
 
     def resolve(self) -> Recipe:

@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
-import typer
-
 from mycli.cli.flags import options
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.errors import UsageError
@@ -36,9 +34,9 @@ class LoadFlags:
     dtype: options.Precision = "auto"
     kv: options.CacheKind = "auto"
     shadow: options.Shadow = False
-    allow_nonfinite: Annotated[
-        bool, typer.Option("--allow-nonfinite", help="Accept weights that are NaN or infinite.")
-    ] = False
+    allow_nonfinite: Annotated[bool, options.flag("--allow-nonfinite", "Accept weights that are NaN or infinite.")] = (
+        False
+    )
     expert_memory: options.ExpertMemory = None
 
     def resolve(self, sequences: int = 1, running: int | None = None) -> EngineConfig:
@@ -64,11 +62,10 @@ class PrefixCacheFlags:
     """The disk prefix cache, as typed."""
 
     folder: Annotated[
-        Path | None,
-        typer.Option("--prefix-cache-dir", metavar="DIR", help="Keep the prefix cache on disk in this folder."),
+        Path | None, options.option("--prefix-cache-dir", "DIR", "Keep the prefix cache on disk in this folder.")
     ] = None
     size: Annotated[
-        int | None, options.size_option("--prefix-cache-size", help="Maximum size of that folder.", show_default="8GiB")
+        int | None, options.size("--prefix-cache-size", "Maximum size of that folder.", show_default="8GiB")
     ] = None
 
     def resolve(self, engine: EngineConfig) -> EngineConfig:
@@ -86,51 +83,37 @@ class SamplingFlags:
     """Sampling settings, as typed; None means the model's generation_config.json."""
 
     temperature: Annotated[
-        float | None,
-        typer.Option("-t", "--temperature", metavar="X", help="0 is greedy decoding.", show_default=_DEFAULT),
+        float | None, options.option("-t --temperature", "X", "0 is greedy decoding.", show_default=_DEFAULT)
     ] = None
     top_k: Annotated[
         int | None,
-        typer.Option(
-            "--top-k", metavar="N", help="Sample from the N most likely tokens; 0: all.", show_default=_DEFAULT
-        ),
+        options.option("--top-k", "N", "Sample from the N most likely tokens; 0: all.", show_default=_DEFAULT),
     ] = None
     top_p: Annotated[
         float | None,
-        typer.Option(
-            "--top-p",
-            metavar="X",
-            help="Sample from the most likely tokens up to this total probability.",
-            show_default=_DEFAULT,
+        options.option(
+            "--top-p", "X", "Sample from the most likely tokens up to this total probability.", show_default=_DEFAULT
         ),
     ] = None
     min_p: Annotated[
         float | None,
-        typer.Option(
-            "--min-p",
-            metavar="X",
-            help="Drop tokens below this share of the highest probability.",
-            show_default=_DEFAULT,
+        options.option(
+            "--min-p", "X", "Drop tokens below this share of the highest probability.", show_default=_DEFAULT
         ),
     ] = None
     repetition_penalty: Annotated[
         float | None,
-        typer.Option(
-            "--repetition-penalty", metavar="X", help="Values above 1 discourage repetition.", show_default=_DEFAULT
-        ),
+        options.option("--repetition-penalty", "X", "Values above 1 discourage repetition.", show_default=_DEFAULT),
     ] = None
-    seed: Annotated[
-        int | None, typer.Option("--seed", metavar="N", help="Makes sampling repeatable.", show_default="random")
-    ] = None
+    seed: Annotated[int | None, options.option("--seed", "N", "Makes sampling repeatable.", show_default="random")] = (
+        None
+    )
     logit_bias: Annotated[
         list[str] | None,
-        typer.Option(
-            "--logit-bias", metavar="ID=BIAS", help="Add BIAS to the logit of token ID; -100 bans it; repeatable."
-        ),
+        options.option("--logit-bias", "ID=BIAS", "Add BIAS to the logit of token ID; -100 bans it; repeatable."),
     ] = None
     stop: Annotated[
-        list[str] | None,
-        typer.Option("--stop", metavar="TEXT", help="End the reply before this text; repeatable."),
+        list[str] | None, options.option("--stop", "TEXT", "End the reply before this text; repeatable.")
     ] = None
 
     def check(self) -> None:
