@@ -49,6 +49,7 @@ FOREIGN_OPTIONS = {
     "-p": _PROMPT,
     "-s": "--seed N",
 }
+_BENCH_SERVE = ("--clients", "--rate", "--requests", "--shared", "--plot", "--slo")
 # Hints for arguments that a command does not take.
 _EXTRA_ARGUMENTS = {
     "chat": "chat takes no prompt; mycli run MODEL PROMPT answers one",
@@ -112,6 +113,8 @@ def _value_problem(sentence: str, option: Any) -> str:
 def _unknown_option(word: str, command: Any, hint: str) -> UsageError:
     if word in FOREIGN_OPTIONS:
         return UsageError(f"no such option: {word}", FOREIGN_OPTIONS[word])
+    if word in _BENCH_SERVE and command.name == "bench":
+        return UsageError(f"no such option: {word}", f"mycli bench serve MODEL {word}")
     options = [option for option in command.params if not getattr(option, "hidden", False)] if command else []
     similar = closest_option(word, (spelling for option in options for spelling in option.opts if spelling[0] == "-"))
     return UsageError(f"no such option: {word}{f'; did you mean {similar}?' if similar else ''}", hint)

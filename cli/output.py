@@ -95,7 +95,6 @@ class Output:
 
     @property
     def plain(self) -> bool:
-        """True if the terminal has no escape sequences."""
         return self._environment.get("TERM") == "dumb"
 
     # Results
@@ -231,13 +230,11 @@ class Output:
             self._write_note(self._wrapped(text))
 
     def footer(self, text: str) -> None:
-        """Print a dim line of statistics; -q hides it."""
         if not self._quiet:
             line = self._wrapped(text).removesuffix("\n")
             self._write_note((f"\x1b[2m{line}\x1b[0m" if self.decorated() else line) + "\n")
 
     def detail(self, text: str) -> None:
-        """Print a note that only -v shows."""
         if self.verbose:
             self.note(text)
 
@@ -296,7 +293,6 @@ class Output:
         self._write_note(self._wrapped(text))
 
     def bug(self, error: BaseException) -> None:
-        """Print an unexpected exception as an error."""
         message = f"internal error: {type(error).__name__}: {error}"
         self.error(UserError(message, "run it again with --debug and report the output"), error)
 

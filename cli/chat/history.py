@@ -32,7 +32,6 @@ class Conversation:
     reading: list[tuple[str, str]] = field(default_factory=list)
 
     def messages(self) -> list[Message]:
-        """Return the messages for the prompt."""
         system = [] if self.system is None else [Message("system", self.system)]
         return [*system, *self.turns[self.hidden :]]
 
@@ -41,7 +40,6 @@ class Conversation:
         return "\n\n".join([*(f"{name}:\n\n{content}" for name, content in self.reading), text])
 
     def clear(self) -> None:
-        """Remove everything but the system prompt."""
         self.turns, self.hidden, self.reading = [], 0, []
 
     @property

@@ -82,7 +82,6 @@ class Chat:
             self.session_file.save(self.conversation, self.loaded.source.name)
 
     def tokens(self) -> list[int]:
-        """Return the token ids of the prompt."""
         return self.loaded.model.tokenizer.apply_chat_template(self.conversation.messages(), **self.arguments)
 
     def _prompt(self) -> list[int]:
@@ -138,7 +137,6 @@ class Chat:
         return "".join(pieces)
 
     def statistics(self, reply: "Completion") -> str:
-        """Return the line of statistics for a reply."""
         timing, engine = reply.timing, self.loaded.engine
         return " · ".join(
             (

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from mycli.cli.bench_results import Repetitions, ResultFlags, Row
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
-from mycli.cli.flags.records import LoadFlags
+from mycli.cli.flags.records import RunFlags
 from mycli.cli.load import about, adapted, announce_build, announce_experts, announce_passes, announce_placement
 from mycli.cli.output import Column
 from mycli.cli.text.progress import CpuContention
@@ -172,23 +172,21 @@ def _measure(call: Call, subject: _Subject, trials: "Sequence[Trial]", repetitio
     return [_row(common, result, rate, bandwidth) for result, rate in results]
 
 
+def _complete(incomplete: str) -> list[str]:
+    return [*options.complete_word("serve", "draft")(incomplete), *options.complete_model(incomplete)]
+
+
 @command
 def bench(
     call: Call,
-    models: options.BenchModels,
+    models: Annotated[list[str], options.argument("MODEL", "One or more models.", _complete)],
     prompt: Annotated[str, options.option("-p --prompt", "N,...", "Prompt lengths; 0: none.")] = "512",
     generate: Annotated[str, options.option("-n --generate", "N,...", "Reply lengths; 0: none.")] = "128",
     depth: Annotated[str, options.option("-d --depth", "N,...", "Tokens already in the cache.")] = "0",
     batch: Annotated[str, options.option("-b --batch", "N,...", "Number of concurrent sequences.")] = "1",
     repetitions: Repetitions = 5,
-    adapter: options.AdapterName = None,
-    device: options.Device = "auto",
-    threads: options.Threads = None,
-    dtype: options.Precision = "auto",
-    kv: options.CacheKind = "auto",
-    shadow: options.Shadow = False,
-    expert_memory: options.ExpertMemory = None,
     *,
+    loading: RunFlags,
     report: ResultFlags,
 ) -> None:
     """Measure the speed of models; see also bench serve, bench draft.
@@ -198,7 +196,7 @@ def bench(
     """
     from mycli.runtime.diagnostics.throughput import grid
 
-    engine = LoadFlags(adapter, device=device, dtype=dtype, kv=kv, shadow=shadow, expert_memory=expert_memory).resolve()
+    engine = loading.resolve()
     lists = {"-p": prompt, "-n": generate, "-d": depth, "-b": batch}
     lengths = [options.parse_counts(flag, text) for flag, text in lists.items()]
     if not all(lengths[3]):

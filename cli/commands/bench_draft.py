@@ -1,14 +1,13 @@
 """`mycli bench draft`: the same prompts with and without a draft, by kind of text, and whether the draft pays."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
 
 from mycli.cli.bench_results import Repetitions
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
-from mycli.cli.flags.records import LoadFlags
+from mycli.cli.flags.records import RunFlags
 from mycli.cli.load import load_engine
 from mycli.cli.output import Column
 from mycli.runtime.engine.config import EngineConfig
@@ -99,34 +98,20 @@ def _subject(
 def bench_draft(
     call: Call,
     model: options.Model,
-    draft: Annotated[
-        str,
-        typer.Argument(
-            metavar="DRAFT",
-            help="A small model of the same vocabulary, ngram, or mtp.",
-            show_default=False,
-            autocompletion=options.complete_model,
-        ),
-    ],
+    draft: options.DraftName,
     generate: Annotated[int, options.count("-n --generate", "Reply length in tokens.")] = 128,
     repetitions: Repetitions = 5,
     output: Annotated[str, options.words("-o --output", ("md", "json"), "Output format.")] = "md",
-    adapter: options.AdapterName = None,
-    device: options.Device = "auto",
-    threads: options.Threads = None,
-    dtype: options.Precision = "auto",
-    kv: options.CacheKind = "auto",
-    shadow: options.Shadow = False,
-    expert_memory: options.ExpertMemory = None,
+    *,
+    loading: RunFlags,
 ) -> None:
     """Measure how much faster a draft makes a model.
 
-    Generates greedy replies to real prompts, by kind of text, without and with the draft in turn, and tells for which
-    texts the draft pays.
+    DRAFT may also be ngram, or mtp for the MTP head of MODEL. Generates greedy replies to real prompts, by kind of
+    text, without and with the draft in turn, and prints for which texts the draft pays.
     """
     as_json = options.choice("-o", output, ("md", "json")) == "json" or call.out.json_mode
-    flags = LoadFlags(adapter, draft, device=device, dtype=dtype, kv=kv, shadow=shadow, expert_memory=expert_memory)
-    subject, texts = _subject(call, model, flags.resolve())
+    subject, texts = _subject(call, model, replace(loading.resolve(), draft=draft))
     from mycli.runtime.diagnostics.speculation_benchmark import measure_speculation, textbook
 
     results = {}

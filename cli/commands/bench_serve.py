@@ -12,12 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from mycli.cli.bench_results import Repetitions, ResultFlags, Row
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
-from mycli.cli.flags.records import LoadFlags
+from mycli.cli.flags.records import RunFlags
 from mycli.cli.output import Column
 from mycli.cli.plot import require_svg, write_loads
 from mycli.runtime.diagnostics.serving_load import Load
@@ -234,13 +232,7 @@ def _check_slo(call: Call, rows: Sequence[Row], limits: Mapping[str, float], slo
 def bench_serve(
     call: Call,
     models: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="MODEL|URL",
-            help="Models to serve for the measurement, or URLs of running servers.",
-            show_default=False,
-            autocompletion=options.complete_model,
-        ),
+        list[str], options.argument("MODEL|URL", "Models to serve, or URLs of servers.", options.complete_model)
     ],
     prompt: Annotated[str, options.option("-p --prompt", "N,...", "Prompt lengths.")] = "512",
     generate: Annotated[str, options.option("-n --generate", "N,...", "Reply lengths.")] = "128",
@@ -265,15 +257,9 @@ def bench_serve(
             "--slo", "ttft=500ms,tpot=50ms", "Find the largest load that meets these limits; exit with 6 if none does."
         ),
     ] = None,
-    adapter: options.AdapterName = None,
     draft: options.Draft = "none",
-    device: options.Device = "auto",
-    threads: options.Threads = None,
-    dtype: options.Precision = "auto",
-    kv: options.CacheKind = "auto",
-    shadow: options.Shadow = False,
-    expert_memory: options.ExpertMemory = None,
     *,
+    loading: RunFlags,
     report: ResultFlags,
 ) -> None:
     """Measure a server under load.
@@ -281,16 +267,14 @@ def bench_serve(
     Prints tokens per second of all clients, time to first token and time per output token. Options such as --draft and
     --kv apply to servers that are started here. The API key of a server at a URL is read from MYCLI_API_KEY.
     """
-    LoadFlags(draft=draft, dtype=dtype, kv=kv).resolve()
+    loading.resolve()
     limits = _parse_slo(slo)
     lengths = options.parse_counts("-p", prompt), options.parse_counts("-n", generate)
     loads = _loads(*lengths, clients, rates, requests, shared)
     report.check()
     if plot is not None:
         require_svg(plot)
-    flags = ["--draft", draft, "--device", device, "--dtype", dtype, "--kv", kv, *(["--shadow"] * shadow)]
-    flags += [] if adapter is None else ["--adapter", adapter]
-    flags += [] if expert_memory is None else ["--expert-memory", f"{expert_memory}B"]
+    flags = ["--draft", draft, *loading.arguments()]
     rows: list[Row] = []
     try:
         for measured in _measure_all(call, models, loads, repetitions, flags):

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
 from mycli.cli.flags.records import FULL_LENGTH, LoadFlags, PrefixCacheFlags, SamplingFlags
@@ -40,10 +38,7 @@ MAX_SAMPLES = 256
 class PromptFlags:
     """The prompt and its source, as typed."""
 
-    prompt: Annotated[
-        str | None,
-        typer.Argument(metavar="PROMPT", help="The prompt; - reads it from standard input.", show_default=False),
-    ] = None
+    prompt: Annotated[str | None, options.argument("PROMPT", "The prompt; - reads it from standard input.")] = None
     file: Annotated[
         Path | None, options.option("-f --file", "FILE", "Read the prompt, or its first part, from a file.")
     ] = None

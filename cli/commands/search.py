@@ -2,8 +2,6 @@
 
 from typing import Annotated, Any
 
-import typer
-
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
 from mycli.cli.output import Column
@@ -44,7 +42,7 @@ _COLUMNS = (
 @command
 def search(
     call: Call,
-    words: Annotated[list[str], typer.Argument(metavar="WORDS", help="Parts of a name.", show_default=False)],
+    words: Annotated[list[str], options.argument("WORDS", "Parts of a name.")],
     limit: Annotated[int, options.option("--limit", "N", "Maximum number of models.", min=1, max=MOST_LISTED)] = 15,
 ) -> None:
     """Search models on the Hugging Face hub.

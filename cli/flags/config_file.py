@@ -27,7 +27,6 @@ Presets = Mapping[str, Mapping[str, Any]]
 
 
 def config_path(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the path of config.toml."""
     base = environment.get("XDG_CONFIG_HOME", "")
     # The XDG specification says to ignore a relative path.
     return Path(base if os.path.isabs(base) else os.path.expanduser("~/.config")) / "mycli" / "config.toml"
@@ -57,10 +56,7 @@ def _is_option(key: str, command: str, commands: Collection[str], keys: Keys) ->
 
 
 def read_settings(path: Path, command: str, commands: Collection[str], keys: Keys) -> dict[str, Any]:
-    """Return the defaults of `command` by parameter.
-
-    Raises UsageError naming the file and the key for bad TOML and for an unknown command or option.
-    """
+    """Return the defaults of `command` by parameter. Raises UsageError naming the file and the key at fault."""
     hint = f"edit {path}; mycli COMMAND --help lists the options"
     values = _parse(path, hint)
     if not values:
@@ -107,10 +103,7 @@ def read_presets(path: Path, command: str, commands: Collection[str], keys: Keys
 def apply_preset(
     arguments: list[str], presets: Presets, model_of: Callable[[list[str]], str | None]
 ) -> tuple[list[str], Mapping[str, Any]]:
-    """Replace the preset that a command line names by its model; return it with the preset's other settings.
-
-    `model_of` returns the MODEL of a command line.
-    """
+    """Replace the preset that a command line names by its model; return it with the preset's other settings."""
     name = model_of(arguments)
     if name is None or name not in presets:
         return arguments, {}

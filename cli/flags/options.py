@@ -83,7 +83,6 @@ def complete_model(incomplete: str) -> list[str]:
 
 
 def complete_word(*words: str) -> Callable[[str], list[str]]:
-    """Return a shell completion that offers `words`."""
     return lambda incomplete: [word for word in words if word.startswith(incomplete)]
 
 
@@ -93,7 +92,6 @@ def option(flags: str, metavar: str, text: str, **settings: Any) -> Any:
 
 
 def flag(flags: str, text: str, **settings: Any) -> Any:
-    """Return an option without a value."""
     return typer.Option(*flags.split(), help=text, **settings)
 
 
@@ -103,38 +101,24 @@ def words(flags: str, allowed: Sequence[str], text: str, **settings: Any) -> Any
 
 
 def count(flags: str, text: str, **settings: Any) -> Any:
-    """Return an option whose value is a count such as 4k."""
     return option(flags, "N", text, parser=parse_count, **settings)
 
 
 def size(flags: str, text: str, **settings: Any) -> Any:
-    """Return an option whose value is a memory size such as 24GiB."""
     return option(flags, "SIZE", text, parser=parse_memory, **settings)
 
 
-Model = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        help="A name that mycli list shows, org/repo[@revision] on the hub or its URL, a folder, a .gguf file, or a "
-        "preset of config.toml.",
-        show_default=False,
-        autocompletion=complete_model,
-    ),
-]
-Models = Annotated[
-    list[str],
-    typer.Argument(metavar="MODEL", help="One or more models.", show_default=False, autocompletion=complete_model),
-]
-BenchModels = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="MODEL",
-        help="One or more models.",
-        show_default=False,
-        autocompletion=lambda incomplete: [*complete_word("serve", "draft")(incomplete), *complete_model(incomplete)],
-    ),
-]
+def argument(metavar: str, text: str, complete: Callable[[str], list[str]] | None = None) -> Any:
+    return typer.Argument(metavar=metavar, help=text, show_default=False, autocompletion=complete)
+
+
+_MODEL = (
+    "A name that mycli list shows, org/repo[@revision] on the hub or its URL, a folder, a .gguf file, or a preset of "
+    "config.toml."
+)
+Model = Annotated[str, argument("MODEL", _MODEL, complete_model)]
+Models = Annotated[list[str], argument("MODEL", "One or more models.", complete_model)]
+DraftName = Annotated[str, argument("DRAFT", "A small model of the same vocabulary.", complete_model)]
 Device = Annotated[
     str,
     option("--device", "auto|cuda[:N]|cpu", "Device to run on.", autocompletion=complete_word("auto", "cuda", "cpu")),
@@ -171,13 +155,4 @@ ExpertMemory = Annotated[
 AdapterName = Annotated[
     str | None,
     option("--adapter", "FOLDER|REPO", "Merge a LoRA adapter (PEFT format) into the weights when they are loaded."),
-]
-DraftName = Annotated[
-    str,
-    typer.Argument(
-        metavar="DRAFT",
-        help="The small model that proposes tokens.",
-        show_default=False,
-        autocompletion=complete_model,
-    ),
 ]

@@ -1,8 +1,4 @@
-"""Records of related options: how a model is loaded, the disk prefix cache, and sampling.
-
-A parameter of a command that is annotated with such a record stands for all of its options (`cli.command`). `resolve`
-turns the record into settings of `runtime`.
-"""
+"""Records of related options: `cli.command` gives a command all options of a record, `resolve` returns settings."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,37 +19,52 @@ KV: tuple[KvDtype, ...] = get_args(KvDtype)
 
 
 @dataclass(frozen=True)
-class LoadFlags:
-    """How a model is loaded and run, as typed."""
+class RunFlags:
+    """The device and the data types of a model, as typed."""
 
     adapter: options.AdapterName = None
-    draft: options.Draft = "none"
-    context: options.Context = None
     device: options.Device = "auto"
     threads: options.Threads = None  # for the help; `cli.command` sets it, before torch is imported
     dtype: options.Precision = "auto"
     kv: options.CacheKind = "auto"
     shadow: options.Shadow = False
-    allow_nonfinite: Annotated[bool, options.flag("--allow-nonfinite", "Accept weights that are NaN or infinite.")] = (
-        False
-    )
     expert_memory: options.ExpertMemory = None
 
     def resolve(self, sequences: int = 1, running: int | None = None) -> EngineConfig:
-        """Return the settings of the engine. Raises UsageError for an unknown dtype."""
+        """Return the settings of the engine. Raises UsageError for an unknown data type."""
         dtype = options.choice("--dtype", self.dtype, ("auto", *FLOATS))
         return EngineConfig(
             device=self.device,
             dtype=FLOATS.get(dtype),
             kv=options.choice("--kv", self.kv, KV),
-            context=self.context,
             sequences=sequences,
             running=running,
-            draft=None if self.draft == "none" else self.draft,
             dense_prefill_copy=self.shadow,
-            allow_nonfinite=self.allow_nonfinite,
             adapter=self.adapter,
             expert_bytes=self.expert_memory,
+        )
+
+    def arguments(self) -> list[str]:
+        """Return the options for the command line of `mycli serve`."""
+        words = ["--device", self.device, "--dtype", self.dtype, "--kv", self.kv, *(["--shadow"] * self.shadow)]
+        words += [] if self.adapter is None else ["--adapter", self.adapter]
+        return words + ([] if self.expert_memory is None else ["--expert-memory", f"{self.expert_memory}B"])
+
+
+@dataclass(frozen=True)
+class LoadFlags(RunFlags):
+    """How a model is loaded and run, as typed."""
+
+    draft: options.Draft = "none"
+    context: options.Context = None
+    allow_nonfinite: Annotated[bool, options.flag("--allow-nonfinite", "Accept NaN and infinite weights.")] = False
+
+    def resolve(self, sequences: int = 1, running: int | None = None) -> EngineConfig:
+        return replace(
+            super().resolve(sequences, running),
+            context=self.context,
+            draft=None if self.draft == "none" else self.draft,
+            allow_nonfinite=self.allow_nonfinite,
         )
 
 

@@ -59,7 +59,6 @@ def active_parameters(config: "ModelConfig") -> str:
 
 
 def experts_in_memory(plan: "MemoryPlan") -> str:
-    """Describe how many experts are in memory when not all are."""
     from mycli.runtime.memory.resident import most_experts, slot_bytes  # only for a model larger than memory
 
     slots, most = plan.expert_slots or 0, most_experts(plan.config)
@@ -83,7 +82,6 @@ def _plus_minus(estimate: "Mean", digits: str) -> str:
 
 
 def quality_rows(result: "Evaluation") -> list[tuple[str, str]]:
-    """Return the rows of a card for perplexity and, with a reference model, divergence."""
     bos = "BOS once" if result.begins_with_bos else "no BOS"
     protocol = f"{pluralize(result.windows, 'window')} of {result.context} tokens, {bos}, {result.dtype}"
     divergence = result.divergence

@@ -65,10 +65,10 @@ def read_document(path: Path) -> str:
 def read_prompt(prompt: str | None, file: Path | None, errors: str, note: Callable[[str], None]) -> str:
     """Join the file, the PROMPT argument and piped input, in this order, one per line.
 
-    With `prompt` "-", or with neither prompt nor file, standard input is required and read until its end. Otherwise it
-    is optional, and `SILENCE` ends the wait for it. `note` receives a message when mycli waits for an open pipe.
-    Raises UsageError if there is no prompt or the wait ended.
+    `note` receives a message when mycli waits for an open pipe. Raises UsageError if there is no prompt.
     """
+    # With "-", or with neither prompt nor file, standard input is required and read until its end, however long that
+    # takes. Otherwise it is optional, and `SILENCE` ends the wait for it.
     parts = [] if file is None else [read_file(file, errors, REPLACE)]
     if prompt not in (None, "-"):
         parts.append(str(prompt))

@@ -26,18 +26,15 @@ def width(text: str) -> int:
 
 
 def pad(text: str, columns: int, right: bool = False) -> str:
-    """Pad `text` with spaces to `columns`; `right` aligns it right."""
     space = " " * (columns - width(text))
     return space + text if right else text + space
 
 
 def table_width(widths: Sequence[int]) -> int:
-    """Return the columns of a table whose cells have `widths`."""
     return sum(widths) + 3 * len(widths) + 1
 
 
 def column_widths(rows: Sequence[Sequence[str]]) -> list[int]:
-    """Return the width of the widest cell of each column."""
     return [max(map(width, column)) for column in zip(*rows, strict=True)]
 
 
@@ -107,7 +104,6 @@ class WordWrap:
         return "".join(shown)
 
     def flush(self) -> str:
-        """Return the text held back."""
         shown = self._place() + self._spaces
         self._column += width(self._spaces)
         self._spaces = ""

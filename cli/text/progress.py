@@ -19,11 +19,9 @@ BUSY_SECONDS, BUSY_SHARE = 1.0, 0.3
 class Progress:
     """A task of known size; this base class shows nothing."""
 
-    def advance(self, amount: float) -> None:
-        """Add finished work, in the unit of the total."""
+    def advance(self, amount: float) -> None: ...  # in the unit of the total
 
-    def describe(self, text: str) -> None:
-        """Replace the title."""
+    def describe(self, text: str) -> None: ...  # replaces the title
 
 
 class Lines(Progress):

@@ -316,7 +316,7 @@ def test_where_one_gpu_ends_is_said_with_the_command_for_more(llama: str, capsys
     assert "beyond one GPU       4096 tokens take 2 such GPUs: mycli serve" in said
     assert call(llama, "--gpu", "2GiB") == ExitCode.RESOURCES
     assert (
-        "8192 tokens take more than 8 such GPUs: also use an engine that splits the sequence" in capsys.readouterr().out
+        "8192 tokens need more than 8 such GPUs: also use an engine that splits the sequence" in capsys.readouterr().out
     )
     assert "more_gpus" not in answer(capsys, llama, "--gpu", "80GiB")
     assert "more_gpus" not in answer(capsys, "pico", "--gpu", "24GiB") and "more_gpus" not in answer(capsys, "pico")
