@@ -83,7 +83,6 @@ class WordWrap:
         self._in_code = False
 
     def feed(self, text: str) -> str:
-        """Add streamed text; return what can be shown now."""
         shown = []
         for character in text:
             if character == "\n":
