@@ -21,7 +21,7 @@ def _head_rows(sizes: list[int]) -> str:
 _COLUMNS = (
     Column("vocabulary", lambda answer: f"the same {answer['tokens']:,} tokens, byte for byte"),
     Column("head rows", lambda answer: _head_rows(answer["rows"])),
-    Column("end tokens", lambda answer: "different; the target's are used" if answer["eos_differs"] else "the same"),
+    Column("end tokens", lambda answer: "different; the target's are used" if answer["ends_differ"] else "the same"),
 )
 
 
@@ -36,5 +36,5 @@ def spec_check(call: Call, model: options.Model, draft: options.DraftName) -> No
     folders = [open_model_folder(source.folder) for source in sources]
     sizes = [folder.config.vocab_size for folder in folders]
     shared = check_vocabularies(folders[0].tokenizer(), folders[1].tokenizer())
-    answer = {"tokens": shared.tokens, "rows": sizes, "different": 0, "eos_differs": shared.eos_differs}
+    answer = {"tokens": shared.tokens, "rows": sizes, "different": 0, "ends_differ": shared.eos_differs}
     call.out.show(answer, _COLUMNS, title=f"{sources[1].name} can draft for {sources[0].name}")

@@ -313,7 +313,7 @@ def test_where_one_gpu_ends_is_said_with_the_command_for_more(llama: str, capsys
     assert more["command"] == f"mycli serve {llama} --engine vllm --tensor-parallel-size 2 --ctx 131072"
     assert call(llama, "--gpu", "12GiB", "--ctx", "4k") == ExitCode.RESOURCES
     said = capsys.readouterr().out
-    assert "beyond one GPU       4096 tokens take 2 such GPUs: mycli serve" in said
+    assert "beyond one GPU       4096 tokens need 2 such GPUs: mycli serve" in said
     assert call(llama, "--gpu", "2GiB") == ExitCode.RESOURCES
     assert (
         "8192 tokens need more than 8 such GPUs: also use an engine that splits the sequence" in capsys.readouterr().out
