@@ -1,1 +1,1 @@
-"""What makes quantized models and measures them. Uses the runtime to measure; knows nothing of a terminal."""
+"""Makes quantized models and measures them with the runtime."""

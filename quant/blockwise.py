@@ -39,11 +39,10 @@ Sink = Callable[[Solved], None]  # called with each solved block in order, the h
 
 
 class BlockSolver:
-    """Solves the blocks of one model in order, then its head if that is quantized.
+    """Solves the blocks of one model in order, then its head if that is quantized."""
 
-    Two copies of a block are on the device at a time, the original and the one being quantized. The residual streams
-    of both models lie on the host and are advanced by every call.
-    """
+    # Two copies of a block are on the device at a time, the original and the one being quantized. The residual streams
+    # of both models lie on the host and are advanced by every call.
 
     def __init__(
         self, model: StreamedModel, packings: Mapping[str, Packing], solver: LinearSolver, windows: Tensor

@@ -1,7 +1,4 @@
-"""Runs a model with one layer in memory: all tokens pass through a layer before the next one is read.
-
-The residual stream stays on the host, so models larger than memory can be calibrated and measured.
-"""
+"""Runs a model with one layer in memory: all tokens pass through a layer before the next one is read."""
 
 from collections.abc import Mapping, Sequence
 from copy import copy
@@ -36,10 +33,7 @@ _EMBEDDING = f"{EMBEDDING}.weight"
 
 
 class SideInputs:
-    """What layers read besides the residual stream: per-layer embeddings, and keys and values shared between layers.
-
-    Each stream needs its own shared keys and values; see `twin`.
-    """
+    """The per-layer embeddings, and the keys and values shared between layers, that go with a residual stream."""
 
     def __init__(self, model: "StreamedModel", tokens: Tensor) -> None:
         self._model = model
@@ -81,8 +75,7 @@ class SideInputs:
 class StreamedModel:
     """The model of a folder; about `at_once` tokens pass through a layer at a time, whole windows, at least one.
 
-    `dense`: packed weights of the blocks are dequantized when they are read, so that they can be changed. Raises
-    ModelError if the files and the config disagree.
+    `dense`: blocks are dequantized when they are read, so that their weights can be changed.
     """
 
     def __init__(
@@ -156,10 +149,7 @@ class StreamedModel:
         return {spec.name: self.source.read(f"{spec.name}.weight").to(device) for spec in specs}
 
     def context(self, tokens: int, *, exact: bool = False) -> PassContext:
-        """What layers share in a pass over windows of `tokens` tokens.
-
-        Keys and values are rounded as the placement's cache rounds them, unless `exact`.
-        """
+        """The context of a pass over windows of `tokens` tokens; `exact`: keys and values are not rounded."""
         rope = Rope(self.config, tokens, self.placement.device, self.placement.dtype)
         dtype = None if exact else cache_dtype(self.placement.kv, self.placement.dtype)
         return PassContext(rope.tables(0, tokens), PromptAttention(dtype))

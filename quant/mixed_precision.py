@@ -1,9 +1,8 @@
-"""Chooses the width of each linear for a mean number of bits, by the loss of the output distribution (KL).
+"""Chooses the width of each linear for a mean number of bits, by the loss of the output distribution (KL)."""
 
-For weights W + d instead of W, the KL divergence is about quadratic in d, and half the product of d with its gradient
-there is the share of each linear. One backward pass through a copy quantized to one low width gives all shares (as
-`dynamic_quant` of mlx-lm does); at other widths they scale with the squared error of rounding.
-"""
+# For weights W + d instead of W, the KL divergence is about quadratic in d, and half the product of d with its gradient
+# there is the share of each linear. One backward pass through a copy quantized to one low width gives all shares (as
+# `dynamic_quant` of mlx-lm does); at other widths they scale with the squared error of rounding.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -45,11 +44,9 @@ def low_width(bits_per_weight: float, group: int | None) -> int:
 
 
 def allocate(shares: Sequence[Share], bits_per_weight: float, low: int) -> tuple[int, ...]:
-    """The width of each share for the least loss within `bits_per_weight`, scales included.
-
-    Greedy: starts at `low`, because shares measured there say little about fewer bits, and takes the step of most gain
-    per byte. Raises UsageError if `low` does not fit.
-    """
+    """The width of each share for the least loss within `bits_per_weight`; raises UsageError if `low` does not fit."""
+    # Greedy: starts at `low`, because shares measured there say little about fewer bits, and takes the step of most
+    # gain per byte.
     widths = [low for _ in shares]
     budget = int(bits_per_weight * sum(share.weights for share in shares) / 8)
     spent = sum(share.bytes[low] for share in shares)
@@ -75,10 +72,7 @@ def allocate(shares: Sequence[Share], bits_per_weight: float, low: int) -> tuple
 def measure_shares(
     model: StreamedModel, low: StreamedModel, windows: Tensor, progress: ReportProgress = silent
 ) -> list[Share]:
-    """Measure the shares of all products of `model`, in order of execution, on `low`, its copy of one width.
-
-    Both models are streamed, forwards and backwards; windows int64 [samples, seq].
-    """
+    """Measure the shares of all products of `model`, in order of execution, on `low`, its copy of one width."""
     config = model.config
     context = model.context(windows.shape[1])
     exact = replace(context, attention=PromptAttention())

@@ -97,14 +97,14 @@ def _versions() -> dict[str, str]:
 def identify(
     recipe: Recipe, calibration: Calibration, source_files: Mapping[str, Any], placement: Placement, at_once: int
 ) -> dict[str, Any]:
-    """What two runs must have in common for one to continue the other."""
+    """The properties that two runs must share for one to continue the other."""
     return {
         "recipe": asdict(recipe),
         "calibration": _describe(calibration),
         "source": source_files,
         "versions": _versions(),
         "device": f"{placement.device.type}, {placement.dtype}",
-        "tokens at once": at_once,  # the memory limit decides it, and it changes the rounding of sums
+        "tokens per pass": at_once,  # the memory limit decides it, and it changes the rounding of sums
     }
 
 

@@ -62,15 +62,12 @@ class Outcome:
 
     @property
     def fallbacks(self) -> int:
-        """The number of layers that were only rounded though a solver was asked for."""
+        """The number of layers that were rounded instead of solved."""
         return sum(layer.fallback is not None for layer in self.layers)
 
 
 def allocated(work: QuantizationPlan, placement: Placement, folder: Path, progress: ReportProgress = silent) -> Recipe:
-    """The recipe with the widths of its products chosen for its `target_bpw`.
-
-    Quantizes a copy to one low width next to `folder`, and removes it.
-    """
+    """The recipe with widths chosen for its `target_bpw`; a copy of one low width is made and removed next to `folder`."""
     target = work.recipe.target_bpw
     assert target is not None
     # Without a transform: rescaled weights cannot be compared with the original's.
@@ -113,7 +110,7 @@ def quantize(
     with memory_errors(work.need), ExitStack() as stack:
         calibration = _calibration(work) if recipe.needs_data else None
         if recipe.tune and calibration is not None and len(calibration.windows) < HELD_OUT_EVERY:
-            message = f"tuning needs at least {HELD_OUT_EVERY} calibration windows, one of them held out"
+            message = f"tuning needs at least {HELD_OUT_EVERY} calibration windows, one held out"
             raise UsageError(f"{message}; there are {len(calibration.windows)}", code="more-samples")
         origin = stack.enter_context(model_card.digests_in_background(folder.source_files()))
         writer = stack.enter_context(CheckpointWriter(target, work.tensors, overwrite=overwrite))

@@ -32,10 +32,7 @@ class SourceWeights:
 
 
 def source_scheme(folder: ModelFolder, name: str) -> str | None:
-    """The number formats of a packed source, such as e4m3-g128; None for a dense one.
-
-    Raises ModelError, with the model's `name`, for fewer than 8 bits.
-    """
+    """The number formats of a packed source, such as e4m3-g128; raises ModelError for fewer than 8 bits."""
     schemes = "+".join(sorted({packing.name for packing in folder.packings.values()}))
     if any(packing.bits < SOURCE_BITS for packing in folder.packings.values()):
         method = folder.raw.object("quantization_config").text("quant_method", "mlx")

@@ -56,10 +56,8 @@ def quantize_tensors(
     device: torch.device,
     progress: ReportProgress,
 ) -> tuple[Layer, ...]:
-    """Write the tensors `names`, quantizing those that `output` has a packing for.
-
-    While a linear is solved, the one before it is written and the tensor after it is read ahead.
-    """
+    """Write the tensors `names`, quantizing those that `output` has a packing for."""
+    # While a linear is solved, the one before it is written and the tensor after it is read ahead.
     layers: list[Layer] = []
     with ThreadPoolExecutor(1) as background:
         written: Future[None] | None = None

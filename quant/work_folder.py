@@ -1,8 +1,4 @@
-"""The finished blocks of an interrupted run, on disk, so that the next run continues after them.
-
-A folder holds one file per block, and `run.json`, which describes the run. A file appears by a rename after it was
-flushed: a run killed at any moment loses only the block it was working on.
-"""
+"""The finished blocks of an interrupted run, one file each, so that the next run continues after them."""
 
 import json
 import shutil
@@ -73,7 +69,7 @@ class WorkFolder:
                 raise UsageError(f"{self.folder} holds blocks of an unknown run", code="remove-work-folder")
             self._write(path, self._run.encode())
             return
-        # Never mixed: blocks of another recipe, source or version would give a model that nobody asked for.
+        # Never mixed: blocks of another recipe, source or version would give a model of neither run.
         changed = list(_differences(json.loads(path.read_text(encoding="utf-8")), json.loads(self._run)))
         if changed:
             message = f"{self.folder} holds an unfinished run that differs in {'; '.join(changed[:3])}"
@@ -96,6 +92,7 @@ class WorkFolder:
         }
         return Solved(linears, tensors, layers)
 
+    # A file appears by a rename after it was flushed: a run killed at any moment loses only the block it worked on.
     def save(self, block: int, solved: Solved) -> None:
         """Store a block; durable on return."""
         tensors = dict(solved.changed)

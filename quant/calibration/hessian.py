@@ -28,12 +28,11 @@ INPUTS_PER_TOKEN = 8
 
 
 class ObservedBlock:
-    """A block, and the residual streams [windows, context, hidden] on the host that enter its parts.
+    """A block, and the residual streams [windows, context, hidden] on the host that enter its parts."""
 
-    A block with `final` weights has one stream, advanced in place as products are observed: it has left the block
-    after the last one. Otherwise each part has its own stream, filled when its first product is observed, so that
-    nothing unchanged is computed again.
-    """
+    # A block with `final` weights has one stream, advanced in place as products are observed: it has left the block
+    # after the last one. Otherwise each part has its own stream, filled when its first product is observed, so that
+    # nothing unchanged is computed again.
 
     def __init__(
         self, block: Block, stream: Tensor, final: bool = False, side_inputs: SideInputs | None = None

@@ -1,1 +1,1 @@
-"""What a quantization will need before it begins: work, memory and time."""
+"""Plans a quantization before it begins: tensors, memory and time."""

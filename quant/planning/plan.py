@@ -47,7 +47,7 @@ _SPARE_BYTES = 16 << 20  # for config.json, the card and headers
 
 @dataclass(frozen=True)
 class QuantizationPlan:
-    """What quantizing will write and need."""
+    """The tensors that quantizing will write, and the memory that it needs."""
 
     source: Source
     recipe: Recipe
@@ -167,10 +167,7 @@ def check_resources(work: QuantizationPlan, target: Path, *, overwrite: bool = F
 
 
 def check_target(target: Path, overwrite: bool) -> None:
-    """Raise UsageError unless a model may be written at `target`.
-
-    It must not exist; or, with `overwrite`, be a folder with nothing but files that this program wrote.
-    """
+    """Raise UsageError unless `target` is new or, with `overwrite`, a folder of files that this program wrote."""
     if not os.path.lexists(target):
         existing = next(path for path in target.absolute().parents if path.exists())
         if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):

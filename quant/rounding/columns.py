@@ -1,7 +1,4 @@
-"""Columns solved in turn, each waiting for those before it, and coordinate descent (QuantEase, arXiv 2309.01885).
-
-Rows are independent, so one launch on a GPU or one native call on a CPU solves a block of columns for all of them.
-"""
+"""Columns solved in turn, each waiting for those before it, and coordinate descent (QuantEase, arXiv 2309.01885)."""
 
 import torch
 from torch import Tensor
@@ -15,14 +12,11 @@ from mycli.runtime.kernels.cpu.rounding import native_columns
 def solve_block(
     residual: Tensor, matrix: Tensor, scales: Tensor, codes: Tensor | None, half: int
 ) -> tuple[Tensor, Tensor]:
-    """New codes uint8 [C, N], and shifts fp32 [C, N] from which the caller updates the columns after the block.
-
-    residual, scales fp32 [C, N], transposed: one row for each of C <= BLOCK columns; matrix fp32 [C, C]. For column i
-    in turn, r is `residual` less matrix[j, i] * shift[j] of all j < i; a level is a code less `half`:
-
-    - `codes` None (GPTQ): take the level nearest to r; the shift is (r - level * scale) / matrix[i, i];
-    - else (coordinate descent): the level moves by r / matrix[i, i]; the shift is the weight's movement.
-    """
+    """New codes uint8 [C, N] and shifts fp32 [C, N] of C <= BLOCK columns; residual, scales [C, N], matrix [C, C]."""
+    # For column i in turn, r is `residual` less matrix[j, i] * shift[j] of all j < i; a level is a code less `half`.
+    # `codes` None (GPTQ): take the level nearest to r; the shift is (r - level * scale) / matrix[i, i].
+    # Else (coordinate descent): the level moves by r / matrix[i, i]; the shift is the weight's movement.
+    # The caller subtracts the shifts' effect from later columns. Rows are independent: one launch solves all.
     if residual.is_cuda:
         from mycli.quant.rounding.columns_triton import launch  # triton is not installed everywhere
 
@@ -32,10 +26,7 @@ def solve_block(
 
 
 def descend(weight: Tensor, solved: Quantized, grid: Grid, hessian: Tensor, sweeps: int) -> Quantized:
-    """Move every code once, then every scale, `sweeps` times; the error under `hessian` never grows.
-
-    weight [N, K] of any float dtype; hessian fp32 [K, K] with a positive diagonal.
-    """
+    """Move every code once, then every scale, `sweeps` times; the error under `hessian` fp32 [K, K] never grows."""
     target = weight.float()
     for _ in range(sweeps):
         solved, pull = move_codes(target, solved, grid, hessian)
@@ -44,10 +35,7 @@ def descend(weight: Tensor, solved: Quantized, grid: Grid, hessian: Tensor, swee
 
 
 def move_codes(weight: Tensor, solved: Quantized, grid: Grid, hessian: Tensor) -> tuple[Quantized, Tensor]:
-    """Set each code in turn to the best one while all others stay; weight fp32 [N, K].
-
-    Also returns H (W - W')^T, fp32 [K, N]: the gain in output from a shift of each weight.
-    """
+    """Set each code in turn to the best one while all others stay; also returns H (W - W')^T, fp32 [K, N]."""
     columns = weight.shape[1]
     scales = solved.scales.float().T.contiguous()
     group_of = torch.arange(columns, device=weight.device) // (columns // len(scales))
@@ -63,10 +51,7 @@ def move_codes(weight: Tensor, solved: Quantized, grid: Grid, hessian: Tensor) -
 
 
 def refit_scales(solved: Quantized, pull: Tensor, grid: Grid, hessian: Tensor) -> Quantized:
-    """The scales of least error for these codes, stored values; a row that would lose by it keeps its scales.
-
-    pull fp32 [K, N]: what `move_codes` returns for `solved`.
-    """
+    """The scales of least error for these codes, unless a row would lose by it; `pull` comes from `move_codes`."""
     columns, rows = pull.shape
     groups = solved.scales.shape[1]
     size = columns // groups

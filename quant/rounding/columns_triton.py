@@ -1,7 +1,4 @@
-"""`columns.solve_block` as one Triton kernel: each program keeps a few rows of the block in registers.
-
-Programs exchange nothing, so the result does not depend on their number.
-"""
+"""`columns.solve_block` as one Triton kernel: each program keeps a few rows of the block in registers."""
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
 # Reason: Triton's decorators and device functions carry no types.

@@ -1,14 +1,11 @@
-"""Targets that compensate errors of earlier layers: W* with W* x ~ W y, for the input x that a linear gets in the
-quantized model and the input y that it gets in the original.
-
-Ridge regression on calibration tokens: the first step of Qronos (arXiv 2505.11695), for all columns together.
-"""
+"""Targets W* x ~ W y for the inputs x of the quantized model and y of the original, to compensate earlier errors."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+# Ridge regression on calibration tokens: the first step of Qronos (arXiv 2505.11695), for all columns together.
 RIDGE = 0.01  # share of the mean of diag(H), the least damping of the solvers
 
 

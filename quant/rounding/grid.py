@@ -1,8 +1,4 @@
-"""The symmetric grid that every solver rounds to, and the search for its scales.
-
-A group of weights w becomes codes u and one scale s: w ~ (u - Q) s with Q = 2^(bits-1), u in [0, 2Q). Scales are
-rounded to the dtype they are stored in before anything is rounded with them.
-"""
+"""The symmetric grid that every solver rounds to, and the search for its scales."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -31,6 +27,8 @@ _REFITS = 2  # least-squares refinements of the best candidate
 _SMALLEST = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-126, torch.float32: 2.0**-126}
 
 
+# A group of weights w becomes codes u and one scale s: w ~ (u - Q) s with Q = 2^(bits-1), u in [0, 2Q). Scales are
+# rounded to the dtype they are stored in before anything is rounded with them.
 @dataclass(frozen=True)
 class Grid:
     """The values that a solver may choose. `search`: scales from the largest weight, or of least squared error."""
@@ -41,8 +39,7 @@ class Grid:
 
     @property
     def half(self) -> int:
-        """Q: codes are u = q + Q for q in [-Q, Q - 1]."""
-        return 1 << (self.packing.bits - 1)
+        return 1 << (self.packing.bits - 1)  # Q
 
     @property
     def _bounds(self) -> tuple[float, float]:
@@ -68,14 +65,11 @@ class Grid:
 
 @dataclass(frozen=True)
 class Quantized:
-    """A quantized matrix: codes uint8 [N, K] below 2^bits, scales [N, groups] in their storage dtype.
-
-    `nested`: the scales of all rows as they are stored, if they are quantized too.
-    """
+    """A quantized matrix: codes uint8 [N, K] below 2^bits, scales [N, groups] in their storage dtype."""
 
     codes: Tensor
     scales: Tensor
-    nested: NestedScales | None = None
+    nested: NestedScales | None = None  # all scales as they are stored, if they are quantized too
 
     @property
     def stored_scales(self) -> Tensor | NestedScales:
@@ -89,13 +83,12 @@ def dequantize_codes(quantized: Quantized, grid: Grid) -> Tensor:
 
 
 def find_scales(weight: Tensor, grid: Grid, importance: Tensor | None = None) -> Tensor:
-    """Scales [N, groups] in `grid.scale_dtype` for weight [N, K].
+    """Scales [N, groups] for weight [N, K]; errors of columns weighted by `importance` [K], a Hessian's diagonal.
 
-    "absmax": 2 max|w| / (2^bits - 1), positive, as GPTQ and compressed-tensors define it. "mse": the signed scale of
-    least squared error, each column weighted by `importance` [K] (the diagonal of a Hessian) if given. A group of
-    zeros gets the smallest positive scale. Raises ModelError for weights that are not finite, or too large for the
-    dtype of the scales.
+    Raises ModelError for weights that are not finite, or too large for the dtype of the scales.
     """
+    # "absmax": 2 max|w| / (2^bits - 1), positive, as GPTQ and compressed-tensors define it. "mse": the signed scale of
+    # least squared error. A group of zeros gets the smallest positive scale.
     scales = _new_scales(weight, grid)
     task = weight, scales, grid.packing.bits, grid.scale_search(importance is not None), _as_fp32(importance)
     if native_round(*task) is not None:
@@ -112,10 +105,7 @@ def round_to_grid(weight: Tensor, scales: Tensor, grid: Grid) -> Tensor:
 
 
 def round_to_nearest(weight: Tensor, grid: Grid, importance: Tensor | None = None) -> tuple[Quantized, float]:
-    """Round weight [N, K] with the scales of `find_scales`; return it with its `relative_error`.
-
-    One pass over the weight with native code. Raises what `find_scales` raises.
-    """
+    """Round weight [N, K] with the scales of `find_scales`, in one pass; return it with its `relative_error`."""
     scales = _new_scales(weight, grid)
     codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
     sums = torch.empty(len(weight), 2, dtype=torch.float64, device=weight.device)

@@ -1,7 +1,4 @@
-"""Scale search, rounding and columns in turn, in plain torch: for a GPU, and where native code declines.
-
-The arithmetic of the first two is that of quantize_cpu.cpp, operation by operation, so the bits are the same.
-"""
+"""Scale search, rounding and columns in turn, in plain torch: for a GPU, and where native code declines."""
 
 import torch
 from torch import Tensor
@@ -18,7 +15,6 @@ def grouped(weight: Tensor, groups: int) -> Tensor:
 
 
 def require_representable(extreme: Tensor, dtype: torch.dtype) -> None:
-    """Raise ModelError unless the largest weights of all groups are finite and within the range of `dtype`."""
     if not torch.isfinite(extreme).all():
         raise ModelError("the weight holds NaN or infinity", "the model is damaged; it cannot be quantized")
     limit = torch.finfo(dtype).max
@@ -43,10 +39,8 @@ def round_weight(
     importance: Tensor | None = None,
     codes: Tensor | None = None,
 ) -> None:
-    """Fill scales [N, groups] if there is a `search`, then codes uint8 [N, K] if given; as `native_round` does.
-
-    Raises ModelError for weights that are not finite or beyond the range of the scales' dtype.
-    """
+    """Fill scales [N, groups] if there is a `search`, then codes uint8 [N, K] if given, as `native_round` does."""
+    # Operation by operation the arithmetic of quantize_cpu.cpp, so the bits are the same.
     half, groups = 1 << (bits - 1), scales.shape[1]
     importance = None if importance is None else importance.view(1, groups, -1)
     rows = max(1, SEARCH_WEIGHTS // weight.shape[1])
@@ -60,7 +54,6 @@ def round_weight(
 
 
 def _levels(part: Tensor, scales: Tensor, half: int, out: Tensor | None = None) -> Tensor:
-    """Integers in [-half, half - 1] as fp32, nearest to part [N, G, S] / scales [N, G]; ties go to the even one."""
     return torch.div(part, scales.unsqueeze(-1), out=out).round_().clamp_(-half, half - 1)
 
 
@@ -101,7 +94,6 @@ def _search_scales(
 def solve_columns(
     residual: Tensor, matrix: Tensor, scales: Tensor, codes: Tensor | None, half: int
 ) -> tuple[Tensor, Tensor]:
-    """The loop that `columns.solve_block` defines, on the CPU."""
     new_codes = torch.empty(residual.shape, dtype=torch.uint8)
     shifts = torch.zeros_like(residual)
     for index in range(len(residual)):

@@ -1,8 +1,4 @@
-"""Solvers: one file each, found by its name. They choose codes and scales for one weight matrix.
-
-A solver is a module with the members of `SolverModule`. It sees a matrix and, if it uses data, the second moments of
-the inputs; names, files and packing into words are the caller's business.
-"""
+"""Solvers choose codes and scales for one weight matrix: one file each, with the members of `SolverModule`."""
 
 import importlib
 from dataclasses import dataclass
@@ -49,10 +45,8 @@ class SolverModule(Protocol):
     SOLVER: SolverSpec
 
     def solve(self, weight: "Tensor", grid: "Grid", hessian: "Tensor | None") -> Solution:
-        """Return codes and scales for weight [N, K] of any float dtype; hessian fp32 [K, K] is the sum of x x^T.
-
-        Rows must not depend on each other: linears with the same input are stacked.
-        """
+        """Return codes and scales for weight [N, K] of any float dtype; hessian fp32 [K, K] is the sum of x x^T."""
+        # Rows must not depend on each other: linears with the same input are stacked.
         ...
 
 

@@ -1,8 +1,4 @@
-"""GPTQ (arXiv 2210.17323): rounds column by column and compensates each error in the columns that follow.
-
-Minimizes ||(W - W') X||^2 for inputs X known through the Hessian H = X X^T, then lowers the error of the same problem
-by sweeps of coordinate descent.
-"""
+"""GPTQ (arXiv 2210.17323): rounds column by column and compensates each error in the columns that follow."""
 
 from dataclasses import dataclass
 
@@ -61,10 +57,9 @@ def _inverse_factor(hessian: Tensor, damping: Tensor) -> Tensor | None:
 
 
 def solve(weight: Tensor, grid: Grid, hessian: Tensor | None) -> Solution:
-    """See `SolverModule.solve`; falls back to plain rounding if H has no factor. Raises as `find_scales`.
-
-    A column whose input was always zero is rounded to nearest: other data may use it.
-    """
+    """See `SolverModule.solve`; falls back to plain rounding if H has no factor. Raises as `find_scales`."""
+    # Minimizes ||(W - W') X||^2 for H = X X^T. A column whose input was always zero is rounded to nearest: other data
+    # may use it.
     if hessian is None:
         raise ValueError("gptq needs a Hessian")
     # Stored scales are fixed before any code is chosen, so no rounding follows the compensation.

@@ -1,8 +1,4 @@
-"""NF4 (QLoRA, arXiv 2305.14314): rounds each weight to the closest of 16 quantiles of a normal distribution times a
-scale.
-
-A group's scale is its largest weight or, with the search, that of least squared error.
-"""
+"""NF4 (QLoRA, arXiv 2305.14314): rounds each weight to the closest of 16 normal quantiles times a scale."""
 
 import torch
 from torch import Tensor

@@ -1,7 +1,4 @@
-"""Transforms: one file each, found by its name. They rescale a model, without changing its function, before rounding.
-
-A transform is a module with the members of `TransformModule`.
-"""
+"""Transforms rescale a model without changing its function: one file each, with the members of `TransformModule`."""
 
 import importlib
 from collections.abc import Callable
@@ -32,19 +29,15 @@ class TransformModule(Protocol):
     def choose_scale(
         self, weight: "Tensor", grid: "Grid", hessian: "Tensor", source: "NormSpec | OutputRows"
     ) -> "Tensor | None":
-        """Return the scale fp32 [K] for the inputs of a product, None to leave them as they are.
-
-        weight [N, K]: all linears of the product, stacked; hessian fp32 [K, K] of their input; `source` computes it.
-        """
+        """Return the scale fp32 [K] for the inputs of a product, which `source` computes; None for no scale."""
+        # weight [N, K]: all linears of the product, stacked; hessian fp32 [K, K] of their input
         ...
 
     def fold(
         self, block: "Block", product: str, scale: "Tensor", stored: "Callable[[str], torch.dtype]"
     ) -> "dict[str, Tensor]":
-        """Multiply the columns of a product by `scale` and divide the source of its inputs by it.
-
-        `stored` returns the dtype of a tensor in the file. Returns the changed unquantized tensors by name.
-        """
+        """Multiply a product's columns by `scale`, divide their source by it; returns changed unquantized tensors."""
+        # `stored` returns the dtype of a tensor in the file
         ...
 
 

@@ -1,9 +1,8 @@
-"""AWQ (arXiv 2306.00978): scales columns of large inputs up before rounding; the operation before them absorbs it.
+"""AWQ (arXiv 2306.00978): scales columns of large inputs up before rounding; the operation before them absorbs it."""
 
-For s > 0, W x = (W s)(x / s): rounding W s instead of W moves error from columns of large inputs to those of small
-ones. The source of x absorbs 1 / s: a norm's gain, the rows of v (one scale for all query heads of a kv head), the rows
-of up. The block computes the same function, at no cost at run time.
-"""
+# For s > 0, W x = (W s)(x / s): rounding W s instead of W moves error from columns of large inputs to those of small
+# ones. The source of x absorbs 1 / s: a norm's gain, the rows of v (one scale for all query heads of a kv head), the
+# rows of up. The block computes the same function, at no cost at run time.
 
 from collections.abc import Callable
 
@@ -75,7 +74,6 @@ def _fold_norm(norm: RMSNorm, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor
 
 
 def _divide_rows(linear: Linear, start: int, scale: Tensor) -> dict[str, Tensor]:
-    """Divide rows from `start` on, and their biases, by scale [rows]; returns the changed biases by name."""
     end = start + len(scale)
     weight = linear.weight().clone()
     weight[start:end] /= scale.unsqueeze(1)

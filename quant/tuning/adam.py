@@ -1,8 +1,7 @@
-"""Adam (arXiv 1412.6980), the same bits as torch's on the CPU.
+"""Adam (arXiv 1412.6980), the same bits as torch's on the CPU."""
 
-Using `torch.optim` or `torch.utils.checkpoint` imports torch's compiler: 150 MiB and a second, and an error raised
-within it keeps every caller's tensors alive in a reference cycle.
-"""
+# Using `torch.optim` or `torch.utils.checkpoint` imports torch's compiler: 150 MiB and a second, and an error raised
+# within it keeps every caller's tensors alive in a reference cycle.
 
 from collections.abc import Sequence
 

@@ -1,8 +1,7 @@
-"""Trains codes, scales and gains of one block to reproduce the original block's output.
+"""Trains codes, scales and gains of one block to reproduce the original block's output."""
 
-A solver rounds linear by linear; here the errors of a block's linears, with attention and activation between them, are
-weighed together (block-wise reconstruction, arXiv 2102.05426, with learned rounding, arXiv 2309.05516).
-"""
+# A solver rounds linear by linear; here the errors of a block's linears, with attention and activation between them,
+# are weighed together (block-wise reconstruction, arXiv 2102.05426, with learned rounding, arXiv 2309.05516).
 
 from dataclasses import replace
 
@@ -24,11 +23,8 @@ PULL = 0.9  # how far levels start on their way to the neighbour: at 1 close cal
 
 
 def preferred_shifts(target: Tensor, quantized: Quantized, grid: Grid, hessian: Tensor) -> Tensor:
-    """The movement of each level, if it were free and all others fixed: fp32 [N, K], at most half a step, times `PULL`.
-
-    Training starts there, so only codes that were close calls move. target [N, K], hessian fp32 [K, K]; 0 for inputs
-    that were always zero.
-    """
+    """The movement of each level, if it were free and all others fixed: fp32 [N, K], at most half a step x `PULL`."""
+    # Training starts there, so only codes that were close calls move. 0 for inputs that were always zero.
     diagonal = hessian.diagonal()
     pull = (target.float() - dequantize_codes(quantized, grid)) @ hessian
     pull /= torch.where(diagonal > 0, diagonal, 1.0)
@@ -39,10 +35,7 @@ def preferred_shifts(target: Tensor, quantized: Quantized, grid: Grid, hessian: 
 def tune_block(
     block: TunableBlock, context: PassContext, stream: Tensor, target: Tensor, seed: int, device: torch.device
 ) -> Solved:
-    """Train `block` to turn `stream` into `target`, both [windows, context, hidden] on the host.
-
-    Unchanged unless the error of the held-out windows falls; the share that is left is noted for every linear.
-    """
+    """Train `block` to turn `stream` into `target`; unchanged unless the error of the held-out windows falls."""
 
     def loss(windows: Tensor) -> Tensor:
         return (block(stream[windows].to(device), context) - target[windows].to(device)).float().square().mean()

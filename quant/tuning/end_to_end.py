@@ -1,8 +1,7 @@
-"""Trains scales and gains of a whole quantized model to predict what the original predicts; codes stay.
+"""Trains scales and gains of a whole quantized model to predict what the original predicts; codes stay."""
 
-The loss is the mean KL(P || Q) over calibration tokens, P the original's distribution, Q the quantized model's (arXiv
-2407.11062, with the original as teacher instead of the text). Codes and one block's weights are in memory.
-"""
+# The loss is the mean KL(P || Q) over calibration tokens, P the original's distribution, Q the quantized model's (arXiv
+# 2407.11062, with the original as teacher instead of the text). Codes and one block's weights are in memory.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -105,10 +104,9 @@ def tune_scales(
     seed: int,
     progress: ReportProgress = silent,
 ) -> Tuned:
-    """Tune `blocks` of `model` (the original), in order, with one for the head if that is quantized.
+    """Tune `blocks` of `model` (the original) and of a quantized head; one more may be returned, for the final norm.
 
-    windows int64 [samples, seq], at least `HELD_OUT_EVERY` of them. The result may have one more block, for the final
-    norm. The same seed gives the same bytes.
+    windows int64 [samples, seq], at least `HELD_OUT_EVERY`. The same seed gives the same bytes.
     """
     trim_heap(mmap_threshold=4 << 20)
     student = _Student(model, blocks, packings, scale_dtype)

@@ -1,9 +1,8 @@
-"""A quantized block whose scales, gains and, optionally, codes can be trained.
+"""A quantized block whose scales, gains and, optionally, codes can be trained."""
 
-Trained values are changes from the start: scales relative to themselves, gains relative to their mean, codes in steps
-of the grid. The forward pass uses the values that will be stored, rounded to their dtypes and to whole codes; gradients
-pass straight through the rounding (arXiv 1308.3432).
-"""
+# Trained values are changes from the start: scales relative to themselves, gains relative to their mean, codes in steps
+# of the grid. The forward pass uses the values that will be stored, rounded to their dtypes and to whole codes;
+# gradients pass straight through the rounding (arXiv 1308.3432).
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -77,10 +76,9 @@ class TunableGain:
 
 
 class TunableBlock:
-    """`block` with the codes and scales of `start`; its dense weights are dropped.
+    """`block` with the codes and scales of `start`; its dense weights are dropped, and exist in fp32 during a call.
 
-    Weights exist in fp32 for one block at a time. A call is the block's forward, and may be repeated in backward
-    (activation checkpointing). `stored` returns the dtype of a tensor in the file; `shifts` by linear lets codes move.
+    `stored` returns the dtype of a tensor in the file; `shifts` by linear lets codes move.
     """
 
     def __init__(
