@@ -5,8 +5,7 @@ from mycli.runtime.models.layer_spec import LayerSpec
 
 
 def head_widths(layer: LayerSpec) -> tuple[int, int]:
-    """Return the widths of all query heads and of all key heads."""
-    attention = layer.attention
+    attention = layer.attention  # widths of all query heads and of all key heads
     return attention.query_heads * attention.head_dim, attention.kv_heads * attention.head_dim
 
 
