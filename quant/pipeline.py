@@ -67,7 +67,7 @@ class Outcome:
 
 
 def allocated(work: QuantizationPlan, placement: Placement, folder: Path, progress: ReportProgress = silent) -> Recipe:
-    """The recipe with widths chosen for its `target_bpw`, from a copy of one low width made next to `folder`, and removed."""
+    """The recipe with widths chosen for its `target_bpw`, from a temporary copy of one low width next to `folder`."""
     target = work.recipe.target_bpw
     assert target is not None
     # Without a transform: rescaled weights cannot be compared with the original's.
