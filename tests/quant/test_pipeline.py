@@ -226,7 +226,7 @@ def test_what_was_unusual_is_said(source: Source, tmp_path: Path, fault: str, mo
 
     few = plan_quantization(Source("draft", DRAFT, None, None), Recipe(group=64, samples=8, seq=32), report="none")
     notes = quantize(few, tmp_path / "few", CPU).notes
-    assert notes == ("calibrated on 256 tokens, fewer than the 384 inputs of a layer: use more",)
+    assert notes == ("calibrated on 256 tokens, fewer than the 384 inputs of a layer; use more",)
 
 
 @pytest.mark.parametrize("fault", ["E6-quantized-input"])
@@ -364,6 +364,6 @@ def test_memory_that_runs_out_is_no_crash(
 
 
 def test_other_errors_keep_their_name(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "write_tensors", lambda *_: torch.zeros(2) @ torch.zeros(3))
+    monkeypatch.setattr(pipeline, "quantize_tensors", lambda *_: torch.zeros(2) @ torch.zeros(3))
     with pytest.raises(RuntimeError, match="size"):
         make(source, tmp_path / "out")

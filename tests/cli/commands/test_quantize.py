@@ -211,7 +211,7 @@ def test_calibration_from_a_dataset_of_the_hub(
         commit = server.add("datasets/org/texts", {"train.jsonl": rows.encode()})
         assert call(capsys, *asked, "--dry-run")[0] == 0 and not server.log
         code, _, err = call(capsys, *asked, "-o", str(tmp_path / "first"))
-        assert code == 0 and f"datasets/org/texts @ {commit[:12]}: train.jsonl" in err
+        assert code == 0 and f"datasets/org/texts @ {commit[:12]}, train.jsonl" in err
     assert call(capsys, *asked, "-o", str(tmp_path / "second"), "--offline")[0] == 0
     first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("first", "second"))
     assert first == second
