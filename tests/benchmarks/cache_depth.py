@@ -20,6 +20,7 @@ from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
+from mycli.runtime.engine.passes import compile_passes
 from mycli.runtime.memory.plan import MemoryPlan
 from mycli.runtime.models.config import KvDtype
 
@@ -47,7 +48,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0, help="for each depth")
     chosen = parser.parse_args()
     model = load_model(open_model_folder(chosen.model), Placement(torch.device("cpu"), torch.bfloat16)).model
-    runners = {kv: ModelRunner(model, kv) for kv in KINDS}
+    runners = {kv: ModelRunner(model, kv, compile_passes(model, kv)) for kv in KINDS}
     plan = MemoryPlan(model.config, dtype="bfloat16")
     for depth in map(parse_count, chosen.depths.split(",")):
         caches = {kv: filled(runner, depth) for kv, runner in runners.items()}

@@ -13,6 +13,7 @@ import time
 
 from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
+from mycli.runtime.engine.passes import compile_passes
 from mycli.runtime.kernels.cpu.matmul import memory_bandwidth
 from mycli.runtime.memory.ceiling import bytes_per_step
 from mycli.runtime.memory.plan import MemoryPlan
@@ -33,7 +34,8 @@ def main() -> None:
     asked = parser.parse_args()
     fields = mixture_fields(asked.layers, asked.hidden, asked.experts, asked.size)
     config = parse_config(Fields(fields, "a random shape"))
-    runner = ModelRunner(random_model(config))
+    model = random_model(config)
+    runner = ModelRunner(model, passes=compile_passes(model))
     plan = MemoryPlan(config, {spec.name: PACKING for spec in config.linears()}, context=512)
     nbytes = bytes_per_step(plan, PROMPT)
     cache = runner.make_cache(CacheShape.contiguous(512))

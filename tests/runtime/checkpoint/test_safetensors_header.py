@@ -89,8 +89,8 @@ def test_the_header_of_packed_experts_is_read(name: str) -> None:
     """All of a large model in one file: codes, scales and a shape for each linear of each expert."""
     config = published(name)
     packings = PackingScheme(Packing(4, 128)).packings(config)
-    stored = formats.stored_tensors(config, packings, {})
-    header, entries = make_header([(name, types[0], shape) for name, shape, types in stored], "x")
+    expected = formats.expected_tensors(config, packings, {})
+    header, entries = make_header([(name, types[0], shape) for name, shape, types in expected], "x")
     assert len(entries) > 100_000 and len(header) < MAX_HEADER
     assert parse_header(header, max(entry.offset + entry.nbytes for entry in entries.values()), "x") == entries
 
