@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mycli.cli.command import Call, subject_of
-from mycli.cli.reasons import pass_rows
 from mycli.cli.text.format import experts_in_memory
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.open_folder import open_model_folder
@@ -61,6 +60,7 @@ def announce_passes(call: Call, runner: "ModelRunner") -> None:
     """With -v, print which pass runs which work of a model, and why faster ones do not."""
     if not call.out.verbose:
         return
+    from mycli.cli.reasons import pass_rows
     from mycli.runtime.engine.pass_choices import pass_choices
 
     for row in pass_rows(pass_choices(runner)):
@@ -71,6 +71,7 @@ def announce_slow_passes(call: Call, runner: "ModelRunner") -> None:
     """Print the work other than prompts that no fast pass of this device takes; -v prints the rest."""
     if call.out.verbose:  # `load_engine` has printed all
         return
+    from mycli.cli.reasons import pass_rows
     from mycli.runtime.engine.pass_choices import pass_choices
 
     for row in pass_rows(pass_choices(runner)):

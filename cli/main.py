@@ -38,7 +38,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "bench draft": ("bench_draft", "Measure how much faster a draft makes a model."),
     "spec check": ("spec_check", "Check that a draft has the vocabulary of its target."),
     "spec verify": ("spec_verify", "Test that a draft changes only the speed."),
-    "doctor": ("doctor", "Check that everything works on this machine."),
+    "doctor": ("doctor", "Check that everything works on this machine, and show how it runs a model."),
 }
 GROUPS = {"spec": "Check whether a small model can draft for a larger one."}  # first words that are no command
 # Options that may also stand before the name of a command.

@@ -134,7 +134,7 @@ def doctor(
     device: options.Device = "auto",
     threads: options.Threads = None,
 ) -> None:
-    """Check that everything works on this machine, and say how it runs a model.
+    """Check that everything works on this machine, and show how it runs a model.
 
     Prints versions and hardware, checks every kernel and a known reply, and measures the memory bandwidth. A pass is a
     way of running a model: for each kind of work, the last table names the fastest pass that supports the model, and

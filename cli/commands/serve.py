@@ -174,7 +174,7 @@ def _require() -> None:
         import uvicorn  # noqa: F401  # only to test that it is installed
     except ImportError as error:
         hint = "install it: pip install 'mycli-llm[serve]'"
-        raise UsageError(f"mycli serve needs {error.name}, which is not installed", hint) from None
+        raise UsageError(f"the server needs {error.name}, which is not installed", hint) from None
 
 
 def _run(

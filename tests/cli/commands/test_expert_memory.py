@@ -21,7 +21,7 @@ def test_fewer_experts_in_memory_are_said_and_change_no_reply(mycli: Mycli, mixt
     for size, held in (("100KiB", "2 of 12"), ("200KiB", "4 of 12")):
         some = mycli("run", mixture, "Once upon", *GREEDY, "--expert-memory", size)
         assert (some.stdout, some.returncode) == (whole.stdout, 0)
-        assert some.stderr.startswith(f"experts: {held} in each layer are in memory") and some.stderr.count("\n") == 1
+        assert some.stderr.startswith(f"experts: {held} per layer in memory") and some.stderr.count("\n") == 1
     plenty = mycli("run", mixture, "Once upon", *GREEDY, "--expert-memory", "1GiB")
     assert (plenty.stdout, plenty.stderr) == (whole.stdout, "")
 
@@ -38,7 +38,7 @@ def test_bench_counts_what_was_held(mycli: Mycli, mixture: str) -> None:
 def test_sizes_that_are_none_are_refused(mycli: Mycli, mixture: str, size: str) -> None:
     refused = mycli("run", mixture, "Hi", *GREEDY, "--expert-memory", size)
     assert refused.returncode == 2 and refused.stdout == ""
-    assert refused.stderr.startswith(f"error: --expert-memory: {size!r} is not an amount of memory")
+    assert refused.stderr.startswith(f"error: --expert-memory: {size!r} is not a memory size")
 
 
 def test_less_than_an_expert_is_refused_with_what_one_takes(mycli: Mycli, mixture: str) -> None:
