@@ -144,4 +144,4 @@ class SamplingFlags:
         values: dict[str, Any] = {name: getattr(self, name) for name in names}
         if self.logit_bias:
             values["logit_bias"] = options.parse_biases(self.logit_bias)
-        return recommended(defaults).with_given(values)
+        return recommended(defaults).with_overrides(values)

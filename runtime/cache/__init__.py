@@ -1,1 +1,1 @@
-"""The KV cache: its blocks, block tables, prefix index, and states of recurrent layers."""
+"""KV cache, prefix cache and recurrent states."""

@@ -1,7 +1,4 @@
-"""The input of one forward pass: new tokens of several sequences and where their keys and values go.
-
-An argument, never state: two passes cannot disturb each other through it.
-"""
+"""The input of one forward pass: new tokens of several sequences and where their keys and values go."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,18 +10,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Chunk:
-    """New tokens of one sequence for a pass, from position `start`, whose keys and values lie in `blocks`.
-
-    `logits`: number of trailing tokens whose logits are returned. `state`: slot of the sequence's recurrent states,
-    which advance by all tokens but the last `drafted`; `StateStore.commit_drafts` applies the accepted ones.
-    """
+    """New tokens of one sequence for a pass, from position `start`, whose keys and values lie in `blocks`."""
 
     tokens: Sequence[int]
     start: int
     blocks: tuple[int, ...]
-    logits: int
-    state: int = 0
-    drafted: int = 0
+    logits: int  # number of trailing tokens whose logits are returned
+    state: int = 0  # slot of the recurrent states
+    drafted: int = 0  # trailing tokens by which the states do not advance until `StateStore.commit_drafts`
 
     @property
     def count(self) -> int:
@@ -37,18 +30,17 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Batch:
-    """The chunks of a pass, one after another, as tensors; each is built on first use, since few passes need all.
+    """The chunks of a pass, concatenated, as tensors."""
 
-    tokens: int64 [T].
-    """
-
-    tokens: Tensor
+    # The batch is an argument and never state, so two passes cannot affect each other through it. Most passes need few
+    # of the tensors below, so each is built on first use.
+    tokens: Tensor  # int64 [T]
     chunks: tuple[Chunk, ...]
     block_size: int
 
     @classmethod
     def of(cls, chunks: Sequence[Chunk], block_size: int, device: torch.device) -> "Batch":
-        """Build the batch of `chunks`, each of another sequence, with its tensors on `device`."""
+        """Build the batch of `chunks`, one per sequence, with its tensors on `device`."""
         tokens = torch.tensor([token for chunk in chunks for token in chunk.tokens], dtype=torch.int64)
         return cls(_on(device, tokens), tuple(chunks), block_size)
 
@@ -61,6 +53,7 @@ class Batch:
 
     @cached_property
     def first_rows(self) -> list[int]:
+        # One more entry than sequences: the last is T.
         rows = [0]
         for chunk in self.chunks:
             rows.append(rows[-1] + len(chunk.tokens))
@@ -68,36 +61,37 @@ class Batch:
 
     @cached_property
     def slot_mapping(self) -> Tensor:
-        """int64 [T]: block * block_size + offset of each token's keys and values."""
+        # int64 [T]: block * block_size + offset of each token's keys and values.
         size = self.block_size
         positions = ((chunk.blocks, at) for chunk in self.chunks for at in range(chunk.start, chunk.length))
         return self._tensor([blocks[at // size] * size + at % size for blocks, at in positions], torch.int64)
 
     @cached_property
     def starts(self) -> Tensor:
-        """int32 [S + 1]: sequence s has the rows starts[s] .. starts[s + 1]."""
+        # int32 [S + 1]: sequence s has the rows starts[s] .. starts[s + 1].
         return self._tensor(self.first_rows, torch.int32)
 
     @cached_property
     def lengths(self) -> Tensor:
-        """int32 [S]: tokens of each sequence after this pass."""
+        # int32 [S]: tokens of each sequence after this pass.
         return self._tensor([chunk.length for chunk in self.chunks], torch.int32)
 
     @cached_property
     def block_table(self) -> Tensor:
+        # int32 [S, blocks], padded with 0.
         widest = max(len(chunk.blocks) for chunk in self.chunks)
         rows = [[*chunk.blocks, *[0] * (widest - len(chunk.blocks))] for chunk in self.chunks]
         return self._tensor(rows, torch.int32)
 
     @cached_property
     def logits_at(self) -> Tensor:
-        """int64 [rows]: the rows whose logits are returned, in order."""
+        # int64 [rows]: the rows whose logits are returned, in order.
         ends = zip(self.first_rows[1:], self.chunks, strict=True)
         return self._tensor([row for end, chunk in ends for row in range(end - chunk.logits, end)], torch.int64)
 
 
 def contiguous_slot(chunks: Sequence[Chunk]) -> int | None:
-    """The first block if every sequence has one block, adjacent ones, and all have as many new tokens; else None."""
+    """Return the first block if each sequence has one block, all adjacent, and equally many new tokens; else None."""
     first, count = chunks[0].blocks[0], chunks[0].count
     for index, chunk in enumerate(chunks):
         if chunk.blocks != (first + index,) or chunk.count != count:

@@ -1,6 +1,7 @@
-"""The blocks of a cache: reference counts, free blocks, and blocks kept for prefix reuse.
+"""Reference counts and free list of the blocks of a KV cache.
 
-Plain Python over block numbers. Copies of blocks are queued here and performed before the next pass.
+Policy: a block that no sequence uses stays in the prefix index until its memory is needed; then the least recently used
+one is evicted. Plain Python over block numbers; copies are queued here and performed before the next pass.
 """
 
 import heapq
@@ -10,14 +11,15 @@ from mycli.runtime.cache.prefix_index import PrefixIndex
 
 
 class BlockPool:
-    """Blocks that are free, used by one or more sequences, or idle: unused, but kept by the prefix index."""
+    """The blocks of a cache: free, used by one or more sequences, or idle (cached in the index, otherwise unused)."""
 
     def __init__(self, blocks: int, index: PrefixIndex) -> None:
         self.blocks = blocks
         self.index = index
         self.block_size = index.block_size
         self.states = index.states
-        self._free = list(range(blocks))  # a heap: neighbours stay neighbours
+        # A heap returns the lowest number, so a sequence tends to get adjacent blocks.
+        self._free = list(range(blocks))
         self._references = [0] * blocks
         self._copies: list[tuple[int, int]] = []
 
@@ -27,7 +29,7 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """The number of blocks that `allocate` can return."""
+        """Blocks that `allocate` can return: free and idle ones."""
         return len(self._free) + self.index.idle
 
     @property
@@ -37,11 +39,11 @@ class BlockPool:
     def references(self, block: int) -> int:
         return self._references[block]
 
-    def needed(self, tokens: int) -> int:
+    def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
     def allocate(self) -> int | None:
-        """Return a block for one owner, evicting an idle one if none is free; None if all are in use."""
+        """Return a block with one owner, evicting an idle one if none is free; None if all are in use."""
         if not self._free:
             self._recycle(self.index.evict())
         if not self._free:
@@ -51,25 +53,25 @@ class BlockPool:
         return block
 
     def share(self, block: int) -> None:
-        """Add an owner to a block that is used or idle."""
-        self.index.take(block)
+        """Add an owner to a block that is in use or idle."""
+        self.index.mark_used(block)
         self._references[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Remove an owner of each block. The last block of a sequence comes first, so that it is evicted first."""
+        # Callers pass the last block of a sequence first: it becomes idle first and so is evicted before its prefix.
         for block in blocks:
             if self._references[block] < 1:
-                raise ValueError(f"block {block} is released by more than have it")
+                raise ValueError(f"block {block} is released more often than it was shared")
             self._references[block] -= 1
             if self._references[block]:
                 continue
-            self._recycle(self.index.leave(block) if block in self.index else [block])
+            self._recycle(self.index.mark_idle(block) if block in self.index else [block])
 
     def make_writable(self, block: int) -> int | None:
         """Return `block`, removed from the index, if it has one owner, else a copy; None without a free block."""
         if self._references[block] == 1:
             if block in self.index.nodes:
-                self._recycle(self.index.forget(block))
+                self._recycle(self.index.remove(block))
             return block
         fresh = self.allocate()
         if fresh is not None:
@@ -78,12 +80,11 @@ class BlockPool:
         return fresh
 
     def forget(self, block: int) -> None:
-        """Remove a block, and the blocks that continue it, from the index."""
+        """Remove a block and its descendants from the index."""
         if block in self.index:
-            self._recycle(self.index.forget(block))
+            self._recycle(self.index.remove(block))
 
     def clear(self) -> None:
-        """Evict all idle blocks."""
         while self.index.idle:
             self._recycle(self.index.evict())
 
@@ -92,10 +93,10 @@ class BlockPool:
             heapq.heappush(self._free, block)
 
     def copy(self, source: int, target: int) -> None:
-        """Queue a copy of block `source` to `target`, performed before the next pass."""
+        """Queue a copy of block `source` into `target`."""
         self._copies.append((source, target))
 
     def take_copies(self) -> list[tuple[int, int]]:
-        """Return and clear the queued copies, in order."""
+        """Return the queued (source, target) copies, to be performed in this order, and empty the queue."""
         copies, self._copies = self._copies, []
         return copies

@@ -1,56 +1,53 @@
-"""The block table of one sequence: matches cached prefixes, grows, and copies shared blocks before they are written.
-
-Plain Python over block numbers and tokens.
-"""
+"""The block table of one sequence: cached prefix blocks, new blocks, and copy-on-write of shared ones."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 
 from mycli.runtime.cache.block_pool import BlockPool
 from mycli.runtime.cache.prefix_index import Match, Node
-from mycli.runtime.cache.state_pool import Holder
+from mycli.runtime.cache.state_pool import Snapshots
 
-_NO_BLOCK = "no free block to copy a shared one to"
+_NO_BLOCK = "no free block to copy a shared block into"
 
-
-APART = 64  # tokens at most between a text's last snapshot and its end; so many are read at once in no time
+# Snapshots of recurrent states are taken at multiples of this number of tokens. A sequence that resumes at one computes
+# at most 64 tokens again, which takes one pass.
+SNAPSHOT_STEP = 64
 
 
 class BlockTable:
-    """The blocks of a sequence in order; the first `length` tokens are computed.
-
-    state: slot of the recurrent state after them, from `begin` on; None without recurrent layers.
-    """
+    """The blocks of a sequence in order; keys and values of its first `length` tokens are computed."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self.blocks: list[int] = []
         self.length = 0
+        # The slot of the recurrent state; None before `allocate_state` and for models without such layers.
         self.state: int | None = None
-        self._snapshots: Holder = {}  # by length, of the block that the index does not know yet
-        self._marks: tuple[int, ...] = ()  # lengths at which snapshots are wanted
-        self._node = pool.index.root  # of the last whole block that the index knows
-        self._indexed = 0  # whole blocks that it knows
+        self._snapshots: Snapshots = {}  # by length, in the block that is not indexed yet
+        self._snapshot_lengths: tuple[int, ...] = ()  # at which `fill` takes snapshots
+        self._node = pool.index.root  # of the last indexed whole block
+        self._indexed = 0  # number of indexed whole blocks
 
     def match(self, tokens: Sequence[int]) -> Match:
-        """Start an empty table with the cached prefix of `tokens`."""
-        pool, found = self._pool, self._pool.index.match(tokens)
-        for node in found.nodes:
+        """Fill this empty table with the cached prefix of `tokens`; return what was reused."""
+        pool, match = self._pool, self._pool.index.match(tokens)
+        for node in match.nodes:
             pool.share(node.block)
             self.blocks.append(node.block)
             self._node, self._indexed = node, self._indexed + 1
-        self.length = len(found.nodes) * pool.block_size
+        self.length = len(match.nodes) * pool.block_size
         if pool.states is not None:
-            self._mark(found.known, len(tokens) - 1)
-            if found.partial is not None and not pool.free and not pool.index.is_idle(found.partial[0].block):
+            self._plan_snapshots(match.cached, len(tokens) - 1)
+            if match.partial is not None and not pool.free and not pool.index.is_idle(match.partial[0].block):
                 self.release()
-                return replace(found, nodes=(), partial=None, tokens=0, miss=_NO_BLOCK)
-            if found.state is not None:
-                self.state = pool.states.resume(found.state)
-        if found.partial is None:
-            return found
-        node, count = found.partial
-        # What is left of a block that was filled in part is worth less than a copy costs, if most of it is taken.
+                return replace(match, nodes=(), partial=None, tokens=0, miss=_NO_BLOCK)
+            if match.state is not None:
+                self.state = pool.states.resume(match.state)
+        if match.partial is None:
+            return match
+        node, count = match.partial
+        # An idle, partly filled block of which more than half matches is taken over instead of copied: what the index
+        # loses is less than half a block.
         mostly = 2 * count > len(node.tokens) and len(node.tokens) < pool.block_size
         if pool.index.is_idle(node.block) and (mostly or not pool.free):
             pool.share(node.block)
@@ -62,28 +59,27 @@ class BlockTable:
             pool.copy(node.block, fresh)
             self.blocks.append(fresh)
         else:
-            return replace(found, partial=None, tokens=self.length, miss=_NO_BLOCK)
+            return replace(match, partial=None, tokens=self.length, miss=_NO_BLOCK)
         self.length += count
-        return found
+        return match
 
-    def _mark(self, known: int, end: int) -> None:
-        step = min(APART, self._pool.block_size)
-        self._marks = tuple(sorted({known // step * step, end // step * step} - {0}))
+    def _plan_snapshots(self, cached: int, end: int) -> None:
+        # Two snapshots per prompt: where it parts from a cached sequence (probably a shared system prompt), and before
+        # its end (a chat continues there).
+        step = min(SNAPSHOT_STEP, self._pool.block_size)
+        self._snapshot_lengths = tuple(sorted({cached // step * step, end // step * step} - {0}))
 
-    def begin(self) -> None:
-        """Allocate a state slot if recurrent layers need one."""
+    def allocate_state(self) -> None:
+        """Allocate a slot for the recurrent state, if the model has one and the table none yet."""
         if self.state is None and self._pool.states is not None:
             self.state = self._pool.states.allocate()
 
-    def pause(self, end: int) -> int:
-        """Return `end`, or an earlier position at which a pass must end for a state snapshot."""
-        return next((mark for mark in self._marks if self.length < mark < end), end)
+    def chunk_end(self, end: int) -> int:
+        """Return where the next pass must end: `end`, or earlier to take a snapshot."""
+        return next((length for length in self._snapshot_lengths if self.length < length < end), end)
 
     def reserve(self, end: int) -> bool:
-        """Make positions `length` .. `end` writable by this sequence alone; False if blocks run out.
-
-        Blocks reserved before that stay reserved.
-        """
+        """Make positions `length` .. `end` writable; False if blocks run out, those reserved so far stay reserved."""
         pool, size = self._pool, self._pool.block_size
         first = self.length // size
         if first < len(self.blocks):
@@ -99,40 +95,40 @@ class BlockTable:
         return True
 
     def fill(self, tokens: Sequence[int], length: int) -> None:
-        """Note that the first `length` of `tokens` are computed; whole blocks can be shared from now on."""
+        """Record that the first `length` of `tokens` are computed, and index their whole blocks for reuse."""
         self.length = length
         size, index, states = self._pool.block_size, self._pool.index, self._pool.states
-        if states is not None and self.state is not None and length in self._marks:
+        if states is not None and self.state is not None and length in self._snapshot_lengths:
             states.snapshot(self.state, self._snapshots, length)
         while (self._indexed + 1) * size <= length:
             at = self._indexed * size
             self._node = index.insert(self._node, tuple(tokens[at : at + size]), self.blocks[self._indexed])
             self._indexed += 1
-            self._hand_over(self._node, at)
+            self._index_snapshots(self._node, at)
 
-    def _hand_over(self, node: Node, start: int) -> None:
-        """Move the snapshots within a block, which begins at `start`, to its node, if the index still reaches it."""
+    def _index_snapshots(self, node: Node, start: int) -> None:
+        # Move the snapshots within the block at `start` to its node, unless that was evicted.
         states = self._pool.states
         if not self._snapshots or not self._pool.index.reaches(node):
             return
-        for length in [one for one in self._snapshots if one <= start + self._pool.block_size]:
+        for length in [length for length in self._snapshots if length <= start + self._pool.block_size]:
             assert states is not None
             states.move(self._snapshots, length, node.states, length - start)
 
     @property
     def snapshots(self) -> dict[int, int]:
-        """The slots of state snapshots by length: those of this table and those in the index."""
-        found, node, end = dict(self._snapshots), self._node, self._indexed * self._pool.block_size
+        """Slots of all snapshots of this sequence, by number of tokens, including indexed ones."""
+        slots, node, end = dict(self._snapshots), self._node, self._indexed * self._pool.block_size
         while node.parent is not None:
             end -= self._pool.block_size
-            found |= {end + at: slot for at, slot in node.states.items()}
+            slots |= {end + at: slot for at, slot in node.states.items()}
             node = node.parent
-        return found
+        return slots
 
     def branch(self) -> "BlockTable":
-        """Return another table that shares all blocks."""
+        """Return a table that shares the blocks of this one; a block is copied when either table writes to it."""
         other = BlockTable(self._pool)
-        other.blocks, other.length = self.blocks[: self._pool.needed(self.length)], self.length
+        other.blocks, other.length = self.blocks[: self._pool.blocks_for(self.length)], self.length
         other._node, other._indexed = self._node, self._indexed
         for block in other.blocks:
             self._pool.share(block)
@@ -141,39 +137,37 @@ class BlockTable:
         return other
 
     def truncate(self, length: int) -> None:
-        """Discard the tokens from position `length` on; their blocks stay.
-
-        Raises ValueError for positions that `fill` has shared.
-        """
+        """Discard the tokens from `length` on, not their blocks. Raises ValueError if they are in an indexed block."""
         if length < self._indexed * self._pool.block_size:
-            raise ValueError(f"{self._indexed} whole blocks are others' too, {length} tokens are fewer")
+            raise ValueError(f"cannot truncate to {length} tokens: {self._indexed} whole blocks are indexed")
         self.length = min(self.length, length)
 
     def release(self, tokens: Sequence[int] | None = None) -> None:
-        """Free all blocks; given `tokens`, also keep the last, partly filled block for prefix reuse."""
+        """Release all blocks. With `tokens`, also index the last, partly filled block for reuse."""
         size, index = self._pool.block_size, self._pool.index
         at, node = self._indexed * size, self._node
         if tokens is not None and at < self.length:
             node = index.insert(node, tuple(tokens[at : self.length]), self.blocks[self._indexed])
-        self._release_states(node, at, kept=tokens is not None)
+        self._release_states(node, at, reusable=tokens is not None)
         self._pool.release(reversed(self.blocks))
         self.blocks, self.length, self._node, self._indexed = [], 0, index.root, 0
 
-    def _release_states(self, node: Node, at: int, kept: bool) -> None:
+    def _release_states(self, node: Node, at: int, reusable: bool) -> None:
+        # Release the state, or with `reusable` store it as a snapshot in `node`, whose block starts at `at`.
         states = self._pool.states
         if states is None:
             return
-        if kept and at < self.length:
-            self._hand_over(node, at)
+        if reusable and at < self.length:
+            self._index_snapshots(node, at)
         states.drop(self._snapshots)
-        if self.state is not None and kept and self.length and self._pool.index.reaches(node):
-            states.keep(self.state, node.states, self.length - at or self._pool.block_size)
+        if self.state is not None and reusable and self.length and self._pool.index.reaches(node):
+            states.convert(self.state, node.states, self.length - at or self._pool.block_size)
         elif self.state is not None:
             states.release(self.state)
-        self.state, self._marks = None, ()
+        self.state, self._snapshot_lengths = None, ()
 
     def discard(self) -> None:
-        """Free all blocks and remove them from the index: their contents are wrong."""
+        """Release all blocks and remove them from the index, since their contents may be wrong."""
         for block in self.blocks:
             self._pool.forget(block)
         self.release()

@@ -1,13 +1,6 @@
-"""Vectors of 4-bit codes: rotated by a Hadamard transform, then rounded in groups of 32 with a scale each.
+"""int4 vectors for the KV cache: a Hadamard rotation, then 4-bit codes in groups of 32 with a bf16 scale each.
 
-A few dimensions of keys are many times larger than the others, and would take the scale of their group for themselves.
-A rotation spreads them over all (QuaRot, arXiv 2404.00456); it is orthonormal and its own inverse, and leaves products
-of a key and a query that is rotated likewise as they were. A head whose size is no power of two is rotated in blocks of
-the largest that divides it: 80 in blocks of 16, 96 of 32.
-
-A scale is the extreme of its group / -8, signed, in bf16: the extreme has the code -8 whatever its sign, so that all 16
-codes are used. Every vector is rounded by itself. The arithmetic is fp32 in a fixed order, and native code has the same
-bits (`attention_int4.h`). How the bytes lie is in `runtime.quantization.int4_vectors`. Does not know caches or blocks.
+Native code computes the same bits (`attention_int4.h`); the byte layout is in `runtime.quantization.int4_vectors`.
 """
 
 import math
@@ -21,7 +14,11 @@ _SMALLEST = torch.finfo(torch.float32).tiny  # a scale below it is 0
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """x [..., size], floating, rotated; its own inverse. Sums are made in the dtype of x, neighbours first."""
+    """Rotate x [..., size], floating, by a normalized Hadamard transform, which is its own inverse."""
+    # A few dimensions of keys are many times larger than the others and would dominate the scale of their group; the
+    # rotation spreads them (QuaRot, arXiv 2404.00456). Queries rotated alike give the same products.
+    # A size that is no power of two is rotated in blocks: 80 in blocks of 16, 96 in blocks of 32.
+    # The order of the sums, neighbours first and in the dtype of x, is that of the native code.
     size = x.shape[-1]
     block = size & -size  # the largest power of two that divides it
     step, y = 1, x
@@ -33,7 +30,7 @@ def hadamard(x: Tensor) -> Tensor:
 
 
 def pack_int4(values: Tensor) -> Tensor:
-    """values [..., head_dim] as uint8 [..., bytes]. What is not finite makes its block of the rotation NaN.
+    """Pack values [..., head_dim] to uint8 [..., bytes]; a value that is not finite makes its rotation block NaN.
 
     Raises ModelError for heads that are not a multiple of 16.
     """
@@ -44,6 +41,7 @@ def pack_int4(values: Tensor) -> Tensor:
     padded = whole.view(*outer, groups, INT4_GROUP)
     low, high = padded.amin(-1), padded.amax(-1)
     extreme = torch.where(high > -low, high, low)
+    # The extreme gets code -8 whatever its sign, so the scale is signed and all 16 codes are used.
     scales = (extreme * -0.125).bfloat16()
     steps = scales.float()
     finite, tiny = extreme.isfinite(), steps.abs() < _SMALLEST
@@ -58,7 +56,7 @@ def pack_int4(values: Tensor) -> Tensor:
 
 
 def unpack_int4(packed: Tensor, dtype: torch.dtype) -> Tensor:
-    """packed uint8 [..., bytes] as values [..., head_dim] in `dtype`, rotated back. Sums are fp32, or fp64 for that."""
+    """Unpack uint8 [..., bytes] to values [..., head_dim] in `dtype`, rotated back; sums are fp32, fp64 for fp64."""
     exact = torch.promote_types(dtype, torch.float32)
     head_dim = int4_head_dim(packed.shape[-1])
     units = packed[..., : head_dim // 2].reshape(*packed.shape[:-1], head_dim // UNIT, UNIT // 2)

@@ -1,8 +1,7 @@
-"""The KV cache: memory allocated once, in blocks that sequences share and exchange.
+"""The paged KV cache: preallocated tensors, in the model's dtype, bf16, int8 or int4.
 
-Values are stored as computed, as int8 codes with one scale for each token and head (x = code * scale, scale = largest
-magnitude / 127), or as packed int4 vectors (`runtime.cache.int4`). Each token is rounded by itself, so the contents do
-not depend on how a prompt was split. A sequence is truncated by overwriting its tail.
+int8: one scale per token and head, its largest magnitude / 127. int4: the vectors of `runtime.cache.int4`. Each token
+is quantized by itself, so the contents do not depend on how a prompt was split into passes.
 """
 
 import math
@@ -18,33 +17,30 @@ from mycli.runtime.cache.state_store import StateStore
 from mycli.runtime.models.config import KvDtype, ModelConfig
 from mycli.runtime.quantization.int4_vectors import int4_bytes
 
-PACKED = torch.uint8  # of a cache of int4 vectors
+PACKED = torch.uint8  # dtype of an int4 cache
 
 
 def cache_dtype(kv: KvDtype, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which a cache of kind `kv` stores keys and values for activations of `dtype`."""
+    """Return the dtype of the cache tensors for the option `kv` and activations of `dtype`."""
     return {"auto": dtype, "bf16": torch.bfloat16, "int8": torch.int8, "int4": PACKED}[kv]
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Keys or values [sequences, kv_heads, length, head_dim]; packed int4 vectors are bytes in the last axis.
-
-    scales: fp32 [sequences, kv_heads, length] of int8 codes, else None.
-    """
+    """Keys or values [sequences, kv_heads, length, head_dim] in a cache dtype; for int4 the last axis is bytes."""
 
     data: Tensor
-    scales: Tensor | None = None
+    scales: Tensor | None = None  # fp32 [sequences, kv_heads, length] for int8
 
     @classmethod
     def of(cls, values: Tensor, dtype: torch.dtype) -> "Stored":
-        """Convert values [..., head_dim] to the form of a cache of `dtype`; packed vectors stay as they are."""
+        """Convert values [..., head_dim] to the cache dtype; int4 vectors that are packed already are not changed."""
         if dtype == torch.int8:
             return cls(*quantize_vectors(values))
         return cls(pack_int4(values) if dtype == PACKED != values.dtype else values.to(dtype))
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """Return the values in `dtype`: a copy unless they are stored so."""
+        """Return the values in `dtype`; a view if they are stored in it."""
         if self.data.dtype == PACKED:
             return unpack_int4(self.data, dtype)
         if self.scales is None:
@@ -57,7 +53,7 @@ class Stored:
 
 
 def quantize_vectors(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return values [..., head_dim] as int8 codes and scales fp32 [...]; a non-finite value makes its vector NaN."""
+    """Quantize values [..., head_dim] to int8 codes and scales fp32 [...]; one NaN or infinity makes the vector NaN."""
     exact = values.float()
     scales = exact.abs().amax(-1) / 127
     codes = (exact / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)).round_()
@@ -66,8 +62,8 @@ def quantize_vectors(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class Run:
-    """`count` positions of one block, from `offset`."""
+class BlockSlice:
+    """The `count` positions of a block that start at `offset`."""
 
     block: int
     offset: int
@@ -75,11 +71,13 @@ class Run:
 
 
 class KVCache:
-    """Keys and values [2, blocks, kv_heads, block_size, head_dim] of each layer, and the states of recurrent layers.
+    """Keys and values [2, blocks, kv_heads, block_size, head_dim] per layer, and `states` of recurrent layers.
 
-    One block of the length of the context for each sequence makes a contiguous cache, which is read without gathering.
-    Raises ModelError for heads that cannot be packed.
+    The last axis is bytes for `PACKED`; raises ModelError for head dimensions that cannot be packed. A block as long as
+    the context for each sequence gives contiguous slots, which are read without a gather.
     """
+
+    # Nothing is cleared when a sequence is truncated or a block reused: positions are written before they are read.
 
     def __init__(
         self,
@@ -92,7 +90,7 @@ class KVCache:
     ) -> None:
         self.states = StateStore(config, slots, device)
         data: list[Tensor] = []
-        scales: list[Tensor] = []  # none, where the data are the values themselves
+        scales: list[Tensor] = []  # empty except for int8
         for heads, head_dim in (config.kv_shape(layer) for layer in range(config.layers)):
             shape = (2, blocks, heads, block_size, int4_bytes(head_dim) if dtype == PACKED else head_dim)
             data.append(torch.zeros(shape, dtype=dtype, device=device))
@@ -104,16 +102,15 @@ class KVCache:
         self._data, self._scales = data, scales
         self._views: dict[tuple[int, int], KVCache] = {}
         self.blocks, self.block_size = data[0].shape[1], data[0].shape[3]
-        # Keys and values of each layer apart: making such a view takes as long as storing a token.
-        self._parts = [self._apart(layer) for layer in range(len(data))]
+        # One view each of keys and values per layer, made once: making one takes as long as storing a token.
+        self._parts = [self._split(layer) for layer in range(len(data))]
 
-    def _apart(self, layer: int) -> tuple[Stored, Stored]:
+    def _split(self, layer: int) -> tuple[Stored, Stored]:
         scales = self._scales[layer] if self._scales else (None, None)
         return Stored(self._data[layer][0], scales[0]), Stored(self._data[layer][1], scales[1])
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype in which keys and values are stored."""
         return self._data[0].dtype
 
     @property
@@ -121,7 +118,7 @@ class KVCache:
         return sum(tensor.nbytes for tensor in (*self._data, *self._scales)) + self.states.nbytes
 
     def view_blocks(self, first: int, count: int) -> "KVCache":
-        """Return blocks `first` .. `first + count` as a cache over the same memory: the same object every time."""
+        """Return blocks `first` .. `first + count` as a cache over the same memory, always the same object."""
         if count == self.blocks:
             return self
         view = self._views.get((first, count))
@@ -151,14 +148,14 @@ class KVCache:
                 scales[block, :, offset] = stored.scales
 
     def read(self, layer: int, blocks: Sequence[int], length: int) -> tuple[Stored, Stored]:
-        """Return keys and values [1, kv_heads, length, head_dim] of a sequence; views if it is one block."""
+        """Return keys and values [1, kv_heads, length, head_dim] of the sequence in `blocks`; views for one block."""
         return self._read(layer, 0, blocks, length), self._read(layer, 1, blocks, length)
 
     def _read(self, layer: int, kind: int, blocks: Sequence[int], length: int) -> Stored:
         data, scales = self._parts[layer][kind].data, self._parts[layer][kind].scales
         if len(blocks) == 1:
-            one = slice(blocks[0], blocks[0] + 1)
-            return Stored(data[one, :, :length], None if scales is None else scales[one, :, :length])
+            block = slice(blocks[0], blocks[0] + 1)
+            return Stored(data[block, :, :length], None if scales is None else scales[block, :, :length])
         used = torch.tensor(blocks[: -(-length // self.block_size)], dtype=torch.int64, device=data.device)
         gathered = data[used].transpose(0, 1).flatten(1, 2)[None, :, :length]
         if scales is None:
@@ -174,29 +171,29 @@ class KVCache:
             tensor[:, target] = tensor[:, source]
 
     def nbytes_of(self, count: int) -> int:
-        """Return the bytes that `take` returns for `count` positions."""
+        """Return the size of what `read_bytes` returns for `count` positions."""
         return sum(tensor[:, 0, :, 0].nbytes for tensor in (*self._data, *self._scales)) * count
 
-    def take(self, runs: Sequence[Run]) -> bytes:
-        """Return the bytes of keys, values and scales of consecutive positions, layer by layer."""
+    def read_bytes(self, slices: Sequence[BlockSlice]) -> bytes:
+        """Return keys and values, then scales, of consecutive positions: per layer [2, kv_heads, positions, ...]."""
         parts = (
-            torch.cat([tensor[:, run.block, :, run.offset : run.offset + run.count] for run in runs], dim=2)
+            torch.cat([tensor[:, piece.block, :, piece.offset : piece.offset + piece.count] for piece in slices], dim=2)
             for tensor in (*self._data, *self._scales)
         )
         return b"".join(part.cpu().contiguous().view(torch.uint8).numpy().tobytes() for part in parts)
 
-    def put(self, values: bytearray, count: int, skip: int, runs: Sequence[Run]) -> None:
-        """Write bytes returned by `take` for `count` positions to `runs`, without the first `skip` positions."""
+    def write_bytes(self, values: bytearray, count: int, skip: int, slices: Sequence[BlockSlice]) -> None:
+        """Write to `slices` what `read_bytes` returned for `count` positions, without the first `skip` positions."""
         at = 0
         for tensor in (*self._data, *self._scales):
             shape = (2, tensor.shape[2], count, *tensor.shape[4:])
             size = math.prod(shape)
-            if not size:  # of a layer that keeps a state instead
+            if not size:  # a recurrent layer has no keys and values
                 continue
             part = torch.frombuffer(values, dtype=tensor.dtype, count=size, offset=at).view(shape).to(tensor.device)
             at += size * tensor.element_size()
             start = skip
-            for run in runs:
-                chosen = part[:, :, start : start + run.count]
-                tensor[:, run.block, :, run.offset : run.offset + run.count] = chosen
-                start += run.count
+            for piece in slices:
+                chosen = part[:, :, start : start + piece.count]
+                tensor[:, piece.block, :, piece.offset : piece.offset + piece.count] = chosen
+                start += piece.count

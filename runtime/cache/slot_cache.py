@@ -1,56 +1,54 @@
-"""An LRU cache of slot numbers."""
+"""An LRU cache of numbered items in a fixed number of slots."""
 
 from collections.abc import Sequence
 
 
 class SlotCache:
-    """At most `slots` resident items of any number, evicting the least recently used.
-
-    Requests for more items than slots are split into pieces (`plan`), resident items first, so that repeated passes
-    over all items find as many of them resident as there are slots.
-    """
+    """Which items are resident in `slots` slots (at least 1). Policy: the least recently used item is evicted."""
 
     def __init__(self, slots: int) -> None:
         if slots < 1:
-            raise ValueError("no slot at all")
+            raise ValueError(f"slots must be at least 1, not {slots}")
         self.slots = slots
-        self._held: dict[int, None] = {}  # the least recently used first
+        self._resident: dict[int, None] = {}  # least recently used first
 
     @property
-    def held(self) -> Sequence[int]:
-        """The resident items, least recently used first."""
-        return tuple(self._held)
+    def resident(self) -> Sequence[int]:
+        """The items in the slots, least recently used first."""
+        return tuple(self._resident)
 
-    def __contains__(self, thing: int) -> bool:
-        return thing in self._held
+    def __contains__(self, item: int) -> bool:
+        return item in self._resident
 
-    def plan(self, wanted: Sequence[int]) -> list[list[int]]:
-        """Split the requested items into pieces for `take`, each item once."""
-        there = [thing for thing in wanted if thing in self._held]
-        if len(there) == len(wanted):
-            return [there] if there else []
-        missing = [thing for thing in wanted if thing not in self._held]
-        room = self.slots - len(there)
-        first, rest = there + missing[:room], missing[room:]
+    def plan(self, items: Sequence[int]) -> list[list[int]]:
+        """Split `items` into groups that fit the slots, to be passed to `load` in order."""
+        # Resident items come first: cycling through more items than slots then hits on `slots` items each time, while
+        # plain LRU order would hit none.
+        resident = [item for item in items if item in self._resident]
+        if len(resident) == len(items):
+            return [resident] if resident else []
+        missing = [item for item in items if item not in self._resident]
+        room = self.slots - len(resident)
+        first, rest = resident + missing[:room], missing[room:]
         return [first, *(rest[start : start + self.slots] for start in range(0, len(rest), self.slots))]
 
-    def take(self, piece: Sequence[int]) -> list[tuple[int, int | None]]:
-        """Make all items of `piece` resident; return (new item, evicted item or None for a free slot)."""
-        if len(piece) > self.slots:
-            raise ValueError(f"{len(piece)} things for {self.slots} slots")
-        new = [thing for thing in piece if thing not in self._held]
-        for thing in piece:
-            if self._held.pop(thing, thing) is None:  # was there
-                self._held[thing] = None
-        found = list[tuple[int, int | None]]()
-        for thing in new:
-            victim = next(iter(self._held)) if len(self._held) == self.slots else None
+    def load(self, group: Sequence[int]) -> list[tuple[int, int | None]]:
+        """Mark `group` as used; return the items to load, each with the item it evicts, None for a free slot."""
+        if len(group) > self.slots:
+            raise ValueError(f"{len(group)} items do not fit {self.slots} slots")
+        new = [item for item in group if item not in self._resident]
+        for item in group:
+            if self._resident.pop(item, item) is None:  # it is resident
+                self._resident[item] = None
+        loads = list[tuple[int, int | None]]()
+        for item in new:
+            victim = next(iter(self._resident)) if len(self._resident) == self.slots else None
             if victim is not None:
-                del self._held[victim]
-            self._held[thing] = None
-            found.append((thing, victim))
-        return found
+                del self._resident[victim]
+            self._resident[item] = None
+            loads.append((item, victim))
+        return loads
 
-    def drop(self, thing: int) -> None:
-        """Free the slot of an item."""
-        self._held.pop(thing, None)
+    def drop(self, item: int) -> None:
+        """Free the slot of an item whose load failed."""
+        self._resident.pop(item, None)

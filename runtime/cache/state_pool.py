@@ -1,106 +1,108 @@
-"""The slots of recurrent states: of running sequences, and snapshots for prefix reuse.
+"""The slots of recurrent states: which sequence or snapshot owns which.
 
-A state stands for a whole prefix and cannot be truncated, so a sequence resumes only where a snapshot was taken.
-Snapshots belong to a node of the prefix index, or to a sequence until its blocks are indexed; the least recently used
-one is evicted. Plain Python over slot numbers; copies are queued here and performed before the next pass.
+A recurrent state summarizes all tokens before it and cannot be truncated, so a sequence resumes only where a snapshot
+was stored. Snapshots belong to a node of the prefix index, or to a sequence whose last block is not indexed yet. The
+least recently used snapshot is evicted first. Copies are queued here and performed before the next pass.
 """
 
 import heapq
 from collections import OrderedDict
 
-Holder = dict[int, int]  # number of tokens -> slot of the state after them
+Snapshots = dict[int, int]  # number of tokens -> slot of the state after them
 
 
 class StatePool:
-    """Slots that are free, owned by a sequence, or snapshots. There are more slots than running sequences."""
+    """The slots for states: each is free, owned by a sequence, or a snapshot; more slots than sequences that run."""
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
         self._free = list(range(slots))  # a heap
-        self._kept: OrderedDict[int, tuple[Holder, int]] = OrderedDict()  # by slot, the least recently used first
+        # The dict and the key under which each snapshot is stored, by slot, least recently used first.
+        self._snapshots: OrderedDict[int, tuple[Snapshots, int]] = OrderedDict()
         self._copies: list[tuple[int, int]] = []
 
     @property
-    def kept(self) -> int:
-        return len(self._kept)
+    def num_snapshots(self) -> int:
+        return len(self._snapshots)
 
     @property
     def free(self) -> int:
         return len(self._free)
 
     def allocate(self) -> int:
-        """Return a slot for a sequence. Raises RuntimeError if more sequences run than were planned for."""
-        slot = self._take()
+        """Return a slot for a sequence. Raises RuntimeError if running sequences own all slots."""
+        slot = self._allocate()
         if slot is None:
-            raise RuntimeError(f"all {self.slots} states belong to running sequences")
+            raise RuntimeError(f"running sequences own all {self.slots} recurrent states")
         return slot
 
-    def _take(self, but: int | None = None) -> int | None:
-        """Return a free slot, or that of the least recently used snapshot other than `but`."""
+    def _allocate(self, protected: int | None = None) -> int | None:
+        # A free slot, or that of the least recently used snapshot other than `protected`.
         if not self._free:
-            oldest = next((slot for slot in self._kept if slot != but), None)
+            oldest = next((slot for slot in self._snapshots if slot != protected), None)
             if oldest is None:
                 return None
-            self._forget(oldest)
+            self._evict(oldest)
         return heapq.heappop(self._free)
 
-    def _forget(self, slot: int) -> None:
-        holder, at = self._kept.pop(slot)
-        del holder[at]
+    def _evict(self, slot: int) -> None:
+        owner, length = self._snapshots.pop(slot)
+        del owner[length]
         self.release(slot)
 
     def resume(self, slot: int) -> int:
-        """Return a slot with a copy of a snapshot, or the snapshot itself if no slot is left."""
-        fresh = self._take(but=slot)
+        """Return a slot for a sequence that resumes at the snapshot in `slot`."""
+        fresh = self._allocate(protected=slot)
         if fresh is None:
-            holder, at = self._kept.pop(slot)
-            del holder[at]
+            # No slot for a copy: the sequence takes over the snapshot itself, and no other can resume there.
+            owner, length = self._snapshots.pop(slot)
+            del owner[length]
             return slot
-        self._kept.move_to_end(slot)
+        self._snapshots.move_to_end(slot)
         self._copies.append((slot, fresh))
         return fresh
 
     def branch(self, slot: int) -> int:
-        """Return a slot with a copy of the state in `slot`."""
+        """Return a slot with a copy of the state of a running sequence."""
         fresh = self.allocate()
         self._copies.append((slot, fresh))
         return fresh
 
-    def snapshot(self, slot: int, holder: Holder, at: int) -> None:
-        """Copy a state into a snapshot `holder[at]`, if a slot is left."""
-        if at not in holder and (fresh := self._take()) is not None:
+    def snapshot(self, slot: int, owner: Snapshots, length: int) -> None:
+        """Store a copy of a sequence's state as `owner[length]`, unless there is one or no slot is available."""
+        if length not in owner and (fresh := self._allocate()) is not None:
             self._copies.append((slot, fresh))
-            self._keep(fresh, holder, at)
+            self._store(fresh, owner, length)
 
-    def keep(self, slot: int, holder: Holder, at: int) -> None:
-        """Turn the state of a finished sequence into the snapshot `holder[at]`, unless there is one."""
-        if at in holder:
+    def convert(self, slot: int, owner: Snapshots, length: int) -> None:
+        """Turn the state of a finished sequence into the snapshot `owner[length]`, or free it if there is one."""
+        if length in owner:
             self.release(slot)
         else:
-            self._keep(slot, holder, at)
+            self._store(slot, owner, length)
 
-    def _keep(self, slot: int, holder: Holder, at: int) -> None:
-        holder[at] = slot
-        self._kept[slot] = holder, at
+    def _store(self, slot: int, owner: Snapshots, length: int) -> None:
+        owner[length] = slot
+        self._snapshots[slot] = owner, length
 
-    def move(self, holder: Holder, at: int, to: Holder, there: int) -> None:
-        """Move the snapshot `holder[at]` to `to[there]`, unless there is one."""
-        slot = holder.pop(at)
-        del self._kept[slot]
-        self.keep(slot, to, there)
+    def move(self, source: Snapshots, length: int, target: Snapshots, target_length: int) -> None:
+        """Move the snapshot `source[length]` to `target[target_length]`, or free it if there is one."""
+        slot = source.pop(length)
+        del self._snapshots[slot]
+        self.convert(slot, target, target_length)
 
-    def drop(self, holder: Holder) -> None:
-        """Free all snapshots of a holder."""
-        for slot in list(holder.values()):
-            self._forget(slot)
+    def drop(self, owner: Snapshots) -> None:
+        """Free all snapshots of `owner`."""
+        for slot in list(owner.values()):
+            self._evict(slot)
 
     def release(self, slot: int) -> None:
-        """Free a slot, and drop the queued copy into it unless it is copied on."""
+        # A queued copy into this slot is pointless, unless a later copy reads the slot.
         if not any(source == slot for source, _ in self._copies):
             self._copies = [copy for copy in self._copies if copy[1] != slot]
         heapq.heappush(self._free, slot)
 
     def take_copies(self) -> list[tuple[int, int]]:
-        """Return and clear the queued (source, target) copies, in order."""
+        """Return the queued (source, target) copies, to be performed in this order, and empty the queue."""
         copies, self._copies = self._copies, []
         return copies

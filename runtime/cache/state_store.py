@@ -1,7 +1,6 @@
-"""The states of recurrent layers: memory taken once, in slots that sequences own and snapshots copy.
+"""The tensors of recurrent states, preallocated in slots; `StatePool` assigns the slots.
 
-`StatePool` decides which sequence or snapshot owns a slot. In a pass over drafted tokens the states do not change;
-their updates are queued here until the number of accepted tokens is known.
+A pass over draft tokens does not change the states: updates are queued until the number of accepted tokens is known.
 """
 
 from collections.abc import Callable
@@ -15,7 +14,7 @@ CommitTokens = Callable[[int], None]  # advances one layer's state by the first 
 
 
 class StateStore:
-    """Tensors fp32 [slots, ...] by layer, in the shapes that the layer declares; none for layers that attend."""
+    """The tensors fp32 [slots, ...] of each recurrent layer, in the shapes that its spec declares."""
 
     def __init__(self, config: ModelConfig, slots: int, device: torch.device) -> None:
         self.slots = slots
@@ -32,11 +31,9 @@ class StateStore:
         return sum(tensor.nbytes for states in self._layers.values() for tensor in states)
 
     def layer(self, index: int) -> tuple[Tensor, ...]:
-        """Return the states of one layer, of all slots."""
         return self._layers[index]
 
     def clear(self, slot: int) -> None:
-        """Zero a slot."""
         for states in self._layers.values():
             for tensor in states:
                 tensor[slot].zero_()
@@ -50,19 +47,20 @@ class StateStore:
     def slot_bytes(self) -> int:
         return self.nbytes // max(self.slots, 1)
 
-    def take(self, slot: int) -> bytes:
+    def read_bytes(self, slot: int) -> bytes:
         """Return the contents of a slot, layer after layer."""
         parts = (tensor[slot] for states in self._layers.values() for tensor in states)
         return b"".join(part.cpu().contiguous().view(torch.uint8).numpy().tobytes() for part in parts)
 
-    def put(self, slot: int, values: bytearray) -> None:
-        """Set a slot to contents returned by `take`."""
+    def write_bytes(self, slot: int, values: bytearray) -> None:
+        """Set a slot to contents returned by `read_bytes`."""
         at = 0
         for tensor in (tensor for states in self._layers.values() for tensor in states):
             part = torch.frombuffer(values, dtype=tensor.dtype, count=tensor[slot].numel(), offset=at)
             tensor[slot].copy_(part.view(tensor.shape[1:]))
             at += part.nbytes
 
+    # A recurrent state cannot be rolled back, so draft passes defer their update instead of copying the state before.
     def defer(self, slot: int, commit: CommitTokens) -> None:
         """Queue the update of one layer's state in `slot`, which the last pass left unchanged."""
         self._deferred.setdefault(slot, []).append(commit)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.cache.batch import Chunk
-from mycli.runtime.cache.prefix_index import shared
+from mycli.runtime.cache.prefix_index import common_prefix_length
 from mycli.runtime.diagnostics.speculation_benchmark import SpeculationSubject
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.errors import UsageError
@@ -79,7 +79,7 @@ class PrefixLogits:
         """Return the logits fp32 [vocab] after `tokens`. Raises UsageError if there are none, or too many."""
         if not 0 < len(tokens) <= self._context:
             raise UsageError(f"{len(tokens)} tokens: the context holds 1 to {self._context}", code="more-context")
-        start = min(shared(self._tokens, tokens), len(tokens) - 1)
+        start = min(common_prefix_length(self._tokens, tokens), len(tokens) - 1)
         if self._runner.config.has_recurrent and start < len(self._tokens):
             start = 0  # a recurrent state cannot be rolled back
         chunk = prefill_chunk(self._runner.device.type == "cuda")

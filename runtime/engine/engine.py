@@ -101,12 +101,12 @@ class Engine:
             waiting=len(self.scheduler.waiting) + branches,
             preemptions=counts.preemptions,
             cache_used=pool.used,
-            cache_kept=pool.index.idle,
+            cache_idle=pool.index.idle,
             cache_blocks=pool.blocks,
             prefix_queries=counts.queries,
             prefix_hits=counts.hits,
             misses=dict(counts.misses),
-            kept=None if self._prefixes is None else self._prefixes.stats,
+            disk=None if self._prefixes is None else self._prefixes.stats,
         )
 
     def submit(self, request: Request) -> int:
@@ -319,7 +319,7 @@ class Engine:
     ) -> SequenceOutput:
         """Remove a sequence. Its cache contents are kept for prefix reuse, unless a pass over them failed."""
         if self._prefixes is not None and error is None and (self._cache_valid or reason in _NORMAL_ENDS):
-            self._prefixes.keep(sequence.tokens, sequence.table)
+            self._prefixes.store(sequence.tokens, sequence.table)
         self.scheduler.finish(sequence, discard_cache=error is not None)
         del self._states[sequence.id]
         if self.speculator is not None:

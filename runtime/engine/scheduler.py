@@ -192,17 +192,17 @@ class Scheduler:
 
     def _chunk_length(self, sequence: Sequence, budget: int) -> int:
         count = min(budget, SCORED_CHUNK_TOKENS if sequence.scored else budget, sequence.uncomputed)
-        return sequence.table.pause(sequence.table.length + count) - sequence.table.length
+        return sequence.table.chunk_end(sequence.table.length + count) - sequence.table.length
 
     def _admit(self, sequence: Sequence) -> bool:
         """Start the first waiting sequence if all blocks of its tokens are available, reusing cached prefix blocks."""
         table, pool, request = sequence.table, self.pool, sequence.request
         # Prompt logprobs need the logits of every position, which a cache hit would skip.
         match = None if request.prompt_logprobs else table.match(sequence.tokens)
-        if pool.available < pool.needed(len(sequence.tokens)) - len(table.blocks):
+        if pool.available < pool.blocks_for(len(sequence.tokens)) - len(table.blocks):
             table.release(sequence.tokens)
             return False
-        table.begin()
+        table.allocate_state()
         self.waiting.pop(0)
         self._run(sequence)
         first = not sequence.started
@@ -218,7 +218,7 @@ class Scheduler:
             if _stored_end(sequence) > table.length:
                 sequence.miss = sequence.stored.miss
         if first and sequence.miss:
-            self.counts.misses[sequence.miss.split(" token ")[0]] += 1
+            self.counts.misses[sequence.miss.split(" (")[0]] += 1
         return True
 
     def _run(self, sequence: Sequence) -> None:

@@ -1,5 +1,6 @@
-"""Per-layer inputs of Gemma 3n and 4: for each token and layer, the mean of a table row and a projection of its
-embedding.
+"""Per-layer embeddings (Gemma 3n and 4): one input row per token and layer, in addition to the residual stream.
+
+Combines a table row of the token with the normed projection of its embedding; `runtime.layers.block` uses the result.
 """
 
 import torch
@@ -24,7 +25,7 @@ class PerLayerInputs(nn.Module):
 
     @property
     def nbytes(self) -> int:
-        """Bytes without the norm."""
+        # Without the norm, which `Transformer.nbytes` counts.
         return self.table.nbytes + self.projection.nbytes
 
     def load(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
@@ -34,15 +35,17 @@ class PerLayerInputs(nn.Module):
         self.norm.load(checkpoint, device, dtype)
 
     def forward(self, tokens: Tensor, embedded: Tensor) -> Tensor:
-        """Return [..., layers, width] from tokens int64 [...] and their scaled embeddings [..., hidden]."""
+        """Compute [..., layers, width] from tokens int64 [...] and the scaled embeddings [..., hidden]."""
         rows = functional.embedding(tokens, self.table)
         projected = DENSE_PRODUCT(embedded.reshape(-1, embedded.shape[-1]), self.projection)
         shape = (*tokens.shape, self._config.layers, self._config.per_layer_width)
         return self.join(rows.view(shape), projected.view(shape))
 
     def join(self, rows: Tensor, projected: Tensor) -> Tensor:
-        """Combine rows of the table and of the projection, both [..., width]."""
+        """Combine table `rows` and projected embeddings, both [..., width]."""
         config = self._config
-        scale = torch.tensor(config.per_layer_width**0.5, dtype=rows.dtype).item()  # rounded, as the embedding's is
-        both: Tensor = (self.norm(projected * config.hidden_size**-0.5) + rows * scale) * 2.0**-0.5
-        return both
+        scale = torch.tensor(
+            config.per_layer_width**0.5, dtype=rows.dtype
+        ).item()  # rounded to the dtype, like the embedding scale
+        combined: Tensor = (self.norm(projected * config.hidden_size**-0.5) + rows * scale) * 2.0**-0.5
+        return combined

@@ -1,7 +1,6 @@
 """Rotary position embeddings: the frequencies of each scaling rule, and tables of cosines and sines.
 
-RoFormer (arXiv 2104.09864), half-split as in Hugging Face checkpoints or interleaved; position interpolation
-(2306.15595), dynamic NTK, YaRN (2309.00071), LongRoPE (2402.13753), Llama 3.1, and Gemma 4's partial rotation.
+RoFormer (arXiv 2104.09864) with the half-split layout of Hugging Face checkpoints or the interleaved one.
 """
 
 import math
@@ -18,29 +17,34 @@ from mycli.runtime.models.part_spec import RopeScaling, RopeSpec
 
 
 def frequencies(spec: RopeSpec, length: int, context: int, device: torch.device) -> Tensor:
-    """Return inverse frequencies fp32 [dim / 2]. length: of the sequence (dynamic scaling); context: for longrope."""
+    """Return inverse frequencies fp32 [dim / 2].
+
+    `length`: tokens of the sequence, for dynamic scaling; `context`: of the cache, for longrope.
+    """
     scaling, dim, theta = spec.scaling, spec.dim, spec.theta
+    # Dynamic NTK, as in transformers.
     if scaling.kind == "dynamic" and length > scaling.original_context and dim > 2:
         stretch = scaling.factor * length / scaling.original_context - (scaling.factor - 1)
         theta *= stretch ** (dim / (dim - 2))
     exponents = torch.arange(0, dim, 2, dtype=torch.int64, device=device).float() / dim
     inverse = 1.0 / theta**exponents
-    if scaling.kind == "linear":
+    if scaling.kind == "linear":  # position interpolation, arXiv 2306.15595
         return inverse / scaling.factor
     if scaling.kind == "llama3":
         return _llama3(inverse, scaling)
     if scaling.kind == "yarn":
         return _yarn(inverse, scaling, theta, dim)
-    if scaling.kind == "longrope":
+    if scaling.kind == "longrope":  # arXiv 2402.13753
         factors = scaling.long_factors if context > scaling.original_context else scaling.short_factors
         return 1.0 / (torch.tensor(factors, dtype=torch.float32, device=device) * theta**exponents)
-    if scaling.kind == "proportional":
-        turning = int(scaling.partial_factor * dim // 2)
-        return torch.cat((inverse[:turning], torch.zeros_like(inverse[turning:]))) / scaling.factor
+    if scaling.kind == "proportional":  # Gemma 4: rotates only the first pairs of a head
+        rotated = int(scaling.partial_factor * dim // 2)
+        return torch.cat((inverse[:rotated], torch.zeros_like(inverse[rotated:]))) / scaling.factor
     return inverse
 
 
 def _llama3(inverse: Tensor, scaling: RopeScaling) -> Tensor:
+    # Llama 3.1: low frequencies are divided by the factor, high ones are not changed, those between are blended.
     wavelengths = 2 * math.pi / inverse
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     smooth = ((scaling.original_context / wavelengths - low) / (high - low)).clamp(0, 1)
@@ -48,6 +52,8 @@ def _llama3(inverse: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _yarn(inverse: Tensor, scaling: RopeScaling, theta: float, dim: int) -> Tensor:
+    # YaRN (arXiv 2309.00071): dimensions with many rotations within the trained context are not changed, those with few
+    # are interpolated, with a ramp between.
 
     def dimension(rotations: float) -> float:
         return dim * math.log(scaling.original_context / (rotations * 2 * math.pi)) / (2 * math.log(theta))
@@ -63,7 +69,7 @@ def _yarn(inverse: Tensor, scaling: RopeScaling, theta: float, dim: int) -> Tens
 
 @dataclass(frozen=True)
 class RopeTables:
-    """Cosines and sines [tokens, dim / 2], and factors of queries [tokens], if any."""
+    """Cosines and sines [tokens, dim / 2] of consecutive positions, and optionally a factor for queries [tokens]."""
 
     cos: Tensor
     sin: Tensor
@@ -71,18 +77,19 @@ class RopeTables:
     query_scale: Tensor | None = None
 
     def rows(self, start: int, count: int) -> "RopeTables":
-        """Return the tables of `count` positions from `start`."""
+        """Return the tables of `count` positions from `start` on."""
         rows = slice(start, start + count)
         scale = None if self.query_scale is None else self.query_scale[rows]
         return RopeTables(self.cos[rows], self.sin[rows], self.interleaved, scale)
 
 
 class Rope:
-    """The tables for the positions of one cache, for each kind of rotation.
+    """The rotary tables of all positions of a cache; computed once, except dynamic ones past the trained context.
 
-    Computed once, except for dynamic scaling beyond the trained context. Longrope uses its long factors if the cache is
-    longer than the trained context, however short a sequence is: cached keys keep their rotation.
+    With longrope a cache longer than the trained context always uses the long factors.
     """
+
+    # Choosing by the length of the sequence, as transformers does, would mix both factors: cached keys stay rotated.
 
     def __init__(self, config: ModelConfig, capacity: int, device: torch.device, dtype: torch.dtype) -> None:
         self.device = device
@@ -107,7 +114,10 @@ class Rope:
         return RopeTables(cos.to(self._dtype), sin.to(self._dtype), spec.interleaved, scale)
 
     def fixed(self, capacity: int) -> tuple[Tensor, Tensor] | None:
-        """Return cosines and sines of all positions if all layers rotate whole heads by halves; None otherwise."""
+        """Return cosines and sines [capacity or more, dim / 2] of a model with one half-split rotation in all layers.
+
+        None for other models, and if the tables depend on the length of a sequence.
+        """
         if len(self._tables) != 1:
             return None
         (spec, tables), *_ = self._tables.items()
@@ -120,39 +130,39 @@ class Rope:
         return None if length > self._fixed_length else self._tables
 
     def rows(self, chunks: Sequence[Chunk]) -> Mapping[RopeSpec, RopeTables]:
-        """Tables of the new positions of `chunks`, one after another."""
-        return joined([self.tables(chunk.start, chunk.count) for chunk in chunks])
+        """Return the tables of the new positions of `chunks`, concatenated."""
+        return concatenated([self.tables(chunk.start, chunk.count) for chunk in chunks])
 
     def tables(self, start: int, count: int) -> Mapping[RopeSpec, RopeTables]:
-        """Return the tables of `count` positions from `start`, by kind of rotation."""
-        found = {}
+        """Return the tables of positions start .. start + count - 1."""
+        result = {}
         for spec, tables in self._tables.items():
             long = start + count > self._length(spec)
-            found[spec] = (self._table(spec, start + count) if long else tables).rows(start, count)
-        return found
+            result[spec] = (self._table(spec, start + count) if long else tables).rows(start, count)
+        return result
 
 
-def joined(parts: Sequence[Mapping[RopeSpec, RopeTables]]) -> Mapping[RopeSpec, RopeTables]:
-    """Concatenate tables of several runs of positions."""
+def concatenated(parts: Sequence[Mapping[RopeSpec, RopeTables]]) -> Mapping[RopeSpec, RopeTables]:
+    """Return the concatenated tables of several ranges of positions."""
     if len(parts) == 1:
         return parts[0]
-    found = {}
+    result = {}
     for spec, first in parts[0].items():
         tables = [part[spec] for part in parts]
-        scales = [one.query_scale for one in tables if one.query_scale is not None]
-        found[spec] = RopeTables(
-            torch.cat([one.cos for one in tables]),
-            torch.cat([one.sin for one in tables]),
+        scales = [table.query_scale for table in tables if table.query_scale is not None]
+        result[spec] = RopeTables(
+            torch.cat([table.cos for table in tables]),
+            torch.cat([table.sin for table in tables]),
             first.interleaved,
             torch.cat(scales) if scales else None,
         )
-    return found
+    return result
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """Rotate the first dim values of each head of x [batch, tokens, heads, head_dim] by tables [tokens, dim / 2].
 
-    Pairs are (i, i + dim / 2), or with `interleaved` (2i, 2i + 1); then all first elements come before all second ones
-    in the result, in queries and keys alike, which leaves their products unchanged.
+    Pairs are (i, i + dim / 2), or (2i, 2i + 1) if `interleaved`, whose result is in half-split order.
     """
+    # The order does not matter: queries and keys are both reordered, so their products are the same.
     return ROTATION(x, cos, sin, interleaved)

@@ -134,7 +134,7 @@ class StreamedExperts(Experts):
                 formats.prefetch_linears(checkpoint, linear.specs, packings)
 
     def _take(self, piece: Sequence[int]) -> int:
-        new, nbytes = self._slots.take(piece), 0
+        new, nbytes = self._slots.load(piece), 0
         for _, victim in new:
             if victim is not None:
                 self._free.append(tuple(linear.matmuls for linear in self._pair(victim)))

@@ -1,4 +1,4 @@
-"""Token embeddings at the input and logits at the output: the multipliers and the softcap of a family."""
+"""Scaling of embeddings and logits: the multipliers and the softcap of a model family."""
 
 import torch
 from torch import Tensor
@@ -8,25 +8,28 @@ from mycli.runtime.models.config import ModelConfig
 
 
 def embedding_scale(config: ModelConfig, dtype: torch.dtype) -> float:
-    """Return the factor of embeddings in `dtype`."""
+    """Return the factor for embeddings of `dtype`."""
+    # Gemma rounds the factor to the dtype before multiplying; the reference logits depend on it.
     if config.round_embedding_scale:
         return torch.tensor(config.embedding_scale, dtype=dtype).item()
     return config.embedding_scale
 
 
 def scale_embeddings(x: Tensor, config: ModelConfig) -> Tensor:
+    """Scale embeddings x for the first layer, in their dtype."""
     if config.embedding_scale == 1.0:
         return x
     return x * embedding_scale(config, x.dtype)
 
 
 def embed_tokens(tokens: Tensor, table: Tensor, config: ModelConfig) -> Tensor:
-    """Return the residual stream [..., hidden] of tokens int64 [...], in the dtype of table [vocab, hidden]."""
+    """Embed tokens int64 [...] with table [vocab, hidden]: the residual stream [..., hidden], in its dtype."""
     return scale_embeddings(functional.embedding(tokens, table), config)
 
 
 def finish_logits(logits: Tensor, config: ModelConfig) -> Tensor:
-    """Return fp32 logits, scaled and capped in fp32, so that no two different logits become equal."""
+    """Scale and softcap the output of the head; returns fp32 logits."""
+    # In fp32: in bf16 different logits would round to the same value.
     logits = logits.float()
     if config.logit_scale != 1.0:
         logits = logits * config.logit_scale

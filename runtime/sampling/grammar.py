@@ -1,6 +1,6 @@
-"""Constrained decoding: at each step only tokens that can still lead to a match of a schema, expression or grammar.
+"""Structured output: masks tokens that cannot lead to a match of a JSON schema, regular expression or grammar.
 
-Uses llguidance, an optional dependency (extra `structured`).
+Built on llguidance, an optional dependency (extra `structured`).
 """
 
 import json
@@ -18,12 +18,14 @@ from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
 MAX_SOURCE = 1 << 16  # characters of a schema or expression: compiling takes time quadratic in the properties
 MAX_DEPTH = 64
-LEXER_FUEL = 200_000  # work to begin with: a{100000000} and (a{1000}){1000} take 0.2 s; the usual 1,000,000 take 4 s
-# Between two tokens of JSON: enough to indent, not enough to fill a context with (some models would).
+# Limit for compiling a lexer: a{100000000} and (a{1000}){1000} are refused within 0.2 s; with the default of 1,000,000
+# that takes 4 s.
+LEXER_FUEL = 200_000
+# Between two tokens of JSON: enough to indent. Without a limit some models fill the context with whitespace.
 WHITESPACE = r"[ \t\r\n]{0,40}"
 _STRICT = {"lenient": False, "coerce_one_of": True}
 _FREE = {**_STRICT, "whitespace_pattern": WHITESPACE}
-# Of a call of a tool: as templates write one.
+# The JSON style in which chat templates write tool calls.
 _COMPACT = {**_STRICT, "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 JSON_MODE = '{"type": "object"}'
 
@@ -40,7 +42,7 @@ def library() -> Any:
 
 
 class _Vocabulary:
-    """A tokenizer as llguidance reads it: the bytes of each token, control tokens, and encoding."""
+    """The tokenizer interface of llguidance: the bytes of all tokens, the control tokens, and encoding."""
 
     def __init__(self, tokenizer: Tokenizer, stop_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer
@@ -61,9 +63,9 @@ class _Vocabulary:
 
 @dataclass(frozen=True)
 class Prelude:
-    """Free text before the constrained text, such as reasoning, up to `close`.
+    """Free text before the constrained output: the model's reasoning, up to `close`.
 
-    With `opened` the prompt ends inside it; otherwise it may start with `open`, or be missing.
+    With `opened` the prompt ends inside it; otherwise the reply may start with `open`, or have no reasoning.
     """
 
     open: str
@@ -72,13 +74,14 @@ class Prelude:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer, whose token table takes half a second for a large vocabulary.
+    """Compiles grammars for one tokenizer.
 
-    Raises UsageError for a source that is invalid, unsupported, too large or matches nothing.
+    All methods raise UsageError if the source is invalid, unsupported, too large or matches nothing.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop_ids: frozenset[int]) -> None:
-        """Raises UsageError if llguidance is missing, ModelError for a model without an end token."""
+        """Build the token table. Raises UsageError without llguidance, ModelError without an end token."""
+        # Once per tokenizer: the table of a large vocabulary takes half a second.
         self._library = library()
         if not stop_ids:
             raise ModelError("the model has no end token, so it cannot end a constrained reply", "use another model")
@@ -89,7 +92,7 @@ class GrammarCompiler:
         self._control = {tokenizer.vocabulary[index]: index for index in tokenizer.control_ids}
 
     def schema(self, text: str, source: str, prelude: Prelude | None = None) -> "Grammar":
-        """Compile a JSON schema; `source` names it in messages. References are not fetched."""
+        """Compile a JSON schema; `source`: its name in messages. Remote references are not fetched."""
         return self._compile(self._schema(text, source, _FREE), source, prelude)
 
     def regex(self, pattern: str, prelude: Prelude | None = None) -> "Grammar":
@@ -105,9 +108,9 @@ class GrammarCompiler:
     def sequence(
         self, parts: Sequence[tuple[str, str, str]], most: int | None, source: str, prelude: Prelude | None = None
     ) -> "Grammar":
-        """Compile one to `most` (None: any number) of `parts`: JSON of a schema (text) between two literal strings.
+        """Compile 1 to `most` (None: any number) of `parts`: (literal prefix, JSON schema, literal suffix).
 
-        The JSON has no whitespace except one space after each comma and colon.
+        The JSON has one space after each comma and colon, and no other whitespace.
         """
         grammars = []
         for index, (before, schema, after) in enumerate(parts):
@@ -115,9 +118,9 @@ class GrammarCompiler:
             grammars.append(
                 ({**body, "name": f"part{index}"}, f"{self._literal(before)} @part{index} {self._literal(after)}")
             )
-        one = " | ".join(f"({rule})" for _, rule in grammars)
+        choices = " | ".join(f"({rule})" for _, rule in grammars)
         repeat = "+" if most is None else f"{{1,{most}}}" if most > 1 else ""
-        rules = f"start: part{repeat}\npart: {one}"
+        rules = f"start: part{repeat}\npart: {choices}"
         return self._compile(
             json.dumps({"grammars": [{"lark_grammar": rules}, *(body for body, _ in grammars)]}), source, prelude
         )
@@ -127,15 +130,15 @@ class GrammarCompiler:
         try:
             schema = json.loads(text)
             if not isinstance(schema, dict):
-                raise ValueError(f"a schema is an object, not a {type(schema).__name__}")
+                raise ValueError(f"a schema must be an object, not a {type(schema).__name__}")
             if _deeper_than(schema, MAX_DEPTH):
-                raise ValueError(f"nested more than {MAX_DEPTH} deep")
+                raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
             return str(self._library.LLMatcher.grammar_from_json_schema(schema, overrides=dict(options)))
         except (ValueError, RecursionError) as error:
             raise UsageError(f"{source}: not a usable JSON schema: {error}", "see https://json-schema.org") from None
 
     def _literal(self, text: str) -> str:
-        """Return `text` in Lark; control tokens by id, since their characters are other tokens."""
+        # Control tokens are written by id: their characters would match ordinary tokens.
         pieces, rest = [], text
         while rest:
             places = [(at, -len(token), token) for token in self._control if token and (at := rest.find(token)) >= 0]
@@ -153,8 +156,8 @@ class GrammarCompiler:
     def _after(self, prelude: Prelude | None, source: str) -> str:
         if prelude is None:
             return source
-        given = json.loads(source)["grammars"] if source.startswith("{") else [{"lark_grammar": source}]
-        body = [{**given[0], "name": "body"}, *given[1:]]
+        grammars = json.loads(source)["grammars"] if source.startswith("{") else [{"lark_grammar": source}]
+        body = [{**grammars[0], "name": "body"}, *grammars[1:]]
         if prelude.close in self._control:
             rules = f"thought: TEXT? {self._literal(prelude.close)}\nTEXT: /(.|\\n)+/"
         else:
@@ -167,24 +170,24 @@ class GrammarCompiler:
 
 
 class Grammar:
-    """A grammar compiled for one tokenizer; `start` begins a reply."""
+    """A grammar compiled for one tokenizer."""
 
     def __init__(self, source: str, kind: str, llguidance: Any, table: Any) -> None:
-        """source: grammar of llguidance for the tokens of `table`; kind: its name in messages."""
+        """Compile `source`, in the format of `llguidance`, for the tokens of `table`; `kind`: its name in messages."""
         limits = llguidance.LLParserLimits(initial_lexer_fuel=LEXER_FUEL, verbose_errors=False)
         self.kind = kind
         self._start = llguidance.LLMatcher(table, source, log_level=0, limits=limits)
-        self._start.compute_bitmask()  # some limits are only met, and some emptiness only found, by the first step
+        self._start.compute_bitmask()  # some limits and empty grammars are only detected by the first step
         if self._start.is_error() or self._start.is_stopped():
             cause = " ".join(self._start.get_error().replace("<non-verbose/>", "").split())
             if fault := re.search(r"regex parse error: .*? error: (.+?)(?: \d+ \| .*)?$", cause):
-                cause = fault[1]  # what stands around it is the library's own grammar
-            known = {
+                cause = fault[1]  # the rest quotes the library's internal grammar
+            causes = {
                 "": "nothing can match",
                 "NoExtensionBias": "nothing can match",
                 "NoExtension": "nothing can match",
             }
-            raise UsageError(f"{kind}: {known.get(cause, cause):.300}", "write a simpler one, or one that can match")
+            raise UsageError(f"{kind}: {causes.get(cause, cause):.300}", "use a simpler one, or one that can match")
 
     @classmethod
     def from_schema(cls, text: str, source: str, tokenizer: Tokenizer, stop_ids: frozenset[int]) -> "Grammar":
@@ -195,13 +198,13 @@ class Grammar:
         return GrammarCompiler(tokenizer, stop_ids).regex(pattern)
 
     def start(self, sequences: int = 1) -> "GrammarState":
-        """Return the state of new replies."""
+        """Return the state at the start of `sequences` replies."""
         return GrammarState(self.kind, [self._start.deep_copy() for _ in range(sequences)])
 
 
 def _check_size(text: str, source: str) -> None:
     if not text or len(text) > MAX_SOURCE:
-        raise UsageError(f"{source}: {len(text)} characters", f"between 1 and {MAX_SOURCE}")
+        raise UsageError(f"{source} has {len(text)} characters", f"use between 1 and {MAX_SOURCE} characters")
 
 
 def _deeper_than(value: Any, depth: int) -> bool:
@@ -210,7 +213,7 @@ def _deeper_than(value: Any, depth: int) -> bool:
 
 
 class GrammarState:
-    """The position of replies in a grammar: masks logits before sampling and follows the sampled tokens."""
+    """The parser state of the sequences of one generation: masks logits and advances by sampled tokens."""
 
     def __init__(self, kind: str, matchers: Sequence[Any]) -> None:
         self._kind = kind
@@ -222,9 +225,9 @@ class GrammarState:
         return all(matcher.is_accepting() or matcher.stop_reason() == "EndOfSentence" for matcher in self._matchers)
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Set logits fp32 [sequences, vocab] of forbidden tokens to -inf; rows that ended are unchanged.
+        """Set logits fp32 [sequences, vocab] of tokens that the grammar forbids to -inf; ended rows are not changed.
 
-        Raises ModelError if no token is allowed: grammar and vocabulary contradict each other.
+        Raises ModelError if the vocabulary has no token that the grammar allows.
         """
         rows = [self._allowed(matcher, logits.shape[-1]) for matcher in self._matchers]
         return logits.masked_fill(~torch.stack(rows).to(logits.device), -math.inf)
@@ -236,12 +239,14 @@ class GrammarState:
         bits = words.unsqueeze(1).bitwise_right_shift(torch.arange(8, dtype=torch.uint8)) & 1
         allowed = bits.flatten()[:count].bool()
         if matcher.is_error() or not bool(allowed.any()):
-            cause = matcher.get_error().split("\n")[0] or "no token of the model can continue the text"
-            raise ModelError(f"{self._kind}: dead end: {cause:.300}", "write a simpler schema or expression")
+            cause = matcher.get_error().split("\n")[0] or "the vocabulary has no token that continues the reply"
+            raise ModelError(f"{self._kind}: dead end: {cause:.300}", "use a simpler schema or expression")
         return allowed
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """Advance by one sampled token of every sequence."""
+        """Advance every sequence by its sampled token."""
         for matcher, token in zip(self._matchers, tokens, strict=True):
             if matcher.stop_reason() != "EndOfSentence" and not matcher.consume_token(token):
-                raise ModelError(f"{self._kind}: {matcher.get_error().splitlines()[0]:.300}", "simplify it")
+                raise ModelError(
+                    f"{self._kind}: {matcher.get_error().splitlines()[0]:.300}", "use a simpler schema or expression"
+                )

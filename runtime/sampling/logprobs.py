@@ -1,7 +1,4 @@
-"""Log-probabilities of sampled tokens and their alternatives.
-
-Natural logarithms of the model's own probabilities, before temperature, filters and grammars.
-"""
+"""Log-probabilities (natural) of sampled tokens, from the raw logits: before temperature, filters and constraints."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,12 +8,12 @@ from torch import Tensor
 
 from mycli.runtime.errors import UsageError
 
-MAX_TOP = 20
+MAX_TOP = 20  # as in OpenAI's API
 
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A token, its log-probability, and (id, log-probability) of the most likely tokens at its position."""
+    """A token, its logprob, and (id, logprob) of the most likely tokens at its position, most likely first."""
 
     token: int
     logprob: float
@@ -24,22 +21,22 @@ class TokenLogprob:
 
 
 class LogprobRecorder:
-    """Records a `TokenLogprob` for each sampled token, with `top` alternatives."""
+    """Collects a `TokenLogprob` with the `top` most likely tokens for each sampled token, by sequence."""
 
     def __init__(self, top: int, sequences: int = 1) -> None:
         if not 0 <= top <= MAX_TOP:
-            raise UsageError(f"{top} likeliest tokens at each place: out of range", f"choose between 0 and {MAX_TOP}")
+            raise UsageError(f"top_logprobs {top} is out of range", f"choose between 0 and {MAX_TOP}")
         self._top = top
         self.rows: list[list[TokenLogprob]] = [[] for _ in range(sequences)]
 
     def record(self, logits: Tensor, tokens: Tensor) -> None:
-        """Record tokens [sequences, 1] sampled from logits fp32 [sequences, vocab]."""
-        for row, one in zip(self.rows, token_logprobs(logits, tokens[:, 0].tolist(), self._top), strict=True):
-            row.append(one)
+        """Record the tokens [sequences, 1] that were sampled from logits fp32 [sequences, vocab]."""
+        for row, entry in zip(self.rows, token_logprobs(logits, tokens[:, 0].tolist(), self._top), strict=True):
+            row.append(entry)
 
 
 def token_logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
-    """Return the log-probability of each token under its row of logits fp32 [rows, vocab], with `top` alternatives."""
+    """Return the logprobs of one token per row of logits fp32 [rows, vocab], with the `top` most likely."""
     logs = logits.log_softmax(dim=-1)
     index = torch.tensor(tokens, device=logits.device)[:, None]
     drawn = logs.gather(1, index)[:, 0].tolist()

@@ -1,4 +1,4 @@
-"""The sampling settings of a request, each checked against its range."""
+"""The sampling parameters of a request, each checked against its range."""
 
 import math
 from collections.abc import Mapping
@@ -12,17 +12,18 @@ MAX_BIASES = 1024
 MAX_BIAS = 100
 
 
-def _unfit(setting: str, problem: str, hint: str) -> UsageError:
+def _invalid(setting: str, problem: str, hint: str) -> UsageError:
+    # The caller replaces the setting's name by that of its option or JSON field, so the data hold it.
     return UsageError(f"{setting} {problem}", hint, data={"setting": setting})
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """The sampling settings. Neutral values: top_k 0, top_p 1, min_p 0, penalties 0, but repetition_penalty 1.
+    """The sampling parameters. The default is greedy, without filters and penalties.
 
-    Temperature 0 is greedy. repetition_penalty scales the logits of tokens in prompt and reply; presence_penalty and
-    frequency_penalty lower those of tokens in the reply, once and for each occurrence. logit_bias: (token id, addend),
-    as in OpenAI's API. Raises UsageError, naming the setting, for a value outside its range.
+    `repetition_penalty` scales the logits of tokens in the prompt or reply; `presence_penalty` is subtracted once for
+    tokens in the reply, `frequency_penalty` once per occurrence. `logit_bias`: (token id, bias), added before anything
+    else. Raises UsageError, with the name of the parameter, for a value outside its range.
     """
 
     temperature: float = 0.0
@@ -36,6 +37,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
 
     def __post_init__(self) -> None:
+        # The ranges of OpenAI's API where it has the parameter.
         bounds = {
             "temperature": (0.0, 2.0),
             "top_k": (0, 1 << 31),
@@ -48,29 +50,29 @@ class SamplingParams:
         for name, (low, high) in bounds.items():
             value = getattr(self, name)
             if not (math.isfinite(value) and low <= value <= high):
-                raise _unfit(name, f"{value} is out of range", f"choose between {low:.10g} and {high:.10g}")
+                raise _invalid(name, f"{value} is out of range", f"choose between {low:.10g} and {high:.10g}")
         if self.seed is not None and not -(1 << 63) <= self.seed < 1 << 63:
-            raise _unfit("seed", f"{self.seed} is out of range", "choose a 64-bit integer")
+            raise _invalid("seed", f"{self.seed} is out of range", "choose a 64-bit integer")
         if len(self.logit_bias) > MAX_BIASES:
-            raise _unfit("logit_bias", f"has {len(self.logit_bias)} entries", f"give at most {MAX_BIASES}")
+            raise _invalid("logit_bias", f"has {len(self.logit_bias)} entries", f"use at most {MAX_BIASES}")
         for token, bias in self.logit_bias:
             if token < 0 or not -MAX_BIAS <= bias <= MAX_BIAS:  # false for NaN
-                remedy = f"a token id, and between -{MAX_BIAS} and {MAX_BIAS}"
-                raise _unfit("logit_bias", f"{token}={bias} is out of range", remedy)
+                remedy = f"use a token id of at least 0 and a bias between -{MAX_BIAS} and {MAX_BIAS}"
+                raise _invalid("logit_bias", f"{token}={bias} is out of range", remedy)
 
-    def with_given(self, values: Mapping[str, object]) -> "SamplingParams":
-        """Return these settings updated by the values that are not None. Raises UsageError."""
-        return replace(self, **{name: value for name, value in values.items() if value is not None})  # type: ignore[arg-type]  # checked as they are set
+    def with_overrides(self, values: Mapping[str, object]) -> "SamplingParams":
+        """Return a copy with the `values` that are not None. Raises UsageError, as the class does."""
+        return replace(self, **{name: value for name, value in values.items() if value is not None})  # type: ignore[arg-type]  # checked in __post_init__
 
     def for_reply(self, index: int) -> "SamplingParams":
-        """Return the settings of reply `index` to one prompt: the seed plus `index`, modulo 2^64."""
+        """Return the parameters of reply `index` to one prompt: the seed, if set, plus `index`, modulo 2^64."""
         if self.seed is None:
             return self
         return replace(self, seed=(self.seed + index + (1 << 63)) % (1 << 64) - (1 << 63))
 
     @property
     def counts_replies(self) -> bool:
-        """Whether a token depends on how often it came in the reply."""
+        """Whether logits depend on how often a token occurs in the reply."""
         return self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @property
@@ -79,11 +81,11 @@ class SamplingParams:
 
 
 def recommended(defaults: GenerationDefaults) -> SamplingParams:
-    """Return the settings that a model recommends; greedy without a recommendation."""
+    """Return the parameters of generation_config.json; greedy where it has none."""
     if defaults.do_sample is False:
         return SamplingParams()
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     values = {name: getattr(defaults, name) for name in names}
     if defaults.temperature is None:  # only top-p or top-k: it samples at temperature 1, as transformers does
         values["temperature"] = float(bool(defaults.do_sample))
-    return SamplingParams().with_given(values)
+    return SamplingParams().with_overrides(values)

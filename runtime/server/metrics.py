@@ -43,8 +43,8 @@ class _EngineCollector(Collector):
         for reason, count in stats.misses.items():  # a fixed set of reasons, without token positions
             misses.add_metric([reason], count)
         yield misses
-        if stats.kept is not None:
-            yield from _disk_metrics(stats.kept)
+        if stats.disk is not None:
+            yield from _disk_metrics(stats.disk)
 
 
 def _disk_metrics(stats: StoreStats) -> Iterable[Metric]:

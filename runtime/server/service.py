@@ -170,7 +170,7 @@ class Service:
             self.check_ids([token for token, _ in biases], "logit_bias")
             values["logit_bias"] = biases
         try:
-            return recommended(self.loaded.defaults).with_given(values)
+            return recommended(self.loaded.defaults).with_overrides(values)
         except UserError as error:
             raise from_user_error(error) from None
 

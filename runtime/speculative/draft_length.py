@@ -1,42 +1,45 @@
-"""Chooses how many tokens to draft, from the measured cost of passes and the acceptance of drafts.
+"""Chooses the draft length from the measured cost of passes and the acceptance rate; 0 where drafting does not pay.
 
-The unit is the plain step: the time of a token without drafts, measured recently. Losses are paid from a budget that
-starts small and grows by gains and a share of every token, so speculation is never much slower than plain decoding.
+Policy: costs are in plain steps (the recent time of a token without a draft). Losses are paid from a budget that starts
+small and grows by gains and by a share of every token, so generation is never much slower than without speculation.
 """
 
 import statistics
 from collections import deque
 from collections.abc import Callable
 
-LENGTHS = (1, 2, 3, 4, 6, 8)  # tokens of a draft; few, as kernels are chosen anew for each
-START_BUDGET, BUDGET_PER_TOKEN = 0.8, 0.01  # with one wrong expectation: 3 % from 80 tokens on
-MIN_GAIN = 1.02  # tokens per plain step of time from which a draft is worth it
+LENGTHS = (1, 2, 3, 4, 6, 8)  # tokens per draft; few, because kernels are chosen again for each length
+START_BUDGET, BUDGET_PER_TOKEN = 0.8, 0.01  # costs at most 3 % from 80 tokens on, after one wrong estimate
+MIN_GAIN = 1.02  # draft only above this expected speedup
 COST_RATE, ACCEPTANCE_MEMORY = 0.25, 0.97  # weight of the newest pass; weight of the older tokens, per token compared
-PLAIN_STEPS, REFRESH = 3, 32  # plain steps before the first draft; passes until one more, as the machine may be busier
-FIRST_COOLDOWN, LONGEST_COOLDOWN = 32, 512  # tokens until it is tried again, doubling
-# Expected before anything was measured: tokens (accepted, compared); a pass costs a base and a part per token.
+PLAIN_STEPS, REFRESH = 3, 32  # plain steps before the first draft; passes between later ones, since load changes
+FIRST_COOLDOWN, LONGEST_COOLDOWN = 32, 512  # tokens until the next try, doubling
+# Estimates before any measurement: tokens (accepted, compared); the cost of a pass and of each token in it.
 PRIOR_ACCEPTANCE, PASS_COST, TOKEN_COST = (3.0, 4.0), 1.04, 0.02
-FREE_LAG, READ_COST = 32, 1 / 16  # unread tokens that cost what one does; the cost of each beyond, in drafted tokens
+FREE_LAG, READ_COST = (
+    32,
+    1 / 16,
+)  # up to 32 unread tokens cost the proposer as much as one; above, each costs 1/16 draft token
 
 
 class DraftLengthPolicy:
-    """Chooses draft lengths and observes the results. This one never drafts."""
+    """Chooses the draft length and learns from results. This base class never drafts."""
 
-    step_seconds: float | None = None  # of a plain step, None before one was measured
+    step_seconds: float | None = None  # of a plain step; None before the first measurement
 
     def length(self, room: int, lag: int) -> int:
-        """Return the number of tokens to draft, at most `room`. lag: tokens the proposer must compute first."""
+        """Return the number of tokens to draft, at most `room`. `lag`: tokens that the proposer must read first."""
         return 0
 
     def observe_plain(self, seconds: float, wasted: float = 0.0) -> None:
-        """Record a step without a draft; `wasted`: seconds in which the proposer found nothing."""
+        """Record a token without a draft that took `seconds`, after `wasted` seconds of the proposer."""
 
     def observe_draft(self, drafted: int, accepted: int, lag: int, seconds: float) -> None:
-        """Record a draft of which the first `accepted` tokens were accepted; seconds: of draft and pass."""
+        """Record a pass: the first `accepted` of `drafted` tokens were right; drafting and pass took `seconds`."""
 
 
 class FixedDraftLength(DraftLengthPolicy):
-    """Always drafts the same length; for tests and measurements."""
+    """A constant draft length, for tests and benchmarks."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -51,25 +54,23 @@ def expected_tokens(acceptance_rate: float, drafted: int) -> float:
 
 
 class AdaptiveDraftLength(DraftLengthPolicy):
-    """Drafts the length with the largest gain, or none; calls `notice` once when it stops. Keeps what it learned
-    between replies.
-    """
+    """Chooses the length with the highest expected speedup; learns across replies. Calls `notice` at the first stop."""
 
-    def __init__(self, draft_cost: float, notice: Callable[[str], None] = lambda text: None) -> None:
-        """draft_cost: expected cost of a draft token, in plain steps."""
-        self._draft_cost, self._notice, self._told = draft_cost, notice, False
+    def __init__(self, draft_cost: float, notice: Callable[[str], None] = lambda message: None) -> None:
+        """`draft_cost`: the estimated cost of drafting a token, in plain steps."""
+        self._draft_cost, self._notice, self._notified = draft_cost, notice, False
         self._plain: deque[float] = deque(maxlen=9)  # seconds
         self._budget, self._cooldown, self._passes = START_BUDGET, FIRST_COOLDOWN, 0
         self._pause = PLAIN_STEPS  # plain steps to make before the next draft
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._costs = {size: PASS_COST + (self._draft_cost + TOKEN_COST) * size for size in LENGTHS}  # in plain steps
         self._tried: set[int] = set()
         self._accepted, self._compared = PRIOR_ACCEPTANCE
 
     def length(self, room: int, lag: int) -> int:
-        """Return the length with the largest gain among those whose complete refusal the budget covers."""
+        # The length with the highest speedup among those that the budget can pay even if all tokens are rejected.
         if self._pause:
             return 0
         rate = self._accepted / self._compared
@@ -77,49 +78,51 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         if max(gains.values()) < MIN_GAIN:
             self._stop(rate, max(gains.values()))
             return 0
-        limit = min(room, 2 * max(self._tried, default=0))  # expectations hold near what was measured
-        payable = self._budget + 1 - self._reading(lag)
+        limit = min(room, 2 * max(self._tried, default=0))  # estimates are reliable only near measured lengths
+        payable = self._budget + 1 - self._lag_cost(lag)
         sizes = [s for s in LENGTHS if s <= room and gains[s] >= MIN_GAIN and self._costs[s] <= payable]
         return max([s for s in sizes if s <= limit] or sizes[:1], key=gains.__getitem__, default=0)
 
-    def _reading(self, lag: int) -> float:
+    def _lag_cost(self, lag: int) -> float:
         return lag * self._draft_cost * READ_COST if lag > FREE_LAG else 0.0
 
     def _stop(self, rate: float, best: float) -> None:
-        """Pause, then start again without what was learned: only the budget remains, without earlier gains."""
-        if self._tried and not self._told:
-            self._told = True
+        # Pause, then start again from the estimates, since conditions may have changed. The budget stays, but capped:
+        # earlier gains must not pay for new losses.
+        if self._tried and not self._notified:
+            self._notified = True
             self._notice(
-                f"speculation is off: it does not pay here ({rate:.0%} of the drafted tokens are accepted, "
-                f"{best:.2f}x is the most to expect); it is tried again from time to time"
+                f"speculation is paused: it is not faster here ({rate:.0%} of draft tokens are accepted, "
+                f"expected speedup at most {best:.2f}x); it is tried again later"
             )
         self._pause, self._cooldown = self._cooldown, min(2 * self._cooldown, LONGEST_COOLDOWN)
         self._budget = min(self._budget, START_BUDGET)
-        self._forget()
+        self._reset()
 
     def observe_plain(self, seconds: float, wasted: float = 0.0) -> None:
-        """Measure a plain step, which earns a little for trying."""
+        # Every plain step adds to the budget for the next try.
         self._plain.append(seconds)
         self.step_seconds = statistics.median(self._plain)
         self._pause = max(self._pause - 1, 0)
         self._budget += BUDGET_PER_TOKEN - wasted / self.step_seconds
 
     def observe_draft(self, drafted: int, accepted: int, lag: int, seconds: float) -> None:
-        """Earn the time that the tokens would have cost, and spend what the draft cost."""
+        # The budget gains the plain cost of the tokens and pays the cost of the pass, at most twice the estimate: an
+        # interruption would have hit plain steps too.
         fade = ACCEPTANCE_MEMORY**drafted
         self._accepted = self._accepted * fade + accepted
         self._compared = self._compared * fade + min(accepted + 1, drafted)
         size = next(size for size in LENGTHS if size >= drafted)
-        expected = self._costs[size] + self._reading(lag)
+        expected = self._costs[size] + self._lag_cost(lag)
         cost = min(seconds / self.step_seconds, 2 * expected) if self.step_seconds else expected
-        if lag <= 2:  # as usual: what was read for it besides was the last token, and one accepted before it unread
+        if lag <= 2:  # the usual case: the last token, and at most one accepted token that the proposer has not read
             change = (cost - expected) * (COST_RATE if size in self._tried else 1.0)
             self._tried.add(size)
-            # Other lengths were expected too cheap or too dear by as much, unless they were tried.
+            # Shift the estimates of untried lengths by the same error.
             self._costs.update((s, self._costs[s] + change) for s in LENGTHS if s == size or s not in self._tried)
             cost = self._costs[size]
         self._budget += (1 + BUDGET_PER_TOKEN) * (accepted + 1) - cost
-        if self._budget > START_BUDGET + 2:  # it pays
+        if self._budget > START_BUDGET + 2:  # speculation pays
             self._cooldown = FIRST_COOLDOWN
         self._passes += 1
         self._pause = int(self._passes % REFRESH == 0)

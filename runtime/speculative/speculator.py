@@ -98,7 +98,7 @@ def warm_up(engine: Engine) -> None:
         return
     tokens = [0] * min(4, context // 2)
     sampler = Sampler(SamplingParams(), engine.runner.config.vocab_size, engine.runner.device)
-    blocks = tuple(range(engine.scheduler.pool.needed(min(4, context))))
+    blocks = tuple(range(engine.scheduler.pool.blocks_for(min(4, context))))
     for count in (1, min(4, context - len(tokens))):
         speculator.propose([DraftRequest(_WARM_UP, tokens, count, sampler)])
         engine.runner.run([Chunk([0] * count, 0, blocks, count)], engine.cache)

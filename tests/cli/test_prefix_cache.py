@@ -16,7 +16,7 @@ def test_a_second_run_goes_on_from_what_the_first_kept(mycli: Mycli, tmp_path: P
     for path in files:
         path.write_bytes(b"x" * path.stat().st_size)
     third = mycli(*ASK, "--prefix-cache-dir", str(folder))
-    assert third.returncode == 0 and "its file is damaged" in third.stderr, third.stderr
+    assert third.returncode == 0 and "damaged; the file is removed" in third.stderr, third.stderr
 
 
 def test_a_folder_of_everybody_is_not_used_and_the_reply_comes_nevertheless(mycli: Mycli, tmp_path: Path) -> None:

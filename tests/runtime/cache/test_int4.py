@@ -67,8 +67,8 @@ def test_bytes_are_those_of_codes_rounded_one_by_one(head_dim: int) -> None:
 def test_values_are_within_a_step(seed: int, magnitude: float, head_dim: int, dtype: torch.dtype) -> None:
     """Half of one for all that 16 codes reach; the end that -8 does not stand for is cut by up to one."""
     values = (magnitude * normal(3, head_dim, seed=seed)).to(dtype)
-    found = unpack_int4(pack_int4(values), torch.float64)
-    for error, exact in zip(hadamard(found - values), hadamard(values.double()), strict=True):
+    unpacked = unpack_int4(pack_int4(values), torch.float64)
+    for error, exact in zip(hadamard(unpacked - values), hadamard(values.double()), strict=True):
         for part, group in zip(error.split(32), exact.split(32), strict=True):
             step = float(group.abs().max()) / 8
             assert float(part.abs().max()) <= 1.01 * step
@@ -96,9 +96,9 @@ def test_a_vector_is_rounded_by_itself() -> None:
 def test_what_is_not_finite_is_not_hidden_by_rounding() -> None:
     values = torch.ones(3, 96)
     values[0, 1], values[1, 40] = torch.nan, torch.inf
-    found = unpack_int4(pack_int4(values), torch.float32).isnan()
-    assert found[0, :32].all() and found[1, 32:64].all(), "the block of 32 that it was rotated with"
-    assert int(found.sum()) == 64
+    unpacked = unpack_int4(pack_int4(values), torch.float32).isnan()
+    assert unpacked[0, :32].all() and unpacked[1, 32:64].all(), "the block of 32 that it was rotated with"
+    assert int(unpacked.sum()) == 64
 
 
 def test_no_vectors_are_no_bytes() -> None:

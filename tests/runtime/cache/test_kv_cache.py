@@ -49,10 +49,10 @@ def test_any_writes_and_cuts_of_sequences_in_any_blocks(
 ) -> None:
     """Three sequences of up to 20 tokens in shuffled blocks, against lists that are cut and extended."""
     generator = torch.Generator().manual_seed(seed)
-    each = -(-20 // block_size)
-    cache = make(kind, 3 * each, block_size)
-    order = torch.randperm(3 * each, generator=generator).tolist()
-    blocks = [tuple(order[index * each : (index + 1) * each]) for index in range(3)]
+    needed = -(-20 // block_size)
+    cache = make(kind, 3 * needed, block_size)
+    order = torch.randperm(3 * needed, generator=generator).tolist()
+    blocks = [tuple(order[index * needed : (index + 1) * needed]) for index in range(3)]
     texts = [torch.zeros(LAYERS, 2, 0, *VECTOR) for _ in range(3)]
     for step in steps:
         parts = []
@@ -62,15 +62,15 @@ def test_any_writes_and_cuts_of_sequences_in_any_blocks(
             texts[index] = torch.cat((texts[index][:, :, :start], new), dim=2)
             parts.append((start, blocks[index], new))
         write(cache, parts)
-    for text, own in zip(texts, blocks, strict=True):
+    for text, table in zip(texts, blocks, strict=True):
         length = text.shape[2]
         for layer in range(LAYERS):
-            for found, expected in zip(cache.read(layer, own, length), text[layer].transpose(1, 2), strict=True):
-                assert found.data.shape[:3] == (1, *expected.shape[:2])
-                at_once = Stored.of(expected, kind)
-                assert torch.equal(found.data[0], at_once.data), "no trace of how the text came in"
-                assert (found.scales is None) == (at_once.scales is None)
-                assert found.scales is None or torch.equal(found.scales[0], torch.as_tensor(at_once.scales))
+            for stored, expected in zip(cache.read(layer, table, length), text[layer].transpose(1, 2), strict=True):
+                assert stored.data.shape[:3] == (1, *expected.shape[:2])
+                in_one_pass = Stored.of(expected, kind)
+                assert torch.equal(stored.data[0], in_one_pass.data), "no trace of how the text came in"
+                assert (stored.scales is None) == (in_one_pass.scales is None)
+                assert stored.scales is None or torch.equal(stored.scales[0], torch.as_tensor(in_one_pass.scales))
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
@@ -80,9 +80,9 @@ def test_a_copied_block_is_what_its_source_was(kind: torch.dtype) -> None:
     cache.copy(0, 2)
     write(cache, [(0, (0,), torch.zeros_like(text))])
     for layer in range(LAYERS):
-        for found, expected in zip(cache.read(layer, (2,), 4), text[layer].transpose(1, 2), strict=True):
+        for stored, expected in zip(cache.read(layer, (2,), 4), text[layer].transpose(1, 2), strict=True):
             away = 0.4 if kind == PACKED else 0.05
-            torch.testing.assert_close(found.dense(torch.float32)[0], expected, atol=away, rtol=0)
+            torch.testing.assert_close(stored.dense(torch.float32)[0], expected, atol=away, rtol=0)
         assert not cache.read(layer, (0,), 4)[0].dense(torch.float32).any()
 
 
@@ -125,5 +125,5 @@ def test_memory_is_taken_once_and_is_what_it_says() -> None:
 
 
 def test_heads_that_cannot_be_packed_are_refused() -> None:
-    with pytest.raises(ModelError, match="one of 12"):
+    with pytest.raises(ModelError, match="this model has 12"):
         KVCache(replace(CONFIG, head_dim=12), 1, 4, CPU, PACKED)

@@ -1,4 +1,4 @@
-"""What the index finds, why it does not find more, and what it forgets; tables of sequences that share its blocks.
+"""Prefix index and block tables: matches, reasons of misses, eviction and sharing of blocks.
 
 Any history of scheduler and pool together is in tests/runtime/engine/test_scheduler.py.
 """
@@ -7,13 +7,13 @@ import pytest
 
 from mycli.runtime.cache.block_pool import BlockPool
 from mycli.runtime.cache.block_table import BlockTable
-from mycli.runtime.cache.prefix_index import PrefixIndex, shared
+from mycli.runtime.cache.prefix_index import PrefixIndex, common_prefix_length
 
 TEXT = list(range(10, 21))  # eleven tokens: two blocks of four, and three tokens
 
 
-def pool(blocks: int = 9, kept: int | None = None) -> BlockPool:
-    return BlockPool(blocks, PrefixIndex(4, kept))
+def pool(blocks: int = 9, limit: int | None = None) -> BlockPool:
+    return BlockPool(blocks, PrefixIndex(4, limit))
 
 
 def written(pool: BlockPool, text: list[int]) -> BlockTable:
@@ -29,33 +29,33 @@ def test_a_text_is_found_token_by_token_but_for_its_last() -> None:
     written(mine, TEXT).release(TEXT)
     for count, expected in ((11, 10), (12, 11), (9, 8), (8, 7), (5, 4), (4, 3), (1, 0)):
         text = [*TEXT, 99][:count]
-        found = mine.index.match(text)
-        assert (found.tokens, found.miss) == (expected, ""), count
+        match = mine.index.match(text)
+        assert (match.tokens, match.miss) == (expected, ""), count
 
 
 @pytest.mark.parametrize(
     ("text", "tokens", "miss"),
     [
-        ([*TEXT[:6], 7, 7, 7], 6, "first difference at token 7"),
-        ([7, *TEXT], 0, "no text began like this"),
-        ([*TEXT, 7, 7], 11, "first difference at token 12"),
+        ([*TEXT[:6], 7, 7, 7], 6, "differs from all cached sequences (from token 7)"),
+        ([7, *TEXT], 0, "no cached sequence has the same first token"),
+        ([*TEXT, 7, 7], 11, "differs from all cached sequences (from token 12)"),
     ],
     ids=["within", "nothing", "beyond"],
 )
 def test_a_miss_says_why(text: list[int], tokens: int, miss: str) -> None:
     mine = pool()
-    assert mine.index.match(text).miss == "nothing is kept yet"
+    assert mine.index.match(text).miss == "the prefix cache is empty"
     written(mine, TEXT).release(TEXT)
-    found = mine.index.match(text)
-    assert (found.tokens, found.miss) == (tokens, miss)
+    match = mine.index.match(text)
+    assert (match.tokens, match.miss) == (tokens, miss)
 
 
 def test_what_was_forgotten_is_told_from_what_never_was() -> None:
     mine = pool(3)
     written(mine, TEXT).release(TEXT)
     written(mine, [1] * 8).release([1] * 8)
-    assert mine.index.match(TEXT).miss == "evicted from token 5 on"
-    assert mine.index.match([3] * 9).miss == "no text began like this"
+    assert mine.index.match(TEXT).miss == "evicted (from token 5)"
+    assert mine.index.match([3] * 9).miss == "no cached sequence has the same first token"
 
 
 def test_the_end_of_a_text_is_forgotten_before_its_beginning() -> None:
@@ -81,12 +81,12 @@ def test_equal_hashes_are_told_apart_by_their_tokens() -> None:
     for tokens, block in zip((first, second), blocks, strict=True):
         assert block is not None
         index.insert(index.root, tokens, block)
-    found = {tokens: node.block for tokens, node in index.root.children.items()}
-    assert [found[first], found[second]] == blocks
+    indexed = {tokens: node.block for tokens, node in index.root.children.items()}
+    assert [indexed[first], indexed[second]] == blocks
 
 
 def test_at_most_so_many_idle_blocks_are_kept() -> None:
-    mine = pool(9, kept=2)
+    mine = pool(9, limit=2)
     written(mine, TEXT).release(TEXT)
     assert mine.index.idle == 2 and mine.free == 7
     assert mine.index.match([*TEXT, 1]).tokens == 8
@@ -121,7 +121,7 @@ def test_what_is_wrong_is_found_by_nobody() -> None:
     mine = pool()
     table = written(mine, TEXT)
     table.discard()
-    assert mine.index.match(TEXT).miss == "nothing is kept yet" and mine.free == mine.blocks
+    assert mine.index.match(TEXT).miss == "the prefix cache is empty" and mine.free == mine.blocks
 
 
 def test_what_others_rely_on_is_not_cut() -> None:
@@ -137,9 +137,13 @@ def test_a_block_is_released_by_its_owners_only() -> None:
     block = mine.allocate()
     assert block is not None
     mine.release([block])
-    with pytest.raises(ValueError, match="more than have it"):
+    with pytest.raises(ValueError, match="released more often than it was shared"):
         mine.release([block])
 
 
 def test_beginnings() -> None:
-    assert [shared([1, 2], [1, 2, 3]), shared([1, 2], [2]), shared([], [1])] == [2, 0, 0]
+    assert [
+        common_prefix_length([1, 2], [1, 2, 3]),
+        common_prefix_length([1, 2], [2]),
+        common_prefix_length([], [1]),
+    ] == [2, 0, 0]

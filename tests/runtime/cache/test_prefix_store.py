@@ -40,11 +40,11 @@ def test_what_was_written_is_there_after_a_restart_for_texts_that_begin_alike(tm
     filled(tmp_path / "kept").close()
     again = PrefixStore(tmp_path / "kept", ONE, LIMIT)
     assert held(again) == [values(0), values(1), values(2)]
-    assert again.find(TEXT, NBYTES).miss == f"less than a piece from token {3 * PIECE + 1} on"
+    assert again.find(TEXT, NBYTES).miss == f"shorter than one file (from token {3 * PIECE + 1})"
     assert again.missing(again.pieces(TEXT)) == [] and again.stats.nbytes == 3 * FILE
     parted = [*TEXT[: PIECE + 3], 5, *TEXT[PIECE + 4 :]]
     assert held(again, parted) == [values(0)]
-    assert again.find(parted, NBYTES).miss == f"not kept on disk from token {PIECE + 1} on"
+    assert again.find(parted, NBYTES).miss == f"not stored on disk (from token {PIECE + 1})"
     assert again.find([5, *TEXT], NBYTES).pieces == ()
     assert not again.stats.ignored
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "kept").iterdir()} == {0o600}
@@ -56,11 +56,11 @@ def test_another_model_finds_nothing_and_takes_no_file_for_its_own(tmp_path: Pat
     filled(tmp_path)
     other = PrefixStore(tmp_path, OTHER, LIMIT)
     assert other.find(TEXT, NBYTES).pieces == ()
-    (wanted, *_) = other.missing(other.pieces(TEXT))
+    (piece, *_) = other.missing(other.pieces(TEXT))
     source = next(tmp_path.iterdir())
-    (tmp_path / f"{wanted.name.hex()}.kv").write_bytes(source.read_bytes())
-    assert held(other) == [None] and other.stats.ignored == {"of another model or program": 1}
-    assert not (tmp_path / f"{wanted.name.hex()}.kv").exists() and source.exists()
+    (tmp_path / f"{piece.name.hex()}.kv").write_bytes(source.read_bytes())
+    assert held(other) == [None] and other.stats.ignored == {"written by another model or version": 1}
+    assert not (tmp_path / f"{piece.name.hex()}.kv").exists() and source.exists()
 
 
 def test_a_file_under_the_name_of_another_text_is_told_by_its_tokens(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_a_file_under_the_name_of_another_text_is_told_by_its_tokens(tmp_path: P
     body = (tmp_path / f"{second.name.hex()}.kv").read_bytes()[:-32]
     forged = body[:40] + first.name + body[72:]  # whole, and with a checksum that is right
     (tmp_path / f"{first.name.hex()}.kv").write_bytes(forged + hashlib.sha256(forged).digest())
-    assert held(store) == [None, values(1), values(2)] and store.stats.ignored == {"of another text": 1}
+    assert held(store) == [None, values(1), values(2)] and store.stats.ignored == {"written for other tokens": 1}
 
 
 @given(
@@ -85,9 +85,9 @@ def test_a_file_under_the_name_of_another_text_is_told_by_its_tokens(tmp_path: P
 )
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_file_that_was_changed_is_never_read(tmp_path: Path, change: tuple[str, int | bytes], which: int) -> None:
-    told: list[str] = []
+    warnings: list[str] = []
     filled(tmp_path)
-    store = PrefixStore(tmp_path, ONE, LIMIT, told.append)
+    store = PrefixStore(tmp_path, ONE, LIMIT, warnings.append)
     pieces = store.find(TEXT, NBYTES).pieces
     path = tmp_path / f"{pieces[which].name.hex()}.kv"
     data = bytearray(path.read_bytes())
@@ -104,7 +104,7 @@ def test_a_file_that_was_changed_is_never_read(tmp_path: Path, change: tuple[str
     assert [store.read(piece, NBYTES) for piece in pieces] == [
         None if piece.index == which else values(piece.index) for piece in pieces
     ]
-    assert sum(store.stats.ignored.values()) == 1 and len(told) == 1 and str(path) in told[0]
+    assert sum(store.stats.ignored.values()) == 1 and len(warnings) == 1 and str(path) in warnings[0]
     assert not path.exists() and [piece.index for piece in store.missing(store.pieces(TEXT))] == [which]
     store.write(pieces[which], values(which))
     store.flush()
@@ -132,7 +132,7 @@ def test_what_is_no_file_is_neither_opened_nor_followed(tmp_path: Path, make: Ca
     path = tmp_path / f"{first.name.hex()}.kv"
     path.unlink()
     make(path)
-    assert store.read(first, NBYTES) is None, "whoever read it after it was found"
+    assert store.read(first, NBYTES) is None, "removed by another process after `find`"
     path.unlink(missing_ok=True) if not path.is_dir() else None
     if not path.exists():
         make(path)
@@ -172,8 +172,8 @@ def test_processes_that_share_a_folder_write_whole_files(tmp_path: Path) -> None
         for text in texts:
             for piece in store.missing(store.pieces(text)):
                 store.write(piece, values(piece.index))
-            found = [store.read(piece, NBYTES) for piece in store.find(text, NBYTES).pieces]
-            assert all(one is None or one == values(index) for index, one in enumerate(found))
+            read = [store.read(piece, NBYTES) for piece in store.find(text, NBYTES).pieces]
+            assert all(part is None or part == values(index) for index, part in enumerate(read))
         store.close()
         bad.extend(reason for reason in store.stats.ignored if "No such file" not in reason)
 
@@ -191,10 +191,10 @@ def test_processes_that_share_a_folder_write_whole_files(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o702], ids=oct)
 def test_a_folder_that_others_can_write_to_is_not_used(tmp_path: Path, mode: int) -> None:
-    """G41: whoever can write there could write keys and values of his own."""
+    """G41: a user who can write to the folder could inject keys and values."""
     filled(tmp_path)
     tmp_path.chmod(mode)
-    with pytest.raises(UntrustedError, match="other users can write to it"):
+    with pytest.raises(UntrustedError, match="other users can write to this folder"):
         PrefixStore(tmp_path, ONE, LIMIT)
 
 
@@ -211,13 +211,13 @@ def test_a_disk_that_takes_no_more_is_told_once_and_stops_nobody(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    told: list[str] = []
+    warnings: list[str] = []
     monkeypatch.setattr("mycli.runtime.cache.prefix_store.write_atomic", full)
-    store = PrefixStore(tmp_path, ONE, LIMIT, told.append)
+    store = PrefixStore(tmp_path, ONE, LIMIT, warnings.append)
     for piece in store.missing(store.pieces(TEXT)):
         store.write(piece, values(0))
     store.close()
-    assert store.stats.ignored == {"cannot be written (No space left on device)": 3} and len(told) == 1
+    assert store.stats.ignored == {"cannot be written (No space left on device)": 3} and len(warnings) == 1
 
 
 def test_more_than_may_wait_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from mycli.runtime.cache.block_pool import BlockPool
 from mycli.runtime.cache.block_table import BlockTable
 from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.cache.prefix_index import PrefixIndex
-from mycli.runtime.cache.prefix_store import PIECE, KeptPiece, PrefixStore, StoredPrefix
+from mycli.runtime.cache.prefix_store import PIECE, PrefixStore, StoredPiece, StoredPrefix
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine import scheduler as restore
@@ -108,12 +108,12 @@ def test_after_a_restart_a_reply_has_hits_and_the_same_bits(tmp_path: Path, dtyp
             kept = min(end // PIECE * PIECE, end - 1)
             assert found[0] == tokens and found[1] == kept and found[3] == read - kept
             assert all(torch.equal(one, two) for one, two in zip(found[2], logits, strict=True))
-            assert again.stats.prefix_hits == kept and again.stats.kept is not None
+            assert again.stats.prefix_hits == kept and again.stats.disk is not None
             again.close()
         again = engine(runner, other, folder)
         parted = [*text[: PIECE + 9], next(fresh), *text[PIECE + 10 :]]
         assert reply(runner, again, parted)[:2] == (reply(runner, alone, parted)[0], PIECE)
-        assert again.stats.misses == {"not kept on disk from": 1}
+        assert again.stats.misses == {"not stored on disk": 1}
         again.close()
 
 
@@ -162,7 +162,7 @@ def test_a_damaged_state_costs_time_and_no_bit(tmp_path: Path, recurrent: Path) 
     again = engine(runner, SHAPES[3], tmp_path)
     found = reply(runner, again, text)
     assert found[:2] == expected[:2] and all(map(torch.equal, found[2], expected[2]))
-    assert again.stats.kept is not None and again.stats.kept.ignored == {"damaged": 1}
+    assert again.stats.disk is not None and again.stats.disk.ignored == {"damaged": 1}
     again.close()
     again = engine(runner, SHAPES[3], tmp_path)
     assert reply(runner, again, text)[:2] == (expected[0], PIECE), "what was damaged is there again"
@@ -185,7 +185,7 @@ def test_damaged_files_cost_time_and_no_bit(tmp_path: Path) -> None:
         found = reply(runner, again, text)
         assert found[:2] == (expected[0], cached)
         assert all(torch.equal(one, two) for one, two in zip(found[2], expected[2][-5:], strict=False))
-        assert again.stats.kept is not None and again.stats.kept.ignored == {"damaged": 1}
+        assert again.stats.disk is not None and again.stats.disk.ignored == {"damaged": 1}
         again.close()
         again = engine(runner, SHAPES[3], tmp_path)
         assert reply(runner, again, text)[:2] == (expected[0], 3 * PIECE), "what was damaged is there again"
@@ -287,7 +287,7 @@ class Lists:
             count += 1
         self.text = tuple(tokens)
         return StoredPrefix(
-            tuple(KeptPiece(index, b"", bytes(tokens[: (index + 1) * size])) for index in range(count)), "no"
+            tuple(StoredPiece(index, b"", bytes(tokens[: (index + 1) * size])) for index in range(count)), "no"
         )
 
     def restore(self, found: StoredPrefix, table: BlockTable, end: int) -> bool:

@@ -134,10 +134,10 @@ def test_a_state_is_always_that_of_the_text(
         for number, tokens in found.items():
             assert tokens == replies[numbers[number]][: len(tokens)]
         states = engine.scheduler.pool.states
-        assert states is not None and states.free + states.kept == states.slots, "nobody runs"
+        assert states is not None and states.free + states.num_snapshots == states.slots, "nobody runs"
         assert engine.scheduler.pool.used == 0
     engine.forget()
-    assert states.free == states.slots and not states.kept
+    assert states.free == states.slots and not states.num_snapshots
 
 
 def test_what_is_kept_is_found_again() -> None:
@@ -157,7 +157,7 @@ def test_what_is_kept_is_found_again() -> None:
     turn = [*first, *expected(runner, first, 5), 3, 4]
     assert cached(turn) == len(first) + 4, "all that was read of the reply"
     assert cached([*begin[:14], 7, 7, 7, 7]) == 0
-    assert engine.stats.misses["recurrent state not kept"] == 1, "14 tokens are known, their state is not"
+    assert engine.stats.misses["no snapshot of the recurrent state"] == 1, "14 tokens are known, their state is not"
     assert cached([*begin[:14], 6, 6]) == 12, "where the one before parted from the first"
 
 
@@ -169,7 +169,7 @@ def test_the_least_recently_used_snapshot_makes_room() -> None:
     for first in range(6):
         prompt = [first, *range(6)]
         assert tokens_of(engine, prompt, 4) == expected(runner, prompt, 4)
-        assert states.kept <= 3 and states.free + states.kept == 3
+        assert states.num_snapshots <= 3 and states.free + states.num_snapshots == 3
 
 
 @pytest.fixture(scope="module", params=["qwen3_5-delta", "lfm2-tied"])

@@ -65,13 +65,13 @@ def test_a_device_that_does_not_count_does_not_draw() -> None:
 @pytest.mark.parametrize("value", [2.1, -2.1, float("nan"), float("inf")])
 def test_a_penalty_out_of_range_is_refused(name: str, value: float) -> None:
     with pytest.raises(UsageError, match=name):
-        SamplingParams().with_given({name: value})
+        SamplingParams().with_overrides({name: value})
 
 
 def test_what_a_model_recommends_gives_way_to_what_is_asked() -> None:
     chosen = recommended(GenerationDefaults(temperature=0.7, top_p=0.9, do_sample=True))
     assert (chosen.temperature, chosen.top_p) == (0.7, 0.9)
-    assert chosen.with_given({"temperature": 0.0, "top_p": None}) == SamplingParams(top_p=0.9)
+    assert chosen.with_overrides({"temperature": 0.0, "top_p": None}) == SamplingParams(top_p=0.9)
     assert recommended(GenerationDefaults(temperature=0.7, do_sample=False)) == SamplingParams()
     assert recommended(GenerationDefaults(top_k=5)).temperature == 0.0
     assert recommended(GenerationDefaults(top_k=5, do_sample=True)).temperature == 1.0

@@ -10,7 +10,9 @@ def values(metrics: Metrics) -> dict[str, float]:
 
 
 def test_the_time_to_the_first_token_is_the_queue_and_the_prefill() -> None:
-    metrics = Metrics(lambda: EngineStats(1, 2, 3, 4, 5, 10, 60, 20, {"no text began like this": 2, "evicted from": 1}))
+    metrics = Metrics(
+        lambda: EngineStats(1, 2, 3, 4, 5, 10, 60, 20, {"no cached sequence has the same first token": 2, "evicted": 1})
+    )
     metrics.stepped(submitted=10.0, first=None, last=None, now=14.0, tokens=1, queued=3.0)
     metrics.stepped(submitted=10.0, first=14.0, last=14.0, now=15.0, tokens=2, queued=3.0)
     metrics.speculated(4, 1)
@@ -20,8 +22,8 @@ def test_the_time_to_the_first_token_is_the_queue_and_the_prefill() -> None:
     assert found["time_to_first_token_seconds_sum"] == 4 and found["request_queue_time_seconds_sum"] == 3
     assert found["request_prefill_time_seconds_sum"] == 1 and found["request_prefill_time_seconds_count"] == 1
     assert found["request_decode_time_seconds_sum"] == 1 and found["inter_token_latency_seconds_count"] == 2
-    assert found['prefix_cache_misses_total{reason="no text began like this"}'] == 2
-    assert found['prefix_cache_misses_total{reason="evicted from"}'] == 1
+    assert found['prefix_cache_misses_total{reason="no cached sequence has the same first token"}'] == 2
+    assert found['prefix_cache_misses_total{reason="evicted"}'] == 1
     drafts = [found[f"spec_decode_num_{name}_total"] for name in ("drafts", "draft_tokens", "accepted_tokens")]
     assert drafts == [2, 6, 3]
     assert found["kv_cache_usage_perc"] == 0.4 and found["num_preemptions_total"] == 3
