@@ -18,8 +18,8 @@ from mycli.cli.batch_file import run_batch
 from mycli.cli.command import Call, guarded
 from mycli.cli.main import main
 from mycli.cli.output import Output
+from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.errors import ExitCode
-from mycli.runtime.layers.transformer import Transformer
 from tests.support.command_line import Mycli
 from tests.support.hub_server import Fault, HubServer, hub_server
 from tests.support.paths import DRAFT, ROOT
@@ -62,18 +62,18 @@ def test_a_gpu_that_fails_ends_everything_with_one_line(fault: str, tmp_path: Pa
 def test_logits_that_are_not_numbers_end_their_request_and_no_other(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    forward = Transformer.forward
+    run = ModelRunner.run
     passes = []
 
-    def broken(self: Transformer, *arguments: Any) -> Any:
-        logits = forward(self, *arguments)
+    def broken(self: ModelRunner, *arguments: Any) -> Any:
+        logits = run(self, *arguments)
         passes.append(logits)
         if len(passes) == 2:  # of all that are answered together the first row only
             logits = logits.clone()
             logits[0] = torch.nan
         return logits
 
-    monkeypatch.setattr(Transformer, "forward", broken)
+    monkeypatch.setattr(ModelRunner, "run", broken)
     source = tmp_path / "in.jsonl"
     source.write_text("".join(f'{{"id": {number}, "prompt": "Who are you?"}}\n' for number in (1, 2, 3)))
     with pytest.raises(SystemExit):

@@ -163,7 +163,9 @@ def ulp(dtype: torch.dtype) -> float:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_product(case: Case, interpret: Interpret) -> None:
     unrounded, dense = interpret(product, case)  # type: ignore[misc]  # the pool carries any result
-    assert unrounded < 1e-4, "fp32 sums of 1024 + u: 2 bits lose most"
+    # fp32 sums of 1024 + u: 2 bits lose most. The interpreter sums in the order of numpy's BLAS for this processor:
+    # 1.37e-4 at most with AVX2, below 1e-4 with AVX-512.
+    assert unrounded < 1.5e-4
     assert dense <= (0 if case.dtype is torch.float16 or case.scale else ulp(case.dtype))
 
 
@@ -213,7 +215,8 @@ def magnitudes(scale: float, dtype: torch.dtype) -> float:
 @pytest.mark.parametrize("scale", [1e-30, 1e-4, 1.0, 1e5, 1e30], ids="x{:g}".format)
 def test_bf16_of_any_magnitude(scale: float, interpret: Interpret) -> None:
     """The kernel multiplies in fp16, which ends at 65504; a power of two per group makes room."""
-    assert interpret(magnitudes, scale, torch.bfloat16) < 5e-5  # type: ignore[operator]  # the pool carries any result
+    # 5.8e-5 at most with AVX2, below 5e-5 with AVX-512; see `test_product`.
+    assert interpret(magnitudes, scale, torch.bfloat16) < 6e-5  # type: ignore[operator]  # the pool carries any result
 
 
 def not_a_number() -> tuple[bool, bool]:
