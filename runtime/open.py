@@ -237,8 +237,6 @@ def _build(
     from mycli.runtime.engine.engine import Engine
     from mycli.runtime.engine.loader import LoadedModel
     from mycli.runtime.engine.model_runner import cache_shape
-    from mycli.runtime.speculative.draft_length import AdaptiveDraftLength
-    from mycli.runtime.speculative.speculator import ProposerSpeculator, warm_up
 
     running = config.running or plan.batch
     shape = cache_shape(plan.context, plan.batch, running, placement.device)
@@ -252,6 +250,9 @@ def _build(
     )
     speculator = None
     if config.draft is not None:
+        from mycli.runtime.speculative.draft_length import AdaptiveDraftLength
+        from mycli.runtime.speculative.speculator import ProposerSpeculator
+
         proposer = _proposer(config.draft, draft, loaded, shape)
         cost = proposer.relative_cost
         noted = list[str]()
@@ -273,7 +274,10 @@ def _build(
         speculator=speculator,
         store=store,
     )
-    warm_up(engine)
+    if speculator is not None:
+        from mycli.runtime.speculative.speculator import warm_up
+
+        warm_up(engine)
     return OpenedModel(source, placement, plan, loaded, engine)
 
 

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loader import LoadedModel
@@ -10,9 +11,11 @@ from mycli.runtime.engine.reply_reader import ReplyReader
 from mycli.runtime.engine.sequence import FinishReason, Request, SequenceOutput
 from mycli.runtime.engine.stats import SpeculationStats, Timing
 from mycli.runtime.errors import UserError
-from mycli.runtime.sampling.grammar import Grammar
 from mycli.runtime.sampling.logprobs import TokenLogprob
 from mycli.runtime.sampling.params import SamplingParams
+
+if TYPE_CHECKING:  # constrained replies are few, and it is a large module
+    from mycli.runtime.sampling.grammar import Grammar
 
 
 class Completion:
@@ -31,7 +34,7 @@ class Completion:
         *,
         limit: int | None = None,
         stops: Sequence[str] = (),
-        grammar: Grammar | None = None,
+        grammar: "Grammar | None" = None,
         top: int | None = None,
     ) -> None:
         """`limit`: None for the rest of the context; `top`: number of logprobs per token, None for none."""

@@ -6,7 +6,6 @@ A further way is one file here and one entry in `COMPILERS`.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from mycli.runtime.engine.passes import cpu, cuda
 from mycli.runtime.engine.passes.base import OnDecline, Pass, PassInput
 from mycli.runtime.engine.passes.plain import PlainPass
 from mycli.runtime.errors import Declined
@@ -40,7 +39,24 @@ class Passes:
 Compiler = Callable[[Transformer, KvDtype, OnDecline], Pass | Declined]
 
 
-COMPILERS: Mapping[str, Compiler] = {"cuda": cuda.compile_cuda_pass, "cpu": cpu.compile_cpu_pass}  # fastest first
+def _compile_cuda(model: Transformer, kv: KvDtype, report: OnDecline) -> Pass | Declined:
+    if model.device.type != "cuda":
+        return Declined("not-on-cuda", {"device": str(model.device)})
+    from mycli.runtime.engine.passes.cuda import compile_cuda_pass
+
+    return compile_cuda_pass(model, kv, report)
+
+
+def _compile_cpu(model: Transformer, kv: KvDtype, report: OnDecline) -> Pass | Declined:
+    if model.device.type != "cpu":
+        return Declined("not-on-cpu", {"device": str(model.device)})
+    from mycli.runtime.engine.passes.cpu import compile_cpu_pass
+
+    return compile_cpu_pass(model, kv, report)
+
+
+# Fastest first. A pass is imported only for its device.
+COMPILERS: Mapping[str, Compiler] = {"cuda": _compile_cuda, "cpu": _compile_cpu}
 
 
 def compile_passes(

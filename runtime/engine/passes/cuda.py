@@ -185,8 +185,6 @@ def compile_cuda_pass(model: Transformer, kv: KvDtype, report: OnDecline) -> Cud
 
     It is first compared with the plain pass, launched and replayed; failures and differences are reported.
     """
-    if model.device.type != "cuda":
-        return Declined("not-on-cuda", {"device": str(model.device)})
     try:
         from mycli.runtime.engine.passes import device_loop, fused
     except ImportError as error:
