@@ -23,7 +23,6 @@ UNCLEAN: dict[str, int] = {
     "runtime/layers": 2,
     "runtime/sampling": 3,
     "runtime/speculative": 2,
-    "docs/architecture.md": 1,
 }
 
 

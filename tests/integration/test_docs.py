@@ -28,6 +28,19 @@ def test_files_that_pages_name_exist() -> None:
         assert not missing, f"{page}: {missing}"
 
 
+def _anchors(page: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    for page in pages():
+        for target, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)]+))?\)", (ROOT / page).read_text()):
+            path = (ROOT / page).parent / target if target else ROOT / page
+            assert path.exists(), f"{page}: {target}"
+            assert not anchor or anchor in _anchors(path), f"{page}: {target}#{anchor}"
+
+
 def test_server_faults_name_existing_tests() -> None:
     table = re.findall(r"^\| G(\d+) \|.*$", text := (DOCS / "results" / "server.md").read_text(), re.M)
     assert sorted({int(number) for number in table}) == list(range(1, 44))

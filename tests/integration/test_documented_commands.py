@@ -36,7 +36,9 @@ TYPED = re.compile(
 )
 # What stands for something else in a command, and what it is where the command is run: the first that fits, and so on.
 STAND_INS = {
+    r"^python -m(?= tests\.support)": f"cd {shlex.quote(str(ROOT))} && {sys.executable} -m",
     r"^python -m": f"{sys.executable} -m",
+    r"^make (?!demo)": f"make -C {shlex.quote(str(ROOT))} -n ",  # what it would run: the target itself takes minutes
     r"^git diff --staged": "echo changed",
     r"\[:[^]]*\]": "",
     r" \[--head int8\]": "",  # pico's head is its embedding

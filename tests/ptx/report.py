@@ -120,10 +120,11 @@ def amd(build: Build) -> str:
     return str(Counter(re.findall(r"v_mfma_\w+|v_dot\w+", assembly)).most_common(1))
 
 
-PAGE = """# What the Triton kernels compile to
+PAGE = """# Compiled code of the Triton kernels
 
-Made by `python -m tests.ptx.report docs/results/kernels.md`; [kernels.md](../kernels.md#what-they-compile-to) says what
-the columns mean.
+Instructions, registers and shared memory of every kernel, counted without a GPU by
+`python -m tests.ptx.report docs/results/kernels.md`. The columns are explained in
+[kernels.md](../kernels.md#compiled-code).
 
 """
 HEADER = """| kernel | sm | instr/weight | loop | product | B in 16-byte loads | B in narrower | B to shared \

@@ -22,11 +22,12 @@ import pytest
 
 TESTS = Path(__file__).with_name("test_emulated.py")
 CAPABILITIES = ("80", "90", "120")
-PAGE = """# Kernels run from their PTX
+PAGE = """# Kernel tests on the emulator
 
-Made by `python -m tests.ptx.suite docs/results/emulated.md`, which [kernels.md](../kernels.md#run-without-a-gpu)
-describes, without a GPU: the kernels' tests and whole fused passes, compiled by Triton for a compute capability and run
-by the emulator. Seconds are of one processor's work, compilers included. What is not in the table was not run for it.
+Results of `python -m tests.ptx.suite docs/results/emulated.md`: the kernels' tests and whole fused
+passes, compiled by Triton for a compute capability and run without a GPU by the
+[emulator](../kernels.md#running-kernels-without-a-gpu). Seconds are processor time, compilers
+included. Tests that are not in the table were not run.
 
 | Triton | sm | test | passed | failed | seconds | made |
 |---|---|---|---:|---:|---:|---|

@@ -27,10 +27,11 @@ Reference of all commands and options, generated from the code by `make docs`.
 
 ## Output
 
-Results go to standard output, everything else to standard error. Away from a terminal, and with `TERM=dumb`, there are
-no colours, progress bars and questions.
+Results go to standard output, everything else to standard error. Away from a terminal, and with
+`TERM=dumb`, there are no colours, progress bars and questions.
 
-`--json` prints one JSON object with `schema_version`, or JSON lines for a stream. Errors are its field `error`:
+`--json` prints one JSON object with `schema_version`, or JSON lines for a stream. Errors are its
+field `error`:
 
 | field | content |
 |---|---|
@@ -43,13 +44,14 @@ If a gate fails, the object contains the results in addition to `error`.
 
 ## Options and settings
 
-Every command accepts `--json`, `-q`, `-v`, `--debug`, `--offline`, `--device` and `--version`, before or after its
-name. The value of an option is the first of these that is set:
+Every command accepts `--json`, `-q`, `-v`, `--debug`, `--offline`, `--device` and `--version`,
+before or after its name. The value of an option is the first of these that is set:
 
 1. the option: `mycli chat pico --top-p 0.9`
-2. the environment: `MYCLI_CHAT_TOP_P` for one command, `MYCLI_TOP_P` for all commands with the option
-3. `mycli/config.toml` in `$XDG_CONFIG_HOME` (`~/.config`): `top_p` in a table `[chat]` for one command, at the top of
-   the file for all commands with the option
+2. the environment: `MYCLI_CHAT_TOP_P` for one command, `MYCLI_TOP_P` for all commands with the
+   option
+3. `mycli/config.toml` in `$XDG_CONFIG_HOME` (`~/.config`): `top_p` in a table `[chat]` for one
+   command, at the top of the file for all commands with the option
 4. the model's `generation_config.json`
 5. the default that `--help` shows
 
@@ -65,7 +67,8 @@ The longest spelling of an option names its variable: `-t`, `--temperature` is `
 | `CUDA_VISIBLE_DEVICES` | selects GPUs |
 | `NO_COLOR`, `FORCE_COLOR` | switch colours off or on |
 
-`mycli --install-completion` installs completion of commands, options and model names for the current shell.
+`mycli --install-completion` installs completion of commands, options and model names for the
+current shell.
 """
 
 

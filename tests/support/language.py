@@ -22,6 +22,7 @@ DATA = Path("runtime/pico")  # a model shipped as data, with its own programs
 MAX_DOCSTRING_SHARE = 0.08
 MIN_COMMENT_SHARE = 0.02
 MAX_SENTENCE_WORDS = 40
+MAX_WIDTH = 100  # of a line of prose in the docs
 
 BAD_START = re.compile(r"(?:Of|Those|What|One that)\b|As `")
 BANNED = re.compile(
@@ -174,6 +175,9 @@ def _check_cpp(path: Path, text: str) -> Iterator[Finding]:
 
 
 def _check_page(path: Path, text: str) -> Iterator[Finding]:
+    for number, line in enumerate(_without_code(text).splitlines(), 1):
+        if _too_wide(line):
+            yield Finding(path, number, "width", f"{len(line)} characters")
     for line, paragraph in _paragraphs(text):
         yield from _check_words(path, line, "docs", paragraph)
         for sentence in re.split(r"[.!?][*)\"]*\s+", paragraph):
@@ -182,12 +186,22 @@ def _check_page(path: Path, text: str) -> Iterator[Finding]:
                 yield Finding(path, line, f"{count} words", f"{sentence[:70]} ...")
 
 
+def _without_code(text: str) -> str:
+    """Replace fenced code and HTML comments by empty lines."""
+    no_prose = re.compile(r"^( *)(```|~~~).*?^\1\2|<!--.*?-->", re.DOTALL | re.MULTILINE)
+    return no_prose.sub(lambda match: "\n" * match[0].count("\n"), text)
+
+
+def _too_wide(line: str) -> bool:
+    """Whether a line of prose could be broken before its end; code spans and links are not broken."""
+    if len(line) <= MAX_WIDTH or line.startswith(("|", "    ", "#", "!", "<")):
+        return False
+    return len(re.findall(r"(?:`[^`]*`|\]\([^)]*\)|\S)+", line)) > 1
+
+
 def _paragraphs(text: str) -> Iterator[tuple[int, str]]:
     """The prose of a page with the line it starts on: paragraphs, list items, table cells; not code or HTML."""
-    text = re.sub(
-        r"^( *)(```|~~~).*?^\1\2", lambda match: "\n" * match[0].count("\n"), text, flags=re.DOTALL | re.MULTILINE
-    )
-    text = re.sub(r"<!--.*?-->", lambda match: "\n" * match[0].count("\n"), text, flags=re.DOTALL)
+    text = _without_code(text)
     start, paragraph = 1, ""
     for number, line in enumerate([*text.splitlines(), ""], 1):
         stripped = line.strip()

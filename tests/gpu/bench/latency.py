@@ -138,10 +138,14 @@ def token_microseconds(card: Card, config: ModelConfig, rows: int, depth: int, *
     return embedding + config.layers * sum(one.microseconds for one in layer) + head.microseconds
 
 
-PAGE = """# What a token of an 8B model is predicted to take
+PAGE = """# Predicted time per token of an 8B model
 
-Made by `python -m tests.gpu.bench.latency docs/results/predicted.md`, which states the model and its constants. No
-figure on this page is measured. Llama-3.1-8B, int4 in groups of 128, the head too; 2,048 keys of 16 bits a sequence.
+**No figure on this page is measured.** They are computed from one model of latency, whose constants
+are in the program:
+
+    python -m tests.gpu.bench.latency docs/results/predicted.md
+
+Llama-3.1-8B, int4 in groups of 128, head included; 2,048 keys of 16 bits per sequence.
 """
 
 
@@ -155,12 +159,13 @@ def page() -> str:
             numbers = (one.body, one.boundary, one.ramp, one.tail, one.microseconds)
             cells = " | ".join(f"{number:.2f}" for number in numbers)
             lines.append(f"| {name} | {one.name} | {one.parts} | {one.programs} | {cells} |")
-    lines += ["\n## Tokens a second\n"]
+    lines += ["\n## Tokens per second\n"]
     lines += [
-        "`4 loads`: the sums of four parts of K are read at a time, whatever the rows. `narrow`: half as many rows of"
+        "*4 loads*: the sums of four parts of K are read concurrently, for any number of rows. *narrow*:",
+        "half as many rows of the weight and warps per program, with half as many parts, where there are",
+        "more than four.\n",
     ]
-    lines += ["the weight and half as many warps a program, with half as many parts, where there are more than four.\n"]
-    lines += ["| card | sequences | by bytes alone | predicted | with 4 loads | with narrow tiles |"]
+    lines += ["| card | sequences | limit of memory | predicted | with 4 loads | with narrow tiles |"]
     lines += ["|---|---:|---:|---:|---:|---:|"]
     for name, card in cards().items():
         for rows in (1, 4, 16, 64):
