@@ -1,8 +1,8 @@
-"""The commands of README and docs are typed, page by page, as a reader would who has what the page speaks of.
+"""Types the commands of README and docs page by page, as a reader would.
 
-Each runs in a shell, in an empty folder, with the program on the path. Names that a reader fills in are filled in, the
-hub and other makers' servers are stand-ins, and what takes long is told to take less. What is not run is in a table,
-with its reason. What stands in a command's help too is run by `test_examples`.
+Each runs in a shell, in an empty folder, with the program on PATH. Placeholders are filled in (`STAND_INS`), the hub
+and other servers are stand-ins, long commands get smaller sizes. `NOT_RUN` lists the commands that are not run, with
+reasons. Commands that are also examples of a help page are run by `test_examples`.
 """
 
 import os
@@ -34,7 +34,7 @@ PAGES = (
 TYPED = re.compile(
     r"(?:mycli [a-z]|python -m|curl|make |vllm |hf |lm_eval|export |git |echo |\(umask|(?:[A-Z_]+=\S+ )+python)"
 )
-# What stands for something else in a command, and what it is where the command is run: the first that fits, and so on.
+# Pattern -> replacement, applied in this order before a command is run.
 STAND_INS = {
     r"^python -m(?= tests\.support)": f"cd {shlex.quote(str(ROOT))} && {sys.executable} -m",
     r"^python -m": f"{sys.executable} -m",
@@ -56,7 +56,7 @@ STAND_INS = {
     r"\bDRAFT\b": "pico-draft",
     r"NAME\.\.\.": "some-org/some-adapter --yes",
     r"--ctx (?:8k|128k)": "--ctx 2k",
-    # What takes long takes less.
+    # Smaller sizes.
     r"--clients 1,4,8,16 -p 512 -n 128": "--clients 2 -p 32 -n 8 --requests 4 -r 1",
     r"--clients 8 --shared 256": "--clients 2 --shared 16 -p 32 -n 8 --requests 4 -r 1",
     r"--clients 8 --requests 8 -p 128 -n 32": "--clients 2 --requests 2 -p 32 -n 8",
@@ -79,7 +79,7 @@ report = "none"
 [eval]
 tokens = 1024
 """
-MEASURED = "minutes or hours, with other programs built beside; tests of its own start it"
+MEASURED = "takes minutes or hours, or needs other programs; other tests start it"
 NOT_RUN = {
     r"^export PATH": "is for the shell that `make demo` was typed in",
     r"^make demo": "makes an environment; what it then does is on the same page",
@@ -93,26 +93,28 @@ LOCAL = re.compile(r"http://127\.0\.0\.1:80\d0")
 
 
 def commands(page: str) -> list[str]:
-    """What a page's blocks say to type: lines that begin with a program, in their order, continuation lines joined."""
+    """The lines of a page's blocks that begin with a program, in order, continuation lines joined."""
     text = (ROOT / page).read_text(encoding="utf-8").replace("\\\n", " ")
-    found = re.findall(r"^(?:    |\$ )(?=\S)(.*)$", text, re.M)
-    return [" ".join(line.split()) if "\n" in line else line.strip() for line in found if TYPED.match(line)]
+    lines = re.findall(r"^(?:    |\$ )(?=\S)(.*)$", text, re.M)
+    return [" ".join(line.split()) if "\n" in line else line.strip() for line in lines if TYPED.match(line)]
 
 
 def spans(page: str) -> list[str]:
-    """The commands with arguments in the sentences of a page."""
-    found = re.findall(r"`(mycli [a-z]+ [^`]+)`", (ROOT / page).read_text(encoding="utf-8"))
-    return [line for line in (" ".join(line.split()) for line in found) if line.removeprefix("mycli ") not in COMMANDS]
+    """The inline commands of a page that have arguments."""
+    commands = re.findall(r"`(mycli [a-z]+ [^`]+)`", (ROOT / page).read_text(encoding="utf-8"))
+    return [
+        line for line in (" ".join(line.split()) for line in commands) if line.removeprefix("mycli ") not in COMMANDS
+    ]
 
 
 def programs(page: str) -> list[str]:
-    """The blocks of Python of a page that ask a server."""
-    found = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.S)
-    return [block for block in found if LOCAL.search(block)]
+    """The Python blocks of a page that send requests to a server."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.S)
+    return [block for block in blocks if LOCAL.search(block)]
 
 
 def filled(line: str) -> str:
-    """A documented command with names filled in."""
+    """Replace the placeholders of a documented command."""
     line = line.partition("  #")[0].strip()
     for form, meant in STAND_INS.items():
         line = re.sub(form, meant, line)
@@ -120,7 +122,6 @@ def filled(line: str) -> str:
 
 
 def why_not(line: str) -> str | None:
-    """The reason why a command is not run."""
     return next((reason for form, reason in NOT_RUN.items() if re.search(form, line)), None)
 
 
@@ -142,22 +143,21 @@ def test_there_are_commands_and_few_are_not_run() -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_a_documented_command_parses(page: str) -> None:
-    """Those that are not run too."""
     for line in ALL[page]:
         for part in re.split(r"\s(?:\||&&)\s", filled(line)):
             words = shlex.split(part.replace("(", "").replace(")", ""))
             if words[0] != "mycli":
                 continue
-            name = next(found for count in (2, 1) if (found := " ".join(words[1 : 1 + count])) in COMMANDS)
+            name = next(candidate for count in (2, 1) if (candidate := " ".join(words[1 : 1 + count])) in COMMANDS)
             parser = find_command(name)
             parser.make_context(name, words[1 + len(name.split()) :])
 
 
-# What a page takes for granted
+# Files that pages assume
 
 
 def _preset(folder: Path) -> None:
-    """The preset that docs/faq.md shows, and what makes the rest short."""
+    """Write the preset of docs/faq.md, and settings that make commands short."""
     shown = re.findall(r"```toml\n(.*?)```", (ROOT / "docs/faq.md").read_text(encoding="utf-8"), re.S)
     path = folder / "config" / "mycli" / "config.toml"
     path.parent.mkdir(parents=True)
@@ -167,7 +167,7 @@ def _preset(folder: Path) -> None:
 
 
 def _in_parts(whole: Path) -> None:
-    """`whole` again as model-00001-of-00003.gguf and the two that follow it, by the library of llama.cpp's makers."""
+    """Split `whole` into model-00001-of-00003.gguf and the two following parts, with the gguf library."""
     reader = gguf.GGUFReader(whole)
     most = -(-len(reader.tensors) // 3)
     writer = gguf.GGUFWriter(whole.parent / "model.gguf", "llama", split_max_tensors=most)
@@ -183,7 +183,7 @@ def _in_parts(whole: Path) -> None:
 
 
 def _stock(hub: HubServer, folder: Path) -> None:
-    """The models of the hub that pages speak of: pico under their names, and what is in `folder`."""
+    """Add the Hub models that pages name: pico under their names, and the files of `folder`."""
     files = {path.name: path.read_bytes() for path in PICO.iterdir() if path.is_file()}
     for name in ("Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen3-8B", "meta-llama/llama 3.2"):
         hub.add(name, files)
@@ -196,7 +196,7 @@ def _stock(hub: HubServer, folder: Path) -> None:
 
 
 class Reader:
-    """Someone with a shell, in an empty folder, who has what a page speaks of."""
+    """A shell in an empty folder with the files that a page assumes."""
 
     def __init__(self, folder: Path, environment: dict[str, str], hub: HubServer) -> None:
         self.folder = folder / "empty"
@@ -215,7 +215,7 @@ class Reader:
         _preset(folder)
 
     def types(self, line: str) -> None:
-        """A line that has to succeed."""
+        """Run a line, which must succeed."""
         done = subprocess.run(
             ["sh", "-c", line],
             cwd=self.folder,
@@ -229,23 +229,23 @@ class Reader:
 
     @contextmanager
     def serves(self, line: str) -> Iterator[str]:
-        """The address of a server, at a free port, until it is ended, as it is told to."""
+        """Run a server on a free port and yield its address; end it by SIGTERM."""
         command = ["sh", "-c", f"exec {line} --port 0"]
         pipes = {"stdout": subprocess.PIPE, "text": True}
         with subprocess.Popen(
             command, cwd=self.folder, env=self.environment, preexec_fn=default_signals, **pipes
         ) as server:
-            said = server.stdout.readline()
+            first_line = server.stdout.readline()
             try:
-                assert (found := re.search(r"http://[\d.]+:\d*", said)), f"{line}\n{said}"
-                yield found[0]
+                assert (address := re.search(r"http://[\d.]+:\d*", first_line)), f"{line}\n{first_line}"
+                yield address[0]
             finally:
                 server.send_signal(signal.SIGTERM)
                 ended = server.wait(60)
             assert ended in (143, -signal.SIGTERM), line
 
     def prepare(self, lines: str) -> None:
-        """What the lines of a page name, and a reader would have."""
+        """Create the files that the lines of a page name."""
         needed: dict[str, Callable[[], object]] = {
             r"\.gguf": lambda: self.types(
                 "mycli export pico --to gguf -q -o file.gguf && cp file.gguf model-Q4_K_M.gguf"
@@ -262,7 +262,7 @@ class Reader:
 @pytest.mark.typed
 @pytest.mark.parametrize("page", [page for page in PAGES if RUN[page] or programs(page)])
 def test_the_commands_of_a_page_run(page: str, environment: dict[str, str], tmp_path: Path) -> None:
-    """In the order of the page; servers, until they listen, the first until what follows has asked it."""
+    """Commands run in the order of the page. Requests go to one server that runs until the end of the page."""
     for name in [name for name in environment if name.lower().endswith("_proxy")]:
         del environment[name]
     lines = [filled(line) for line in RUN[page]]
@@ -276,17 +276,16 @@ def test_the_commands_of_a_page_run(page: str, environment: dict[str, str], tmp_
                     pass
             elif not LOCAL.search(line):
                 reader.types(line)
-        asked = [line for line in lines if LOCAL.search(line)]
-        asked += [f"{shlex.quote(sys.executable)} -c {shlex.quote(block)}" for block in programs(page)]
-        if asked:
+        requests = [line for line in lines if LOCAL.search(line)]
+        requests += [f"{shlex.quote(sys.executable)} -c {shlex.quote(block)}" for block in programs(page)]
+        if requests:
             with reader.serves("mycli serve pico") as address:
-                for line in asked:
+                for line in requests:
                     reader.types(LOCAL.sub(address, line))
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_the_modules_and_targets_that_a_page_names_exist(page: str) -> None:
-    """Of `python -m tests...` and `make ...`."""
     text = (ROOT / page).read_text(encoding="utf-8")
     for module in set(re.findall(r"python -m (tests(?:\.\w+)+)", text)):
         assert (ROOT / f"{module.replace('.', '/')}.py").is_file(), module

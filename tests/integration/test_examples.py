@@ -39,10 +39,10 @@ def terminal(environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setenv(key, value)
     monkeypatch.setenv("MYCLI_DEVICE", "cpu")
     shorten_report(monkeypatch, 1024)
-    monkeypatch.setattr(throughput, "MEASURED_BYTES", 1 << 24)  # reading more takes longer than all of them
+    monkeypatch.setattr(throughput, "MEASURED_BYTES", 1 << 24)  # reading more takes longer than all examples
     config = Path(environment["XDG_CONFIG_HOME"]) / "mycli" / "config.toml"
     config.parent.mkdir(parents=True)
-    config.write_text("[quantize]\nseq = 128\n")  # shorter windows of calibration than no example speaks of
+    config.write_text("[quantize]\nseq = 128\n")  # shorter calibration windows; no example sets them
     folder = tmp_path / "work"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -71,7 +71,7 @@ def test_examples_run(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest
             done = subprocess.run([sys.executable, "-m", "mycli.cli", *words], capture_output=True, text=True)
             assert done.returncode == 0, f"{line}\n{done.stderr}"
             continue
-        if words[0] == "serve":  # until it is told to end
+        if words[0] == "serve":  # until it is stopped
             serve(words)
             continue
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(typed.encode())))

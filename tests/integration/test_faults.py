@@ -33,8 +33,8 @@ FAULTS = {"A": 33, "B": 19, "C": 22, "D": 21, "E": 11, "F": 17, "G": 43}
 def test_every_fault_has_a_test_that_names_it() -> None:
     """In the id of a case, in the name of the test, or in what is said about it."""
     number = re.compile(r"\b([A-G]\d{1,2})\b|(?<=[_\"])([a-g]\d{1,2})(?=_|-[a-z])")
-    found = (match for path in (ROOT / "tests").rglob("*.py") for match in number.findall(path.read_text()))
-    named = {(upper or lower).upper() for upper, lower in found}
+    numbers = (match for path in (ROOT / "tests").rglob("*.py") for match in number.findall(path.read_text()))
+    named = {(upper or lower).upper() for upper, lower in numbers}
     assert {f"{part}{index + 1}" for part, last in FAULTS.items() for index in range(last)} <= named
 
 
@@ -42,10 +42,10 @@ def test_every_fault_has_a_test_that_names_it() -> None:
 def test_a_gpu_that_fails_ends_everything_with_one_line(fault: str, tmp_path: Path) -> None:
     """No further line of a batch is tried: after such an error every call on the device fails."""
     cause = {"F12-device-assert": "device-side assert triggered", "F12-gpu-lost": "unspecified launch failure"}[fault]
-    asked = []
+    requests = []
 
     def answer(prompts: Iterator[object]) -> Iterator[dict[str, object]]:
-        asked.append(next(prompts))
+        requests.append(next(prompts))
         raise torch.AcceleratorError(f"CUDA error: {cause}\nCompile with `TORCH_USE_CUDA_DSA`")
 
     source = tmp_path / "in.jsonl"
@@ -53,7 +53,7 @@ def test_a_gpu_that_fails_ends_everything_with_one_line(fault: str, tmp_path: Pa
     stderr = io.StringIO()
     out = Output(stdout=io.StringIO(), stderr=stderr)
     code = guarded(out, lambda: run_batch(Call(out, offline=True), str(source), None, answer))
-    assert code == ExitCode.RESOURCES and asked == ["a"]
+    assert code == ExitCode.RESOURCES and requests == ["a"]
     assert stderr.getvalue().splitlines()[0] == f"error: the GPU failed: CUDA error: {cause}"
     assert len(stderr.getvalue().splitlines()) == 2
 
@@ -80,7 +80,7 @@ def test_logits_that_are_not_numbers_end_their_request_and_no_other(
         main(["run", "pico", "--batch", str(source), "-n", "4"])
     first, *others = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert "not a number" in first["error"]["message"] and first["error"]["exit_code"] == ExitCode.MODEL
-    assert len(others) == 2 and all(one["text"] for one in others)
+    assert len(others) == 2 and all(other["text"] for other in others)
     passes.clear()
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
     with pytest.raises(SystemExit) as stop:
@@ -134,7 +134,7 @@ def test_of_two_pulls_one_waits_and_uses_what_the_other_brought(
 def test_a_pull_is_of_one_commit_whatever_becomes_of_its_branch(
     fault: str, server: HubServer, mycli: Mycli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The branch moves as the first file is asked for; all files are of the commit before, and it is recorded."""
+    """The branch moves when the first file is requested; all files are of the earlier commit, which is recorded."""
     before = server.add(REPO, FILES)
     after: list[str] = []
     take = server.take
@@ -151,18 +151,18 @@ def test_a_pull_is_of_one_commit_whatever_becomes_of_its_branch(
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == FILES
     planned = json.loads(mycli("pull", REPO, "--dry-run", "--json").stdout)
     assert planned["new_bytes"] > 0, "the next pull is of the branch as it is now"
-    told = json.loads(mycli("show", REPO, "--offline", "--json").stdout)
-    assert (told["commit"], told["repo"]) == (before, REPO)
+    shown = json.loads(mycli("show", REPO, "--offline", "--json").stdout)
+    assert (shown["commit"], shown["repo"]) == (before, REPO)
 
 
 @pytest.mark.parametrize("fault", ["A33-bit-flip"])
 def test_verify_finds_one_bit_anywhere_in_what_was_quantized(fault: str, mycli: Mycli, tmp_path: Path) -> None:
-    """Beside a whole copy, which passes: in the header, in the first tensor, in the last byte, in another file."""
+    """A complete copy passes; a flipped bit in header, first tensor, last byte or another file fails."""
     folder = tmp_path / "copy"
-    made = mycli(
+    quantized = mycli(
         "quantize", "pico-draft", "--method", "rtn", "--report", "none", "-q", "--group", "64", "-o", str(folder)
     )
-    assert made.returncode == 0, made.stderr
+    assert quantized.returncode == 0, quantized.stderr
     assert mycli("verify", str(folder)).returncode == 0
     weights = folder / "model.safetensors"
     header = 8 + int.from_bytes(weights.read_bytes()[:8], "little")
@@ -170,9 +170,9 @@ def test_verify_finds_one_bit_anywhere_in_what_was_quantized(fault: str, mycli: 
     for file, place in places:
         whole = file.read_bytes()
         file.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
-        found = mycli("verify", str(folder), "--json")
-        states = {one["name"]: one["state"] for one in json.loads(found.stdout)["files"]}
-        assert found.returncode == ExitCode.GATE, (file.name, place)
+        verified = mycli("verify", str(folder), "--json")
+        states = {file["name"]: file["state"] for file in json.loads(verified.stdout)["files"]}
+        assert verified.returncode == ExitCode.GATE, (file.name, place)
         assert {name for name, state in states.items() if state != "ok"} == {file.name}
         assert states[file.name] == "damaged"
         file.write_bytes(whole)

@@ -1,4 +1,4 @@
-"""What a hint tells a person to type works: the commands and options in strings of `cli/`, and those of real errors."""
+"""Commands and options that hints recommend exist: those in strings of `cli/`, and those of real errors."""
 
 import ast
 import json
@@ -36,7 +36,7 @@ def texts(path: Path) -> Iterator[str]:
 
 
 def command_of(words: list[str]) -> str | None:
-    return next((found for count in (2, 1) if (found := " ".join(words[:count])) in COMMANDS), None)
+    return next((candidate for count in (2, 1) if (candidate := " ".join(words[:count])) in COMMANDS), None)
 
 
 def parser(name: str) -> Any:
@@ -74,14 +74,14 @@ def test_every_command_in_the_words_of_the_program_is_one(where: str, line: str)
     assert command is not None, f"{where}: mycli {line}"
     rest = words[command.count(" ") + 1 :]
     known = {spelling for option in parser(command).params for spelling in option.opts} | {"--help"}
-    asked = {word for word in rest if re.fullmatch(r"--?[a-z][a-z-]*", word)}
-    assert asked <= known, f"{where}: {command} has no {sorted(asked - known)}"
+    options = {word for word in rest if re.fullmatch(r"--?[a-z][a-z-]*", word)}
+    assert options <= known, f"{where}: {command} has no {sorted(options - known)}"
 
 
-def test_a_command_that_is_kept_on_one_line_ends_where_its_prose_goes_on() -> None:
-    """A verb that `COMMAND` does not know would make a whole sentence one word."""
-    kept = [found[0] for _, line in LINES for found in COMMAND.finditer(f"mycli {line.partition('  #')[0]}")]
-    assert len(kept) > 30 and not [command for command in kept if re.search(r" [a-z]{3,}s(?= |$)", command)]
+def test_an_unbreakable_command_ends_before_the_following_prose() -> None:
+    """A verb missing in `COMMAND` would make a whole sentence unbreakable."""
+    commands = [match[0] for _, line in LINES for match in COMMAND.finditer(f"mycli {line.partition('  #')[0]}")]
+    assert len(commands) > 30 and not [command for command in commands if re.search(r" [a-z]{3,}s(?= |$)", command)]
 
 
 def test_there_are_commands_to_look_at() -> None:

@@ -62,8 +62,8 @@ def test_every_main_command_works_where_it_is_installed(kind: str, tmp_path: Pat
 
     where = "import mycli.runtime.pico as pico; print(*pico.__path__)"
     python = [str(program.parent / "python"), "-c", where]
-    found = subprocess.run(python, cwd=elsewhere, env=environment, capture_output=True, text=True).stdout.strip()
-    assert (Path(found) / "pico").samefile(PICO) is (kind == "editable"), "another install was found"
+    location = subprocess.run(python, cwd=elsewhere, env=environment, capture_output=True, text=True).stdout.strip()
+    assert (Path(location) / "pico").samefile(PICO) is (kind == "editable"), "another install was found"
 
     program_text = f"from mycli.runtime import open_model; print(open_model('pico').generate('{QUESTION}').text)"
     python = [str(program.parent / "python"), "-c", program_text]
@@ -109,7 +109,7 @@ def test_the_wheel_needs_no_compiler(tmp_path: Path, environment: dict[str, str]
     command = [str(program), "doctor", "--device", "cpu", "--json"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["path"]["CPU kernel"].startswith("native, ") and found["path"]["CPU kernel"].endswith("; prebuilt")
-    assert {"cpu"} == {kernel["kernel"] for kernel in found["kernels"] if kernel["used"]} and ANSWER in found["reply"]
+    result = json.loads(done.stdout)
+    assert result["path"]["CPU kernel"].startswith("native, ") and result["path"]["CPU kernel"].endswith("; prebuilt")
+    assert {"cpu"} == {kernel["kernel"] for kernel in result["kernels"] if kernel["used"]} and ANSWER in result["reply"]
     assert not list((tmp_path / "cache").rglob("*.so")), "nothing was compiled"

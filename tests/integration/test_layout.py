@@ -83,12 +83,16 @@ def imports(module: ast.Module) -> Iterator[str]:
 
 def test_imports_point_one_way() -> None:
     for path in sources():
-        found = list(imports(tree(path)))
-        assert not [one for one in found if one.startswith(".")], f"{name(path)}: imports are absolute"
-        assert not [one for one in found if one.split(".")[0] in PARTS], f"{name(path)}: it is called mycli.cli, ..."
-        ours = {one.split(".")[1] for one in found if one.startswith("mycli.")}
+        names = list(imports(tree(path)))
+        assert not [imported for imported in names if imported.startswith(".")], f"{name(path)}: imports are absolute"
+        assert not [imported for imported in names if imported.split(".")[0] in PARTS], (
+            f"{name(path)}: it is called mycli.cli, ..."
+        )
+        ours = {imported.split(".")[1] for imported in names if imported.startswith("mycli.")}
         assert ours <= MAY_IMPORT[path.relative_to(ROOT).parts[0]], name(path)
-        foreign = [one for one in found if one.split(".")[0] in ("click", "transformers", "compressed_tensors")]
+        foreign = [
+            imported for imported in names if imported.split(".")[0] in ("click", "transformers", "compressed_tensors")
+        ]
         assert not foreign, name(path)
 
 
@@ -109,26 +113,26 @@ def test_files_form_no_circle() -> None:
 
 def _public(path: Path) -> set[str]:
     """Classes, functions and constants at the top of a module that other modules may use."""
-    found: set[str] = set()
+    names: set[str] = set()
     for node in tree(path).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            found.add(node.name)
+            names.add(node.name)
         elif isinstance(node, ast.Assign):
-            found |= {one.id for target in node.targets for one in ast.walk(target) if isinstance(one, ast.Name)}
+            names |= {child.id for target in node.targets for child in ast.walk(target) if isinstance(child, ast.Name)}
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            found.add(node.target.id)
-    return {one for one in found if not one.startswith("_")}
+            names.add(node.target.id)
+    return {public for public in names if not public.startswith("_")}
 
 
 def test_no_public_name_is_defined_twice() -> None:
-    """One name for one thing: who searches for a definition finds one."""
+    """A search for a definition has one result."""
     where: dict[str, list[str]] = {}
     for path in sources():
-        for one in _public(path) - SHARED_NAMES:
+        for public in _public(path) - SHARED_NAMES:
             # A command is called as the function that does its work.
-            if not (path.parent.name == "commands" and one == path.stem):
-                where.setdefault(one, []).append(name(path))
-    assert not {one: paths for one, paths in where.items() if len(paths) > 1}
+            if not (path.parent.name == "commands" and public == path.stem):
+                where.setdefault(public, []).append(name(path))
+    assert not {public: paths for public, paths in where.items() if len(paths) > 1}
 
 
 def _speaks(node: ast.AST) -> bool:
@@ -137,7 +141,9 @@ def _speaks(node: ast.AST) -> bool:
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
         pair = f"{node.value.id}.{node.attr}"
         return pair in ("sys.stdout", "sys.stderr", "sys.stdin", "typer.echo", "typer.secho", "warnings.warn")
-    return isinstance(node, ast.ImportFrom | ast.Import) and any(one.startswith("rich") for one in imports_of(node))
+    return isinstance(node, ast.ImportFrom | ast.Import) and any(
+        module.startswith("rich") for module in imports_of(node)
+    )
 
 
 def imports_of(node: ast.Import | ast.ImportFrom) -> list[str]:
@@ -193,16 +199,17 @@ def test_the_wheel_holds_every_file(tmp_path: Path) -> None:
     for file in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, copy)
     build = f"from setuptools import build_meta; build_meta.build_wheel({str(tmp_path)!r})"
-    kept = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    done = subprocess.run([sys.executable, "-c", build], cwd=copy, env=kept, capture_output=True, text=True)
+    variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run([sys.executable, "-c", build], cwd=copy, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     (wheel,) = tmp_path.glob("*.whl")
     held = set(zipfile.ZipFile(wheel).namelist())
     files = {f"mycli/{p.relative_to(copy)}" for part in PARTS for p in (copy / part).rglob("*") if p.is_file()}
-    assert {one for one in held if ".dist-info/" not in one} == {one for one in files if ".egg-info/" not in one}
+    files = {file for file in files if ".egg-info/" not in file}
+    assert {file for file in held if ".dist-info/" not in file} == files
     assert "mycli/__init__.py" not in held, "mycli is a namespace"
-    assert any(one.endswith(".dist-info/licenses/LICENSE") for one in held)
-    (points,) = (one for one in held if one.endswith("entry_points.txt"))
+    assert any(file.endswith(".dist-info/licenses/LICENSE") for file in held)
+    (points,) = (file for file in held if file.endswith("entry_points.txt"))
     assert "mycli = mycli.cli.main:main" in zipfile.ZipFile(wheel).read(points).decode()
 
 

@@ -25,7 +25,7 @@ TYPED = re.compile(
 
 
 def typed(text: str) -> list[str]:
-    """What a person would type, as a string spells it."""
+    """Commands and options in a string."""
     return TYPED.findall(text)
 
 
@@ -37,22 +37,22 @@ def texts(path: Path) -> Iterator[str]:
 
 
 def coded(path: Path) -> Iterator[tuple[str, set[str], int]]:
-    """Every code that a call is given literally, the names of the data beside it, and the line."""
+    """Each literal error code of a call with the names of its data, and the line."""
     for node in ast.walk(tree(path)):
         if not isinstance(node, ast.Call):
             continue
-        given = {keyword.arg: keyword.value for keyword in node.keywords}
-        data = given.get("data")
+        arguments = {keyword.arg: keyword.value for keyword in node.keywords}
+        data = arguments.get("data")
         names = (
             {key.value for key in data.keys if isinstance(key, ast.Constant)} if isinstance(data, ast.Dict) else set()
         )
-        for part in ast.walk(given["code"]) if "code" in given else ():
+        for part in ast.walk(arguments["code"]) if "code" in arguments else ():
             if isinstance(part, ast.Constant) and isinstance(part.value, str) and part.value:
-                yield part.value, {str(one) for one in names}, node.lineno
+                yield part.value, {str(keys) for keys in names}, node.lineno
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "expected"),
     [
         ("ask for more with --ctx", ["--ctx"]),
         ("choose another -o", ["-o"]),
@@ -61,16 +61,16 @@ def coded(path: Path) -> Iterator[tuple[str, set[str], int]]:
         ("the logits are -inf, exp(-x), mycli.json, int4-o, </think>, a/clear, rank-one", []),
     ],
 )
-def test_what_is_typed_is_recognised(text: str, found: list[str]) -> None:
-    assert typed(text) == found
+def test_typed_words_are_recognised(text: str, expected: list[str]) -> None:
+    assert typed(text) == expected
 
 
 def test_below_the_command_line_nothing_names_a_flag_or_a_command() -> None:
     for path in sources():
         if name(path).startswith("cli/"):
             continue
-        found = {word for text in texts(path) for word in typed(text)} - COMPILER.get(name(path), set())
-        assert not found, f"{name(path)}: say what happened, and give the error a code that cli/remedies.py words"
+        words = {word for text in texts(path) for word in typed(text)} - COMPILER.get(name(path), set())
+        assert not words, f"{name(path)}: say what happened, and give the error a code that cli/remedies.py words"
 
 
 def test_every_code_is_worded_its_fields_are_given_and_every_remedy_is_used() -> None:

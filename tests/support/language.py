@@ -175,9 +175,9 @@ def _check_cpp(path: Path, text: str) -> Iterator[Finding]:
 
 
 def _check_page(path: Path, text: str) -> Iterator[Finding]:
-    for number, line in enumerate(_without_code(text).splitlines(), 1):
-        if _too_wide(line):
-            yield Finding(path, number, "width", f"{len(line)} characters")
+    for number, content in enumerate(_without_code(text).splitlines(), 1):
+        if _too_wide(content):
+            yield Finding(path, number, "width", f"{len(content)} characters")
     for line, paragraph in _paragraphs(text):
         yield from _check_words(path, line, "docs", paragraph)
         for sentence in re.split(r"[.!?][*)\"]*\s+", paragraph):
@@ -225,18 +225,19 @@ def by_room(paths: Iterable[Path]) -> dict[str, Measures]:
 
 
 def table(rooms: dict[str, Measures]) -> str:
-    """One line for each room, the sum last."""
-    total = Measures()
-    for measures in rooms.values():
-        total.add(measures)
-    width = max(map(len, rooms), default=0)
+    """One line for each room, then the sums of code and of pages."""
+    code, docs = Measures(), Measures()
+    for name, measures in rooms.items():
+        (docs if name.endswith(".md") else code).add(measures)
+    width = max(map(len, rooms), default=4)
     rows = [f"{'room':{width}}  lines   code  docstrings    comments  trailing  findings"]
-    for name, measures in [*rooms.items(), ("all", total)]:
+    for name, measures in [*rooms.items(), ("code", code), ("docs", docs)]:
         lines = max(measures.lines, 1)
         rows.append(
             f"{name:{width}} {measures.lines:6} {measures.code:6}"
             f" {measures.docstrings:5} {measures.docstrings / lines:5.1%}"
-            f" {measures.comments:5} {measures.comments / lines:5.1%} {measures.trailing:9} {len(measures.findings):9}"
+            f" {measures.comments:5} {measures.comments / lines:5.1%}"
+            f" {measures.trailing:9} {len(measures.findings):9}"
         )
     return "\n".join(rows)
 
