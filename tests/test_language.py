@@ -2,8 +2,6 @@
 
 from functools import cache
 
-import pytest
-
 from tests.support.language import (
     MAX_DOCSTRING_SHARE,
     MIN_COMMENT_SHARE,
@@ -14,15 +12,16 @@ from tests.support.language import (
     pages,
 )
 
-# room -> findings: rooms that are still being rewritten. An entry is only ever lowered, and removed at zero.
-UNCLEAN: dict[str, int] = {
-    "runtime": 0,
-    "runtime/cache": 0,
-    "runtime/diagnostics": 1,  # `found` is a key of `bench draft --json`
-    "runtime/engine": 1,
-    "runtime/layers": 2,
-    "runtime/sampling": 3,
-    "runtime/speculative": 2,
+# room -> findings that stay: `found` is a key of `bench draft --json`.
+ALLOWED: dict[str, int] = {"runtime/diagnostics": 1}
+# Small rooms of many short public functions, each with shapes: their own largest share of docstring lines.
+DENSE: dict[str, float] = {
+    "runtime": 0.10,
+    "runtime/cache": 0.10,
+    "runtime/engine": 0.10,
+    "runtime/layers": 0.13,
+    "runtime/sampling": 0.14,
+    "runtime/speculative": 0.13,
 }
 
 
@@ -31,19 +30,23 @@ def rooms() -> dict[str, Measures]:
     return by_room(files(*PARTS) + pages())
 
 
+def _product() -> dict[str, Measures]:
+    return {room: measures for room, measures in rooms().items() if not room.endswith(".md")}
+
+
 def test_rooms_have_plain_language() -> None:
-    unclean = {room: measures for room, measures in rooms().items() if len(measures.findings) > UNCLEAN.get(room, 0)}
+    unclean = {room: measures for room, measures in rooms().items() if len(measures.findings) > ALLOWED.get(room, 0)}
     assert not unclean, "\n".join(str(finding) for measures in unclean.values() for finding in measures.findings)
 
 
-def test_rooms_have_few_docstrings() -> None:
-    clean = {room: measures for room, measures in rooms().items() if room not in UNCLEAN}
-    shares = {room: measures.docstrings / max(measures.lines, 1) for room, measures in clean.items()}
-    assert not {room: f"{share:.1%}" for room, share in shares.items() if share > MAX_DOCSTRING_SHARE}
+def test_docstrings_are_few() -> None:
+    shares = {room: measures.docstrings / max(measures.lines, 1) for room, measures in _product().items()}
+    wordy = {room: share for room, share in shares.items() if share > DENSE.get(room, MAX_DOCSTRING_SHARE)}
+    assert not {room: f"{share:.1%}" for room, share in wordy.items()}
+    docstrings, lines = (sum(getattr(one, field) for one in _product().values()) for field in ("docstrings", "lines"))
+    assert docstrings <= MAX_DOCSTRING_SHARE * lines, f"{docstrings} of {lines} lines"
 
 
-@pytest.mark.skipif(bool(UNCLEAN), reason="rooms are being rewritten")
 def test_comments_explain_decisions() -> None:
-    modules = [measures for room, measures in rooms().items() if not room.endswith(".md")]
-    comments, lines = (sum(getattr(measures, field) for measures in modules) for field in ("comments", "lines"))
+    comments, lines = (sum(getattr(one, field) for one in _product().values()) for field in ("comments", "lines"))
     assert comments >= MIN_COMMENT_SHARE * lines, f"{comments} of {lines} lines"

@@ -53,7 +53,6 @@ class BlockPool:
         return block
 
     def share(self, block: int) -> None:
-        """Add an owner to a block that is in use or idle."""
         self.index.mark_used(block)
         self._references[block] += 1
 
@@ -93,7 +92,6 @@ class BlockPool:
             heapq.heappush(self._free, block)
 
     def copy(self, source: int, target: int) -> None:
-        """Queue a copy of block `source` into `target`."""
         self._copies.append((source, target))
 
     def take_copies(self) -> list[tuple[int, int]]:

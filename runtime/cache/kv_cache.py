@@ -34,13 +34,11 @@ class Stored:
 
     @classmethod
     def of(cls, values: Tensor, dtype: torch.dtype) -> "Stored":
-        """Convert values [..., head_dim] to the cache dtype; int4 vectors that are packed already are not changed."""
         if dtype == torch.int8:
             return cls(*quantize_vectors(values))
         return cls(pack_int4(values) if dtype == PACKED != values.dtype else values.to(dtype))
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """Return the values in `dtype`; a view if they are stored in it."""
         if self.data.dtype == PACKED:
             return unpack_int4(self.data, dtype)
         if self.scales is None:
@@ -48,7 +46,6 @@ class Stored:
         return self.data.to(dtype).mul_(self.scales.unsqueeze(-1).to(dtype))
 
     def last(self, count: int) -> "Stored":
-        """Return the last `count` positions."""
         return Stored(self.data[:, :, -count:], None if self.scales is None else self.scales[:, :, -count:])
 
 
@@ -63,8 +60,6 @@ def quantize_vectors(values: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class BlockSlice:
-    """The `count` positions of a block that start at `offset`."""
-
     block: int
     offset: int
     count: int
@@ -171,7 +166,6 @@ class KVCache:
             tensor[:, target] = tensor[:, source]
 
     def nbytes_of(self, count: int) -> int:
-        """Return the size of what `read_bytes` returns for `count` positions."""
         return sum(tensor[:, 0, :, 0].nbytes for tensor in (*self._data, *self._scales)) * count
 
     def read_bytes(self, slices: Sequence[BlockSlice]) -> bytes:

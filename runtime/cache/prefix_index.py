@@ -147,7 +147,7 @@ class PrefixIndex:
         return node
 
     def reaches(self, node: Node) -> bool:
-        """Return whether `node` is still in the trie: it may have been evicted while a sequence referred to it."""
+        """Return whether `node` is still in the trie, from which it may have been evicted."""
         while node.parent is not None:
             node = node.parent
         return node is self.root

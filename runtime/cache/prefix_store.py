@@ -183,7 +183,6 @@ class PrefixStore:
             self._warn(warning)
 
     def pieces(self, tokens: Sequence[int]) -> list[StoredPiece]:
-        """Return the whole pieces of `tokens`, stored or not."""
         return list(_pieces(self._identity, tokens))
 
     def missing(self, pieces: Iterable[StoredPiece]) -> list[StoredPiece]:

@@ -14,7 +14,6 @@ class SlotCache:
 
     @property
     def resident(self) -> Sequence[int]:
-        """The items in the slots, least recently used first."""
         return tuple(self._resident)
 
     def __contains__(self, item: int) -> bool:
@@ -50,5 +49,4 @@ class SlotCache:
         return loads
 
     def drop(self, item: int) -> None:
-        """Free the slot of an item whose load failed."""
         self._resident.pop(item, None)

@@ -63,7 +63,6 @@ class StatePool:
         return fresh
 
     def branch(self, slot: int) -> int:
-        """Return a slot with a copy of the state of a running sequence."""
         fresh = self.allocate()
         self._copies.append((slot, fresh))
         return fresh
@@ -92,7 +91,6 @@ class StatePool:
         self.convert(slot, target, target_length)
 
     def drop(self, owner: Snapshots) -> None:
-        """Free all snapshots of `owner`."""
         for slot in list(owner.values()):
             self._evict(slot)
 

@@ -48,12 +48,10 @@ class StateStore:
         return self.nbytes // max(self.slots, 1)
 
     def read_bytes(self, slot: int) -> bytes:
-        """Return the contents of a slot, layer after layer."""
         parts = (tensor[slot] for states in self._layers.values() for tensor in states)
         return b"".join(part.cpu().contiguous().view(torch.uint8).numpy().tobytes() for part in parts)
 
     def write_bytes(self, slot: int, values: bytearray) -> None:
-        """Set a slot to contents returned by `read_bytes`."""
         at = 0
         for tensor in (tensor for states in self._layers.values() for tensor in states):
             part = torch.frombuffer(values, dtype=tensor.dtype, count=tensor[slot].numel(), offset=at)

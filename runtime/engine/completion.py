@@ -49,7 +49,6 @@ class Completion:
         self._reader = ReplyReader(loaded.tokenizer, stops)
 
     def fail(self, error: UserError) -> None:
-        """End the reply before it is submitted."""
         self.error, self.finish_reason = error, "error"
 
     def take(self, output: SequenceOutput) -> str:

@@ -33,8 +33,6 @@ _NORMAL_ENDS = ("stop", "length", "context")  # after a pass that succeeded
 
 
 class Engine:
-    """Runs many sequences on one model and one KV cache."""
-
     def __init__(
         self,
         runner: ModelRunner,
@@ -85,7 +83,6 @@ class Engine:
 
     @property
     def shares_cores(self) -> bool:
-        """Whether passes run on the cores of the CPU."""
         return self.runner.device.type == "cpu"
 
     @property
@@ -164,7 +161,6 @@ class Engine:
             self.speculator.forget()
 
     def close(self) -> None:
-        """Finish writing the disk prefix cache; nothing may run afterwards."""
         if self._prefixes is not None:
             self._prefixes.close()
 
@@ -186,6 +182,7 @@ class Engine:
         self._copy_blocks()
         self.step_seconds = 0.0
         if scheduled:
+            # An exception in the pass leaves the cache undefined; `_finish` then stores nothing on disk.
             self._cache_valid = False
             ahead = None
             # A speculator compares the time of plain passes with that of drafts, and may need their hidden states.
@@ -226,6 +223,7 @@ class Engine:
                 scores[number], rows = self._states[number].score(part, logits[rows.start : end]), rows[-1:]
             if chunk.logits and part.completes and part.sequence.limit:
                 samples.append((part, rows))
+                # Branches sample from the same row, so their replies differ only by their random numbers.
                 if part.sequence.branches:
                     branches = self.scheduler.start_branches(part)
                     samples += [(branch, rows) for branch in branches]
@@ -242,7 +240,6 @@ class Engine:
         return outputs
 
     def _propose(self, speculator: Speculator, scheduled: Sequence[ScheduledSequence]) -> dict[int, list[int]]:
-        """Return draft tokens by sequence, for the sequences that have room for some."""
         requests = [
             DraftRequest(part.sequence.id, part.sequence.tokens, part.drafts, self._states[part.sequence.id].sampler)
             for part in scheduled
@@ -310,7 +307,6 @@ class Engine:
         return output
 
     def _commit_states(self, part: ScheduledSequence, count: int) -> None:
-        """Advance the recurrent states of a sequence by the first `count` tokens of a pass with drafts."""
         if part.sequence.table.state is not None:
             self.cache.states.commit_drafts(part.sequence.table.state, count)
 

@@ -87,6 +87,7 @@ class ModelRunner:
         """Return logits fp32 [rows, vocab] of the rows that the chunks ask for; the cache takes keys and values."""
         if self.device.type == "cuda":
             use_device(self.device)
+        # Dynamic RoPE scaling needs tables of the longest sequence, which may span several blocks.
         positions = cache.block_size
         for chunk in chunks:
             positions = max(positions, chunk.start + len(chunk.tokens))

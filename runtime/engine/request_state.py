@@ -35,7 +35,6 @@ class RequestState:
         return cls(sampler, recorder, sampler.device_sampling())
 
     def next_logprobs(self, count: int) -> tuple[TokenLogprob, ...]:
-        """Return the logprobs of the next `count` sampled tokens; none if they were not requested."""
         if self.recorder is None:
             return ()
         self.returned += count
@@ -74,6 +73,7 @@ class TokensAhead:
             sampling = states[part.sequence.id].device_sampling
             if sampling is None or not part.is_decode or part.drafts:
                 return None
+            # Each of several sequences has random numbers of its own, which only the host has.
             if sampling.temperature and (len(scheduled) > 1 or not self._runner.passes.samples):
                 return None
             shared = shared or sampling

@@ -82,9 +82,7 @@ class Counts:
 class PrefixSource(Protocol):
     """A prefix cache outside the KV cache; see `runtime.engine.disk_prefix_cache`."""
 
-    def find(self, tokens: list[int]) -> StoredPrefix:
-        """Return the stored pieces of the prefix of `tokens`."""
-        ...
+    def find(self, tokens: list[int]) -> StoredPrefix: ...
 
     def restore(self, stored: StoredPrefix, table: BlockTable, end: int) -> bool:
         """Fill the cache from `table.length` up to `end`; False if a piece turns out to be unusable."""
@@ -115,7 +113,6 @@ class Scheduler:
         return bool(self._sequences)
 
     def get(self, number: int) -> Sequence | None:
-        """Return the sequence with this number; None if it ended."""
         return self._sequences.get(number)
 
     def submit(self, request: Request) -> Sequence:
@@ -143,7 +140,6 @@ class Scheduler:
         return branch
 
     def expired(self) -> list[Sequence]:
-        """Return the sequences whose deadline passed before their first pass."""
         if not self.waiting:
             return []
         now = self._clock()

@@ -120,12 +120,10 @@ class Sequence:
 
     @property
     def sampled(self) -> int:
-        """Number of sampled tokens."""
         return len(self.tokens) - self.prompt_length
 
     @property
     def uncomputed(self) -> int:
-        """Number of tokens whose keys and values are not in the cache; that includes the last sampled one."""
         return len(self.tokens) - self.table.length
 
     @property

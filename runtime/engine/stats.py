@@ -32,7 +32,6 @@ class SpeculationStats:
 
     @property
     def mean_length(self) -> float:
-        """Mean tokens per pass that verified a draft, including the sampled one."""
         return 1 + self.accepted / self.passes if self.passes else 1.0
 
 

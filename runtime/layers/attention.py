@@ -18,10 +18,7 @@ from mycli.runtime.models.part_spec import AttentionSpec
 
 
 def attention_mask(start: int, count: int, window: int | None, device: torch.device) -> Tensor | None:
-    """Return the mask bool [count, start + count] of the last `count` positions over all keys.
-
-    None if no mask is needed: a first chunk inside the window (plain causal), or a single token, which sees all keys.
-    """
+    """Return the mask bool [count, start + count] of the last `count` positions, or None if none is needed."""
     end = start + count
     if count == 1 or (start == 0 and (window is None or window >= end)):
         return None
@@ -50,11 +47,7 @@ class AttentionContext(Protocol):
 
 
 class PromptAttention:
-    """Attention within whole prompts of equal length, without a cache, for one pass.
-
-    dtype: of the cache whose rounding of keys and values is reproduced; None for no rounding. shared: keys and values
-    that later layers read too.
-    """
+    """Attention within whole prompts of equal length; keys and values are rounded as a cache of `dtype` rounds them."""
 
     def __init__(self, dtype: torch.dtype | None = None, shared: SharedKeyValues | None = None) -> None:
         self._dtype = dtype
@@ -62,7 +55,6 @@ class PromptAttention:
         self._masks: dict[tuple[int, int | None], Tensor | None] = {}
 
     def with_shared(self, shared: SharedKeyValues) -> "PromptAttention":
-        """Return the same for other prompts, with the keys and values that they share."""
         return PromptAttention(self._dtype, shared)
 
     def attend(

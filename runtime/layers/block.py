@@ -22,8 +22,6 @@ from mycli.runtime.quantization.scheme import Packing
 
 
 class Attention(LayerPart):
-    """Grouped-query attention, as an `AttentionSpec` declares it."""
-
     def __init__(self, spec: AttentionSpec, layer: int) -> None:
         super().__init__(spec)
         self.spec = spec
@@ -94,8 +92,6 @@ def _norm_heads(norm: RMSNorm | None, x: Tensor) -> Tensor:
 
 
 class Recurrent(LayerPart):
-    """A token mixer with a recurrent state, in place of attention."""
-
     def __init__(self, spec: RecurrentSpec, layer: int) -> None:
         super().__init__(spec)
         self.mixer = make_mixer(spec, layer)
@@ -189,7 +185,6 @@ class Block(nn.Module):
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        """Read the tensors of this layer."""
         parts = [part for part in (self.mixer, self.mlp, self.per_layer) if part is not None]
         for norm in self._norms():
             norm.load(checkpoint, device, dtype)
@@ -206,7 +201,6 @@ class Block(nn.Module):
             self.mlp.freeze()
 
     def forward(self, x: Tensor, context: PassContext) -> Tensor:
-        """x [sequences, tokens, hidden] to the same."""
         for part in self.parts:
             x = complete(part.steps(x, context))
         return x

@@ -17,8 +17,6 @@ from mycli.runtime.quantization.scheme import Packing
 
 
 class Mlp(LayerPart):
-    """The MLP that an `MlpSpec` declares."""
-
     def __init__(self, spec: MlpSpec) -> None:
         super().__init__(spec)
         self.spec = spec
@@ -69,7 +67,6 @@ class Experts(LayerPart):
             self.correction = checkpoint.read(self.spec.correction_bias[0]).flatten().to(device, torch.float32)
 
     def freeze(self) -> None:
-        """Prepare the experts' weights for routed products; they do not change from now on."""
         self.gate_up.freeze()
         self.down.freeze()
 

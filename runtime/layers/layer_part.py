@@ -25,10 +25,10 @@ Steps = Generator[tuple[Product, Tensor], Tensor, Tensor]  # yields a product an
 
 @dataclass(frozen=True)
 class PassContext:
-    """What all layers of one pass share.
+    """The state that all layers of a pass share.
 
-    rope: tables of the new positions by kind of rotation; attention: keys and values; per_layer_inputs: of a layer,
-    [sequences, tokens, width], None for families without them; states: of recurrent layers.
+    rope: tables of the new positions; attention: keys and values; per_layer_inputs: of a layer, [sequences, tokens,
+    width]; states: of recurrent layers.
     """
 
     rope: Mapping[RopeSpec, RopeTables]
@@ -85,7 +85,7 @@ class LayerPart(nn.Module):
             linear.load(checkpoint, {}, device, dtype)
 
     def inner(self, x: Tensor, context: PassContext) -> Steps:
-        """Compute the part between its two norms; x [sequences, tokens, hidden]."""
+        """Compute the part between its norms from x [sequences, tokens, hidden]."""
         raise NotImplementedError
 
     def steps(self, x: Tensor, context: PassContext) -> Steps:
@@ -94,7 +94,6 @@ class LayerPart(nn.Module):
         return self.sum(x, output)
 
     def sum(self, x: Tensor, output: Tensor) -> Tensor:
-        """Add `output` of `inner` to the residual stream x."""
         output = normed(self.output_norm, output)
         x = x + (output if self.residual == 1.0 else output * self.residual)
         return x if self.scalar is None else x * self.scalar

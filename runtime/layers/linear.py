@@ -24,14 +24,13 @@ from mycli.runtime.quantization.packed_weight import Matmul
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.memory import huge_empty
 
-# Small packed weights are moved into one allocation when they add up to this many bytes; more would hold more of them
-# in memory twice while they are copied.
+# Small packed weights are moved into one allocation when they add up to this many bytes; larger batches would hold
+# more weights in memory twice while they are copied.
 GATHER_BYTES = 1 << 24
 PACKED_ROWS = 64  # up to this many rows packed products are faster than a dense copy: they read a quarter of the bytes
 
 
 def dense_matmul(weight: Tensor) -> DenseMatmul:
-    """Return the product with an unquantized weight [N, K], by the first dense kernel that takes it."""
     return DenseMatmul(weight, DENSE_PRODUCT)
 
 
@@ -114,7 +113,6 @@ class Linear(nn.Module):
 
     @property
     def matmul(self) -> Matmul | None:
-        """The only product; None if packings differ or nothing is loaded."""
         return self.matmuls[0] if len(self.matmuls) == 1 else None
 
     @property
@@ -123,13 +121,11 @@ class Linear(nn.Module):
         return sum(matmul.nbytes for matmul in self.matmuls) + tensors
 
     def keep_dense_copy(self, dtype: torch.dtype) -> None:
-        """Keep a dense copy in `dtype` of packed weights, for passes of many rows (prompts)."""
         if any(isinstance(matmul, DenseMatmul) for matmul in self.matmuls):
             return  # a mixed linear would hold its dense parts twice
         self.dense_copy = self.weight().to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in_features] to [..., out_features] in the dtype of x."""
         rows = x.reshape(-1, self.in_features)
         if self.dense_copy is not None and len(rows) > PACKED_ROWS:
             parts = [functional.linear(rows, self.dense_copy)]

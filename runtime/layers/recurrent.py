@@ -43,7 +43,6 @@ class PromptStates:
 
 
 def clear_new_states(chunks: Sequence[Chunk], store: StateStore) -> None:
-    """Zero the states of sequences that start in this pass."""
     for chunk in chunks:
         if not chunk.start:
             store.clear(chunk.state)

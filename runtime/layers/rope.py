@@ -77,7 +77,6 @@ class RopeTables:
     query_scale: Tensor | None = None
 
     def rows(self, start: int, count: int) -> "RopeTables":
-        """Return the tables of `count` positions from `start` on."""
         rows = slice(start, start + count)
         scale = None if self.query_scale is None else self.query_scale[rows]
         return RopeTables(self.cos[rows], self.sin[rows], self.interleaved, scale)
@@ -130,7 +129,6 @@ class Rope:
         return None if length > self._fixed_length else self._tables
 
     def rows(self, chunks: Sequence[Chunk]) -> Mapping[RopeSpec, RopeTables]:
-        """Return the tables of the new positions of `chunks`, concatenated."""
         return concatenated([self.tables(chunk.start, chunk.count) for chunk in chunks])
 
     def tables(self, start: int, count: int) -> Mapping[RopeSpec, RopeTables]:
@@ -143,7 +141,6 @@ class Rope:
 
 
 def concatenated(parts: Sequence[Mapping[RopeSpec, RopeTables]]) -> Mapping[RopeSpec, RopeTables]:
-    """Return the concatenated tables of several ranges of positions."""
     if len(parts) == 1:
         return parts[0]
     result = {}

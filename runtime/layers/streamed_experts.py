@@ -40,7 +40,6 @@ class ExpertReads:
     seconds: float = 0.0
 
     def since(self, before: "ExpertReads") -> "ExpertReads":
-        """Return the counts since `before`."""
         return ExpertReads(
             self.requested - before.requested,
             self.resident - before.resident,
@@ -50,12 +49,10 @@ class ExpertReads:
 
     @property
     def hit_rate(self) -> float:
-        """The share of lookups that found the expert in memory; 1 without lookups."""
         return self.resident / self.requested if self.requested else 1.0
 
     @property
     def gigabytes_per_second(self) -> float | None:
-        """10^9 bytes of experts in memory layout per second of reading and converting; None if none was read."""
         return self.nbytes / self.seconds / 1e9 if self.seconds > 0 else None
 
 
@@ -89,6 +86,7 @@ class StreamedExperts(Experts):
         }
         self.uniform = len(layouts) == 1
         first = range(min(self._slots.slots, len(self.gate_up)))
+        # Small weights are moved into one allocation, as `load_linears` does for resident ones.
         self._take(first)
         matmuls = (matmul for expert in first for linear in self._pair(expert) for matmul in linear.matmuls)
         gather_codes([matmul for matmul in matmuls if isinstance(matmul, CpuMatmul) and matmul.small])

@@ -170,8 +170,6 @@ class GrammarCompiler:
 
 
 class Grammar:
-    """A grammar compiled for one tokenizer."""
-
     def __init__(self, source: str, kind: str, llguidance: Any, table: Any) -> None:
         """Compile `source`, in the format of `llguidance`, for the tokens of `table`; `kind`: its name in messages."""
         limits = llguidance.LLParserLimits(initial_lexer_fuel=LEXER_FUEL, verbose_errors=False)
@@ -198,7 +196,6 @@ class Grammar:
         return GrammarCompiler(tokenizer, stop_ids).regex(pattern)
 
     def start(self, sequences: int = 1) -> "GrammarState":
-        """Return the state at the start of `sequences` replies."""
         return GrammarState(self.kind, [self._start.deep_copy() for _ in range(sequences)])
 
 
@@ -244,7 +241,6 @@ class GrammarState:
         return allowed
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """Advance every sequence by its sampled token."""
         for matcher, token in zip(self._matchers, tokens, strict=True):
             if matcher.stop_reason() != "EndOfSentence" and not matcher.consume_token(token):
                 raise ModelError(

@@ -31,7 +31,6 @@ class SeenTokens:
         self.needed = self.seen is not None or self.counts is not None
 
     def observe(self, tokens: Tensor) -> None:
-        """Mark tokens [sequences, n] of the prompt or the reply as seen."""
         if self.seen is not None:
             self.seen.scatter_(1, tokens.clamp(max=self._last), True)
 
@@ -40,7 +39,6 @@ class SeenTokens:
             self.observe(torch.tensor([tokens], device=self._device))
 
     def count(self, tokens: Tensor) -> None:
-        """Count tokens [sequences, n] of the reply."""
         if self.counts is not None:
             places = tokens.clamp(max=self._last)
             self.counts.scatter_add_(1, places, torch.ones_like(places, dtype=self.counts.dtype))
@@ -80,7 +78,7 @@ def penalize_counts(logits: Tensor, counts: Tensor, presence: float, frequency: 
 
 
 def keep_top_k(logits: Tensor, count: int) -> Tensor:
-    """Set all but the `count` largest logits [rows, vocab] to -inf; ties with the smallest of them stay."""
+    """Set all but the `count` largest logits [rows, vocab] to -inf; ties with the smallest one stay."""
     limit = logits.topk(min(count, logits.shape[-1]), dim=-1).values[:, -1:]
     return logits.masked_fill(logits < limit, -math.inf)
 
@@ -105,10 +103,7 @@ def keep_min_p(logits: Tensor, share: float) -> Tensor:
 def process(
     logits: Tensor, sampling: SamplingParams, seen: Tensor | None = None, counts: Tensor | None = None
 ) -> Tensor:
-    """Apply bias, penalties and, unless greedy, temperature, top-k, top-p, min-p, in this order, to [rows, vocab].
-
-    seen, counts: as in `SeenTokens`.
-    """
+    """Apply bias, penalties and, unless greedy, temperature, top-k, top-p, min-p, in this order, to [rows, vocab]."""
     if sampling.logit_bias:
         logits = add_bias(logits, sampling.logit_bias)
     if seen is not None and sampling.repetition_penalty != 1:
@@ -131,10 +126,9 @@ def process(
 def distribution(
     logits: Tensor, sampling: SamplingParams, seen: Tensor | None = None, counts: Tensor | None = None
 ) -> Tensor:
-    """Return the probabilities [rows, vocab], in the dtype of `logits`, from which `sampling` draws a token.
+    """Return the probabilities [rows, vocab] from which `sampling` draws a token; NaN for rows with non-finite logits.
 
-    Greedy sampling has all its mass on the most likely token (the lowest id among ties). A row with a NaN or infinite
-    logit is all NaN.
+    Greedy sampling has all its mass on the most likely token, the lowest id among ties.
     """
     logits = process(logits, sampling, seen, counts)
     if not sampling.greedy:

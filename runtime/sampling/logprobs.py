@@ -30,7 +30,6 @@ class LogprobRecorder:
         self.rows: list[list[TokenLogprob]] = [[] for _ in range(sequences)]
 
     def record(self, logits: Tensor, tokens: Tensor) -> None:
-        """Record the tokens [sequences, 1] that were sampled from logits fp32 [sequences, vocab]."""
         for row, entry in zip(self.rows, token_logprobs(logits, tokens[:, 0].tolist(), self._top), strict=True):
             row.append(entry)
 

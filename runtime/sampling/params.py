@@ -72,7 +72,6 @@ class SamplingParams:
 
     @property
     def counts_replies(self) -> bool:
-        """Whether logits depend on how often a token occurs in the reply."""
         return self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @property

@@ -26,17 +26,13 @@ class Constraint(Protocol):
         """Set the logits fp32 [sequences, vocab] of forbidden tokens to -inf. Raises ModelError if none is allowed."""
         ...
 
-    def follow(self, tokens: Sequence[int]) -> None:
-        """Advance by one drawn token of every sequence."""
-        ...
+    def follow(self, tokens: Sequence[int]) -> None: ...
 
 
 class Recorder(Protocol):
     """Records log-probabilities of drawn tokens; see `runtime.sampling.logprobs`."""
 
-    def record(self, logits: Tensor, tokens: Tensor) -> None:
-        """Record tokens [sequences, 1] drawn from the model's own logits fp32 [sequences, vocab]."""
-        ...
+    def record(self, logits: Tensor, tokens: Tensor) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -70,7 +66,6 @@ class RandomNumbers:
         return self._numbers[self._used - count : self._used]
 
     def peek(self, index: int) -> float:
-        """Return the number that will be taken after the next `index` ones."""
         self._generate(index + 1)
         return self._numbers[self._used + index]
 
@@ -117,7 +112,6 @@ class Sampler:
         self._device = device
 
     def observe(self, tokens: Tensor) -> None:
-        """Count tokens [sequences, n] of the prompt or the reply towards the repetition penalty."""
         self.seen.observe(tokens)
 
     def observe_ids(self, tokens: Sequence[int]) -> None:
@@ -125,19 +119,14 @@ class Sampler:
 
     @property
     def repeatable(self) -> bool:
-        """Whether a seed promises the same draws every time."""
         return self.sampling.seed is not None and not self.sampling.greedy
 
     @property
     def constrained(self) -> bool:
-        """Whether a grammar limits the tokens, which `probabilities` does not know."""
         return self._constraint is not None
 
     def sample(self, logits: Tensor) -> Tensor:
-        """Draw one token from each row of logits fp32 [sequences, vocab or more]: int64 [sequences, 1].
-
-        Raises ModelError if a row has NaN or infinite logits.
-        """
+        """Draw a token from each row of fp32 logits: int64 [sequences, 1]. Raises ModelError for non-finite logits."""
         logits = raw = logits[:, : self.vocab_size]
         if self._constraint is not None:
             logits = self._constraint.apply(logits)
@@ -167,6 +156,7 @@ class Sampler:
         params = self.sampling
         if params.logit_bias or not self.plain:
             return None
+        # torch returns an unsigned seed; the device kernels take a signed one.
         seed = (self.numbers.generator.initial_seed() + (1 << 63)) % (1 << 64) - (1 << 63)
         if params.greedy:
             return DeviceSampling(self.vocab_size, 0.0, seed)
@@ -228,14 +218,13 @@ class Sampler:
     def probabilities(self, logits: Tensor, following: Sequence[int] = ()) -> Tensor:
         """Return the distribution [rows, vocab] from which each row of logits [rows, vocab or more] is drawn.
 
-        following: tokens assumed after those observed; the last row is after all of them, the row before it after all
+        following: tokens assumed after those observed; the last row is after all of these, the row before it after all
         but the last, and so on.
         """
         counted = self.seen.after(len(logits), following)
         return distribution(logits[:, : self.vocab_size], self.sampling, *counted)
 
     def draw(self, weights: Tensor) -> Tensor:
-        """Draw a token from each row of weights [rows, vocab]: int64 [rows, 1]; see `tokens_at`."""
         return tokens_at(weights, self.numbers.take(len(weights)))
 
     def accept(self, chances: Tensor) -> int:
@@ -252,6 +241,7 @@ def sample_rows(logits: Tensor, samplers: Sequence[Sampler]) -> list[int | UserE
     tokens: list[int | UserError] = [0] * len(samplers)
     alike: defaultdict[SamplingParams, list[int]] = defaultdict(list)
     for row, sampler in enumerate(samplers):
+        # One sampled sequence alone takes the shorter way below; greedy ones are cheapest together.
         if sampler.plain and (sampler.plain_greedy or len(samplers) > 1):
             alike[sampler.unseeded].append(row)
             continue
@@ -281,14 +271,12 @@ def _sample_alike(logits: Tensor, sampling: SamplingParams, samplers: Sequence[S
 
 
 def leading(values: Iterable[bool]) -> int:
-    """Return how many values are true before the first false one."""
     return sum(1 for _ in takewhile(bool, values))
 
 
 def tokens_at(weights: Tensor, shares: Sequence[float]) -> Tensor:
-    """Return int64 [rows, 1]: the token of each row of weights [rows, vocab] at which their sum passes its share.
-
-    `vocab` if the weights of a row are all zero or not finite.
+    """Return int64 [rows, 1]: the token at which the sum of weights [rows, vocab] passes its share; vocab if there is
+    none.
     """
     # fp64 sums. torch.multinomial draws a number for each token of the vocabulary instead, which at 32,000 tokens takes
     # longer than a layer of a small draft model.
@@ -298,10 +286,7 @@ def tokens_at(weights: Tensor, shares: Sequence[float]) -> Tensor:
 
 
 def most_likely(logits: Tensor) -> list[int | None]:
-    """Return the most likely token of each row of logits [rows, vocab], the lowest id among ties.
-
-    None for a row with NaN or infinity, or with nothing but -inf.
-    """
+    """Return the most likely token of each row [rows, vocab], the lowest id among ties; None for a non-finite row."""
     tokens = best_tokens(logits)
     if not isinstance(tokens, Declined):
         return tokens
@@ -310,7 +295,6 @@ def most_likely(logits: Tensor) -> list[int | None]:
 
 
 def not_finite() -> ModelError:
-    """Return the error for logits that cannot be drawn from."""
     return ModelError(
         "the model's output is not a number (NaN or infinite logits)",
         code="verify-files-or-fp32",

@@ -63,7 +63,6 @@ class MtpHead(nn.Module):
         return self.nbytes + self.target.model.head.nbytes
 
     def make_cache(self, shape: CacheShape) -> KVCache:
-        """Return an empty cache of its one layer, of the target's kind."""
         dtype = cache_dtype(self.target.kv, self.target.dtype)
         return KVCache(self.config, shape.blocks, shape.block_size, self.target.device, dtype)
 
@@ -98,12 +97,10 @@ class _MtpSequence:
 
     @property
     def computed(self) -> int:
-        """The position after the last one in the cache."""
         return self.begin + self.table.length
 
     @property
     def end(self) -> int:
-        """The position after the last one with a hidden state."""
         return self.computed + len(self.states)
 
 
@@ -159,7 +156,6 @@ class MtpProposer:
             known.table.discard()
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        """Sample drafts for all requests together, token by token."""
         drafts = [DraftState(request, *self._room(request)) for request in requests]
         active = [draft for draft in drafts if draft.count > 0]
         sequences = [self._sequences[draft.request.sequence] for draft in active]
@@ -219,7 +215,6 @@ class MtpProposer:
         return g[[end - 1 for end in accumulate(chunk.count for chunk in chunks)]], logits
 
     def truncate(self, sequence: int, length: int) -> None:
-        """Discard the hidden states of refused tokens."""
         known = self._sequences.get(sequence)
         if known is not None:
             known.states = known.states[: max(length - known.computed, 0)]

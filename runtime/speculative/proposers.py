@@ -52,21 +52,13 @@ class Proposer(Protocol):
 
     def hidden_state_hook(self, parts: Iterable[ComputedTokens]) -> HiddenStateHook | None: ...
 
-    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        """Return up to `count` tokens for each request, sampled with the settings of its sampler."""
-        ...
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]: ...
 
-    def truncate(self, sequence: int, length: int) -> None:
-        """Discard what was computed beyond the first `length` tokens: refused drafts."""
-        ...
+    def truncate(self, sequence: int, length: int) -> None: ...
 
-    def finish(self, sequence: int, tokens: Sequence[int]) -> None:
-        """Release a sequence, which ended with `tokens`."""
-        ...
+    def finish(self, sequence: int, tokens: Sequence[int]) -> None: ...
 
-    def forget(self) -> None:
-        """Drop what is kept for prefix reuse."""
-        ...
+    def forget(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -81,7 +73,6 @@ class DraftState:
     tokens: list[int] = field(default_factory=list)
 
     def sample(self) -> int | None:
-        """Sample and append one token; None if the logits are not finite."""
         assert self.logits is not None
         out = None if self.rows is None else self.rows[len(self.tokens) : len(self.tokens) + 1]
         token = self.request.sampler.sample_draft(self.logits, self.tokens, out)
@@ -146,6 +137,7 @@ class DraftModel:
         return [draft.proposal for draft in drafts]
 
     def _compute_prefixes(self, drafts: Sequence[DraftState]) -> None:
+        # Long prefixes are computed one sequence at a time, in chunks; the last few tokens of all share one pass.
         for draft in drafts:
             tokens = draft.request.tokens
             while (missing := len(tokens) - draft.table.length) > 0:
@@ -197,7 +189,6 @@ class DraftModel:
             table.truncate(length)
 
     def finish(self, sequence: int, tokens: Sequence[int]) -> None:
-        """Release a sequence; its blocks are kept for prefix reuse."""
         table = self._tables.pop(sequence, None)
         if table is not None:
             table.truncate(len(tokens))
@@ -224,13 +215,10 @@ def load_draft(folder: ModelFolder, tokenizer: Tokenizer, target: ModelRunner, s
 
 @dataclass
 class _NgramIndex:
-    """The n-grams of one sequence: the position after the last occurrence of each."""
-
     indexed: int = 0  # tokens
     after: dict[tuple[int, ...], int] = field(default_factory=dict)
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Index the new tokens, except the n-gram at the end, which would only find itself."""
         for end in range(max(self.indexed, 1), len(tokens)):
             for size in NGRAMS:
                 if size <= end:
@@ -246,10 +234,10 @@ class _NgramIndex:
         for size in NGRAMS:
             position = self.after.get(tuple(tokens[-size:]))
             if position is not None and size <= len(tokens):
-                found: list[int] = []
+                continuation: list[int] = []
                 for index in range(position, position + count):
-                    found.append(tokens[index] if index < len(tokens) else found[index - len(tokens)])
-                return found
+                    continuation.append(tokens[index] if index < len(tokens) else continuation[index - len(tokens)])
+                return continuation
         return []
 
 

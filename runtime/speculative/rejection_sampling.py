@@ -31,10 +31,10 @@ def rejection_sample(logits: Tensor, proposal: Proposal, sampler: Sampler) -> li
 
 def _accept_greedy(logits: Tensor, proposal: Proposal, sampler: Sampler) -> list[int]:
     # Empty if only the first row, or none, is finite: the caller then samples as without a draft.
-    own = sampler.best(logits)
-    drafted = proposal.tokens[: max(len(own) - 1, 0)]
-    accepted = next((i for i, (a, b) in enumerate(zip(own, drafted, strict=False)) if a != b), len(drafted))
-    return own[: accepted + 1]
+    best = sampler.best(logits)
+    drafted = proposal.tokens[: max(len(best) - 1, 0)]
+    accepted = next((i for i, (a, b) in enumerate(zip(best, drafted, strict=False)) if a != b), len(drafted))
+    return best[: accepted + 1]
 
 
 def _accept_drawn(logits: Tensor, proposal: Proposal, sampler: Sampler) -> list[int]:

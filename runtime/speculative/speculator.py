@@ -40,7 +40,6 @@ class ProposerSpeculator:
 
     @property
     def step_seconds(self) -> float | None:
-        """Seconds of a step without drafts at the last load; None before one was measured."""
         return self._policy.step_seconds
 
     @property
@@ -72,7 +71,6 @@ class ProposerSpeculator:
         return accept(logits, self._proposals[sequence], sampler)
 
     def observe(self, results: Sequence[tuple[int, int, int]], seconds: float) -> None:
-        """Pass a step on to the policy: each sequence with a draft is one trial at the cost of the whole step."""
         drafted = [result for result in results if result[1]]
         if not drafted:
             self._policy.observe_plain(seconds - self._drafting, wasted=self._drafting)
@@ -87,7 +85,6 @@ class ProposerSpeculator:
         self.proposer.finish(sequence, tokens)
 
     def forget(self) -> None:
-        """Drop what the proposer keeps of sequences; measured costs stay."""
         self.proposer.forget()
 
 

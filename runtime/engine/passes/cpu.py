@@ -122,6 +122,7 @@ class _NativeRun:
 
     library: Native
     parts: tuple[_NativePart, ...]
+    # Weak, so that the structures do not keep a cache alive that nothing else uses.
     chains: WeakKeyDictionary[KVCache, CChain] = field(default_factory=WeakKeyDictionary)
 
     def __post_init__(self) -> None:
@@ -275,6 +276,7 @@ class CpuPass:
         """Yield one list of greedy tokens, as many as fit `CALL_SECONDS`."""
         assert self._run is not None and work.sampling is not None and isinstance(self._head, CHead)
         model, sequences, began = self._model, len(work.chunks), time.perf_counter()
+        # Measured for each number of sequences; the first call with a new number makes one token.
         passes = min(work.count, int(CALL_SECONDS / self._seconds.get(sequences, CALL_SECONDS)) or 1)
         rows = _PassRows(work.chunks, work.rope, None)
         stop_ids = sorted(work.stop_ids)

@@ -127,6 +127,7 @@ class CudaPass:
         sequences, new = len(work.chunks), work.chunks[0].count
         cache, tokens = work.cache.view_blocks(first, sequences), batch.tokens.view(sequences, new)
         last = sum([chunk.logits for chunk in work.chunks]) < batch.rows
+        # The first pass of a shape compiles its kernels, which must not happen inside a capture.
         graphs, shape = self._graphs.setdefault(cache, {}), (sequences, new, last)
         launched = self._capture is None or shape not in graphs
         try:
@@ -170,7 +171,6 @@ class CudaPass:
         return captured
 
     def _give_up(self, declined: Declined, shape: tuple[int, int] | None) -> None:
-        """Decline passes of `shape`, or all, from now on; report the first time."""
         if self._failed is None and not self._refused:
             self._report(declined)
         if shape is not None:
@@ -216,7 +216,6 @@ def compile_step(
 
 
 def tolerance(config: ModelConfig) -> float:
-    """Return the largest relative difference of logits from the plain pass."""
     routed = any(isinstance(spec.mlp, ExpertsSpec) for spec in config.layer_specs)
     return ROUTED_TOLERANCE if routed else TOLERANCE
 

@@ -31,8 +31,6 @@ _Kind = tuple[int, int, bool, Filters]  # steps, vocabulary, random or greedy, f
 
 @dataclass(frozen=True)
 class _Buffers:
-    """The device buffers of one cache and the graphs captured on them; None after the first launch of a kind."""
-
     feedback: SamplingBuffers
     tables: tuple[Tensor, Tensor]  # graphs hold their addresses
     graphs: dict[_Kind, Launches | None] = field(default_factory=dict)
@@ -46,7 +44,6 @@ class _Launch:
     events: tuple[torch.cuda.Event, torch.cuda.Event] | None  # start and end; None on a CPU, where it is done
 
     def read(self) -> TokenSteps:
-        """Wait for the tokens; return them and the seconds of device time."""
         if self.events is None:
             return self.tokens.tolist(), 0.0
         began, ended = self.events

@@ -40,11 +40,7 @@ from mycli.runtime.models.layer_spec import LayerSpec
 
 
 class SecondHalf(Protocol):
-    """The half of a layer after attention."""
-
-    def largest(self) -> int:
-        """Return the most rows of a weight whose product needs counters."""
-        ...
+    def largest(self) -> int: ...
 
     def add_to(
         self, attended: Activation, o: TritonMatmul, stream: Tensor, next_norm: Norm | None, counters: Tensor
@@ -186,10 +182,10 @@ class FusedStep:
         """Return whether the kernels do a pass over `tokens` new tokens of each of `sequences`."""
         config, chip = self._model.config, self._layers[0].o.chip
         group = config.heads // config.kv_heads
-        each = tokens_per_program(tokens, group)
-        if sequences * tokens > MOST_ROWS or not each:
+        per_program = tokens_per_program(tokens, group)
+        if sequences * tokens > MOST_ROWS or not per_program:
             return False
-        queries = query_columns(each, group)
+        queries = query_columns(per_program, group)
         # Packed codes need no more shared memory than values of the model's dtype.
         return attend_stages(chip, config.head_dim, queries, self._model.dtype.itemsize) > 0
 

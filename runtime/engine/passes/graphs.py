@@ -13,8 +13,6 @@ Capture = Callable[[Launches], Launches]
 
 
 class Step(Protocol):
-    """The computation of a pass on the device; see `fused.FusedStep`."""
-
     def takes(self, sequences: int, tokens: int) -> bool: ...
 
     def __call__(
