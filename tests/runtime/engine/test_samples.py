@@ -147,5 +147,5 @@ def test_logprobs_are_of_the_model_before_settings() -> None:
 
 @pytest.mark.parametrize("top", [-1, 21])
 def test_logprobs_are_bounded(top: int) -> None:
-    with pytest.raises(UsageError, match="likeliest tokens"):
+    with pytest.raises(UsageError, match="top_logprobs"):
         LogprobRecorder(top)

@@ -177,7 +177,7 @@ def test_offline_partial_snapshot_lists_what_is_missing() -> None:
     tree("org/tiny", COMMIT, "config.json", INDEX, "tokenizer.json", "other.json")
     error = failure("org/tiny", offline=True)
     assert error.message == "org/tiny is only partly downloaded: missing model-2.safetensors, tokenizer.json"
-    assert remedy(error) == "without --offline: mycli pull org/tiny"
+    assert remedy(error) == "run it without --offline: mycli pull org/tiny"
 
 
 def test_a_first_download_that_broke_off_is_known_without_a_branch() -> None:
