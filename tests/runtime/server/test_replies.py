@@ -133,18 +133,20 @@ def test_reasoning_that_is_turned_off_leaves_no_room_for_it(scripted: Scripted, 
 class GrammarEngine(ScriptedEngine):
     """Writes the script as far as the request's grammar lets it; ends where it does not."""
 
-    def submit(self, request: Request) -> int:
-        number = super().submit(request)
-        if request.grammar is not None:
+    def submit_replies(self, request: Request, count: int) -> list[int]:
+        numbers = super().submit_replies(request, count)
+        if request.grammar is None:
+            return numbers
+        for turn in self._waiting[-count:]:
             state, kept = request.grammar.start(), []
-            for token in self._waiting[-1].left:
+            for token in turn.left:
                 try:
                     state.follow([token])
                 except ModelError:
                     break
                 kept.append(token)
-            self._waiting[-1].left = kept
-        return number
+            turn.left = kept
+        return numbers
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
