@@ -41,7 +41,7 @@ from mycli.quant.work_folder import Solved, WorkFolder
 from mycli.runtime.checkpoint import formats
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.open_folder import open_model_folder
-from mycli.runtime.checkpoint.reader import CheckpointWriter
+from mycli.runtime.checkpoint.writer import CheckpointWriter
 from mycli.runtime.device.placement import Placement, torch_dtype
 from mycli.runtime.device.system import trim_heap
 from mycli.runtime.errors import ResourceError, UsageError

@@ -13,7 +13,7 @@ from mycli.quant.source_weights import SourceWeights
 from mycli.quant.work_folder import Solved
 from mycli.runtime.checkpoint import formats
 from mycli.runtime.checkpoint.model_folder import ModelFolder
-from mycli.runtime.checkpoint.reader import CheckpointWriter
+from mycli.runtime.checkpoint.writer import CheckpointWriter
 from mycli.runtime.kernels.cpu.rounding import pack_codes
 from mycli.runtime.models.multimodal import MTP_PART
 from mycli.runtime.quantization.scheme import Packing

@@ -14,7 +14,7 @@ from mycli.quant.export._weights import Weights, fp16_scale_error
 from mycli.quant.planning.plan import check_target
 from mycli.quant.progress import ReportProgress
 from mycli.runtime.checkpoint.open_folder import open_model_folder
-from mycli.runtime.checkpoint.reader import CheckpointWriter
+from mycli.runtime.checkpoint.writer import CheckpointWriter
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models.part_spec import LinearSpec, Shape
 from mycli.runtime.quantization.packed_weight import PackedWeight

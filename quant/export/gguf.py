@@ -21,7 +21,7 @@ from mycli.runtime.checkpoint.gguf.architecture import Architecture, Place, Valu
 from mycli.runtime.checkpoint.gguf.architectures import written_architecture
 from mycli.runtime.checkpoint.gguf.blocks import dequantize_blocks
 from mycli.runtime.checkpoint.gguf.checkpoint import file_order
-from mycli.runtime.checkpoint.gguf.files import SUFFIX
+from mycli.runtime.checkpoint.gguf.parts import SUFFIX
 from mycli.runtime.checkpoint.gguf.rope import ROPE_FREQS, rope_factors
 from mycli.runtime.checkpoint.gguf.types import TYPES_BY_NAME
 from mycli.runtime.checkpoint.gguf.writer import GgufWriter

@@ -15,7 +15,7 @@ from mycli.quant.export import Exported, ExportRequest, Rounded, without_mtp_hea
 from mycli.quant.export._folder import write_folder
 from mycli.quant.export._weights import Weights, squared_error
 from mycli.quant.progress import ReportProgress
-from mycli.runtime.checkpoint.reader import CheckpointWriter
+from mycli.runtime.checkpoint.writer import CheckpointWriter
 from mycli.runtime.device.placement import torch_dtype
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models.part_spec import Shape

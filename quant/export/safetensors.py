@@ -12,7 +12,7 @@ from mycli.quant.export._weights import Weights, squared_error
 from mycli.quant.progress import ReportProgress
 from mycli.quant.source_weights import SourceWeights
 from mycli.quant.tensorwise import write_mtp_head
-from mycli.runtime.checkpoint.reader import CheckpointWriter
+from mycli.runtime.checkpoint.writer import CheckpointWriter
 from mycli.runtime.device.placement import dtype_info, torch_dtype
 from mycli.runtime.models.multimodal import MTP_PART
 from mycli.runtime.utils.dtypes import FLOATS

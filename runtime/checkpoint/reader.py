@@ -1,27 +1,23 @@
-"""Reads and writes the tensors of safetensors files.
+"""Reads the tensors of safetensors files.
 
-Reading copies (`preadv`) and never maps, so a file that shrinks is an error and not a crash; a file that changed after
-its header was read is refused. Writing follows a plan, into a folder that appears by one rename.
+Copies (`preadv`) and never maps, so a file that shrinks is an error and not a crash; a file that changed after its
+header was read is refused.
 """
 
-import json
 import math
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Self
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from mycli.runtime.checkpoint.adapter import Adapter, LowRank
 from mycli.runtime.checkpoint.manifest import Manifest
-from mycli.runtime.checkpoint.safetensors_header import INDEX, SINGLE, TensorEntry, make_header
-from mycli.runtime.device.placement import dtype_info, torch_dtype
+from mycli.runtime.checkpoint.safetensors_header import TensorEntry
+from mycli.runtime.device.placement import torch_dtype
 from mycli.runtime.errors import ModelError
-from mycli.runtime.models.part_spec import Shape
-from mycli.runtime.utils.atomic_folder import Staging
-from mycli.runtime.utils.files import disk_errors
+
+if TYPE_CHECKING:  # only a model with an adapter needs it
+    from mycli.runtime.checkpoint.adapter import Adapter, LowRank
 
 _MERGED_VALUES = 1 << 20  # of an adapter's product at a time: 4 MB of fp32
 # 8-bit floats, for which torch has no aminmax: mask of the bits without sign, and the largest finite value in them.
@@ -119,7 +115,7 @@ class MergedCheckpoint(Checkpoint):
     Sums are fp32 and rounded once to the stored dtype, as PEFT's `merge_and_unload` computes them.
     """
 
-    def __init__(self, base: Checkpoint, adapter: Adapter, *, allow_nonfinite: bool = False) -> None:
+    def __init__(self, base: Checkpoint, adapter: "Adapter", *, allow_nonfinite: bool = False) -> None:
         super().__init__(base.manifest, allow_nonfinite=allow_nonfinite)
         self._base, self._adapter = base, adapter
         self._changes = Checkpoint(adapter.manifest, allow_nonfinite=allow_nonfinite)
@@ -144,131 +140,9 @@ class MergedCheckpoint(Checkpoint):
             return iter([tensor_bytes(self.read(name))])
         return self._base.chunks(name)
 
-    def _add(self, weight: Tensor, added: LowRank) -> None:
+    def _add(self, weight: Tensor, added: "LowRank") -> None:
         a, b = (self._changes.read(name).float() for name in (added.a, added.b))
         rows = max(1, _MERGED_VALUES // weight.shape[1])
         for start in range(0, len(weight), rows):
             part = weight[start : start + rows]
             part.copy_((b[start : start + rows] @ a).mul_(added.scale).add_(part))
-
-
-def _shards(plan: Sequence[tuple[str, torch.dtype, Shape]], limit: int) -> list[list[tuple[str, str, Shape]]]:
-    # In the order of the plan; a tensor larger than the limit has a file of its own.
-    shards: list[list[tuple[str, str, Shape]]] = [[]]
-    size = 0
-    for name, dtype, shape in plan:
-        nbytes = math.prod(shape) * dtype.itemsize
-        if shards[-1] and size + nbytes > limit:
-            shards.append([])
-            size = 0
-        shards[-1].append((name, dtype_info(dtype).safetensors_name, shape))
-        size += nbytes
-    return shards
-
-
-def _index(entries: Mapping[str, TensorEntry]) -> bytes:
-    files = {name: entries[name].file for name in sorted(entries)}
-    total = sum(entry.nbytes for entry in entries.values())
-    return json.dumps({"metadata": {"total_size": total}, "weight_map": files}, indent=2).encode() + b"\n"
-
-
-def _write_all(descriptor: int, view: memoryview, offset: int) -> None:
-    while view:
-        count = os.pwrite(descriptor, view, offset)
-        view, offset = view[count:], offset + count
-
-
-class CheckpointWriter(Staging):
-    """Writes a model folder by a plan; a context manager that leaves a whole folder or nothing.
-
-    `plan` gives name, dtype and shape of every tensor, which fixes its place: tensors may be written in any order and
-    from any thread, and none is held in memory. Before `finish`, `folder` can be opened as a model to check it. Raises
-    ResourceError or UsageError naming the target if the disk fails.
-    """
-
-    def __init__(
-        self,
-        target: Path,
-        plan: Sequence[tuple[str, torch.dtype, Shape]],
-        *,
-        overwrite: bool = False,
-        source: Path | None = None,
-        max_shard_bytes: int = 5 << 30,
-    ) -> None:
-        shards = _shards(plan, max_shard_bytes)
-        self._headers: dict[str, bytes] = {}
-        self._entries: dict[str, TensorEntry] = {}
-        for number, shard in enumerate(shards, 1):
-            file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-            self._headers[file], entries = make_header(shard, file)
-            self._entries.update(entries)
-        if len(self._entries) != len(plan):
-            raise ValueError("the plan names a tensor twice")
-        self._sizes = {file: len(header) for file, header in self._headers.items()}
-        for entry in self._entries.values():
-            self._sizes[entry.file] += entry.nbytes
-        super().__init__(target, sum(self._sizes.values()), overwrite=overwrite, source=source)
-        self._files: dict[str, int] = {}
-        self._pending = set(self._entries)
-
-    def __enter__(self) -> Self:
-        super().__enter__()
-        try:
-            with disk_errors(self.target):
-                for file, header in self._headers.items():
-                    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-                    self._files[file] = os.open(self.folder / file, flags, 0o666)
-                    os.truncate(self._files[file], self._sizes[file])
-                    _write_all(self._files[file], memoryview(header), 0)
-            if len(self._headers) > 1:
-                self.add_file(INDEX, _index(self._entries))
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._close()
-        super().__exit__()
-
-    def _close(self) -> None:
-        while self._files:
-            os.close(self._files.popitem()[1])
-
-    def write(self, name: str, tensor: Tensor) -> None:
-        """Write a tensor of any device, in the planned dtype and shape. Raises ModelError for NaN or infinity."""
-        entry = self._entries[name]
-        if tensor.dtype != torch_dtype(entry.dtype) or tensor.shape != entry.shape:
-            raise ValueError(
-                f"{name} is planned as {entry.dtype} {entry.shape}, not {tensor.dtype} {tuple(tensor.shape)}"
-            )
-        check_finite(tensor, name, code="verify-files")
-        with disk_errors(self.target):
-            _write_all(self._files[entry.file], tensor_bytes(tensor.cpu().contiguous()), entry.offset)
-        self._pending.discard(name)
-
-    def copy(self, name: str, checkpoint: Checkpoint, source_name: str | None = None) -> None:
-        """Copy the stored bytes of a tensor of `checkpoint`, whose dtype and shape must be the planned ones."""
-        entry, origin = self._entries[name], checkpoint.entry(source_name or name)
-        if (entry.dtype, entry.shape) != (origin.dtype, origin.shape):
-            raise ValueError(f"{name} is planned as {entry.dtype} {entry.shape}, not {origin.dtype} {origin.shape}")
-        position = entry.offset
-        with disk_errors(self.target):
-            for chunk in checkpoint.chunks(origin.name):
-                _write_all(self._files[entry.file], chunk, position)
-                position += len(chunk)
-        self._pending.discard(name)
-
-    def add_file(self, name: str, data: bytes) -> None:
-        if Path(name).name != name or name in ("", "..", *self._headers):
-            raise ValueError(f"{name!r} is not a name for another file")
-        with disk_errors(self.target):
-            (self.folder / name).write_bytes(data)
-
-    def finish(self) -> None:
-        """Flush everything and rename the folder to its target. All tensors must have been written."""
-        if self._pending:
-            raise ValueError(f"{len(self._pending)} tensors not written, {min(self._pending)} among them")
-        Manifest.open(self.folder)  # the written files must pass our own reader before they appear
-        self._close()
-        self.commit()

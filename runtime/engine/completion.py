@@ -11,11 +11,11 @@ from mycli.runtime.engine.reply_reader import ReplyReader
 from mycli.runtime.engine.sequence import FinishReason, Request, SequenceOutput
 from mycli.runtime.engine.stats import SpeculationStats, Timing
 from mycli.runtime.errors import UserError
-from mycli.runtime.sampling.logprobs import TokenLogprob
 from mycli.runtime.sampling.params import SamplingParams
 
 if TYPE_CHECKING:  # constrained replies are few, and it is a large module
     from mycli.runtime.sampling.grammar import Grammar
+    from mycli.runtime.sampling.logprobs import TokenLogprob
 
 
 class Completion:

@@ -7,15 +7,14 @@ sequence has its own random numbers, so a seeded reply is the same alone or amon
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.cache.block_pool import BlockPool
 from mycli.runtime.cache.prefix_index import PrefixIndex
-from mycli.runtime.cache.prefix_store import PrefixStore
 from mycli.runtime.cache.state_pool import StatePool
-from mycli.runtime.engine.disk_prefix_cache import DiskPrefixCache
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.engine.request_state import RequestState, TokensAhead
 from mycli.runtime.engine.scheduler import Limits, ScheduledSequence, Scheduler
@@ -26,8 +25,12 @@ from mycli.runtime.engine.stats import EngineStats
 from mycli.runtime.errors import UserError
 from mycli.runtime.memory.estimate import state_slots
 from mycli.runtime.memory.plan import prefill_chunk
-from mycli.runtime.sampling.logprobs import TokenLogprob
 from mycli.runtime.sampling.sampler import leading, not_finite, sample_rows
+
+if TYPE_CHECKING:  # needed for a disk prefix cache and logprobs alone
+    from mycli.runtime.cache.prefix_store import PrefixStore
+    from mycli.runtime.engine.disk_prefix_cache import DiskPrefixCache
+    from mycli.runtime.sampling.logprobs import TokenLogprob
 
 _NORMAL_ENDS = ("stop", "length", "context")  # after a pass that succeeded
 
@@ -43,7 +46,7 @@ class Engine:
         chunk: int | None = None,
         kept_blocks: int | None = None,
         speculator: Speculator | None = None,
-        store: PrefixStore | None = None,
+        store: "PrefixStore | None" = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """vocab_size: ids that may be sampled; running: sequences at the same time, None for one for each block; chunk:
@@ -59,13 +62,18 @@ class Engine:
         states = StatePool(slots) if runner.config.has_recurrent else None
         pool = BlockPool(shape.blocks, PrefixIndex(shape.block_size, kept_blocks, states))
         chunk = chunk or prefill_chunk(runner.device.type == "cuda")
-        self._prefixes = None if store is None else DiskPrefixCache(store, self.cache, self._copy_blocks)
+        self._prefixes = None if store is None else self._disk_prefixes(store)
         self.scheduler = Scheduler(pool, Limits(shape.context, chunk, running), clock, self._prefixes)
         self.step_seconds = 0.0  # of the last step: device time, if it worked ahead
         self._states: dict[int, RequestState] = {}
         self._ahead = TokensAhead(runner, self.cache)
         self._finished: list[SequenceOutput] = []  # cancelled since the last step
         self._cache_valid = True  # no pass was interrupted
+
+    def _disk_prefixes(self, store: "PrefixStore") -> "DiskPrefixCache":
+        from mycli.runtime.engine.disk_prefix_cache import DiskPrefixCache
+
+        return DiskPrefixCache(store, self.cache, self._copy_blocks)
 
     @property
     def context(self) -> int:
@@ -277,7 +285,7 @@ class Engine:
         self,
         part: ScheduledSequence,
         sampled: list[int] | UserError,
-        scores: tuple[TokenLogprob, ...] = (),
+        scores: "tuple[TokenLogprob, ...]" = (),
         drafted: int = 0,
     ) -> SequenceOutput:
         """Append sampled tokens to a sequence and return its output; finish it if it ends."""

@@ -12,15 +12,12 @@ from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.passes import compile_passes
 from mycli.runtime.errors import Declined, ResourceError
-from mycli.runtime.kernels.cpu.matmul import CpuKernel
 from mycli.runtime.kernels.reference import DequantizeKernel
 from mycli.runtime.kernels.registry import find_kernel
-from mycli.runtime.kernels.triton.product.kernel import TritonKernel
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.memory.estimate import estimate, longest_context
 from mycli.runtime.memory.fit import SHORTEST_CONTEXT, preflight, shortage
 from mycli.runtime.memory.plan import DEFAULT_CONTEXT, MemoryPlan
-from mycli.runtime.memory.resident import can_stream_experts, with_active_experts, with_fitting_experts
 from mycli.runtime.models.generation_config import GenerationDefaults, stop_ids
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
@@ -106,7 +103,7 @@ def _unpacked_every_pass(folder: ModelFolder, placement: Placement) -> list[Decl
     packed = ((linear, folder.packings.get(linear.name)) for linear in folder.config.linears())
     shapes = {(packing, spec.out_features, spec.in_features) for spec, packing in packed if packing is not None}
     device, dtype = placement.device, placement.dtype
-    name, slow = (TritonKernel if device.type == "cuda" else CpuKernel).name, dict[str, Declined]()
+    name, slow = ("triton" if device.type == "cuda" else "cpu"), dict[str, Declined]()
     for packing, rows, columns in sorted(shapes, key=lambda shape: (shape[0].name, *shape[1:])):
         kernel, declined = find_kernel(packing, rows, columns, device, dtype)
         if kernel is not None and kernel.name == DequantizeKernel.name and packing.name not in slow:
@@ -151,11 +148,19 @@ def plan_memory(
     requested = _plan(folder, placement, engine, draft)
     free = free_memory(placement.device)
     plan = _shortened(requested, free, engine)
-    if engine.expert_bytes is not None or (estimate(plan).needed > free and can_stream_experts(requested)):
-        active = _shortened(with_active_experts(requested), free, engine)
-        plan = with_fitting_experts(active, free, engine.expert_bytes, started=True)
+    if engine.expert_bytes is not None or estimate(plan).needed > free:
+        plan = _with_streamed_experts(requested, plan, free, engine)
     preflight(plan, free, _place_name(placement))
     return plan
+
+
+def _with_streamed_experts(requested: MemoryPlan, plan: MemoryPlan, free: int, engine: EngineConfig) -> MemoryPlan:
+    from mycli.runtime.memory.resident import can_stream_experts, with_active_experts, with_fitting_experts
+
+    if engine.expert_bytes is None and not can_stream_experts(requested):
+        return plan
+    active = _shortened(with_active_experts(requested), free, engine)
+    return with_fitting_experts(active, free, engine.expert_bytes, started=True)
 
 
 def _shortened(plan: MemoryPlan, free: int, engine: EngineConfig) -> MemoryPlan:

@@ -2,15 +2,17 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from mycli.runtime.engine.sequence import SequenceOutput
-from mycli.runtime.sampling.logprobs import TokenLogprob
 from mycli.runtime.tokenizer.parsing.reasoning_parser import CLOSE, OPEN, Part, ReasoningParser
-from mycli.runtime.tokenizer.parsing.tool_formats import ToolFormat
-from mycli.runtime.tokenizer.parsing.tool_parser import ToolCall, ToolParser
 from mycli.runtime.tokenizer.stream import StopMatcher, StreamDecoder
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # parsing tool calls takes three modules that a reply without tools does not need
+    from mycli.runtime.sampling.logprobs import TokenLogprob
+    from mycli.runtime.tokenizer.parsing.tool_formats import ToolFormat
+    from mycli.runtime.tokenizer.parsing.tool_parser import ToolCall, ToolParser
 
 ReplyEnd = Literal["stop", "stop_string", "length", "tool_calls", "cancelled", "deadline", "error"]
 
@@ -26,10 +28,10 @@ class Piece:
     index: int = 0
     content: str = ""
     reasoning: str = ""
-    calls: tuple[ToolCall, ...] = ()
+    calls: "tuple[ToolCall, ...]" = ()
     tokens: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] = ()
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    logprobs: "tuple[TokenLogprob, ...]" = ()
+    prompt_logprobs: "tuple[TokenLogprob, ...]" = ()
     cached_tokens: int = 0
     end: ReplyEnd | None = None
     stop: str | None = None
@@ -62,8 +64,8 @@ class ReplyReader:
         index: int = 0,
         *,
         prompt_end: str | None = None,
-        tools: ToolParser | None = None,
-        tool_format: ToolFormat | None = None,
+        tools: "ToolParser | None" = None,
+        tool_format: "ToolFormat | None" = None,
     ) -> None:
         """`prompt_end`: the last characters of a chat prompt, which may open a reasoning block; None for plain text.
 
@@ -120,23 +122,23 @@ class ReplyReader:
             return "tool_calls" if self._tools is not None and self._tools.called else "stop"
         return "length" if reason == "context" else reason
 
-    def _split(self, text: str, ended: bool) -> tuple[str, str, tuple[ToolCall, ...]]:
+    def _split(self, text: str, ended: bool) -> "tuple[str, str, tuple[ToolCall, ...]]":
         content = reasoning = ""
         calls: list[ToolCall] = []
         for item in self._parse(text, ended):
-            if isinstance(item, ToolCall):
-                calls.append(item)
-            elif isinstance(item, Part):
+            if isinstance(item, Part):
                 self._reasoned = True
                 reasoning += self._without_tags(item.text)
-            else:
+            elif isinstance(item, str):
                 if self._reasoned and not self._content_begun:
                     item = item.lstrip()  # the blank line between reasoning and content
                 self._content_begun = self._content_begun or bool(item)
                 content += item
+            else:
+                calls.append(item)
         return content, reasoning, tuple(calls)
 
-    def _parse(self, text: str, ended: bool) -> Iterator[Part | str | ToolCall]:
+    def _parse(self, text: str, ended: bool) -> "Iterator[Part | str | ToolCall]":
         if self._reasoning is None:
             yield text
             return

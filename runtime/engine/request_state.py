@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,8 +12,16 @@ from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.passes.base import TokenSteps
 from mycli.runtime.engine.scheduler import ScheduledSequence, Scheduler
 from mycli.runtime.engine.sequence import Request
-from mycli.runtime.sampling.logprobs import LogprobRecorder, TokenLogprob, token_logprobs
 from mycli.runtime.sampling.sampler import DeviceSampling, Sampler
+
+if TYPE_CHECKING:  # few requests ask for logprobs
+    from mycli.runtime.sampling.logprobs import LogprobRecorder, TokenLogprob
+
+
+def _recorder(top: int) -> "LogprobRecorder":
+    from mycli.runtime.sampling.logprobs import LogprobRecorder
+
+    return LogprobRecorder(top)
 
 
 @dataclass
@@ -20,7 +29,7 @@ class RequestState:
     """Sampler and logprob recorder of one sequence. scored: prompt tokens whose logprobs were returned."""
 
     sampler: Sampler
-    recorder: LogprobRecorder | None
+    recorder: "LogprobRecorder | None"
     device_sampling: DeviceSampling | None
     returned: int = 0  # logprobs
     scored: int = 1
@@ -28,25 +37,27 @@ class RequestState:
     @classmethod
     def start(cls, request: Request, vocab_size: int, device: torch.device) -> "RequestState":
         """Create the state of a new sequence. Raises UsageError for a bias of a token that does not exist."""
-        recorder = None if request.logprobs is None else LogprobRecorder(request.logprobs)
+        recorder = None if request.logprobs is None else _recorder(request.logprobs)
         constraint = None if request.grammar is None else request.grammar.start()
         sampler = Sampler(request.sampling, vocab_size, device, constraint=constraint, recorder=recorder)
         sampler.observe_ids(request.prompt)
         return cls(sampler, recorder, sampler.device_sampling())
 
-    def next_logprobs(self, count: int) -> tuple[TokenLogprob, ...]:
+    def next_logprobs(self, count: int) -> "tuple[TokenLogprob, ...]":
         if self.recorder is None:
             return ()
         self.returned += count
         return tuple(self.recorder.rows[0][self.returned - count : self.returned])
 
-    def score(self, part: ScheduledSequence, logits: Tensor) -> tuple[TokenLogprob, ...]:
+    def score(self, part: ScheduledSequence, logits: Tensor) -> "tuple[TokenLogprob, ...]":
         """Return the logprobs of the prompt tokens after the rows of `part` that were not returned before."""
         sequence = part.sequence
         first = max(self.scored, part.start + 1)
         end = min(part.start + part.count + 1, sequence.prompt_length)
         if first >= end:
             return ()
+        from mycli.runtime.sampling.logprobs import token_logprobs
+
         self.scored = end
         rows = logits[first - 1 - part.start : end - 1 - part.start, : self.sampler.vocab_size]
         return tuple(token_logprobs(rows, sequence.tokens[first:end], sequence.request.logprobs or 0))

@@ -4,10 +4,11 @@ Fastest first, the reference last. A new kernel is its file and one line here. A
 load, because the kernel chooses its layout (`select_kernel`); every other operation tries its kernels in each call.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Concatenate, Generic, ParamSpec, TypeVar, cast
+from importlib import import_module
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -34,8 +35,6 @@ from mycli.runtime.kernels.cpu.table import TableKernel
 from mycli.runtime.kernels.paged import Ragged, Scoring
 from mycli.runtime.kernels.recurrent import DeltaSizes, Runs
 from mycli.runtime.kernels.routed import Route
-from mycli.runtime.kernels.triton.experts import triton_route, triton_routed_product, triton_weighted_sum
-from mycli.runtime.kernels.triton.product.kernel import TritonKernel
 from mycli.runtime.models.experts_spec import RoutingSpec
 from mycli.runtime.quantization.packed_weight import Kernel, Matmul, PackedWeight
 from mycli.runtime.quantization.scheme import Packing
@@ -81,6 +80,15 @@ def _fp32_inference(
     return cast("Callable[Concatenate[Tensor, _P], Tensor | Declined]", wrapped)  # `wraps` hides its type
 
 
+def _triton(file: str, name: str) -> Callable[..., Any]:
+    # Imported when it is first tried: where the native kernels compute everything, no GPU code is loaded.
+    def kernel(*arguments: object) -> object:
+        return getattr(import_module(f"mycli.runtime.kernels.triton.{file}"), name)(*arguments)
+
+    kernel.__name__ = name
+    return kernel
+
+
 DENSE_PRODUCT: Operation[[Tensor, Tensor], Tensor]
 DENSE_PRODUCT = Operation("dense product", (_fp32_inference(dense_product), functional.linear))
 RMS_NORM: Operation[[Tensor, Tensor, float], Tensor]
@@ -113,21 +121,26 @@ GATED_NORM = Operation("gated norm", (native_gated_norm, recurrent.gated_norm))
 
 # MoE layers: choice of experts, their products, the weighted sum of their outputs, the gate of a shared expert.
 ROUTING: Operation[[Tensor, RoutingSpec, Tensor | None], Route]
-ROUTING = Operation("routing", (native_route, triton_route, reference.route))
+ROUTING = Operation("routing", (native_route, _triton("experts", "triton_route"), reference.route))
 ROUTED_PRODUCT: Operation[[Sequence[Matmul | Tensor], Tensor, Tensor, Tensor | None], Tensor]
 ROUTED_PRODUCT = Operation(
-    "product of experts", (native_routed_product, triton_routed_product, reference.routed_product)
+    "product of experts",
+    (native_routed_product, _triton("experts", "triton_routed_product"), reference.routed_product),
 )
 WEIGHTED_SUM: Operation[[Tensor, Tensor, Tensor], Tensor]
-WEIGHTED_SUM = Operation("weighted sum", (native_weighted_sum, triton_weighted_sum, reference.weighted_sum))
+WEIGHTED_SUM = Operation(
+    "weighted sum", (native_weighted_sum, _triton("experts", "triton_weighted_sum"), reference.weighted_sum)
+)
 ROW_WEIGHTS: Operation[[Tensor, Tensor], Tensor]
 ROW_WEIGHTS = Operation("weights of rows", (_fp32_inference(native_weigh_rows), reference.weigh_rows))
 
 
-def kernels() -> tuple[Kernel, ...]:
-    """Return the kernels for products of packed weights in order of preference."""
-    cpu = CpuKernel(), TorchInt4Kernel(), TableKernel()
-    return (*cpu, TritonKernel(), reference.UnpackedKernel(), reference.DequantizeKernel())
+def kernels() -> Iterator[Kernel]:
+    """Yield the kernels for products of packed weights in order of preference."""
+    yield from (CpuKernel(), TorchInt4Kernel(), TableKernel())
+    from mycli.runtime.kernels.triton.product.kernel import TritonKernel  # not loaded if an earlier one is chosen
+
+    yield from (TritonKernel(), reference.UnpackedKernel(), reference.DequantizeKernel())
 
 
 def select_kernel(

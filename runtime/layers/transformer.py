@@ -18,7 +18,6 @@ from mycli.runtime.layers.block import Block
 from mycli.runtime.layers.layer_part import PassContext
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.norm import RMSNorm
-from mycli.runtime.layers.per_layer import PerLayerInputs
 from mycli.runtime.layers.recurrent import BatchStates, DeltaNet, ShortConv, clear_new_states
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.streamed_experts import ExpertReads
@@ -46,7 +45,11 @@ class Transformer(nn.Module):
         streamed = None if expert_slots is None or self.expert_reads is None else (expert_slots, self.expert_reads)
         self.embedding = torch.empty(config.vocab_size, config.hidden_size, device="meta")
         self.blocks = nn.ModuleList(Block(config.layer(index), streamed) for index in range(config.layers))
-        self.per_layer = PerLayerInputs(config) if config.per_layer_width else None
+        self.per_layer = None
+        if config.per_layer_width:
+            from mycli.runtime.layers.per_layer import PerLayerInputs
+
+            self.per_layer = PerLayerInputs(config)
         self.norm = RMSNorm(config.norm())
         self.head = Linear((config.head(),))
 

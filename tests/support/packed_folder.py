@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.checkpoint import formats
-from mycli.runtime.checkpoint.reader import CheckpointWriter
+from mycli.runtime.checkpoint.writer import CheckpointWriter
 from mycli.runtime.models.part_spec import LinearSpec
 from mycli.runtime.models.registry import parse_config
 from mycli.runtime.quantization.packed_weight import pack

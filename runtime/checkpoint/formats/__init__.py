@@ -23,7 +23,8 @@ if TYPE_CHECKING:  # `show` and `list` read configs without torch
     import torch
 
     from mycli.runtime.checkpoint.manifest import Manifest
-    from mycli.runtime.checkpoint.reader import Checkpoint, CheckpointWriter
+    from mycli.runtime.checkpoint.reader import Checkpoint
+    from mycli.runtime.checkpoint.writer import CheckpointWriter
     from mycli.runtime.quantization.nested_scales import NestedScales
     from mycli.runtime.quantization.packed_weight import PackedWeight
 

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     import torch
 
     from mycli.runtime.checkpoint.manifest import Manifest
-    from mycli.runtime.checkpoint.reader import Checkpoint, CheckpointWriter
+    from mycli.runtime.checkpoint.reader import Checkpoint
+    from mycli.runtime.checkpoint.writer import CheckpointWriter
     from mycli.runtime.quantization.nested_scales import NestedScales
 
 READABLE = "bitsandbytes NF4, FP4 and int8"

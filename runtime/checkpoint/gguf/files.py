@@ -4,43 +4,18 @@ Follows gguf-split's names (NAME-00001-of-00003.gguf) and keys (`split.*`); the 
 torch.
 """
 
-import re
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from mycli.runtime.checkpoint.gguf.header import GgufHeader, parse_gguf_header
+from mycli.runtime.checkpoint.gguf.parts import part_names
 from mycli.runtime.checkpoint.safetensors_header import TensorEntry, damaged
 from mycli.runtime.checkpoint.stable_file import RegularFile
 from mycli.runtime.errors import ModelError, NotFoundError
 
-SUFFIX = ".gguf"
-MAX_PARTS = 1000
-_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 MAX_SMALL_TENSOR = 1 << 18  # bytes of a tensor that becomes part of the config
-
-
-def part_names(name: str) -> list[str]:
-    """Return the names of all parts of a model by the name of the first; [name] for a file that is not split.
-
-    Raises ModelError for a later part, and for more than `MAX_PARTS`.
-    """
-    match = _PART.fullmatch(name)
-    if match is None:
-        return [name]
-    stem, number, count = match[1], int(match[2]), int(match[3])
-    if not 1 <= number <= count <= MAX_PARTS:
-        raise ModelError(f"{name}: part {number} of {count}", "rename the file as gguf-split named it")
-    if number != 1:
-        raise ModelError(f"{name}: not the first part of the model", f"name the first: {stem}-00001-of-{count:05}.gguf")
-    return [f"{stem}-{index:05}-of-{count:05}.gguf" for index in range(1, count + 1)]
-
-
-def part_number(name: str) -> int | None:
-    """Return which part of a split model a file is by its name; None for a file that is not split."""
-    match = _PART.fullmatch(name)
-    return None if match is None else int(match[2])
 
 
 def join_headers(headers: Sequence[GgufHeader]) -> GgufHeader:

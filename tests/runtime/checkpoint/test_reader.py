@@ -21,8 +21,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mycli.runtime.checkpoint.manifest import Manifest
-from mycli.runtime.checkpoint.reader import Checkpoint, CheckpointWriter, check_finite
+from mycli.runtime.checkpoint.reader import Checkpoint, check_finite
 from mycli.runtime.checkpoint.safetensors_header import INDEX, SINGLE
+from mycli.runtime.checkpoint.writer import CheckpointWriter
 from mycli.runtime.device.placement import torch_dtype
 from mycli.runtime.errors import ModelError, ResourceError, UsageError
 from mycli.runtime.models.part_spec import Shape
@@ -356,7 +357,7 @@ def test_overwrite_and_source(tmp_path: Path) -> None:
 
 HALF = """
 import sys, time, pathlib, torch
-from mycli.runtime.checkpoint.reader import CheckpointWriter
+from mycli.runtime.checkpoint.writer import CheckpointWriter
 plan = [("a", torch.float32, (1000,)), ("b", torch.float32, (1000,))]
 with CheckpointWriter(pathlib.Path(sys.argv[1]), plan, max_shard_bytes=4000) as writer:
     writer.write("a", torch.ones(1000))

@@ -24,6 +24,7 @@ from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.errors import Declined, ExitCode, ModelError, ResourceError, UsageError
 from mycli.runtime.kernels import registry
+from mycli.runtime.kernels.triton.product.kernel import TritonKernel
 from mycli.runtime.layers import transformer
 from mycli.runtime.layers.block import Block
 from mycli.runtime.layers.linear import Linear
@@ -174,7 +175,7 @@ def test_an_old_gpu_unpacks_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -
     assert product.nbytes == 32 * 128 * 2 and product.dequantize().dtype == torch.float16
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(registry.TritonKernel, "decline", lambda *_: Declined("untested-on-amd"))
+    monkeypatch.setattr(TritonKernel, "decline", lambda *_: Declined("untested-on-amd"))
     chosen, declined = registry.find_kernel(Packing(4, 128), 64, 128, device, torch.float16)
     assert chosen is not None and chosen.name == "dequantize"
     assert declined["triton"] == Declined("untested-on-amd"), "why is not forgotten because another accepts"
@@ -185,7 +186,7 @@ def test_why_weights_are_decoded_is_told_at_load(monkeypatch: pytest.MonkeyPatch
     packed = cast(ModelFolder, SimpleNamespace(config=FOLDER.config, packings=packings))
     placement = replace(CPU, device=torch.device("cuda", 0), dtype=torch.float16)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(registry.TritonKernel, "decline", lambda *_: Declined("untested-on-amd"))
+    monkeypatch.setattr(TritonKernel, "decline", lambda *_: Declined("untested-on-amd"))
     values = {"packing": "int4-g128", "kernel": "triton", "reason": Declined("untested-on-amd")}
     assert load._unpacked_every_pass(packed, placement) == [Declined("weights-decoded-every-pass", values)]
 

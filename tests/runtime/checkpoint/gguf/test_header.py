@@ -12,8 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mycli.runtime.checkpoint.gguf.files import join_headers, part_names
+from mycli.runtime.checkpoint.gguf.files import join_headers
 from mycli.runtime.checkpoint.gguf.header import GgufHeader, parse_gguf_header
+from mycli.runtime.checkpoint.gguf.parts import part_names
 from mycli.runtime.checkpoint.gguf.writer import GgufWriter, make_gguf_header
 from mycli.runtime.errors import ModelError, UsageError
 from tests.attacks import gguf_attacks as attacks
