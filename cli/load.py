@@ -131,10 +131,11 @@ def announce_experts(call: Call, plan: "MemoryPlan") -> None:
 
 def announce_build(call: Call, placement: "Placement") -> None:
     """Build the CPU kernels if they have not been built yet, and say so first: it takes up to a minute."""
-    from mycli.runtime.kernels.cpu.library.build import must_be_built, native
+    from mycli.runtime.kernels.cpu.library.build import build_reason, native
 
-    if placement.device.type == "cpu" and must_be_built():
-        call.out.note("building the CPU kernels, once: this takes about a minute")
+    if placement.device.type == "cpu" and (problem := build_reason()):
+        cause = "" if problem == "is missing" else f" ({problem})"
+        call.out.note(f"building the CPU kernels, once: this takes about a minute{cause}")
         if isinstance(declined := native(), Declined):
             from mycli.cli.reasons import reason  # a long table that is needed only here
 

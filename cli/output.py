@@ -171,8 +171,6 @@ class Output:
     def json_record(self, value: Record) -> None:
         """Write one line of JSON with `schema_version` now."""
         line = json_line(value, self._stdout.encoding or "utf-8")
-        if self._stdout.isatty() and line != sanitize(line):
-            line = json_line(value, "ascii")
         with _writing_stdout():
             self._stdout.write(line + "\n")
             self._stdout.flush()

@@ -21,6 +21,8 @@ REASONS: Mapping[str, str] = {
     "compiles-on-linux-only": "the library is compiled on Linux only, not on {system}",
     "compiler-timeout": "{compiler} took more than {seconds} s",
     "compiler-failed": "{compiler} failed: {error}",
+    "untrusted-library-folder": "{folder} {problem}, so its libraries cannot be trusted (run chmod 700 on it, "
+    "or set XDG_CACHE_HOME)",
     "system-error": "{error}",
     # what any kernel may need
     "not-on-cpu": "runs on the CPU only, not on {device}",

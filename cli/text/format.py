@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mycli.cli.remedies import Subject, remedy
 from mycli.runtime.errors import UserError
+from mycli.runtime.utils.sanitize import sanitize_json
 from mycli.runtime.utils.units import human_bytes, pluralize
 
 if TYPE_CHECKING:  # torch takes a second to import
@@ -30,7 +31,7 @@ def json_line(value: Mapping[str, Any], encoding: str = "utf-8") -> str:
     """Return `value` with `schema_version` as one line of JSON; characters that `encoding` lacks are escaped."""
     # JSON has no infinity: an infinite perplexity becomes null instead of making the whole answer unreadable.
     answer = _finite({"schema_version": SCHEMA_VERSION, **value})
-    line = json.dumps(answer, ensure_ascii=False, allow_nan=False)
+    line = sanitize_json(json.dumps(answer, ensure_ascii=False, allow_nan=False))
     try:
         line.encode(encoding)
         return line

@@ -4,6 +4,7 @@ huggingface_hub's own requests are not used: they send the token to whatever hos
 for as long as a server asks, and read responses of any size. Every failure is a `UserError` with its own message.
 """
 
+import ipaddress
 import os
 import re
 import socket
@@ -97,7 +98,11 @@ class Hub:
 
     @classmethod
     def connect(cls, note: Callable[[str], None]) -> "Hub":
-        return cls(_endpoint(), _token(), note, RetryPolicy())
+        address, token = _endpoint(), _token()
+        if token is not None and not _is_private_channel(address):
+            note(f"{address} is not encrypted, so no token is sent to it")
+            token = None
+        return cls(address, token, note, RetryPolicy())
 
     def __enter__(self) -> "Hub":
         return self
@@ -250,6 +255,16 @@ def _endpoint() -> str:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UsageError(f"HF_ENDPOINT={address}: not a URL", "set it to a URL such as https://huggingface.co")
     return address
+
+
+def _is_private_channel(address: str) -> bool:
+    # Others on the network read what is sent by http, unless it stays on this machine.
+    parts = urlsplit(address)
+    try:
+        loopback = ipaddress.ip_address(parts.hostname or "").is_loopback
+    except ValueError:
+        loopback = parts.hostname == "localhost"
+    return parts.scheme == "https" or loopback
 
 
 def _token() -> str | None:

@@ -125,8 +125,12 @@ def drop_damaged(source: Source, checked: list[CheckedFile]) -> list[str]:
     folder = _folder(source)
     if damaged and folder.parent.name != "snapshots":
         raise UsageError(f"{source.name}: only files that came from a hub can be fetched again", "quantize it again")
+    blobs = Path(os.path.realpath(folder.parent.parent / "blobs"))
     for name in damaged:
         path = folder / name
-        Path(os.path.realpath(path)).unlink(missing_ok=True)
+        # A link may lead anywhere: only blobs of this model are deleted with it.
+        target = Path(os.path.realpath(path))
+        if target.parent == blobs:
+            target.unlink(missing_ok=True)
         path.unlink(missing_ok=True)
     return damaged

@@ -22,14 +22,19 @@ WORKER_MEMORY = 4 << 30
 MAX_STEPS = 16  # in a sequence of normalizers, pre-tokenizers or post-processors
 
 _T = TypeVar("_T")
+_MODELS = ("BPE", "Unigram")
 _NORMALIZERS = frozenset(("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Strip", "StripAccents", "ByteLevel"))
 _PRE_TOKENIZERS = frozenset(
     ("ByteLevel", "Digits", "Metaspace", "Punctuation", "Whitespace", "WhitespaceSplit", "UnicodeScripts")
 )
 
 
+_FAILS = "tokenizer.json: the tokenizer fails: "
+
+
 def _problem(error: BaseException) -> ModelError:
-    return ModelError(f"tokenizer.json: the tokenizer fails: {str(error):.300}", code="verify-files")
+    # The worker process has already put the prefix before the library's message.
+    return ModelError(f"{_FAILS}{str(error).removeprefix(_FAILS):.300}", code="verify-files")
 
 
 class Pipeline:
@@ -151,8 +156,18 @@ def _trusted_post_processor(step: Mapping[str, Any]) -> bool:
     return len(pieces) <= MAX_STEPS and all(name in defined for name in names)
 
 
+def _trusted_model(model: Any) -> bool:
+    # The library slices merges by the length of the prefix, and panics with a text on the terminal if one is shorter.
+    affixes = ("continuing_subword_prefix", "end_of_word_suffix")
+    return (
+        isinstance(model, dict) and model.get("type", "BPE") in _MODELS and not any(model.get(key) for key in affixes)
+    )
+
+
 def is_trusted(values: Mapping[str, Any]) -> bool:
     """Return whether a parsed tokenizer.json has only parts whose time and output are bounded."""
+    if not _trusted_model(values.get("model", {})):
+        return False
     for key, inner, trusted in (
         ("normalizer", "normalizers", _trusted_normalizer),
         ("pre_tokenizer", "pretokenizers", _trusted_pre_tokenizer),

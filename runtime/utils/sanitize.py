@@ -26,6 +26,20 @@ def sanitize(text: str) -> str:
     return _UNSAFE.sub(_escape, text)
 
 
+def _json_escape(match: re.Match[str]) -> str:
+    return "".join(f"\\u{int.from_bytes(unit, 'big'):04x}" for unit in _utf16(match[0]))
+
+
+def _utf16(character: str) -> list[bytes]:
+    data = character.encode("utf-16-be", "surrogatepass")
+    return [data[at : at + 2] for at in range(0, len(data), 2)]
+
+
+def sanitize_json(line: str) -> str:
+    """Return JSON text in which control and bidirectional characters are escape sequences: the same value."""
+    return _UNSAFE.sub(_json_escape, line)
+
+
 def one_line(text: str, limit: int = 500) -> str:
     """Return `text` sanitized, without newlines or tabs, cut to `limit` characters: for names inside a message."""
     clean = sanitize(text).replace("\n", "\\n").replace("\t", "\\t")

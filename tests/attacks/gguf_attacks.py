@@ -89,6 +89,10 @@ ATTACKS: dict[str, Attack] = {
     "array-size-overflows": (lambda: gguf((key(b"a", ARRAY, array(U64, 1 << 61)),)), "more than"),
     "array-beyond-the-file": (lambda: gguf((key(b"a", ARRAY, array(F64, 1 << 20)),)), "truncated"),
     "array-of-strings-beyond": (lambda: gguf((key(b"a", ARRAY, array(STRING, 1 << 21)),)), "truncated"),
+    "arrays-of-2^22-together": (
+        lambda: gguf(tuple(key(b"%d" % i, ARRAY, array(U8, 1 << 20, bytes(1 << 20))) for i in range(4))),
+        "all arrays have more than",
+    ),
     "array-of-unknown": (lambda: gguf((key(b"a", ARRAY, array(99, 1, b"\0")),)), "unreadable type"),
     "array-of-arrays": (lambda: gguf((key(b"a", ARRAY, _nested(1)),)), "unreadable type"),
     "array-nested-10000": (lambda: gguf((key(b"a", ARRAY, _nested(10_000)),)), "unreadable type"),

@@ -179,7 +179,7 @@ def test_tab_in_the_shell(line: str, offered: set[str], environment: dict[str, s
 
 
 def test_a_kernel_that_cannot_be_built_is_told(mycli: Mycli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "must_be_built", lambda: True)
+    monkeypatch.setattr(build, "build_reason", lambda: "is missing")
     monkeypatch.setattr(
         build, "native", lambda: Declined("compiler-failed", {"compiler": "g++", "error": "a.h:1: error"})
     )

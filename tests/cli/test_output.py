@@ -33,6 +33,15 @@ def test_a_model_writes_escape_sequences(terminal: bool) -> None:
     assert out.getvalue().endswith("\x1b[1m")
 
 
+def test_json_has_no_raw_bidirectional_characters() -> None:
+    """The value is the same; a terminal that shows the line does not act on it."""
+    out, err = streams()
+    text = "a\u202eb\u2066\x7f\U000e0041é"
+    Output(stdout=out, stderr=err, json_mode=True).json_record({"text": text})
+    line = out.getvalue()
+    assert "\\u202eb\\u2066\\u007f\\udb40\\udc41é" in line and json.loads(line)["text"] == text
+
+
 def test_names_in_messages_cannot_act_on_a_terminal_or_forge_lines() -> None:
     """C22: errors, warnings, notes, cards and tables."""
     out, err = streams(terminal=True)

@@ -26,7 +26,7 @@ _MAX_HEADER = 256 << 20  # bytes; a vocabulary of 262,144 tokens with merges tak
 _MAX_TENSORS = 100_000  # the experts of a layer are one tensor
 _MAX_KEYS = 1 << 16
 _MAX_STRING = 8 << 20
-_MAX_ELEMENTS = 1 << 22  # of an array
+_MAX_ELEMENTS = 1 << 21  # of all arrays; tokens, scores, types and merges of a vocabulary of 262,144 are 1.3 million
 _MAX_NAME = 256
 _MAX_DIMENSIONS = 4
 _MAX_ALIGNMENT = 1 << 16
@@ -95,6 +95,7 @@ class _Cursor:
     def __init__(self, read: Reader, size: int, source: str) -> None:
         self._read, self._size, self.source = read, size, source
         self._data = bytearray()
+        self._elements = 0
         self.position = 0
 
     def fail(self, problem: str) -> ModelError:
@@ -113,6 +114,12 @@ class _Cursor:
             if not more:
                 raise self.fail(f"truncated while {what} was read")
             self._data += more
+
+    def count_elements(self, count: int, key: str) -> None:
+        # Every element becomes a Python object, so the sum counts: an array as long as allowed may occur in any key.
+        self._elements += count
+        if self._elements > _MAX_ELEMENTS:
+            raise self.fail(f"{key} has {count} elements; all arrays have more than the {_MAX_ELEMENTS} allowed")
 
     def number(self, code: str, what: str) -> Any:
         size = struct.calcsize("<" + code)
@@ -166,8 +173,7 @@ def _value(cursor: _Cursor, key: str) -> Any:
 def _array(cursor: _Cursor, key: str) -> Any:
     kind = cursor.number("I", f"the type of {key}")
     count = cursor.number("Q", f"the length of {key}")
-    if count > _MAX_ELEMENTS:
-        raise cursor.fail(f"{key} has {count} elements, more than the {_MAX_ELEMENTS} allowed")
+    cursor.count_elements(count, key)
     if kind in _NUMBERS:
         return cursor.numbers(_NUMBERS[kind], count, key)
     if kind == _BOOL:

@@ -8,6 +8,7 @@ import pytest
 
 from mycli.cli.remedies import remedy
 from mycli.runtime.errors import ExitCode, ModelError, UserError
+from mycli.runtime.hub.client import Hub
 from tests.support.hub_server import Fault, HubServer
 from tests.support.pulling import FILES, REPO, WANTED, Notes, contents, failing, fetch
 
@@ -101,3 +102,23 @@ def test_a_listing_that_continues_elsewhere_gets_no_token(server: HubServer) -> 
     server.fail("storage:/api/next", Fault(status=200, body=b"[]"))
     failing(server, token="hf_secret")
     assert [r.headers.get("Authorization") for r in server.requests("storage:")] == [None]
+
+
+@pytest.mark.parametrize(
+    ("address", "sent"),
+    [
+        ("http://hub.example.org", False),
+        ("http://127.0.0.1.example.org", False),
+        ("https://hub.example.org", True),
+        ("http://127.0.0.1:9", True),
+        ("http://[::1]:9", True),
+        ("http://localhost:9", True),
+    ],
+)
+def test_a_token_is_not_sent_unencrypted(address: str, sent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", address)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    notes: list[str] = []
+    with Hub.connect(notes.append) as hub:
+        assert hub._token == ("hf_secret" if sent else None)
+    assert notes == ([] if sent else [f"{address} is not encrypted, so no token is sent to it"])

@@ -74,6 +74,19 @@ def test_dropped_files_are_what_the_next_pull_fetches() -> None:
     assert not blob.exists() and checked("org/tiny") == {"config.json": "ok", "model.safetensors": "missing"}
 
 
+def test_a_link_out_of_the_cache_is_dropped_without_its_target(tmp_path: Path) -> None:
+    folder = cached(FILES)
+    target = tmp_path / "precious.txt"
+    target.write_text("?")
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to(target)
+    source = find_local("org/tiny")
+    assert drop_damaged(source, verify_files(source, files_to_verify(source), lambda amount: None)) == [
+        "model.safetensors"
+    ]
+    assert target.read_text() == "?" and not (folder / "model.safetensors").is_symlink()
+
+
 def test_what_nothing_is_known_of_cannot_be_verified() -> None:
     shutil.copytree(PICO, Path("plain"))
     for model in ("pico", "./plain"):

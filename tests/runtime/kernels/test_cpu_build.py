@@ -13,7 +13,7 @@ import torch
 
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.library import build
-from mycli.runtime.kernels.cpu.library.build import BuildError, compile_library, find_compiler, native
+from mycli.runtime.kernels.cpu.library.build import BuildError, compile_library, find_compiler, native, torch_openmp
 from mycli.runtime.kernels.cpu.matmul import CpuKernel, dense_product, memory_bandwidth
 from mycli.runtime.kernels.registry import select_kernel
 from mycli.runtime.quantization.scheme import Packing
@@ -63,6 +63,83 @@ def test_processes_may_race(tmp_path: Path) -> None:
     running = [subprocess.Popen(command, env=environment) for _ in range(2)]
     assert [process.wait(timeout=300) for process in running] == [0, 0]
     assert len(list(cache.iterdir())) == 1, "one library, nothing left over"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder with this machine's library in it; compiling it again is counted in `tmp_path / "builds"`."""
+    compiler = copying_compiler(tmp_path)
+    compiler.write_text(compiler.read_text().replace("sleep 0.25", f"echo >> '{tmp_path}/builds'"))
+    monkeypatch.setenv("CXX", str(compiler))
+    folder = tmp_path / "cache"
+    compile_library(folder)
+    (tmp_path / "builds").unlink()
+    return folder
+
+
+def _truncate(library: Path) -> None:
+    os.truncate(library, library.stat().st_size // 2)
+
+
+def _zero(library: Path) -> None:
+    with library.open("r+b") as file:
+        file.seek(library.stat().st_size // 2)
+        file.write(bytes(4096))
+
+
+def _link(library: Path) -> None:
+    library.rename(library.with_suffix(".other"))
+    library.symlink_to(library.with_suffix(".other"))
+
+
+DAMAGES = {
+    "truncated": (_truncate, "is damaged"),
+    "zeroed": (_zero, "is damaged"),
+    "empty": (lambda library: library.write_bytes(b""), "is damaged"),
+    "not sealed": (lambda library: library.write_bytes(library.read_bytes()[:-32]), "is damaged"),
+    "writable": (lambda library: library.chmod(0o777), "can be written by other users"),
+    "folder writable": (lambda library: library.parent.chmod(0o777), "can be written by other users"),
+    "a link": (_link, "is not a regular file"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_doubtful_library_is_built_again_once(damage: str, cache: Path, tmp_path: Path) -> None:
+    (library,) = cache.iterdir()
+    change, problem = DAMAGES[damage]
+    change(library)
+    assert build._cache_problem(library) == problem
+    path = compile_library(cache)
+    assert (tmp_path / "builds").exists() and not build._cache_problem(path)
+    assert build.load_library(path).isa and cache.stat().st_mode & 0o077 == 0
+    (tmp_path / "builds").unlink()
+    compile_library(cache)
+    assert not (tmp_path / "builds").exists()
+
+
+def test_a_library_of_another_user_is_not_loaded(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    with pytest.raises(BuildError, match=f"untrusted-library-folder.*belongs to user {owner}"):
+        compile_library(cache)
+
+
+def test_a_library_without_a_function_is_a_reason(tmp_path: Path) -> None:
+    (tmp_path / "empty.c").write_text("int packed_repack;")
+    subprocess.run(["gcc", "-shared", "-o", str(tmp_path / "x.so"), str(tmp_path / "empty.c")], check=True)
+    with pytest.raises(OSError, match="lacks the function packed_dequantize"):
+        build.load_library(tmp_path / "x.so")
+
+
+def test_openmp_is_found_in_a_folder_with_a_space(tmp_path: Path) -> None:
+    path = "/home/a user/my env/lib/libgomp-98b21ff3.so.1.0.0"
+    maps = tmp_path / "maps"
+    maps.write_text(
+        "7f00-7f01 r--p 00000000 fe:00 260386                     /usr/lib/libc.so.6\n"
+        "7f01-7f02 rw-p 00000000 00:00 0 \n"
+        f"7f02-7f03 r-xp 00000000 fe:00 260387                     {path}\n"
+    )
+    assert torch_openmp(maps) == path
 
 
 def test_a_failing_compiler_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,7 +71,7 @@ def test_the_environment_chooses_what_is_built(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(UsageError):
         native.__wrapped__()
     with pytest.raises(UsageError):
-        build.must_be_built()
+        build.build_reason()
 
 
 def test_the_library_says_what_it_uses(library: Native) -> None:

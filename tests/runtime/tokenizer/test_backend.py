@@ -28,6 +28,7 @@ def special(name: str) -> dict[str, Any]:
     [
         {},
         {"normalizer": {"type": "NFC"}, "pre_tokenizer": split(Regex=QWEN)},
+        {"model": {"type": "BPE", "continuing_subword_prefix": "", "end_of_word_suffix": None}},
         {"normalizer": {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, replace(" ", "▁")]}},
         {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [split(String=" "), {"type": "ByteLevel"}]}},
         {"post_processor": {"type": "Sequence", "processors": [{"type": "ByteLevel"}, special("<s>")]}},
@@ -54,6 +55,9 @@ def test_tame(values: dict[str, Any]) -> None:
         pytest.param({"pre_tokenizer": split(String="")}, id="C4-empty-pattern"),
         pytest.param({"pre_tokenizer": {"type": "New"}}, id="unknown-kind"),
         pytest.param({"post_processor": special("</s>")}, id="C2-missing-template-token"),
+        pytest.param({"model": {"type": "BPE", "continuing_subword_prefix": "#" * 13}}, id="S9-prefix"),
+        pytest.param({"model": {"type": "WordPiece"}}, id="S9-model"),
+        pytest.param({"model": ["BPE"]}, id="S9-no-model"),
     ],
 )
 def test_not_tame(values: dict[str, Any]) -> None:

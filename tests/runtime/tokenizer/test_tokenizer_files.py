@@ -1,5 +1,6 @@
 """Damaged, hostile and unusual tokenizer files: refused, or run where they can do no harm."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -105,3 +106,15 @@ def test_unusual_tokenizer_works_the_same_in_its_helper(tmp_path: Path) -> None:
             for text in ("", "abc<end> xyz é", "<end>"):
                 assert guarded.encode(text, True, plain, inside) == direct.encode(text, True, plain, inside)
     assert unusual.apply_chat_template([Message("user", "<end>")]).count(256) == 1
+
+
+def test_a_panic_of_the_library_writes_nothing_to_the_terminal(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Merges shorter than the prefix of a continued word: the library slices beyond them."""
+    values = json.loads((ATTACKS / "plain.json").read_text())
+    values["model"]["continuing_subword_prefix"] = "#" * 13
+    (tmp_path / "tokenizer.json").write_text(json.dumps(values))
+    with pytest.raises(ModelError, match="tokenizer.json: the tokenizer fails: range end index"):
+        Tokenizer.load(tmp_path, 8)
+    assert capfd.readouterr() == ("", "")

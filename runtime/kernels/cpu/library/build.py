@@ -11,6 +11,7 @@ import platform
 import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from ctypes import c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
@@ -31,6 +32,7 @@ from mycli.runtime.kernels.cpu.library.compiler import (
     read_sources,
     torch_openmp,
 )
+from mycli.runtime.kernels.cpu.library.seal import folder_problem, library_problem
 
 THIS_MACHINE = "-march=native"
 # `Type` of packed_layout.h: of activations, and of stored scales and weights.
@@ -148,7 +150,10 @@ def load_library(path: Path, compiled: Declined | None = None) -> Native:
     library = ctypes.CDLL(str(path))
 
     def function(name: str, result: Any, *arguments: object) -> Callable[..., Any]:
-        entry = getattr(library, name)
+        try:
+            entry = getattr(library, name)
+        except AttributeError:
+            raise OSError(f"{path}: lacks the function {name}") from None
         entry.restype, entry.argtypes = result, arguments
         return entry  # type: ignore[no-any-return]  # ctypes' functions have no static type
 
@@ -215,14 +220,31 @@ def _recipe(extra_flags: tuple[str, ...]) -> _Recipe:
 
 
 def compile_library(folder: Path, extra_flags: Sequence[str] = ()) -> Path:
-    """Compile the library for this machine into `folder` unless it is there; return its path. Raises BuildError."""
+    """Compile the library for this machine into `folder` unless a sound one is there; return its path.
+
+    A folder that other users can write to is made private. Raises BuildError, also for a folder of another user.
+    """
     recipe = _recipe(tuple(extra_flags))
     compiler, target = recipe.compiler, folder / recipe.name
-    if target.exists():
+    if not _cache_problem(target):
         return target
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with suppress(PermissionError):  # another user's folder, which is refused next
+        folder.chmod(0o700)
+    if problem := folder_problem(folder):
+        raise BuildError(Declined("untrusted-library-folder", {"folder": str(folder), "problem": problem}))
     # Linking with -fopenmp would load the system's OpenMP in addition to torch's.
-    compile_sources(compiler, recipe.sources, recipe.flags, ("-Wl,-z,defs", recipe.openmp), target)
+    link = ("-Wl,-z,defs", recipe.openmp)
+    compile_sources(compiler, recipe.sources, recipe.flags, link, target, sealed=True)
     return target
+
+
+def _cache_problem(target: Path) -> str:
+    # Why the library must be compiled; "" if the one at `target` can be loaded.
+    try:
+        return folder_problem(target.parent) or library_problem(target)
+    except FileNotFoundError:
+        return "is missing"
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
@@ -258,12 +280,17 @@ def _declined(error: Exception) -> Declined:
     return error.declined if isinstance(error, BuildError) else Declined("system-error", {"error": str(error)})
 
 
-def must_be_built() -> bool:
-    """Return whether the first call of `native` compiles, which takes most of a minute. Raises UsageError."""
+def build_reason() -> str:
+    """Return why the first call of `native` compiles, which takes most of a minute; "" if it does not.
+
+    Raises UsageError.
+    """
     carried, flags = _choose()
     if isinstance(carried, Path):
-        return False
+        return ""
     try:
-        return not (cache_folder() / _recipe(flags).name).exists()
+        target = cache_folder() / _recipe(flags).name
+        problem = _cache_problem(target)
+        return problem if problem in ("", "is missing") else f"{target} {problem}"
     except (BuildError, OSError, subprocess.SubprocessError):
-        return False  # `native` returns the reason
+        return ""  # `native` returns the reason

@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 
 from mycli.runtime.errors import Declined
+from mycli.runtime.kernels.cpu.library.seal import seal
+from mycli.runtime.utils.files import flush
 
 # Longest compilation first, with additional options: quantize_cpu.cpp must round every operation as torch does, so
 # multiplications and additions are not contracted.
@@ -24,6 +26,7 @@ SOURCES: Mapping[str, tuple[str, ...]] = {
     "quantize_cpu.cpp": ("-ffp-contract=off",),
 }
 FLAGS = ("-std=c++17", "-I.", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wno-psabi")
+_OPENMP = re.compile(r"/.*/lib(?:gomp|iomp5|omp)[^/]*\.so[^/]*")
 TIMEOUT = 1200  # seconds, for a busy machine; an idle one needs most of a minute
 
 
@@ -48,10 +51,12 @@ def find_compiler(environment: Mapping[str, str] = os.environ) -> tuple[str, str
     raise BuildError(Declined("no-compiler"))
 
 
-def torch_openmp() -> str:
+def torch_openmp(memory_map: Path = Path("/proc/self/maps")) -> str:
     """Return the path of the OpenMP library that torch has loaded. Raises BuildError."""
-    with open("/proc/self/maps") as maps:
-        loaded: set[str] = set(re.findall(r"(/\S*/lib(?:gomp|iomp5|omp)[^/\s]*\.so\S*)", maps.read()))
+    with memory_map.open() as maps:
+        # The path is the sixth field, to the end of the line: it may hold spaces.
+        paths = {line.rstrip("\n").split(maxsplit=5)[5] for line in maps if line.count("/")}
+    loaded = [path for path in paths if _OPENMP.fullmatch(path)]
     torch_folder = str(Path(torch.__file__).parent)
     for path in sorted(loaded, key=lambda path: (not path.startswith(torch_folder), path)):
         return path
@@ -71,11 +76,17 @@ def digest(sources: Mapping[str, bytes], *depends: str) -> str:
 
 
 def compile_sources(
-    compiler: str, sources: Mapping[str, bytes], flags: Sequence[str], link: Sequence[str], target: Path
+    compiler: str,
+    sources: Mapping[str, bytes],
+    flags: Sequence[str],
+    link: Sequence[str],
+    target: Path,
+    sealed: bool = False,
 ) -> None:
     """Compile and link a shared library and move it to `target` atomically. Raises BuildError.
 
-    `link`: options after the object files. As many files are compiled in parallel as there are processors.
+    `link`: options after the object files; `sealed`: append a checksum. As many files are compiled in parallel as there
+    are processors.
     """
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as work:
@@ -86,7 +97,12 @@ def compile_sources(
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(partial(_run, work), commands))
         _run(work, [compiler, "-shared", *(f"{name}.o" for name in SOURCES), *link, "-o", "library.so"])
-        os.replace(Path(work) / "library.so", target)
+        library = Path(work) / "library.so"
+        if sealed:
+            seal(library)
+        flush(library)  # a power cut must not leave an empty file under the final name
+        os.replace(library, target)
+    flush(target.parent)
 
 
 def _run(work: str, command: Sequence[str]) -> None:
