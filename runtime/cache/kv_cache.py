@@ -91,12 +91,8 @@ class KVCache:
             data.append(torch.zeros(shape, dtype=dtype, device=device))
             if dtype == torch.int8:
                 scales.append(torch.zeros(shape[:-1], dtype=torch.float32, device=device))
-        self._set_tensors(data, scales)
-
-    def _set_tensors(self, data: list[Tensor], scales: list[Tensor]) -> None:
         self._data, self._scales = data, scales
-        self._views: dict[tuple[int, int], KVCache] = {}
-        self.blocks, self.block_size = data[0].shape[1], data[0].shape[3]
+        self.blocks, self.block_size = blocks, block_size
         # One view each of keys and values per layer, made once: making one takes as long as storing a token.
         self._parts = [self._split(layer) for layer in range(len(data))]
 
@@ -111,18 +107,6 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in (*self._data, *self._scales)) + self.states.nbytes
-
-    def view_blocks(self, first: int, count: int) -> "KVCache":
-        """Return blocks `first` .. `first + count` as a cache over the same memory, always the same object."""
-        if count == self.blocks:
-            return self
-        view = self._views.get((first, count))
-        if view is None:
-            view = self._views[first, count] = KVCache.__new__(KVCache)
-            view.states = self.states
-            blocks = slice(first, first + count)
-            view._set_tensors([data[:, blocks] for data in self._data], [scales[:, blocks] for scales in self._scales])
-        return view
 
     def write(self, layer: int, batch: Batch, keys: Tensor, values: Tensor) -> None:
         """Store keys and values [T, kv_heads, head_dim], or packed [T, kv_heads, bytes], of the tokens of `batch`."""

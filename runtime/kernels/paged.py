@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+# Positions that GPU attention reads at a time. There a cache block is a multiple of it, or holds a whole sequence.
+KEY_BLOCK = 64
+
 
 @dataclass(frozen=True)
 class Ragged:

@@ -80,8 +80,8 @@ def cache_positions(context: int) -> int:
 
 def _all_positions(plan: MemoryPlan) -> int:
     positions = cache_positions(plan.context) * plan.batch
-    # On a GPU, and for one sequence, each sequence has a contiguous slot; otherwise they share blocks.
-    return positions if plan.gpu or plan.batch == 1 else -(-positions // SHARED_BLOCK) * SHARED_BLOCK
+    # One sequence has a contiguous slot; several share blocks.
+    return positions if plan.batch == 1 else -(-positions // SHARED_BLOCK) * SHARED_BLOCK
 
 
 def cache_bytes(plan: MemoryPlan) -> int:
@@ -127,7 +127,7 @@ def dequantization_bytes(plan: MemoryPlan) -> int:
 def dense_cache_bytes(plan: MemoryPlan) -> int:
     # One layer's keys and values, converted or gathered for the attention of a prompt.
     read_in_place = plan.kv == "auto" or (plan.kv == "bf16" and plan.value_bytes == 2)
-    if read_in_place and (plan.gpu or plan.batch == 1):
+    if read_in_place and plan.batch == 1:
         return 0
     largest = max(heads * head_dim for heads, head_dim in map(plan.config.kv_shape, range(plan.config.layers)))
     return 2 * largest * cache_positions(plan.context) * plan.value_bytes

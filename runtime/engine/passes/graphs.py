@@ -1,23 +1,71 @@
-"""CUDA graphs: capturing launches and replaying them."""
+"""CUDA graphs: capturing launches and replaying them, and the device buffers that a replayed step reads."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.cache.kv_cache import KVCache
+from mycli.runtime.engine.passes.base import PassInput
+from mycli.runtime.kernels.paged import KEY_BLOCK
 
 Launches = Callable[[], Tensor]  # enqueues launches and returns the tensor that will hold the result
 Capture = Callable[[Launches], Launches]
 
 
+@dataclass(frozen=True)
+class StepInput:
+    """What a step reads, for a padded number of sequences with equally many new tokens.
+
+    tokens int64 [sequences, new]; lengths int32 [sequences], including the new tokens, 0 for a padding sequence;
+    block_table int32 [sequences, blocks].
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    block_table: Tensor
+
+    @classmethod
+    def zeros(cls, sequences: int, new: int, width: int, device: torch.device) -> "StepInput":
+        return cls(
+            torch.zeros(sequences, new, dtype=torch.int64, device=device),
+            torch.zeros(sequences, dtype=torch.int32, device=device),
+            torch.zeros(sequences, width, dtype=torch.int32, device=device),
+        )
+
+    def fill(self, chunks: Sequence[Chunk]) -> None:
+        """Copy tokens, lengths and blocks of `chunks`; the sequences after them become padding."""
+        # Entries of the table that are not copied belong to positions that nothing reads. The driver stages such small
+        # copies, so the host does not wait.
+        lengths = [chunk.length for chunk in chunks] + [0] * (len(self.lengths) - len(chunks))
+        used = min(max(len(chunk.blocks) for chunk in chunks), self.block_table.shape[1])
+        rows = [[*chunk.blocks[:used], *[0] * (used - len(chunk.blocks))] for chunk in chunks]
+        tokens = torch.tensor([list(chunk.tokens) for chunk in chunks], dtype=torch.int64)
+        self.tokens[: len(chunks)].copy_(tokens, non_blocking=True)
+        self.lengths.copy_(torch.tensor(lengths, dtype=torch.int32), non_blocking=True)
+        self.block_table[: len(chunks), :used].copy_(torch.tensor(rows, dtype=torch.int32), non_blocking=True)
+
+
 class Step(Protocol):
     def takes(self, sequences: int, tokens: int) -> bool: ...
 
-    def __call__(
-        self, tokens: Tensor, lengths: Tensor, tables: tuple[Tensor, Tensor], cache: KVCache, last: bool
-    ) -> Tensor: ...
+    def __call__(self, inputs: StepInput, tables: tuple[Tensor, Tensor], cache: KVCache, last: bool) -> Tensor: ...
+
+
+def table_width(work: PassInput) -> int:
+    """Return the most cache blocks of any sequence of this cache; 1 where kernels need a sequence in one block."""
+    size = work.cache.block_size
+    if size % KEY_BLOCK:
+        return 1
+    return -(-min(work.rope.positions, work.cache.blocks * size) // size)
+
+
+def rotary_tables(work: PassInput) -> tuple[Tensor, Tensor] | None:
+    """Return cosines and sines of all positions of a sequence, or None if the kernels cannot use one fixed table."""
+    return work.rope.fixed(min(table_width(work) * work.cache.block_size, work.rope.positions))
 
 
 class GraphCapture:
