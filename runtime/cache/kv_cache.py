@@ -121,10 +121,19 @@ class KVCache:
                 if scales is not None and stored.scales is not None:
                     scales[place] = stored.scales.T
                 continue
-            block, offset = batch.slot_mapping // self.block_size, batch.slot_mapping % self.block_size
-            data[block, :, offset] = stored.data
-            if scales is not None and stored.scales is not None:
-                scales[block, :, offset] = stored.scales
+            slots = batch.slot_mapping
+            self._write_at(layer, kind, slots // self.block_size, slots % self.block_size, stored)
+
+    def write_at(self, layer: int, block: Tensor, offset: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store keys and values, as in `write`, at int64 [T] blocks and offsets on the device."""
+        for kind, new in enumerate((keys, values)):
+            self._write_at(layer, kind, block, offset, Stored.of(new, self.dtype))
+
+    def _write_at(self, layer: int, kind: int, block: Tensor, offset: Tensor, stored: Stored) -> None:
+        data, scales = self._parts[layer][kind].data, self._parts[layer][kind].scales
+        data[block, :, offset] = stored.data
+        if scales is not None and stored.scales is not None:
+            scales[block, :, offset] = stored.scales
 
     def read(self, layer: int, blocks: Sequence[int], length: int) -> tuple[Stored, Stored]:
         """Return keys and values [1, kv_heads, length, head_dim] of the sequence in `blocks`; views for one block."""

@@ -35,6 +35,7 @@ from mycli.runtime.kernels.paged import Ragged, Scoring
 from mycli.runtime.kernels.recurrent import DeltaSizes, Runs
 from mycli.runtime.kernels.routed import Route
 from mycli.runtime.kernels.triton.experts import triton_route, triton_routed_product, triton_weighted_sum
+from mycli.runtime.kernels.triton.paged_attention import triton_attend_paged
 from mycli.runtime.kernels.triton.product.kernel import TritonKernel
 from mycli.runtime.models.experts_spec import RoutingSpec
 from mycli.runtime.quantization.packed_weight import Kernel, Matmul, PackedWeight
@@ -101,7 +102,7 @@ ATTENTION: Operation[
 ]
 ATTENTION = Operation("attention", (attend_cached, reference.attend_dense))
 PAGED_ATTENTION: Operation[[Tensor, Stored, Stored, Ragged, Scoring], Tensor] = Operation(
-    "attention over blocks", (attend_paged, reference.attend_gathered)
+    "attention over blocks", (attend_paged, triton_attend_paged, reference.attend_gathered)
 )
 VECTOR_PACKING: Operation[[Tensor], Tensor] = Operation("packing of vectors", (native_pack_int4, pack_int4))
 CONVOLUTION: Operation[[Tensor, Tensor, Tensor | None, Tensor, Runs, bool], Tensor]

@@ -30,7 +30,7 @@ def graph_bytes(rows: Iterable[int], logits: int, activations: int, weights: Ite
 
     logits, activations: bytes per row; weights: bytes per launch, of which the largest has the largest partial sums.
     """
-    # Each graph has logits of its own. In the pool, as large as the widest pass needs, are activations, partial sums, and
+    # Each graph has its logits. In the pool, as large as the widest pass needs, are activations, partial sums and
     # the logits of passes that also sample.
     graphs = list(rows)
     return sum(graphs) * logits + max(graphs, default=0) * (activations + logits) + max(weights, default=0) // _SPLIT_K

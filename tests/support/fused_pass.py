@@ -31,7 +31,10 @@ class Sums:
     def takes(self, sequences: int, tokens: int) -> bool:
         return sequences * tokens <= 8
 
-    def __call__(self, inputs: StepInput, tables: tuple[Tensor, Tensor], cache: KVCache, last: bool) -> Tensor:
+    def rotates(self, rope: Rope, positions: int) -> bool:
+        return rope.fixed(positions) is not None
+
+    def __call__(self, inputs: StepInput, rope: Rope, cache: KVCache, last: bool) -> Tensor:
         self.calls += 1
         found = inputs.tokens * 100 + inputs.lengths[:, None]
         found = found[:, -1:] if last else found

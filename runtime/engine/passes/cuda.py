@@ -23,7 +23,6 @@ from mycli.runtime.engine.passes.graphs import (
     Launches,
     Step,
     StepInput,
-    rotary_tables,
     table_width,
 )
 from mycli.runtime.engine.passes.plain import PlainPass
@@ -64,7 +63,7 @@ class _CacheGraphs:
     None after the first pass of a shape.
     """
 
-    tables: tuple[Tensor, Tensor]  # graphs hold their addresses
+    rope: Rope  # graphs hold the addresses of its tables
     by_shape: dict[tuple[_Shape, bool], _Captured | None] = field(default_factory=dict)
 
 
@@ -118,9 +117,10 @@ class CudaPass:
             return Declined("fused-shape", {"sequences": sequences, "tokens": new})
         if (padded, new) in self._refused:
             return self._refused[padded, new]
-        if max([len(chunk.blocks) for chunk in work.chunks]) > table_width(work):
+        width = table_width(work)
+        if max([len(chunk.blocks) for chunk in work.chunks]) > width:
             return Declined("cache-block-size", {"size": work.cache.block_size})
-        if rotary_tables(work) is None:
+        if not self.step.rotates(work.rope, min(width * work.cache.block_size, work.rope.positions)):
             return Declined("rotation-kind")
         if work.sampling is None:
             logit_rows = sum([chunk.logits for chunk in work.chunks])
@@ -143,11 +143,11 @@ class CudaPass:
     def _fused(self, work: PassInput) -> Tensor | None:
         """Return logits [sequences, 1 or new, vocab], valid until the next call; None if they are up to `plain`."""
         sequences, new = len(work.chunks), work.chunks[0].count
-        padded, tables = padded_sequences(sequences), rotary_tables(work)
-        assert padded is not None and tables is not None
+        padded = padded_sequences(sequences)
+        assert padded is not None
         held = self._graphs.get(work.cache)
-        if held is None or held.tables[0] is not tables[0]:
-            held = self._graphs[work.cache] = _CacheGraphs(tables)
+        if held is None or held.rope is not work.rope:
+            held = self._graphs[work.cache] = _CacheGraphs(work.rope)
         shape = padded, new
         key = shape, sum([chunk.logits for chunk in work.chunks]) < work.rows
         # The first pass of a shape compiles its kernels, which must not happen inside a capture.
@@ -171,7 +171,7 @@ class CudaPass:
             expected = self._plain.logits(work)  # first: the cache must end up with what replays write
         inputs = StepInput.zeros(*shape, table_width(work), work.rope.device)
         inputs.fill(work.chunks)
-        logits = self.step(inputs, held.tables, work.cache, last)[: len(work.chunks)]
+        logits = self.step(inputs, held.rope, work.cache, last)[: len(work.chunks)]
         declined = None if expected is None else _compare(logits.flatten(0, 1), expected, self._tolerance)
         if declined is not None:
             self._give_up(declined, shape)
@@ -188,7 +188,7 @@ class CudaPass:
         shape, last = key
         inputs = StepInput.zeros(*shape, table_width(work), work.rope.device)
         inputs.fill(work.chunks)
-        return _Captured(inputs, self._capture(lambda: self.step(inputs, held.tables, work.cache, last)))
+        return _Captured(inputs, self._capture(lambda: self.step(inputs, held.rope, work.cache, last)))
 
     def _give_up(self, declined: Declined, shape: _Shape | None) -> None:
         if self._failed is None and not self._refused:
@@ -255,13 +255,12 @@ def difference(
     """
     context = min(_CHECK_CONTEXT, model.config.max_context)
     rope = Rope(model.config, context, model.device, model.dtype)
-    tables = rope.fixed(context)
-    if tables is None:
+    if not step.rotates(rope, context):
         return None
     for block_size in (context, KEY_BLOCK):
         blocks = tuple(reversed(range(-(-context // block_size))))
         cache = KVCache(model.config, len(blocks), block_size, model.device, cache_dtype(kv, model.dtype))
-        declined = _difference(model, step, cache, rope, tables, blocks, capture, counts)
+        declined = _difference(model, step, cache, rope, blocks, capture, counts)
         if declined is not None:
             return declined
     return None
@@ -272,7 +271,6 @@ def _difference(
     step: Step,
     cache: KVCache,
     rope: Rope,
-    tables: tuple[Tensor, Tensor],
     blocks: tuple[int, ...],
     capture: Capture | None,
     counts: Sequence[int],
@@ -292,13 +290,13 @@ def _difference(
         expected = plain(chunk)[None]
         inputs = StepInput.zeros(sequences, count, len(blocks), model.device)
         inputs.fill([chunk])
-        logits = step(inputs, tables, cache, last=False)
+        logits = step(inputs, rope, cache, last=False)
         declined = _compare(logits[:1], expected, tolerance(config))
         if declined is not None:
             return declined
         if capture is None:
             continue
-        replayed = capture(partial(step, inputs, tables, cache, last=False))()
+        replayed = capture(partial(step, inputs, rope, cache, last=False))()
         if not torch.equal(replayed[:1], logits[:1]):
             return Declined("replay-differs")
     return None

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.engine.passes.base import OnDecline, PassInput, TokenSteps
-from mycli.runtime.engine.passes.graphs import Capture, Launches, Step, StepInput, rotary_tables, table_width
+from mycli.runtime.engine.passes.graphs import Capture, Launches, Step, StepInput, table_width
 from mycli.runtime.errors import Declined, summarize_error
 from mycli.runtime.kernels.triton.sample import SamplingBuffers, sample_tokens
 from mycli.runtime.kernels.triton.top_k_top_p import Filters
+from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.memory.graphs import padded_sequences
 from mycli.runtime.sampling.sampler import DeviceSampling
@@ -34,7 +35,7 @@ _Kind = tuple[int, int, bool, Filters]  # steps, vocabulary, random or greedy, f
 class _Buffers:
     feedback: SamplingBuffers
     inputs: StepInput  # its tokens and lengths are those of `feedback`
-    tables: tuple[Tensor, Tensor]  # graphs hold their addresses
+    rope: Rope  # graphs hold the addresses of its tables
     graphs: dict[_Kind, Launches | None] = field(default_factory=dict)
 
 
@@ -112,16 +113,16 @@ class DeviceLoop:
 
     @torch.inference_mode()
     def _buffers_of(self, work: PassInput) -> _Buffers:
-        padded, tables = padded_sequences(len(work.chunks)), rotary_tables(work)
-        assert padded is not None and tables is not None  # checked by `CudaPass.takes`
+        padded = padded_sequences(len(work.chunks))
+        assert padded is not None  # checked by `CudaPass.takes`
         by_count = self._buffers.setdefault(work.cache, {})
         buffers = by_count.get(padded)
-        if buffers is None or buffers.tables[0] is not tables[0]:
+        if buffers is None or buffers.rope is not work.rope:
             device = work.rope.device
             feedback = SamplingBuffers.make(STEPS, padded, device)
             table = torch.zeros(padded, table_width(work), dtype=torch.int32, device=device)
             inputs = StepInput(feedback.tokens, feedback.lengths, table)
-            buffers = by_count[padded] = _Buffers(feedback, inputs, tables)
+            buffers = by_count[padded] = _Buffers(feedback, inputs, work.rope)
         return buffers
 
     @torch.inference_mode()
@@ -143,7 +144,7 @@ class DeviceLoop:
 
         def work() -> Tensor:
             for index in range(steps):
-                logits = self._step(buffers.inputs, buffers.tables, cache, last=True)[:, -1]
+                logits = self._step(buffers.inputs, buffers.rope, cache, last=True)[:, -1]
                 sample_tokens(logits, sampling.vocab_size, random, to, index, filters)
             return to.chosen
 

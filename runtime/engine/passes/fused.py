@@ -13,15 +13,10 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.cache.kv_cache import KVCache
-from mycli.runtime.engine.passes.graphs import StepInput
+from mycli.runtime.engine.passes.graphs import StepInput, longest
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.reference import DenseMatmul
-from mycli.runtime.kernels.triton.attention import (
-    attend_stages,
-    decode_attention,
-    query_columns,
-    tokens_per_program,
-)
+from mycli.runtime.kernels.triton.attention import decode_attention, head_fits
 from mycli.runtime.kernels.triton.experts import ExpertTable
 from mycli.runtime.kernels.triton.gated_silu import activate
 from mycli.runtime.kernels.triton.layer_cache import LayerCache
@@ -32,6 +27,7 @@ from mycli.runtime.kernels.triton.rope import Projection, project
 from mycli.runtime.layers.block import Attention, Block
 from mycli.runtime.layers.feed_forward import Experts, Mlp
 from mycli.runtime.layers.linear import Linear
+from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.streamed_experts import StreamedExperts
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.memory.graphs import MOST_ROWS
@@ -182,19 +178,20 @@ class FusedStep:
     def takes(self, sequences: int, tokens: int) -> bool:
         """Return whether the kernels do a pass over `tokens` new tokens of each of `sequences`."""
         config, chip = self._model.config, self._layers[0].o.chip
-        group = config.heads // config.kv_heads
-        per_program = tokens_per_program(tokens, group)
-        if sequences * tokens > MOST_ROWS or not per_program:
-            return False
-        queries = query_columns(per_program, group)
+        group, element = config.heads // config.kv_heads, self._model.dtype.itemsize
         # Packed codes need no more shared memory than values of the model's dtype.
-        return attend_stages(chip, config.head_dim, queries, self._model.dtype.itemsize) > 0
+        return sequences * tokens <= MOST_ROWS and head_fits(chip, group, config.head_dim, tokens, element)
 
-    def __call__(self, inputs: StepInput, tables: tuple[Tensor, Tensor], cache: KVCache, last: bool) -> Tensor:
+    def rotates(self, rope: Rope, positions: int) -> bool:
+        return rope.fixed(positions) is not None
+
+    def __call__(self, inputs: StepInput, rope: Rope, cache: KVCache, last: bool) -> Tensor:
         """Return logits [sequences, 1 if last else new, vocab] in the model's dtype; the cache takes keys and values.
 
-        tables: cosines and sines [positions, head_dim / 2]. Logits of padding sequences mean nothing.
+        Logits of padding sequences mean nothing.
         """
+        tables = rope.fixed(longest(inputs.block_table, rope, cache))
+        assert tables is not None  # checked by `rotates`
         sequences, new = inputs.tokens.shape
         counters, lengths, block_table = self._counters, inputs.lengths, inputs.block_table
         stream, first = embed(inputs.tokens.reshape(-1).contiguous(), self._model.embedding, self._layers[0].input_norm)

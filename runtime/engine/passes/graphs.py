@@ -11,6 +11,7 @@ from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.engine.passes.base import PassInput
 from mycli.runtime.kernels.paged import KEY_BLOCK
+from mycli.runtime.layers.rope import Rope
 
 Launches = Callable[[], Tensor]  # enqueues launches and returns the tensor that will hold the result
 Capture = Callable[[Launches], Launches]
@@ -50,9 +51,15 @@ class StepInput:
 
 
 class Step(Protocol):
+    """A pass over a padded number of sequences whose every input is on the device, so that it can be captured."""
+
     def takes(self, sequences: int, tokens: int) -> bool: ...
 
-    def __call__(self, inputs: StepInput, tables: tuple[Tensor, Tensor], cache: KVCache, last: bool) -> Tensor: ...
+    def rotates(self, rope: Rope, positions: int) -> bool:
+        """Return whether it can use the tables of `rope` for sequences of up to `positions` tokens."""
+        ...
+
+    def __call__(self, inputs: StepInput, rope: Rope, cache: KVCache, last: bool) -> Tensor: ...
 
 
 def table_width(work: PassInput) -> int:
@@ -63,9 +70,9 @@ def table_width(work: PassInput) -> int:
     return -(-min(work.rope.positions, work.cache.blocks * size) // size)
 
 
-def rotary_tables(work: PassInput) -> tuple[Tensor, Tensor] | None:
-    """Return cosines and sines of all positions of a sequence, or None if the kernels cannot use one fixed table."""
-    return work.rope.fixed(min(table_width(work) * work.cache.block_size, work.rope.positions))
+def longest(block_table: Tensor, rope: Rope, cache: KVCache) -> int:
+    """Return the most positions of a sequence: those of its row of the table, as far as there are rotary tables."""
+    return min(block_table.shape[1] * cache.block_size, rope.positions)
 
 
 class GraphCapture:

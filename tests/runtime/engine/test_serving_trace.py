@@ -115,7 +115,10 @@ class Reading:
     def takes(self, sequences: int, tokens: int) -> bool:
         return sequences * tokens <= 64
 
-    def __call__(self, inputs: StepInput, tables: tuple[Tensor, Tensor], cache: KVCache, last: bool) -> Tensor:
+    def rotates(self, rope: Rope, positions: int) -> bool:
+        return rope.fixed(positions) is not None
+
+    def __call__(self, inputs: StepInput, rope: Rope, cache: KVCache, last: bool) -> Tensor:
         self.shapes[tuple(inputs.tokens.shape)] += 1
         keys, size, rows = cache.all(0)[0].data, cache.block_size, []
         for tokens, length, blocks in zip(inputs.tokens, inputs.lengths.tolist(), inputs.block_table, strict=True):

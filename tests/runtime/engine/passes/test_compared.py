@@ -15,6 +15,7 @@ from mycli.runtime.engine.passes.plain import PlainPass
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.triton.attention import BLOCK_K, splits
 from mycli.runtime.kernels.triton.product.tiles import Chip
+from mycli.runtime.layers.rope import Rope
 from mycli.runtime.models.config import KvDtype
 from mycli.runtime.models.experts import MoeLayers
 from mycli.runtime.models.experts_spec import RoutingSpec
@@ -89,7 +90,7 @@ def test_a_pass_is_compared_on_the_kind_of_cache_that_it_will_have() -> None:
     plain, seen = model(lambda x: torch.ones(*x.shape[:-1], 3), head_dim=64), list[torch.dtype]()
 
     class Right(Sums):
-        def __call__(self, inputs: StepInput, tables: tuple[Tensor, Tensor], cache: KVCache, last: bool) -> Tensor:
+        def __call__(self, inputs: StepInput, rope: Rope, cache: KVCache, last: bool) -> Tensor:
             seen.append(cache.all(0)[0].data.dtype)
             return torch.ones(*inputs.tokens.shape, 3).half()
 
@@ -166,7 +167,7 @@ def test_the_check_reaches_into_several_parts_of_the_keys() -> None:
     seen: list[tuple[int, int]] = []
 
     class Right(Sums):
-        def __call__(self, inputs: StepInput, tables: tuple[Tensor, Tensor], cache: KVCache, last: bool) -> Tensor:
+        def __call__(self, inputs: StepInput, rope: Rope, cache: KVCache, last: bool) -> Tensor:
             sequences, width = inputs.block_table.shape
             assert sequences == (1 if width == 1 else 2) and not inputs.lengths[1:].any()
             assert inputs.block_table[0].tolist() == list(range(width))[::-1]

@@ -95,9 +95,9 @@ class Seen(Sums):
         super().__init__()
         self.inputs: list[StepInput] = []
 
-    def __call__(self, inputs: StepInput, tables: tuple[Tensor, Tensor], cache: KVCache, last: bool) -> Tensor:
+    def __call__(self, inputs: StepInput, rope: Rope, cache: KVCache, last: bool) -> Tensor:
         self.inputs.append(StepInput(inputs.tokens.clone(), inputs.lengths.clone(), inputs.block_table.clone()))
-        return super().__call__(inputs, tables, cache, last)
+        return super().__call__(inputs, rope, cache, last)
 
 
 def test_one_graph_serves_any_sequences_of_a_padded_number() -> None:
@@ -133,16 +133,16 @@ def test_a_new_rotary_table_takes_new_graphs() -> None:
         assert run(fast, one(3, 0), rope, cache) is not None
     longer = Rope(CONFIG, 2 * CAPACITY, CPU, torch.float16)
     assert run(fast, one(3, 0), longer, cache) is not None
-    assert fast._graphs[cache].tables[0] is longer.fixed(CAPACITY)[0]  # type: ignore[index]  # it is fixed
+    assert fast._graphs[cache].rope is longer
 
 
 def test_the_graph_that_was_used_least_recently_goes() -> None:
     captures: list[tuple[int, bool]] = []
 
     class Shapes(Sums):
-        def __call__(self, inputs: StepInput, tables: tuple[Tensor, Tensor], cache: KVCache, last: bool) -> Tensor:
+        def __call__(self, inputs: StepInput, rope: Rope, cache: KVCache, last: bool) -> Tensor:
             captures.append((inputs.tokens.shape[1], last))
-            return super().__call__(inputs, tables, cache, last)
+            return super().__call__(inputs, rope, cache, last)
 
         def takes(self, sequences: int, tokens: int) -> bool:
             return True

@@ -75,7 +75,10 @@ class Step:
     def takes(self, sequences: int, tokens: int) -> bool:
         return sequences < 5
 
-    def __call__(self, inputs: StepInput, tables: tuple[Tensor, Tensor], cache: KVCache, last: bool) -> Tensor:
+    def rotates(self, rope: Rope, positions: int) -> bool:
+        return rope.fixed(positions) is not None
+
+    def __call__(self, inputs: StepInput, rope: Rope, cache: KVCache, last: bool) -> Tensor:
         self.calls += 1
         keys = cache.all(0)[0].data
         for place, end in enumerate(inputs.lengths.tolist()):

@@ -62,10 +62,10 @@ def compare(case: Case) -> tuple[float, float, dict[str, int]]:
     step = FusedStep.compile(fused)
     padded = padded_sequences(case.sequences)
     assert isinstance(step, FusedStep) and padded is not None and step.takes(padded, case.new)
-    inputs, tables = StepInput.zeros(padded, case.new, pages, plain.device), rope.fixed(CAPACITY)
+    inputs = StepInput.zeros(padded, case.new, pages, plain.device)
     last_chunks = [Chunk(row, PREFIX, tuple(tables_of[place]), 1) for place, row in enumerate(new.tolist())]
     inputs.fill(last_chunks)
-    assert tables is not None
+    assert step.rotates(rope, CAPACITY)
     counts: Counter[str] = Counter()
     launch = triton.runtime.interpreter.GridExecutor.__call__
 
@@ -75,8 +75,8 @@ def compare(case: Case) -> tuple[float, float, dict[str, int]]:
 
     triton.runtime.interpreter.GridExecutor.__call__ = counted
     try:
-        found = step(inputs, tables, caches[1], last=False)[:size]
-        last = step(inputs, tables, caches[1], last=True)[:size]
+        found = step(inputs, rope, caches[1], last=False)[:size]
+        last = step(inputs, rope, caches[1], last=True)[:size]
     finally:
         triton.runtime.interpreter.GridExecutor.__call__ = launch
     assert not step._counters.any(), "a captured pass could not be replayed"
@@ -125,9 +125,9 @@ def early(case: Case) -> set[tuple[str, bool, bool]]:
 
     fused, plain = models(case, chip=Chip((9, 0), 4, pdl=True))
     cache = KVCache(plain.config, 1, CAPACITY, plain.device, torch.float16)
-    tables = Rope(plain.config, CAPACITY, plain.device, torch.float16).fixed(CAPACITY)
+    rope = Rope(plain.config, CAPACITY, plain.device, torch.float16)
     step = FusedStep.compile(fused)
-    assert isinstance(step, FusedStep) and tables is not None
+    assert isinstance(step, FusedStep)
     waits, seen = Counter[str](), set()
     launch = triton.runtime.interpreter.GridExecutor.__call__
 
@@ -144,7 +144,7 @@ def early(case: Case) -> set[tuple[str, bool, bool]]:
             patch.setattr(module, "pdl_wait", lambda: waits.update(["pdl_wait"]))
         inputs = StepInput.zeros(1, 1, 1, plain.device)
         inputs.fill([Chunk([0], 0, (0,), 1)])
-        step(inputs, tables, cache, last=True)
+        step(inputs, rope, cache, last=True)
     return seen
 
 
