@@ -132,6 +132,7 @@ REASONS: Mapping[str, str] = {
     "hidden-states": "hidden states are requested, which a replayed pass does not return",
     "unequal-tokens": "the sequences do not have equally many new tokens",
     "cache-block-size": "cache blocks have {size} positions, which is no multiple of 64",
+    "attention-shape": "the GPU attention does not support {heads} heads of {head_dim}",
     "fused-shape": "the fused kernels do not support {sequences} sequences of {tokens} new tokens",
     "some-logits": "logits of some rows of each sequence are requested; the fused pass computes the last row or all",
     "not-compared": "a pass of this shape has not been compared with the plain pass yet",
@@ -185,7 +186,12 @@ WORK: Mapping[str, str] = {
     "batch": "greedy decoding of 8 sequences",
     "verify": "verification of 4 draft tokens",
 }
-PASSES: Mapping[str, str] = {"cuda": "fused GPU pass", "cpu": "native CPU pass", "plain": "plain pass"}
+PASSES: Mapping[str, str] = {
+    "cuda": "fused GPU pass",
+    "captured": "captured GPU pass",
+    "cpu": "native CPU pass",
+    "plain": "plain pass",
+}
 _OTHER_DEVICE = ("not-on-cpu", "not-on-cuda")
 
 

@@ -17,13 +17,14 @@ from mycli.runtime.kernels.paged import Ragged, Scoring
 from mycli.runtime.kernels.registry import PAGED_ATTENTION, VECTOR_PACKING
 from mycli.runtime.kernels.triton.product.matmul import ACTIVATION_DTYPES
 from mycli.runtime.layers.attention import KeyValue
-from mycli.runtime.layers.feed_forward import Experts
 from mycli.runtime.layers.layer_part import PassContext
 from mycli.runtime.layers.rope import Rope, RopeTables
 from mycli.runtime.layers.streamed_experts import StreamedExperts
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.layers.vocabulary import embed_tokens, finish_logits
 from mycli.runtime.memory.graphs import MOST_ROWS
+from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.models.part_spec import AttentionSpec, RopeSpec
 
 
@@ -59,6 +60,16 @@ class _DeviceSequences:
         return PAGED_ATTENTION(query[0], *self._cache.all(layer), self._ragged, scoring)[None]
 
 
+def decline_captured(config: ModelConfig) -> Declined | None:
+    """Return what in the declaration of a model cannot be captured, or None."""
+    for spec in config.layer_specs:
+        if spec.recurrent is not None:
+            return Declined("layer-recurrent")  # its states are found by the host
+        if isinstance(spec.mlp, ExpertsSpec) and spec.mlp.routing.groups > 1:
+            return Declined("expert-groups")  # chosen by plain torch, which waits for the device
+    return None
+
+
 class CapturedStep:
     """The captured plain pass of one model; see `compile`."""
 
@@ -70,14 +81,9 @@ class CapturedStep:
         """Return the step of a loaded model, or why its operations cannot be captured."""
         if model.dtype not in ACTIVATION_DTYPES:
             return Declined("activation-dtype", {"dtype": str(model.dtype).removeprefix("torch.")})
-        for block in model.layers():
-            if block.spec.recurrent is not None:
-                return Declined("layer-recurrent")  # its states are found by the host
-            if isinstance(block.mlp, StreamedExperts):
-                return Declined("streamed-experts")
-            if isinstance(block.mlp, Experts) and block.mlp.spec.routing.groups > 1:
-                return Declined("expert-groups")  # chosen by plain torch, which waits for the device
-        return cls(model)
+        if any(isinstance(block.mlp, StreamedExperts) for block in model.layers()):
+            return Declined("streamed-experts")
+        return decline_captured(model.config) or cls(model)
 
     def takes(self, sequences: int, tokens: int) -> bool:
         if sequences * tokens > MOST_ROWS:

@@ -1,4 +1,6 @@
-"""The CUDA pass: fused kernels, replayed as CUDA graphs, and several tokens in one launch.
+"""The CUDA pass: a step of kernels replayed as CUDA graphs, and several tokens in one launch.
+
+The step is the fused one (`fused`), or for a model that it does not support the captured plain pass (`captured`).
 
 A token then costs the host one launch instead of hundreds. A graph holds addresses, so it belongs to one cache and one
 padded number of sequences and tokens; it is captured the second time that such a pass runs. Tokens, lengths and block
@@ -17,6 +19,7 @@ from torch import Tensor
 from mycli.runtime.cache.batch import Batch, Chunk
 from mycli.runtime.cache.kv_cache import KVCache, cache_dtype
 from mycli.runtime.engine.passes.base import OnDecline, Pass, PassInput, TokenSteps
+from mycli.runtime.engine.passes.captured import CapturedStep
 from mycli.runtime.engine.passes.graphs import (
     Capture,
     GraphCapture,
@@ -75,7 +78,6 @@ class CudaPass:
     replay all passes are declined from then on; after a failed first launch only those of its shape.
     """
 
-    name = "cuda"
     samples = True
 
     def __init__(
@@ -85,10 +87,11 @@ class CudaPass:
         capture: Capture | None,
         report: OnDecline = lambda declined: None,
         *,
+        name: str = "cuda",
         compare: bool = True,
         tolerance: float = TOLERANCE,
     ) -> None:
-        self.step = step
+        self.step, self.name = step, name
         self._plain, self._capture, self._report = plain, capture, report
         self._compare, self._tolerance = compare, tolerance
         self.loop: DeviceLoop | None = None
@@ -206,24 +209,37 @@ def compile_cuda_pass(model: Transformer, kv: KvDtype, report: OnDecline) -> Cud
     It is first compared with the plain pass, launched and replayed; failures and differences are reported.
     """
     try:
-        from mycli.runtime.engine.passes import device_loop, fused
+        from mycli.runtime.engine.passes import fused
     except ImportError as error:
         return Declined("no-triton", {"error": summarize_error(error)})
     step = fused.FusedStep.compile(model)
-    if isinstance(step, Declined):
-        return step
-    way = compile_step(model, step, kv, GraphCapture(), report)
+    return step if isinstance(step, Declined) else _compile_looping(model, step, kv, report, "cuda")
+
+
+def compile_captured_pass(model: Transformer, kv: KvDtype, report: OnDecline) -> CudaPass | Declined:
+    """Compile the captured plain pass of a model on a CUDA device, or return why it has none; as the fused pass."""
+    step = CapturedStep.compile(model)
+    return step if isinstance(step, Declined) else _compile_looping(model, step, kv, report, "captured")
+
+
+def _compile_looping(model: Transformer, step: Step, kv: KvDtype, report: OnDecline, name: str) -> CudaPass | Declined:
+    try:
+        from mycli.runtime.engine.passes import device_loop
+    except ImportError as error:
+        return Declined("no-triton", {"error": summarize_error(error)})
+    way = compile_step(model, step, kv, GraphCapture(), report, name)
     if isinstance(way, CudaPass):
         way.loop = device_loop.compile_loop(model, step, GraphCapture(), report)
     return way
 
 
 def compile_step(
-    model: Transformer, step: Step, kv: KvDtype, capture: Capture, report: OnDecline
+    model: Transformer, step: Step, kv: KvDtype, capture: Capture, report: OnDecline, name: str = "cuda"
 ) -> CudaPass | Declined:
     """Compare `step` with the plain pass of `model` and return the pass that runs it, or why it cannot be used."""
-    if kv == "int4" and model.config.head_dim not in FUSED_INT4_HEADS:
-        declined: Declined | None = Declined("int4-head", {"head_dim": model.config.head_dim})
+    odd = {spec.head_dim for spec in model.config.attentions} - set(FUSED_INT4_HEADS)
+    if kv == "int4" and odd:
+        declined: Declined | None = Declined("int4-head", {"head_dim": min(odd)})
     else:
         try:
             declined = difference(model, step, kv, capture)
@@ -232,7 +248,7 @@ def compile_step(
     if declined is not None:
         report(declined)
         return declined
-    return CudaPass(step, PlainPass(model), capture, report, tolerance=tolerance(model.config))
+    return CudaPass(step, PlainPass(model), capture, report, name=name, tolerance=tolerance(model.config))
 
 
 def tolerance(config: ModelConfig) -> float:

@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from mycli.runtime.cache.int4 import pack_int4, unpack_int4
+from mycli.runtime.cache.kv_cache import Stored
+from mycli.runtime.kernels.paged import Ragged, Scoring
+from mycli.runtime.kernels.reference import attend_gathered
 from mycli.runtime.kernels.triton.layer_cache import LayerCache
 from mycli.runtime.kernels.triton.product.tiles import Chip
 from mycli.runtime.layers.attention import attention_mask
@@ -189,3 +192,63 @@ def test_refuses_what_the_kernels_take_for_granted() -> None:
 def test_lots_of_tokens_are_as_few_and_as_even_as_columns_allow() -> None:
     assert [tokens_per_program(tokens, 4) for tokens in (1, 8, 16, 17, 33, 64)] == [1, 8, 16, 9, 11, 16]
     assert tokens_per_program(64, 1) == 64 and tokens_per_program(2, 64) == 1 and tokens_per_program(1, 65) == 0
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Attention with another scale, a softcap, sinks, a window; the result as plain values."""
+
+    lengths: tuple[int, ...]
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    tokens: int = 1
+    window: int | None = None
+    softcap: float = 0.0
+    sinks: bool = False
+    kind: torch.dtype = torch.float16
+    block: int = 64
+
+    def __str__(self) -> str:
+        options = f"-window{self.window}" * (self.window is not None) + f"-cap{self.softcap}" * bool(self.softcap)
+        shape = f"{self.heads}q{self.kv_heads}kv{self.head_dim}"
+        return f"{shape}-lengths{self.lengths}-tokens{self.tokens}{options}{'-sinks' * self.sinks}-{self.kind}"
+
+
+def scored(case: Scored) -> float:
+    from mycli.runtime.kernels.triton.attention import attend_paged
+
+    sequences, width = len(case.lengths), 320 // case.block
+    table = shuffled(sequences, width)
+    wide = normal(2, sequences, case.kv_heads, 320, case.head_dim)
+    stored = [Stored.of(part.half(), case.kind) for part in wide]
+    blocks = [
+        Stored(*(None if part is None else paged(part, case.block, table) for part in (one.data, one.scales)))
+        for one in stored
+    ]
+    query = 2 * normal(sequences * case.tokens, case.heads, case.head_dim, seed=1).half()
+    sinks = 3 * normal(case.heads, seed=2) if case.sinks else None
+    starts = torch.arange(0, (sequences + 1) * case.tokens, case.tokens, dtype=torch.int32)
+    ragged = Ragged(starts, torch.tensor(case.lengths, dtype=torch.int32), table, case.tokens)
+    scoring = Scoring(0.3, case.window, case.softcap, sinks)
+    found = attend_paged(query, *blocks, ragged, scoring, Chip((9, 0), 16))
+    assert isinstance(found, torch.Tensor)
+    keep = torch.tensor(case.lengths).repeat_interleave(case.tokens) > 0
+    expected = attend_gathered(query, *blocks, ragged, scoring)
+    assert not found[~keep].any()
+    return difference(found[keep], expected[keep])
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Scored((130, 7), softcap=5.0),
+        Scored((300, 0, 1), sinks=True, heads=6, kv_heads=2),
+        Scored((200, 90), softcap=2.0, sinks=True, window=40, tokens=3, kind=torch.int8),
+        Scored((150,), head_dim=80, heads=3, kv_heads=1, sinks=True, tokens=20, block=320),
+        Scored((90, 64), head_dim=128, softcap=30.0, kind=torch.uint8),
+    ],
+    ids=str,
+)
+def test_attend_with_softcap_and_sinks(case: Scored, interpret: Interpret) -> None:
+    assert interpret(scored, case) < 4e-3  # type: ignore[operator]  # the pool carries any result
