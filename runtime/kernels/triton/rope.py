@@ -126,8 +126,8 @@ def rope_epilogue(parts, count, head, first_row, rows, args):
     else:
         first, second = first.to(DTYPE).to(tl.float32), second.to(DTYPE).to(tl.float32)
         key = head - args.heads
-        place = args.block_table + sequence * args.table_width + position // args.block_size
-        page, offset = tl.load(place, mask=cached, other=0), position % args.block_size
+        entry = args.block_table + sequence * args.table_width + position // args.block_size
+        page, offset = tl.load(entry, mask=cached, other=0), position % args.block_size
         if key < args.kv_heads:
             _store_cache(first, second, args.key_cache, args.key_scales, key, page, offset, lane, cached, stored, args)
         else:
