@@ -49,12 +49,7 @@ def columns_of(tile, into):
 
 
 @triton.jit
-def store_activation(value, row, tile, present, into):
-    """Store value fp32 [tiles, TILE_K], columns as in `columns_of`, where `present` [tiles]."""
-    place = (row * into.tiles + tile)[:, None] * into.TILE_K + tl.arange(0, into.TILE_K)[None, :]
-    if into.sums is None:
-        tl.store(into.data + place, value.to(into.data.dtype.element_ty), mask=present[:, None])
-        return
+def _store_scaled(value, place, row, tile, present, into):
     # Scaled to below 2^15, fp16 holds every bf16 or fp16 value above 2^-38 of the tile's largest exactly.
     exponent = tl.maximum(tl.max(tl.abs(value), axis=1).to(tl.int32, bitcast=True) >> 23, 20)
     down = ((268 - exponent) << 23).to(tl.float32, bitcast=True)  # 2^(14 - e)
@@ -64,6 +59,16 @@ def store_activation(value, row, tile, present, into):
     pair = into.sums + (tile * into.rows_padded + row) * 2
     tl.store(pair, up, mask=present)
     tl.store(pair + 1, tl.sum(scaled.to(tl.float32), axis=1) * up, mask=present)
+
+
+@triton.jit
+def store_activation(value, row, tile, present, into):
+    """Store value fp32 [tiles, TILE_K], columns as in `columns_of`, where `present` [tiles]."""
+    place = (row * into.tiles + tile)[:, None] * into.TILE_K + tl.arange(0, into.TILE_K)[None, :]
+    if into.sums is None:
+        tl.store(into.data + place, value.to(into.data.dtype.element_ty), mask=present[:, None])
+    else:
+        _store_scaled(value, place, row, tile, present, into)
 
 
 @triton.jit
