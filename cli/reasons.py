@@ -132,7 +132,9 @@ REASONS: Mapping[str, str] = {
     "greedy-differs": "the device chose tokens {tokens} instead of {expected}",
     "draw-differs": "the device drew tokens {tokens} instead of {expected}",
     "hidden-states": "hidden states are requested, which a replayed pass does not return",
-    "scattered-sequences": "the sequences are not in adjacent cache blocks with the same number of new tokens",
+    "unequal-tokens": "the sequences do not have equally many new tokens",
+    "cache-block-size": "cache blocks have {size} positions, which is no multiple of 64",
+    "attention-shape": "the GPU attention does not support {heads} heads of {head_dim}",
     "fused-shape": "the fused kernels do not support {sequences} sequences of {tokens} new tokens",
     "some-logits": "logits of some rows of each sequence are requested; the fused pass computes the last row or all",
     "not-compared": "a pass of this shape has not been compared with the plain pass yet",
@@ -186,7 +188,12 @@ WORK: Mapping[str, str] = {
     "batch": "greedy decoding of 8 sequences",
     "verify": "verification of 4 draft tokens",
 }
-PASSES: Mapping[str, str] = {"cuda": "fused GPU pass", "cpu": "native CPU pass", "plain": "plain pass"}
+PASSES: Mapping[str, str] = {
+    "cuda": "fused GPU pass",
+    "captured": "captured GPU pass",
+    "cpu": "native CPU pass",
+    "plain": "plain pass",
+}
 _OTHER_DEVICE = ("not-on-cpu", "not-on-cuda")
 
 

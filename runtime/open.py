@@ -239,7 +239,7 @@ def _build(
     from mycli.runtime.engine.model_runner import cache_shape
 
     running = config.running or plan.batch
-    shape = cache_shape(plan.context, plan.batch, running, placement.device)
+    shape = cache_shape(plan.context, plan.batch, running)
     loaded = LoadedModel.load(
         folder,
         placement,

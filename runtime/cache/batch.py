@@ -90,15 +90,6 @@ class Batch:
         return self._tensor([row for end, chunk in ends for row in range(end - chunk.logits, end)], torch.int64)
 
 
-def contiguous_slot(chunks: Sequence[Chunk]) -> int | None:
-    """Return the first block if each sequence has one block, all adjacent, and equally many new tokens; else None."""
-    first, count = chunks[0].blocks[0], chunks[0].count
-    for index, chunk in enumerate(chunks):
-        if chunk.blocks != (first + index,) or chunk.count != count:
-            return None
-    return first
-
-
 def _on(device: torch.device, tensor: Tensor) -> Tensor:
     # The driver copies such small tensors into its own buffer first, so nothing waits for work queued on the device.
     return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)

@@ -91,12 +91,8 @@ class KVCache:
             data.append(torch.zeros(shape, dtype=dtype, device=device))
             if dtype == torch.int8:
                 scales.append(torch.zeros(shape[:-1], dtype=torch.float32, device=device))
-        self._set_tensors(data, scales)
-
-    def _set_tensors(self, data: list[Tensor], scales: list[Tensor]) -> None:
         self._data, self._scales = data, scales
-        self._views: dict[tuple[int, int], KVCache] = {}
-        self.blocks, self.block_size = data[0].shape[1], data[0].shape[3]
+        self.blocks, self.block_size = blocks, block_size
         # One view each of keys and values per layer, made once: making one takes as long as storing a token.
         self._parts = [self._split(layer) for layer in range(len(data))]
 
@@ -112,18 +108,6 @@ class KVCache:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in (*self._data, *self._scales)) + self.states.nbytes
 
-    def view_blocks(self, first: int, count: int) -> "KVCache":
-        """Return blocks `first` .. `first + count` as a cache over the same memory, always the same object."""
-        if count == self.blocks:
-            return self
-        view = self._views.get((first, count))
-        if view is None:
-            view = self._views[first, count] = KVCache.__new__(KVCache)
-            view.states = self.states
-            blocks = slice(first, first + count)
-            view._set_tensors([data[:, blocks] for data in self._data], [scales[:, blocks] for scales in self._scales])
-        return view
-
     def write(self, layer: int, batch: Batch, keys: Tensor, values: Tensor) -> None:
         """Store keys and values [T, kv_heads, head_dim], or packed [T, kv_heads, bytes], of the tokens of `batch`."""
         chunks = batch.chunks
@@ -137,10 +121,19 @@ class KVCache:
                 if scales is not None and stored.scales is not None:
                     scales[place] = stored.scales.T
                 continue
-            block, offset = batch.slot_mapping // self.block_size, batch.slot_mapping % self.block_size
-            data[block, :, offset] = stored.data
-            if scales is not None and stored.scales is not None:
-                scales[block, :, offset] = stored.scales
+            slots = batch.slot_mapping
+            self._write_at(layer, kind, slots // self.block_size, slots % self.block_size, stored)
+
+    def write_at(self, layer: int, block: Tensor, offset: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store keys and values, as in `write`, at int64 [T] blocks and offsets on the device."""
+        for kind, new in enumerate((keys, values)):
+            self._write_at(layer, kind, block, offset, Stored.of(new, self.dtype))
+
+    def _write_at(self, layer: int, kind: int, block: Tensor, offset: Tensor, stored: Stored) -> None:
+        data, scales = self._parts[layer][kind].data, self._parts[layer][kind].scales
+        data[block, :, offset] = stored.data
+        if scales is not None and stored.scales is not None:
+            scales[block, :, offset] = stored.scales
 
     def read(self, layer: int, blocks: Sequence[int], length: int) -> tuple[Stored, Stored]:
         """Return keys and values [1, kv_heads, length, head_dim] of the sequence in `blocks`; views for one block."""

@@ -144,7 +144,7 @@ def measure_memory(
     embeddings += 0 if model.per_layer is None else model.per_layer.nbytes
     capacity = cache_positions(plan.context)
     slots = state_slots(runner.config, plan.running or plan.batch)
-    cache = runner.make_cache(cache_shape(capacity, plan.batch, plan.batch, device), slots)
+    cache = runner.make_cache(cache_shape(capacity, plan.batch, plan.batch), slots)
     exact = [
         MemoryPart("weights", predicted.weights, _new(empty, loaded) - embeddings, exact=True),
         MemoryPart("embeddings and head", predicted.embeddings, embeddings, exact=True),

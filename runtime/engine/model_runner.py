@@ -38,12 +38,12 @@ class CacheShape:
         return cls(context, -(-tokens // block_size), block_size)
 
 
-def cache_shape(context: int, sequences: int, running: int, device: torch.device) -> CacheShape:
+def cache_shape(context: int, sequences: int, running: int) -> CacheShape:
     """Return the cache for `sequences` of `context` tokens, shared by up to `running` sequences.
 
-    It is contiguous for one sequence, and on a GPU, whose fused pass reads one block for each sequence.
+    It is contiguous for one sequence.
     """
-    if max(sequences, running) == 1 or device.type == "cuda":
+    if max(sequences, running) == 1:
         return CacheShape.contiguous(context, sequences)
     return CacheShape.paged(context, context * sequences, SHARED_BLOCK)
 

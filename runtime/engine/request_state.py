@@ -68,7 +68,7 @@ class TokensAhead:
 
     def __init__(self, runner: ModelRunner, cache: KVCache) -> None:
         self._runner, self._cache = runner, cache
-        self._sequences: list[tuple[int, int]] = []  # number and first block
+        self._sequences: list[tuple[int, tuple[int, ...]]] = []  # number and blocks
         self._steps: Iterator[TokenSteps] | None = None
 
     def next(
@@ -90,13 +90,13 @@ class TokensAhead:
             shared = shared or sampling
             if replace(sampling, seed=shared.seed) != shared:
                 return None
-            sequences.append((part.sequence.id, part.sequence.table.blocks[0]))
+            sequences.append((part.sequence.id, tuple(part.sequence.table.blocks)))
         assert shared is not None
         steps = next(self._steps, None) if self._steps is not None and sequences == self._sequences else None
         if steps is None:
-            # Tokens made ahead for other sequences are dropped.
-            self._sequences = sequences
+            # Tokens made ahead for other sequences, or in other blocks, are dropped.
             self._steps = self._start(scheduled, shared, scheduler)
+            self._sequences = [(part.sequence.id, tuple(part.sequence.table.blocks)) for part in scheduled]
             steps = None if self._steps is None else next(self._steps, None)
         return steps
 

@@ -7,16 +7,23 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+# Positions that GPU attention reads at a time. There a cache block is a multiple of it, or holds a whole sequence.
+KEY_BLOCK = 64
+
 
 @dataclass(frozen=True)
 class Ragged:
-    """The tokens of one pass, sequence after sequence, and the cache blocks of each sequence."""
+    """The tokens of one pass, sequence after sequence, and the cache blocks of each sequence.
+
+    tokens: of each sequence, if all have equally many; a sequence of length 0 is then padding.
+    """
 
     starts: Tensor  # int32 [sequences + 1]: sequence s has the tokens starts[s] to starts[s + 1]
     lengths: Tensor  # int32 [sequences]: cached positions after this pass, its tokens last
     # int32 [sequences, blocks]: entry i is the block of positions from i * block_size. Entries of blocks that no token
     # attends to are not read.
     block_table: Tensor
+    tokens: int | None = None
 
 
 @dataclass(frozen=True)

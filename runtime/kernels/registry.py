@@ -109,7 +109,8 @@ ATTENTION: Operation[
 ]
 ATTENTION = Operation("attention", (attend_cached, reference.attend_dense))
 PAGED_ATTENTION: Operation[[Tensor, Stored, Stored, Ragged, Scoring], Tensor] = Operation(
-    "attention over blocks", (attend_paged, reference.attend_gathered)
+    "attention over blocks",
+    (attend_paged, _triton("paged_attention", "triton_attend_paged"), reference.attend_gathered),
 )
 VECTOR_PACKING: Operation[[Tensor], Tensor] = Operation("packing of vectors", (native_pack_int4, pack_int4))
 CONVOLUTION: Operation[[Tensor, Tensor, Tensor | None, Tensor, Runs, bool], Tensor]

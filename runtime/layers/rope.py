@@ -112,6 +112,10 @@ class Rope:
             scale = (1 + scaling.query_beta * torch.log(1 + steps)).to(self._dtype)
         return RopeTables(cos.to(self._dtype), sin.to(self._dtype), spec.interleaved, scale)
 
+    @property
+    def positions(self) -> int:
+        return self._capacity
+
     def fixed(self, capacity: int) -> tuple[Tensor, Tensor] | None:
         """Return cosines and sines [capacity or more, dim / 2] of a model with one half-split rotation in all layers.
 

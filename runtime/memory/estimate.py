@@ -80,8 +80,8 @@ def cache_positions(context: int) -> int:
 
 def _all_positions(plan: MemoryPlan) -> int:
     positions = cache_positions(plan.context) * plan.batch
-    # On a GPU, and for one sequence, each sequence has a contiguous slot; otherwise they share blocks.
-    return positions if plan.gpu or plan.batch == 1 else -(-positions // SHARED_BLOCK) * SHARED_BLOCK
+    # One sequence has a contiguous slot; several share blocks.
+    return positions if plan.batch == 1 else -(-positions // SHARED_BLOCK) * SHARED_BLOCK
 
 
 def cache_bytes(plan: MemoryPlan) -> int:
@@ -127,7 +127,7 @@ def dequantization_bytes(plan: MemoryPlan) -> int:
 def dense_cache_bytes(plan: MemoryPlan) -> int:
     # One layer's keys and values, converted or gathered for the attention of a prompt.
     read_in_place = plan.kv == "auto" or (plan.kv == "bf16" and plan.value_bytes == 2)
-    if read_in_place and (plan.gpu or plan.batch == 1):
+    if read_in_place and plan.batch == 1:
         return 0
     largest = max(heads * head_dim for heads, head_dim in map(plan.config.kv_shape, range(plan.config.layers)))
     return 2 * largest * cache_positions(plan.context) * plan.value_bytes
@@ -161,12 +161,11 @@ def allocator_bytes(plan: MemoryPlan) -> int:
 
 
 def captured_bytes(plan: MemoryPlan) -> int:
-    """Return the bytes of captured passes: on a GPU, for a model whose blocks are all packed."""
-    # An upper bound: also counted for a layer that the fused kernels turn out to decline.
+    """Return the bytes of captured passes: on a GPU, for a model without recurrent layers."""
+    # An upper bound: also counted for a model whose passes turn out to be declined.
     specs = plan.config.layer_specs
-    names = (linear.name for spec in specs for linears in spec.products().values() for linear in linears)
     unread = plan.kv == "int4" and plan.config.head_dim not in FUSED_INT4_HEADS
-    if not plan.gpu or unread or any(plan.packings.get(name) is None for name in names):
+    if not plan.gpu or unread or plan.config.has_recurrent:
         return 0
     rows = captured_rows(plan.running or plan.batch, plan.draft is not None)
     values = max(map(pass_values, specs))
@@ -177,8 +176,10 @@ def captured_bytes(plan: MemoryPlan) -> int:
 def _multiplied_bytes(plan: MemoryPlan, spec: LayerSpec, rows: int) -> Iterator[int]:
     # One size per launch: all experts that this number of rows may choose are multiplied in one.
     hit = min(len(spec.mlp.experts), rows * spec.mlp.top_k) if isinstance(spec.mlp, ExpertsSpec) else 0
+    # A dense product has no partial sums.
     for name, linears in spec.products().items():
-        yield linears_bytes(plan, linears) * (hit if name.startswith("experts.") else 1)
+        packed = [linear for linear in linears if linear.name in plan.packings]
+        yield linears_bytes(plan, packed) * (hit if name.startswith("experts.") else 1)
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,25 @@
 
 from collections.abc import Iterable
 
-MOST_ROWS = 64  # tokens of a captured pass; up to 8 rows cost a product no more than one
-MOST_GRAPHS = 16  # per cache: each holds memory
+# A pass is padded to one of these numbers of sequences, so that few graphs serve any number of them. A padding sequence
+# costs next to nothing: up to 8 rows cost a product no more than one, and it has no keys.
+SEQUENCE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+MOST_ROWS = SEQUENCE_BUCKETS[-1]  # tokens of a captured pass, padding included
+MOST_GRAPHS = 16  # per cache: each holds memory; the least recently used one goes
 DRAFT_ROWS = 8  # tokens per sequence that a pass with drafts is assumed to have
 _SPLIT_K = 8  # the partial sums of a split-K product take at most 1 / 8 of its weight's bytes
 
 
+def padded_sequences(sequences: int) -> int | None:
+    """Return the number of sequences to which a pass is padded, None if there are too many."""
+    return next((count for count in SEQUENCE_BUCKETS if count >= sequences), None)
+
+
 def captured_rows(sequences: int, drafted: bool) -> list[int]:
     """Return the rows of each pass that will be captured, the largest `MOST_GRAPHS`."""
-    # A graph for each number of sequences with one token each, and with a draft another for `DRAFT_ROWS` tokens each.
-    counts = range(1, min(sequences, MOST_ROWS) + 1)
+    # A graph for each padded number of sequences with one token each, and with a draft another for `DRAFT_ROWS` each.
+    most = padded_sequences(sequences) or MOST_ROWS
+    counts = [count for count in SEQUENCE_BUCKETS if count <= most]
     rows = [count * new for count in counts for new in ((1, DRAFT_ROWS) if drafted else (1,))]
     return sorted((count for count in rows if count <= MOST_ROWS), reverse=True)[:MOST_GRAPHS]
 
@@ -21,6 +30,7 @@ def graph_bytes(rows: Iterable[int], logits: int, activations: int, weights: Ite
 
     logits, activations: bytes per row; weights: bytes per launch, of which the largest has the largest partial sums.
     """
-    # Each graph has logits of its own; activations and partial sums are in the pool, as large as the widest pass needs.
+    # Each graph has its logits. In the pool, as large as the widest pass needs, are activations, partial sums and
+    # the logits of passes that also sample.
     graphs = list(rows)
-    return sum(graphs) * logits + max(graphs, default=0) * activations + max(weights, default=0) // _SPLIT_K
+    return sum(graphs) * logits + max(graphs, default=0) * (activations + logits) + max(weights, default=0) // _SPLIT_K

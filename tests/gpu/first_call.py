@@ -92,8 +92,10 @@ def soak(asked: Asked) -> Rows:
     """Replays that give other bits than the first, with launches that overlap and without; and whether both agree."""
     import torch
 
+    from mycli.runtime.cache.batch import Chunk
     from mycli.runtime.cache.kv_cache import KVCache
     from mycli.runtime.engine.passes.fused import FusedStep
+    from mycli.runtime.engine.passes.graphs import StepInput
     from mycli.runtime.layers.rope import Rope
 
     chip, firsts = asked.chip(), []
@@ -103,13 +105,12 @@ def soak(asked: Asked) -> Rows:
         step = FusedStep.compile(model)
         assert isinstance(step, FusedStep), step
         cache = KVCache(model.config, 1, context, asked.device(), torch.bfloat16)
-        tables = Rope(model.config, context, asked.device(), torch.bfloat16).fixed(context)
-        assert tables is not None
-        tokens = torch.tensor([[7]], device=asked.device())
-        lengths = torch.full((1,), context // 2, dtype=torch.int32, device=asked.device())
+        rope = Rope(model.config, context, asked.device(), torch.bfloat16)
+        inputs = StepInput.zeros(1, 1, 1, asked.device())
+        inputs.fill([Chunk([7], context // 2 - 1, (0,), 1)])
         with torch.inference_mode():
 
-            def work(step: Any = step, given: tuple[Any, ...] = (tokens, lengths, tables, cache)) -> Any:
+            def work(step: Any = step, given: tuple[Any, ...] = (inputs, rope, cache)) -> Any:
                 return step(*given, last=True)
 
             work()

@@ -72,7 +72,7 @@ def test_a_replayed_pass_is_the_launched_one(case: Case) -> None:
         generator = torch.Generator().manual_seed(1)  # the same twice
         for start in range(0, 8 * case.new, case.new):
             tokens = torch.randint(0, plain.config.vocab_size, (case.sequences, case.new), generator=generator)
-            chunks = [Chunk(row, start, (lane,), case.new) for lane, row in enumerate(tokens.tolist())]
+            chunks = [Chunk(row, start, (slot,), case.new) for slot, row in enumerate(tokens.tolist())]
             work = PassInput(chunks, cache, rope)
             assert way.takes(work) is None
             out = way.logits(work)

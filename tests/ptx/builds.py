@@ -108,7 +108,7 @@ def _multiply(
         warps=shape.warps,
         stages=shape.stages,
         weights=shape.block_n * columns * unroll,
-        unaligned=("rows", "rows_padded", "tiles_per_part", "tokens", "heads", "kv_heads", "pieces"),
+        unaligned=("rows", "rows_padded", "tiles_per_part", "tokens", "heads", "kv_heads", "pieces", "table_width"),
     )
 
 
@@ -257,8 +257,8 @@ def _epilogues(tile: Tile, rows: int) -> Iterator[tuple[str, bool, Epilogue]]:
         ("rotate int8", "*i8", "*fp32"),
         ("rotate int4", "*u8", "*bf16"),
     ):
-        tables = ("*bf16", "*bf16", "*i32", "*bf16")
-        sizes = ("i32", "i32", "i32", "i64", "i64", "i64", "fp32", 64, 64, rows)
+        tables = ("*bf16", "*bf16", "*i32", "*i32", "*bf16")
+        sizes = ("i32", "i32", "i32", "i32", "i32", "i32", "i32", "fp32", 64, 64, rows)
         rotated = RopeArguments(None, None, None, *tables, stored, stored, scales, scales, *sizes)
         yield name, True, Epilogue(rope_epilogue, "*i32", rotated, 128, 1)
 
@@ -281,11 +281,12 @@ def decode_builds(capability: int) -> Iterator[Build]:
             yield _multiply(capability, packing, shape, f" {name} {rows}", rms, epilogue)
     for name, stored, scales in (("", "*bf16", None), (" int8", "*i8", "*fp32"), (" int4", "*u8", "*bf16")):
         cache = {"keys": stored, "values": stored, "key_scales": scales, "value_scales": scales}
-        strides = dict.fromkeys(("sequence_stride", "head_stride", "capacity"), "i64")
+        strides = dict.fromkeys(("block_stride", "head_stride", "block_size", "table_width"), "i32")
         for tokens in (1, 8):
             attend: dict[str, Any] = {
                 "query": "*bf16",
                 "lengths": "*i32",
+                "block_table": "*i32",
                 "outputs": "*fp32",
                 "stats": "*fp32",
                 **cache,
@@ -293,11 +294,21 @@ def decode_builds(capability: int) -> Iterator[Build]:
             }
             attend |= {"window": "i32", "scale": "fp32", "counters": "*i32", "into": _OPERAND, "tokens": "i32"}
             sizes = {"TOKENS": tokens, "GROUP": 4, "HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_Q": max(8, 4 * tokens)}
-            flags = {**sizes, "SPLIT_QUERIES": False, "BLOCK_K": BLOCK_K, "WINDOW": False, "DOT": tl.bfloat16}
+            flags = {
+                **sizes,
+                "SPLIT_QUERIES": False,
+                "BLOCK_K": BLOCK_K,
+                "TURNS": 1,
+                "WINDOW": False,
+                "DOT": tl.bfloat16,
+            }
             warps = attend_warps(max(8, 4 * tokens))
             flags |= combination(tokens, 4 * 128, 128, 32, warps) | pdl
             kernel = triton_attention.attend_kernel
-            yield Build(f"attend{name} to {tokens}", kernel, attend, flags, warps, unaligned=("rows_padded", "tokens"))
+            loose = ("rows_padded", "tokens", "table_width")
+            yield Build(f"attend{name} to {tokens}", kernel, attend, flags, warps, unaligned=loose)
+            if name == "" and tokens == 1:  # one sequence, whose keys lie in one block
+                yield Build("attend in one block to 1", kernel, attend, flags | {"TURNS": 0}, warps, unaligned=loose)
 
 
 def builds(capability: int) -> Iterator[Build]:

@@ -21,7 +21,7 @@ from tests.support.compiled_tests import *  # noqa: E402, F403  (as above; all o
 from tests.support.decode_models import CASES, MIXED, WIDE, Case, models  # noqa: E402  (as above)
 
 CAPABILITIES = (80, 90, 120)
-LONG = 1040, 700  # a cache whose keys are split into several parts, and how many of them there are
+LONG = 1088, 700  # a cache whose keys are split into several parts, and how many of them there are
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 Each of both takes all names and has an `interpret` of its own.
 """
 
-from tests.runtime.kernels.test_triton_attention import test_attend
+from tests.runtime.kernels.test_triton_attention import test_attend, test_attend_with_softcap_and_sinks
 from tests.runtime.kernels.test_triton_epilogues import test_activate, test_add, test_embed, test_project
 from tests.runtime.kernels.test_triton_experts import (
     test_choices_of_experts,
@@ -35,6 +35,7 @@ __all__ = [
     "test_activate",
     "test_add",
     "test_attend",
+    "test_attend_with_softcap_and_sinks",
     "test_bf16_of_any_magnitude",
     "test_call_rounds_once_and_repeats_itself",
     "test_choices_of_experts",

@@ -32,7 +32,7 @@ CONFIG = replace(
     dtype="float16",
 )
 
-CAPACITY = 96
+CAPACITY = 128
 
 
 # Seven heads of another size than elsewhere; widths that are no powers of two.
@@ -51,11 +51,13 @@ class Case:
     int4: bool = False
     bias: bool = False
     experts: MoeLayers | None = None
+    block: int = CAPACITY  # size of a cache block
 
     def __str__(self) -> str:
         options = "-".join(f"{key}{value}" for key, value in self.changes.items())
         if self.experts is not None:
             options += f"{self.experts.routing.top_k}of{self.experts.count}-{self.experts.routing.scoring}"
+        options += f"-blocks{self.block}" * (self.block < CAPACITY)
         flags = "-head" * self.packed_head + "-int8kv" * self.int8 + "-int4kv" * self.int4 + "-bias" * self.bias
         group = "" if self.group == 32 else f"-g{self.group}"
         return f"int{self.bits}{group}-{self.sequences}x{self.new}{flags}-{options}"
@@ -107,7 +109,7 @@ CASES = [
     Case({"windows": (20, None), "kv_heads": 4}, new=4, sequences=2),
     Case(int8=True, new=2),
     Case(SEVEN, bias=True, int8=True, new=5),
-    Case({"layers": 1}, packed_head=True, new=4, sequences=3),
+    Case({"layers": 1}, packed_head=True, new=4, sequences=3, block=64),
     Case({**SEVEN, "layers": 2}, int4=True, new=2, sequences=2),
     Case({"layers": 1}, bits=8, group=16, packed_head=True, new=2),
 ]

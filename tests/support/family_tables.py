@@ -7,7 +7,9 @@ import textwrap
 from pathlib import Path
 
 from mycli.cli.reasons import reason
+from mycli.runtime.engine.passes.captured import decline_captured
 from mycli.runtime.engine.passes.fused import decline_config
+from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.multimodal import TEXT_PARTS
 from mycli.runtime.models.registry import REFUSED, families
 from tests.support.published import PUBLISHED, published
@@ -21,15 +23,23 @@ def _models(family: str) -> str:
     return " ".join(text.split("\n\n")[0].split()).rstrip(".").replace("|", "\\|")
 
 
+def _gpu_pass(config: ModelConfig) -> str:
+    """The pass that decodes a packed model of this family on a GPU, and why no faster one does."""
+    fused, captured = decline_config(config), decline_captured(config)
+    if fused is None:
+        return "fused"
+    name = "captured" if captured is None else "plain"
+    return f"{name}: {reason(captured or fused)}"
+
+
 def tables() -> str:
     """The supported families, the multimodal folders and the refused types."""
     configs = {name: published(name) for name in PUBLISHED}
-    lines = ["| `model_type` | models | fused GPU pass | published configs tested |", "|---|---|---|---|"]
+    lines = ["| `model_type` | models | GPU pass | published configs tested |", "|---|---|---|---|"]
     for family in families():
         tested = {name: config for name, config in configs.items() if config.model_type == family}
-        answers = map(decline_config, tested.values())
-        fused = sorted({"yes" if declined is None else f"no: {reason(declined)}" for declined in answers})
-        lines.append(f"| `{family}` | {_models(family)} | {'; '.join(fused)} | {', '.join(tested)} |")
+        passes = sorted(set(map(_gpu_pass, tested.values())))
+        lines.append(f"| `{family}` | {_models(family)} | {'; '.join(passes)} | {', '.join(tested)} |")
     outer = ", ".join(f"`{name}`" for name in sorted(TEXT_PARTS))
     lines += ["", "These multimodal folders run as their text model:", textwrap.fill(f"{outer}.", 100)]
     lines += ["", "| refused `model_type` | reason |", "|---|---|"]

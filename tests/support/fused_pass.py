@@ -11,7 +11,7 @@ from mycli.runtime.cache.batch import Batch, Chunk
 from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.engine.passes.base import Pass, PassInput
 from mycli.runtime.engine.passes.cuda import CudaPass
-from mycli.runtime.engine.passes.graphs import Capture, Step
+from mycli.runtime.engine.passes.graphs import Capture, Step, StepInput
 from mycli.runtime.engine.passes.plain import PlainPass
 from mycli.runtime.errors import Declined
 from mycli.runtime.layers.rope import Rope
@@ -31,11 +31,13 @@ class Sums:
     def takes(self, sequences: int, tokens: int) -> bool:
         return sequences * tokens <= 8
 
-    def __call__(
-        self, tokens: Tensor, lengths: Tensor, tables: tuple[Tensor, Tensor], cache: KVCache, last: bool
-    ) -> Tensor:
+    def rotates(self, rope: Rope, positions: int) -> bool:
+        return rope.fixed(positions) is not None
+
+    def __call__(self, inputs: StepInput, rope: Rope, cache: KVCache, last: bool) -> Tensor:
         self.calls += 1
-        found = (tokens * 100 + lengths[:, None])[:, -1:] if last else tokens * 100 + lengths[:, None]
+        found = inputs.tokens * 100 + inputs.lengths[:, None]
+        found = found[:, -1:] if last else found
         return found[..., None].expand(-1, -1, 3).half()
 
 
@@ -45,7 +47,7 @@ def session(rope: RopeScaling | None = None, sequences: int = 1) -> tuple[KVCach
 
 
 def several(tokens: list[list[int]], start: int, logits: int = 1, first: int = 0) -> Batch:
-    """New tokens of each sequence, whose blocks are neighbours from `first` on."""
+    """New tokens of each sequence, which has one block, the first of them `first`."""
     chunks = [Chunk(row, start, (first + place,), logits) for place, row in enumerate(tokens)]
     return Batch.of(chunks, CAPACITY, CPU)
 

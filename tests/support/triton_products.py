@@ -19,8 +19,8 @@ def numbers(activation: Activation) -> Tensor:
     scaled = activation.values.float().view(rows, tiles, -1) * activation.sums[:, :rows, 0].t().unsqueeze(-1)
     torch.testing.assert_close(scaled.sum(-1).t(), activation.sums[:, :rows, 1], rtol=1e-4, atol=1e-4)
     flat = scaled.view(rows, -1)
-    if activation.tile.permuted:  # (k half, t, pair of pairs, pair) -> (t, pair of pairs, k half, pair)
-        flat = flat.view(rows, -1, 2, 4, 2, 2).permute(0, 1, 3, 4, 2, 5).reshape(rows, -1)
+    if activation.tile.permuted:  # (pair of pairs, k half, t, pair) -> (t, pair of pairs, k half, pair)
+        flat = flat.view(rows, -1, 2, 2, 4, 2).permute(0, 1, 4, 2, 3, 5).reshape(rows, -1)
     return flat
 
 

@@ -47,6 +47,14 @@ def _compile_cuda(model: Transformer, kv: KvDtype, report: OnDecline) -> Pass | 
     return compile_cuda_pass(model, kv, report)
 
 
+def _compile_captured(model: Transformer, kv: KvDtype, report: OnDecline) -> Pass | Declined:
+    if model.device.type != "cuda":
+        return Declined("not-on-cuda", {"device": str(model.device)})
+    from mycli.runtime.engine.passes.cuda import compile_captured_pass
+
+    return compile_captured_pass(model, kv, report)
+
+
 def _compile_cpu(model: Transformer, kv: KvDtype, report: OnDecline) -> Pass | Declined:
     if model.device.type != "cpu":
         return Declined("not-on-cpu", {"device": str(model.device)})
@@ -56,7 +64,9 @@ def _compile_cpu(model: Transformer, kv: KvDtype, report: OnDecline) -> Pass | D
 
 
 # Fastest first. A pass is imported only for its device.
-COMPILERS: Mapping[str, Compiler] = {"cuda": _compile_cuda, "cpu": _compile_cpu}
+COMPILERS: Mapping[str, Compiler] = {"cuda": _compile_cuda, "captured": _compile_captured, "cpu": _compile_cpu}
+# Compiled only if no pass before it was: it takes the same work, slower.
+FALLBACKS = frozenset({"captured"})
 
 
 def compile_passes(
@@ -74,6 +84,8 @@ def compile_passes(
     for block in model.layers():
         block.freeze()
     for name, compiler in compilers.items():
+        if name in FALLBACKS and compiled:
+            continue
         way = compiler(model, kv, report)
         if isinstance(way, Declined):
             declined[name] = way

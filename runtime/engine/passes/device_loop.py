@@ -1,8 +1,9 @@
 """Decoding that stays on the device: one launch makes several tokens, each sampled there and fed to the next step.
 
 A step is a fused pass (`fused`) and the sampling of its token (`triton.sample`); a launch is one step or `STEPS`,
-captured as a CUDA graph the second time that it is needed for a cache. TokenSteps, lengths, seed and temperature are in
-device buffers, so the next launch starts before the tokens of this one are read.
+captured as a CUDA graph the second time that it is needed for a cache and a padded number of sequences. Tokens,
+lengths, block tables, seed and temperature are in device buffers, so the next launch starts before the tokens of this
+one are read.
 """
 
 import time
@@ -14,14 +15,15 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from mycli.runtime.cache.batch import Batch, contiguous_slot
 from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.engine.passes.base import OnDecline, PassInput, TokenSteps
-from mycli.runtime.engine.passes.graphs import Capture, Launches, Step
+from mycli.runtime.engine.passes.graphs import Capture, Launches, Step, StepInput, table_width
 from mycli.runtime.errors import Declined, summarize_error
 from mycli.runtime.kernels.triton.sample import SamplingBuffers, sample_tokens
 from mycli.runtime.kernels.triton.top_k_top_p import Filters
+from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer
+from mycli.runtime.memory.graphs import padded_sequences
 from mycli.runtime.sampling.sampler import DeviceSampling
 
 STEPS = 4
@@ -32,23 +34,25 @@ _Kind = tuple[int, int, bool, Filters]  # steps, vocabulary, random or greedy, f
 @dataclass(frozen=True)
 class _Buffers:
     feedback: SamplingBuffers
-    tables: tuple[Tensor, Tensor]  # graphs hold their addresses
+    inputs: StepInput  # its tokens and lengths are those of `feedback`
+    rope: Rope  # graphs hold the addresses of its tables
     graphs: dict[_Kind, Launches | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class _Launch:
-    """A launch under way: its tokens int64 [steps, sequences] in host memory, complete after the second event."""
+    """A launch under way: its tokens int64 [steps, padded] in host memory, complete after the second event."""
 
     tokens: Tensor
+    sequences: int
     events: tuple[torch.cuda.Event, torch.cuda.Event] | None  # start and end; None on a CPU, where it is done
 
     def read(self) -> TokenSteps:
         if self.events is None:
-            return self.tokens.tolist(), 0.0
+            return self.tokens[:, : self.sequences].tolist(), 0.0
         began, ended = self.events
         ended.synchronize()
-        return self.tokens.tolist(), began.elapsed_time(ended) / 1000
+        return self.tokens[:, : self.sequences].tolist(), began.elapsed_time(ended) / 1000
 
 
 def _event() -> torch.cuda.Event:
@@ -64,7 +68,8 @@ class DeviceLoop:
     def __init__(self, step: Step, capture: Capture | None, report: OnDecline = lambda declined: None) -> None:
         self._step, self._capture, self._report = step, capture, report
         self.declined: Declined | None = None
-        self._buffers: WeakKeyDictionary[KVCache, _Buffers] = WeakKeyDictionary()
+        # By padded number of sequences.
+        self._buffers: WeakKeyDictionary[KVCache, dict[int, _Buffers]] = WeakKeyDictionary()
 
     def tokens(self, work: PassInput) -> Iterator[TokenSteps]:
         """Yield the next tokens of each sequence by launches; fewer than `work.count` if a launch fails.
@@ -72,22 +77,16 @@ class DeviceLoop:
         `NO_NUMBER` stands for a token whose logits were not finite; what follows it is meaningless. Tokens after a stop
         token are the caller's to drop: they are beyond the length it reports, and are overwritten.
         """
-        first, tables = contiguous_slot(work.chunks), work.rope.fixed(work.cache.block_size)
-        assert first is not None and tables is not None and work.sampling is not None
-        sampling, count = work.sampling, work.count
-        cache = work.cache.view_blocks(first, len(work.chunks))
-        batch = Batch.of(work.chunks, work.cache.block_size, work.rope.device)
-        buffers = self._buffers.get(cache)
-        if buffers is None:
-            feedback = SamplingBuffers.make(STEPS, cache.blocks, batch.tokens.device)
-            buffers = self._buffers[cache] = _Buffers(feedback, tables)
-        self._begin(buffers.feedback, batch, sampling)
+        assert work.sampling is not None
+        sampling, count, cache = work.sampling, work.count, work.cache
+        buffers = self._buffers_of(work)
+        self._begin(buffers, work, sampling)
 
         def launch() -> _Launch | None:
             nonlocal count
             steps = STEPS if count >= STEPS else min(count, 1)
             count -= steps
-            return self._launch(buffers, sampling, tables, cache, steps) if steps else None
+            return self._launch(buffers, sampling, cache, steps, len(work.chunks)) if steps else None
 
         began = time.perf_counter()
         ahead = self._or_fail(launch)
@@ -113,9 +112,23 @@ class DeviceLoop:
             return None
 
     @torch.inference_mode()
-    def _begin(self, to: SamplingBuffers, batch: Batch, sampling: DeviceSampling) -> None:
-        to.tokens.copy_(batch.tokens[:, None])
-        to.lengths.copy_(batch.lengths)
+    def _buffers_of(self, work: PassInput) -> _Buffers:
+        padded = padded_sequences(len(work.chunks))
+        assert padded is not None  # checked by `CudaPass.takes`
+        by_count = self._buffers.setdefault(work.cache, {})
+        buffers = by_count.get(padded)
+        if buffers is None or buffers.rope is not work.rope:
+            device = work.rope.device
+            feedback = SamplingBuffers.make(STEPS, padded, device)
+            table = torch.zeros(padded, table_width(work), dtype=torch.int32, device=device)
+            inputs = StepInput(feedback.tokens, feedback.lengths, table)
+            buffers = by_count[padded] = _Buffers(feedback, inputs, work.rope)
+        return buffers
+
+    @torch.inference_mode()
+    def _begin(self, buffers: _Buffers, work: PassInput, sampling: DeviceSampling) -> None:
+        to = buffers.feedback
+        buffers.inputs.fill(work.chunks)
         to.seed.fill_(sampling.seed)
         to.temperature.fill_(sampling.temperature)
         to.top_k.fill_(sampling.top_k)
@@ -124,14 +137,14 @@ class DeviceLoop:
 
     @torch.inference_mode()
     def _launch(
-        self, buffers: _Buffers, sampling: DeviceSampling, tables: tuple[Tensor, Tensor], cache: KVCache, steps: int
+        self, buffers: _Buffers, sampling: DeviceSampling, cache: KVCache, steps: int, sequences: int
     ) -> _Launch:
         to, random = buffers.feedback, sampling.temperature > 0
         filters = Filters(sampling.top_k > 0, sampling.top_p < 1, sampling.min_p > 0)
 
         def work() -> Tensor:
             for index in range(steps):
-                logits = self._step(to.tokens, to.lengths, tables, cache, last=True)[:, -1]
+                logits = self._step(buffers.inputs, buffers.rope, cache, last=True)[:, -1]
                 sample_tokens(logits, sampling.vocab_size, random, to, index, filters)
             return to.chosen
 
@@ -143,7 +156,7 @@ class DeviceLoop:
         tokens = run()[:steps].to("cpu", non_blocking=True, copy=True)  # to pinned memory, before the next launch
         if events is not None:
             events[1].record()
-        return _Launch(tokens, events)
+        return _Launch(tokens, sequences, events)
 
     def _captured(self, buffers: _Buffers, kind: _Kind, work: Launches) -> Launches:
         # The first launch of a kind compiles its kernels, which a capture must not do.

@@ -1,4 +1,4 @@
-"""The fused GPU pass: decoding of up to 64 sequences and verification of drafts by fused Triton kernels.
+"""The fused GPU pass: decoding of up to 256 sequences and verification of drafts by fused Triton kernels.
 
 The plain pass launches some forty operations a layer. Here a layer is four products and attention, five launches that
 also do what follows them, or ten to thirteen in a mixture of experts, and nothing passes through the host. Values are
@@ -13,14 +13,10 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.cache.kv_cache import KVCache
+from mycli.runtime.engine.passes.graphs import StepInput, longest
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.reference import DenseMatmul
-from mycli.runtime.kernels.triton.attention import (
-    attend_stages,
-    decode_attention,
-    query_columns,
-    tokens_per_program,
-)
+from mycli.runtime.kernels.triton.attention import decode_attention, head_fits
 from mycli.runtime.kernels.triton.experts import ExpertTable
 from mycli.runtime.kernels.triton.gated_silu import activate
 from mycli.runtime.kernels.triton.layer_cache import LayerCache
@@ -31,6 +27,7 @@ from mycli.runtime.kernels.triton.rope import Projection, project
 from mycli.runtime.layers.block import Attention, Block
 from mycli.runtime.layers.feed_forward import Experts, Mlp
 from mycli.runtime.layers.linear import Linear
+from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.streamed_experts import StreamedExperts
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.memory.graphs import MOST_ROWS
@@ -181,33 +178,31 @@ class FusedStep:
     def takes(self, sequences: int, tokens: int) -> bool:
         """Return whether the kernels do a pass over `tokens` new tokens of each of `sequences`."""
         config, chip = self._model.config, self._layers[0].o.chip
-        group = config.heads // config.kv_heads
-        per_program = tokens_per_program(tokens, group)
-        if sequences * tokens > MOST_ROWS or not per_program:
-            return False
-        queries = query_columns(per_program, group)
+        group, element = config.heads // config.kv_heads, self._model.dtype.itemsize
         # Packed codes need no more shared memory than values of the model's dtype.
-        return attend_stages(chip, config.head_dim, queries, self._model.dtype.itemsize) > 0
+        return sequences * tokens <= MOST_ROWS and head_fits(chip, group, config.head_dim, tokens, element)
 
-    def __call__(
-        self, tokens: Tensor, lengths: Tensor, tables: tuple[Tensor, Tensor], cache: KVCache, last: bool
-    ) -> Tensor:
+    def rotates(self, rope: Rope, positions: int) -> bool:
+        return rope.fixed(positions) is not None
+
+    def __call__(self, inputs: StepInput, rope: Rope, cache: KVCache, last: bool) -> Tensor:
         """Return logits [sequences, 1 if last else new, vocab] in the model's dtype; the cache takes keys and values.
 
-        tokens int64 [sequences, new]; lengths int32 [sequences], including the new tokens;
-        tables: cosines and sines [block_size, head_dim / 2]. `cache` has a block for each sequence.
+        Logits of padding sequences mean nothing.
         """
-        sequences, new = tokens.shape
-        counters = self._counters
-        stream, first = embed(tokens.reshape(-1).contiguous(), self._model.embedding, self._layers[0].input_norm)
+        tables = rope.fixed(longest(inputs.block_table, rope, cache))
+        assert tables is not None  # checked by `rotates`
+        sequences, new = inputs.tokens.shape
+        counters, lengths, block_table = self._counters, inputs.lengths, inputs.block_table
+        stream, first = embed(inputs.tokens.reshape(-1).contiguous(), self._model.embedding, self._layers[0].input_norm)
         x: Activation | None = first
         for index, (layer, next_norm) in enumerate(zip(self._layers, self._next_norms, strict=True)):
             assert x is not None  # only a head that is not packed has no operand
             keys, values = cache.all(index)
             stored = LayerCache(keys.data, values.data, keys.scales, values.scales)
             qkv = layer.input_norm.product
-            query = project(x, qkv, layer.projection, tables, lengths, stored, stream.dtype, counters)
-            attended = decode_attention(query, stored, lengths, layer.window, layer.o, counters)
+            query = project(x, qkv, layer.projection, tables, lengths, block_table, stored, stream.dtype, counters)
+            attended = decode_attention(query, stored, lengths, block_table, layer.window, layer.o, counters)
             x = layer.second.add_to(attended, layer.o, stream, next_norm, counters)
         return self._logits(x, stream.view(sequences, new, -1), last)
 

@@ -1,23 +1,78 @@
-"""CUDA graphs: capturing launches and replaying them."""
+"""CUDA graphs: capturing launches and replaying them, and the device buffers that a replayed step reads."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.cache.kv_cache import KVCache
+from mycli.runtime.engine.passes.base import PassInput
+from mycli.runtime.kernels.paged import KEY_BLOCK
+from mycli.runtime.layers.rope import Rope
 
 Launches = Callable[[], Tensor]  # enqueues launches and returns the tensor that will hold the result
 Capture = Callable[[Launches], Launches]
 
 
+@dataclass(frozen=True)
+class StepInput:
+    """What a step reads, for a padded number of sequences with equally many new tokens.
+
+    tokens int64 [sequences, new]; lengths int32 [sequences], including the new tokens, 0 for a padding sequence;
+    block_table int32 [sequences, blocks].
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    block_table: Tensor
+
+    @classmethod
+    def zeros(cls, sequences: int, new: int, width: int, device: torch.device) -> "StepInput":
+        return cls(
+            torch.zeros(sequences, new, dtype=torch.int64, device=device),
+            torch.zeros(sequences, dtype=torch.int32, device=device),
+            torch.zeros(sequences, width, dtype=torch.int32, device=device),
+        )
+
+    def fill(self, chunks: Sequence[Chunk]) -> None:
+        """Copy tokens, lengths and blocks of `chunks`; the sequences after them become padding."""
+        # Entries of the table that are not copied belong to positions that nothing reads. The driver stages such small
+        # copies, so the host does not wait.
+        lengths = [chunk.length for chunk in chunks] + [0] * (len(self.lengths) - len(chunks))
+        used = min(max(len(chunk.blocks) for chunk in chunks), self.block_table.shape[1])
+        rows = [[*chunk.blocks[:used], *[0] * (used - len(chunk.blocks))] for chunk in chunks]
+        tokens = torch.tensor([list(chunk.tokens) for chunk in chunks], dtype=torch.int64)
+        self.tokens[: len(chunks)].copy_(tokens, non_blocking=True)
+        self.lengths.copy_(torch.tensor(lengths, dtype=torch.int32), non_blocking=True)
+        self.block_table[: len(chunks), :used].copy_(torch.tensor(rows, dtype=torch.int32), non_blocking=True)
+
+
 class Step(Protocol):
+    """A pass over a padded number of sequences whose every input is on the device, so that it can be captured."""
+
     def takes(self, sequences: int, tokens: int) -> bool: ...
 
-    def __call__(
-        self, tokens: Tensor, lengths: Tensor, tables: tuple[Tensor, Tensor], cache: KVCache, last: bool
-    ) -> Tensor: ...
+    def rotates(self, rope: Rope, positions: int) -> bool:
+        """Return whether it can use the tables of `rope` for sequences of up to `positions` tokens."""
+        ...
+
+    def __call__(self, inputs: StepInput, rope: Rope, cache: KVCache, last: bool) -> Tensor: ...
+
+
+def table_width(work: PassInput) -> int:
+    """Return the most cache blocks of any sequence of this cache; 1 where kernels need a sequence in one block."""
+    size = work.cache.block_size
+    if size % KEY_BLOCK:
+        return 1
+    return -(-min(work.rope.positions, work.cache.blocks * size) // size)
+
+
+def longest(block_table: Tensor, rope: Rope, cache: KVCache) -> int:
+    """Return the most positions of a sequence: those of its row of the table, as far as there are rotary tables."""
+    return min(block_table.shape[1] * cache.block_size, rope.positions)
 
 
 class GraphCapture:

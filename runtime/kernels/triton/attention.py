@@ -1,4 +1,4 @@
-"""Decode attention: a few new tokens per sequence attend to the KV cache, as Triton device code (flash decoding)."""
+"""Decode attention: a few new tokens per sequence attend to the paged KV cache, as Triton device code."""
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
 # Reason: Triton's decorators and device functions carry no types.
@@ -9,7 +9,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
+from mycli.runtime.cache.kv_cache import Stored
+from mycli.runtime.errors import Declined
+from mycli.runtime.kernels.paged import KEY_BLOCK, Ragged, Scoring
 from mycli.runtime.kernels.triton.int4_cache import (
     hadamard_rows,
     load_int4,
@@ -18,18 +22,19 @@ from mycli.runtime.kernels.triton.int4_cache import (
 )
 from mycli.runtime.kernels.triton.layer_cache import LayerCache
 from mycli.runtime.kernels.triton.pdl import pdl_wait
-from mycli.runtime.kernels.triton.product.activation import columns_of, some_tiles, store_activation
+from mycli.runtime.kernels.triton.product.activation import Operand, columns_of, some_tiles, store_activation
 from mycli.runtime.kernels.triton.product.matmul import Activation, TritonMatmul, check_contiguous, uses_ptx
 from mycli.runtime.kernels.triton.product.tiles import Chip
 from mycli.runtime.kernels.triton.split_k import last_to_arrive
 
 # The keys of a sequence are split among programs with a running maximum and sum each; the last program to finish
 # combines them in a fixed order and writes the operand of the next product. Keys are the rows of the MMA; its columns
-# are the queries that share a key-value head (grouped heads times new tokens). Lengths are read on the device, so a
-# captured CUDA graph stays valid while the cache grows. int8 scales are applied to scores and probabilities; int4
-# vectors are multiplied in their rotated basis.
+# are the queries that share a key-value head (grouped heads times new tokens). Lengths and block tables are read on the
+# device, so a captured CUDA graph stays valid while sequences grow, come and go. A turn of the loop reads keys of one
+# cache block only, so its size is a multiple of `BLOCK_K`, or the block holds a whole sequence. int8 scales are applied
+# to scores and probabilities; int4 vectors are multiplied in their rotated basis.
 
-BLOCK_K = 64  # keys per iteration of the loop
+BLOCK_K = KEY_BLOCK  # keys per iteration of the loop
 MAX_QUERIES = 64  # per program: tokens times the heads that share a key-value head
 _MAX_SPLITS = 64
 
@@ -44,6 +49,7 @@ def _combine(
     end,  # end of the tiles whose heads are complete
     heads,
     splits,
+    sinks,
     into,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -75,25 +81,36 @@ def _combine(
         total = total * shrink + tl.sum(weight * totals, axis=0)
         out = out * shrink + tl.sum(weight * outs, axis=0)
         top = new_top
-    result = tl.where(present[:, None] & (head < heads), out / total, 0.0).to(DTYPE).to(tl.float32)
+    if sinks is not None:  # one more score in the softmax of each head, without a value
+        sink = tl.load(sinks + head, mask=head < heads, other=0.0) * 1.4426950408889634
+        base = tl.where(total > 0.0, tl.maximum(top, sink), sink)
+        shrink = tl.where(total > 0.0, tl.exp2(top - base), 0.0)
+        total, out = total * shrink + tl.exp2(sink - base), out * shrink
+    # Padding sequences have no keys: 0 instead of 0 / 0. A NaN stays one.
+    known = present[:, None] & (head < heads) & (total != 0.0)
+    result = tl.where(known, out / total, 0.0).to(DTYPE).to(tl.float32)
     store_activation(result, row + token, tile, present, into)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "table_width"])
 def attend_kernel(
     query,  # [sequences, tokens, heads, HEAD_DIM]
-    keys,  # [sequences, kv_heads, capacity, HEAD_DIM], sequence_stride and head_stride apart; int8, int4 or as query
+    keys,  # [blocks, kv_heads, block_size, HEAD_DIM], block_stride and head_stride apart; int8, int4 or as query
     values,
-    key_scales,  # fp32 [sequences, kv_heads, capacity] for int8, the cache in bf16 for int4, else None
+    key_scales,  # fp32 [blocks, kv_heads, block_size] for int8, the cache in bf16 for int4, else None
     value_scales,
-    lengths,  # int32 [sequences]: number of keys, those of the new tokens included
+    lengths,  # int32 [sequences]: number of keys, those of the new tokens included; 0 for a padding sequence
+    block_table,  # int32 [sequences, table_width]: the cache blocks of each sequence in order
     outputs,  # fp32 [query_blocks, kv_heads, splits, BLOCK_Q, HEAD_DIM]
     stats,  # fp32 [query_blocks, kv_heads, splits, BLOCK_Q, 2]: maximum and sum of exponentials, base 2
-    sequence_stride,
+    block_stride,
     head_stride,
-    capacity,
+    block_size,
+    table_width,
     window,
-    scale,  # scale of the scores times log2(e)
+    scale,  # scale of the scores times log2(e), or where CAPPED divided by the softcap
+    softcap,  # where CAPPED the softcap times log2(e)
+    sinks,  # fp32 [heads]: a score per head that has no value, or None
     counters,  # one per query block and UNIT key-value heads
     into,  # `Operand` of the next product
     tokens,  # new tokens per sequence
@@ -104,7 +121,9 @@ def attend_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    TURNS: tl.constexpr,  # turns of the key loop in a cache block; 0 if each sequence is one block
     WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,  # a score s becomes softcap * tanh(s / softcap)
     DOT: tl.constexpr,  # dtype of the MMA operands
     UNIT: tl.constexpr,  # smallest number of key-value heads whose columns are whole tiles of the operand
     ROWS: tl.constexpr,  # a power of two, at least TOKENS
@@ -136,33 +155,41 @@ def attend_kernel(
     if INT4:
         rotated_q = hadamard_rows(q.to(tl.float32), BLOCK_Q, HEAD_DIM) * FACTOR
         q, q_upper = lower_and_upper(rotated_q.to(DOT), BLOCK_Q, HEAD_DIM)
-    base = sequence.to(tl.int64) * sequence_stride + kv_head.to(tl.int64) * head_stride
-    scale_base = (sequence * kv_heads + kv_head).to(tl.int64) * capacity
+    table, head_base = block_table + sequence * table_width, kv_head.to(tl.int64) * head_stride
     first = tl.maximum(length - here - window + 1, 0) // BLOCK_K if WINDOW else 0
     blocks = tl.cdiv(length, BLOCK_K)
     share = tl.cdiv(blocks - first, splits)
     start = first + split * share
+    # The block of the next turn is loaded a turn early: its keys wait for it.
+    next_page = tl.load(table + (tl.minimum(start // TURNS, table_width - 1) if TURNS else 0))
     top = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_Q,), tl.float32)
     out = tl.zeros((BLOCK_D // 2 if INT4 else BLOCK_D, BLOCK_Q), tl.float32)
     out_upper = out  # upper halves of int4 vectors
     for block in tl.range(start, tl.minimum(start + share, blocks)):
-        key = block * BLOCK_K + tl.arange(0, BLOCK_K)
+        key, page, inside = block * BLOCK_K + tl.arange(0, BLOCK_K), next_page, block
+        if TURNS:
+            next_page = tl.load(table + tl.minimum((block + 1) // TURNS, table_width - 1))
+            inside = block % TURNS
+        base = page.to(tl.int64) * block_stride + head_base
+        scale_base = (page * kv_heads + kv_head).to(tl.int64) * block_size + inside * BLOCK_K + tl.arange(0, BLOCK_K)
         if INT4:
             ROW: tl.constexpr = HEAD_DIM // 2 + HEAD_DIM // 16
-            place = base + block * tl.full((), BLOCK_K * ROW, tl.int64)
+            place = base + inside * tl.full((), BLOCK_K * ROW, tl.int64)
             k, k_upper = load_int4(keys, key_scales, place, key < length, BLOCK_K, HEAD_DIM, DOT)
             v, v_upper = load_int4(values, value_scales, place, key < length, BLOCK_K, HEAD_DIM, DOT)
             score = tl.dot(k_upper, q_upper.trans(), tl.dot(k, q.trans())) * scale
         else:
-            place = base + block * tl.full((), BLOCK_K * HEAD_DIM, tl.int64)
+            place = base + inside * tl.full((), BLOCK_K * HEAD_DIM, tl.int64)
             cell = tl.arange(0, BLOCK_K)[:, None] * HEAD_DIM + lane[None, :]
             present = (key[:, None] < length) & (lane[None, :] < HEAD_DIM)
             k = tl.load(keys + place + cell, mask=present, other=0)
             v = tl.load(values + place + cell, mask=present, other=0)
             score = tl.dot(k.to(DOT), q.trans()) * scale
             if key_scales is not None:
-                score *= tl.load(key_scales + scale_base + key, mask=key < length, other=0.0)[:, None]
+                score *= tl.load(key_scales + scale_base, mask=key < length, other=0.0)[:, None]
+        if CAPPED:  # tanh(s), exact at both ends
+            score = softcap - 2.0 * softcap / (tl.exp2(score * 2.8853900817779268) + 1.0)
         seen = key[:, None] <= position[None, :]
         if WINDOW:
             seen = seen & (position[None, :] - key[:, None] < window)
@@ -173,7 +200,7 @@ def attend_kernel(
         shrink = tl.exp2(top - base_top)
         total = total * shrink + tl.sum(weight, axis=0)
         if key_scales is not None and not INT4:
-            weight *= tl.load(value_scales + scale_base + key, mask=key < length, other=0.0)[:, None]
+            weight *= tl.load(value_scales + scale_base, mask=key < length, other=0.0)[:, None]
         out = out * shrink[None, :] + tl.dot(v.to(DOT).trans(), weight.to(DOT))
         if INT4:
             out_upper = out_upper * shrink[None, :] + tl.dot(v_upper.trans(), weight.to(DOT))
@@ -195,14 +222,15 @@ def attend_kernel(
         for tile in tl.range(unit * SPAN, end, TILES):
             _combine(
                 outputs + parts * HEAD_DIM, stats + parts * 2, row, here, tile, end, kv_heads * GROUP, splits,
-                into, GROUP, HEAD_DIM, BLOCK_Q, ROWS, TILES, SPLITS, query.dtype.element_ty,
+                sinks, into, GROUP, HEAD_DIM, BLOCK_Q, ROWS, TILES, SPLITS, query.dtype.element_ty,
             )  # fmt: skip
 
 
 def splits(chip: Chip, programs: int, capacity: int) -> int:
-    """Return the number of splits of the keys: two programs per multiprocessor, at least four key blocks per program.
+    """Return the number of splits of the keys: two programs per multiprocessor, at least four turns per program.
 
-    Depends on the capacity only, so the split, and with it the bits of the result, stays while a sequence grows.
+    capacity: most keys of a sequence. The number depends on nothing else of a sequence, so the split, and with it the
+    bits of the result, stays while it grows.
     """
     fill = max(1, 2 * chip.processors // programs)
     return min(_MAX_SPLITS, fill, max(1, capacity // (4 * BLOCK_K)))
@@ -247,44 +275,95 @@ def query_columns(tokens: int, group: int) -> int:
     return max(8, 1 << (tokens * group - 1).bit_length())
 
 
+def head_fits(chip: Chip, group: int, head_dim: int, tokens: int, element: int) -> bool:
+    """Return whether the kernel attends with `group` heads per key-value head; element: bytes per cached number."""
+    block_tokens = tokens_per_program(tokens, group)
+    return block_tokens > 0 and attend_stages(chip, head_dim, query_columns(block_tokens, group), element) > 0
+
+
 def decode_attention(
     query: Tensor,
     cache: LayerCache,
     lengths: Tensor,
+    block_table: Tensor,
     window: int | None,
     product: TritonMatmul,
     counters: Tensor,
 ) -> Activation:
     """Return the attention of query [sequences, tokens, heads, head_dim] to the cache, as an operand of `product`.
 
-    The queries are at the last positions of the cache. Raises ValueError if more than 64 heads share a key-value head.
-    counters: int32 zeros, at least sequences * tokens * kv_heads; zero again afterwards.
+    The queries are at the last positions of their sequences. lengths: int32 [sequences], including them; 0 for padding,
+    whose rows become zeros. block_table: int32 [sequences, blocks]. Raises ValueError if more than 64 heads share a
+    key-value head, or for a block size that is not supported. counters: int32 zeros, at least sequences * tokens *
+    kv_heads; zero again afterwards.
     """
-    check_contiguous(query, lengths)
+    into = product.activation(query.shape[0] * query.shape[1])
+    scoring = Scoring(query.shape[3] ** -0.5, window)
+    launch_attention(query, cache, lengths, block_table, scoring, into.operand(), product.chip, counters)
+    return into
+
+
+def launch_attention(
+    query: Tensor,
+    cache: LayerCache,
+    lengths: Tensor,
+    block_table: Tensor,
+    scoring: Scoring,
+    into: Operand,
+    chip: Chip,
+    counters: Tensor,
+) -> None:
+    """Write the attention to `into`; arguments as of `decode_attention`. Raises ValueError."""
+    check_contiguous(query, lengths, block_table, scoring.sinks)
     sequences, tokens, heads, head_dim = query.shape
-    kv_heads, capacity = cache.keys.shape[1:3]
+    (kv_heads, block_size), table_width = cache.keys.shape[1:3], block_table.shape[1]
+    if table_width > 1 and block_size % BLOCK_K:
+        raise ValueError(f"{table_width} cache blocks per sequence of {block_size}, no multiple of {BLOCK_K}")
     group = heads // kv_heads
-    block_tokens = tokens_per_program(tokens, group)
-    block_q = query_columns(block_tokens or tokens, group)
-    stages = attend_stages(product.chip, head_dim, block_q, cache.keys.element_size())
-    if not block_tokens or not stages:
+    if not head_fits(chip, group, head_dim, tokens, cache.keys.element_size()):
         raise ValueError(f"{group} heads of {head_dim} per key-value head: more than 64, or no shared memory left")
+    block_tokens = tokens_per_program(tokens, group)
+    block_q = query_columns(block_tokens, group)
     query_blocks = sequences * -(-tokens // block_tokens)
-    parts = splits(product.chip, query_blocks * kv_heads, capacity)
+    parts = splits(chip, query_blocks * kv_heads, table_width * block_size)
     dot = tl.float16
     if query.dtype is torch.bfloat16:
         dot = tl.bfloat16 if uses_ptx() else tl.float32  # the interpreter would multiply bf16 as integers
     shape = (query_blocks, kv_heads, parts, block_q)
     outputs = torch.empty((*shape, head_dim), dtype=torch.float32, device=query.device)
     stats = torch.empty((*shape, 2), dtype=torch.float32, device=query.device)
-    into = product.activation(sequences * tokens)
+    log2e = math.log2(math.e)
+    scale = scoring.scale / scoring.softcap if scoring.softcap else scoring.scale * log2e
     attend_kernel[(parts, kv_heads, query_blocks)](
-        query, cache.keys, cache.values, *cache.scales(), lengths, outputs, stats,
-        *cache.keys.stride()[:2], capacity, window or 0, head_dim**-0.5 * math.log2(math.e), counters, into.operand(),
-        tokens, TOKENS=block_tokens, SPLIT_QUERIES=block_tokens < tokens, GROUP=group, HEAD_DIM=head_dim,
-        BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_Q=block_q, BLOCK_K=BLOCK_K, WINDOW=window is not None, DOT=dot,
-        **combination(block_tokens, group * head_dim, into.tile_k, parts, attend_warps(block_q)),
-        PDL=product.chip.pdl, launch_pdl=product.chip.pdl,
-        num_warps=attend_warps(block_q), num_stages=stages,
+        query, cache.keys, cache.values, *cache.scales(), lengths, block_table, outputs, stats,
+        *cache.keys.stride()[:2], block_size, table_width, scoring.window or 0, scale, scoring.softcap * log2e,
+        scoring.sinks, counters, into, tokens,
+        TOKENS=block_tokens, SPLIT_QUERIES=block_tokens < tokens, GROUP=group, HEAD_DIM=head_dim,
+        BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_Q=block_q, BLOCK_K=BLOCK_K,
+        TURNS=0 if table_width == 1 else block_size // BLOCK_K, WINDOW=scoring.window is not None,
+        CAPPED=bool(scoring.softcap), DOT=dot,
+        **combination(block_tokens, group * head_dim, into.TILE_K.value, parts, attend_warps(block_q)),
+        PDL=chip.pdl, launch_pdl=chip.pdl,
+        num_warps=attend_warps(block_q), num_stages=attend_stages(chip, head_dim, block_q, cache.keys.element_size()),
     )  # fmt: skip
-    return into
+
+
+def attend_paged(
+    query: Tensor, keys: Stored, values: Stored, ragged: Ragged, scoring: Scoring, chip: Chip
+) -> Tensor | Declined:
+    """Return the attention of equally many new tokens of each sequence: [tokens, heads * head_dim].
+
+    query: [tokens, heads, head_dim]. The rows of padding sequences become zeros.
+    """
+    rows, heads, head_dim = query.shape
+    assert ragged.tokens is not None
+    if not head_fits(chip, heads // keys.data.shape[1], head_dim, ragged.tokens, keys.data.element_size()):
+        return Declined("attention-shape", {"heads": heads, "head_dim": head_dim})
+    out = torch.empty((rows, heads * head_dim), dtype=query.dtype, device=query.device)
+    tile = min(128, head_dim & -head_dim)
+    into = Operand(out, None, out.shape[1] // tile, 0, constexpr(tile), constexpr(False))
+    counters = torch.zeros(rows * keys.data.shape[1], dtype=torch.int32, device=query.device)
+    cache = LayerCache(keys.data, values.data, keys.scales, values.scales)
+    shaped = query.reshape(rows // ragged.tokens, ragged.tokens, heads, head_dim).contiguous()
+    launch_attention(shaped, cache, ragged.lengths, ragged.block_table, scoring, into, chip, counters)
+    return out

@@ -10,9 +10,9 @@ from mycli.runtime.quantization.int4_vectors import FUSED_INT4_HEADS, int4_head_
 
 @dataclass(frozen=True)
 class LayerCache:
-    """Keys and values [sequences, kv_heads, capacity, head_dim].
+    """Keys and values [blocks, kv_heads, block_size, head_dim].
 
-    int8: fp32 scales [.., capacity], x = code * scale. int4: the last axis is the bytes of int4 vectors
+    int8: fp32 scales [.., block_size], x = code * scale. int4: the last axis is the bytes of int4 vectors
     (`runtime.cache.int4`), uint8. The last two axes are contiguous; keys and values have equal strides.
     """
 
@@ -22,7 +22,7 @@ class LayerCache:
     value_scales: Tensor | None = None
 
     def __post_init__(self) -> None:
-        capacity, last = self.keys.shape[2:]
+        block_size, last = self.keys.shape[2:]
         if self.keys.stride() != self.values.stride() or self.keys.stride()[2:] != (last, 1):
             raise ValueError(f"cache strides of keys {self.keys.stride()} and values {self.values.stride()} do not fit")
         if (self.keys.dtype is torch.int8) != (self.key_scales is not None and self.value_scales is not None):
@@ -31,7 +31,7 @@ class LayerCache:
             raise ValueError(f"no int4 cache for a head_dim of {self.head_dim}")
         for scales in (self.key_scales, self.value_scales):
             if scales is not None and (scales.shape != self.keys.shape[:3] or not scales.is_contiguous()):
-                raise ValueError(f"cache scales {tuple(scales.shape)} for a capacity of {capacity}")
+                raise ValueError(f"cache scales {tuple(scales.shape)} for blocks of {block_size}")
 
     @property
     def int4(self) -> bool:

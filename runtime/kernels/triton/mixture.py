@@ -16,7 +16,7 @@ from mycli.runtime.kernels.triton.gated_silu import activate_parts
 from mycli.runtime.kernels.triton.pdl import pdl_wait
 from mycli.runtime.kernels.triton.product.activation import columns_of, some_tiles
 from mycli.runtime.kernels.triton.product.matmul import Activation, TritonMatmul, check_contiguous
-from mycli.runtime.kernels.triton.residual import Norm, add, residual_arguments, store_sum
+from mycli.runtime.kernels.triton.residual import Norm, add, load_gain, residual_arguments, store_sum
 from mycli.runtime.kernels.triton.split_k import add_parts
 from mycli.runtime.models.experts_spec import RoutingSpec
 
@@ -95,7 +95,7 @@ def combine_kernel(
     column = columns_of(tile, args.into)
     inside = (row[:, None] < rows) & (column < args.size)
     stream_place = row[:, None] * args.size + column
-    x = tl.load(args.stream + stream_place, mask=inside, other=0.0)
+    x, gain = tl.load(args.stream + stream_place, mask=inside, other=0.0), load_gain(column, inside, args)
     rank = tl.arange(0, RANKS)
     place = tl.load(places + first * top_k + rank, mask=rank < top_k, other=0)
     weight = tl.load(weights + first * top_k + rank, mask=rank < top_k, other=0.0)
@@ -113,7 +113,7 @@ def combine_kernel(
             factor = (1.0 / (1.0 + tl.exp(-gate))).to(x.dtype)
             output = (output.to(tl.float32) * factor.to(tl.float32)).to(x.dtype)
         added = added.to(x.dtype).to(tl.float32) + output.to(tl.float32)
-    store_sum(x, added, first, row, tile, column, inside, piece, rows, args)
+    store_sum(x, added, gain, first, row, tile, column, inside, piece, rows, args)
 
 
 def score(stream: Tensor, x: Activation, norm: Norm, router: Tensor, gate: Tensor | None = None) -> Tensor:

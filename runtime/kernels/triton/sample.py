@@ -95,7 +95,7 @@ def sample_kernel(
     chosen,  # int64 [steps, sequences]
     step,
     tokens,  # int64 [sequences]: what the next pass reads
-    lengths,  # int32 [sequences]: grow by one
+    lengths,  # int32 [sequences]: grow by one; 0 for a padding sequence stays
     NONE: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
@@ -109,7 +109,8 @@ def sample_kernel(
     broken = (largest == float("inf")) | (largest == float("-inf"))
     tl.store(chosen + step * tl.num_programs(0) + sequence, tl.where(broken, NONE, token))
     tl.store(tokens + sequence, tl.where(broken, 0, token))
-    tl.store(lengths + sequence, tl.load(lengths + sequence) + 1)
+    length = tl.load(lengths + sequence)
+    tl.store(lengths + sequence, length + (length > 0).to(tl.int32))
 
 
 @dataclass(frozen=True)

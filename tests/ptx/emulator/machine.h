@@ -132,12 +132,67 @@ template <class T> static inline T to_integer(f64 x) {
   return x <= low ? std::numeric_limits<T>::min() : x >= high ? std::numeric_limits<T>::max() : (T)x;
 }
 
+// With COUNT, what each instruction that touches memory costs: wavefronts of shared memory (the most words of one bank,
+// for each part of a warp that is served together) and 32-byte sectors of global memory, beside the least that the same
+// bytes need. NOTE is of one lane, SETTLE of the whole instruction.
+struct Cost {
+  u64 requests, made, least;
+};
+#ifdef COUNT
+static Cost COSTS[2][STATEMENTS];  // shared, global
+static std::vector<u64> NOTED[2];
+#define NOTE(space, at) NOTED[space].push_back(at);
+#define FORGET NOTED[0].clear(), NOTED[1].clear();
+#define SETTLE(statement, size) settle_shared(COSTS[0][statement], size), settle_global(COSTS[1][statement], size);
+
+static void settle_shared(Cost& cost, u32 size) {
+  auto& noted = NOTED[0];
+  if (noted.empty()) return;
+  cost.requests++;
+  size_t together = size >= 16 ? 8 : size == 8 ? 16 : 32;
+  for (size_t first = 0; first < noted.size(); first += together) {
+    std::vector<u64> words;
+    for (size_t i = first; i < std::min(noted.size(), first + together); i++)
+      for (u32 word = 0; word < std::max(1u, size / 4); word++) words.push_back(noted[i] / 4 + word);
+    std::sort(words.begin(), words.end());
+    words.erase(std::unique(words.begin(), words.end()), words.end());
+    u64 banks[32] = {}, most = 0;
+    for (u64 word : words) most = std::max(most, ++banks[word % 32]);
+    cost.made += most, cost.least += (words.size() + 31) / 32;
+  }
+  noted.clear();
+}
+static void settle_global(Cost& cost, u32 size) {
+  auto& noted = NOTED[1];
+  if (noted.empty()) return;
+  cost.requests++;
+  std::sort(noted.begin(), noted.end());
+  noted.erase(std::unique(noted.begin(), noted.end()), noted.end());
+  u64 sectors = 0, bytes = 0, last = ~0ull, end = 0;
+  for (u64 at : noted) {
+    for (u64 sector = at / 32; sector <= (at + size - 1) / 32; sector++)
+      if (sector != last) sectors++, last = sector;
+    bytes += at + size - std::max(at, std::min(end, at + size)), end = at + size;
+  }
+  cost.made += sectors, cost.least += (bytes + 31) / 32;
+  noted.clear();
+}
+extern "C" const Cost* costs(int space) { return COSTS[space]; }
+extern "C" void forget_costs() { memset(COSTS, 0, sizeof COSTS); }
+#else
+#define NOTE(space, at)
+#define FORGET
+#define SETTLE(statement, size)
+#endif
+
 static inline u8* in_shared(u32 at, u32 size) {
+  NOTE(0, at)
   if (at % size) fail("misaligned access of shared memory");
   if ((u64)at + size > SHARED_BYTES) fail("access beyond the shared memory of the launch");
   return SHARED + at;
 }
 static inline u8* in_global(u64 at, u32 size) {
+  NOTE(1, at)
   if (at % size) fail("misaligned access of global memory");
   return (u8*)at;
 }

@@ -40,12 +40,13 @@ def _parameter(o: Operands, i: Instruction, operand: str) -> str:
     return f"((u8*){o.parameters.get(base, f'&{base}_[l]')}+({offset}))"
 
 
-def _vector(i: Instruction) -> int:
+def vector(i: Instruction) -> int:
+    """How many elements a lane moves."""
     return next((int(part[1:]) for part in i.parts if re.fullmatch(r"v[248]", part)), 1)
 
 
 def _load(o: Operands, i: Instruction) -> str:
-    size, count = BYTES[i.kind], _vector(i)
+    size, count = BYTES[i.kind], vector(i)
     source = i.operands[1]
     place = _parameter(o, i, source) if i.parts[1] == "param" else _pointer(o, i, source, size * count)
     kind = i.kind if i.kind[0] in "us" else bits(size)
@@ -55,7 +56,7 @@ def _load(o: Operands, i: Instruction) -> str:
 
 
 def _store(o: Operands, i: Instruction) -> str:
-    size, count = BYTES[i.kind], _vector(i)
+    size, count = BYTES[i.kind], vector(i)
     target, registers = i.operands[0], braced(i.operands[1])
     place = _parameter(o, i, target) if i.parts[1] == "param" else _pointer(o, i, target, size * count)
     word = UNSIGNED[size]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.ptx.emulator.translate import HERE, translate
+from tests.ptx.emulator.translate import HERE, Access, translate_counting
 
 # -Og: compiling takes longer than running. A sum must not be fused where the GPU does not fuse it.
 FLAGS = ("-std=c++17", "-Og", "-fPIC", "-shared", "-w", "-ffp-contract=off", "-fno-strict-aliasing", f"-I{HERE}")
@@ -18,18 +18,40 @@ class LaunchFailed(Exception):
     """A kernel did what a GPU would not let it do, or what differs from run to run there."""
 
 
+class _Cost(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_uint64) for name in ("requests", "made", "least"))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What an instruction cost in a launch: wavefronts of shared memory, or sectors of global memory, and the least."""
+
+    access: Access
+    shared: bool
+    requests: int
+    made: int
+    least: int
+
+
 @dataclass
 class Runner:
-    """Runs kernels, compiled once into `folder`. seed: of the order of programs and warps, another for every launch."""
+    """Runs kernels, compiled once into `folder`. seed: of the order of programs and warps, another for every launch.
+
+    count: keep in `costs` what the memory accesses of the last launch cost.
+    """
 
     folder: Path
     seed: int = 1
-    _libraries: dict[str, ctypes.CDLL] = field(default_factory=dict)
+    count: bool = False
+    costs: list[Cost] = field(default_factory=list)
+    _libraries: dict[tuple[str, bool], tuple[ctypes.CDLL, list[Access]]] = field(default_factory=dict)
 
-    def library(self, ptx: str) -> ctypes.CDLL:
-        """The kernel of a module, ready to run. Raises UnknownInstruction."""
-        if ptx not in self._libraries:
-            source = translate(ptx)
+    def library(self, ptx: str) -> tuple[ctypes.CDLL, list[Access]]:
+        """The kernel of a module, ready to run, and what it counts. Raises UnknownInstruction."""
+        key = ptx, self.count
+        if key not in self._libraries:
+            source, accesses = translate_counting(ptx)
+            source = "#define COUNT\n" * self.count + source
             headers = "".join((HERE / name).read_text("utf-8") for name in ("machine.h", "scheduler.h"))
             digest = hashlib.sha256("\0".join((source, headers, *FLAGS[:-1])).encode()).hexdigest()[:24]
             target = self.folder / f"{digest}.so"
@@ -37,8 +59,10 @@ class Runner:
                 self._compile(source, target)
             found = ctypes.CDLL(str(target))
             found.run.restype = ctypes.c_char_p
-            self._libraries[ptx] = found
-        return self._libraries[ptx]
+            if self.count:
+                found.costs.restype = ctypes.POINTER(_Cost)
+            self._libraries[key] = found, accesses
+        return self._libraries[key]
 
     def _compile(self, source: str, target: Path) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -54,6 +78,16 @@ class Runner:
         self.seed += 1
         sizes = (ctypes.c_uint(size) for size in (*grid, threads, shared))
         window, seed = ctypes.c_uint(WINDOW), ctypes.c_uint64(self.seed)
-        said = self.library(ptx).run(*sizes, parameters, window, seed).decode()
+        library, accesses = self.library(ptx)
+        if self.count:
+            library.forget_costs()
+        said = library.run(*sizes, parameters, window, seed).decode()
         if said:
             raise LaunchFailed(said)
+        if self.count:
+            self.costs = [
+                Cost(access, not space, cost.requests, cost.made, cost.least)
+                for space in range(2)
+                for access, cost in zip(accesses, library.costs(space)[: len(accesses)], strict=True)
+                if cost.requests
+            ]

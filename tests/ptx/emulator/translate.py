@@ -7,9 +7,10 @@ instructions do is in `scalar`, `memory` and `warp`.
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from tests.ptx.emulator.memory import MEMORY
+from tests.ptx.emulator.memory import MEMORY, vector
 from tests.ptx.emulator.operands import BYTES, UNSIGNED, Operands, Register, UnknownInstruction
 from tests.ptx.emulator.parse import Function, Instruction, functions, instruction, operands, shared_symbols
 from tests.ptx.emulator.scalar import SCALAR
@@ -20,6 +21,36 @@ _MOST_PARAMETER_BYTES = 64
 _WAITS = ("commit_group", "wait_group", "wait_all")
 
 
+@dataclass(frozen=True)
+class Access:
+    """An instruction that touches memory. size: bytes of a lane; main_loop: in the smallest loop with a product."""
+
+    text: str
+    size: int
+    main_loop: bool
+
+    @property
+    def writes(self) -> bool:
+        """Global memory; a copy to shared memory reads it."""
+        return self.text.split()[-1 if self.text.startswith("@") else 0].startswith("st")
+
+
+def main_loop(function: Function) -> range:
+    """The blocks of the smallest loop with a matrix product; none without one."""
+    loops = []
+    for end, block in enumerate(function.blocks):
+        for statement in block:
+            one = None if statement in "{}" or statement.startswith(".") else instruction(statement)
+            if one is not None and one.name == "bra" and function.labels[one.operands[0]] <= end:
+                loops.append(range(function.labels[one.operands[0]], end + 1))
+    with_products = [
+        loop
+        for loop in loops
+        if any(re.search(r"\bw?g?mma[._]", text) for block in loop for text in function.blocks[block])
+    ]
+    return min(with_products, key=len, default=range(0))
+
+
 def _c_name(name: str) -> str:
     return re.sub(r"\W", "_", name)
 
@@ -27,8 +58,9 @@ def _c_name(name: str) -> str:
 class _Translation:
     """One function on its way."""
 
-    def __init__(self, function: Function, shared: list[str]) -> None:
-        self._function = function
+    def __init__(self, function: Function, shared: list[str], accesses: list[Access]) -> None:
+        self._function, self._accesses = function, accesses
+        self._main_loop, self._block = main_loop(function), 0
         self._declared: list[str] = []  # local memory
         self._parameters: dict[str, None] = {}  # of calls, by name
         self._code: list[str] = []
@@ -50,7 +82,7 @@ class _Translation:
         """Its definition."""
         cases = []
         for index, block in enumerate(self._function.blocks):
-            self._code = []
+            self._code, self._block = [], index
             ended = [self._statement(statement, index + 1) for statement in block]
             if not any(ended):
                 self._run.append(f"at[l]={index + 1};")
@@ -143,6 +175,12 @@ class _Translation:
         places = "".join(f",{_c_name(name)}_" for name in (*arguments, *result))
         return f"F_{_c_name(given[0])}(m{places});"
 
+    def _counted(self, one: Instruction, text: str) -> str:
+        """The statement of each lane, for all of them, with a count of what they touch together."""
+        size = int(one.operands[2], 0) if one.name == "cp" else BYTES.get(one.kind, 4) * vector(one)
+        self._accesses.append(Access(one.text, size, self._block in self._main_loop))
+        return f"FORGET ALL {text} SETTLE({len(self._accesses) - 1},{size})"
+
     def _one(self, one: Instruction) -> None:
         """An instruction, for the lanes that its guard leaves."""
         waits = one.parts[:2] == ("cp", "async") and one.parts[2] in _WAITS
@@ -161,7 +199,8 @@ class _Translation:
             if one.name in SCALAR:
                 self._run.append(text)
             else:
-                self._warp(("give_turn(READY);" if one.name in ("atom", "red") else "") + f"ALL {text}")
+                whole = f"ALL {text}" if one.parts[:3] == ("cp", "async", "bulk") else self._counted(one, text)
+                self._warp(("give_turn(READY);" if one.name in ("atom", "red") else "") + whole)
         elif guard is None:
             self._warp(f"{{{body}}}")
         else:
@@ -170,10 +209,16 @@ class _Translation:
 
 def translate(ptx: str) -> str:
     """The C++ of a module with one kernel. Raises UnknownInstruction, which says what is not known."""
-    shared = shared_symbols(ptx)
-    translated = [(_Translation(function, shared), function) for function in functions(ptx)]
+    return translate_counting(ptx)[0]
+
+
+def translate_counting(ptx: str) -> tuple[str, list[Access]]:
+    """As `translate`, and the instructions that its counts are of."""
+    shared, accesses = shared_symbols(ptx), list[Access]()
+    translated = [(_Translation(function, shared, accesses), function) for function in functions(ptx)]
     kernel = next(function for _, function in translated if function.entry)
     texts = [one.text() for one, _ in translated]
     heads = [f"{one.head};" for one, _ in translated]
     define = f"#define KERNEL() F_{_c_name(kernel.name)}(0xffffffffu)"
-    return "\n".join(['#include "machine.h"', *heads, *texts, define, '#include "scheduler.h"', ""])
+    count = f"#define STATEMENTS {max(1, len(accesses))}"
+    return "\n".join([count, '#include "machine.h"', *heads, *texts, define, '#include "scheduler.h"', ""]), accesses

@@ -86,19 +86,6 @@ def test_a_copied_block_is_what_its_source_was(kind: torch.dtype) -> None:
         assert not cache.read(layer, (0,), 4)[0].dense(torch.float32).any()
 
 
-def test_lanes_are_the_same_memory_and_always_the_same_object() -> None:
-    cache = make(torch.int8, 4, 5)
-    lane, text = cache.view_blocks(1, 2), torch.randn(LAYERS, 2, 5, *VECTOR)
-    write(lane, [(0, (1,), text)])
-    assert (
-        lane is cache.view_blocks(1, 2)
-        and cache.view_blocks(0, 4) is cache
-        and (lane.blocks, lane.block_size) == (2, 5)
-    )
-    for ours, theirs in zip(cache.read(1, (2,), 5), lane.read(1, (1,), 5), strict=True):
-        assert torch.equal(ours.dense(torch.float32), theirs.dense(torch.float32)) and ours.data.any()
-
-
 @given(seed=st.integers(0, 999), magnitude=st.sampled_from([1e-30, 1e-6, 1.0, 1e4, 1e30]))
 @settings(max_examples=40, deadline=None)
 def test_codes_are_within_half_a_step(seed: int, magnitude: float) -> None:

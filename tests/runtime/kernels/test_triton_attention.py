@@ -1,4 +1,4 @@
-"""Attention to the cache against plain torch, in the interpreter: grouped heads, windows, lots, int8, int4."""
+"""Attention to the paged cache against plain torch, in the interpreter: grouped heads, windows, lots, int8, int4."""
 
 from dataclasses import dataclass
 
@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from mycli.runtime.cache.int4 import pack_int4, unpack_int4
+from mycli.runtime.cache.kv_cache import Stored
+from mycli.runtime.kernels.paged import Ragged, Scoring
+from mycli.runtime.kernels.reference import attend_gathered
 from mycli.runtime.kernels.triton.layer_cache import LayerCache
 from mycli.runtime.kernels.triton.product.tiles import Chip
 from mycli.runtime.layers.attention import attention_mask
@@ -39,19 +42,38 @@ class Case:
     dtype: torch.dtype = torch.float16
     processors: int = 8
     packing: Packing = Packing(4, 128)
+    block: int = 640  # size of a cache block; that of every sequence by default
 
     def __str__(self) -> str:
         options = f"-window{self.window}" * (self.window is not None) + "-int8" * self.int8
-        options += "-int4" * self.int4
+        options += "-int4" * self.int4 + f"-blocks{self.block}" * (self.block < 640)
         into = f"-to-{self.packing.name}"
         shape = f"{self.heads}q{self.kv_heads}kv{self.head_dim}"
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{shape}-lengths{self.lengths}-tokens{self.tokens}{options}-{dtype}-on{self.processors}{into}"
 
 
-def filled(case: Case) -> tuple[LayerCache, torch.Tensor, torch.Tensor]:
-    """A cache with NaN or rubbish where nothing was written, and what it holds as fp32."""
-    capacity = 600
+def paged(tensor: torch.Tensor, block: int, table: torch.Tensor) -> torch.Tensor:
+    """Cut [sequences, kv_heads, positions, ..] into blocks of a cache, where `table` says; 0xFF or NaN elsewhere."""
+    sequences, heads, positions, *rest = tensor.shape
+    empty = torch.nan if tensor.is_floating_point() else -1 if tensor.dtype == torch.int8 else 0xFF
+    shape = (int(table.max()) + 2, heads, block, *rest)
+    blocks = torch.full(shape, empty, dtype=tensor.dtype)
+    cut = tensor.reshape(sequences, heads, positions // block, block, *rest).transpose(1, 2)
+    blocks[table.long()] = cut
+    return blocks
+
+
+def shuffled(sequences: int, width: int) -> torch.Tensor:
+    """A block table whose blocks are in no order, with a block of nobody among them."""
+    order = torch.randperm(sequences * width + 1, generator=torch.Generator().manual_seed(3))
+    return order[: sequences * width].reshape(sequences, width).to(torch.int32)
+
+
+def filled(case: Case) -> tuple[LayerCache, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A cache with NaN or rubbish where nothing was written, its block table, and what it holds as fp32."""
+    capacity = 640
+    table = shuffled(len(case.lengths), capacity // case.block)
     shape = (2, len(case.lengths), case.kv_heads, capacity, case.head_dim)
     wide = normal(*shape)
     present = torch.arange(capacity) < torch.tensor(case.lengths)[:, None, None]
@@ -60,26 +82,27 @@ def filled(case: Case) -> tuple[LayerCache, torch.Tensor, torch.Tensor]:
         codes = (wide / scales[..., None]).round().to(torch.int8)
         scales = torch.where(present, scales, torch.nan)
         wide = codes.float() * scales[..., None]
-        return LayerCache(codes[0], codes[1], scales[0].contiguous(), scales[1].contiguous()), wide[0], wide[1]
+        parts = [paged(tensor, case.block, table) for tensor in (*codes, *scales)]
+        return LayerCache(*parts), table, wide[0], wide[1]
     if case.int4:
         packed = pack_int4(wide)
         packed = torch.where(present[..., None], packed, torch.full_like(packed, 0xFF))  # scales that are NaN
         wide = unpack_int4(packed, torch.float32)
-        return LayerCache(packed[0], packed[1]), wide[0], wide[1]
+        return LayerCache(*(paged(tensor, case.block, table) for tensor in packed)), table, wide[0], wide[1]
     stored = torch.where(present[..., None], wide, torch.nan).to(case.dtype)
-    return LayerCache(stored[0], stored[1]), stored[0].float(), stored[1].float()
+    return LayerCache(*(paged(part, case.block, table) for part in stored)), table, *stored.float()
 
 
 def attention(case: Case) -> float:
-    cache, keys, values = filled(case)
+    cache, table, keys, values = filled(case)
     sequences, group = len(case.lengths), case.heads // case.kv_heads
     query = normal(sequences, case.tokens, case.heads, case.head_dim, seed=1).to(case.dtype)
     lengths = torch.tensor(case.lengths, dtype=torch.int32)
     into = product(case.heads * case.head_dim, case.packing, case.processors)
     counters = torch.zeros(sequences * case.tokens * case.kv_heads, dtype=torch.int32)
-    first = numbers(decode_attention(query, cache, lengths, case.window, into, counters))
+    first = numbers(decode_attention(query, cache, lengths, table, case.window, into, counters))
     with backwards():
-        again = numbers(decode_attention(query, cache, lengths, case.window, into, counters))
+        again = numbers(decode_attention(query, cache, lengths, table, case.window, into, counters))
     if counters.any() or not torch.equal(first, again):
         return float("inf")
     found, beyond = first.tensor_split([case.heads * case.head_dim], dim=1)
@@ -88,6 +111,9 @@ def attention(case: Case) -> float:
     found = found.view(sequences, case.tokens, -1)
     worst = 0.0
     for sequence, length in enumerate(case.lengths):
+        if not length:  # padding
+            worst = max(worst, float(found[sequence].abs().max()))
+            continue
         start = length - case.tokens
         seen = attention_mask(start, case.tokens, case.window, query.device)
         if seen is None:
@@ -109,6 +135,10 @@ def attention(case: Case) -> float:
         Case((200,), heads=7, kv_heads=7, head_dim=80, packing=Packing(8, None)),
         Case((300, 7), tokens=4, heads=4, kv_heads=1),
         Case((300, 5), window=100),
+        Case((64, 0, 65, 300), block=64, processors=64),
+        Case((300, 0, 129), tokens=3, window=70, block=128, processors=64),
+        Case((0, 130, 40), int8=True, block=64, processors=64),
+        Case((0, 150), int4=True, tokens=20, heads=8, block=64, dtype=torch.bfloat16),
         Case((300,), window=64, tokens=3, processors=64),
         Case((130, 40), int8=True),
         Case((300,), int8=True, tokens=5, heads=8, window=150, dtype=torch.bfloat16),
@@ -152,9 +182,73 @@ def test_refuses_what_the_kernels_take_for_granted() -> None:
     lengths = torch.ones(1, dtype=torch.int32)
     with pytest.raises(ValueError, match="more than 64"):
         wide = torch.zeros((1, 1, 130, 64))
-        decode_attention(wide, LayerCache(keys, keys), lengths, None, product(130 * 64, Packing(4, 32)), lengths)
+        table = torch.zeros((1, 1), dtype=torch.int32)
+        decode_attention(wide, LayerCache(keys, keys), lengths, table, None, product(130 * 64, Packing(4, 32)), lengths)
+    with pytest.raises(ValueError, match="no multiple of 64"):
+        query, table = torch.zeros((1, 1, 2, 64)), torch.zeros((1, 2), dtype=torch.int32)
+        decode_attention(query, LayerCache(keys, keys), lengths, table, None, product(128, Packing(4, 32)), lengths)
 
 
 def test_lots_of_tokens_are_as_few_and_as_even_as_columns_allow() -> None:
     assert [tokens_per_program(tokens, 4) for tokens in (1, 8, 16, 17, 33, 64)] == [1, 8, 16, 9, 11, 16]
     assert tokens_per_program(64, 1) == 64 and tokens_per_program(2, 64) == 1 and tokens_per_program(1, 65) == 0
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Attention with another scale, a softcap, sinks, a window; the result as plain values."""
+
+    lengths: tuple[int, ...]
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    tokens: int = 1
+    window: int | None = None
+    softcap: float = 0.0
+    sinks: bool = False
+    kind: torch.dtype = torch.float16
+    block: int = 64
+
+    def __str__(self) -> str:
+        options = f"-window{self.window}" * (self.window is not None) + f"-cap{self.softcap}" * bool(self.softcap)
+        shape = f"{self.heads}q{self.kv_heads}kv{self.head_dim}"
+        return f"{shape}-lengths{self.lengths}-tokens{self.tokens}{options}{'-sinks' * self.sinks}-{self.kind}"
+
+
+def scored(case: Scored) -> float:
+    from mycli.runtime.kernels.triton.attention import attend_paged
+
+    sequences, width = len(case.lengths), 320 // case.block
+    table = shuffled(sequences, width)
+    wide = normal(2, sequences, case.kv_heads, 320, case.head_dim)
+    stored = [Stored.of(part.half(), case.kind) for part in wide]
+    blocks = [
+        Stored(*(None if part is None else paged(part, case.block, table) for part in (one.data, one.scales)))
+        for one in stored
+    ]
+    query = 2 * normal(sequences * case.tokens, case.heads, case.head_dim, seed=1).half()
+    sinks = 3 * normal(case.heads, seed=2) if case.sinks else None
+    starts = torch.arange(0, (sequences + 1) * case.tokens, case.tokens, dtype=torch.int32)
+    ragged = Ragged(starts, torch.tensor(case.lengths, dtype=torch.int32), table, case.tokens)
+    scoring = Scoring(0.3, case.window, case.softcap, sinks)
+    found = attend_paged(query, *blocks, ragged, scoring, Chip((9, 0), 16))
+    assert isinstance(found, torch.Tensor)
+    keep = torch.tensor(case.lengths).repeat_interleave(case.tokens) > 0
+    expected = attend_gathered(query, *blocks, ragged, scoring)
+    assert not found[~keep].any()
+    return difference(found[keep], expected[keep])
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Scored((130, 7), softcap=5.0),
+        Scored((300, 0, 1), sinks=True, heads=6, kv_heads=2),
+        Scored((200, 90), softcap=2.0, sinks=True, window=40, tokens=3, kind=torch.int8),
+        Scored((150,), head_dim=80, heads=3, kv_heads=1, sinks=True, tokens=20, block=320),
+        Scored((90, 64), head_dim=128, softcap=30.0, kind=torch.uint8),
+    ],
+    ids=str,
+)
+def test_attend_with_softcap_and_sinks(case: Scored, interpret: Interpret) -> None:
+    assert interpret(scored, case) < 4e-3  # type: ignore[operator]  # the pool carries any result

@@ -173,15 +173,20 @@ class Rotation:
     int8: bool = False
     int4: bool = False
     dtype: torch.dtype = torch.float16
+    block: int = 24  # size of a cache block; that of every sequence by default
 
     def __str__(self) -> str:
         options = "".join(f"-{name}" for name in ("bias", "norm", "int8", "int4") if getattr(self, name))
+        options += f"-blocks{self.block}" * (self.block < 24)
         shape = f"{self.heads}q{self.kv_heads}kv{self.head_dim}"
         return f"{shape}-lengths{self.lengths}-tokens{self.tokens}{options}-{self.dtype}"
 
 
 def rotation(case: Rotation) -> tuple[float, float, float, bool]:
-    """Errors of queries, keys and values; whether nothing else of the cache was touched."""
+    """Errors of queries, keys and values; whether nothing else of the cache was touched.
+
+    A length of 0 is a padding sequence. Blocks of the cache are in no order, and one belongs to nobody.
+    """
     from mycli.runtime.kernels.triton.layer_cache import LayerCache
     from mycli.runtime.kernels.triton.rope import Projection, project
 
@@ -198,18 +203,29 @@ def rotation(case: Rotation) -> tuple[float, float, float, bool]:
     cos, sin = angles.cos().to(case.dtype), angles.sin().to(case.dtype)
     kind = torch.int8 if case.int8 else torch.uint8 if case.int4 else case.dtype
     last = int4_bytes(dim) if case.int4 else dim
-    layers = torch.full((2, sequences, case.kv_heads, capacity, last), 7, dtype=kind)
-    scales = [torch.zeros((sequences, case.kv_heads, capacity)) if case.int8 else None for _ in range(2)]
-    cache = LayerCache(layers[0], layers[1], *scales)
+    pages = capacity // case.block
+    order = torch.randperm(sequences * pages + 1, generator=torch.Generator().manual_seed(5))
+    table = order[: sequences * pages].reshape(sequences, pages).to(torch.int32)
+    blocks = torch.full((2, len(order), case.kv_heads, case.block, last), 7, dtype=kind)
+    factors = torch.zeros((2, len(order), case.kv_heads, case.block))
+    cache = LayerCache(blocks[0], blocks[1], *(factors if case.int8 else (None, None)))
     lengths = torch.tensor(case.lengths, dtype=torch.int32)
     projection = Projection(case.heads, bias, *gains, 1e-6)
     counters = torch.zeros(64, dtype=torch.int32)
     with backwards():
-        again = project(x, qkv, projection, (cos, sin), lengths, cache, case.dtype, counters)
-    query = project(x, qkv, projection, (cos, sin), lengths, cache, case.dtype, counters)
-    dense = torch.zeros((2, sequences, case.kv_heads, capacity, dim), dtype=case.dtype)
+        again = project(x, qkv, projection, (cos, sin), lengths, table, cache, case.dtype, counters)
+    query = project(x, qkv, projection, (cos, sin), lengths, table, cache, case.dtype, counters)
+    kept_blocks = torch.zeros((2, *blocks.shape[1:-1], dim), dtype=case.dtype)
     if case.int4:
-        project(x, qkv, projection, (cos, sin), lengths, LayerCache(dense[0], dense[1]), case.dtype, counters)
+        dense_cache = LayerCache(kept_blocks[0], kept_blocks[1])
+        project(x, qkv, projection, (cos, sin), lengths, table, dense_cache, case.dtype, counters)
+    nobody = blocks[:, order[-1]]
+
+    def contiguous(paged: torch.Tensor) -> torch.Tensor:
+        """[2, sequences, kv_heads, capacity, ..] of what lies in blocks."""
+        return paged[:, table.long()].transpose(2, 3).flatten(3, 4)
+
+    layers, scales, dense = contiguous(blocks), contiguous(factors), contiguous(kept_blocks)
     assert not counters.any() and (len(parts) > 1 or k == 256) and torch.equal(query, again)
 
     wide = parts.sum(0) + (0 if bias is None else bias.float())
@@ -220,6 +236,8 @@ def rotation(case: Rotation) -> tuple[float, float, float, bool]:
     )
     errors, kept = [0.0, 0.0, 0.0], torch.ones((sequences, capacity), dtype=torch.bool)
     for sequence, length in enumerate(case.lengths):
+        if not length:
+            continue
         at = slice(length - new, length)
         kept[sequence, at] = False
         table = cos[at].float(), sin[at].float()
@@ -229,9 +247,7 @@ def rotation(case: Rotation) -> tuple[float, float, float, bool]:
             assert all(same), "bit by bit what the twin packs"
             stored = [dense[i, sequence, :, at].float() for i in range(2)]
         if case.int8:
-            stored = [
-                s * scale[sequence, :, at, None] for s, scale in zip(stored, scales, strict=True) if scale is not None
-            ]
+            stored = [s * scale[sequence, :, at, None] for s, scale in zip(stored, scales, strict=True)]
         pairs = (
             (query[sequence], rotate(q[sequence, None], *table)[0]),
             (stored[0], rotate(k[sequence, None], *table)[0].transpose(0, 1)),
@@ -239,7 +255,7 @@ def rotation(case: Rotation) -> tuple[float, float, float, bool]:
         )
         errors = [max(error, difference(*pair)) for error, pair in zip(errors, pairs, strict=True)]
     untouched = layers.transpose(2, 3)[:, kept]
-    return (*errors, bool((untouched == 7).all()))
+    return (*errors, bool((untouched == 7).all() and (nobody == 7).all()))
 
 
 @pytest.mark.parametrize(
@@ -250,6 +266,7 @@ def rotation(case: Rotation) -> tuple[float, float, float, bool]:
         pytest.param(Rotation(2, 1, 128, (24, 1), norm=True, dtype=torch.bfloat16), marks=pytest.mark.slow),
         Rotation(3, 1, 80, (4,), tokens=2, int8=True),
         Rotation(3, 1, 64, (9, 4), tokens=3, int4=True),
+        Rotation(2, 1, 64, (9, 0, 19, 4), tokens=3, int8=True, block=8),
         pytest.param(Rotation(2, 2, 128, (7,), norm=True, int4=True, dtype=torch.bfloat16), marks=pytest.mark.slow),
         pytest.param(Rotation(2, 1, 256, (24, 20), tokens=6, int4=True), marks=pytest.mark.slow),
         Rotation(2, 1, 64, (24, 9, 20), tokens=6, norm=True),  # two blocks of rows

@@ -15,8 +15,8 @@ import triton.language as tl
 class Operand(NamedTuple):
     """Where the operand of a product is written, as kernel arguments."""
 
-    data: Any  # fp16 [rows, tiles * TILE_K]
-    sums: Any  # fp32 [tiles, rows_padded, 2]: the power of two, and the sum before scaling
+    data: Any  # fp16 [rows, tiles * TILE_K]; without `sums` of any dtype, and the values as they are
+    sums: Any  # fp32 [tiles, rows_padded, 2]: the power of two, and the sum before scaling; None for plain values
     tiles: Any
     rows_padded: Any
     TILE_K: Any
@@ -28,8 +28,8 @@ def natural_column(place, TILE_K: tl.constexpr, PERMUTED: tl.constexpr):
     """Return the column of a row that is stored at `place`: the MMA order permutes bits of the place."""
     if PERMUTED and TILE_K == 16:  # (k half, lane % 4, even or odd) in place of (lane % 4, k half, even or odd)
         return place // 16 * 16 + place // 2 % 4 * 4 + place // 8 % 2 * 2 + place % 2
-    elif PERMUTED:  # (k half, lane % 4, pair of pairs, even or odd) in place of (lane % 4, pair of pairs, k half, ..)
-        return place // 32 * 32 + place // 4 % 4 * 8 + place // 2 % 2 * 4 + place // 16 % 2 * 2 + place % 2
+    elif PERMUTED:  # (pair of pairs, k half, lane % 4, even or odd) in place of (lane % 4, pair of pairs, k half, ..)
+        return place // 32 * 32 + place // 2 % 4 * 8 + place // 16 % 2 * 4 + place // 8 % 2 * 2 + place % 2
     else:
         return place
 
@@ -49,18 +49,26 @@ def columns_of(tile, into):
 
 
 @triton.jit
-def store_activation(value, row, tile, present, into):
-    """Store value fp32 [tiles, TILE_K], columns as in `columns_of`, where `present` [tiles]."""
+def _store_scaled(value, place, row, tile, present, into):
     # Scaled to below 2^15, fp16 holds every bf16 or fp16 value above 2^-38 of the tile's largest exactly.
     exponent = tl.maximum(tl.max(tl.abs(value), axis=1).to(tl.int32, bitcast=True) >> 23, 20)
     down = ((268 - exponent) << 23).to(tl.float32, bitcast=True)  # 2^(14 - e)
     up = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
     scaled = (value * down[:, None]).to(tl.float16)
-    place = (row * into.tiles + tile)[:, None] * into.TILE_K + tl.arange(0, into.TILE_K)[None, :]
     tl.store(into.data + place, scaled, mask=present[:, None])
     pair = into.sums + (tile * into.rows_padded + row) * 2
     tl.store(pair, up, mask=present)
     tl.store(pair + 1, tl.sum(scaled.to(tl.float32), axis=1) * up, mask=present)
+
+
+@triton.jit
+def store_activation(value, row, tile, present, into):
+    """Store value fp32 [tiles, TILE_K], columns as in `columns_of`, where `present` [tiles]."""
+    place = (row * into.tiles + tile)[:, None] * into.TILE_K + tl.arange(0, into.TILE_K)[None, :]
+    if into.sums is None:
+        tl.store(into.data + place, value.to(into.data.dtype.element_ty), mask=present[:, None])
+    else:
+        _store_scaled(value, place, row, tile, present, into)
 
 
 @triton.jit

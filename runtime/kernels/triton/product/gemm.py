@@ -50,11 +50,14 @@ def _load_weights(
     WARPS: tl.constexpr,
     CODES: tl.constexpr,
     ASM: tl.constexpr,
+    WGMMA: tl.constexpr = False,  # columns in the order of wgmma: (pair of pairs, k half, lane % 4, even or odd)
 ):
     """Load a tile of 1024 + 2^e * u, fp16 [BLOCK_N, TILE_K], columns in MMA order.
 
     The permutations only rename registers: read them as (chunk, lane / 4 = 8, lane % 4 = 4, 8 fields, fields apart).
     """
+    # With the order of the older MMA, the 16 bytes of a thread would be loaded by wgmma's layout as 4 words whose banks
+    # conflict four times.
     NARROW: tl.constexpr = CHUNK_K == 32 and BITS != 8
     WIDE_K: tl.constexpr = TILE_K // CHUNK_K
     PER_WARP: tl.constexpr = BLOCK_N // (16 * REPEATS) // WARPS
@@ -65,19 +68,29 @@ def _load_weights(
     if BITS == 8:
         w = unpack8(a, ASM) if CODES == "int" else table8(a, CODES, ASM)
         w = w.reshape(PER_WARP, WARPS, WIDE_K, 8, 4, 2, 2, 2, 2)
-        w = w.permute(0, 1, 8, 3, 2, 5, 4, 6, 7)
+        w = w.permute(0, 1, 8, 3, 2, 6, 5, 4, 7) if WGMMA else w.permute(0, 1, 8, 3, 2, 5, 4, 6, 7)
     elif BITS == 4:
         w = unpack4(a, ASM) if CODES == "int" else table4(a, CODES, ASM)
         w = w.reshape(PER_WARP, WARPS, WIDE_K, 8, 4, 2, 2, 2, 2, 2)
-        w = w.permute(0, 5, 1, 8, 3, 2, 9, 4, 6, 7) if NARROW else w.permute(0, 1, 8, 3, 2, 5, 9, 4, 6, 7)
+        if WGMMA:
+            w = w.permute(0, 5, 1, 8, 3, 2, 6, 9, 4, 7) if NARROW else w.permute(0, 1, 8, 3, 2, 5, 6, 9, 4, 7)
+        else:
+            w = w.permute(0, 5, 1, 8, 3, 2, 9, 4, 6, 7) if NARROW else w.permute(0, 1, 8, 3, 2, 5, 9, 4, 6, 7)
     elif BITS == 2:
         w = unpack2(a, ASM).reshape(PER_WARP, WARPS, WIDE_K, 8, 4, 2, 2, 2, 2, 2, 2)
-        w = w.permute(0, 5, 9, 1, 8, 3, 2, 10, 4, 6, 7) if NARROW else w.permute(0, 9, 1, 8, 3, 2, 5, 10, 4, 6, 7)
+        if WGMMA:
+            w = w.permute(0, 5, 9, 1, 8, 3, 2, 6, 10, 4, 7) if NARROW else w.permute(0, 9, 1, 8, 3, 2, 5, 6, 10, 4, 7)
+        else:
+            w = w.permute(0, 5, 9, 1, 8, 3, 2, 10, 4, 6, 7) if NARROW else w.permute(0, 9, 1, 8, 3, 2, 5, 10, 4, 6, 7)
     else:
         b, c = tl.load(source + 256), tl.load(source + 512)
         w = unpack3(a, b, c, ASM).reshape(PER_WARP, WARPS, WIDE_K, 8, 4, 2, 2, 2, 2, 2, 2, 2)
-        if NARROW:
+        if NARROW and WGMMA:
+            w = w.permute(0, 5, 10, 9, 1, 8, 3, 2, 6, 11, 4, 7)
+        elif NARROW:
             w = w.permute(0, 5, 10, 9, 1, 8, 3, 2, 11, 4, 6, 7)
+        elif WGMMA:
+            w = w.permute(0, 10, 9, 1, 8, 3, 2, 5, 6, 11, 4, 7)
         else:
             w = w.permute(0, 10, 9, 1, 8, 3, 2, 5, 11, 4, 6, 7)
     return w.reshape(BLOCK_N, TILE_K)
@@ -167,6 +180,8 @@ def multiply_kernel(
         x_columns = columns
     x_rows = x + x_columns[:, None] * k_padded + tl.arange(0, TILE_K)[None, :]
     x_steps = x + x_columns[:, None] * k_padded + tl.arange(0, 32)[None, :]
+    if TILE_K >= 32:
+        x_tile = x_steps[None, :, :] + tl.arange(0, TILE_K // 32)[:, None, None] * 32
     factor, bias = row_terms(BITS, BLOCK_N, REPEATS, WARPS, CODES, UNIT)
     start = part * tiles_per_part
     end = tl.minimum(start + tiles_per_part, k_padded // TILE_K)
@@ -205,11 +220,14 @@ def multiply_kernel(
             now = tile + turn
             if TILE_K >= 32:
                 w = _load_weights(
-                    codes, chunks, k_chunks, now, BITS, BLOCK_N, TILE_K, REPEATS, CHUNK_K, WARPS, CODES, ASM
+                    codes, chunks, k_chunks, now, BITS, BLOCK_N, TILE_K, REPEATS, CHUNK_K, WARPS, CODES, ASM, PERMUTED
                 )
-                xt = tl.load(x_rows + now * TILE_K, mask=columns[:, None] < last, other=0.0)
-                if not PERMUTED:
-                    xt = xt.reshape(BLOCK_M, TILE_K // 32, 4, 2, 2, 2).permute(0, 1, 4, 2, 3, 5)
+                if PERMUTED:
+                    xt = tl.load(x_rows + now * TILE_K, mask=columns[:, None] < last, other=0.0)
+                else:
+                    # By steps of 32 columns: with whole rows, two rows of a quarter warp would have the same banks.
+                    xt = tl.load(x_tile + now * TILE_K, mask=columns[None, :, None] < last, other=0.0)
+                    xt = xt.reshape(TILE_K // 32, BLOCK_M, 4, 2, 2, 2).permute(1, 0, 4, 2, 3, 5)
                     xt = xt.reshape(BLOCK_M, TILE_K)
             elif turn % 2 == 0:
                 both = _load_weights(
@@ -251,6 +269,7 @@ def multiply_kernel(
             squares = _load_squares(rms, x_columns, rows_padded, columns < last)
         total *= tl.rsqrt(tl.sum(squares, axis=0) / rms.size + rms.eps)[None, :]
     out = (blocks[:, None] * 16 + tl.arange(0, 16)[None, :]).reshape(BLOCK_N)
+    out = tl.max_contiguous(tl.multiple_of(out, 16), 16)  # lost in `reshape`: without it each lane stores a sector
     place = (part * rows + columns[None, :]).to(tl.int64) * n + out[:, None]
     tl.store(y + place, total.to(y.dtype.element_ty), mask=(columns[None, :] < last) & (out[:, None] < n))
     if EPILOGUE:

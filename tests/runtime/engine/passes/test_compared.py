@@ -10,11 +10,12 @@ from mycli.runtime.cache.kv_cache import KVCache, cache_dtype
 from mycli.runtime.engine.passes import cuda
 from mycli.runtime.engine.passes.base import PassInput
 from mycli.runtime.engine.passes.cuda import CudaPass, compile_step, difference
-from mycli.runtime.engine.passes.graphs import Capture, Launches
+from mycli.runtime.engine.passes.graphs import Capture, Launches, StepInput
 from mycli.runtime.engine.passes.plain import PlainPass
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.triton.attention import BLOCK_K, splits
 from mycli.runtime.kernels.triton.product.tiles import Chip
+from mycli.runtime.layers.rope import Rope
 from mycli.runtime.models.config import KvDtype
 from mycli.runtime.models.experts import MoeLayers
 from mycli.runtime.models.experts_spec import RoutingSpec
@@ -28,9 +29,9 @@ def test_a_pass_that_differs_is_not_used() -> None:
 
     class Right(Sums):
         def __call__(self, *arguments: object, **options: object) -> Tensor:
-            tokens = arguments[0]
-            assert isinstance(tokens, Tensor)
-            return torch.ones(*tokens.shape, 3).half() * self.factor
+            inputs = arguments[0]
+            assert isinstance(inputs, StepInput)
+            return torch.ones(*inputs.tokens.shape, 3).half() * self.factor
 
         factor = 1.0
 
@@ -51,8 +52,8 @@ def test_experts_with_about_equal_scores_may_be_others() -> None:
     plain.config = replace(plain.config, build_layer=MoeLayers(3, RoutingSpec(2, normalize=True), 2))
 
     class Near(Sums):
-        def __call__(self, tokens: Tensor, *_: object, **__: object) -> Tensor:
-            return torch.full((*tokens.shape, 3), self.factor)
+        def __call__(self, inputs: StepInput, *_: object, **__: object) -> Tensor:
+            return torch.full((*inputs.tokens.shape, 3), self.factor)
 
         factor = 1.2
 
@@ -68,8 +69,8 @@ def test_a_pass_that_replays_otherwise_than_it_launches_is_not_used() -> None:
     plain, warnings = model(lambda x: torch.ones(*x.shape[:-1], 3)), list[Declined]()
 
     class Right(Sums):
-        def __call__(self, tokens: Tensor, *_: object, **__: object) -> Tensor:
-            return torch.ones(*tokens.shape, 3).half()
+        def __call__(self, inputs: StepInput, *_: object, **__: object) -> Tensor:
+            return torch.ones(*inputs.tokens.shape, 3).half()
 
     def refused(work: Launches) -> Launches:
         raise RuntimeError("operation not permitted when stream is capturing")
@@ -89,11 +90,9 @@ def test_a_pass_is_compared_on_the_kind_of_cache_that_it_will_have() -> None:
     plain, seen = model(lambda x: torch.ones(*x.shape[:-1], 3), head_dim=64), list[torch.dtype]()
 
     class Right(Sums):
-        def __call__(
-            self, tokens: Tensor, lengths: Tensor, tables: tuple[Tensor, Tensor], cache: KVCache, last: bool
-        ) -> Tensor:
+        def __call__(self, inputs: StepInput, rope: Rope, cache: KVCache, last: bool) -> Tensor:
             seen.append(cache.all(0)[0].data.dtype)
-            return torch.ones(*tokens.shape, 3).half()
+            return torch.ones(*inputs.tokens.shape, 3).half()
 
     kinds: tuple[KvDtype, ...] = ("auto", "int8", "int4")
     for kv in kinds:
@@ -126,9 +125,10 @@ class Wide(Sums):
     def takes(self, sequences: int, tokens: int) -> bool:
         return True
 
-    def __call__(self, tokens: Tensor, *rest: object, **options: object) -> Tensor:
-        self.log.append(f"fused {tokens.numel()}")
-        return super().__call__(tokens, *rest, **options) + self.wrong * 50.0 * (tokens.numel() == 12)  # type: ignore[arg-type]  # passed on
+    def __call__(self, inputs: StepInput, *rest: object, **options: object) -> Tensor:
+        rows = inputs.tokens.numel()
+        self.log.append(f"fused {rows}")
+        return super().__call__(inputs, *rest, **options) + self.wrong * 50.0 * (rows == 12)  # type: ignore[arg-type]  # passed on
 
 
 @pytest.mark.parametrize("wrong", [False, True], ids=["right", "wrong"])
@@ -148,7 +148,7 @@ def test_the_first_pass_of_many_rows_is_compared_with_the_plain_models(wrong: bo
 
     fast, (cache, rope) = fused_pass(Wide(log, wrong), recording, warnings, Logged()), session()
     for new in (4, 12, 12, 10):
-        assert fast.trusts(1, new) is (new == 4 or (new == 12 and not wrong and "plain 12" in log))
+        assert fast.trusts((1, new)) is (new == 4 or (new == 12 and not wrong and "plain 12" in log))
         found = run(fast, several([list(range(new))], 0, new), rope, cache)
         assert (found is None) is (wrong and new == 12)
     first = ["fused 4", "plain 12", "fused 12"]
@@ -156,19 +156,23 @@ def test_the_first_pass_of_many_rows_is_compared_with_the_plain_models(wrong: bo
         "a capture runs a pass as well"
     )
     assert len(warnings) == wrong and all(warning.code == "logits-differ" for warning in warnings)
-    assert fast.trusts(1, 10)
+    assert fast.trusts((1, 10))
 
 
 def test_the_check_reaches_into_several_parts_of_the_keys() -> None:
-    """Attention to a short cache is one part; and in a model that is not so long, what there is."""
+    """Attention to a short cache is one part; and in a model that is not so long, what there is.
+
+    In one block, and in several that are in no order, beside a sequence that is padding.
+    """
     seen: list[tuple[int, int]] = []
 
     class Right(Sums):
-        def __call__(
-            self, tokens: Tensor, lengths: Tensor, tables: tuple[Tensor, Tensor], cache: KVCache, last: bool
-        ) -> Tensor:
-            seen.append((cache.block_size, int(lengths[0])))
-            return torch.ones(*tokens.shape, 3).half()
+        def __call__(self, inputs: StepInput, rope: Rope, cache: KVCache, last: bool) -> Tensor:
+            sequences, width = inputs.block_table.shape
+            assert sequences == (1 if width == 1 else 2) and not inputs.lengths[1:].any()
+            assert inputs.block_table[0].tolist() == list(range(width))[::-1]
+            seen.append((cache.block_size * width, int(inputs.lengths[0])))
+            return torch.ones(*inputs.tokens.shape, 3).half()
 
     for longest in (4096, 64):
         plain = model(lambda x: torch.ones(*x.shape[:-1], 3))

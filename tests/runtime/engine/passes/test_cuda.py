@@ -10,18 +10,21 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.cache.batch import Batch, Chunk
+from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.passes import Passes
 from mycli.runtime.engine.passes import graphs as replay
 from mycli.runtime.engine.passes.cuda import CudaPass
-from mycli.runtime.engine.passes.graphs import Launches
+from mycli.runtime.engine.passes.graphs import Launches, StepInput
 from mycli.runtime.engine.passes.plain import PlainPass
 from mycli.runtime.errors import Declined
+from mycli.runtime.kernels.paged import KEY_BLOCK
+from mycli.runtime.layers.rope import Rope
 from mycli.runtime.memory.graphs import MOST_GRAPHS
 from mycli.runtime.models.part_spec import RopeScaling
 from tests.support.fused_pass import CAPACITY, Sums, fused_pass, model, one, run, session, several
 from tests.support.graphs import recording
-from tests.support.prefix_model import CPU
+from tests.support.prefix_model import CONFIG, CPU
 
 
 def test_the_first_pass_runs_the_second_is_captured_the_others_replayed() -> None:
@@ -76,24 +79,84 @@ def test_launch_by_launch_without_capture() -> None:
         several([[0] * 9], 0),
         several([[1, 2, 3]], 0, 2),
         Batch.of([Chunk([1], 0, (0,), 1), Chunk([1, 2], 0, (1,), 1)], CAPACITY, CPU),
-        Batch.of([Chunk([1], 0, (1,), 1), Chunk([1], 0, (0,), 1)], CAPACITY, CPU),
         Batch.of([Chunk([1], 0, (0, 1), 1)], CAPACITY, CPU),
     ],
-    ids=["no-logits", "too-many-tokens", "some-logits", "ragged", "no-neighbours", "two-blocks"],
+    ids=["no-logits", "too-many-tokens", "some-logits", "ragged", "blocks-of-32"],
 )
 def test_other_passes_are_the_plain_models(batch: Batch) -> None:
     fast, (cache, rope) = fused_pass(Sums(), recording), session(sequences=2)
     assert run(fast, batch, rope, cache) is None
 
 
-def test_sequences_may_have_some_of_the_lanes() -> None:
-    """Lengths are each sequence's own; a graph is of the lanes that it was captured for."""
-    fast, (cache, rope) = fused_pass(Sums(), recording), session(sequences=4)
-    for first in (0, 2, 2, 2, 0):
-        chunks = [Chunk([5 + place], 3 * place, (first + place,), 1) for place in range(2)]
-        found = run(fast, Batch.of(chunks, CAPACITY, CPU), rope, cache)
-        assert found is not None and found[:, 0, 0].tolist() == [501, 604]
-    assert len(fast._graphs) == 2
+class Seen(Sums):
+    """Keeps copies of what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs: list[StepInput] = []
+
+    def __call__(self, inputs: StepInput, rope: Rope, cache: KVCache, last: bool) -> Tensor:
+        self.inputs.append(StepInput(inputs.tokens.clone(), inputs.lengths.clone(), inputs.block_table.clone()))
+        return super().__call__(inputs, rope, cache, last)
+
+
+def test_one_graph_serves_any_sequences_of_a_padded_number() -> None:
+    """Lengths and blocks are each sequence's own; what is left of the number is padding, and returned to nobody."""
+    captures: list[Launches] = []
+
+    def capture(work: Launches) -> Launches:
+        captures.append(work)
+        return recording(work)
+
+    step = Seen()
+    fast = fused_pass(step, capture)
+    cache = KVCache(CONFIG, 40, KEY_BLOCK, CPU, torch.float16)
+    rope = Rope(CONFIG, 4 * KEY_BLOCK, CPU, torch.float16)
+    for count, blocks in ((3, (7, 2)), (4, (9,)), (3, (1, 30, 4)), (4, (6, 5, 3, 0)), (3, (8,))):
+        chunks = [Chunk([5 + place], 3 * place, tuple(block + place for block in blocks), 1) for place in range(count)]
+        found = run(fast, Batch.of(chunks, KEY_BLOCK, CPU), rope, cache)
+        assert found is not None and found[:, 0, 0].tolist() == [501, 604, 707, 810][:count]
+        given = step.inputs[-1]
+        assert given.lengths.tolist() == [1, 4, 7, 10][:count] + [0] * (4 - count)
+        table = given.block_table[:count, : len(blocks)].tolist()
+        assert table == [[block + place for block in blocks] for place in range(count)]
+        assert given.block_table.shape == (4, 4), "as many blocks as the longest sequence can have"
+    assert len(captures) == 1
+    five = [Chunk([5], 3, (place,), 1) for place in range(5)]
+    assert run(fast, Batch.of(five, KEY_BLOCK, CPU), rope, cache) is not None and len(step.inputs[-1].lengths) == 8
+
+
+def test_a_new_rotary_table_takes_new_graphs() -> None:
+    """A graph holds the address of the one it was captured with."""
+    fast, (cache, rope) = fused_pass(Sums(), recording), session()
+    for _ in range(3):
+        assert run(fast, one(3, 0), rope, cache) is not None
+    longer = Rope(CONFIG, 2 * CAPACITY, CPU, torch.float16)
+    assert run(fast, one(3, 0), longer, cache) is not None
+    assert fast._graphs[cache].rope is longer
+
+
+def test_the_graph_that_was_used_least_recently_goes() -> None:
+    captures: list[tuple[int, bool]] = []
+
+    class Shapes(Sums):
+        def __call__(self, inputs: StepInput, rope: Rope, cache: KVCache, last: bool) -> Tensor:
+            captures.append((inputs.tokens.shape[1], last))
+            return super().__call__(inputs, rope, cache, last)
+
+        def takes(self, sequences: int, tokens: int) -> bool:
+            return True
+
+    def capture(work: Launches) -> Launches:
+        out = work()
+        return lambda: out
+
+    fast, (cache, rope) = fused_pass(Shapes(), capture), session()
+    for new in range(1, MOST_GRAPHS + 4):
+        for _ in range(2):
+            assert run(fast, several([[0] * new], 0, new), rope, cache) is not None
+            assert run(fast, one(0, 0), rope, cache) is not None
+    assert captures.count((1, False)) == 2, "launched once, captured once: the one in use was never dropped"
 
 
 def test_tables_that_depend_on_the_length_are_the_plain_models() -> None:
@@ -112,7 +175,8 @@ def test_graphs_go_with_their_cache_and_are_limited() -> None:
         for logits in (1, new):
             for _ in range(2):
                 assert run(fast, several([[0] * new], 0, logits), rope, cache) is not None
-    assert sum(len(known) for known in fast._graphs.values()) <= MOST_GRAPHS
+    for held in fast._graphs.values():
+        assert sum(captured is not None for captured in held.by_shape.values()) <= MOST_GRAPHS
     del cache
     gc.collect()
     assert not fast._graphs
@@ -133,11 +197,12 @@ def test_a_capture_launches_what_the_first_pass_compiled() -> None:
     """Triton compiles apart for addresses that are multiples of 16, and inside a capture it must compile nothing."""
 
     class Addresses(Sums):
-        seen: list[tuple[bool, bool]] = []
+        seen: list[tuple[bool, ...]] = []
 
-        def __call__(self, tokens: Tensor, lengths: Tensor, *rest: object, **options: object) -> Tensor:
-            self.seen.append((tokens.data_ptr() % 16 == 0, lengths.data_ptr() % 16 == 0))
-            return super().__call__(tokens, lengths, *rest, **options)  # type: ignore[arg-type]  # passed on
+        def __call__(self, inputs: StepInput, *rest: object, **options: object) -> Tensor:
+            tensors = inputs.tokens, inputs.lengths, inputs.block_table
+            self.seen.append(tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors))
+            return super().__call__(inputs, *rest, **options)  # type: ignore[arg-type]  # passed on
 
     step = Addresses()
     fast, (cache, rope) = fused_pass(step, recording), session()
@@ -145,7 +210,7 @@ def test_a_capture_launches_what_the_first_pass_compiled() -> None:
         batch = replace(one(7, start), tokens=torch.tensor([0, 7])[1:])
         assert batch.tokens.data_ptr() % 16
         assert run(fast, batch, rope, cache) is not None
-    assert set(step.seen) == {(True, True)}
+    assert set(step.seen) == {(True, True, True)}
 
 
 def refusing(*_: object) -> Launches:
@@ -183,10 +248,10 @@ def test_a_capture_or_a_replay_that_fails_ends_the_path_and_no_chat(capture: rep
 
 def test_a_shape_that_cannot_be_launched_is_the_plain_models_and_others_go_on() -> None:
     class Narrow(Sums):
-        def __call__(self, tokens: Tensor, *rest: object, **options: object) -> Tensor:
-            if tokens.shape[1] > 2:
+        def __call__(self, inputs: StepInput, *rest: object, **options: object) -> Tensor:
+            if inputs.tokens.shape[1] > 2:
                 raise RuntimeError("out of resource: shared memory")
-            return super().__call__(tokens, *rest, **options)  # type: ignore[arg-type]  # passed on
+            return super().__call__(inputs, *rest, **options)  # type: ignore[arg-type]  # passed on
 
     warnings: list[Declined] = []
     fast, (cache, rope) = fused_pass(Narrow(), recording, warnings), session()

@@ -34,7 +34,7 @@ pytest.importorskip("triton")
 from mycli.runtime.engine.passes import device_loop  # noqa: E402  (only where Triton is)
 from mycli.runtime.engine.passes.cuda import CudaPass  # noqa: E402  (as above)
 from mycli.runtime.engine.passes.device_loop import STEPS, DeviceLoop, compile_loop  # noqa: E402  (as above)
-from mycli.runtime.engine.passes.graphs import Capture, Launches  # noqa: E402  (as above)
+from mycli.runtime.engine.passes.graphs import Capture, Launches, StepInput  # noqa: E402  (as above)
 
 __all__ = ["interpret"]
 
@@ -57,10 +57,13 @@ class Sequences(PrefixModel):
 
         super().__init__(function, VOCAB + PADDING)
 
-    def after(self, cache: KVCache, lengths: list[int]) -> Tensor:
+    def after(self, cache: KVCache, inputs: StepInput) -> Tensor:
         """Logits [sequences, 1, vocab + padding] of what the blocks of `cache` hold."""
-        rows = [in_lane(cache, block, length) for block, length in enumerate(lengths)]
-        return torch.stack([self.logits(tuple(row)) for row in rows])[:, None]
+        rows = []
+        for length, blocks in zip(inputs.lengths.tolist(), inputs.block_table.tolist(), strict=True):
+            held = [token for block in blocks for token in in_lane(cache, block, cache.block_size)]
+            rows.append(self.logits(tuple(held[:length] or [0])))
+        return torch.stack(rows)[:, None]
 
 
 class Step:
@@ -72,14 +75,17 @@ class Step:
     def takes(self, sequences: int, tokens: int) -> bool:
         return sequences < 5
 
-    def __call__(
-        self, tokens: Tensor, lengths: Tensor, tables: tuple[Tensor, Tensor], cache: KVCache, last: bool
-    ) -> Tensor:
+    def rotates(self, rope: Rope, positions: int) -> bool:
+        return rope.fixed(positions) is not None
+
+    def __call__(self, inputs: StepInput, rope: Rope, cache: KVCache, last: bool) -> Tensor:
         self.calls += 1
         keys = cache.all(0)[0].data
-        for place, end in enumerate(lengths.tolist()):
-            keys[place, 0, end - 1] = tokens[place, 0].float()
-        return self.model.after(cache, lengths.tolist()).float()
+        for place, end in enumerate(inputs.lengths.tolist()):
+            if end:
+                block = inputs.block_table[place, (end - 1) // cache.block_size]
+                keys[block, 0, (end - 1) % cache.block_size] = inputs.tokens[place, 0].float()
+        return self.model.after(cache, inputs).float()
 
 
 def engines(capture: str, capacity: int = 64, sequences: int = 1, broken: int = 99) -> tuple[Engine, Engine, Step]:
@@ -165,7 +171,7 @@ def denied() -> tuple[int, int]:
         model = Sequences()
         step = Step(model)
         passes = looping(model, step, DeviceLoop(step, None))
-        passes.passes[0].trusts = lambda sequences, new: (sequences, new) == (1, 1)  # type: ignore[attr-defined]
+        passes.passes[0].trusts = lambda shape: shape == (1, 1)  # type: ignore[attr-defined]
         engine = Engine(ModelRunner(model, passes=passes), CacheShape.contiguous(32, sequences), VOCAB)
         outcome(engine, PROMPT, 8)
         calls.append(step.calls)

@@ -10,9 +10,11 @@ import torch
 
 from mycli.runtime.cache.batch import Batch, Chunk
 from mycli.runtime.cache.kv_cache import PACKED, KVCache
+from mycli.runtime.engine.passes.graphs import StepInput
 from mycli.runtime.kernels.triton.product.tiles import Chip
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer
+from mycli.runtime.memory.graphs import padded_sequences
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.experts_spec import RoutingSpec, SharedExpertSpec
 from mycli.runtime.models.layer_spec import LayerSpec
@@ -42,12 +44,15 @@ def compare(case: Case) -> tuple[float, float, dict[str, int]]:
     config = plain.config
     tokens = torch.randint(0, config.vocab_size, (case.sequences, PREFIX + case.new))
     kind = torch.int8 if case.int8 else PACKED if case.int4 else torch.float16
-    caches = [KVCache(config, case.sequences, CAPACITY, plain.device, kind) for _ in range(2)]
+    block = min(case.block, CAPACITY) if CAPACITY % case.block == 0 else CAPACITY
+    pages, size = CAPACITY // block, case.sequences
+    caches = [KVCache(config, size * pages, block, plain.device, kind) for _ in range(2)]
+    tables_of = [list(reversed(range(place, size * pages, size))) for place in range(size)]  # of blocks in no order
     rope = Rope(config, CAPACITY, plain.device, torch.float16)
 
     def run(cache: KVCache, start: int, rows: torch.Tensor, logits: int) -> torch.Tensor:
-        chunks = [Chunk(row, start, (place,), logits) for place, row in enumerate(rows.tolist())]
-        found: torch.Tensor = plain(Batch.of(chunks, CAPACITY, plain.device), rope, cache)
+        chunks = [Chunk(row, start, tuple(tables_of[place]), logits) for place, row in enumerate(rows.tolist())]
+        found: torch.Tensor = plain(Batch.of(chunks, block, plain.device), rope, cache)
         return found
 
     for cache in caches:
@@ -55,9 +60,12 @@ def compare(case: Case) -> tuple[float, float, dict[str, int]]:
     new = tokens[:, PREFIX:]
     expected = run(caches[0], PREFIX, new, case.new).view(case.sequences, case.new, -1)
     step = FusedStep.compile(fused)
-    assert isinstance(step, FusedStep) and step.takes(case.sequences, case.new)
-    tables = rope.fixed(CAPACITY)
-    assert tables is not None
+    padded = padded_sequences(case.sequences)
+    assert isinstance(step, FusedStep) and padded is not None and step.takes(padded, case.new)
+    inputs = StepInput.zeros(padded, case.new, pages, plain.device)
+    last_chunks = [Chunk(row, PREFIX, tuple(tables_of[place]), 1) for place, row in enumerate(new.tolist())]
+    inputs.fill(last_chunks)
+    assert step.rotates(rope, CAPACITY)
     counts: Counter[str] = Counter()
     launch = triton.runtime.interpreter.GridExecutor.__call__
 
@@ -67,9 +75,8 @@ def compare(case: Case) -> tuple[float, float, dict[str, int]]:
 
     triton.runtime.interpreter.GridExecutor.__call__ = counted
     try:
-        lengths = torch.full((case.sequences,), PREFIX + case.new, dtype=torch.int32)
-        found = step(new, lengths, tables, caches[1], last=False)
-        last = step(new, lengths, tables, caches[1], last=True)
+        found = step(inputs, rope, caches[1], last=False)[:size]
+        last = step(inputs, rope, caches[1], last=True)[:size]
     finally:
         triton.runtime.interpreter.GridExecutor.__call__ = launch
     assert not step._counters.any(), "a captured pass could not be replayed"
@@ -118,9 +125,9 @@ def early(case: Case) -> set[tuple[str, bool, bool]]:
 
     fused, plain = models(case, chip=Chip((9, 0), 4, pdl=True))
     cache = KVCache(plain.config, 1, CAPACITY, plain.device, torch.float16)
-    tables = Rope(plain.config, CAPACITY, plain.device, torch.float16).fixed(CAPACITY)
+    rope = Rope(plain.config, CAPACITY, plain.device, torch.float16)
     step = FusedStep.compile(fused)
-    assert isinstance(step, FusedStep) and tables is not None
+    assert isinstance(step, FusedStep)
     waits, seen = Counter[str](), set()
     launch = triton.runtime.interpreter.GridExecutor.__call__
 
@@ -135,7 +142,9 @@ def early(case: Case) -> set[tuple[str, bool, bool]]:
         patch.setattr(gemm, "prefetch_weights", lambda *_: None)  # the interpreter knows no PTX
         for module in (attention, residual, gemm, gated_silu, mixture, routing):
             patch.setattr(module, "pdl_wait", lambda: waits.update(["pdl_wait"]))
-        step(torch.zeros((1, 1), dtype=torch.int64), torch.ones(1, dtype=torch.int32), tables, cache, last=True)
+        inputs = StepInput.zeros(1, 1, 1, plain.device)
+        inputs.fill([Chunk([0], 0, (0,), 1)])
+        step(inputs, rope, cache, last=True)
     return seen
 
 
@@ -210,7 +219,7 @@ def test_takes_few_tokens() -> None:
     fused, _ = models(Case())
     step = FusedStep.compile(fused)
     assert isinstance(step, FusedStep)
-    assert step.takes(1, 64) and step.takes(64, 1) and step.takes(3, 3) and not step.takes(5, 13)
+    assert step.takes(1, 64) and step.takes(256, 1) and step.takes(4, 3) and not step.takes(16, 17)
     wide, _ = models(Case({"heads": 16, "kv_heads": 1}))
     step = FusedStep.compile(wide)
     assert isinstance(step, FusedStep)

@@ -1,0 +1,135 @@
+"""The captured plain pass: the modules of a model with every input on the device, for graphs of any family.
+
+The plain pass knows positions and blocks on the host, and attends sequence by sequence. Here positions follow from
+lengths on the device, keys and values are written by index, and one kernel attends for all sequences, so a CUDA graph
+of the same operations serves any sequences. It serves the models that the fused kernels do not.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from mycli.runtime.cache.kv_cache import PACKED, KVCache
+from mycli.runtime.engine.passes.graphs import StepInput
+from mycli.runtime.errors import Declined
+from mycli.runtime.kernels.paged import Ragged, Scoring
+from mycli.runtime.kernels.registry import PAGED_ATTENTION, VECTOR_PACKING
+from mycli.runtime.kernels.triton.product.matmul import ACTIVATION_DTYPES
+from mycli.runtime.layers.attention import KeyValue
+from mycli.runtime.layers.layer_part import PassContext
+from mycli.runtime.layers.rope import Rope, RopeTables
+from mycli.runtime.layers.streamed_experts import StreamedExperts
+from mycli.runtime.layers.transformer import Transformer
+from mycli.runtime.layers.vocabulary import embed_tokens, finish_logits
+from mycli.runtime.memory.graphs import MOST_ROWS
+from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.experts_spec import ExpertsSpec
+from mycli.runtime.models.part_spec import AttentionSpec, RopeSpec
+
+
+class _DeviceSequences:
+    """The sequences of a pass as tensors, and their attention (`AttentionContext`)."""
+
+    def __init__(self, inputs: StepInput, cache: KVCache) -> None:
+        # Padding repeats the first sequence: it writes the same values to the same places, and no kernel needs a case
+        # for it.
+        (count, new), present = inputs.tokens.shape, inputs.lengths > 0
+        lengths = torch.where(present, inputs.lengths, inputs.lengths[:1])
+        table = torch.where(present[:, None], inputs.block_table, inputs.block_table[:1])
+        self.tokens = torch.where(present[:, None], inputs.tokens, inputs.tokens[:1])
+        positions = lengths.long()[:, None] + torch.arange(-new, 0, device=lengths.device)
+        self.positions = positions.flatten()
+        self._cache = cache
+        self._blocks = table.long().gather(1, positions // cache.block_size).flatten()
+        self._offsets = self.positions % cache.block_size
+        starts = torch.arange(0, (count + 1) * new, new, dtype=torch.int32, device=lengths.device)
+        self._ragged = Ragged(starts, lengths, table, new)
+
+    def attend(
+        self, layer: int, query: Tensor, new: KeyValue | None, spec: AttentionSpec, sinks: Tensor | None = None
+    ) -> Tensor:
+        if new is not None:
+            key, value = new[0][0], new[1][0]
+            if self._cache.dtype == PACKED:
+                key, value = VECTOR_PACKING(key), VECTOR_PACKING(value)
+            self._cache.write_at(layer, self._blocks, self._offsets, key, value)
+        layer = layer if spec.kv_source is None else spec.kv_source
+        scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
+        scoring = Scoring(scale, spec.window, spec.softcap or 0.0, sinks)
+        return PAGED_ATTENTION(query[0], *self._cache.all(layer), self._ragged, scoring)[None]
+
+
+def decline_captured(config: ModelConfig) -> Declined | None:
+    """Return what in the declaration of a model cannot be captured, or None."""
+    for spec in config.layer_specs:
+        if spec.recurrent is not None:
+            return Declined("layer-recurrent")  # its states are found by the host
+        if isinstance(spec.mlp, ExpertsSpec) and spec.mlp.routing.groups > 1:
+            return Declined("expert-groups")  # chosen by plain torch, which waits for the device
+    return None
+
+
+class CapturedStep:
+    """The captured plain pass of one model; see `compile`."""
+
+    def __init__(self, model: Transformer) -> None:
+        self._model = model
+
+    @classmethod
+    def compile(cls, model: Transformer) -> "CapturedStep | Declined":
+        """Return the step of a loaded model, or why its operations cannot be captured."""
+        if model.dtype not in ACTIVATION_DTYPES:
+            return Declined("activation-dtype", {"dtype": str(model.dtype).removeprefix("torch.")})
+        if any(isinstance(block.mlp, StreamedExperts) for block in model.layers()):
+            return Declined("streamed-experts")
+        return decline_captured(model.config) or cls(model)
+
+    def takes(self, sequences: int, tokens: int) -> bool:
+        if sequences * tokens > MOST_ROWS:
+            return False
+        if self._model.device.type != "cuda":
+            return True
+        from mycli.runtime.kernels.triton.attention import head_fits
+        from mycli.runtime.kernels.triton.product.matmul import chip_of
+
+        chip, element = chip_of(self._model.device), self._model.dtype.itemsize
+        heads = {(spec.heads // spec.kv_heads, spec.head_dim) for spec in self._model.config.attentions}
+        fits = [head_fits(chip, group, head_dim, tokens, element) for group, head_dim in heads]
+        return all(fits)
+
+    def rotates(self, rope: Rope, positions: int) -> bool:
+        return rope.every(positions) is not None
+
+    def __call__(self, inputs: StepInput, rope: Rope, cache: KVCache, last: bool) -> Tensor:
+        """Return fp32 logits [sequences, 1 if last else new, vocab]; the cache takes keys and values."""
+        model, sequences = self._model, _DeviceSequences(inputs, cache)
+        tokens = sequences.tokens.view(1, -1)
+        x = embed_tokens(tokens, model.embedding, model.config)
+        per_layer = None if model.per_layer is None else model.per_layer(tokens, x)
+
+        def inputs_of(layer: int) -> Tensor:
+            assert isinstance(per_layer, Tensor)
+            return per_layer[..., layer, :]
+
+        context = PassContext(_rows(rope, sequences.positions), sequences, inputs_of)
+        for block in model.layers():
+            x = block(x, context)
+        x = x.view(*inputs.tokens.shape, -1)
+        x = x[:, -1:] if last else x
+        logits: Tensor = finish_logits(model.head(model.norm(x.flatten(0, 1))), model.config)
+        return logits.view(*x.shape[:2], -1)
+
+
+def _rows(rope: Rope, positions: Tensor) -> Mapping[RopeSpec, RopeTables]:
+    tables = rope.every(0)
+    assert tables is not None
+    return {
+        spec: RopeTables(
+            table.cos.index_select(0, positions),
+            table.sin.index_select(0, positions),
+            table.interleaved,
+            None if table.query_scale is None else table.query_scale.index_select(0, positions),
+        )
+        for spec, table in tables.items()
+    }

@@ -1,0 +1,121 @@
+"""What memory accesses of the kernels' main loops cost on the emulator: bank conflicts, and sectors partly used.
+
+    PYTHONPATH=.links python -m tests.ptx.memory_counts FOLDER [80 90 120]
+
+prints the table; FOLDER keeps what is compiled. Small matrices do: each turn of a loop does the same.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mycli.runtime.cache.kv_cache import PACKED, Stored
+from mycli.runtime.kernels.triton.attention import decode_attention
+from mycli.runtime.kernels.triton.layer_cache import LayerCache
+from mycli.runtime.kernels.triton.product.matmul import TritonMatmul
+from mycli.runtime.kernels.triton.product.tiles import Chip
+from mycli.runtime.kernels.triton.residual import add
+from mycli.runtime.quantization.scheme import Packing
+from tests.ptx.emulated import device, emulate
+from tests.ptx.emulator.run import Cost
+from tests.support.random_tensors import normal, weight
+
+CAPABILITIES = (80, 90, 120)
+SIZE, COLUMNS = 256, 1024  # of a weight
+GROUPS = ("shared", "global reads", "global writes")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel with what it is launched for. rows: of activations, or sequences; kv: of the cache."""
+
+    name: str
+    packing: Packing = Packing(4, 128)
+    rows: int = 1
+    kv: torch.dtype | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+
+LAUNCHES = [
+    *(Launch(f"multiply int4-g128 rows {rows} add", rows=rows) for rows in (1, 8, 16, 32, 64)),
+    *(Launch(f"multiply int{bits}-g64 rows {rows} add", Packing(bits, 64), rows) for bits, rows in ((8, 16), (3, 8))),
+    Launch("multiply int3-g128 rows 16 add", Packing(3, 128), 16),
+    Launch("multiply int2-g128 rows 16 add", Packing(2, 128), 16),
+    *(Launch(f"attend{name}", rows=2, kv=kind) for name, kind in (("", torch.bfloat16), (" int8", torch.int8))),
+    Launch("attend int4", rows=2, kv=PACKED),
+]
+
+
+def multiply(launch: Launch, chip: Chip) -> None:
+    product = TritonMatmul(weight(launch.packing, SIZE, COLUMNS, 0), chip)
+    stream = torch.zeros(launch.rows, SIZE, dtype=torch.bfloat16)
+    add(product.prepare(normal(launch.rows, COLUMNS).bfloat16()), product, stream, None, counters())
+
+
+def attend(launch: Launch, chip: Chip) -> None:
+    """8 heads and 2 for keys and values, of 128; blocks of 64 in no order."""
+    assert launch.kv is not None
+    values = [Stored.of(normal(2 * launch.rows * 4, 2, 64, 128, seed=seed).bfloat16(), launch.kv) for seed in (1, 2)]
+    keys_and_values, scales = [one.data.contiguous() for one in values], [one.scales for one in values]
+    table = torch.randperm(2 * launch.rows * 4, generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    lengths = torch.full((launch.rows,), 512, dtype=torch.int32)
+    product = TritonMatmul(weight(launch.packing, SIZE, COLUMNS, 0), chip)
+    query = normal(launch.rows, 1, 8, 128).bfloat16()
+    cache = LayerCache(*keys_and_values, *scales)
+    decode_attention(query, cache, lengths, table.view(launch.rows, -1), None, product, counters())
+
+
+def counters() -> torch.Tensor:
+    return torch.zeros(1 << 12, dtype=torch.int32)
+
+
+def costs(launch: Launch) -> list[Cost]:
+    """Costs of every instruction; in a process of `emulated`."""
+    played = device()
+    capability = divmod(played.capability, 10)
+    work: Callable[[Launch, Chip], None] = multiply if launch.kv is None else attend
+    played.runner.count = True
+    try:
+        work(launch, Chip(capability, 4, capability >= (9, 0)))
+    finally:
+        played.runner.count = False
+    return played.runner.costs
+
+
+def group_of(cost: Cost) -> str:
+    return "shared" if cost.shared else "global writes" if cost.access.writes else "global reads"
+
+
+def ratios(found: list[Cost]) -> dict[str, float]:
+    """How much more than the least: accesses of the main loop, and the global writes of all of the kernel."""
+    result = {}
+    for name in GROUPS:
+        own = [cost for cost in found if group_of(cost) == name and (cost.access.main_loop or name == GROUPS[2])]
+        least = sum(cost.least for cost in own)
+        result[name] = sum(cost.made for cost in own) / least if least else 1.0
+    return result
+
+
+def table(folder: Path, capabilities: tuple[int, ...] = CAPABILITIES) -> Iterator[str]:
+    """The lines of the page."""
+    yield "| kernel | sm | shared wavefronts | sectors read | sectors written |"
+    yield "|---|---:|---:|---:|---:|"
+    for capability in capabilities:
+        for launch in LAUNCHES:
+            found = ratios(emulate(folder, capability, costs, launch))
+            yield f"| {launch} | {capability} | " + " | ".join(f"{found[name]:.2f}" for name in GROUPS) + " |"
+
+
+def _main(arguments: list[str]) -> None:
+    folder, *chips = arguments
+    for line in table(Path(folder), tuple(map(int, chips)) or CAPABILITIES):
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1:])

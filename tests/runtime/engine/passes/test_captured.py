@@ -1,0 +1,132 @@
+"""The captured plain pass against the plain pass on the CPU: the same bits for any family, sequences and cache.
+
+A recording stands in for the CUDA graph, and the native kernel for the GPU's attention.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from mycli.runtime.cache.batch import Chunk
+from mycli.runtime.cache.kv_cache import KVCache, cache_dtype
+from mycli.runtime.engine.model_runner import ModelRunner
+from mycli.runtime.engine.passes import FALLBACKS, Passes, compile_passes
+from mycli.runtime.engine.passes.base import OnDecline, PassInput
+from mycli.runtime.engine.passes.captured import CapturedStep
+from mycli.runtime.engine.passes.cuda import CudaPass
+from mycli.runtime.engine.passes.plain import PlainPass
+from mycli.runtime.errors import Declined
+from mycli.runtime.kernels.paged import KEY_BLOCK
+from mycli.runtime.layers.transformer import Transformer
+from mycli.runtime.models.config import KvDtype
+from tests.support.families import CASES, make
+from tests.support.graphs import recording
+from tests.support.grids import chosen
+from tests.support.native_parts import WIDE, load_bf16, need_native_code
+from tests.support.recurrent_families import RECURRENT
+
+# Softcaps, norms around parts; sinks, biases; partial and interleaved rotation; layers without it; per-layer inputs and
+# keys of other layers; queries scaled by position; multipliers; norms over all heads; parallel parts; a dense Llama.
+QUICK = [
+    "gemma2-mqa-low-caps-untied",
+    "gpt_oss-window7-gqa4:2",
+    "glm4-half-turned",
+    "smollm3-untied-window",
+    "gemma4-told-lent-double",
+    "ministral3-beyond",
+    "granite-multipliers",
+    "olmo3-window7",
+    "cohere2-window7-tied",
+    "llama-gqa4:2-hd16",
+]
+# Without those whose tables depend on the length, and whose factors are for narrower heads than native code takes.
+LEFT_OUT = ("dynamic", "alpha", "groups", "longrope-beyond")
+FIXED = [case for case in CASES if case not in RECURRENT and not any(word in case for word in LEFT_OUT)]
+LENGTHS = (61, 5, 64)  # tokens before the compared passes: blocks of 64 are begun and crossed
+TABLES = ((5, 2), (4,), (1, 3))
+
+
+def passes_of(runner: ModelRunner, kind: KvDtype) -> tuple[list[Tensor], list[Tensor]]:
+    """Logits of decode steps and of verified drafts, and what the caches then hold."""
+    cache = KVCache(runner.config, 6, KEY_BLOCK, runner.device, cache_dtype(kind, runner.dtype))
+    runner.rope(2 * KEY_BLOCK)
+    generator, vocab = torch.Generator().manual_seed(1), runner.config.vocab_size
+    texts = [torch.randint(3, vocab, (length + 20,), generator=generator).tolist() for length in LENGTHS]
+    for text, length, blocks in zip(texts, LENGTHS, TABLES, strict=True):
+        runner.run([Chunk(text[:length], 0, blocks, 0)], cache)
+    found, done = [], 0
+    for new, sequences in ((1, 3), (1, 3), (3, 3), (1, 2), (3, 1), (1, 3)):
+        chunks = []
+        for text, length, blocks in list(zip(texts, LENGTHS, TABLES, strict=True))[:sequences]:
+            start = length + done
+            chunks.append(Chunk(text[start : start + new], start, blocks, new))
+        found.append(runner.run(chunks, cache).clone())
+        done += new
+    parts = [part for layer in range(runner.config.layers) for part in cache.all(layer)]
+    held = [tensor for part in parts for tensor in (part.data, part.scales) if tensor is not None]
+    return found, held
+
+
+@pytest.mark.parametrize("case", chosen(FIXED, QUICK))
+def test_the_captured_pass_is_the_plain_one(case: str, tmp_path: Path) -> None:
+    need_native_code()
+    model_type, changes = CASES[case]
+    make(tmp_path, model_type, {**WIDE, **changes})
+    check(load_bf16(tmp_path).model, "auto")
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_with_quantized_caches(kind: KvDtype, tmp_path: Path) -> None:
+    need_native_code()
+    make(tmp_path, "gemma2", {**WIDE, **CASES["gemma2-window7-tied"][1], "head_dim": 64})
+    check(load_bf16(tmp_path).model, kind)
+
+
+def check(model: Transformer, kind: KvDtype) -> None:
+    """The same logits and caches, and every pass after the prompts by the captured step."""
+    step = CapturedStep.compile(model)
+    assert isinstance(step, CapturedStep)
+    plain = PlainPass(model)
+    way = CudaPass(step, plain, recording, pytest.fail, name="captured", compare=False)
+    expected, theirs = passes_of(ModelRunner(model, kind), kind)
+    found, ours = passes_of(ModelRunner(model, kind, Passes((way, plain), {})), kind)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert torch.equal(torch.nan_to_num(mine.float()), torch.nan_to_num(other.float()))
+    shapes = {shape for held in way._graphs.values() for shape, _ in held.by_shape}
+    assert shapes == {(4, 1), (4, 3), (2, 1), (1, 3)}, "padded to 1, 2 and 4"
+
+
+def test_what_cannot_be_captured_has_its_reason(tmp_path: Path) -> None:
+    model_type, changes = CASES["lfm2-tied"]
+    make(tmp_path, model_type, {**WIDE, **changes})
+    declined = CapturedStep.compile(load_bf16(tmp_path).model)
+    assert isinstance(declined, Declined) and declined.code == "layer-recurrent"
+
+
+def test_it_is_compiled_where_the_fused_pass_is_not(tmp_path: Path) -> None:
+    """And its work is what the fused pass would take, so never both."""
+    make(tmp_path, "llama", {**WIDE})
+    model = load_bf16(tmp_path).model
+    assert {"captured"} == FALLBACKS
+    for fused in (True, False):
+
+        def compile_fused(
+            model: Transformer, kv: KvDtype, report: OnDecline, fused: bool = fused
+        ) -> PlainPass | Declined:
+            return PlainPass(model) if fused else Declined("attention-sinks")
+
+        def compile_captured(model: Transformer, kv: KvDtype, report: OnDecline) -> CudaPass:
+            step = CapturedStep.compile(model)
+            assert isinstance(step, CapturedStep)
+            return CudaPass(step, PlainPass(model), None, name="captured")
+
+        passes = compile_passes(model, compilers={"cuda": compile_fused, "captured": compile_captured})
+        assert [way.name for way in passes.passes] == (["plain", "plain"] if fused else ["captured", "plain"])
+        assert set(passes.declined) == (set() if fused else {"cuda"})
+        chunk = Chunk([1], 3, (0,), 1)
+        cache = KVCache(model.config, 1, KEY_BLOCK, model.device, torch.bfloat16)
+        chosen_pass = passes.choose(PassInput([chunk], cache, ModelRunner(model).rope(KEY_BLOCK)))
+        assert chosen_pass is passes.passes[0]
