@@ -55,6 +55,7 @@ fix: $(VENV)/.ready
 
 docs: $(VENV)/.ready .links/mycli
 	$(RUN) -m tests.support.command_reference docs/commands.md
+	$(RUN) -m tests.support.man_page docs/mycli.1
 	$(RUN) -m tests.support.family_tables docs/families.md
 	$(RUN) -m tests.support.code_examples docs/contributing.md
 

@@ -10,6 +10,7 @@ from mycli.cli.flags import options
 from mycli.cli.load import announce_build
 from mycli.cli.output import Column
 from mycli.cli.reasons import pass_rows, passes_json, reason
+from mycli.cli.text.progress import CpuContention
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.bandwidth import datasheet
 from mycli.runtime.device.nvml import gpus
@@ -20,7 +21,7 @@ from mycli.runtime.errors import Declined, GateError, ResourceError
 from mycli.runtime.hub.resolve import resolve
 from mycli.runtime.hub.store import state_dir
 from mycli.runtime.open import open_model
-from mycli.runtime.utils.units import human_bytes
+from mycli.runtime.utils.units import human_bytes, pluralize
 
 if TYPE_CHECKING:  # torch takes seconds to import, and --help must not wait for it
     from mycli.runtime.device.placement import Placement
@@ -140,7 +141,7 @@ def doctor(
     way of running a model: for each kind of work, the last table names the fastest pass that supports the model, and
     why faster ones do not. Exits with 6 if something is wrong.
     """
-    facts = _facts()
+    facts, contention = _facts(), CpuContention()
     if not call.out.json_mode:
         call.out.card("this machine", facts)
     from mycli.runtime.diagnostics.selftest import ANSWER, QUESTION, check_kernels, golden_reply
@@ -172,8 +173,13 @@ def doctor(
             ("bandwidth", f"{bandwidth:.1f} GB/s{share}"),
         ]
         call.out.card("the device", [*rows, (QUESTION, reply)])
-        call.out.table(answer["kernels"], _KERNEL_COLUMNS)
+        shown = [kernel for kernel in answer["kernels"] if call.out.verbose or kernel["error"] is not None]
+        call.out.table(shown, _KERNEL_COLUMNS)
+        if declined := len(answer["kernels"]) - len(shown):
+            call.out.note(f"({pluralize(declined, 'kernel')} that decline a packing are listed with -v)")
         call.out.table([vars(row) for row in pass_rows(choices, call.out.verbose)], _PASS_COLUMNS)
+    if disturbance := contention.note():
+        call.out.note(f"({disturbance}; the measured bandwidth may be too low)")
     problems = [f"{finding.kernel} is wrong on {finding.packing}" for finding in findings if not finding.ok]
     if reply != ANSWER:
         problems.append(f"pico answers {reply[:80]!r} instead of {ANSWER!r}")
