@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mycli.cli import upgrade_guard
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
 from mycli.cli.load import announce_build
@@ -17,7 +18,7 @@ from mycli.runtime.device.nvml import gpus
 from mycli.runtime.device.probe import cpu_name
 from mycli.runtime.device.system import cpu, memory
 from mycli.runtime.engine.config import EngineConfig
-from mycli.runtime.errors import Declined, GateError, ResourceError
+from mycli.runtime.errors import Declined, GateError, ResourceError, UsageError
 from mycli.runtime.hub.resolve import resolve
 from mycli.runtime.hub.store import state_dir
 from mycli.runtime.open import open_model
@@ -28,7 +29,12 @@ if TYPE_CHECKING:  # torch takes seconds to import, and --help must not wait for
     from mycli.runtime.diagnostics.selftest import KernelFinding
     from mycli.runtime.engine.pass_choices import PassChoice
 
-EXAMPLES = ("mycli doctor", "mycli doctor pico -v", "mycli doctor --device cpu --json")
+EXAMPLES = (
+    "mycli doctor",
+    "mycli doctor pico -v",
+    "mycli doctor pico --save && mycli doctor pico --compare",
+    "mycli doctor --device cpu --json",
+)
 # CPU features that kernels use, by their names in /proc/cpuinfo.
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_int8", "asimd", "asimddp", "bf16")
 
@@ -132,6 +138,13 @@ def doctor(
     model: Annotated[
         str, typer.Argument(metavar="[MODEL]", help="Also say which passes run this model.", show_default=False)
     ] = "pico",
+    save: Annotated[
+        bool, options.flag("--save", "Save replies of the model and 20 s of its speed, to compare after an update.")
+    ] = False,
+    compare: Annotated[
+        bool,
+        options.flag("--compare", "Compare replies and speed with what was saved; exit with 6 if they are worse."),
+    ] = False,
     device: options.Device = "auto",
     threads: options.Threads = None,
 ) -> None:
@@ -140,7 +153,12 @@ def doctor(
     Prints versions and hardware, checks every kernel and a known reply, and measures the memory bandwidth. A pass is a
     way of running a model: for each kind of work, the last table names the fastest pass that supports the model, and
     why faster ones do not. Exits with 6 if something is wrong.
+
+    --save keeps replies and speed of a model; the first check after an update, and --compare, say whether it is faster
+    or slower and whether replies have the same bits.
     """
+    if save and compare:
+        raise UsageError("--save and --compare exclude each other", "compare first, then save")
     facts, contention = _facts(), CpuContention()
     if not call.out.json_mode:
         call.out.card("this machine", facts)
@@ -157,13 +175,18 @@ def doctor(
     findings = list(check_kernels(placement.device, placement.dtype))
     with open_model("pico", EngineConfig(device=device, context=128), offline=True) as opened:
         reply = golden_reply(opened)
+    golden, worse = None, list[str]()
+    with open_model(model, EngineConfig(device=device), offline=call.offline) as opened:
         choices = pass_choices(opened.model.runner)
-    if model != "pico":
-        with open_model(model, EngineConfig(device=device), offline=call.offline) as opened:
-            choices = pass_choices(opened.model.runner)
+        if save:
+            golden = upgrade_guard.save_record(call, opened)
+        elif compare or upgrade_guard.is_due(opened):
+            golden, worse = upgrade_guard.compare_saved(call, opened)
     # Measured twice, and the better result counts: another program may disturb one measurement.
     name, bandwidth = measure_device(placement.device, state_dir())
     answer = _as_json(facts, placement, bandwidth, findings, reply, choices)
+    if golden is not None:
+        answer["golden"] = golden
     if not call.out.answered(answer):
         sheet = datasheet(name)
         share = f", {bandwidth / sheet:.0%} of the data sheet's {sheet:g}" if sheet else ""
@@ -185,3 +208,6 @@ def doctor(
         problems.append(f"pico answers {reply[:80]!r} instead of {ANSWER!r}")
     if problems:
         raise GateError("; ".join(problems), "do not use replies of this installation, and report this")
+    if worse:
+        hint = f"repeat it on an idle machine; to accept it: mycli doctor {model} --save"
+        raise GateError("; ".join(worse), hint)
