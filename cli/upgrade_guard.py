@@ -79,6 +79,7 @@ def compare_saved(call: Call, opened: "OpenedModel") -> tuple[dict[str, Any], li
     problems = [f"{name}: {kind} is slower, {_speed(result.speed[kind])}" for kind in result.slower]
     if result.divergence is not None:
         problems.append(f"{name}: {_replies(result, before)}")
+    # Changed replies count as worse although an update may improve them: which of both it is, the user decides.
     answer = {
         "saved_versions": dict(before.versions),
         "speed": {kind: {**asdict(c), "verdict": c.verdict} for kind, c in result.speed.items()},

@@ -12,6 +12,7 @@ import ast
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -191,17 +192,20 @@ def files(rooms: Sequence[str]) -> Iterator[str]:
 
 
 def room_tests(path: str, root: Path = ROOT) -> tuple[list[str], list[str]]:
-    """The test files of a file's room: those that name the module, and the others."""
+    """The test files of a file's room: those of its part that name the module, and the others of the room."""
     room = Path("tests") / Path(path).parent
     while not (root / room).is_dir():
         room = room.parent
     module, stem = "mycli." + path.removesuffix(".py").replace("/", "."), Path(path).stem
     near, far = [], []
-    for test in sorted((root / room).rglob("test_*.py")):
-        text = test.read_text(encoding="utf-8")
-        names_it = module in text or f"{module.rpartition('.')[0]} import {stem}" in text or test.stem == f"test_{stem}"
-        (near if names_it else far).append(test.relative_to(root).as_posix())
-    return near, far
+    for test in sorted((root / "tests" / Path(path).parts[0]).rglob("test_*.py")):
+        text, name = test.read_text(encoding="utf-8"), test.relative_to(root)
+        names_it = re.search(rf"\b{re.escape(module)}\b", text) or test.stem == f"test_{stem}"
+        if names_it or re.search(rf"from {re.escape(module.rpartition('.')[0])} import .*\b{stem}\b", text):
+            near.append(name.as_posix())
+        elif name.is_relative_to(room):
+            far.append(name.as_posix())
+    return sorted(near, key=lambda test: not test.endswith(f"test_{stem}.py")), far
 
 
 def copy_checkout(target: Path) -> None:
