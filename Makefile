@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN := PYTHONPATH=.links $(BIN)/python
 
-.PHONY: demo test test-all test-commands check fix docs wheel test-floor test-gpu first-gpu-call second-gpu-call bench-gpu test-vllm clean
+.PHONY: demo test test-all test-commands check fix docs wheel test-floor test-gpu first-gpu-call second-gpu-call bench-gpu test-vllm mutants clean
 
 $(VENV)/.ready: pyproject.toml .ci/constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "mycli needs Python 3.11 or newer: make PYTHON=/path/to/python3.11"; exit 1; }
@@ -29,6 +29,11 @@ test: check
 
 test-all: check
 	MYCLI_THOROUGH=1 $(TESTS) -m "slow or not slow"
+
+# Faults of one line, planted one after another in a copy: which do the tests of their room not notice?
+MUTANTS ?= --count 40 --out .mutants.jsonl
+mutants: $(VENV)/.ready .links/mycli
+	nice -n 19 $(RUN) -m tests.support.mutants $(MUTANTS)
 
 # Every command of README and docs that needs no other program, as a reader types it.
 test-commands: $(VENV)/.ready .links/mycli
@@ -55,6 +60,7 @@ fix: $(VENV)/.ready
 
 docs: $(VENV)/.ready .links/mycli
 	$(RUN) -m tests.support.command_reference docs/commands.md
+	$(RUN) -m tests.support.man_page docs/mycli.1
 	$(RUN) -m tests.support.family_tables docs/families.md
 	$(RUN) -m tests.support.code_examples docs/contributing.md
 

@@ -62,7 +62,7 @@ def parse_item(data: bytes, number: int) -> Item:
                 problem = "must be a text of at most 1000 characters or an integer"
                 raise line.fail("id", problem, "give each line an id of its own")
             item_id, line_number = value, None
-        return Item(item_id, _prompt(line.values, number), line=line_number)
+        return Item(item_id, parse_prompt(line.values, number), line=line_number)
     except ModelError as error:
         hint = 'a line is {"id": 1, "prompt": "..."}'
         return Item(item_id, error=UsageError(error.message, hint), line=line_number)
@@ -70,7 +70,8 @@ def parse_item(data: bytes, number: int) -> Item:
         return Item(item_id, error=error, line=line_number)
 
 
-def _prompt(values: Mapping[str, Any], number: int) -> Prompt:
+def parse_prompt(values: Mapping[str, Any], number: int) -> Prompt:
+    """Return the prompt or the messages of line `number`. Raises UsageError for anything else."""
     hint = "give it either prompt or messages"
     unknown = [key for key in values if key not in ("id", "prompt", "messages")]
     if unknown:

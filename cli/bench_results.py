@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # torch takes seconds to import
 
 Row = dict[str, Any]
 FORMATS = ("md", "json", "jsonl", "csv")
+_FEWEST_RUNS = 2  # of each side: one has no variance
 MAX_RESULTS = 1 << 24  # bytes of a results file
 KEY = ("model", "test", "device", "dtype", "kv")  # results are compared if these agree
 _CHANGES = (
@@ -31,10 +32,14 @@ _CHANGES = (
     Column("t/s before", lambda row: f"{row['before']:.2f}", right=True),
     Column("t/s now", lambda row: f"{row['tokens_per_second']:.2f}", right=True),
     Column("change", lambda row: f"{row['change'].relative:+.1%}", right=True),
-    Column("95 %", lambda row: f"{row['change'].low:+.1%} to {row['change'].high:+.1%}", right=True),
+    Column("95 %", lambda row: _interval(row["change"]), right=True),
 )
 
 Repetitions = Annotated[int, options.option("-r --repetitions", "N", "Number of runs of each test.", min=1, max=1000)]
+
+
+def _interval(change: "Change") -> str:
+    return f"{change.low:+.1%} to {change.high:+.1%}" if math.isfinite(change.low) else "unknown"
 
 
 @dataclass(frozen=True)
@@ -48,13 +53,19 @@ class ResultFlags:
         str | None, options.option("--fail-on-regress", "5%", "Exit with 6 if a test is slower by more than this.")
     ] = None
 
-    def check(self) -> None:
-        """Raise UserError for bad values and files, before minutes of measurements."""
+    def check(self, repetitions: int) -> None:
+        """Raise UserError for bad values and files, and for a gate that cannot decide, before minutes of work."""
         options.choice("-o", self.output, FORMATS)
         if self._limit() is not None and self.compare is None:
             raise UsageError("--fail-on-regress needs results to compare with", "add --compare FILE")
         if self.compare is not None:
-            read_results(self.compare)
+            saved = min(map(len, read_results(self.compare).values()))
+            if self._limit() is not None and min(repetitions, saved) < _FEWEST_RUNS:
+                where = f"{self.compare} has {saved} of a test" if saved < _FEWEST_RUNS else f"-r is {repetitions}"
+                raise UsageError(
+                    f"--fail-on-regress needs {_FEWEST_RUNS} runs of each test on both sides: {where}",
+                    "repeat both measurements with -r 5",
+                )
         if self.save is not None:
             _check_save(self.save)
 
@@ -77,6 +88,8 @@ class ResultFlags:
         self.print(call, rows, columns)
         if changes and self._style(call) == "md":
             call.out.table([{**row, "before": before, "change": change} for row, before, change in changes], _CHANGES)
+        if any(not math.isfinite(change.low) for _, _, change in changes):
+            call.out.note("one run on a side shows no spread, so a change may be chance; measure both with -r 5")
         if self.save is not None:
             text = json.dumps({"schema_version": SCHEMA_VERSION, "results": list(rows)}, indent=1) + "\n"
             with disk_errors(self.save):

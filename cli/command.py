@@ -21,7 +21,7 @@ from mycli.cli.flags import options
 from mycli.cli.output import Output
 from mycli.cli.remedies import Subject
 from mycli.runtime.errors import ExitCode, ModelError, ResourceError, UserError
-from mycli.runtime.hub.names import is_hub_name, is_path, normalize_model_name
+from mycli.runtime.hub.names import GGUF, is_hub_name, is_path, normalize_model_name
 from mycli.runtime.hub.store import RECORD, data_dir
 from mycli.runtime.utils import version
 
@@ -164,7 +164,8 @@ def subject_of(model: str) -> Subject:
         recorded = (folder.expanduser() / RECORD).is_file()
     except (OSError, RuntimeError, ValueError):  # no valid path, or the home of an unknown user
         recorded = False
-    return Subject(model, is_hub_name(model) and not Path(model).is_dir(), recorded)
+    fetched = is_hub_name(model) and not Path(model).exists()
+    return Subject(model, fetched, recorded, single_file=not fetched and model.endswith(GGUF))
 
 
 def command(function: Callable[..., ExitCode | None]) -> Callable[..., None]:

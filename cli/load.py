@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from mycli.cli.command import Call, subject_of
 from mycli.cli.text.format import experts_in_memory
+from mycli.cli.upgrade_guard import remind
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.config import EngineConfig
@@ -53,6 +54,7 @@ def load_engine(call: Call, model: str, config: EngineConfig) -> OpenedModel:
     opened = open_model(model, config, offline=call.offline, report=_Announcements(call, config))
     call.out.subject = replace(call.out.subject, longest_context=opened.longest_context)
     announce_passes(call, opened.model.runner)
+    remind(call, opened)
     return opened
 
 

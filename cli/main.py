@@ -25,6 +25,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "serve": ("serve", "Serve a model over HTTP, with an API and a web page."),
     "quantize": ("quantize", "Make a smaller copy of a model and measure its quality."),
     "eval": ("evaluate", "Measure the perplexity of a model, or compare two models."),
+    "compare": ("compare", "Compare the replies of two models to your prompts."),
     "estimate": ("estimate", "Estimate how much memory a model needs and whether it fits."),
     "export": ("export", "Write a model in the file format of another program."),
     "search": ("search", "Search models on the Hugging Face hub."),

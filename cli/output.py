@@ -17,7 +17,7 @@ from mycli.cli.remedies import Subject, remedy
 from mycli.cli.text.format import error_fields, json_line
 from mycli.cli.text.input import read_typed_line
 from mycli.cli.text.layout import WordWrap, column_widths, fitting, pad, table_lines, table_width, width, wrap_lines
-from mycli.cli.text.progress import Lines, LiveMarkdown, Progress, progress_bar, show_reading
+from mycli.cli.text.progress import LINE_SECONDS, Lines, LiveMarkdown, Progress, progress_bar, show_reading
 from mycli.runtime.errors import Declined, ResourceError, UsageError, UserError
 from mycli.runtime.utils.sanitize import one_line, sanitize
 
@@ -245,15 +245,17 @@ class Output:
         self._write_note(self._wrapped(f"warning: {warning}"))
 
     @contextmanager
-    def progress(self, title: str, total: float, unit: str = "") -> Iterator[Progress]:
-        """Show a bar on a terminal; elsewhere nothing, or with -v a line every few seconds."""
-        if self._quiet or not (self._stderr.isatty() or self.verbose):
+    def progress(
+        self, title: str, total: float, unit: str = "", line_seconds: float | None = None
+    ) -> Iterator[Progress]:
+        """Show a bar on a terminal; elsewhere a line in `line_seconds`, by default only with -v."""
+        if self._quiet or not (self._stderr.isatty() or self.verbose or line_seconds is not None):
             yield Progress()
         elif self._stderr.isatty() and not self.plain:
             with progress_bar(self._stderr, title, total, unit, plain=not self.decorated()) as bar:
                 yield bar
         else:
-            yield Lines(self.note, title, total, unit)
+            yield Lines(self.note, title, total, unit, LINE_SECONDS if line_seconds is None else line_seconds)
 
     def read_line(self, prompt: str) -> str:
         """Read a line from the terminal or a pipe.

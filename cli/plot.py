@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # torch takes seconds to import
 
 COLOURS = ("#1b6ca8", "#d1495b", "#2e933c", "#8f5db7", "#e08e2b", "#3aa6a6", "#6b705c", "#000000")
 _MIN_ERROR = 1e-9  # smaller errors are drawn here: the axis is logarithmic
+_MIN_KL = 1e-6  # nats, for the same reason
 _MIN_TIME = 1e-3  # milliseconds, for the same reason
 _TIMES = (("ttft", "time to the first token, ms"), ("tpot", "time per token after it, ms"))
 
@@ -92,6 +93,48 @@ def draw_errors(title: str, errors: Sequence[LayerError]) -> str:
         x = left + index * (width - left - right) / len(kinds)
         lines.append(f'<circle cx="{x:.1f}" cy="{height - 18}" r="4" fill="{colour}"/>')
         lines.append(_text(x + 9, height - 14, kind, 11))
+    return _document(width, height, lines)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A disc of a scatter plot: its label, both values, and the series that decides its colour."""
+
+    label: str
+    x: float
+    y: float
+    series: str
+
+
+def write_points(path: Path, title: str, across: str, up: str, points: Sequence[Point]) -> None:
+    """Write `draw_points` to a file. Raises what `disk_errors` raises."""
+    with disk_errors(path):
+        path.write_text(draw_points(title, across, up, points), encoding="utf-8")
+
+
+def draw_points(title: str, across: str, up: str, points: Sequence[Point]) -> str:
+    """A scatter plot with a linear axis `across` and a logarithmic axis `up`, one colour per series."""
+    width, height, left, right, top, bottom = 720, 420, 70, 20, 50, 70
+    colours = _colours(list(dict.fromkeys(point.series for point in points)))
+    x_share, x_labels = _linear([point.x for point in points])
+    y_share, y_labels = _logarithmic([point.y for point in points], _MIN_KL)
+    lines = [_text(left, 24, title, 15), _text(left, 42, f"{up}, by {across}", 12)]
+    for value in y_labels:
+        y = height - bottom - y_share(value) * (height - top - bottom)
+        lines += _grid_line(left, width - right, y, 8, f"{value:.0e}", 11)
+    for value in x_labels:
+        x = left + x_share(value) * (width - left - right)
+        lines.append(_text(x, height - bottom + 18, f"{value:g}", 11, "middle"))
+    for point in points:
+        x = left + x_share(point.x) * (width - left - right)
+        y = height - bottom - y_share(point.y) * (height - top - bottom)
+        label = escape(f"{point.label}: {point.y:.3g} at {point.x:.4g}", quote=False)
+        disc = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" fill="{colours[point.series]}" fill-opacity="0.8"/>'
+        lines.append(f"<g><title>{label}</title>{disc}</g>")
+    for index, (name, colour) in enumerate(colours.items()):
+        x = left + index * (width - left - right) / len(colours)
+        lines.append(f'<circle cx="{x:.1f}" cy="{height - 20}" r="4" fill="{colour}"/>')
+        lines.append(_text(x + 9, height - 16, name, 11))
     return _document(width, height, lines)
 
 

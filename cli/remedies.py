@@ -16,12 +16,13 @@ class Subject:
     """The model of a command, as far as it is known when an error is printed.
 
     `model`: its name as typed; `fetched`: it is a model of the hub; `recorded`: mycli.json lists its files and hashes;
-    `longest_context`: the context cannot be made longer.
+    `single_file`: it is a file that a user names, not a folder; `longest_context`: the context cannot be made longer.
     """
 
     model: str = "MODEL"
     fetched: bool = True
     recorded: bool = True
+    single_file: bool = False
     longest_context: bool = False
 
 
@@ -87,8 +88,8 @@ REMEDIES: Mapping[str, str] = {
     "raise-max-vram": "the minimum is --max-vram {mib}MiB; fewer --samples need less",
     "other-output": "use another folder with -o",
     "wait-or-other-work-folder": "wait for it, or use another --work-dir",
-    "remove-work-folder": "remove the folder, or use another --work-dir",
-    "finish-or-remove-work": "repeat the first command unchanged, or remove the folder, or use another --work-dir",
+    "remove-work-folder": "drop that work with --restart, or use another --work-dir",
+    "finish-or-remove-work": "repeat the first command unchanged; or drop that work: --restart; or keep it: --work-dir",
     "requantize": "add --requantize to round these weights; the loss is reported",
     "fp32-or-requantize": "use --to safetensors:fp32 to keep every bit, or --requantize to round; the loss is reported",
     "quantize-first": "quantize it first: mycli quantize MODEL",
@@ -126,6 +127,15 @@ _COPIED: Mapping[str, str] = {
     "verify-files-or-fp32": "the weights may be damaged; or try --dtype fp32",
     "allow-nonfinite": "compare the file with its source; or accept these values: --allow-nonfinite",
 }
+# the same for a file, such as a GGUF model
+_COPIED_FILE: Mapping[str, str] = {
+    **_COPIED,
+    "pull-again": "the file is damaged or incomplete: copy it again from its source",
+    "pull-whole": "copy all files of the model again from their source",
+    "name-or-pull": "name a file that holds a model; mycli list shows the models on this machine",
+    "wait-or-pull-again": "another program is writing to the file: wait for it",
+    "verify-files": "compare the file with its source",
+}
 # when the model supports no longer context
 _LONGEST: Mapping[str, str] = {
     "fewer-tokens-or-more-context": "use -n {tokens} or less: the model supports no longer context",
@@ -141,7 +151,8 @@ def remedy(error: UserError, subject: Subject = Subject()) -> str:  # noqa: B008
 
     hint = REMEDIES[error.code]
     if not subject.fetched:
-        hint = (_LOCAL if subject.recorded else _COPIED).get(error.code, hint)
+        copied = _COPIED_FILE if subject.single_file else _COPIED
+        hint = (_LOCAL if subject.recorded else copied).get(error.code, hint)
     if subject.longest_context:
         hint = _LONGEST.get(error.code, hint)
     data = {field: in_words(value) for field, value in error.data.items()}

@@ -21,9 +21,9 @@ from mycli.quant.calibration.hessian import (
     require_finite,
 )
 from mycli.quant.layer_streaming import StreamedModel, restore
-from mycli.quant.linear_solver import LinearSolver, SolvedProduct
+from mycli.quant.linear_solver import LinearSolver, SolvedProduct, rounding_error
 from mycli.quant.model_card import Layer
-from mycli.quant.progress import ReportProgress, silent
+from mycli.quant.progress import ReportNote, ReportProgress, ignore, silent
 from mycli.quant.rounding.error_compensation import Moments
 from mycli.quant.rounding.grid import Grid, Quantized, dequantize_codes
 from mycli.quant.tuning.block import tune_block
@@ -76,8 +76,8 @@ class BlockSolver:
             final=transform is None,  # a transform folds its scales into the original too
             side_inputs=self._original_side_inputs,
         )
-        changed = {} if transform is None else self._fold(quantized, original)
-        solved, shifts = self._solve_products(quantized, original, changed)
+        changed, rounding = ({}, {}) if transform is None else self._fold(quantized, original)
+        solved, shifts = self._solve_products(quantized, original, changed, rounding)
         if transform is not None:
             # Read again without the folded scales: the bits must be those of a run that resumes after this block.
             self._advance_original(index)
@@ -96,10 +96,13 @@ class BlockSolver:
             self._advance_original(index)
             self._advance_quantized(index, solved)
 
-    def _fold(self, quantized: ObservedBlock, original: ObservedBlock) -> dict[str, Tensor]:
+    def _fold(self, quantized: ObservedBlock, original: ObservedBlock) -> tuple[dict[str, Tensor], dict[str, float]]:
+        # Returns the changed tensors, and the error of plain rounding by linear while its columns are not scaled yet:
+        # rounding scaled weights would be a comparison with a part of the method itself.
         transform = self._solver.transform
         assert transform is not None
         changed: dict[str, Tensor] = {}
+        rounding: dict[str, float] = {}
         for product, linear in quantized.block.products.items():
             # Every product is observed, in order: the streams of later parts are filled by it.
             fitted, held_out, too_few = observe(self.model, quantized, None, product, self._exact)
@@ -108,30 +111,38 @@ class BlockSolver:
                 continue
             grid = self._solver.grid(self.packings[linear.specs[0].name])
             hessian = fitted.hessian + held_out.hessian
+            for spec, part in zip(linear.specs, _parts(linear), strict=True):
+                rounding[spec.name] = rounding_error(part, grid, hessian)
             scale = transform.choose_scale(linear.weight(), grid, hessian, source)
             if scale is not None:
                 for state in (quantized, original):
                     changed |= transform.fold(state.block, product, scale, self.model.stored_dtype)
-        return changed
+        return changed, rounding
 
     def _solve_products(
-        self, quantized: ObservedBlock, original: ObservedBlock, changed: Mapping[str, Tensor]
+        self,
+        quantized: ObservedBlock,
+        original: ObservedBlock,
+        changed: Mapping[str, Tensor],
+        rounding: Mapping[str, float],
     ) -> tuple[Solved, dict[str, Tensor]]:
         block = SolvedProduct({}, [], {})
         for product, linear in quantized.block.products.items():
             packing = self.packings[linear.specs[0].name]
             observed = observe(self.model, quantized, original, product, self._exact)
-            parts = torch.split(linear.weight(), [spec.out_features for spec in linear.specs])
-            weights = {spec.name: part for spec, part in zip(linear.specs, parts, strict=True)}
+            weights = {spec.name: part for spec, part in zip(linear.specs, _parts(linear), strict=True)}
             if observed.too_few:
                 solved = self._solver.round(weights, packing)
             else:
                 solved = self._solver.solve(weights, packing, observed.fitted, observed.held_out)
-            del observed, parts, weights
+            del observed, weights
             trim_heap()
             self._install(linear, solved.linears)
             block.linears.update(solved.linears)
-            block.layers.extend(solved.layers)
+            block.layers.extend(
+                replace(layer, rounding_output_error=rounding.get(layer.name, layer.rounding_output_error))
+                for layer in solved.layers
+            )
             block.shifts.update(solved.shifts)
         return Solved(block.linears, changed, tuple(block.layers)), block.shifts
 
@@ -177,14 +188,23 @@ class BlockSolver:
         linear.replace(torch.cat(restored).to(linear.weight().dtype))
 
 
+def _parts(linear: Linear) -> tuple[Tensor, ...]:
+    return torch.split(linear.weight(), [spec.out_features for spec in linear.specs])
+
+
 def quantize_blocks(
-    blocks: BlockSolver, sink: Sink, work: WorkFolder | None = None, progress: ReportProgress = silent
+    blocks: BlockSolver,
+    sink: Sink,
+    work: WorkFolder | None = None,
+    progress: ReportProgress = silent,
+    note: ReportNote = ignore,
 ) -> tuple[Layer, ...]:
     """Solve all blocks, or load those that `work` has, and save the others there.
 
     While a block is solved the one before it is written, by `sink` too, and the one after it is read ahead.
     """
     layers: list[Layer] = []
+    resumed = 0  # blocks that need no solving: they take less time, so they are a stage of their own
 
     def store(index: int, solved: Solved, is_new: bool) -> None:
         if work is not None and is_new:
@@ -198,13 +218,23 @@ def quantize_blocks(
                 background.submit(blocks.model.prefetch, index + 1)
             loaded = None if work is None else work.load(index)
             if loaded is not None:
+                if index == 0 and work is not None:
+                    note(f"resuming unfinished work in {work.folder}")
                 blocks.resume(index, loaded)
+                resumed = index + 1 if resumed == index else resumed
+            if loaded is None and index == resumed:
+                if resumed:
+                    note(f"resumed: {resumed} of {blocks.count} blocks were finished by an earlier run")
+                progress("quantizing blocks", 0, blocks.count - resumed)
             solved = loaded or blocks.solve(index)
             if written is not None:
                 written.result()
             written = background.submit(store, index, solved, loaded is None)
             layers += solved.layers
-            progress("quantizing", len(layers), len(blocks.packings))
+            if index >= resumed:
+                progress("quantizing blocks", index + 1 - resumed, blocks.count - resumed)
+            else:
+                progress("resuming blocks", index + 1, blocks.count)
         if written is not None:
             written.result()
     return tuple(layers)

@@ -162,10 +162,30 @@ def _score(models: Sequence[StreamedModel], streams: Sequence[Tensor], tokens: T
             part["same"] = (ours.argmax(1) == theirs.argmax(1)).float().cpu()
             part["dp"] = chosen[0].exp() - chosen[1].exp()
             part["reference_nll"] = -chosen[1]
-            # Rounding can make a divergence of zero negative.
-            part["kl"] = ours.neg_().add_(theirs).mul_(theirs.exp()).sum(1).clamp_(min=0).cpu()
+            part["kl"] = _kl(ours, theirs)
         parts.append(part)
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+@torch.no_grad()
+def token_divergence(
+    model: StreamedModel, hidden: Tensor, reference: StreamedModel, reference_hidden: Tensor
+) -> tuple[Tensor, Tensor]:
+    """KL(reference || model) and whether the likeliest token is the same, fp32 [rows] each, for rows [rows, hidden]."""
+    kl, same = [], []
+    at_once = max(1, LOGITS_AT_ONCE // model.config.vocab_size)
+    for start in range(0, len(hidden), at_once):
+        rows = slice(start, start + at_once)
+        ours = _log_probabilities(model, hidden[rows])
+        theirs = _log_probabilities(reference, reference_hidden[rows]).to(ours.device)
+        same.append((ours.argmax(1) == theirs.argmax(1)).float().cpu())
+        kl.append(_kl(ours, theirs))
+    return torch.cat(kl), torch.cat(same)
+
+
+def _kl(ours: Tensor, theirs: Tensor) -> Tensor:
+    # Overwrites `ours`. Rounding can make a divergence of zero negative.
+    return ours.neg_().add_(theirs).mul_(theirs.exp()).sum(1).clamp_(min=0).cpu()
 
 
 def _log_probabilities(model: StreamedModel, hidden: Tensor) -> Tensor:

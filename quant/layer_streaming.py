@@ -162,6 +162,7 @@ class StreamedModel:
         """The residual stream after the last block for int64 [windows, context], on the host."""
         context = self.context(tokens.shape[1])
         stream, side_inputs = self.embed(tokens), self.side_inputs(tokens)
+        progress("layers", 0, self.config.layers)
         for layer in range(self.config.layers):
             self.advance(self.block(layer), stream, context, side_inputs)
             progress("layers", layer + 1, self.config.layers)

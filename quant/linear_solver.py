@@ -80,9 +80,9 @@ class LinearSolver:
             part, scales = target[rows], solution.quantized.scales[rows]
             solved = Quantized(solution.quantized.codes[rows], scales)
             rounded = Quantized(round_to_grid(part, scales, grid), scales)
-            solved_error, rounding_error = (output_error(part, codes, grid, hessian) for codes in (solved, rounded))
+            lost, same_scales = (output_error(part, codes, grid, hessian) for codes in (solved, rounded))
             fallback = "Hessian not positive definite" if solution.fallback else None
-            if solved_error > rounding_error:
+            if lost > same_scales:
                 fallback = "plain rounding is better"
             result.linears[name] = rounded if fallback else solved
             result.layers.append(
@@ -90,8 +90,8 @@ class LinearSolver:
                     name,
                     packing.name,
                     relative_error(weight, result.linears[name], grid),
-                    output_error=min(solved_error, rounding_error),
-                    rounding_output_error=rounding_error,
+                    output_error=min(lost, same_scales),
+                    rounding_output_error=rounding_error(weight, grid, hessian),
                     refit=share,
                     damping=solution.damping,
                     dead_columns=solution.dead_columns,
@@ -120,6 +120,11 @@ class LinearSolver:
             error = relative_error(weight, result.linears[name], grid)
             result.layers.append(Layer(name, packing.name, error, fallback=TOO_FEW_TOKENS))
         return result
+
+
+def rounding_error(weight: Tensor, grid: Grid, hessian: Tensor) -> float:
+    """The `output_error` of rounding to nearest without data."""
+    return output_error(weight, round_to_nearest(weight, grid)[0], grid, hessian)
 
 
 def output_error(weight: Tensor, quantized: Quantized, grid: Grid, hessian: Tensor) -> float:

@@ -38,7 +38,7 @@ class Layer:
     packing: str
     error: float  # of the weights
     output_error: float | None = None  # this and the following need calibration data
-    rounding_output_error: float | None = None  # of plain rounding with the same scales
+    rounding_output_error: float | None = None  # of rounding the source's weights to nearest, without data
     refit: float | None = None  # share of the correction of `rounding.error_compensation`
     tuned: float | None = None  # error of the block's output after tuning over that before
     damping: float | None = None
@@ -94,14 +94,11 @@ def _versions() -> dict[str, str]:
     return {"mycli": version(), "torch": torch.__version__, "python": platform.python_version()}
 
 
-def identify(
-    recipe: Recipe, calibration: Calibration, source_files: Mapping[str, Any], placement: Placement, at_once: int
-) -> dict[str, Any]:
-    """The properties that two runs must share for one to continue the other."""
+def identify(recipe: Recipe, calibration: Calibration, placement: Placement, at_once: int) -> dict[str, Any]:
+    """The properties that two runs must share for one to continue the other, besides the hashes of the source."""
     return {
         "recipe": asdict(recipe),
         "calibration": _describe(calibration),
-        "source": source_files,
         "versions": _versions(),
         "device": f"{placement.device.type}, {placement.dtype}",
         "tokens per pass": at_once,  # the memory limit decides it, and it changes the rounding of sums

@@ -14,14 +14,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mycli.quant import model_card, solvers
+from mycli.quant import model_card
 from mycli.quant.blockwise import BlockSolver, quantize_blocks
 from mycli.quant.calibration.hessian import HELD_OUT_EVERY
 from mycli.quant.calibration.sampler import Calibration, bundled, from_file
 from mycli.quant.evaluate import Evaluation, cut, evaluate, held_out_text
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.linear_solver import TOO_FEW_TOKENS, LinearSolver
-from mycli.quant.mixed_precision import COPY_WINDOWS, WINDOWS, allocate, low_width, measure_shares
+from mycli.quant.mixed_precision import WINDOWS, allocate, measure_shares
 from mycli.quant.model_card import Layer, Size, Tuning
 from mycli.quant.planning.memory import Need
 from mycli.quant.planning.plan import (
@@ -30,14 +30,14 @@ from mycli.quant.planning.plan import (
     QuantizationPlan,
     Report,
     check_resources,
-    plan_quantization,
+    plan_low_copy,
 )
-from mycli.quant.progress import ReportProgress, silent
+from mycli.quant.progress import ReportNote, ReportProgress, ignore, silent
 from mycli.quant.recipe import Recipe
 from mycli.quant.source_weights import SourceWeights
 from mycli.quant.tensorwise import TensorWriter, quantize_tensors, write_mtp_head
 from mycli.quant.tuning.end_to_end import tune_scales
-from mycli.quant.work_folder import Solved, WorkFolder
+from mycli.quant.work_folder import Solved, WorkFolder, require_same_run
 from mycli.runtime.checkpoint import formats
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.open_folder import open_model_folder
@@ -70,24 +70,17 @@ def allocated(work: QuantizationPlan, placement: Placement, folder: Path, progre
     """The recipe with widths chosen for its `target_bpw`, from a temporary copy of one low width next to `folder`."""
     target = work.recipe.target_bpw
     assert target is not None
-    # Without a transform: rescaled weights cannot be compared with the original's.
-    method = solvers.DEFAULT if work.recipe.needs_data else work.recipe.method
-    samples = min(work.recipe.samples, COPY_WINDOWS)
-    bits = low_width(target, work.recipe.group)
-    low = replace(work.recipe, method=method, bits=bits, target_bpw=None, samples=samples, head="keep", tune=False)
-    copy = plan_quantization(
-        work.source, low, work.text, folder=work.folder, report="none", gpu=placement.device.type == "cuda"
-    )
+    copy = plan_low_copy(work, placement.device.type == "cuda")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".widths-", dir=folder.parent) as name:
         quantize(copy, Path(name) / "low", placement, progress=progress)
         trim_heap(mmap_threshold=4 << 20)
         windows = _calibration(copy).windows
-        chosen = torch.randperm(len(windows), generator=torch.Generator().manual_seed(low.seed))[:WINDOWS]
+        chosen = torch.randperm(len(windows), generator=torch.Generator().manual_seed(copy.recipe.seed))[:WINDOWS]
         folders = (work.folder, open_model_folder(Path(name) / "low"))
         original, rounded = (StreamedModel(model, placement, work.need.at_once) for model in folders)
         shares = measure_shares(original, rounded, windows[chosen], progress)
-    return replace(work.recipe, widths=allocate(shares, target, bits))
+    return replace(work.recipe, widths=allocate(shares, target, copy.recipe.bits))
 
 
 def quantize(
@@ -97,13 +90,15 @@ def quantize(
     *,
     overwrite: bool = False,
     work_folder: Path | None = None,
+    restart: bool = False,
     progress: ReportProgress = silent,
+    note: ReportNote = ignore,
 ) -> Outcome:
     """Carry out a plan; `placement` is where to solve, and where and in which dtype to measure.
 
     Nothing appears at `target` before everything is written, measured and flushed. Finished blocks are stored in
-    `work_folder` (default: `default_work_folder`) until then, and an interrupted run continues from there. Raises what
-    reading, solving and measuring raise, and UsageError or ResourceError from `check_resources`.
+    `work_folder` (default: `default_work_folder`) until then, and an interrupted run continues from there unless
+    `restart`. Raises what reading, solving and measuring raise, and UsageError or ResourceError from `check_resources`.
     """
     check_resources(work, target, overwrite=overwrite)
     recipe, folder = work.recipe, work.folder
@@ -112,6 +107,10 @@ def quantize(
         if recipe.tune and calibration is not None and len(calibration.windows) < HELD_OUT_EVERY:
             message = f"tuning needs at least {HELD_OUT_EVERY} calibration windows, one held out"
             raise UsageError(f"{message}; there are {len(calibration.windows)}", code="more-samples")
+        finished_in = work_folder or default_work_folder(target)
+        run = {} if calibration is None else model_card.identify(recipe, calibration, placement, work.need.at_once)
+        if not restart:
+            require_same_run(finished_in, run)  # now and not only below: hashing the source may take minutes
         origin = stack.enter_context(model_card.digests_in_background(folder.source_files()))
         writer = stack.enter_context(CheckpointWriter(target, work.tensors, overwrite=overwrite))
         output = TensorWriter(writer, work.packings, folder.config.dtype)
@@ -121,8 +120,8 @@ def quantize(
         if calibration is None:
             layers = quantize_tensors(source, names, solver, output, placement.device, progress)
         else:
-            run = model_card.identify(recipe, calibration, origin.result(), placement, work.need.at_once)
-            finished = stack.enter_context(WorkFolder(work_folder or default_work_folder(target), run))
+            run["source"] = origin.result()
+            finished = stack.enter_context(WorkFolder(finished_in, run, restart=restart))
             for name in names:
                 if not output.is_quantized(name):
                     output.copy(source, name)
@@ -133,6 +132,7 @@ def quantize(
                 blocks.append if recipe.tune else output.write_block,
                 finished,
                 progress,
+                note,
             )
             if recipe.tune:
                 tuning = _tune(model, blocks, output, calibration.windows, recipe.seed, progress)

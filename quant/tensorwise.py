@@ -59,6 +59,7 @@ def quantize_tensors(
     """Write the tensors `names`, quantizing those that `output` has a packing for."""
     # While a linear is solved, the one before it is written and the tensor after it is read ahead.
     layers: list[Layer] = []
+    progress("quantizing", 0, len(output.packings))
     with ThreadPoolExecutor(1) as background:
         written: Future[None] | None = None
         for name, following in zip(names, [*names[1:], ""], strict=True):

@@ -20,6 +20,7 @@ from mycli.runtime.utils.files import LockedError, disk_errors, locked, write_at
 
 _RUN = "run.json"
 _LOCK = "lock"
+_BLOCKS = "block-*.safetensors"
 
 
 @dataclass(frozen=True)
@@ -32,14 +33,15 @@ class Solved:
 
 
 class WorkFolder:
-    """Locks `folder` for one run, described by `run`, as a context manager.
+    """Locks `folder` for one run, described by `run`, as a context manager; `restart`: drop its finished blocks first.
 
     Raises UsageError on entering if the folder belongs to a different run, or is in use.
     """
 
-    def __init__(self, folder: Path, run: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, run: Mapping[str, Any], *, restart: bool = False) -> None:
         self.folder = folder
         self._run = json.dumps(run, indent=1, sort_keys=True)
+        self._restart = restart
         self._lock = ExitStack()
 
     def __enter__(self) -> Self:
@@ -53,6 +55,8 @@ class WorkFolder:
                     raise UsageError(message, code="wait-or-other-work-folder") from None
                 for left in self.folder.glob(".*.tmp"):  # by a run that was killed while it wrote
                     left.unlink()
+                for old in (self.folder / _RUN, *self.folder.glob(_BLOCKS)) if self._restart else ():
+                    old.unlink(missing_ok=True)
             self._check_run()
             self._lock = entered.pop_all()
         return self
@@ -65,15 +69,11 @@ class WorkFolder:
     def _check_run(self) -> None:
         path = self.folder / _RUN
         if not path.exists():
-            if any(self.folder.glob("block-*.safetensors")):
+            if any(self.folder.glob(_BLOCKS)):
                 raise UsageError(f"{self.folder} holds blocks of an unknown run", code="remove-work-folder")
             self._write(path, self._run.encode())
             return
-        # Never mixed: blocks of another recipe, source or version would give a model of neither run.
-        changed = list(_differences(json.loads(path.read_text(encoding="utf-8")), json.loads(self._run)))
-        if changed:
-            message = f"{self.folder} holds an unfinished run that differs in {'; '.join(changed[:3])}"
-            raise UsageError(message, code="finish-or-remove-work")
+        require_same_run(self.folder, json.loads(self._run))
 
     def load(self, block: int) -> Solved | None:
         path = self._path(block)
@@ -111,6 +111,29 @@ class WorkFolder:
     def _write(self, path: Path, data: bytes) -> None:
         with disk_errors(self.folder):
             write_atomic(path, data, durable=True)
+
+
+def require_same_run(folder: Path, run: Mapping[str, Any]) -> None:
+    """Raise UsageError if `folder` holds unfinished work that differs from `run` in one of the fields of `run`."""
+    # Never mixed: blocks of another recipe, source or version would give a model of neither run.
+    try:
+        old = json.loads((folder / _RUN).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return
+    except ValueError:
+        raise UsageError(f"{folder} holds blocks of an unknown run", code="remove-work-folder") from None
+    versions = dict(old.pop("versions", {})), dict(run.get("versions", {}))
+    changed = [name for name in versions[1] if versions[0].get(name) != versions[1][name]]
+    begun, now = (" and ".join(f"{name} {side.get(name, 'unknown')}" for name in changed) for side in versions)
+    reasons = [f"was begun with {begun}; this is {now}"] if changed else []
+    others = {name: value for name, value in run.items() if name != "versions"}
+    different = list(_differences({name: old.get(name) for name in others}, others))
+    if different:
+        reasons.append(f"differs in {'; '.join(different[:3])}")
+    if reasons:
+        raise UsageError(
+            f"{folder} holds an unfinished run that {', and '.join(reasons)}", code="finish-or-remove-work"
+        )
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -204,7 +204,7 @@ def bench(
     trials = grid(*lengths)
     if not trials:
         raise UsageError("nothing to measure: -p 0 and -n 0", "use a larger -p or -n")
-    report.check()
+    report.check(repetitions)
     subjects = [_check(call, model, engine, trials) for model in models]
     rows: list[Row] = []
     try:

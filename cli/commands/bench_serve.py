@@ -16,10 +16,12 @@ from mycli.cli.bench_results import Repetitions, ResultFlags, Row
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
 from mycli.cli.flags.records import RunFlags
+from mycli.cli.load import about
 from mycli.cli.output import Column
 from mycli.cli.plot import require_svg, write_loads
 from mycli.runtime.diagnostics.serving_load import Load
 from mycli.runtime.errors import GateError, ModelError, UsageError, UserError
+from mycli.runtime.hub.resolve import resolve
 
 if TYPE_CHECKING:
     from mycli.runtime.diagnostics.completion_client import CompletionServer
@@ -33,6 +35,7 @@ EXAMPLES = (
 STOP_SECONDS = 60
 SLO_SHARE = 0.95  # of the replies must meet --slo
 SLO_FIELDS = {"ttft": "ttft_p95_seconds", "tpot": "tpot_p95_seconds"}
+_URL = r"https?://"
 MAX_CLIENTS = 1024  # each client is a connection
 
 
@@ -129,7 +132,10 @@ def _serving(model: str, flags: Sequence[str], context: int, sequences: int) -> 
             if not ready:
                 code = process.wait(STOP_SECONDS)
                 raise ModelError(f"{model}: mycli serve ended with exit code {code}", "its error is printed above")
-            yield str(json.loads(ready)["url"])
+            answer = json.loads(ready)
+            if "error" in answer:
+                raise ModelError(f"{model}: mycli serve: {answer['error']['message']}", answer["error"]["hint"])
+            yield str(answer["url"])
         finally:
             process.terminate()
             try:
@@ -142,7 +148,7 @@ def _measure_all(
     call: Call, models: Sequence[str], loads: Sequence[Load], repetitions: int, flags: Sequence[str]
 ) -> Iterator[list[Row]]:
     for model in models:
-        if re.match(r"https?://", model):
+        if re.match(_URL, model):
             yield _measure(call, model, "http", loads, repetitions, os.environ.get(options.KEY_VARIABLE))
             continue
         # Twice the length: prompts are made of words, and the tokens per word are only estimated.
@@ -271,9 +277,13 @@ def bench_serve(
     limits = _parse_slo(slo)
     lengths = options.parse_counts("-p", prompt), options.parse_counts("-n", generate)
     loads = _loads(*lengths, clients, rates, requests, shared)
-    report.check()
+    report.check(repetitions)
     if plot is not None:
         require_svg(plot)
+    for model in models:
+        if not re.match(_URL, model):
+            with about(call, model):
+                resolve(model, offline=call.offline)  # before minutes of measurements of the models before it
     flags = ["--draft", draft, *loading.arguments()]
     rows: list[Row] = []
     try:

@@ -5,29 +5,36 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mycli.cli import upgrade_guard
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
 from mycli.cli.load import announce_build
 from mycli.cli.output import Column
 from mycli.cli.reasons import pass_rows, passes_json, reason
+from mycli.cli.text.progress import CpuContention
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.bandwidth import datasheet
 from mycli.runtime.device.nvml import gpus
 from mycli.runtime.device.probe import cpu_name
 from mycli.runtime.device.system import cpu, memory
 from mycli.runtime.engine.config import EngineConfig
-from mycli.runtime.errors import Declined, GateError, ResourceError
+from mycli.runtime.errors import Declined, GateError, ResourceError, UsageError
 from mycli.runtime.hub.resolve import resolve
 from mycli.runtime.hub.store import state_dir
 from mycli.runtime.open import open_model
-from mycli.runtime.utils.units import human_bytes
+from mycli.runtime.utils.units import human_bytes, pluralize
 
 if TYPE_CHECKING:  # torch takes seconds to import, and --help must not wait for it
     from mycli.runtime.device.placement import Placement
     from mycli.runtime.diagnostics.selftest import KernelFinding
     from mycli.runtime.engine.pass_choices import PassChoice
 
-EXAMPLES = ("mycli doctor", "mycli doctor pico -v", "mycli doctor --device cpu --json")
+EXAMPLES = (
+    "mycli doctor",
+    "mycli doctor pico -v",
+    "mycli doctor pico --save && mycli doctor pico --compare",
+    "mycli doctor --device cpu --json",
+)
 # CPU features that kernels use, by their names in /proc/cpuinfo.
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_int8", "asimd", "asimddp", "bf16")
 
@@ -131,6 +138,13 @@ def doctor(
     model: Annotated[
         str, typer.Argument(metavar="[MODEL]", help="Also say which passes run this model.", show_default=False)
     ] = "pico",
+    save: Annotated[
+        bool, options.flag("--save", "Save replies of the model and 20 s of its speed, to compare after an update.")
+    ] = False,
+    compare: Annotated[
+        bool,
+        options.flag("--compare", "Compare replies and speed with what was saved; exit with 6 if they are worse."),
+    ] = False,
     device: options.Device = "auto",
     threads: options.Threads = None,
 ) -> None:
@@ -139,8 +153,13 @@ def doctor(
     Prints versions and hardware, checks every kernel and a known reply, and measures the memory bandwidth. A pass is a
     way of running a model: for each kind of work, the last table names the fastest pass that supports the model, and
     why faster ones do not. Exits with 6 if something is wrong.
+
+    --save keeps replies and speed of a model; the first check after an update, and --compare, say whether it is faster
+    or slower and whether replies have the same bits.
     """
-    facts = _facts()
+    if save and compare:
+        raise UsageError("--save and --compare exclude each other", "compare first, then save")
+    facts, contention = _facts(), CpuContention()
     if not call.out.json_mode:
         call.out.card("this machine", facts)
     from mycli.runtime.diagnostics.selftest import ANSWER, QUESTION, check_kernels, golden_reply
@@ -156,13 +175,18 @@ def doctor(
     findings = list(check_kernels(placement.device, placement.dtype))
     with open_model("pico", EngineConfig(device=device, context=128), offline=True) as opened:
         reply = golden_reply(opened)
+    golden, worse = None, list[str]()
+    with open_model(model, EngineConfig(device=device), offline=call.offline) as opened:
         choices = pass_choices(opened.model.runner)
-    if model != "pico":
-        with open_model(model, EngineConfig(device=device), offline=call.offline) as opened:
-            choices = pass_choices(opened.model.runner)
+        if save:
+            golden = upgrade_guard.save_record(call, opened)
+        elif compare or upgrade_guard.is_due(opened):
+            golden, worse = upgrade_guard.compare_saved(call, opened)
     # Measured twice, and the better result counts: another program may disturb one measurement.
     name, bandwidth = measure_device(placement.device, state_dir())
     answer = _as_json(facts, placement, bandwidth, findings, reply, choices)
+    if golden is not None:
+        answer["golden"] = golden
     if not call.out.answered(answer):
         sheet = datasheet(name)
         share = f", {bandwidth / sheet:.0%} of the data sheet's {sheet:g}" if sheet else ""
@@ -172,10 +196,18 @@ def doctor(
             ("bandwidth", f"{bandwidth:.1f} GB/s{share}"),
         ]
         call.out.card("the device", [*rows, (QUESTION, reply)])
-        call.out.table(answer["kernels"], _KERNEL_COLUMNS)
+        shown = [kernel for kernel in answer["kernels"] if call.out.verbose or kernel["error"] is not None]
+        call.out.table(shown, _KERNEL_COLUMNS)
+        if declined := len(answer["kernels"]) - len(shown):
+            call.out.note(f"({pluralize(declined, 'kernel')} that decline a packing are listed with -v)")
         call.out.table([vars(row) for row in pass_rows(choices, call.out.verbose)], _PASS_COLUMNS)
+    if disturbance := contention.note():
+        call.out.note(f"({disturbance}; the measured bandwidth may be too low)")
     problems = [f"{finding.kernel} is wrong on {finding.packing}" for finding in findings if not finding.ok]
     if reply != ANSWER:
         problems.append(f"pico answers {reply[:80]!r} instead of {ANSWER!r}")
     if problems:
         raise GateError("; ".join(problems), "do not use replies of this installation, and report this")
+    if worse:
+        hint = f"repeat it on an idle machine; to accept it: mycli doctor {model} --save"
+        raise GateError("; ".join(worse), hint)

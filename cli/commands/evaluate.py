@@ -139,5 +139,8 @@ def evaluate(
     if call.out.answered({"model": sources[0].name, "reference": sources[-1].name if ref else None, **asdict(result)}):
         return
     title = sources[0].name + ("" if folders[0].adapter is None else f" with {folders[0].adapter.name}")
-    title += "" if ref is None else f" against {sources[-1].name}"
-    call.out.card(title, quality_rows(result))
+    if ref is None:
+        call.out.card(title, quality_rows(result))
+    else:
+        against = sources[-1].name
+        call.out.card(f"{title} compared with {against}", quality_rows(result, title, against))

@@ -35,3 +35,5 @@ def list_models(call: Call) -> None:
         for model in local_models()
     ]
     call.out.show({"models": models}, _COLUMNS, rows="models")
+    if any(model["kind"] == "unfinished" for model in models) and not call.out.json_mode:
+        call.out.note("(unfinished: repeat the mycli quantize command to continue it, or delete it with mycli rm NAME)")

@@ -3,8 +3,9 @@
 import math
 import shlex
 import sys
+import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -13,17 +14,19 @@ from typing import TYPE_CHECKING, Annotated
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
 from mycli.cli.flags.recipe import RecipeFlags
-from mycli.cli.load import adapted, announce_placement
+from mycli.cli.load import adapted, announce_build, announce_placement
 from mycli.cli.plot import LayerError, layer_error, require_svg, write_errors
 from mycli.cli.text.format import quality_rows
-from mycli.cli.text.progress import stages
+from mycli.cli.text.progress import STEP_SECONDS, duration, stages
+from mycli.quant.planning.target import check_target, require_writable_parent
+from mycli.quant.recipe import Recipe
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.errors import GateError, ModelError, UsageError
 from mycli.runtime.hub.client import Hub
 from mycli.runtime.hub.dataset import DatasetName, cached_dataset, fetch_dataset, plan_dataset
-from mycli.runtime.hub.resolve import resolve
+from mycli.runtime.hub.resolve import Source, resolve
 from mycli.runtime.hub.store import data_dir
 from mycli.runtime.memory.plan import MemoryPlan
 from mycli.runtime.memory.weights import head_bytes
@@ -32,6 +35,8 @@ from mycli.runtime.utils.units import human_bytes
 if TYPE_CHECKING:  # torch takes seconds to import
     from mycli.quant.pipeline import Outcome
     from mycli.quant.planning.plan import QuantizationPlan, Report
+    from mycli.quant.progress import ReportProgress
+    from mycli.runtime.device.placement import Placement
 
 EXAMPLES = [
     "mycli quantize pico --samples 16",
@@ -59,12 +64,23 @@ def _calibration_file(call: Call, calib: str, fetch: bool) -> Path | None:
     return path
 
 
-def _duration(seconds: float) -> str:
-    time = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
-    return f"about {time}, estimated from a one-second measurement"
+def _steps(work: "QuantizationPlan") -> list[str]:
+    # What the command does, in order.
+    from mycli.quant.planning.plan import measured_tokens
+
+    recipe, blocks, layers = work.recipe, work.config.layers, len(work.packings)
+    solver = f"{recipe.method} of {layers} layers"
+    steps = [f"choose bits for a mean of {recipe.target_bpw:g}"] if recipe.target_bpw is not None else []
+    steps.append(
+        f"{solver} in {blocks} blocks on {recipe.samples} windows of {work.seq} tokens" if recipe.needs_data else solver
+    )
+    steps += ["tune the result"] if recipe.tune else []
+    if tokens := measured_tokens(work.report):
+        steps.append(f"measure the quality on {tokens} tokens")
+    return steps
 
 
-def _show_plan(call: Call, work: "QuantizationPlan", target: Path, seconds: float | None) -> None:
+def _show_plan(call: Call, work: "QuantizationPlan", target: Path, seconds: float) -> None:
     answer = {
         "folder": str(target),
         "name": work.recipe.name,
@@ -83,7 +99,8 @@ def _show_plan(call: Call, work: "QuantizationPlan", target: Path, seconds: floa
         ("quantized", f"{len(work.packings)} layers at {size.quantized_bits_per_weight:.3f} bits per weight"),
         ("memory", f"{human_bytes(work.need.host)} in addition to Python and torch"),
         *([("GPU memory", human_bytes(work.need.device))] if work.need.device else []),
-        *([] if seconds is None else [("time", _duration(seconds))]),
+        ("work", "; ".join(_steps(work))),
+        ("time", f"about {duration(seconds)}, estimated from a short measurement"),
     ]
     call.out.card(f"{target.name} (dry run, nothing is written)", rows)
 
@@ -93,7 +110,7 @@ def _output_error(errors: Sequence[LayerError]) -> str | None:
     if not pairs:
         return None
     error, rounding = (sum(column) / len(pairs) for column in zip(*pairs, strict=True))
-    return f"{error:.3%} on average, {rounding:.3%} with plain rounding"
+    return f"{error:.3%} on average, {rounding:.3%} with rounding to nearest"
 
 
 def _show_outcome(call: Call, outcome: "Outcome", errors: Sequence[LayerError]) -> None:
@@ -134,10 +151,29 @@ def _check(outcome: "Outcome", max_kl: float | None, max_fallback: float) -> Non
         )
 
 
-def _target(work: "QuantizationPlan") -> Path:
-    adapter = work.folder.adapter
-    names = [work.source.label, *([] if adapter is None else [adapter.name])]
-    return data_dir() / "models" / "-".join([*(name.rsplit("/", 1)[-1] for name in names), work.recipe.name])
+def _target(source: Source, recipe: Recipe, folder: ModelFolder) -> Path:
+    names = [source.label, *([] if folder.adapter is None else [folder.adapter.name])]
+    return data_dir() / "models" / "-".join([*(name.rsplit("/", 1)[-1] for name in names), recipe.name])
+
+
+def _with_widths(call: Call, work: "QuantizationPlan", placement: "Placement", target: Path) -> Recipe:
+    from mycli.quant import pipeline
+    from mycli.quant.mixed_precision import low_width
+    from mycli.quant.planning.pace import choosing_seconds
+
+    mean = work.recipe.target_bpw
+    assert mean is not None
+    call.out.note(
+        f"choosing the bits of each layer for a mean of {mean:g}: makes a temporary copy of"
+        f" {low_width(mean, work.recipe.group)} bits and measures what each layer loses,"
+        f" about {duration(choosing_seconds(work, placement))}"
+    )
+    with _progress(call) as progress:
+        return pipeline.allocated(work, placement, target, progress)
+
+
+def _progress(call: Call) -> "AbstractContextManager[ReportProgress]":
+    return stages(partial(call.out.progress, line_seconds=STEP_SECONDS))
 
 
 def _how_to_continue(work: "QuantizationPlan", work_folder: Path) -> str:
@@ -190,8 +226,15 @@ def quantize(
     max_ram: Annotated[int | None, options.size("--max-ram", "Limit of memory, such as 4GiB.")] = None,
     max_vram: Annotated[int | None, options.size("--max-vram", "Limit of GPU memory.")] = None,
     overwrite: Annotated[bool, options.flag("--overwrite", "Replace the folder if it exists.")] = False,
+    restart: Annotated[
+        bool, options.flag("--restart", "Drop the finished blocks of an interrupted run and begin again.")
+    ] = False,
     dry_run: Annotated[
-        bool, options.flag("--dry-run", "Print exact size, memory and estimated time; write nothing.")
+        bool,
+        options.flag(
+            "--dry-run",
+            "Print what would be done, the exact size, memory and an estimate of the time; write no model.",
+        ),
     ] = False,
 ) -> None:
     """Make a smaller copy of a model and measure its quality.
@@ -199,9 +242,6 @@ def quantize(
     The copy is a Hugging Face folder that transformers and vLLM load too; its mycli.json holds recipe, quality and
     checksums. The folder appears when all is done. After an interruption the same command continues the work.
     """
-    from mycli.quant import pipeline
-    from mycli.quant.planning import plan as planning
-
     if max_kl is not None and report == "none":
         raise UsageError("--max-kl needs a quality measurement", "omit --report none")
     if max_kl is not None and not 0 < max_kl < math.inf:
@@ -213,6 +253,13 @@ def quantize(
     source = resolve(model, offline=call.offline)
     # Measured in float32: half precision alone moves KL by as much as 8-bit weights do.
     folder = adapted(call, open_model_folder(source.folder), model, adapter)
+    target = output or _target(source, recipe, folder)
+    check_target(target, overwrite, source.folder)
+    if work_dir is not None:
+        require_writable_parent(work_dir)
+    from mycli.quant import pipeline
+    from mycli.quant.planning import plan as planning
+
     placement = EngineConfig(device=device, dtype="float32").place(folder.config)
     text = _calibration_file(call, flags.calib, not dry_run or recipe.target_bpw is not None) if flags.calib else None
     plan = partial(
@@ -225,27 +272,36 @@ def quantize(
         max_ram=max_ram,
         max_vram=max_vram,
     )
-    work = plan(recipe)
+    work, choosing = plan(recipe), 0.0
     if recipe.head == "keep" and not folder.config.tie_embeddings:
         head = human_bytes(head_bytes(MemoryPlan(folder.config)))
         call.out.note(
             f"the output head stays unquantized: {head} of {human_bytes(work.size.bytes)}; --head int8 halves it"
         )
-    target = output or _target(work)
     planning.check_resources(work, target, overwrite=overwrite)
     if recipe.target_bpw is not None:
-        with stages(call.out.progress) as progress:
-            work = plan(pipeline.allocated(work, placement, target, progress))
+        began = time.monotonic()
+        work = plan(_with_widths(call, work, placement, target))
+        choosing = time.monotonic() - began
     if dry_run:
         from mycli.quant.planning.pace import expected_seconds
 
-        _show_plan(call, work, target, expected_seconds(work, placement))
+        _show_plan(call, work, target, choosing + expected_seconds(work, placement))
         return
     announce_placement(call, placement)
+    announce_build(call, placement)
+    call.out.note(f"{source.label} → {target.name}: {'; '.join(_steps(work))}")
     try:
-        with stages(call.out.progress) as progress:
+        with _progress(call) as progress:
             outcome = pipeline.quantize(
-                work, target, placement, overwrite=overwrite, work_folder=work_dir, progress=progress
+                work,
+                target,
+                placement,
+                overwrite=overwrite,
+                work_folder=work_dir,
+                restart=restart,
+                progress=progress,
+                note=call.out.note,
             )
     except KeyboardInterrupt:
         call.out.note(_how_to_continue(work, work_dir or pipeline.default_work_folder(target)))

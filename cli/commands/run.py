@@ -73,7 +73,10 @@ class GrammarFlags:
     """The output format of a reply, as typed."""
 
     schema: Annotated[
-        Path | None, options.option("--schema", "FILE", "Reply with JSON that matches this JSON schema.")
+        str | None,
+        options.option(
+            "--schema", "FILE|JSON", "Reply with JSON that matches this JSON schema: a file, or the schema."
+        ),
     ] = None
     regex: Annotated[
         str | None, options.option("--regex", "RE", "Reply with text that matches this regular expression completely.")
@@ -88,7 +91,9 @@ class GrammarFlags:
         formats = sum((self.schema is not None, self.regex is not None, self.json_mode))
         if formats > 1:
             raise UsageError("--schema, --regex and --json-mode exclude each other", "use one of the three")
-        text = None if self.schema is None else read_file(self.schema)
+        text = self.schema
+        if text is not None and not _is_inline(text):
+            text = read_file(Path(text))
         if formats:
             from mycli.runtime.sampling.grammar import library
 
@@ -103,8 +108,14 @@ class GrammarFlags:
 
         if self.regex is not None:
             return Grammar.from_regex(self.regex, model.tokenizer, model.stop_ids)
-        source = "--json-mode" if schema is None else str(self.schema)
+        inline = self.schema is not None and _is_inline(self.schema)
+        source = "--json-mode" if schema is None else "--schema" if inline else str(self.schema)
         return Grammar.from_schema(JSON_MODE if schema is None else schema, source, model.tokenizer, model.stop_ids)
+
+
+def _is_inline(schema: str) -> bool:
+    # A schema is an object; a file whose name begins so can be named ./{...
+    return schema.lstrip().startswith("{")
 
 
 @command

@@ -173,7 +173,7 @@ def _require() -> None:
         import starlette  # noqa: F401  # only to test that it is installed
         import uvicorn  # noqa: F401  # only to test that it is installed
     except ImportError as error:
-        hint = "install it: pip install 'mycli-llm[serve]'"
+        hint = "repair the installation: pip install --upgrade mycli-llm"
         raise UsageError(f"the server needs {error.name}, which is not installed", hint) from None
 
 

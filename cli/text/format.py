@@ -82,16 +82,17 @@ def _plus_minus(estimate: "Mean", digits: str) -> str:
     return f"{estimate.value:{digits}}{error}"
 
 
-def quality_rows(result: "Evaluation") -> list[tuple[str, str]]:
+def quality_rows(result: "Evaluation", model: str = "", reference: str = "") -> list[tuple[str, str]]:
+    """Return the rows of a card; with names the two perplexities are labelled, without them they are before → after."""
     bos = "BOS once" if result.begins_with_bos else "no BOS"
     protocol = f"{pluralize(result.windows, 'window')} of {result.context} tokens, {bos}, {result.dtype}"
     divergence = result.divergence
     if divergence is None:
         return [("perplexity", _plus_minus(result.perplexity, ".2f")), ("measured on", protocol)]
-    reference = f"{divergence.reference_perplexity.value:.2f} → "
+    before, after = f"{divergence.reference_perplexity.value:.2f}", _plus_minus(result.perplexity, ".2f")
     kl_tail = f"median {divergence.kl_median:.2g}, 99% {divergence.kl_p99:.2g}, max {divergence.kl_max:.2g}"
     return [
-        ("perplexity", reference + _plus_minus(result.perplexity, ".2f")),
+        ("perplexity", f"{model} {after}, {reference} {before}" if model else f"{before} → {after}"),
         ("KL divergence", f"mean {_plus_minus(divergence.kl, '.2g')}, {kl_tail}"),
         ("same top token", f"{_plus_minus(divergence.same_top1, '.1%')}, RMS Δp {divergence.rms_dp:.2%}"),
         ("measured on", protocol),

@@ -11,9 +11,17 @@ from mycli.runtime.utils.sanitize import sanitize
 from mycli.runtime.utils.units import human_bytes
 
 LINE_SECONDS = 5  # between two progress lines in a pipe
+STEP_SECONDS = 1  # the same for work of few and long steps, such as the layers of a model
 READING_SECONDS = 0.7  # before the first line about reading a prompt, and between updates
 # Other programs count as a disturbance when they cost 0.3 s of CPU time per second; a run under 1 s tells nothing.
 BUSY_SECONDS, BUSY_SHARE = 1.0, 0.3
+
+
+def duration(seconds: float) -> str:
+    # 0.4 s, 42 s, 12 min, 3.5 h
+    if seconds < 100:
+        return f"{seconds:.0f} s" if seconds >= 9.95 else f"{seconds:.2g} s"
+    return f"{seconds / 60:.0f} min" if seconds < 100 * 60 else f"{seconds / 3600:.1f} h"
 
 
 class Progress:
@@ -25,23 +33,28 @@ class Progress:
 
 
 class Lines(Progress):
-    """Reports progress as a line through `report` every `LINE_SECONDS`. The unit "B" means bytes."""
+    """Reports progress as a line through `report`, at most one in `seconds`. The unit "B" means bytes."""
 
-    def __init__(self, report: Callable[[str], None], title: str, total: float, unit: str) -> None:
+    def __init__(
+        self, report: Callable[[str], None], title: str, total: float, unit: str, seconds: float = LINE_SECONDS
+    ) -> None:
         self._report, self._title, self._total, self._unit = report, title, total, unit
+        self._seconds = seconds
         self._done = 0.0
         self._start = self._last = time.monotonic()
 
     def advance(self, amount: float) -> None:
         self._done += amount
         now = time.monotonic()
-        if now - self._last < LINE_SECONDS or self._done <= 0 or self._total <= 0:
+        if now - self._last < self._seconds or self._done <= 0 or self._total <= 0:
             return
         self._last = now
         size = human_bytes(self._total) if self._unit == "B" else f"{self._total:g} {self._unit}".rstrip()
         done = f"{self._done / self._total:.0%}" if self._unit == "B" else f"{self._done:g}"
-        left = (now - self._start) * max(self._total - self._done, 0) / self._done
-        self._report(f"{self._title}: {done} of {size}, {left:.0f} s left")
+        step = (now - self._start) / self._done
+        rate = f"{human_bytes(1 / step)}/s" if self._unit == "B" else f"{duration(step)} each"
+        left = duration(step * max(self._total - self._done, 0))
+        self._report(f"{self._title}: {done} of {size}, {rate}, {left} left")
 
     def describe(self, text: str) -> None:
         self._title = text

@@ -11,7 +11,7 @@ from torch import Tensor
 from mycli.quant import model_card
 from mycli.quant.export import Exported, ExportRequest, Rounded, without_mtp_head, would_round
 from mycli.quant.export._weights import Weights, fp16_scale_error
-from mycli.quant.planning.plan import check_target
+from mycli.quant.planning.target import check_target
 from mycli.quant.progress import ReportProgress
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.checkpoint.writer import CheckpointWriter

@@ -13,7 +13,8 @@ import torch
 from mycli.quant.calibration.hessian import reduced_precision
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.linear_solver import LinearSolver
-from mycli.quant.planning.plan import QuantizationPlan, measured_tokens
+from mycli.quant.mixed_precision import WINDOWS
+from mycli.quant.planning.plan import QuantizationPlan, measured_tokens, plan_low_copy
 from mycli.quant.rounding.error_compensation import Moments
 from mycli.quant.source_weights import SourceWeights
 from mycli.runtime.device.placement import Placement, torch_dtype
@@ -24,19 +25,29 @@ from mycli.runtime.quantization.scheme import Packing
 _SECONDS = 0.5  # per measurement
 _WIDEST = 1024  # inputs of the matrix that is solved
 _HASHED = 16 << 20  # bytes
+_TUNING = 10  # times as long as without tuning, measured on models of 5 to 500 million weights
 # Passes of a token through a block until both models have left it: the quantized one enters a part of it again for
 # each product that is observed there.
 _PASSES = 2.7
+_TRANSFORM_PASSES = 2.3  # more, where a transform observes every product first and the original is read twice
+_GRADIENT_PASSES = 5  # of a token through a block: both models forward, the copy also backward
 
 
-def expected_seconds(work: QuantizationPlan, placement: Placement) -> float | None:
-    """Seconds of the whole command except its start, within a factor of about 2.
+def expected_seconds(work: QuantizationPlan, placement: Placement) -> float:
+    """Seconds to quantize, hash and measure, without `choosing_seconds`, within a factor of 2, or 3 with tuning."""
+    return _quantizing(work, placement) * (_TUNING if work.recipe.tune else 1)
 
-    None for what is not modelled: transforms, tuning, chosen widths. Raises what reading the first weights raises.
-    """
+
+def choosing_seconds(work: QuantizationPlan, placement: Placement) -> float:
+    """Seconds to choose the widths for `target_bpw`: a copy is quantized, and the gradient passes through it."""
+    copy = plan_low_copy(work, placement.device.type == "cuda")
+    model = StreamedModel(work.folder, placement, work.need.at_once, dense=True)
+    tokens = min(WINDOWS, work.recipe.samples) * work.seq
+    return _quantizing(copy, placement) + _GRADIENT_PASSES * tokens * work.config.layers * _passing(model, work.seq)
+
+
+def _quantizing(work: QuantizationPlan, placement: Placement) -> float:
     recipe, config = work.recipe, work.config
-    if recipe.tune or recipe.target_bpw is not None or recipe.transform is not None:
-        return None
     solver = LinearSolver.of(recipe, torch_dtype(config.dtype))
     measured, calibrated = measured_tokens(work.report), recipe.samples * work.seq if recipe.needs_data else 0
     if calibrated:
@@ -47,7 +58,8 @@ def expected_seconds(work: QuantizationPlan, placement: Placement) -> float | No
     passing = 0.0
     if measured or calibrated:
         model = StreamedModel(work.folder, placement, work.need.at_once, dense=True)
-        passing = _passing(model, work.seq) * (_PASSES * calibrated + 2 * measured)
+        passes = _PASSES if recipe.transform is None else _PASSES + _TRANSFORM_PASSES
+        passing = _passing(model, work.seq) * (passes * calibrated + 2 * measured)
     # The result is hashed at the end; the source is hashed in the background.
     zeros = bytes(_HASHED)
     hashing = work.size.bytes * _seconds(lambda: hashlib.sha256(zeros)) / _HASHED
@@ -105,6 +117,10 @@ def _solving(config: ModelConfig, solver: LinearSolver, packing: Packing, tokens
     observing = _seconds(observe) / (len(inputs) * width**2)
     grid, hessian = solver.grid(packing), inputs.T @ inputs
     solving = _seconds(lambda: solver.solve_matrix(weight, grid, hessian).quantized.codes[0, 0].item())
+    transform = solver.transform
+    if transform is not None:
+        norm = config.norm()
+        solving += _seconds(lambda: transform.choose_scale(weight, grid, hessian, norm))
     solving /= _multiplications(width, width, 18, 1.3)
     total = 0.0
     for index in range(config.layers):

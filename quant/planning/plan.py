@@ -4,28 +4,28 @@ Reads config.json and the headers of the weights, no tensor.
 """
 
 import math
-import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from mycli.quant import model_card
+from mycli.quant import solvers
 from mycli.quant.calibration.sampler import check_windows
 from mycli.quant.layer_streaming import TOKENS_AT_ONCE, TOKENS_ON_GPU
-from mycli.quant.mixed_precision import WINDOWS
+from mycli.quant.mixed_precision import COPY_WINDOWS, WINDOWS, low_width
 from mycli.quant.model_card import Size
 from mycli.quant.planning.memory import Need, QuantizationWork, choose
+from mycli.quant.planning.target import check_target
 from mycli.quant.recipe import DEFAULT_SEQ, Recipe
 from mycli.quant.source_weights import SourceWeights, source_scheme
 from mycli.runtime.checkpoint import formats
-from mycli.runtime.checkpoint.model_folder import MAX_COMPANION_BYTES, ModelFolder
+from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import torch_dtype
 from mycli.runtime.device.system import memory
-from mycli.runtime.errors import ModelError, ResourceError, UsageError
+from mycli.runtime.errors import ResourceError, UsageError
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.experts_spec import ExpertsSpec
@@ -33,7 +33,6 @@ from mycli.runtime.models.multimodal import MTP_PART
 from mycli.runtime.models.part_spec import Shape
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.files import require_space
-from mycli.runtime.utils.json_fields import read_object
 from mycli.runtime.utils.units import distinct_sizes
 
 Report = Literal["none", "quick", "full"]
@@ -117,6 +116,23 @@ def plan_quantization(
     return QuantizationPlan(source, recipe, folder, stored, packings, tensors, need, seq, report, text)
 
 
+def plan_low_copy(work: QuantizationPlan, gpu: bool) -> QuantizationPlan:
+    """The plan of the copy of one low width that widths for `target_bpw` are measured on."""
+    assert work.recipe.target_bpw is not None
+    # Without a transform: rescaled weights cannot be compared with the original's.
+    low = replace(
+        work.recipe,
+        method=solvers.DEFAULT if work.recipe.needs_data else work.recipe.method,
+        bits=low_width(work.recipe.target_bpw, work.recipe.group),
+        target_bpw=None,
+        widths=None,
+        samples=min(work.recipe.samples, COPY_WINDOWS),
+        head="keep",
+        tune=False,
+    )
+    return plan_quantization(work.source, low, work.text, folder=work.folder, report="none", gpu=gpu)
+
+
 def measured_tokens(report: Report) -> int:
     """The most tokens of held-out text that a report measures."""
     return {"none": 0, "quick": QUICK_TOKENS, "full": FULL_TOKENS}[report]
@@ -154,44 +170,10 @@ def _require_gradients(config: ModelConfig) -> None:
 
 def check_resources(work: QuantizationPlan, target: Path, *, overwrite: bool = False) -> None:
     """Raise UsageError for a target that cannot be written, ResourceError for too little disk or memory."""
-    resolved, folder = target.resolve(), work.source.folder.resolve()
-    if resolved == folder or folder in resolved.parents:
-        raise UsageError(f"{target} is inside the model to be quantized", code="other-output")
-    check_target(target, overwrite)
+    check_target(target, overwrite, work.source.folder)
     companions = sum(map(len, work.folder.companions().values()))
-    require_space(resolved.parent, work.size.bytes + companions + _SPARE_BYTES)
+    require_space(target.resolve().parent, work.size.bytes + companions + _SPARE_BYTES)
     available = memory().available
     if work.need.host > available:
         needed, left = distinct_sizes(work.need.host, available)
         raise ResourceError(f"{needed} of memory needed, {left} available", code="fewer-samples")
-
-
-def check_target(target: Path, overwrite: bool) -> None:
-    """Raise UsageError unless `target` is new or, with `overwrite`, a folder of files that this program wrote."""
-    if not os.path.lexists(target):
-        existing = next(path for path in target.absolute().parents if path.exists())
-        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-            raise UsageError(f"{target}: {existing} cannot be written to", code="other-output")
-        return
-    foreign = _foreign(target)
-    if foreign:
-        raise UsageError(f"{target} exists and {foreign}, so it is not replaced", code="other-output")
-    if not overwrite:
-        raise UsageError(f"{target} exists already", code="target-exists")
-
-
-def _foreign(target: Path) -> str:
-    """Why `target` may hold a user's own files, which replacing it would delete; empty if it does not."""
-    if target.is_symlink() or not target.is_dir():
-        return "is not a folder"
-    names = {entry.name for entry in os.scandir(target)}
-    if not names:
-        return ""
-    if model_card.CARD_FILE not in names:
-        return "was not written by this program"
-    try:
-        written = read_object(target / model_card.CARD_FILE, MAX_COMPANION_BYTES).object("files").values
-    except ModelError as error:
-        return f"its {model_card.CARD_FILE} cannot be read ({error.message})"
-    others = sorted(names - {model_card.CARD_FILE, *written})
-    return f"contains {others[0]}, which this program did not write" if others else ""

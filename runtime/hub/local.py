@@ -1,6 +1,7 @@
 """Lists the models on this machine, with the reason why one cannot be used, and removes them. No network."""
 
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -16,9 +17,13 @@ from mycli.runtime.hub.download import lock_folder, repo_lock
 from mycli.runtime.hub.names import is_hub_name, is_path, split_name
 from mycli.runtime.hub.resolve import resolve
 from mycli.runtime.hub.store import BUILT_IN, HubFile
+from mycli.runtime.utils.files import try_lock
 from mycli.runtime.utils.json_fields import read_object
+from mycli.runtime.utils.units import pluralize
 
-Kind = Literal["built-in", "quantized", "hub", "adapter"]
+Kind = Literal["built-in", "quantized", "hub", "adapter", "unfinished"]
+# What interrupted quantizations leave: finished blocks, a folder that was being written, a copy that was measured.
+_UNFINISHED = re.compile(r"\.(.+\.work|.+\.partial-\d+-[0-9a-f]{12}|widths-\w+)")
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,21 @@ def local_models() -> list[LocalModel]:
     built_in = [LocalModel(p.name, "built-in", p, None, _size([p]), "") for p in map(store.built_in_folder, BUILT_IN)]
     folders = [store.data_dir() / "models" / name for name in store.model_folders()]
     quantized = [LocalModel(p.name, "quantized", p, None, _size([p]), _problem(p)) for p in folders]
-    return [*built_in, *quantized, *(model for repo in store.cached_repos() for model in _cached_models(repo))]
+    return [
+        *built_in,
+        *quantized,
+        *_unfinished(),
+        *(model for repo in store.cached_repos() for model in _cached_models(repo)),
+    ]
+
+
+def _unfinished() -> Iterator[LocalModel]:
+    for folder in sorted(store.list_folder(store.data_dir() / "models")):
+        match = _UNFINISHED.fullmatch(folder.name)
+        if match and folder.is_dir():
+            blocks = len(store.list_folder(folder, "block-*.safetensors"))
+            state = f"unfinished: {pluralize(blocks, 'finished block')}" if blocks else "unfinished"
+            yield LocalModel(match[1], "unfinished", folder, None, _size([folder]), state)
 
 
 def _cached_models(repo: str) -> Iterator[LocalModel]:
@@ -135,6 +154,10 @@ def plan_removal(model: str) -> Removal:
     if model in store.model_folders():
         folder = store.data_dir() / "models" / model
         return Removal(model, folder, (), _size([folder]))
+    if unfinished := next((entry for entry in _unfinished() if entry.name == model), None):
+        if _in_use(unfinished.folder):
+            raise UsageError(f"{model}: another process is using it", "wait for it")
+        return Removal(model, unfinished.folder, (), unfinished.nbytes)
     not_stored = UsageError(
         f"{model}: only what mycli stored can be removed by name", code="remove-by-hand", data={"model": model}
     )
@@ -181,6 +204,16 @@ def remove(removal: Removal, note: Callable[[str], None]) -> None:
             _delete_folder(folder)
     if not removal.commits:
         shutil.rmtree(lock_folder(folder), ignore_errors=True)
+
+
+def _in_use(unfinished: Path) -> bool:
+    # A live run holds the lock in its work folder, or next to the folder that it writes.
+    for path in (unfinished / "lock", unfinished.with_name(f"{unfinished.name.rpartition('.')[0]}.lock")):
+        if path.is_file():
+            with path.open("rb") as file:
+                if not try_lock(file.fileno()):
+                    return True
+    return False
 
 
 def _delete_folder(folder: Path) -> None:

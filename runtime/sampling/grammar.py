@@ -36,7 +36,8 @@ def library() -> Any:
         import llguidance
     except ImportError:
         raise UsageError(
-            "constrained output needs llguidance, which is not installed", "pip install 'mycli-llm[structured]'"
+            "constrained output needs llguidance, which is not installed",
+            "install it: pip install llguidance",
         ) from None
     return llguidance
 

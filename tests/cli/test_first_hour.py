@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -157,6 +158,118 @@ def test_ctrl_c_says_how_to_go_on(kept: bool, mycli: Mycli, tmp_path: Path, monk
     assert done.returncode == 130
     words = "to continue" if kept else "to start again"
     assert f"{words}: mycli {shlex.join(typed)}" in done.stderr, "with the command, quoted"
+
+
+TINY = ("quantize", "pico-draft", "--group", "64", "--samples", "8", "--seq", "64", "--report", "none")
+
+
+@pytest.mark.usefixtures("short_calibration_text")
+def test_quantizing_in_a_pipe_says_what_it_does_and_what_is_left(
+    mycli: Mycli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mycli.cli.commands.quantize.STEP_SECONDS", 0)
+    out = tmp_path / "out"
+    done = mycli(*TINY, "-o", str(out), "--device", "cpu")
+    lines = done.stderr.splitlines()
+    assert "pico-draft → out: gptq of 14 layers in 2 blocks on 8 windows of 64 tokens" in lines
+    (first,) = [line for line in lines if re.match(r"quantizing blocks: 1 of 2, \d.* s each, \d.* s left$", line)]
+    assert lines.index(first) + 1 < len(lines) and lines[lines.index(first) + 1].startswith("quantizing blocks: 2 of 2")
+    assert "with rounding to nearest" in done.stdout
+
+
+@pytest.mark.usefixtures("short_calibration_text")
+def test_unfinished_work_is_listed_resumed_named_and_dropped(
+    mycli: Mycli, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mycli.quant.work_folder import WorkFolder
+
+    work = Path(environment["XDG_DATA_HOME"]) / "mycli" / "models" / ".pico-draft-gptq-int4-g64.work"
+    save = WorkFolder.save
+
+    def interrupted(self: WorkFolder, block: int, solved: object) -> None:
+        save(self, block, solved)  # type: ignore[arg-type]  # passed on
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WorkFolder, "save", interrupted)
+        assert mycli(*TINY, "--device", "cpu").returncode == 130
+    listed = mycli("list")
+    assert "pico-draft-gptq-int4-g64.work" in listed.stdout and "1 finished block" in listed.stdout
+    assert "mycli rm NAME" in listed.stderr and "mycli rm NAME" not in mycli("list", "--json").stderr
+    run = json.loads((work / "run.json").read_text())
+    (work / "run.json").write_text(json.dumps({**run, "versions": {**run["versions"], "torch": "2.0"}}))
+    other = mycli(*TINY, "--device", "cpu")
+    assert other.returncode == 2 and "was begun with torch 2.0; this is torch 2." in other.stderr
+    assert "--restart" in other.stderr
+    (work / "run.json").write_text(json.dumps(run))
+    resumed = mycli(*TINY, "--device", "cpu")
+    assert resumed.returncode == 0 and "resumed: 1 of 2 blocks were finished by an earlier run" in resumed.stderr
+    work.mkdir()
+    (work / "run.json").write_text(json.dumps({**run, "recipe": {}}))
+    (work / "block-00000.safetensors").write_text("of another run")
+    restarted = mycli(*TINY, "--device", "cpu", "--restart", "--overwrite")
+    assert restarted.returncode == 0 and "resumed" not in restarted.stderr and not work.exists()
+    work.mkdir()
+    assert mycli("rm", "pico-draft-gptq-int4-g64.work", "--yes").returncode == 0 and not work.exists()
+    assert (work.parent / "pico-draft-gptq-int4-g64").is_dir(), "only the leftovers are removed"
+
+
+def test_a_taken_name_is_refused_before_torch_is_imported(environment: dict[str, str]) -> None:
+    taken = Path(environment["XDG_DATA_HOME"]) / "mycli" / "models" / "pico-rtn-int4-g128"
+    taken.mkdir(parents=True)
+    (taken / "letter.txt").write_text("Dear Ada,")
+    program = (
+        "import sys; from mycli.cli.main import main\n"
+        "try: main(['quantize', 'pico', '--method', 'rtn'])\n"
+        "except SystemExit as stop: sys.exit(f'{stop.code} {\"torch\" in sys.modules}')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1] == "2 False" and "was not written by this program" in done.stderr
+
+
+def test_the_widths_of_a_dry_run_are_announced_and_timed(mycli: Mycli) -> None:
+    done = mycli(*TINY, "--target-bpw", "4", "--dry-run", "--device", "cpu")
+    assert re.search(r"makes a temporary copy of 3 bits and measures what each layer loses, about \d", done.stderr)
+    assert re.search(r"\n  work +choose bits for a mean of 4; gptq of 14 layers", done.stdout)
+    assert re.search(r"\n  time +about \d", done.stdout)
+    assert re.search(r"\n  time +about \d", mycli(*TINY, "--method", "awq", "--dry-run", "--device", "cpu").stdout)
+
+
+def test_a_comparison_labels_both_perplexities(mycli: Mycli) -> None:
+    done = mycli("eval", "pico-draft", "--ref", "pico", "--ctx", "64", "--tokens", "512", "--device", "cpu")
+    answer = json.loads(mycli(*done.args, "--json").stdout)
+    ours, reference = answer["perplexity"]["value"], answer["divergence"]["reference_perplexity"]["value"]
+    assert "pico-draft compared with pico\n" in done.stdout
+    assert re.search(rf"perplexity +pico-draft {ours:.2f} ± [\d.]+, pico {reference:.2f}\n", done.stdout)
+
+
+def test_a_damaged_gguf_is_a_file(mycli: Mycli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    for name in ("bad.gguf", "models/bad.gguf"):
+        (tmp_path / name).write_bytes(b"GGUF\x03\x00\x00\x00")
+        done = mycli("show", name)
+        assert done.returncode == 3 and "the file is damaged or incomplete: copy it again" in done.stderr, done.stderr
+
+
+SCHEMA = '{"enum": ["seven"]}'
+
+
+def test_a_schema_may_be_typed(mycli: Mycli, tmp_path: Path) -> None:
+    (tmp_path / "schema.json").write_text(SCHEMA)
+    options = ("-t", "0", "-n", "60", "--device", "cpu")
+    typed, read = (
+        mycli("run", "pico", "Give me JSON.", "--schema", schema, *options)
+        for schema in (SCHEMA, str(tmp_path / "schema.json"))
+    )
+    assert json.loads(typed.stdout) == "seven" and read.stdout == typed.stdout
+    wrong = mycli("run", "pico", "Hi", "--schema", '{"type": 7}', *options)
+    assert wrong.returncode == 2 and "--schema" in wrong.stderr
+
+
+def test_bench_serve_names_what_is_no_model(mycli: Mycli) -> None:
+    done = mycli("bench", "serve", "http://127.0.0.1:9", "nosuch", "-r", "1")
+    assert done.returncode == 4 and "nosuch: no model of that name" in done.stderr
 
 
 # Completion, and the machine

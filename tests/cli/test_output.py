@@ -224,7 +224,7 @@ def test_progress_in_lines_says_what_is_left(monkeypatch: pytest.MonkeyPatch) ->
         shown.advance(1)
         now[0] += 10
         shown.advance(1)
-    assert err.getvalue() == "layers: 2 of 8 layers, 30 s left\n"
+    assert err.getvalue() == "layers: 2 of 8 layers, 5 s each, 30 s left\n"
 
 
 @pytest.mark.parametrize("columns", [30, 80])

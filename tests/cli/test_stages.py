@@ -30,11 +30,12 @@ class Recorded(Output):
 def test_each_stage_gets_a_bar_and_the_last_is_closed() -> None:
     out = Recorded()
     with stages(out.progress) as report:
+        report("quantizing", 0, 4)
         report("quantizing", 2, 4)
         report("quantizing", 4, 4)
         report("layers", 1, 1)
         report("layers", 1, 1)
-    assert out.log == [("quantizing", 4), 2, 2, "closed", ("layers", 1), 1, 0, "closed"]
+    assert out.log == [("quantizing", 4), 0, 2, 2, "closed", ("layers", 1), 1, 0, "closed"]
 
 
 def test_the_same_stage_begun_anew_is_another_bar() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mycli.cli.main import COMMANDS, main
-from mycli.runtime.diagnostics import throughput
+from mycli.runtime.diagnostics import golden_record, throughput
 from tests.support.models import shorten_report
 
 pytestmark = pytest.mark.usefixtures("short_calibration_text")
@@ -40,6 +40,8 @@ def terminal(environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("MYCLI_DEVICE", "cpu")
     shorten_report(monkeypatch, 1024)
     monkeypatch.setattr(throughput, "MEASURED_BYTES", 1 << 24)  # reading more takes longer than all examples
+    monkeypatch.setattr(golden_record, "SECONDS", 0.01)  # as above
+    monkeypatch.setattr(golden_record, "BUSY", -1.0)  # so short a measurement proves nothing
     config = Path(environment["XDG_CONFIG_HOME"]) / "mycli" / "config.toml"
     config.parent.mkdir(parents=True)
     config.write_text("[quantize]\nseq = 128\n")  # shorter calibration windows; no example sets them

@@ -39,8 +39,8 @@ def install(options: Sequence[str], target: Path) -> Path:
 
 def linked(folder: Path) -> Path:
     """The sources, by links: a build leaves nothing in the checkout."""
-    folder.mkdir()
-    for name in ("cli", "runtime", "quant", "pyproject.toml", "README.md", "LICENSE"):
+    (folder / "docs").mkdir(parents=True)
+    for name in ("cli", "runtime", "quant", "docs/mycli.1", "pyproject.toml", "README.md", "LICENSE"):
         (folder / name).symlink_to(ROOT / name)
     return folder
 
@@ -69,6 +69,8 @@ def test_every_main_command_works_where_it_is_installed(kind: str, tmp_path: Pat
     python = [str(program.parent / "python"), "-c", program_text]
     assert ANSWER in subprocess.run(python, cwd=elsewhere, env=environment, capture_output=True, text=True).stdout
 
+    if kind == "wheel":
+        assert (program.parent.parent / "share" / "man" / "man1" / "mycli.1").is_file()
     mycli("quantize", "pico-draft", "--method", "rtn", "--report", "none", "-o", "small")
     assert ANSWER in mycli("run", "pico", QUESTION, "--temperature", "0")
     if kind == "editable":  # it has the files of the checkout, and each part of the package was found

@@ -196,8 +196,9 @@ def test_the_wheel_holds_every_file(tmp_path: Path) -> None:
     copy = tmp_path / "source"
     for part in PARTS:
         shutil.copytree(ROOT / part, copy / part, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-    for file in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / file, copy)
+    (copy / "docs").mkdir()
+    for file in ("pyproject.toml", "README.md", "LICENSE", "docs/mycli.1"):
+        shutil.copy(ROOT / file, copy / file)
     build = f"from setuptools import build_meta; build_meta.build_wheel({str(tmp_path)!r})"
     variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run([sys.executable, "-c", build], cwd=copy, env=variables, capture_output=True, text=True)
@@ -206,7 +207,8 @@ def test_the_wheel_holds_every_file(tmp_path: Path) -> None:
     held = set(zipfile.ZipFile(wheel).namelist())
     files = {f"mycli/{p.relative_to(copy)}" for part in PARTS for p in (copy / part).rglob("*") if p.is_file()}
     files = {file for file in files if ".egg-info/" not in file}
-    assert {file for file in held if ".dist-info/" not in file} == files
+    assert {file for file in held if ".dist-info/" not in file and ".data/" not in file} == files
+    assert any(file.endswith(".data/data/share/man/man1/mycli.1") for file in held)
     assert "mycli/__init__.py" not in held, "mycli is a namespace"
     assert any(file.endswith(".dist-info/licenses/LICENSE") for file in held)
     (points,) = (file for file in held if file.endswith("entry_points.txt"))

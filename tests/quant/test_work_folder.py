@@ -25,7 +25,7 @@ from mycli.quant.planning.plan import plan_quantization
 from mycli.quant.recipe import Recipe
 from mycli.quant.rounding.error_compensation import Moments
 from mycli.quant.rounding.grid import Quantized
-from mycli.quant.work_folder import Solved, WorkFolder
+from mycli.quant.work_folder import Solved, WorkFolder, require_same_run
 from mycli.runtime.errors import UsageError
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.quantization.scheme import Packing
@@ -74,8 +74,10 @@ def test_work_of_another_run_is_refused(tmp_path: Path, fault: str) -> None:
         WorkFolder(tmp_path, {**RUN, "recipe": {"bits": 3}}),
     ):
         pass
-    with pytest.raises(UsageError, match="differs in versions"), WorkFolder(tmp_path, {"recipe": RUN["recipe"]}):
-        pass
+    with pytest.raises(UsageError, match="was begun with torch 2; this is torch 3"):
+        require_same_run(tmp_path, {"versions": {"torch": "3"}})
+    require_same_run(tmp_path, {"recipe": RUN["recipe"]})  # of what is not said nothing differs
+    require_same_run(tmp_path / "none", RUN)
     (tmp_path / "run.json").unlink()
     with pytest.raises(UsageError, match="unknown run"), WorkFolder(tmp_path, RUN):
         pass
@@ -83,6 +85,15 @@ def test_work_of_another_run_is_refused(tmp_path: Path, fault: str) -> None:
 
 def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
     with WorkFolder(tmp_path, RUN), pytest.raises(UsageError, match="another process"), WorkFolder(tmp_path, RUN):
+        pass
+
+
+def test_a_restarted_run_drops_the_blocks_of_another(tmp_path: Path) -> None:
+    with WorkFolder(tmp_path, {**RUN, "recipe": {"bits": 3}}) as work:
+        work.save(0, solved())
+    with WorkFolder(tmp_path, RUN, restart=True) as work:
+        assert work.load(0) is None
+    with WorkFolder(tmp_path, RUN):
         pass
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from mycli.cli.main import COMMANDS, find_command
 from mycli.runtime.errors import ExitCode
 
-_MEANINGS = {
+MEANINGS = {
     ExitCode.OK: "success",
     ExitCode.BUG: "a bug in mycli",
     ExitCode.USAGE: "an invalid command line, option or prompt",
@@ -74,7 +74,7 @@ current shell.
 
 def page() -> str:
     parts = [_INTRODUCTION, "## Exit codes\n", "| code | meaning |\n|---:|---|"]
-    parts[-1] += "".join(f"\n| {int(code)} | {meaning} |" for code, meaning in _MEANINGS.items()) + "\n"
+    parts[-1] += "".join(f"\n| {int(code)} | {meaning} |" for code, meaning in MEANINGS.items()) + "\n"
     for name in COMMANDS:
         command = find_command(name)
         context = command.make_context(f"mycli {name}", [], resilient_parsing=True, max_content_width=100)

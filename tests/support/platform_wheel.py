@@ -49,8 +49,9 @@ def build(folder: Path, names: Iterable[str] = tuple(isa.portable_flags())) -> P
         source = Path(work) / "source"
         for part in ("cli", "runtime", "quant"):
             shutil.copytree(ROOT / part, source / part, ignore=shutil.ignore_patterns("__pycache__", "prebuilt"))
-        for name in ("pyproject.toml", "README.md", "LICENSE"):
-            shutil.copy(ROOT / name, source)
+        (source / "docs").mkdir()
+        for name in ("pyproject.toml", "README.md", "LICENSE", "docs/mycli.1"):
+            shutil.copy(ROOT / name, source / name)
         shutil.copy(ROOT / ".ci" / "wheel_setup.py", source / "setup.py")
         for name in names:
             library = prebuilt.compile_portable(name, source / "runtime" / "kernels" / "cpu" / "prebuilt")

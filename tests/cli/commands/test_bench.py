@@ -117,7 +117,13 @@ def test_compare_with_what_was_saved(tmp_path: Path, capsys: pytest.CaptureFixtu
         low, high = row["change_95"]
         assert low <= row["change"] <= high
     assert call(*SHORT, "-r", "1", "--compare", str(saved), "--json") == ExitCode.OK
-    assert [row["change_95"] for row in json.loads(capsys.readouterr().out)["results"]] == [None, None]
+    answer = capsys.readouterr()
+    assert [row["change_95"] for row in json.loads(answer.out)["results"]] == [None, None]
+    assert call(*SHORT, "-r", "1", "--compare", str(saved)) == ExitCode.OK
+    text = capsys.readouterr()
+    assert "unknown" in text.out and "inf" not in text.out and "a change may be chance" in text.err
+    assert call(*SHORT, "-r", "1", "--compare", str(saved), "--fail-on-regress", "5%") == ExitCode.USAGE
+    assert "needs 2 runs of each test on both sides: -r is 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("before, code", [(1e9, ExitCode.GATE), (1e-3, ExitCode.OK)], ids=["slower", "faster"])

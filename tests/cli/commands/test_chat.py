@@ -250,6 +250,22 @@ def test_what_a_model_may_write(width: int, terminal: Terminal) -> None:
     assert leave(chat) == 0
 
 
+def test_what_is_typed_during_a_reply_is_the_next_message(terminal: Terminal) -> None:
+    """Whole lines and a half one."""
+    replies = json.dumps([" ".join(["word"] * 40), "second", "third"])
+    chat = terminal(script=True, MYTEST_REPLIES=replies, MYTEST_SECONDS="0.02")
+    chat.sendline("one")
+    chat.expect_exact("word word")
+    chat.send("two\rthr")
+    chat.expect_exact(PROMPT + "two")
+    chat.expect_exact("second")
+    chat.expect_exact(PROMPT + "thr")
+    chat.sendline("ee")
+    chat.expect_exact("third")
+    chat.expect_exact(PROMPT)
+    assert re.search(r"turns +6", say(chat, "/show"))
+
+
 def test_thoughts_without_colour_and_markdown_on_request(terminal: Terminal) -> None:
     """D19: NO_COLOR."""
     chat = terminal(script=True, NO_COLOR="1", MYTEST_REPLIES=json.dumps([THOUGHT + SPLIT]))

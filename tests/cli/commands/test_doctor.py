@@ -41,6 +41,25 @@ def test_healthy(capsys: pytest.CaptureFixture[str], state_dir: Path) -> None:
     assert recorded_bandwidth(state_dir, cpu_name()) == 20
 
 
+def test_kernels_that_decline_are_listed_with_v(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call() == ExitCode.OK
+    short = capsys.readouterr()
+    assert call("-v") == ExitCode.OK
+    long = capsys.readouterr()
+    assert "| declined" not in short.out and "| declined" in long.out
+    hidden = long.out.count("| declined")
+    assert f"({hidden} kernels that decline a packing are listed with -v)" in short.err
+    assert "listed with -v" not in long.err
+
+
+def test_a_busy_machine_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([100.0, 200.0])
+    monkeypatch.setattr("mycli.cli.text.progress.cpu_wait_seconds", lambda: next(seconds))
+    monkeypatch.setattr("mycli.cli.text.progress.BUSY_SECONDS", 0.0)
+    assert call() == ExitCode.OK
+    assert "busy machine: other programs used" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("busy", ["before-the-checks", "after-them"])
 def test_one_busy_measurement_is_not_the_bandwidth(
     busy: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

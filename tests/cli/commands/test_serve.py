@@ -177,4 +177,4 @@ def test_without_its_libraries_it_says_what_to_install(environment: dict[str, st
         text=True,
         timeout=240,
     )
-    assert done.returncode == 2 and "mycli-llm[serve]" in done.stderr
+    assert done.returncode == 2 and "starlette, which is not installed" in done.stderr

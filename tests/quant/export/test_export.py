@@ -241,3 +241,14 @@ def test_exact_values_are_the_products_without_rounding(copies: dict[str, Path])
     name = next(iter(weights.linears))
     actual = exact_values(weights.packed(name))
     assert actual.dtype == torch.float32 and not torch.equal(actual, actual.bfloat16().float())
+
+
+def test_gptq_names_a_packed_head(tmp_path: Path) -> None:
+    source = Source("dense", random_model(tmp_path / "dense"))
+    for head in ("keep", "int4"):
+        recipe = Recipe(method="rtn", bits=4, group=32, head=head)
+        work = planning.plan_quantization(source, recipe, report="none")
+        packed = pipeline.quantize(work, tmp_path / head, CPU).folder
+        done = run(packed, "gptq", tmp_path / f"gptq-{head}")
+        settings = json.loads((done.path / "config.json").read_text())["quantization_config"]
+        assert settings["lm_head"] is (head == "int4") and same(values(packed), values(done.path))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mycli.quant.planning import pace
-from mycli.quant.planning.pace import expected_seconds
+from mycli.quant.planning.pace import choosing_seconds, expected_seconds
 from mycli.quant.planning.plan import Report, plan_quantization
 from mycli.quant.recipe import Recipe
 from mycli.runtime.device.placement import Placement
@@ -21,7 +21,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pace, "_SECONDS", 0.01)
 
 
-def told(recipe: Recipe, report: Report = "none") -> float | None:
+def told(recipe: Recipe, report: Report = "none") -> float:
     return expected_seconds(plan_quantization(resolve("pico", offline=True), recipe, report=report), CPU)
 
 
@@ -43,9 +43,18 @@ def test_time_grows_with_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_is_measured_here() -> None:
     for method in ("rtn", "gptq"):
         seconds = told(replace(SMALL, method=method))
-        assert seconds is not None and 0 < seconds < 3600
+        assert 0 < seconds < 3600
 
 
-@pytest.mark.parametrize("change", [{"tune": True}, {"target_bpw": 3.5}, {"method": "awq"}], ids=str)
-def test_what_is_not_counted_is_not_told(change: dict[str, object]) -> None:
-    assert told(replace(SMALL, **change)) is None  # type: ignore[arg-type]  # the fields have several types
+def test_transforms_and_tuning_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace, "_seconds", lambda task: (task(), 1e-3)[1])
+    plain, transformed, tuned = (
+        told(replace(SMALL, **change)) for change in ({}, {"method": "awq+gptq"}, {"tune": True})
+    )
+    assert 1.2 * plain < transformed < 5 * plain and tuned == pytest.approx(10 * plain)
+
+
+def test_choosing_widths_takes_a_copy_and_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace, "_seconds", lambda task: (task(), 1e-3)[1])
+    work = plan_quantization(resolve("pico", offline=True), replace(SMALL, target_bpw=3.5), report="none")
+    assert told(replace(SMALL, bits=3)) < choosing_seconds(work, CPU) < 10 * told(replace(SMALL, bits=3))

@@ -230,3 +230,17 @@ def test_d2_a_disk_that_fills_up_leaves_something_to_go_on_with(
     monkeypatch.undo()
     monkeypatch.setenv("HF_HUB_CACHE", str(folders))
     assert contents(fetch(server).folder)["model.safetensors"] == WEIGHTS
+
+
+def test_a_link_to_other_contents_is_replaced_and_a_right_one_stays(server: HubServer, folders: Path) -> None:
+    commit = server.add(REPO, FILES)
+    snapshot = folders / "models--org--tiny" / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (snapshot / "model.safetensors").symlink_to("../../blobs/other")
+    fetch(server)
+    link = snapshot / "config.json"
+    assert (snapshot / "model.safetensors").read_bytes() == WEIGHTS and link.is_symlink()
+    before = link.lstat().st_ino
+    (folders / "models--org--tiny" / "blobs" / hashlib.sha256(WEIGHTS).hexdigest()).unlink()
+    fetch(server)
+    assert link.lstat().st_ino == before and (snapshot / "model.safetensors").read_bytes() == WEIGHTS

@@ -172,3 +172,15 @@ def test_a_server_that_says_nothing(server: HubServer) -> None:
     ):
         plan_download(connection, REPO)
     assert "does not answer" in caught.value.message
+
+
+def test_a_file_that_is_complete_but_has_no_name_yet_is_not_fetched_again(server: HubServer, folders: Path) -> None:
+    """A process that was killed between the last byte and the rename."""
+    server.add(REPO, FILES)
+    partial = blob(folders, WEIGHTS).with_name(blob(folders, WEIGHTS).name + ".mycli.incomplete")
+    partial.parent.mkdir(parents=True)
+    partial.write_bytes(WEIGHTS)
+    notes = Notes()
+    assert contents(fetch(server, notes=notes).folder)["model.safetensors"] == WEIGHTS
+    assert notes.arrived == sum(len(FILES[name]) for name in WANTED - {"model.safetensors"})
+    assert not server.requests("storage:")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mycli.runtime.checkpoint.safetensors_header import INDEX
-from mycli.runtime.errors import ModelError, NotFoundError
+from mycli.runtime.errors import ModelError, NotFoundError, UsageError
 from mycli.runtime.hub.integrity import drop_damaged, files_to_verify, find_local, verify_files
 from mycli.runtime.hub.resolve import Source, resolve
 from mycli.runtime.hub.store import repo_folder
@@ -121,3 +121,38 @@ def test_find_local_is_resolve_for_everything_else() -> None:
     )
     with pytest.raises(NotFoundError):
         find_local("org/none")
+
+
+def test_only_a_commit_below_snapshots_is_a_cached_model() -> None:
+    """A quantized model may lie in any folder of any name; its record is mycli.json."""
+    folder = quantized()
+    for parent, name in (("snapshots", "mine"), ("others", FIRST)):
+        Path(parent).mkdir()
+        target = shutil.copytree(folder, Path(parent) / name)
+        (target / "model.safetensors").write_bytes(b"?")
+        states = checked(f"./{target}")
+        assert states["model.safetensors"] == "damaged" and states["config.json"] == "ok"
+
+
+def test_a_plain_file_between_the_links_has_no_record() -> None:
+    folder = cached(FILES, record=False)
+    (folder / "notes.txt").write_text("mine")
+    assert checked("org/tiny") == {"config.json": "ok", "model.safetensors": "ok", "notes.txt": "unrecorded"}
+
+
+def test_folders_and_the_record_are_no_files_of_a_model() -> None:
+    folder = quantized()
+    (folder / "sub").mkdir()
+    source = find_local("tiny-int4")
+    names = [file.name for file in verify_files(source, files_to_verify(source), lambda amount: None)]
+    assert sorted(names) == sorted(path.name for path in folder.iterdir() if path.name not in ("mycli.json", "sub"))
+
+
+def test_damage_that_no_hub_can_mend_is_refused_and_health_is_not() -> None:
+    folder = quantized()
+    source = find_local("tiny-int4")
+    assert drop_damaged(source, verify_files(source, files_to_verify(source), lambda amount: None)) == []
+    (folder / "model.safetensors").write_bytes(b"?")
+    with pytest.raises(UsageError, match="only files that came from a hub"):
+        drop_damaged(source, verify_files(source, files_to_verify(source), lambda amount: None))
+    assert (folder / "model.safetensors").exists()

@@ -22,6 +22,7 @@ from mycli.runtime.memory.fit import PackingScheme
 from mycli.runtime.memory.plan import MemoryPlan
 from mycli.runtime.memory.weights import embedding_bytes, weight_bytes
 from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.layer_spec import LayerSpec
 from mycli.runtime.models.part_spec import RopeScaling
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.units import GIB, human_bytes
@@ -141,6 +142,18 @@ def test_only_a_chunk_that_is_not_the_first_needs_a_mask() -> None:
     assert mask_bytes(plan("Llama-3.1-8B", context=8192)) == 512 * 8192 * 3
     assert mask_bytes(replace(plan("Llama-3.1-8B", context=2048), gpu=True)) == 0
     assert mask_bytes(replace(plan("Llama-3.1-8B", context=8192), gpu=True)) == 2048 * 8192 * 3
+
+
+def test_capped_scores_are_those_of_the_layer_with_the_most_query_heads_per_kv_head() -> None:
+    base = plan("Llama-3.1-8B", context=512)
+
+    def build(config: ModelConfig, index: int) -> LayerSpec:
+        layer = base.config.layer(index)
+        attention = replace(layer.attention, softcap=30.0, heads=32 if index % 2 else 8)
+        return replace(layer, mixer=attention)
+
+    capped = replace(base, config=replace(base.config, build_layer=build))
+    assert mask_bytes(capped) == 512 * 512 * 3 * 4 * 4
 
 
 def test_workspace_counts_the_largest_product_once() -> None:

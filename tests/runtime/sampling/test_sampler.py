@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from transformers.generation import logits_process as reference
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.sampling.logits_processors import distribution
 from mycli.runtime.sampling.params import SamplingParams
-from mycli.runtime.sampling.sampler import DeviceSampling, Sampler
+from mycli.runtime.sampling.sampler import DeviceSampling, RandomNumbers, Sampler, sample_rows
 
 VOCAB = 50
 DRAWS = 200_000
@@ -259,3 +260,19 @@ def test_no_weights_draw_no_token(weight: float) -> None:
     weights[1] = weight
     drawn = Sampler(SamplingParams(temperature=1.0), 300, torch.device("cpu")).draw(weights)
     assert drawn[0] < 300 and drawn[1] == 300
+
+
+def test_every_token_takes_one_number_of_the_stream() -> None:
+    """Alone, with others of equal settings, and as a draft without a seed: else a seed repeats nothing."""
+    logits, params = random_logits(3, 2), SamplingParams(temperature=1.0, seed=5)
+    alone = Sampler(params, VOCAB, torch.device("cpu"))
+    expected = [int(alone.sample(logits[:1])) for _ in range(8)]
+    pair = [alone, Sampler(replace(params, seed=6), VOCAB, torch.device("cpu"))]
+    pair[0] = Sampler(params, VOCAB, torch.device("cpu"))
+    assert [sample_rows(logits, pair)[0] for _ in range(8)] == expected
+    draft = Sampler(replace(params, seed=None), VOCAB, torch.device("cpu"))
+    draft.numbers = RandomNumbers(5)
+    out = draft.probability_rows(1, torch.float32)
+    assert [draft.sample_draft(logits[:1], (), out) for _ in range(8)] == expected
+    ninth = RandomNumbers(5).take(9)[8:]
+    assert [sampler.numbers.take(1) for sampler in (alone, pair[0], draft)] == [ninth] * 3

@@ -283,3 +283,24 @@ def test_lookup_proposes_what_followed_and_goes_round() -> None:
     assert after([1], 1, sequence=2) == []
     lookup.finish(0, [])
     assert after([9, 1, 2], 1) == [], "of another text nothing is known"
+
+
+class Costs(DraftLengthPolicy):
+    """Writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.plain: list[tuple[float, float]] = []
+
+    def observe_plain(self, seconds: float, wasted: float = 0.0) -> None:
+        self.plain.append((seconds, wasted))
+
+
+def test_drafting_in_vain_is_no_part_of_a_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, policy, clock = target_model(), Costs(), iter([10.0, 10.25])
+    speculator = ProposerSpeculator(Wrong(target), lambda: policy)
+    monkeypatch.setattr("mycli.runtime.speculative.speculator.time.perf_counter", lambda: next(clock))
+    sampler = Sampler(SamplingParams(), VOCAB, CPU)
+    speculator.propose([DraftRequest(1, list(PROMPT), 2, sampler)])
+    speculator.observe([(1, 0, 0)], seconds=1.0)
+    speculator.observe([(1, 0, 0)], seconds=1.0)
+    assert policy.plain == [(0.75, 0.25), (1.0, 0.0)]

@@ -115,6 +115,13 @@ def test_beginning_of_a_stop_at_the_end_is_shown() -> None:  # C20
     assert (matcher.feed("the EN"), matcher.flush()) == (("the ", False), "EN")
 
 
+@pytest.mark.parametrize("length", range(1, 8))
+def test_a_beginning_of_any_length_is_held_back(length: int) -> None:
+    matcher, stop = StopMatcher(["abcdefgh"]), "abcdefgh"
+    assert matcher.feed("x" + stop[:length]) == ("x", False)
+    assert matcher.feed(stop[length:]) == ("", True)
+
+
 def test_held_text_is_short() -> None:
     matcher = StopMatcher(["a" * MAX_STOP_LENGTH])
     shown = sum(len(matcher.feed("a")[0]) for _ in range(MAX_STOP_LENGTH - 1))

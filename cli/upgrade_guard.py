@@ -1,0 +1,129 @@
+"""Saves replies and speed of a model, and says after an update what has changed."""
+
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mycli.cli.command import Call
+from mycli.cli.text.progress import STEP_SECONDS, stages
+from mycli.runtime.checkpoint.open_folder import open_model_folder
+from mycli.runtime.errors import UsageError
+from mycli.runtime.hub.store import state_dir
+
+if TYPE_CHECKING:  # torch takes a second to import
+    from mycli.runtime.diagnostics.golden_record import GoldenComparison, GoldenRecord, SpeedChange
+    from mycli.runtime.open import OpenedModel
+
+_FOLDER = "golden"  # in the state folder, one file for each model and kind of device
+
+
+def record_path(opened: "OpenedModel") -> Path:
+    name = re.sub(r"[^\w.-]+", "--", opened.source.label)
+    return state_dir() / _FOLDER / f"{name}-{opened.placement.device.type}.json"
+
+
+def measure(call: Call, opened: "OpenedModel", before: "GoldenRecord | None" = None) -> "GoldenRecord":
+    from functools import partial
+
+    from mycli.runtime.diagnostics.golden_record import SECONDS, record
+
+    call.out.note(f"{opened.source.name}: measuring replies and speed, about {SECONDS:.0f} s")
+    folder = open_model_folder(opened.source.folder)
+    with stages(partial(call.out.progress, line_seconds=5 * STEP_SECONDS)) as progress:
+        return record(opened, folder, None if before is None else before.lengths, seconds=SECONDS, progress=progress)
+
+
+def save_record(call: Call, opened: "OpenedModel") -> dict[str, Any]:
+    """Measure a model and write its record, replacing an earlier one. Returns the JSON of the record."""
+    from mycli.runtime.diagnostics.golden_record import undisturbed
+
+    record = measure(call, opened)
+    path = record_path(opened)
+    record.write(path)
+    if not call.out.json_mode:
+        rows = [(name, f"{undisturbed(rates):.1f} tok/s, {len(rates)} samples") for name, rates in record.rates.items()]
+        replies = f"{len(record.tokens)} replies, {sum(map(len, record.tokens))} tokens"
+        call.out.card(f"saved for {opened.source.name}", [("replies", replies), *rows, ("file", str(path))])
+    return {"saved": str(path), **asdict(record)}
+
+
+def compare_saved(call: Call, opened: "OpenedModel") -> tuple[dict[str, Any], list[str]]:
+    """Measure a model and compare it with its record. Returns the JSON of the comparison, and what got worse."""
+    from mycli.runtime.diagnostics.golden_record import (
+        GoldenRecord,
+        compare_records,
+        current_version,
+        files_digest,
+        version_line,
+    )
+
+    name, path = opened.source.name, record_path(opened)
+    before = GoldenRecord.read(path)
+    hint = f"mycli doctor {name} --save"
+    if before is None:
+        raise UsageError(f"nothing was saved for {name} on this device", hint)
+    if before.files != files_digest(open_model_folder(opened.source.folder)):
+        raise UsageError(f"{name}: its files are not those that the saved replies came from", hint)
+    after = measure(call, opened, before)
+    result = compare_records(before, after)
+    before.with_compared(current_version()).write(path)
+    if not call.out.json_mode:
+        rows = [("saved with", version_line(before.versions)), ("this is", version_line(after.versions))]
+        if before.device != after.device:
+            rows.append(("device", f"{before.device} then, {after.device} now"))
+        rows += [(kind, _speed(change, result.busy)) for kind, change in result.speed.items()]
+        call.out.card(f"{name} compared with what was saved", [*rows, ("replies", _replies(result, before))])
+    if result.busy:
+        call.out.warn("other programs used the CPU during a measurement, so the speeds are no evidence; repeat it")
+    problems = [f"{name}: {kind} is slower, {_speed(result.speed[kind])}" for kind in result.slower]
+    if result.divergence is not None:
+        problems.append(f"{name}: {_replies(result, before)}")
+    # Changed replies count as worse although an update may improve them: which of both it is, the user decides.
+    answer = {
+        "saved_versions": dict(before.versions),
+        "speed": {kind: {**asdict(c), "verdict": c.verdict} for kind, c in result.speed.items()},
+        "busy": result.busy,
+        "same_replies": result.divergence is None,
+        "same_bits": result.same_bits,
+    }
+    return answer, problems
+
+
+def is_due(opened: "OpenedModel") -> bool:
+    """Return whether a record exists that another version made and that this one was not compared with."""
+    path = record_path(opened)
+    if not path.is_file():
+        return False
+    from mycli.runtime.diagnostics.golden_record import GoldenRecord, current_version
+
+    stored = GoldenRecord.read(path)
+    return stored is not None and stored.is_new(current_version())
+
+
+def remind(call: Call, opened: "OpenedModel") -> None:
+    """After an update, say once for each model with a record how to compare with it."""
+    if not is_due(opened):
+        return
+    from mycli.runtime.diagnostics.golden_record import GoldenRecord, current_version, version_line
+
+    path = record_path(opened)
+    stored = GoldenRecord.read(path)
+    assert stored is not None
+    call.out.note(
+        f"this is the first run with {current_version()}; replies and speed were saved with"
+        f" {version_line(stored.versions)}. To compare: mycli doctor {opened.source.name} --compare"
+    )
+    stored.with_compared(current_version()).write(path)
+
+
+def _speed(change: "SpeedChange", busy: bool = False) -> str:
+    interval = f"{change.relative:+.1%}, 95 %: {change.low:+.1%} to {change.high:+.1%}"
+    return f"{change.before:.1f} → {change.after:.1f} tok/s: {'unclear' if busy else change.verdict} ({interval})"
+
+
+def _replies(result: "GoldenComparison", before: "GoldenRecord") -> str:
+    if result.divergence is not None:
+        reply, token = result.divergence
+        return f"reply {reply + 1} of {len(before.tokens)} differs from token {token + 1} on"
+    return "the same tokens and bits" if result.same_bits else "the same tokens; the last bits of logits differ"

@@ -1,0 +1,58 @@
+"""`mycli compare`: a table, a card, a plot and an exit code."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.command_line import Mycli
+
+CPU = ("--device", "cpu")
+
+
+def test_a_draft_is_another_model_and_a_copy_is_the_same(mycli: Mycli, tmp_path: Path) -> None:
+    lines = [
+        {"id": "q", "prompt": "What is the capital of Japan?"},
+        {"messages": [{"role": "user", "content": "Tell me a story about a boat."}]},
+        {"prompt": "Add 1 and 2.", "tools": [{"type": "function", "function": {"name": "add", "parameters": {}}}]},
+    ]
+    prompts = tmp_path / "chat.jsonl"
+    prompts.write_text("\n\n".join(map(json.dumps, lines)))
+    compare = ("compare", "pico", "pico-draft", "--prompts", str(prompts), "-n", "12", *CPU)
+    done = mycli(*compare, "--json", "--plot", str(tmp_path / "plot.svg"))
+    answer = json.loads(done.stdout)
+    assert done.returncode == 0 and [row["name"] for row in answer["prompts"]] == ["q", "3", "5"]
+    assert answer["prompts"][0]["divergence"] is None and answer["prompts"][1]["divergence"] is not None
+    assert answer["kl"]["low"] <= answer["kl"]["value"] <= answer["kl"]["high"] and answer["verdict"].startswith("diff")
+    assert (tmp_path / "plot.svg").read_text().count("<g>") == 3
+    shown = mycli(*compare, "--max-changed", "0")
+    assert shown.returncode == 6 and "of the answers changed, more than --max-changed 0" in shown.stderr
+    for part in ("first difference", " none |", "of 3 differ", "times as fast", "verdict  ", "weights and cache"):
+        assert part in shown.stdout, part
+    assert mycli(*compare, "--max-kl", "1e-6").returncode == 6
+    same = json.loads(mycli("compare", "pico", "pico", "-n", "4", "--json", "--max-kl", "1e-6", *CPU).stdout)
+    assert (same["changed_replies"], same["verdict"]) == (0, "no difference that matters")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no prompts"),
+        ("{}", "needs either prompt or messages"),
+        ('{"prompt": "Hi", "tools": [1]}', "tools"),
+        ('{"prompt": "Hi", "tools": [{}]}', "must be functions"),
+        ('{"prompt": "Hi", "extra": 1}', "'extra' is not a field"),
+        ("Hi", "not JSON"),
+    ],
+    ids=["empty", "no-prompt", "tool-number", "tool-without-function", "unknown-field", "text"],
+)
+def test_a_bad_file_is_refused_before_a_model_is_loaded(text: str, message: str, mycli: Mycli, tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text(text)
+    done = mycli("compare", "pico", "pico-draft", "--prompts", str(tmp_path / "p.jsonl"), *CPU)
+    assert done.returncode in (2, 3) and message in done.stderr and not done.stdout
+
+
+def test_names_and_limits_are_checked_first(mycli: Mycli) -> None:
+    assert "nosuch: no model of that name" in mycli("compare", "pico", "nosuch", *CPU).stderr
+    for wrong in (("--max-kl", "0"), ("-n", "0"), ("--plot", "x.png")):
+        assert mycli("compare", "pico", "pico", *wrong, *CPU).returncode == 2

@@ -1,0 +1,300 @@
+"""Plants one-line faults and counts those that the tests of their room do not notice: `make mutants`.
+
+    python -m tests.support.mutants --count 20 --seed 1 --room runtime/hub
+
+A fault changes one operator, comparison, constant, `min`, sign or `and` in a copy of the checkout. The tests of the
+file's room run there, those that name the module first, until one fails. A survivor is a fault that none notices: a
+missing test, or a change without an effect.
+"""
+
+import argparse
+import ast
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from tests.support.paths import ROOT
+
+PARTS = ("runtime", "quant", "cli")
+SECONDS = 900  # of one room's tests, after which a fault counts as noticed: it made a loop endless
+# Without an effect that a room's tests could see: words for people, measurements, the GPU, programs shipped as data.
+SKIPPED = ("runtime/kernels/triton/", "runtime/pico/", "runtime/diagnostics/vllm_tp.py", "cli/other_engines.py")
+NEEDS_GPU = ("passes/cuda.py", "passes/device_loop.py", "passes/graphs.py", "passes/fused.py", "device/nvml.py")
+
+OPERATORS: dict[type[ast.AST], tuple[str, str]] = {
+    ast.Add: ("+", "-"),
+    ast.Sub: ("-", "+"),
+    ast.Mult: ("*", "+"),
+    ast.Div: ("/", "*"),
+    ast.FloorDiv: ("//", "*"),
+    ast.Mod: ("%", "*"),
+    ast.LShift: ("<<", ">>"),
+    ast.RShift: (">>", "<<"),
+    ast.BitAnd: ("&", "|"),
+    ast.BitOr: ("|", "&"),
+    ast.Lt: ("<", "<="),
+    ast.LtE: ("<=", "<"),
+    ast.Gt: (">", ">="),
+    ast.GtE: (">=", ">"),
+    ast.Eq: ("==", "!="),
+    ast.NotEq: ("!=", "=="),
+    ast.In: ("in", "not in"),
+    ast.NotIn: ("not in", "in"),
+    ast.Is: ("is", "is not"),
+    ast.IsNot: ("is not", "is"),
+    ast.And: ("and", "or"),
+    ast.Or: ("or", "and"),
+}
+CALLS = {"min": "max", "max": "min", "any": "all", "all": "any"}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`old` at a position (byte columns, lines from 1) of a file becomes `new`."""
+
+    path: str
+    line: int
+    column: int
+    old: str
+    new: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}:{self.column + 1}: {self.old} → {self.new}"
+
+    def applied(self, source: str) -> str:
+        lines = source.encode().splitlines(keepends=True)
+        line, end = lines[self.line - 1], self.column + len(self.old.encode())
+        assert line[self.column : end] == self.old.encode(), str(self)
+        lines[self.line - 1] = line[: self.column] + self.new.encode() + line[end:]
+        return b"".join(lines).decode()
+
+
+class _Finder(ast.NodeVisitor):
+    # Annotations, docstrings, messages of errors, f-strings, asserts, decorators, protocols and declarations for the
+    # help change nothing that a test should see.
+    def __init__(self, path: str, source: str) -> None:
+        self._path, self._lines = path, source.encode().splitlines()
+        self.faults: list[Fault] = []
+
+    def _add(self, line: int, column: int, old: str, new: str) -> None:
+        if self._lines[line - 1][column : column + len(old)] == old.encode():
+            self.faults.append(Fault(self._path, line, column, old, new))
+
+    def _between(self, left: ast.expr, right: ast.expr, operator: ast.AST) -> None:
+        old, new = OPERATORS.get(type(operator), ("", ""))
+        if not old or left.end_lineno != right.lineno or left.end_lineno is None or left.end_col_offset is None:
+            return
+        gap = self._lines[right.lineno - 1][left.end_col_offset : right.col_offset]
+        position = gap.find(f" {old} ".encode())
+        if position >= 0:
+            self._add(left.end_lineno, left.end_col_offset + position + 1, old, new)
+
+    def visit_BinOp(self, node: ast.BinOp) -> None:
+        texts = (ast.Constant, ast.JoinedStr)
+        if not (isinstance(node.left, texts) and isinstance(getattr(node.left, "value", ""), str)):
+            self._between(node.left, node.right, node.op)
+        self.generic_visit(node)
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> None:
+        for left, right in zip(node.values, node.values[1:], strict=False):
+            self._between(left, right, node.op)
+        self.generic_visit(node)
+
+    def visit_Compare(self, node: ast.Compare) -> None:
+        left = node.left
+        for operator, right in zip(node.ops, node.comparators, strict=True):
+            self._between(left, right, operator)
+            left = right
+        self.generic_visit(node)
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> None:
+        if isinstance(node.op, ast.Not):
+            self._add(node.lineno, node.col_offset, "not ", "")
+        elif isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Name | ast.Call | ast.Attribute):
+            self._add(node.lineno, node.col_offset, "-", "")
+        self.generic_visit(node)
+
+    def visit_Constant(self, node: ast.Constant) -> None:
+        value = node.value
+        if isinstance(value, bool):
+            self._add(node.lineno, node.col_offset, str(value), str(not value))
+        elif isinstance(value, int) and node.end_col_offset is not None and abs(value) < 1 << 20:
+            old = self._lines[node.lineno - 1][node.col_offset : node.end_col_offset].decode()
+            self._add(node.lineno, node.col_offset, old, str(value + 1))
+
+    def visit_Call(self, node: ast.Call) -> None:
+        if isinstance(node.func, ast.Name) and node.func.id in CALLS:
+            self._add(node.lineno, node.col_offset, node.func.id, CALLS[node.func.id])
+        self.generic_visit(node)
+
+    def visit_Raise(self, node: ast.Raise) -> None: ...
+    def visit_Assert(self, node: ast.Assert) -> None: ...
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> None: ...
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        if node.value is not None:
+            self.visit(node.value)
+
+    def visit_keyword(self, node: ast.keyword) -> None:
+        # `strict=` of zip, `exist_ok=` and the like guard against what does not happen.
+        if not isinstance(node.value, ast.Constant):
+            self.visit(node.value)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        for default in (*node.args.defaults, *node.args.kw_defaults):
+            if default is not None:
+                self.visit(default)
+        for statement in node.body:
+            self.visit(statement)
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        if not any("Protocol" in ast.unparse(base) for base in node.bases):
+            for statement in node.body:
+                self.visit(statement)
+
+    def visit_If(self, node: ast.If) -> None:
+        if "TYPE_CHECKING" not in ast.unparse(node.test):
+            self.generic_visit(node)
+
+
+def faults(path: str, root: Path = ROOT) -> list[Fault]:
+    """All faults of a file that still compile and change its bytecode."""
+    source = (root / path).read_text(encoding="utf-8")
+    finder = _Finder(path, source)
+    finder.visit(ast.parse(source))
+    original = ast.dump(ast.parse(source))
+    return [fault for fault in finder.faults if _differs(fault.applied(source), original)]
+
+
+def _differs(source: str, original: str) -> bool:
+    try:
+        return ast.dump(ast.parse(source)) != original
+    except SyntaxError:
+        return False
+
+
+def files(rooms: Sequence[str]) -> Iterator[str]:
+    for part in PARTS:
+        for path in sorted((ROOT / part).rglob("*.py")):
+            name = path.relative_to(ROOT).as_posix()
+            skipped = name.startswith(SKIPPED) or name.endswith(NEEDS_GPU) or "/_" in name or path.name == "__init__.py"
+            if not skipped and (not rooms or any(name.startswith(f"{room.rstrip('/')}") for room in rooms)):
+                yield name
+
+
+def room_tests(path: str, root: Path = ROOT) -> tuple[list[str], list[str]]:
+    """The test files of a file's room: those of its part that name the module, and the others of the room."""
+    room = Path("tests") / Path(path).parent
+    while not (root / room).is_dir():
+        room = room.parent
+    module, stem = "mycli." + path.removesuffix(".py").replace("/", "."), Path(path).stem
+    near, far = [], []
+    for test in sorted((root / "tests" / Path(path).parts[0]).rglob("test_*.py")):
+        text, name = test.read_text(encoding="utf-8"), test.relative_to(root)
+        names_it = re.search(rf"\b{re.escape(module)}\b", text) or test.stem == f"test_{stem}"
+        if names_it or re.search(rf"from {re.escape(module.rpartition('.')[0])} import .*\b{stem}\b", text):
+            near.append(name.as_posix())
+        elif name.is_relative_to(room):
+            far.append(name.as_posix())
+    return sorted(near, key=lambda test: not test.endswith(f"test_{stem}.py")), far
+
+
+def copy_checkout(target: Path) -> None:
+    for part in (*PARTS, "tests", "docs"):
+        shutil.copytree(ROOT / part, target / part, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "Makefile"):
+        shutil.copy(ROOT / name, target)
+    (target / ".links" / "mycli").mkdir(parents=True)
+    for part in PARTS:
+        (target / ".links" / "mycli" / part).symlink_to(f"../../{part}")
+    for shared in ROOT.parent.glob("shared"):  # tests skip without it
+        (target.parent / "shared").symlink_to(shared)
+
+
+def notices(copy: Path, tests: Sequence[str], seconds: float = SECONDS) -> str:
+    """The first test that fails in `copy`, "" if none does; all in one process, in the order given."""
+    if not tests:
+        return ""
+    environment = {**os.environ, "PYTHONPATH": str(copy / ".links"), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "--tb=no", "-p", "no:cacheprovider", *tests]
+    try:
+        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return f"no end within {seconds:.0f} s"
+    if done.returncode in (0, 5):  # 5: no test was selected
+        return ""
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return failed[0] if failed else done.stdout.strip().splitlines()[-1] if done.stdout.strip() else "an error"
+
+
+def noticed_by(fault: Fault, copy: Path) -> str:
+    """The test that notices `fault`, planted in `copy` and removed again; "" if it survives."""
+    file = copy / fault.path
+    source = file.read_text(encoding="utf-8")
+    try:
+        file.write_text(fault.applied(source), encoding="utf-8")
+        near, far = room_tests(fault.path, copy)
+        return notices(copy, near) or notices(copy, far)
+    finally:
+        file.write_text(source, encoding="utf-8")
+
+
+def sample(rooms: Sequence[str], count: int, seed: int) -> list[Fault]:
+    """`count` faults, each file as likely as it has faults, at most one on a line."""
+    chosen: dict[tuple[str, int], Fault] = {}
+    everything = [fault for path in files(rooms) for fault in faults(path)]
+    for fault in random.Random(seed).sample(everything, len(everything)):
+        if len(chosen) == count:
+            break
+        chosen.setdefault((fault.path, fault.line), fault)
+    return list(chosen.values())
+
+
+def main() -> int:
+    """Print one line for each fault and the survivors at the end; returns 1 if less than 97 % are noticed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--room", action="append", default=[], metavar="FOLDER", help="such as runtime/hub; repeatable")
+    parser.add_argument("--minutes", type=float, default=1e9, help="begin no further fault after this time")
+    parser.add_argument("--out", type=Path, help="append one JSON line for each fault, and skip those that are in it")
+    options = parser.parse_args()
+    known = set()
+    if options.out and options.out.exists():
+        known = {json.loads(line)["fault"] for line in options.out.read_text().splitlines()}
+    survivors, count, start = [], 0, time.monotonic()
+    with TemporaryDirectory(prefix="mutants-") as folder:
+        copy = Path(folder) / "checkout"
+        copy.mkdir()
+        copy_checkout(copy)
+        for fault in sample(options.room, options.count, options.seed):
+            if str(fault) in known or time.monotonic() - start > 60 * options.minutes:
+                continue
+            began = time.monotonic()
+            noticed = noticed_by(fault, copy)
+            count += 1
+            survivors += [] if noticed else [fault]
+            seconds = time.monotonic() - began
+            print(f"{'noticed ' if noticed else 'SURVIVED'} {seconds:4.0f} s  {fault}  {noticed}"[:240], flush=True)
+            if options.out:
+                record = {"fault": str(fault), **asdict(fault), "noticed": noticed, "seconds": round(seconds, 1)}
+                with options.out.open("a") as file:
+                    file.write(json.dumps(record) + "\n")
+    print(f"{count - len(survivors)} of {count} noticed")
+    for fault in survivors:
+        print(f"survived: {fault}")
+        print(f"    {(ROOT / fault.path).read_text().splitlines()[fault.line - 1].strip()}")
+    return int(len(survivors) > 0.03 * count)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
