@@ -20,6 +20,7 @@ from mycli.runtime.errors import Declined
 SOURCES: Mapping[str, tuple[str, ...]] = {
     "few_rows_cpu.cpp": (),
     "packed_cpu.cpp": (),
+    "one_byte_cpu.cpp": (),
     "attention_cpu.cpp": (),
     "quantize_cpu.cpp": ("-ffp-contract=off",),
 }
