@@ -57,6 +57,11 @@ REASONS: Mapping[str, str] = {
     "weights-unpacked": "{reason}; packed weights are stored as {dtype}, which takes more memory",
     "weights-decoded-every-pass": "no kernel multiplies {packing} weights here; each pass decodes them, which is slow "
     "({kernel}: {reason})",
+    # bits of activations
+    "activations-requested": "requested",
+    "activations-not-measured": "the model's card does not say what 8 bits add",
+    "activations-add": "8 bits add {added:.1%} of the model's KL; the limit is {most:.0%}",
+    "activations-in-tiles": "8 bits allowed by the card, but not faster with AMX",
     # norms, activations, rotation
     "norm-gain-layout": "supports only a contiguous gain in the dtype of the input or fp32",
     "gate-layout": "supports only gates in the dtype of the input, without a gradient",

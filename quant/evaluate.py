@@ -8,7 +8,7 @@ the window. Both models are streamed; logits exist for a slice of one window at 
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 
@@ -17,8 +17,11 @@ from torch import Tensor
 
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.progress import ReportProgress, silent
+from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.device.placement import Placement
 from mycli.runtime.device.system import trim_heap
 from mycli.runtime.errors import ModelError, UsageError
+from mycli.runtime.quantization.activations import Activations
 from mycli.runtime.tokenizer.tokenizer import MAX_TEXT, Tokenizer
 from mycli.runtime.utils.files import MAX_TEXT_BYTES, read_input
 
@@ -113,31 +116,48 @@ def evaluate(
     Raises UsageError for windows longer than a model's context and for different vocabularies, ModelError for logits
     that are not finite.
     """
-    models = [model] if reference is None else [model, reference]
+    return evaluate_each([model], text, reference, progress)[0]
+
+
+def evaluate_each(
+    models: Sequence[StreamedModel],
+    text: TokenWindows,
+    reference: StreamedModel | None = None,
+    progress: ReportProgress = silent,
+) -> list[Evaluation]:
+    """Score each of `models` as `evaluate` does; the reference runs once for all."""
+    every = [*models] if reference is None else [*models, reference]
     windows, context = text.windows.shape
-    for config in (streamed.config for streamed in models):
+    for config in (streamed.config for streamed in every):
         if context > config.max_context:
             raise UsageError(
                 f"windows of {context} tokens exceed the model's context of {config.max_context}", code="less-context"
             )
-        if config.vocab_size != model.config.vocab_size:
-            sizes = f"{model.config.vocab_size} and {config.vocab_size}"
+        if config.vocab_size != models[0].config.vocab_size:
+            sizes = f"{models[0].config.vocab_size} and {config.vocab_size}"
             raise UsageError(f"models with vocabularies of {sizes} tokens cannot be compared", "")
-    row_bytes = context * sum(streamed.config.hidden_size * streamed.placement.dtype.itemsize for streamed in models)
-    scores = []
+    row_bytes = context * sum(streamed.config.hidden_size * streamed.placement.dtype.itemsize for streamed in every)
+    scores: list[list[dict[str, Tensor]]] = [[] for _ in models]
     at_once = max(1, STREAM_BYTES // row_bytes)
     for start in range(0, windows, at_once):
         part = text.windows[start : start + at_once]
-        streams = [streamed.hidden(part, progress) for streamed in models]
+        streams = [streamed.hidden(part, progress) for streamed in every]
         trim_heap(mmap_threshold=4 << 20)  # scores lie between slices of logits, so malloc could never return those
         for index, tokens in enumerate(part):
-            scores.append(_score(models, [stream[index] for stream in streams], tokens))
-            progress("windows", len(scores), windows)
+            for model, stream, rows in zip(models, streams, scores, strict=False):  # the last stream is the reference's
+                compared = [(model, stream)] if reference is None else [(model, stream), (reference, streams[-1])]
+                rows.append(_score([each for each, _ in compared], [hidden[index] for _, hidden in compared], tokens))
+            progress("windows", len(scores[0]), windows)
         trim_heap()
+    return [_evaluation(model, text, rows) for model, rows in zip(models, scores, strict=True)]
+
+
+def _evaluation(model: StreamedModel, text: TokenWindows, scores: Sequence[dict[str, Tensor]]) -> Evaluation:
     columns = {name: torch.stack([score[name] for score in scores]) for name in scores[0]}  # [windows, context - 1]
+    windows, context = text.windows.shape
     return Evaluation(
         perplexity=_perplexity(columns["nll"]),
-        divergence=None if reference is None else _divergence(columns),
+        divergence=_divergence(columns) if "kl" in columns else None,
         windows=windows,
         context=context,
         scored_tokens=windows * (context - 1),
@@ -145,6 +165,21 @@ def evaluate(
         dtype=str(model.placement.dtype).removeprefix("torch."),
         text_sha256=text.sha256,
     )
+
+
+def measure_activations(
+    folder: ModelFolder, placement: Placement, text: TokenWindows, reference: StreamedModel, progress: ReportProgress
+) -> dict[Activations, Evaluation]:
+    """Score a packed model in bf16 on the CPU with activations of 16 and of 8 bits, next to `reference`.
+
+    Empty where CPU kernels do not multiply its weights.
+    """
+    kinds: tuple[Activations, ...] = "16", "8"
+    placements = [replace(placement, dtype=torch.bfloat16, activations=kind) for kind in kinds]
+    models = [StreamedModel(folder, each) for each in placements]
+    if models[0].activations is None:
+        return {}
+    return dict(zip(kinds, evaluate_each(models, text, reference, progress), strict=True))
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ from mycli.runtime.cache.kv_cache import Stored, cache_dtype
 from mycli.runtime.checkpoint.formats import EMBEDDING
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
+from mycli.runtime.engine.activations import activation_choice
 from mycli.runtime.layers.attention import PromptAttention
 from mycli.runtime.layers.block import Block
 from mycli.runtime.layers.layer_part import PassContext
@@ -85,6 +86,9 @@ class StreamedModel:
         self.folder = folder
         self.placement = placement
         self.config, self.packings = folder.config, folder.packings
+        self.activations = None if dense else activation_choice(folder, placement)
+        if self.activations is not None:
+            self.packings = self.activations.packings(self.packings)
         self.source = SourceWeights(folder)
         self._checkpoint, self._dense = self.source.checkpoint, dense
         self._norm = self.final_norm()

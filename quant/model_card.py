@@ -23,6 +23,7 @@ from mycli.quant.recipe import Recipe
 from mycli.runtime.checkpoint.adapter import Adapter
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.hub.resolve import Source
+from mycli.runtime.quantization.activations import ActivationKl
 from mycli.runtime.utils import version
 
 CARD_FILE = "mycli.json"
@@ -121,10 +122,14 @@ def encode(
     layers: Iterable[Layer],
     tuning: Tuning | None,
     card: Evaluation | None,
+    activations: ActivationKl | None,
     source_files: Mapping[str, Any],
     files: Mapping[str, Any],
 ) -> bytes:
-    """The bytes of the file; `source_files` and `files` are `digests`, `stored` the formats of a packed source."""
+    """The bytes of the file; `source_files` and `files` are `digests`, `stored` the formats of a packed source.
+
+    activations: on a CPU; None if it was not measured.
+    """
     group = "channel" if recipe.group is None else recipe.group
     record = {
         "schema_version": CARD_VERSION,
@@ -141,7 +146,7 @@ def encode(
         "versions": _versions(),
         "size": asdict(size),
         "tuning": None if tuning is None else asdict(tuning),
-        "card": None if card is None else asdict(card),
+        "card": None if card is None else {**asdict(card), "activations": activations and activations.record},
         "layers": [asdict(layer) for layer in layers],
         "files": files,
     }

@@ -18,7 +18,7 @@ from mycli.quant import model_card
 from mycli.quant.blockwise import BlockSolver, quantize_blocks
 from mycli.quant.calibration.hessian import HELD_OUT_EVERY
 from mycli.quant.calibration.sampler import Calibration, bundled, from_file
-from mycli.quant.evaluate import Evaluation, cut, evaluate, held_out_text
+from mycli.quant.evaluate import Evaluation, cut, evaluate, held_out_text, measure_activations
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.linear_solver import TOO_FEW_TOKENS, LinearSolver
 from mycli.quant.mixed_precision import WINDOWS, allocate, measure_shares
@@ -45,6 +45,7 @@ from mycli.runtime.checkpoint.writer import CheckpointWriter
 from mycli.runtime.device.placement import Placement, torch_dtype
 from mycli.runtime.device.system import trim_heap
 from mycli.runtime.errors import ResourceError, UsageError
+from mycli.runtime.quantization.activations import ActivationKl
 from mycli.runtime.utils.units import human_bytes, pluralize
 
 COLLAPSED_KL = 1.0  # nats: such a model writes something else
@@ -59,6 +60,7 @@ class Outcome:
     layers: tuple[Layer, ...]
     card: Evaluation | None
     notes: tuple[str, ...] = ()
+    activations: ActivationKl | None = None
 
     @property
     def fallbacks(self) -> int:
@@ -145,7 +147,7 @@ def quantize(
         # Opened as every reader will open it, while it can still be discarded.
         result = open_model_folder(writer.folder)
         result.checked_manifest()
-        card = _measure(folder, result, work.report, placement, work.need.at_once, progress)
+        card, activations = _measure(folder, result, work.report, placement, work.need.at_once, progress)
         files = model_card.digests(path for path in writer.folder.iterdir() if path.is_file())
         record = model_card.encode(
             recipe=recipe,
@@ -157,6 +159,7 @@ def quantize(
             layers=layers,
             tuning=tuning,
             card=card,
+            activations=activations,
             source_files=origin.result(),
             files=files,
         )
@@ -165,7 +168,7 @@ def quantize(
         if finished is not None:
             finished.clear()
     notes = (*_source_notes(work, calibration), *_result_notes(layers, tuning, card))
-    return Outcome(target, work.size, layers, card, notes)
+    return Outcome(target, work.size, layers, card, notes, activations)
 
 
 def _tune(
@@ -229,16 +232,22 @@ def _measure(
     placement: Placement,
     at_once: int,
     progress: ReportProgress,
-) -> Evaluation | None:
+) -> tuple[Evaluation | None, ActivationKl | None]:
     if report == "none":
-        return None
+        return None, None
     context = min(REPORT_CONTEXT, source.config.max_context)
     text = cut(held_out_text(), source.tokenizer(), context, QUICK_TOKENS if report == "quick" else None)
     trim_heap()
     model, reference = (StreamedModel(folder, placement, at_once) for folder in (result, source))
     if "lm_head" not in result.packings:
         model.share_head(reference)
-    return evaluate(model, text, reference, progress)
+    card = evaluate(model, text, reference, progress)
+    if placement.device.type != "cpu" or card.divergence is None:
+        return card, None
+    del model
+    measured = measure_activations(result, placement, text, reference, progress)
+    kl = [measured[bits].divergence for bits in ("16", "8")] if measured else []
+    return card, ActivationKl(*(each.kl.value for each in kl if each is not None)) if kl else None
 
 
 def _source_notes(work: QuantizationPlan, calibration: Calibration | None) -> Iterator[str]:

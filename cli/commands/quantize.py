@@ -16,7 +16,7 @@ from mycli.cli.flags import options
 from mycli.cli.flags.recipe import RecipeFlags
 from mycli.cli.load import adapted, announce_build, announce_placement
 from mycli.cli.plot import LayerError, layer_error, require_svg, write_errors
-from mycli.cli.text.format import quality_rows
+from mycli.cli.text.format import activation_rows, quality_rows
 from mycli.cli.text.progress import STEP_SECONDS, duration, stages
 from mycli.quant.planning.target import check_target, require_writable_parent
 from mycli.quant.recipe import Recipe
@@ -113,11 +113,15 @@ def _output_error(errors: Sequence[LayerError]) -> str | None:
     return f"{error:.3%} on average, {rounding:.3%} with rounding to nearest"
 
 
+def _activations(outcome: "Outcome") -> dict[str, float] | None:
+    return None if outcome.activations is None else outcome.activations.record
+
+
 def _show_outcome(call: Call, outcome: "Outcome", errors: Sequence[LayerError]) -> None:
     answer = {
         "folder": str(outcome.folder),
         "size": asdict(outcome.size),
-        "card": None if outcome.card is None else asdict(outcome.card),
+        "card": None if outcome.card is None else {**asdict(outcome.card), "activations": _activations(outcome)},
         "layers": [asdict(layer) for layer in outcome.layers],
         "notes": outcome.notes,
     }
@@ -130,6 +134,7 @@ def _show_outcome(call: Call, outcome: "Outcome", errors: Sequence[LayerError]) 
         ("size", f"{human_bytes(size.bytes)}, {size.bits_per_weight:.2f} bits per weight"),
         ("quantized", f"{len(outcome.layers)} layers at {size.quantized_bits_per_weight:.3f} bits per weight"),
         *([] if outcome.card is None else quality_rows(outcome.card)),
+        *activation_rows(outcome.activations),
         *([] if output_error is None else [("output error", output_error)]),
         ("worst layers", ", ".join(f"{layer.name.removeprefix('model.')} {layer.error:.2%}" for layer in worst)),
     ]

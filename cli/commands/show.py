@@ -9,7 +9,7 @@ from mycli.cli.command import Call, command
 from mycli.cli.flags import options
 from mycli.cli.output import Column
 from mycli.cli.plot import LayerError, require_svg, write_errors
-from mycli.cli.text.format import active_parameters
+from mycli.cli.text.format import activation_rows, active_parameters
 from mycli.runtime.errors import NotFoundError, UsageError
 from mycli.runtime.hub.client import Hub
 from mycli.runtime.hub.model_info import ModelInfo, fetch_model_info, read_model_info
@@ -17,6 +17,7 @@ from mycli.runtime.hub.names import is_hub_name
 from mycli.runtime.hub.resolve import resolve
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.experts_spec import ExpertsSpec
+from mycli.runtime.quantization.activations import read_activation_kl
 from mycli.runtime.utils.json_fields import Fields
 from mycli.runtime.utils.units import human_bytes
 
@@ -111,6 +112,7 @@ def _quality(info: ModelInfo) -> list[tuple[str, str]]:
         ("perplexity", f"{before:.4f} before, {after:.4f} after"),
         ("KL", f"mean {kl:.4g}, 99 % below {p99:.4g}"),
         ("same top token", f"{divergence.object('same_top1').number('value'):.2%}"),
+        *activation_rows(read_activation_kl(info.record)),
     ]
 
 

@@ -133,6 +133,14 @@ Precision = Annotated[str, words("--dtype", ("auto", "bf16", "fp16", "fp32"), "P
 CacheKind = Annotated[
     str, words("--kv", ("auto", "bf16", "int8", "int4"), "Data type of the KV cache; auto: that of activations.")
 ]
+ActivationKind = Annotated[
+    str,
+    words(
+        "--activations",
+        ("auto", "8", "16"),
+        "Bits of activations next to packed weights on a CPU; auto: 8 where the model's card allows it.",
+    ),
+]
 Shadow = Annotated[bool, flag("--shadow", "On a GPU: keep a 16-bit copy of packed weights, for faster prompts.")]
 Draft = Annotated[
     str,

@@ -9,6 +9,7 @@ from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.errors import UsageError
 from mycli.runtime.models.config import KvDtype
 from mycli.runtime.models.generation_config import GenerationDefaults
+from mycli.runtime.quantization.activations import Activations
 from mycli.runtime.sampling.params import SamplingParams, recommended
 from mycli.runtime.utils.dtypes import FLOATS
 
@@ -16,6 +17,7 @@ _DEFAULT = "the model's"
 # The cache has room for at most 8 contexts of full length, however many replies share it: few replies are that long.
 FULL_LENGTH = 8
 KV: tuple[KvDtype, ...] = get_args(KvDtype)
+ACTIVATIONS: tuple[Activations, ...] = get_args(Activations)
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class RunFlags:
     threads: options.Threads = None  # for the help; `cli.command` sets it, before torch is imported
     dtype: options.Precision = "auto"
     kv: options.CacheKind = "auto"
+    activations: options.ActivationKind = "auto"
     shadow: options.Shadow = False
     expert_memory: options.ExpertMemory = None
 
@@ -37,6 +40,7 @@ class RunFlags:
             device=self.device,
             dtype=FLOATS.get(dtype),
             kv=options.choice("--kv", self.kv, KV),
+            activations=options.choice("--activations", self.activations, ACTIVATIONS),
             sequences=sequences,
             running=running,
             dense_prefill_copy=self.shadow,
@@ -47,6 +51,7 @@ class RunFlags:
     def arguments(self) -> list[str]:
         """Return the options for the command line of `mycli serve`."""
         words = ["--device", self.device, "--dtype", self.dtype, "--kv", self.kv, *(["--shadow"] * self.shadow)]
+        words += [] if self.activations == "auto" else ["--activations", self.activations]
         words += [] if self.adapter is None else ["--adapter", self.adapter]
         return words + ([] if self.expert_memory is None else ["--expert-memory", f"{self.expert_memory}B"])
 

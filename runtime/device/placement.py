@@ -9,6 +9,7 @@ from mycli.runtime.device.nvml import gpus
 from mycli.runtime.device.system import memory
 from mycli.runtime.errors import Declined, ResourceError, UsageError
 from mycli.runtime.models.config import KvDtype, ModelConfig
+from mycli.runtime.quantization.activations import Activations
 from mycli.runtime.utils.dtypes import BY_NAME, BY_SAFETENSORS_NAME, FLOATS, Dtype, DtypeInfo
 from mycli.runtime.utils.units import pluralize
 
@@ -36,6 +37,7 @@ class Placement:
     kv: KvDtype = "auto"
     dense_prefill_copy: bool = False  # store a copy of packed weights in `dtype` too, for prefill
     details: tuple[str, ...] = ()  # notes of less interest, such as why a machine without a GPU uses the CPU
+    activations: Activations = "auto"  # bits of the integers that CPU kernels round bf16 activations to
     unpacked: Declined | None = None  # why packed weights are stored in `dtype`; None: kernels multiply them packed
 
     @property
@@ -94,6 +96,7 @@ def place(
     kv: KvDtype = "auto",
     *,
     dense_prefill_copy: bool = False,
+    activations: Activations = "auto",
 ) -> Placement:
     """Choose device and dtype for `config`; `dtype` None is the model's own if the device runs it well.
 
@@ -103,15 +106,15 @@ def place(
     notes, details = (reasons, ()) if reasons and _has_gpu() else ((), reasons)
     if dense_prefill_copy and chosen.type == "cpu":
         raise UsageError("a 16-bit copy of packed weights is stored on GPUs only", code="leave-out-shadow")
-    activations = torch_dtype(dtype or config.dtype)
-    if dtype is None and chosen.type == "cpu" and activations == torch.float16:
-        activations, notes = torch.bfloat16, (*notes, "float16 is slow on the CPU: activations are bfloat16")
+    precision = torch_dtype(dtype or config.dtype)
+    if dtype is None and chosen.type == "cpu" and precision == torch.float16:
+        precision, notes = torch.bfloat16, (*notes, "float16 is slow on the CPU: activations are bfloat16")
     unpacked = decline_packed(chosen)
     # GPUs without kernels for packed weights have no bfloat16 either.
-    if dtype is None and unpacked is not None and activations == torch.bfloat16:
-        activations, notes = torch.float16, (*notes, "this GPU has no bfloat16: activations are float16")
+    if dtype is None and unpacked is not None and precision == torch.bfloat16:
+        precision, notes = torch.float16, (*notes, "this GPU has no bfloat16: activations are float16")
     use_device(chosen)
-    return Placement(chosen, activations, notes, kv, dense_prefill_copy, details, unpacked)
+    return Placement(chosen, precision, notes, kv, dense_prefill_copy, details, activations, unpacked)
 
 
 def decline_packed(device: torch.device) -> Declined | None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mycli.runtime.models.config import KvDtype, ModelConfig
+from mycli.runtime.quantization.activations import Activations
 from mycli.runtime.utils.dtypes import Dtype
 
 if TYPE_CHECKING:  # torch takes a second to import
@@ -21,6 +22,7 @@ class EngineConfig:
     device: str = "auto"  # auto, cpu, cuda or cuda:N
     dtype: Dtype | None = None  # of activations; None: the model's own
     kv: KvDtype = "auto"  # of the KV cache
+    activations: Activations = "auto"  # bits of the integers that CPU kernels round bf16 activations to
     context: int | None = None  # tokens per sequence; None: the model's own, at most 8192, or what fits
     sequences: int = 1  # sequences of full length that the cache holds
     running: int | None = None  # sequences that share this cache; None: `sequences`
@@ -36,4 +38,11 @@ class EngineConfig:
         """Choose device and dtypes for `model`. Raises what `runtime.device.placement.place` raises."""
         from mycli.runtime.device.placement import place
 
-        return place(model, self.device, self.dtype, self.kv, dense_prefill_copy=self.dense_prefill_copy)
+        return place(
+            model,
+            self.device,
+            self.dtype,
+            self.kv,
+            dense_prefill_copy=self.dense_prefill_copy,
+            activations=self.activations,
+        )

@@ -40,6 +40,7 @@ def identity(folder: ModelFolder, runner: ModelRunner, context: int) -> bytes:
         "kernels": _kernels(runner.device),
         "dtype": str(runner.dtype),
         "kv": runner.kv,
+        "activations": None if runner.activations is None else [runner.activations.bits, runner.activations.widest],
         "piece": PIECE,
         "context": context if stretched else None,
     }

@@ -8,6 +8,7 @@ import torch
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement, free_memory
 from mycli.runtime.device.system import release_free_memory
+from mycli.runtime.engine.activations import activation_choice
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.passes import compile_passes
@@ -41,7 +42,9 @@ def load_model(
     if folder.config.tie_embeddings and checkpoint.tied_head_differs():
         warn("lm_head.weight differs from the embedding, but config.json ties them: the embedding is used")
     model = Transformer(folder.config, expert_slots)
-    model.load(checkpoint, folder.packings, placement.device, placement.dtype)
+    activations = activation_choice(folder, placement)
+    packings = folder.packings if activations is None else activations.packings(folder.packings)
+    model.load(checkpoint, packings, placement.device, placement.dtype)
     if folder.packings and placement.unpacked:
         warn(Declined("weights-unpacked", {"reason": placement.unpacked, "dtype": placement.dtype_name}))
     for slow in _unpacked_every_pass(folder, placement):
@@ -49,7 +52,7 @@ def load_model(
     if placement.dense_prefill_copy and not placement.unpacked:
         model.keep_dense_copies()
     release_free_memory()  # the buffers that weights were read into: a tenth of a packed model
-    return ModelRunner(model, placement.kv, compile_passes(model, placement.kv, warn))
+    return ModelRunner(model, placement.kv, compile_passes(model, placement.kv, warn), activations)
 
 
 @dataclass(frozen=True)

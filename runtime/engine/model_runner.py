@@ -16,6 +16,7 @@ from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import HiddenStateHook, Transformer
 from mycli.runtime.memory.estimate import SHARED_BLOCK
 from mycli.runtime.models.config import KvDtype, ModelConfig
+from mycli.runtime.quantization.activations import ActivationChoice
 from mycli.runtime.sampling.sampler import DeviceSampling
 
 
@@ -49,12 +50,22 @@ def cache_shape(context: int, sequences: int, running: int) -> CacheShape:
 
 
 class ModelRunner:
-    """Runs one model with caches of one kind; without `passes` by the plain pass alone."""
+    """Runs one model with caches of one kind; without `passes` by the plain pass alone.
 
-    def __init__(self, model: Transformer, kv: KvDtype = "auto", passes: Passes | None = None) -> None:
+    activations: how CPU kernels round activations next to packed weights; None if they do not.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        kv: KvDtype = "auto",
+        passes: Passes | None = None,
+        activations: ActivationChoice | None = None,
+    ) -> None:
         self.model = model
         self.device = model.device
         self.kv = kv
+        self.activations = activations
         self.passes = passes or Passes((PlainPass(model),), {})
         self._rope: Rope | None = None
         self._positions = 0

@@ -80,7 +80,8 @@ class EngineStats:
     """The current load of an engine, and its counts since it was created.
 
     prefix_queries, prefix_hits: prompt tokens, and how many were cached; misses: prompts that were not fully cached,
-    by reason; disk: of the disk prefix cache, None without one.
+    by reason; disk: of the disk prefix cache, None without one; activation_bits: of the integers that CPU kernels round
+    activations to, None if they do not.
     """
 
     running: int
@@ -93,6 +94,7 @@ class EngineStats:
     prefix_hits: int
     misses: dict[str, int]
     disk: StoreStats | None = None
+    activation_bits: int | None = None
 
     @property
     def cache_usage(self) -> float:

@@ -16,6 +16,7 @@ NF4_LAYOUT = "bitsandbytes"
 # The kind of codes: signed integers, or a table: 8-bit floats, E2M1 (the FP4 of OCP's MX and of NVIDIA), QLoRA's NF4,
 # bitsandbytes' FP4.
 Codes = Literal["int", "e4m3", "e5m2", "e2m1", "nf4", "fp4"]
+ActivationBits = Literal[8, 16]
 _OFFSET_BYTES, _INDEX_BYTES = 4, 4
 SUPER_BLOCK = 256  # inputs of a row that share the factors of their scales
 _FACTOR_BYTES = 2  # fp16
@@ -34,6 +35,7 @@ class Packing:
     permuted: bool = False  # columns are stored sorted by group, with the index of their input
     super_blocks: bool = False  # scales and offsets are one byte each, times fp16 factors of `SUPER_BLOCK` inputs
     dialect: tuple[str | int, ...] = ()  # private to its layout
+    activations: ActivationBits = 16  # integers that CPU kernels round bf16 activations to; not stored
 
     @property
     def plain(self) -> bool:

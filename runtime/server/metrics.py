@@ -28,6 +28,11 @@ class _EngineCollector(Collector):
             "num_requests_waiting": ("Sequences waiting.", float(stats.waiting)),
             "kv_cache_usage_perc": ("Fraction of the KV cache in use, 0 to 1.", stats.cache_usage),
         }
+        if stats.activation_bits is not None:
+            gauges["activation_bits"] = (
+                "Bits of the integers that CPU kernels round activations to.",
+                float(stats.activation_bits),
+            )
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(PREFIX + name, text, value=value)
         counters = {

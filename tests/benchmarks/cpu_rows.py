@@ -77,6 +77,7 @@ def main() -> None:
     parser.add_argument("--codes", choices=get_args(Codes), default="int", help="other than integers, in those groups")
     parser.add_argument("--gguf", choices=sorted(TYPES), help="of super-blocks, in those groups")
     parser.add_argument("--dense", action="store_true")
+    parser.add_argument("--activations", type=lambda text: list(map(int, text.split(","))), default=[16, 8])
     parser.add_argument("--shape", type=lambda text: tuple(map(int, text.split("x"))), default=(8192, 2048))
     parser.add_argument("--rows", type=lambda text: tuple(map(int, text.split(","))), default=ROWS)
     parser.add_argument("--sets", type=lambda text: text.split(","), default=here)

@@ -105,6 +105,7 @@ class CpuMatmul:
             bits=weight.packing.bits,
             scale_type=_BYTES if factors is not None else STORED_TYPES[scales.dtype],
             e2m1=weight.packing.codes == "e2m1",
+            activations=weight.packing.activations,
         )
         self._pointer = ctypes.pointer(self._weight)
         self._repack(weight.packed)
@@ -117,8 +118,9 @@ class CpuMatmul:
         """Replace the weight in place, at the same address; False, changing nothing, if its shape or types differ."""
         current, packing = self._weight, weight.packing
         group = weight.in_features // packing.groups(weight.in_features)
-        shape = weight.out_features, weight.in_features, group, packing.bits, packing.codes
-        if shape != (current.rows, current.inputs, current.group, current.bits, "e2m1" if current.e2m1 else "int"):
+        shape = weight.out_features, weight.in_features, group, packing.bits, packing.codes, packing.activations
+        codes = "e2m1" if current.e2m1 else "int"
+        if shape != (current.rows, current.inputs, current.group, current.bits, codes, current.activations):
             return False
         targets, sources = self._scales.tensors(), _Scales.of(weight).tensors()
         if [tensor.dtype for tensor in targets] != [tensor.dtype for tensor in sources]:
@@ -138,9 +140,9 @@ class CpuMatmul:
         return self._shape
 
     @property
-    def form(self) -> tuple[int, int, int]:
-        """Output features, input features and group size: experts with equal ones are multiplied in one call."""
-        return *self._shape, self._weight.group
+    def form(self) -> tuple[int, int, int, int]:
+        """Outputs, inputs, group size and bits of activations: experts with equal ones are multiplied in one call."""
+        return *self._shape, self._weight.group, self._weight.activations
 
     @property
     def small(self) -> bool:

@@ -22,6 +22,7 @@ from mycli.runtime.utils.files import flush
 SOURCES: Mapping[str, tuple[str, ...]] = {
     "few_rows_cpu.cpp": (),
     "packed_cpu.cpp": (),
+    "one_byte_cpu.cpp": (),
     "attention_cpu.cpp": (),
     "quantize_cpu.cpp": ("-ffp-contract=off",),
 }

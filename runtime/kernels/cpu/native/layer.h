@@ -122,7 +122,7 @@ struct Rowwise {
     // Whether all products are packed and can be multiplied in one parallel region.
     bool can_share(const Linear& linear) const {
         for (int64_t i = 0; i < linear.count; i++)
-            if (!linear.parts[i].packed || !(cut_of(*linear.parts[i].packed) == cut_of(*linear.parts[0].packed))) return false;
+            if (!linear.parts[i].packed || !(row_cut_of(*linear.parts[i].packed) == row_cut_of(*linear.parts[0].packed))) return false;
         return rows <= FEW;
     }
 

@@ -23,6 +23,9 @@
 #include "steps.h"
 #include "products/table.h"
 
+// Defined in one_byte_cpu.cpp.
+bool multiply_byte_rows(const Weight& w, const uint16_t* x, int64_t rows, uint16_t* y, int threads);
+
 namespace {
 
 enum class Path { BYTES, WORDS, TILES };
@@ -43,6 +46,7 @@ template <int B> bool matmul_bf16(const Weight& w, const uint16_t* x, int64_t ro
         return multiply_few({{&w, 0, rows, y, w.rows}}, each, threads);
     }
 #endif
+    if (w.activations == 8) return multiply_byte_rows(w, x, rows, y, threads);
     const Cut cut = cut_of(w);
     const int64_t segments = w.inputs / cut.segment, steps = w.inputs / 2;
     const Tiling tiling(rows, path == Path::TILES ? ROWS : HIGH);

@@ -55,7 +55,7 @@ struct FewExperts {
         if (r.stored != PACKED_WEIGHTS || r.type != BF16) return false;
         const Weight& w = packed_of(r, expert);
         if (path_of(w, count_of(r, expert)) != Path::BYTES) return false;
-        if (!products.empty() && !(cut_of(w) == cut_of(*products[0].weight))) return false;
+        if (!products.empty() && !(row_cut_of(w) == row_cut_of(*products[0].weight))) return false;
         const int64_t start = r.starts[expert], count = count_of(r, expert);
         const bool one = r.tokens && r.rows == 1;
         products.push_back({&w, one ? 0 : int64_t(rows.size()), count, static_cast<uint16_t*>(r.y) + start * r.outputs, r.outputs});

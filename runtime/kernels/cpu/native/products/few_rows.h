@@ -7,11 +7,12 @@
 #include <type_traits>
 #include <vector>
 
-#include "products/packed_integer.h"
+#include "products/one_byte.h"
 
 // y[0] to y[rows - 1]: the 16 outputs of one row block, for up to FEW rows of integers with adjacent units. Defined in
-// few_rows_cpu.cpp.
+// few_rows_cpu.cpp; for 8-bit activations in one_byte_cpu.cpp.
 void few_rows(const Weight& w, int64_t row_block, const Bytes& x, int64_t rows, float (*y)[16]);
+void few_byte_rows(const Weight& w, int64_t row_block, const Bytes& x, int64_t rows, float (*y)[16]);
 
 namespace {
 
@@ -57,19 +58,20 @@ struct IntegerRows {
     Cut cut;
     Bytes bytes;
 
-    static int64_t size(int64_t rows, int64_t inputs, int64_t segment) {
-        return rounded_up(rows * 2 * (inputs + 64)) + 3 * rounded_up(rows * inputs / segment * 4);
+    static int64_t size(int64_t rows, int64_t inputs, const Cut& cut) {
+        return rounded_up(rows * planes(cut) * (inputs + 64)) + 3 * rounded_up(rows * inputs / cut.segment * 4);
     }
     IntegerRows(char* memory, int64_t rows, int64_t inputs, const Cut& cut) : inputs(inputs), cut(cut) {
-        const int64_t room = rounded_up(rows * 2 * (inputs + 64)), notes = rounded_up(rows * inputs / cut.segment * 4);
+        const int64_t room = rounded_up(rows * planes(cut) * (inputs + 64)), notes = rounded_up(rows * inputs / cut.segment * 4);
         const Units units{reinterpret_cast<float*>(memory + room), reinterpret_cast<int32_t*>(memory + room + notes),
                           reinterpret_cast<float*>(memory + room + 2 * notes), 1, rows};
         bytes = {reinterpret_cast<int8_t*>(memory), inputs + 64, units};
     }
     // Converts x [inputs] to row `row`.
     void make(const uint16_t* x, int64_t row) const {
-        int8_t* high = const_cast<int8_t*>(bytes.bytes) + row * 2 * bytes.stride;
+        int8_t* high = const_cast<int8_t*>(bytes.bytes) + row * planes(cut) * bytes.stride;
         const Units units = bytes.units.from(row);
+        if (cut.one_byte) return make_bytes(x, inputs, cut, 1, high, units);
         for (int64_t i = 0; i < inputs; i += SPAN) {
             const int64_t count = std::min(SPAN, inputs - i), at = i / cut.segment * units.segment;
             int16_t integers[SPAN];
@@ -77,7 +79,10 @@ struct IntegerRows {
             cut_bytes(integers, count, high + i, high + bytes.stride + i);
         }
     }
-    Bytes from(int64_t row) const { return {bytes.bytes + row * 2 * bytes.stride, bytes.stride, bytes.units.from(row)}; }
+    Bytes from(int64_t row) const { return {bytes.bytes + row * planes(cut) * bytes.stride, bytes.stride, bytes.units.from(row)}; }
+
+private:
+    static int64_t planes(const Cut& cut) { return cut.one_byte ? 1 : 2; }
 };
 
 struct FewProduct {  // some rows times a weight
@@ -127,7 +132,7 @@ public:
                 const FewProduct& product = products[share.product];
                 const int64_t n = i - starts[share.product];
                 float part[FEW][ROWS];
-                few_rows(*product.weight, n, x.from(product.first), product.count, part);
+                (x.cut.one_byte ? few_byte_rows : few_rows)(*product.weight, n, x.from(product.first), product.count, part);
                 for (int64_t m = 0; m < product.count; m++)
                     store_row(product.y, BF16, m * product.stride + n * ROWS, part[m], std::min<int64_t>(ROWS, product.weight->rows - n * ROWS));
             }
@@ -143,13 +148,13 @@ class FewStage {
     FewBlocks blocks;
 
     int64_t rows() const { return int64_t(x.size()); }
-    int64_t size() const { return IntegerRows::size(rows(), inputs, cut.segment); }
+    int64_t size() const { return IntegerRows::size(rows(), inputs, cut); }
     IntegerRows integers(int64_t which) const { return {memory.at + which * size(), rows(), inputs, cut}; }
 
 public:
     // The weights have the same inputs and cut.
     FewStage(const std::vector<FewProduct>& products, const std::vector<const uint16_t*>& x, int threads)
-        : x(x), inputs(products[0].weight->inputs), cut(cut_of(*products[0].weight)), memory((rows() <= OWN ? threads : 1) * size()),
+        : x(x), inputs(products[0].weight->inputs), cut(row_cut_of(*products[0].weight)), memory((rows() <= OWN ? threads : 1) * size()),
           blocks(products, threads) {}
     bool has_memory() const { return memory.at; }
 

@@ -14,7 +14,7 @@ struct Units {
     Units from(int64_t m) const { return {unit + m * row, sum + m * row, shift + m * row, row, segment}; }  // skips the first m rows
 };
 
-// Integers in bytes: [rows][high, low][stride].
+// Integers in bytes: [rows][high, low][stride], or one byte each: [rows][stride].
 struct Bytes {
     const int8_t* bytes;
     int64_t stride;  // inputs plus a cache line: rows a power of two apart would share a few cache lines
@@ -124,15 +124,7 @@ template <int B> inline I dot(I sum, U codes, int32_t four) {
 
 // The codes of four q of a block in the bytes of each lane, for the rows of one half; signed if dot products are.
 template <int B> inline __attribute__((always_inline)) U four_of(const uint8_t* block, int q, int half) {
-    U code = {};
-    each_field<B>([&](auto bits, int first, int place) __attribute__((always_inline)) {
-        constexpr int P = bits.value;
-        const U v = load_vector<U>(block + 64 * (first + q * P / 8) + WIDTH * half);
-        const int shift = P * (q % (8 / P));
-        const U moved = shift > place ? v >> uint16_t(shift - place) : shift < place ? v << uint16_t(place - shift) : v;
-        code |= P == 8 ? moved : moved & uint16_t((field_mask<P> << place) * 0x101);
-    });
-    code = numbers<B>(code);
+    U code = four_numbers<B, U>(block, q, half);
 #if WIDTH == 16
     code = (U)((int8x16_t)code - int8_t(ZERO<B>));
 #endif

@@ -54,6 +54,7 @@ struct Weight {  // mirrored by build.py
     int64_t rows, inputs, group;
     int32_t bits, scale_type;
     int32_t e2m1;  // codes are E2M1, not integers; then `scales` are halved
+    int32_t activations;  // bits of the integers that bf16 activations become: 16 or 8
 };
 
 namespace {
@@ -243,6 +244,19 @@ template <int B, class Use> inline __attribute__((always_inline)) void each_fiel
         if constexpr (B & 2) use(std::integral_constant<int, 2>(), B & 4, B & 4);
         if constexpr (B & 1) use(std::integral_constant<int, 1>(), B & 6, B & 6);
     }
+}
+
+// The codes of four q of a block in the bytes of each lane, for the rows of vector `part`, as numbers from 0.
+template <int B, class V> inline __attribute__((always_inline)) V four_numbers(const uint8_t* block, int q, int part) {
+    V code = {};
+    each_field<B>([&](auto bits, int first, int place) __attribute__((always_inline)) {
+        constexpr int P = bits.value;
+        const V v = load_vector<V>(block + 64 * (first + q * P / 8) + int(sizeof(V)) * part);
+        const int shift = P * (q % (8 / P));
+        const V moved = shift > place ? v >> uint16_t(shift - place) : shift < place ? v << uint16_t(place - shift) : v;
+        code |= P == 8 ? moved : moved & uint16_t((field_mask<P> << place) * 0x101);
+    });
+    return numbers<B>(code);
 }
 
 template <int B> inline __attribute__((always_inline)) void prefetch(const uint8_t* block) {

@@ -118,11 +118,11 @@ template <class P, bool OFFSETS> void multiply_rows(int64_t rows, const Strip& t
 
 // Some inputs of the row blocks of a panel: codes, and how a tile scales their sums.
 template <class P> struct alignas(64) Panel {
-    static constexpr int64_t SEGMENTS = SPAN / 16;  // the maximum
-    int32_t codes[SPAN / P::PER_STEP * PANEL], levels[SEGMENTS][PANEL];
+    static constexpr int64_t SEGMENTS = P::INPUTS_HELD / 16;  // the maximum
+    int32_t codes[P::INPUTS_HELD / P::PER_STEP * PANEL], levels[SEGMENTS][PANEL];
     float scales[SEGMENTS][PANEL], offsets[SEGMENTS][PANEL];
 
-    // Unpacks inputs [first, first + count) of `blocks` row blocks; count is 16 or a multiple of 32. Missing row blocks are left
+    // Unpacks inputs [first, first + count) of `blocks` row blocks; count is a multiple of 32. Missing row blocks are left
     // as they are: they are multiplied, but not stored.
     template <int B> void read(const Weight& w, const Cut& cut, int64_t row_block, int64_t blocks, int64_t first, int64_t count) {
         for (int64_t at = 0; at < blocks * ROWS; row_block++, at += ROWS) {
@@ -202,10 +202,9 @@ void multiply_panel(const Weight& w, int64_t row_block, const Tiling& tiling, in
     }
 }
 
-// Copies the rows of a tile, of 4 bytes a step, to their places. Row m is read at from(m); a few steps of all rows at a time stay
-// in the L1 cache.
-template <class From> void place_tile(const Tiling& tiling, int64_t tile, int64_t steps, From from, int32_t* x) {
-    constexpr int64_t NEAR = 16;  // divides the number of steps
+// Copies the rows of a tile, of 4 bytes a step, to their places. Row m is read at from(m); NEAR steps of all rows at a time stay
+// in the L1 cache. NEAR divides the number of steps.
+template <int64_t NEAR = 16, class From> void place_tile(const Tiling& tiling, int64_t tile, int64_t steps, From from, int32_t* x) {
     const int64_t start = tiling.first(tile), high = tiling.first(tile + 1) - start;
     int32_t* to = x + start * steps;
     for (int64_t i = 0; i < steps; i += NEAR, to += NEAR * high)

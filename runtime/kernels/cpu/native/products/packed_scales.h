@@ -10,14 +10,21 @@ namespace {
 //
 // A segment is a part of a group. The activations of a span, one segment or several, have one unit, and their products with
 // signed codes are summed before scaling; with super-blocks, codes are first multiplied by the integer scales of their groups.
+//
+// With 8-bit activations each segment has a unit of its own, and the scaled sums of a span are added before they are multiplied by
+// the scale that the span shares.
 struct Cut {
     int64_t segment, span;
     int32_t less;  // bits fewer than 15 of an activation, so that the largest sums of a span fit 32 bits
-    bool operator==(const Cut& other) const { return segment == other.segment && span == other.span && less == other.less; }
+    bool one_byte = false;
+    bool operator==(const Cut& other) const {
+        return segment == other.segment && span == other.span && less == other.less && one_byte == other.one_byte;
+    }
     bool levels() const { return span > segment; }
 };
 
 constexpr int64_t SPAN = 128;  // the longest
+constexpr int64_t BYTE_SEGMENT = 32;  // inputs that share the unit of 8-bit activations; 16 in groups of 16
 
 // The group size of B-bit codes in super-blocks; 0 if there are none.
 template <int B> constexpr int LEVELS = B == 4 || B == 5 ? 32 : B == 2 || B == 3 || B == 6 ? 16 : 0;
@@ -31,6 +38,15 @@ inline Cut cut_of(const Weight& w) {
     const int64_t largest = (w.offsets ? 64 : 128) << (w.bits - 1);
     return {segment, largest <= 512 ? SPAN : SPAN / 2, largest <= 1024 ? 0 : 2};
 }
+
+// The same for activations of one byte.
+inline Cut byte_cut_of(const Weight& w) {
+    const int64_t span = cut_of(w).segment;
+    return {std::min(span, BYTE_SEGMENT), span, 0, true};
+}
+
+// The cut of bf16 activations for their bits beside this weight.
+inline Cut row_cut_of(const Weight& w) { return w.activations == 8 ? byte_cut_of(w) : cut_of(w); }
 
 // The factors of scales and offsets of the rows of a block in a super-block.
 struct Factors {

@@ -35,6 +35,7 @@ inline Ints dot_words(Ints sum, Ints a, Ints b) {
 struct WordPanel {
     typedef Ints Sum, Whole;
     static constexpr int PER_STEP = 2, WORDS = 1;  // inputs
+    static constexpr int64_t INPUTS_HELD = SPAN;  // of a panel
     // With super-blocks, either codes are multiplied by integer scales in the panel (FOLDS), or sums of groups in the tile (LEVELED).
     static constexpr bool FOLDS = true, LEVELED = false;
 
@@ -77,6 +78,7 @@ struct BytePanel {
     };
     typedef Ints Whole;
     static constexpr int PER_STEP = 4, WORDS = 2;
+    static constexpr int64_t INPUTS_HELD = SPAN;
     static constexpr bool FOLDS = false, LEVELED = true;
 
     static Cut cut(const Weight& w) { return cut_of(w); }
@@ -116,6 +118,7 @@ typedef WordPanel IntegerPanel;
 struct FloatPanel {
     typedef Floats Sum, Whole;
     static constexpr int PER_STEP = 1, WORDS = 1;
+    static constexpr int64_t INPUTS_HELD = SPAN;
     static constexpr bool FOLDS = false, LEVELED = false;
 
     static Cut cut(const Weight& w) {

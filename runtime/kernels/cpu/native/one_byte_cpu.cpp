@@ -1,0 +1,273 @@
+// Rows of 8-bit integers times packed weights: few rows, whose codes are unpacked in registers, and many rows, by panels of
+// unpacked codes. Compiled in parallel to packed_cpu.cpp; the arithmetic of both is in one_byte.h.
+
+#include "products/few_rows.h"
+#include "products/packed_panels.h"
+
+namespace {
+
+#if WIDTH
+
+// Adds a segment, STEPS fours from four FIRST of a block, to the sums of a span. `place`: index of its units; x.bytes: its first
+// input in each row.
+template <int B, int M, int STEPS, int FIRST>
+inline __attribute__((always_inline)) void few_segment(const uint8_t* block, int part, const int8_t* at, const Bytes& x, int64_t place,
+                                                       Floats (&span)[M]) {
+    ByteSum<FITTING<B>> sum[M];
+#pragma GCC unroll 8
+    for (int m = 0; m < M; m++) sum[m].begin(-BYTE_ZERO<B> * x.units.sum[place + m]);
+#pragma GCC unroll 8
+    for (int q = 0; q < STEPS; q++) {
+        const Words codes = byte_codes<B>(block, FIRST + q, part);
+#pragma GCC unroll 8
+        for (int m = 0; m < M; m++) {
+            int32_t four;
+            memcpy(&four, at + m * x.stride + 4 * q, 4);
+            sum[m].add(q, STEPS, codes, Ints{} + four);
+        }
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < M; m++) span[m] = add_byte_segment(sum[m].sum, spread_lanes(x.units.unit[place + m]), span[m]);
+}
+
+// Scales and offsets of the spans of a row block, in order.
+struct SpanScales {
+    const Weight& w;
+    const int64_t row_block, spans;  // in a group
+    int64_t at, left;  // index of the group, and its spans that are left
+    GroupScales now;
+
+    SpanScales(const Weight& w, int64_t row_block, int64_t span)
+        : w(w), row_block(row_block), spans(w.group / span), at(row_block * (w.inputs / w.group)), left(spans),
+          now(scales_at(w, row_block, 0)) {}
+    // Moves to the span at `input`, the next one.
+    void advance(int64_t input) {
+        if (--left || input == w.inputs) return;
+        left = spans, at++;
+        now = w.factors ? GroupScales(w, at, Factors(w, row_block, input)) : GroupScales(w, at);
+    }
+};
+
+// y[m][0..15] of one row block for M rows. A segment is a block, or half of one (STEPS fours).
+template <int B, int M, int STEPS> __attribute__((noinline)) void few_byte_rows_of(const Weight& w, int64_t row_block, const Bytes& x, float (*y)[ROWS]) {
+    const int64_t runs = byte_cut_of(w).span / BYTE_SEGMENT;  // segments of a span, if they are blocks
+    constexpr int64_t size = STORED<B> * 64;  // bytes of a block
+    const uint8_t* block = w.codes + row_block * (w.inputs / INPUTS) * size;
+    Floats total[PARTS][M] = {};
+    SpanScales scales(w, row_block, byte_cut_of(w).span);
+    const auto add = [&](int part, int64_t place, const Floats (&span)[M]) {
+#pragma GCC unroll 8
+        for (int m = 0; m < M; m++) total[part][m] = add_byte_span(span[m], scales.now.scale[part], total[part][m]);
+#pragma GCC unroll 8
+        for (int m = 0; w.offsets && m < M; m++)
+            total[part][m] = shifted(scales.now.offset[part], spread_lanes(x.units.shift[place + m]), total[part][m]);
+    };
+    for (int64_t input = 0, place = 0; input < w.inputs;) {
+        if constexpr (STEPS == FOURS) {
+#pragma GCC unroll 4
+            for (int part = 0; part < PARTS; part++) {
+                Floats span[M] = {};
+                for (int64_t run = 0; run < runs; run++) {
+                    if (part == 0) prefetch_twice<B>(block + run * size);
+                    few_segment<B, M, FOURS, 0>(block + run * size, part, x.bytes + input + run * INPUTS, x, place + run * x.units.segment, span);
+                }
+                add(part, place, span);
+            }
+            block += runs * size, input += runs * INPUTS, place += runs * x.units.segment;
+            scales.advance(input);
+        } else {
+            prefetch_twice<B>(block);
+            const auto half = [&](auto first) {
+#pragma GCC unroll 4
+                for (int part = 0; part < PARTS; part++) {
+                    Floats span[M] = {};
+                    few_segment<B, M, STEPS, first.value>(block, part, x.bytes + input, x, place, span);
+                    add(part, place, span);
+                }
+                input += 4 * STEPS, place += x.units.segment;
+                scales.advance(input);
+            };
+            half(std::integral_constant<int, 0>());
+            half(std::integral_constant<int, STEPS>());
+            block += size;
+        }
+    }
+    for (int m = 0; m < M; m++)
+        for (int part = 0; part < PARTS; part++) memcpy(y[m] + part * LANES, &total[part][m], VECTOR);
+}
+
+// Calls the instance for `rows` of 1 to M.
+template <int B, int M> void few_of_count(const Weight& w, int64_t row_block, const Bytes& x, int64_t rows, float (*y)[ROWS]) {
+    if constexpr (M > 1)
+        if (rows < M) return few_of_count<B, M - 1>(w, row_block, x, rows, y);
+    if (byte_cut_of(w).segment < INPUTS) few_byte_rows_of<B, M, FOURS / 2>(w, row_block, x, y);
+    else few_byte_rows_of<B, M, FOURS>(w, row_block, x, y);
+}
+
+#endif
+
+// ---- Many rows ----
+
+// A panel of codes in bytes, unpacked once for all rows. Sums of a span take registers beside those of a segment, so tiles are
+// lower than those of words.
+struct OneBytePanel {
+    static constexpr int PER_STEP = 4;
+    static constexpr int64_t INPUTS_HELD = 512;  // 16 KiB of codes with 32 outputs: they and a tile of rows stay in the L1 cache
+    static constexpr bool FOLDS = false, LEVELED = false;
+
+    template <int B, bool> static void unpack_block(const uint8_t* block, int from, int to, const int32_t*, int32_t* panel) {
+#pragma GCC unroll 8
+        for (int q = from / 2; q < to / 2; q++, panel += PANEL)
+#pragma GCC unroll 4
+            for (int part = 0; part < PARTS; part++) {
+                const Words codes = byte_codes<B>(block, q, part);
+                memcpy(panel + part * LANES, &codes, sizeof codes);
+            }
+    }
+};
+constexpr int BYTE_HIGH = VECTOR == 32 ? 3 : 6;  // of 32 vector registers 24 are sums, of 16 12
+
+struct ByteStrip {
+    const int32_t *panel, *x;  // x: [steps][M]
+    const float *scales, *offsets;  // [spans][PANEL]
+    const float *unit, *shift;  // of the first row and segment, followed by the other rows
+    const int32_t* start;  // likewise: the sum of the segment, times what is subtracted from a number
+    float* total;  // [M][PANEL]
+    int64_t spans, next;  // the units of the next segment are `next` elements further
+};
+
+// M rows times a panel. A span is RUNS segments of STEPS fours.
+template <int FIT, int M, int RUNS, int STEPS, bool OFFSETS> void multiply_byte_tile(ByteStrip t) {
+    for (int lane = 0; lane < PANEL; lane += ACROSS * LANES) {
+        const int32_t *codes = t.panel + lane, *x = t.x, *start = t.start;
+        const float *unit = t.unit, *shift = t.shift, *scales = t.scales + lane, *offsets = t.offsets + lane;
+        Floats total[M][ACROSS];
+        const auto each = [&](auto use) __attribute__((always_inline)) {
+#pragma GCC unroll 6
+            for (int m = 0; m < M; m++)
+#pragma GCC unroll 2
+                for (int v = 0; v < ACROSS; v++) use(m, v, t.total + m * PANEL + lane + v * LANES);
+        };
+        // With several segments in a span, registers hold the sums of the span, and totals are in memory.
+        constexpr bool HELD = RUNS == 1;
+        if (HELD) each([&](int m, int v, const float* at) { total[m][v] = load_vector<Floats>(at); });
+        for (int64_t s = 0; s < t.spans; s++, scales += PANEL, offsets += PANEL) {
+            Floats span[M][ACROSS] = {};
+            const float* const span_shift = shift;
+            for (int run = 0; run < RUNS; run++, unit += t.next, start += t.next, shift += t.next) {
+                ByteSum<FIT> sum[M][ACROSS];
+                each([&](int m, int v, const float*) { sum[m][v].begin(start[m]); });
+#pragma GCC unroll 8
+                for (int q = 0; q < STEPS; q++, codes += PANEL, x += M) {
+                    Words code[ACROSS];
+#pragma GCC unroll 2
+                    for (int v = 0; v < ACROSS; v++) code[v] = load_vector<Words>(codes + v * LANES);
+#pragma GCC unroll 6
+                    for (int m = 0; m < M; m++) {
+                        const Ints four = Ints{} + x[m];
+#pragma GCC unroll 2
+                        for (int v = 0; v < ACROSS; v++) sum[m][v].add(q, STEPS, code[v], four);
+                    }
+                }
+                each([&](int m, int v, const float*) { span[m][v] = add_byte_segment(sum[m][v].sum, spread_lanes(unit[m]), span[m][v]); });
+            }
+            each([&](int m, int v, float* at) {
+                Floats now = HELD ? total[m][v] : load_vector<Floats>(at);
+                now = add_byte_span(span[m][v], load_vector<Floats>(scales + v * LANES), now);
+                if (OFFSETS) now = shifted(load_vector<Floats>(offsets + v * LANES), spread_lanes(span_shift[m]), now);
+                if (HELD) total[m][v] = now;
+                else memcpy(at, &now, VECTOR);
+            });
+        }
+        if (HELD) each([&](int m, int v, float* at) { memcpy(at, &total[m][v], VECTOR); });
+    }
+}
+
+template <int FIT, int RUNS, int STEPS, bool OFFSETS, int M = BYTE_HIGH> void multiply_byte_tile_of(int64_t rows, const ByteStrip& t) {
+    if constexpr (M > 1)
+        if (rows < M) return multiply_byte_tile_of<FIT, RUNS, STEPS, OFFSETS, M - 1>(rows, t);
+    multiply_byte_tile<FIT, M, RUNS, STEPS, OFFSETS>(t);
+}
+
+typedef void MultiplyTile(int64_t rows, const ByteStrip& t);
+template <int FIT, bool OFFSETS> MultiplyTile* tile_for(const Cut& cut) {
+    if (cut.segment < BYTE_SEGMENT) return multiply_byte_tile_of<FIT, 1, FOURS / 2, OFFSETS>;
+    switch (cut.span / cut.segment) {
+        case 1: return multiply_byte_tile_of<FIT, 1, FOURS, OFFSETS>;
+        case 2: return multiply_byte_tile_of<FIT, 2, FOURS, OFFSETS>;
+        default: return multiply_byte_tile_of<FIT, 4, FOURS, OFFSETS>;
+    }
+}
+
+// multiply_panel for bytes.
+template <int B>
+void multiply_byte_panel(const Weight& w, int64_t row_block, const Tiling& tiling, int64_t first, int64_t last, const int32_t* x,
+                         const Units& units, float* total, uint16_t* y) {
+    const Cut cut = byte_cut_of(w), whole{cut.span, cut.span, 0};  // scales are those of spans
+    const int64_t row = tiling.first(first), rows = tiling.first(last) - row;
+    const int64_t count = std::min<int64_t>(PANEL_BLOCKS, blocks_of(w.rows) - row_block);
+    const int64_t width = std::min<int64_t>(PANEL, w.rows - row_block * ROWS);
+    MultiplyTile* const multiply = w.offsets ? tile_for<FITTING<B>, true>(cut) : tile_for<FITTING<B>, false>(cut);
+    Panel<OneBytePanel> panel;
+    memset(total, 0, size_t(rows) * PANEL * sizeof *total);
+    if (count < PANEL_BLOCKS) memset(&panel, 0, sizeof panel);
+    for (int64_t input = 0; input < w.inputs; input += OneBytePanel::INPUTS_HELD) {
+        const int64_t inputs = std::min(OneBytePanel::INPUTS_HELD, w.inputs - input), place = input / cut.segment * units.segment;
+        panel.template read<B>(w, whole, row_block, count, input, inputs);
+        for (int64_t t = first, start = row, next; t < last; t++, start = next) {
+            next = tiling.first(t + 1);
+            multiply(next - start, {panel.codes, x + (start * w.inputs + input * (next - start)) / 4, panel.scales[0], panel.offsets[0],
+                                    units.unit + start + place, units.shift + start + place, units.sum + start + place,
+                                    total + (start - row) * PANEL, inputs / cut.span, units.segment});
+            if (input + inputs == w.inputs)
+                for (int64_t m = start; m < next; m++)
+                    store_row(y, BF16, m * w.rows + row_block * ROWS, total + (m - row) * PANEL, width);
+        }
+    }
+}
+
+template <int B> bool multiply_byte_rows_of(const Weight& w, const uint16_t* x, int64_t rows, uint16_t* y, int threads) {
+    const Cut cut = byte_cut_of(w);
+    const int64_t segments = w.inputs / cut.segment, row_bytes = 2 * w.inputs;  // half as many rows at a time as fit the L2 cache
+    const Tiling tiling(rows, BYTE_HIGH);
+    const int64_t room = rounded_up(rows * w.inputs + 64), notes = rounded_up(rows * segments * 4);
+    const int64_t own = rounded_up(tiling.high * w.inputs), totals = rounded_up(tiling.together(row_bytes) * tiling.high * PANEL * 4);
+    const Memory memory(room + 3 * notes + threads * (own + totals));
+    if (!memory.at) return false;
+    const Units units{reinterpret_cast<float*>(memory.at + room), reinterpret_cast<int32_t*>(memory.at + room + notes),
+                      reinterpret_cast<float*>(memory.at + room + 2 * notes), 1, rows};
+    int32_t* placed = reinterpret_cast<int32_t*>(memory.at);
+    int next = 0;
+#pragma omp parallel num_threads(threads)
+    {
+        int self;
+#pragma omp atomic capture
+        self = next++;
+        int8_t* bytes = reinterpret_cast<int8_t*>(memory.at + room + 3 * notes + self * (own + totals));
+        float* total = reinterpret_cast<float*>(bytes + own);
+#pragma omp for schedule(static)
+        for (int64_t t = 0; t < tiling.tiles; t++) {
+            const int64_t start = tiling.first(t);
+            for (int64_t m = start; m < tiling.first(t + 1); m++)
+                make_bytes(x + m * w.inputs, w.inputs, cut, -BYTE_ZERO<B>, bytes + (m - start) * w.inputs, units.from(m));
+            place_tile<8>(tiling, t, w.inputs / 4, [&](int64_t m) { return bytes + m * w.inputs; }, placed);
+        }
+        each_panel(w, tiling, row_bytes, PANEL_BLOCKS, [&](int64_t first, int64_t last, int64_t row_block) {
+            multiply_byte_panel<B>(w, row_block, tiling, first, last, placed, units, total, y);
+        });
+    }
+    return true;
+}
+
+}  // namespace
+
+#if WIDTH
+void few_byte_rows(const Weight& w, int64_t row_block, const Bytes& x, int64_t rows, float (*y)[ROWS]) {
+    by_bits(w, [&](auto bits) { few_of_count<bits.value, FEW>(w, row_block, x, rows, y); });
+}
+#endif
+
+// x [rows, inputs] to y [rows, w.rows]; returns false without memory.
+bool multiply_byte_rows(const Weight& w, const uint16_t* x, int64_t rows, uint16_t* y, int threads) {
+    return by_bits(w, [&](auto bits) { return multiply_byte_rows_of<bits.value>(w, x, rows, y, threads); });
+}

@@ -1,0 +1,145 @@
+// Rows of bf16 as integers of one byte, and the sums of their products with codes.
+//
+// Each segment of 32 inputs (16 in groups of 16) has a unit of its own, its largest magnitude / 127. A row and an output are summed
+// the same way everywhere: the products of a segment exactly, as integers; the sums of a span times their units, in order, with one
+// rounding each; the span times its scale. So their bits depend on neither the instructions nor the rows beside them.
+
+#pragma once
+
+#include "products/packed_integer.h"
+
+namespace {
+
+// Converts a segment of activations. `at`: index of its unit; its sum is stored times `factor`.
+template <int SEGMENT> void byte_segment(const uint16_t* x, int32_t factor, int8_t* to, const Units& units, int64_t at) {
+    typedef int16_t Sixteen __attribute__((vector_size(32)));
+    typedef int8_t Bytes16 __attribute__((vector_size(16)));
+    constexpr Sixteen order = {0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15};  // of the inputs of fours, as in `cut_bytes`
+    constexpr float MAGIC = 12582912.0f;  // as in `span_integers`
+    uint16_t largest = 0;
+    for (int i = 0; i < SEGMENT; i++) largest = std::max<uint16_t>(largest, x[i] & 0x7fff);
+    const bool finite = largest < 0x7f80;  // otherwise every product is NaN, whatever the integers
+    const float extent = std::max(finite ? from_bf16(largest) : 0, 0x1p-100f), scale = 127 / extent;
+    const uint16_t used = finite ? 0xffff : 0;
+    int16_t numbers[SEGMENT];
+    int32_t total = 0;
+    for (int i = 0; i < SEGMENT; i++) {
+        // Fused explicitly: otherwise the compiler's options decide whether the product is rounded first.
+        const float rounded = __builtin_fmaf(from_bf16(x[i] & used), scale, MAGIC);
+        int32_t word;
+        memcpy(&word, &rounded, 4);
+        numbers[i] = int16_t(word);
+        total += word - 0x4b400000;  // the bits of MAGIC
+    }
+    for (int i = 0; i < SEGMENT; i += 16) {
+        Sixteen all;
+        memcpy(&all, numbers + i, sizeof all);
+        const Bytes16 bytes = __builtin_convertvector(__builtin_shuffle(all, order), Bytes16);
+        memcpy(to + i, &bytes, sizeof bytes);
+    }
+    units.unit[at] = finite ? extent * (1 / 127.0f) : from_bf16(0x7fc0);
+    units.sum[at] = factor * total;
+    units.shift[at] = float(total);
+}
+
+// Converts a row of activations [inputs] to bytes. The shift of a span, the factor of an offset, is that of its first segment.
+inline void make_bytes(const uint16_t* x, int64_t inputs, const Cut& cut, int32_t factor, int8_t* to, const Units& units) {
+    for (int64_t i = 0, at = 0; i < inputs; i += cut.span) {
+        const int64_t first = at;
+        float shift = 0;
+        for (int64_t s = i; s < i + cut.span; s += cut.segment, at += units.segment) {
+            cut.segment == 16 ? byte_segment<16>(x + s, factor, to + s, units, at) : byte_segment<32>(x + s, factor, to + s, units, at);
+            shift = __builtin_fmaf(units.shift[at], units.unit[at], shift);
+        }
+        units.shift[first] = shift;
+    }
+}
+
+// ---- Sums of a segment ----
+
+// Instructions that add four products to a lane: of numbers from 0 and signed bytes, or (NEON) of signed codes and signed bytes.
+#if (VECTOR == 64 && defined(__AVX512VNNI__)) || (VECTOR == 32 && defined(__AVXVNNI__))
+#define BYTE_DOTS 1
+#else
+#define BYTE_DOTS 0
+#endif
+#if defined(__ARM_FEATURE_DOTPROD)
+#define SIGNED_BYTE_DOTS 1
+#else
+#define SIGNED_BYTE_DOTS 0
+#endif
+#define PAIR_SUMS (!BYTE_DOTS && !SIGNED_BYTE_DOTS && VECTOR > 16)  // instructions that add two products, to 16 bits
+template <int B> constexpr int BYTE_ZERO = SIGNED_BYTE_DOTS ? 0 : ZERO<B>;
+
+// How many fours of numbers below or equal to LARGEST, times bytes, fit a sum of 16 bits: each lane has two products of a four. 0:
+// none does, and the numbers are split in two.
+template <int B> constexpr int FITTING = !PAIR_SUMS || LARGEST<B> < 16 ? FOURS : LARGEST<B> < 32 ? 4 : LARGEST<B> < 64 ? 2 : 0;
+
+// The sum of the products of up to FOURS fours, in lanes of 32 bits.
+template <int FIT> struct ByteSum {
+    Ints sum;
+#if PAIR_SUMS
+    Words part;
+#endif
+    // `start` is in every lane: a sum starts with what compensates for numbers that count from 0.
+    inline __attribute__((always_inline)) void begin(int32_t start) { sum = Ints{} + start; }
+
+    // Adds four `q` of `count`.
+    inline __attribute__((always_inline)) void add(int q, int count, Words codes, Ints x) {
+#if BYTE_DOTS && VECTOR == 64
+        sum = (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)x);
+#elif BYTE_DOTS
+        sum = (Ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, (__m256i)x);
+#elif SIGNED_BYTE_DOTS
+        sum = (Ints)vdotq_s32((int32x4_t)sum, (int8x16_t)codes, (int8x16_t)x);
+#elif PAIR_SUMS
+        if constexpr (FIT == 0) {
+            const Words nibble = Words{} + uint16_t(0x0f0f);
+            sum += widened(pairs(codes & nibble, x), 1) + widened(pairs((codes >> 4) & nibble, x), 16);
+        } else {
+            part = q % FIT ? part + pairs(codes, x) : pairs(codes, x);
+            if (q % FIT == FIT - 1 || q == count - 1) sum += widened(part, 1);
+        }
+#else
+        uint8_t a[VECTOR];
+        int8_t b[VECTOR];
+        memcpy(a, &codes, sizeof a);
+        memcpy(b, &x, sizeof b);
+        for (int i = 0; i < VECTOR; i++) sum[i / 4] += a[i] * b[i];
+#endif
+    }
+
+private:
+#if PAIR_SUMS
+    static Words pairs(Words codes, Ints x) {
+#if VECTOR == 64
+        return (Words)_mm512_maddubs_epi16((__m512i)codes, (__m512i)x);
+#else
+        return (Words)_mm256_maddubs_epi16((__m256i)codes, (__m256i)x);
+#endif
+    }
+    static Ints widened(Words words, int16_t weight) {
+#if VECTOR == 64
+        return (Ints)_mm512_madd_epi16((__m512i)words, _mm512_set1_epi16(weight));
+#else
+        return (Ints)_mm256_madd_epi16((__m256i)words, _mm256_set1_epi16(weight));
+#endif
+    }
+#endif
+};
+
+// The codes of four q of a block for the rows of vector `part`: numbers from 0, or signed where dot products are.
+template <int B> inline __attribute__((always_inline)) Words byte_codes(const uint8_t* block, int q, int part) {
+    const Words codes = four_numbers<B, Words>(block, q, part);
+#if SIGNED_BYTE_DOTS
+    return (Words)((int8x16_t)codes - int8_t(ZERO<B>));
+#else
+    return codes;
+#endif
+}
+
+// How the sum of a segment is added to its span, and a span to a row.
+inline Floats add_byte_segment(Ints sum, Floats unit, Floats span) { return fused(__builtin_convertvector(sum, Floats), unit, span); }
+inline Floats add_byte_span(Floats span, Floats scale, Floats total) { return fused(span, scale, total); }
+
+}  // namespace

@@ -1,0 +1,76 @@
+"""Chooses the bits of the integers to which CPU kernels round bf16 activations: 16, or 8 where that costs little.
+
+8 bits take half the arithmetic. What they cost is measured by `quantize` and read from the model's card; without torch.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from mycli.runtime.errors import Declined
+from mycli.runtime.quantization.scheme import ActivationBits, Packing
+from mycli.runtime.utils.json_fields import Fields
+
+Activations = Literal["auto", "8", "16"]
+# "auto" uses 8 bits next to weights of at most this width, whose own error hides that of the activations: next to 8-bit
+# weights it would be the larger one.
+WIDEST = 6
+MAX_ADDED = 0.03  # of the KL divergence, for "auto"
+
+
+@dataclass(frozen=True)
+class ActivationKl:
+    """Mean KL from the original model in bf16, with activations of 16 and of 8 bits."""
+
+    sixteen: float
+    eight: float
+
+    @property
+    def record(self) -> dict[str, float]:
+        """The entry of the model's card, which `read_activation_kl` reads."""
+        return {"16": self.sixteen, "8": self.eight}
+
+    @property
+    def added(self) -> float:
+        """The share of the divergence that 8 bits add."""
+        return (self.eight - self.sixteen) / self.sixteen if self.sixteen > 0 else 0.0
+
+
+def read_activation_kl(record: Fields | None) -> ActivationKl | None:
+    """Return what mycli.json says about both; None if it was not measured. Raises ModelError for invalid values."""
+    if record is None or not record.has("card") or not record.object("card").has("activations"):
+        return None
+    measured = record.object("card").object("activations")
+    return ActivationKl(measured.number("16", low=-1e-3), measured.number("8", low=-1e-3))
+
+
+@dataclass(frozen=True)
+class ActivationChoice:
+    """The bits of activations, the widest weights they are used for, and the reason."""
+
+    bits: ActivationBits
+    widest: int
+    reason: Declined
+
+    def packings(self, packings: Mapping[str, Packing]) -> Mapping[str, Packing]:
+        """Return `packings` with the bits of activations that each weight is multiplied by."""
+        if self.bits == 16:
+            return packings
+        return {
+            name: replace(packing, activations=self.bits) if packing.bits <= self.widest else packing
+            for name, packing in packings.items()
+        }
+
+
+def choose_activations(requested: Activations, measured: ActivationKl | None, *, tiles: bool) -> ActivationChoice:
+    """Return the choice for bf16 activations on a CPU; `tiles`: it multiplies integers in AMX tiles."""
+    if requested != "auto":
+        return ActivationChoice(8 if requested == "8" else 16, 8, Declined("activations-requested"))
+    if measured is None:
+        return ActivationChoice(16, WIDEST, Declined("activations-not-measured"))
+    reason = Declined("activations-add", {"added": measured.added, "most": MAX_ADDED})
+    if measured.added >= MAX_ADDED:
+        return ActivationChoice(16, WIDEST, reason)
+    if tiles:  # a tile holds 64 inputs: segments of 32 would leave half of it empty
+        return ActivationChoice(16, WIDEST, Declined("activations-in-tiles"))
+    return ActivationChoice(8, WIDEST, reason)
