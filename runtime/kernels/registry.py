@@ -28,6 +28,7 @@ from mycli.runtime.kernels.cpu.elementwise import (
     native_weigh_rows,
 )
 from mycli.runtime.kernels.cpu.experts import native_route, native_routed_product, native_weighted_sum
+from mycli.runtime.kernels.cpu.latent import attend_latent, native_head_product
 from mycli.runtime.kernels.cpu.matmul import CpuKernel, CpuMatmul, TorchInt4Kernel, dense_product
 from mycli.runtime.kernels.cpu.recurrent import native_convolve, native_delta_rule, native_gated_norm
 from mycli.runtime.kernels.cpu.table import TableKernel
@@ -103,6 +104,11 @@ ATTENTION = Operation("attention", (attend_cached, reference.attend_dense))
 PAGED_ATTENTION: Operation[[Tensor, Stored, Stored, Ragged, Scoring], Tensor] = Operation(
     "attention over blocks", (attend_paged, reference.attend_gathered)
 )
+LATENT_ATTENTION: Operation[[Tensor, Tensor, Stored, Stored, Ragged, float], Tensor] = Operation(
+    "latent attention over blocks", (attend_latent, reference.attend_latent)
+)
+HEAD_PRODUCT: Operation[[Tensor, Tensor], Tensor]
+HEAD_PRODUCT = Operation("product by heads", (_fp32_inference(native_head_product), reference.head_product))
 VECTOR_PACKING: Operation[[Tensor], Tensor] = Operation("packing of vectors", (native_pack_int4, pack_int4))
 CONVOLUTION: Operation[[Tensor, Tensor, Tensor | None, Tensor, Runs, bool], Tensor]
 CONVOLUTION = Operation("short convolution", (native_convolve, recurrent.convolve))

@@ -116,6 +116,8 @@ class Native:
     matmul: Callable[..., int]
     dense: Callable[..., int]
     attend: Callable[..., int]
+    attend_latent: Callable[..., int]
+    head_product: Callable[..., int]
     pack_int4: Callable[..., int]
     softmax_draw: Callable[..., int]
     best: Callable[..., int | None]
@@ -159,6 +161,8 @@ def load_library(path: Path, compiled: Declined | None = None) -> Native:
         matmul=function("packed_matmul", c_int, weight, c_void_p, c_int32, c_int64, c_void_p, c_int),
         dense=function("dense_matmul", c_int, c_int32, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int),
         attend=function("attend", c_int, ctypes.POINTER(CAttention), c_int),
+        attend_latent=function("attend_latent", c_int, c_void_p, c_int),
+        head_product=function("head_product", c_int, c_void_p, c_int),
         pack_int4=function("pack_int4", c_int, c_void_p, c_int32, c_int64, c_int64, c_void_p, c_int),
         best=function("best", None, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int),
         softmax_draw=function("draw", c_int64, c_void_p, c_int64, c_double, c_void_p),

@@ -18,6 +18,7 @@
 #include "draw.h"
 #include "layer.h"
 #include "products/few_rows.h"
+#include "products/heads.h"
 #include "products/packed_repack.h"
 #include "recurrent.h"
 #include "steps.h"
@@ -195,6 +196,9 @@ EXPORT int dense_matmul(int32_t type, const void* w, int64_t outputs, int64_t in
     return dense_any({static_cast<const uint16_t*>(w), static_cast<const uint16_t*>(x), outputs, inputs, rows, static_cast<uint16_t*>(y)},
                      threads) ? 0 : 1;
 }
+
+// Returns 0, or 1 without memory.
+EXPORT int head_product(const HeadProduct* h, int threads) { return multiply_heads(*h, threads) ? 0 : 1; }
 
 // multiply_routed, choose_experts with sort_pairs, and sum_token of experts.h, for all tokens. Return 0, or 1 without memory.
 EXPORT int experts_matmul(const Routed* r, int threads) { return multiply_routed(*r, threads) ? 0 : 1; }
