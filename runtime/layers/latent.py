@@ -63,6 +63,11 @@ class LatentAttention(LayerPart):
         self.kv_b.replace(self.absorbed)
 
     @property
+    def kv_layer(self) -> int:
+        """Index of the layer whose latents this layer reads: its own."""
+        return self.layer
+
+    @property
     def absorbed(self) -> AbsorbedWeight:
         matmul = self.kv_b.matmul
         if isinstance(matmul, AbsorbedWeight):

@@ -14,6 +14,7 @@ from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.attention import FOREVER
 from mycli.runtime.kernels.cpu.elementwise import GATE_TYPES
 from mycli.runtime.kernels.cpu.experts import DENSE_WEIGHTS, PACKED_WEIGHTS, TABLE_WEIGHTS, c_choice
+from mycli.runtime.kernels.cpu.latent import decline_latent
 from mycli.runtime.kernels.cpu.layer import (
     MAX_PRODUCTS,
     CAttentionPart,
@@ -23,6 +24,7 @@ from mycli.runtime.kernels.cpu.layer import (
     CExpertsPart,
     CFeedForward,
     CHead,
+    CLatentPart,
     CLinear,
     CMlpPart,
     CNormParams,
@@ -41,6 +43,7 @@ from mycli.runtime.kernels.cpu.table import TableMatmul
 from mycli.runtime.kernels.reference import DenseMatmul
 from mycli.runtime.layers.block import Attention, Parallel, PerLayer, Recurrent
 from mycli.runtime.layers.feed_forward import Experts, Mlp
+from mycli.runtime.layers.latent import LatentAttention
 from mycli.runtime.layers.layer_part import LayerPart
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.norm import RMSNorm
@@ -85,6 +88,8 @@ def _part(part: LayerPart | Parallel) -> CPart:
     match part:
         case Attention():
             return _attention(part)
+        case LatentAttention():
+            return _latent(part)
         case Mlp():
             return CMlpPart(_gain(part.norm), _feed(part.spec, part), _sum(part))
         case Experts():
@@ -132,6 +137,34 @@ def _attention(part: Attention) -> CAttentionPart:
         makes_keys=spec.kv_source is None,
         makes_values=spec.has_v_proj,
         gated=spec.gated,
+    )
+
+
+def _latent(part: LatentAttention) -> CLatentPart:
+    spec, weight = part.spec, part.absorbed
+    _require(decline_latent(spec.rank, spec.rope_dim))
+    for tensor in (weight.keys, weight.values):
+        if tensor.dtype != torch.bfloat16 or tensor.shape[2] % 32:
+            raise _NotNativeError(Declined("dense-weight", {"dtype": str(tensor.dtype), "inputs": tensor.shape[2]}))
+    if spec.rope is not None:
+        _vectors(spec.rope_dim // 2, "half of the rotary dimensions")
+    _vectors(spec.heads * spec.head_dim, "the width of all queries")
+    return CLatentPart(
+        *(_gain(norm) for norm in (part.norm, part.q_norm, part.kv_norm)),
+        _linear(part.inputs),
+        CLinear() if part.q_b is None else _linear(part.q_b),
+        _linear(part.o),
+        _sum(part),
+        pointer(weight.keys),
+        pointer(weight.values),
+        heads=spec.heads,
+        rank=spec.rank,
+        nope=spec.nope_dim,
+        rope=spec.rope_dim,
+        value=spec.value_dim,
+        rotates=spec.rope is not None,
+        interleaved=spec.rope is not None and spec.rope.interleaved,
+        scale=spec.scale,
     )
 
 

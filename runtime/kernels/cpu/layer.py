@@ -149,6 +149,17 @@ class CConvolutionPart(ctypes.Structure):
     ]
 
 
+class CLatentPart(ctypes.Structure):
+    _fields_ = [
+        *((name, CNormParams) for name in ("norm", "q_norm", "kv_norm")),
+        *((name, CLinear) for name in ("inputs", "q_b", "o")),
+        ("residual", CResidualAdd),
+        *((name, c_void_p) for name in ("keys", "values")),
+        *((name, c_int64) for name in ("heads", "rank", "nope", "rope", "value", "rotates", "interleaved")),
+        ("scale", c_float),
+    ]
+
+
 class CRotation(ctypes.Structure):
     _fields_ = [("cos", c_void_p), ("sin", c_void_p), ("scale", c_void_p)]
 
@@ -190,7 +201,16 @@ class CLoop(ctypes.Structure):
     ]
 
 
-CPart = CAttentionPart | CMlpPart | CExpertsPart | CParallelPart | CPerLayerPart | CDeltaPart | CConvolutionPart
+CPart = (
+    CAttentionPart
+    | CMlpPart
+    | CExpertsPart
+    | CParallelPart
+    | CPerLayerPart
+    | CDeltaPart
+    | CConvolutionPart
+    | CLatentPart
+)
 _KINDS: dict[type[CPart], int] = {part: kind for kind, part in enumerate(get_args(CPart))}  # `StepKind` of chain.h
 
 
