@@ -18,7 +18,6 @@ REFUSED: dict[str, str] = {
     "falcon_mamba": _MAMBA,
     "gemma3n": "its AltUp residual streams and Laurel blocks are not implemented",
     "glm_moe_dsa": _INDEXER,
-    "granitemoehybrid": _MAMBA,
     "jamba": _MAMBA,
     "llama4": "its chunked attention is not implemented",
     "longcat_flash": "its layers of two attentions with a shortcut mixture of experts are not implemented",

@@ -26,6 +26,7 @@ from mycli.runtime.kernels.cpu.layer import (
     CHead,
     CLatentPart,
     CLinear,
+    CMambaPart,
     CMlpPart,
     CNormParams,
     CParallelPart,
@@ -38,7 +39,7 @@ from mycli.runtime.kernels.cpu.layer import (
 )
 from mycli.runtime.kernels.cpu.library.build import LANES, ROW_TYPES
 from mycli.runtime.kernels.cpu.matmul import CpuMatmul
-from mycli.runtime.kernels.cpu.recurrent import decline_convolution, decline_delta
+from mycli.runtime.kernels.cpu.recurrent import decline_convolution, decline_delta, decline_scan
 from mycli.runtime.kernels.cpu.table import TableMatmul
 from mycli.runtime.kernels.reference import DenseMatmul
 from mycli.runtime.layers.block import Attention, Parallel, PerLayer, Recurrent
@@ -47,7 +48,7 @@ from mycli.runtime.layers.latent import LatentAttention
 from mycli.runtime.layers.layer_part import LayerPart
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.norm import RMSNorm
-from mycli.runtime.layers.recurrent import Convolution, DeltaNet, ShortConv
+from mycli.runtime.layers.recurrent import Convolution, DeltaNet, Mamba, ShortConv
 from mycli.runtime.layers.streamed_experts import StreamedExperts
 from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.models.layer_spec import PerLayerSpec
@@ -105,6 +106,8 @@ def _part(part: LayerPart | Parallel) -> CPart:
             return CPerLayerPart(_gain(part.norm), *products, _sum(part), first, width, _gate_type(part.spec))
         case Recurrent(mixer=DeltaNet() as mixer):
             return _delta_net(part, mixer)
+        case Recurrent(mixer=Mamba() as mixer):
+            return _mamba(part, mixer)
         case Recurrent(mixer=ShortConv() as mixer):
             spec = mixer.spec.convolution
             products = _linear(mixer.projection), _linear(mixer.out)
@@ -200,6 +203,30 @@ def _delta_net(part: Recurrent, mixer: DeltaNet) -> CDeltaPart:
         key_dim=spec.key_dim,
         value_dim=spec.value_dim,
         by_key_head=spec.by_key_head,
+    )
+
+
+def _mamba(part: Recurrent, mixer: Mamba) -> CMambaPart:
+    spec, low_high = mixer.spec, mixer.sizes.limits
+    _require(decline_scan(mixer.sizes))
+    if mixer.norm.weight.dtype != torch.bfloat16:
+        raise _NotNativeError(Declined("gain-dtype", {"dtype": str(mixer.norm.weight.dtype)}))
+    _vectors(spec.inner // spec.norm_groups, "the width of a norm")
+    return CMambaPart(
+        _gain(part.norm),
+        _gain(mixer.norm),
+        *(_linear(linear) for linear in (mixer.projection, mixer.out)),
+        _sum(part),
+        *_convolution(mixer.convolution),
+        *(pointer(tensor) for tensor in (mixer.rate, mixer.dt_bias, mixer.skip)),
+        taps=spec.convolution.taps,
+        heads=spec.heads,
+        groups=spec.groups,
+        head_dim=spec.head_dim,
+        state_dim=spec.state_dim,
+        norm_groups=spec.norm_groups,
+        low=low_high[0],
+        high=low_high[1],
     )
 
 

@@ -131,6 +131,8 @@ class Native:
     convolve: Callable[..., int | None]
     delta: Callable[..., int | None]
     gated_norm: Callable[..., int | None]
+    scan: Callable[..., int | None]
+    group_norm: Callable[..., int | None]
     read: Callable[..., int]
     table_matmul: Callable[..., int | None]
     table_dequantize: Callable[..., int | None]
@@ -176,6 +178,8 @@ def load_library(path: Path, compiled: Declined | None = None) -> Native:
         convolve=function("convolve", None, c_void_p, c_void_p, c_int),
         delta=function("delta_rule", None, c_void_p, c_void_p, c_int),
         gated_norm=function("gated_norm", None, c_void_p, c_int32, c_int),
+        scan=function("state_scan", None, c_void_p, c_void_p, c_int),
+        group_norm=function("group_norm", None, c_void_p, c_int32, c_int),
         read=function("read_memory", c_int64, c_void_p, c_int64, c_int),
         table_matmul=function("table_matmul", None, table, c_void_p, c_int64, c_void_p, c_int),
         table_dequantize=function("table_dequantize", None, table, c_int64, c_int64, c_void_p, c_int32, c_int),

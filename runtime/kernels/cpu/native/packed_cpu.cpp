@@ -265,6 +265,12 @@ EXPORT void convolve(const Runs* r, const Convolution* c, int threads) {
 EXPORT void delta_rule(const Runs* r, const Delta* d, int threads) {
     r->type == F32 ? delta_rows<float>(*r, *d, threads) : delta_rows<uint16_t>(*r, *d, threads);
 }
+EXPORT void state_scan(const Runs* r, const Scan* s, int threads) {
+    r->type == F32 ? scan_rows<float>(*r, *s, threads) : scan_rows<uint16_t>(*r, *s, threads);
+}
+EXPORT void group_norm(const GroupNorm* n, int32_t type, int threads) {
+    type == F32 ? group_norm_rows<float>(*n, threads) : group_norm_rows<uint16_t>(*n, threads);
+}
 EXPORT void gated_norm(const GatedNorm* n, int32_t type, int threads) {
     type == F32 ? gated_norm_rows<float>(*n, threads) : gated_norm_rows<uint16_t>(*n, threads);
 }
