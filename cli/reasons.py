@@ -92,6 +92,8 @@ REASONS: Mapping[str, str] = {
     # recurrent layers
     "convolution-size": "supports channels that are a multiple of {multiple}, and 2 to {taps} taps",
     "delta-rule-size": "supports head dimensions that are a multiple of {multiple}, and keys of at most {key_dim}",
+    "scan-size": "supports dimensions that are a multiple of {multiple}, and states of at most {state_dim}",
+    "scan-operands": "supports only contiguous rows, and fp32 states of matching shapes",
     "convolution-operands": "supports only contiguous fp32 weights and states of matching shapes",
     "delta-rule-operands": "supports only contiguous rows, and fp32 states of matching shapes",
     "runs-without-own-slots": "supports only runs that cover all rows, each with a slot of its own",

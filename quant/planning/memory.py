@@ -14,7 +14,7 @@ from mycli.runtime.memory.layer import head_widths, hidden_width
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.models.layer_spec import LayerSpec
-from mycli.runtime.models.part_spec import LinearSpec
+from mycli.runtime.models.part_spec import AttentionSpec, LinearSpec
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.units import human_bytes
 
@@ -114,24 +114,29 @@ def observed_values(layer: LayerSpec, product: str) -> int:
     """Return the values per token while the inputs of a product are collected in two models."""
     hidden, inner = hidden_width(layer), _inner_width(layer)
     product = product.rpartition(".")[2]  # all tokens may go to one expert
-    if layer.recurrent is not None:
-        mixer, mixed = layer.recurrent.forward_values(), layer.recurrent.out.in_features
+    *_, last = layer.mixer.products().values()
+    mixed = last[0].in_features
+    if not isinstance(layer.mixer, AttentionSpec):
+        mixer = layer.mixer.forward_values()
     else:
         query, key = head_widths(layer)
-        mixer, mixed = query + 2 * key + 3 * query, hidden
+        mixer = query + 2 * key + 3 * query
     per_layer = 0 if layer.per_layer is None else layer.per_layer.gate.out_features
     # Values that the product's input is computed from, and the width of that input; it is squared and summed in fp32.
     sources = {"qkv": hidden, "o": mixer, "gate_up": mixer, "down": 4 * inner, "per_layer_gate": 4 * inner}
     sources |= {"recurrent_in": hidden, "recurrent_out": mixer}
+    sources |= {"latent_in": hidden, "latent_q": mixer, "latent_kv": mixer}
     width = {"down": inner, "per_layer_projection": per_layer, "recurrent_out": mixed}.get(product, hidden)
+    if layer.latent is not None and product == "o":
+        width = mixed
     return 2 * hidden + max(width + sources.get(product, 4 * per_layer), 5 * width)
 
 
 def trained_values(layer: LayerSpec) -> int:
     """Return the values per token of a forward and backward pass: saved activations and the widest gradients."""
     hidden = hidden_width(layer)
-    if layer.recurrent is not None:
-        return 12 * hidden + layer.recurrent.training_values() + 8 * _inner_width(layer)
+    if not isinstance(layer.mixer, AttentionSpec):
+        return 12 * hidden + layer.mixer.training_values() + 8 * _inner_width(layer)
     query, key = head_widths(layer)
     return 12 * hidden + 5 * query + 8 * key + 8 * _inner_width(layer)
 

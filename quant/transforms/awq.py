@@ -56,8 +56,11 @@ def fold(block: Block, product: str, scale: Tensor, stored: Callable[[str], torc
         norm = next(norm for norm in block.norms if norm.spec == source)
         scale, changed = _fold_norm(norm, scale, stored(norm.tensor))
     else:
-        rows = scale.view(source.groups, source.copies, source.width)[:, 0].flatten()
-        changed = _divide_rows(block.products[source.product], source.start, rows)
+        rows = scale.view(source.groups, source.copies, source.width)[:, 0]
+        stride, last = source.stride or source.width, source.groups - 1
+        spaced = torch.ones(last * stride + source.width, dtype=scale.dtype, device=scale.device)
+        spaced.as_strided(rows.shape, (stride, 1)).copy_(rows)
+        changed = _divide_rows(block.products[source.product], source.start, spaced)
     linear.replace(linear.weight() * scale)
     return {name: tensor.to(stored(name)) for name, tensor in changed.items()}
 
@@ -85,7 +88,7 @@ def _divide_rows(linear: Linear, start: int, scale: Tensor) -> dict[str, Tensor]
     changed, first = {}, 0
     for spec in linear.specs:
         after = first + spec.out_features
-        if first < end and start < after:
+        if spec.bias and first < end and start < after:
             changed[f"{spec.name}.bias"] = linear.bias[first:after]
         first = after
     return changed

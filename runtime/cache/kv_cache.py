@@ -68,6 +68,7 @@ class BlockSlice:
 class KVCache:
     """Keys and values [2, blocks, kv_heads, block_size, head_dim] per layer, and `states` of recurrent layers.
 
+    Latent attention stores two tensors [1, blocks, 1, block_size, size] in their place: latents, then rotated values.
     The last axis is bytes for `PACKED`; raises ModelError for head dimensions that cannot be packed. A block as long as
     the context for each sequence gives contiguous slots, which are read without a gather.
     """
@@ -86,19 +87,20 @@ class KVCache:
         self.states = StateStore(config, slots, device)
         data: list[Tensor] = []
         scales: list[Tensor] = []  # empty except for int8
-        for heads, head_dim in (config.kv_shape(layer) for layer in range(config.layers)):
-            shape = (2, blocks, heads, block_size, int4_bytes(head_dim) if dtype == PACKED else head_dim)
+        for vectors, heads, size in (shape for layer in range(config.layers) for shape in config.cache_shapes(layer)):
+            shape = (vectors, blocks, heads, block_size, int4_bytes(size) if dtype == PACKED else size)
             data.append(torch.zeros(shape, dtype=dtype, device=device))
             if dtype == torch.int8:
                 scales.append(torch.zeros(shape[:-1], dtype=torch.float32, device=device))
         self._data, self._scales = data, scales
         self.blocks, self.block_size = blocks, block_size
         # One view each of keys and values per layer, made once: making one takes as long as storing a token.
-        self._parts = [self._split(layer) for layer in range(len(data))]
-
-    def _split(self, layer: int) -> tuple[Stored, Stored]:
-        scales = self._scales[layer] if self._scales else (None, None)
-        return Stored(self._data[layer][0], scales[0]), Stored(self._data[layer][1], scales[1])
+        views = list[Stored]()
+        for index, tensor in enumerate(data):
+            views += (
+                Stored(tensor[vector], scales[index][vector] if scales else None) for vector in range(len(tensor))
+            )
+        self._parts = list(zip(views[::2], views[1::2], strict=True))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -173,7 +175,7 @@ class KVCache:
         """Write to `slices` what `read_bytes` returned for `count` positions, without the first `skip` positions."""
         at = 0
         for tensor in (*self._data, *self._scales):
-            shape = (2, tensor.shape[2], count, *tensor.shape[4:])
+            shape = (tensor.shape[0], tensor.shape[2], count, *tensor.shape[4:])
             size = math.prod(shape)
             if not size:  # a recurrent layer has no keys and values
                 continue

@@ -103,13 +103,13 @@ def _touch(cache: KVCache, runner: ModelRunner) -> None:
     for slot in range(cache.states.slots):
         cache.states.clear(slot)
     for layer in range(config.layers):
-        shape = min(TOUCHED, size), *config.kv_shape(layer)
-        zeros = torch.zeros(shape, dtype=runner.dtype, device=runner.device)
+        shapes = [(min(TOUCHED, size), heads, width) for _, heads, width in 2 * config.cache_shapes(layer)]
+        keys, values = (torch.zeros(shape, dtype=runner.dtype, device=runner.device) for shape in shapes[:2])
         for block in range(cache.blocks):
             for start in range(0, size, TOUCHED):
                 count = min(TOUCHED, size - start)
                 batch = Batch.of([Chunk([0] * count, start, (block,), 0)], size, runner.device)
-                cache.write(layer, batch, zeros[:count], zeros[:count])
+                cache.write(layer, batch, keys[:count], values[:count])
 
 
 def _run(runner: ModelRunner, cache: KVCache, context: int, tokens: int, sequences: int) -> None:

@@ -40,6 +40,8 @@ def _per_rank(config: ModelConfig, key: str, specs: tuple[LinearSpec, ...], rank
     inputs, outputs = specs[0].in_features, sum(spec.out_features for spec in specs)
     if key in BY_INPUTS:
         return inputs // ranks, outputs
+    if key == "latent_in":  # every rank computes the whole latent
+        return inputs, outputs
     if key == "qkv":  # whole heads, and at least one KV head
         return inputs, (config.heads // ranks + 2 * max(config.kv_heads // ranks, 1)) * config.head_dim
     return inputs, outputs // ranks

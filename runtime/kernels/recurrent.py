@@ -1,4 +1,4 @@
-"""Causal convolution, gated delta rule (arXiv 2412.06464) and gated norm in plain torch: the references.
+"""Causal convolution, gated delta rule (arXiv 2412.06464), state space scan (2405.21060), gated norms: the references.
 
 Results have gradients; states have none.
 """
@@ -37,6 +37,17 @@ class DeltaSizes:
     key_heads: int
     key_dim: int
     value_dim: int
+
+
+@dataclass(frozen=True)
+class ScanSizes:
+    """`heads` states [state_dim, head_dim]; heads / groups adjacent heads share B and C; `limits` of a step."""
+
+    heads: int
+    groups: int
+    head_dim: int
+    state_dim: int
+    limits: tuple[float, float]
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, runs: Runs, silu: bool) -> Tensor:
@@ -121,3 +132,57 @@ def gated_norm(x: Tensor, gain: Tensor, eps: float, gate: Tensor) -> Tensor:
     """RMSNorm of each head of x [rows, heads * size] with gain [size], times SiLU(gate), gate as x; in fp32."""
     normed = rms_norm(x.reshape(len(x), -1, gain.shape[0]).float(), gain.float(), eps).flatten(1)
     return (normed * functional.silu(gate.float())).to(x.dtype)
+
+
+def scan(
+    x: Tensor, steps: Tensor, rate: Tensor, dt_bias: Tensor, skip: Tensor, state: Tensor, runs: Runs, sizes: ScanSizes
+) -> Tensor:
+    """Apply Mamba-2's recurrence to x [rows, heads * head_dim + 2 * groups * state_dim]: [rows, heads * head_dim]."""
+    # x: x, B and C after the convolution; steps [rows, heads]: dt; rate fp32 [heads] = -exp(A), dt_bias and skip fp32
+    # [heads], as in `MambaSpec`. state fp32 [slots, heads, state_dim, head_dim] is updated.
+    parts = [
+        _scan_states(x[first:end].float(), steps[first:end].float(), rate, dt_bias, skip, state[slot], sizes)
+        for (first, end), slot in zip(pairwise(runs.starts), runs.slots, strict=True)
+        if first < end
+    ]
+    return torch.cat(parts).to(x.dtype)
+
+
+def _scan_states(
+    x: Tensor, steps: Tensor, rate: Tensor, dt_bias: Tensor, skip: Tensor, state: Tensor, sizes: ScanSizes
+) -> Tensor:
+    rows, inner, width = len(x), sizes.heads * sizes.head_dim, sizes.groups * sizes.state_dim
+    values = x[:, :inner].view(rows, sizes.heads, sizes.head_dim).transpose(0, 1)
+    key, query = (
+        part.reshape(rows, sizes.groups, sizes.state_dim)
+        .repeat_interleave(sizes.heads // sizes.groups, 1)
+        .transpose(0, 1)
+        for part in (x[:, inner : inner + width], x[:, inner + width :])
+    )
+    size = functional.softplus(steps + dt_bias).clamp(*sizes.limits).T  # [heads, rows]
+    written, decay = values * size.unsqueeze(-1), size * rate.unsqueeze(-1)
+    current, outputs = state.clone(), []
+    for first in range(0, rows, DELTA_CHUNK):
+        chunk = slice(first, first + DELTA_CHUNK)
+        output, current = _scan_chunk(current, *(part[:, chunk] for part in (query, key, written, decay)))
+        outputs.append(output)
+    state.copy_(current.detach())
+    return (torch.cat(outputs, dim=1) + values * skip[:, None, None]).transpose(0, 1).flatten(1)
+
+
+def _scan_chunk(state: Tensor, query: Tensor, key: Tensor, written: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the outputs of a chunk, operands being [heads, tokens, ...], and the state after it."""
+    total = decay.cumsum(-1)
+    later = torch.ones(query.shape[1], query.shape[1], dtype=torch.bool, device=query.device).triu(1)
+    between = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(later, -torch.inf).exp()
+    grown = total.exp().unsqueeze(-1)
+    read = (query * grown) @ state + (query @ key.transpose(-1, -2) * between) @ written
+    left = (total[:, -1:] - total).exp().unsqueeze(-1)
+    return read, state * grown[:, -1:] + (key * left).transpose(-1, -2) @ written
+
+
+def group_norm(x: Tensor, gain: Tensor, eps: float, gate: Tensor, groups: int) -> Tensor:
+    """RMSNorm of each of `groups` parts of x * SiLU(gate), both [rows, size], times gain [size]; in fp32."""
+    gated = (x.float() * functional.silu(gate.float())).view(len(x), groups, -1)
+    normed = gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + eps)
+    return (normed.flatten(1) * gain.float()).to(x.dtype)

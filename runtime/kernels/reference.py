@@ -293,3 +293,31 @@ def _attend_sequence(
 def _vectors(stored: Stored, block: Tensor, head: int, inside: Tensor, dtype: torch.dtype) -> Tensor:
     scales = None if stored.scales is None else stored.scales[block, head, inside]
     return Stored(stored.data[block, head, inside], scales).dense(dtype)
+
+
+def attend_latent(
+    query: Tensor, rotated_query: Tensor, latents: Stored, rotated: Stored, ragged: Ragged, scale: float
+) -> Tensor:
+    """Latent attention of a ragged batch: query [tokens, heads, rank] to the same shape; see `LatentAttentionSpec`."""
+    # rotated_query: [tokens, heads, rope_dim]; latents, rotated: [blocks, 1, block_size, ...]. Sums as in
+    # `attend_gathered`. One head at a time: its scores are [tokens, length].
+    exact = torch.promote_types(query.dtype, torch.float32)
+    starts, lengths, block_size = ragged.starts.tolist(), ragged.lengths.tolist(), latents.data.shape[2]
+    out = torch.empty_like(query)
+    for s, length in enumerate(lengths):
+        rows = slice(starts[s], starts[s + 1])
+        tokens = rows.stop - rows.start
+        position = torch.arange(length, device=query.device)
+        block, inside = ragged.block_table[s].long()[position // block_size], position % block_size
+        value, key = (_vectors(stored, block, 0, inside, exact) for stored in (latents, rotated))
+        hidden = position > position[length - tokens :].unsqueeze(1)
+        for head in range(query.shape[1]):
+            scores = query[rows, head].to(exact) @ value.T + rotated_query[rows, head].to(exact) @ key.T
+            weights = (scores * scale).masked_fill(hidden, float("-inf")).softmax(-1)
+            out[rows, head] = (weights @ value).to(query.dtype)
+    return out
+
+
+def head_product(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiply each head of x [tokens, heads, inputs] by its weight [outputs, inputs]: [tokens, heads, outputs]."""
+    return torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)

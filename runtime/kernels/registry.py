@@ -29,11 +29,18 @@ from mycli.runtime.kernels.cpu.elementwise import (
     native_weigh_rows,
 )
 from mycli.runtime.kernels.cpu.experts import native_route, native_routed_product, native_weighted_sum
+from mycli.runtime.kernels.cpu.latent import attend_latent, native_head_product
 from mycli.runtime.kernels.cpu.matmul import CpuKernel, CpuMatmul, TorchInt4Kernel, dense_product
-from mycli.runtime.kernels.cpu.recurrent import native_convolve, native_delta_rule, native_gated_norm
+from mycli.runtime.kernels.cpu.recurrent import (
+    native_convolve,
+    native_delta_rule,
+    native_gated_norm,
+    native_group_norm,
+    native_scan,
+)
 from mycli.runtime.kernels.cpu.table import TableKernel
 from mycli.runtime.kernels.paged import Ragged, Scoring
-from mycli.runtime.kernels.recurrent import DeltaSizes, Runs
+from mycli.runtime.kernels.recurrent import DeltaSizes, Runs, ScanSizes
 from mycli.runtime.kernels.routed import Route
 from mycli.runtime.models.experts_spec import RoutingSpec
 from mycli.runtime.quantization.packed_weight import Kernel, Matmul, PackedWeight
@@ -112,6 +119,11 @@ PAGED_ATTENTION: Operation[[Tensor, Stored, Stored, Ragged, Scoring], Tensor] = 
     "attention over blocks",
     (attend_paged, _triton("paged_attention", "triton_attend_paged"), reference.attend_gathered),
 )
+LATENT_ATTENTION: Operation[[Tensor, Tensor, Stored, Stored, Ragged, float], Tensor] = Operation(
+    "latent attention over blocks", (attend_latent, reference.attend_latent)
+)
+HEAD_PRODUCT: Operation[[Tensor, Tensor], Tensor]
+HEAD_PRODUCT = Operation("product by heads", (_fp32_inference(native_head_product), reference.head_product))
 VECTOR_PACKING: Operation[[Tensor], Tensor] = Operation("packing of vectors", (native_pack_int4, pack_int4))
 CONVOLUTION: Operation[[Tensor, Tensor, Tensor | None, Tensor, Runs, bool], Tensor]
 CONVOLUTION = Operation("short convolution", (native_convolve, recurrent.convolve))
@@ -119,6 +131,10 @@ DELTA_RULE: Operation[[Tensor, Tensor, Tensor, Tensor, Tensor, Runs, DeltaSizes]
 DELTA_RULE = Operation("gated delta rule", (native_delta_rule, recurrent.delta_rule))
 GATED_NORM: Operation[[Tensor, Tensor, float, Tensor], Tensor]
 GATED_NORM = Operation("gated norm", (native_gated_norm, recurrent.gated_norm))
+SCAN: Operation[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Runs, ScanSizes], Tensor]
+SCAN = Operation("state space scan", (native_scan, recurrent.scan))
+GROUP_NORM: Operation[[Tensor, Tensor, float, Tensor, int], Tensor]
+GROUP_NORM = Operation("gated norm of groups", (native_group_norm, recurrent.group_norm))
 
 # MoE layers: choice of experts, their products, the weighted sum of their outputs, the gate of a shared expert.
 ROUTING: Operation[[Tensor, RoutingSpec, Tensor | None], Route]

@@ -73,6 +73,6 @@ def mask_groups(values: Tensor, choice: RoutingSpec) -> Tensor:
     if choice.groups == 1:
         return values
     grouped = values.view(len(values), choice.groups, -1)
-    best = grouped.topk(2).values.sum(-1).topk(choice.top_groups).indices
+    best = grouped.topk(choice.group_best).values.sum(-1).topk(choice.top_groups).indices
     selected = torch.zeros(grouped.shape[:2], dtype=torch.bool, device=values.device).scatter(1, best, True)
     return grouped.masked_fill(~selected.unsqueeze(2), -torch.inf).view_as(values)

@@ -13,7 +13,8 @@ from torch import Tensor
 from mycli.runtime.cache.batch import Batch, Chunk
 from mycli.runtime.cache.kv_cache import PACKED, KVCache, Stored
 from mycli.runtime.kernels.paged import Ragged, Scoring
-from mycli.runtime.kernels.registry import ATTENTION, PAGED_ATTENTION, VECTOR_PACKING
+from mycli.runtime.kernels.registry import ATTENTION, LATENT_ATTENTION, PAGED_ATTENTION, VECTOR_PACKING
+from mycli.runtime.models.latent_spec import LatentAttentionSpec
 from mycli.runtime.models.part_spec import AttentionSpec
 
 
@@ -45,6 +46,14 @@ class AttentionContext(Protocol):
         """
         ...
 
+    def attend_latent(self, layer: int, spec: LatentAttentionSpec, query: KeyValue, new: KeyValue) -> Tensor:
+        """Attend in latent space: [tokens, heads, rank].
+
+        query: [tokens, heads, rank] and rotated [tokens, heads, rope_dim]; new: latents [tokens, rank] and rotated
+        values [tokens, rope_dim] of this layer.
+        """
+        ...
+
 
 class PromptAttention:
     """Attention within whole prompts of equal length; keys and values are rounded as a cache of `dtype` rounds them."""
@@ -72,6 +81,26 @@ class PromptAttention:
         if spec.kv_shared:
             self._shared[layer] = stored
         return ATTENTION(query, *stored, self._masks[shape], spec.window, spec.scale, spec.softcap, sinks)
+
+    def attend_latent(self, layer: int, spec: LatentAttentionSpec, query: KeyValue, new: KeyValue) -> Tensor:
+        raise NotImplementedError("whole prompts expand keys and values")
+
+    def cached(self, x: Tensor) -> Tensor:
+        """Return latents or rotated values x [sequences, tokens, size] as a cache of `dtype` rounds them."""
+        return x if self._dtype is None else self._stored(x).dense(x.dtype)
+
+    def attend_expanded(self, spec: LatentAttentionSpec, query: Tensor, expanded: Tensor, rotated: Tensor) -> Tensor:
+        """Attend with query [sequences, tokens, heads, head_dim]: [sequences, tokens, heads * value_dim].
+
+        expanded: kv_b(latent), [sequences, tokens, heads * (nope_dim + value_dim)]; rotated: [sequences, tokens,
+        rope_dim], which all heads share.
+        """
+        heads = expanded.view(*query.shape[:3], spec.nope_dim + spec.value_dim)
+        shared = rotated.unsqueeze(2).expand(*query.shape[:3], spec.rope_dim)
+        key = Stored(torch.cat((heads[..., : spec.nope_dim], shared), dim=-1).transpose(1, 2))
+        value = Stored(heads[..., spec.nope_dim :].transpose(1, 2))
+        mask = attention_mask(0, query.shape[1], None, query.device)
+        return ATTENTION(query, key, value, mask, None, spec.scale, None, None)
 
     def _stored(self, values: Tensor) -> Stored:
         if self._dtype is None:
@@ -112,6 +141,15 @@ class PagedAttention:
             for chunk, first in zip(batch.chunks, batch.first_rows, strict=False)
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def attend_latent(self, layer: int, spec: LatentAttentionSpec, query: KeyValue, new: KeyValue) -> Tensor:
+        latent, rotated = (part.unsqueeze(1) for part in new)
+        if self._cache.dtype == PACKED:
+            latent, rotated = VECTOR_PACKING(latent), VECTOR_PACKING(rotated)
+        batch = self._batch
+        self._cache.write(layer, batch, latent, rotated)
+        ragged = self._ragged or Ragged(batch.starts, batch.lengths, batch.block_table)
+        return LATENT_ATTENTION(*query, *self._cache.all(layer), ragged, spec.scale)
 
     def _attend_one(self, layer: int, query: Tensor, chunk: Chunk, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
         key = id(chunk), spec.window  # the batch keeps its chunks alive

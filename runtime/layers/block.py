@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.kernels.registry import ACTIVATION, ROW_WEIGHTS
 from mycli.runtime.layers.feed_forward import Experts, Mlp
+from mycli.runtime.layers.latent import LatentAttention
 from mycli.runtime.layers.layer_part import LayerPart, PassContext, Steps, complete
 from mycli.runtime.layers.linear import Linear, load_linears
 from mycli.runtime.layers.norm import RMSNorm, make_norm, normed
@@ -152,11 +153,13 @@ class Block(nn.Module):
         """streamed: number of experts kept in memory, and the counts of reading the others; None keeps all."""
         super().__init__()
         self.spec = spec
-        self.mixer: Attention | Recurrent
-        if spec.recurrent is None:
-            self.mixer = Attention(spec.attention, spec.index)
-        else:
+        self.mixer: Attention | LatentAttention | Recurrent
+        if spec.recurrent is not None:
             self.mixer = Recurrent(spec.recurrent, spec.index)
+        elif spec.latent is not None:
+            self.mixer = LatentAttention(spec.latent, spec.index)
+        else:
+            self.mixer = Attention(spec.attention, spec.index)
         self.mlp: Mlp | Experts
         if isinstance(spec.mlp, MlpSpec):
             self.mlp = Mlp(spec.mlp)
@@ -196,9 +199,11 @@ class Block(nn.Module):
             parts[-1].scalar = checkpoint.read(self.spec.layer_scalar).to(device, dtype)
 
     def freeze(self) -> None:
-        """Prepare the weights of experts, which do not change from now on."""
+        """Prepare the weights of experts and of latent attention, which do not change from now on."""
         if isinstance(self.mlp, Experts):
             self.mlp.freeze()
+        if isinstance(self.mixer, LatentAttention):
+            self.mixer.freeze()
 
     def forward(self, x: Tensor, context: PassContext) -> Tensor:
         for part in self.parts:

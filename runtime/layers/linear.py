@@ -53,6 +53,10 @@ def _read_dense(
     return out.to(device, dtype)
 
 
+def _read_bias(checkpoint: Checkpoint, spec: LinearSpec) -> Tensor:
+    return checkpoint.read(f"{spec.name}.bias") if spec.bias else torch.zeros(spec.out_features)
+
+
 class Linear(nn.Module):
     """Linears that share an input: x [..., in_features] to the outputs of `specs`, concatenated.
 
@@ -93,8 +97,8 @@ class Linear(nn.Module):
                 matmuls.append(dense_matmul(_read_dense(checkpoint, linears, device, dtype, old)))
                 continue
             matmuls.append(prepare_product(formats.read_weight(checkpoint, linears, packing, device), dtype, old))
-        if self.specs[0].bias:
-            self.bias = torch.cat([checkpoint.read(f"{spec.name}.bias") for spec in self.specs]).to(device, dtype)
+        if any(spec.bias for spec in self.specs):
+            self.bias = torch.cat([_read_bias(checkpoint, spec) for spec in self.specs]).to(device, dtype)
         self.matmuls = tuple(matmuls)
 
     def weight(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""Token mixers with a recurrent state: Gated DeltaNet (arXiv 2412.06464) and gated short convolutions.
+"""Token mixers with a recurrent state: Gated DeltaNet (arXiv 2412.06464), Mamba-2 (2405.21060), short convolutions.
 
 The states of a pass are in the slots of a `StateStore` (`BatchStates`), or start at zero for whole prompts
 (`PromptStates`).
@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from mycli.runtime.cache.batch import Batch, Chunk
 from mycli.runtime.cache.state_store import StateStore
 from mycli.runtime.checkpoint.reader import Checkpoint
-from mycli.runtime.kernels.recurrent import DeltaSizes, Runs
-from mycli.runtime.kernels.registry import CONVOLUTION, DELTA_RULE, GATED_NORM
+from mycli.runtime.kernels.recurrent import DeltaSizes, Runs, ScanSizes
+from mycli.runtime.kernels.registry import CONVOLUTION, DELTA_RULE, GATED_NORM, GROUP_NORM, SCAN
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.norm import RMSNorm
-from mycli.runtime.models.recurrent_spec import ConvolutionSpec, DeltaNetSpec, RecurrentSpec, ShortConvSpec
+from mycli.runtime.models.recurrent_spec import ConvolutionSpec, DeltaNetSpec, MambaSpec, RecurrentSpec, ShortConvSpec
 
 Rows = tuple[Tensor, ...]  # [rows, ...] each
 Advance = Callable[[Rows, tuple[Tensor, ...], Runs], Tensor]  # rows and states to [rows, width]; updates the states
@@ -195,6 +195,52 @@ class ShortConv(nn.Module):
         return CONVOLUTION(rows[0], self.convolution.weight, self.convolution.bias, states[0], runs, False)
 
 
-def make_mixer(spec: RecurrentSpec, layer: int) -> DeltaNet | ShortConv:
+class Mamba(nn.Module):
+    """Mamba-2 between the products `projection` and `out`; see `MambaSpec`."""
+
+    def __init__(self, spec: MambaSpec, layer: int) -> None:
+        super().__init__()
+        self.spec, self._layer = spec, layer
+        self.sizes = ScanSizes(spec.heads, spec.groups, spec.head_dim, spec.state_dim, spec.step_limits)
+        self.widths = spec.convolution.channels, spec.heads
+        self.projection = Linear((spec.projection,))
+        self.convolution = Convolution(spec.convolution)
+        self.norm = RMSNorm(spec.gated_norm)
+        self.out = Linear((spec.out,))
+        self.norms = (self.norm,)
+        self.unquantized: tuple[Linear, ...] = ()
+        self.rate, self.dt_bias, self.skip = (torch.empty(spec.heads, device="meta") for _ in range(3))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors that are neither linears nor norms."""
+        return self.convolution.nbytes + self.rate.nbytes + self.dt_bias.nbytes + self.skip.nbytes
+
+    def load(self, checkpoint: Checkpoint, device: torch.device) -> None:
+        self.convolution.load(checkpoint, device)
+        names = (self.spec.decay, self.spec.dt_bias, self.spec.skip)
+        decay, self.dt_bias, self.skip = (checkpoint.read(name).to(device, torch.float32) for name in names)
+        self.rate = -decay.exp()
+
+    def forward(self, x: Tensor, projected: Tensor, states: RecurrentStates) -> Tensor:
+        spec = self.spec
+        gate, mixed, steps = torch.split(projected, [spec.inner, spec.convolution.channels, spec.heads], dim=-1)
+        scanned = states.advance(self._layer, spec, (mixed, steps), self.advance)
+        rows = scanned.flatten(0, 1), self.norm.weight, self.norm.eps, gate.flatten(0, 1)
+        return GROUP_NORM(*rows, spec.norm_groups).view_as(scanned)
+
+    def advance(self, rows: Rows, states: tuple[Tensor, ...], runs: Runs) -> Tensor:
+        """Advance the states by rows of (convolution input, steps); an `Advance`."""
+        (mixed, steps), (inputs, matrices) = rows, states
+        x = CONVOLUTION(mixed, self.convolution.weight, self.convolution.bias, inputs, runs, True)
+        return SCAN(x, steps, self.rate, self.dt_bias, self.skip, matrices, runs, self.sizes)
+
+
+Mixer = DeltaNet | Mamba | ShortConv
+
+
+def make_mixer(spec: RecurrentSpec, layer: int) -> Mixer:
     """Return the mixer of `spec`, which takes no memory until it is loaded."""
-    return DeltaNet(spec, layer) if isinstance(spec, DeltaNetSpec) else ShortConv(spec, layer)
+    if isinstance(spec, DeltaNetSpec):
+        return DeltaNet(spec, layer)
+    return Mamba(spec, layer) if isinstance(spec, MambaSpec) else ShortConv(spec, layer)

@@ -18,7 +18,7 @@ from mycli.runtime.layers.block import Block
 from mycli.runtime.layers.layer_part import PassContext
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.norm import RMSNorm
-from mycli.runtime.layers.recurrent import BatchStates, DeltaNet, ShortConv, clear_new_states
+from mycli.runtime.layers.recurrent import BatchStates, Mixer, clear_new_states
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.streamed_experts import ExpertReads
 from mycli.runtime.layers.vocabulary import embed_tokens, finish_logits
@@ -110,7 +110,7 @@ class Transformer(nn.Module):
         """Bytes of all weights in memory; a tied embedding counts once."""
         total = sum(module.nbytes for module in self.modules() if isinstance(module, Linear))
         total += sum(module.weight.nbytes for module in self.modules() if isinstance(module, RMSNorm))
-        total += sum(module.nbytes for module in self.modules() if isinstance(module, DeltaNet | ShortConv))
+        total += sum(module.nbytes for module in self.modules() if isinstance(module, Mixer))
         total += 0 if self.per_layer is None else self.per_layer.nbytes
         return total + (0 if self.config.tie_embeddings else self.embedding.nbytes)
 

@@ -16,9 +16,10 @@ def bytes_per_step(plan: MemoryPlan, depth: int) -> int:
     for spec in plan.config.layer_specs:
         if spec.recurrent is not None:
             continue
-        attention = spec.attention
-        read = spec.index if attention.kv_source is None else attention.kv_source
-        cached += min(depth, attention.window or depth) * plan.token_bytes(read)
+        window = source = None
+        if spec.latent is None:
+            window, source = spec.attention.window, spec.attention.kv_source
+        cached += min(depth, window or depth) * plan.token_bytes(spec.index if source is None else source)
     linears = plan.config.per_layer_linears()
     # Of the per-layer table one row per sequence is read; the projections whole.
     per_layer = sum(

@@ -129,8 +129,9 @@ def dense_cache_bytes(plan: MemoryPlan) -> int:
     read_in_place = plan.kv == "auto" or (plan.kv == "bf16" and plan.value_bytes == 2)
     if read_in_place and plan.batch == 1:
         return 0
-    largest = max(heads * head_dim for heads, head_dim in map(plan.config.kv_shape, range(plan.config.layers)))
-    return 2 * largest * cache_positions(plan.context) * plan.value_bytes
+    shapes = map(plan.config.cache_shapes, range(plan.config.layers))
+    largest = max(sum(prod(shape) for shape in tensors) for tensors in shapes)
+    return largest * cache_positions(plan.context) * plan.value_bytes
 
 
 def logits_bytes(plan: MemoryPlan) -> int:
@@ -144,6 +145,8 @@ def mask_bytes(plan: MemoryPlan) -> int:
     config = plan.config
     capped = [spec for spec in config.attentions if spec.softcap is not None]
     scores = 3 * 4 * max((spec.heads // spec.kv_heads for spec in capped), default=0)
+    if plan.gpu and any(spec.latent is not None for spec in config.layer_specs):
+        scores = max(scores, 3 * 4)  # of one head at a time
     if plan.context == plan.chunk:
         return plan.chunk * plan.context * scores
     return plan.chunk * plan.context * (len(config.distinct_windows) + plan.value_bytes + scores)

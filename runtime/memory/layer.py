@@ -2,6 +2,7 @@
 
 from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.models.layer_spec import LayerSpec
+from mycli.runtime.models.part_spec import AttentionSpec
 
 
 def head_widths(layer: LayerSpec) -> tuple[int, int]:
@@ -12,8 +13,8 @@ def head_widths(layer: LayerSpec) -> tuple[int, int]:
 def pass_values(layer: LayerSpec) -> int:
     """Return the values per token at the peak of a forward pass."""
     hidden = hidden_width(layer)
-    if layer.recurrent is not None:
-        mixer = layer.recurrent.forward_values()
+    if not isinstance(layer.mixer, AttentionSpec):
+        mixer = layer.mixer.forward_values()
     else:
         query, key = head_widths(layer)
         # q, k, v as projected; q and k rotated; the output of the heads; the projected output
@@ -26,7 +27,8 @@ def pass_values(layer: LayerSpec) -> int:
 
 
 def hidden_width(layer: LayerSpec) -> int:
-    return (layer.attention.o if layer.recurrent is None else layer.recurrent.out).out_features
+    *_, last = layer.mixer.products().values()
+    return last[0].out_features
 
 
 def _expert_values(spec: ExpertsSpec, hidden: int) -> int:

@@ -36,11 +36,12 @@ class MemoryPlan:
 
     def token_bytes(self, layer: int) -> int:
         """Return the bytes of one token in the cache of a layer: keys and values, with scales if quantized."""
-        heads, head_dim = self.config.kv_shape(layer)
+        shapes = self.config.cache_shapes(layer)
         if self.kv == "int4":
-            return 2 * heads * int4_bytes(head_dim)
-        size = {"auto": self.value_bytes, "bf16": 2, "int8": 1}[self.kv]
-        return 2 * heads * (head_dim * size + (SCALE_BYTES if self.kv == "int8" else 0))
+            return sum(vectors * heads * int4_bytes(size) for vectors, heads, size in shapes)
+        value = {"auto": self.value_bytes, "bf16": 2, "int8": 1}[self.kv]
+        scale = SCALE_BYTES if self.kv == "int8" else 0
+        return sum(vectors * heads * (size * value + scale) for vectors, heads, size in shapes)
 
     @property
     def rows(self) -> int:

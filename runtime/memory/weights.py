@@ -19,6 +19,10 @@ def block_bytes(plan: MemoryPlan, layer: int) -> int:
     spec = plan.config.layer(layer)
     if spec.recurrent is not None:
         total += sum(prod(shape) for _, shape in spec.recurrent.tensors()) * (STATE_BYTES - size)  # stored in fp32
+    if spec.latent is not None and (packing := plan.packings.get(spec.latent.kv_b.name)):
+        # Decoded at load: decoding multiplies it in both directions, head by head.
+        rows, columns = spec.latent.kv_b.out_features, spec.latent.kv_b.in_features
+        total += rows * columns * size - packing.bytes(rows, columns, plan.scale_bytes)
     inner = (norm for part in spec.parts for norm in part.inner_norms() if norm is not None)
     total += sum(norm.size for norm in inner if norm.name is None) * size  # norms without a tensor have a gain of one
     total -= _absent_bytes(plan, spec)

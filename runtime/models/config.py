@@ -11,6 +11,7 @@ from typing import Literal
 
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models.experts_spec import ExpertsSpec
+from mycli.runtime.models.latent_spec import LatentAttentionSpec
 from mycli.runtime.models.layer_spec import LayerSpec
 from mycli.runtime.models.part_spec import (
     ActivationName,
@@ -148,8 +149,9 @@ class ModelConfig:
         return None if self.build_mtp is None else self.build_mtp(self)
 
     @cached_property
-    def attentions(self) -> tuple[AttentionSpec, ...]:
-        return tuple(layer.attention for layer in self.layer_specs if layer.recurrent is None)
+    def attentions(self) -> tuple[AttentionSpec | LatentAttentionSpec, ...]:
+        attending = (AttentionSpec, LatentAttentionSpec)
+        return tuple(layer.mixer for layer in self.layer_specs if isinstance(layer.mixer, attending))
 
     @cached_property
     def has_recurrent(self) -> bool:
@@ -164,12 +166,17 @@ class ModelConfig:
         ropes = (attention.rope for attention in self.attentions)
         return tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
 
-    def kv_shape(self, layer: int) -> tuple[int, int]:
-        """Return (heads, head_dim) of the keys that `layer` caches per token; 0 heads where it caches none."""
-        if self.layer(layer).recurrent is not None:
-            return 0, self.head_dim
-        spec = self.layer(layer).attention
-        return (spec.kv_heads if spec.kv_source is None else 0), spec.head_dim
+    def cache_shapes(self, layer: int) -> tuple[Shape, ...]:
+        """Return (vectors, heads, size) of each tensor that caches tokens of `layer`; 0 heads where it caches none.
+
+        Keys and values are one tensor of two vectors per head; a latent and its rotated values are a tensor each.
+        """
+        spec = self.layer(layer).mixer
+        if isinstance(spec, LatentAttentionSpec):
+            return (1, 1, spec.rank), (1, 1, spec.rope_dim)
+        if not isinstance(spec, AttentionSpec):
+            return ((2, 0, self.head_dim),)
+        return ((2, spec.kv_heads if spec.kv_source is None else 0, spec.head_dim),)
 
     @cached_property
     def has_side_inputs(self) -> bool:
@@ -260,7 +267,7 @@ class ModelConfig:
         return self.parameters() - sum(mixture.inactive_experts * mixture.parameters_per_expert for mixture in mixtures)
 
 
-def _check_attention(spec: AttentionSpec) -> None:
+def _check_attention(spec: AttentionSpec | LatentAttentionSpec) -> None:
     if spec.kv_heads > spec.heads or spec.heads % spec.kv_heads:
         raise ModelError(
             f"config.json: num_key_value_heads {spec.kv_heads} does not divide num_attention_heads {spec.heads}",

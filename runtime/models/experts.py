@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from mycli.runtime.models.config import ModelConfig, llama_layer
-from mycli.runtime.models.experts_spec import ExpertsSpec, RoutingSpec, SharedExpertSpec, StackSpec
+from mycli.runtime.models.experts_spec import ExpertsSpec, RoutingSpec, ScoringName, SharedExpertSpec, StackSpec
 from mycli.runtime.models.layer_spec import LayerSpec
 from mycli.runtime.models.part_spec import LinearSpec, MlpSpec
 from mycli.runtime.utils.json_fields import Fields
@@ -34,8 +34,8 @@ class ExpertNames:
 class MoeLayers:
     """Builds layers in which `count` experts replace the MLP; a `ModelConfig.build_layer`.
 
-    size, shared: intermediate sizes of an expert and of the shared expert, 0 for none. dense: layers that keep their
-    MLP. base: builds the layers whose MLP is replaced.
+    size, shared: intermediate sizes of an expert and of the shared expert, 0 for none, which has biases if
+    `shared_bias`. dense: layers that keep their MLP. base: builds the layers whose MLP is replaced.
     """
 
     count: int
@@ -44,6 +44,7 @@ class MoeLayers:
     names: ExpertNames = ExpertNames()
     dense: frozenset[int] = frozenset()
     shared: int = 0
+    shared_bias: bool = False
     base: Callable[[ModelConfig, int], LayerSpec] = llama_layer
 
     def __call__(self, config: ModelConfig, index: int) -> LayerSpec:
@@ -58,7 +59,7 @@ class MoeLayers:
         shared = None
         if self.shared:
             gate = LinearSpec(f"{block}.{names.shared_gate}", 1, config.hidden_size) if names.shared_gate else None
-            shared = SharedExpertSpec(self._mlp(f"{block}.{names.shared}", self.shared, config), gate)
+            shared = SharedExpertSpec(self._mlp(f"{block}.{names.shared}", self.shared, config, self.shared_bias), gate)
         experts = ExpertsSpec(
             norm=layer.mlp.norm,
             router=LinearSpec(f"{block}.{names.router}", self.count, config.hidden_size),
@@ -81,14 +82,15 @@ class MoeLayers:
             StackSpec(f"{block}.{names.stacked_down}", tuple(f"{expert}.{names.down}.weight" for expert in experts)),
         )
 
-    def _mlp(self, prefix: str, size: int, config: ModelConfig) -> MlpSpec:
+    def _mlp(self, prefix: str, size: int, config: ModelConfig, bias: bool = False) -> MlpSpec:
         names, hidden = self.names, config.hidden_size
-        gate_up = LinearSpec(f"{prefix}.{names.gate}", size, hidden), LinearSpec(f"{prefix}.{names.up}", size, hidden)
-        return MlpSpec(size, None, gate_up, LinearSpec(f"{prefix}.{names.down}", hidden, size), None, config.activation)
+        gate, up = (LinearSpec(f"{prefix}.{name}", size, hidden, bias) for name in (names.gate, names.up))
+        down = LinearSpec(f"{prefix}.{names.down}", hidden, size, bias)
+        return MlpSpec(size, None, (gate, up), down, None, config.activation)
 
 
-def read_routing(raw: Fields, count: int, top_k: int) -> RoutingSpec:
-    """Read the routing from the keys of DeepSeek-V3 and its relatives: sigmoids, groups of experts, a factor.
+def read_groups(raw: Fields, count: int, top_k: int) -> tuple[int, int]:
+    """Return the number of groups of experts, and how many of them take part.
 
     Raises ModelError for groups of different sizes, of fewer than two experts, or that contain too few.
     """
@@ -98,10 +100,16 @@ def read_routing(raw: Fields, count: int, top_k: int) -> RoutingSpec:
         raise raw.fail("n_group", f"= {groups} does not divide {count} experts into groups of two or more")
     if top_k > top_groups * (count // groups):
         raise raw.fail("topk_group", f"= {top_groups} of {groups} groups hold fewer than {top_k} experts")
+    return groups, top_groups
+
+
+def read_routing(raw: Fields, count: int, top_k: int, scoring: ScoringName = "sigmoid") -> RoutingSpec:
+    """Read the routing from the keys of DeepSeek-V3 and its relatives; raises as `read_groups`."""
+    groups, top_groups = read_groups(raw, count, top_k)
     return RoutingSpec(
         top_k,
         raw.boolean("norm_topk_prob", True),
-        "sigmoid",
+        scoring,
         groups,
         top_groups,
         scale=raw.number("routed_scaling_factor", 1.0, low=1e-6, high=1e6),

@@ -32,10 +32,11 @@ class RoutingSpec:
     top_k: int
     normalize: bool  # divide weights by (their sum + epsilon)
     scoring: ScoringName = "softmax"  # over all logits, or the sigmoid of each; a correction bias only selects
-    # DeepSeek-V3: experts form equal groups of neighbours; the top_groups with the largest sum of their two highest
-    # scores take part.
+    # DeepSeek-V3: experts form equal groups of neighbours; the top_groups with the largest sum of their `group_best`
+    # highest scores take part.
     groups: int = 1
     top_groups: int = 1
+    group_best: int = 2  # 1 or 2
     epsilon: float = 0.0
     scale: float = 1.0  # multiplies the weights
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from mycli.runtime.models.experts_spec import ExpertsSpec
+from mycli.runtime.models.latent_spec import LatentAttentionSpec
 from mycli.runtime.models.part_spec import (
     ActivationName,
     AttentionSpec,
@@ -46,7 +47,7 @@ class LayerSpec:
     """One layer: a token mixer (attention or a recurrent layer), an MLP or experts, and maybe per-layer inputs."""
 
     index: int
-    mixer: AttentionSpec | RecurrentSpec
+    mixer: AttentionSpec | LatentAttentionSpec | RecurrentSpec
     mlp: MlpSpec | ExpertsSpec
     parallel: bool = False  # mixer and MLP both read the mixer's norm, and both are added to the layer's input
     per_layer: PerLayerSpec | None = None
@@ -61,7 +62,12 @@ class LayerSpec:
     @property
     def recurrent(self) -> RecurrentSpec | None:
         """The mixer of a layer with a recurrent state; None where it is attention."""
-        return None if isinstance(self.mixer, AttentionSpec) else self.mixer
+        return None if isinstance(self.mixer, AttentionSpec | LatentAttentionSpec) else self.mixer
+
+    @property
+    def latent(self) -> LatentAttentionSpec | None:
+        """The mixer of a layer with latent attention; None where it is another."""
+        return self.mixer if isinstance(self.mixer, LatentAttentionSpec) else None
 
     @property
     def parts(self) -> tuple[PartSpec, ...]:
@@ -104,8 +110,8 @@ class LayerSpec:
                 yield f"{linear.name}.weight", (linear.out_features, linear.in_features)
                 if linear.bias:
                     yield f"{linear.name}.bias", (linear.out_features,)
-        if self.recurrent is None and self.attention.sinks is not None:
-            yield self.attention.sinks, (self.attention.heads,)
+        if isinstance(self.mixer, AttentionSpec) and self.mixer.sinks is not None:
+            yield self.mixer.sinks, (self.mixer.heads,)
         if isinstance(self.mlp, ExpertsSpec):
             yield from self.mlp.tensors()
         if self.layer_scalar is not None:

@@ -24,6 +24,7 @@ _ARCHITECTURES = {
     "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
     "mistral": "MistralForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
+    "mistral4": "Mistral4ForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
 }

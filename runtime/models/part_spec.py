@@ -79,8 +79,9 @@ class RopeSpec:
 class OutputRows:
     """The output rows of `product` that each determine one input of a later product.
 
-    Input [group, copy, position] of the later product comes from row `start` + group * width + position, for every copy
-    (query heads that share a key-value head are copies). AWQ uses this: a factor on an input is undone in those rows.
+    Input [group, copy, position] of the later product comes from row `start` + group * stride + position, for every
+    copy (query heads that share a key-value head are copies). AWQ uses this: a factor on an input is undone in those
+    rows.
     """
 
     product: str
@@ -88,6 +89,7 @@ class OutputRows:
     groups: int
     copies: int
     width: int
+    stride: int = 0  # 0: width
 
 
 # What produces each input of a product by a single operation; None: nothing does.

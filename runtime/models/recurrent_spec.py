@@ -1,4 +1,4 @@
-"""Declarations of recurrent token mixers: Gated DeltaNet (arXiv 2412.06464) and gated short convolutions (LFM2).
+"""Declarations of recurrent token mixers: Gated DeltaNet, Mamba-2 and gated short convolutions (LFM2).
 
 Names and shapes of tensors and of the states that replace keys and values. Without torch.
 """
@@ -140,4 +140,73 @@ class ShortConvSpec:
         return 2 * self.forward_values() + 2 * self.convolution.taps * self.convolution.channels
 
 
-RecurrentSpec = DeltaNetSpec | ShortConvSpec
+@dataclass(frozen=True)
+class MambaSpec:
+    """Mamba-2 (arXiv 2405.21060): a state space layer with the state S [state_dim, head_dim] per head.
+
+    With t = softplus(dt + dt_bias) clamped to `step_limits`: S <- exp(-exp(A) t) S + B (t x)^T, output S^T C + D x.
+    Each of `heads` reads B and C of group head // (heads / groups). Outputs are multiplied by SiLU(z), normed in
+    `norm_groups` parts by `gated_norm`, and passed to `out`.
+
+    projection: z, then x, B and C, which pass the convolution and SiLU, then dt, one value per head.
+    decay, dt_bias, skip: names of the tensors A, dt_bias and D [heads].
+    """
+
+    heads: int
+    groups: int
+    head_dim: int
+    state_dim: int
+    norm: NormSpec | None
+    projection: LinearSpec
+    convolution: ConvolutionSpec
+    decay: str
+    dt_bias: str
+    skip: str
+    gated_norm: NormSpec
+    norm_groups: int
+    out: LinearSpec
+    step_limits: tuple[float, float] = (0.0, float("inf"))
+    output_norm: NormSpec | None = None
+    residual_scale: float = 1.0
+
+    @property
+    def inner(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def unquantized(self) -> tuple[LinearSpec, ...]:
+        return ()
+
+    def products(self) -> Mapping[str, tuple[LinearSpec, ...]]:
+        return {"recurrent_in": (self.projection,), "recurrent_out": (self.out,)}
+
+    def inner_norms(self) -> tuple[NormSpec | None, ...]:
+        return (self.gated_norm,)
+
+    def input_source(self, product: str) -> InputSource:
+        return self.norm if product == "recurrent_in" else self.gated_norm
+
+    def tensors(self) -> Iterator[tuple[str, Shape]]:
+        """Yield name and shape of each tensor that is neither a norm nor a linear of a product."""
+        yield from self.convolution.tensors()
+        for name in (self.decay, self.dt_bias, self.skip):
+            yield name, (self.heads,)
+
+    def state_shapes(self) -> tuple[Shape, ...]:
+        """Return the shapes of the states of one sequence."""
+        return self.convolution.state_shape, (self.heads, self.state_dim, self.head_dim)
+
+    def forward_values(self) -> int:
+        """Return the number of activation values per token of a forward pass, for the memory model."""
+        # Projected, convolved, B, C and steps in fp32, read from the state, gated, projected.
+        exact = 2 * (2 * self.groups * self.state_dim + 2 * self.heads)
+        return self.projection.out_features + self.convolution.channels + exact + 2 * self.inner + self.out.out_features
+
+    def training_values(self) -> int:
+        """Return the number of values per token of a forward and backward pass."""
+        # As for `DeltaNetSpec`, with four matrices of a chunk and copies of B and C for each head.
+        chunk = 4 * self.heads * (64 + 2 * self.state_dim + self.head_dim)
+        return 2 * self.forward_values() + 2 * self.convolution.taps * self.convolution.channels + chunk
+
+
+RecurrentSpec = DeltaNetSpec | MambaSpec | ShortConvSpec

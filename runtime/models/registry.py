@@ -8,22 +8,21 @@ from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.utils.json_fields import Fields
 
 _MAMBA = "its Mamba layers are not implemented"
-_MLA = "multi-head latent attention (MLA) is not implemented"
+_INDEXER = "its attention to the keys that an indexer selects is not implemented"
 
 # Known families that cannot run, so that the error names the missing feature.
 REFUSED: dict[str, str] = {
-    "deepseek_v2": _MLA,
-    "deepseek_v3": _MLA,
+    "deepseek_v32": _INDEXER,
+    "deepseek_v4": _INDEXER,
     "falcon_h1": _MAMBA,
     "falcon_mamba": _MAMBA,
     "gemma3n": "its AltUp residual streams and Laurel blocks are not implemented",
-    "glm4_moe_lite": _MLA,
-    "granitemoehybrid": _MAMBA,
+    "glm_moe_dsa": _INDEXER,
     "jamba": _MAMBA,
     "llama4": "its chunked attention is not implemented",
+    "longcat_flash": "its layers of two attentions with a shortcut mixture of experts are not implemented",
     "mamba": _MAMBA,
     "mamba2": _MAMBA,
-    "minicpm3": _MLA,
     "mllama": "its cross-attention to images is not implemented",
     "nemotron_h": _MAMBA,
     "phimoe": "its SparseMixer routing is not implemented",

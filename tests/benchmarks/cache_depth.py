@@ -35,8 +35,8 @@ def filled(runner: ModelRunner, depth: int) -> KVCache:
         for start in range(0, depth, FILLED):
             count = min(FILLED, depth - start)
             batch = Batch.of([Chunk([0] * count, start, (0,), 0)], cache.block_size, runner.device)
-            vectors = torch.randn(2, count, *runner.config.kv_shape(layer)).bfloat16()
-            cache.write(layer, batch, *vectors)
+            shapes = [part.data.shape for part in cache.all(layer)]
+            cache.write(layer, batch, *(torch.randn(count, shape[1], shape[3]).bfloat16() for shape in shapes))
     return cache
 
 

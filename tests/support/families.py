@@ -1,5 +1,6 @@
 """Families of models as transformers makes them: small configurations of every kind of layer, and random models."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,16 @@ from mycli.runtime.models.experts_spec import ExpertsSpec
 from tests.support.dense_families import DENSE
 from tests.support.expert_families import EXPERTS
 from tests.support.family_parts import SMALL
+from tests.support.latent_families import LATENT
 from tests.support.mxfp4 import save_mxfp4
 from tests.support.recurrent_families import RECURRENT
 
 TOKENS = 40
-CASES = {**DENSE, **EXPERTS, **RECURRENT}
+CASES = {**DENSE, **EXPERTS, **LATENT, **RECURRENT}
+# Published with a model_type of its own that transformers does not know, as the model that it is.
+ALIASES = {"kimi_k2": "deepseek_v3"}
+# Classes of text models that transformers lists among those of images only.
+UNMAPPED = {"mistral4": "Mistral4ForCausalLM"}
 
 
 def enliven(model: transformers.PreTrainedModel) -> None:
@@ -37,13 +43,18 @@ def enliven(model: transformers.PreTrainedModel) -> None:
 def make(folder: Path, model_type: str, changes: dict[str, Any]) -> transformers.PreTrainedModel:
     """A random model, saved to `folder`; the fp32 reference is returned."""
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(model_type, **{**SMALL, **changes})
-    reference = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    config = transformers.AutoConfig.for_model(ALIASES.get(model_type, model_type), **{**SMALL, **changes})
+    loader = getattr(transformers, UNMAPPED.get(model_type, "AutoModelForCausalLM"))
+    create = loader.from_config if loader is transformers.AutoModelForCausalLM else loader._from_config
+    reference = create(config, attn_implementation="eager").float().eval()
     enliven(reference)
     if model_type == "gpt_oss":
         save_mxfp4(reference, folder)
     else:
         reference.save_pretrained(folder)
+    if model_type in ALIASES:
+        saved = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**saved, "model_type": model_type}))
     return reference
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.support.family_parts import IDS
+from tests.support.family_parts import IDS, MULTIPLIERS
 
 DELTA = {
     "head_dim": 32,
@@ -28,6 +28,23 @@ LFM2_EXPERTS = {
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 32,
 }
+
+MAMBA = {
+    "mamba_n_heads": 4,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 2,
+}
+ODD_MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_state": 20,
+    "mamba_n_groups": 1,
+    "mamba_expand": 3,
+    "mamba_d_conv": 3,
+    "mamba_conv_bias": False,
+    "mamba_proj_bias": True,
+    "time_step_limit": (0.1, 0.9),
+}
+ATTENTION, MIXER = "full_attention", "linear_attention"
 
 # id -> (model_type, what differs from SMALL)
 RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
@@ -107,6 +124,45 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
             "conv_L_cache": 4,
             "num_key_value_heads": 4,
             "tie_word_embeddings": False,
+        },
+    ),
+    "granitemoehybrid-8top3": (
+        "granitemoehybrid",
+        {
+            **IDS,
+            **MAMBA,
+            **MULTIPLIERS,
+            "num_hidden_layers": 4,
+            "layer_types": [MIXER, ATTENTION, MIXER, MIXER],
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 32,
+            "shared_intermediate_size": 48,
+        },
+    ),
+    "granitemoehybrid-dense-odd-sizes-rope-biases-tied": (
+        "granitemoehybrid",
+        {
+            **IDS,
+            **ODD_MAMBA,
+            "layer_types": [ATTENTION, MIXER, MIXER],
+            "num_local_experts": 0,
+            "shared_intermediate_size": 88,
+            "position_embedding_type": "rope",
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "bamba-2-groups": ("bamba", {**IDS, **MAMBA, "attn_layer_indices": [1]}),
+    "bamba-odd-sizes-biases-tied": (
+        "bamba",
+        {
+            **IDS,
+            **ODD_MAMBA,
+            "attn_layer_indices": [0, 2],
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
         },
     ),
 }

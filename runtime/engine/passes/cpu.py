@@ -35,6 +35,7 @@ from mycli.runtime.kernels.cpu.layer import (
 from mycli.runtime.kernels.cpu.library import build
 from mycli.runtime.kernels.cpu.library.build import Native
 from mycli.runtime.layers.block import Attention, Block, Parallel, Recurrent
+from mycli.runtime.layers.latent import LatentAttention
 from mycli.runtime.layers.layer_part import LayerPart, complete
 from mycli.runtime.layers.recurrent import clear_new_states, defer_advance
 from mycli.runtime.layers.rope import Rope
@@ -101,7 +102,7 @@ class _NativePart:
         if isinstance(module, Recurrent):
             states = cache.states.layer(module.layer)
             return CLayerStates(*map(pointer, (*states, None)[:2]), cache.states.slots, state_offset)
-        if not isinstance(module, Attention):
+        if not isinstance(module, Attention | LatentAttention):
             return None
         keys, values = cache.all(module.kv_layer)
         strides, rope = keys.data.stride(), module.spec.rope

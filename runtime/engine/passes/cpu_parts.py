@@ -14,6 +14,7 @@ from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.attention import FOREVER
 from mycli.runtime.kernels.cpu.elementwise import GATE_TYPES
 from mycli.runtime.kernels.cpu.experts import DENSE_WEIGHTS, PACKED_WEIGHTS, TABLE_WEIGHTS, c_choice
+from mycli.runtime.kernels.cpu.latent import decline_latent
 from mycli.runtime.kernels.cpu.layer import (
     MAX_PRODUCTS,
     CAttentionPart,
@@ -23,7 +24,9 @@ from mycli.runtime.kernels.cpu.layer import (
     CExpertsPart,
     CFeedForward,
     CHead,
+    CLatentPart,
     CLinear,
+    CMambaPart,
     CMlpPart,
     CNormParams,
     CParallelPart,
@@ -36,15 +39,16 @@ from mycli.runtime.kernels.cpu.layer import (
 )
 from mycli.runtime.kernels.cpu.library.build import LANES, ROW_TYPES
 from mycli.runtime.kernels.cpu.matmul import CpuMatmul
-from mycli.runtime.kernels.cpu.recurrent import decline_convolution, decline_delta
+from mycli.runtime.kernels.cpu.recurrent import decline_convolution, decline_delta, decline_scan
 from mycli.runtime.kernels.cpu.table import TableMatmul
 from mycli.runtime.kernels.reference import DenseMatmul
 from mycli.runtime.layers.block import Attention, Parallel, PerLayer, Recurrent
 from mycli.runtime.layers.feed_forward import Experts, Mlp
+from mycli.runtime.layers.latent import LatentAttention
 from mycli.runtime.layers.layer_part import LayerPart
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.norm import RMSNorm
-from mycli.runtime.layers.recurrent import Convolution, DeltaNet, ShortConv
+from mycli.runtime.layers.recurrent import Convolution, DeltaNet, Mamba, ShortConv
 from mycli.runtime.layers.streamed_experts import StreamedExperts
 from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.models.layer_spec import PerLayerSpec
@@ -85,6 +89,8 @@ def _part(part: LayerPart | Parallel) -> CPart:
     match part:
         case Attention():
             return _attention(part)
+        case LatentAttention():
+            return _latent(part)
         case Mlp():
             return CMlpPart(_gain(part.norm), _feed(part.spec, part), _sum(part))
         case Experts():
@@ -100,6 +106,8 @@ def _part(part: LayerPart | Parallel) -> CPart:
             return CPerLayerPart(_gain(part.norm), *products, _sum(part), first, width, _gate_type(part.spec))
         case Recurrent(mixer=DeltaNet() as mixer):
             return _delta_net(part, mixer)
+        case Recurrent(mixer=Mamba() as mixer):
+            return _mamba(part, mixer)
         case Recurrent(mixer=ShortConv() as mixer):
             spec = mixer.spec.convolution
             products = _linear(mixer.projection), _linear(mixer.out)
@@ -135,6 +143,34 @@ def _attention(part: Attention) -> CAttentionPart:
     )
 
 
+def _latent(part: LatentAttention) -> CLatentPart:
+    spec, weight = part.spec, part.absorbed
+    _require(decline_latent(spec.rank, spec.rope_dim))
+    for tensor in (weight.keys, weight.values):
+        if tensor.dtype != torch.bfloat16 or tensor.shape[2] % 32:
+            raise _NotNativeError(Declined("dense-weight", {"dtype": str(tensor.dtype), "inputs": tensor.shape[2]}))
+    if spec.rope is not None:
+        _vectors(spec.rope_dim // 2, "half of the rotary dimensions")
+    _vectors(spec.heads * spec.head_dim, "the width of all queries")
+    return CLatentPart(
+        *(_gain(norm) for norm in (part.norm, part.q_norm, part.kv_norm)),
+        _linear(part.inputs),
+        CLinear() if part.q_b is None else _linear(part.q_b),
+        _linear(part.o),
+        _sum(part),
+        pointer(weight.keys),
+        pointer(weight.values),
+        heads=spec.heads,
+        rank=spec.rank,
+        nope=spec.nope_dim,
+        rope=spec.rope_dim,
+        value=spec.value_dim,
+        rotates=spec.rope is not None,
+        interleaved=spec.rope is not None and spec.rope.interleaved,
+        scale=spec.scale,
+    )
+
+
 def _gate_type(spec: MlpSpec | ExpertsSpec | PerLayerSpec) -> int:
     """Return `GateType` of steps.h."""
     if spec.activation not in GATE_TYPES or (spec.activation == "relu2" and not isinstance(spec, MlpSpec)):
@@ -167,6 +203,30 @@ def _delta_net(part: Recurrent, mixer: DeltaNet) -> CDeltaPart:
         key_dim=spec.key_dim,
         value_dim=spec.value_dim,
         by_key_head=spec.by_key_head,
+    )
+
+
+def _mamba(part: Recurrent, mixer: Mamba) -> CMambaPart:
+    spec, low_high = mixer.spec, mixer.sizes.limits
+    _require(decline_scan(mixer.sizes))
+    if mixer.norm.weight.dtype != torch.bfloat16:
+        raise _NotNativeError(Declined("gain-dtype", {"dtype": str(mixer.norm.weight.dtype)}))
+    _vectors(spec.inner // spec.norm_groups, "the width of a norm")
+    return CMambaPart(
+        _gain(part.norm),
+        _gain(mixer.norm),
+        *(_linear(linear) for linear in (mixer.projection, mixer.out)),
+        _sum(part),
+        *_convolution(mixer.convolution),
+        *(pointer(tensor) for tensor in (mixer.rate, mixer.dt_bias, mixer.skip)),
+        taps=spec.convolution.taps,
+        heads=spec.heads,
+        groups=spec.groups,
+        head_dim=spec.head_dim,
+        state_dim=spec.state_dim,
+        norm_groups=spec.norm_groups,
+        low=low_high[0],
+        high=low_high[1],
     )
 
 

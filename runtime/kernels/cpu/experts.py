@@ -43,7 +43,7 @@ class _Routed(ctypes.Structure):
 class CChoice(ctypes.Structure):
     _fields_ = [
         ("correction", c_void_p),
-        *((name, c_int64) for name in ("top", "groups", "top_groups")),
+        *((name, c_int64) for name in ("top", "groups", "top_groups", "group_best")),
         *((name, c_float) for name in ("margin", "scale")),
         *((name, c_int32) for name in ("normalized", "sigmoid")),
     ]
@@ -52,7 +52,7 @@ class CChoice(ctypes.Structure):
 def c_choice(choice: RoutingSpec, correction: Tensor | None) -> CChoice:
     """Return `choice` for C++; the caller keeps `correction` fp32 [experts] alive."""
     address = None if correction is None else correction.data_ptr()
-    sizes = choice.top_k, choice.groups, choice.top_groups
+    sizes = choice.top_k, choice.groups, choice.top_groups, choice.group_best
     return CChoice(address, *sizes, choice.epsilon, choice.scale, choice.normalize, choice.scoring == "sigmoid")
 
 

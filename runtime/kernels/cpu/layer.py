@@ -139,6 +139,17 @@ class CDeltaPart(ctypes.Structure):
     ]
 
 
+class CMambaPart(ctypes.Structure):
+    _fields_ = [
+        *((name, CNormParams) for name in ("norm", "gated_norm")),
+        *((name, CLinear) for name in ("projection", "out")),
+        ("residual", CResidualAdd),
+        *((name, c_void_p) for name in ("weight", "bias", "rate", "dt_bias", "skip")),
+        *((name, c_int64) for name in ("taps", "heads", "groups", "head_dim", "state_dim", "norm_groups")),
+        *((name, c_float) for name in ("low", "high")),
+    ]
+
+
 class CConvolutionPart(ctypes.Structure):
     _fields_ = [
         ("norm", CNormParams),
@@ -146,6 +157,17 @@ class CConvolutionPart(ctypes.Structure):
         ("residual", CResidualAdd),
         *((name, c_void_p) for name in ("weight", "bias")),
         *((name, c_int64) for name in ("channels", "taps")),
+    ]
+
+
+class CLatentPart(ctypes.Structure):
+    _fields_ = [
+        *((name, CNormParams) for name in ("norm", "q_norm", "kv_norm")),
+        *((name, CLinear) for name in ("inputs", "q_b", "o")),
+        ("residual", CResidualAdd),
+        *((name, c_void_p) for name in ("keys", "values")),
+        *((name, c_int64) for name in ("heads", "rank", "nope", "rope", "value", "rotates", "interleaved")),
+        ("scale", c_float),
     ]
 
 
@@ -190,7 +212,17 @@ class CLoop(ctypes.Structure):
     ]
 
 
-CPart = CAttentionPart | CMlpPart | CExpertsPart | CParallelPart | CPerLayerPart | CDeltaPart | CConvolutionPart
+CPart = (
+    CAttentionPart
+    | CMlpPart
+    | CExpertsPart
+    | CParallelPart
+    | CPerLayerPart
+    | CDeltaPart
+    | CConvolutionPart
+    | CLatentPart
+    | CMambaPart
+)
 _KINDS: dict[type[CPart], int] = {part: kind for kind, part in enumerate(get_args(CPart))}  # `StepKind` of chain.h
 
 

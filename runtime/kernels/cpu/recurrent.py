@@ -13,7 +13,7 @@ from torch import Tensor
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.library import build
 from mycli.runtime.kernels.cpu.library.build import LANES, ROW_TYPES, Native
-from mycli.runtime.kernels.recurrent import DeltaSizes, Runs
+from mycli.runtime.kernels.recurrent import DeltaSizes, Runs, ScanSizes
 
 _FEW = 1 << 15  # values of a pass; up to here one thread finishes before others are awake
 _MAX_TAPS, _MAX_KEY_DIM = 64, 256
@@ -25,6 +25,7 @@ _HEADS = Declined("delta-rule-size", {"multiple": LANES, "key_dim": _MAX_KEY_DIM
 _CONVOLUTION = Declined("convolution-operands")
 _DELTA = Declined("delta-rule-operands")
 _RUNS = Declined("runs-without-own-slots")
+_SCAN = Declined("scan-operands")
 _NORM = Declined("gated-norm-operands", {"multiple": LANES})
 
 
@@ -58,6 +59,22 @@ class _GatedNorm(ctypes.Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("x", "gain", "gate", "y")),
         *((name, c_int64) for name in ("rows", "heads", "size", "stride")),
+        ("eps", c_float),
+    ]
+
+
+class _Scan(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("x", "steps", "rate", "dt_bias", "skip", "state", "scratch", "y")),
+        *((name, c_int64) for name in ("stride", "heads", "groups", "head_dim", "state_dim")),
+        *((name, c_float) for name in ("low", "high")),
+    ]
+
+
+class _GroupNorm(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("x", "gain", "gate", "y")),
+        *((name, c_int64) for name in ("rows", "groups", "size", "stride")),
         ("eps", c_float),
     ]
 
@@ -106,6 +123,13 @@ def decline_delta(sizes: DeltaSizes) -> Declined | None:
     """Return why a delta rule of these sizes is not supported, or None."""
     if sizes.key_dim % LANES or sizes.value_dim % LANES or sizes.key_dim > _MAX_KEY_DIM:
         return _HEADS
+    return None
+
+
+def decline_scan(sizes: ScanSizes) -> Declined | None:
+    """Return why a state space scan of these sizes is not supported, or None."""
+    if sizes.head_dim % LANES or sizes.state_dim % LANES or sizes.state_dim > _MAX_KEY_DIM:
+        return Declined("scan-size", {"multiple": LANES, "state_dim": _MAX_KEY_DIM})
     return None
 
 
@@ -166,4 +190,41 @@ def native_gated_norm(x: Tensor, gain: Tensor, eps: float, gate: Tensor) -> Tens
     pointers = x.data_ptr(), gain.data_ptr(), gate.data_ptr(), y.data_ptr()
     task = _GatedNorm(*pointers, len(x), x.shape[1] // size, size, gate.stride(0), eps)
     library.gated_norm(ctypes.byref(task), ROW_TYPES[x.dtype], _threads(x.numel()))
+    return y
+
+
+def native_scan(
+    x: Tensor, steps: Tensor, rate: Tensor, dt_bias: Tensor, skip: Tensor, state: Tensor, runs: Runs, sizes: ScanSizes
+) -> Tensor | Declined:
+    """`recurrent.scan`, row by row, with sums in fp32."""
+    library, inner = _library(x, steps), sizes.heads * sizes.head_dim
+    if isinstance(library, Declined):
+        return library
+    if (declined := decline_scan(sizes)) is not None:
+        return declined
+    width, shape = sizes.groups * sizes.state_dim, (sizes.heads, sizes.state_dim, sizes.head_dim)
+    fitting = x.shape[1] == inner + 2 * width and steps.shape == (len(x), sizes.heads) and x.is_contiguous()
+    if not _contiguous_fp32(rate, dt_bias, skip, state) or state.shape[1:] != shape or not fitting:
+        return _SCAN
+    if not _fits(runs, len(x), len(state)):
+        return _RUNS
+    y, scratch = x.new_empty(len(x), inner), torch.empty(len(x), 2 * (width + sizes.heads))
+    pointers = (tensor.data_ptr() for tensor in (x, steps, rate, dt_bias, skip, state, scratch, y))
+    numbers = steps.stride(0), sizes.heads, sizes.groups, sizes.head_dim, sizes.state_dim, *sizes.limits
+    library.scan(
+        ctypes.byref(_c_runs(x, runs)), ctypes.byref(_Scan(*pointers, *numbers)), _threads(len(x) * inner * 16)
+    )
+    return y
+
+
+def native_group_norm(x: Tensor, gain: Tensor, eps: float, gate: Tensor, groups: int) -> Tensor | Declined:
+    library, size = _library(x, gain, gate), gain.shape[0] // groups
+    if isinstance(library, Declined):
+        return library
+    if size % LANES or not x.is_contiguous() or gate.shape != x.shape or x.shape[1] != gain.shape[0]:
+        return _NORM
+    y = torch.empty_like(x)
+    pointers = x.data_ptr(), gain.data_ptr(), gate.data_ptr(), y.data_ptr()
+    task = _GroupNorm(*pointers, len(x), groups, size, gate.stride(0), eps)
+    library.group_norm(ctypes.byref(task), ROW_TYPES[x.dtype], _threads(x.numel()))
     return y

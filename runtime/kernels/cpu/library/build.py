@@ -118,6 +118,8 @@ class Native:
     matmul: Callable[..., int]
     dense: Callable[..., int]
     attend: Callable[..., int]
+    attend_latent: Callable[..., int]
+    head_product: Callable[..., int]
     pack_int4: Callable[..., int]
     softmax_draw: Callable[..., int]
     best: Callable[..., int | None]
@@ -131,6 +133,8 @@ class Native:
     convolve: Callable[..., int | None]
     delta: Callable[..., int | None]
     gated_norm: Callable[..., int | None]
+    scan: Callable[..., int | None]
+    group_norm: Callable[..., int | None]
     read: Callable[..., int]
     table_matmul: Callable[..., int | None]
     table_dequantize: Callable[..., int | None]
@@ -164,6 +168,8 @@ def load_library(path: Path, compiled: Declined | None = None) -> Native:
         matmul=function("packed_matmul", c_int, weight, c_void_p, c_int32, c_int64, c_void_p, c_int),
         dense=function("dense_matmul", c_int, c_int32, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int),
         attend=function("attend", c_int, ctypes.POINTER(CAttention), c_int),
+        attend_latent=function("attend_latent", c_int, c_void_p, c_int),
+        head_product=function("head_product", c_int, c_void_p, c_int),
         pack_int4=function("pack_int4", c_int, c_void_p, c_int32, c_int64, c_int64, c_void_p, c_int),
         best=function("best", None, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int),
         softmax_draw=function("draw", c_int64, c_void_p, c_int64, c_double, c_void_p),
@@ -177,6 +183,8 @@ def load_library(path: Path, compiled: Declined | None = None) -> Native:
         convolve=function("convolve", None, c_void_p, c_void_p, c_int),
         delta=function("delta_rule", None, c_void_p, c_void_p, c_int),
         gated_norm=function("gated_norm", None, c_void_p, c_int32, c_int),
+        scan=function("state_scan", None, c_void_p, c_void_p, c_int),
+        group_norm=function("group_norm", None, c_void_p, c_int32, c_int),
         read=function("read_memory", c_int64, c_void_p, c_int64, c_int),
         table_matmul=function("table_matmul", None, table, c_void_p, c_int64, c_void_p, c_int),
         table_dequantize=function("table_dequantize", None, table, c_int64, c_int64, c_void_p, c_int32, c_int),

@@ -2,8 +2,11 @@
 // packed_cpu.cpp.
 
 #include "attention/attention.h"
+#include "attention/latent.h"
 
 EXPORT int attend(const Attention* a, int threads) { return attend_any(*a, threads); }
+
+EXPORT int attend_latent(const LatentTask* task, int threads) { return attend_latent_any(*task, threads); }
 
 // Converts vectors x [vectors, head_dim] of F32 or BF16, contiguous, to those of an int4 cache; head_dim is a multiple of 16.
 // Returns 0, or 1 without memory.

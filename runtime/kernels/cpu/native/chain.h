@@ -4,13 +4,16 @@
 #pragma once
 
 #include "experts_part.h"
+#include "latent_part.h"
 #include "layer.h"
 #include "recurrent_part.h"
 
 namespace {
 
 // The structures are mirrored by layer.py.
-enum StepKind : int64_t { ATTENTION_STEP, MLP_STEP, EXPERTS_STEP, PARALLEL_STEP, PER_LAYER_STEP, DELTA_STEP, CONVOLUTION_STEP };
+enum StepKind : int64_t {
+    ATTENTION_STEP, MLP_STEP, EXPERTS_STEP, PARALLEL_STEP, PER_LAYER_STEP, DELTA_STEP, CONVOLUTION_STEP, LATENT_STEP, MAMBA_STEP
+};
 struct Step {
     int64_t kind;
     const void* part;   // AttentionPart and so on
@@ -26,10 +29,12 @@ inline int run_step(const Step& step, const PassRows& pass, const Rowwise& rowwi
     const LayerStates* states = static_cast<const LayerStates*>(step.cache);
     switch (step.kind) {
         case ATTENTION_STEP: return AttentionRun{*static_cast<const AttentionPart*>(step.part), pass, *cache, rowwise}.run(x, out);
+        case LATENT_STEP: return LatentRun{*static_cast<const LatentPart*>(step.part), pass, *cache, rowwise}.run(x, out);
         case MLP_STEP: return run_mlp(*static_cast<const MlpPart*>(step.part), rowwise, x, out);
         case PARALLEL_STEP: return run_parallel(*static_cast<const ParallelPart*>(step.part), pass, *cache, rowwise, x, out);
         case PER_LAYER_STEP: return run_per_layer(*static_cast<const PerLayerPart*>(step.part), pass, rowwise, x, out);
         case DELTA_STEP: return RecurrentRun{pass, *states, rowwise}.run(*static_cast<const DeltaPart*>(step.part), x, out);
+        case MAMBA_STEP: return RecurrentRun{pass, *states, rowwise}.run(*static_cast<const MambaPart*>(step.part), x, out);
         case CONVOLUTION_STEP: return RecurrentRun{pass, *states, rowwise}.run(*static_cast<const ConvolutionPart*>(step.part), x, out);
         default: return ExpertsRun{*static_cast<const ExpertsPart*>(step.part), rowwise}.run(x, out);
     }

@@ -207,18 +207,18 @@ struct Rowwise {
     }
 };
 
+// Writes for each row the row of the rotation tables that holds its position.
+inline void rotary_rows(const PassRows& pass, int64_t* at) {
+    for (int64_t s = 0; s < pass.sequences; s++)
+        for (int64_t row = pass.starts[s]; row < pass.starts[s + 1]; row++)
+            at[row] = pass.by_position ? pass.lengths[s] - pass.starts[s + 1] + row : row;
+}
+
 struct AttentionRun {
     const AttentionPart& part;
     const PassRows& pass;
     const LayerCache& cache;
     const Rowwise rowwise;
-
-    // Writes for each row the row of the rotation tables that holds its position.
-    void rotary_rows(int64_t* at) const {
-        for (int64_t s = 0; s < pass.sequences; s++)
-            for (int64_t row = pass.starts[s]; row < pass.starts[s + 1]; row++)
-                at[row] = pass.by_position ? pass.lengths[s] - pass.starts[s + 1] + row : row;
-    }
 
     // Rotates `count` heads of each row of x, rows `stride` apart, to [rows, count, head_dim].
     void rotate(const int64_t* at, const uint16_t* x, int64_t count, int64_t stride, uint16_t* to) const {
@@ -273,7 +273,7 @@ struct AttentionRun {
     }
 
     // Stores the heads of each row of x, rows `stride` apart, in the cache. vector: memory for one head.
-    void store(const Attention& a, const uint16_t* x, int64_t stride, void* data, float* scales, float* vector) const {
+    static void store(const Attention& a, const uint16_t* x, int64_t stride, void* data, float* scales, float* vector) {
         const int64_t step = vector_size(a);
         for (int64_t s = 0; s < a.sequences; s++)
             for (int64_t row = a.starts[s]; row < a.starts[s + 1]; row++) {
@@ -328,7 +328,7 @@ struct AttentionRun {
                     part.softcap, BF16, int32_t(cache.cache_type), BF16};
         if (!is_sound(a) || pass.starts[pass.sequences] != rows) return 2;
         int64_t* at = reinterpret_cast<int64_t*>(scratch.take(4 * rows));
-        rotary_rows(at);
+        rotary_rows(pass, at);
         a.query = scaled(at, rotated(at, projected, part.heads, part.q_norm, scratch), queries, scratch);
         const uint16_t* gates = projected + queries;
         if (part.makes_keys) {

@@ -18,6 +18,7 @@
 #include "draw.h"
 #include "layer.h"
 #include "products/few_rows.h"
+#include "products/heads.h"
 #include "products/packed_repack.h"
 #include "recurrent.h"
 #include "steps.h"
@@ -200,6 +201,9 @@ EXPORT int dense_matmul(int32_t type, const void* w, int64_t outputs, int64_t in
                      threads) ? 0 : 1;
 }
 
+// Returns 0, or 1 without memory.
+EXPORT int head_product(const HeadProduct* h, int threads) { return multiply_heads(*h, threads) ? 0 : 1; }
+
 // multiply_routed, choose_experts with sort_pairs, and sum_token of experts.h, for all tokens. Return 0, or 1 without memory.
 EXPORT int experts_matmul(const Routed* r, int threads) { return multiply_routed(*r, threads) ? 0 : 1; }
 EXPORT int64_t experts_route(const Routing* r, int threads) {
@@ -264,6 +268,12 @@ EXPORT void convolve(const Runs* r, const Convolution* c, int threads) {
 }
 EXPORT void delta_rule(const Runs* r, const Delta* d, int threads) {
     r->type == F32 ? delta_rows<float>(*r, *d, threads) : delta_rows<uint16_t>(*r, *d, threads);
+}
+EXPORT void state_scan(const Runs* r, const Scan* s, int threads) {
+    r->type == F32 ? scan_rows<float>(*r, *s, threads) : scan_rows<uint16_t>(*r, *s, threads);
+}
+EXPORT void group_norm(const GroupNorm* n, int32_t type, int threads) {
+    type == F32 ? group_norm_rows<float>(*n, threads) : group_norm_rows<uint16_t>(*n, threads);
 }
 EXPORT void gated_norm(const GatedNorm* n, int32_t type, int threads) {
     type == F32 ? gated_norm_rows<float>(*n, threads) : gated_norm_rows<uint16_t>(*n, threads);

@@ -1,4 +1,4 @@
-// Operations of recurrent layers with state: a convolution of each channel, the gated delta rule, the gated norm.
+// Operations of recurrent layers with state: a convolution of each channel, the gated delta rule, Mamba-2's scan, gated norms.
 //
 // Rows are processed one after another in one order: the bits of a row depend on neither the other rows nor how a prompt was
 // split. A piece of 16 or 32 columns of a head's state stays in the L1 cache while a whole prompt passes, so the plain recurrence
@@ -166,6 +166,105 @@ template <class T> void gated_norm_row(const GatedNorm& n, int64_t row) {
         for (int64_t i = 0; i < n.size; i += LANE)
             put16(static_cast<T*>(n.y) + at + i, load16(x + i) * root * load16(gain + i) * silu(load16(gate + i)));
     }
+}
+
+struct Scan {  // mirrored by recurrent.py
+    const void* x;      // [rows, heads * head_dim + 2 * groups * state_dim]: x, B and C
+    const void* steps;  // [rows, heads], stride in elements
+    const float *rate, *dt_bias, *skip;  // [heads]
+    float* state;    // [slots, heads, state_dim, head_dim]
+    float* scratch;  // [rows, 2 * (groups * state_dim + heads)]
+    void* y;         // [rows, heads * head_dim]
+    int64_t stride, heads, groups, head_dim, state_dim;  // dims are multiples of 16, state_dim at most 256
+    float low, high;  // limits of a step
+};
+
+// B and C of a row in fp32, then the decay of each head, and its step.
+template <class T> void scan_inputs(const Scan& s, int64_t row) {
+    const int64_t inner = s.heads * s.head_dim, width = 2 * s.groups * s.state_dim;
+    const T* x = static_cast<const T*>(s.x) + row * (inner + width) + inner;
+    const T* steps = static_cast<const T*>(s.steps) + row * s.stride;
+    float* out = s.scratch + row * (width + 2 * s.heads);
+    for (int64_t i = 0; i < width; i += LANE) put16(out + i, load16(x + i));
+    for (int64_t head = 0; head < s.heads; head++) {
+        const float t = number(steps[head]) + s.dt_bias[head];
+        const float softplus = t > 20.0f ? t : log1pf(expf(t));  // threshold of torch's softplus
+        const float step = std::min(std::max(softplus, s.low), s.high);
+        out[width + head] = expf(s.rate[head] * step);
+        out[width + s.heads + head] = step;
+    }
+}
+
+// Advances B times 16 columns of a head's state by all rows of a sequence.
+template <class T, int B> void scan_columns(const Runs& r, const Scan& s, int64_t run, int64_t head, int64_t column) {
+    const int64_t inner = s.heads * s.head_dim, width = s.groups * s.state_dim, group = head / (s.heads / s.groups);
+    float* state = s.state + (r.slots[run] * s.heads + head) * s.state_dim * s.head_dim + column;
+    V16 at[MAX_KEY_DIM][B];
+    for (int64_t i = 0; i < s.state_dim; i++)
+        for (int b = 0; b < B; b++) at[i][b] = load16(state + i * s.head_dim + b * LANE);
+    for (int64_t row = r.starts[run]; row < r.starts[run + 1]; row++) {
+        const float* in = s.scratch + row * 2 * (width + s.heads);
+        const float *key = in + group * s.state_dim, *query = key + width;
+        const float decay = in[2 * width + head], step = in[2 * width + s.heads + head];
+        const T* x = static_cast<const T*>(s.x) + row * (inner + 2 * width) + head * s.head_dim + column;
+        V16 value[B], written[B], read[4][B] = {};
+        for (int b = 0; b < B; b++) value[b] = load16(x + b * LANE), written[b] = value[b] * step;
+        for (int64_t i = 0; i < s.state_dim; i += 4)
+            for (int64_t j = 0; j < 4; j++)
+                for (int b = 0; b < B; b++) {
+                    at[i + j][b] = at[i + j][b] * decay + written[b] * key[i + j];
+                    read[j][b] += at[i + j][b] * query[i + j];
+                }
+        for (int b = 0; b < B; b++)
+            put16(static_cast<T*>(s.y) + row * inner + head * s.head_dim + column + b * LANE,
+                  (read[0][b] + read[1][b]) + (read[2][b] + read[3][b]) + value[b] * s.skip[head]);
+    }
+    if (r.stays && r.stays[run]) return;
+    for (int64_t i = 0; i < s.state_dim; i++)
+        for (int b = 0; b < B; b++) put16(state + i * s.head_dim + b * LANE, at[i][b]);
+}
+
+struct GroupNorm {  // mirrored by recurrent.py
+    const void *x, *gain, *gate;  // [rows, groups * size], [groups * size] of the same type, and as x with a stride in elements
+    void* y;                      // as x
+    int64_t rows, groups, size, stride;  // size is a multiple of 16
+    float eps;
+};
+
+// RMSNorm of each group of a row times SiLU(gate), rounded once.
+template <class T> void group_norm_row(const GroupNorm& n, int64_t row) {
+    for (int64_t group = 0; group < n.groups; group++) {
+        const int64_t first = group * n.size, at = row * n.groups * n.size + first;
+        const T *x = static_cast<const T*>(n.x) + at, *gate = static_cast<const T*>(n.gate) + row * n.stride + first;
+        const T* gain = static_cast<const T*>(n.gain) + first;
+        V16 sum = {};
+        for (int64_t i = 0; i < n.size; i += LANE) {
+            const V16 v = load16(x + i) * silu(load16(gate + i));
+            sum += v * v;
+        }
+        const float root = 1.0f / sqrtf(sum_of(sum) / float(n.size) + n.eps);
+        for (int64_t i = 0; i < n.size; i += LANE)
+            put16(static_cast<T*>(n.y) + at + i, load16(x + i) * silu(load16(gate + i)) * root * load16(gain + i));
+    }
+}
+
+template <class T> void scan_rows(const Runs& r, const Scan& s, int threads) {
+    const bool wide = s.head_dim % (2 * LANE) == 0;
+    const int64_t width = wide ? 2 * LANE : LANE, columns = s.head_dim / width, tasks = r.runs * s.heads * columns;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+#pragma omp for schedule(static)
+        for (int64_t row = r.starts[0]; row < r.starts[r.runs]; row++) scan_inputs<T>(s, row);
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < tasks; i++) {
+            const int64_t run = i / (s.heads * columns), head = i / columns % s.heads, column = i % columns * width;
+            wide ? scan_columns<T, 2>(r, s, run, head, column) : scan_columns<T, 1>(r, s, run, head, column);
+        }
+    }
+}
+template <class T> void group_norm_rows(const GroupNorm& n, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (int64_t row = 0; row < n.rows; row++) group_norm_row<T>(n, row);
 }
 
 template <class T> void convolve_rows(const Runs& r, const Convolution& c, int threads) {

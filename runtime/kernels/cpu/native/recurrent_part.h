@@ -17,6 +17,14 @@ struct DeltaPart {
     int64_t taps, heads, key_heads, key_dim, value_dim;
     int64_t by_key_head;  // the projections are ordered by key head, and the gates too
 };
+struct MambaPart {
+    NormParams norm, gated_norm;  // the gated norm has a bf16 gain
+    Linear projection, out;  // z; x, B and C; steps
+    ResidualAdd residual;
+    const float *weight, *bias, *rate, *dt_bias, *skip;  // see Convolution and Scan
+    int64_t taps, heads, groups, head_dim, state_dim, norm_groups;
+    float low, high;
+};
 struct ConvolutionPart {
     NormParams norm;
     Linear projection, out;  // B, C and x concatenated; the output is C * convolution(B * x)
@@ -90,6 +98,35 @@ struct RecurrentRun {
         const GatedNorm n{read, part.head_norm.gain, projected + channels, normed, rows, part.heads, part.value_dim,
                           part.projection.outputs, part.head_norm.eps};
         gated_norm_rows<uint16_t>(n, threads_for(rows * values));
+        uint16_t* output = scratch.take(rows * hidden);
+        if (!rowwise.multiply(part.out, normed, output, spare)) return 1;
+        rowwise.add(part.residual, x, output, spare, out);
+        return 0;
+    }
+
+    // Returns as above.
+    int run(const MambaPart& part, const uint16_t* x, uint16_t* out) const {
+        const int64_t rows = rowwise.rows, hidden = part.residual.hidden, inner = part.heads * part.head_dim;
+        const int64_t channels = inner + 2 * part.groups * part.state_dim, inputs = 2 * (part.groups * part.state_dim + part.heads);
+        const int64_t width = part.projection.outputs, widest = std::max(width, hidden);
+        if (!is_sound()) return 2;
+        Scratch scratch(rows * (widest + 2 * hidden + width + channels + 2 * inputs + 2 * inner));
+        if (!scratch.at) return 1;
+        uint16_t *spare = scratch.take(rows * widest), *projected = scratch.take(rows * width);
+        const uint16_t* input = rowwise.norm_input(part.norm, x, scratch.take(rows * hidden));
+        if (!rowwise.multiply(part.projection, input, projected, spare)) return 1;
+        const uint16_t *mixed = projected + inner, *steps = mixed + channels;
+        store_draft_inputs(mixed, width, channels, 0);
+        store_draft_inputs(steps, width, part.heads, channels);
+        uint16_t *convolved = scratch.take(rows * channels), *read = scratch.take(rows * inner), *normed = scratch.take(rows * inner);
+        convolve(part.weight, part.bias, channels, part.taps, mixed, width, true, convolved);
+        const Scan s{convolved, steps, part.rate, part.dt_bias, part.skip, states.matrices,
+                     reinterpret_cast<float*>(scratch.take(2 * rows * inputs)), read, width, part.heads, part.groups, part.head_dim,
+                     part.state_dim, part.low, part.high};
+        scan_rows<uint16_t>(runs(), s, threads_for(rows * inner * part.state_dim));
+        const GroupNorm n{read, part.gated_norm.gain, projected, normed, rows, part.norm_groups, inner / part.norm_groups, width,
+                          part.gated_norm.eps};
+        group_norm_rows<uint16_t>(n, threads_for(rows * inner));
         uint16_t* output = scratch.take(rows * hidden);
         if (!rowwise.multiply(part.out, normed, output, spare)) return 1;
         rowwise.add(part.residual, x, output, spare, out);

@@ -66,7 +66,9 @@ template <typename T> struct FloatPath {
     // A chunk that many rows read: packed once, keys in panels, then values.
     static void pack(const Attention& a, const Chunk& chunk, float* packed) {
         for (int64_t p = 0; p < chunk.count; p += PANEL) pack_panel(a, chunk, p, packed + p * a.head_dim);
-        float* values = packed + CHUNK * a.head_dim;
+        pack_values(a, chunk, packed + CHUNK * a.head_dim);
+    }
+    static void pack_values(const Attention& a, const Chunk& chunk, float* values) {
         for (int64_t p = 0; p < chunk.count; p++)
             for (int64_t d = 0; d < a.head_dim; d += WIDE)
                 put(values + p * a.head_dim + d, values_at(vector_of<T>(a, a.values, chunk.at[p]), d));
@@ -76,7 +78,9 @@ template <typename T> struct FloatPath {
             score_panel(a, room, rows, packed + p * a.head_dim, p);
     }
     static void mix(const Attention& a, const Room& room, int64_t rows, const Span& span, int64_t count, const float* packed) {
-        const float* values = packed + CHUNK * a.head_dim;
+        mix_packed(a, room, rows, span, count, packed + CHUNK * a.head_dim);
+    }
+    static void mix_packed(const Attention& a, const Room& room, int64_t rows, const Span& span, int64_t count, const float* values) {
         const int64_t dim = a.head_dim;
         mix_with(a, room, 0, rows, span.low, std::min(span.high, count), [=](int64_t p, int64_t d) { return wide(values + p * dim + d); });
     }
@@ -105,7 +109,7 @@ template <typename T> struct FloatPath {
         }
     }
 
-  private:
+  protected:
     template <typename U> static Wide values_at(const U* vector, int64_t d) { return wide(vector + d); }
     static Wide values_at(Int4Vector vector, int64_t d) { return wide(vector, d); }
     // Keys [first, first + PANEL) of a chunk as [head_dim][PANEL], 0 past the last. Words of several values are transposed whole

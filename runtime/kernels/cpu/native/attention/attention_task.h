@@ -15,7 +15,8 @@ enum CacheType : int32_t { CACHE_F32 = 0, CACHE_BF16 = 1, CACHE_INT8 = 2, CACHE_
 struct Attention {  // mirrored by build.py
     const void* query;  // [tokens, heads, head_dim] of query_type; `out` is of out_type
     const void *keys, *values;  // [blocks, kv_heads, block_size, head_dim], strides in elements; see vector_size
-    const float *key_scales, *value_scales;  // [blocks, kv_heads, block_size] of int8 caches, strides as above / head_dim
+    // [blocks, kv_heads, block_size] of int8 caches, strides as above / head_dim; key_scales null: keys are decoded before products
+    const float *key_scales, *value_scales;
     const float* sinks;  // [heads], or null: a score per head that is part of the softmax and has no value
     void* out;
     const int32_t* starts;  // [sequences + 1]: sequence s has the tokens starts[s] to starts[s + 1]
@@ -118,7 +119,7 @@ struct Scales {
         int64_t vector = 0;  // counted, not divided: a division per position would take longer than its products
         for (int64_t p = 0; p < chunk.count; p++) {
             vector = p && chunk.at[p] == chunk.at[p - 1] + a.head_dim ? vector + 1 : chunk.at[p] / a.head_dim;
-            key[p] = a.key_scales[vector];
+            key[p] = a.key_scales ? a.key_scales[vector] : 1.0f;
             value[p] = a.value_scales[vector];
         }
     }

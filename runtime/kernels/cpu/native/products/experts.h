@@ -133,7 +133,7 @@ inline bool multiply_routed(const Routed& r, int threads) {
 
 struct Choice {  // mirrored by experts.py; see RoutingSpec
     const float* correction;  // [experts], or null
-    int64_t top, groups, top_groups;
+    int64_t top, groups, top_groups, group_best;
     float margin, scale;
     int32_t normalized, sigmoid;
 };
@@ -167,8 +167,8 @@ inline void leave_groups(const Choice& choice, std::vector<float>& values) {
     std::vector<int32_t> chosen(size_t(std::max<int64_t>(choice.top_groups, 2)));
     for (int64_t g = 0; g < choice.groups; g++) {
         const float* group = values.data() + g * size;
-        find_highest(group, size, 2, chosen.data());
-        sums[size_t(g)] = group[chosen[0]] + group[chosen[1]];
+        find_highest(group, size, choice.group_best, chosen.data());
+        sums[size_t(g)] = choice.group_best == 1 ? group[chosen[0]] : group[chosen[0]] + group[chosen[1]];
     }
     find_highest(sums.data(), choice.groups, choice.top_groups, chosen.data());
     for (int64_t g = 0; g < choice.groups; g++)

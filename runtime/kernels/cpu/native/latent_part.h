@@ -1,0 +1,128 @@
+// Latent attention on few rows of bf16, whole, as layer.h has the other parts. Included by packed_cpu.cpp.
+
+#pragma once
+
+#include "attention/latent_task.h"
+#include "layer.h"
+#include "products/heads.h"
+
+namespace {
+
+struct LatentPart {  // mirrored by layer.py
+    NormParams norm, q_norm, kv_norm;
+    Linear inputs, q_b, o;  // inputs: the query's projection, latent, unrotated shared key; q_b: no products where there is none
+    ResidualAdd residual;
+    const uint16_t *keys, *values;  // kv_b by heads: [heads, rank, nope] and [heads, value, rank]
+    int64_t heads, rank, nope, rope, value;
+    int64_t rotates, interleaved;
+    float scale;
+};
+
+struct LatentRun {
+    const LatentPart& part;
+    const PassRows& pass;
+    const LayerCache& cache;
+    const Rowwise rowwise;
+
+    int64_t head_size() const { return part.nope + part.rope; }
+
+    // The first `count` values of each group of `size` from `first`, rows `stride` apart, to [rows, groups, count].
+    void gather(const uint16_t* x, int64_t stride, int64_t groups, int64_t size, int64_t first, int64_t count, uint16_t* to) const {
+        rowwise.each([&](int64_t row) {
+            for (int64_t g = 0; g < groups; g++)
+                memcpy(to + (row * groups + g) * count, x + row * stride + g * size + first, size_t(count) * 2);
+        });
+    }
+    // Rotates `count` vectors of each row, x [rows, count, rope], to `to`.
+    const uint16_t* rotate(const int64_t* at, const uint16_t* x, int64_t count, uint16_t* to) const {
+        if (!part.rotates) return x;
+        const Rotation& tables = pass.rotations[cache.rotation];
+        const int64_t half = part.rope / 2, width = count * part.rope;
+        rowwise.each([&](int64_t row) {
+            const RotateTask r{x + row * width, tables.cos + at[row] * half, tables.sin + at[row] * half, to + row * width, 1, 1, count,
+                             part.rope, half, 0, width, int32_t(part.interleaved)};
+            rotate_token(r, 0, 0);
+        });
+        return to;
+    }
+
+    // The queries [rows, heads, head_size], rows `stride` apart; null without memory.
+    const uint16_t* queries(const int64_t* at, const uint16_t* projected, int64_t& stride, uint16_t* spare, Scratch& scratch) const {
+        const int64_t rows = rowwise.rows, width = part.heads * head_size();
+        const uint16_t* query = projected;
+        if (part.q_b.count) {
+            uint16_t *low = scratch.take(rows * part.q_norm.size), *whole = scratch.take(rows * width);
+            rowwise.norm(part.q_norm, projected, part.q_norm.size, stride, low);
+            if (!rowwise.multiply(part.q_b, low, whole, spare)) return nullptr;
+            query = whole, stride = width;
+        }
+        const uint16_t* scale = part.rotates ? pass.rotations[cache.rotation].scale : nullptr;
+        if (!scale) return query;
+        uint16_t* to = scratch.take(rows * width);
+        rowwise.each([&](int64_t row) {
+            for (int64_t i = 0; i < width; i += LANE)
+                store16(to + row * width + i, load16(query + row * stride + i) * from_bf16(scale[at[row]]));
+        });
+        stride = width;
+        return to;
+    }
+
+    void store(const LatentTask& t, const uint16_t* x, void* data, float* scales, int64_t size, float* vector) const {
+        AttentionRun::store(latent_view(t, nullptr, data, scales, size), x, size, data, scales, vector);
+    }
+
+    // Computes the part without its norm and residual addition. Returns 0; 1: no memory; 2: lengths or blocks out of range.
+    int compute(const uint16_t* input, uint16_t* output) const {
+        const int64_t rows = rowwise.rows, heads = part.heads, wide = heads * part.rank, width = heads * head_size();
+        const int64_t widest = std::max({part.inputs.outputs, part.q_b.outputs, part.residual.hidden});
+        const int64_t turned = heads * part.rope, read = heads * part.value;
+        Scratch scratch(rows * (widest + part.inputs.outputs + part.q_norm.size + 2 * width + 2 * turned + 2 * wide + read +
+                                part.rank + 2 * part.rope + 4) + 2 * (part.rank + part.rope));
+        if (!scratch.at) return 1;
+        uint16_t *spare = scratch.take(rows * widest), *projected = scratch.take(rows * part.inputs.outputs);
+        uint16_t *inner = scratch.take(rows * wide), *context = scratch.take(rows * wide);
+        LatentTask task{inner, nullptr, cache.keys, cache.values, cache.key_scales, cache.value_scales, context, pass.starts, pass.lengths,
+                        pass.table, pass.sequences, pass.table_width, cache.blocks, cache.block_size, heads, part.rank, part.rope,
+                        part.scale, BF16, int32_t(cache.cache_type), BF16};
+        if (!is_sound(latent_view(task, nullptr, cache.keys, nullptr, part.rank)) || pass.starts[pass.sequences] != rows) return 2;
+        if (!rowwise.multiply(part.inputs, input, projected, spare)) return 1;
+        int64_t* at = reinterpret_cast<int64_t*>(scratch.take(4 * rows));
+        rotary_rows(pass, at);
+
+        int64_t stride = part.inputs.outputs;
+        const uint16_t* query = queries(at, projected, stride, spare, scratch);
+        if (!query) return 1;
+        uint16_t *rest = scratch.take(rows * turned), *rotated = scratch.take(rows * turned);
+        gather(query, stride, heads, head_size(), part.nope, part.rope, rest);
+        task.rotated_query = rotate(at, rest, heads, rotated);
+
+        const uint16_t* shared = projected + part.inputs.outputs - part.rank - part.rope;
+        uint16_t *latent = scratch.take(rows * part.rank), *key = scratch.take(rows * part.rope), *turn = scratch.take(rows * part.rope);
+        rowwise.norm(part.kv_norm, shared, part.rank, part.inputs.outputs, latent);
+        gather(shared, part.inputs.outputs, 1, 0, part.rank, part.rope, key);
+        float* vector = reinterpret_cast<float*>(scratch.take(2 * std::max(part.rank, part.rope)));
+        store(task, latent, cache.keys, cache.key_scales, part.rank, vector);
+        store(task, rotate(at, key, 1, turn), cache.values, cache.value_scales, part.rope, vector);
+
+        uint16_t* attended = scratch.take(rows * read);
+        const HeadProduct into{query, part.keys, inner, rows, heads, part.nope, part.rank, stride, head_size(), BF16};
+        const HeadProduct from{context, part.values, attended, rows, heads, part.rank, part.value, wide, part.rank, BF16};
+        if (!multiply_heads(into, rowwise.threads)) return 1;
+        if (const int failed = attend_latent(&task, rowwise.threads)) return failed;
+        if (!multiply_heads(from, rowwise.threads)) return 1;
+        return rowwise.multiply(part.o, attended, output, spare) ? 0 : 1;
+    }
+
+    // The whole part, from the stream x to out. Returns as above.
+    int run(const uint16_t* x, uint16_t* out) const {
+        const int64_t values = rowwise.rows * part.residual.hidden;
+        Scratch scratch(2 * values);
+        if (!scratch.at) return 1;
+        uint16_t *normed = scratch.take(values), *output = scratch.take(values);
+        if (const int failed = compute(rowwise.norm_input(part.norm, x, normed), output)) return failed;
+        rowwise.add(part.residual, x, output, normed, out);
+        return 0;
+    }
+};
+
+}  // namespace

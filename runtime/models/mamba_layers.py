@@ -1,0 +1,90 @@
+"""Builds Mamba-2 mixers from the config keys of Bamba and its relatives."""
+
+from dataclasses import dataclass
+
+from mycli.runtime.models.config import MAX_LAYERS, ModelConfig
+from mycli.runtime.models.part_spec import LinearSpec, NormSpec
+from mycli.runtime.models.recurrent_spec import ConvolutionSpec, MambaSpec
+from mycli.runtime.utils.json_fields import Fields
+
+_MOST = 1 << 16  # heads, or values of a head
+_KINDS = {"mamba": True, "linear_attention": True, "attention": False, "full_attention": False}
+
+
+@dataclass(frozen=True)
+class MambaLayers:
+    """The sizes of Mamba-2 mixers, as in `MambaSpec`."""
+
+    heads: int
+    groups: int
+    head_dim: int
+    state_dim: int
+    taps: int
+    bias: bool
+    convolution_bias: bool
+    step_limits: tuple[float, float]
+
+    def mixer(self, config: ModelConfig, index: int, name: str = "mamba") -> MambaSpec:
+        """Return the mixer of a layer, whose tensors are called `model.layers.<index>.<name>`."""
+        layer, hidden, inner = f"model.layers.{index}", config.hidden_size, self.heads * self.head_dim
+        name, channels = f"{layer}.{name}", inner + 2 * self.groups * self.state_dim
+        return MambaSpec(
+            self.heads,
+            self.groups,
+            self.head_dim,
+            self.state_dim,
+            norm=config.norm_spec(f"{layer}.input_layernorm"),
+            projection=LinearSpec(f"{name}.in_proj", inner + channels + self.heads, hidden, self.bias),
+            convolution=ConvolutionSpec(f"{name}.conv1d", channels, self.taps, self.convolution_bias),
+            decay=f"{name}.A_log",
+            dt_bias=f"{name}.dt_bias",
+            skip=f"{name}.D",
+            gated_norm=NormSpec(f"{name}.norm", inner, config.rms_norm_eps),
+            norm_groups=self.groups,
+            out=LinearSpec(f"{name}.out_proj", hidden, inner, self.bias),
+            step_limits=self.step_limits,
+            residual_scale=config.residual_scale,
+        )
+
+
+def read_mamba(raw: Fields) -> MambaLayers:
+    """Read the keys `mamba_*` and `time_step_limit`. Raises ModelError for sizes that do not divide."""
+    heads, groups = raw.integer("mamba_n_heads", 128, high=_MOST), raw.integer("mamba_n_groups", 1, high=_MOST)
+    inner = raw.integer("mamba_expand", 2, high=64) * raw.integer("hidden_size")
+    if heads % groups or inner % heads:
+        raise raw.fail("mamba_n_heads", f"= {heads} must divide {inner}, and be a multiple of mamba_n_groups {groups}")
+    head_dim = inner // heads
+    if raw.values.get("mamba_d_head", "auto") not in ("auto", head_dim):
+        raise raw.fail("mamba_d_head", f"must be {head_dim}, or auto")
+    return MambaLayers(
+        heads,
+        groups,
+        head_dim,
+        raw.integer("mamba_d_state", 256, high=_MOST),
+        raw.integer("mamba_d_conv", 4, low=2, high=64),
+        raw.boolean("mamba_proj_bias", False),
+        raw.boolean("mamba_conv_bias", True),
+        _step_limits(raw),
+    )
+
+
+def _step_limits(raw: Fields) -> tuple[float, float]:
+    values = raw.array("time_step_limit", object, 2)
+    if not values:
+        return 0.0, float("inf")
+    # JSON has no infinity: transformers writes an object in its place.
+    low, high = (float("inf") if value == _INFINITY else value for value in values)
+    numbers = Fields({"low": low, "high": None if high == float("inf") else high}, f"{raw.source}: time_step_limit")
+    return numbers.number("low"), numbers.number("high", float("inf"))
+
+
+_INFINITY = {"__float__": "Infinity"}
+
+
+def recurrent_layers(raw: Fields, layers: int) -> tuple[bool, ...]:
+    """Return which layers have a Mamba-2 mixer rather than attention, by `layer_types`; all where it is absent."""
+    key = "layer_types" if raw.has("layer_types") else "layers_block_type"
+    types = raw.array(key, str, MAX_LAYERS) or ["mamba"] * layers
+    if len(types) != layers or set(types) - _KINDS.keys():
+        raise raw.fail(key, f"must name {' or '.join(_KINDS)} for each of {layers} layers")
+    return tuple(_KINDS[name] for name in types)

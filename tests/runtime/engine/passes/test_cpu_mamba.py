@@ -1,0 +1,47 @@
+"""Mamba-2: one native call has the bits of its steps, and a row those of any split of the prompt."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from mycli.runtime.cache.batch import Chunk
+from mycli.runtime.cache.kv_cache import KVCache
+from mycli.runtime.engine.model_runner import ModelRunner
+from tests.support.families import CASES, make
+from tests.support.family_parts import SMALL
+from tests.support.native_parts import PASSES, WIDE, load_bf16, need_native_code, same_as_by_steps
+
+CASE = "granitemoehybrid-8top3"
+CHANGES = {**WIDE, "mamba_n_heads": 8, "num_local_experts": 32, "shared_intermediate_size": 64}
+TOKENS = 150
+
+
+@pytest.fixture
+def runner(tmp_path: Path) -> ModelRunner:
+    need_native_code()
+    model_type, changes = CASES[CASE]
+    make(tmp_path, model_type, {**changes, **CHANGES})
+    return load_bf16(tmp_path)
+
+
+def test_the_part_has_the_bits_of_its_steps(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts included: states do not advance over those that are refused."""
+    assert same_as_by_steps(runner, "bf16", monkeypatch).count("mamba") == len(PASSES) * 3
+
+
+def read(runner: ModelRunner, chunk: int) -> list[Tensor]:
+    """Logits of a text read `chunk` tokens at a time, and the states after it."""
+    cache = KVCache(runner.config, 1, TOKENS, runner.device, torch.bfloat16)
+    tokens = [4 + index * 7919 % (SMALL["vocab_size"] - 4) for index in range(TOKENS)]
+    parts = [tokens[start : start + chunk] for start in range(0, TOKENS, chunk)]
+    logits = [runner.run([Chunk(part, i * chunk, (0,), len(part))], cache) for i, part in enumerate(parts)]
+    recurrent = [spec.index for spec in runner.config.layer_specs if spec.recurrent is not None]
+    return [torch.cat(logits), *(state for layer in recurrent for state in cache.states.layer(layer))]
+
+
+def test_a_prompt_in_chunks_has_the_bits_of_one_pass(runner: ModelRunner) -> None:
+    expected = read(runner, TOKENS)
+    for chunk in (1, 7, 64, 100):
+        assert all(torch.equal(one, other) for one, other in zip(read(runner, chunk), expected, strict=True)), chunk
