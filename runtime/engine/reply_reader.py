@@ -8,7 +8,7 @@ from mycli.runtime.engine.sequence import SequenceOutput
 from mycli.runtime.sampling.logprobs import TokenLogprob
 from mycli.runtime.tokenizer.parsing.reasoning_parser import CLOSE, OPEN, Part, ReasoningParser
 from mycli.runtime.tokenizer.parsing.tool_formats import ToolFormat
-from mycli.runtime.tokenizer.parsing.tool_parser import ToolCall, ToolParser
+from mycli.runtime.tokenizer.parsing.tool_parser import ToolCall, ToolParser, join_calls
 from mycli.runtime.tokenizer.stream import StopMatcher, StreamDecoder
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
@@ -19,8 +19,8 @@ ReplyEnd = Literal["stop", "stop_string", "length", "tool_calls", "cancelled", "
 class Piece:
     """The next part of reply `index` of a request. Text is withheld while it may be the start of a stop string or tag.
 
-    tokens, logprobs: up to the token that completed a stop string; end: None while the reply continues; stop: the stop
-    string that ended it; problem: the message if `end` is "error".
+    calls: new calls and further parts of earlier ones; tokens, logprobs: up to the token that completed a stop string;
+    end: None while the reply continues; stop: the stop string that ended it; problem: the message if `end` is "error".
     """
 
     index: int = 0
@@ -134,7 +134,7 @@ class ReplyReader:
                     item = item.lstrip()  # the blank line between reasoning and content
                 self._content_begun = self._content_begun or bool(item)
                 content += item
-        return content, reasoning, tuple(calls)
+        return content, reasoning, tuple(join_calls(calls))
 
     def _parse(self, text: str, ended: bool) -> Iterator[Part | str | ToolCall]:
         if self._reasoning is None:

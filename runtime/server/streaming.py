@@ -16,14 +16,15 @@ from starlette.types import Receive, Scope, Send
 from mycli.runtime.engine.reply_reader import Piece
 from mycli.runtime.server.api_error import ApiError, internal_error
 from mycli.runtime.server.delivery import Delivery
+from mycli.runtime.server.fields import check_fields
 from mycli.runtime.server.schemas import ForModel, validated
 from mycli.runtime.server.service import Prepared, Service
+from mycli.runtime.tokenizer.parsing.tool_parser import join_calls
 from mycli.runtime.utils.json_fields import strict_json
 
 _T = TypeVar("_T")
 _Body = TypeVar("_Body", bound=ForModel)
 CLIENT_GONE = 499  # nginx's status for a client that disconnected: only in the log
-_PING = b": ping\n\n"
 
 
 class Rendering(Protocol):
@@ -35,6 +36,10 @@ class Rendering(Protocol):
 
     def add(self, piece: Piece) -> Iterable[bytes]:
         """Return the events of one more piece."""
+        ...
+
+    def keep_alive(self) -> Iterable[bytes]:
+        """Return the events of a silent stream: clients do not count comments as signs of life."""
         ...
 
     def finish(self) -> Iterable[bytes]:
@@ -66,7 +71,7 @@ def _join(pieces: Sequence[Piece]) -> Piece:
         last.index,
         "".join([piece.content for piece in pieces]),
         "".join([piece.reasoning for piece in pieces]),
-        tuple(call for piece in pieces for call in piece.calls),
+        tuple(join_calls(call for piece in pieces for call in piece.calls)),
         tuple(token for piece in pieces for token in piece.tokens),
         tuple(logprob for piece in pieces for logprob in piece.logprobs),
         tuple(logprob for piece in pieces for logprob in piece.prompt_logprobs),
@@ -135,12 +140,21 @@ async def read_request(
     """Read the body as a `kind`; return it and `work(body)`, which runs off the event loop. Raises ApiError."""
     data = await _read_body(service, request)
 
-    def read() -> tuple[_Body, _T]:
-        body = validated(kind, _parse(data))
+    def read() -> tuple[list[str], _Body, _T]:
+        values = _parse(data)
+        body = validated(kind, values)
+        unknown = check_fields(values, kind.model_fields)
         service.check_model(body.model)
-        return body, work(body)
+        return unknown, body, work(body)
 
-    return await off_loop(service, read)
+    unknown, body, result = await off_loop(service, read)
+    note_omitted(request, [f"field {name}" for name in unknown])
+    return body, result
+
+
+def note_omitted(request: Request, parts: Sequence[str]) -> None:
+    """Note parts of a request that were left out: the guard names them in a header and in the log."""
+    request.scope["state"].setdefault("omitted", []).extend(parts)
 
 
 def _failure(piece: Piece) -> ApiError | None:
@@ -214,7 +228,8 @@ class EventStream(Response):
             try:
                 await put(self._rendering.begin())
                 async for batch in pieces:
-                    await put([data for piece in batch for data in self._rendering.add(piece)] if batch else [_PING])
+                    events = [data for piece in batch for data in self._rendering.add(piece)]
+                    await put(events if batch else self._rendering.keep_alive())
                 await put(self._rendering.finish(), more=False)
             except ApiError as error:
                 if error.status != CLIENT_GONE:
@@ -228,6 +243,7 @@ async def answer(
     service: Service, request: Request, prepared: Prepared, rendering: Rendering, stream: bool
 ) -> Response:
     """Return the reply to a request, whole or as a stream."""
+    note_omitted(request, prepared.omitted)
     if stream:
         return EventStream(service, request, prepared, rendering)
     received: list[Piece] = []

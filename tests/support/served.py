@@ -223,11 +223,16 @@ def joined(answer: Any) -> tuple[str, str, list[tuple[str, str]], str]:
         return message["content"] or "", message.get("reasoning", ""), calls, choice["finish_reason"]
     choices = [event["choices"][0] for event in answer.events if event["choices"]]
     deltas = [choice["delta"] for choice in choices]
-    found = [one for delta in deltas for one in delta.get("tool_calls", [])]
-    assert [one["index"] for one in found] == list(range(len(found)))
+    calls = list[tuple[str, str]]()
+    for part in (part for delta in deltas for part in delta.get("tool_calls", [])):
+        if "id" in part:
+            assert part["index"] == len(calls)
+            calls.append((part["function"]["name"], ""))
+        assert part["index"] == len(calls) - 1
+        calls[-1] = calls[-1][0], calls[-1][1] + part["function"]["arguments"]
     return (
         "".join(delta.get("content", "") for delta in deltas),
         "".join(delta.get("reasoning", "") for delta in deltas),
-        [(one["function"]["name"], one["function"]["arguments"]) for one in found],
+        calls,
         choices[-1]["finish_reason"],
     )
