@@ -19,30 +19,34 @@ _NOTHING: tuple[Any, ...] = (None, False, 0, "", (), {})  # values that ask for 
 # Refused with any value that asks for something.
 _REFUSED = _words("""
     audio moderation web_search_options suffix previous_response_id conversation prompt background_options image
+    context_management functions function_call
     container mcp_servers compaction fallbacks thread
     min_tokens bad_words allowed_token_ids use_beam_search logits_processors prompt_logprobs prompt_embeds
-    return_tokens_as_token_ids return_token_ids return_prompt_text truncate_prompt_tokens chat_template
-    kv_transfer_params vllm_xargs repetition_detection thinking_token_budget media_io_kwargs continue_final_message
+    logprob_token_ids return_tokens_as_token_ids return_token_ids return_prompt_text truncate_prompt_tokens watermarking
+    include_stop_str_in_output chat_template kv_transfer_params ec_transfer_params vllm_xargs repetition_detection
+    media_io_kwargs continue_final_message
     stop_regex no_stop_trim lora_path session_params return_hidden_states custom_logit_processor custom_params
-    return_routed_experts return_meta_info input_ids bootstrap_host bootstrap_port bootstrap_room task
+    return_routed_experts return_prompt_token_ids return_meta_info return_cached_tokens_details input_ids images_config
+    use_audio_in_video bootstrap_host bootstrap_port bootstrap_room task
     mirostat dry_multiplier xtc_probability dynatemp_range samplers min_keep n_probs post_sampling_probs
-    return_tokens n_indent timings_per_token return_progress response_fields lora image_data grammar_lazy
-    grammar_triggers thinking_forced_open input_prefix input_suffix input_extra
+    return_tokens n_indent timings_per_token return_progress response_fields lora image_data grammar_lazy grammar_type
+    grammar_triggers generation_prompt chat_parser verbose reasoning_control reasoning_budget_message
+    input_prefix input_suffix input_extra
 """)
 # Field -> the values that ask for nothing, where these are others.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(_REFUSED, _NOTHING),
-    **dict.fromkeys(_words("typical_p typ_p repeat_penalty"), (None, 1)),
-    **dict.fromkeys(_words("top_n_sigma n_keep adaptive_target t_max_predict_ms t_max_prompt_ms"), (None, 0, -1)),
-    **dict.fromkeys(_words("reasoning_budget_tokens thinking_budget_tokens"), (None, -1)),
+    **dict.fromkeys(_words("typical_p typ_p repeat_penalty n_cmpl"), (None, 1)),
+    **dict.fromkeys(_words("top_n_sigma n_keep adaptive_target t_max_predict_ms"), (None, 0, -1)),
+    **dict.fromkeys(_words("thinking_token_budget reasoning_budget_tokens thinking_budget_tokens"), (None, -1)),
     # On by default elsewhere, and always on here.
     **dict.fromkeys(_words("skip_special_tokens include_reasoning parse_tool_calls"), (None, True)),
-    **dict.fromkeys(_words("separate_reasoning stream_reasoning"), (None, True)),
+    **dict.fromkeys(_words("separate_reasoning stream_reasoning add_generation_prompt"), (None, True)),
     "modalities": (None, (), ("text",)),
     "reasoning_format": (None, "auto", "deepseek"),
     "verbosity": (None, "medium"),
 }
-# Fields that cannot change a reply: labels, billing, storage, placement, speed, and settings of samplers that are
+# Fields that cannot change a reply: labels, billing, storage, placement, speed, and settings of features that are
 # refused as long as they are on.
 HARMLESS = frozenset(
     _words("""
@@ -50,12 +54,14 @@ HARMLESS = frozenset(
     prompt_cache_retention max_tool_calls truncation
     cache_control inference_geo speed betas billing_policy diagnostics fallback_credit_token user_profile_id
     workspace_id anthropic_version anthropic_beta
-    priority request_id cache_salt length_penalty early_stopping mm_processor_kwargs spaces_between_special_tokens
-    rid extra_key data_parallel_rank routed_dp_rank max_dynamic_patch min_dynamic_patch return_cached_tokens_details
-    custom_labels
+    priority request_id session_id cache_salt length_penalty mm_processor_kwargs spaces_between_special_tokens
+    truncation_side routed_experts_prompt_start return_token_offsets return_mm_kwargs stream_interval
+    rid extra_key data_parallel_rank routed_dp_rank disagg_prefill_dp_rank routed_experts_start_len custom_labels
+    ngram_corpus_id max_dynamic_patch min_dynamic_patch
     cache_prompt id_slot repeat_last_n penalize_nl mirostat_tau mirostat_eta dry_base dry_allowed_length
-    dry_penalty_last_n dry_sequence_breakers xtc_threshold dynatemp_exponent adaptive_decay preserved_tokens
-    chat_format n_discard n_cache_reuse speculative.n_max speculative.n_min speculative.p_min speculative.type
+    dry_penalty_last_n dry_sequence_breakers xtc_threshold dynatemp_exponent adaptive_decay preserved_tokens n_discard
+    chat_format n_cache_reuse backend_sampling sse_ping_interval reasoning_budget_start_tag reasoning_budget_end_tag
+    reasoning_budget_end_tags
     """)
 )
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")

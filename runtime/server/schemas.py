@@ -51,7 +51,7 @@ def _false_only(value: Any) -> Any:
 
 
 No = Annotated[Literal[False], BeforeValidator(_false_only)]
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class Strict(BaseModel):
@@ -116,6 +116,8 @@ class StreamOptions(Strict):
     """Options of a stream."""
 
     include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # of OpenAI: padding, which nothing here needs
+    continuous_usage_stats: No | None = None  # of vLLM
 
 
 class Sampling(Strict):

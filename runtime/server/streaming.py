@@ -17,8 +17,10 @@ from mycli.runtime.engine.reply_reader import Piece
 from mycli.runtime.server.api_error import ApiError, internal_error
 from mycli.runtime.server.delivery import Delivery
 from mycli.runtime.server.fields import check_fields
+from mycli.runtime.server.request_log import RequestFigures
 from mycli.runtime.server.schemas import ForModel, validated
 from mycli.runtime.server.service import Prepared, Service
+from mycli.runtime.server.worker import Ticket
 from mycli.runtime.tokenizer.parsing.tool_parser import join_calls
 from mycli.runtime.utils.json_fields import strict_json
 
@@ -178,16 +180,33 @@ async def running(service: Service, request: Request, prepared: Prepared) -> Asy
     Leaving the block cancels what is still running. Raises ApiError: queue full, reply failed, client disconnected.
     """
     delivery = Delivery()
+    figures = RequestFigures(prepared.prompt_tokens)
+    request.scope["state"]["figures"] = figures
     tickets = service.worker.submit(prepared.requests, delivery)
     watch = asyncio.create_task(_watch(request, delivery))
     try:
-        yield _pieces(service, delivery, len(tickets))
+        yield _pieces(service, delivery, len(tickets), figures)
     finally:
         watch.cancel()
         service.worker.cancel(tickets)
+        _add_times(figures, tickets)
 
 
-async def _pieces(service: Service, delivery: Delivery, count: int) -> AsyncIterator[list[Piece]]:
+def _add_times(figures: RequestFigures, tickets: Sequence[Ticket]) -> None:
+    begun = [(ticket, ticket.first, ticket.last) for ticket in tickets]
+    firsts = [first - ticket.submitted for ticket, first, _ in begun if first is not None]
+    spans = [
+        (last - first) / (ticket.tokens - 1)
+        for ticket, first, last in begun
+        if first is not None and last is not None and ticket.tokens > 1
+    ]
+    figures.ttft = min(firsts, default=None)
+    figures.tpot = sum(spans) / len(spans) if spans else None
+
+
+async def _pieces(
+    service: Service, delivery: Delivery, count: int, figures: RequestFigures
+) -> AsyncIterator[list[Piece]]:
     limits = service.settings.limits
     ended, silent, started = 0, 0.0, False
     while ended < count:
@@ -204,6 +223,8 @@ async def _pieces(service: Service, delivery: Delivery, count: int) -> AsyncIter
         started = True
         for piece in pieces:
             ended += piece.end is not None
+            figures.completion += len(piece.tokens)
+            figures.cached = min(max(figures.cached, piece.cached_tokens), figures.prompt)
             if (error := _failure(piece)) is not None:
                 raise error
         yield pieces

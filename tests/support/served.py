@@ -153,6 +153,7 @@ class ScriptedEngine:
         self._running: list[_Turn] = []
         self._next = 0
         self.cancelled: list[int] = []
+        self.prompts: list[tuple[int, ...]] = []
         self.error: Exception | None = None
         self.held = threading.Event()
         self.held.set()
@@ -169,6 +170,7 @@ class ScriptedEngine:
 
     def submit_replies(self, request: Request, count: int) -> list[int]:
         """Queue `count` sequences."""
+        self.prompts.append(request.prompt)
         first = self._next + 1
         for number in range(first, first + count):
             self._waiting.append(_Turn(number, request, list(self._script(request))))

@@ -120,7 +120,7 @@ def _calls_grammar(service: Service, spec: ChatSpec, tool_format: ToolFormat, pr
     before, after, name_key, arguments_key = tool_format.json_syntax
     parts = []
     for function in functions:
-        parameters = dict(function.get("parameters") or {"type": "object"})
+        parameters = {"type": "object", **(function.get("parameters") or {})}
         schema = {
             "type": "object",
             "properties": {name_key: {"const": function["name"]}, arguments_key: parameters},

@@ -218,8 +218,7 @@ def template_arguments(body: CountRequest) -> Mapping[str, Any]:
     """Return the template arguments for thinking and effort."""
     effort = None if body.output_config is None else body.output_config.effort
     thinking = {} if body.thinking is None else {"enable_thinking": body.thinking.type != "disabled"}
-    # Templates know OpenAI's words, of which xhigh is the largest.
-    return effort_arguments("xhigh" if effort == "max" else effort) | thinking
+    return effort_arguments(effort) | thinking
 
 
 def _format(body: MessagesRequest) -> ResponseFormat | None:

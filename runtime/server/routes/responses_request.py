@@ -18,6 +18,7 @@ from mycli.runtime.server.schemas import (
     Name,
     No,
     Sampling,
+    StreamOptions,
     Strict,
     TokenLimit,
     ToolName,
@@ -121,6 +122,7 @@ class ResponsesRequest(ForModel, Sampling, Constraints):
     instructions: LongText | None = None
     max_output_tokens: TokenLimit | None = None
     stream: bool | None = None
+    stream_options: StreamOptions | None = None
     tools: list[ResponseTool] | None = Field(None, max_length=128)
     tool_choice: Literal["auto", "none", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
