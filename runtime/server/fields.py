@@ -51,7 +51,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 HARMLESS = frozenset(
     _words("""
     user metadata store service_tier safety_identifier prediction access_programs prompt_cache_key prompt_cache_options
-    prompt_cache_retention max_tool_calls truncation
+    prompt_cache_retention max_tool_calls truncation client_metadata
     cache_control inference_geo speed betas billing_policy diagnostics fallback_credit_token user_profile_id
     workspace_id anthropic_version anthropic_beta
     priority request_id session_id cache_salt length_penalty mm_processor_kwargs spaces_between_special_tokens

@@ -60,6 +60,7 @@ FIELDS: Mapping[str, tuple[str, Any]] = {
     "background": (REFUSED, True),
     "background_options": (REFUSED, {"a": 1}),
     "context_management": (REFUSED, [{"type": "compaction"}]),
+    "client_metadata": (HARMLESS, {"a": "b"}),
     "conversation": (REFUSED, "conv_1"),
     "image": (REFUSED, {"context_compression": "enabled"}),
     "include": (SERVED, ["message.output_text.logprobs"]),

@@ -89,6 +89,13 @@ class Served:
             "POST", "/v1/chat/completions", {"model": "pico", "messages": messages, "temperature": 0, **fields}
         )
 
+    def logged(self, count: int, seconds: float = 20) -> bool:
+        """Wait for `count` lines of the log, which are written after the answer."""
+        end = time.monotonic() + seconds
+        while len(self.log) < count and time.monotonic() < end:
+            time.sleep(0.01)
+        return len(self.log) >= count
+
     def idle(self, seconds: float = 60) -> None:
         """Wait until nothing is under way, in the worker and in its engine."""
         end = time.monotonic() + seconds
