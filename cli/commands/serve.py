@@ -61,6 +61,14 @@ class AddressFlags:
         float,
         options.option("--grace", "SECONDS", "Seconds to finish replies after Ctrl-C or SIGTERM.", min=0, max=3600),
     ] = 30.0
+    reasoning_budget: Annotated[
+        int | None,
+        options.count(
+            "--reasoning-budget",
+            "Close the reasoning of a reply after N tokens, unless the request sets a budget.",
+            show_default="no limit",
+        ),
+    ] = None
     log_format: Annotated[
         str | None,
         options.words("--log-format", ("text", "json"), "Log one line per request.", show_default="text with -v"),
@@ -87,7 +95,9 @@ class AddressFlags:
         hosts = tuple(name.lower() for name in (*(self.hosts or ()), self.host))
         limits = ServerLimits(grace_seconds=self.grace, waiting=self.waiting)
         chosen = options.choice("--log-format", self.log_format or "text", get_args(LogFormat))
-        return ServerSettings(tuple(self.aliases or ()), key, hosts, tuple(self.origins or ()), limits, chosen)
+        return ServerSettings(
+            tuple(self.aliases or ()), key, hosts, tuple(self.origins or ()), limits, chosen, self.reasoning_budget
+        )
 
     def _key(self, call: Call) -> bytes | None:
         # Never from the command line, which other users of the machine can read.
@@ -168,6 +178,7 @@ def _refuse_own_options(engine: OtherEngine, address: AddressFlags, config: Engi
         "--grace": address.grace != default.grace,
         "--max-waiting": address.waiting != default.waiting,
         "--log-format": address.log_format is not None,
+        "--reasoning-budget": address.reasoning_budget is not None,
         "--draft": config.draft is not None,
         "--adapter": config.adapter is not None,
         "--shadow": config.dense_prefill_copy,

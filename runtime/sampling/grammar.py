@@ -65,12 +65,14 @@ class _Vocabulary:
 class Prelude:
     """Free text before the constrained output: the model's reasoning, up to `close`.
 
-    With `opened` the prompt ends inside it; otherwise the reply may start with `open`, or have no reasoning.
+    With `opened` the prompt ends inside it; otherwise the reply may start with `open`, or have no reasoning. After
+    `budget` tokens it is closed; None: it ends where the model ends it.
     """
 
     open: str
     close: str
     opened: bool = False
+    budget: int | None = None
 
 
 class GrammarCompiler:
@@ -90,6 +92,7 @@ class GrammarCompiler:
             vocabulary, n_vocab=len(tokenizer.vocabulary), eos_token=sorted(stop_ids), slices=None
         )
         self._control = {tokenizer.vocabulary[index]: index for index in tokenizer.control_ids}
+        self._stop_ids = stop_ids
 
     def schema(self, text: str, source: str, prelude: Prelude | None = None) -> "Grammar":
         """Compile a JSON schema; `source`: its name in messages. Remote references are not fetched."""
@@ -119,6 +122,17 @@ class GrammarCompiler:
         if kind == "regex":
             return str(self._library.LLMatcher.grammar_from_regex(text))
         return str(self._library.LLMatcher.grammar_from_lark(text))
+
+    def any_text(self, prelude: Prelude) -> "Grammar":
+        """Compile any text that is not blank, control tokens included, after reasoning within its budget."""
+        others = set(self._control.values()) - self._stop_ids - {self._control.get(prelude.open)}
+        tokens = sorted(str(index) for index in others - {self._control.get(prelude.close)})
+        control = f" | <[{','.join(tokens)}]>" if tokens else ""
+        rules = f"start: (FIRST{control}) (MORE{control})*\nMORE: /(.|\\n)+/\n"
+        opening = json.dumps(prelude.open)
+        # An opening tag that is no control token could also be read as the beginning of the text.
+        rules += f"FIRST: /[ \\t\\r\\n]*[^ \\t\\r\\n](.|\\n)*/ & ~(/[ \\t\\r\\n]*/ {opening} /(.|\\n)*/)"
+        return self._compile(rules, "reasoning budget", prelude)
 
     def sequence(
         self,
@@ -193,8 +207,16 @@ class GrammarCompiler:
             return source
         first, *rest = _grammars(source)
         body = [{**first, "name": "body"}, *rest]
-        if prelude.close in self._control:
-            rules = f"thought: TEXT? {self._literal(prelude.close)}\nTEXT: /(.|\\n)+/"
+        close = self._literal(prelude.close)
+        if prelude.budget is not None:
+            rules = f"thought: {'thinking? ' if prelude.budget else ''}{close}\n"
+            text = "/(.|\\n)+/"
+            if prelude.close not in self._control:
+                text += f" & ~(/(.|\\n)*/ {close} /(.|\\n)*/)"
+            if prelude.budget:
+                rules += f"thinking[max_tokens={prelude.budget}]: THINKING\nTHINKING: {text}"
+        elif prelude.close in self._control:
+            rules = f"thought: TEXT? {close}\nTEXT: /(.|\\n)+/"
         else:
             rules = f"thought[suffix={json.dumps(prelude.close)}]: /(.|\\n)*/"
         whole = "thought" if prelude.opened else f"({self._literal(prelude.open)} thought)?"

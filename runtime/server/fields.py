@@ -38,7 +38,9 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(_REFUSED, _NOTHING),
     **dict.fromkeys(_words("typical_p typ_p repeat_penalty n_cmpl"), (None, 1)),
     **dict.fromkeys(_words("top_n_sigma n_keep adaptive_target t_max_predict_ms"), (None, 0, -1)),
-    **dict.fromkeys(_words("thinking_token_budget reasoning_budget_tokens thinking_budget_tokens"), (None, -1)),
+    "thinking_token_budget": (None, -1),  # of completions, which have no reasoning
+    "reasoning_budget_tokens": (None, -1),
+    "thinking_budget_tokens": (None, -1),
     # On by default elsewhere, and always on here.
     **dict.fromkeys(_words("skip_special_tokens include_reasoning parse_tool_calls"), (None, True)),
     **dict.fromkeys(_words("separate_reasoning stream_reasoning add_generation_prompt"), (None, True)),

@@ -149,6 +149,31 @@ class Sampling(Strict):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
 
+ThinkingTokens = Literal[-1] | Annotated[int, Field(ge=0, le=1 << 31)]  # -1: any number
+
+
+class ThinkingBudget(Strict):
+    """The number of tokens of reasoning, in the fields of vLLM and llama.cpp; at most one of them."""
+
+    thinking_token_budget: ThinkingTokens | None = None
+    reasoning_budget_tokens: ThinkingTokens | None = None
+    thinking_budget_tokens: ThinkingTokens | None = None
+
+    def thinking_budget(self, also: int | None = None) -> int | None:
+        """Return the budget, or `also` if none is set; None for any number of tokens."""
+        budgets = (self.thinking_token_budget, self.reasoning_budget_tokens, self.thinking_budget_tokens, also)
+        chosen = next((budget for budget in budgets if budget is not None), None)
+        return None if chosen == -1 else chosen
+
+
+class ReasoningOptions(Strict):
+    """How much the model should reason: effort in words, or a number of tokens."""
+
+    effort: Effort | None = None
+    max_tokens: ThinkingTokens | None = None
+    enabled: bool | None = None
+
+
 class FunctionSpec(Strict):
     """A function that a model may call."""
 

@@ -34,7 +34,8 @@ class ServerSettings:
     """names: accepted as `model` in requests, the first is shown in replies; key: None to serve without a key.
 
     hosts: host names accepted besides localhost and IP addresses; origins: other sites whose pages may use the server;
-    log_format: of the line per request.
+    log_format: of the line per request; reasoning_budget: tokens of reasoning where a request sets none, None for any
+    number.
     """
 
     names: tuple[str, ...]
@@ -43,3 +44,4 @@ class ServerSettings:
     origins: tuple[str, ...] = ()
     limits: ServerLimits = ServerLimits()
     log_format: LogFormat = "text"
+    reasoning_budget: int | None = None

@@ -21,8 +21,10 @@ from mycli.runtime.server.schemas import (
     FunctionSpec,
     NamedTool,
     No,
+    ReasoningOptions,
     Sampling,
     StreamOptions,
+    ThinkingBudget,
     TokenLimit,
     ToolSpec,
 )
@@ -32,7 +34,7 @@ from mycli.runtime.server.streaming import answer, event, read_request
 FINISH = {"stop_string": "stop", "deadline": "length", "cancelled": "stop"}
 
 
-class ChatRequest(ForModel, Sampling, Constraints):
+class ChatRequest(ForModel, Sampling, Constraints, ThinkingBudget):
     """The body of POST /v1/chat/completions."""
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=4096)
@@ -50,6 +52,7 @@ class ChatRequest(ForModel, Sampling, Constraints):
     functions: list[FunctionSpec] | None = Field(None, max_length=128)  # the older form of tools
     function_call: Literal["auto", "none"] | FunctionName | None = None
     reasoning_effort: Effort | None = None
+    reasoning: ReasoningOptions | None = None  # of OpenRouter and SGLang
     chat_template_kwargs: dict[str, Any] | None = Field(None, max_length=16)
     documents: list[dict[str, Any]] | None = Field(None, max_length=1024)  # of vLLM: for the template
     add_special_tokens: No | None = None  # of vLLM: the template writes them
@@ -85,6 +88,8 @@ def _spec(body: ChatRequest) -> ChatSpec:
     limit = next((limit for limit in limits if limit is not None), None)
     functions = [ToolSpec(type="function", function=function) for function in body.functions or ()]
     tools, omitted = chat_tools(body.tools or functions)
+    reasoning = body.reasoning or ReasoningOptions()
+    switch = {} if reasoning.enabled is None else {"enable_thinking": reasoning.enabled}
     documents = {} if body.documents is None else {"documents": body.documents}
     return ChatSpec(
         messages=chat_messages(body.messages),
@@ -96,7 +101,11 @@ def _spec(body: ChatRequest) -> ChatSpec:
         allowed=allowed,
         parallel=body.parallel_tool_calls is not False and not body.functions,
         format=output_format(body),
-        arguments=effort_arguments(body.reasoning_effort) | documents | (body.chat_template_kwargs or {}),
+        arguments=effort_arguments(body.reasoning_effort or reasoning.effort)
+        | switch
+        | documents
+        | (body.chat_template_kwargs or {}),
+        thinking_budget=body.thinking_budget(reasoning.max_tokens),
         count=body.n or 1,
         limit=None if limit == -1 else limit,
         top=(body.top_logprobs or 0) if body.logprobs else None,

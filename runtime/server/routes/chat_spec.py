@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mycli.runtime.engine.reply_reader import ReplyReader
@@ -17,6 +17,8 @@ from mycli.runtime.tokenizer.chat_template import Message, Tool
 from mycli.runtime.tokenizer.parsing.tool_formats import HERMES, ToolFormat
 from mycli.runtime.tokenizer.parsing.tool_parser import ToolParser
 
+ANSWER_TOKENS = 16  # that a thinking budget leaves at least, closing tag included
+
 
 @dataclass(frozen=True)
 class ChatSpec:
@@ -26,7 +28,7 @@ class ChatSpec:
     be called, None for all; omitted_tools: types of tools that cannot be called here; omitted: other parts that were
     left out; arguments: of the chat template; count: replies; limit: tokens, None for the rest of the context; clipped:
     shorten a limit that the context has no room for; top: number of logprobs per token, None for none; place: the field
-    of the conversation.
+    of the conversation; thinking_budget: tokens of reasoning, None for any number.
     """
 
     messages: Sequence[Message]
@@ -45,6 +47,7 @@ class ChatSpec:
     clipped: bool = False
     top: int | None = None
     place: str = "messages"
+    thinking_budget: int | None = None
 
     @property
     def offered_tools(self) -> Sequence[Tool]:
@@ -73,7 +76,7 @@ def prepare_chat(service: Service, spec: ChatSpec) -> Prepared:
         limit = min(limit, max(reply_room(service.context, len(ids)), 1))
     service.check_fits(ids, limit, spec.place)
     end = service.spelled(ids[-16:])  # more than an opening tag is long
-    prelude = service.prelude(end)
+    prelude = _prelude(service, spec, end, limit if limit is not None else reply_room(service.context, len(ids)))
     tool_format = service.tool_format
     constrained = spec.format is not None and spec.format.type != "text"
     grammar: Grammar | None = None
@@ -83,6 +86,8 @@ def prepare_chat(service: Service, spec: ChatSpec) -> Prepared:
         grammar = _calls_grammar(service, spec, tool_format, prelude)
     elif constrained:
         grammar = service.grammar(spec.format, prelude)
+    elif prelude is not None and prelude.budget is not None:
+        grammar = service.compiler.any_text(prelude)
     readers = [
         ReplyReader(
             service.loaded.tokenizer,
@@ -97,6 +102,15 @@ def prepare_chat(service: Service, spec: ChatSpec) -> Prepared:
     omitted = [*(f"tool {kind}" for kind in dict.fromkeys(spec.omitted_tools)), *dict.fromkeys(spec.omitted)]
     request = service.request(ids, spec.sampling, limit, grammar, spec.top)
     return Prepared([(request, readers)], [ids], clipped=limit != spec.limit, omitted=omitted)
+
+
+def _prelude(service: Service, spec: ChatSpec, prompt_end: str, limit: int) -> Prelude | None:
+    prelude = service.prelude(prompt_end)
+    budget = spec.thinking_budget if spec.thinking_budget is not None else service.settings.reasoning_budget
+    if prelude is None or budget is None:
+        return prelude
+    # Reasoning that takes all of the reply's tokens leaves none for the answer.
+    return replace(prelude, budget=max(min(budget, limit - max(limit // 4, ANSWER_TOKENS)), 0))
 
 
 def _check_tools(spec: ChatSpec) -> None:

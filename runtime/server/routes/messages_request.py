@@ -85,6 +85,7 @@ class Thinking(Strict):
     """Whether the model reasons first, if its template has a switch, and whether its reasoning is shown."""
 
     type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(None, ge=0, le=1 << 31)
     display: Literal["summarized", "omitted"] | None = None
 
 
@@ -254,4 +255,5 @@ def chat_spec(body: MessagesRequest) -> ChatSpec:
         limit=body.max_tokens,
         # As Anthropic does: a reply that reaches the end of the context says so in its stop reason.
         clipped=True,
+        thinking_budget=None if body.thinking is None else body.thinking.budget_tokens,
     )

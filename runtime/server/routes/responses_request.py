@@ -12,14 +12,15 @@ from mycli.runtime.server.routes.chat_spec import ChatSpec, effort_arguments
 from mycli.runtime.server.schemas import (
     Content,
     ContentPart,
-    Effort,
     ForModel,
     LongText,
     Name,
     No,
+    ReasoningOptions,
     Sampling,
     StreamOptions,
     Strict,
+    ThinkingBudget,
     TokenLimit,
     ToolName,
 )
@@ -109,13 +110,7 @@ class TextOptions(Strict):
     verbosity: Literal["medium"] | None = None
 
 
-class ReasoningOptions(Strict):
-    """How much the model should reason."""
-
-    effort: Effort | None = None
-
-
-class ResponsesRequest(ForModel, Sampling, Constraints):
+class ResponsesRequest(ForModel, Sampling, Constraints, ThinkingBudget):
     """The body of POST /v1/responses."""
 
     input: LongText | list[InputItem]
@@ -248,7 +243,7 @@ def response_spec(
     """Return what the request asks for; `messages`, `omitted`: of its input. Raises ApiError."""
     choice, named, allowed = _choice(body.tool_choice)
     limit = body.max_output_tokens
-    effort = None if body.reasoning is None else body.reasoning.effort
+    reasoning = body.reasoning or ReasoningOptions()
     if (
         named is not None
         and named in tools.identities
@@ -267,8 +262,9 @@ def response_spec(
         omitted=[*tools.omitted, *omitted],
         parallel=body.parallel_tool_calls is not False,
         format=_format(body),
-        arguments=effort_arguments(effort) | (body.chat_template_kwargs or {}),
+        arguments=effort_arguments(reasoning.effort) | (body.chat_template_kwargs or {}),
         limit=None if limit == -1 else limit,
         top=body.logprobs,
         place="input",
+        thinking_budget=body.thinking_budget(reasoning.max_tokens),
     )
