@@ -23,6 +23,8 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "chat": ("chat", "Chat with a model in the terminal."),
     "run": ("run", "Answer one prompt and exit."),
     "serve": ("serve", "Serve a model over HTTP, with an API and a web page."),
+    "ps": ("ps", "List the servers that run on this machine."),
+    "stop": ("stop", "Stop a server."),
     "quantize": ("quantize", "Make a smaller copy of a model and measure its quality."),
     "eval": ("evaluate", "Measure the perplexity of a model, or compare two models."),
     "compare": ("compare", "Compare the replies of two models to your prompts."),

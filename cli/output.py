@@ -236,6 +236,10 @@ class Output:
         if self.verbose:
             self.note(text)
 
+    def log(self, line: str) -> None:
+        """Print a line of a log, which other programs read: never wrapped, and not hidden by -q."""
+        self._write_note(sanitize(line) + "\n")
+
     def warn(self, warning: str | Declined) -> None:
         """Print something that may spoil the result; it is never hidden."""
         if isinstance(warning, Declined):

@@ -150,6 +150,7 @@ REASONS: Mapping[str, str] = {
     "streamed-experts": "not all experts are in memory",
     "packed-router": "{linear} is not one dense product",
     "shared-expert-packing": "{linear} is packed differently from the other experts",
+    "layer-latent": "some layers cache one latent vector per token instead of keys and values (MLA)",
     "layer-recurrent": "some layers have a recurrent state instead of keys and values",
     "attention-sinks": "attention has sinks",
     "gated-attention": "the output of attention is gated",

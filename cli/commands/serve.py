@@ -3,9 +3,10 @@
 import ipaddress
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
@@ -15,7 +16,11 @@ from mycli.cli.other_engines import EngineFlags, OtherEngine, start
 from mycli.cli.reasons import passes_json
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.errors import UsageError
+from mycli.runtime.hub.store import state_dir
+from mycli.runtime.server.request_log import LogFormat
+from mycli.runtime.server.run_file import RunningServer, announced
 from mycli.runtime.server.settings import ServerLimits, ServerSettings
+from mycli.runtime.utils import version
 from mycli.runtime.utils.files import read_input
 from mycli.runtime.utils.units import pluralize
 
@@ -56,6 +61,18 @@ class AddressFlags:
         float,
         options.option("--grace", "SECONDS", "Seconds to finish replies after Ctrl-C or SIGTERM.", min=0, max=3600),
     ] = 30.0
+    reasoning_budget: Annotated[
+        int | None,
+        options.count(
+            "--reasoning-budget",
+            "Close the reasoning of a reply after N tokens, unless the request sets a budget.",
+            show_default="no limit",
+        ),
+    ] = None
+    log_format: Annotated[
+        str | None,
+        options.words("--log-format", ("text", "json"), "Log one line per request.", show_default="text with -v"),
+    ] = None
     waiting: Annotated[
         int,
         options.option("--max-waiting", "N", "Maximum queue length; further requests are refused.", min=1, max=100_000),
@@ -77,7 +94,10 @@ class AddressFlags:
                 raise UsageError(f"--alias {name[:60]!r}: not a valid name", "use 1 to 256 printable characters")
         hosts = tuple(name.lower() for name in (*(self.hosts or ()), self.host))
         limits = ServerLimits(grace_seconds=self.grace, waiting=self.waiting)
-        return ServerSettings(tuple(self.aliases or ()), key, hosts, tuple(self.origins or ()), limits)
+        chosen = options.choice("--log-format", self.log_format or "text", get_args(LogFormat))
+        return ServerSettings(
+            tuple(self.aliases or ()), key, hosts, tuple(self.origins or ()), limits, chosen, self.reasoning_budget
+        )
 
     def _key(self, call: Call) -> bytes | None:
         # Never from the command line, which other users of the machine can read.
@@ -127,7 +147,7 @@ def serve(
     vllm or sglang: the command then starts that server on the same folder.
 
     On Ctrl-C or SIGTERM the server finishes its replies first; a second signal stops it immediately. Prompts and
-    replies are not logged; -v prints a line for each request.
+    replies are not logged; -v prints a line for each request. mycli ps and mycli stop list and stop servers.
     """
     settings = address.resolve(call)
     config = prefix_cache.resolve(loading.resolve(min(max_sequences, FULL_LENGTH), max_sequences))
@@ -145,7 +165,8 @@ def serve(
         announce_slow_passes(call, loaded.model.runner)
         host = f"[{address.host}]" if ":" in address.host else address.host
         url = f"http://{host}:{listener.getsockname()[1]}"
-        _run(call, settings, loaded, max_sequences, listener, url)
+        log = call.out.detail if address.log_format is None else call.out.log
+        _run(call, settings, loaded, max_sequences, listener, url, log)
     finally:
         listener.close()
 
@@ -156,6 +177,8 @@ def _refuse_own_options(engine: OtherEngine, address: AddressFlags, config: Engi
         "--allow-host": bool(address.hosts),
         "--grace": address.grace != default.grace,
         "--max-waiting": address.waiting != default.waiting,
+        "--log-format": address.log_format is not None,
+        "--reasoning-budget": address.reasoning_budget is not None,
         "--draft": config.draft is not None,
         "--adapter": config.adapter is not None,
         "--shadow": config.dense_prefill_copy,
@@ -178,7 +201,13 @@ def _require() -> None:
 
 
 def _run(
-    call: Call, settings: ServerSettings, loaded: "OpenedModel", max_sequences: int, listener: "socket", url: str
+    call: Call,
+    settings: ServerSettings,
+    loaded: "OpenedModel",
+    max_sequences: int,
+    listener: "socket",
+    url: str,
+    log: Callable[[str], None],
 ) -> None:
     from mycli.runtime.engine.pass_choices import pass_choices
     from mycli.runtime.server.application import application
@@ -210,14 +239,18 @@ def _run(
             call.out.json_record(answer)
         else:
             cache = f"the cache holds {pluralize(sequences, 'sequence')} of {engine.context} tokens"
+            if not loaded.longest_context:
+                cache += f" (--ctx allows up to {loaded.model.runner.config.max_context})"
             call.out.result(f"{url} · {service.name} · up to {pluralize(max_sequences, 'reply')} concurrently; {cache}")
 
     server = DrainingServer(
-        application(service, call.out.detail), settings.limits, drain, lambda: worker.underway > 0, worker.cancel_all
+        application(service, log), settings.limits, drain, lambda: worker.underway > 0, worker.cancel_all
     )
+    own = RunningServer(os.getpid(), url, service.name, settings.names, engine.context, service.created, version())
     worker.start()
     try:
-        run_until_signal(server, listener, ready)
+        with announced(state_dir() / "servers", own):
+            run_until_signal(server, listener, ready)
     finally:
         worker.stop()
         engine.close()

@@ -122,11 +122,17 @@ def _packings(folder: ModelFolder, placement: Placement) -> Mapping[str, Packing
 
 def _plan(folder: ModelFolder, placement: Placement, engine: EngineConfig, draft: ModelFolder | None) -> MemoryPlan:
     dtype, kv = placement.dtype_name, placement.kv
+    context, sequences = engine.context or min(folder.config.max_context, DEFAULT_CONTEXT), engine.sequences
+    if engine.context is None and engine.running is not None:
+        # Sequences that share a cache may be longer than their share of it, in the same memory.
+        tokens = context * sequences
+        context = min(folder.config.max_context, tokens)
+        sequences = max(tokens // context, 1)
     return MemoryPlan(
         folder.config,
         _packings(folder, placement),
-        context=engine.context or min(folder.config.max_context, DEFAULT_CONTEXT),
-        batch=engine.sequences,
+        context=context,
+        batch=sequences,
         dtype=dtype,
         gpu=placement.device.type == "cuda",
         draft=None if draft is None else MemoryPlan(draft.config, _packings(draft, placement), dtype=dtype, kv=kv),
@@ -145,8 +151,9 @@ def plan_memory(
 ) -> MemoryPlan:
     """Choose the context, the number of sequences and the experts in memory so that everything fits.
 
-    A context that is not set is the model's own, at most `DEFAULT_CONTEXT`, or less if memory is short. Raises
-    ResourceError with the bytes needed, the bytes free, and the smallest change that fits.
+    A context that is not set is the model's own, at most `DEFAULT_CONTEXT`, or less if memory is short; where sequences
+    share a cache, at most `DEFAULT_CONTEXT` for each full-length sequence together. Raises ResourceError with the bytes
+    needed, the bytes free, and the smallest change that fits.
     """
     requested = _plan(folder, placement, engine, draft)
     free = free_memory(placement.device)

@@ -21,8 +21,8 @@ ReplyEnd = Literal["stop", "stop_string", "length", "tool_calls", "cancelled", "
 class Piece:
     """The next part of reply `index` of a request. Text is withheld while it may be the start of a stop string or tag.
 
-    tokens, logprobs: up to the token that completed a stop string; end: None while the reply continues; stop: the stop
-    string that ended it; problem: the message if `end` is "error".
+    calls: new calls and further parts of earlier ones; tokens, logprobs: up to the token that completed a stop string;
+    end: None while the reply continues; stop: the stop string that ended it; problem: the message if `end` is "error".
     """
 
     index: int = 0
@@ -52,6 +52,14 @@ class _MarkedPieces:
 
     def piece(self, token_id: int, first: bool) -> bytes | None:
         return self._shown.get(token_id) or self._tokenizer.piece(token_id, first)
+
+
+def _joined(calls: "list[ToolCall]") -> "tuple[ToolCall, ...]":
+    if not calls:
+        return ()
+    from mycli.runtime.tokenizer.parsing.tool_parser import join_calls
+
+    return tuple(join_calls(calls))
 
 
 class ReplyReader:
@@ -136,7 +144,7 @@ class ReplyReader:
                 content += item
             else:
                 calls.append(item)
-        return content, reasoning, tuple(calls)
+        return content, reasoning, _joined(calls)
 
     def _parse(self, text: str, ended: bool) -> "Iterator[Part | str | ToolCall]":
         if self._reasoning is None:

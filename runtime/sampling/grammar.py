@@ -66,12 +66,14 @@ class _Vocabulary:
 class Prelude:
     """Free text before the constrained output: the model's reasoning, up to `close`.
 
-    With `opened` the prompt ends inside it; otherwise the reply may start with `open`, or have no reasoning.
+    With `opened` the prompt ends inside it; otherwise the reply may start with `open`, or have no reasoning. After
+    `budget` tokens it is closed; None: it ends where the model ends it.
     """
 
     open: str
     close: str
     opened: bool = False
+    budget: int | None = None
 
 
 class GrammarCompiler:
@@ -91,6 +93,7 @@ class GrammarCompiler:
             vocabulary, n_vocab=len(tokenizer.vocabulary), eos_token=sorted(stop_ids), slices=None
         )
         self._control = {tokenizer.vocabulary[index]: index for index in tokenizer.control_ids}
+        self._stop_ids = stop_ids
 
     def schema(self, text: str, source: str, prelude: Prelude | None = None) -> "Grammar":
         """Compile a JSON schema; `source`: its name in messages. Remote references are not fetched."""
@@ -106,12 +109,44 @@ class GrammarCompiler:
         _check_size(text, "grammar")
         return self._compile(self._library.LLMatcher.grammar_from_lark(text), "grammar", prelude)
 
+    def gbnf(self, text: str, prelude: Prelude | None = None) -> "Grammar":
+        """Compile a grammar in GBNF, the EBNF of llama.cpp and XGrammar; without `::=` it is read as Lark."""
+        return self._compile(self._from_gbnf(text), "grammar", prelude)
+
+    def alternative(self, kind: str, text: str, source: str) -> str:
+        """Return what `sequence` takes as `otherwise`: a schema, regex, lark or gbnf (`kind`), named `source`."""
+        if kind == "schema":
+            return self._schema(text, source, _FREE)
+        if kind == "gbnf":
+            return self._from_gbnf(text)
+        _check_size(text, source)
+        if kind == "regex":
+            return str(self._library.LLMatcher.grammar_from_regex(text))
+        return str(self._library.LLMatcher.grammar_from_lark(text))
+
+    def any_text(self, prelude: Prelude) -> "Grammar":
+        """Compile any text that is not blank, control tokens included, after reasoning within its budget."""
+        others = set(self._control.values()) - self._stop_ids - {self._control.get(prelude.open)}
+        tokens = sorted(str(index) for index in others - {self._control.get(prelude.close)})
+        control = f" | <[{','.join(tokens)}]>" if tokens else ""
+        rules = f"start: (FIRST{control}) (MORE{control})*\nMORE: /(.|\\n)+/\n"
+        opening = json.dumps(prelude.open)
+        # An opening tag that is no control token could also be read as the beginning of the text.
+        rules += f"FIRST: /[ \\t\\r\\n]*[^ \\t\\r\\n](.|\\n)*/ & ~(/[ \\t\\r\\n]*/ {opening} /(.|\\n)*/)"
+        return self._compile(rules, "reasoning budget", prelude)
+
     def sequence(
-        self, parts: Sequence[tuple[str, str, str]], most: int | None, source: str, prelude: Prelude | None = None
+        self,
+        parts: Sequence[tuple[str, str, str]],
+        most: int | None,
+        source: str,
+        prelude: Prelude | None = None,
+        otherwise: str | None = None,
     ) -> "Grammar":
         """Compile 1 to `most` (None: any number) of `parts`: (literal prefix, JSON schema, literal suffix).
 
-        The JSON has one space after each comma and colon, and no other whitespace.
+        The JSON has one space after each comma and colon, and no other whitespace. `otherwise`: an alternative to the
+        parts, see `alternative`.
         """
         grammars = []
         for index, (before, schema, after) in enumerate(parts):
@@ -121,10 +156,24 @@ class GrammarCompiler:
             )
         choices = " | ".join(f"({rule})" for _, rule in grammars)
         repeat = "+" if most is None else f"{{1,{most}}}" if most > 1 else ""
-        rules = f"start: part{repeat}\npart: {choices}"
-        return self._compile(
-            json.dumps({"grammars": [{"lark_grammar": rules}, *(body for body, _ in grammars)]}), source, prelude
-        )
+        start, bodies = f"part{repeat}", [body for body, _ in grammars]
+        if otherwise is not None:
+            start += " | @otherwise"
+            first, *rest = _grammars(otherwise)
+            bodies += [{**first, "name": "otherwise"}, *rest]
+        rules = f"start: {start}\npart: {choices}"
+        return self._compile(json.dumps({"grammars": [{"lark_grammar": rules}, *bodies]}), source, prelude)
+
+    def _from_gbnf(self, text: str) -> str:
+        from llguidance.gbnf_to_lark import any_to_lark
+
+        _check_size(text, "grammar")
+        try:
+            lark = any_to_lark(text)
+        except Exception as error:  # the converter raises IndexError and RecursionError for damaged grammars
+            cause = str(error) or type(error).__name__
+            raise UsageError(f"grammar: not a usable GBNF grammar: {cause:.200}", "see llama.cpp's grammars") from None
+        return str(self._library.LLMatcher.grammar_from_lark(lark))
 
     def _schema(self, text: str, source: str, options: Mapping[str, object]) -> str:
         _check_size(text, source)
@@ -157,10 +206,18 @@ class GrammarCompiler:
     def _after(self, prelude: Prelude | None, source: str) -> str:
         if prelude is None:
             return source
-        grammars = json.loads(source)["grammars"] if source.startswith("{") else [{"lark_grammar": source}]
-        body = [{**grammars[0], "name": "body"}, *grammars[1:]]
-        if prelude.close in self._control:
-            rules = f"thought: TEXT? {self._literal(prelude.close)}\nTEXT: /(.|\\n)+/"
+        first, *rest = _grammars(source)
+        body = [{**first, "name": "body"}, *rest]
+        close = self._literal(prelude.close)
+        if prelude.budget is not None:
+            rules = f"thought: {'thinking? ' if prelude.budget else ''}{close}\n"
+            text = "/(.|\\n)+/"
+            if prelude.close not in self._control:
+                text += f" & ~(/(.|\\n)*/ {close} /(.|\\n)*/)"
+            if prelude.budget:
+                rules += f"thinking[max_tokens={prelude.budget}]: THINKING\nTHINKING: {text}"
+        elif prelude.close in self._control:
+            rules = f"thought: TEXT? {close}\nTEXT: /(.|\\n)+/"
         else:
             rules = f"thought[suffix={json.dumps(prelude.close)}]: /(.|\\n)*/"
         whole = "thought" if prelude.opened else f"({self._literal(prelude.open)} thought)?"
@@ -198,6 +255,11 @@ class Grammar:
 
     def start(self, sequences: int = 1) -> "GrammarState":
         return GrammarState(self.kind, [self._start.deep_copy() for _ in range(sequences)])
+
+
+def _grammars(source: str) -> list[dict[str, Any]]:
+    # The grammars of a source in llguidance's format: JSON, or Lark alone.
+    return list(json.loads(source)["grammars"]) if source.startswith("{") else [{"lark_grammar": source}]
 
 
 def _check_size(text: str, source: str) -> None:

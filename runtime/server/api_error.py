@@ -54,11 +54,40 @@ class ApiError(Exception):
         kind = _TYPES.get(self.status, "api_error")
         return {"message": self.message, "type": kind, "param": self.param, "code": self.code}
 
-    def envelope(self, path: str) -> dict[str, Any]:
+    def envelope(self, path: str, request_id: str = "") -> dict[str, Any]:
         """Return the response body in the form of the interface that `path` belongs to."""
         if path.startswith("/v1/messages"):
-            return {"type": "error", "error": self.fields()}
+            return {"type": "error", "error": self.fields(), "request_id": request_id or None}
         return {"error": self.fields()}
+
+
+class ContextError(ApiError):
+    """A prompt that does not fit the context, alone (`limit` None) or with `limit` tokens of a reply.
+
+    Clients recognize this error by its sentence, so it is worded as OpenAI's, and for `/v1/messages` as Anthropic's.
+    """
+
+    def __init__(self, prompt: int, limit: int | None, context: int, *, param: str, room: int) -> None:
+        # At least one token of a reply must fit, so a prompt alone asks for one more than it has.
+        self._anthropic = f"prompt is too long: {prompt} tokens > {context} maximum"
+        cause = f"your {param} resulted in {prompt} tokens"
+        if limit is not None:
+            self._anthropic = (
+                f"input length and `max_tokens` exceed context limit: {prompt} + {limit} > {context}, "
+                "decrease input length or `max_tokens` and try again"
+            )
+            cause = f"you requested {prompt + limit} tokens ({prompt} in the {param}, {limit} in the completion)"
+        remedy = f"Please reduce the length of the {param}"
+        if room > 0:
+            remedy += f" or of the completion; at most {room} tokens fit"
+        message = f"This model's maximum context length is {context} tokens. However, {cause}. {remedy}."
+        super().__init__(400, message, "context_length_exceeded", param=param)
+
+    def envelope(self, path: str, request_id: str = "") -> dict[str, Any]:
+        body = super().envelope(path, request_id)
+        if path.startswith("/v1/messages"):
+            body["error"]["message"] = self._anthropic
+        return body
 
 
 def from_user_error(error: UserError, param: str | None = None) -> ApiError:

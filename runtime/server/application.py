@@ -18,7 +18,7 @@ from mycli.runtime.server.routes.messages import count_tokens, messages
 from mycli.runtime.server.routes.models import list_served, show_served
 from mycli.runtime.server.routes.page import page
 from mycli.runtime.server.routes.responses import input_tokens, responses
-from mycli.runtime.server.routes.status import health, metrics
+from mycli.runtime.server.routes.status import health, metrics, server_version
 from mycli.runtime.server.routes.tokenization import apply_template, detokenize, tokenize
 from mycli.runtime.server.service import Service
 from mycli.runtime.server.streaming import JsonResponse
@@ -37,6 +37,7 @@ ROUTES: Sequence[tuple[str, str, Endpoint]] = (
     ("POST", "/detokenize", detokenize),
     ("POST", "/apply-template", apply_template),
     ("GET", "/health", health),
+    ("GET", "/version", server_version),
     ("GET", "/metrics", metrics),
     ("GET", "/openapi.json", description),
     ("GET", "/", page),
@@ -55,7 +56,8 @@ def application(service: Service, log: Callable[[str], None]) -> ASGIApp:
 
     async def on_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
-        return JsonResponse(error.envelope(request.url.path), error.status, headers=error.headers)
+        body = error.envelope(request.url.path, request.scope["state"].get("request_id", ""))
+        return JsonResponse(body, error.status, headers=error.headers)
 
     async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

@@ -9,13 +9,15 @@ import ipaddress
 import re
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mycli.runtime.server.api_error import ApiError, internal_error
+from mycli.runtime.server.request_log import RequestRecord
 from mycli.runtime.server.service import Service
 from mycli.runtime.server.streaming import JsonResponse
 from mycli.runtime.utils.sanitize import one_line
@@ -41,6 +43,12 @@ def host_of(value: str) -> str:
     return (match[1] or match[2] or "").lower().rstrip(".") if match else ""
 
 
+def _listed(parts: Sequence[str]) -> str:
+    # The value of a header: ASCII, and not longer than clients read.
+    text = ", ".join(dict.fromkeys(parts))
+    return text.encode("ascii", "replace").decode()[:1024]
+
+
 def _is_address(host: str) -> bool:
     try:
         ipaddress.ip_address(host)
@@ -58,11 +66,12 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        began = time.perf_counter()
+        began, arrived = time.perf_counter(), datetime.now().astimezone()
         headers = Headers(scope=scope)
         sent = headers.get("x-request-id", "")
         request_id = sent if _REQUEST_ID.fullmatch(sent) else f"req_{secrets.token_hex(12)}"
-        scope["state"]["request_id"] = request_id
+        state = scope["state"]
+        state["request_id"] = request_id
         status, started = 0, False
 
         async def reply(message: Message) -> None:
@@ -70,7 +79,9 @@ class Guard:
             if message["type"] == "http.response.start":
                 status, started = message["status"], True
                 answer = MutableHeaders(scope=message)
-                for name, value in {**_SECURITY, "x-request-id": request_id, **self._cors(headers)}.items():
+                ids = {"x-request-id": request_id, "request-id": request_id}  # OpenAI's header and Anthropic's
+                omitted = {"x-mycli-omitted": _listed(state["omitted"])} if state.get("omitted") else {}
+                for name, value in {**_SECURITY, **ids, **omitted, **self._cors(headers)}.items():
                     answer.setdefault(name, value)
             await send(message)
 
@@ -89,13 +100,24 @@ class Guard:
                 raise
             await self._refuse(internal_error(), scope, receive, reply)
         finally:
-            seconds = time.perf_counter() - began
-            path = one_line(scope["path"], 100)
-            self._log(f"{request_id} {scope['method']} {path} {status} {seconds:.3f} s")
+            record = RequestRecord(
+                arrived,
+                scope["client"][0] if scope["client"] else "",
+                request_id,
+                scope["method"],
+                one_line(scope["path"], 100),
+                self._service.name,
+                status,
+                time.perf_counter() - began,
+                state.get("figures"),
+                state.get("omitted", ()),
+            )
+            self._log(record.line(self._service.settings.log_format))
 
     @staticmethod
     async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-        response = JsonResponse(error.envelope(scope["path"]), error.status, headers=error.headers)
+        body = error.envelope(scope["path"], scope["state"].get("request_id", ""))
+        response = JsonResponse(body, error.status, headers=error.headers)
         await response(scope, receive, send)
 
     def _check_source(self, scope: Scope, headers: Headers) -> None:
@@ -145,7 +167,7 @@ class Guard:
             return {}
         return {
             "access-control-allow-origin": origin,
-            "access-control-expose-headers": "x-request-id",
+            "access-control-expose-headers": "x-request-id, request-id, x-mycli-omitted",
             "vary": "origin",
             "cross-origin-resource-policy": "cross-origin",
         }

@@ -1,7 +1,6 @@
 """Request bodies: strict types and bounds for every field that is read.
 
-Unknown fields are ignored: clients send what other servers understand. Fields that would change a reply and are not
-implemented are refused by name.
+Fields that are not read here are refused or ignored as `fields` says.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,12 +15,9 @@ from mycli.runtime.tokenizer.stream import MAX_STOP_LENGTH, MAX_STOPS
 LongText = Annotated[str, Field(max_length=1 << 22)]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
+TokenLimit = Literal[-1] | Annotated[int, Field(ge=1, le=1 << 31)]  # -1: no limit, as in llama.cpp
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
-_CONSTRAINTS = (
-    ("grammar", "json_schema", "structured_outputs")  # of llama.cpp and vLLM, for what OpenAI calls response_format
-    + ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
-)
 
 _MESSAGES: Mapping[str, str] = {  # by pydantic's error types; bounds in braces are in its context
     "missing": "is required",
@@ -55,7 +51,7 @@ def _false_only(value: Any) -> Any:
 
 
 No = Annotated[Literal[False], BeforeValidator(_false_only)]
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class Strict(BaseModel):
@@ -88,8 +84,6 @@ def _explain(errors: Sequence[ErrorDetails], body: Any) -> ApiError:
         cause = " or ".join(causes).replace(" or must be ", " or ")
     else:
         cause = "is not supported"
-        if name in _CONSTRAINTS:
-            cause += "; use response_format"
     code = "missing_required_parameter" if chosen[0]["type"] == "missing" else "invalid_value"
     return ApiError(400, f"{name or 'body'}: {cause}", code, param=name or None)
 
@@ -122,6 +116,8 @@ class StreamOptions(Strict):
     """Options of a stream."""
 
     include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # of OpenAI: padding, which nothing here needs
+    continuous_usage_stats: No | None = None  # of vLLM
 
 
 class Sampling(Strict):
@@ -139,6 +135,7 @@ class Sampling(Strict):
         dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], Annotated[float, Field(ge=-100, le=100)]] | None
     ) = Field(None, max_length=1024)
     stop: StopString | list[StopString] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
     ignore_eos: bool = False
 
     @model_validator(mode="after")
@@ -152,6 +149,31 @@ class Sampling(Strict):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
 
+ThinkingTokens = Literal[-1] | Annotated[int, Field(ge=0, le=1 << 31)]  # -1: any number
+
+
+class ThinkingBudget(Strict):
+    """The number of tokens of reasoning, in the fields of vLLM and llama.cpp; at most one of them."""
+
+    thinking_token_budget: ThinkingTokens | None = None
+    reasoning_budget_tokens: ThinkingTokens | None = None
+    thinking_budget_tokens: ThinkingTokens | None = None
+
+    def thinking_budget(self, also: int | None = None) -> int | None:
+        """Return the budget, or `also` if none is set; None for any number of tokens."""
+        budgets = (self.thinking_token_budget, self.reasoning_budget_tokens, self.thinking_budget_tokens, also)
+        chosen = next((budget for budget in budgets if budget is not None), None)
+        return None if chosen == -1 else chosen
+
+
+class ReasoningOptions(Strict):
+    """How much the model should reason: effort in words, or a number of tokens."""
+
+    effort: Effort | None = None
+    max_tokens: ThinkingTokens | None = None
+    enabled: bool | None = None
+
+
 class FunctionSpec(Strict):
     """A function that a model may call."""
 
@@ -162,10 +184,16 @@ class FunctionSpec(Strict):
 
 
 class ToolSpec(Strict):
-    """A tool; only functions are supported."""
+    """A tool; only functions can be called."""
 
-    type: Literal["function"]
-    function: FunctionSpec
+    type: Annotated[str, Field(min_length=1, max_length=64)]
+    function: FunctionSpec | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> "ToolSpec":
+        if self.type == "function" and self.function is None:
+            raise ValueError("function is required")
+        return self
 
 
 class FunctionName(Strict):
@@ -179,6 +207,20 @@ class NamedTool(Strict):
 
     type: Literal["function"]
     function: FunctionName
+
+
+class AllowedTools(Strict):
+    """A subset of the tools, and whether one of them must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=128)]
+
+
+class AllowedToolsChoice(Strict):
+    """The choice of a subset of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
 
 
 class CalledFunction(Strict):
@@ -201,6 +243,7 @@ class ContentPart(Strict):
 
     type: Annotated[str, Field(max_length=64)]
     text: LongText | None = None
+    refusal: LongText | None = None  # the text of a part of type refusal
 
 
 Content = LongText | list[ContentPart] | None
@@ -209,93 +252,15 @@ Content = LongText | list[ContentPart] | None
 class ChatMessage(Strict):
     """A message of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Content = None
+    refusal: LongText | None = None
     name: Annotated[str, Field(max_length=256)] | None = None
     tool_calls: list[CalledTool] | None = Field(None, max_length=128)
+    function_call: CalledFunction | None = None  # the older form of a single call
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
     reasoning: LongText | None = None
     reasoning_content: LongText | None = None
-
-
-class SchemaFormat(Strict):
-    """A JSON schema with its name."""
-
-    name: Annotated[str, Field(max_length=256)] = "schema"
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
-    strict: bool | None = None
-
-
-class ResponseFormat(Strict):
-    """The format of a reply: any text, a JSON object, a JSON schema, a regular expression or a Lark grammar."""
-
-    type: Literal["text", "json_object", "json_schema", "regex", "lark"]
-    json_schema: SchemaFormat | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")  # for json_object, as in llama.cpp
-    regex: LongText | None = None
-    lark: LongText | None = None
-
-    @model_validator(mode="after")
-    def _complete(self) -> "ResponseFormat":
-        if self.type == "json_schema" and (self.json_schema is None or self.json_schema.schema_ is None):
-            raise ValueError("json_schema.schema is missing")
-        if self.type == "regex" and self.regex is None or self.type == "lark" and self.lark is None:
-            raise ValueError(f"{self.type} is missing")
-        return self
-
-
-class Constraints(Strict):
-    """Constraints of other servers, refused rather than ignored: use `response_format`."""
-
-    grammar: None = None
-    json_schema: None = None
-    structured_outputs: None = None
-    guided_json: None = None
-    guided_regex: None = None
-    guided_choice: None = None
-    guided_grammar: None = None
-    min_tokens: Annotated[int, Field(ge=0, le=0)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=0)] | None = None
-    bad_words: Annotated[list[str], Field(max_length=0)] | None = None
-    allowed_token_ids: None = None
-    use_beam_search: No | None = None
-
-
-class ChatRequest(ForModel, Sampling, Constraints):
-    """The body of POST /v1/chat/completions."""
-
-    messages: list[ChatMessage] = Field(min_length=1, max_length=4096)
-    n: int | None = Field(None, ge=1, le=64)
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: int | None = Field(None, ge=1, le=1 << 31)
-    max_completion_tokens: int | None = Field(None, ge=1, le=1 << 31)
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=20)
-    response_format: ResponseFormat | None = None
-    tools: list[ToolSpec] | None = Field(None, max_length=128)
-    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
-    parallel_tool_calls: bool | None = None
-    reasoning_effort: Effort | None = None
-    chat_template_kwargs: dict[str, Any] | None = Field(None, max_length=16)
-    functions: None = None
-    audio: None = None
-    continue_final_message: No | None = None  # of vLLM
-
-
-class CompletionRequest(ForModel, Sampling, Constraints):
-    """The body of POST /v1/completions."""
-
-    prompt: LongText | list[LongText] | list[TokenId] | list[list[TokenId]]
-    n: int | None = Field(None, ge=1, le=64)
-    best_of: Annotated[int, Field(ge=1, le=1)] | None = None
-    echo: bool | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: int | None = Field(None, ge=0, le=1 << 31)
-    logprobs: int | None = Field(None, ge=0, le=20)
-    response_format: ResponseFormat | None = None
-    suffix: Literal[""] | None = None
 
 
 class TokenizeRequest(ForModel):

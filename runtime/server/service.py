@@ -14,12 +14,14 @@ from typing import Any
 
 from mycli.runtime.engine.loader import LoadedModel
 from mycli.runtime.engine.reply_reader import ReplyReader
-from mycli.runtime.engine.sequence import Request
+from mycli.runtime.engine.sequence import Request, reply_room
 from mycli.runtime.errors import ModelError, UserError
 from mycli.runtime.sampling.grammar import JSON_MODE, Grammar, GrammarCompiler, Prelude
 from mycli.runtime.sampling.params import SamplingParams, recommended
-from mycli.runtime.server.api_error import ApiError, from_user_error
-from mycli.runtime.server.schemas import ResponseFormat, Sampling
+from mycli.runtime.server.api_error import ApiError, ContextError, from_user_error
+from mycli.runtime.server.formats import ResponseFormat
+from mycli.runtime.server.item_store import ItemStore
+from mycli.runtime.server.schemas import Sampling
 from mycli.runtime.server.settings import ServerSettings
 from mycli.runtime.server.worker import EngineWorker
 from mycli.runtime.tokenizer.chat_template import ALLOWED_ARGUMENTS, Message, Tool
@@ -36,10 +38,16 @@ from mycli.runtime.tokenizer.parsing.tool_formats import (
 
 @dataclass(frozen=True)
 class Prepared:
-    """Requests ready for the engine, with a reader for each reply; `prompts`: token ids, in the client's order."""
+    """Requests ready for the engine, with a reader for each reply; `prompts`: token ids, in the client's order.
+
+    clipped: the context has no room for the tokens that were asked for; omitted: parts of the request that were left
+    out, for the response's header and the log.
+    """
 
     requests: Sequence[tuple[Request, Sequence[ReplyReader]]]
     prompts: Sequence[Sequence[int]]
+    clipped: bool = False
+    omitted: Sequence[str] = ()
 
     @property
     def prompt_tokens(self) -> int:
@@ -55,6 +63,7 @@ class Service:
 
     def __init__(self, settings: ServerSettings, loaded: LoadedModel, worker: EngineWorker, created: int) -> None:
         self.settings, self.loaded, self.worker, self.created = settings, loaded, worker, created
+        self.items = ItemStore()
         self.pool = ThreadPoolExecutor(4, thread_name_prefix="text")
         self.draining = False
         self._lock = Lock()
@@ -74,7 +83,9 @@ class Service:
     def check_model(self, name: str | None) -> None:
         """Raise ApiError for a model that is not served; None means the one that is."""
         if name is not None and name not in self.settings.names:
-            raise ApiError(404, f"model {name[:100]!r} is not served here", "model_not_found", param="model")
+            served = ", ".join(self.settings.names)
+            message = f"model {name[:100]!r} is not served here; served: {served:.300}"
+            raise ApiError(404, message, "model_not_found", param="model")
 
     @cached_property
     def _template(self) -> str:
@@ -101,9 +112,14 @@ class Service:
     # Prompts
 
     def chat_prompt(
-        self, messages: Sequence[Message], tools: Sequence[Tool], arguments: Mapping[str, Any], more: bool = True
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        arguments: Mapping[str, Any],
+        more: bool = True,
+        place: str = "messages",
     ) -> list[int]:
-        """Return the token ids of a conversation; `more`: open the assistant's reply. Raises ApiError."""
+        """Return the token ids of a conversation; `more`: open the assistant's reply. Raises ApiError about `place`."""
         for name in arguments:
             if name not in ALLOWED_ARGUMENTS:
                 allowed = ", ".join(sorted(ALLOWED_ARGUMENTS))
@@ -121,7 +137,7 @@ class Service:
             chat = self.loaded.tokenizer.apply_chat_template
             return chat(messages, tools=list(tools) or None, add_generation_prompt=more, **arguments)
         except UserError as error:
-            raise from_user_error(error, "messages") from None
+            raise from_user_error(error, place) from None
 
     def spelled(self, ids: Sequence[int]) -> str:
         """Decode token ids with control tokens spelled out."""
@@ -151,10 +167,14 @@ class Service:
 
     def check_fits(self, prompt: Sequence[int], limit: int | None, param: str) -> None:
         """Raise ApiError, with the token counts, if the prompt and `limit` tokens more exceed the context."""
-        try:
-            Request(tuple(prompt), limit=limit).reply_limit(self.context, self.context)
-        except UserError as error:
-            raise from_user_error(error, param) from None
+        if not prompt:
+            message = f"{param}: has no tokens, and this model has no start token"
+            raise ApiError(400, message, "invalid_value", param=param)
+        room = reply_room(self.context, len(prompt))
+        if room < 1:
+            raise ContextError(len(prompt), None, self.context, param=param, room=0)
+        if limit is not None and limit > room:
+            raise ContextError(len(prompt), limit, self.context, param=param, room=room)
 
     # Replies
 
@@ -178,18 +198,25 @@ class Service:
         """Compile the grammar of a response format; None if it allows any text. Raises ApiError."""
         if response is None or response.type == "text":
             return None
+        kind, text = _grammar_text(response)
+        compile_text = {"regex": self.compiler.regex, "lark": self.compiler.lark, "gbnf": self.compiler.gbnf}.get(kind)
         try:
-            if response.type == "regex":
-                return self.compiler.regex(response.regex or "", prelude)
-            if response.type == "lark":
-                return self.compiler.lark(response.lark or "", prelude)
-            schema = response.schema_ if response.json_schema is None else response.json_schema.schema_
-            text = JSON_MODE if schema is None else json.dumps(schema)
-            return self.compiler.schema(text, "response_format", prelude)
+            if compile_text is not None:
+                return compile_text(text, prelude)
+            return self.compiler.schema(text, response.place, prelude)
         except UserError as error:
-            raise from_user_error(error, "response_format") from None
+            raise from_user_error(error, response.place) from None
         except RecursionError:
-            raise ApiError(400, "the schema is nested too deeply", "invalid_value", param="response_format") from None
+            raise ApiError(400, "the schema is nested too deeply", "invalid_value", param=response.place) from None
+
+    def format_source(self, response: ResponseFormat | None) -> str | None:
+        """Return a response format as an alternative to tool calls; None if it allows any text. Raises ApiError."""
+        if response is None or response.type == "text":
+            return None
+        try:
+            return self.compiler.alternative(*_grammar_text(response), response.place)
+        except UserError as error:
+            raise from_user_error(error, response.place) from None
 
     def request(
         self,
@@ -204,4 +231,15 @@ class Service:
         # Evaluation harnesses score a prompt by asking for one token, and expect it even if it is an end token.
         scored = prompt_logprobs and limit == 1
         stop_ids = frozenset() if body.ignore_eos or scored else self.loaded.stop_ids
+        if body.stop_token_ids:
+            self.check_ids(body.stop_token_ids, "stop_token_ids")
+            stop_ids |= frozenset(body.stop_token_ids)
         return Request(tuple(prompt), self.sampling(body), limit, stop_ids, grammar, top, prompt_logprobs)
+
+
+def _grammar_text(response: ResponseFormat) -> tuple[str, str]:
+    # The kind of grammar (regex, lark, gbnf or schema) and its text.
+    if response.type in ("regex", "lark", "gbnf"):
+        return response.type, getattr(response, response.type)
+    schema = response.schema_ if response.json_schema is None else response.json_schema.schema_
+    return "schema", JSON_MODE if schema is None else json.dumps(schema)

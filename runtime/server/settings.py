@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from mycli.runtime.server.request_log import LogFormat
+
 
 @dataclass(frozen=True)
 class ServerLimits:
@@ -31,7 +33,9 @@ class ServerLimits:
 class ServerSettings:
     """names: accepted as `model` in requests, the first is shown in replies; key: None to serve without a key.
 
-    hosts: host names accepted besides localhost and IP addresses; origins: other sites whose pages may use the server.
+    hosts: host names accepted besides localhost and IP addresses; origins: other sites whose pages may use the server;
+    log_format: of the line per request; reasoning_budget: tokens of reasoning where a request sets none, None for any
+    number.
     """
 
     names: tuple[str, ...]
@@ -39,3 +43,5 @@ class ServerSettings:
     hosts: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
     limits: ServerLimits = ServerLimits()
+    log_format: LogFormat = "text"
+    reasoning_budget: int | None = None

@@ -16,14 +16,17 @@ from starlette.types import Receive, Scope, Send
 from mycli.runtime.engine.reply_reader import Piece
 from mycli.runtime.server.api_error import ApiError, internal_error
 from mycli.runtime.server.delivery import Delivery
+from mycli.runtime.server.fields import check_fields
+from mycli.runtime.server.request_log import RequestFigures
 from mycli.runtime.server.schemas import ForModel, validated
 from mycli.runtime.server.service import Prepared, Service
+from mycli.runtime.server.worker import Ticket
+from mycli.runtime.tokenizer.parsing.tool_parser import join_calls
 from mycli.runtime.utils.json_fields import strict_json
 
 _T = TypeVar("_T")
 _Body = TypeVar("_Body", bound=ForModel)
 CLIENT_GONE = 499  # nginx's status for a client that disconnected: only in the log
-_PING = b": ping\n\n"
 
 
 class Rendering(Protocol):
@@ -35,6 +38,10 @@ class Rendering(Protocol):
 
     def add(self, piece: Piece) -> Iterable[bytes]:
         """Return the events of one more piece."""
+        ...
+
+    def keep_alive(self) -> Iterable[bytes]:
+        """Return the events of a silent stream: clients do not count comments as signs of life."""
         ...
 
     def finish(self) -> Iterable[bytes]:
@@ -66,7 +73,7 @@ def _join(pieces: Sequence[Piece]) -> Piece:
         last.index,
         "".join([piece.content for piece in pieces]),
         "".join([piece.reasoning for piece in pieces]),
-        tuple(call for piece in pieces for call in piece.calls),
+        tuple(join_calls(call for piece in pieces for call in piece.calls)),
         tuple(token for piece in pieces for token in piece.tokens),
         tuple(logprob for piece in pieces for logprob in piece.logprobs),
         tuple(logprob for piece in pieces for logprob in piece.prompt_logprobs),
@@ -135,12 +142,21 @@ async def read_request(
     """Read the body as a `kind`; return it and `work(body)`, which runs off the event loop. Raises ApiError."""
     data = await _read_body(service, request)
 
-    def read() -> tuple[_Body, _T]:
-        body = validated(kind, _parse(data))
+    def read() -> tuple[list[str], _Body, _T]:
+        values = _parse(data)
+        body = validated(kind, values)
+        unknown = check_fields(values, kind.model_fields)
         service.check_model(body.model)
-        return body, work(body)
+        return unknown, body, work(body)
 
-    return await off_loop(service, read)
+    unknown, body, result = await off_loop(service, read)
+    note_omitted(request, [f"field {name}" for name in unknown])
+    return body, result
+
+
+def note_omitted(request: Request, parts: Sequence[str]) -> None:
+    """Note parts of a request that were left out: the guard names them in a header and in the log."""
+    request.scope["state"].setdefault("omitted", []).extend(parts)
 
 
 def _failure(piece: Piece) -> ApiError | None:
@@ -164,16 +180,33 @@ async def running(service: Service, request: Request, prepared: Prepared) -> Asy
     Leaving the block cancels what is still running. Raises ApiError: queue full, reply failed, client disconnected.
     """
     delivery = Delivery()
+    figures = RequestFigures(prepared.prompt_tokens)
+    request.scope["state"]["figures"] = figures
     tickets = service.worker.submit(prepared.requests, delivery)
     watch = asyncio.create_task(_watch(request, delivery))
     try:
-        yield _pieces(service, delivery, len(tickets))
+        yield _pieces(service, delivery, len(tickets), figures)
     finally:
         watch.cancel()
         service.worker.cancel(tickets)
+        _add_times(figures, tickets)
 
 
-async def _pieces(service: Service, delivery: Delivery, count: int) -> AsyncIterator[list[Piece]]:
+def _add_times(figures: RequestFigures, tickets: Sequence[Ticket]) -> None:
+    begun = [(ticket, ticket.first, ticket.last) for ticket in tickets]
+    firsts = [first - ticket.submitted for ticket, first, _ in begun if first is not None]
+    spans = [
+        (last - first) / (ticket.tokens - 1)
+        for ticket, first, last in begun
+        if first is not None and last is not None and ticket.tokens > 1
+    ]
+    figures.ttft = min(firsts, default=None)
+    figures.tpot = sum(spans) / len(spans) if spans else None
+
+
+async def _pieces(
+    service: Service, delivery: Delivery, count: int, figures: RequestFigures
+) -> AsyncIterator[list[Piece]]:
     limits = service.settings.limits
     ended, silent, started = 0, 0.0, False
     while ended < count:
@@ -190,6 +223,8 @@ async def _pieces(service: Service, delivery: Delivery, count: int) -> AsyncIter
         started = True
         for piece in pieces:
             ended += piece.end is not None
+            figures.completion += len(piece.tokens)
+            figures.cached = min(max(figures.cached, piece.cached_tokens), figures.prompt)
             if (error := _failure(piece)) is not None:
                 raise error
         yield pieces
@@ -214,7 +249,8 @@ class EventStream(Response):
             try:
                 await put(self._rendering.begin())
                 async for batch in pieces:
-                    await put([data for piece in batch for data in self._rendering.add(piece)] if batch else [_PING])
+                    events = [data for piece in batch for data in self._rendering.add(piece)]
+                    await put(events if batch else self._rendering.keep_alive())
                 await put(self._rendering.finish(), more=False)
             except ApiError as error:
                 if error.status != CLIENT_GONE:
@@ -228,6 +264,7 @@ async def answer(
     service: Service, request: Request, prepared: Prepared, rendering: Rendering, stream: bool
 ) -> Response:
     """Return the reply to a request, whole or as a stream."""
+    note_omitted(request, prepared.omitted)
     if stream:
         return EventStream(service, request, prepared, rendering)
     received: list[Piece] = []

@@ -89,6 +89,13 @@ class Served:
             "POST", "/v1/chat/completions", {"model": "pico", "messages": messages, "temperature": 0, **fields}
         )
 
+    def logged(self, count: int, seconds: float = 20) -> bool:
+        """Wait for `count` lines of the log, which are written after the answer."""
+        end = time.monotonic() + seconds
+        while len(self.log) < count and time.monotonic() < end:
+            time.sleep(0.01)
+        return len(self.log) >= count
+
     def idle(self, seconds: float = 60) -> None:
         """Wait until nothing is under way, in the worker and in its engine."""
         end = time.monotonic() + seconds
@@ -153,6 +160,7 @@ class ScriptedEngine:
         self._running: list[_Turn] = []
         self._next = 0
         self.cancelled: list[int] = []
+        self.prompts: list[tuple[int, ...]] = []
         self.error: Exception | None = None
         self.held = threading.Event()
         self.held.set()
@@ -169,6 +177,7 @@ class ScriptedEngine:
 
     def submit_replies(self, request: Request, count: int) -> list[int]:
         """Queue `count` sequences."""
+        self.prompts.append(request.prompt)
         first = self._next + 1
         for number in range(first, first + count):
             self._waiting.append(_Turn(number, request, list(self._script(request))))
@@ -223,11 +232,16 @@ def joined(answer: Any) -> tuple[str, str, list[tuple[str, str]], str]:
         return message["content"] or "", message.get("reasoning", ""), calls, choice["finish_reason"]
     choices = [event["choices"][0] for event in answer.events if event["choices"]]
     deltas = [choice["delta"] for choice in choices]
-    found = [one for delta in deltas for one in delta.get("tool_calls", [])]
-    assert [one["index"] for one in found] == list(range(len(found)))
+    calls = list[tuple[str, str]]()
+    for part in (part for delta in deltas for part in delta.get("tool_calls", [])):
+        if "id" in part:
+            assert part["index"] == len(calls)
+            calls.append((part["function"]["name"], ""))
+        assert part["index"] == len(calls) - 1
+        calls[-1] = calls[-1][0], calls[-1][1] + part["function"]["arguments"]
     return (
         "".join(delta.get("content", "") for delta in deltas),
         "".join(delta.get("reasoning", "") for delta in deltas),
-        [(one["function"]["name"], one["function"]["arguments"]) for one in found],
+        calls,
         choices[-1]["finish_reason"],
     )

@@ -25,6 +25,7 @@ from mycli.runtime.layers.vocabulary import embed_tokens, finish_logits
 from mycli.runtime.memory.graphs import MOST_ROWS
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.experts_spec import ExpertsSpec
+from mycli.runtime.models.latent_spec import LatentAttentionSpec
 from mycli.runtime.models.part_spec import AttentionSpec, RopeSpec
 
 
@@ -46,6 +47,9 @@ class _DeviceSequences:
         starts = torch.arange(0, (count + 1) * new, new, dtype=torch.int32, device=lengths.device)
         self._ragged = Ragged(starts, lengths, table, new)
 
+    def attend_latent(self, layer: int, spec: LatentAttentionSpec, query: KeyValue, new: KeyValue) -> Tensor:
+        raise AssertionError("`decline_captured` refuses latent attention")
+
     def attend(
         self, layer: int, query: Tensor, new: KeyValue | None, spec: AttentionSpec, sinks: Tensor | None = None
     ) -> Tensor:
@@ -65,6 +69,8 @@ def decline_captured(config: ModelConfig) -> Declined | None:
     for spec in config.layer_specs:
         if spec.recurrent is not None:
             return Declined("layer-recurrent")  # its states are found by the host
+        if spec.latent is not None:
+            return Declined("layer-latent")
         if isinstance(spec.mlp, ExpertsSpec) and spec.mlp.routing.groups > 1:
             return Declined("expert-groups")  # chosen by plain torch, which waits for the device
     return None

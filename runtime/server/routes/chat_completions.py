@@ -1,20 +1,62 @@
 """POST /v1/chat/completions: OpenAI's chat."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mycli.runtime.engine.reply_reader import Piece
 from mycli.runtime.server.api_error import ApiError
+from mycli.runtime.server.formats import Constraints, output_format
 from mycli.runtime.server.routes.chat_spec import ChatSpec, effort_arguments, prepare_chat
 from mycli.runtime.server.routes.wire import OpenAIRendering, chat_logprobs, chat_messages, chat_tools, new_id, now
-from mycli.runtime.server.schemas import ChatRequest, NamedTool
+from mycli.runtime.server.schemas import (
+    AllowedToolsChoice,
+    ChatMessage,
+    Effort,
+    ForModel,
+    FunctionName,
+    FunctionSpec,
+    NamedTool,
+    No,
+    ReasoningOptions,
+    Sampling,
+    StreamOptions,
+    ThinkingBudget,
+    TokenLimit,
+    ToolSpec,
+)
 from mycli.runtime.server.service import Prepared, Service
 from mycli.runtime.server.streaming import answer, event, read_request
 
 FINISH = {"stop_string": "stop", "deadline": "length", "cancelled": "stop"}
+
+
+class ChatRequest(ForModel, Sampling, Constraints, ThinkingBudget):
+    """The body of POST /v1/chat/completions."""
+
+    messages: list[ChatMessage] = Field(min_length=1, max_length=4096)
+    n: int | None = Field(None, ge=1, le=64)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: TokenLimit | None = None
+    max_completion_tokens: TokenLimit | None = None
+    n_predict: TokenLimit | None = None  # of llama.cpp
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: list[ToolSpec] | None = Field(None, max_length=128)
+    tool_choice: Literal["auto", "none", "required", "any"] | NamedTool | AllowedToolsChoice | None = None
+    parallel_tool_calls: bool | None = None
+    functions: list[FunctionSpec] | None = Field(None, max_length=128)  # the older form of tools
+    function_call: Literal["auto", "none"] | FunctionName | None = None
+    reasoning_effort: Effort | None = None
+    reasoning: ReasoningOptions | None = None  # of OpenRouter and SGLang
+    chat_template_kwargs: dict[str, Any] | None = Field(None, max_length=16)
+    documents: list[dict[str, Any]] | None = Field(None, max_length=1024)  # of vLLM: for the template
+    add_special_tokens: No | None = None  # of vLLM: the template writes them
+    echo: No | None = None
 
 
 async def chat_completions(service: Service, request: Request) -> Response:
@@ -36,24 +78,52 @@ def _check(service: Service, body: ChatRequest) -> None:
         raise ApiError(400, "top_logprobs: needs logprobs", "invalid_value", param="top_logprobs")
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options: needs stream", "invalid_value", param="stream_options")
+    if body.functions and body.tools:
+        raise ApiError(400, "functions cannot be combined with tools", "invalid_value", param="functions")
 
 
 def _spec(body: ChatRequest) -> ChatSpec:
-    choice = body.tool_choice or "auto"
-    limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    choice, named, allowed = _choice(body)
+    limits = (body.max_completion_tokens, body.max_tokens, body.n_predict)
+    limit = next((limit for limit in limits if limit is not None), None)
+    functions = [ToolSpec(type="function", function=function) for function in body.functions or ()]
+    tools, omitted = chat_tools(body.tools or functions)
+    reasoning = body.reasoning or ReasoningOptions()
+    switch = {} if reasoning.enabled is None else {"enable_thinking": reasoning.enabled}
+    documents = {} if body.documents is None else {"documents": body.documents}
     return ChatSpec(
         messages=chat_messages(body.messages),
         sampling=body,
-        tools=chat_tools(body.tools),
-        choice="named" if isinstance(choice, NamedTool) else choice,
-        named=choice.function.name if isinstance(choice, NamedTool) else None,
-        parallel=body.parallel_tool_calls is not False,
-        format=body.response_format,
-        arguments=effort_arguments(body.reasoning_effort) | (body.chat_template_kwargs or {}),
+        tools=tools,
+        omitted_tools=omitted,
+        choice=choice,
+        named=named,
+        allowed=allowed,
+        parallel=body.parallel_tool_calls is not False and not body.functions,
+        format=output_format(body),
+        arguments=effort_arguments(body.reasoning_effort or reasoning.effort)
+        | switch
+        | documents
+        | (body.chat_template_kwargs or {}),
+        thinking_budget=body.thinking_budget(reasoning.max_tokens),
         count=body.n or 1,
-        limit=limit,
+        limit=None if limit == -1 else limit,
         top=(body.top_logprobs or 0) if body.logprobs else None,
     )
+
+
+def _choice(body: ChatRequest) -> tuple[str, str | None, Sequence[str] | None]:
+    # auto, none or required; the only tool that may be called; the tools that may be called.
+    choice = body.tool_choice
+    if choice is None and body.functions:
+        if isinstance(body.function_call, FunctionName):
+            return "required", body.function_call.name, None
+        return body.function_call or "auto", None, None
+    if isinstance(choice, NamedTool):
+        return "required", choice.function.name, None
+    if isinstance(choice, AllowedToolsChoice):
+        return choice.allowed_tools.mode, None, [tool.function.name for tool in choice.allowed_tools.tools]
+    return "required" if choice == "any" else choice or "auto", None, None
 
 
 class ChatRendering(OpenAIRendering):
@@ -63,10 +133,11 @@ class ChatRendering(OpenAIRendering):
         head = {"id": new_id("chatcmpl-"), "created": now(), "model": service.name, "object": "chat.completion.chunk"}
         super().__init__(prepared.prompt_tokens, head, body.stream_options)
         self._tokenizer, self._logprobs = service.loaded.tokenizer, bool(body.logprobs)
-        self._calls = [0] * prepared.replies  # tool calls of each reply so far
+        self._replies = prepared.replies
+        self._as_function = bool(body.functions)  # the older form, with one call
 
     def begin(self) -> Iterable[bytes]:
-        for index in range(len(self._calls)):
+        for index in range(self._replies):
             yield self._chunk(index, {"role": "assistant", "content": ""}, None, None)
 
     def add(self, piece: Piece) -> Iterable[bytes]:
@@ -77,13 +148,15 @@ class ChatRendering(OpenAIRendering):
             delta |= {"reasoning": piece.reasoning, "reasoning_content": piece.reasoning}
         if piece.content:
             delta["content"] = piece.content
-        if piece.calls:
-            delta["tool_calls"] = [{"index": self._next_call(piece.index), **call} for call in _calls(piece)]
+        delta |= self._call_delta(piece)
         logprobs = chat_logprobs(self._tokenizer, piece.logprobs) if piece.logprobs else None
         if delta or logprobs:
             yield self._chunk(piece.index, delta, logprobs, None)
         if piece.end is not None:
-            yield self._chunk(piece.index, {}, None, FINISH.get(piece.end, piece.end))
+            yield self._chunk(piece.index, {}, None, self._reason(piece))
+
+    def keep_alive(self) -> Iterable[bytes]:
+        yield self._chunk(0, {}, None, None)
 
     def whole(self, replies: Sequence[Piece]) -> dict[str, Any]:
         choices = []
@@ -91,24 +164,36 @@ class ChatRendering(OpenAIRendering):
             self._counts.add(reply)
             message: dict[str, Any] = {"role": "assistant", "content": reply.content, "refusal": None}
             if reply.calls:
-                message |= {"content": reply.content or None, "tool_calls": list(_calls(reply))}
+                message |= {"content": reply.content or None, **self._whole_calls(reply)}
             if reply.reasoning:
                 message |= {"reasoning": reply.reasoning, "reasoning_content": reply.reasoning}
-            end = FINISH.get(reply.end or "stop", reply.end)
             logprobs = chat_logprobs(self._tokenizer, reply.logprobs) if self._logprobs else None
+            end = self._reason(reply)
             choices.append({"index": reply.index, "message": message, "logprobs": logprobs, "finish_reason": end})
         return {**self._head, "object": "chat.completion", "choices": choices, "usage": self._counts.usage()}
 
-    def _next_call(self, index: int) -> int:
-        self._calls[index] += 1
-        return self._calls[index] - 1
+    def _reason(self, piece: Piece) -> str:
+        end = FINISH.get(piece.end or "stop", piece.end or "stop")
+        return "function_call" if self._as_function and end == "tool_calls" else end
+
+    def _whole_calls(self, reply: Piece) -> dict[str, Any]:
+        functions = [{"name": call.name, "arguments": call.arguments} for call in reply.calls]
+        if self._as_function:
+            return {"function_call": functions[0]}
+        return {
+            "tool_calls": [{"id": new_id("call_"), "type": "function", "function": function} for function in functions]
+        }
+
+    def _call_delta(self, piece: Piece) -> dict[str, Any]:
+        deltas: list[dict[str, Any]] = []
+        for call in piece.calls:
+            function = {"name": call.name, "arguments": call.arguments} if call.name else {"arguments": call.arguments}
+            if self._as_function:
+                return {"function_call": function} if call.index == 0 else {}
+            head = {"id": new_id("call_"), "type": "function"} if call.name else {}
+            deltas.append({"index": call.index, **head, "function": function})
+        return {"tool_calls": deltas} if deltas else {}
 
     def _chunk(self, index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None, end: str | None) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": end}
         return event({**self._head, "choices": [choice]})
-
-
-def _calls(piece: Piece) -> Iterable[dict[str, Any]]:
-    for call in piece.calls:
-        function = {"name": call.name, "arguments": call.arguments}
-        yield {"id": new_id("call_"), "type": "function", "function": function}

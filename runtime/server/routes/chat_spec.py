@@ -2,26 +2,33 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mycli.runtime.engine.reply_reader import ReplyReader
+from mycli.runtime.engine.sequence import reply_room
 from mycli.runtime.errors import UserError
 from mycli.runtime.sampling.grammar import Grammar, Prelude
 from mycli.runtime.server.api_error import ApiError, from_user_error
-from mycli.runtime.server.schemas import Effort, ResponseFormat, Sampling
+from mycli.runtime.server.formats import ResponseFormat
+from mycli.runtime.server.schemas import Sampling
 from mycli.runtime.server.service import Prepared, Service
 from mycli.runtime.tokenizer.chat_template import Message, Tool
 from mycli.runtime.tokenizer.parsing.tool_formats import HERMES, ToolFormat
 from mycli.runtime.tokenizer.parsing.tool_parser import ToolParser
+
+ANSWER_TOKENS = 16  # that a thinking budget leaves at least, closing tag included
 
 
 @dataclass(frozen=True)
 class ChatSpec:
     """A conversation and how to continue it.
 
-    choice: auto, none or required; named: the only tool that may be called; arguments: of the chat template; count:
-    replies; limit: tokens, None for the rest of the context; top: number of logprobs per token, None for none.
+    choice: auto, none or required; named: the only tool that may be called, None for any; allowed: the tools that may
+    be called, None for all; omitted_tools: types of tools that cannot be called here; omitted: other parts that were
+    left out; arguments: of the chat template; count: replies; limit: tokens, None for the rest of the context; clipped:
+    shorten a limit that the context has no room for; top: number of logprobs per token, None for none; place: the field
+    of the conversation; thinking_budget: tokens of reasoning, None for any number.
     """
 
     messages: Sequence[Message]
@@ -29,19 +36,29 @@ class ChatSpec:
     tools: Sequence[Tool] = ()
     choice: str = "auto"
     named: str | None = None
+    allowed: Sequence[str] | None = None
+    omitted_tools: Sequence[str] = ()
+    omitted: Sequence[str] = ()
     parallel: bool = True
     format: ResponseFormat | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
     count: int = 1
     limit: int | None = None
+    clipped: bool = False
     top: int | None = None
+    place: str = "messages"
+    thinking_budget: int | None = None
 
     @property
     def offered_tools(self) -> Sequence[Tool]:
-        return () if self.choice == "none" else self.tools
+        if self.choice == "none":
+            return ()
+        if self.allowed is None:
+            return self.tools
+        return [tool for tool in self.tools if tool["function"]["name"] in self.allowed]
 
 
-def effort_arguments(effort: Effort | None) -> dict[str, Any]:
+def effort_arguments(effort: str | None) -> dict[str, Any]:
     """Return the template arguments for a reasoning effort."""
     if effort is None:
         return {}
@@ -50,23 +67,27 @@ def effort_arguments(effort: Effort | None) -> dict[str, Any]:
 
 def prepare_chat(service: Service, spec: ChatSpec) -> Prepared:
     """Return the engine request that continues a conversation. Raises ApiError."""
-    required = spec.choice == "required" or spec.named is not None
-    if required and not spec.tools:
-        raise ApiError(400, "tool_choice: the request has no tools", "invalid_value", param="tool_choice")
     tools = spec.offered_tools
-    ids = service.chat_prompt(spec.messages, tools, spec.arguments)
+    _check_tools(spec)
+    ids = service.chat_prompt(spec.messages, tools, spec.arguments, place=spec.place)
+    limit = spec.limit
+    if spec.clipped and limit is not None:
+        # A prompt that fits leaves room for at least one token; one that does not is refused below.
+        limit = min(limit, max(reply_room(service.context, len(ids)), 1))
+    service.check_fits(ids, limit, spec.place)
     end = service.spelled(ids[-16:])  # more than an opening tag is long
-    service.check_fits(ids, spec.limit, "messages")
-    prelude = service.prelude(end)
+    prelude = _prelude(service, spec, end, limit if limit is not None else reply_room(service.context, len(ids)))
     tool_format = service.tool_format
-    if required:
+    constrained = spec.format is not None and spec.format.type != "text"
+    grammar: Grammar | None = None
+    if tools and (spec.choice == "required" or constrained):
+        # A grammar needs calls that are one JSON object: other syntaxes have no schema for their arguments.
         tool_format = tool_format if tool_format.json_syntax is not None else HERMES
-        grammar: Grammar | None = _calls_grammar(service, spec, tool_format, prelude)
-    else:
+        grammar = _calls_grammar(service, spec, tool_format, prelude)
+    elif constrained:
         grammar = service.grammar(spec.format, prelude)
-        if grammar is not None and tools:
-            message = "response_format cannot be combined with optional tools; set tool_choice to none or required"
-            raise ApiError(400, message, "unsupported_parameter", param="response_format")
+    elif prelude is not None and prelude.budget is not None:
+        grammar = service.compiler.any_text(prelude)
     readers = [
         ReplyReader(
             service.loaded.tokenizer,
@@ -78,21 +99,42 @@ def prepare_chat(service: Service, spec: ChatSpec) -> Prepared:
         )
         for index in range(spec.count)
     ]
-    return Prepared([(service.request(ids, spec.sampling, spec.limit, grammar, spec.top), readers)], [ids])
+    omitted = [*(f"tool {kind}" for kind in dict.fromkeys(spec.omitted_tools)), *dict.fromkeys(spec.omitted)]
+    request = service.request(ids, spec.sampling, limit, grammar, spec.top)
+    return Prepared([(request, readers)], [ids], clipped=limit != spec.limit, omitted=omitted)
+
+
+def _prelude(service: Service, spec: ChatSpec, prompt_end: str, limit: int) -> Prelude | None:
+    prelude = service.prelude(prompt_end)
+    budget = spec.thinking_budget if spec.thinking_budget is not None else service.settings.reasoning_budget
+    if prelude is None or budget is None:
+        return prelude
+    # Reasoning that takes all of the reply's tokens leaves none for the answer.
+    return replace(prelude, budget=max(min(budget, limit - max(limit // 4, ANSWER_TOKENS)), 0))
+
+
+def _check_tools(spec: ChatSpec) -> None:
+    names = [tool["function"]["name"] for tool in spec.tools]
+    for name in (*([] if spec.named is None else [spec.named]), *(spec.allowed or ())):
+        if name not in names:
+            message = f"tool_choice: the request has no tool {name[:60]!r}"
+            raise ApiError(400, message, "invalid_value", param="tool_choice")
+    if spec.choice == "required" and not names:
+        cause = "the request has no tools"
+        if spec.omitted_tools:
+            cause = f"tools of type {spec.omitted_tools[0][:60]} cannot be called here"
+        raise ApiError(400, f"tool_choice: {cause}", "invalid_value", param="tool_choice")
 
 
 def _calls_grammar(service: Service, spec: ChatSpec, tool_format: ToolFormat, prelude: Prelude | None) -> Grammar:
-    functions = [tool["function"] for tool in spec.tools]
+    functions = [tool["function"] for tool in spec.offered_tools]
     if spec.named is not None:
         functions = [function for function in functions if function["name"] == spec.named]
-        if not functions:
-            message = f"tool_choice: the request has no tool {spec.named[:60]!r}"
-            raise ApiError(400, message, "invalid_value", param="tool_choice")
     assert tool_format.json_syntax is not None
     before, after, name_key, arguments_key = tool_format.json_syntax
     parts = []
     for function in functions:
-        parameters = dict(function.get("parameters") or {"type": "object"})
+        parameters = {"type": "object", **(function.get("parameters") or {})}
         schema = {
             "type": "object",
             "properties": {name_key: {"const": function["name"]}, arguments_key: parameters},
@@ -104,8 +146,9 @@ def _calls_grammar(service: Service, spec: ChatSpec, tool_format: ToolFormat, pr
         parts.append((before, json.dumps(schema), after))
     # Without a closing mark nothing says where one call ends and the next begins.
     single = spec.named is not None or not spec.parallel or not after
+    otherwise = None if spec.choice == "required" else service.format_source(spec.format)
     try:
-        return service.compiler.sequence(parts, 1 if single else None, "tools", prelude)
+        return service.compiler.sequence(parts, 1 if single else None, "tools", prelude, otherwise)
     except UserError as error:
         raise from_user_error(error, "tools") from None
     except RecursionError:

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterable, Sequence
 from itertools import count, groupby
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -11,13 +12,29 @@ from mycli.runtime.engine.reply_reader import Piece, ReplyReader
 from mycli.runtime.engine.sequence import reply_room
 from mycli.runtime.sampling.logprobs import TokenLogprob
 from mycli.runtime.server.api_error import ApiError
+from mycli.runtime.server.formats import Constraints, output_format
 from mycli.runtime.server.routes.chat_completions import FINISH
 from mycli.runtime.server.routes.wire import OpenAIRendering, completion_logprobs, new_id, now
-from mycli.runtime.server.schemas import CompletionRequest
+from mycli.runtime.server.schemas import ForModel, LongText, Sampling, StreamOptions, TokenId
 from mycli.runtime.server.service import Prepared, Service
 from mycli.runtime.server.streaming import answer, event, read_request
 
 DEFAULT_TOKENS = 16  # OpenAI's
+
+
+class CompletionRequest(ForModel, Sampling, Constraints):
+    """The body of POST /v1/completions."""
+
+    prompt: LongText | list[LongText] | list[TokenId] | list[list[TokenId]]
+    n: int | None = Field(None, ge=1, le=64)
+    best_of: Annotated[int, Field(ge=1, le=1)] | None = None
+    echo: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=-1, le=1 << 31)  # -1: the rest of the context, as in llama.cpp
+    n_predict: int | None = Field(None, ge=-1, le=1 << 31)  # of llama.cpp
+    logprobs: int | None = Field(None, ge=0, le=20)
+    add_special_tokens: bool = True  # of vLLM
 
 
 async def completions(service: Service, request: Request) -> Response:
@@ -36,7 +53,7 @@ def _prompts(service: Service, body: CompletionRequest) -> list[list[int]]:
     ids = []
     for prompt in prompts:
         if isinstance(prompt, str):
-            ids.append(service.text_prompt(prompt))
+            ids.append(service.text_prompt(prompt, body.add_special_tokens))
         else:
             service.check_ids(prompt, "prompt")
             ids.append(cast(list[int], list(prompt)))
@@ -45,7 +62,8 @@ def _prompts(service: Service, body: CompletionRequest) -> list[list[int]]:
 
 def _prepare(service: Service, body: CompletionRequest) -> Prepared:
     max_replies = service.settings.limits.choices
-    limit = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
+    asked = body.max_tokens if body.max_tokens is not None else body.n_predict
+    limit = DEFAULT_TOKENS if asked is None else service.context + 1 if asked == -1 else asked
     if limit == 0 and not body.echo:
         raise ApiError(400, "max_tokens: 0 needs echo", "invalid_value", param="max_tokens")
     if body.stream_options is not None and not body.stream:
@@ -55,12 +73,12 @@ def _prepare(service: Service, body: CompletionRequest) -> Prepared:
     if replies > max_replies:
         message = f"n: {replies} replies in one request; at most {max_replies}"
         raise ApiError(400, message, "invalid_value", param="n")
-    grammar = service.grammar(body.response_format)
+    grammar = service.grammar(output_format(body))
     scored = bool(body.echo) and body.logprobs is not None
     numbers = count()
     requests = []
     for prompt, same in groupby(prompts):  # equal prompts are computed once
-        service.check_fits(prompt, body.max_tokens, "prompt")
+        service.check_fits(prompt, None if asked == -1 else asked, "prompt")
         fitting = min(limit, reply_room(service.context, len(prompt)))
         request = service.request(prompt, body, fitting, grammar, body.logprobs, scored)
         readers = [
@@ -91,6 +109,9 @@ class TextRendering(OpenAIRendering):
         self._counts.add(piece)
         if piece.content or piece.logprobs or piece.prompt_logprobs or piece.end is not None:
             yield event({**self._head, "choices": [self._choice(piece)]})
+
+    def keep_alive(self) -> Iterable[bytes]:
+        yield event({**self._head, "choices": [{"index": 0, "text": "", "logprobs": None, "finish_reason": None}]})
 
     def whole(self, replies: Sequence[Piece]) -> dict[str, Any]:
         for reply in replies:

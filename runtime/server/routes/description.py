@@ -13,9 +13,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from mycli.runtime.server.routes.messages import CountRequest, MessagesRequest
-from mycli.runtime.server.routes.responses import ResponsesRequest
-from mycli.runtime.server.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from mycli.runtime.server.routes.chat_completions import ChatRequest
+from mycli.runtime.server.routes.completions import CompletionRequest
+from mycli.runtime.server.routes.messages_request import CountRequest, MessagesRequest
+from mycli.runtime.server.routes.responses_request import ResponsesRequest
+from mycli.runtime.server.schemas import DetokenizeRequest, TokenizeRequest
 from mycli.runtime.server.service import Service
 from mycli.runtime.server.streaming import JsonResponse, off_loop
 from mycli.runtime.utils import version

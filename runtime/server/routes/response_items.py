@@ -1,22 +1,36 @@
 """The output items of an OpenAI response (reasoning, message, calls) and the events that stream them."""
 
-from collections.abc import Iterator
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mycli.runtime.engine.reply_reader import Piece
+from mycli.runtime.sampling.logprobs import TokenLogprob
+from mycli.runtime.server.routes.responses_request import ToolIdentity
 from mycli.runtime.server.routes.wire import new_id
+from mycli.runtime.tokenizer.parsing.tool_parser import ToolCall
 
 Event = tuple[str, dict[str, Any]]
+Logprobs = Callable[[Sequence[TokenLogprob]], list[dict[str, Any]]]
 # Item type -> type of its content part, after which its events are named.
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
+_CUSTOM_INPUT = re.compile(r'\{"input": "((?:[^"\\]|\\u[0-9a-fA-F]{4}|\\[^u])*)')
 
 
 class OutputItems:
-    """Builds items from pieces in order; one item is open at a time."""
+    """Builds items from pieces in order; one item is open at a time.
 
-    def __init__(self) -> None:
+    identities: what the client calls a tool, where the model has another name for it; logprobs: converts those of the
+    text's tokens.
+    """
+
+    def __init__(self, identities: Mapping[str, ToolIdentity], logprobs: Logprobs) -> None:
+        self._identities, self._logprobs = identities, logprobs
         self._done: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None
+        self._arguments = ""  # of the open call
+        self._pending: list[TokenLogprob] = []  # of tokens whose text has not come
 
     def all(self) -> list[dict[str, Any]]:
         """Return the items so far."""
@@ -24,22 +38,35 @@ class OutputItems:
 
     def add(self, piece: Piece) -> Iterator[Event]:
         """Add a piece and return its events."""
+        self._pending += piece.logprobs
         if piece.reasoning:
             yield from self._grow("reasoning", piece.reasoning)
         if piece.content:
             yield from self._grow("message", piece.content)
         for call in piece.calls:
+            yield from self._add_call(call)
+
+    def _add_call(self, call: ToolCall) -> Iterator[Event]:
+        if call.name:
             yield from self.close()
-            item = {"type": "function_call", "id": new_id("fc_"), "call_id": new_id("call_"), "name": call.name}
-            place = {"item_id": item["id"], "output_index": len(self._done)}
-            empty = {**item, "arguments": "", "status": "in_progress"}
-            yield "response.output_item.added", {"output_index": place["output_index"], "item": empty}
-            yield "response.function_call_arguments.delta", {**place, "delta": call.arguments}
-            named = {"name": call.name, "arguments": call.arguments}
-            yield "response.function_call_arguments.done", {**place, **named}
-            whole = {**item, "arguments": call.arguments, "status": "completed"}
-            self._done.append(whole)
-            yield "response.output_item.done", {"output_index": place["output_index"], "item": whole}
+            identity = self._identities.get(call.name, ToolIdentity(call.name))
+            kind, prefix = ("custom_tool_call", "ctc_") if identity.custom else ("function_call", "fc_")
+            space = {} if identity.namespace is None else {"namespace": identity.namespace}
+            item = {"type": kind, "id": new_id(prefix), "call_id": new_id("call_"), "name": identity.name, **space}
+            self._open = {**item, "input" if identity.custom else "arguments": "", "status": "in_progress"}
+            self._arguments = ""
+            yield "response.output_item.added", {"output_index": len(self._done), "item": {**self._open}}
+        assert self._open is not None
+        self._arguments += call.arguments
+        if self._open["type"] == "custom_tool_call":
+            before, text = self._open["input"], _custom_input(self._arguments)
+            delta, self._open["input"] = text[len(before) :], text
+            kind = "response.custom_tool_call_input.delta"
+        else:
+            delta, self._open["arguments"] = call.arguments, self._arguments
+            kind = "response.function_call_arguments.delta"
+        if delta:
+            yield kind, {**self._call_place(), "delta": delta}
 
     def _grow(self, kind: str, text: str) -> Iterator[Event]:
         if self._open is None or self._open["type"] != kind:
@@ -54,29 +81,45 @@ class OutputItems:
             yield "response.output_item.added", {"output_index": len(self._done), "item": {**self._open}}
             self._open["content"] = [part]
             yield "response.content_part.added", {**self._place(), "part": {**part}}
-        self._open["content"][0]["text"] += text
-        yield self._text_event("delta", "delta", text)
+        part = self._open["content"][0]
+        part["text"] += text
+        extra: dict[str, Any] = {}
+        if kind == "message":
+            extra = {"logprobs": self._logprobs(self._pending)}
+            part["logprobs"] = part["logprobs"] + extra["logprobs"]
+        self._pending = []
+        yield f"response.{_PARTS[kind]}.delta", {**self._place(), "delta": text, **extra}
 
     def close(self) -> Iterator[Event]:
         """Complete the open item, if there is one, and return its events."""
         item = self._open
         if item is None:
             return
-        part = item["content"][0]
-        yield self._text_event("done", "text", part["text"])
-        yield "response.content_part.done", {**self._place(), "part": part}
+        if item["type"] == "function_call":
+            named = {"name": item["name"], "arguments": item["arguments"]}
+            yield "response.function_call_arguments.done", {**self._call_place(), **named}
+        elif item["type"] == "custom_tool_call":
+            yield "response.custom_tool_call_input.done", {**self._call_place(), "input": item["input"]}
+        else:
+            part, kind = item["content"][0], _PARTS[item["type"]]
+            extra = {"logprobs": part["logprobs"]} if item["type"] == "message" else {}
+            yield f"response.{kind}.done", {**self._place(), "text": part["text"], **extra}
+            yield "response.content_part.done", {**self._place(), "part": part}
         item["status"] = "completed"
         place = len(self._done)
         self._done.append(item)
         self._open = None
         yield "response.output_item.done", {"output_index": place, "item": item}
 
-    def _text_event(self, what: str, field: str, text: str) -> Event:
+    def _call_place(self) -> dict[str, Any]:
         assert self._open is not None
-        kind = self._open["type"]
-        extra: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
-        return f"response.{_PARTS[kind]}.{what}", {**self._place(), field: text, **extra}
+        return {"item_id": self._open["id"], "output_index": len(self._done)}
 
     def _place(self) -> dict[str, Any]:
-        assert self._open is not None
-        return {"item_id": self._open["id"], "output_index": len(self._done), "content_index": 0}
+        return {**self._call_place(), "content_index": 0}
+
+
+def _custom_input(arguments: str) -> str:
+    # The input of a custom tool in the arguments of its function, {"input": TEXT}, as far as they have come.
+    match = _CUSTOM_INPUT.match(arguments)
+    return "" if match is None else str(json.loads(f'"{match[1]}"'))

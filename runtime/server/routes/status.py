@@ -1,4 +1,4 @@
-"""GET /health and /metrics."""
+"""GET /health, /version and /metrics."""
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
@@ -6,6 +6,7 @@ from starlette.responses import Response
 
 from mycli.runtime.server.service import Service
 from mycli.runtime.server.streaming import JsonResponse, off_loop
+from mycli.runtime.utils import version
 
 
 async def health(service: Service, request: Request) -> Response:
@@ -14,6 +15,11 @@ async def health(service: Service, request: Request) -> Response:
     stats = service.worker.stats
     counts = {"running": stats.running, "waiting": service.worker.waiting, "cache": round(stats.cache_usage, 4)}
     return JsonResponse({"status": state, **counts}, 200 if state == "ok" else 503)
+
+
+async def server_version(service: Service, request: Request) -> Response:
+    """Return the version of this program."""
+    return JsonResponse({"version": await off_loop(service, version)})
 
 
 async def metrics(service: Service, request: Request) -> Response:

@@ -12,7 +12,8 @@ from mycli.runtime.server.streaming import JsonResponse, read_request
 def _conversation(service: Service, body: TokenizeRequest) -> list[int]:
     messages = chat_messages(body.messages or ())
     arguments = body.chat_template_kwargs or {}
-    return service.chat_prompt(messages, chat_tools(body.tools), arguments, body.add_generation_prompt)
+    tools, _ = chat_tools(body.tools)
+    return service.chat_prompt(messages, tools, arguments, body.add_generation_prompt)
 
 
 async def tokenize(service: Service, request: Request) -> Response:

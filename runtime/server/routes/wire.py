@@ -11,7 +11,7 @@ from mycli.runtime.sampling.logprobs import TokenLogprob
 from mycli.runtime.server.api_error import ApiError
 from mycli.runtime.server.schemas import ChatMessage, Content, StreamOptions, ToolSpec
 from mycli.runtime.server.streaming import event
-from mycli.runtime.tokenizer.chat_template import Message, Tool
+from mycli.runtime.tokenizer.chat_template import Message, Role, Tool
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 from mycli.runtime.utils.json_fields import strict_json
 
@@ -36,12 +36,13 @@ def text_of(content: Content, place: str) -> str:
     texts = []
     for index, part in enumerate(content):
         field = f"{place}.{index}"
+        text = part.refusal if part.type == "refusal" and part.text is None else part.text
         if part.type not in _TEXT_PARTS:
             message = f"{field}.type: {part.type!r} is not supported; this model reads text only"
             raise ApiError(400, message, "unsupported_content", param=f"{field}.type")
-        if part.text is None:
+        if text is None:
             raise ApiError(400, f"{field}.text: is required", "missing_required_parameter", param=f"{field}.text")
-        texts.append(part.text)
+        texts.append(text)
     return "\n".join(texts)
 
 
@@ -67,16 +68,29 @@ def chat_messages(items: Sequence[ChatMessage]) -> list[Message]:
             field = f"{place}.tool_calls.{number}.function.arguments"
             calls.append(call_fields(call.function.name, call.function.arguments, call.id, field))
             names[call.id] = call.function.name
-        name = item.name or (names.get(item.tool_call_id or "", "") if item.role == "tool" else "")
+        if item.function_call is not None:
+            field = f"{place}.function_call.arguments"
+            calls.append(call_fields(item.function_call.name, item.function_call.arguments, "", field))
+        role: Role = "tool" if item.role == "function" else item.role
+        name = item.name or (names.get(item.tool_call_id or "", "") if role == "tool" else "")
         reasoning = item.reasoning or item.reasoning_content or ""
-        content = text_of(item.content, f"{place}.content")
-        messages.append(Message(item.role, content, tuple(calls), reasoning, name, item.tool_call_id or ""))
+        content = text_of(item.content, f"{place}.content") or item.refusal or ""
+        messages.append(Message(role, content, tuple(calls), reasoning, name, item.tool_call_id or ""))
     return messages
 
 
-def chat_tools(tools: Sequence[ToolSpec] | None) -> list[Tool]:
-    """Convert tools of OpenAI's chat to those of templates."""
-    return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools or ()]
+def chat_tools(tools: Sequence[ToolSpec] | None) -> tuple[list[Tool], list[str]]:
+    """Convert tools of OpenAI's chat to those of templates; also return the types of tools that cannot be called."""
+    functions: list[Tool] = []
+    omitted = []
+    for tool in tools or ():
+        if tool.function is None:
+            omitted.append(tool.type)
+        else:
+            functions.append(
+                {"type": "function", "function": tool.function.model_dump(exclude_none=True, exclude={"strict"})}
+            )
+    return functions, omitted
 
 
 class TokenCounts:

@@ -3,13 +3,15 @@
 Text that may start a call is held back. A call that cannot be parsed is text: never dropped, never an error.
 """
 
+import itertools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mycli.runtime.tokenizer.chat_template import Tool
+from mycli.runtime.tokenizer.parsing.argument_stream import ArgumentStream, head_pattern
 from mycli.runtime.tokenizer.parsing.response_template import Region
 from mycli.runtime.tokenizer.parsing.tool_formats import ToolFormat
 from mycli.runtime.utils.json_fields import strict_json
@@ -19,10 +21,25 @@ MAX_CALL = 1 << 20  # characters; a longer call is text
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A tool's name, and its arguments as the text of a JSON object."""
+    """A tool's name, and its arguments as the text of a JSON object; or the next part of them.
+
+    index: the number of the call in its reply. Parts of a call after the first have the same index and no name. The
+    joined arguments are not JSON if the reply ended within them, or the model wrote something else.
+    """
 
     name: str
     arguments: str
+    index: int = 0
+
+
+def join_calls(parts: Iterable[ToolCall]) -> list[ToolCall]:
+    """Join the parts of each call."""
+    calls: dict[int, list[ToolCall]] = {}
+    for part in parts:
+        calls.setdefault(part.index, []).append(part)
+    return [
+        ToolCall(group[0].name, "".join([part.arguments for part in group]), index) for index, group in calls.items()
+    ]
 
 
 def _types(schema: Any) -> list[str]:
@@ -73,6 +90,11 @@ def _cast(text: str, types: Sequence[str]) -> Any:
     return text
 
 
+def _casts(types: Sequence[str]) -> bool:
+    # Whether `_cast` may return anything but the string.
+    return any(name in _CASTS for name in itertools.takewhile(lambda name: name != "string", types))
+
+
 class ToolParser:
     """Splits a streamed reply into text and calls. tools: as in a request; arguments get the types of their schemas."""
 
@@ -84,18 +106,20 @@ class ToolParser:
             properties = parameters.get("properties") if isinstance(parameters, dict) else None
             self._schemas[str(function.get("name"))] = properties if isinstance(properties, dict) else {}
         self._format = tool_format
+        self._heads = [head_pattern(region) for region in tool_format.regions]
         self._text = ""  # undecided
         self._blanks = ""  # whitespace before the undecided text: a call absorbs it
         self._region: Region | None = None
         self._captures: Mapping[str, str] = {}
         self._opening = ""
         self._begun = False  # whether anything but whitespace arrived
-        self._called = False
         self._after_call = False  # whitespace after a call is dropped
+        self._stream: ArgumentStream | None = None  # of the call that is being passed on
+        self._started = 0  # calls so far
 
     @property
     def called(self) -> bool:
-        return self._called
+        return self._started > 0
 
     def feed(self, text: str) -> list[str | ToolCall]:
         """Return the texts and calls decided by `text`, in order, none empty."""
@@ -104,16 +128,26 @@ class ToolParser:
 
     def flush(self) -> list[str | ToolCall]:
         items = self._decide(final=True)
-        if self._blanks and not self._called:
+        if self._blanks and not self.called:
             items.append(self._blanks)
         self._blanks = ""
         return items
 
     def _decide(self, final: bool) -> list[str | ToolCall]:
         items: list[str | ToolCall] = []
-        while self._inside(items, final) if self._region else self._outside(items, final):
+        while self._advance(items, final):
             pass
         return items
+
+    def _advance(self, items: list[str | ToolCall], final: bool) -> bool:
+        # Returns True if more can be decided.
+        if self._region is None:
+            return self._outside(items, final)
+        if self._stream is None:
+            self._begin_stream(self._region, items)
+        if self._stream is None:
+            return self._inside(items, final)
+        return self._pass_on(self._region, self._stream, items, final)
 
     def _outside(self, items: list[str | ToolCall], final: bool) -> bool:
         # Emits text; returns True at the start of a call.
@@ -161,10 +195,78 @@ class ToolParser:
         if calls is None:
             self._emit(items, self._opening + body + closing)
         else:
-            items += calls
-            self._called = self._after_call = True
+            items += [ToolCall(call.name, call.arguments, self._started + at) for at, call in enumerate(calls)]
+            self._started += len(calls)
+            self._after_call = True
             self._blanks = ""
         self._text = self._text[len(body) + len(closing) :]
+        return bool(self._text)
+
+    def _begin_stream(self, region: Region, items: list[str | ToolCall]) -> None:
+        # Starts to pass a call on once its name is that of a tool and its first argument has begun.
+        head = self._heads[self._format.regions.index(region)]
+        match = None if head is None else head.match(self._text)
+        if match is None:
+            return
+        written = match.groupdict().get("name")
+        name = str(self._captures.get("name", "") if written is None else json.loads(written)).strip()
+        if name not in self._schemas:
+            return
+        schema = self._schemas[name]
+
+        def cast(key: str, text: str) -> object:
+            return _cast(text, _types(schema.get(key)))
+
+        self._stream = ArgumentStream(cast, lambda key: _casts(_types(schema.get(key))))
+        self._text = self._text[match.end("arguments") :]
+        self._blanks, self._after_call = "", True
+        items.append(ToolCall(name, "", self._started))
+        self._started += 1
+
+    def _pass_on(self, region: Region, stream: ArgumentStream, items: list[str | ToolCall], final: bool) -> bool:
+        # Passes on what is certain of the arguments; returns True if more can be decided.
+        if stream.complete:
+            return self._end_call(region, final)
+        if not stream.broken:
+            arguments = stream.feed(self._text)
+            self._text = stream.rest if stream.complete or stream.broken else ""
+            self._append(items, arguments)
+            if stream.complete or stream.broken:
+                return True
+            if final:
+                self._append(items, stream.rest)
+                self._region = self._stream = None
+            return False
+        # The rest of a call that is not JSON is passed on as it is, up to its closing mark.
+        anchor = region.close or region.open
+        match, decided = anchor.find(self._text, 0, final)
+        end = decided if match is None else match.start()
+        self._append(items, self._text[:end])
+        self._text = self._text[end if match is None or region.close is None else match.end() :]
+        if match is not None or final:
+            self._region = self._stream = None
+        return match is not None
+
+    def _append(self, items: list[str | ToolCall], arguments: str) -> None:
+        if arguments:
+            items.append(ToolCall("", arguments, self._started - 1))
+
+    def _end_call(self, region: Region, final: bool) -> bool:
+        # Drops what follows the arguments of a call: the brace of its object and the closing mark.
+        if region.close is not None:
+            match, _ = region.close.find(self._text, 0, final)
+            if match is None and not final:
+                return False
+            end = len(self._text) if match is None else match.end()
+        else:
+            start = self._text.lstrip()
+            head = self._heads[self._format.regions.index(region)]
+            named = head is not None and "name" in head.groupindex
+            if named and not start and not final:
+                return False
+            end = len(self._text) - len(start) + (named and start.startswith("}"))
+        self._text = self._text[end:]
+        self._region = self._stream = None
         return bool(self._text)
 
     def _read(self, region: Region, body: str) -> list[ToolCall] | None:

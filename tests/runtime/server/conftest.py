@@ -1,5 +1,8 @@
 """A server of pico for all tests of this folder, and one whose replies are scripted."""
 
+import dataclasses
+import json
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
@@ -11,10 +14,18 @@ from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loader import LoadedModel
 from mycli.runtime.engine.model_runner import CacheShape
 from mycli.runtime.server.settings import ServerSettings
+from mycli.runtime.tokenizer.tokenizer import Tokenizer
 from mycli.runtime.utils.dtypes import FLOATS
 from tests.support.paths import PICO
 from tests.support.served import ScriptedEngine, Served, serving
 
+TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n<tool_call> {{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>"
+    "{{ c.function.name }}:{{ c.function.arguments | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking is defined and not enable_thinking %}"
+    "<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
 Scripted = Callable[..., AbstractContextManager[Served]]
 
 
@@ -30,6 +41,16 @@ def served(loaded: LoadedModel) -> Iterator[Served]:
     engine = Engine(loaded.runner, CacheShape.paged(512, 2048, 16), loaded.vocabulary_size, running=8)
     with serving(loaded, engine, ServerSettings(("pico", "alias/of-it"))) as found:
         yield found
+
+
+@pytest.fixture(scope="session")
+def reasoning(loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    """Pico with a template that knows tools and reasoning."""
+    folder = tmp_path_factory.mktemp("reasoning")
+    shutil.copy(PICO / "tokenizer.json", folder)
+    settings = json.loads((PICO / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": TEMPLATE}))
+    return dataclasses.replace(loaded, tokenizer=Tokenizer.load(folder, 4096))
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,18 +10,9 @@ import pytest
 from mycli.runtime.engine.loader import LoadedModel
 from mycli.runtime.engine.sequence import Request, SequenceOutput
 from mycli.runtime.errors import ModelError
-from mycli.runtime.tokenizer.tokenizer import Tokenizer
 from tests.runtime.server.conftest import Scripted
-from tests.support.paths import PICO
 from tests.support.served import ScriptedEngine, Served, joined, serving
 
-TEMPLATE = (
-    "{% if tools %}<|im_start|>system\n<tool_call> {{ tools | tojson }}<|im_end|>\n{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>"
-    "{{ c.function.name }}:{{ c.function.arguments | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking is defined and not enable_thinking %}"
-    "<think>\n\n</think>\n\n{% endif %}{% endif %}"
-)
 TOOL = {
     "type": "function",
     "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
@@ -32,16 +22,6 @@ REPLY = (
     '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n'
     '<tool_call>\n{"name": "f", "arguments": {"a": 2}}\n</tool_call>'
 )
-
-
-@pytest.fixture(scope="module")
-def reasoning(loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    """Pico with a template that knows tools and reasoning."""
-    folder = tmp_path_factory.mktemp("reasoning")
-    shutil.copy(PICO / "tokenizer.json", folder)
-    settings = json.loads((PICO / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": TEMPLATE}))
-    return dataclasses.replace(loaded, tokenizer=Tokenizer.load(folder, 4096))
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])

@@ -12,7 +12,7 @@ from transformers.utils.chat_parsing import parse_response
 from mycli.runtime.errors import ModelError
 from mycli.runtime.tokenizer.parsing.response_template import read_response_template
 from mycli.runtime.tokenizer.parsing.tool_formats import HERMES, TOOL_FORMATS, declared_tool_format, find_tool_format
-from mycli.runtime.tokenizer.parsing.tool_parser import ToolCall, ToolParser
+from mycli.runtime.tokenizer.parsing.tool_parser import ToolCall, ToolParser, join_calls
 from mycli.runtime.utils.json_fields import Fields
 from tests.support.paths import ROOT
 
@@ -82,9 +82,12 @@ def parse(form: Any, text: str, step: int, tools: Any = TOOLS) -> list[Any]:
     """Parse `text`, `step` characters at a time, and join neighbouring texts."""
     parser, items = ToolParser(form, tools), list[Any]()
     pieces = [text[at : at + step] for at in range(0, len(text), step)]
-    for item in [item for piece in pieces for item in parser.feed(piece)] + parser.flush():
+    found = [item for piece in pieces for item in parser.feed(piece)] + parser.flush()
+    calls = join_calls(item for item in found if isinstance(item, ToolCall))
+    for item in found:
         if isinstance(item, ToolCall):
-            items.append((item.name, json.loads(item.arguments)))
+            if item.name:
+                items.append((item.name, json.loads(calls[item.index].arguments)))
         elif items and isinstance(items[-1], str):
             items[-1] += item
         else:

@@ -1,0 +1,70 @@
+"""`mycli stop`: ends a server that runs on this machine."""
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import urlsplit
+
+from mycli.cli.command import Call, command
+from mycli.cli.flags import options
+from mycli.runtime.errors import NotFoundError, ResourceError, UsageError
+from mycli.runtime.hub.store import state_dir
+from mycli.runtime.server.run_file import RunningServer, is_running, running_servers
+
+EXAMPLES = ("mycli stop", "mycli stop pico", "mycli stop --all")
+TICK = 0.05  # seconds between two looks at a server that ends
+
+
+@command
+def stop(
+    call: Call,
+    server: Annotated[str | None, options.argument("SERVER", "Model name, port or process id.")] = None,
+    *,
+    everything: Annotated[bool, options.flag("--all", "Stop all servers.")] = False,
+    now: Annotated[bool, options.flag("--now", "Do not wait for replies under way.")] = False,
+) -> None:
+    """Stop a server that was started with mycli serve; without SERVER, the only one.
+
+    The server finishes its replies first, for as long as its --grace says. The command returns when it has ended.
+    """
+    folder = state_dir() / "servers"
+    chosen = _choose(running_servers(folder), server, everything)
+    for one in chosen:
+        _stop(folder, one, now)
+    if not call.out.answered({"stopped": [one.pid for one in chosen]}):
+        for one in chosen:
+            call.out.result(f"stopped {one.model} at {one.url} (process {one.pid})")
+
+
+def _choose(servers: Sequence[RunningServer], name: str | None, everything: bool) -> Sequence[RunningServer]:
+    if name is not None and everything:
+        raise UsageError("--all takes no SERVER", "omit one of them")
+    matching = [server for server in servers if name is None or name in _labels(server)]
+    if not matching:
+        cause = "no server is running" if not servers else f"no server is called {name!r:.100}"
+        raise NotFoundError(cause, "mycli ps lists the servers that run")
+    if len(matching) > 1 and not everything:
+        ports = ", ".join(str(urlsplit(server.url).port) for server in matching)
+        raise UsageError(f"{len(matching)} servers match", f"name one by its port: {ports}; or stop all: --all")
+    return matching
+
+
+def _labels(server: RunningServer) -> set[str]:
+    return {server.url, server.model, *server.names, str(server.pid), str(urlsplit(server.url).port)}
+
+
+def _stop(folder: Path, server: RunningServer, now: bool) -> None:
+    signals = 2 if now else 1  # the second one does not wait for replies
+    for _ in range(signals):
+        try:
+            os.kill(server.pid, signal.SIGTERM)
+        except ProcessLookupError:
+            return
+        except PermissionError:
+            raise ResourceError(f"process {server.pid} belongs to another user", "stop it as that user") from None
+        time.sleep(TICK)
+    while is_running(folder, server):
+        time.sleep(TICK)

@@ -1,0 +1,259 @@
+"""The bodies of Anthropic's messages, and how their blocks, tools and options become a `ChatSpec`."""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from mycli.runtime.server.api_error import ApiError
+from mycli.runtime.server.formats import ResponseFormat, json_schema_format
+from mycli.runtime.server.routes.chat_spec import ChatSpec, effort_arguments
+from mycli.runtime.server.routes.wire import text_of
+from mycli.runtime.server.schemas import ContentPart, ForModel, LongText, Name, Sampling, StopString, Strict, ToolName
+from mycli.runtime.tokenizer.chat_template import Message, Tool
+from mycli.runtime.tokenizer.stream import MAX_STOPS
+
+# Blocks of tools that Anthropic's servers run: their results are encrypted or mean nothing to another model.
+_SERVER_BLOCKS = ("server_tool_use", "web_search_tool_result", "web_fetch_tool_result", "redacted_thinking")
+_SERVER_SUFFIX = "_tool_result"  # of code execution, tool search and others
+_CALLS, _RESULTS = ("tool_use", "mcp_tool_use"), ("tool_result", "mcp_tool_result")
+
+
+class TextSource(Strict):
+    """The text of a document; files and addresses are refused, nothing is ever fetched."""
+
+    type: Annotated[str, Field(max_length=64)]
+    data: LongText | None = None
+    content: LongText | list[ContentPart] | None = None
+
+
+class TextBlock(ContentPart):
+    """A block of text: text itself, a document, or a search result."""
+
+    source: TextSource | LongText | None = None
+    title: LongText | None = None
+    context: LongText | None = None
+    content: LongText | list[ContentPart] | None = None
+
+
+class MessageBlock(TextBlock):
+    """A block of a message: text, document, tool call, tool result or thinking."""
+
+    id: Annotated[str, Field(max_length=256)] = ""
+    name: Annotated[str, Field(max_length=256)] = ""
+    input: dict[str, Any] | None = None
+    tool_use_id: Annotated[str, Field(max_length=256)] = ""
+    content: LongText | list[TextBlock] | None = None  # type: ignore[assignment]  # the results of tools hold blocks
+    thinking: LongText | None = None
+
+
+class InputMessage(Strict):
+    """A message of a conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: LongText | list[MessageBlock]
+
+
+class InputTool(Strict):
+    """A tool with the JSON schema of its input; tools of other types than `custom` are Anthropic's own."""
+
+    type: Annotated[str, Field(max_length=64)] | None = None
+    name: ToolName | None = None
+    description: LongText | None = None
+    input_schema: dict[str, Any] | None = None
+
+    @property
+    def callable(self) -> bool:
+        return self.type in (None, "custom")
+
+    @model_validator(mode="after")
+    def _complete(self) -> "InputTool":
+        if self.callable and (self.name is None or self.input_schema is None):
+            raise ValueError(f"{'name' if self.name is None else 'input_schema'} is required")
+        return self
+
+
+class ToolChoice(Strict):
+    """Which tools may be called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: Name | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class Thinking(Strict):
+    """Whether the model reasons first, if its template has a switch, and whether its reasoning is shown."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(None, ge=0, le=1 << 31)
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class JsonFormat(Strict):
+    """The JSON schema of a reply."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Strict):
+    """The format of a reply, and how much effort it is worth."""
+
+    format: JsonFormat | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    task_budget: None = None
+
+
+class ContextEdit(Strict):
+    """An edit of the conversation; only one that changes nothing is accepted."""
+
+    type: Literal["clear_thinking_20251015"]
+    keep: Literal["all"]
+
+
+class ContextManagement(Strict):
+    """Edits of the conversation before the model reads it."""
+
+    edits: list[ContextEdit] = Field(default_factory=list, max_length=16)
+
+
+class CountRequest(ForModel):
+    """The body of POST /v1/messages/count_tokens."""
+
+    messages: list[InputMessage] = Field(min_length=1, max_length=4096)
+    system: LongText | list[ContentPart] | None = None
+    tools: list[InputTool] | None = Field(None, max_length=128)
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: JsonFormat | None = None  # the beta form of output_config.format
+    context_management: ContextManagement | None = None
+
+
+class MessagesRequest(CountRequest):
+    """The body of POST /v1/messages."""
+
+    max_tokens: int = Field(ge=1, le=1 << 31)
+    stop_sequences: list[StopString] | None = Field(None, max_length=MAX_STOPS)
+    stream: bool | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=0, le=1 << 31)
+
+
+def _document(block: TextBlock, place: str) -> str:
+    # Title, where it is from, and text, each on a line of its own.
+    if block.type == "search_result":
+        origin = block.source if isinstance(block.source, str) else ""
+        text = text_of(block.content, f"{place}.content")
+        return "\n".join(part for part in (block.title or "", origin, text) if part)
+    source = block.source
+    if not isinstance(source, TextSource) or source.type not in ("text", "content"):
+        kind = source.type if isinstance(source, TextSource) else "none"
+        message = f"{place}.source.type: {kind!r} is not supported; this model reads text only"
+        raise ApiError(400, message, "unsupported_content", param=f"{place}.source.type")
+    text = source.data or "" if source.type == "text" else text_of(source.content, f"{place}.source.content")
+    return "\n".join(part for part in (block.title or "", block.context or "", text) if part)
+
+
+def _as_part(block: TextBlock, place: str) -> ContentPart:
+    if block.type in ("document", "search_result"):
+        return ContentPart(type="text", text=_document(block, place))
+    return block
+
+
+def _result(content: LongText | Sequence[TextBlock] | None, place: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return text_of([_as_part(block, f"{place}.{index}") for index, block in enumerate(content)], place)
+
+
+def chat_messages(body: CountRequest) -> tuple[list[Message], list[str]]:
+    """Return the messages of a conversation, and the types of blocks that were left out. Raises ApiError."""
+    # Templates expect a tool result as a message of its own.
+    messages = [] if body.system is None else [Message("system", text_of(body.system, "system"))]
+    names: dict[str, str] = {}  # of called tools, by call id
+    omitted: list[str] = []
+    for index, message in enumerate(body.messages):
+        place = f"messages.{index}.content"
+        blocks: Sequence[MessageBlock] = (
+            [MessageBlock(type="text", text=message.content)] if isinstance(message.content, str) else message.content
+        )
+        texts: list[ContentPart] = []
+        thinking, calls = "", []
+        for number, block in enumerate(blocks):
+            if block.type in _CALLS:
+                names[block.id] = block.name
+                function = {"name": block.name, "arguments": block.input or {}}
+                calls.append({"type": "function", "id": block.id, "function": function})
+            elif block.type in _RESULTS:
+                content = _result(block.content, f"{place}.{number}.content")
+                name = names.get(block.tool_use_id, "")
+                messages.append(Message("tool", content, name=name, tool_call_id=block.tool_use_id))
+            elif block.type == "thinking":
+                thinking += block.thinking or ""
+            elif block.type in _SERVER_BLOCKS or block.type.endswith(_SERVER_SUFFIX):
+                omitted.append(f"block {block.type}")
+            else:
+                texts.append(_as_part(block, f"{place}.{number}"))
+        if texts or calls or thinking or not blocks:
+            messages.append(Message(message.role, text_of(texts, place), tuple(calls), thinking))
+    return messages, omitted
+
+
+def chat_tools(body: CountRequest) -> tuple[list[Tool], list[str]]:
+    """Return the tools that can be called, and the types of those that cannot."""
+    tools: list[Tool] = []
+    omitted = []
+    for tool in body.tools or ():
+        if not tool.callable:
+            omitted.append(tool.type or "")
+            continue
+        described = {} if tool.description is None else {"description": tool.description}
+        function = {"name": tool.name, **described, "parameters": tool.input_schema}
+        tools.append({"type": "function", "function": function})
+    return tools, omitted
+
+
+def template_arguments(body: CountRequest) -> Mapping[str, Any]:
+    """Return the template arguments for thinking and effort."""
+    effort = None if body.output_config is None else body.output_config.effort
+    thinking = {} if body.thinking is None else {"enable_thinking": body.thinking.type != "disabled"}
+    return effort_arguments(effort) | thinking
+
+
+def _format(body: MessagesRequest) -> ResponseFormat | None:
+    config = None if body.output_config is None else body.output_config.format
+    if config is None:
+        return None if body.output_format is None else json_schema_format(body.output_format.schema_, "output_format")
+    if body.output_format is not None:
+        message = "output_format and output_config.format cannot be combined"
+        raise ApiError(400, message, "invalid_value", param="output_format")
+    return json_schema_format(config.schema_, "output_config.format")
+
+
+def chat_spec(body: MessagesRequest) -> ChatSpec:
+    """Return what the request asks for. Raises ApiError."""
+    choice = body.tool_choice or ToolChoice(type="auto")
+    if choice.type == "tool" and choice.name is None:
+        raise ApiError(400, "tool_choice.name: is required", "missing_required_parameter", param="tool_choice.name")
+    settings = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
+    sampling = Sampling.model_validate({**settings, "stop": body.stop_sequences or None})
+    messages, omitted = chat_messages(body)
+    tools, omitted_tools = chat_tools(body)
+    return ChatSpec(
+        messages=messages,
+        sampling=sampling,
+        tools=tools,
+        choice="required" if choice.type in ("any", "tool") else choice.type,
+        named=choice.name if choice.type == "tool" else None,
+        omitted_tools=omitted_tools,
+        omitted=omitted,
+        parallel=not choice.disable_parallel_tool_use,
+        format=_format(body),
+        arguments=template_arguments(body),
+        limit=body.max_tokens,
+        # As Anthropic does: a reply that reaches the end of the context says so in its stop reason.
+        clipped=True,
+        thinking_budget=None if body.thinking is None else body.thinking.budget_tokens,
+    )

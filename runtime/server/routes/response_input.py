@@ -1,0 +1,112 @@
+"""Converts the input items of OpenAI's responses to the messages of chat templates."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from mycli.runtime.server.api_error import ApiError
+from mycli.runtime.server.item_store import ItemStore
+from mycli.runtime.server.routes.responses_request import InputItem, ResponsesRequest, flat_name
+from mycli.runtime.server.routes.wire import call_fields, text_of
+from mycli.runtime.tokenizer.chat_template import Message
+
+_RESULTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output", "shell_call_output")
+# Items of tools that OpenAI's servers run, and items that only they can read.
+_OMITTED = frozenset(
+    (
+        *("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call", "computer_call"),
+        *("computer_call_output", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response", "compaction"),
+        *("compaction_summary", "compaction_trigger", "tool_search_call", "tool_search_output", "additional_tools"),
+        *("program", "program_output", "ghost_snapshot"),
+    )
+)
+
+
+class _Conversation:
+    def __init__(self, items: ItemStore) -> None:
+        self.messages: list[Message] = []
+        self.omitted: list[str] = []
+        self._items = items
+        self._names: dict[str, str] = {}  # of called functions, by call id
+        self._reasoning = ""  # before the message or call that it belongs to
+
+    def add(self, item: InputItem, place: str) -> None:
+        kind = item.type or ("message" if item.role is not None else "item_reference")
+        if kind == "item_reference":
+            self.add(self._find(item, place), place)
+        elif kind == "message":
+            self._add_message(item, place)
+        elif kind == "reasoning":
+            parts = item.content if isinstance(item.content, list) else []
+            self._reasoning += text_of(parts or item.summary or [], f"{place}.content")
+        elif kind in _RESULTS:
+            self._add_result(item.call_id, text_of(item.output, f"{place}.output"))
+        elif kind == "mcp_call":
+            self._add_call(item.id, item.name, self._arguments(item, place))
+            self._add_result(item.id, text_of(item.output, f"{place}.output"))
+        elif kind in _OMITTED:
+            self.omitted.append(f"item {kind}")
+        else:
+            self._add_call(item.call_id, *self._call(kind, item, place))
+
+    def _call(self, kind: str, item: InputItem, place: str) -> tuple[str, Mapping[str, Any]]:
+        if kind == "function_call":
+            return flat_name(item.name, item.namespace), self._arguments(item, place)
+        if kind == "custom_tool_call":
+            return flat_name(item.name, item.namespace), {"input": item.input}
+        if kind in ("local_shell_call", "shell_call"):
+            return kind.removesuffix("_call"), item.action or {}
+        message = f"{place}.type: {kind!r} is not supported"
+        raise ApiError(400, message, "unsupported_content", param=f"{place}.type")
+
+    def _arguments(self, item: InputItem, place: str) -> Mapping[str, Any]:
+        arguments: Mapping[str, Any] = call_fields("", item.arguments, "", f"{place}.arguments")["function"][
+            "arguments"
+        ]
+        return arguments
+
+    def _find(self, item: InputItem, place: str) -> InputItem:
+        found = None if item.id is None else self._items.find(item.id)
+        if found is None:
+            message = f"{place}: no item {(item.id or '')[:60]!r} is known here; send the item itself (store: false)"
+            raise ApiError(404, message, "item_not_found", param=place)
+        try:
+            return InputItem.model_validate(found)
+        except ValidationError:  # not for items of this server
+            raise ApiError(404, f"{place}: the item cannot be used", "item_not_found", param=place) from None
+
+    def _add_message(self, item: InputItem, place: str) -> None:
+        if item.role is None:
+            raise ApiError(400, f"{place}.role: is required", "missing_required_parameter", param=f"{place}.role")
+        reasoning = self._take_reasoning() if item.role == "assistant" else ""
+        self.messages.append(Message(item.role, text_of(item.content, f"{place}.content"), reasoning=reasoning))
+
+    def _add_call(self, call_id: str | None, name: str, arguments: Mapping[str, Any]) -> None:
+        self._names[call_id or ""] = name
+        call = {"type": "function", "id": call_id or "", "function": {"name": name, "arguments": arguments}}
+        if self.messages and self.messages[-1].role == "assistant":  # templates expect parallel calls in one message
+            last = self.messages.pop()
+            reasoning = last.reasoning + self._take_reasoning()
+            self.messages.append(Message("assistant", last.content, (*last.tool_calls, call), reasoning))
+        else:
+            self.messages.append(Message("assistant", "", (call,), self._take_reasoning()))
+
+    def _add_result(self, call_id: str | None, text: str) -> None:
+        self.messages.append(Message("tool", text, name=self._names.get(call_id or "", ""), tool_call_id=call_id or ""))
+
+    def _take_reasoning(self) -> str:
+        reasoning, self._reasoning = self._reasoning, ""
+        return reasoning
+
+
+def input_messages(body: ResponsesRequest, items: ItemStore) -> tuple[Sequence[Message], Sequence[str]]:
+    """Return the messages of a request, and the items that were left out. Raises ApiError."""
+    conversation = _Conversation(items)
+    if body.instructions is not None:
+        conversation.messages.append(Message("system", body.instructions))
+    if isinstance(body.input, str):
+        return [*conversation.messages, Message("user", body.input)], []
+    for index, item in enumerate(body.input):
+        conversation.add(item, f"input.{index}")
+    return conversation.messages, conversation.omitted

@@ -1,0 +1,270 @@
+"""The body of OpenAI's responses, and how its items, tools and options become a `ChatSpec`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from mycli.runtime.server.api_error import ApiError
+from mycli.runtime.server.formats import Constraints, ResponseFormat, SchemaFormat, output_format
+from mycli.runtime.server.routes.chat_spec import ChatSpec, effort_arguments
+from mycli.runtime.server.schemas import (
+    Content,
+    ContentPart,
+    ForModel,
+    LongText,
+    Name,
+    No,
+    ReasoningOptions,
+    Sampling,
+    StreamOptions,
+    Strict,
+    ThinkingBudget,
+    TokenLimit,
+    ToolName,
+)
+from mycli.runtime.tokenizer.chat_template import Message, Tool
+
+LOGPROBS = "message.output_text.logprobs"
+Kind = Annotated[str, Field(min_length=1, max_length=64)]
+Id = Annotated[str, Field(max_length=256)]
+
+
+class InputItem(Strict):
+    """A message, a tool call, its result, reasoning, or a reference to an earlier item."""
+
+    type: Kind | None = None
+    id: Id | None = None
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: Content = None
+    summary: list[ContentPart] | None = None
+    call_id: Id | None = None
+    name: Id = ""
+    namespace: Id | None = None
+    arguments: LongText = ""
+    input: LongText = ""
+    action: dict[str, Any] | None = None
+    output: Content = None
+
+
+class CustomFormat(Strict):
+    """The format of the input of a custom tool."""
+
+    type: Kind
+    syntax: Kind | None = None
+    definition: LongText | None = None
+
+
+class SimpleTool(Strict):
+    """A function, a custom tool, or a tool of another type, which cannot be called here."""
+
+    type: Kind
+    name: ToolName | None = None
+    description: LongText | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    format: CustomFormat | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> "SimpleTool":
+        if self.type in ("function", "custom", "namespace") and self.name is None:
+            raise ValueError("name is required")
+        return self
+
+
+class ResponseTool(SimpleTool):
+    """A tool, or a namespace of tools."""
+
+    tools: list[SimpleTool] | None = Field(None, max_length=128)
+
+
+class ChosenTool(Strict):
+    """The choice of one tool, or of a subset of the tools."""
+
+    type: Kind
+    name: Name | None = None
+    namespace: Id | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: "list[ChosenTool] | None" = Field(None, max_length=128)
+
+    @model_validator(mode="after")
+    def _complete(self) -> "ChosenTool":
+        if self.type in ("function", "custom") and self.name is None:
+            raise ValueError("name is required")
+        if self.type == "allowed_tools" and (self.mode is None or not self.tools):
+            raise ValueError("mode and tools are required")
+        return self
+
+
+class TextFormat(SchemaFormat):
+    """The format of the text."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+
+
+class TextOptions(Strict):
+    """Options of the text."""
+
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ResponsesRequest(ForModel, Sampling, Constraints, ThinkingBudget):
+    """The body of POST /v1/responses."""
+
+    input: LongText | list[InputItem]
+    instructions: LongText | None = None
+    max_output_tokens: TokenLimit | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    tools: list[ResponseTool] | None = Field(None, max_length=128)
+    tool_choice: Literal["auto", "none", "required"] | ChosenTool | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    include: (
+        list[
+            Literal[
+                "message.output_text.logprobs",
+                "reasoning.encrypted_content",
+                "web_search_call.results",
+                "web_search_call.action.sources",
+                "file_search_call.results",
+                "code_interpreter_call.outputs",
+                "computer_call_output.output.image_url",
+                "message.input_image.image_url",
+            ]
+        ]
+        | None
+    ) = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    metadata: dict[str, str] | None = Field(None, max_length=16)
+    store: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(None, max_length=16)  # of vLLM
+    background: No | None = None
+
+    @property
+    def logprobs(self) -> int | None:
+        """The number of alternatives at each token; None for no log-probabilities."""
+        if self.top_logprobs or LOGPROBS in (self.include or ()):
+            return self.top_logprobs or 0
+        return None
+
+
+@dataclass(frozen=True)
+class ToolIdentity:
+    """What a client calls a tool that the model knows under one name."""
+
+    name: str
+    namespace: str | None = None
+    custom: bool = False
+
+
+def flat_name(name: str, namespace: str | None) -> str:
+    """Return the name of a tool for the model, which has no namespaces."""
+    if not namespace:
+        return name
+    return f"{namespace}{'' if namespace[-1] in '._' else '.'}{name}"
+
+
+@dataclass(frozen=True)
+class CallableTools:
+    """The tools that a model may call, who they are for the client, and what was left out."""
+
+    tools: Sequence[Tool]
+    identities: Mapping[str, ToolIdentity]
+    omitted_types: Sequence[str]
+    omitted: Sequence[str]
+
+
+def callable_tools(body: ResponsesRequest) -> CallableTools:
+    """Return functions and custom tools, those of namespaces included; other types cannot be called here."""
+    tools: list[Tool] = []
+    identities: dict[str, ToolIdentity] = {}
+    types, omitted = [], []
+    for outer in body.tools or ():
+        spaced = outer.type == "namespace"
+        for tool in (outer.tools or ()) if spaced else (outer,):
+            if tool.type not in ("function", "custom"):
+                types.append(tool.type)
+                continue
+            namespace = outer.name if spaced else None
+            custom = tool.type == "custom"
+            name = flat_name(tool.name or "", namespace)
+            identities[name] = ToolIdentity(tool.name or "", namespace, custom)
+            if custom and tool.format is not None and tool.format.definition is not None:
+                omitted.append(f"grammar of tool {tool.name}")
+            tools.append({"type": "function", "function": _function(name, tool)})
+    return CallableTools(tools, identities, types, omitted)
+
+
+def _function(name: str, tool: SimpleTool) -> dict[str, Any]:
+    description = {} if tool.description is None else {"description": tool.description}
+    if tool.type == "function":
+        return {"name": name, **description, **({} if tool.parameters is None else {"parameters": tool.parameters})}
+    # A custom tool takes a text. Its grammar is described: it cannot be enforced within a JSON string.
+    text = {"type": "string"}
+    if tool.format is not None and tool.format.definition is not None:
+        text["description"] = f"matches this {tool.format.syntax or ''} grammar:\n{tool.format.definition}"
+    parameters = {"type": "object", "properties": {"input": text}, "required": ["input"], "additionalProperties": False}
+    return {"name": name, **description, "parameters": parameters}
+
+
+def _choice(choice: str | ChosenTool | None) -> tuple[str, str | None, Sequence[str] | None]:
+    # auto, none or required; the only tool that may be called; the tools that may be called.
+    if not isinstance(choice, ChosenTool):
+        return choice or "auto", None, None
+    if choice.type == "allowed_tools":
+        chosen = [tool for tool in choice.tools or () if tool.name is not None]
+        names = [flat_name(tool.name or "", tool.namespace) for tool in chosen]
+        return choice.mode or "auto", None, names
+    if choice.type not in ("function", "custom"):
+        message = f"tool_choice: tools of type {choice.type} cannot be called here"
+        raise ApiError(400, message, "unsupported_parameter", param="tool_choice")
+    return "required", flat_name(choice.name or "", choice.namespace), None
+
+
+def _format(body: ResponsesRequest) -> ResponseFormat | None:
+    text_format = body.text.format if body.text is not None else None
+    other = output_format(body)
+    if text_format is None or text_format.type == "text":
+        return other
+    if other is not None:
+        raise ApiError(400, "text.format cannot be combined with another format", "invalid_value", param="text.format")
+    if text_format.type == "json_schema" and text_format.schema_ is None:
+        raise ApiError(400, "text.format.schema is missing", "missing_required_parameter", param="text.format.schema")
+    return ResponseFormat(type=text_format.type, json_schema=text_format, schema=None).at("text.format")
+
+
+def response_spec(
+    body: ResponsesRequest, messages: Sequence[Message], omitted: Sequence[str], tools: CallableTools
+) -> ChatSpec:
+    """Return what the request asks for; `messages`, `omitted`: of its input. Raises ApiError."""
+    choice, named, allowed = _choice(body.tool_choice)
+    limit = body.max_output_tokens
+    reasoning = body.reasoning or ReasoningOptions()
+    if (
+        named is not None
+        and named in tools.identities
+        and f"grammar of tool {tools.identities[named].name}" in tools.omitted
+    ):
+        message = f"tool_choice: the grammar of {named[:60]!r} cannot be enforced"
+        raise ApiError(400, message, "unsupported_parameter", param="tool_choice")
+    return ChatSpec(
+        messages=messages,
+        sampling=body,
+        tools=tools.tools,
+        choice=choice,
+        named=named,
+        allowed=allowed,
+        omitted_tools=tools.omitted_types,
+        omitted=[*tools.omitted, *omitted],
+        parallel=body.parallel_tool_calls is not False,
+        format=_format(body),
+        arguments=effort_arguments(reasoning.effort) | (body.chat_template_kwargs or {}),
+        limit=None if limit == -1 else limit,
+        top=body.logprobs,
+        place="input",
+        thinking_budget=body.thinking_budget(reasoning.max_tokens),
+    )

@@ -1,0 +1,87 @@
+"""Files that name the running servers of this user: address, process and model.
+
+A server holds a lock on its file as long as it runs, so a file that is not locked is left from one that was killed,
+whatever process has its number now.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from mycli.runtime.utils.files import try_lock
+
+_MAX_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class RunningServer:
+    """A server that runs on this machine. `started`: seconds since 1970."""
+
+    pid: int
+    url: str
+    model: str
+    names: tuple[str, ...]
+    context: int
+    started: int
+    version: str
+
+
+@contextmanager
+def announced(folder: Path, server: RunningServer) -> Iterator[None]:
+    """Keep a file for `server` in `folder` inside this context; none where the folder cannot be written."""
+    path = folder / f"{server.pid}.json"
+    descriptor = -1
+    try:
+        with suppress(OSError):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # Locked under another name first: readers take an unlocked file for one that was left behind.
+            temporary = folder / f".{server.pid}.tmp"
+            temporary.unlink(missing_ok=True)
+            descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            if try_lock(descriptor):
+                os.write(descriptor, json.dumps(asdict(server)).encode())
+                os.replace(temporary, path)
+        yield
+    finally:
+        if descriptor >= 0:
+            with suppress(OSError):
+                path.unlink()
+            os.close(descriptor)
+
+
+def running_servers(folder: Path) -> list[RunningServer]:
+    """Return the servers that run, the oldest first; files of others are removed."""
+    servers = []
+    for path in sorted(folder.glob("*.json")):
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            if (server := _read(path)) is not None:
+                servers.append(server)
+    return sorted(servers, key=lambda server: server.started)
+
+
+def is_running(folder: Path, server: RunningServer) -> bool:
+    """Return whether `server` has not ended."""
+    return server in running_servers(folder)
+
+
+def _read(path: Path) -> RunningServer | None:
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        if try_lock(descriptor):
+            path.unlink()
+            return None
+        values = json.loads(os.pread(descriptor, _MAX_BYTES, 0))
+        return RunningServer(
+            int(values["pid"]),
+            str(values["url"]),
+            str(values["model"]),
+            tuple(map(str, values["names"])),
+            int(values["context"]),
+            int(values["started"]),
+            str(values["version"]),
+        )
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,60 @@
+"""`mycli ps` and `mycli stop`: servers name themselves in files, and those that were killed are recognized."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+from mycli.runtime.server.run_file import RunningServer, announced, running_servers
+from tests.cli.commands.test_serve import begin, process
+from tests.support.command_line import Mycli
+
+SERVER = RunningServer(1, "http://127.0.0.1:9", "m", ("m",), 512, 1, "0")
+
+
+def test_a_file_is_there_while_the_server_runs(tmp_path: Path) -> None:
+    folder = tmp_path / "servers"
+    with announced(folder, SERVER):
+        assert running_servers(folder) == [SERVER]
+        assert (folder / "1.json").stat().st_mode & 0o777 == 0o600
+    assert running_servers(folder) == [] and not list(folder.iterdir())
+
+
+def test_a_file_that_was_left_behind_is_removed(tmp_path: Path) -> None:
+    """By a server that was killed: its process number may be another's by now."""
+    (tmp_path / f"{os.getpid()}.json").write_text(json.dumps({"pid": os.getpid(), "url": "http://127.0.0.1:1"}))
+    (tmp_path / "7.json").write_text("{")
+    with announced(tmp_path, SERVER):
+        assert running_servers(tmp_path) == [SERVER]
+        assert [path.name for path in tmp_path.iterdir()] == ["1.json"]
+
+
+def test_a_folder_that_cannot_be_written_is_no_reason_not_to_serve(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with announced(tmp_path / "file", SERVER):
+        assert running_servers(tmp_path / "file") == []
+
+
+def test_servers_are_listed_and_stopped(environment: dict[str, str], mycli: Mycli) -> None:
+    assert mycli("ps").stdout == "" and mycli("stop").returncode == 4
+    with process(environment, "--alias", "first", "--log-format", "json") as (one, port):
+        with process(environment) as (two, other):
+            listed = json.loads(mycli("ps", "--json").stdout)["servers"]
+            assert [(server["model"], server["pid"], server["state"]) for server in listed] == [
+                ("first", one.pid, "ok"),
+                ("pico", two.pid, "ok"),
+            ]
+            assert "first" in mycli("ps").stdout
+            several = mycli("stop", "pico")  # the model's name is the first one's, too
+            assert several.returncode == 2 and str(port) in several.stderr
+            two.send_signal(signal.SIGKILL)
+            two.wait()
+            assert len(json.loads(mycli("ps", "--json").stdout)["servers"]) == 1
+            assert mycli("stop", str(other)).returncode == 4
+        response = begin(port)
+        done = mycli("stop")
+        assert done.returncode == 0 and done.stdout.startswith("stopped first at http://")
+        assert response.read().endswith(b"data: [DONE]\n\n") and one.wait(20) == 143
+        assert one.stderr is not None
+        lines = [json.loads(line) for line in one.stderr.read().splitlines() if line.startswith("{")]
+        assert [line["route"] for line in lines if line["method"] == "POST"] == ["/v1/completions"]

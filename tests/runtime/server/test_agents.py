@@ -1,0 +1,368 @@
+"""What coding agents send: tools of other kinds, items of earlier turns, formats beside tools; and what they get."""
+
+import json
+import threading
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from mycli.runtime.engine.loader import LoadedModel
+from mycli.runtime.server.settings import ServerLimits, ServerSettings
+from tests.runtime.server.conftest import Scripted
+from tests.runtime.server.test_replies import GrammarEngine
+from tests.support.served import Served, joined, serving
+
+PATH = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
+READ = {"type": "function", "name": "read", "description": "Reads.", "parameters": PATH, "strict": False}
+PATCH = {
+    "type": "custom",
+    "name": "apply_patch",
+    "description": "Edits.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "x"'},
+}
+SPACED = {"type": "namespace", "name": "files", "description": "Files.", "tools": [READ]}
+CODEX_TOOLS = [READ, SPACED, PATCH, {"type": "web_search", "external_web_access": False}, {"type": "local_shell"}]
+CALL = '<tool_call>\n{"name": "files.read", "arguments": {"path": "a\\nb"}}\n</tool_call>'
+
+
+def ask(served: Served, **fields: Any) -> Any:
+    return served.ask("POST", "/v1/responses", {"model": "pico", "input": "Go", **fields})
+
+
+def test_tools_that_cannot_be_called_are_left_out_and_named(scripted: Scripted, reasoning: LoadedModel) -> None:
+    with scripted("fine", model=reasoning) as served:
+        answer = ask(served, tools=CODEX_TOOLS, tool_choice="auto")
+        assert answer.status == 200
+        omitted = "tool web_search, tool local_shell, grammar of tool apply_patch"
+        assert answer.headers["x-mycli-omitted"] == omitted
+        assert served.logged(1) and [line for line in served.log if omitted in line]
+        prompt = served.service.spelled(served.service.worker.engine.prompts[-1])
+        for name in ("read", "files.read", "apply_patch"):
+            assert f'"name": "{name}"' in prompt
+        assert "web_search" not in prompt and 'start: \\"x\\"' in prompt
+        none = ask(served, tools=[{"type": "web_search"}], tool_choice="none")
+        assert none.status == 200
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"type": "web_search"},
+        "required",
+        {"type": "mcp", "server_label": "x"},
+        {"type": "custom", "name": "apply_patch"},
+    ],
+    ids=["web-search", "required", "mcp", "grammar"],
+)
+def test_a_tool_that_cannot_be_called_is_refused_where_it_is_forced(scripted: Scripted, choice: Any) -> None:
+    tools = [PATCH] if isinstance(choice, dict) and choice["type"] == "custom" else [{"type": "web_search"}]
+    with scripted("x") as served:
+        answer = ask(served, tools=tools, tool_choice=choice)
+        assert answer.status == 400 and answer.error["param"] == "tool_choice", answer.body
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_calls_have_the_names_of_the_client(scripted: Scripted, reasoning: LoadedModel, stream: bool) -> None:
+    patch = '<tool_call>\n{"name": "apply_patch", "arguments": {"input": "*** é\\n\\"q\\""}}\n</tool_call>'
+    with scripted(f"{CALL}\n{patch}", model=reasoning) as served:
+        answer = ask(served, tools=CODEX_TOOLS, stream=stream)
+        output = (answer.events[-1]["response"] if stream else answer.json)["output"]
+        assert [(item["type"], item["name"], item.get("namespace")) for item in output] == [
+            ("function_call", "read", "files"),
+            ("custom_tool_call", "apply_patch", None),
+        ]
+        assert json.loads(output[0]["arguments"]) == {"path": "a\nb"} and output[1]["input"] == '*** é\n"q"'
+        if stream:
+            kinds = {"response.function_call_arguments.delta": "", "response.custom_tool_call_input.delta": ""}
+            for event in answer.events:
+                if event["type"] in kinds:
+                    kinds[event["type"]] += event["delta"]
+            assert list(kinds.values()) == [output[0]["arguments"], output[1]["input"]]
+
+
+def test_items_of_earlier_turns_are_read(scripted: Scripted, reasoning: LoadedModel) -> None:
+    items: list[dict[str, Any]] = [
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Go"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "gAAA", "content": None},
+        {"type": "function_call", "call_id": "c1", "name": "read", "namespace": "files", "arguments": '{"path": "a"}'},
+        {"type": "function_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "one"}]},
+        {"type": "custom_tool_call", "call_id": "c2", "name": "apply_patch", "input": "***"},
+        {"type": "custom_tool_call_output", "call_id": "c2", "output": "two"},
+        {
+            "type": "local_shell_call",
+            "call_id": "c3",
+            "action": {"type": "exec", "command": ["ls"]},
+            "status": "completed",
+        },
+        {"type": "local_shell_call_output", "call_id": "c3", "output": "three"},
+        {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search", "query": "q"}},
+        {"type": "compaction", "id": "cmp_1", "encrypted_content": "gAAA"},
+        {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "I will not."}]},
+    ]
+    with scripted("fine", model=reasoning) as served:
+        answer = ask(served, input=items, tools=CODEX_TOOLS)
+        assert answer.status == 200, answer.body
+        assert "item web_search_call, item compaction" in answer.headers["x-mycli-omitted"]
+        prompt = served.service.spelled(served.service.worker.engine.prompts[-1])
+        for part in ('files.read:{"path": "a"}', "one", 'apply_patch:{"input": "***"}', "two", '"ls"', "three", "not."):
+            assert part in prompt
+        unknown = ask(served, input=[{"type": "telepathy", "call_id": "c"}])
+        assert unknown.status == 400 and unknown.error["param"] == "input.0.type"
+
+
+def test_an_item_may_be_named_instead_of_sent(scripted: Scripted, reasoning: LoadedModel) -> None:
+    with scripted("Tokyo it is.", model=reasoning) as served:
+        (item,) = ask(served).json["output"]
+        talk = [{"role": "user", "content": "Go"}, {"type": "item_reference", "id": item["id"]}]
+        assert ask(served, input=[*talk, {"role": "user", "content": "Sure?"}]).status == 200
+        assert "Tokyo it is." in served.service.spelled(served.service.worker.engine.prompts[-1])
+        (private,) = ask(served, store=False).json["output"]
+        for name in (private["id"], "msg_0"):
+            answer = ask(served, input=[{"type": "item_reference", "id": name}])
+            assert answer.status == 404 and answer.error["param"] == "input.0"
+
+
+def test_tools_may_be_restricted_to_some(scripted: Scripted, served: Served) -> None:
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "two"}]}
+    tools = [{"type": "function", "name": name, "parameters": {"type": "object"}} for name in ("one", "two")]
+    output = ask(served, tools=tools, tool_choice=allowed, temperature=0, parallel_tool_calls=False).json["output"]
+    assert [item["name"] for item in output] == ["two"]
+    chat_tools = [{"type": "function", "function": {"name": tool["name"]}} for tool in tools]
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [chat_tools[1]]}}
+    answer = served.chat(tools=chat_tools, tool_choice=choice, parallel_tool_calls=False, max_tokens=60)
+    assert [name for name, _ in joined(answer)[2]] == ["two"]
+    missing = {**allowed, "tools": [{"type": "function", "name": "three"}]}
+    assert ask(served, tools=tools, tool_choice=missing).status == 400
+
+
+ANSWER = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Tokyo"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    "text, content, called",
+    [
+        ('{"city": "Tokyo"}', '{"city": "Tokyo"}', []),
+        ('<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', "", [("f", '{"a": 1}')]),
+        ("Tokyo", "", []),
+        ('{"city": "Oslo"}', '{"city": "', []),
+    ],
+    ids=["the-format", "a-call", "neither", "another-value"],
+)
+def test_a_format_beside_tools_allows_either(
+    reasoning: LoadedModel,
+    text: str,
+    content: str,
+    called: list[tuple[str, str]],
+) -> None:
+    """One grammar: a call of a tool, or the format; after reasoning or without."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": ANSWER}}
+    for thought in ("", "<think>\nhm\n</think>\n\n"):
+        ids = reasoning.tokenizer.encode(thought + text, add_special=False, allow_special=True)
+        with serving(reasoning, GrammarEngine(lambda request, ids=ids: ids)) as served:
+            answer = served.chat("Go", tools=[tool], response_format=form)
+            assert answer.status == 200
+            found, _, calls, _ = joined(answer)
+            assert (found, calls) == (content, called) or text.startswith('{"city": "O')
+
+
+def test_anthropic_structured_outputs_are_kept(served: Served) -> None:
+    form = {"type": "json_schema", "schema": ANSWER}
+    with anthropic.Anthropic(base_url=served.url, api_key="any", max_retries=0) as client:
+        for extra in ({"output_config": {"format": form}}, {"output_format": form}):
+            message = client.messages.create(
+                model="pico",
+                max_tokens=60,
+                messages=[{"role": "user", "content": "Where?"}],
+                extra_body={"temperature": 0, **extra},
+            )
+            assert message.content[0].type == "text" and json.loads(message.content[0].text) == {"city": "Tokyo"}
+    body = {"model": "pico", "max_tokens": 5, "messages": [{"role": "user", "content": "Where?"}]}
+    both = {**body, "output_format": form, "output_config": {"format": form}}
+    assert served.ask("POST", "/v1/messages", both).error["param"] == "output_format"
+    mcp = {**body, "mcp_servers": [{"type": "url", "url": "http://127.0.0.1:1", "name": "x"}]}
+    assert served.ask("POST", "/v1/messages", mcp).error["param"] == "mcp_servers"
+
+
+def test_anthropic_server_tools_and_documents(scripted: Scripted, reasoning: LoadedModel) -> None:
+    blocks = [
+        {
+            "type": "document",
+            "title": "Notes",
+            "source": {"type": "text", "media_type": "text/plain", "data": "Leo is 9."},
+        },
+        {
+            "type": "search_result",
+            "source": "x.org",
+            "title": "Ages",
+            "content": [{"type": "text", "text": "Ada is 7."}],
+        },
+        {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {}},
+        {"type": "web_search_tool_result", "tool_use_id": "s1", "content": []},
+        {"type": "text", "text": "How old?"},
+    ]
+    tools = [
+        {"type": "web_search_20250305", "name": "web_search", "max_uses": 3},
+        {"type": "bash_20250124", "name": "bash"},
+        {"name": "f", "input_schema": PATH},
+    ]
+    body = {"model": "pico", "max_tokens": 9, "messages": [{"role": "user", "content": blocks}], "tools": tools}
+    with scripted("Nine.", model=reasoning) as served:
+        answer = served.ask("POST", "/v1/messages", body)
+        assert answer.status == 200, answer.body
+        assert answer.headers["x-mycli-omitted"].startswith("tool web_search_20250305, tool bash_20250124, block ")
+        assert set(answer.json["content"][0]) == {"type", "text"}  # no citations: null
+        prompt = served.service.spelled(served.service.worker.engine.prompts[-1])
+        assert "Notes\nLeo is 9." in prompt and "Ages\nx.org\nAda is 7." in prompt and "bash" not in prompt
+        forced = served.ask("POST", "/v1/messages", {**body, "tool_choice": {"type": "tool", "name": "bash"}})
+        assert forced.status == 400 and forced.error["param"] == "tool_choice"
+        pdf = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBE"}}
+        refused = served.ask("POST", "/v1/messages", {**body, "messages": [{"role": "user", "content": [pdf]}]})
+        assert refused.status == 400 and refused.error["param"] == "messages.0.content.0.source.type"
+
+
+def test_arguments_arrive_while_the_model_writes(scripted: Scripted, reasoning: LoadedModel) -> None:
+    """Half of a call is written: name and half of its arguments have arrived, on every route."""
+    written = f'<tool_call>\n{{"name": "read", "arguments": {{"path": "{"word " * 40}'
+    chat_tool = {"type": "function", "function": {"name": "read", "parameters": PATH}}
+    talk = {"model": "pico", "messages": [{"role": "user", "content": "Go"}], "max_tokens": 400, "stream": True}
+    with scripted(written, model=reasoning) as served:
+        chat = served.ask("POST", "/v1/chat/completions", {**talk, "tools": [chat_tool]})
+        assert joined(chat)[2][0][1].startswith('{"path": "word word') and len(chat.events) > 30
+        message = served.ask("POST", "/v1/messages", {**talk, "tools": [{"name": "read", "input_schema": PATH}]})
+        deltas = [event["delta"] for event in message.events if event["type"] == "content_block_delta"]
+        assert len(deltas) > 30 and {delta["type"] for delta in deltas} == {"input_json_delta"}
+        whole = served.ask(
+            "POST", "/v1/messages", {**talk, "stream": False, "tools": [{"name": "read", "input_schema": PATH}]}
+        )
+        assert whole.json["content"][0]["input"]["path"].startswith("word word")
+        response = ask(served, tools=[READ], stream=True)
+        kinds = [event["type"] for event in response.events]
+        assert kinds.count("response.function_call_arguments.delta") > 30
+
+
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"])
+def test_a_silent_stream_sends_events_of_its_interface(scripted: Scripted, route: str) -> None:
+    """Clients that watch a stream count events, not comments."""
+    settings = ServerSettings(("pico",), limits=ServerLimits(ping_seconds=0.05))
+    talk = {"messages": [{"role": "user", "content": "Go"}], "prompt": "Go", "input": "Go"}
+    field = {"/v1/completions": "prompt", "/v1/responses": "input"}.get(route, "messages")
+    body = {"model": "pico", field: talk[field], "stream": True}
+    body |= {"max_output_tokens" if route == "/v1/responses" else "max_tokens": 9}
+    with scripted("yes", settings=settings) as served:
+        engine = served.service.worker.engine
+        engine.held.clear()
+        threading.Timer(0.4, engine.held.set).start()
+        events = served.ask("POST", route, body).events
+        kinds = [
+            event.get("type") or event["choices"][0].get("delta", event["choices"][0].get("text")) for event in events
+        ]
+        silent = {"/v1/messages": "ping", "/v1/responses": "response.in_progress", "/v1/completions": ""}.get(route, {})
+        assert kinds.count(silent) >= 3
+
+
+def test_context_errors_are_in_the_words_that_clients_look_for(served: Served) -> None:
+    long = [{"role": "user", "content": "word " * 1000}]
+    answer = served.ask("POST", "/v1/chat/completions", {"messages": long})
+    assert answer.error["message"].startswith(
+        "This model's maximum context length is 512 tokens. However, your messages"
+    )
+    room = served.ask(
+        "POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 600}
+    )
+    assert "However, you requested 6" in room.error["message"] and "600 in the completion" in room.error["message"]
+    assert ask(served, input="word " * 1000).error["param"] == "input"
+    claude = served.ask("POST", "/v1/messages", {"messages": long, "max_tokens": 5})
+    words = claude.error["message"].split()
+    assert claude.error["message"].startswith("prompt is too long: ") and words[6] == ">" and words[7] == "512"
+    assert claude.json["request_id"] == claude.headers["request-id"] == claude.headers["x-request-id"]
+
+
+def test_a_reply_of_anthropics_ends_at_the_end_of_the_context(scripted: Scripted) -> None:
+    body = {"model": "pico", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 100_000}
+    with scripted("on " * 60, context=40) as served:
+        answer = served.ask("POST", "/v1/messages", body).json
+        assert answer["stop_reason"] == "model_context_window_exceeded"
+        assert answer["usage"]["output_tokens"] + answer["usage"]["input_tokens"] == 41
+        small = served.ask("POST", "/v1/messages", {**body, "max_tokens": 3}).json
+        assert small["stop_reason"] == "max_tokens"
+
+
+def test_responses_have_logprobs_and_biases(served: Served) -> None:
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0) as client:
+        response = client.responses.create(
+            model="pico",
+            input="What is the capital of Japan?",
+            temperature=0,
+            top_logprobs=2,
+            include=["message.output_text.logprobs"],
+            max_output_tokens=20,
+        )
+        (item,) = response.output
+        assert item.type == "message" and item.content[0].type == "output_text"
+        logprobs = item.content[0].logprobs or []
+        assert "".join(entry.token for entry in logprobs) == response.output_text
+        assert {len(entry.top_logprobs) for entry in logprobs} == {2} and response.service_tier == "default"
+        stream = client.responses.create(
+            model="pico", input="What is the capital of Japan?", temperature=0, top_logprobs=2, stream=True
+        )
+        deltas = [event for event in stream if event.type == "response.output_text.delta"]
+        assert "".join(entry.token for delta in deltas for entry in delta.logprobs).startswith(response.output_text[:5])
+    (the,) = served.service.loaded.tokenizer.encode("The", add_special=False)
+    banned = ask(served, input="What is the capital of Japan?", temperature=0, logit_bias={str(the): -100})
+    assert not banned.json["output"][0]["content"][0]["text"].startswith("The")
+
+
+def test_functions_in_the_older_form(served: Served) -> None:
+    functions = [
+        {
+            "name": "f",
+            "parameters": {"properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False},
+        }
+    ]
+    talk = [{"role": "user", "content": "Go"}]
+    answer = served.ask(
+        "POST", "/v1/chat/completions", {"messages": talk, "functions": functions, "function_call": {"name": "f"}}
+    ).json["choices"][0]
+    assert answer["finish_reason"] == "function_call" and answer["message"]["function_call"]["name"] == "f"
+    talk += [{"role": "assistant", "content": None, "function_call": answer["message"]["function_call"]}]
+    talk += [{"role": "function", "name": "f", "content": "2"}]
+    assert served.ask("POST", "/v1/chat/completions", {"messages": talk, "max_tokens": 3}).status == 200
+
+
+def test_models_in_both_forms_and_the_version(served: Served) -> None:
+    with anthropic.Anthropic(base_url=served.url, api_key="any") as client:
+        models = client.models.list().data
+        assert [model.id for model in models] == ["pico", "alias/of-it"] and models[0].max_input_tokens == 512
+        assert client.models.retrieve("pico").display_name == "pico"
+    assert served.ask("GET", "/v1/models").json["data"][0]["object"] == "model"
+    assert served.ask("GET", "/version").json["version"]
+    missing = served.ask(
+        "POST", "/v1/chat/completions", {"model": "gpt-9", "messages": [{"role": "user", "content": "x"}]}
+    )
+    assert missing.status == 404 and "served: pico, alias/of-it" in missing.error["message"]
+
+
+def test_a_line_of_the_log_has_counts_and_times(scripted: Scripted) -> None:
+    with scripted("one two three", settings=ServerSettings(("pico",), log_format="json"), pause=0.01) as served:
+        served.chat("secret words")
+        served.chat("x", max_tokens=1, stop_regex="a")
+        served.idle()
+        assert served.logged(2)
+        good, bad = (json.loads(line) for line in served.log)
+        assert good["status"] == 200 and bad["status"] == 400 and good["model"] == "pico"
+        assert (
+            good["route"] == "/v1/chat/completions" and good["client"] == "127.0.0.1" and "secret" not in served.log[0]
+        )
+        assert good["prompt_tokens"] > 2 and good["completion_tokens"] > 2 and good["cached_tokens"] == 0
+        assert (
+            0 < good["tpot"] < good["ttft"] + good["seconds"] and good["time"][:2] == "20" and good["time"][10] == "T"
+        )
+        assert bad["prompt_tokens"] is None and bad["ttft"] is None
