@@ -93,8 +93,12 @@ class Linear(nn.Module):
                 matmuls.append(dense_matmul(_read_dense(checkpoint, linears, device, dtype, old)))
                 continue
             matmuls.append(prepare_product(formats.read_weight(checkpoint, linears, packing, device), dtype, old))
-        if self.specs[0].bias:
-            self.bias = torch.cat([checkpoint.read(f"{spec.name}.bias") for spec in self.specs]).to(device, dtype)
+        if any(spec.bias for spec in self.specs):
+            biases = (
+                checkpoint.read(f"{spec.name}.bias") if spec.bias else torch.zeros(spec.out_features)
+                for spec in self.specs
+            )
+            self.bias = torch.cat([bias.to(device, dtype) for bias in biases])
         self.matmuls = tuple(matmuls)
 
     def weight(self) -> Tensor:
