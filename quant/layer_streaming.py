@@ -195,6 +195,8 @@ def restore(block: Block, changed: Mapping[str, Tensor]) -> None:
     for norm in block.norms:
         if (gain := changed.get(norm.tensor)) is not None:
             norm.replace(gain)
+        if (bias := changed.get(norm.spec.bias_tensor)) is not None and norm.bias is not None:
+            norm.bias = bias.to(norm.bias)
     for linear in block.products.values():
         start = 0
         for spec in linear.specs:

@@ -73,7 +73,11 @@ def _fold_norm(norm: RMSNorm, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor
     usable = (norm.weight != 0) & (gain != 0)
     scale = torch.where(usable, norm.weight / gain, 1.0)
     norm.weight = torch.where(usable, gain, norm.weight)
-    return scale, {norm.tensor: norm.weight - offset}
+    changed = {norm.tensor: norm.weight - offset}
+    if norm.bias is not None:
+        norm.bias = norm.bias / scale
+        changed[norm.spec.bias_tensor] = norm.bias
+    return scale, changed
 
 
 def _divide_rows(linear: Linear, start: int, scale: Tensor) -> dict[str, Tensor]:

@@ -75,23 +75,27 @@ class _Student:
             restore(block, blocks[index].changed)
             self.blocks.append(TunableBlock(block, blocks[index], packings, scale_dtype, model.stored_dtype))
         self.norm = model.final_norm()
-        self.gain = TunableGain(self.norm, model.stored_dtype(self.norm.tensor))
+        named = self.norm.spec.name is not None
+        self.gain = TunableGain(self.norm, model.stored_dtype(self.norm.tensor)) if named else None
         self._head: Linear = model.head
         name = model.config.head().name
         if name in packings:
             head = dequantize_codes(blocks[-1].linears[name], Grid(packings[name], scale_dtype))
             self._head = Linear((model.config.head(),))
             self._head.replace(head.to(model.placement.device, model.placement.dtype))
+            self._head.bias = model.head.bias
 
     def leaves(self) -> list[Tensor]:
-        return [leaf for block in self.blocks for leaf in block.scale_changes()] + [self.gain.change]
+        gains = [] if self.gain is None else [self.gain.change]
+        return [leaf for block in self.blocks for leaf in block.scale_changes()] + gains
 
     def log_probabilities(self, tokens: Tensor) -> Tensor:
         context = self._model.context(tokens.shape[1], exact=True)
         x = self._model.embed(tokens).to(self._model.placement.device).requires_grad_(torch.is_grad_enabled())
         for block in self.blocks:
             x = recomputed(partial(block, context=context), x)
-        self.gain.install()
+        if self.gain is not None:
+            self.gain.install()
         return finish_logits(self._head(self.norm(x)), self._model.config).log_softmax(-1)
 
 
@@ -125,5 +129,6 @@ def tune_scales(
         return Tuned(list(blocks), gain)
     tuned = [block.current() for block in student.blocks]
     last = blocks[-1] if len(blocks) > len(tuned) else Solved({}, {}, ())
-    tuned.append(replace(last, changed={**last.changed, student.gain.name: student.gain.stored()}))
+    gains = {} if student.gain is None else {student.gain.name: student.gain.stored()}
+    tuned.append(replace(last, changed={**last.changed, **gains}))
     return Tuned(tuned, gain)

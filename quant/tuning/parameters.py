@@ -92,7 +92,7 @@ class TunableBlock:
     ) -> None:
         self._block = block
         self.start = start
-        device = block.norms[0].weight.device
+        device = self._linears()[0].weight().device
         self.weights: dict[str, TunableWeight] = {}
         for linear in self._linears():
             for spec in linear.specs:

@@ -90,9 +90,9 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     return functional.rms_norm(x, gain.shape, gain, eps)
 
 
-def layer_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
-    """LayerNorm of x [..., size] with gain [size] and no bias, in the dtype of x."""
-    return functional.layer_norm(x, gain.shape, gain, None, eps)
+def layer_norm(x: Tensor, gain: Tensor, eps: float, bias: Tensor | None = None) -> Tensor:
+    """LayerNorm of x [..., size] with gain and bias [size] of one dtype, in the dtype of x, rounded once."""
+    return functional.layer_norm(x.to(gain.dtype), gain.shape, gain, bias, eps).to(x.dtype)
 
 
 def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
@@ -120,9 +120,28 @@ def gelu_multiply(gate_up: Tensor) -> Tensor:
     return functional.gelu(gate, approximate="tanh") * up
 
 
+def relu_square_multiply(gate_up: Tensor) -> Tensor:
+    """ReLU(gate)^2 * up; shapes as in `silu_multiply`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return relu_square(gate) * up
+
+
 def relu_square(x: Tensor) -> Tensor:
     """ReLU(x)^2 (arXiv 2109.08668)."""
     return functional.relu(x).square()
+
+
+def gelu(x: Tensor) -> Tensor:
+    """GELU(x) by the tanh approximation."""
+    return functional.gelu(x, approximate="tanh")
+
+
+def xielu(x: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+    """xIELU (arXiv 2411.13010); parameters: alpha_p and alpha_n before softplus, beta and eps, one value each."""
+    alpha_p, alpha_n, beta, eps = parameters
+    positive = functional.softplus(alpha_p) * x * x + beta * x
+    negative = (torch.expm1(torch.min(x, eps)) - x) * (beta + functional.softplus(alpha_n)) + beta * x
+    return torch.where(x > 0, positive, negative)
 
 
 def clamped_swiglu(gate_up: Tensor) -> Tensor:

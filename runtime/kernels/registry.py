@@ -21,8 +21,10 @@ from mycli.runtime.kernels import recurrent, reference
 from mycli.runtime.kernels.cpu.attention import attend_cached, attend_paged, native_pack_int4
 from mycli.runtime.kernels.cpu.elementwise import (
     native_clamped_swiglu,
+    native_gelu,
     native_gelu_multiply,
     native_layer_norm,
+    native_relu_square_multiply,
     native_rms_norm,
     native_rotate,
     native_silu_multiply,
@@ -102,15 +104,23 @@ RMS_NORM: Operation[[Tensor, Tensor, float], Tensor]
 RMS_NORM = Operation("RMSNorm", (_fp32_inference(native_rms_norm), reference.rms_norm))
 ROTATION: Operation[[Tensor, Tensor, Tensor, bool], Tensor]
 ROTATION = Operation("rotation", (native_rotate, reference.rotate_heads))
-LAYER_NORM: Operation[[Tensor, Tensor, float], Tensor]
+LAYER_NORM: Operation[[Tensor, Tensor, float, Tensor | None], Tensor]
 LAYER_NORM = Operation("LayerNorm", (_fp32_inference(native_layer_norm), reference.layer_norm))
-# By `runtime.models.part_spec.ActivationName`; the operand is the output of the first product of an MLP.
-ACTIVATION: Mapping[str, Operation[[Tensor], Tensor]] = {
-    "silu": Operation("SiLU", (_fp32_inference(native_silu_multiply), reference.silu_multiply)),
-    "gelu_tanh": Operation("GELU", (_fp32_inference(native_gelu_multiply), reference.gelu_multiply)),
-    "swiglu_clamped": Operation("clamped SwiGLU", (_fp32_inference(native_clamped_swiglu), reference.clamped_swiglu)),
-    "relu2": Operation("squared ReLU", (reference.relu_square,)),
+# By `runtime.models.part_spec.ActivationName` and whether the MLP has a gate; the operand is the output of its first
+# product.
+ACTIVATION: Mapping[tuple[str, bool], Operation[[Tensor], Tensor]] = {
+    ("silu", True): Operation("SiLU", (_fp32_inference(native_silu_multiply), reference.silu_multiply)),
+    ("gelu_tanh", True): Operation("GELU", (_fp32_inference(native_gelu_multiply), reference.gelu_multiply)),
+    ("swiglu_clamped", True): Operation(
+        "clamped SwiGLU", (_fp32_inference(native_clamped_swiglu), reference.clamped_swiglu)
+    ),
+    ("relu2", True): Operation(
+        "gated squared ReLU", (_fp32_inference(native_relu_square_multiply), reference.relu_square_multiply)
+    ),
+    ("gelu_tanh", False): Operation("GELU without a gate", (_fp32_inference(native_gelu), reference.gelu)),
+    ("relu2", False): Operation("squared ReLU", (reference.relu_square,)),
 }
+XIELU: Operation[[Tensor, Sequence[Tensor]], Tensor] = Operation("xIELU", (reference.xielu,))
 ATTENTION: Operation[
     [Tensor, Stored, Stored, Tensor | None, int | None, float | None, float | None, Tensor | None], Tensor
 ]

@@ -87,7 +87,7 @@ class Attention(LayerPart):
 
 
 def _norm_heads(norm: RMSNorm | None, x: Tensor) -> Tensor:
-    if norm is None or norm.weight.shape[0] == x.shape[-1]:
+    if norm is None or norm.spec.size == x.shape[-1]:
         return normed(norm, x)
     return normed(norm, x.flatten(-2)).view_as(x)
 
@@ -122,7 +122,7 @@ class PerLayer(LayerPart):
         self.gate = Linear((spec.gate,))
         self.projection = Linear((spec.projection,))
         self.products = (self.gate, self.projection)
-        self._activate = ACTIVATION[spec.activation]
+        self._activate = ACTIVATION[spec.activation, True]
 
     def inner(self, x: Tensor, context: PassContext) -> Steps:
         assert context.per_layer_inputs is not None

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from mycli.runtime.checkpoint.reader import Checkpoint
-from mycli.runtime.kernels.registry import ACTIVATION, ROUTING, ROW_WEIGHTS, WEIGHTED_SUM
+from mycli.runtime.kernels.registry import ACTIVATION, ROUTING, ROW_WEIGHTS, WEIGHTED_SUM, XIELU
 from mycli.runtime.kernels.routed import Route
 from mycli.runtime.layers.layer_part import LayerPart, PassContext, Steps
 from mycli.runtime.layers.linear import ExpertLinears, Linear, RoutedProduct
@@ -23,7 +23,17 @@ class Mlp(LayerPart):
         self.gate_up = Linear(spec.gate_up)
         self.down = Linear((spec.down,))
         self.products = (self.gate_up, self.down)
-        self._activate = ACTIVATION[spec.activation]
+        self._activation_parameters: tuple[Tensor, ...] = ()
+
+    def load_own(
+        self, checkpoint: Checkpoint, packings: Mapping[str, Packing], device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self._activation_parameters = tuple(checkpoint.read(name).to(device, dtype) for name, _ in self.spec.parameters)
+
+    def _activate(self, gate_up: Tensor) -> Tensor:
+        if self.spec.activation == "xielu":
+            return XIELU(gate_up, self._activation_parameters)
+        return ACTIVATION[self.spec.activation, self.spec.gated](gate_up)
 
     def inner(self, x: Tensor, context: PassContext) -> Steps:
         gate_up = yield self.gate_up, x
@@ -55,7 +65,7 @@ class Experts(LayerPart):
         self.expert_output_norm = make_norm(spec.expert_output_norm)
         self.scales: Tensor | None = None
         self.correction: Tensor | None = None
-        self._activate = ACTIVATION[spec.activation]
+        self._activate = ACTIVATION[spec.activation, True]
 
     def load_own(
         self, checkpoint: Checkpoint, packings: Mapping[str, Packing], device: torch.device, dtype: torch.dtype

@@ -11,14 +11,19 @@ from mycli.runtime.models.part_spec import NormSpec
 class RMSNorm(nn.Module):
     """The norm over the last dimension; `weight` [size] is the gain that `spec` derives from the stored tensor.
 
-    A derived gain (1 + w) stays in fp32: bf16 would round a small w away.
+    A derived gain (1 + w) stays in fp32: bf16 would round a small w away. `bias` [size] has the dtype of the gain.
     """
 
     def __init__(self, spec: NormSpec) -> None:
         super().__init__()
         self.spec = spec
         self.eps = spec.eps
-        self.weight = torch.empty(spec.size, device="meta")
+        self.weight = torch.empty((spec.heads, spec.size) if spec.heads else spec.size, device="meta")
+        self.bias: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
     @property
     def tensor(self) -> str:
@@ -26,11 +31,17 @@ class RMSNorm(nn.Module):
         return self.spec.tensor
 
     def load(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
+        if self.spec.heads:
+            stacked = torch.stack([checkpoint.read(name) for name in self.spec.head_tensors])
+            self.weight = stacked.to(device, dtype)
+            return
         if self.spec.name is None:
             self.weight = torch.ones(self.spec.size, device=device, dtype=dtype)
             return
         stored = checkpoint.read(self.tensor).to(device)
         self.weight = self._gain(stored.float()) if self.spec.fp32_gain else stored.to(dtype)
+        if self.spec.bias:
+            self.bias = checkpoint.read(self.spec.bias_tensor).to(self.weight)
 
     def _gain(self, stored: Tensor) -> Tensor:
         return (stored + self.spec.offset) * self.spec.factor
@@ -44,8 +55,13 @@ class RMSNorm(nn.Module):
         self.weight = self._gain(stored.to(self.weight)) if self.spec.fp32_gain else stored.to(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        norm = LAYER_NORM if self.spec.layer_norm else RMS_NORM
-        return norm(x, self.weight, self.eps)
+        if self.spec.heads:  # a norm of each head: a gain by value has no kernel
+            assert self.spec.layer_norm
+            heads = zip(x.unbind(-2), self.weight, strict=True)
+            return torch.stack([LAYER_NORM(head, gain, self.eps, None) for head, gain in heads], dim=-2)
+        if self.spec.layer_norm:
+            return LAYER_NORM(x, self.weight, self.eps, self.bias)
+        return RMS_NORM(x, self.weight, self.eps)
 
 
 def make_norm(spec: NormSpec | None) -> RMSNorm | None:

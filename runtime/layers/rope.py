@@ -106,9 +106,10 @@ class Rope:
         angles = positions.unsqueeze(1) * frequencies(spec, length, self._capacity, self.device)
         scaling = spec.scaling
         cos, sin = (part * scaling.attention_factor for part in (angles.cos(), angles.sin()))
+        sin = -sin if spec.clockwise else sin
         scale = None
         if scaling.query_beta:
-            steps = torch.floor(positions / scaling.original_context)
+            steps = torch.floor((positions + scaling.query_offset) / scaling.original_context)
             scale = (1 + scaling.query_beta * torch.log(1 + steps)).to(self._dtype)
         return RopeTables(cos.to(self._dtype), sin.to(self._dtype), spec.interleaved, scale)
 

@@ -1,9 +1,10 @@
-"""Scaling of embeddings and logits: the multipliers and the softcap of a model family."""
+"""Scaling of embeddings and logits: the multipliers, the embedding norm and the softcap of a model family."""
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from mycli.runtime.kernels.registry import RMS_NORM
 from mycli.runtime.models.config import ModelConfig
 
 
@@ -16,7 +17,9 @@ def embedding_scale(config: ModelConfig, dtype: torch.dtype) -> float:
 
 
 def scale_embeddings(x: Tensor, config: ModelConfig) -> Tensor:
-    """Scale embeddings x for the first layer, in their dtype."""
+    """Scale or norm embeddings x for the first layer, in their dtype."""
+    if config.embedding_norm:
+        return RMS_NORM(x, torch.ones(x.shape[-1], dtype=x.dtype, device=x.device), config.rms_norm_eps)
     if config.embedding_scale == 1.0:
         return x
     return x * embedding_scale(config, x.dtype)

@@ -26,7 +26,7 @@ def block_bytes(plan: MemoryPlan, layer: int) -> int:
     inner = (norm for part in spec.parts for norm in part.inner_norms() if norm is not None)
     total += sum(norm.size for norm in inner if norm.name is None) * size  # norms without a tensor have a gain of one
     total -= _absent_bytes(plan, spec)
-    return total + sum(_norm_bytes(plan, norm) - norm.size * size for norm in spec.norms())
+    return total + sum(_norm_bytes(plan, norm) - norm.elements * size for norm in spec.norms())
 
 
 def _absent_bytes(plan: MemoryPlan, spec: LayerSpec) -> int:
@@ -64,15 +64,16 @@ def shadow_bytes(plan: MemoryPlan) -> int:
 
 
 def _norm_bytes(plan: MemoryPlan, norm: NormSpec) -> int:
-    return norm.size * (4 if norm.fp32_gain else plan.value_bytes)
+    return norm.elements * (4 if norm.fp32_gain else plan.value_bytes)
 
 
 def head_bytes(plan: MemoryPlan) -> int:
     head = plan.config.head()
     packing = plan.packings.get(head.name)
+    bias = head.out_features * head.bias * plan.value_bytes
     if packing:
-        return packing.bytes(head.out_features, head.in_features, plan.scale_bytes)
-    return head.out_features * head.in_features * plan.value_bytes
+        return bias + packing.bytes(head.out_features, head.in_features, plan.scale_bytes)
+    return bias + head.out_features * head.in_features * plan.value_bytes
 
 
 def embedding_bytes(plan: MemoryPlan) -> int:

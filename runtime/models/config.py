@@ -58,12 +58,13 @@ def llama_layer(config: "ModelConfig", index: int) -> LayerSpec:
             rope=config.layer_rope(index),
             scale=config.attention_scale,
             softcap=config.attention_softcap,
+            clip=config.attention_clip,
             residual_scale=config.residual_scale,
         ),
         MlpSpec(
             size=inner,
             norm=config.norm_spec(f"{prefix}.post_attention_layernorm"),
-            gate_up=(up,) if config.activation == "relu2" else (gate, up),
+            gate_up=(gate, up) if config.mlp_gate else (up,),
             down=LinearSpec(f"{mlp}.down_proj", hidden, inner, config.mlp_bias),
             activation=config.activation,
             residual_scale=config.residual_scale,
@@ -98,13 +99,17 @@ class ModelConfig:
     bos: int | None = None
     build_layer: Callable[["ModelConfig", int], LayerSpec] = llama_layer  # layer by index
     activation: ActivationName = "silu"
+    mlp_gate: bool = True
     rotary_dim: int | None = None  # None: head_dim
     interleaved: bool = False
     layer_ropes: tuple[RopeSpec | None, ...] = ()  # where layers differ, one each; None for no rotation
     norm_offset: float = 0.0  # added to every stored norm weight: 1 in Gemma
     layer_norm: bool = False  # norms subtract the mean first
+    norm_bias: bool = False
+    norm_gain: bool = True  # False: norms have no tensors
     attention_scale: float | None = None
     attention_softcap: float | None = None
+    attention_clip: float | None = None
     residual_scale: float = 1.0
     embedding_scale: float = 1.0
     round_embedding_scale: bool = False  # to the activation dtype, as Gemma does
@@ -112,7 +117,9 @@ class ModelConfig:
     logit_softcap: float | None = None  # c: logits become c tanh(logit / c)
     per_layer_width: int = 0  # per-layer inputs (Gemma 4): columns per layer ...
     per_layer_vocab: int = 0  # ... and rows of their table
-    final_norm: str = "model.norm"
+    final_norm: str | None = "model.norm"  # None: a norm without a tensor
+    embedding_norm: bool = False  # embeddings pass a norm without a tensor before the first layer
+    head_bias: bool = False
     # The multi-token prediction head where the family has one: one layer that reads a projection of embedding and
     # hidden state, with this model's embedding and head.
     build_mtp: Callable[["ModelConfig"], "ModelConfig"] | None = None
@@ -137,7 +144,9 @@ class ModelConfig:
 
     def norm_spec(self, name: str | None, size: int | None = None) -> NormSpec:
         """Return a norm of the model's kind over `size` values, by default hidden_size."""
-        return NormSpec(name, size or self.hidden_size, self.rms_norm_eps, self.norm_offset, self.layer_norm)
+        name = name if self.norm_gain else None
+        width, bias = size or self.hidden_size, self.norm_bias and name is not None
+        return NormSpec(name, width, self.rms_norm_eps, self.norm_offset, self.layer_norm, bias=bias)
 
     @cached_property
     def layer_specs(self) -> tuple[LayerSpec, ...]:
@@ -236,26 +245,28 @@ class ModelConfig:
 
     def head(self) -> LinearSpec:
         """Return the output projection; with tied embeddings its weight is `model.embed_tokens.weight`."""
-        return LinearSpec("lm_head", self.vocab_size, self.hidden_size)
+        return LinearSpec("lm_head", self.vocab_size, self.hidden_size, self.head_bias)
 
     def tensors(self) -> Iterator[tuple[str, Shape]]:
         """Yield name and shape of each tensor of the unquantized model, as the family's checkpoints store them."""
         if self.is_mtp:
             *norms, projection = self.mtp_inputs()
             for norm in norms:
-                yield norm.tensor, (norm.size,)
+                yield from norm.tensors()
             yield f"{projection.name}.weight", (projection.out_features, projection.in_features)
         else:
             yield "model.embed_tokens.weight", (self.vocab_size, self.hidden_size)
         for linear in self.per_layer_linears():
             yield f"{linear.name}.weight", (linear.out_features, linear.in_features)
         if self.per_layer_width:
-            yield self.per_layer_norm().tensor, (self.per_layer_width,)
+            yield from self.per_layer_norm().tensors()
         for layer in range(self.layers):
             yield from self.layer(layer).tensors()
-        yield self.norm().tensor, (self.hidden_size,)
+        yield from self.norm().tensors()
         if not self.tie_embeddings and not self.is_mtp:
             yield "lm_head.weight", (self.vocab_size, self.hidden_size)
+            if self.head_bias:
+                yield "lm_head.bias", (self.vocab_size,)
 
     def parameters(self) -> int:
         """Return the number of parameters of the unquantized model."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from mycli.runtime.models.config import ModelConfig, llama_layer
+from mycli.runtime.models.config import MAX_LAYERS, ModelConfig, llama_layer
 from mycli.runtime.models.experts_spec import ExpertsSpec, RoutingSpec, ScoringName, SharedExpertSpec, StackSpec
 from mycli.runtime.models.layer_spec import LayerSpec
 from mycli.runtime.models.part_spec import LinearSpec, MlpSpec
@@ -114,6 +114,19 @@ def read_routing(raw: Fields, count: int, top_k: int, scoring: ScoringName = "si
         top_groups,
         scale=raw.number("routed_scaling_factor", 1.0, low=1e-6, high=1e6),
     )
+
+
+def read_dense_layers(raw: Fields, layers: int, first: int = 0) -> frozenset[int]:
+    """Return the layers that keep their MLP: `dense` in `mlp_layer_types`, or the first `first_k_dense_replace`.
+
+    first: the family's default for the latter.
+    """
+    types = raw.array("mlp_layer_types", str, MAX_LAYERS)
+    if not types:
+        return frozenset(range(min(layers, raw.integer("first_k_dense_replace", first, low=0))))
+    if len(types) != layers or set(types) - {"dense", "sparse"}:
+        raise raw.fail("mlp_layer_types", f"must be dense or sparse for each of {layers} layers")
+    return frozenset(index for index, name in enumerate(types) if name == "dense")
 
 
 def read_expert_counts(

@@ -6,6 +6,7 @@ Keys about training or the software that wrote the file are ignored.
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from mycli.runtime.errors import ModelError
 from mycli.runtime.models.config import MAX_LAYERS
 from mycli.runtime.models.hf_rope import UNSUPPORTED_HINT, has_rope, read_rope, trained_context
 from mycli.runtime.models.part_spec import ActivationName
@@ -34,6 +35,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_bidirectional_attention": (False, "vision"),
 }
 ACTIVATIONS: dict[str, ActivationName] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+# Of MLPs without a gate; the first is the default.
+UNGATED_GELU: dict[str, ActivationName] = {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "relu2": "relu2"}
+UNGATED_RELU: dict[str, ActivationName] = {"relu2": "relu2", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 
 
 def with_defaults(raw: Fields, **defaults: Any) -> Fields:
@@ -58,6 +62,13 @@ def require(raw: Fields, **values: Any) -> None:
     for key, value in values.items():
         if raw.has(key) and raw.values[key] != value:
             raise raw.fail(key, f"= {raw.values[key]!r:.40} is not supported, only {value!r}", UNSUPPORTED_HINT)
+
+
+def require_untied_head(fields: Mapping[str, Any]) -> None:
+    """Raise ModelError if a family whose head has a bias ties it to the embedding."""
+    if fields["tie_embeddings"]:
+        message = "config.json: tie_word_embeddings = true is not supported: the head has a bias"
+        raise ModelError(message, UNSUPPORTED_HINT)
 
 
 def attention_biases(raw: Fields, default: bool = False) -> dict[str, Any]:

@@ -4,9 +4,9 @@
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
-from mycli.runtime.models.part_spec import RopeKind, RopeScaling
+from mycli.runtime.models.part_spec import RopeKind, RopeScaling, RopeSpec
 from mycli.runtime.utils.json_fields import Fields
 
 UNSUPPORTED_HINT = "the result would differ from the original model; run it with transformers or vLLM"
@@ -52,7 +52,9 @@ def read_rope(raw: Fields, handled: Collection[str] = ()) -> ThetaAndScaling:
     if "rope_parameters" not in handled:
         key = "rope_parameters" if raw.has("rope_parameters") else "rope_scaling"
         raise raw.fail(key, "differs by layer type, which is not supported", UNSUPPORTED_HINT)
-    return _read(section.object("full_attention"), raw, handled)
+    # Without layers of full attention there may be no section for them.
+    full = "full_attention" if section.has("full_attention") else "sliding_attention"
+    return _read(section.object(full), raw, handled)
 
 
 def read_sliding_rope(raw: Fields, theta: float, handled: Collection[str] = ()) -> ThetaAndScaling:
@@ -62,6 +64,27 @@ def read_sliding_rope(raw: Fields, theta: float, handled: Collection[str] = ()) 
         return theta, RopeScaling()  # older configs scale full attention only
     sliding = section.object("sliding_attention")
     return _read(Fields({"rope_theta": theta, **sliding.values}, sliding.source), raw, handled)
+
+
+def layer_type_ropes(
+    raw: Fields, head_dim: int, sliding: Sequence[bool], partial_factor: float = 1.0
+) -> tuple[RopeSpec, ...]:
+    """Return the rotary embedding of each layer from `rope_parameters`, which may differ by layer type.
+
+    partial_factor: the default of `partial_rotary_factor`, which may be in the section of a layer type.
+    """
+    handled = ("rope_parameters", "partial_rotary_factor")
+    section = _section(raw)
+
+    def rope(layer_type: str) -> RopeSpec:
+        source = section.object(layer_type) if _differs_by_layer_type(section) else section
+        theta, scaling = _read(source, raw, handled)
+        source = source if source.has("partial_rotary_factor") else raw
+        factor = source.number("partial_rotary_factor", partial_factor, low=2 / head_dim, high=1.0)
+        return RopeSpec(theta, int(head_dim * factor), scaling)
+
+    ropes = {slides: rope("sliding_attention" if slides else "full_attention") for slides in set(sliding)}
+    return tuple(ropes[slides] for slides in sliding)
 
 
 def rotary_dim(raw: Fields, head_dim: int, factor: float = 1.0) -> int:

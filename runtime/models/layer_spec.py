@@ -97,12 +97,14 @@ class LayerSpec:
     def input_source(self, product: str) -> InputSource:
         """Return what produces the inputs of `product`, as `PartSpec.input_source`; None if it feeds others too."""
         source = next(part.input_source(product) for part in self.parts if product in part.products())
-        return None if self.parallel and isinstance(source, NormSpec) else source
+        if isinstance(source, NormSpec) and (self.parallel or source.name is None):
+            return None  # a norm without a tensor cannot absorb a factor
+        return source
 
     def tensors(self) -> Iterator[tuple[str, Shape]]:
         """Yield name and shape of each tensor of the layer in an unquantized checkpoint."""
         for norm in self.norms():
-            yield norm.tensor, (norm.size,)
+            yield from norm.tensors()
         if self.recurrent is not None:
             yield from self.recurrent.tensors()
         for linears in (self.unquantized, *self.products().values()):
@@ -114,5 +116,7 @@ class LayerSpec:
             yield self.mixer.sinks, (self.mixer.heads,)
         if isinstance(self.mlp, ExpertsSpec):
             yield from self.mlp.tensors()
+        else:
+            yield from self.mlp.parameters
         if self.layer_scalar is not None:
             yield self.layer_scalar, (1,)

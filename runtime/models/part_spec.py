@@ -3,32 +3,58 @@
 Names, shapes and constants only, without torch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 Shape = tuple[int, ...]
-# relu2 has no gate; in swiglu_clamped (gpt-oss) rows of gate and up alternate.
-ActivationName = Literal["silu", "gelu_tanh", "relu2", "swiglu_clamped"]
+# xielu has parameters and no gate; in swiglu_clamped (gpt-oss) rows of gate and up alternate.
+ActivationName = Literal["silu", "gelu_tanh", "relu2", "swiglu_clamped", "xielu"]
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
 
 
 @dataclass(frozen=True)
 class NormSpec:
-    """An RMSNorm with the gain (`offset` + tensor `name` [size]) * `factor`; without a name, gain 1."""
+    """A norm with the gain (`offset` + tensor `name` [size]) * `factor`; without a name, gain 1.
+
+    heads: 0, or the number of neighbouring vectors with a gain each (StableLM): tensors `<name>.<index>.weight`.
+    """
 
     name: str | None
     size: int
     eps: float
     offset: float = 0.0
-    layer_norm: bool = False  # subtract the mean first: LayerNorm without a bias
+    layer_norm: bool = False  # LayerNorm: subtract the mean first; otherwise RMSNorm
     factor: float = 1.0
     bare: bool = False  # the tensor is called `name`, not `<name>.weight`
+    bias: bool = False  # tensor `<name>.bias` [size], added last; only with `layer_norm`
+    heads: int = 0
 
     @property
     def tensor(self) -> str:
         assert self.name is not None
         return self.name if self.bare else f"{self.name}.weight"
+
+    @property
+    def bias_tensor(self) -> str:
+        return f"{self.name}.bias"
+
+    @property
+    def elements(self) -> int:
+        """Number of values in memory: gains and biases."""
+        return self.size * (max(1, self.heads) + self.bias)
+
+    @property
+    def head_tensors(self) -> tuple[str, ...]:
+        return tuple(f"{self.name}.{head}.weight" for head in range(self.heads))
+
+    def tensors(self) -> Iterator[tuple[str, Shape]]:
+        """Yield name and shape of each stored tensor."""
+        if self.name is not None and not self.heads:
+            yield self.tensor, (self.size,)
+        yield from ((name, (self.size,)) for name in self.head_tensors)
+        if self.bias:
+            yield self.bias_tensor, (self.size,)
 
     @property
     def fp32_gain(self) -> bool:
@@ -62,17 +88,22 @@ class RopeScaling:
     short_factors: tuple[float, ...] = ()  # longrope: divisor of each frequency up to `original_context` ...
     long_factors: tuple[float, ...] = ()  # ... and beyond
     partial_factor: float = 1.0  # proportional: the share of frequencies that rotate, from the first
-    query_beta: float = 0.0  # queries *= 1 + query_beta ln(1 + floor(position / original_context))
+    query_beta: float = 0.0  # queries *= 1 + query_beta ln(1 + floor((position + query_offset) / original_context))
+    query_offset: int = 0
 
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """Rotary embedding of the first `dim` values of each head: pairs (i, i + dim / 2), `interleaved`: (2i, 2i + 1)."""
+    """Rotary embedding of the first `dim` values of each head: pairs (i, i + dim / 2), `interleaved`: (2i, 2i + 1).
+
+    With `dim` 0 nothing rotates, and only queries are scaled by position (Llama 4).
+    """
 
     theta: float
     dim: int
     scaling: RopeScaling
     interleaved: bool = False
+    clockwise: bool = False  # rotate by the negative angle (nanochat)
 
 
 @dataclass(frozen=True)
@@ -183,7 +214,10 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class MlpSpec:
-    """An MLP: down(activation(gate(x)) * up(x)), or down(activation(up(x))) where there is no gate."""
+    """An MLP: down(activation(gate(x)) * up(x)), or down(activation(up(x))) where there is no gate.
+
+    parameters: names and shapes of the activation's tensors; those of xielu are alpha_p, alpha_n, beta and eps.
+    """
 
     size: int
     norm: NormSpec | None
@@ -192,6 +226,7 @@ class MlpSpec:
     output_norm: NormSpec | None = None
     activation: ActivationName = "silu"
     residual_scale: float = 1.0
+    parameters: tuple[tuple[str, Shape], ...] = ()
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
@@ -199,7 +234,7 @@ class MlpSpec:
 
     @property
     def gated(self) -> bool:
-        return self.activation != "relu2"
+        return sum(linear.out_features for linear in self.gate_up) > self.size
 
     def products(self) -> Mapping[str, tuple[LinearSpec, ...]]:
         return {"gate_up": self.gate_up, "down": (self.down,)}
@@ -210,6 +245,6 @@ class MlpSpec:
     def input_source(self, product: str) -> InputSource:
         if product == "gate_up":
             return self.norm
-        # The input of down is linear in a row of up only behind a gate; swiglu_clamped clamps up too.
+        # The input of down is linear in a row of up only with a gate; swiglu_clamped clamps up too.
         linear_in_up = self.gated and self.activation != "swiglu_clamped"
         return OutputRows("gate_up", self.size, 1, 1, self.size) if linear_in_up else None

@@ -26,7 +26,7 @@ from mycli.runtime.engine.loader import load_model
 from mycli.runtime.hub.model_info import read_model_info
 from mycli.runtime.hub.resolve import Source
 from tests.support.engines import whole
-from tests.support.families import CASES, experts_of, make, packed_weights, weights_of
+from tests.support.families import CASES, LATER, experts_of, make, packed_weights, stored_name, weights_of
 from tests.support.grids import chosen
 from tests.support.models import CPU
 from tests.support.paths import PICO
@@ -90,8 +90,10 @@ COPIED = (
 )
 # Random models of a few inputs do not quantize well: what a copy may say otherwise, of the logits' norm, by its bits.
 LOST = {8: 0.1, 4: 0.9}
-# Calibration sees these as it sees llama, qwen3_moe, and qwen3_next: with -m slow.
-ALIKE = ("mistral-window7", "qwen2-biases", "granitemoe-8top2", "qwen3_5_moe-8top3")
+# Calibration sees these as it sees llama, qwen3_moe, qwen3_next and the others: with -m slow.
+ALIKE = {"mistral-window7", "qwen2-biases", "granitemoe-8top2", "qwen3_5_moe-8top3", *LATER} - {
+    "phi-head-norms-mha-relu2"
+}
 # transformers knows the experts of a layer of these as one tensor, and does not read copies that hold them one by one.
 STACKED = ("granitemoe-8top2", "gemma4-8top2", "qwen3_5_moe-8top3")
 
@@ -124,6 +126,7 @@ def hooked_inputs(
             gate, up = (rows @ module.gate_up_proj[expert].T).chunk(2, dim=-1)
             found.update(zip(linears, (rows, rows, module.act_fn(gate) * up), strict=True))
 
+    modules = {stored_name(reference.config.model_type, name): module for name, module in modules.items()}
     experts = {name: each for name, each in reference.named_modules() if name.endswith(".experts")}
     hooks = [
         module.register_forward_pre_hook(lambda _, given, name=name: found.__setitem__(name, given[0]))

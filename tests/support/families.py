@@ -15,15 +15,22 @@ from tests.support.dense_families import DENSE
 from tests.support.expert_families import EXPERTS
 from tests.support.family_parts import SMALL
 from tests.support.latent_families import LATENT
+from tests.support.more_expert_families import MORE_EXPERTS
 from tests.support.mxfp4 import save_mxfp4
+from tests.support.norm_families import NORMS
 from tests.support.recurrent_families import RECURRENT
 
 TOKENS = 40
-CASES = {**DENSE, **EXPERTS, **LATENT, **RECURRENT}
+# Of these families, logits of the last case are compared by default, of the others with -m slow.
+LATER = {**NORMS, **MORE_EXPERTS}
+CASES = {**DENSE, **EXPERTS, **LATENT, **RECURRENT, **LATER}
 # Published with a model_type of its own that transformers does not know, as the model that it is.
 ALIASES = {"kimi_k2": "deepseek_v3"}
 # Classes of text models that transformers lists among those of images only.
 UNMAPPED = {"mistral4": "Mistral4ForCausalLM"}
+QUICK = tuple(
+    {case for case in CASES if case not in LATER} | set({kind: case for case, (kind, _) in LATER.items()}.values())
+)
 
 
 def enliven(model: transformers.PreTrainedModel) -> None:
@@ -58,6 +65,13 @@ def make(folder: Path, model_type: str, changes: dict[str, Any]) -> transformers
     return reference
 
 
+def stored_name(model_type: str, name: str) -> str:
+    """The name in files of a module of transformers' model; only hy_v3 differs."""
+    if model_type != "hy_v3":
+        return name
+    return name.replace(".shared_experts.", ".shared_mlp.").replace(".mlp.gate", ".mlp.router.gate")
+
+
 def packed_weights(model: Transformer) -> dict[str, Tensor]:
     """The weights of all linears of the blocks by name, unpacked where they are packed."""
     found: dict[str, Tensor] = {}
@@ -82,7 +96,8 @@ def weights_of(
 ) -> dict[str, Tensor]:
     """The weights of all linears as transformers has read them, by name; those of all experts are one tensor there."""
     modules = dict(reference.named_modules())
-    found = {name: module.weight for name, module in modules.items() if isinstance(module, torch.nn.Linear)}
+    linears = {name: module for name, module in modules.items() if isinstance(module, torch.nn.Linear)}
+    found = {stored_name(reference.config.model_type, name): module.weight for name, module in linears.items()}
     for name, module in modules.items():
         for expert, linears in names[name.split(".")[2]].items() if name.endswith(".experts") else ():
             found |= zip(linears, (*module.gate_up_proj[expert].chunk(2), module.down_proj[expert]), strict=True)

@@ -235,6 +235,8 @@ class CpuPass:
             return Declined("recurrent-state")
         if self._model.per_layer is not None:
             return Declined("per-layer-inputs")
+        if config.embedding_norm:
+            return Declined("embedding-norm")
         if config.logit_softcap is not None:
             return Declined("logit-softcap", {"cap": config.logit_softcap})
         return None if self._model.embedding.is_contiguous() else Declined("embedding-layout")

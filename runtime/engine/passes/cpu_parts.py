@@ -173,9 +173,10 @@ def _latent(part: LatentAttention) -> CLatentPart:
 
 def _gate_type(spec: MlpSpec | ExpertsSpec | PerLayerSpec) -> int:
     """Return `GateType` of steps.h."""
-    if spec.activation not in GATE_TYPES or (spec.activation == "relu2" and not isinstance(spec, MlpSpec)):
+    key = spec.activation, spec.gated if isinstance(spec, MlpSpec) else True
+    if key not in GATE_TYPES:
         raise _NotNativeError(Declined("activation", {"activation": spec.activation}))
-    return GATE_TYPES[spec.activation]
+    return GATE_TYPES[key]
 
 
 def _feed(spec: MlpSpec, mlp: Mlp) -> CFeedForward:
@@ -247,10 +248,12 @@ def _gain(norm: RMSNorm | None) -> CNormParams:
     if norm is None:
         return CNormParams()
     gain = norm.weight
+    if norm.spec.heads:
+        raise _NotNativeError(Declined("norm-by-head"))
     if gain.dtype not in ROW_TYPES or not gain.is_contiguous():
         raise _NotNativeError(Declined("gain-dtype", {"dtype": str(gain.dtype)}))
     size = _vectors(gain.shape[0], "the width of a norm")
-    return CNormParams(gain.data_ptr(), size, norm.eps, ROW_TYPES[gain.dtype], norm.spec.layer_norm)
+    return CNormParams(gain.data_ptr(), pointer(norm.bias), size, norm.eps, ROW_TYPES[gain.dtype], norm.spec.layer_norm)
 
 
 def _product(matmul: Matmul) -> CProduct:

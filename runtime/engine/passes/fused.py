@@ -275,6 +275,10 @@ def decline_config(config: ModelConfig) -> Declined | None:
     for spec in config.layer_specs:
         if (declined := _decline_layer(spec)) is not None:
             return declined
+    if config.head_bias:
+        return Declined("linear-bias", {"linear": config.head().name})
+    if config.embedding_norm:
+        return Declined("norm-kind")
     if config.embedding_scale != 1.0 or config.logit_scale != 1.0 or config.logit_softcap is not None:
         return Declined("embedding-or-logit-scale")
     if config.norm_offset or config.layer_norm:

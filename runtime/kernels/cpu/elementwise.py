@@ -27,7 +27,15 @@ _TABLE_SHAPES = Declined("rotary-table-shapes")
 _TABLE_LAYOUT = Declined("rotary-layout")
 
 _FEW = 16  # tokens of all sequences; up to here one thread finishes before others are awake
-GATE_TYPES = {"silu": 0, "gelu_tanh": 1, "relu2": 2, "swiglu_clamped": 3}  # `GateType` of steps.h; relu2 has no gate
+# `GateType` of steps.h by activation and whether there is a gate.
+GATE_TYPES = {
+    ("silu", True): 0,
+    ("gelu_tanh", True): 1,
+    ("relu2", False): 2,
+    ("swiglu_clamped", True): 3,
+    ("relu2", True): 4,
+    ("gelu_tanh", False): 5,
+}
 
 
 def _library(x: Tensor, width: int) -> Native | Declined:
@@ -51,14 +59,15 @@ def _tokens(x: Tensor) -> int:
 
 def native_rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor | Declined:
     """RMSNorm of x bf16 or fp32 [..., size], rounded once; gain [size] has the dtype of x, or is fp32 as 1 + w is."""
-    return _norm(x, gain, eps, centred=False)
+    return _norm(x, gain, eps, None, centred=False)
 
 
-def native_layer_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor | Declined:
-    return _norm(x, gain, eps, centred=True)
+def native_layer_norm(x: Tensor, gain: Tensor, eps: float, bias: Tensor | None = None) -> Tensor | Declined:
+    """`reference.layer_norm`; gain as in `native_rms_norm`, and bias of its dtype."""
+    return _norm(x, gain, eps, bias, centred=True)
 
 
-def _norm(x: Tensor, gain: Tensor, eps: float, centred: bool) -> Tensor | Declined:
+def _norm(x: Tensor, gain: Tensor, eps: float, bias: Tensor | None, centred: bool) -> Tensor | Declined:
     size = x.shape[-1]
     library = _library(x, size)
     if isinstance(library, Declined):
@@ -67,38 +76,50 @@ def _norm(x: Tensor, gain: Tensor, eps: float, centred: bool) -> Tensor | Declin
         return _GRADIENT
     if gain.dtype not in (x.dtype, torch.float32) or not gain.is_contiguous():
         return _GAIN
+    if bias is not None and (bias.dtype != gain.dtype or not bias.is_contiguous() or bias.requires_grad):
+        return _GAIN
     rows = x.contiguous()
     y = torch.empty_like(rows)
-    pointers = rows.data_ptr(), gain.data_ptr(), y.data_ptr()
+    pointers = rows.data_ptr(), gain.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr()
     task = CNorm(*pointers, rows.numel() // size, size, eps, ROW_TYPES[x.dtype], ROW_TYPES[gain.dtype], centred)
     library.norm(ctypes.byref(task), threads_for(_tokens(x)))
     return y
 
 
-def _gate(gate_up: Tensor, gate_type: int) -> Tensor | Declined:
-    size = gate_up.shape[-1] // 2
+def _gate(gate_up: Tensor, activation: str, gated: bool = True) -> Tensor | Declined:
+    size = gate_up.shape[-1] // (1 + gated)
     library = _library(gate_up, size)
     if isinstance(library, Declined):
         return library
     rows, y = gate_up.contiguous(), gate_up.new_empty(*gate_up.shape[:-1], size)
     row_type, count, threads = ROW_TYPES[rows.dtype], y.numel() // size, threads_for(_tokens(y))
-    library.gate(gate_type, row_type, rows.data_ptr(), count, size, y.data_ptr(), threads)
+    library.gate(GATE_TYPES[activation, gated], row_type, rows.data_ptr(), count, size, y.data_ptr(), threads)
     return y
 
 
 def native_silu_multiply(gate_up: Tensor) -> Tensor | Declined:
     """SiLU(gate) * up: gate_up [..., 2 * size], gate first, to [..., size]."""
-    return _gate(gate_up, GATE_TYPES["silu"])
+    return _gate(gate_up, "silu")
 
 
 def native_gelu_multiply(gate_up: Tensor) -> Tensor | Declined:
     """GELU(gate) * up by the tanh approximation; shapes as in `native_silu_multiply`."""
-    return _gate(gate_up, GATE_TYPES["gelu_tanh"])
+    return _gate(gate_up, "gelu_tanh")
+
+
+def native_relu_square_multiply(gate_up: Tensor) -> Tensor | Declined:
+    """ReLU(gate)^2 * up; shapes as in `native_silu_multiply`."""
+    return _gate(gate_up, "relu2")
+
+
+def native_gelu(x: Tensor) -> Tensor | Declined:
+    """GELU(x) by the tanh approximation."""
+    return _gate(x, "gelu_tanh", gated=False)
 
 
 def native_clamped_swiglu(gate_up: Tensor) -> Tensor | Declined:
     """`reference.clamped_swiglu`: gate_up [..., 2 * size], gate and up alternating, to [..., size]."""
-    return _gate(gate_up, GATE_TYPES["swiglu_clamped"])
+    return _gate(gate_up, "swiglu_clamped")
 
 
 def native_weigh_rows(x: Tensor, gate: Tensor) -> Tensor | Declined:

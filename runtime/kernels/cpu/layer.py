@@ -36,7 +36,12 @@ class CLinear(ctypes.Structure):
 
 
 class CNormParams(ctypes.Structure):
-    _fields_ = [("gain", c_void_p), ("size", c_int64), ("eps", c_float), ("type", c_int32), ("centred", c_int32)]
+    _fields_ = [
+        *((name, c_void_p) for name in ("gain", "bias")),
+        ("size", c_int64),
+        ("eps", c_float),
+        *((name, c_int32) for name in ("type", "centred")),
+    ]
 
 
 class CResidualAdd(ctypes.Structure):

@@ -10,4 +10,5 @@ def read(raw: Fields) -> ModelConfig:
         **hf_config.common(raw, activations={"relu2": "relu2"}),
         **hf_config.attention_biases(raw),
         mlp_bias=raw.boolean("mlp_bias", False),
+        mlp_gate=False,
     )

@@ -13,8 +13,8 @@ _NAMES = ExpertNames(shared="shared_experts", shared_gate=None, correction_bias=
 
 
 def layer(config: ModelConfig, index: int) -> LayerSpec:
-    # Checkpoints contain the MTP head as one more layer, which is not used.
-    return replace(llama_layer(config, index), ignored_prefixes=(f"model.layers.{config.layers}.",))
+    # Checkpoints contain the MTP head, as one more layer or under a name of its own, which is not used.
+    return replace(llama_layer(config, index), ignored_prefixes=(f"model.layers.{config.layers}.", "mtp."))
 
 
 def read_experts(raw: Fields, layers: int) -> MoeLayers:

@@ -16,7 +16,7 @@ from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.models.registry import families
 from tests.support.engines import whole
-from tests.support.families import CASES, TOKENS, make
+from tests.support.families import CASES, LATER, QUICK, TOKENS, make
 from tests.support.family_parts import SMALL
 from tests.support.grids import chosen
 
@@ -44,7 +44,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return make_once
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", chosen(CASES, quick=QUICK), ids=str)
 def test_logits_equal_transformers(case: str, made: Made) -> None:
     reference, folder = made(case)
     model = load_model(open_model_folder(folder), Placement(torch.device("cpu"), torch.float32)).model
@@ -73,7 +73,7 @@ def test_dynamic_scaling_step_by_step_equals_transformers(tmp_path: Path) -> Non
     assert (whole(model, tokens, WAYS["steps"]) - torch.cat(parts, dim=1)).abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", chosen(CASES, quick=CASES.keys() - LATER.keys()), ids=str)
 def test_tensors_are_those_of_the_reference(case: str, made: Made) -> None:
     """`ModelConfig.tensors` names every tensor of the model with its shape, and the parameter count is exact."""
     reference, folder = made(case)

@@ -76,7 +76,7 @@ class CAttention(ctypes.Structure):
 
 class CNorm(ctypes.Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("x", "gain", "y")),
+        *((name, c_void_p) for name in ("x", "gain", "bias", "y")),
         *((name, c_int64) for name in ("rows", "size")),
         ("eps", c_float),
         *((name, c_int32) for name in ("type", "gain_type", "centred")),

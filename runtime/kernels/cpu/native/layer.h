@@ -32,7 +32,7 @@ struct Linear {
     const uint16_t* bias;  // [outputs], or null
 };
 struct NormParams {  // of a norm over `size` values
-    const void* gain;  // null: no norm
+    const void *gain, *bias;  // no gain: no norm; bias: see Norm
     int64_t size;
     float eps;
     int32_t type, centred;
@@ -181,7 +181,7 @@ struct Rowwise {
     // Norms rows of `width` values, `stride` apart, to y [rows, width]: each run of `size` values separately.
     void norm(const NormParams& gain, const uint16_t* x, int64_t width, int64_t stride, uint16_t* y) const {
         each([&](int64_t row) {
-            const Norm n{x + row * stride, gain.gain, y + row * width, width / gain.size, gain.size, gain.eps, BF16, gain.type, gain.centred};
+            const Norm n{x + row * stride, gain.gain, gain.bias, y + row * width, width / gain.size, gain.size, gain.eps, BF16, gain.type, gain.centred};
             for (int64_t i = 0; i < n.rows; i++) norm_row(n, i);
         });
     }

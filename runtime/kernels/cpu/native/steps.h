@@ -36,6 +36,7 @@ inline float number(uint16_t x) { return from_bf16(x); }
 struct Norm {  // mirrored by build.py
     const void* x;      // [rows, size] of type; size is a multiple of 16
     const void* gain;   // [size] of gain_type
+    const void* bias;   // likewise, added last, or null; only if centred
     void* y;            // as x
     int64_t rows, size;
     float eps;
@@ -43,7 +44,7 @@ struct Norm {  // mirrored by build.py
     int32_t centred;          // LayerNorm: the mean is subtracted first
 };
 
-// (x - mean) / sqrt(variance + eps) * gain of a row, rounded once (arXiv 1607.06450).
+// (x - mean) / sqrt(variance + eps) * gain + bias of a row, rounded once (arXiv 1607.06450).
 template <class T, class Gain> inline void centred_row(const Norm& n, const T* x, const Gain* gain, T* y) {
     V16 all = {}, sum = {};
     for (int64_t i = 0; i < n.size; i += LANE) all += load16(x + i);
@@ -53,7 +54,11 @@ template <class T, class Gain> inline void centred_row(const Norm& n, const T* x
         sum += v * v;
     }
     const float root = 1.0f / sqrtf(sum_of(sum) / float(n.size) + n.eps);
-    for (int64_t i = 0; i < n.size; i += LANE) store16(y + i, (load16(x + i) - mean) * root * load16(gain + i));
+    const Gain* bias = static_cast<const Gain*>(n.bias);
+    for (int64_t i = 0; i < n.size; i += LANE) {
+        const V16 v = (load16(x + i) - mean) * root * load16(gain + i);
+        store16(y + i, bias ? v + load16(bias + i) : v);
+    }
 }
 
 // x / sqrt(mean of x^2 + eps) * gain of a row, rounded once (RMSNorm).
@@ -77,7 +82,11 @@ inline void norm_row(const Norm& n, int64_t row) {
     norm_row(n, row, x, static_cast<const uint16_t*>(n.gain));
 }
 
-enum GateType : int32_t { SILU, GELU_TANH, RELU_SQUARE, SWIGLU_CLAMPED };  // mirrored by elementwise.py
+// Mirrored by elementwise.py; RELU_SQUARE and GELU_TANH_ALONE have no gate.
+enum GateType : int32_t { SILU, GELU_TANH, RELU_SQUARE, SWIGLU_CLAMPED, GATED_RELU_SQUARE, GELU_TANH_ALONE };
+inline int64_t gate_inputs(int32_t gate_type, int64_t size) {
+    return gate_type == RELU_SQUARE || gate_type == GELU_TANH_ALONE ? size : 2 * size;
+}
 
 // x / (1 + e^-z), with one exponential for either sign of z.
 inline V16 times_sigmoid(V16 x, V16 z) {
@@ -98,13 +107,14 @@ template <class Active> inline void gate_row(const uint16_t* x, int64_t size, ui
 template <class Active> inline void gate_row(const float* x, int64_t size, float* y, Active active) {
     for (int64_t i = 0; i < size; i += LANE) store16(y + i, active(load16(x + i)) * load16(x + size + i));
 }
-// ReLU(x)^2 of a row without a gate; NaN stays NaN.
-template <class T> inline void square_row(const T* x, int64_t size, T* y) {
-    for (int64_t i = 0; i < size; i += LANE) {
-        const V16 v = load16(x + i), none = {};
-        const V16 positive = v <= 0 ? none : v;
-        store16(y + i, positive * positive);
-    }
+// ReLU(x)^2; NaN stays NaN.
+inline V16 relu_square(V16 v) {
+    const V16 none = {}, positive = v <= 0 ? none : v;
+    return positive * positive;
+}
+// active(x) of a row without a gate.
+template <class T, class Active> inline void activate_row(const T* x, int64_t size, T* y, Active active) {
+    for (int64_t i = 0; i < size; i += LANE) store16(y + i, active(load16(x + i)));
 }
 inline V16 rounded_as(V16 v, const uint16_t*) { return rounded(v); }
 inline V16 rounded_as(V16 v, const float*) { return v; }
@@ -122,13 +132,16 @@ template <class T> inline void clamped_row(const T* x, int64_t size, T* y) {
 }
 template <class T> inline void gate_row(int32_t gate_type, const T* x, int64_t size, T* y) {
     if (gate_type == SWIGLU_CLAMPED) return clamped_row(x, size, y);
-    if (gate_type == RELU_SQUARE) return square_row(x, size, y);
+    if (gate_type == RELU_SQUARE) return activate_row(x, size, y, relu_square);
+    if (gate_type == GELU_TANH_ALONE) return activate_row(x, size, y, gelu_tanh);
+    if (gate_type == GATED_RELU_SQUARE) return gate_row(x, size, y, relu_square);
     if (gate_type == GELU_TANH) return gate_row(x, size, y, gelu_tanh);
     gate_row(x, size, y, [](V16 gate) { return times_sigmoid(gate, gate); });
 }
 inline void gate_row(int32_t gate_type, int32_t type, const void* x, int64_t row, int64_t size, void* y) {
-    if (type == F32) gate_row(gate_type, static_cast<const float*>(x) + 2 * row * size, size, static_cast<float*>(y) + row * size);
-    else gate_row(gate_type, static_cast<const uint16_t*>(x) + 2 * row * size, size, static_cast<uint16_t*>(y) + row * size);
+    const int64_t from = row * gate_inputs(gate_type, size);
+    if (type == F32) gate_row(gate_type, static_cast<const float*>(x) + from, size, static_cast<float*>(y) + row * size);
+    else gate_row(gate_type, static_cast<const uint16_t*>(x) + from, size, static_cast<uint16_t*>(y) + row * size);
 }
 
 // The sigmoid of a gate, rounded to its type.

@@ -1,0 +1,21 @@
+"""Nemotron 3 and 4 and Minitron: LayerNorms of gain 1 + w, partial rotation, a squared-ReLU MLP without a gate."""
+
+from mycli.runtime.models import hf_config
+from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.hf_rope import rotary_dim
+from mycli.runtime.utils.json_fields import Fields
+
+
+def read(raw: Fields) -> ModelConfig:
+    raw = hf_config.with_defaults(raw, rms_norm_eps=raw.number("norm_eps", 1e-5, low=1e-30, high=1.0))
+    fields = hf_config.common(raw, handled=("partial_rotary_factor",), activations=hf_config.UNGATED_RELU)
+    return ModelConfig(
+        **fields,
+        **hf_config.attention_biases(raw),
+        mlp_bias=raw.boolean("mlp_bias", False),
+        mlp_gate=False,
+        rotary_dim=rotary_dim(raw, fields["head_dim"], 0.5),
+        norm_offset=1.0,
+        layer_norm=True,
+        norm_bias=True,
+    )

@@ -1,0 +1,128 @@
+"""Dense families with other norms, MLPs or biases than Llama's: small configurations of every kind."""
+
+from typing import Any
+
+from tests.support.family_parts import IDS, MULTIPLIERS, scaled
+
+# id -> (model_type, what differs from SMALL)
+NORMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma-gqa4:2": ("gemma", {**IDS, "head_dim": 16}),
+    "gemma-mqa-untied-biases-legacy-gelu": (
+        "gemma",
+        {
+            **IDS,
+            "head_dim": 24,
+            "num_key_value_heads": 1,
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+            "hidden_act": "gelu",
+        },
+    ),
+    "olmo-clip": ("olmo", {**IDS, "clip_qkv": 0.5}),
+    "olmo-mha-tied-biases": (
+        "olmo",
+        {**IDS, "num_key_value_heads": 4, "tie_word_embeddings": True, "attention_bias": True},
+    ),
+    "starcoder2-window7-tied": ("starcoder2", {**IDS, "sliding_window": 7}),
+    "starcoder2-untied-no-bias": (
+        "starcoder2",
+        {**IDS, "use_bias": False, "tie_word_embeddings": False, "num_key_value_heads": 1, "hidden_act": "relu2"},
+    ),
+    "stablelm-parallel-head-norms": (
+        "stablelm",
+        {**IDS, "use_parallel_residual": True, "qk_layernorm": True, "partial_rotary_factor": 0.5},
+    ),
+    "stablelm-biases-tied": (
+        "stablelm",
+        {**IDS, "use_qkv_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 4},
+    ),
+    "phi-gqa4:2": ("phi", {**IDS}),
+    "phi-head-norms-mha-relu2": (
+        "phi",
+        {**IDS, "qk_layernorm": True, "num_key_value_heads": 4, "partial_rotary_factor": 0.25, "hidden_act": "relu2"},
+    ),
+    "nemotron-half-rotated": ("nemotron", {**IDS, "head_dim": 24}),
+    "nemotron-tied-biases": (
+        "nemotron",
+        {
+            **IDS,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+            "partial_rotary_factor": 1.0,
+            "num_key_value_heads": 1,
+        },
+    ),
+    "jais2-gqa4:2": ("jais2", {**IDS}),
+    "jais2-tied-no-bias": (
+        "jais2",
+        {**IDS, "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True, "head_dim": 24},
+    ),
+    "apertus-llama3": (
+        "apertus",
+        {
+            **IDS,
+            **scaled(
+                "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16
+            ),
+        },
+    ),
+    "apertus-tied-biases": (
+        "apertus",
+        {**IDS, "attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 4},
+    ),
+    "nanochat-gqa4:2": ("nanochat", {**IDS}),
+    "nanochat-tied-biases-low-cap": (
+        "nanochat",
+        {
+            **IDS,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "final_logit_softcapping": 3.0,
+            "num_key_value_heads": 1,
+        },
+    ),
+    "internlm3-biases": ("internlm3", {**IDS, "head_dim": 24, "attention_bias": True, "mlp_bias": True}),
+    "internlm3-tied-mqa": ("internlm3", {**IDS, "head_dim": 16, "num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "iquestcoder-hd24": ("iquestcoder", {**IDS, "head_dim": 24}),
+    "iquestcoder-tied-biases": (
+        "iquestcoder",
+        {**IDS, "head_dim": 16, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    "vaultgemma-window7": ("vaultgemma", {**IDS, "head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 24}),
+    "vaultgemma-mqa-low-caps-untied": (
+        "vaultgemma",
+        {
+            **IDS,
+            "num_key_value_heads": 1,
+            "head_dim": 24,
+            "sliding_window": 16,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+        },
+    ),
+    "hyperclovax-multipliers": ("hyperclovax", {**IDS, **MULTIPLIERS, "logits_scaling": 0.125}),
+    "hyperclovax-no-post-norm-tied-biases": (
+        "hyperclovax",
+        {
+            **IDS,
+            "use_post_norm": False,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+            "head_dim": 24,
+        },
+    ),
+    "ministral-window7-some": (
+        "ministral",
+        {
+            **IDS,
+            "head_dim": 16,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "ministral-window9-tied": ("ministral", {**IDS, "head_dim": 24, "sliding_window": 9, "tie_word_embeddings": True}),
+}
