@@ -127,11 +127,12 @@ class Sampler:
 
     def sample(self, logits: Tensor) -> Tensor:
         """Draw a token from each row of fp32 logits: int64 [sequences, 1]. Raises ModelError for non-finite logits."""
-        logits = raw = logits[:, : self.vocab_size]
+        logits = raw = logits if logits.shape[1] == self.vocab_size else logits[:, : self.vocab_size]
         if self._constraint is not None:
             logits = self._constraint.apply(logits)
         largest, token = logits.max(dim=-1, keepdim=True)  # NaN and infinity win every maximum
-        if not bool(largest.isfinite().all()):
+        # Of one row, the usual case, a number is read and tested faster than a tensor is.
+        if not (math.isfinite(largest.item()) if len(largest) == 1 else bool(largest.isfinite().all())):
             raise not_finite()
         if not self.plain_greedy:
             token = self.draw(distribution(logits, self.sampling, self.seen.seen, self.seen.counts))
@@ -281,6 +282,8 @@ def tokens_at(weights: Tensor, shares: Sequence[float]) -> Tensor:
     # fp64 sums. torch.multinomial draws a number for each token of the vocabulary instead, which at 32,000 tokens takes
     # longer than a layer of a small draft model.
     sums = weights.cumsum(dim=-1, dtype=torch.float64)
+    if len(shares) == 1:
+        return torch.searchsorted(sums, sums[:, -1:] * shares[0], right=True)
     share = torch.tensor(shares, dtype=torch.float64, device=weights.device)
     return torch.searchsorted(sums, sums[:, -1:] * share[:, None], right=True)
 
