@@ -14,7 +14,7 @@ from mycli.cli.load import announce_slow_passes, load_engine
 from mycli.cli.other_engines import EngineFlags, OtherEngine, start
 from mycli.cli.reasons import passes_json
 from mycli.runtime.engine.config import EngineConfig
-from mycli.runtime.errors import UsageError
+from mycli.runtime.errors import UsageError, UserError
 from mycli.runtime.server.settings import ServerLimits, ServerSettings
 from mycli.runtime.utils.files import read_input
 from mycli.runtime.utils.units import pluralize
@@ -189,13 +189,14 @@ def _run(
     settings = replace(settings, names=(*settings.names, Path(loaded.source.name).name))
     engine = loaded.engine
     sequences = engine.shape.blocks * engine.shape.block_size // engine.context
-    worker = EngineWorker(engine, settings.limits.waiting, call.out.warn)
+    worker = EngineWorker(engine, settings.limits.waiting, call.out.warn, lambda: server.end())
     service = Service(settings, loaded.model, worker, int(time.time()))
 
     def drain() -> None:
         service.draining = True
-        if worker.underway:
-            call.out.note(f"stopping after {pluralize(worker.underway, 'reply')}; press Ctrl-C again to stop now")
+        if service.busy:
+            replies = pluralize(max(worker.underway, service.requests), "reply")
+            call.out.note(f"stopping after {replies}; press Ctrl-C again to stop now")
 
     def ready() -> None:
         answer = {
@@ -213,7 +214,7 @@ def _run(
             call.out.result(f"{url} · {service.name} · up to {pluralize(max_sequences, 'reply')} concurrently; {cache}")
 
     server = DrainingServer(
-        application(service, call.out.detail), settings.limits, drain, lambda: worker.underway > 0, worker.cancel_all
+        application(service, call.out.detail), settings.limits, drain, lambda: service.busy, worker.cancel_all
     )
     worker.start()
     try:
@@ -222,3 +223,5 @@ def _run(
         worker.stop()
         engine.close()
         service.close()
+    if worker.dead:
+        raise UserError(f"the server stopped: {worker.failed}", "start it again; with -v it logs every request")

@@ -33,6 +33,11 @@ def _prompts(service: Service, body: CompletionRequest) -> list[list[int]]:
         prompts = [prompts]
     if not prompts:
         raise ApiError(400, "prompt: is empty", "invalid_value", param="prompt")
+    max_replies = service.settings.limits.choices
+    replies = (body.n or 1) * len(prompts)
+    if replies > max_replies:  # before they are tokenized
+        message = f"n: {replies} replies in one request; at most {max_replies}"
+        raise ApiError(400, message, "invalid_value", param="n")
     ids = []
     for prompt in prompts:
         if isinstance(prompt, str):
@@ -44,17 +49,12 @@ def _prompts(service: Service, body: CompletionRequest) -> list[list[int]]:
 
 
 def _prepare(service: Service, body: CompletionRequest) -> Prepared:
-    max_replies = service.settings.limits.choices
     limit = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
     if limit == 0 and not body.echo:
         raise ApiError(400, "max_tokens: 0 needs echo", "invalid_value", param="max_tokens")
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options: needs stream", "invalid_value", param="stream_options")
     prompts = _prompts(service, body)
-    replies = (body.n or 1) * len(prompts)
-    if replies > max_replies:
-        message = f"n: {replies} replies in one request; at most {max_replies}"
-        raise ApiError(400, message, "invalid_value", param="n")
     grammar = service.grammar(body.response_format)
     scored = bool(body.echo) and body.logprobs is not None
     numbers = count()

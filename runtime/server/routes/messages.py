@@ -12,7 +12,18 @@ from mycli.runtime.engine.reply_reader import Piece
 from mycli.runtime.server.api_error import ApiError
 from mycli.runtime.server.routes.chat_spec import ChatSpec, prepare_chat
 from mycli.runtime.server.routes.wire import TokenCounts, new_id, text_of
-from mycli.runtime.server.schemas import ContentPart, ForModel, LongText, Name, Sampling, StopString, Strict, ToolName
+from mycli.runtime.server.schemas import (
+    MAX_PARTS,
+    Content,
+    ContentPart,
+    ForModel,
+    LongText,
+    Name,
+    Sampling,
+    StopString,
+    Strict,
+    ToolName,
+)
 from mycli.runtime.server.service import Prepared, Service
 from mycli.runtime.server.streaming import JsonResponse, answer, event, read_request
 from mycli.runtime.tokenizer.chat_template import Message, Tool
@@ -34,7 +45,7 @@ class MessageBlock(ContentPart):
     name: Annotated[str, Field(max_length=256)] = ""
     input: dict[str, Any] | None = None
     tool_use_id: Annotated[str, Field(max_length=256)] = ""
-    content: LongText | list[ContentPart] | None = None
+    content: Content = None
     thinking: LongText | None = None
 
 
@@ -42,7 +53,7 @@ class InputMessage(Strict):
     """A message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: LongText | list[MessageBlock]
+    content: LongText | Annotated[list[MessageBlock], Field(max_length=MAX_PARTS)]
 
 
 class InputTool(Strict):
@@ -72,7 +83,7 @@ class CountRequest(ForModel):
     """The body of POST /v1/messages/count_tokens."""
 
     messages: list[InputMessage] = Field(min_length=1, max_length=4096)
-    system: LongText | list[ContentPart] | None = None
+    system: Content = None
     tools: list[InputTool] | None = Field(None, max_length=128)
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None

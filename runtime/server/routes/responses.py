@@ -13,6 +13,7 @@ from mycli.runtime.server.routes.chat_spec import ChatSpec, effort_arguments, pr
 from mycli.runtime.server.routes.response_items import OutputItems
 from mycli.runtime.server.routes.wire import TokenCounts, call_fields, new_id, now, text_of
 from mycli.runtime.server.schemas import (
+    MAX_ITEMS,
     Content,
     Effort,
     ForModel,
@@ -79,7 +80,7 @@ class ReasoningOptions(Strict):
 class ResponsesRequest(ForModel):
     """The body of POST /v1/responses."""
 
-    input: LongText | list[InputItem]
+    input: LongText | Annotated[list[InputItem], Field(max_length=MAX_ITEMS)]
     instructions: LongText | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=1 << 31)
     temperature: float | None = Field(None, ge=0, le=2)
