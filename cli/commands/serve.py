@@ -15,7 +15,7 @@ from mycli.cli.load import announce_slow_passes, load_engine
 from mycli.cli.other_engines import EngineFlags, OtherEngine, start
 from mycli.cli.reasons import passes_json
 from mycli.runtime.engine.config import EngineConfig
-from mycli.runtime.errors import UsageError
+from mycli.runtime.errors import UsageError, UserError
 from mycli.runtime.hub.store import state_dir
 from mycli.runtime.server.request_log import LogFormat
 from mycli.runtime.server.run_file import RunningServer, announced
@@ -218,13 +218,14 @@ def _run(
     settings = replace(settings, names=(*settings.names, Path(loaded.source.name).name))
     engine = loaded.engine
     sequences = engine.shape.blocks * engine.shape.block_size // engine.context
-    worker = EngineWorker(engine, settings.limits.waiting, call.out.warn)
+    worker = EngineWorker(engine, settings.limits.waiting, call.out.warn, lambda: server.end())
     service = Service(settings, loaded.model, worker, int(time.time()))
 
     def drain() -> None:
         service.draining = True
-        if worker.underway:
-            call.out.note(f"stopping after {pluralize(worker.underway, 'reply')}; press Ctrl-C again to stop now")
+        if service.busy:
+            replies = pluralize(max(worker.underway, service.requests), "reply")
+            call.out.note(f"stopping after {replies}; press Ctrl-C again to stop now")
 
     def ready() -> None:
         answer = {
@@ -243,9 +244,7 @@ def _run(
                 cache += f" (--ctx allows up to {loaded.model.runner.config.max_context})"
             call.out.result(f"{url} · {service.name} · up to {pluralize(max_sequences, 'reply')} concurrently; {cache}")
 
-    server = DrainingServer(
-        application(service, log), settings.limits, drain, lambda: worker.underway > 0, worker.cancel_all
-    )
+    server = DrainingServer(application(service, log), settings.limits, drain, lambda: service.busy, worker.cancel_all)
     own = RunningServer(os.getpid(), url, service.name, settings.names, engine.context, service.created, version())
     worker.start()
     try:
@@ -255,3 +254,5 @@ def _run(
         worker.stop()
         engine.close()
         service.close()
+    if worker.dead:
+        raise UserError(f"the server stopped: {worker.failed}", "start it again; with -v it logs every request")

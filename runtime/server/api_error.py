@@ -101,3 +101,7 @@ def from_user_error(error: UserError, param: str | None = None) -> ApiError:
 def internal_error() -> ApiError:
     # The cause goes to the log only: it may hold another client's data.
     return ApiError(500, "internal error", "internal_error")
+
+
+def shutting_down() -> ApiError:
+    return ApiError(503, "the server is shutting down", "shutting_down", headers={"retry-after": "10"})

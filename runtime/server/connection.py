@@ -5,6 +5,7 @@ uvicorn has no deadline for the head or body of a request, no limit on connectio
 
 import asyncio
 import errno
+import resource
 import socket
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,12 +14,16 @@ from typing import Literal
 
 import h11
 import uvicorn
+from h11._receivebuffer import ReceiveBuffer
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mycli.runtime.errors import ResourceError, UsageError
 from mycli.runtime.server.settings import ServerLimits
 
+_LINGER = 1.0  # seconds to let a refused client read the answer
+_DEAD_SECONDS = 5.0  # to send what is under way when the engine has died
+_OPEN_FILES = 8192
 DRAIN_TICK = 0.1  # seconds between two calls of uvicorn's on_tick
 _BUSY = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 5\r\nconnection: close\r\n\r\n"
@@ -63,19 +68,53 @@ def connection(limits: ServerLimits) -> type[H11Protocol]:
     return type("Connection", (_Connection,), {"limits": limits})
 
 
+class _StrictBuffer(ReceiveBuffer):
+    # h11 accepts lines that end with a bare line feed, where a proxy in front may see no end: request smuggling.
+
+    def maybe_extract_lines(self) -> list[bytearray] | None:
+        before = bytes(self)
+        lines = super().maybe_extract_lines()
+        if lines is not None:
+            head = before[: len(before) - len(self)]
+            if head.count(b"\n") != head.count(b"\r\n"):
+                raise h11.LocalProtocolError("a line ends with a bare line feed")
+        return lines
+
+
 class _Connection(H11Protocol):
     limits: ServerLimits
     _deadline: asyncio.TimerHandle | None = None
     _stall: asyncio.TimerHandle | None = None
     _expected: Literal["head", "body", ""] = ""
+    _opened = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
-        if len(self.connections) >= self.limits.connections:
+        if len(self.connections) >= self.limits.connections and not self._close_oldest_idle():
             transport.write(_BUSY)
-            transport.close()
+            if transport.can_write_eof():
+                transport.write_eof()
+            # Closing now would reset the connection: the client's request is still on its way, and unread.
+            self.loop.call_later(_LINGER, transport.close)
             return
         super().connection_made(transport)
+        self.conn._receive_buffer = _StrictBuffer()
+        self._opened = self.loop.time()
         self._expect("head")
+
+    def _close_oldest_idle(self) -> bool:
+        # Idle sockets of one client must not keep out others, such as a health probe.
+        idle = [one for one in self.connections if isinstance(one, _Connection) and one.is_idle]
+        if not idle:
+            return False
+        oldest = min(idle, key=lambda one: one._opened)
+        self.connections.discard(oldest)
+        oldest.transport.close()
+        return True
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is being read or answered."""
+        return self.conn.our_state is h11.IDLE and self.conn.their_state is h11.IDLE
 
     def data_received(self, data: bytes) -> None:
         if self.transport is None:
@@ -162,6 +201,11 @@ class DrainingServer(uvicorn.Server):
         )
         self._limits, self._drain, self._busy, self._give_up = limits, drain, busy, give_up
         self._draining_for: float | None = None
+        self._dead_for: float | None = None
+
+    def end(self) -> None:
+        """Stop serving, from any thread, as soon as the responses under way are sent."""
+        self._dead_for = 0.0
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._captured_signals = [sig]  # uvicorn raises it again at the end, which gives the exit code
@@ -172,6 +216,9 @@ class DrainingServer(uvicorn.Server):
             self._drain()
 
     async def on_tick(self, counter: int) -> bool:
+        if self._dead_for is not None:
+            self.should_exit |= not self._busy() or self._dead_for >= _DEAD_SECONDS
+            self._dead_for += DRAIN_TICK
         if self._draining_for is not None:
             if not self._busy():
                 self.should_exit = True
@@ -184,6 +231,11 @@ class DrainingServer(uvicorn.Server):
 
 def run_until_signal(server: DrainingServer, listener: socket.socket, ready: Callable[[], None]) -> None:
     """Serve until a signal; `ready` is called once requests are accepted."""
+    # Many systems allow 1,024 open files by default, fewer than connections and the files of a model together.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < _OPEN_FILES:
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (_OPEN_FILES if hard < 0 else min(_OPEN_FILES, hard), hard))
 
     async def serve() -> None:
         announced = asyncio.create_task(_call_when_started(server, ready))

@@ -4,6 +4,7 @@ Refuses a foreign Host (DNS rebinding) or Origin (pages of other sites), a missi
 server drains. The log holds no prompt and no key.
 """
 
+import asyncio
 import hmac
 import ipaddress
 import re
@@ -16,7 +17,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mycli.runtime.server.api_error import ApiError, internal_error
+from mycli.runtime.server.api_error import ApiError, internal_error, shutting_down
 from mycli.runtime.server.request_log import RequestRecord
 from mycli.runtime.server.service import Service
 from mycli.runtime.server.streaming import JsonResponse
@@ -73,6 +74,8 @@ class Guard:
         state = scope["state"]
         state["request_id"] = request_id
         status, started = 0, False
+        counted = scope["method"] == "POST"
+        self._service.requests += counted
 
         async def reply(message: Message) -> None:
             nonlocal status, started
@@ -94,12 +97,16 @@ class Guard:
             await self._app(scope, receive, reply)
         except ApiError as error:
             await self._refuse(error, scope, receive, reply)
+        except asyncio.CancelledError:  # the grace period is over
+            if not started:
+                await self._refuse(shutting_down(), scope, receive, reply)
         except Exception as error:
             self._log(f"{request_id} {type(error).__name__}: {one_line(str(error))}")
             if started:
                 raise
             await self._refuse(internal_error(), scope, receive, reply)
         finally:
+            self._service.requests -= counted
             record = RequestRecord(
                 arrived,
                 scope["client"][0] if scope["client"] else "",
@@ -126,6 +133,11 @@ class Guard:
         if len(scope["headers"]) > limits.headers or size > limits.header_bytes:
             message = f"more than {limits.headers} headers, or {limits.header_bytes} bytes in them"
             raise ApiError(431, message, "headers_too_large")
+        if "content-length" in headers and "transfer-encoding" in headers:
+            # Request smuggling: a proxy in front may end the body at the other one.
+            close = {"connection": "close"}
+            message = "content-length and transfer-encoding exclude each other"
+            raise ApiError(400, message, "invalid_request", headers=close)
         self._check_host(headers)
         self._check_origin(scope, headers)
 
@@ -133,13 +145,12 @@ class Guard:
         if scope["path"] not in OPEN_PATHS:
             self._check_key(headers)
         if scope["method"] == "POST" and self._service.draining:
-            retry = {"retry-after": "10"}
-            raise ApiError(503, "the server is shutting down", "shutting_down", headers=retry)
+            raise shutting_down()
 
     def _check_host(self, headers: Headers) -> None:
         # DNS rebinding: a page whose host name was pointed at this machine still sends that name.
         hosts = headers.getlist("host")
-        host = host_of(hosts[0]) if len(hosts) == 1 else ""
+        host = host_of(hosts[0]) if len(hosts) == 1 and "://" not in hosts[0] else ""
         known = host == "localhost" or host.endswith(".localhost") or host in self._service.settings.hosts
         if not known and not _is_address(host):
             raise ApiError(403, f"host {host[:100]!r} is not allowed", "host_not_allowed")

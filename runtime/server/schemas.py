@@ -6,12 +6,24 @@ Fields that are not read here are refused or ignored as `fields` says.
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import ErrorDetails
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import CoreSchema, ErrorDetails
 
 from mycli.runtime.server.api_error import ApiError
 from mycli.runtime.tokenizer.stream import MAX_STOP_LENGTH, MAX_STOPS
 
+MAX_ITEMS = 1 << 14  # of a conversation in one field
+MAX_PARTS = 1 << 12  # of a message
+MAX_PROMPTS = 1 << 10
+MAX_IDS = 1 << 20
 LongText = Annotated[str, Field(max_length=1 << 22)]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
@@ -54,10 +66,30 @@ No = Annotated[Literal[False], BeforeValidator(_false_only)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
+def _fail_fast(schema: Any) -> None:
+    # An error takes a kilobyte: a list of a million wrong items would take a gigabyte of them, and minutes.
+    if isinstance(schema, dict):
+        if schema.get("type") in ("list", "dict"):
+            schema["fail_fast"] = True
+        fields = not isinstance(schema.get("type"), str)  # the keys are names of fields, which may be "metadata"
+        for key, part in schema.items():
+            if fields or key not in ("metadata", "default", "cls"):
+                _fail_fast(part)
+    elif isinstance(schema, list | tuple):
+        for part in schema:
+            _fail_fast(part)
+
+
 class Strict(BaseModel):
     """Part of a request."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema = handler(source)
+        _fail_fast(schema)
+        return schema
 
 
 _Request = TypeVar("_Request", bound=Strict)
@@ -79,6 +111,8 @@ def _explain(errors: Sequence[ErrorDetails], body: Any) -> ApiError:
     within = [place for place in places if place[: len(places[0])] == places[0]]
     place = max(within, key=len)
     chosen = [error for error, where in zip(errors, places, strict=True) if where == place]
+    if too_long := [(error, where) for error, where in zip(errors, places, strict=True) if error["type"] == "too_long"]:
+        chosen, place = [too_long[0][0]], too_long[0][1]
     name, causes = ".".join(map(str, place)), dict.fromkeys(map(_message, chosen))
     if any(error["type"] != "none_required" for error in chosen):
         cause = " or ".join(causes).replace(" or must be ", " or ")
@@ -134,15 +168,9 @@ class Sampling(Strict):
     logit_bias: (
         dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], Annotated[float, Field(ge=-100, le=100)]] | None
     ) = Field(None, max_length=1024)
-    stop: StopString | list[StopString] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
     ignore_eos: bool = False
-
-    @model_validator(mode="after")
-    def _check_stops(self) -> "Sampling":
-        if len(self.stops) > MAX_STOPS:
-            raise ValueError(f"stop: at most {MAX_STOPS} strings")
-        return self
 
     @property
     def stops(self) -> list[str]:
@@ -246,7 +274,7 @@ class ContentPart(Strict):
     refusal: LongText | None = None  # the text of a part of type refusal
 
 
-Content = LongText | list[ContentPart] | None
+Content = LongText | Annotated[list[ContentPart], Field(max_length=MAX_PARTS)] | None
 
 
 class ChatMessage(Strict):
@@ -283,4 +311,4 @@ class TokenizeRequest(ForModel):
 class DetokenizeRequest(ForModel):
     """The body of POST /detokenize."""
 
-    tokens: list[TokenId] = Field(max_length=1 << 20)
+    tokens: list[TokenId] = Field(max_length=MAX_IDS)

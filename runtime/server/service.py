@@ -65,12 +65,21 @@ class Service:
         self.settings, self.loaded, self.worker, self.created = settings, loaded, worker, created
         self.items = ItemStore()
         self.pool = ThreadPoolExecutor(4, thread_name_prefix="text")
+        # One at a time: a body of megabytes takes seconds and hundreds of megabytes, and must not fill the pool.
+        self.large_bodies = ThreadPoolExecutor(1, thread_name_prefix="large")
         self.draining = False
+        self.requests = 0  # POST requests from their head to the end of their response
         self._lock = Lock()
 
     def close(self) -> None:
-        """Stop the thread pool; tasks that have not started are dropped."""
-        self.pool.shutdown(wait=False, cancel_futures=True)
+        """Stop the thread pools; tasks that have not started are dropped."""
+        for pool in (self.pool, self.large_bodies):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is being read, prepared, or answered."""
+        return self.requests > 0 or self.worker.underway > 0
 
     @property
     def name(self) -> str:

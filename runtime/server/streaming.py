@@ -27,6 +27,7 @@ from mycli.runtime.utils.json_fields import strict_json
 _T = TypeVar("_T")
 _Body = TypeVar("_Body", bound=ForModel)
 CLIENT_GONE = 499  # nginx's status for a client that disconnected: only in the log
+LARGE_BODY = 1 << 18  # bytes; a conversation of 65,536 tokens is as long
 
 
 class Rendering(Protocol):
@@ -104,9 +105,19 @@ class JsonResponse(Response):
         return dumps(content).encode()
 
 
-async def off_loop(service: Service, work: Callable[[], _T]) -> _T:
-    """Run `work` in the service's thread pool, so that the event loop serves others meanwhile."""
-    return await asyncio.get_running_loop().run_in_executor(service.pool, work)
+async def off_loop(service: Service, work: Callable[[], _T], body_bytes: int = 0) -> _T:
+    """Run `work` in a thread pool, so that the event loop serves others meanwhile; large bodies have their own."""
+
+    def guarded() -> _T:
+        try:
+            return work()
+        except Exception:
+            raise
+        except BaseException as error:  # a Rust panic, which asyncio and starlette do not handle
+            raise RuntimeError(f"{type(error).__name__}: {error}") from None
+
+    pool = service.large_bodies if body_bytes > LARGE_BODY else service.pool
+    return await asyncio.get_running_loop().run_in_executor(pool, guarded)
 
 
 async def _read_body(service: Service, request: Request) -> bytes:
@@ -149,7 +160,7 @@ async def read_request(
         service.check_model(body.model)
         return unknown, body, work(body)
 
-    unknown, body, result = await off_loop(service, read)
+    unknown, body, result = await off_loop(service, read, len(data))
     note_omitted(request, [f"field {name}" for name in unknown])
     return body, result
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.reply_reader import Piece, ReplyReader
 from mycli.runtime.engine.sequence import Request, SequenceOutput
-from mycli.runtime.errors import UserError
+from mycli.runtime.errors import UserError, summarize_error
 from mycli.runtime.kernels.cpu.threads import release_threads
 from mycli.runtime.server.api_error import ApiError, from_user_error, internal_error
 from mycli.runtime.server.delivery import Delivery
@@ -40,12 +40,17 @@ class Ticket:
 
 
 class EngineWorker:
-    """Runs an engine for many clients; `log` receives internal errors."""
+    """Runs an engine for many clients; `log` receives internal errors.
 
-    def __init__(self, engine: Engine, max_waiting: int, log: Callable[[str], None]) -> None:
+    A thread that ends by an error fails all replies; `on_death` is then called once, from that thread.
+    """
+
+    def __init__(
+        self, engine: Engine, max_waiting: int, log: Callable[[str], None], on_death: Callable[[], None] = lambda: None
+    ) -> None:
         self.engine = engine
         self.metrics = Metrics(lambda: self.stats)
-        self._max_waiting, self._log = max_waiting, log
+        self._max_waiting, self._log, self._on_death = max_waiting, log, on_death
         self._lock = threading.Lock()
         self._tickets: set[Ticket] = set()
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -53,11 +58,12 @@ class EngineWorker:
         self._delivered = threading.Event()  # the event loop has seen the tokens of the last step
         self._by_sequence: dict[int, Ticket] = {}  # used by the engine thread only
         self._threads = [
-            threading.Thread(target=self._run_engine, name="engine", daemon=True),
-            threading.Thread(target=self._run_text, name="text", daemon=True),
+            threading.Thread(target=self._run, args=(self._run_engine,), name="engine", daemon=True),
+            threading.Thread(target=self._run, args=(self._run_text,), name="text", daemon=True),
         ]
         self.stats = engine.stats  # a copy after each step: the engine itself belongs to its thread
         self.failed = ""  # why the engine cannot run any more
+        self.dead = False  # a thread has ended by an error
 
     def start(self) -> None:
         """Start both threads. The calling thread must not use the engine afterwards."""
@@ -68,6 +74,8 @@ class EngineWorker:
     def stop(self) -> None:
         """End both threads without finishing replies."""
         self._commands.put(None)
+        if self.dead:  # the engine thread may not pass this on
+            self._outputs.put(None)
         for thread in self._threads:
             thread.join(timeout=10)
 
@@ -101,6 +109,10 @@ class EngineWorker:
                 message = f"queue full: {waiting} replies are waiting, at most {self._max_waiting} may"
                 raise ApiError(429, message, "queue_full", headers={"retry-after": "5"})
             self._tickets.update(tickets)
+        if self.dead:  # it died after the check above, and has not seen these tickets
+            for ticket in tickets:
+                self._end(ticket, "error")
+            raise ApiError(503, f"the engine has failed: {self.failed}", "engine_failed")
 
         def enter() -> None:
             for group in groups:
@@ -121,6 +133,24 @@ class EngineWorker:
             tickets = list(self._tickets)
         error = ApiError(503, "the server is shutting down", "shutting_down")
         self._commands.put(lambda: self._fail(tickets, error))
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:  # a Rust panic is not an Exception
+            self._die(error)
+
+    def _die(self, error: BaseException) -> None:
+        name = threading.current_thread().name
+        self.failed = f"the {name} thread ended: {summarize_error(error)}"
+        self.dead = True
+        with self._lock:
+            tickets = list(self._tickets)
+        self._log(self.failed)
+        for ticket in tickets:
+            self._end(ticket, "error")
+            ticket.delivery.put([internal_error()])
+        self._on_death()
 
     # Engine thread
 
@@ -226,7 +256,7 @@ class EngineWorker:
             ticket.tokens += len(output.tokens)
         try:
             piece = ticket.reader.feed(output)
-        except Exception as error:  # a bug in reading one reply must not end the others
+        except BaseException as error:  # a bug, or a panic of the tokenizer, in one reply must not end the others
             self._log(f"reading a reply failed: {type(error).__name__}: {error}")
             self.cancel([ticket])
             return internal_error()

@@ -21,6 +21,9 @@ LOAD_SECONDS = 20.0
 WORKER_MEMORY = 4 << 30
 MAX_STEPS = 16  # in a sequence of normalizers, pre-tokenizers or post-processors
 
+# Characters above which a text is encoded as a batch of one: `encode` holds the GIL, 4 s for 4 million characters.
+LONG_TEXT = 1 << 14
+
 _T = TypeVar("_T")
 _MODELS = ("BPE", "Unigram")
 _NORMALIZERS = frozenset(("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Strip", "StripAccents", "ByteLevel"))
@@ -57,8 +60,13 @@ class Pipeline:
         tokenizer = self._plain if plain else self._whole
         # Text inside a conversation gets no SentencePiece prefix space: it is encoded behind an anchor token.
         if not (plain and inside):
+            if len(text) > LONG_TEXT:
+                return _call(lambda: list(tokenizer.encode_batch_fast([text], add_special_tokens=add_special)[0].ids))
             return _call(lambda: list(tokenizer.encode(text, add_special_tokens=add_special).ids))
-        return _call(lambda: list(tokenizer.encode(self._anchor + text, add_special_tokens=False).ids))[1:]
+        text = self._anchor + text
+        if len(text) > LONG_TEXT:
+            return _call(lambda: list(tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids))[1:]
+        return _call(lambda: list(tokenizer.encode(text, add_special_tokens=False).ids))[1:]
 
     def normalize(self, text: str) -> str:
         normalizer: Any = self._whole.normalizer

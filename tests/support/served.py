@@ -111,14 +111,14 @@ def serving(loaded: LoadedModel, engine: Any, settings: ServerSettings | None = 
     listener = listen("127.0.0.1", 0)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)  # one who does not read shows at once
     lines: list[str] = []
-    worker = EngineWorker(engine, settings.limits.waiting, lines.append)
+    worker = EngineWorker(engine, settings.limits.waiting, lines.append, lambda: server.end())
     service = Service(settings, loaded, worker, 1_700_000_000)
 
     def drain() -> None:
         service.draining = True
 
     app = application(service, lines.append)
-    server = DrainingServer(app, settings.limits, drain, lambda: worker.underway > 0, worker.cancel_all)
+    server = DrainingServer(app, settings.limits, drain, lambda: service.busy, worker.cancel_all)
     worker.start()
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)
     thread.start()

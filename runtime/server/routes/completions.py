@@ -15,7 +15,7 @@ from mycli.runtime.server.api_error import ApiError
 from mycli.runtime.server.formats import Constraints, output_format
 from mycli.runtime.server.routes.chat_completions import FINISH
 from mycli.runtime.server.routes.wire import OpenAIRendering, completion_logprobs, new_id, now
-from mycli.runtime.server.schemas import ForModel, LongText, Sampling, StreamOptions, TokenId
+from mycli.runtime.server.schemas import MAX_IDS, MAX_PROMPTS, ForModel, LongText, Sampling, StreamOptions, TokenId
 from mycli.runtime.server.service import Prepared, Service
 from mycli.runtime.server.streaming import answer, event, read_request
 
@@ -25,7 +25,12 @@ DEFAULT_TOKENS = 16  # OpenAI's
 class CompletionRequest(ForModel, Sampling, Constraints):
     """The body of POST /v1/completions."""
 
-    prompt: LongText | list[LongText] | list[TokenId] | list[list[TokenId]]
+    prompt: (
+        LongText
+        | Annotated[list[LongText], Field(max_length=MAX_PROMPTS)]
+        | Annotated[list[TokenId], Field(max_length=MAX_IDS)]
+        | Annotated[list[Annotated[list[TokenId], Field(max_length=MAX_IDS)]], Field(max_length=MAX_PROMPTS)]
+    )
     n: int | None = Field(None, ge=1, le=64)
     best_of: Annotated[int, Field(ge=1, le=1)] | None = None
     echo: bool | None = None
@@ -50,6 +55,11 @@ def _prompts(service: Service, body: CompletionRequest) -> list[list[int]]:
         prompts = [prompts]
     if not prompts:
         raise ApiError(400, "prompt: is empty", "invalid_value", param="prompt")
+    max_replies = service.settings.limits.choices
+    replies = (body.n or 1) * len(prompts)
+    if replies > max_replies:  # before they are tokenized
+        message = f"n: {replies} replies in one request; at most {max_replies}"
+        raise ApiError(400, message, "invalid_value", param="n")
     ids = []
     for prompt in prompts:
         if isinstance(prompt, str):
@@ -61,7 +71,6 @@ def _prompts(service: Service, body: CompletionRequest) -> list[list[int]]:
 
 
 def _prepare(service: Service, body: CompletionRequest) -> Prepared:
-    max_replies = service.settings.limits.choices
     asked = body.max_tokens if body.max_tokens is not None else body.n_predict
     limit = DEFAULT_TOKENS if asked is None else service.context + 1 if asked == -1 else asked
     if limit == 0 and not body.echo:
@@ -69,10 +78,6 @@ def _prepare(service: Service, body: CompletionRequest) -> Prepared:
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options: needs stream", "invalid_value", param="stream_options")
     prompts = _prompts(service, body)
-    replies = (body.n or 1) * len(prompts)
-    if replies > max_replies:
-        message = f"n: {replies} replies in one request; at most {max_replies}"
-        raise ApiError(400, message, "invalid_value", param="n")
     grammar = service.grammar(output_format(body))
     scored = bool(body.echo) and body.logprobs is not None
     numbers = count()

@@ -9,7 +9,18 @@ from mycli.runtime.server.api_error import ApiError
 from mycli.runtime.server.formats import ResponseFormat, json_schema_format
 from mycli.runtime.server.routes.chat_spec import ChatSpec, effort_arguments
 from mycli.runtime.server.routes.wire import text_of
-from mycli.runtime.server.schemas import ContentPart, ForModel, LongText, Name, Sampling, StopString, Strict, ToolName
+from mycli.runtime.server.schemas import (
+    MAX_PARTS,
+    Content,
+    ContentPart,
+    ForModel,
+    LongText,
+    Name,
+    Sampling,
+    StopString,
+    Strict,
+    ToolName,
+)
 from mycli.runtime.tokenizer.chat_template import Message, Tool
 from mycli.runtime.tokenizer.stream import MAX_STOPS
 
@@ -24,7 +35,7 @@ class TextSource(Strict):
 
     type: Annotated[str, Field(max_length=64)]
     data: LongText | None = None
-    content: LongText | list[ContentPart] | None = None
+    content: Content = None
 
 
 class TextBlock(ContentPart):
@@ -33,7 +44,7 @@ class TextBlock(ContentPart):
     source: TextSource | LongText | None = None
     title: LongText | None = None
     context: LongText | None = None
-    content: LongText | list[ContentPart] | None = None
+    content: Content = None
 
 
 class MessageBlock(TextBlock):
@@ -43,7 +54,7 @@ class MessageBlock(TextBlock):
     name: Annotated[str, Field(max_length=256)] = ""
     input: dict[str, Any] | None = None
     tool_use_id: Annotated[str, Field(max_length=256)] = ""
-    content: LongText | list[TextBlock] | None = None  # type: ignore[assignment]  # the results of tools hold blocks
+    content: LongText | Annotated[list[TextBlock], Field(max_length=MAX_PARTS)] | None = None  # type: ignore[assignment]  # the results of tools hold blocks
     thinking: LongText | None = None
 
 
@@ -51,7 +62,7 @@ class InputMessage(Strict):
     """A message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: LongText | list[MessageBlock]
+    content: LongText | Annotated[list[MessageBlock], Field(max_length=MAX_PARTS)]
 
 
 class InputTool(Strict):
@@ -121,7 +132,7 @@ class CountRequest(ForModel):
     """The body of POST /v1/messages/count_tokens."""
 
     messages: list[InputMessage] = Field(min_length=1, max_length=4096)
-    system: LongText | list[ContentPart] | None = None
+    system: Content = None
     tools: list[InputTool] | None = Field(None, max_length=128)
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None

@@ -10,6 +10,8 @@ from mycli.runtime.server.api_error import ApiError
 from mycli.runtime.server.formats import Constraints, ResponseFormat, SchemaFormat, output_format
 from mycli.runtime.server.routes.chat_spec import ChatSpec, effort_arguments
 from mycli.runtime.server.schemas import (
+    MAX_ITEMS,
+    MAX_PARTS,
     Content,
     ContentPart,
     ForModel,
@@ -38,7 +40,7 @@ class InputItem(Strict):
     id: Id | None = None
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: Content = None
-    summary: list[ContentPart] | None = None
+    summary: list[ContentPart] | None = Field(None, max_length=MAX_PARTS)
     call_id: Id | None = None
     name: Id = ""
     namespace: Id | None = None
@@ -113,7 +115,7 @@ class TextOptions(Strict):
 class ResponsesRequest(ForModel, Sampling, Constraints, ThinkingBudget):
     """The body of POST /v1/responses."""
 
-    input: LongText | list[InputItem]
+    input: LongText | Annotated[list[InputItem], Field(max_length=MAX_ITEMS)]
     instructions: LongText | None = None
     max_output_tokens: TokenLimit | None = None
     stream: bool | None = None

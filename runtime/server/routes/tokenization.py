@@ -19,32 +19,35 @@ def _conversation(service: Service, body: TokenizeRequest) -> list[int]:
 async def tokenize(service: Service, request: Request) -> Response:
     """Return the token ids of a text or a conversation."""
 
-    def work(body: TokenizeRequest) -> list[int]:
+    def work(body: TokenizeRequest) -> Response:
         if body.prompt is not None:
-            return service.text_prompt(body.prompt, body.add_special_tokens)
-        return _conversation(service, body)
+            ids = service.text_prompt(body.prompt, body.add_special_tokens)
+        else:
+            ids = _conversation(service, body)
+        # Millions of ids are written as JSON here, off the event loop.
+        return JsonResponse({"count": len(ids), "max_model_len": service.context, "tokens": ids})
 
-    _, ids = await read_request(service, request, TokenizeRequest, work)
-    return JsonResponse({"count": len(ids), "max_model_len": service.context, "tokens": ids})
+    _, response = await read_request(service, request, TokenizeRequest, work)
+    return response
 
 
 async def detokenize(service: Service, request: Request) -> Response:
     """Return the text of token ids, without control tokens."""
 
-    def work(body: DetokenizeRequest) -> str:
+    def work(body: DetokenizeRequest) -> Response:
         service.check_ids(body.tokens, "tokens")
-        return service.loaded.tokenizer.decode(body.tokens)
+        return JsonResponse({"prompt": service.loaded.tokenizer.decode(body.tokens)})
 
-    _, text = await read_request(service, request, DetokenizeRequest, work)
-    return JsonResponse({"prompt": text})
+    _, response = await read_request(service, request, DetokenizeRequest, work)
+    return response
 
 
 async def apply_template(service: Service, request: Request) -> Response:
     """Render a conversation with the chat template, control tokens spelled out."""
 
-    def work(body: TokenizeRequest) -> str:
+    def work(body: TokenizeRequest) -> Response:
         ids = _conversation(service, body) if body.messages else service.text_prompt(body.prompt or "")
-        return service.spelled(ids)
+        return JsonResponse({"prompt": service.spelled(ids)})
 
-    _, text = await read_request(service, request, TokenizeRequest, work)
-    return JsonResponse({"prompt": text})
+    _, response = await read_request(service, request, TokenizeRequest, work)
+    return response
