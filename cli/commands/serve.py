@@ -246,10 +246,10 @@ def _run(
     server = DrainingServer(
         application(service, log), settings.limits, drain, lambda: worker.underway > 0, worker.cancel_all
     )
-    own = RunningServer(os.getpid(), url, service.name, settings.names, engine.context, service.created, version())
+    record = RunningServer(os.getpid(), url, service.name, settings.names, engine.context, service.created, version())
     worker.start()
     try:
-        with announced(state_dir() / "servers", own):
+        with announced(state_dir() / "servers", record):
             run_until_signal(server, listener, ready)
     finally:
         worker.stop()

@@ -34,7 +34,7 @@ _REFUSED = _words("""
     input_prefix input_suffix input_extra
 """)
 # Field -> the values that ask for nothing, where these are others.
-UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+UNSUPPORTED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(_REFUSED, _NOTHING),
     **dict.fromkeys(_words("typical_p typ_p repeat_penalty n_cmpl"), (None, 1)),
     **dict.fromkeys(_words("top_n_sigma n_keep adaptive_target t_max_predict_ms"), (None, 0, -1)),
@@ -50,7 +50,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 }
 # Fields that cannot change a reply: labels, billing, storage, placement, speed, and settings of features that are
 # refused as long as they are on.
-HARMLESS = frozenset(
+HARMLESS_FIELDS = frozenset(
     _words("""
     user metadata store service_tier safety_identifier prediction access_programs prompt_cache_key prompt_cache_options
     prompt_cache_retention max_tool_calls truncation client_metadata
@@ -79,9 +79,9 @@ def check_fields(body: Mapping[str, Any], known: Collection[str]) -> list[str]:
     """Return the names of fields that no interface has. Raises ApiError for a field that would change the reply."""
     unknown = []
     for name, value in body.items():
-        if name in known or name in HARMLESS:
+        if name in known or name in HARMLESS_FIELDS:
             continue
-        neutral = UNSUPPORTED.get(name)
+        neutral = UNSUPPORTED_FIELDS.get(name)
         if neutral is None:
             unknown.append(name if _NAME.fullmatch(name) else "unprintable")
         elif not _asks_nothing(value, neutral):

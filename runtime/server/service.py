@@ -40,7 +40,7 @@ from mycli.runtime.tokenizer.parsing.tool_formats import (
 class Prepared:
     """Requests ready for the engine, with a reader for each reply; `prompts`: token ids, in the client's order.
 
-    clipped: the context has no room for the tokens that were asked for; omitted: parts of the request that were left
+    clipped: the context has no room for the requested tokens; omitted: parts of the request that were left
     out, for the response's header and the log.
     """
 

@@ -28,20 +28,20 @@ from mycli.runtime.tokenizer.chat_template import Message, Tool
 
 LOGPROBS = "message.output_text.logprobs"
 Kind = Annotated[str, Field(min_length=1, max_length=64)]
-Id = Annotated[str, Field(max_length=256)]
+ItemId = Annotated[str, Field(max_length=256)]
 
 
 class InputItem(Strict):
     """A message, a tool call, its result, reasoning, or a reference to an earlier item."""
 
     type: Kind | None = None
-    id: Id | None = None
+    id: ItemId | None = None
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: Content = None
     summary: list[ContentPart] | None = None
-    call_id: Id | None = None
-    name: Id = ""
-    namespace: Id | None = None
+    call_id: ItemId | None = None
+    name: ItemId = ""
+    namespace: ItemId | None = None
     arguments: LongText = ""
     input: LongText = ""
     action: dict[str, Any] | None = None
@@ -84,7 +84,7 @@ class ChosenTool(Strict):
 
     type: Kind
     name: Name | None = None
-    namespace: Id | None = None
+    namespace: ItemId | None = None
     mode: Literal["auto", "required"] | None = None
     tools: "list[ChosenTool] | None" = Field(None, max_length=128)
 
@@ -154,7 +154,7 @@ class ResponsesRequest(ForModel, Sampling, Constraints, ThinkingBudget):
 
 @dataclass(frozen=True)
 class ToolIdentity:
-    """What a client calls a tool that the model knows under one name."""
+    """The client's name of a tool, which the model knows under a single name."""
 
     name: str
     namespace: str | None = None
