@@ -24,7 +24,7 @@ _REFUSED = _words("""
     min_tokens bad_words allowed_token_ids use_beam_search logits_processors prompt_logprobs prompt_embeds
     logprob_token_ids return_tokens_as_token_ids return_token_ids return_prompt_text truncate_prompt_tokens watermarking
     include_stop_str_in_output chat_template kv_transfer_params ec_transfer_params vllm_xargs repetition_detection
-    media_io_kwargs continue_final_message
+    media_io_kwargs
     stop_regex no_stop_trim lora_path session_params return_hidden_states custom_logit_processor custom_params
     return_routed_experts return_prompt_token_ids return_meta_info return_cached_tokens_details input_ids images_config
     use_audio_in_video bootstrap_host bootstrap_port bootstrap_room task
@@ -43,7 +43,7 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "thinking_budget_tokens": (None, -1),
     # On by default elsewhere, and always on here.
     **dict.fromkeys(_words("skip_special_tokens include_reasoning parse_tool_calls"), (None, True)),
-    **dict.fromkeys(_words("separate_reasoning stream_reasoning add_generation_prompt"), (None, True)),
+    **dict.fromkeys(_words("separate_reasoning stream_reasoning"), (None, True)),
     "modalities": (None, (), ("text",)),
     "reasoning_format": (None, "auto", "deepseek"),
     "verbosity": (None, "medium"),

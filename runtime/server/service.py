@@ -158,6 +158,10 @@ class Service:
         except UserError as error:
             raise from_user_error(error, "prompt") from None
 
+    def tag_ids(self, text: str) -> list[int]:
+        """Return the token ids of markup, in which control tokens count as such."""
+        return self.loaded.tokenizer.encode(text, add_special=False, allow_special=True) if text else []
+
     def check_ids(self, ids: Sequence[int], param: str) -> None:
         """Raise ApiError for a token id outside the vocabulary."""
         largest = max(ids, default=0)

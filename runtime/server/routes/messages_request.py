@@ -255,5 +255,7 @@ def chat_spec(body: MessagesRequest) -> ChatSpec:
         limit=body.max_tokens,
         # As Anthropic does: a reply that reaches the end of the context says so in its stop reason.
         clipped=True,
+        # A trailing message of the assistant is the beginning of the reply.
+        continued=len(messages) > 1 and messages[-1].role == "assistant" and not messages[-1].tool_calls,
         thinking_budget=None if body.thinking is None else body.thinking.budget_tokens,
     )

@@ -42,7 +42,7 @@ AGENTS: dict[str, tuple[str, list[str], str | None]] = {
     "codex": ("@openai/codex", ["codex", "exec", "--skip-git-repo-check", "--sandbox", "read-only"], None),
     "claude": ("@anthropic-ai/claude-code", ["claude", "--output-format", "json", "-p"], "Read"),
     "qwen": ("@qwen-code/qwen-code", ["qwen", "--auth-type", "openai", "-p"], None),
-    "opencode": ("opencode-ai", ["opencode", "run"], None),
+    "opencode": ("opencode-ai", ["opencode", "run", "--model", "mycli/agent"], None),
 }
 
 
@@ -144,9 +144,12 @@ def _configured(name: str, folder: Path, address: str) -> dict[str, str]:
     if name == "opencode":
         provider: dict[str, Any] = {
             "npm": "@ai-sdk/openai-compatible",
+            "name": "mycli",
             "options": {"baseURL": f"{address}/v1", "apiKey": "any"},
             "models": {"agent": {"name": "agent"}},
         }
         config = {"provider": {"mycli": provider}, "model": "mycli/agent", "small_model": "mycli/agent"}
-        (folder / "opencode.json").write_text(json.dumps(config))
+        (folder / "opencode.json").write_text(json.dumps({"$schema": "https://opencode.ai/config.json", **config}))
+        run(["git", "init", "-q"], folder, 60)  # where it looks for its settings
+        return {}
     return {"OPENAI_BASE_URL": f"{address}/v1", "OPENAI_MODEL": "agent"}
