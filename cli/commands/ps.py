@@ -34,7 +34,10 @@ def _duration(seconds: int) -> str:
 
 @command
 def ps(call: Call) -> None:
-    """List the servers that run on this machine, started by this user with mycli serve."""
+    """List the servers that run on this machine.
+
+    These are the servers that this user has started with mycli serve.
+    """
     servers = [_describe(server) for server in running_servers(state_dir() / "servers")]
     if not servers and not call.out.json_mode:
         call.out.note("no server is running; start one: mycli serve MODEL")

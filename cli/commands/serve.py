@@ -245,10 +245,10 @@ def _run(
             call.out.result(f"{url} · {service.name} · up to {pluralize(max_sequences, 'reply')} concurrently; {cache}")
 
     server = DrainingServer(application(service, log), settings.limits, drain, lambda: service.busy, worker.cancel_all)
-    own = RunningServer(os.getpid(), url, service.name, settings.names, engine.context, service.created, version())
+    record = RunningServer(os.getpid(), url, service.name, settings.names, engine.context, service.created, version())
     worker.start()
     try:
-        with announced(state_dir() / "servers", own):
+        with announced(state_dir() / "servers", record):
             run_until_signal(server, listener, ready)
     finally:
         worker.stop()

@@ -14,7 +14,7 @@ from mycli.runtime.errors import NotFoundError, ResourceError, UsageError
 from mycli.runtime.hub.store import state_dir
 from mycli.runtime.server.run_file import RunningServer, is_running, running_servers
 
-EXAMPLES = ("mycli stop", "mycli stop pico", "mycli stop --all")
+EXAMPLES = ("mycli stop pico", "mycli stop --all")
 TICK = 0.05  # seconds between two looks at a server that ends
 
 
@@ -26,24 +26,25 @@ def stop(
     everything: Annotated[bool, options.flag("--all", "Stop all servers.")] = False,
     now: Annotated[bool, options.flag("--now", "Do not wait for replies under way.")] = False,
 ) -> None:
-    """Stop a server that was started with mycli serve; without SERVER, the only one.
+    """Stop a server.
 
-    The server finishes its replies first, for as long as its --grace says. The command returns when it has ended.
+    Without SERVER, the only one that runs. The server finishes its replies first, for as long as its --grace says. The
+    command returns when it has ended.
     """
     folder = state_dir() / "servers"
     chosen = _choose(running_servers(folder), server, everything)
-    for one in chosen:
-        _stop(folder, one, now)
-    if not call.out.answered({"stopped": [one.pid for one in chosen]}):
-        for one in chosen:
-            call.out.result(f"stopped {one.model} at {one.url} (process {one.pid})")
+    for target in chosen:
+        _stop(folder, target, now)
+    if not call.out.answered({"stopped": [target.pid for target in chosen]}):
+        for target in chosen:
+            call.out.result(f"stopped {target.model} at {target.url} (process {target.pid})")
 
 
 def _choose(servers: Sequence[RunningServer], name: str | None, everything: bool) -> Sequence[RunningServer]:
     if name is not None and everything:
-        raise UsageError("--all takes no SERVER", "omit one of them")
+        raise UsageError("--all takes no SERVER", "omit --all, or SERVER")
     matching = [server for server in servers if name is None or name in _labels(server)]
-    if not matching:
+    if not matching and not everything:
         cause = "no server is running" if not servers else f"no server is called {name!r:.100}"
         raise NotFoundError(cause, "mycli ps lists the servers that run")
     if len(matching) > 1 and not everything:

@@ -24,7 +24,7 @@ _REFUSED = _words("""
     min_tokens bad_words allowed_token_ids use_beam_search logits_processors prompt_logprobs prompt_embeds
     logprob_token_ids return_tokens_as_token_ids return_token_ids return_prompt_text truncate_prompt_tokens watermarking
     include_stop_str_in_output chat_template kv_transfer_params ec_transfer_params vllm_xargs repetition_detection
-    media_io_kwargs continue_final_message
+    media_io_kwargs
     stop_regex no_stop_trim lora_path session_params return_hidden_states custom_logit_processor custom_params
     return_routed_experts return_prompt_token_ids return_meta_info return_cached_tokens_details input_ids images_config
     use_audio_in_video bootstrap_host bootstrap_port bootstrap_room task
@@ -34,7 +34,7 @@ _REFUSED = _words("""
     input_prefix input_suffix input_extra
 """)
 # Field -> the values that ask for nothing, where these are others.
-UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+UNSUPPORTED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(_REFUSED, _NOTHING),
     **dict.fromkeys(_words("typical_p typ_p repeat_penalty n_cmpl"), (None, 1)),
     **dict.fromkeys(_words("top_n_sigma n_keep adaptive_target t_max_predict_ms"), (None, 0, -1)),
@@ -43,14 +43,14 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "thinking_budget_tokens": (None, -1),
     # On by default elsewhere, and always on here.
     **dict.fromkeys(_words("skip_special_tokens include_reasoning parse_tool_calls"), (None, True)),
-    **dict.fromkeys(_words("separate_reasoning stream_reasoning add_generation_prompt"), (None, True)),
+    **dict.fromkeys(_words("separate_reasoning stream_reasoning"), (None, True)),
     "modalities": (None, (), ("text",)),
     "reasoning_format": (None, "auto", "deepseek"),
     "verbosity": (None, "medium"),
 }
 # Fields that cannot change a reply: labels, billing, storage, placement, speed, and settings of features that are
 # refused as long as they are on.
-HARMLESS = frozenset(
+HARMLESS_FIELDS = frozenset(
     _words("""
     user metadata store service_tier safety_identifier prediction access_programs prompt_cache_key prompt_cache_options
     prompt_cache_retention max_tool_calls truncation client_metadata
@@ -79,9 +79,9 @@ def check_fields(body: Mapping[str, Any], known: Collection[str]) -> list[str]:
     """Return the names of fields that no interface has. Raises ApiError for a field that would change the reply."""
     unknown = []
     for name, value in body.items():
-        if name in known or name in HARMLESS:
+        if name in known or name in HARMLESS_FIELDS:
             continue
-        neutral = UNSUPPORTED.get(name)
+        neutral = UNSUPPORTED_FIELDS.get(name)
         if neutral is None:
             unknown.append(name if _NAME.fullmatch(name) else "unprintable")
         elif not _asks_nothing(value, neutral):

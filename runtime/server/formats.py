@@ -1,4 +1,4 @@
-"""The format that a reply must have, as the fields of every interface say it: one `ResponseFormat` for all of them."""
+"""Reads the format that a reply must have from the fields of every interface into one `ResponseFormat`."""
 
 import json
 from typing import Annotated, Any, Literal
@@ -66,7 +66,7 @@ class StructuredOutputs(Strict):
 
 
 class Constraints(Strict):
-    """The constraints of a reply of OpenAI, llama.cpp, SGLang and vLLM; a request may use one of them."""
+    """The constraints of a reply of OpenAI, llama.cpp, SGLang and vLLM; a request may use one."""
 
     response_format: ResponseFormat | None = None
     grammar: LongText | None = None

@@ -32,5 +32,5 @@ class ItemStore:
     def find(self, name: str) -> Mapping[str, Any] | None:
         """Return the item with this id; None if it is unknown or forgotten."""
         with self._lock:
-            found = self._items.get(name)
-        return None if found is None else found[0]
+            entry = self._items.get(name)
+        return None if entry is None else entry[0]

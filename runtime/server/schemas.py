@@ -181,7 +181,7 @@ ThinkingTokens = Literal[-1] | Annotated[int, Field(ge=0, le=1 << 31)]  # -1: an
 
 
 class ThinkingBudget(Strict):
-    """The number of tokens of reasoning, in the fields of vLLM and llama.cpp; at most one of them."""
+    """The number of tokens of reasoning, in the fields of vLLM and llama.cpp; the first that is set counts."""
 
     thinking_token_budget: ThinkingTokens | None = None
     reasoning_budget_tokens: ThinkingTokens | None = None
@@ -238,7 +238,7 @@ class NamedTool(Strict):
 
 
 class AllowedTools(Strict):
-    """A subset of the tools, and whether one of them must be called."""
+    """A subset of the tools, and whether one must be called."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedTool], Field(min_length=1, max_length=128)]

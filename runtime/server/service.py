@@ -40,7 +40,7 @@ from mycli.runtime.tokenizer.parsing.tool_formats import (
 class Prepared:
     """Requests ready for the engine, with a reader for each reply; `prompts`: token ids, in the client's order.
 
-    clipped: the context has no room for the tokens that were asked for; omitted: parts of the request that were left
+    clipped: the context has no room for the requested tokens; omitted: parts of the request that were left
     out, for the response's header and the log.
     """
 
@@ -166,6 +166,10 @@ class Service:
             return self.loaded.tokenizer.encode(text, add_special=add_special)
         except UserError as error:
             raise from_user_error(error, "prompt") from None
+
+    def tag_ids(self, text: str) -> list[int]:
+        """Return the token ids of markup, in which control tokens count as such."""
+        return self.loaded.tokenizer.encode(text, add_special=False, allow_special=True) if text else []
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
         """Raise ApiError for a token id outside the vocabulary."""

@@ -63,6 +63,16 @@ def serve(words: list[str]) -> None:
         assert server.wait(30) == 143
 
 
+def stop(words: list[str]) -> None:
+    """Start a server, at a free port, and stop it."""
+    line = [sys.executable, "-m", "mycli.cli", "serve", "pico", "--port", "0"]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None and server.stdout.readline().startswith("http://127.0.0.1:")
+        with pytest.raises(SystemExit) as end:
+            main(words)
+        assert end.value.code == 0 and server.wait(30) == 143
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.usefixtures("terminal")
 def test_examples_run(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,6 +85,9 @@ def test_examples_run(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest
             continue
         if words[0] == "serve":  # until it is stopped
             serve(words)
+            continue
+        if words == ["stop", "pico"]:
+            stop(words)
             continue
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(typed.encode())))
         with pytest.raises(SystemExit) as end:

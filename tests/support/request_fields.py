@@ -101,7 +101,7 @@ FIELDS: Mapping[str, tuple[str, Any]] = {
     "cache_salt": (HARMLESS, "a"),
     "chat_template": (REFUSED, "{{ messages }}"),
     "chat_template_kwargs": (SERVED, {"enable_thinking": False}),
-    "continue_final_message": (REFUSED, True),
+    "continue_final_message": (SERVED, False),
     "documents": (SERVED, [{"title": "a", "text": "b"}]),
     "ec_transfer_params": (REFUSED, {"a": 1}),
     "guided_choice": (SERVED, ["yes", "no"]),

@@ -55,6 +55,8 @@ class ChatRequest(ForModel, Sampling, Constraints, ThinkingBudget):
     reasoning: ReasoningOptions | None = None  # of OpenRouter and SGLang
     chat_template_kwargs: dict[str, Any] | None = Field(None, max_length=16)
     documents: list[dict[str, Any]] | None = Field(None, max_length=1024)  # of vLLM: for the template
+    continue_final_message: bool | None = None  # of vLLM and SGLang
+    add_generation_prompt: bool | None = None  # of vLLM; off only together with continue_final_message
     add_special_tokens: No | None = None  # of vLLM: the template writes them
     echo: No | None = None
 
@@ -78,6 +80,9 @@ def _check(service: Service, body: ChatRequest) -> None:
         raise ApiError(400, "top_logprobs: needs logprobs", "invalid_value", param="top_logprobs")
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options: needs stream", "invalid_value", param="stream_options")
+    if body.add_generation_prompt is False and not body.continue_final_message:
+        message = "add_generation_prompt: false needs continue_final_message"
+        raise ApiError(400, message, "unsupported_parameter", param="add_generation_prompt")
     if body.functions and body.tools:
         raise ApiError(400, "functions cannot be combined with tools", "invalid_value", param="functions")
 
@@ -105,6 +110,7 @@ def _spec(body: ChatRequest) -> ChatSpec:
         | switch
         | documents
         | (body.chat_template_kwargs or {}),
+        continued=bool(body.continue_final_message),
         thinking_budget=body.thinking_budget(reasoning.max_tokens),
         count=body.n or 1,
         limit=None if limit == -1 else limit,

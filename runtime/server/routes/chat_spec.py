@@ -14,6 +14,7 @@ from mycli.runtime.server.formats import ResponseFormat
 from mycli.runtime.server.schemas import Sampling
 from mycli.runtime.server.service import Prepared, Service
 from mycli.runtime.tokenizer.chat_template import Message, Tool
+from mycli.runtime.tokenizer.parsing.reasoning_parser import CLOSE, OPEN
 from mycli.runtime.tokenizer.parsing.tool_formats import HERMES, ToolFormat
 from mycli.runtime.tokenizer.parsing.tool_parser import ToolParser
 
@@ -28,7 +29,8 @@ class ChatSpec:
     be called, None for all; omitted_tools: types of tools that cannot be called here; omitted: other parts that were
     left out; arguments: of the chat template; count: replies; limit: tokens, None for the rest of the context; clipped:
     shorten a limit that the context has no room for; top: number of logprobs per token, None for none; place: the field
-    of the conversation; thinking_budget: tokens of reasoning, None for any number.
+    of the conversation; thinking_budget: tokens of reasoning, None for any number; continued: the reply
+    continues the last message, which is the assistant's.
     """
 
     messages: Sequence[Message]
@@ -48,6 +50,7 @@ class ChatSpec:
     top: int | None = None
     place: str = "messages"
     thinking_budget: int | None = None
+    continued: bool = False
 
     @property
     def offered_tools(self) -> Sequence[Tool]:
@@ -69,16 +72,23 @@ def prepare_chat(service: Service, spec: ChatSpec) -> Prepared:
     """Return the engine request that continues a conversation. Raises ApiError."""
     tools = spec.offered_tools
     _check_tools(spec)
-    ids = service.chat_prompt(spec.messages, tools, spec.arguments, place=spec.place)
+    constrained = spec.format is not None and spec.format.type != "text"
+    if spec.continued:
+        _check_continued(spec, constrained)
+    ids = chat_ids(service, spec)
     limit = spec.limit
     if spec.clipped and limit is not None:
         # A prompt that fits leaves room for at least one token; one that does not is refused below.
         limit = min(limit, max(reply_room(service.context, len(ids)), 1))
     service.check_fits(ids, limit, spec.place)
-    end = service.spelled(ids[-16:])  # more than an opening tag is long
-    prelude = _prelude(service, spec, end, limit if limit is not None else reply_room(service.context, len(ids)))
+    # The last characters, more than an opening tag is long, say whether the reply begins inside the reasoning.
+    end = "" if spec.continued else service.spelled(ids[-16:])
+    prelude = (
+        None
+        if spec.continued
+        else _prelude(service, spec, end, limit if limit is not None else reply_room(service.context, len(ids)))
+    )
     tool_format = service.tool_format
-    constrained = spec.format is not None and spec.format.type != "text"
     grammar: Grammar | None = None
     if tools and (spec.choice == "required" or constrained):
         # A grammar needs calls that are one JSON object: other syntaxes have no schema for their arguments.
@@ -102,6 +112,36 @@ def prepare_chat(service: Service, spec: ChatSpec) -> Prepared:
     omitted = [*(f"tool {kind}" for kind in dict.fromkeys(spec.omitted_tools)), *dict.fromkeys(spec.omitted)]
     request = service.request(ids, spec.sampling, limit, grammar, spec.top)
     return Prepared([(request, readers)], [ids], clipped=limit != spec.limit, omitted=omitted)
+
+
+def chat_ids(service: Service, spec: ChatSpec) -> list[int]:
+    """Return the token ids of a conversation, up to the place where the reply begins. Raises ApiError."""
+    messages = spec.messages[:-1] if spec.continued else spec.messages
+    ids = service.chat_prompt(messages, spec.offered_tools, spec.arguments, place=spec.place)
+    if spec.continued:
+        last = spec.messages[-1]
+        opened = service.spelled(ids[-16:]).rstrip().endswith(OPEN)
+        if opened or last.reasoning:
+            thought = f"{last.reasoning}\n" if last.reasoning else "\n"
+            ids += service.tag_ids("" if opened else f"{OPEN}\n") + service.text_prompt(thought, False)
+            ids += service.tag_ids(f"{CLOSE}\n\n")
+        ids += service.text_prompt(last.content, False)
+    return ids
+
+
+def _check_continued(spec: ChatSpec, constrained: bool) -> None:
+    last = spec.messages[-1]
+    cause = ""
+    if last.role != "assistant" or last.tool_calls:
+        cause = "the last message must be text of the assistant"
+    elif len(spec.messages) < 2:
+        cause = "a message must precede it"
+    elif constrained or spec.choice == "required":
+        cause = "it cannot be combined with a format or a required call"
+    if cause:
+        field = "messages" if spec.place == "messages" else spec.place
+        message = f"{field}: the last message cannot be continued: {cause}"
+        raise ApiError(400, message, "invalid_value", param=field)
 
 
 def _prelude(service: Service, spec: ChatSpec, prompt_end: str, limit: int) -> Prelude | None:

@@ -71,8 +71,8 @@ def _prompts(service: Service, body: CompletionRequest) -> list[list[int]]:
 
 
 def _prepare(service: Service, body: CompletionRequest) -> Prepared:
-    asked = body.max_tokens if body.max_tokens is not None else body.n_predict
-    limit = DEFAULT_TOKENS if asked is None else service.context + 1 if asked == -1 else asked
+    requested = body.max_tokens if body.max_tokens is not None else body.n_predict
+    limit = DEFAULT_TOKENS if requested is None else service.context + 1 if requested == -1 else requested
     if limit == 0 and not body.echo:
         raise ApiError(400, "max_tokens: 0 needs echo", "invalid_value", param="max_tokens")
     if body.stream_options is not None and not body.stream:
@@ -83,7 +83,7 @@ def _prepare(service: Service, body: CompletionRequest) -> Prepared:
     numbers = count()
     requests = []
     for prompt, same in groupby(prompts):  # equal prompts are computed once
-        service.check_fits(prompt, None if asked == -1 else asked, "prompt")
+        service.check_fits(prompt, None if requested == -1 else requested, "prompt")
         fitting = min(limit, reply_room(service.context, len(prompt)))
         request = service.request(prompt, body, fitting, grammar, body.logprobs, scored)
         readers = [

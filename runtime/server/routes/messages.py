@@ -13,9 +13,9 @@ from mycli.runtime.server.routes.chat_spec import prepare_chat
 from mycli.runtime.server.routes.messages_request import (
     CountRequest,
     MessagesRequest,
-    chat_messages,
+    block_messages,
     chat_spec,
-    chat_tools,
+    input_tools,
     template_arguments,
 )
 from mycli.runtime.server.routes.wire import TokenCounts, new_id
@@ -48,8 +48,8 @@ async def count_tokens(service: Service, request: Request) -> Response:
 
     def count(body: CountRequest) -> int:
         none = body.tool_choice is not None and body.tool_choice.type == "none"
-        tools, _ = chat_tools(body)
-        conversation, _ = chat_messages(body)
+        tools, _ = input_tools(body)
+        conversation, _ = block_messages(body)
         return len(service.chat_prompt(conversation, [] if none else tools, template_arguments(body)))
 
     _, tokens = await read_request(service, request, CountRequest, count)

@@ -179,7 +179,7 @@ def _result(content: LongText | Sequence[TextBlock] | None, place: str) -> str:
     return text_of([_as_part(block, f"{place}.{index}") for index, block in enumerate(content)], place)
 
 
-def chat_messages(body: CountRequest) -> tuple[list[Message], list[str]]:
+def block_messages(body: CountRequest) -> tuple[list[Message], list[str]]:
     """Return the messages of a conversation, and the types of blocks that were left out. Raises ApiError."""
     # Templates expect a tool result as a message of its own.
     messages = [] if body.system is None else [Message("system", text_of(body.system, "system"))]
@@ -212,7 +212,7 @@ def chat_messages(body: CountRequest) -> tuple[list[Message], list[str]]:
     return messages, omitted
 
 
-def chat_tools(body: CountRequest) -> tuple[list[Tool], list[str]]:
+def input_tools(body: CountRequest) -> tuple[list[Tool], list[str]]:
     """Return the tools that can be called, and the types of those that cannot."""
     tools: list[Tool] = []
     omitted = []
@@ -250,8 +250,8 @@ def chat_spec(body: MessagesRequest) -> ChatSpec:
         raise ApiError(400, "tool_choice.name: is required", "missing_required_parameter", param="tool_choice.name")
     settings = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
     sampling = Sampling.model_validate({**settings, "stop": body.stop_sequences or None})
-    messages, omitted = chat_messages(body)
-    tools, omitted_tools = chat_tools(body)
+    messages, omitted = block_messages(body)
+    tools, omitted_tools = input_tools(body)
     return ChatSpec(
         messages=messages,
         sampling=sampling,
@@ -266,5 +266,7 @@ def chat_spec(body: MessagesRequest) -> ChatSpec:
         limit=body.max_tokens,
         # As Anthropic does: a reply that reaches the end of the context says so in its stop reason.
         clipped=True,
+        # A trailing message of the assistant is the beginning of the reply.
+        continued=len(messages) > 1 and messages[-1].role == "assistant" and not messages[-1].tool_calls,
         thinking_budget=None if body.thinking is None else body.thinking.budget_tokens,
     )

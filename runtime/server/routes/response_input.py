@@ -67,12 +67,12 @@ class _Conversation:
         return arguments
 
     def _find(self, item: InputItem, place: str) -> InputItem:
-        found = None if item.id is None else self._items.find(item.id)
-        if found is None:
+        stored = None if item.id is None else self._items.find(item.id)
+        if stored is None:
             message = f"{place}: no item {(item.id or '')[:60]!r} is known here; send the item itself (store: false)"
             raise ApiError(404, message, "item_not_found", param=place)
         try:
-            return InputItem.model_validate(found)
+            return InputItem.model_validate(stored)
         except ValidationError:  # not for items of this server
             raise ApiError(404, f"{place}: the item cannot be used", "item_not_found", param=place) from None
 

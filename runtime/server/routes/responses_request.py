@@ -29,21 +29,21 @@ from mycli.runtime.server.schemas import (
 from mycli.runtime.tokenizer.chat_template import Message, Tool
 
 LOGPROBS = "message.output_text.logprobs"
-Kind = Annotated[str, Field(min_length=1, max_length=64)]
-Id = Annotated[str, Field(max_length=256)]
+ItemType = Annotated[str, Field(min_length=1, max_length=64)]
+ItemId = Annotated[str, Field(max_length=256)]
 
 
 class InputItem(Strict):
     """A message, a tool call, its result, reasoning, or a reference to an earlier item."""
 
-    type: Kind | None = None
-    id: Id | None = None
+    type: ItemType | None = None
+    id: ItemId | None = None
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: Content = None
     summary: list[ContentPart] | None = Field(None, max_length=MAX_PARTS)
-    call_id: Id | None = None
-    name: Id = ""
-    namespace: Id | None = None
+    call_id: ItemId | None = None
+    name: ItemId = ""
+    namespace: ItemId | None = None
     arguments: LongText = ""
     input: LongText = ""
     action: dict[str, Any] | None = None
@@ -53,15 +53,15 @@ class InputItem(Strict):
 class CustomFormat(Strict):
     """The format of the input of a custom tool."""
 
-    type: Kind
-    syntax: Kind | None = None
+    type: ItemType
+    syntax: ItemType | None = None
     definition: LongText | None = None
 
 
 class SimpleTool(Strict):
     """A function, a custom tool, or a tool of another type, which cannot be called here."""
 
-    type: Kind
+    type: ItemType
     name: ToolName | None = None
     description: LongText | None = None
     parameters: dict[str, Any] | None = None
@@ -84,9 +84,9 @@ class ResponseTool(SimpleTool):
 class ChosenTool(Strict):
     """The choice of one tool, or of a subset of the tools."""
 
-    type: Kind
+    type: ItemType
     name: Name | None = None
-    namespace: Id | None = None
+    namespace: ItemId | None = None
     mode: Literal["auto", "required"] | None = None
     tools: "list[ChosenTool] | None" = Field(None, max_length=128)
 
@@ -156,7 +156,7 @@ class ResponsesRequest(ForModel, Sampling, Constraints, ThinkingBudget):
 
 @dataclass(frozen=True)
 class ToolIdentity:
-    """What a client calls a tool that the model knows under one name."""
+    """The client's name of a tool, which the model knows under a single name."""
 
     name: str
     namespace: str | None = None

@@ -162,7 +162,7 @@ class ArgumentStream:
         return converted
 
     def _value_end(self) -> int | None:
-        # The length of the value that the text begins with; None while it continues. Goes on where it stopped.
+        # The length of the value that the text begins with; None while it continues. The next call resumes the search.
         if self._text[0] not in '"[{':
             match = _SCALAR.match(self._text)
             assert match is not None

@@ -21,7 +21,7 @@ MAX_CALL = 1 << 20  # characters; a longer call is text
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A tool's name, and its arguments as the text of a JSON object; or the next part of them.
+    """A tool's name, and its arguments as the text of a JSON object; or the next part of these.
 
     index: the number of the call in its reply. Parts of a call after the first have the same index and no name. The
     joined arguments are not JSON if the reply ended within them, or the model wrote something else.

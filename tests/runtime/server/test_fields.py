@@ -77,7 +77,7 @@ def test_a_field_is_served_or_refused_by_name(answering: Served, route: str, nam
         return
     assert answer.status == 200, answer.body[:300]
     assert "x-mycli-omitted" not in answer.headers
-    assert (fate == HARMLESS) == (name in fields.HARMLESS and (route, name) not in EXCEPTIONS)
+    assert (fate == HARMLESS) == (name in fields.HARMLESS_FIELDS and (route, name) not in EXCEPTIONS)
 
 
 @pytest.mark.parametrize("name", [name for name, (fate, _) in FIELDS.items() if fate == REFUSED])
@@ -91,7 +91,7 @@ def test_a_field_of_no_interface_is_ignored_and_named(answering: Served) -> None
 
 
 def test_the_table_holds_every_field_that_is_refused_or_ignored() -> None:
-    assert {*fields.UNSUPPORTED, *fields.HARMLESS} - set(FIELDS) <= {
+    assert {*fields.UNSUPPORTED_FIELDS, *fields.HARMLESS_FIELDS} - set(FIELDS) <= {
         # of earlier versions of these servers
         *("logits_processors", "typ_p", "image_data", "input_prefix", "input_suffix", "input_extra"),
         *("thinking_budget_tokens", "anthropic_version", "anthropic_beta"),

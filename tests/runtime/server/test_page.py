@@ -27,6 +27,8 @@ def meet(browser: Browser, served: Served) -> None:
     browser.resize(1000, 760)
     browser.requested.clear()
     browser.open(f"{served.url}/")
+    browser.run("localStorage.clear(); sessionStorage.clear()")
+    browser.open(f"{served.url}/")
     browser.wait("document.title.startsWith('pico')")
 
 
@@ -54,6 +56,20 @@ def test_a_conversation_streams_and_goes_on(browser: Browser, served: Served) ->
     }  # fmt: skip
     browser.press("n", 78, code="KeyN", modifiers=1)
     browser.wait("document.querySelectorAll('.turn').length === 0")
+
+
+def test_conversations_are_kept_in_the_browser(browser: Browser, served: Served) -> None:
+    meet(browser, served)
+    browser.run("document.getElementById('temperature').value = '0'")
+    ask(browser, "What is the capital of Japan?")
+    browser.wait(IDLE.format(1))
+    browser.open(f"{served.url}/")  # a reload
+    browser.wait("document.querySelectorAll('.turn').length === 2")
+    assert browser.run(f"{BODY}.textContent") == "The capital of Japan is Tokyo."
+    browser.run("fresh()")
+    assert browser.run("document.querySelectorAll('.turn').length") == 0
+    browser.run("reopen(stored()[0].id)")
+    assert browser.run("history.length") == 2
 
 
 @pytest.mark.parametrize("how", ["button", "key"])

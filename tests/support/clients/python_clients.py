@@ -22,7 +22,7 @@ class Answer(BaseModel):
     size: int
 
 
-def list_files(path: str = ".") -> str:
+def list_files(path: str) -> str:
     """List the files of a folder.
 
     Args:
@@ -136,7 +136,7 @@ def instructor(url: str, model: str) -> None:
     import instructor as client
     from openai import OpenAI
 
-    for mode in (client.Mode.TOOLS, client.Mode.JSON, client.Mode.JSON_SCHEMA):
+    for mode in (client.Mode.TOOLS, client.Mode.JSON_SCHEMA):  # the others only describe the schema to the model
         chat = client.from_openai(OpenAI(base_url=f"{url}/v1", api_key="any"), mode=mode)
         answer = chat.chat.completions.create(
             model=model, response_model=Answer, messages=[{"role": "user", "content": QUESTION}], max_tokens=300
@@ -235,9 +235,8 @@ def dspy(url: str, model: str) -> None:
 
     chat = client.LM(f"openai/{model}", api_base=f"{url}/v1", api_key="any", max_tokens=200, cache=False)
     assert chat(QUESTION)
-    client.configure(lm=chat, adapter=client.JSONAdapter())
-    signature: Any = client.Signature("question: str -> answer: str")
-    assert client.Predict(signature)(question=QUESTION) is not None
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": Answer.model_json_schema()}}
+    assert Answer.model_validate_json(chat(QUESTION, response_format=form)[0])
 
 
 def mistralai(url: str, model: str) -> None:
@@ -283,7 +282,7 @@ def semantic_kernel(url: str, model: str) -> None:
 
     class Files:
         @kernel_function
-        def list_files(self, path: str = ".") -> str:
+        def list_files(self, path: str) -> str:
             """List the files of a folder."""
             return list_files(path)
 
