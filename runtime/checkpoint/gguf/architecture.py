@@ -5,7 +5,7 @@ becomes a config.json, which the family's own reader accepts or refuses. Imports
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,13 @@ class RowOrder:
 
 
 @dataclass(frozen=True)
+class RowRanges:
+    """The rows of a weight in the order of the file, as ranges of rows in Hugging Face's order."""
+
+    ranges: Callable[[ModelConfig], Iterable[range]]
+
+
+@dataclass(frozen=True)
 class ValueChange:
     """A change to every value of a tensor: what the file stores, and its inverse. Both take and return fp32."""
 
@@ -47,8 +54,13 @@ class TensorRule:
     # After model.layers.N in a layer. With {expert} it stands for all experts: GGUF stacks them in one tensor
     # [experts, rows, columns].
     name: str
-    row_order: RowOrder | None = None
+    row_order: RowOrder | RowRanges | None = None
     change: ValueChange | None = None
+    column_order: RowRanges | None = None
+    # Where Hugging Face has several tensors for one in GGUF, whose rows follow one another: the others. Reading only.
+    more_names: tuple[str, ...] = ()
+    # Where GGUF has two tensors for one of Hugging Face: the GGUF name of the other, whose rows come after these.
+    followed_by: str | None = None
     # Hugging Face's ending by the ending in GGUF.
     suffixes: Mapping[str, str] = field(default_factory=lambda: {".weight": ".weight", ".bias": ".bias"})
 
@@ -61,6 +73,14 @@ class Place:
     rule: TensorRule
     expert: int | None = None
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The GGUF tensors that store it, one after the other."""
+        if self.rule.followed_by is None:
+            return (self.name,)
+        block, ending = self.name.rsplit(".", 2)[0], self.name.rsplit(".", 1)[1]
+        return self.name, f"{block}.{self.rule.followed_by}.{ending}"
+
 
 @dataclass(frozen=True)
 class GgufKey:
@@ -68,8 +88,8 @@ class GgufKey:
 
     name: str  # without the architecture's name in front
     field: str
-    kind: type[int] | type[float] = int
-    default: int | float | None = None  # of a missing key; None leaves the field out
+    kind: type[int] | type[float] | type[bool] = int
+    default: int | float | bool | None = None  # of a missing key; None leaves the field out
     required: bool = False  # a missing key is an error
     applies: Callable[[Config], bool] = lambda config: True  # to the config read so far; else the key is not read
     write: Callable[[ModelConfig], Any] | None = None  # the value to write; None: the key is not written
@@ -79,6 +99,8 @@ class GgufKey:
             return {}
         if self.kind is float:
             return {self.field: model.number(self.name, self.default)}
+        if self.kind is bool:
+            return {self.field: model.boolean(self.name, bool(self.default))}
         # The integer 0 means "none" in GGUF, so it leaves the field out as well.
         value = model.integer(self.name, None if self.default is None else int(self.default))
         return {self.field: value} if value or self.required else {}
@@ -134,6 +156,10 @@ class Architecture:
     model_tensors: Mapping[str, TensorRule] = field(default_factory=lambda: MODEL_TENSORS)
     keys: tuple[GgufKey, ...] = ()  # in addition to those that all architectures have
     slides: Callable[[int], bool] | None = None  # whether a layer has the sliding window; None: all or none have
+    pattern: bool = False  # sliding_window_pattern says which layers have the window, and `slides` where it is missing
+    by_layer: tuple[str, ...] = ()  # keys that may differ by layer: the largest value counts, the rest is read_config's
+    epsilon: str = "attention.layer_norm_rms_epsilon"
+    ignored: tuple[str, ...] = ()  # beginnings of tensors in layers that are not read, such as an MTP head's
     read_config: Callable[[GgufModel, Config], Config] = lambda model, config: {}
     write_keys: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
 
@@ -152,8 +178,12 @@ class Architecture:
         }
 
     @cached_property
+    def _followers(self) -> frozenset[str]:
+        return frozenset(rule.followed_by for rule in self.layer_tensors.values() if rule.followed_by is not None)
+
+    @cached_property
     def _stored_names(self) -> dict[str, str]:
-        return {name: stored for stored, (name, _) in self._rules.items()}
+        return {name: stored for stored, (name, rule) in self._rules.items() if not rule.more_names}
 
     def hf_name(self, stored: str) -> str | None:
         """Return the Hugging Face name of a GGUF tensor, with {expert} for a stack; None if it has no rule."""
@@ -180,8 +210,9 @@ class Architecture:
 
     def tensors(self, model: GgufModel) -> Iterator[tuple[str, TensorEntry]]:
         """Yield Hugging Face name and place of every tensor of the model. Raises ModelError for one without a rule."""
+        layers = model.integer("block_count", low=1, high=MAX_LAYERS) - model.integer("nextn_predict_layers", 0)
         for stored, entry in model.tensors.items():
-            if stored in ROPE_TENSORS:
+            if stored in ROPE_TENSORS or self._is_ignored(stored, layers):
                 continue
             name = self.hf_name(stored)
             if name is None:
@@ -189,14 +220,48 @@ class Architecture:
                     f"{entry.file}: {stored} is not a tensor of the architecture {self.name}",
                     "the model may be of a kind that is not supported, or the file is damaged",
                 )
+            names = (name, *self._more_names(stored, name))
             if _EXPERT not in name:
-                yield name, entry
+                parts = entry.split([stored] * len(names)) if len(names) > 1 else [entry]
+                yield from zip(names, parts, strict=len(parts) == len(names))
                 continue
             experts = model.integer("expert_count", 0, high=_MAX_EXPERTS)
             if len(entry.shape) < 2 or entry.shape[0] != experts:
                 raise damaged(f"{entry.file}: {stored} has shape {list(entry.shape)}, expected {experts} experts first")
-            for expert, part in enumerate(entry.split([stored] * experts)):
-                yield name.replace(_EXPERT, str(expert)), part
+            for index, part in enumerate(entry.split([stored] * (experts * len(names)))):
+                expert, which = divmod(index, len(names))
+                yield names[which].replace(_EXPERT, str(expert)), part
+
+    def _is_ignored(self, stored: str, layers: int) -> bool:
+        # The blocks behind the last layer are an MTP head; a part of a joined tensor is read with the first part.
+        layer = re.match(r"blk\.(\d{1,4})\.", stored)
+        if layer is None:
+            return False
+        rest = stored[layer.end() :]
+        return int(layer[1]) >= layers or rest.startswith(self.ignored) or rest.rpartition(".")[0] in self._followers
+
+    def _more_names(self, stored: str, name: str) -> Iterator[str]:
+        pattern = re.sub(r"^blk\.\d+\.", "blk.{layer}.", stored)
+        rule = self._rules[pattern][1]
+        for more in rule.more_names:
+            yield name.replace(rule.name, more)
+
+    def joined(self, model: GgufModel, name: str, entry: TensorEntry) -> tuple[TensorEntry, ...]:
+        """Return the parts of a tensor that the file stores as several, in order. Raises ModelError if they differ."""
+        place = self.place(name)
+        if place is None or len(place.names) == 1:
+            return (entry,)
+        other = model.tensors.get(place.names[1])
+        if other is None:
+            raise damaged(f"{entry.file}: {place.names[1]} is missing")
+        if place.expert is not None:
+            experts = model.integer("expert_count", 0, high=_MAX_EXPERTS)
+            if len(other.shape) < 2 or other.shape[0] != experts:
+                raise damaged(f"{other.file}: {other.name} has shape {list(other.shape)}, expected {experts} experts")
+            other = other.split([other.name] * experts)[place.expert]
+        if other.dtype != entry.dtype or other.file != entry.file or other.shape[1:] != entry.shape[1:]:
+            raise ModelError(f"{entry.file}: {entry.name} and {other.name} differ in type, width or file", "")
+        return entry, other
 
     def config(self, model: GgufModel) -> Config:
         """Return the config.json of a file, without its quantization. Raises ModelError naming the key at fault."""
@@ -207,17 +272,19 @@ class Architecture:
         head_dim = model.integer("attention.key_length", max(1, hidden // heads), low=1)
         if model.integer("attention.value_length", head_dim) != head_dim:
             raise model.metadata.fail(model.key("attention.value_length"), "differs from key_length")
+        predicted = model.integer("nextn_predict_layers", 0)  # blocks of the MTP head, behind the layers
+        layers = model.integer("block_count", low=1 + predicted, high=MAX_LAYERS) - predicted
         config: Config = {
             "model_type": self.model_type,
             "hidden_size": hidden,
-            "num_hidden_layers": model.integer("block_count", low=1, high=MAX_LAYERS),
+            "num_hidden_layers": layers,
             "num_attention_heads": heads,
-            "num_key_value_heads": model.integer("attention.head_count_kv", heads, low=1),
+            "num_key_value_heads": self._integer(model, "attention.head_count_kv", heads),
             "head_dim": head_dim,
-            "intermediate_size": model.integer("feed_forward_length", low=1),
+            "intermediate_size": self._integer(model, "feed_forward_length"),
             "vocab_size": embedding.shape[0],
             "max_position_embeddings": model.integer("context_length", low=1),
-            "rms_norm_eps": model.number("attention.layer_norm_rms_epsilon"),
+            "rms_norm_eps": model.number(self.epsilon),
             "rope_parameters": rope_parameters(model, head_dim),
             "tie_word_embeddings": "output.weight" not in model.tensors,
             "hidden_act": "silu",
@@ -225,26 +292,31 @@ class Architecture:
         if "partial_rotary_factor" in config["rope_parameters"]:
             config["partial_rotary_factor"] = config["rope_parameters"]["partial_rotary_factor"]
         # Families without experts refuse the field, so a mixture is never read as a dense model.
-        if model.integer("expert_count", 0):
+        if model.integer("expert_count", 0) and "expert_count" not in {key.name for key in self.keys}:
             config["num_experts"] = model.integer("expert_count")
         if model.integer("attention.sliding_window", 0) and "sliding_window" not in {key.field for key in self.keys}:
             raise model.metadata.fail(model.key("attention.sliding_window"), f"is not supported for {self.name}")
         config |= self.read_config(model, config)
         for key in self.keys:
             config |= key.read(model, config)
-        if self.slides is not None:
+        if self.slides is not None and "layer_types" not in config:
             kinds = ("full_attention", "sliding_attention")
-            config["layer_types"] = [kinds[self.slides(index)] for index in range(config["num_hidden_layers"])]
+            slides = [self.slides(index) for index in range(layers)]
+            if self.pattern and model.has("attention.sliding_window_pattern"):
+                slides = [bool(value) for value in model.layer_values("attention.sliding_window_pattern", layers)]
+            config["layer_types"] = [kinds[slide] for slide in slides]
         return config
 
+    def _integer(self, model: GgufModel, name: str, default: int | None = None) -> int:
+        if name in self.by_layer and model.has(name):
+            return max(model.layer_values(name))
+        return model.integer(name, default, low=1)
+
     def metadata(self, config: ModelConfig) -> dict[str, Any]:
-        """Return the keys of a model under the architecture's name. Raises ModelError for what llama.cpp lacks."""
-        writes_window = any(key.field == "sliding_window" and key.write is not None for key in self.keys)
-        windows = set(config.windows) or {None}
-        if windows != {None} and (not writes_window or len(windows) > 1):
-            raise ModelError(
-                f"config.json: sliding_window cannot be written as GGUF: llama.cpp lacks it for {self.name}", ""
-            )
+        """Return the keys of a model under the architecture's name.
+
+        Raises ModelError for a rope that llama.cpp lacks. What no key expresses shows when the keys are read again.
+        """
         keys: dict[str, Any] = {
             "context_length": config.max_context,
             "embedding_length": config.hidden_size,
@@ -254,10 +326,11 @@ class Architecture:
             "attention.head_count_kv": config.kv_heads,
             "attention.key_length": config.head_dim,
             "attention.value_length": config.head_dim,
-            "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+            self.epsilon: float(config.rms_norm_eps),
             "vocab_size": config.vocab_size,
             **rope_keys(config),
             **{key.name: key.write(config) for key in self.keys if key.write is not None},
+            **({"attention.sliding_window_pattern": [w is not None for w in config.windows]} if self.pattern else {}),
             **self.write_keys(config),
         }
         return {f"{self.name}.{name}": value for name, value in keys.items()}

@@ -3,24 +3,35 @@
 A tensor is read a part at a time, except one whose rows are reordered.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from math import prod
 
 import torch
 from torch import Tensor
 
-from mycli.runtime.checkpoint.gguf.architecture import Architecture, RowOrder, TensorRule
+from mycli.runtime.checkpoint.gguf.architecture import Architecture, RowOrder, RowRanges, TensorRule
 from mycli.runtime.checkpoint.gguf.blocks import dequantize_blocks
 from mycli.runtime.checkpoint.gguf.types import TYPES_BY_NAME
 from mycli.runtime.checkpoint.manifest import Manifest
 from mycli.runtime.checkpoint.reader import Checkpoint, check_finite
+from mycli.runtime.checkpoint.safetensors_header import TensorEntry
 from mycli.runtime.device.placement import torch_dtype
+from mycli.runtime.errors import ModelError
 from mycli.runtime.models.config import ModelConfig
 
 _VALUES = 1 << 21  # decoded at a time: 8 MB of fp32
 
 
-def file_order(order: RowOrder, config: ModelConfig, rows: int) -> Tensor:
-    """Return the index in Hugging Face's order of each row of the file, int64 [rows]."""
+def file_order(order: RowOrder | RowRanges, config: ModelConfig, rows: int) -> Tensor:
+    """Return the index in Hugging Face's order of each row of the file, int64 [rows].
+
+    Raises ModelError if the order does not fit the number of rows.
+    """
+    if isinstance(order, RowRanges):
+        indices = torch.cat([torch.arange(part.start, part.stop, part.step) for part in order.ranges(config)])
+        if len(indices) != rows:
+            raise ModelError(f"a tensor of {rows} rows, expected {len(indices)}", code="pull-again")
+        return indices
     return torch.arange(rows).view(order.shape(config)).permute(order.axes).reshape(-1)
 
 
@@ -28,10 +39,16 @@ class GgufCheckpoint(Checkpoint):
     """Reads GGUF files as a `Checkpoint`: quantized tensors become dense ones in the model's dtype."""
 
     def __init__(
-        self, manifest: Manifest, config: ModelConfig, architecture: Architecture, *, allow_nonfinite: bool = False
+        self,
+        manifest: Manifest,
+        config: ModelConfig,
+        architecture: Architecture,
+        joined: Mapping[str, tuple[TensorEntry, ...]] | None = None,
+        *,
+        allow_nonfinite: bool = False,
     ) -> None:
         super().__init__(manifest, allow_nonfinite=allow_nonfinite)
-        self._config, self._architecture = config, architecture
+        self._config, self._architecture, self._joined = config, architecture, joined or {}
 
     def dtype(self, name: str) -> torch.dtype:
         stored = TYPES_BY_NAME[self.entry(name).dtype].dtype
@@ -41,15 +58,19 @@ class GgufCheckpoint(Checkpoint):
         """Yield each part of a tensor as its first row and uint8 [rows, bytes], valid until the next part."""
         entry = self.entry(name)
         rows = entry.shape[0]
-        width, columns = entry.nbytes // rows, entry.shape[1] if len(entry.shape) == 2 else 1
+        width, columns = entry.nbytes // rows, max(1, prod(entry.shape[1:]))
         file = self.manifest.files[entry.file]
         part_rows = max(1, _VALUES // columns)
         row_order = self._rule(name).row_order
         order = None if row_order is None else file_order(row_order, self._config, rows).argsort()
         whole = None
-        if order is not None:
-            whole = torch.empty(rows, width, dtype=torch.uint8)
-            file.read_into(whole.numpy().reshape(-1).data, entry.offset)
+        if order is not None or name in self._joined:
+            whole, start = torch.empty(rows, width, dtype=torch.uint8), 0
+            for stored in self._joined.get(name, (entry,)):
+                end = start + stored.nbytes
+                file.read_into(whole.view(-1)[start:end].numpy().data, stored.offset)
+                start = end
+            order = torch.arange(rows) if order is None else order
         part = torch.empty(min(part_rows, rows), width, dtype=torch.uint8)
         for start in range(0, rows, part_rows):
             data = part[: min(part_rows, rows - start)]
@@ -64,12 +85,19 @@ class GgufCheckpoint(Checkpoint):
         entry, change = self.entry(name), self._rule(name).change
         if out.shape != entry.shape or not out.is_contiguous():
             raise ValueError(f"{name} is {entry.shape}, not {tuple(out.shape)}, contiguous")
-        rows = out.view(entry.shape[0], -1)
+        rows, columns = out.view(entry.shape[0], -1), self.column_order(name)
         for start, data in self.row_bytes(name):
             values = dequantize_blocks(data, entry.dtype)
+            if columns is not None:
+                values = values[:, columns]
             rows[start : start + len(data)] = values if change is None else change.load(values)
         if not self._allow_nonfinite:
             check_finite(out, f"{entry.file}: {entry.name}", code="allow-nonfinite")
+
+    def column_order(self, name: str) -> Tensor | None:
+        """Return the column of the file for each column of the tensor, None where they are the same."""
+        order = self._rule(name).column_order
+        return None if order is None else file_order(order, self._config, self.entry(name).shape[1]).argsort()
 
     def _rule(self, name: str) -> TensorRule:
         place = self._architecture.place(name)

@@ -4,7 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from ctypes import c_float
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,6 +47,10 @@ def _shortest(value: object) -> object:
     return next(short for digits in range(1, 18) if c_float(short := float(f"{value:.{digits}g}")).value == value)
 
 
+def _long_axes(shape: Sequence[int]) -> list[int]:
+    return [size for size in shape if size != 1]
+
+
 def _dtype(matrices: Iterable[TensorEntry]) -> Dtype:
     # Of activations: bfloat16 for a quantized model, else the dtype of most values.
     nbytes: Counter[Dtype] = Counter()
@@ -87,7 +91,25 @@ class GgufFolder(ModelFolder):
     @cached_property
     def manifest(self) -> Manifest:
         model = GgufModel(self.header.metadata, self.header.tensors, lambda name: ())
-        return Manifest(self.path, dict(self._architecture.tensors(model)), self.files)
+        expected = dict(self.config.tensors())
+        tensors: dict[str, TensorEntry] = {}
+        for name, entry in self._architecture.tensors(model):
+            parts = self._architecture.joined(model, name, entry)
+            rows = sum(part.shape[0] for part in parts)
+            shape, nbytes = (rows, *entry.shape[1:]), sum(part.nbytes for part in parts)
+            # GGUF drops axes of length one.
+            if name in expected and _long_axes(expected[name]) == _long_axes(shape):
+                shape = expected[name]
+            tensors[name] = replace(entry, shape=shape, nbytes=nbytes)
+        return Manifest(self.path, tensors, self.files)
+
+    @cached_property
+    def _joined(self) -> dict[str, tuple[TensorEntry, ...]]:
+        model = GgufModel(self.header.metadata, self.header.tensors, lambda name: ())
+        parts = {
+            name: self._architecture.joined(model, name, entry) for name, entry in self._architecture.tensors(model)
+        }
+        return {name: entries for name, entries in parts.items() if len(entries) > 1}
 
     def checked_manifest(self) -> Manifest:
         expected, tensors = dict(self.config.tensors()), self.manifest.tensors
@@ -152,7 +174,7 @@ class GgufFolder(ModelFolder):
         from mycli.runtime.checkpoint.gguf.checkpoint import GgufCheckpoint
 
         checkpoint = GgufCheckpoint(
-            self.checked_manifest(), self.config, self._architecture, allow_nonfinite=allow_nonfinite
+            self.checked_manifest(), self.config, self._architecture, self._joined, allow_nonfinite=allow_nonfinite
         )
         return self._with_adapter(checkpoint, allow_nonfinite)
 

@@ -81,6 +81,22 @@ class GgufModel:
             raise self.metadata.fail(key, "differs from layer to layer, which is not supported")
         return Fields({key: distinct.pop()}, self.metadata.source).integer(key, default, low, high)
 
+    def layer_values(self, name: str, layers: int | None = None) -> list[int]:
+        """Read an array of small integers or booleans, one for each layer (`layers` or more); a number is an array."""
+        key = self.key(name)
+        value = self.metadata.values.get(key)
+        values = [value] if isinstance(value, int) else list(value) if isinstance(value, list | array) else []
+        if (
+            not values
+            or len(values) < (layers or 1)
+            or not all(isinstance(v, int) and 0 <= v < 1 << 31 for v in values)
+        ):
+            raise self.metadata.fail(key, "is not a list with one whole number for each layer")
+        return values[:layers]
+
+    def boolean(self, name: str, default: bool = False) -> bool:
+        return self.metadata.boolean(self.key(name), default)
+
     def number(self, name: str, default: float | None = None, low: float = -1e12) -> float:
         return self.metadata.number(self.key(name), default, low)
 

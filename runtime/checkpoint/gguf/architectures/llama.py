@@ -1,21 +1,36 @@
-"""Llama, and Mistral, whose files carry the same name; a sliding window tells them apart."""
+"""Llama, and Mistral and Mixtral, whose files carry the same name; window and experts tell them apart."""
 
 from mycli.runtime.checkpoint.gguf.architecture import PAIRED_TENSORS, Architecture, Config, GgufKey, linear_biases
+from mycli.runtime.checkpoint.gguf.experts import expert_keys, expert_tensors, mixture
 from mycli.runtime.checkpoint.gguf.header import GgufModel
+from mycli.runtime.models.config import ModelConfig
 
 
 def _read_config(model: GgufModel, config: Config) -> Config:
+    if model.integer("expert_count", 0):
+        return {"model_type": "mixtral", **{key.field: model.integer(key.name) for key in _EXPERTS}}
     if model.integer("attention.sliding_window", 0):
         return {"model_type": "mistral"}
     return linear_biases(model, config)
 
 
+def _write_keys(config: ModelConfig) -> dict[str, int]:
+    if config.model_type != "mixtral":
+        return {}
+    return {"expert_count": len(mixture(config).experts), "expert_used_count": mixture(config).top_k}
+
+
+_EXPERTS = expert_keys("num_local_experts", size=None)
 ARCHITECTURE = Architecture(
     name="llama",
     model_type="llama",
-    written_types=("llama", "mistral"),
-    layer_tensors=PAIRED_TENSORS,
+    written_types=("llama", "mistral", "mixtral"),
+    layer_tensors={**PAIRED_TENSORS, **expert_tensors("block_sparse_moe", gate="w1", up="w3", down="w2")},
     # Not written: llama.cpp attends to the whole context in this architecture.
-    keys=(GgufKey("attention.sliding_window", "sliding_window"),),
+    keys=(
+        GgufKey("attention.sliding_window", "sliding_window"),
+        GgufKey("expert_count", "num_local_experts", applies=lambda config: config["model_type"] == "mixtral"),
+    ),
     read_config=_read_config,
+    write_keys=_write_keys,
 )

@@ -3,5 +3,9 @@
 from mycli.runtime.checkpoint.gguf.architecture import PAIRED_TENSORS, Architecture, linear_biases
 
 ARCHITECTURE = Architecture(
-    name="smollm3", model_type="smollm3", layer_tensors=PAIRED_TENSORS, read_config=linear_biases
+    name="smollm3",
+    model_type="smollm3",
+    written_types=("smollm3",),
+    layer_tensors=PAIRED_TENSORS,
+    read_config=linear_biases,
 )

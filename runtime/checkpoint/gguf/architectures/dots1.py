@@ -1,0 +1,39 @@
+"""dots.llm1: Qwen 3's attention, sigmoid-routed experts with a correction bias and shared experts."""
+
+from mycli.runtime.checkpoint.gguf.architecture import LLAMA_TENSORS, Architecture, Config, linear_biases
+from mycli.runtime.checkpoint.gguf.experts import (
+    NORM_KEY,
+    SCALE_KEY,
+    SIGMOID,
+    dense_layers_key,
+    expert_keys,
+    expert_tensors,
+    require_gating,
+    shared_count_key,
+)
+from mycli.runtime.checkpoint.gguf.header import GgufModel
+
+
+def _read_config(model: GgufModel, config: Config) -> Config:
+    require_gating(model, SIGMOID)
+    return {**linear_biases(model, config), "sliding_window": None}
+
+
+ARCHITECTURE = Architecture(
+    name="dots1",
+    model_type="dots1",
+    written_types=("dots1",),
+    layer_tensors={
+        **LLAMA_TENSORS,
+        **expert_tensors(shared="shared_experts", bias="gate.e_score_correction_bias"),
+    },
+    keys=(
+        *expert_keys("n_routed_experts"),
+        shared_count_key(),
+        dense_layers_key("first_k_dense_replace"),
+        SCALE_KEY,
+        NORM_KEY,
+    ),
+    read_config=_read_config,
+    write_keys=lambda config: {"expert_gating_func": SIGMOID},
+)

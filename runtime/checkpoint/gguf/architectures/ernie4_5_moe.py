@@ -1,0 +1,35 @@
+"""ERNIE 4.5 with experts: softmax-routed with a correction bias, shared experts without a gate."""
+
+from mycli.runtime.checkpoint.gguf.architecture import LLAMA_TENSORS, Architecture, Config, GgufKey
+from mycli.runtime.checkpoint.gguf.experts import (
+    SOFTMAX,
+    dense_layers_key,
+    expert_keys,
+    expert_tensors,
+    require_gating,
+    shared_count_key,
+)
+from mycli.runtime.checkpoint.gguf.header import GgufModel
+
+
+def _read_config(model: GgufModel, config: Config) -> Config:
+    require_gating(model, SOFTMAX)
+    return {}
+
+
+ARCHITECTURE = Architecture(
+    name="ernie4_5-moe",
+    model_type="ernie4_5_moe",
+    written_types=("ernie4_5_moe",),
+    layer_tensors={
+        **LLAMA_TENSORS,
+        **expert_tensors(shared="shared_experts", bias="moe_statics.e_score_correction_bias"),
+    },
+    keys=(
+        *expert_keys("moe_num_experts", "moe_k"),
+        shared_count_key("moe_num_shared_experts"),
+        dense_layers_key("moe_layer_start_index"),
+        GgufKey("interleave_moe_layer_step", "moe_layer_interval", write=lambda config: 1),
+    ),
+    read_config=_read_config,
+)

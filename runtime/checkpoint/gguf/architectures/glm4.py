@@ -1,0 +1,16 @@
+"""GLM-4-0414: norms before and after each part, gate and up in one tensor, half of each head rotated."""
+
+from mycli.runtime.checkpoint.gguf.architecture import LLAMA_TENSORS, Architecture, TensorRule
+
+ARCHITECTURE = Architecture(
+    name="glm4",
+    model_type="glm4",
+    written_types=("glm4",),
+    layer_tensors={
+        **LLAMA_TENSORS,
+        "ffn_up": TensorRule("mlp.gate_up_proj"),
+        "post_attention_norm": TensorRule("post_self_attn_layernorm"),
+        "post_ffw_norm": TensorRule("post_mlp_layernorm"),
+    },
+    read_config=lambda model, config: {"attention_bias": "blk.0.attn_q.bias" in model.tensors},
+)

@@ -1,0 +1,46 @@
+"""GLM 4.5 to 4.7: sigmoid-routed experts with a correction bias, a shared expert, half of each head rotated."""
+
+from mycli.runtime.checkpoint.gguf.architecture import LLAMA_TENSORS, Architecture, Config, GgufKey, TensorRule
+from mycli.runtime.checkpoint.gguf.experts import (
+    NORM_KEY,
+    SCALE_KEY,
+    SIGMOID,
+    dense_layers_key,
+    expert_keys,
+    expert_tensors,
+    mixture,
+    require_gating,
+    shared_count_key,
+)
+from mycli.runtime.checkpoint.gguf.header import GgufModel
+
+
+def _read_config(model: GgufModel, config: Config) -> Config:
+    require_gating(model, SIGMOID)
+    return {
+        "attention_bias": "blk.0.attn_q.bias" in model.tensors,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in model.tensors,
+    }
+
+
+ARCHITECTURE = Architecture(
+    name="glm4moe",
+    model_type="glm4_moe",
+    written_types=("glm4_moe",),
+    layer_tensors={
+        **{name: rule for name, rule in LLAMA_TENSORS.items() if name != "ffn_norm"},
+        **expert_tensors(shared="shared_experts", bias="gate.e_score_correction_bias"),
+        "post_attention_norm": TensorRule("post_attention_layernorm"),
+    },
+    keys=(
+        *expert_keys("n_routed_experts"),
+        GgufKey("expert_group_count", "n_group", write=lambda config: mixture(config).routing.groups),
+        GgufKey("expert_group_used_count", "topk_group", write=lambda config: mixture(config).routing.top_groups),
+        shared_count_key(),
+        dense_layers_key("first_k_dense_replace"),
+        SCALE_KEY,
+        NORM_KEY,
+    ),
+    read_config=_read_config,
+    write_keys=lambda config: {"expert_gating_func": SIGMOID},
+)

@@ -1,0 +1,18 @@
+"""Granite 3 and 4, dense: Llama with four multipliers."""
+
+from mycli.runtime.checkpoint.gguf.architecture import PAIRED_TENSORS, Architecture, GgufKey, linear_biases
+
+GRANITE_KEYS = (
+    GgufKey("embedding_scale", "embedding_multiplier", float, write=lambda config: float(config.embedding_scale)),
+    GgufKey("residual_scale", "residual_multiplier", float, write=lambda config: float(config.residual_scale)),
+    GgufKey("attention.scale", "attention_multiplier", float, write=lambda config: float(config.attention_scale or 0)),
+    GgufKey("logit_scale", "logits_scaling", float, write=lambda config: float(1 / config.logit_scale)),
+)
+ARCHITECTURE = Architecture(
+    name="granite",
+    model_type="granite",
+    written_types=("granite",),
+    layer_tensors=PAIRED_TENSORS,
+    keys=GRANITE_KEYS,
+    read_config=linear_biases,
+)

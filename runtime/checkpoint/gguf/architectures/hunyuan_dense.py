@@ -1,0 +1,16 @@
+"""Hunyuan, dense: norms of queries and keys after the rotation."""
+
+from mycli.runtime.checkpoint.gguf.architecture import LLAMA_TENSORS, Architecture, TensorRule, linear_biases
+
+HUNYUAN_TENSORS = {
+    **LLAMA_TENSORS,
+    "attn_q_norm": TensorRule("self_attn.query_layernorm"),
+    "attn_k_norm": TensorRule("self_attn.key_layernorm"),
+}
+ARCHITECTURE = Architecture(
+    name="hunyuan-dense",
+    model_type="hunyuan_v1_dense",
+    written_types=("hunyuan_v1_dense",),
+    layer_tensors=HUNYUAN_TENSORS,
+    read_config=linear_biases,
+)

@@ -1,0 +1,15 @@
+"""Hunyuan with experts, A13B: a shared expert of the size of the others, without a gate."""
+
+from mycli.runtime.checkpoint.gguf.architecture import Architecture, linear_biases
+from mycli.runtime.checkpoint.gguf.architectures.hunyuan_dense import HUNYUAN_TENSORS
+from mycli.runtime.checkpoint.gguf.experts import expert_keys, expert_tensors, mixture, shared_size_key
+
+ARCHITECTURE = Architecture(
+    name="hunyuan-moe",
+    model_type="hunyuan_v1_moe",
+    written_types=("hunyuan_v1_moe",),
+    layer_tensors={**HUNYUAN_TENSORS, **expert_tensors(router="gate.wg", shared="shared_mlp")},
+    keys=(*expert_keys(used="moe_topk"), shared_size_key("intermediate_size")),
+    read_config=linear_biases,
+    write_keys=lambda config: {"expert_shared_count": 0 if mixture(config).shared is None else 1},
+)

@@ -1,0 +1,27 @@
+"""MiniMax-M2: norms over all heads of queries and keys, sigmoid-routed experts with a correction bias."""
+
+from mycli.runtime.checkpoint.gguf.architecture import LLAMA_TENSORS, Architecture, Config
+from mycli.runtime.checkpoint.gguf.experts import SIGMOID, expert_keys, expert_tensors, mixture, require_gating
+from mycli.runtime.checkpoint.gguf.header import GgufModel
+
+
+def _read_config(model: GgufModel, config: Config) -> Config:
+    require_gating(model, SIGMOID)
+    return {}
+
+
+ARCHITECTURE = Architecture(
+    name="minimax-m2",
+    model_type="minimax_m2",
+    written_types=("minimax_m2",),
+    layer_tensors={
+        **LLAMA_TENSORS,
+        **expert_tensors("block_sparse_moe", gate="w1", up="w3", down="w2", bias="e_score_correction_bias"),
+    },
+    keys=expert_keys("num_local_experts", size=None),
+    read_config=_read_config,
+    write_keys=lambda config: {
+        "expert_gating_func": SIGMOID,
+        "expert_feed_forward_length": mixture(config).size,
+    },
+)

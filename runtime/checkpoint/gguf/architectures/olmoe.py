@@ -1,0 +1,13 @@
+"""OLMoE 1B-7B: norms over all heads of queries and keys, weights of experts that are not normalized."""
+
+from mycli.runtime.checkpoint.gguf.architecture import LLAMA_TENSORS, Architecture, linear_biases
+from mycli.runtime.checkpoint.gguf.experts import expert_keys, expert_tensors
+
+ARCHITECTURE = Architecture(
+    name="olmoe",
+    model_type="olmoe",
+    written_types=("olmoe",),
+    layer_tensors={**LLAMA_TENSORS, **expert_tensors()},
+    keys=expert_keys(size=None),
+    read_config=lambda model, config: {**linear_biases(model, config), "norm_topk_prob": False},
+)

@@ -1,0 +1,108 @@
+"""What architectures with experts share: their tensors and keys, for reading and writing. Imports no torch."""
+
+from collections.abc import Mapping
+
+from mycli.runtime.checkpoint.gguf.architecture import GgufKey, TensorRule
+from mycli.runtime.checkpoint.gguf.header import GgufModel
+from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.experts_spec import ExpertsSpec
+
+SOFTMAX, SIGMOID, SOFTMAX_WEIGHT = 1, 2, 3  # values of expert_gating_func; the last: over the selected experts only
+
+
+def mixture(config: ModelConfig) -> ExpertsSpec:
+    """Return the experts of the first layer that has some."""
+    return next(spec.mlp for spec in config.layer_specs if isinstance(spec.mlp, ExpertsSpec))
+
+
+def dense_layers(config: ModelConfig) -> int:
+    """Return the number of layers before the first one with experts."""
+    return next(spec.index for spec in config.layer_specs if isinstance(spec.mlp, ExpertsSpec))
+
+
+def expert_tensors(
+    block: str = "mlp",
+    router: str = "gate",
+    gate: str = "gate_proj",
+    up: str = "up_proj",
+    down: str = "down_proj",
+    shared: str | None = None,
+    bias: str | None = None,
+) -> Mapping[str, TensorRule]:
+    """Return the rules of a mixture in `block` by GGUF name; `shared`, `bias`: those of the shared expert, the scores.
+
+    Stacked experts are also read where gate and up are one tensor.
+    """
+    expert = f"{block}.experts.{{expert}}"
+    rules = {
+        "ffn_gate_inp": TensorRule(f"{block}.{router}"),
+        "ffn_gate_up_exps": TensorRule(f"{expert}.{gate}", more_names=(f"{expert}.{up}",)),
+        "ffn_gate_exps": TensorRule(f"{expert}.{gate}"),
+        "ffn_up_exps": TensorRule(f"{expert}.{up}"),
+        "ffn_down_exps": TensorRule(f"{expert}.{down}"),
+    }
+    if shared is not None:
+        rules |= {
+            "ffn_gate_shexp": TensorRule(f"{block}.{shared}.gate_proj"),
+            "ffn_up_shexp": TensorRule(f"{block}.{shared}.up_proj"),
+            "ffn_down_shexp": TensorRule(f"{block}.{shared}.down_proj"),
+        }
+    if bias is not None:
+        rules["exp_probs_b"] = TensorRule(f"{block}.{bias}", suffixes={".bias": ""})
+    return rules
+
+
+def expert_keys(
+    count: str = "num_experts", used: str = "num_experts_per_tok", size: str | None = "moe_intermediate_size"
+) -> tuple[GgufKey, ...]:
+    """Return the keys of a mixture whose config.json has these fields; without `size` it is intermediate_size."""
+    keys = (
+        GgufKey("expert_count", count, required=True, write=lambda config: len(mixture(config).experts)),
+        GgufKey("expert_used_count", used, required=True, write=lambda config: mixture(config).top_k),
+    )
+    if size is None:
+        return keys
+    return (*keys, GgufKey("expert_feed_forward_length", size, write=lambda config: mixture(config).size))
+
+
+def shared_size_key(field: str = "shared_expert_intermediate_size") -> GgufKey:
+    return GgufKey("expert_shared_feed_forward_length", field, write=_shared_size)
+
+
+def _shared_size(config: ModelConfig) -> int:
+    shared = mixture(config).shared
+    return 0 if shared is None else shared.mlp.size
+
+
+def shared_count_key(field: str = "n_shared_experts") -> GgufKey:
+    """Return the key for families whose shared experts count in sizes of a routed one."""
+    return GgufKey(
+        "expert_shared_count",
+        field,
+        default=0,
+        required=True,
+        write=lambda config: _shared_size(config) // mixture(config).size,
+    )
+
+
+def dense_layers_key(field: str) -> GgufKey:
+    return GgufKey("leading_dense_block_count", field, default=0, required=True, write=dense_layers)
+
+
+SCALE_KEY = GgufKey(
+    "expert_weights_scale", "routed_scaling_factor", float, write=lambda config: float(mixture(config).routing.scale)
+)
+NORM_KEY = GgufKey(
+    "expert_weights_norm",
+    "norm_topk_prob",
+    bool,
+    default=False,
+    required=True,
+    write=lambda config: mixture(config).routing.normalize,
+)
+
+
+def require_gating(model: GgufModel, *accepted: int) -> None:
+    """Raise ModelError for an expert_gating_func that the family does not compute; a missing key is accepted."""
+    if model.has("expert_gating_func") and model.integer("expert_gating_func") not in accepted:
+        raise model.metadata.fail(model.key("expert_gating_func"), "is not supported for this architecture")
