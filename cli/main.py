@@ -5,6 +5,7 @@ Only the module of the called command is imported, so that help and light comman
 
 import importlib
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
@@ -29,6 +30,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "eval": ("evaluate", "Measure the perplexity of a model, or compare two models."),
     "compare": ("compare", "Compare the replies of two models to your prompts."),
     "estimate": ("estimate", "Estimate how much memory a model needs and whether it fits."),
+    "choose": ("choose", "Choose the copy of a model that loses least and fits."),
     "export": ("export", "Write a model in the file format of another program."),
     "search": ("search", "Search models on the Hugging Face hub."),
     "pull": ("pull", "Download a model from the Hugging Face hub."),
@@ -170,6 +172,18 @@ def replace_old_bench(arguments: list[str]) -> list[str]:
     return arguments
 
 
+def join_sweep(arguments: list[str]) -> list[str]:
+    """Return `--sweep bits=4,3 method=rtn` with its values in one word: the parser takes one value of an option."""
+    if "--sweep" not in arguments or _command_name(arguments) != "quantize":
+        return arguments
+    # A shell user types lists as separate words, as in make; quoting them is the exception.
+    start = arguments.index("--sweep") + 1
+    end = start
+    while end < len(arguments) and re.match(r"[a-z]+=", arguments[end]):
+        end += 1
+    return [*arguments[:start], " ".join(arguments[start:end]), *arguments[end:]] if end > start else arguments
+
+
 def _command_name(words: Sequence[str]) -> str | None:
     return next((name for count in (2, 1) if (name := " ".join(words[:count])) in COMMANDS), None)
 
@@ -189,7 +203,7 @@ def _defaults(name: str, arguments: list[str]) -> tuple[list[str], dict[str, Any
 
 
 def _run(arguments: list[str]) -> ExitCode:
-    arguments = replace_old_bench(reorder(arguments))
+    arguments = join_sweep(replace_old_bench(reorder(arguments)))
     if not arguments or arguments in ([group] for group in GROUPS):
         arguments.append("--help")
     completing = os.environ.get("COMP_WORDS", os.environ.get("_TYPER_COMPLETE_ARGS", ""))

@@ -106,26 +106,41 @@ class Point:
     series: str
 
 
-def write_points(path: Path, title: str, across: str, up: str, points: Sequence[Point]) -> None:
-    """Write `draw_points` to a file. Raises what `disk_errors` raises."""
-    with disk_errors(path):
-        path.write_text(draw_points(title, across, up, points), encoding="utf-8")
-
-
-def draw_points(title: str, across: str, up: str, points: Sequence[Point]) -> str:
+@dataclass(frozen=True)
+class Chart:
     """A scatter plot with a linear axis `across` and a logarithmic axis `up`, one colour per series."""
-    width, height, left, right, top, bottom = 720, 420, 70, 20, 50, 70
-    colours = _colours(list(dict.fromkeys(point.series for point in points)))
-    x_share, x_labels = _linear([point.x for point in points])
-    y_share, y_labels = _logarithmic([point.y for point in points], _MIN_KL)
-    lines = [_text(left, 24, title, 15), _text(left, 42, f"{up}, by {across}", 12)]
+
+    title: str
+    across: str
+    up: str
+    points: Sequence[Point]
+
+
+_CHART_WIDTH, _CHART_HEIGHT = 720, 420
+
+
+def write_charts(path: Path, charts: Sequence[Chart]) -> None:
+    """Write charts, one below the other, to a file. Raises what `disk_errors` raises."""
+    lines = []
+    for index, chart in enumerate(charts):
+        lines += [f'<g transform="translate(0 {index * _CHART_HEIGHT})">', *_draw_chart(chart), "</g>"]
+    with disk_errors(path):
+        path.write_text(_document(_CHART_WIDTH, len(charts) * _CHART_HEIGHT, lines), encoding="utf-8")
+
+
+def _draw_chart(chart: Chart) -> list[str]:
+    width, height, left, right, top, bottom = _CHART_WIDTH, _CHART_HEIGHT, 70, 20, 50, 70
+    colours = _colours(list(dict.fromkeys(point.series for point in chart.points)))
+    x_share, x_labels = _linear([point.x for point in chart.points])
+    y_share, y_labels = _logarithmic([point.y for point in chart.points], _MIN_KL)
+    lines = [_text(left, 24, chart.title, 15), _text(left, 42, f"{chart.up}, by {chart.across}", 12)]
     for value in y_labels:
         y = height - bottom - y_share(value) * (height - top - bottom)
         lines += _grid_line(left, width - right, y, 8, f"{value:.0e}", 11)
     for value in x_labels:
         x = left + x_share(value) * (width - left - right)
         lines.append(_text(x, height - bottom + 18, f"{value:g}", 11, "middle"))
-    for point in points:
+    for point in chart.points:
         x = left + x_share(point.x) * (width - left - right)
         y = height - bottom - y_share(point.y) * (height - top - bottom)
         label = escape(f"{point.label}: {point.y:.3g} at {point.x:.4g}", quote=False)
@@ -135,7 +150,7 @@ def draw_points(title: str, across: str, up: str, points: Sequence[Point]) -> st
         x = left + index * (width - left - right) / len(colours)
         lines.append(f'<circle cx="{x:.1f}" cy="{height - 20}" r="4" fill="{colour}"/>')
         lines.append(_text(x + 9, height - 16, name, 11))
-    return _document(width, height, lines)
+    return lines
 
 
 _PANEL_WIDTH, _PANEL_HEIGHT = 400, 300

@@ -190,6 +190,20 @@ class StreamedModel:
         return finish_logits(self.head(self.normed(hidden)), self.config)
 
 
+class RememberedModel(StreamedModel):
+    """A model that runs the same tokens once and remembers the result, for comparing several others with it."""
+
+    _streams: dict[bytes, Tensor] | None = None
+
+    def hidden(self, tokens: Tensor, progress: ReportProgress = silent) -> Tensor:
+        if self._streams is None:
+            self._streams = {}
+        key = tokens.numpy().tobytes()
+        if key not in self._streams:
+            self._streams[key] = super().hidden(tokens, progress)
+        return self._streams[key]
+
+
 def restore(block: Block, changed: Mapping[str, Tensor]) -> None:
     """Put changed gains and biases by name, from a transform or from tuning, into a block."""
     for norm in block.norms:

@@ -7,9 +7,11 @@ import json
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +21,7 @@ from mycli.quant.blockwise import BlockSolver, quantize_blocks
 from mycli.quant.calibration.hessian import HELD_OUT_EVERY
 from mycli.quant.calibration.sampler import Calibration, bundled, from_file
 from mycli.quant.evaluate import Evaluation, cut, evaluate, held_out_text, measure_activations
-from mycli.quant.layer_streaming import StreamedModel
+from mycli.quant.layer_streaming import RememberedModel, StreamedModel
 from mycli.quant.linear_solver import TOO_FEW_TOKENS, LinearSolver
 from mycli.quant.mixed_precision import WINDOWS, allocate, measure_shares
 from mycli.quant.model_card import Layer, Size, Tuning
@@ -47,6 +49,43 @@ from mycli.runtime.device.system import trim_heap
 from mycli.runtime.errors import ResourceError, UsageError
 from mycli.runtime.quantization.activations import ActivationKl
 from mycli.runtime.utils.units import human_bytes, pluralize
+
+
+class SharedWork:
+    """The parts that quantizations of one model share; each is computed by the first that needs it."""
+
+    # Not the Hessians: every copy is calibrated on its own quantized inputs, so that its bytes are those of a single
+    # run. On two cores they are most of the time.
+
+    def __init__(self, remembers: bool = False) -> None:
+        """`remembers`: keep the residual streams of the source that copies are measured against."""
+        self._model = RememberedModel if remembers else StreamedModel
+        self._calibrations: dict[tuple[object, ...], Calibration] = {}
+        self._digests: dict[str, Any] | None = None
+        self._reference: StreamedModel | None = None
+
+    def calibration(self, work: QuantizationPlan) -> Calibration:
+        key = (work.text, work.recipe.samples, work.seq, work.recipe.seed)
+        if key not in self._calibrations:
+            self._calibrations[key] = _calibration(work)
+        return self._calibrations[key]
+
+    @contextmanager
+    def digests(self, folder: ModelFolder) -> Iterator[Future[dict[str, Any]]]:
+        if self._digests is not None:
+            known: Future[dict[str, Any]] = Future()
+            known.set_result(self._digests)
+            yield known
+            return
+        with model_card.digests_in_background(folder.source_files()) as digests:
+            yield digests
+            self._digests = digests.result()
+
+    def reference(self, source: ModelFolder, placement: Placement, at_once: int) -> StreamedModel:
+        if self._reference is None or self._reference.at_once != at_once:
+            self._reference = self._model(source, placement, at_once)
+        return self._reference
+
 
 COLLAPSED_KL = 1.0  # nats: such a model writes something else
 
@@ -95,6 +134,7 @@ def quantize(
     restart: bool = False,
     progress: ReportProgress = silent,
     note: ReportNote = ignore,
+    shared: SharedWork | None = None,
 ) -> Outcome:
     """Carry out a plan; `placement` is where to solve, and where and in which dtype to measure.
 
@@ -103,9 +143,9 @@ def quantize(
     `restart`. Raises what reading, solving and measuring raise, and UsageError or ResourceError from `check_resources`.
     """
     check_resources(work, target, overwrite=overwrite)
-    recipe, folder = work.recipe, work.folder
+    recipe, folder, shared = work.recipe, work.folder, shared or SharedWork()
     with memory_errors(work.need), ExitStack() as stack:
-        calibration = _calibration(work) if recipe.needs_data else None
+        calibration = shared.calibration(work) if recipe.needs_data else None
         if recipe.tune and calibration is not None and len(calibration.windows) < HELD_OUT_EVERY:
             message = f"tuning needs at least {HELD_OUT_EVERY} calibration windows, one held out"
             raise UsageError(f"{message}; there are {len(calibration.windows)}", code="more-samples")
@@ -113,7 +153,7 @@ def quantize(
         run = {} if calibration is None else model_card.identify(recipe, calibration, placement, work.need.at_once)
         if not restart:
             require_same_run(finished_in, run)  # now and not only below: hashing the source may take minutes
-        origin = stack.enter_context(model_card.digests_in_background(folder.source_files()))
+        origin = stack.enter_context(shared.digests(folder))
         writer = stack.enter_context(CheckpointWriter(target, work.tensors, overwrite=overwrite))
         output = TensorWriter(writer, work.packings, folder.config.dtype)
         solver = LinearSolver.of(recipe, torch_dtype(folder.config.dtype))
@@ -147,7 +187,8 @@ def quantize(
         # Opened as every reader will open it, while it can still be discarded.
         result = open_model_folder(writer.folder)
         result.checked_manifest()
-        card, activations = _measure(folder, result, work.report, placement, work.need.at_once, progress)
+        reference = shared.reference(folder, placement, work.need.at_once)
+        card, activations = _measure(reference, result, work.report, placement, work.need.at_once, progress)
         files = model_card.digests(path for path in writer.folder.iterdir() if path.is_file())
         record = model_card.encode(
             recipe=recipe,
@@ -226,7 +267,7 @@ def _config(folder: ModelFolder, output: TensorWriter) -> bytes:
 
 
 def _measure(
-    source: ModelFolder,
+    reference: StreamedModel,
     result: ModelFolder,
     report: Report,
     placement: Placement,
@@ -235,10 +276,11 @@ def _measure(
 ) -> tuple[Evaluation | None, ActivationKl | None]:
     if report == "none":
         return None, None
+    source = reference.folder
     context = min(REPORT_CONTEXT, source.config.max_context)
     text = cut(held_out_text(), source.tokenizer(), context, QUICK_TOKENS if report == "quick" else None)
     trim_heap()
-    model, reference = (StreamedModel(folder, placement, at_once) for folder in (result, source))
+    model = StreamedModel(result, placement, at_once)
     if "lm_head" not in result.packings:
         model.share_head(reference)
     card = evaluate(model, text, reference, progress)
@@ -247,7 +289,7 @@ def _measure(
     del model
     measured = measure_activations(result, placement, text, reference, progress)
     kl = [measured[bits].divergence for bits in ("16", "8")] if measured else []
-    return card, ActivationKl(*(each.kl.value for each in kl if each is not None)) if kl else None
+    return card, ActivationKl(*(part.kl.value for part in kl if part is not None)) if kl else None
 
 
 def _source_notes(work: QuantizationPlan, calibration: Calibration | None) -> Iterator[str]:

@@ -13,7 +13,7 @@ from mycli.cli.flags import options
 from mycli.cli.flags.records import LoadFlags
 from mycli.cli.load import about, announce_build, load_engine
 from mycli.cli.output import Column
-from mycli.cli.plot import Point, require_svg, write_points
+from mycli.cli.plot import Chart, Point, require_svg, write_charts
 from mycli.cli.text.progress import STEP_SECONDS, stages
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.errors import GateError, UsageError
@@ -29,8 +29,7 @@ if TYPE_CHECKING:  # torch takes a second to import
 
 EXAMPLES = (
     "mycli compare pico pico-draft -n 16",
-    "mycli compare pico pico-draft -n 16 --max-kl 5 --plot compared.svg",
-    "mycli quantize pico --method rtn --bits 8 --report none && mycli compare pico pico-rtn-int8-g128 -n 16 --json",
+    "mycli compare pico pico-draft -n 16 --max-kl 5 --plot compared.svg --json",
 )
 MAX_PROMPTS = 10_000
 # Mean KL in nats below which copies are usually taken for the original: that of good 8-bit and 4-bit copies.
@@ -213,4 +212,5 @@ def _plot(path: Path, reference: str, candidate: str, result: "Comparison") -> N
         Point(prompt.name, prompt.tokens, prompt.kl, "same reply" if prompt.divergence is None else "changed reply")
         for prompt in result.prompts
     ]
-    write_points(path, f"{candidate} compared with {reference}", "tokens of the reply", "KL divergence", points)
+    title = f"{candidate} compared with {reference}"
+    write_charts(path, [Chart(title, "tokens of the reply", "KL divergence", points)])

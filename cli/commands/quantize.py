@@ -16,6 +16,7 @@ from mycli.cli.flags import options
 from mycli.cli.flags.recipe import RecipeFlags
 from mycli.cli.load import adapted, announce_build, announce_placement
 from mycli.cli.plot import LayerError, layer_error, require_svg, write_errors
+from mycli.cli.sweep import Copy, Options, run_sweep, sweep_recipes
 from mycli.cli.text.format import activation_rows, quality_rows
 from mycli.cli.text.progress import STEP_SECONDS, duration, stages
 from mycli.quant.planning.target import check_target, require_writable_parent
@@ -42,6 +43,7 @@ EXAMPLES = [
     "mycli quantize pico --samples 16",
     "mycli quantize pico --method rtn --bits 8 --group channel -o pico-int8",
     "mycli quantize pico --bits 3 --group 64 --dry-run",
+    "mycli quantize pico --sweep bits=8,4 method=rtn --plot sweep.svg",
 ]
 
 WORST = 5  # layers to list
@@ -227,7 +229,17 @@ def quantize(
             show_default="hidden, next to the output",
         ),
     ] = None,
-    plot: Annotated[Path | None, options.option("--plot", "FILE.svg", "Draw the error of each layer.")] = None,
+    plot: Annotated[
+        Path | None, options.option("--plot", "FILE.svg", "Draw the error of each layer; with --sweep, of each copy.")
+    ] = None,
+    sweep: Annotated[
+        list[str] | None,
+        options.option(
+            "--sweep",
+            "bits=4,3 method=rtn,gptq",
+            "Make a copy for each combination of bits, method and group, and compare them; repeatable.",
+        ),
+    ] = None,
     max_ram: Annotated[int | None, options.size("--max-ram", "Limit of memory, such as 4GiB.")] = None,
     max_vram: Annotated[int | None, options.size("--max-vram", "Limit of GPU memory.")] = None,
     overwrite: Annotated[bool, options.flag("--overwrite", "Replace the folder if it exists.")] = False,
@@ -258,8 +270,13 @@ def quantize(
     source = resolve(model, offline=call.offline)
     # Measured in float32: half precision alone moves KL by as much as 8-bit weights do.
     folder = adapted(call, open_model_folder(source.folder), model, adapter)
+    if sweep:
+        recipes = sweep_recipes(flags, sweep)
+        if max_kl is not None or recipe.target_bpw is not None or work_dir is not None or held_out == "none":
+            raise UsageError("--sweep excludes --max-kl, --target-bpw, --work-dir and --report none", "omit them")
     target = output or _target(source, recipe, folder)
-    check_target(target, overwrite, source.folder)
+    if not sweep:
+        check_target(target, overwrite, source.folder)
     if work_dir is not None:
         require_writable_parent(work_dir)
     from mycli.quant import pipeline
@@ -277,6 +294,13 @@ def quantize(
         max_ram=max_ram,
         max_vram=max_vram,
     )
+    if sweep:
+        copies = [
+            Copy(each_recipe, _target(source, each_recipe, folder) if output is None else output / each_recipe.name)
+            for each_recipe in recipes
+        ]
+        run_sweep(call, copies, plan, placement, Options(overwrite, restart, plot, dry_run))
+        return
     work, choosing = plan(recipe), 0.0
     if recipe.head == "keep" and not folder.config.tie_embeddings:
         head = human_bytes(head_bytes(MemoryPlan(folder.config)))

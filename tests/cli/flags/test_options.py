@@ -58,11 +58,21 @@ def test_what_is_no_memory(text: str, problem: str) -> None:
 
 # Every option that takes an amount of memory, wherever it stands: one that lost its parser is missed here.
 SIZES = {
-    "--gpu": {"estimate"},
+    "--gpu": {"choose", "estimate"},
     "--max-ram": {"quantize"},
     "--max-vram": {"quantize"},
     "--prefix-cache-size": {"chat", "run", "serve"},
-    "--expert-memory": {"bench", "bench draft", "bench serve", "chat", "estimate", "run", "serve"},
+    "--expert-memory": {
+        "bench",
+        "bench draft",
+        "bench serve",
+        "chat",
+        "choose",
+        "compare",
+        "estimate",
+        "run",
+        "serve",
+    },
 }
 
 

@@ -1,0 +1,110 @@
+"""`quantize --sweep` makes and compares copies, and resumes; `choose` picks the best copy that fits."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from mycli.cli.flags.recipe import RecipeFlags
+from mycli.cli.sweep import sweep_recipes
+from mycli.quant import pipeline
+from mycli.runtime.errors import UsageError
+from tests.support.command_line import Mycli
+from tests.support.models import shorten_report
+
+pytestmark = pytest.mark.usefixtures("short_calibration_text")
+
+CPU = ("--device", "cpu")
+SMALL = ("quantize", "pico-draft", "--group", "64", "--samples", "8", "--seq", "64", *CPU)
+
+
+@pytest.fixture(autouse=True)
+def short_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten_report(monkeypatch, 1024)
+
+
+def test_every_combination_once_in_the_order_typed() -> None:
+    recipes = sweep_recipes(RecipeFlags(group="64"), ["bits=4,2 method=rtn,gptq", "scales=absmax"])
+    assert [recipe.name for recipe in recipes] == [
+        f"{method}-absmax-int{bits}-g64" for bits in (4, 2) for method in ("rtn", "gptq")
+    ]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "bits", "bits=", "bits=x", "bits=5", "seed=1", "bits=4 bits=3", "bits=4,4", "method=nf4 bits=3"]
+)
+def test_a_sweep_that_makes_no_sense_is_refused(text: str) -> None:
+    if not text:
+        assert len(sweep_recipes(RecipeFlags(), [text])) == 1
+        return
+    with pytest.raises(UsageError):
+        sweep_recipes(RecipeFlags(), [text])
+
+
+def test_copies_are_made_once_compared_and_equal_to_single_ones(
+    mycli: Mycli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, plot = tmp_path / "copies", tmp_path / "sweep.svg"
+    sweep = (*SMALL, "--sweep", "bits=4,2", "method=rtn,gptq", "-o", str(out))
+    made: list[str] = []
+    quantize = pipeline.quantize
+
+    def interrupted(work: object, target: Path, *rest: object, **options: object) -> object:
+        made.append(target.name)
+        if len(made) == 3:
+            raise KeyboardInterrupt
+        return quantize(work, target, *rest, **options)  # type: ignore[arg-type]  # passed on
+
+    monkeypatch.setattr(pipeline, "quantize", interrupted)
+    assert mycli(*sweep).returncode == 130
+    again = mycli(*sweep, "--plot", str(plot))
+    assert again.returncode == 0 and made[2:] == ["rtn-int2-g64", "rtn-int2-g64", "gptq-int2-g64"]
+    assert again.stderr.count("finished earlier") == 2 and plot.read_text().count("<title>") == 8
+    rows = json.loads(mycli(*sweep, "--json").stdout)["sweep"]
+    names = ["rtn-int4-g64", "gptq-int4-g64", "rtn-int2-g64", "gptq-int2-g64"]
+    assert [row["name"] for row in rows] == names and len(made) == 5, "nothing was made again"
+    assert rows[0]["kl"] < rows[2]["kl"] and rows[0]["bytes"] > rows[2]["bytes"] and rows[1]["seconds"] > 0
+    single = mycli(*SMALL, "-o", str(tmp_path / "single"))
+    assert single.returncode == 0
+    for name in ("model.safetensors", "mycli.json"):
+        assert (tmp_path / "single" / name).read_bytes() == (out / "gptq-int4-g64" / name).read_bytes()
+
+
+def test_another_text_or_source_is_another_copy(mycli: Mycli, tmp_path: Path) -> None:
+    sweep = (*SMALL, "--sweep", "bits=4", "-o", str(tmp_path / "copies"))
+    assert mycli(*sweep).returncode == 0
+    (tmp_path / "text.txt").write_text("Once upon a time there was a boat. " * 400)
+    other = mycli(*sweep, "--calib", str(tmp_path / "text.txt"))
+    assert other.returncode == 2 and "exists already" in other.stderr
+    planned = mycli(*sweep, "--seed", "3", "--overwrite", "--dry-run")
+    assert planned.returncode == 0 and re.search(r"gptq-int4-g64 .* s \|", planned.stdout)
+    assert mycli(*sweep, "--max-kl", "1").returncode == 2 and mycli(*sweep, "--report", "none").returncode == 2
+
+
+def test_the_best_that_fits_is_chosen_by_measured_loss(mycli: Mycli) -> None:
+    first = json.loads(mycli("choose", "pico-draft", "--gpu", "24GiB", "--json").stdout)["candidates"][1]
+    group = first["command"].rpartition(" ")[2]
+    for bits in ("4", "2"):
+        assert mycli(*SMALL, "--bits", bits, "--group", group).returncode == 0
+    whole = json.loads(mycli("choose", "pico-draft", "--gpu", "24GiB", "--ctx", "256", "--json").stdout)
+    assert whole["best"] == "pico-draft" and whole["commands"] == ["mycli chat pico-draft --ctx 256"]
+    rows = {row["name"]: row for row in whole["candidates"]}
+    four, two = (rows[f"pico-draft-gptq-int{bits}-g{group}"] for bits in (4, 2))
+    assert four["measured"] and two["measured"] and 0 < four["kl"] < two["kl"]
+    made, planned = (rows[f"pico-draft-gptq-int{bits}-g{group}"] for bits in (8, 3))
+    assert not made["measured"] and made["command"] == f"mycli quantize pico-draft --bits 8 --group {group}"
+    ordered = [rows["pico-draft"], made, four, planned, two]
+    assert sorted(ordered, key=lambda row: -row["memory_bytes"]) == ordered
+
+    def chosen(nbytes: int, *options: str) -> dict[str, object]:
+        done = mycli("choose", "pico-draft", "--gpu", f"{int(nbytes * 1.03) + 2}B", "--ctx", "256", "--json", *options)
+        answer: dict[str, object] = json.loads(done.stdout)
+        return answer
+
+    assert chosen(made["memory_bytes"])["commands"] == [made["command"], f"mycli chat {made['name']} --ctx 256"]
+    assert chosen(four["memory_bytes"])["best"] == four["name"]
+    assert chosen(two["memory_bytes"])["best"] == two["name"]
+    assert chosen(four["memory_bytes"], "--max-kl", f"{four['kl'] * 1.01}")["best"] == four["name"]
+    assert chosen(two["memory_bytes"], "--max-kl", "1e-9")["error"]["exit_code"] == 2  # type: ignore[index]  # an object
+    assert chosen(two["memory_bytes"] // 2)["error"]["exit_code"] == 5  # type: ignore[index]  # as above
