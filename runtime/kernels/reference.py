@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
 
 from mycli.runtime.cache.kv_cache import Stored
 from mycli.runtime.device.placement import decline_packed
@@ -192,8 +193,8 @@ def attend_dense(
 ) -> Tensor:
     """Attention of query [batch, tokens, heads, head_dim] to keys, values [batch, kv_heads, length, head_dim]."""
     # The new tokens are the last positions. Returns [batch, tokens, heads * head_dim]. mask: bool [tokens, length],
-    # True where a token attends to a position; None for a causal mask, or for a single token, which attends to its last
-    # `window` positions. scale, softcap: as in `AttentionSpec`. Quantized keys and values are decoded first.
+    # True where a token attends to a position; None if each attends to all before it, or for a single token, which
+    # attends to its last `window` positions. scale, softcap: as in `AttentionSpec`. Quantized ones are decoded first.
     batch, tokens, heads, head_dim = query.shape
     kv_heads = keys.data.shape[1]
     if tokens == 1 and window is not None:
@@ -207,16 +208,35 @@ def attend_dense(
         # The query heads of one key head become the rows of one product: no key is repeated, nothing is masked.
         grouped = query.view(batch, kv_heads, heads // kv_heads, head_dim)
         return functional.scaled_dot_product_attention(grouped, key, value, scale=scale).reshape(batch, 1, -1)
-    attended = functional.scaled_dot_product_attention(
-        query.transpose(1, 2),
+    attended = _attend_prompt(query.transpose(1, 2), key, value, mask, scale)
+    return attended.transpose(1, 2).reshape(batch, tokens, -1)
+
+
+def _attend_prompt(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    # On a GPU torch takes its math kernel, which writes out all scores in fp32, for a mask with grouped heads: flash
+    # rejects masks, and the memory-efficient kernel rejects grouped heads.
+    heads, kv_heads, tokens, length = query.shape[1], key.shape[1], query.shape[2], key.shape[2]
+    if mask is None and tokens < length:
+        # A bias that flash knows without a mask; elsewhere torch makes the mask.
+        return functional.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=causal_lower_right(tokens, length),
+            enable_gqa=heads != kv_heads,
+            scale=scale,
+        )
+    if mask is not None and query.is_cuda and heads != kv_heads:
+        key, value = (part.repeat_interleave(heads // kv_heads, dim=1) for part in (key, value))
+    return functional.scaled_dot_product_attention(
+        query,
         key,
         value,
         attn_mask=mask,
         is_causal=mask is None,
-        enable_gqa=heads != kv_heads,
+        enable_gqa=key.shape[1] != heads,
         scale=scale,
     )
-    return attended.transpose(1, 2).reshape(batch, tokens, -1)
 
 
 def _attend_fp32(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
