@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn import functional
-from torch.nn.attention.bias import causal_lower_right
 
 from mycli.runtime.cache.kv_cache import Stored
 from mycli.runtime.device.placement import decline_packed
@@ -213,20 +213,14 @@ def attend_dense(
 
 
 def _attend_prompt(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    # On a GPU torch takes its math kernel, which writes out all scores in fp32, for a mask with grouped heads: flash
-    # rejects masks, and the memory-efficient kernel rejects grouped heads.
     heads, kv_heads, tokens, length = query.shape[1], key.shape[1], query.shape[2], key.shape[2]
     if mask is None and tokens < length:
-        # A bias that flash knows without a mask; elsewhere torch makes the mask.
-        return functional.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=causal_lower_right(tokens, length),
-            enable_gqa=heads != kv_heads,
-            scale=scale,
-        )
+        if (attended := _flash(query, key, value, scale)) is not None:
+            return attended
+        mask = torch.ones(tokens, length, dtype=torch.bool, device=query.device).tril(length - tokens)
     if mask is not None and query.is_cuda and heads != kv_heads:
+        # For a mask with grouped heads torch takes its math kernel, which writes out all scores in fp32: flash rejects
+        # masks, and the memory-efficient kernel rejects grouped heads.
         key, value = (part.repeat_interleave(heads // kv_heads, dim=1) for part in (key, value))
     return functional.scaled_dot_product_attention(
         query,
@@ -237,6 +231,22 @@ def _attend_prompt(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Non
         enable_gqa=key.shape[1] != heads,
         scale=scale,
     )
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor | None:
+    # Flash attention of the last positions without a mask, as torch.nn.attention.bias.causal_lower_right calls it; that
+    # module takes seconds to import. None where torch has no flash kernel for these tensors.
+    if not query.is_cuda or query.shape[3] % 8:
+        return None
+    params = SDPAParams(query, key, value, None, 0.0, False, query.shape[1] != key.shape[1])
+    if not can_use_flash_attention(params):
+        return None
+    scale = query.shape[3] ** -0.5 if scale is None else scale
+    # To this operator "causal" means that the last query sees the last key.
+    attended: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
+        query, key, value, 0.0, is_causal=True, return_debug_mask=False, scale=scale
+    )[0]
+    return attended
 
 
 def _attend_fp32(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
