@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn import functional
 
 from mycli.runtime.cache.kv_cache import Stored
@@ -211,8 +212,8 @@ def attend_dense(
 ) -> Tensor:
     """Attention of query [batch, tokens, heads, head_dim] to keys, values [batch, kv_heads, length, head_dim]."""
     # The new tokens are the last positions. Returns [batch, tokens, heads * head_dim]. mask: bool [tokens, length],
-    # True where a token attends to a position; None for a causal mask, or for a single token, which attends to its last
-    # `window` positions. scale, softcap: as in `AttentionSpec`. Quantized keys and values are decoded first.
+    # True where a token attends to a position; None if each attends to all before it, or for a single token, which
+    # attends to its last `window` positions. scale, softcap: as in `AttentionSpec`. Quantized ones are decoded first.
     batch, tokens, heads, head_dim = query.shape
     kv_heads = keys.data.shape[1]
     if tokens == 1 and window is not None:
@@ -226,16 +227,45 @@ def attend_dense(
         # The query heads of one key head become the rows of one product: no key is repeated, nothing is masked.
         grouped = query.view(batch, kv_heads, heads // kv_heads, head_dim)
         return functional.scaled_dot_product_attention(grouped, key, value, scale=scale).reshape(batch, 1, -1)
-    attended = functional.scaled_dot_product_attention(
-        query.transpose(1, 2),
+    attended = _attend_prompt(query.transpose(1, 2), key, value, mask, scale)
+    return attended.transpose(1, 2).reshape(batch, tokens, -1)
+
+
+def _attend_prompt(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    heads, kv_heads, tokens, length = query.shape[1], key.shape[1], query.shape[2], key.shape[2]
+    if mask is None and tokens < length:
+        if (attended := _flash(query, key, value, scale)) is not None:
+            return attended
+        mask = torch.ones(tokens, length, dtype=torch.bool, device=query.device).tril(length - tokens)
+    if mask is not None and query.is_cuda and heads != kv_heads:
+        # For a mask with grouped heads torch takes its math kernel, which writes out all scores in fp32: flash rejects
+        # masks, and the memory-efficient kernel rejects grouped heads.
+        key, value = (part.repeat_interleave(heads // kv_heads, dim=1) for part in (key, value))
+    return functional.scaled_dot_product_attention(
+        query,
         key,
         value,
         attn_mask=mask,
         is_causal=mask is None,
-        enable_gqa=heads != kv_heads,
+        enable_gqa=key.shape[1] != heads,
         scale=scale,
     )
-    return attended.transpose(1, 2).reshape(batch, tokens, -1)
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor | None:
+    # Flash attention of the last positions without a mask, as torch.nn.attention.bias.causal_lower_right calls it; that
+    # module takes seconds to import. None where torch has no flash kernel for these tensors.
+    if not query.is_cuda or query.shape[3] % 8:
+        return None
+    params = SDPAParams(query, key, value, None, 0.0, False, query.shape[1] != key.shape[1])
+    if not can_use_flash_attention(params):
+        return None
+    scale = query.shape[3] ** -0.5 if scale is None else scale
+    # To this operator "causal" means that the last query sees the last key.
+    attended: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
+        query, key, value, 0.0, is_causal=True, return_debug_mask=False, scale=scale
+    )[0]
+    return attended
 
 
 def _attend_fp32(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:

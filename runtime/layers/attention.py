@@ -152,8 +152,14 @@ class PagedAttention:
         return LATENT_ATTENTION(*query, *self._cache.all(layer), ragged, spec.scale)
 
     def _attend_one(self, layer: int, query: Tensor, chunk: Chunk, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
+        keys, values = self._cache.read(layer, chunk.blocks, chunk.length)
+        length = chunk.length
+        if spec.window is not None:  # no token sees an older key, and the mask has no column for it
+            length = min(length, spec.window + chunk.count - 1)
+            keys, values = keys.last(length), values.last(length)
         key = id(chunk), spec.window  # the batch keeps its chunks alive
         if key not in self._masks:
-            self._masks[key] = attention_mask(chunk.start, chunk.count, spec.window, query.device)
-        stored = self._cache.read(layer, chunk.blocks, chunk.length)
-        return ATTENTION(query, *stored, self._masks[key], spec.window, spec.scale, spec.softcap, sinks)
+            needed = spec.window is not None and spec.window < length
+            start = length - chunk.count
+            self._masks[key] = attention_mask(start, chunk.count, spec.window, query.device) if needed else None
+        return ATTENTION(query, keys, values, self._masks[key], spec.window, spec.scale, spec.softcap, sinks)

@@ -14,6 +14,7 @@ from mycli.runtime.memory.weights import embedding_bytes, linears_bytes, shadow_
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.models.layer_spec import LayerSpec
+from mycli.runtime.models.part_spec import AttentionSpec
 from mycli.runtime.models.recurrent_spec import STATE_BYTES
 from mycli.runtime.quantization.int4_vectors import FUSED_INT4_HEADS
 from mycli.runtime.quantization.scheme import Packing
@@ -140,6 +141,27 @@ def logits_bytes(plan: MemoryPlan) -> int:
 
 
 def mask_bytes(plan: MemoryPlan) -> int:
+    return _gpu_mask_bytes(plan) if plan.gpu else _cpu_mask_bytes(plan)
+
+
+def _gpu_mask_bytes(plan: MemoryPlan) -> int:
+    # Only windows have masks: a boolean one each over the keys that a chunk sees, one of them at a time also in the
+    # dtype of activations, with keys and values repeated for all heads. Softcaps and sinks write out scores three times
+    # in fp32, for the query heads of one KV head, with a boolean mask.
+    def keys(spec: AttentionSpec) -> int:
+        return plan.context if spec.window is None else min(plan.context, spec.window + plan.chunk - 1)
+
+    specs = plan.config.attentions
+    windowed = [spec for spec in specs if spec.window is not None and spec.window < plan.context]
+    kept = sum({spec.window: keys(spec) for spec in windowed}.values()) * plan.chunk
+    largest = max(map(keys, windowed), default=0) * plan.chunk * plan.value_bytes
+    repeated = [2 * spec.heads * spec.head_dim * keys(spec) * plan.value_bytes for spec in windowed]
+    written = [spec for spec in specs if spec.softcap is not None or spec.sinks is not None]
+    scores = [keys(spec) * plan.chunk * (3 * 4 * (spec.heads // spec.kv_heads) + 1) for spec in written]
+    return kept + largest + max(repeated, default=0) + max(scores, default=0)
+
+
+def _cpu_mask_bytes(plan: MemoryPlan) -> int:
     # Each distinct window has a boolean mask and one in the dtype of activations. Capped scores are written out three
     # times in fp32, for the query heads of one KV head. The first chunk needs no mask.
     config = plan.config

@@ -24,7 +24,7 @@ from tests.ptx.emulator.run import Cost
 from tests.support.random_tensors import normal, weight
 
 CAPABILITIES = (80, 90, 120)
-SIZE, COLUMNS = 256, 1024  # of a weight
+SIZE, COLUMNS = 128, 8192  # of a weight: one program has most of the turns
 GROUPS = ("shared", "global reads", "global writes")
 
 
@@ -81,7 +81,7 @@ def costs(launch: Launch) -> list[Cost]:
     work: Callable[[Launch, Chip], None] = multiply if launch.kv is None else attend
     played.runner.count = True
     try:
-        work(launch, Chip(capability, 4, capability >= (9, 0)))
+        work(launch, Chip(capability, 1, capability >= (9, 0)))
     finally:
         played.runner.count = False
     return played.runner.costs

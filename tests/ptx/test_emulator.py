@@ -30,13 +30,22 @@ def folder(request: pytest.FixtureRequest) -> Path:
     return request.config.cache.mkdir("ptx_emulator")  # type: ignore[union-attr]  # the plugin is always there
 
 
-def run(folder: Path, body: str, a: list[int], b: list[int], programs: int = 1, seed: int = 1) -> list[int]:
+def run(
+    folder: Path,
+    body: str,
+    a: list[int],
+    b: list[int],
+    programs: int = 1,
+    seed: int = 1,
+    runner: Runner | None = None,
+    shared: int = 1024,
+) -> list[int]:
     """What `a` holds after a program of 64 threads, two warps."""
     buffers = [(ctypes.c_uint32 * len(values))(*values) for values in (a, b)]
     addresses = [ctypes.c_uint64(ctypes.addressof(buffer)) for buffer in buffers]
     parameters = (ctypes.c_void_p * 2)(*(ctypes.addressof(address) for address in addresses))
     ptx = f"{SHARED}{HEAD}{body}\nret;\n}}\n"
-    Runner(folder, seed).launch(ptx, (programs, 1, 1), 64, 1024, parameters)
+    (runner or Runner(folder, seed)).launch(ptx, (programs, 1, 1), 64, shared, parameters)
     return list(buffers[0])
 
 

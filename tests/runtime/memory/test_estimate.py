@@ -140,8 +140,18 @@ def test_a_sliding_window_bounds_what_is_read_not_what_is_held() -> None:
 def test_only_a_chunk_that_is_not_the_first_needs_a_mask() -> None:
     assert mask_bytes(plan("Llama-3.1-8B", context=512)) == 0
     assert mask_bytes(plan("Llama-3.1-8B", context=8192)) == 512 * 8192 * 3
-    assert mask_bytes(replace(plan("Llama-3.1-8B", context=2048), gpu=True)) == 0
-    assert mask_bytes(replace(plan("Llama-3.1-8B", context=8192), gpu=True)) == 2048 * 8192 * 3
+
+
+def test_on_a_gpu_only_windows_and_written_scores_need_a_mask() -> None:
+    """Of the keys that a chunk of 2,048 tokens sees; with heads repeated, since torch's kernel for masks needs that."""
+    for context in (2048, 8192, 131072):
+        assert mask_bytes(plan("Llama-3.1-8B", context=context, gpu=True)) == 0
+    windowed, keys = plan("Mistral-7B-v0.1", context=32768, gpu=True), 4096 + 2047
+    assert mask_bytes(windowed) == 2048 * keys * (1 + 2) + 2 * 32 * 128 * keys * 2
+    assert mask_bytes(replace(windowed, context=4096)) == 0, "the window is as long"
+    capped = plan("gemma-2-9b", context=8192, gpu=True)
+    both = 2048 * (4096 + 2047) * 3 + 2 * 16 * 256 * (4096 + 2047) * 2
+    assert mask_bytes(capped) == both + 2048 * 8192 * (3 * 4 * 2 + 1)
 
 
 def test_capped_scores_are_those_of_the_layer_with_the_most_query_heads_per_kv_head() -> None:
