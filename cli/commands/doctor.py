@@ -9,7 +9,7 @@ from mycli.cli.command import Call, command
 from mycli.cli.flags import options
 from mycli.cli.load import announce_build
 from mycli.cli.output import Column
-from mycli.cli.reasons import pass_rows, passes_json, reason
+from mycli.cli.reasons import activation_text, pass_rows, passes_json, reason
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.bandwidth import datasheet
 from mycli.runtime.device.nvml import gpus
@@ -156,19 +156,21 @@ def doctor(
     findings = list(check_kernels(placement.device, placement.dtype))
     with open_model("pico", EngineConfig(device=device, context=128), offline=True) as opened:
         reply = golden_reply(opened)
-        choices = pass_choices(opened.model.runner)
+        choices, rounding = pass_choices(opened.model.runner), opened.model.runner.activations
     if model != "pico":
         with open_model(model, EngineConfig(device=device), offline=call.offline) as opened:
-            choices = pass_choices(opened.model.runner)
+            choices, rounding = pass_choices(opened.model.runner), opened.model.runner.activations
     # Measured twice, and the better result counts: another program may disturb one measurement.
     name, bandwidth = measure_device(placement.device, state_dir())
     answer = _as_json(facts, placement, bandwidth, findings, reply, choices)
+    answer["activation_bits"] = None if rounding is None else rounding.bits
     if not call.out.answered(answer):
         sheet = datasheet(name)
         share = f", {bandwidth / sheet:.0%} of the data sheet's {sheet:g}" if sheet else ""
         rows = [
             ("runs on", f"{placement.device}, {placement.dtype}"),
             *_path(placement),
+            *([] if rounding is None else [("activations", activation_text(rounding))]),
             ("bandwidth", f"{bandwidth:.1f} GB/s{share}"),
         ]
         call.out.card("the device", [*rows, (QUESTION, reply)])
