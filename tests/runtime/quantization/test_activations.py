@@ -42,12 +42,7 @@ def test_limit_is_three_percent_of_the_divergence() -> None:
 
 def test_auto_leaves_wide_weights_at_16_bits() -> None:
     auto, requested = (choose_activations(kind, LITTLE, tiles=False).packings(WIDTHS) for kind in ("auto", "8"))
-    assert {name: packing.activations for name, packing in auto.items()} == {
-        "int8": 16,
-        "int6": 8,
-        "int4": 8,
-        "int2": 8,
-    }
+    assert [packing.activations for packing in auto.values()] == [16, 8, 8, 8]
     assert {packing.activations for packing in requested.values()} == {8}
     assert choose_activations("16", LITTLE, tiles=False).packings(WIDTHS) is WIDTHS
 
