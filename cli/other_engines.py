@@ -181,6 +181,9 @@ def start(
         raise ResourceError(message, f"use --tensor-parallel-size {len(visible)}")
     if config.kv not in ("auto", "bf16"):
         raise UsageError(f"--kv {config.kv} is not supported by {engine.title}", "omit --kv")
+    if config.activations != "auto":
+        message = f"--activations {config.activations} is not supported by {engine.title}"
+        raise UsageError(message, "omit --activations")
     for obstacle in obstacles(folder.config, folder.packings, ranks):
         problem = f"{obstacle.where}: {obstacle.problem}"
         if config.device != "cpu":  # these are limits of GPU kernels

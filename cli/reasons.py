@@ -8,6 +8,7 @@ from mycli.runtime.errors import Declined
 
 if TYPE_CHECKING:  # torch takes a second to import
     from mycli.runtime.engine.pass_choices import PassChoice
+    from mycli.runtime.quantization.activations import ActivationChoice
 
 # code -> message, which follows the name of the kernel or pass; the fields in braces are the values of `Declined.data`
 REASONS: Mapping[str, str] = {
@@ -174,6 +175,12 @@ REASONS: Mapping[str, str] = {
     "embedding-or-logit-scale": "embeddings or logits are scaled or capped",
     "layers-differ": "layers differ in heads or rotary embedding",
 }
+
+
+def activation_text(choice: "ActivationChoice") -> str:
+    """How CPU kernels round activations, and why."""
+    where = "" if choice.bits == 16 or choice.widest == 8 else f" next to weights of at most {choice.widest} bits"
+    return f"activations of {choice.bits} bits{where}: {reason(choice.reason)}"
 
 
 def reason(declined: Declined) -> str:

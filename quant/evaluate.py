@@ -146,7 +146,7 @@ def evaluate_each(
         for index, tokens in enumerate(part):
             for model, stream, rows in zip(models, streams, scores, strict=False):  # the last stream is the reference's
                 compared = [(model, stream)] if reference is None else [(model, stream), (reference, streams[-1])]
-                rows.append(_score([each for each, _ in compared], [hidden[index] for _, hidden in compared], tokens))
+                rows.append(_score([model for model, _ in compared], [hidden[index] for _, hidden in compared], tokens))
             progress("windows", len(scores[0]), windows)
         trim_heap()
     return [_evaluation(model, text, rows) for model, rows in zip(models, scores, strict=True)]
@@ -176,7 +176,7 @@ def measure_activations(
     """
     kinds: tuple[Activations, ...] = "16", "8"
     placements = [replace(placement, dtype=torch.bfloat16, activations=kind) for kind in kinds]
-    models = [StreamedModel(folder, each) for each in placements]
+    models = [StreamedModel(folder, placement) for placement in placements]
     if models[0].activations is None:
         return {}
     return dict(zip(kinds, evaluate_each(models, text, reference, progress), strict=True))

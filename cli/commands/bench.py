@@ -11,6 +11,7 @@ from mycli.cli.flags import options
 from mycli.cli.flags.records import RunFlags
 from mycli.cli.load import about, adapted, announce_build, announce_experts, announce_passes, announce_placement
 from mycli.cli.output import Column
+from mycli.cli.reasons import activation_text
 from mycli.cli.text.progress import CpuContention
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.open_folder import open_model_folder
@@ -140,6 +141,8 @@ def _measure(call: Call, subject: _Subject, trials: "Sequence[Trial]", repetitio
     runner = load_model(folder, placement, expert_slots=expert_slots)
     load_seconds = time.perf_counter() - start
     announce_passes(call, runner)
+    if runner.activations is not None:
+        call.out.note(f"{source.name}: {activation_text(runner.activations)}")
     # Measured before and after the trials, and the better one counts: another program may disturb one of the two.
     throughput.measure_device(placement.device, state_dir())
     common = {
@@ -149,6 +152,7 @@ def _measure(call: Call, subject: _Subject, trials: "Sequence[Trial]", repetitio
         "device": str(placement.device),
         "dtype": dtype_info(placement.dtype).short,
         "kv": dtype_info(placement.dtype).short if placement.kv == "auto" else placement.kv,
+        "activation_bits": None if runner.activations is None else runner.activations.bits,
         "load_seconds": load_seconds,
     }
     results, contention = [], CpuContention()

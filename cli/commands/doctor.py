@@ -10,7 +10,7 @@ from mycli.cli.command import Call, command
 from mycli.cli.flags import options
 from mycli.cli.load import announce_build
 from mycli.cli.output import Column
-from mycli.cli.reasons import pass_rows, passes_json, reason
+from mycli.cli.reasons import activation_text, pass_rows, passes_json, reason
 from mycli.cli.text.progress import CpuContention
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.bandwidth import datasheet
@@ -177,7 +177,7 @@ def doctor(
         reply = golden_reply(opened)
     golden, worse = None, list[str]()
     with open_model(model, EngineConfig(device=device), offline=call.offline) as opened:
-        choices = pass_choices(opened.model.runner)
+        choices, rounding = pass_choices(opened.model.runner), opened.model.runner.activations
         if save:
             golden = upgrade_guard.save_record(call, opened)
         elif compare or upgrade_guard.is_due(opened):
@@ -187,12 +187,14 @@ def doctor(
     answer = _as_json(facts, placement, bandwidth, findings, reply, choices)
     if golden is not None:
         answer["golden"] = golden
+    answer["activation_bits"] = None if rounding is None else rounding.bits
     if not call.out.answered(answer):
         sheet = datasheet(name)
         share = f", {bandwidth / sheet:.0%} of the data sheet's {sheet:g}" if sheet else ""
         rows = [
             ("runs on", f"{placement.device}, {placement.dtype}"),
             *_path(placement),
+            *([] if rounding is None else [("activations", activation_text(rounding))]),
             ("bandwidth", f"{bandwidth:.1f} GB/s{share}"),
         ]
         call.out.card("the device", [*rows, (QUESTION, reply)])

@@ -31,6 +31,9 @@ EXAMPLES = [
 
 Ref = Annotated[str | None, options.option("--ref", "MODEL", "Also compare with the predictions of this model.")]
 Sweep = Annotated[bool, options.flag("--kv-sweep", "Compare the data types of the KV cache.")]
+ActivationSweep = Annotated[
+    bool, options.flag("--activations-sweep", "Compare activations of 16 and 8 bits, in bf16 on the CPU.")
+]
 Text = Annotated[
     Path | None, options.option("--text", "FILE", "UTF-8 text to measure on.", show_default="held-out.txt of pico")
 ]
@@ -48,15 +51,19 @@ def _divergence(field: str, heading: str, style: str = ".2g") -> Column:
     return Column(heading, text, right=True)
 
 
-_SWEEP_COLUMNS = (
-    Column("kv", "kv"),
-    Column("per token", lambda row: f"{row['bytes_per_token'] / 1024:.2f} KiB", right=True),
+_DIVERGENCE_COLUMNS = (
     Column("perplexity", lambda row: f"{row['perplexity']['value']:.3f}", right=True),
-    _divergence("kl", "KL mean"),
+    _divergence("kl", "KL mean", ".4g"),
     _divergence("kl_p99", "KL 99%"),
     _divergence("kl_max", "KL max"),
     _divergence("same_top1", "same top", ".2%"),
 )
+_SWEEP_COLUMNS = (
+    Column("kv", "kv"),
+    Column("per token", lambda row: f"{row['bytes_per_token'] / 1024:.2f} KiB", right=True),
+    *_DIVERGENCE_COLUMNS,
+)
+_ACTIVATION_COLUMNS = (Column("activations", "activations"), *_DIVERGENCE_COLUMNS)
 
 
 def _sweep(call: Call, name: str, folder: ModelFolder, placement: "Placement", text: "TokenWindows") -> None:
@@ -87,6 +94,29 @@ def _sweep(call: Call, name: str, folder: ModelFolder, placement: "Placement", t
         call.out.note(f"{windows} of {text.windows.shape[1]} tokens, compared with {results[0]['kv']}")
 
 
+def _sweep_activations(
+    call: Call, names: list[str], folders: list[ModelFolder], placement: "Placement", text: "TokenWindows"
+) -> None:
+    import torch
+
+    from mycli.quant import evaluate as measuring
+    from mycli.quant.layer_streaming import StreamedModel
+
+    # The reference is exact: fp32 activations, which no kernel rounds.
+    reference = StreamedModel(folders[-1], replace(placement, dtype=torch.float32))
+    with stages(call.out.progress) as progress:
+        measured = measuring.measure_activations(folders[0], placement, text, reference, progress)
+    if not measured:
+        raise UsageError(
+            f"{names[0]} has no packed weights that CPU kernels multiply in bf16", "--activations-sweep compares those"
+        )
+    results = [{"activations": bits, **asdict(result)} for bits, result in measured.items()]
+    call.out.show({"model": names[0], "reference": names[-1], "sweep": results}, _ACTIVATION_COLUMNS, rows="sweep")
+    if not call.out.json_mode:
+        windows = pluralize(results[0]["windows"], "window")
+        call.out.note(f"{windows} of {text.windows.shape[1]} tokens, compared with {names[-1]} in float32")
+
+
 @command
 def evaluate(
     call: Call,
@@ -100,12 +130,15 @@ def evaluate(
     dtype: options.Precision = "fp32",
     kv: options.CacheKind = "auto",
     kv_sweep: Sweep = False,
+    activations: options.ActivationKind = "auto",
+    activations_sweep: ActivationSweep = False,
     adapter: options.AdapterName = None,
 ) -> None:
     """Measure the perplexity of a model, or compare two models.
 
-    Prints perplexity with its standard error; with --ref also the KL divergence from that model, and with --kv-sweep
-    the effect of each data type of the KV cache. --adapter applies to MODEL, not to --ref.
+    Prints perplexity with its standard error; with --ref also the KL divergence from that model, with --kv-sweep the
+    effect of each data type of the KV cache, and with --activations-sweep that of rounding activations to 16 and 8
+    bits, which is done in bf16 on a CPU only. --adapter applies to MODEL, not to --ref.
 
     The text is tokenized once with the default settings of the tokenizer and cut into windows without overlap; the
     incomplete last window is dropped. Layers are read one at a time, so models may be larger than memory.
@@ -113,7 +146,9 @@ def evaluate(
     from mycli.quant import evaluate as measuring
     from mycli.quant.layer_streaming import StreamedModel
 
-    engine = LoadFlags(device=device, dtype=dtype, kv=kv).resolve()
+    engine = LoadFlags(device=device, dtype=dtype, kv=kv, activations=activations).resolve()
+    if activations_sweep and (kv_sweep or engine.activations != "auto"):
+        raise UsageError("--activations-sweep excludes --kv-sweep and --activations", "omit them")
     if kv_sweep and (ref is not None or engine.kv != "auto"):
         raise UsageError("--kv-sweep excludes --ref and --kv: it compares the model with itself", "omit --ref and --kv")
     content = measuring.held_out_text() if text is None else measuring.read_text(text)
@@ -132,6 +167,9 @@ def evaluate(
     announce_build(call, placements[0])
     if kv_sweep:
         _sweep(call, sources[0].name, folders[0], placements[0], cuts[0])
+        return
+    if activations_sweep:
+        _sweep_activations(call, [source.name for source in sources], folders, placements[0], cuts[0])
         return
     models = [StreamedModel(folder, placement) for folder, placement in zip(folders, placements, strict=True)]
     with stages(call.out.progress) as progress:

@@ -1,10 +1,10 @@
 """Products on the CPU over the number of rows, with every set of instructions that this machine has, beside torch.
 
     PYTHONPATH=.links python -m tests.benchmarks.cpu_rows [--packing int4-g128] [--codes nf4] [--gguf Q4_K] [--dense]
-        [--shape 8192x2048] [--rows 1,2,4] [--sets amx,avx2] [--repeats 8]
+        [--activations 16|8|both] [--shape 8192x2048] [--rows 1,2,4] [--sets amx,avx2] [--repeats 8]
 
-Prints 10^9 operations per second (two a weight and row) of the best of `--repeats` calls, every set in turn in each of
-them, so that a busy neighbour hits all. Two weights take turns, so that the first caches do not hold them. A rate that
+A column is a set of instructions and the bits of activations. Prints 10^9 operations per second (two a weight and row)
+of the best of `--repeats` calls, every set in turn in each of them, so that a busy neighbour hits all. Two weights take turns, so that the first caches do not hold them. A rate that
 falls as rows grow by more than the noise is a fault. `torch` is its dense bf16 product; $ONEDNN_MAX_CPU_ISA keeps it
 from instructions as MYCLI_CPU_ISA does us.
 """
@@ -12,6 +12,7 @@ from instructions as MYCLI_CPU_ISA does us.
 import argparse
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -26,9 +27,10 @@ from mycli.runtime.kernels.cpu.library.build import Native, cache_folder, compil
 from mycli.runtime.kernels.cpu.matmul import CpuMatmul, multiply_dense
 from mycli.runtime.kernels.cpu.table import TableMatmul
 from mycli.runtime.quantization.packed_weight import PackedWeight
-from mycli.runtime.quantization.scheme import Codes, Packing, parse_packing
+from mycli.runtime.quantization.scheme import ActivationBits, Codes, Packing, parse_packing
 from tests.support.packed_weights import super_block_weight
 
+ACTIVATION_BITS: tuple[ActivationBits, ...] = (16, 8)
 TYPES = {kind.name: kind for kind in QUANTIZED if kind.super_blocks}
 ROWS = (*range(1, 18), 24, 32, 33, 48, 64, 96, 128, 256, 512)
 
@@ -42,7 +44,7 @@ def libraries(names: list[str], folder: Path) -> dict[str, Native]:
 
 
 def packed(library: Native, packing: Packing, outputs: int, inputs: int, seed: int) -> Product:
-    """Random codes and scales."""
+    """Random codes and scales; `packing` says the bits of activations."""
     generator = torch.Generator().manual_seed(seed)
     words = torch.randint(-(1 << 31), 1 << 31, (outputs, packing.words(inputs)), generator=generator)
     scales = (torch.randn(outputs, packing.groups(inputs), generator=generator) * 0.02).bfloat16()
@@ -50,12 +52,12 @@ def packed(library: Native, packing: Packing, outputs: int, inputs: int, seed: i
     return CpuMatmul(library, weight) if packing.codes in ("int", "e2m1") else TableMatmul(library, weight)
 
 
-def super_blocks(library: Native, name: str, outputs: int, inputs: int, seed: int) -> Product:
+def super_blocks(library: Native, name: str, bits: ActivationBits, outputs: int, inputs: int, seed: int) -> Product:
     """Random codes and scales of GGUF's type `name`, whose scales are whole numbers of factors."""
     kind = TYPES[name]
     shape = outputs, inputs
     weight = super_block_weight(kind.bits, shape, kind.group, offsets=kind.minimum, seed=seed)
-    return CpuMatmul(library, weight)
+    return CpuMatmul(library, replace(weight, packing=replace(weight.packing, activations=bits)))
 
 
 def rates(products: dict[str, list[Product]], x: Tensor, outputs: int, repeats: int) -> dict[str, float]:
@@ -77,7 +79,7 @@ def main() -> None:
     parser.add_argument("--codes", choices=get_args(Codes), default="int", help="other than integers, in those groups")
     parser.add_argument("--gguf", choices=sorted(TYPES), help="of super-blocks, in those groups")
     parser.add_argument("--dense", action="store_true")
-    parser.add_argument("--activations", type=lambda text: list(map(int, text.split(","))), default=[16, 8])
+    parser.add_argument("--activations", choices=("16", "8", "both"), default="both", help="bits, with packed weights")
     parser.add_argument("--shape", type=lambda text: tuple(map(int, text.split("x"))), default=(8192, 2048))
     parser.add_argument("--rows", type=lambda text: tuple(map(int, text.split(","))), default=ROWS)
     parser.add_argument("--sets", type=lambda text: text.split(","), default=here)
@@ -94,22 +96,25 @@ def main() -> None:
         products = {
             name: [lambda x, w=w, one=one: multiply_dense(one, x, w) for w in weights] for name, one in found.items()
         }
-    elif given.gguf:
-        products = {
-            name: [super_blocks(one, given.gguf, outputs, inputs, seed) for seed in range(2)]
-            for name, one in found.items()
-        }
     else:
+        bits: list[ActivationBits] = [each for each in ACTIVATION_BITS if given.activations in (str(each), "both")]
         products = {
-            name: [packed(one, packing, outputs, inputs, seed) for seed in range(2)] for name, one in found.items()
+            f"{name}/{each}": [
+                super_blocks(one, given.gguf, each, outputs, inputs, seed)
+                if given.gguf
+                else packed(one, replace(packing, activations=each), outputs, inputs, seed)
+                for seed in range(2)
+            ]
+            for name, one in found.items()
+            for each in bits
         }
     products["torch"] = [lambda x, w=w: functional.linear(x, w) for w in weights]
     kind = "dense bf16" if given.dense else given.gguf or packing.name
     print(f"{kind} [{outputs}, {inputs}], 10^9 operations per second")
-    print(" rows" + "".join(f"{name:>12}" for name in products))
+    print(" rows" + "".join(f"{name:>15}" for name in products))
     for rows in given.rows:
         found_rates = rates(products, torch.randn(rows, inputs).bfloat16(), outputs, given.repeats)
-        print(f"{rows:5}" + "".join(f"{rate:12.0f}" for rate in found_rates.values()), flush=True)
+        print(f"{rows:5}" + "".join(f"{rate:15.0f}" for rate in found_rates.values()), flush=True)
 
 
 if __name__ == "__main__":

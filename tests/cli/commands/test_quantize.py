@@ -198,6 +198,30 @@ def test_kv_sweep_compares_each_kind_of_cache_with_the_exact_one(capsys: pytest.
     assert code == ExitCode.USAGE and "compares the model with itself" in err
 
 
+def test_activations_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The card, `show` and the sweep say the same, and a run in bf16 with the same bits has that divergence."""
+    folder = str(tmp_path / "out")
+    code, out, err = call(capsys, "quantize", "pico", "--method", "rtn", "--bits", "3", "-o", folder, "--json")
+    assert code == 0, err
+    card = parsed(out)["card"]["activations"]
+    if card is None:
+        pytest.skip("no native code here")
+    assert 0.1 < card["16"] < 1 and abs(card["8"] / card["16"] - 1) < 0.03
+    assert "8-bit activations  KL" in call(capsys, "show", folder)[1]
+    short = "--tokens", "512", "--ctx", "64", "--json"
+    code, out, err = call(capsys, "eval", folder, "--ref", "pico", "--activations-sweep", *short)
+    assert code == 0, err
+    sixteen, eight = parsed(out)["sweep"]
+    assert (sixteen["activations"], eight["activations"]) == ("16", "8")
+    assert sixteen["divergence"]["kl"] != eight["divergence"]["kl"]
+    flags = "--dtype", "bf16", "--activations", "8"
+    assert parsed(call(capsys, "eval", folder, *flags, *short)[1])["perplexity"] == eight["perplexity"]
+    code, _, err = call(capsys, "eval", "pico", "--activations-sweep", "--tokens", "512", "--ctx", "64")
+    assert code == ExitCode.USAGE and "no packed weights" in err
+    code, _, err = call(capsys, "eval", "pico", "--activations-sweep", "--activations", "8")
+    assert code == ExitCode.USAGE and "excludes" in err
+
+
 def test_calibration_from_a_dataset_of_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -123,7 +123,7 @@ struct Rowwise {
     bool can_share(const Linear& linear) const {
         for (int64_t i = 0; i < linear.count; i++)
             if (!linear.parts[i].packed || !(row_cut_of(*linear.parts[i].packed) == row_cut_of(*linear.parts[0].packed))) return false;
-        return rows <= FEW;
+        return rows <= few_limit(*linear.parts[0].packed);
     }
 
     // y [rows, outputs]; `spare` is as large, for several products. Returns false without memory.

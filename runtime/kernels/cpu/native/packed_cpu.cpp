@@ -32,7 +32,7 @@ namespace {
 enum class Path { BYTES, WORDS, TILES };
 
 inline Path path_of(const Weight& w, int64_t rows) {
-    if (rows <= FEW) return Path::BYTES;
+    if (rows <= few_limit(w)) return Path::BYTES;
     // Sums leave the tiles at the end of each segment: with the shortest segments, and those of super-blocks, words are cheaper.
     return cut_of(w).segment >= INPUTS && !w.factors && have_amx() ? Path::TILES : Path::WORDS;
 }
