@@ -17,15 +17,18 @@ from mycli.runtime.kernels.registry import ATTENTION, PAGED_ATTENTION, VECTOR_PA
 from mycli.runtime.models.part_spec import AttentionSpec
 
 
-def attention_mask(start: int, count: int, window: int | None, device: torch.device) -> Tensor | None:
+def attention_mask(
+    start: int, count: int, window: int | None, device: torch.device, chunk: int | None = None
+) -> Tensor | None:
     """Return the mask bool [count, start + count] of the last `count` positions, or None if none is needed."""
     end = start + count
-    if count == 1 or (start == 0 and (window is None or window >= end)):
+    if count == 1 or (start == 0 and (window is None or window >= end) and (chunk is None or chunk >= end)):
         return None
     query = torch.arange(start, end, device=device).unsqueeze(1)
     key = torch.arange(end, device=device)
     causal = key <= query
-    return causal if window is None else causal & (query - key < window)
+    causal = causal if window is None else causal & (query - key < window)
+    return causal if chunk is None else causal & (key >= query - query % chunk)
 
 
 KeyValue = tuple[Tensor, Tensor]
@@ -52,7 +55,7 @@ class PromptAttention:
     def __init__(self, dtype: torch.dtype | None = None, shared: SharedKeyValues | None = None) -> None:
         self._dtype = dtype
         self._shared: SharedKeyValues = {} if shared is None else shared
-        self._masks: dict[tuple[int, int | None], Tensor | None] = {}
+        self._masks: dict[tuple[int, int | None, int | None], Tensor | None] = {}
 
     def with_shared(self, shared: SharedKeyValues) -> "PromptAttention":
         return PromptAttention(self._dtype, shared)
@@ -60,9 +63,9 @@ class PromptAttention:
     def attend(
         self, layer: int, query: Tensor, new: KeyValue | None, spec: AttentionSpec, sinks: Tensor | None = None
     ) -> Tensor:
-        shape = query.shape[1], spec.window
+        shape = query.shape[1], spec.window, spec.chunk
         if shape not in self._masks:
-            self._masks[shape] = attention_mask(0, shape[0], spec.window, query.device)
+            self._masks[shape] = attention_mask(0, shape[0], spec.window, query.device, spec.chunk)
         if new is None:
             assert spec.kv_source is not None
             stored = self._shared[spec.kv_source]
@@ -71,7 +74,7 @@ class PromptAttention:
             stored = self._stored(key.transpose(1, 2)), self._stored(value.transpose(1, 2))
         if spec.kv_shared:
             self._shared[layer] = stored
-        return ATTENTION(query, *stored, self._masks[shape], spec.window, spec.scale, spec.softcap, sinks)
+        return ATTENTION(query, *stored, self._masks[shape], spec.window, spec.scale, spec.softcap, sinks, spec.chunk)
 
     def _stored(self, values: Tensor) -> Stored:
         if self._dtype is None:
@@ -88,7 +91,7 @@ class PagedAttention:
 
     def __init__(self, batch: Batch, cache: KVCache) -> None:
         self._batch, self._cache = batch, cache
-        self._masks: dict[tuple[int, int | None], Tensor | None] = {}
+        self._masks: dict[tuple[int, int | None, int | None], Tensor | None] = {}
         self._ragged: Ragged | None = None
         if batch.tokens.device.type == "cpu":
             self._ragged = Ragged(batch.starts, batch.lengths, batch.block_table)
@@ -105,7 +108,7 @@ class PagedAttention:
         layer = layer if spec.kv_source is None else spec.kv_source
         if self._ragged is not None:
             scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
-            scoring = Scoring(scale, spec.window, spec.softcap or 0.0, sinks)
+            scoring = Scoring(scale, spec.window, spec.softcap or 0.0, chunk=spec.chunk, sinks=sinks)
             return PAGED_ATTENTION(query[0], *cache.all(layer), self._ragged, scoring)[None]
         parts = [
             self._attend_one(layer, query[:, first : first + chunk.count], chunk, spec, sinks)
@@ -114,8 +117,8 @@ class PagedAttention:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def _attend_one(self, layer: int, query: Tensor, chunk: Chunk, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
-        key = id(chunk), spec.window  # the batch keeps its chunks alive
+        key = id(chunk), spec.window, spec.chunk  # the batch keeps its chunks alive
         if key not in self._masks:
-            self._masks[key] = attention_mask(chunk.start, chunk.count, spec.window, query.device)
+            self._masks[key] = attention_mask(chunk.start, chunk.count, spec.window, query.device, spec.chunk)
         stored = self._cache.read(layer, chunk.blocks, chunk.length)
-        return ATTENTION(query, *stored, self._masks[key], spec.window, spec.scale, spec.softcap, sinks)
+        return ATTENTION(query, *stored, self._masks[key], spec.window, spec.scale, spec.softcap, sinks, spec.chunk)
