@@ -16,10 +16,11 @@ from mycli.quant.rounding.error_compensation import Moments
 from mycli.runtime.device.system import trim_heap
 from mycli.runtime.errors import ModelError
 from mycli.runtime.kernels.routed import Route
-from mycli.runtime.layers.block import Block
+from mycli.runtime.layers.block import Block, Parallel
 from mycli.runtime.layers.feed_forward import Experts
 from mycli.runtime.layers.layer_part import PassContext, Steps, complete
 from mycli.runtime.layers.linear import Linear, RoutedProduct
+from mycli.runtime.layers.norm import normed
 
 HELD_OUT_EVERY = 8  # one window in eight decides, the others are fitted to
 # An expert with fewer tokens than a share of its inputs is only rounded: what so few tokens have in common says more
@@ -104,12 +105,14 @@ def product_input(
         streams[index][windows] = complete(parts[index - 1].steps(x, context)).to(streams[index].device)
         state.routes.pop(windows.start, None)
     x = streams[index][windows].to(device)
-    if isinstance(part, Experts) and (expert := part.expert_of(linear)) is not None:
+    experts, entering = (part.mlp, normed(part.attention.norm, x)) if isinstance(part, Parallel) else (part, x)
+    routed = isinstance(experts, Experts) and linear in experts.products
+    if routed and isinstance(experts, Experts) and (expert := experts.expert_of(linear)) is not None:
         if tokens is None:
             if windows.start not in state.routes:
-                state.routes[windows.start] = _to_experts(part.steps(x, context))[0].route
+                state.routes[windows.start] = _to_experts(experts.steps(entering, context))[0].route
             tokens = state.routes[windows.start].of(expert)
-        result = ProductInput(_expert_input(part, linear, x.flatten(0, 1)[tokens], context), tokens)
+        result = ProductInput(_expert_input(experts, linear, entering.flatten(0, 1)[tokens], context), tokens)
         remaining = None
     else:
         steps = part.steps(x, context)
@@ -133,6 +136,8 @@ def _to_experts(steps: Steps) -> tuple[RoutedProduct, Tensor]:
 
 def _expert_input(part: Experts, linear: Linear, x: Tensor, context: PassContext) -> Tensor:
     """The input of one linear of an expert for residual streams x [n, hidden] of tokens routed to this expert."""
+    if part.spec.weigh_inputs:  # by this expert's own weight: another model may route the tokens elsewhere
+        return part.weighted_input(linear, x)
     steps = part.steps(x.unsqueeze(0), context)
     product, value = _to_experts(steps)
     expert = part.expert_of(linear)

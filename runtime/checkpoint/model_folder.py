@@ -113,8 +113,9 @@ class ModelFolder:
             name = self.local_name(stored)
             if name is not None and not name.startswith(self.config.ignored_prefixes):
                 entry = replace(entry, name=name)
-                parts = self.config.stacked_tensors.get(name)
-                selected |= {part.name: part for part in ([entry] if parts is None else entry.split(parts))}
+                stack = self.config.stacks.get(name)
+                parts = [entry] if stack is None else entry.split(stack.parts, transposed=stack.transposed)
+                selected |= {part.name: part for part in parts}
         return selected
 
     def _skipped(self, tensors: Headers) -> Iterator[str]:

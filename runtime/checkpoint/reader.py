@@ -85,8 +85,11 @@ class Checkpoint:
         entry = self.entry(name)
         if out.dtype != torch_dtype(entry.dtype) or out.shape != entry.shape or not out.is_contiguous():
             raise ValueError(f"{name} is {entry.dtype} {entry.shape}, not {out.dtype} {tuple(out.shape)}, contiguous")
+        stored = torch.empty(out.shape[::-1], dtype=out.dtype) if entry.transposed else out
         if entry.nbytes:
-            self.manifest.files[entry.file].read_into(tensor_bytes(out), entry.offset)
+            self.manifest.files[entry.file].read_into(tensor_bytes(stored), entry.offset)
+        if entry.transposed:
+            out.copy_(stored.T)
         self.check(out, f"{entry.file}: {name}")
 
     def check(self, tensor: Tensor, name: str) -> None:
@@ -97,6 +100,8 @@ class Checkpoint:
     def chunks(self, name: str) -> Iterator[memoryview]:
         """Yield the stored bytes of a tensor in pieces, each valid until the next."""
         entry = self.entry(name)
+        if entry.transposed:
+            return iter([tensor_bytes(self.read(name))])
         return self.manifest.files[entry.file].chunks(entry.offset, entry.nbytes)
 
     def tied_head_differs(self) -> bool:

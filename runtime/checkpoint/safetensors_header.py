@@ -44,7 +44,10 @@ _MAGIC = (
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor: `offset` in bytes from the start of `file`, `dtype` a key of `utils.dtypes.BY_SAFETENSORS_NAME`."""
+    """One tensor: `offset` in bytes from the start of `file`, `dtype` a key of `utils.dtypes.BY_SAFETENSORS_NAME`.
+
+    transposed: the file holds the transpose of a matrix of `shape`.
+    """
 
     name: str
     dtype: str
@@ -52,18 +55,20 @@ class TensorEntry:
     file: str
     offset: int
     nbytes: int
+    transposed: bool = False
 
-    def split(self, names: Sequence[str]) -> list["TensorEntry"]:
+    def split(self, names: Sequence[str], *, transposed: bool = False) -> list["TensorEntry"]:
         """Split a tensor [a, b, ...] into n = len(names) tensors [a * b / n, ...] that lie one after the other.
 
-        Returns the tensor itself if n does not divide a * b.
+        transposed: [n, a, b] into n tensors [b, a]. Returns the tensor itself if it has another shape.
         """
         rows = math.prod(self.shape[:2])
-        if len(self.shape) < 2 or rows % len(names):
+        if len(self.shape) < 2 or rows % len(names) or (transposed and self.shape[0] != len(names)):
             return [self]
         shape, size = (rows // len(names), *self.shape[2:]), self.nbytes // len(names)
+        shape = shape[::-1] if transposed else shape
         return [
-            TensorEntry(name, self.dtype, shape, self.file, self.offset + index * size, size)
+            TensorEntry(name, self.dtype, shape, self.file, self.offset + index * size, size, transposed)
             for index, name in enumerate(names)
         ]
 

@@ -34,3 +34,4 @@ class Scoring:
     window: int | None = None  # positions that a token attends to, itself included; None: all
     softcap: float = 0.0  # a score s becomes softcap * tanh(s / softcap) (Gemma 2); 0: none
     sinks: Tensor | None = None  # fp32 [heads]: a score per head in the softmax that has no value (gpt-oss)
+    chunk: int | None = None  # a token attends to positions from the last multiple of `chunk` on (Llama 4); None: all

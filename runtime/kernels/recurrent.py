@@ -37,6 +37,7 @@ class DeltaSizes:
     key_heads: int
     key_dim: int
     value_dim: int
+    beta_scale: float = 1.0  # multiplies beta
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def _scan(qkv: Tensor, gates: Tensor, rate: Tensor, dt_bias: Tensor, state: Tens
     )
     query = query * sizes.key_dim**-0.5
     value = exact[:, 2 * width :].reshape(rows, sizes.heads, sizes.value_dim)
-    beta = gates[:, : sizes.heads].float().sigmoid()
+    beta = gates[:, : sizes.heads].float().sigmoid() * sizes.beta_scale
     decay = rate * functional.softplus(gates[:, sizes.heads :].float() + dt_bias)
     # [heads, rows, ...]
     query, key, value, beta, decay = (part.transpose(0, 1) for part in (query, key, value, beta, decay))

@@ -161,9 +161,15 @@ def route(scores: Tensor, choice: RoutingSpec, correction: Tensor | None = None)
     """Route tokens by `scores` [tokens, experts], in fp32; `correction` fp32 [experts] affects the choice only."""
     # A token's route does not depend on other tokens.
     exact, top_k = scores.float(), choice.top_k
+    if choice.softcap:
+        exact = torch.tanh(exact / choice.softcap) * choice.softcap
     values = exact.softmax(-1) if choice.scoring == "softmax" else exact.sigmoid()
-    chosen = mask_groups(values if correction is None else values + correction, choice).topk(top_k).indices
-    weights = values.gather(1, chosen)
+    if choice.scoring == "sparse_mixer":
+        chosen, weights = _sparse_mixer(exact, choice.jitter)
+    else:
+        ranked = exact if choice.scoring == "sigmoid_of_corrected" else values
+        chosen = mask_groups(ranked if correction is None else ranked + correction, choice).topk(top_k).indices
+        weights = values.gather(1, chosen)
     if choice.normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + choice.epsilon)
     weights = weights * choice.scale
@@ -175,6 +181,18 @@ def route(scores: Tensor, choice: RoutingSpec, correction: Tensor | None = None)
     starts = torch.cat((counts.new_zeros(1), counts[hit].cumsum(0)))
     tokens = order // top_k
     return Route(hit.tolist(), starts.int(), tokens.int(), places.view(chosen.shape).int(), weights)
+
+
+def _sparse_mixer(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
+    # The second expert is chosen as the first, without it (transformers' sparsemixer outside of training).
+    chosen, weights, left = [], [], logits
+    for _ in range(2):
+        most, best = left.max(-1, keepdim=True)
+        far = (most - logits) / logits.abs().clamp(min=most) > 2 * jitter
+        chosen.append(best)
+        weights.append(left.masked_fill(far, -torch.inf).softmax(-1).gather(1, best))
+        left = left.scatter(1, best, -torch.inf)
+    return torch.cat(chosen, 1), torch.cat(weights, 1)
 
 
 def routed_product(weights: Sequence[Matmul | Tensor], x: Tensor, starts: Tensor, tokens: Tensor | None) -> Tensor:
@@ -209,6 +227,7 @@ def attend_dense(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
     """Attention of query [batch, tokens, heads, head_dim] to keys, values [batch, kv_heads, length, head_dim]."""
     # The new tokens are the last positions. Returns [batch, tokens, heads * head_dim]. mask: bool [tokens, length],
@@ -216,12 +235,18 @@ def attend_dense(
     # attends to its last `window` positions. scale, softcap: as in `AttentionSpec`. Quantized ones are decoded first.
     batch, tokens, heads, head_dim = query.shape
     kv_heads = keys.data.shape[1]
+    if tokens == 1 and chunk is not None:
+        window = (keys.data.shape[2] - 1) % chunk + 1
     if tokens == 1 and window is not None:
         keys, values = keys.last(window), values.last(window)
     key, value = keys.dense(query.dtype), values.dense(query.dtype)
     if softcap is not None or sinks is not None:
         return _attend_fp32(
-            query, key, value, mask, Scoring(head_dim**-0.5 if scale is None else scale, None, softcap or 0.0, sinks)
+            query,
+            key,
+            value,
+            mask,
+            Scoring(head_dim**-0.5 if scale is None else scale, None, softcap or 0.0, sinks=sinks),
         )
     if tokens == 1:
         # The query heads of one key head become the rows of one product: no key is repeated, nothing is masked.
@@ -322,6 +347,8 @@ def _attend_sequence(
     visible = position <= token
     if scoring.window is not None:
         visible &= token - position < scoring.window
+    if scoring.chunk is not None:
+        visible &= position >= token - token % scoring.chunk
     block, inside = blocks[position // block_size], position % block_size
     out = torch.empty_like(query)
     group = heads // kv_heads

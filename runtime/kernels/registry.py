@@ -122,7 +122,7 @@ ACTIVATION: Mapping[tuple[str, bool], Operation[[Tensor], Tensor]] = {
 }
 XIELU: Operation[[Tensor, Sequence[Tensor]], Tensor] = Operation("xIELU", (reference.xielu,))
 ATTENTION: Operation[
-    [Tensor, Stored, Stored, Tensor | None, int | None, float | None, float | None, Tensor | None], Tensor
+    [Tensor, Stored, Stored, Tensor | None, int | None, float | None, float | None, Tensor | None, int | None], Tensor
 ]
 ATTENTION = Operation("attention", (attend_cached, reference.attend_dense))
 PAGED_ATTENTION: Operation[[Tensor, Stored, Stored, Ragged, Scoring], Tensor] = Operation(

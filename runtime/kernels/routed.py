@@ -37,6 +37,12 @@ class Route:
     places: Tensor  # int32 [tokens, top_k]: the pairs of a token, highest score first
     weights: Tensor  # fp32 [tokens, top_k]
 
+    def pair_weights(self) -> Tensor:
+        """Return the weight of each pair, fp32 [pairs]."""
+        weights = torch.empty_like(self.weights.flatten())
+        weights[self.places.flatten().long()] = self.weights.flatten()
+        return weights
+
     def scaled(self, factors: Tensor) -> "Route":
         """Return the route with the weights of each expert multiplied by its factor, fp32 [experts]."""
         experts = self.starts.new_tensor(self.hit).repeat_interleave(self.starts.diff(), output_size=len(self.tokens))

@@ -18,15 +18,18 @@ from mycli.runtime.models.latent_spec import LatentAttentionSpec
 from mycli.runtime.models.part_spec import AttentionSpec
 
 
-def attention_mask(start: int, count: int, window: int | None, device: torch.device) -> Tensor | None:
+def attention_mask(
+    start: int, count: int, window: int | None, device: torch.device, chunk: int | None = None
+) -> Tensor | None:
     """Return the mask bool [count, start + count] of the last `count` positions, or None if none is needed."""
     end = start + count
-    if count == 1 or (start == 0 and (window is None or window >= end)):
+    if count == 1 or (start == 0 and (window is None or window >= end) and (chunk is None or chunk >= end)):
         return None
     query = torch.arange(start, end, device=device).unsqueeze(1)
     key = torch.arange(end, device=device)
     causal = key <= query
-    return causal if window is None else causal & (query - key < window)
+    causal = causal if window is None else causal & (query - key < window)
+    return causal if chunk is None else causal & (key >= query - query % chunk)
 
 
 KeyValue = tuple[Tensor, Tensor]
@@ -61,7 +64,7 @@ class PromptAttention:
     def __init__(self, dtype: torch.dtype | None = None, shared: SharedKeyValues | None = None) -> None:
         self._dtype = dtype
         self._shared: SharedKeyValues = {} if shared is None else shared
-        self._masks: dict[tuple[int, int | None], Tensor | None] = {}
+        self._masks: dict[tuple[int, int | None, int | None], Tensor | None] = {}
 
     def with_shared(self, shared: SharedKeyValues) -> "PromptAttention":
         return PromptAttention(self._dtype, shared)
@@ -69,9 +72,9 @@ class PromptAttention:
     def attend(
         self, layer: int, query: Tensor, new: KeyValue | None, spec: AttentionSpec, sinks: Tensor | None = None
     ) -> Tensor:
-        shape = query.shape[1], spec.window
+        shape = query.shape[1], spec.window, spec.chunk
         if shape not in self._masks:
-            self._masks[shape] = attention_mask(0, shape[0], spec.window, query.device)
+            self._masks[shape] = attention_mask(0, shape[0], spec.window, query.device, spec.chunk)
         if new is None:
             assert spec.kv_source is not None
             stored = self._shared[spec.kv_source]
@@ -80,7 +83,7 @@ class PromptAttention:
             stored = self._stored(key.transpose(1, 2)), self._stored(value.transpose(1, 2))
         if spec.kv_shared:
             self._shared[layer] = stored
-        return ATTENTION(query, *stored, self._masks[shape], spec.window, spec.scale, spec.softcap, sinks)
+        return ATTENTION(query, *stored, self._masks[shape], spec.window, spec.scale, spec.softcap, sinks, spec.chunk)
 
     def attend_latent(self, layer: int, spec: LatentAttentionSpec, query: KeyValue, new: KeyValue) -> Tensor:
         raise NotImplementedError("whole prompts expand keys and values")
@@ -100,7 +103,7 @@ class PromptAttention:
         key = Stored(torch.cat((heads[..., : spec.nope_dim], shared), dim=-1).transpose(1, 2))
         value = Stored(heads[..., spec.nope_dim :].transpose(1, 2))
         mask = attention_mask(0, query.shape[1], None, query.device)
-        return ATTENTION(query, key, value, mask, None, spec.scale, None, None)
+        return ATTENTION(query, key, value, mask, None, spec.scale, None, None, None)
 
     def _stored(self, values: Tensor) -> Stored:
         if self._dtype is None:
@@ -117,7 +120,7 @@ class PagedAttention:
 
     def __init__(self, batch: Batch, cache: KVCache) -> None:
         self._batch, self._cache = batch, cache
-        self._masks: dict[tuple[int, int | None], Tensor | None] = {}
+        self._masks: dict[tuple[int, int | None, int | None], Tensor | None] = {}
         self._ragged: Ragged | None = None
         if batch.tokens.device.type == "cpu":
             self._ragged = Ragged(batch.starts, batch.lengths, batch.block_table)
@@ -134,7 +137,7 @@ class PagedAttention:
         layer = layer if spec.kv_source is None else spec.kv_source
         if self._ragged is not None:
             scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
-            scoring = Scoring(scale, spec.window, spec.softcap or 0.0, sinks)
+            scoring = Scoring(scale, spec.window, spec.softcap or 0.0, chunk=spec.chunk, sinks=sinks)
             return PAGED_ATTENTION(query[0], *cache.all(layer), self._ragged, scoring)[None]
         parts = [
             self._attend_one(layer, query[:, first : first + chunk.count], chunk, spec, sinks)
@@ -157,9 +160,11 @@ class PagedAttention:
         if spec.window is not None:  # no token sees an older key, and the mask has no column for it
             length = min(length, spec.window + chunk.count - 1)
             keys, values = keys.last(length), values.last(length)
-        key = id(chunk), spec.window  # the batch keeps its chunks alive
+        key = id(chunk), spec.window, spec.chunk  # the batch keeps its chunks alive
         if key not in self._masks:
-            needed = spec.window is not None and spec.window < length
-            start = length - chunk.count
-            self._masks[key] = attention_mask(start, chunk.count, spec.window, query.device) if needed else None
-        return ATTENTION(query, keys, values, self._masks[key], spec.window, spec.scale, spec.softcap, sinks)
+            needed = spec.chunk is not None or (spec.window is not None and spec.window < length)
+            mask = attention_mask(length - chunk.count, chunk.count, spec.window, query.device, spec.chunk)
+            self._masks[key] = mask if needed else None
+        return ATTENTION(
+            query, keys, values, self._masks[key], spec.window, spec.scale, spec.softcap, sinks, spec.chunk
+        )

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.kernels.registry import ACTIVATION, ROW_WEIGHTS
@@ -27,17 +28,21 @@ class Attention(LayerPart):
         super().__init__(spec)
         self.spec = spec
         self._layer = layer
-        self.qkv = Linear(spec.qkv)
+        self.qkv = Linear(spec.products()["qkv"])
         self.q_norm = make_norm(spec.q_norm)
         self.k_norm = make_norm(spec.k_norm)
         self.v_norm = make_norm(spec.v_norm)
+        self.inner_norm = make_norm(spec.inner_norm)
         self.o = Linear((spec.o,))
         self.products = (self.qkv, self.o)
+        self.head_gate = None if spec.head_gate is None else Linear((spec.head_gate.linear,))
+        self.unquantized = () if self.head_gate is None else (self.head_gate,)
         self.sinks: Tensor | None = None
 
     def load_own(
         self, checkpoint: Checkpoint, packings: Mapping[str, Packing], device: torch.device, dtype: torch.dtype
     ) -> None:
+        super().load_own(checkpoint, packings, device, dtype)
         if self.spec.sinks is not None:
             self.sinks = checkpoint.read(self.spec.sinks).to(device, torch.float32)
 
@@ -48,19 +53,46 @@ class Attention(LayerPart):
 
     def inner(self, x: Tensor, context: PassContext) -> Steps:
         projected = yield self.qkv, x
+        gate = None if self.head_gate is None else self.head_gate(x)
         del x
+        if self.spec.value_gate is not None:
+            width = self.spec.value_gate.linear.out_features
+            projected, gate = projected[..., :-width], projected[..., -width:]
         attended = self._split_and_attend(projected, context)
         del projected
-        return (yield self.o, attended)
+        if gate is not None:
+            attended = self._gated(attended, gate)
+        return (yield self.o, normed(self.inner_norm, attended))
+
+    def _gated(self, attended: Tensor, gate: Tensor) -> Tensor:
+        spec = self.spec
+        assert spec.gate is not None
+        if spec.head_gate is not None:
+            gate = gate.repeat_interleave(attended.shape[-1] // spec.heads, dim=-1)
+        if spec.gate.activation == "sigmoid":
+            return ROW_WEIGHTS(attended, gate)
+        return attended * functional.softplus(gate.float()).to(attended.dtype)
 
     def _split_and_attend(self, projected: Tensor, context: PassContext) -> Tensor:
         spec = self.spec
-        heads = projected.view(*projected.shape[:2], spec.projected_heads, spec.head_dim)
+        if spec.value_dim is not None:
+            projected = self._padded_values(projected, spec.value_dim)
+        heads = projected.view(*projected.shape[:2], -1, spec.head_dim)
         query, key_value = heads[:, :, : spec.query_heads], heads[:, :, spec.query_heads :]
+        if spec.value_dim is not None:
+            attended = self._attend(query, key_value, context)
+            return attended.view(*attended.shape[:2], spec.heads, -1)[..., : spec.value_dim].flatten(-2)
         if spec.gated:
             query, gate = query.reshape(*query.shape[:2], spec.heads, 2, spec.head_dim).unbind(3)
             return ROW_WEIGHTS(self._attend(query, key_value, context), gate.flatten(2))
         return self._attend(query, key_value, context)
+
+    def _padded_values(self, projected: Tensor, value_dim: int) -> Tensor:
+        # One size for keys and values: all kernels and caches take it, and zeros change no sum.
+        width = self.spec.kv_heads * value_dim
+        values = projected[..., -width:].view(*projected.shape[:2], self.spec.kv_heads, value_dim)
+        padded = functional.pad(values, (0, self.spec.head_dim - value_dim)).flatten(-2)
+        return torch.cat((projected[..., :-width], padded), dim=-1)
 
     def _attend(self, query: Tensor, key_value: Tensor, context: PassContext) -> Tensor:
         spec = self.spec
@@ -71,6 +103,7 @@ class Attention(LayerPart):
             return context.attention.attend(self._layer, query, None, spec, self.sinks)
         key = key_value[:, :, : spec.kv_heads]
         value = _norm_heads(self.v_norm, key_value[:, :, spec.kv_heads :] if spec.has_v_proj else key)
+        value = value if spec.value_scale == 1.0 else value * spec.value_scale
         value = value if spec.clip is None else value.clamp(-spec.clip, spec.clip)
         key = self._norm_and_rotate(key, self.k_norm, context)
         return context.attention.attend(self._layer, query, (key, value), spec, self.sinks)
@@ -133,9 +166,9 @@ class PerLayer(LayerPart):
 
 
 class Parallel:
-    """Attention and an MLP that read the same normed input; both outputs are added to the residual stream."""
+    """Attention and an MLP or experts that read the same normed input; both outputs are added to the stream."""
 
-    def __init__(self, attention: Attention, mlp: Mlp) -> None:
+    def __init__(self, attention: Attention, mlp: Mlp | Experts) -> None:
         self.attention, self.mlp = attention, mlp
         self.products = (*attention.products, *mlp.products)
 
@@ -171,7 +204,7 @@ class Block(nn.Module):
         last = () if self.per_layer is None else (self.per_layer,)
         self.parts: tuple[LayerPart | Parallel, ...] = (self.mixer, self.mlp, *last)
         if spec.parallel:
-            assert isinstance(self.mixer, Attention) and isinstance(self.mlp, Mlp)
+            assert isinstance(self.mixer, Attention)
             self.parts = (Parallel(self.mixer, self.mlp), *last)
         linears = [linear for part in self.parts for linear in part.products]
         self.products = dict(zip(spec.products(), linears, strict=True))

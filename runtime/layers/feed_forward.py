@@ -22,6 +22,7 @@ class Mlp(LayerPart):
         self.spec = spec
         self.gate_up = Linear(spec.gate_up)
         self.down = Linear((spec.down,))
+        self.inner_norm = make_norm(spec.inner_norm)
         self.products = (self.gate_up, self.down)
         self._activation_parameters: tuple[Tensor, ...] = ()
 
@@ -40,7 +41,7 @@ class Mlp(LayerPart):
         del x
         activated = self._activate(gate_up)
         del gate_up
-        return (yield self.down, activated)
+        return (yield self.down, normed(self.inner_norm, activated))
 
 
 class Experts(LayerPart):
@@ -85,6 +86,15 @@ class Experts(LayerPart):
         index = self.products.index(linear) - len(self.shared_products)
         return index // 2 if index >= 0 else None
 
+    def weighted_input(self, linear: Linear, x: Tensor) -> Tensor:
+        """Return the input of one linear of an expert for residual streams x [n, hidden], with `weigh_inputs`."""
+        expert = self.expert_of(linear)
+        assert expert is not None and self.spec.routing.scoring == "sigmoid" and not self.spec.routing.normalize
+        tokens = normed(self.norm, x)
+        weight = self.router(tokens)[:, expert : expert + 1].float().sigmoid() * self.spec.routing.scale
+        weighted = tokens * weight.to(tokens.dtype)
+        return weighted if linear is self.gate_up[expert] else self._activate(self.gate_up[expert](weighted))
+
     def inner(self, x: Tensor, context: PassContext) -> Steps:
         tokens = x.reshape(-1, x.shape[-1])
         shared_output = None
@@ -97,13 +107,16 @@ class Experts(LayerPart):
         route = ROUTING(scores, self.spec.routing, self.correction)
         route = route if self.scales is None else route.scaled(self.scales)
         expert_outputs = yield from self.route_tokens(route, normed(self.expert_norm, tokens))
-        output = WEIGHTED_SUM(expert_outputs, route.places, route.weights)
+        weights = torch.ones_like(route.weights) if self.spec.weigh_inputs else route.weights
+        output = WEIGHTED_SUM(expert_outputs, route.places, weights)
         output = normed(self.expert_output_norm, output).view_as(x)
         return output if shared_output is None else output + shared_output
 
     def route_tokens(self, route: Route, tokens: Tensor) -> Steps:
         """Compute the outputs [pairs, hidden] of the routed experts for `tokens` [tokens, hidden]."""
-        gate_up = yield RoutedProduct(self.gate_up, route, gathers=True), tokens
+        if self.spec.weigh_inputs:
+            tokens = tokens.index_select(0, route.tokens) * route.pair_weights().to(tokens.dtype).unsqueeze(1)
+        gate_up = yield RoutedProduct(self.gate_up, route, gathers=not self.spec.weigh_inputs), tokens
         activated = self._activate(gate_up)
         del gate_up
         return (yield RoutedProduct(self.down, route, gathers=False), activated)

@@ -107,7 +107,7 @@ class Convolution(nn.Module):
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
     def load(self, checkpoint: Checkpoint, device: torch.device) -> None:
-        stored = checkpoint.read(f"{self._spec.name}.weight")
+        stored = torch.cat([checkpoint.read(name) for name, _ in self._spec.weights()])
         self.weight = stored[:, 0].to(device, torch.float32).T.contiguous()
         if self._spec.bias:
             self.bias = checkpoint.read(f"{self._spec.name}.bias").to(device, torch.float32)
@@ -124,7 +124,7 @@ class DeltaNet(nn.Module):
     def __init__(self, spec: DeltaNetSpec, layer: int) -> None:
         super().__init__()
         self.spec, self._layer = spec, layer
-        self.sizes = DeltaSizes(spec.heads, spec.key_heads, spec.key_dim, spec.value_dim)
+        self.sizes = DeltaSizes(spec.heads, spec.key_heads, spec.key_dim, spec.value_dim, spec.beta_scale)
         self.widths = spec.convolution.channels, 2 * spec.heads  # of the rows by which the states advance
         self.projection = Linear(spec.projections)
         self.gates = Linear(spec.gates)

@@ -145,15 +145,15 @@ def mask_bytes(plan: MemoryPlan) -> int:
 
 
 def _gpu_mask_bytes(plan: MemoryPlan) -> int:
-    # Only windows have masks: a boolean one each over the keys that a chunk sees, one of them at a time also in the
-    # dtype of activations, with keys and values repeated for all heads. Softcaps and sinks write out scores three times
-    # in fp32, for the query heads of one KV head, with a boolean mask.
+    # Only windows and chunked attention have masks: a boolean one each over the keys that a chunk sees, one of them at a
+    # time also in the dtype of activations, with keys and values repeated for all heads. Softcaps and sinks write out
+    # scores three times in fp32, for the query heads of one KV head, with a boolean mask.
     def keys(spec: AttentionSpec) -> int:
         return plan.context if spec.window is None else min(plan.context, spec.window + plan.chunk - 1)
 
-    specs = plan.config.attentions
-    windowed = [spec for spec in specs if spec.window is not None and spec.window < plan.context]
-    kept = sum({spec.window: keys(spec) for spec in windowed}.values()) * plan.chunk
+    specs = [spec for spec in plan.config.attentions if isinstance(spec, AttentionSpec)]
+    windowed = [spec for spec in specs if (spec.window or spec.chunk or plan.context) < plan.context]
+    kept = sum({(spec.window, spec.chunk): keys(spec) for spec in windowed}.values()) * plan.chunk
     largest = max(map(keys, windowed), default=0) * plan.chunk * plan.value_bytes
     repeated = [2 * spec.heads * spec.head_dim * keys(spec) * plan.value_bytes for spec in windowed]
     written = [spec for spec in specs if spec.softcap is not None or spec.sinks is not None]

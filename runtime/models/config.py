@@ -10,7 +10,7 @@ from math import prod
 from typing import Literal
 
 from mycli.runtime.errors import ModelError
-from mycli.runtime.models.experts_spec import ExpertsSpec
+from mycli.runtime.models.experts_spec import ExpertsSpec, StackSpec
 from mycli.runtime.models.latent_spec import LatentAttentionSpec
 from mycli.runtime.models.layer_spec import LayerSpec
 from mycli.runtime.models.part_spec import (
@@ -31,10 +31,21 @@ MAX_LAYERS = 4096
 MAX_ELEMENTS = 1 << 40  # per tensor; a config that asks for more is damaged or an attack
 
 
-def llama_layer(config: "ModelConfig", index: int) -> LayerSpec:
-    """Return a Llama layer: pre-norms; q, k, v, gate and up are separate tensors. Families replace what differs."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
+def llama_layer(
+    config: "ModelConfig",
+    index: int,
+    *,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    intermediate_size: int | None = None,
+) -> LayerSpec:
+    """Return a Llama layer: pre-norms; q, k, v, gate and up are separate tensors. Families replace what differs.
+
+    The numbers are those of `config` unless they are given.
+    """
+    hidden, inner = config.hidden_size, intermediate_size or config.intermediate_size
+    heads, kv_heads = heads or config.heads, kv_heads or config.kv_heads
+    query, key = heads * config.head_dim, kv_heads * config.head_dim
     prefix = f"model.layers.{index}"
     attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
     up = LinearSpec(f"{mlp}.up_proj", inner, hidden, config.mlp_bias)
@@ -42,8 +53,8 @@ def llama_layer(config: "ModelConfig", index: int) -> LayerSpec:
     return LayerSpec(
         index,
         AttentionSpec(
-            heads=config.heads,
-            kv_heads=config.kv_heads,
+            heads=heads,
+            kv_heads=kv_heads,
             head_dim=config.head_dim,
             window=config.window(index),
             norm=config.norm_spec(f"{prefix}.input_layernorm"),
@@ -198,10 +209,15 @@ class ModelConfig:
         return tuple(prefix for layer in self.layer_specs for prefix in layer.ignored_prefixes)
 
     @cached_property
-    def stacked_tensors(self) -> dict[str, tuple[str, ...]]:
-        """Names of checkpoint tensors that stack all experts of a layer, each with its parts in order."""
+    def stacks(self) -> dict[str, StackSpec]:
+        """The checkpoint tensors that stack all experts of a layer, by name."""
         mixtures = (layer.mlp for layer in self.layer_specs if isinstance(layer.mlp, ExpertsSpec))
-        return {stack.name: stack.parts for mixture in mixtures for stack in mixture.stacks}
+        return {stack.name: stack for mixture in mixtures for stack in mixture.stacks}
+
+    @cached_property
+    def stacked_tensors(self) -> dict[str, tuple[str, ...]]:
+        """Names of the tensors of `stacks`, each with its parts in order."""
+        return {name: stack.parts for name, stack in self.stacks.items()}
 
     def layer(self, index: int) -> LayerSpec:
         return self.layer_specs[index]

@@ -6,15 +6,21 @@ from typing import Literal
 
 from mycli.runtime.models.part_spec import ActivationName, InputSource, LinearSpec, MlpSpec, NormSpec, OutputRows, Shape
 
-ScoringName = Literal["softmax", "sigmoid"]
+# sigmoid_of_corrected: a correction bias is added to the logits. sparse_mixer (PhiMoE): two experts, each weighted by a
+# softmax over the logits that are close to its own.
+ScoringName = Literal["softmax", "sigmoid", "sigmoid_of_corrected", "sparse_mixer"]
 
 
 @dataclass(frozen=True)
 class StackSpec:
-    """A checkpoint tensor [experts, rows, ...] that stacks `parts`, in order, with the same number of rows each."""
+    """A checkpoint tensor [experts, rows, ...] that stacks `parts`, in order, with the same number of rows each.
+
+    transposed: the tensor is [experts, in_features, out_features], with one part for each expert.
+    """
 
     name: str
     parts: tuple[str, ...]
+    transposed: bool = False
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,8 @@ class RoutingSpec:
     group_best: int = 2  # 1 or 2
     epsilon: float = 0.0
     scale: float = 1.0  # multiplies the weights
+    jitter: float = 0.0  # sparse_mixer: logits within 2 * jitter of the best, relative to it, are close
+    softcap: float = 0.0  # logits become softcap * tanh(logit / softcap); 0: none
 
 
 @dataclass(frozen=True)
@@ -60,6 +68,7 @@ class ExpertsSpec:
     expert_norm: NormSpec | None = None
     expert_output_norm: NormSpec | None = None  # over the sum of experts
     expert_scales: str | None = None  # tensor [experts] that multiplies the weights
+    weigh_inputs: bool = False  # the weight of an expert multiplies its input, not its output (Llama 4)
     correction_bias: tuple[str, Shape] | None = None  # tensor added to the scores for the selection, and its shape
 
     @property

@@ -67,18 +67,19 @@ def read_sliding_rope(raw: Fields, theta: float, handled: Collection[str] = ()) 
 
 
 def layer_type_ropes(
-    raw: Fields, head_dim: int, sliding: Sequence[bool], partial_factor: float = 1.0
+    raw: Fields, head_dim: int, sliding: Sequence[bool], partial_factor: float = 1.0, handled: Collection[str] = ()
 ) -> tuple[RopeSpec, ...]:
     """Return the rotary embedding of each layer from `rope_parameters`, which may differ by layer type.
 
     partial_factor: the default of `partial_rotary_factor`, which may be in the section of a layer type.
     """
-    handled = ("rope_parameters", "partial_rotary_factor")
-    section = _section(raw)
+    section, handled = _section(raw), ("rope_parameters", "partial_rotary_factor", *handled)
 
     def rope(layer_type: str) -> RopeSpec:
         source = section.object(layer_type) if _differs_by_layer_type(section) else section
         theta, scaling = _read(source, raw, handled)
+        if scaling.kind == "proportional":  # rotates a share of the frequencies of whole heads
+            return RopeSpec(theta, head_dim, scaling)
         source = source if source.has("partial_rotary_factor") else raw
         factor = source.number("partial_rotary_factor", partial_factor, low=2 / head_dim, high=1.0)
         return RopeSpec(theta, int(head_dim * factor), scaling)

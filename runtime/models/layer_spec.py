@@ -84,8 +84,8 @@ class LayerSpec:
 
     @property
     def unquantized(self) -> tuple[LinearSpec, ...]:
-        """Linears that are never quantized: routers and the gates of recurrent layers, small and sensitive."""
-        gates = () if self.recurrent is None else self.recurrent.unquantized
+        """Linears that are never quantized: routers, gates of heads and of recurrent layers, small and sensitive."""
+        gates = () if isinstance(self.mixer, LatentAttentionSpec) else self.mixer.unquantized
         return (*gates, *self.mlp.unquantized) if isinstance(self.mlp, ExpertsSpec) else gates
 
     def norms(self) -> list[NormSpec]:

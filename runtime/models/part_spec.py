@@ -156,6 +156,17 @@ class PartSpec(Protocol):
 
 
 @dataclass(frozen=True)
+class GateSpec:
+    """A gate of attention: activation(linear(x)) multiplies the outputs of the heads, x being the input of q, k and v.
+
+    The linear has a row for each head or for each value of a head.
+    """
+
+    linear: LinearSpec
+    activation: Literal["sigmoid", "softplus"] = "sigmoid"
+
+
+@dataclass(frozen=True)
 class AttentionSpec:
     """Attention: q, k, v in one product, head norms, rotary embedding, attention, o."""
 
@@ -180,6 +191,11 @@ class AttentionSpec:
     kv_shared: bool = False  # a later layer reads the keys and values of this one
     sinks: str | None = None  # tensor [heads]: an extra score per head in the softmax, without a value
     gated: bool = False  # each query head is followed by head_dim gates; their sigmoid multiplies its output
+    gate: GateSpec | None = None
+    chunk: int | None = None  # a query sees the keys from the last multiple of `chunk` on, as far as `window` allows
+    value_dim: int | None = None  # size of a value where it is below head_dim; cached values are padded with zeros
+    value_scale: float = 1.0
+    inner_norm: NormSpec | None = None  # of the outputs of all heads, before `o`
     residual_scale: float = 1.0
 
     @property
@@ -194,22 +210,39 @@ class AttentionSpec:
 
     @property
     def has_v_proj(self) -> bool:
-        return self.projected_heads == self.query_heads + 2 * self.kv_heads
+        return self.value_dim is not None or self.projected_heads == self.query_heads + 2 * self.kv_heads
+
+    @property
+    def head_gate(self) -> GateSpec | None:
+        """The gate if it has one value for each head: a small linear that stays dense."""
+        return self.gate if self.gate is not None and self.gate.linear.out_features == self.heads else None
+
+    @property
+    def value_gate(self) -> GateSpec | None:
+        """The gate if it has one value for each value of a head: a linear of the first product, after v."""
+        return None if self.head_gate is not None else self.gate
+
+    @property
+    def unquantized(self) -> tuple[LinearSpec, ...]:
+        return () if self.head_gate is None else (self.head_gate.linear,)
 
     def products(self) -> Mapping[str, tuple[LinearSpec, ...]]:
-        return {"qkv": self.qkv, "o": (self.o,)}
+        gate = () if self.value_gate is None else (self.value_gate.linear,)
+        return {"qkv": (*self.qkv, *gate), "o": (self.o,)}
 
     def inner_norms(self) -> tuple[NormSpec | None, ...]:
-        return self.q_norm, self.k_norm, self.v_norm
+        return self.q_norm, self.k_norm, self.v_norm, self.inner_norm
 
     def input_source(self, product: str) -> InputSource:
         if product == "qkv":
-            return self.norm
+            return None if self.head_gate is not None else self.norm  # the norm feeds the gate too
+        if self.inner_norm is not None:
+            return self.inner_norm
         # A norm of values would undo a factor, and rows that are keys as well as values cannot take one.
         if self.v_norm is not None or not self.has_v_proj:
             return None
         start, copies = (self.query_heads + self.kv_heads) * self.head_dim, self.heads // self.kv_heads
-        return OutputRows("qkv", start, self.kv_heads, copies, self.head_dim)
+        return OutputRows("qkv", start, self.kv_heads, copies, self.value_dim or self.head_dim)
 
 
 @dataclass(frozen=True)
@@ -227,6 +260,7 @@ class MlpSpec:
     activation: ActivationName = "silu"
     residual_scale: float = 1.0
     parameters: tuple[tuple[str, Shape], ...] = ()
+    inner_norm: NormSpec | None = None  # of the input of `down`
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
@@ -240,11 +274,13 @@ class MlpSpec:
         return {"gate_up": self.gate_up, "down": (self.down,)}
 
     def inner_norms(self) -> tuple[NormSpec | None, ...]:
-        return ()
+        return (self.inner_norm,)
 
     def input_source(self, product: str) -> InputSource:
         if product == "gate_up":
             return self.norm
+        if self.inner_norm is not None:
+            return self.inner_norm
         # The input of down is linear in a row of up only with a gate; swiglu_clamped clamps up too.
         linear_in_up = self.gated and self.activation != "swiglu_clamped"
         return OutputRows("gate_up", self.size, 1, 1, self.size) if linear_in_up else None

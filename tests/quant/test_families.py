@@ -95,7 +95,14 @@ ALIKE = {"mistral-window7", "qwen2-biases", "granitemoe-8top2", "qwen3_5_moe-8to
     "phi-head-norms-mha-relu2"
 }
 # transformers knows the experts of a layer of these as one tensor, and does not read copies that hold them one by one.
-STACKED = ("granitemoe-8top2", "gemma4-8top2", "qwen3_5_moe-8top3")
+STACKED = (
+    "granitemoe-8top2",
+    "gemma4-8top2",
+    "qwen3_5_moe-8top3",
+    "granitemoeshared-none-tied-biases",
+    "granitemoe_swa-thetas-tied-biases",
+    "llama4-every-other-top2-biases-tied",
+)
 
 
 def random_model(folder: Path, case: str, **changes: Any) -> transformers.PreTrainedModel:
@@ -109,7 +116,7 @@ def random_model(folder: Path, case: str, **changes: Any) -> transformers.PreTra
 
 
 def hooked_inputs(
-    reference: transformers.PreTrainedModel, tokens: Tensor, names: dict[str, dict[int, tuple[str, str, str]]]
+    reference: transformers.PreTrainedModel, tokens: Tensor, names: dict[str, dict[int, tuple[str, ...]]]
 ) -> dict[str, Tensor]:
     """What each linear of transformers' model gets, by its name: [windows, tokens, K], or [n, K] of an expert.
 
@@ -120,6 +127,13 @@ def hooked_inputs(
     modules = {name: each for name, each in reference.named_modules() if isinstance(each, torch.nn.Linear)}
 
     def observe(name: str, module: torch.nn.Module, given: tuple[Tensor, ...]) -> None:
+        if len(given) == 1:  # llama4: all tokens for each expert, weighted, zero for those that it is not chosen for
+            for expert, linears in names[name.split(".")[2]].items():
+                rows = given[0].view(len(module.gate_up_proj), -1, given[0].shape[-1])[expert]
+                rows = rows[rows.any(-1)]
+                gate, up = (rows @ module.gate_up_proj[expert]).chunk(2, dim=-1)
+                found.update(zip(linears, (rows, module.act_fn(gate) * up), strict=True))
+            return
         x, chosen, _ = given
         for expert, linears in names[name.split(".")[2]].items():
             rows = x[(chosen == expert).any(-1)]
@@ -157,10 +171,11 @@ def unpacked(copy: Path, folder: Path) -> Path:
         packed.setdefault(module, {})[part] = stored.pop(name)
     for module, parts in packed.items():
         stored[f"{module}.weight"] = compressor.decompress(parts, scheme)["weight"]
-    for name, parts in open_model_folder(copy).config.stacked_tensors.items():
-        made = torch.cat([stored.pop(part) for part in parts])
-        experts = {part.partition(".experts.")[2].partition(".")[0] for part in parts}
-        stored[name] = made.view(len(experts), -1, made.shape[-1])
+    for name, stack in open_model_folder(copy).config.stacks.items():
+        made = torch.cat([stored.pop(part) for part in stack.parts])
+        experts = {part.partition(".experts.")[2].partition(".")[0] for part in stack.parts}
+        made = made.view(len(experts), -1, made.shape[-1])
+        stored[name] = made.transpose(1, 2).contiguous() if stack.transposed else made
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 

@@ -66,10 +66,12 @@ def make(folder: Path, model_type: str, changes: dict[str, Any]) -> transformers
 
 
 def stored_name(model_type: str, name: str) -> str:
-    """The name in files of a module of transformers' model; only hy_v3 differs."""
-    if model_type != "hy_v3":
-        return name
-    return name.replace(".shared_experts.", ".shared_mlp.").replace(".mlp.gate", ".mlp.router.gate")
+    """The name in files of a module of transformers' model, which some families convert."""
+    shared = {"hy_v3": ".shared_mlp.", "laguna": ".shared_expert."}.get(model_type, ".shared_experts.")
+    name = name.replace(".shared_experts.", shared)
+    if model_type == "hy_v3" and name.endswith(".mlp.gate"):
+        return f"{name.removesuffix('.gate')}.router.gate"
+    return name.replace(".mlp.router", ".block_sparse_moe.gate") if model_type == "phimoe" else name
 
 
 def packed_weights(model: Transformer) -> dict[str, Tensor]:
@@ -82,8 +84,8 @@ def packed_weights(model: Transformer) -> dict[str, Tensor]:
     return found
 
 
-def experts_of(folder: ModelFolder) -> dict[str, dict[int, tuple[str, str, str]]]:
-    """Names of gate, up and down of each expert, by the number of its layer."""
+def experts_of(folder: ModelFolder) -> dict[str, dict[int, tuple[str, ...]]]:
+    """Names of gate, up and down of each expert, or of gate and up together and down, by the number of its layer."""
     mixtures = {spec.index: spec.mlp for spec in folder.config.layer_specs if isinstance(spec.mlp, ExpertsSpec)}
     return {
         str(index): {place: (*(each.name for each in one.linears),) for place, one in enumerate(mixture.experts)}
@@ -92,7 +94,7 @@ def experts_of(folder: ModelFolder) -> dict[str, dict[int, tuple[str, str, str]]
 
 
 def weights_of(
-    reference: transformers.PreTrainedModel, names: dict[str, dict[int, tuple[str, str, str]]]
+    reference: transformers.PreTrainedModel, names: dict[str, dict[int, tuple[str, ...]]]
 ) -> dict[str, Tensor]:
     """The weights of all linears as transformers has read them, by name; those of all experts are one tensor there."""
     modules = dict(reference.named_modules())
@@ -100,5 +102,7 @@ def weights_of(
     found = {stored_name(reference.config.model_type, name): module.weight for name, module in linears.items()}
     for name, module in modules.items():
         for expert, linears in names[name.split(".")[2]].items() if name.endswith(".experts") else ():
-            found |= zip(linears, (*module.gate_up_proj[expert].chunk(2), module.down_proj[expert]), strict=True)
+            gate_up, down = module.gate_up_proj[expert], module.down_proj[expert]
+            parts = (gate_up.T, down.T) if len(linears) == 2 else (*gate_up.chunk(2), down)
+            found |= zip(linears, parts, strict=True)
     return found

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from tests.support.expert_families import EXPERTS8
-from tests.support.family_parts import IDS, MULTIPLIERS
+from tests.support.expert_families import EXPERTS8, ROUTED8
+from tests.support.family_parts import IDS, MULTIPLIERS, scaled
 
 BY_LAYER_TYPE = {
     "rope_parameters": {
@@ -11,6 +11,15 @@ BY_LAYER_TYPE = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     }
 }
+
+PARTIAL_BY_LAYER_TYPE = {
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 500000.0, "partial_rotary_factor": 0.5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+    }
+}
+
+THREE = ["sliding_attention", "full_attention", "sliding_attention"]
 
 # id -> (model_type, what differs from SMALL)
 MORE_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -81,6 +90,226 @@ MORE_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
             "mlp_layer_types": ["sparse", "dense", "sparse"],
             "router_scaling_factor": 1.5,
+        },
+    ),
+    "afmoe-window7": (
+        "afmoe",
+        {
+            **EXPERTS8,
+            "num_hidden_layers": 5,
+            "head_dim": 16,
+            "sliding_window": 7,
+            "mup_enabled": True,
+            "num_shared_experts": 1,
+        },
+    ),
+    "afmoe-biases-tied": (
+        "afmoe",
+        {
+            **EXPERTS8,
+            "head_dim": 24,
+            "layer_types": THREE,
+            "sliding_window": 9,
+            "num_dense_layers": 0,
+            "route_scale": 2.5,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "laguna-heads-by-layer-window7": (
+        "laguna",
+        {
+            **EXPERTS8,
+            "head_dim": 16,
+            "shared_expert_intermediate_size": 32,
+            "num_attention_heads_per_layer": [4, 6, 4],
+            "layer_types": THREE,
+            "sliding_window": 7,
+            "moe_routed_scaling_factor": 2.5,
+            **PARTIAL_BY_LAYER_TYPE,
+        },
+    ),
+    "laguna-value-gates-capped-tied-biases": (
+        "laguna",
+        {
+            **EXPERTS8,
+            "head_dim": 24,
+            "shared_expert_intermediate_size": 64,
+            "gating": "per-element",
+            "moe_router_logit_softcapping": 1.5,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "flint-window7": (
+        "flint",
+        {
+            **EXPERTS8,
+            "num_hidden_layers": 5,
+            "head_dim": 16,
+            "shared_expert_intermediate_size": 32,
+            "sliding_window": 7,
+        },
+    ),
+    "flint-unnormalized-tied-biases": (
+        "flint",
+        {
+            **EXPERTS8,
+            "head_dim": 24,
+            "shared_expert_intermediate_size": 64,
+            "layer_types": THREE,
+            "sliding_window": 9,
+            "mlp_only_layers": [],
+            "norm_topk_prob": False,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "kolibri1-window7": (
+        "kolibri1",
+        {
+            **EXPERTS8,
+            "num_hidden_layers": 5,
+            "head_dim": 16,
+            "shared_expert_intermediate_size": 32,
+            "sliding_window": 7,
+            "norm_topk_prob": True,
+        },
+    ),
+    "kolibri1-unnormalized-tied": (
+        "kolibri1",
+        {
+            **EXPERTS8,
+            "head_dim": 24,
+            "shared_expert_intermediate_size": 64,
+            "layer_types": THREE,
+            "sliding_window": 9,
+            "norm_topk_prob": False,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "phimoe-4top2-head-bias": (
+        "phimoe",
+        {**IDS, "num_local_experts": 4, "lm_head_bias": True, "router_jitter_noise": 0.2},
+    ),
+    "phimoe-window7-tied-biases": (
+        "phimoe",
+        {**IDS, "num_local_experts": 6, "sliding_window": 7, "attention_bias": True, "tie_word_embeddings": True},
+    ),
+    "cohere2_moe-window7-tied-shared": (
+        "cohere2_moe",
+        {
+            **EXPERTS8,
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "sliding_window": 7,
+            "num_shared_experts": 1,
+            "logit_scale": 0.25,
+        },
+    ),
+    "cohere2_moe-sigmoid-dense-rms-untied-biases": (
+        "cohere2_moe",
+        {
+            **EXPERTS8,
+            "head_dim": 24,
+            "sliding_window": 9,
+            "num_shared_experts": 2,
+            "shared_expert_combination_strategy": "sum",
+            "expert_selection_fn": "sigmoid",
+            "norm_topk_prob": False,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "prefix_dense_intermediate_size": 48,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+        },
+    ),
+    "mimo_v2_flash-window7": (
+        "mimo_v2_flash",
+        {**ROUTED8, "num_hidden_layers": 7, "head_dim": 32, "v_head_dim": 16, "sliding_window": 7},
+    ),
+    "mimo_v2_flash-groups-tied-biases": (
+        "mimo_v2_flash",
+        {
+            **ROUTED8,
+            "head_dim": 48,
+            "v_head_dim": 48,
+            "sliding_window": 9,
+            "num_key_value_heads": 1,
+            "layer_types": THREE,
+            "n_group": 4,
+            "topk_group": 2,
+            "attention_value_scale": None,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                k: {"rope_type": "default", "rope_theta": t, "partial_rotary_factor": 0.5}
+                for k, t in (("full_attention", 5e6), ("sliding_attention", 1e4))
+            },
+        },
+    ),
+    "granitemoe_swa-window7-shared": (
+        "granitemoe_swa",
+        {
+            **IDS,
+            **MULTIPLIERS,
+            "num_hidden_layers": 4,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 64,
+            "sliding_window": 7,
+        },
+    ),
+    "granitemoe_swa-thetas-tied-biases": (
+        "granitemoe_swa",
+        {
+            **IDS,
+            **MULTIPLIERS,
+            "num_local_experts": 4,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "layer_types": THREE,
+            "sliding_window": 9,
+            "layer_rope_theta": [10000.0, 0, 20000.0],
+        },
+    ),
+    "llama4-chunk16-4top1": (
+        "llama4_text",
+        {
+            **IDS,
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "intermediate_size": 48,
+            "intermediate_size_mlp": 80,
+            "num_local_experts": 4,
+            "attention_chunk_size": 16,
+            "floor_scale": 8,
+            "attn_scale": 0.4,
+        },
+    ),
+    "llama4-every-other-top2-biases-tied": (
+        "llama4_text",
+        {
+            **IDS,
+            "num_hidden_layers": 4,
+            "head_dim": 24,
+            "intermediate_size": 48,
+            "intermediate_size_mlp": 80,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "interleave_moe_layer_step": 2,
+            "attention_chunk_size": 9,
+            "no_rope_layer_interval": 2,
+            "use_qk_norm": False,
+            "attn_temperature_tuning": False,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            **scaled(
+                "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16
+            ),
         },
     ),
 }

@@ -1,8 +1,10 @@
-"""Dense families with other norms, MLPs or biases than Llama's: small configurations of every kind."""
+"""Dense families with other norms, MLPs, gates or mixers than Llama's: small configurations of every kind."""
 
 from typing import Any
 
 from tests.support.family_parts import IDS, MULTIPLIERS, scaled
+
+THREE = ["sliding_attention", "full_attention", "sliding_attention"]
 
 # id -> (model_type, what differs from SMALL)
 NORMS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -125,4 +127,73 @@ NORMS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "ministral-window9-tied": ("ministral", {**IDS, "head_dim": 24, "sliding_window": 9, "tie_word_embeddings": True}),
+    "bitnet-gqa4:2": ("bitnet", {**IDS}),
+    "bitnet-tied-biases": (
+        "bitnet",
+        {**IDS, "attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 4, "hidden_act": "silu"},
+    ),
+    "granite_swa-window7-thetas": (
+        "granite_swa",
+        {
+            **IDS,
+            **MULTIPLIERS,
+            "num_hidden_layers": 4,
+            "sliding_window": 7,
+            "layer_rope_theta": [0, 10000.0, 50000.0, 10000.0],
+        },
+    ),
+    "granite_swa-untied-biases": (
+        "granite_swa",
+        {
+            **IDS,
+            **MULTIPLIERS,
+            "layer_types": THREE,
+            "sliding_window": 9,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "olmo_hybrid-delta": (
+        "olmo_hybrid",
+        {
+            **IDS,
+            "num_hidden_layers": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 4,
+        },
+    ),
+    "olmo_hybrid-positive-tied-biases": (
+        "olmo_hybrid",
+        {
+            **IDS,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 16,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_allow_neg_eigval": False,
+            "linear_conv_kernel_dim": 3,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "lfm3-tied": ("lfm3", {**IDS, "num_hidden_layers": 5, "head_dim": 16, "sliding_window": 7}),
+    "lfm3-plain-untied-biases": (
+        "lfm3",
+        {
+            **IDS,
+            "head_dim": 24,
+            "layer_types": ["full_attention", "conv", "sliding_attention"],
+            "sliding_window": 9,
+            "use_sandwich_norm": False,
+            "use_attention_gate": False,
+            "conv_bias": True,
+            "conv_L_cache": 4,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
 }

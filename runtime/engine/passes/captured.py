@@ -71,6 +71,8 @@ def decline_captured(config: ModelConfig) -> Declined | None:
             return Declined("layer-recurrent")  # its states are found by the host
         if spec.latent is not None:
             return Declined("layer-latent")
+        if spec.attention.chunk is not None:
+            return Declined("attention-chunks")
         if isinstance(spec.mlp, ExpertsSpec) and spec.mlp.routing.groups > 1:
             return Declined("expert-groups")  # chosen by plain torch, which waits for the device
     return None

@@ -113,7 +113,7 @@ class _NativePart:
             strides[0],
             strides[1],
             CACHE_TYPES[keys.data.dtype],
-            0 if rope is None else rotations.index(rope),
+            -1 if rope is None else rotations.index(rope),
         )
 
 

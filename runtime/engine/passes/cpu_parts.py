@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from mycli.runtime.errors import Declined
-from mycli.runtime.kernels.cpu.attention import FOREVER
+from mycli.runtime.kernels.cpu.attention import native_window
 from mycli.runtime.kernels.cpu.elementwise import GATE_TYPES
-from mycli.runtime.kernels.cpu.experts import DENSE_WEIGHTS, PACKED_WEIGHTS, TABLE_WEIGHTS, c_choice
+from mycli.runtime.kernels.cpu.experts import DENSE_WEIGHTS, PACKED_WEIGHTS, TABLE_WEIGHTS, c_choice, decline_routing
 from mycli.runtime.kernels.cpu.latent import decline_latent
 from mycli.runtime.kernels.cpu.layer import (
     MAX_PRODUCTS,
@@ -97,6 +97,8 @@ def _part(part: LayerPart | Parallel) -> CPart:
             return _experts(part)
         case Parallel():
             mlp = part.mlp
+            if isinstance(mlp, Experts):
+                raise _NotNativeError(Declined("parallel-experts"))
             attention = _attention(part.attention)
             return CParallelPart(attention, CMlpPart(_gain(mlp.norm), _feed(mlp.spec, mlp), _sum(mlp)))
         case PerLayer():
@@ -122,6 +124,10 @@ def _attention(part: Attention) -> CAttentionPart:
     spec, rope = part.spec, part.spec.rope
     if spec.clip is not None:
         raise _NotNativeError(Declined("clipped-attention", {"clip": spec.clip}))
+    if spec.gate is not None:
+        raise _NotNativeError(Declined("attention-gate", {"linear": spec.gate.linear.name}))
+    if spec.value_dim is not None or spec.value_scale != 1.0 or spec.inner_norm is not None:
+        raise _NotNativeError(Declined("attention-values"))
     return CAttentionPart(
         *(_gain(norm) for norm in (part.norm, part.q_norm, part.k_norm, part.v_norm)),
         _linear(part.qkv),
@@ -132,7 +138,7 @@ def _attention(part: Attention) -> CAttentionPart:
         kv_heads=spec.kv_heads,
         head_dim=_vectors(spec.head_dim, "head_dim"),
         half=0 if rope is None else _vectors(rope.dim // 2, "half of the rotary dimensions"),
-        window=FOREVER if spec.window is None else spec.window,
+        window=native_window(spec.window, spec.chunk),
         scale=spec.head_dim**-0.5 if spec.scale is None else spec.scale,
         softcap=spec.softcap or 0.0,
         interleaved=rope is not None and rope.interleaved,
@@ -180,6 +186,8 @@ def _gate_type(spec: MlpSpec | ExpertsSpec | PerLayerSpec) -> int:
 
 
 def _feed(spec: MlpSpec, mlp: Mlp) -> CFeedForward:
+    if spec.inner_norm is not None:
+        raise _NotNativeError(Declined("mlp-norm"))
     return CFeedForward(
         _linear(mlp.gate_up), _linear(mlp.down), _vectors(spec.size, "intermediate_size"), _gate_type(spec)
     )
@@ -204,6 +212,7 @@ def _delta_net(part: Recurrent, mixer: DeltaNet) -> CDeltaPart:
         key_dim=spec.key_dim,
         value_dim=spec.value_dim,
         by_key_head=spec.by_key_head,
+        beta_scale=spec.beta_scale,
     )
 
 
@@ -335,6 +344,9 @@ def _experts(part: Experts) -> CExpertsPart:
     spec, streamed = part.spec, isinstance(part, StreamedExperts)
     if isinstance(part, StreamedExperts) and not part.uniform:
         raise _NotNativeError(Declined("mixed-experts"))
+    _require(decline_routing(spec.routing))
+    if spec.weigh_inputs:
+        raise _NotNativeError(Declined("expert-inputs"))
     shared = part.shared
     norms = [part.norm, part.router_norm, part.expert_norm, part.expert_output_norm]
     norms += [None, None] if shared is None else [shared.norm, shared.output_norm]

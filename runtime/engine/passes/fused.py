@@ -222,8 +222,10 @@ def _decline_layer(spec: LayerSpec) -> Declined | None:
     attention, mlp = spec.attention, spec.mlp
     if attention.sinks is not None:
         return Declined("attention-sinks")
-    if attention.gated:
+    if attention.gated or attention.gate is not None:
         return Declined("gated-attention")
+    if attention.chunk is not None:
+        return Declined("attention-chunks")
     if len(spec.parts) != 2 or attention.kv_source is not None:
         return Declined("layer-parts")
     if spec.parallel or attention.norm is None or mlp.norm is None:
@@ -236,12 +238,20 @@ def _decline_layer(spec: LayerSpec) -> Declined | None:
         return Declined("norm-all-heads")
     if (
         attention.v_norm is not None
+        or attention.inner_norm is not None
+        or attention.value_dim is not None
+        or attention.value_scale != 1.0
         or attention.norm_after_rope
         or attention.clip is not None
         or not attention.has_v_proj
     ):
         return Declined("key-value-kind")
-    if attention.rope is None or attention.rope.interleaved or attention.rope.dim != attention.head_dim:
+    if (
+        attention.rope is None
+        or attention.rope.interleaved
+        or attention.rope.clockwise
+        or attention.rope.dim != attention.head_dim
+    ):
         return Declined("rotation-kind")
     if attention.rope.scaling.query_beta:
         return Declined("query-scale")
@@ -257,6 +267,10 @@ def _decline_layer(spec: LayerSpec) -> Declined | None:
 
 
 def _decline_experts(spec: ExpertsSpec) -> Declined | None:
+    if spec.weigh_inputs:
+        return Declined("expert-inputs")
+    if spec.routing.scoring not in ("softmax", "sigmoid") or spec.routing.softcap:
+        return Declined("routing-kind", {"scoring": spec.routing.scoring})
     if any((spec.router_norm, spec.expert_norm, spec.expert_output_norm)):
         return Declined("expert-norms")
     if spec.shared is not None and (spec.shared.mlp.norm or spec.shared.mlp.output_norm):

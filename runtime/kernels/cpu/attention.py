@@ -28,6 +28,14 @@ _SCALES = Declined("cache-scales-layout")
 _PACKING = Declined("int4-vector-types", {"multiple": LANES})
 
 
+def native_window(window: int | None, chunk: int | None) -> int:
+    """Return `window` of attention_task.h; not both may be given."""
+    assert window is None or chunk is None
+    if chunk is not None:
+        return -chunk
+    return FOREVER if window is None else window
+
+
 class _Indices(NamedTuple):
     # Addresses of the int32 arrays of a `Ragged`, and their sizes.
     starts: int
@@ -61,6 +69,7 @@ def attend_cached(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    chunk: int | None = None,
 ) -> Tensor | Declined:
     """`reference.attend_dense` of sequences to their own positions: query [batch, tokens, heads, head_dim]."""
     # The new tokens are the last of keys and values, so that `window` says what `mask` would.
@@ -71,7 +80,8 @@ def attend_cached(
     numbers = (ctypes.c_int32 * len(layout))(*layout)
     address = ctypes.addressof(numbers)
     indices = _Indices(address, address + 4 * (batch + 1), address + 4 * (2 * batch + 1), batch, 1)
-    scoring = Scoring(head_dim**-0.5 if scale is None else scale, window, softcap or 0.0, sinks)
+    exact_scale = head_dim**-0.5 if scale is None else scale
+    scoring = Scoring(exact_scale, window, softcap or 0.0, chunk=chunk, sinks=sinks)
     return _attend(query, keys, values, indices, scoring)
 
 
@@ -135,7 +145,7 @@ def _attend(query: Tensor, keys: Stored, values: Stored, indices: _Indices, scor
         kv_heads=kv_heads,
         group=heads // kv_heads,
         head_dim=head_dim,
-        window=FOREVER if scoring.window is None else scoring.window,
+        window=native_window(scoring.window, scoring.chunk),
         scale=scoring.scale,
         softcap=scoring.softcap,
         query_type=ROW_TYPES[query.dtype],

@@ -72,10 +72,18 @@ class _WeightedSum(ctypes.Structure):
     ]
 
 
+def decline_routing(choice: RoutingSpec) -> Declined | None:
+    if choice.scoring not in ("softmax", "sigmoid"):
+        return Declined("routing-kind", {"scoring": choice.scoring})
+    return Declined("routing-kind", {"scoring": "softcapped"}) if choice.softcap else None
+
+
 def native_route(scores: Tensor, choice: RoutingSpec, correction: Tensor | None = None) -> Route | Declined:
     """`reference.route`; among equal scores the lower index is chosen."""
     if scores.device.type != "cpu" or scores.requires_grad:
         return _NOT_CPU
+    if (declined := decline_routing(choice)) is not None:
+        return declined
     library = build.native()
     if isinstance(library, Declined):
         return library

@@ -141,6 +141,7 @@ class CDeltaPart(ctypes.Structure):
         ("residual", CResidualAdd),
         *((name, c_void_p) for name in ("weight", "bias", "rate", "dt_bias")),
         *((name, c_int64) for name in ("taps", "heads", "key_heads", "key_dim", "value_dim", "by_key_head")),
+        ("beta_scale", c_float),
     ]
 
 

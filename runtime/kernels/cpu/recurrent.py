@@ -52,6 +52,7 @@ class _Delta(ctypes.Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("qkv", "gates", "rate", "dt_bias", "state", "scratch", "y")),
         *((name, c_int64) for name in ("stride", "heads", "key_heads", "key_dim", "value_dim")),
+        ("beta_scale", c_float),
     ]
 
 
@@ -174,7 +175,8 @@ def native_delta_rule(
         return _RUNS
     y, scratch = qkv.new_empty(len(qkv), values), torch.empty(len(qkv), 2 * (width + sizes.heads))
     pointers = (tensor.data_ptr() for tensor in (qkv, gates, rate, dt_bias, state, scratch, y))
-    task = _Delta(*pointers, gates.stride(0), sizes.heads, sizes.key_heads, sizes.key_dim, sizes.value_dim)
+    counts = sizes.heads, sizes.key_heads, sizes.key_dim, sizes.value_dim
+    task = _Delta(*pointers, gates.stride(0), *counts, sizes.beta_scale)
     work = len(qkv) * sizes.heads * sizes.key_dim * sizes.value_dim
     library.delta(ctypes.byref(_c_runs(qkv, runs)), ctypes.byref(task), _threads(work))
     return y

@@ -2,10 +2,11 @@
 
 from mycli.runtime.models import hf_config
 from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.part_spec import ActivationName
 from mycli.runtime.utils.json_fields import Fields
 
 # Older files name the exact GELU; the models were trained with the tanh approximation.
-_GELU = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu_tanh"}
+_GELU: dict[str, ActivationName] = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu_tanh"}
 
 
 def read(raw: Fields) -> ModelConfig:

@@ -16,9 +16,10 @@ NAMES = ExpertNames(
 )
 
 
+def mixture(raw: Fields) -> MoeLayers:
+    count, top_k = read_expert_counts(raw, "num_local_experts", raw.integer("num_hidden_layers"), default=(8, 2))
+    return MoeLayers(count, RoutingSpec(top_k, normalize=True), raw.integer("intermediate_size"), NAMES)
+
+
 def read(raw: Fields) -> ModelConfig:
-    config = granite.read_granite(raw, EXPERT_KEYS)
-    count, top_k = read_expert_counts(raw, "num_local_experts", config.layers, default=(8, 2))
-    return replace(
-        config, build_layer=MoeLayers(count, RoutingSpec(top_k, normalize=True), config.intermediate_size, NAMES)
-    )
+    return replace(granite.read_granite(raw, EXPERT_KEYS), build_layer=mixture(raw))

@@ -27,8 +27,11 @@ class SharedLayers:
         return replace(layer, mlp=replace(layer.mlp, shared=SharedExpertSpec(shared)))
 
 
+def with_shared(raw: Fields, mixture: MoeLayers) -> MoeLayers | SharedLayers:
+    """Return `mixture` with the shared expert that the config asks for, if any."""
+    size = raw.integer("shared_intermediate_size", 0, low=0)
+    return SharedLayers(mixture, size) if size else mixture
+
+
 def read(raw: Fields) -> ModelConfig:
-    config, size = granitemoe.read(raw), raw.integer("shared_intermediate_size", 0, low=0)
-    mixture = config.build_layer
-    assert isinstance(mixture, MoeLayers)
-    return replace(config, build_layer=SharedLayers(mixture, size)) if size else config
+    return replace(granitemoe.read(raw), build_layer=with_shared(raw, granitemoe.mixture(raw)))

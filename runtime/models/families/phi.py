@@ -12,12 +12,10 @@ from mycli.runtime.utils.json_fields import Fields
 def layer(config: ModelConfig, index: int) -> LayerSpec:
     llama, prefix = llama_layer(config, index), f"model.layers.{index}"
     attention, mlp, name = llama.attention, llama.dense_mlp, f"{prefix}.self_attn"
-    norms = {
-        key: config.norm_spec(f"{name}.{key[0]}_layernorm", config.head_dim)
-        for key in ("q_norm", "k_norm")
-        if config.qk_norm
-    }
-    mixer = replace(attention, o=replace(attention.o, name=f"{name}.dense"), **norms)
+    mixer = replace(attention, o=replace(attention.o, name=f"{name}.dense"))
+    if config.qk_norm:
+        q_norm, k_norm = (config.norm_spec(f"{name}.{part}_layernorm", config.head_dim) for part in "qk")
+        mixer = replace(mixer, q_norm=q_norm, k_norm=k_norm)
     up, down = replace(mlp.gate_up[0], name=f"{prefix}.mlp.fc1"), replace(mlp.down, name=f"{prefix}.mlp.fc2")
     return replace(llama, mixer=mixer, mlp=replace(mlp, norm=None, gate_up=(up,), down=down), parallel=True)
 

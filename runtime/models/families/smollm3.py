@@ -6,7 +6,8 @@ from mycli.runtime.models.part_spec import RopeSpec
 from mycli.runtime.utils.json_fields import Fields
 
 
-def _has_rope(raw: Fields, layers: int) -> list[int]:
+def rotating_layers(raw: Fields, layers: int) -> list[int]:
+    """Return 1 for each layer with rotary embedding and 0 for the others."""
     # In spite of its name, no_rope_layers is 1 for layers with rotary embedding.
     has_rope = raw.array("no_rope_layers", int, MAX_LAYERS)
     if not has_rope:
@@ -20,7 +21,7 @@ def _has_rope(raw: Fields, layers: int) -> list[int]:
 def read(raw: Fields) -> ModelConfig:
     raw = hf_config.with_defaults(raw, rope_theta=2000000.0, tie_word_embeddings=True)
     fields = hf_config.common(raw, handled=("no_rope_layers",))
-    has_rope = _has_rope(raw, fields["layers"])
+    has_rope = rotating_layers(raw, fields["layers"])
     rope = RopeSpec(fields["rope_theta"], fields["head_dim"], fields["rope_scaling"])
     windows: tuple[int | None, ...] = ()
     if raw.boolean("use_sliding_window", False) and raw.has("sliding_window"):

@@ -91,7 +91,7 @@ struct LayerCache {  // the keys and values of one attention layer, and the inde
     void *keys, *values;
     float *key_scales, *value_scales;
     int64_t blocks, block_size, block_stride, head_stride;
-    int64_t cache_type, rotation;
+    int64_t cache_type, rotation;  // rotation: negative for none
 };
 
 constexpr int64_t ALONE = 16;  // rows up to which one thread finishes before others are awake
@@ -302,7 +302,7 @@ struct AttentionRun {
 
     // Queries [rows, width] times the factors of their positions, if there are any.
     const uint16_t* scaled(const int64_t* at, const uint16_t* x, int64_t width, Scratch& scratch) const {
-        const uint16_t* scale = part.half ? pass.rotations[cache.rotation].scale : nullptr;
+        const uint16_t* scale = cache.rotation >= 0 ? pass.rotations[cache.rotation].scale : nullptr;
         if (!scale) return x;
         uint16_t* to = scratch.take(rowwise.rows * width);
         rowwise.each([&](int64_t row) {

@@ -79,6 +79,7 @@ struct Delta {  // mirrored by recurrent.py
     float* scratch;  // [rows, 2 * (key_heads * key_dim + heads)]
     void* y;         // [rows, heads * value_dim]
     int64_t stride, heads, key_heads, key_dim, value_dim;  // dims are multiples of 16, key_dim at most 256
+    float beta_scale;  // multiplies beta
 };
 
 constexpr int64_t MAX_KEY_DIM = 256;
@@ -104,7 +105,7 @@ template <class T> void delta_inputs(const Delta& d, int64_t row) {
         const float a = number(gates[d.heads + head]) + d.dt_bias[head], b = number(gates[head]);
         const float softplus = a > 20.0f ? a : log1pf(expf(a));  // threshold of torch's softplus
         out[2 * width + head] = expf(d.rate[head] * softplus);
-        out[2 * width + d.heads + head] = 1.0f / (1.0f + expf(-b));
+        out[2 * width + d.heads + head] = d.beta_scale / (1.0f + expf(-b));
     }
 }
 

@@ -16,6 +16,7 @@ struct DeltaPart {
     const float *weight, *bias, *rate, *dt_bias;  // see Convolution and Delta
     int64_t taps, heads, key_heads, key_dim, value_dim;
     int64_t by_key_head;  // the projections are ordered by key head, and the gates too
+    float beta_scale;
 };
 struct MambaPart {
     NormParams norm, gated_norm;  // the gated norm has a bf16 gain
@@ -93,7 +94,7 @@ struct RecurrentRun {
         uint16_t *mixed = scratch.take(rows * channels), *read = scratch.take(rows * values), *normed = scratch.take(rows * values);
         convolve(part.weight, part.bias, channels, part.taps, projected, part.projection.outputs, true, mixed);
         const Delta d{mixed, gates, part.rate, part.dt_bias, states.matrices, reinterpret_cast<float*>(scratch.take(2 * rows * inputs)),
-                      read, part.gates.outputs, part.heads, part.key_heads, part.key_dim, part.value_dim};
+                      read, part.gates.outputs, part.heads, part.key_heads, part.key_dim, part.value_dim, part.beta_scale};
         delta_rows<uint16_t>(runs(), d, threads_for(rows * values * part.key_dim));
         const GatedNorm n{read, part.head_norm.gain, projected + channels, normed, rows, part.heads, part.value_dim,
                           part.projection.outputs, part.head_norm.eps};

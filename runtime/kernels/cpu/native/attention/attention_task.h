@@ -24,7 +24,7 @@ struct Attention {  // mirrored by build.py
     const int32_t* table;  // [sequences, table_width]: entry i is the block of positions from i * block_size
     int64_t sequences, table_width, blocks, block_size, block_stride, head_stride;
     int64_t kv_heads, group, head_dim;
-    int64_t window;  // positions that a token sees, itself included
+    int64_t window;  // positions that a token sees, itself included; -n: those from the last multiple of n on
     float scale, softcap;  // score = scale * dot; then softcap * tanh(score / softcap) unless softcap is 0
     int32_t query_type, cache_type, out_type;
 };
@@ -35,6 +35,12 @@ EXPORT int attend(const Attention* a, int threads);
 
 namespace {
 
+// The first position that the token at `position` sees.
+inline int64_t first_seen(const Attention& a, int64_t position) {
+    if (a.window < 0) return position - position % -a.window;
+    return std::max<int64_t>(0, position + 1 - a.window);
+}
+
 // Returns whether every block that will be read exists, and every token has a position.
 inline bool is_sound(const Attention& a) {
     if (a.starts[0] != 0) return false;
@@ -42,7 +48,7 @@ inline bool is_sound(const Attention& a) {
         const int64_t tokens = int64_t(a.starts[s + 1]) - a.starts[s], length = a.lengths[s];
         if (tokens < 0 || tokens > length || length > a.table_width * a.block_size) return false;
         if (!tokens) continue;
-        for (int64_t b = std::max<int64_t>(0, length - tokens + 1 - a.window) / a.block_size; b * a.block_size < length; b++) {
+        for (int64_t b = first_seen(a, length - tokens) / a.block_size; b * a.block_size < length; b++) {
             const int32_t block = a.table[s * a.table_width + b];
             if (block < 0 || block >= a.blocks) return false;
         }
@@ -76,7 +82,7 @@ struct Rows {
     }
     // Row r sees the positions [begin, end).
     int64_t end(const Attention& a, int64_t r) const { return length - tokens + r / a.group + 1; }
-    int64_t begin(const Attention& a, int64_t r) const { return std::max<int64_t>(0, end(a, r) - a.window); }
+    int64_t begin(const Attention& a, int64_t r) const { return first_seen(a, end(a, r) - 1); }
     int64_t first_chunk(const Attention& a) const { return begin(a, 0) / CHUNK; }
     int64_t chunks(const Attention& a) const { return tokens ? (length + CHUNK - 1) / CHUNK - first_chunk(a) : 0; }
     // Offset of row r in the query and in the result.
