@@ -142,6 +142,7 @@ REASONS: Mapping[str, str] = {
     "packed-router": "{linear} is not one dense product",
     "shared-expert-packing": "{linear} is packed differently from the other experts",
     "layer-recurrent": "some layers have a recurrent state instead of keys and values",
+    "latent-attention": "some layers have latent attention",
     "attention-sinks": "attention has sinks",
     "gated-attention": "the output of attention is gated",
     "layer-parts": "some layers have further parts, or read the keys and values of another layer",

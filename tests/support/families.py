@@ -58,6 +58,11 @@ def make(folder: Path, model_type: str, changes: dict[str, Any]) -> transformers
     return reference
 
 
+def class_of(model_type: str) -> Any:
+    """The class of transformers that reads a folder of this model."""
+    return getattr(transformers, UNMAPPED.get(model_type, "AutoModelForCausalLM"))
+
+
 def packed_weights(model: Transformer) -> dict[str, Tensor]:
     """The weights of all linears of the blocks by name, unpacked where they are packed."""
     found: dict[str, Tensor] = {}

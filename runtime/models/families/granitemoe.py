@@ -8,7 +8,7 @@ from mycli.runtime.models.experts_spec import RoutingSpec
 from mycli.runtime.models.families import granite
 from mycli.runtime.utils.json_fields import Fields
 
-NAMES = ExpertNames(
+EXPERT_NAMES = ExpertNames(
     "block_sparse_moe",
     router="router.layer",
     stacked_gate_up="input_linear.weight",
@@ -20,5 +20,5 @@ def read(raw: Fields) -> ModelConfig:
     config = granite.read_granite(raw, EXPERT_KEYS)
     count, top_k = read_expert_counts(raw, "num_local_experts", config.layers, default=(8, 2))
     return replace(
-        config, build_layer=MoeLayers(count, RoutingSpec(top_k, normalize=True), config.intermediate_size, NAMES)
+        config, build_layer=MoeLayers(count, RoutingSpec(top_k, normalize=True), config.intermediate_size, EXPERT_NAMES)
     )
