@@ -31,7 +31,7 @@ from mycli.runtime.kernels.cpu.elementwise import (
     native_weigh_rows,
 )
 from mycli.runtime.kernels.cpu.experts import native_route, native_routed_product, native_weighted_sum
-from mycli.runtime.kernels.cpu.latent import attend_latent, native_head_product
+from mycli.runtime.kernels.cpu.latent import native_head_product, native_latent_attention
 from mycli.runtime.kernels.cpu.matmul import CpuKernel, CpuMatmul, TorchInt4Kernel, dense_product
 from mycli.runtime.kernels.cpu.recurrent import (
     native_convolve,
@@ -130,7 +130,7 @@ PAGED_ATTENTION: Operation[[Tensor, Stored, Stored, Ragged, Scoring], Tensor] = 
     (attend_paged, _triton("paged_attention", "triton_attend_paged"), reference.attend_gathered),
 )
 LATENT_ATTENTION: Operation[[Tensor, Tensor, Stored, Stored, Ragged, float], Tensor] = Operation(
-    "latent attention over blocks", (attend_latent, reference.attend_latent)
+    "latent attention over blocks", (native_latent_attention, reference.attend_latent)
 )
 HEAD_PRODUCT: Operation[[Tensor, Tensor], Tensor]
 HEAD_PRODUCT = Operation("product by heads", (_fp32_inference(native_head_product), reference.head_product))

@@ -151,6 +151,7 @@ class PagedAttention:
             latent, rotated = VECTOR_PACKING(latent), VECTOR_PACKING(rotated)
         batch = self._batch
         self._cache.write(layer, batch, latent, rotated)
+        # Without a fused kernel, a GPU also takes the ragged form: its reference gathers one sequence at a time.
         ragged = self._ragged or Ragged(batch.starts, batch.lengths, batch.block_table)
         return LATENT_ATTENTION(*query, *self._cache.all(layer), ragged, spec.scale)
 

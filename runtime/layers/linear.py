@@ -53,6 +53,7 @@ def _read_dense(
     return out.to(device, dtype)
 
 
+# Latent attention joins a query's projection, which may have no bias, with one that has.
 def _read_bias(checkpoint: Checkpoint, spec: LinearSpec) -> Tensor:
     return checkpoint.read(f"{spec.name}.bias") if spec.bias else torch.zeros(spec.out_features)
 

@@ -145,9 +145,9 @@ def mask_bytes(plan: MemoryPlan) -> int:
 
 
 def _gpu_mask_bytes(plan: MemoryPlan) -> int:
-    # Only windows and chunked attention have masks: a boolean one each over the keys that a chunk sees, one of them at a
-    # time also in the dtype of activations, with keys and values repeated for all heads. Softcaps and sinks write out
-    # scores three times in fp32, for the query heads of one KV head, with a boolean mask.
+    # Only windows and chunked attention have masks: a boolean one each over the keys that a pass sees, one at a time
+    # also in the dtype of activations, with keys and values repeated for all heads. Softcaps and sinks write out scores
+    # three times in fp32, for the query heads of one KV head, with a boolean mask.
     def keys(spec: AttentionSpec) -> int:
         return plan.context if spec.window is None else min(plan.context, spec.window + plan.chunk - 1)
 

@@ -193,6 +193,8 @@ class ModelConfig:
         """
         spec = self.layer(layer).mixer
         if isinstance(spec, LatentAttentionSpec):
+            # Two tensors, not one of 576 values: the rotated values of DeepSeek are tens of times larger than the
+            # normed latent, and with one int8 scale for both they would leave it few levels.
             return (1, 1, spec.rank), (1, 1, spec.rope_dim)
         if not isinstance(spec, AttentionSpec):
             return ((2, 0, self.head_dim),)

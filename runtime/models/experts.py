@@ -89,8 +89,8 @@ class MoeLayers:
         return MlpSpec(size, None, (gate, up), down, None, config.activation)
 
 
-def read_groups(raw: Fields, count: int, top_k: int) -> tuple[int, int]:
-    """Return the number of groups of experts, and how many of them take part.
+def read_expert_groups(raw: Fields, count: int, top_k: int) -> tuple[int, int]:
+    """Return the number of groups of experts, and how many take part.
 
     Raises ModelError for groups of different sizes, of fewer than two experts, or that contain too few.
     """
@@ -104,8 +104,8 @@ def read_groups(raw: Fields, count: int, top_k: int) -> tuple[int, int]:
 
 
 def read_routing(raw: Fields, count: int, top_k: int, scoring: ScoringName = "sigmoid") -> RoutingSpec:
-    """Read the routing from the keys of DeepSeek-V3 and its relatives; raises as `read_groups`."""
-    groups, top_groups = read_groups(raw, count, top_k)
+    """Read the routing from the keys of DeepSeek-V3 and its relatives; raises as `read_expert_groups`."""
+    groups, top_groups = read_expert_groups(raw, count, top_k)
     return RoutingSpec(
         top_k,
         raw.boolean("norm_topk_prob", True),

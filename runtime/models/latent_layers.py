@@ -63,6 +63,7 @@ class LatentLayers:
         )
 
 
+# Configs name as many key-value heads as query heads, which is what expanding gives. The cache has one.
 def with_latent_head(raw: Fields) -> Fields:
     """Return `raw` with the fields that count heads of keys as latent attention has them: one, which rotates whole."""
     return Fields(

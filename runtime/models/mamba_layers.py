@@ -54,6 +54,7 @@ def read_mamba(raw: Fields) -> MambaLayers:
     if heads % groups or inner % heads:
         raise raw.fail("mamba_n_heads", f"= {heads} must divide {inner}, and be a multiple of mamba_n_groups {groups}")
     head_dim = inner // heads
+    # transformers refuses configs whose heads do not fill the expanded size; the projections would not fit.
     if raw.values.get("mamba_d_head", "auto") not in ("auto", head_dim):
         raise raw.fail("mamba_d_head", f"must be {head_dim}, or auto")
     return MambaLayers(

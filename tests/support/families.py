@@ -74,6 +74,11 @@ def stored_name(model_type: str, name: str) -> str:
     return name.replace(".mlp.router", ".block_sparse_moe.gate") if model_type == "phimoe" else name
 
 
+def class_of(model_type: str) -> Any:
+    """The class of transformers that reads a folder of this model."""
+    return getattr(transformers, UNMAPPED.get(model_type, "AutoModelForCausalLM"))
+
+
 def packed_weights(model: Transformer) -> dict[str, Tensor]:
     """The weights of all linears of the blocks by name, unpacked where they are packed."""
     found: dict[str, Tensor] = {}

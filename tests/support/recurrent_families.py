@@ -137,7 +137,7 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
             "num_local_experts": 8,
             "num_experts_per_tok": 3,
             "intermediate_size": 32,
-            "shared_intermediate_size": 48,
+            "shared_intermediate_size": 64,
         },
     ),
     "granitemoehybrid-dense-odd-sizes-rope-biases-tied": (

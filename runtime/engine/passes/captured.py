@@ -70,7 +70,7 @@ def decline_captured(config: ModelConfig) -> Declined | None:
         if spec.recurrent is not None:
             return Declined("layer-recurrent")  # its states are found by the host
         if spec.latent is not None:
-            return Declined("layer-latent")
+            return Declined("latent-attention")
         if spec.attention.chunk is not None:
             return Declined("attention-chunks")
         if isinstance(spec.mlp, ExpertsSpec) and spec.mlp.routing.groups > 1:

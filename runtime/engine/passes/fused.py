@@ -218,7 +218,7 @@ def _decline_layer(spec: LayerSpec) -> Declined | None:
     if spec.recurrent is not None:
         return Declined("layer-recurrent")
     if spec.latent is not None:
-        return Declined("layer-latent")
+        return Declined("latent-attention")
     attention, mlp = spec.attention, spec.mlp
     if attention.sinks is not None:
         return Declined("attention-sinks")

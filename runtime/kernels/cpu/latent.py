@@ -48,7 +48,7 @@ def decline_latent(rank: int, rope_dim: int) -> Declined | None:
     return _TYPES if rank % LANES or rope_dim % LANES else None
 
 
-def attend_latent(
+def native_latent_attention(
     query: Tensor, rotated_query: Tensor, latents: Stored, rotated: Stored, ragged: Ragged, scale: float
 ) -> Tensor | Declined:
     """`reference.attend_latent` for bf16 or fp32 queries and contiguous caches."""

@@ -2,7 +2,7 @@
 
 from mycli.runtime.models import hf_config
 from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.models.experts import EXPERT_KEYS, ExpertNames, MoeLayers, read_expert_counts, read_groups
+from mycli.runtime.models.experts import EXPERT_KEYS, ExpertNames, MoeLayers, read_expert_counts, read_expert_groups
 from mycli.runtime.models.experts_spec import RoutingSpec
 from mycli.runtime.models.latent_layers import read_latent, with_latent_head
 from mycli.runtime.utils.json_fields import Fields
@@ -13,10 +13,11 @@ _METHODS = ("greedy", "group_limited_greedy")
 
 def _mixture(raw: Fields, layers: int) -> MoeLayers:
     count, top_k = read_expert_counts(raw, "n_routed_experts", layers, default=(64, 6))
+    # transformers ignores norm_topk_prob here and DeepSeek's own code does not, so `read` refuses it.
     method = raw.text("topk_method", "greedy")
     if method not in _METHODS:
         raise raw.fail("topk_method", f"{method!r:.40} is not supported ({', '.join(_METHODS)})")
-    groups, top_groups = (1, 1) if method == "greedy" else read_groups(raw, count, top_k)
+    groups, top_groups = (1, 1) if method == "greedy" else read_expert_groups(raw, count, top_k)
     scale = raw.number("routed_scaling_factor", 1.0, low=1e-6, high=1e6)
     size = raw.integer("moe_intermediate_size", 1407)
     return MoeLayers(

@@ -8,7 +8,7 @@ from mycli.runtime.models.experts_spec import RoutingSpec
 from mycli.runtime.models.families import granite
 from mycli.runtime.utils.json_fields import Fields
 
-NAMES = ExpertNames(
+EXPERT_NAMES = ExpertNames(
     "block_sparse_moe",
     router="router.layer",
     stacked_gate_up="input_linear.weight",
@@ -18,7 +18,7 @@ NAMES = ExpertNames(
 
 def mixture(raw: Fields) -> MoeLayers:
     count, top_k = read_expert_counts(raw, "num_local_experts", raw.integer("num_hidden_layers"), default=(8, 2))
-    return MoeLayers(count, RoutingSpec(top_k, normalize=True), raw.integer("intermediate_size"), NAMES)
+    return MoeLayers(count, RoutingSpec(top_k, normalize=True), raw.integer("intermediate_size"), EXPERT_NAMES)
 
 
 def read(raw: Fields) -> ModelConfig:

@@ -1,4 +1,4 @@
-"""Granite 4 H: Mamba-2 in most layers, attention without rotation in the others; a shared MLP, maybe beside experts."""
+"""Granite 4 H: Mamba-2 in most layers, attention without rotation in the others; a shared MLP, maybe with experts."""
 
 from dataclasses import dataclass, replace
 
@@ -46,7 +46,7 @@ def read(raw: Fields) -> ModelConfig:
     if raw.integer("num_local_experts", 8, low=0):
         count, top_k = read_expert_counts(raw, "num_local_experts", config.layers, default=(8, 2))
         routing = RoutingSpec(top_k, normalize=True)
-        mixture = MoeLayers(count, routing, config.intermediate_size, granitemoe.NAMES)
+        mixture = MoeLayers(count, routing, config.intermediate_size, granitemoe.EXPERT_NAMES)
     kind = raw.text("position_embedding_type", "nope")
     if kind not in ("rope", "nope"):
         raise raw.fail("position_embedding_type", f"{kind!r:.40} is not supported (rope, nope)")

@@ -84,6 +84,10 @@ def test_every_family_has_a_published_model() -> None:
         ("Command-R", 40, 2 * 64 * 128 * 2),
         ("GLM-4-9B", 40, 2 * 2 * 128 * 2),
         ("helium-1-preview-2b", 24, 2 * 20 * 128 * 2),
+        ("DeepSeek-V2-Lite", 27, (512 + 64) * 2),
+        ("DeepSeek-V3", 61, (512 + 64) * 2),  # 70,272 bytes, as published
+        ("GLM-4.7-Flash", 47, (512 + 64) * 2),
+        ("MiniCPM3-4B", 62, (256 + 32) * 2),
     ],
 )
 def test_the_cache_of_a_token(name: str, layers: int, of_each: int) -> None:

@@ -114,17 +114,20 @@ template <typename T> struct FloatPath {
     static Wide values_at(Int4Vector vector, int64_t d) { return wide(vector, d); }
     // Keys [first, first + PANEL) of a chunk as [head_dim][PANEL], 0 past the last. Words of several values are transposed whole
     // and split afterwards: bf16 takes half the shuffles, int8 a fourth.
-    static void pack_panel(const Attention& a, const Chunk& chunk, int64_t first, float* panel) {
+    // SCALED: each key is multiplied by its entry of `scale`.
+    template <bool SCALED = false>
+    static void pack_panel(const Attention& a, const Chunk& chunk, int64_t first, float* panel, const float* scale = nullptr) {
         if constexpr (ROTATED) pack_codes(a, chunk, first, panel);
-        else pack_whole(a, chunk, first, panel);
+        else pack_whole<SCALED>(a, chunk, first, panel, scale);
     }
-    static void pack_whole(const Attention& a, const Chunk& chunk, int64_t first, float* panel) {
+    template <bool SCALED> static void pack_whole(const Attention& a, const Chunk& chunk, int64_t first, float* panel, const float* scale) {
         constexpr int64_t EACH = 4 / sizeof(T), STEP = EACH * WIDE;  // values of a word; values of a vector of words
         const T* keys = static_cast<const T*>(a.keys);
         const int64_t whole = EACH > 1 ? a.head_dim / STEP * STEP : 0;
         for (int64_t p = first; p < first + PANEL; p += WIDE) {
             float* to = panel + p - first;
             Wide v[WIDE];
+            const auto keep = [&, by = SCALED ? wide(scale + p) : Wide{}](float* at, Wide values) { put(at, SCALED ? values * by : values); };
             for (int64_t d = 0; d < whole; d += STEP) {
 #pragma GCC unroll 16
                 for (int i = 0; i < WIDE; i++)
@@ -132,14 +135,14 @@ template <typename T> struct FloatPath {
                 transpose(v);
 #pragma GCC unroll 16
                 for (int i = 0; i < WIDE; i++)
-                    for (int64_t part = 0; part < EACH; part++) put(to + (d + i * EACH + part) * PANEL, value_of(v[i], part));
+                    for (int64_t part = 0; part < EACH; part++) keep(to + (d + i * EACH + part) * PANEL, value_of(v[i], part));
             }
             for (int64_t d = whole; d < a.head_dim; d += WIDE) {
 #pragma GCC unroll 16
                 for (int i = 0; i < WIDE; i++) v[i] = p + i < chunk.count ? wide(keys + chunk.at[p + i] + d) : Wide{};
                 transpose(v);
 #pragma GCC unroll 16
-                for (int i = 0; i < WIDE; i++) put(to + (d + i) * PANEL, v[i]);
+                for (int i = 0; i < WIDE; i++) keep(to + (d + i) * PANEL, v[i]);
             }
         }
     }

@@ -76,16 +76,9 @@ template <typename T> struct LatentPath : FloatPath<T> {
     // Keys [first, first + PANEL) of a chunk as [rank + rope][PANEL].
     static void pack_keys(const Attention& a, const Chunk& chunk, const RotatedChunk& rotated, int64_t first, float* panel) {
         float* rest = panel + a.head_dim * PANEL;
-        Base::pack_panel(a, chunk, first, panel);
-        Base::pack_panel(whole(a).rotated, rotated.chunk, first, rest);
-        if constexpr (std::is_same_v<T, int8_t>) {
-            scale_panel(panel, a.head_dim, rotated.scale + first);
-            scale_panel(rest, whole(a).rotated.head_dim, rotated.rotated_scale + first);
-        }
-    }
-    static void scale_panel(float* panel, int64_t size, const float* scale) {
-        for (int64_t d = 0; d < size; d++, panel += PANEL)
-            for (int64_t p = 0; p < PANEL; p += WIDE) put(panel + p, wide(panel + p) * wide(scale + p));
+        constexpr bool SCALED = std::is_same_v<T, int8_t>;
+        Base::template pack_panel<SCALED>(a, chunk, first, panel, rotated.scale);
+        Base::template pack_panel<SCALED>(whole(a).rotated, rotated.chunk, first, rest, rotated.rotated_scale);
     }
     static void score_panel(const Attention& a, const Room& room, int64_t rows, const float* panel, int64_t p) {
         const auto load = [=](int64_t d, int n) { return wide(panel + d * PANEL + n * WIDE); };
