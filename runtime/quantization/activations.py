@@ -1,7 +1,4 @@
-"""Chooses the bits of the integers to which CPU kernels round bf16 activations: 16, or 8 where that costs little.
-
-8 bits take half the arithmetic. What they cost is measured by `quantize` and read from the model's card; without torch.
-"""
+"""Chooses the bits of the integers to which CPU kernels round bf16 activations: 16, or 8 where that costs little."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,6 +8,7 @@ from mycli.runtime.errors import Declined
 from mycli.runtime.quantization.scheme import ActivationBits, Packing
 from mycli.runtime.utils.json_fields import Fields
 
+# 8 bits take half the arithmetic. `quantize` measures their cost, and the model's card says it.
 Activations = Literal["auto", "8", "16"]
 # "auto" uses 8 bits next to weights of at most this width, whose own error hides that of the activations: next to 8-bit
 # weights it would be the larger one.
