@@ -146,7 +146,9 @@ def evaluate_each(
         for index, tokens in enumerate(part):
             for model, stream, rows in zip(models, streams, scores, strict=False):  # the last stream is the reference's
                 compared = [(model, stream)] if reference is None else [(model, stream), (reference, streams[-1])]
-                rows.append(_score([model for model, _ in compared], [hidden[index] for _, hidden in compared], tokens))
+                rows.append(
+                    _score([scored for scored, _ in compared], [hidden[index] for _, hidden in compared], tokens)
+                )
             progress("windows", len(scores[0]), windows)
         trim_heap()
     return [_evaluation(model, text, rows) for model, rows in zip(models, scores, strict=True)]
@@ -170,13 +172,10 @@ def _evaluation(model: StreamedModel, text: TokenWindows, scores: Sequence[dict[
 def measure_activations(
     folder: ModelFolder, placement: Placement, text: TokenWindows, reference: StreamedModel, progress: ReportProgress
 ) -> dict[Activations, Evaluation]:
-    """Score a packed model in bf16 on the CPU with activations of 16 and of 8 bits, next to `reference`.
-
-    Empty where CPU kernels do not multiply its weights.
-    """
+    """Score a packed model in bf16 with activations of 16 and of 8 bits; empty if no CPU kernel multiplies it."""
     kinds: tuple[Activations, ...] = "16", "8"
     placements = [replace(placement, dtype=torch.bfloat16, activations=kind) for kind in kinds]
-    models = [StreamedModel(folder, placement) for placement in placements]
+    models = [StreamedModel(folder, precision) for precision in placements]
     if models[0].activations is None:
         return {}
     return dict(zip(kinds, evaluate_each(models, text, reference, progress), strict=True))

@@ -126,10 +126,7 @@ def encode(
     source_files: Mapping[str, Any],
     files: Mapping[str, Any],
 ) -> bytes:
-    """The bytes of the file; `source_files` and `files` are `digests`, `stored` the formats of a packed source.
-
-    activations: on a CPU; None if it was not measured.
-    """
+    """The bytes of the file; `source_files` and `files` are `digests`, `stored` the formats of a packed source."""
     group = "channel" if recipe.group is None else recipe.group
     record = {
         "schema_version": CARD_VERSION,

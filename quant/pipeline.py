@@ -289,7 +289,7 @@ def _measure(
     del model
     measured = measure_activations(result, placement, text, reference, progress)
     kl = [measured[bits].divergence for bits in ("16", "8")] if measured else []
-    return card, ActivationKl(*(part.kl.value for part in kl if part is not None)) if kl else None
+    return card, ActivationKl(*(divergence.kl.value for divergence in kl if divergence is not None)) if kl else None
 
 
 def _source_notes(work: QuantizationPlan, calibration: Calibration | None) -> Iterator[str]:

@@ -17,7 +17,7 @@ _DEFAULT = "the model's"
 # The cache has room for at most 8 contexts of full length, however many replies share it: few replies are that long.
 FULL_LENGTH = 8
 KV: tuple[KvDtype, ...] = get_args(KvDtype)
-ACTIVATIONS: tuple[Activations, ...] = get_args(Activations)
+ACTIVATION_KINDS: tuple[Activations, ...] = get_args(Activations)
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class RunFlags:
             device=self.device,
             dtype=FLOATS.get(dtype),
             kv=options.choice("--kv", self.kv, KV),
-            activations=options.choice("--activations", self.activations, ACTIVATIONS),
+            activations=options.choice("--activations", self.activations, ACTIVATION_KINDS),
             sequences=sequences,
             running=running,
             dense_prefill_copy=self.shadow,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mycli.cli.remedies import Subject, remedy
 from mycli.runtime.errors import UserError
-from mycli.runtime.quantization.activations import MAX_ADDED, ActivationKl
+from mycli.runtime.quantization.activations import MAX_ADDED_KL, ActivationKl
 from mycli.runtime.utils.sanitize import sanitize_json
 from mycli.runtime.utils.units import human_bytes, pluralize
 
@@ -84,10 +84,10 @@ def _plus_minus(estimate: "Mean", digits: str) -> str:
 
 
 def activation_rows(measured: ActivationKl | None) -> list[tuple[str, str]]:
-    """Return the row of what 8-bit activations cost on a CPU; none if that was not measured."""
+    """Return the row on the cost of 8-bit activations on a CPU; none if it was not measured."""
     if measured is None:
         return []
-    verdict = "auto uses them" if measured.added < MAX_ADDED else f"auto uses 16: the limit is {MAX_ADDED:.0%}"
+    verdict = "auto uses them" if measured.added < MAX_ADDED_KL else f"auto uses 16: the limit is {MAX_ADDED_KL:.0%}"
     kl = f"KL {measured.eight:.4g}, with 16 bits {measured.sixteen:.4g} ({measured.added:+.1%})"
     return [("8-bit activations", f"{kl}; --activations {verdict}")]
 

@@ -1,7 +1,4 @@
-"""Chooses the bits of the integers to which CPU kernels round bf16 activations: 16, or 8 where that costs little.
-
-8 bits take half the arithmetic. What they cost is measured by `quantize` and read from the model's card; without torch.
-"""
+"""Chooses the bits of the integers to which CPU kernels round bf16 activations: 16, or 8 where that costs little."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,11 +8,12 @@ from mycli.runtime.errors import Declined
 from mycli.runtime.quantization.scheme import ActivationBits, Packing
 from mycli.runtime.utils.json_fields import Fields
 
+# 8 bits take half the arithmetic. `quantize` measures their cost, and the model's card says it.
 Activations = Literal["auto", "8", "16"]
 # "auto" uses 8 bits next to weights of at most this width, whose own error hides that of the activations: next to 8-bit
 # weights it would be the larger one.
 WIDEST = 6
-MAX_ADDED = 0.03  # of the KL divergence, for "auto"
+MAX_ADDED_KL = 0.03  # of the KL divergence, for "auto"
 
 
 @dataclass(frozen=True)
@@ -27,12 +25,10 @@ class ActivationKl:
 
     @property
     def record(self) -> dict[str, float]:
-        """The entry of the model's card, which `read_activation_kl` reads."""
         return {"16": self.sixteen, "8": self.eight}
 
     @property
     def added(self) -> float:
-        """The share of the divergence that 8 bits add."""
         return (self.eight - self.sixteen) / self.sixteen if self.sixteen > 0 else 0.0
 
 
@@ -46,14 +42,13 @@ def read_activation_kl(record: Fields | None) -> ActivationKl | None:
 
 @dataclass(frozen=True)
 class ActivationChoice:
-    """The bits of activations, the widest weights they are used for, and the reason."""
+    """How CPU kernels round activations."""
 
     bits: ActivationBits
-    widest: int
+    widest: int  # weights that are multiplied by them; wider ones by 16 bits
     reason: Declined
 
     def packings(self, packings: Mapping[str, Packing]) -> Mapping[str, Packing]:
-        """Return `packings` with the bits of activations that each weight is multiplied by."""
         if self.bits == 16:
             return packings
         return {
@@ -68,8 +63,8 @@ def choose_activations(requested: Activations, measured: ActivationKl | None, *,
         return ActivationChoice(8 if requested == "8" else 16, 8, Declined("activations-requested"))
     if measured is None:
         return ActivationChoice(16, WIDEST, Declined("activations-not-measured"))
-    reason = Declined("activations-add", {"added": measured.added, "most": MAX_ADDED})
-    if measured.added >= MAX_ADDED:
+    reason = Declined("activations-add", {"added": measured.added, "most": MAX_ADDED_KL})
+    if measured.added >= MAX_ADDED_KL:
         return ActivationChoice(16, WIDEST, reason)
     if tiles:  # a tile holds 64 inputs: segments of 32 would leave half of it empty
         return ActivationChoice(16, WIDEST, Declined("activations-in-tiles"))

@@ -3,11 +3,10 @@
     PYTHONPATH=.links python -m tests.benchmarks.cpu_rows [--packing int4-g128] [--codes nf4] [--gguf Q4_K] [--dense]
         [--activations 16|8|both] [--shape 8192x2048] [--rows 1,2,4] [--sets amx,avx2] [--repeats 8]
 
-A column is a set of instructions and the bits of activations. Prints 10^9 operations per second (two a weight and
-row) of the best of `--repeats` calls, every set in turn in each of them, so that a busy neighbour hits all. Two
-weights take turns, so that the first caches do not hold them. A rate that falls as rows grow by more than the noise
-is a fault. `torch` is its dense bf16 product; $ONEDNN_MAX_CPU_ISA keeps it from instructions as MYCLI_CPU_ISA does
-us.
+A column is a set of instructions and the bits of activations. Prints 10^9 operations per second (two a weight and row)
+of the best of `--repeats` calls, every set in turn in each of them, so that a busy neighbour hits all. Two weights take
+turns, so that the first caches do not hold them. A rate that falls as rows grow by more than the noise is a fault.
+`torch` is its dense bf16 product; $ONEDNN_MAX_CPU_ISA keeps it from instructions as MYCLI_CPU_ISA does us.
 """
 
 import argparse

@@ -4,7 +4,7 @@ import pytest
 
 from mycli.runtime.errors import ModelError
 from mycli.runtime.quantization.activations import (
-    MAX_ADDED,
+    MAX_ADDED_KL,
     ActivationKl,
     Activations,
     choose_activations,
@@ -34,7 +34,7 @@ def test_choice(requested: Activations, measured: ActivationKl | None, tiles: bo
 
 
 def test_limit_is_three_percent_of_the_divergence() -> None:
-    assert MAX_ADDED == 0.03
+    assert MAX_ADDED_KL == 0.03
     assert choose_activations("auto", ActivationKl(1.0, 1.0299), tiles=False).bits == 8
     assert choose_activations("auto", ActivationKl(1.0, 1.03), tiles=False).bits == 16
     assert ActivationKl(0.0, 0.0).added == 0.0

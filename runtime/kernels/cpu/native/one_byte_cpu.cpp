@@ -108,8 +108,8 @@ template <int B, int M> void few_of_count(const Weight& w, int64_t row_block, co
 
 // ---- Many rows ----
 
-// A panel of codes in bytes, unpacked once for all rows. Sums of a span take registers beside those of a segment, so tiles are
-// lower than those of words.
+// A panel of codes in bytes, unpacked once for all rows. Sums of a span take registers in addition to those of a segment, so
+// tiles are lower than those of words.
 struct OneBytePanel {
     static constexpr int PER_STEP = 4;
     static constexpr int64_t INPUTS_HELD = 512;  // 16 KiB of codes with 32 outputs: they and a tile of rows stay in the L1 cache

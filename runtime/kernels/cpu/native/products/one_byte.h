@@ -2,7 +2,7 @@
 //
 // Each segment of 32 inputs (16 in groups of 16) has a unit of its own, its largest magnitude / 127. A row and an output are summed
 // the same way everywhere: the products of a segment exactly, as integers; the sums of a span times their units, in order, with one
-// rounding each; the span times its scale. So their bits depend on neither the instructions nor the rows beside them.
+// rounding each; the span times its scale. So their bits depend on neither the instructions nor other rows.
 
 #pragma once
 

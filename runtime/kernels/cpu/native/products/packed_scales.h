@@ -45,7 +45,7 @@ inline Cut byte_cut_of(const Weight& w) {
     return {std::min(span, BYTE_SEGMENT), span, 0, true};
 }
 
-// The cut of bf16 activations for their bits beside this weight.
+// The cut of bf16 activations for the precision that they have with this weight.
 inline Cut row_cut_of(const Weight& w) { return w.activations == 8 ? byte_cut_of(w) : cut_of(w); }
 
 // The factors of scales and offsets of the rows of a block in a super-block.
