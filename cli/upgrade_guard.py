@@ -90,31 +90,32 @@ def compare_saved(call: Call, opened: "OpenedModel") -> tuple[dict[str, Any], li
     return answer, problems
 
 
-def is_due(opened: "OpenedModel") -> bool:
-    """Return whether a record exists that another version made and that this one was not compared with."""
+def due_record(opened: "OpenedModel") -> "GoldenRecord | None":
+    """Return the record of a model if another version made it and this one was not compared with it."""
     path = record_path(opened)
     if not path.is_file():
-        return False
+        return None
     from mycli.runtime.diagnostics.golden_record import GoldenRecord, current_version
 
     stored = GoldenRecord.read(path)
-    return stored is not None and stored.is_new(current_version())
+    return stored if stored is not None and stored.is_new(current_version()) else None
 
 
 def remind(call: Call, opened: "OpenedModel") -> None:
     """After an update, say once for each model with a record how to compare with it."""
-    if not is_due(opened):
+    stored = due_record(opened)
+    if stored is None:
         return
-    from mycli.runtime.diagnostics.golden_record import GoldenRecord, current_version, version_line
+    from mycli.runtime.diagnostics.golden_record import current_version, version_line
 
-    path = record_path(opened)
-    stored = GoldenRecord.read(path)
-    assert stored is not None
+    version = current_version()
+    if version in stored.reminded:
+        return
     call.out.note(
-        f"this is the first run with {current_version()}; replies and speed were saved with"
+        f"this is the first run with {version}; replies and speed were saved with"
         f" {version_line(stored.versions)}. To compare: mycli doctor {opened.source.name} --compare"
     )
-    stored.with_compared(current_version()).write(path)
+    stored.with_reminded(version).write(record_path(opened))
 
 
 def _speed(change: "SpeedChange", busy: bool = False) -> str:

@@ -235,6 +235,8 @@ def quantize_blocks(
                 progress("quantizing blocks", index + 1 - resumed, blocks.count - resumed)
             else:
                 progress("resuming blocks", index + 1, blocks.count)
+        if resumed == blocks.count:
+            note("resumed: all blocks were finished by an earlier run")
         if written is not None:
             written.result()
     return tuple(layers)

@@ -106,19 +106,22 @@ def _proposals(model: str, plan: MemoryPlan) -> list[Candidate]:
 def choose(
     call: Call,
     model: options.Model,
-    loading: LoadFlags,
     gpu: Annotated[int | None, options.size("--gpu", "Choose for a GPU with this much free memory.")] = None,
     batch: Annotated[int, options.option("--batch", "N", "Number of concurrent sequences.", min=1)] = 1,
     max_kl: Annotated[
         float | None, options.option("--max-kl", "X", "Leave out what loses more than this, or is unknown.", min=0)
     ] = None,
+    ctx: options.Context = None,
+    kv: options.CacheKind = "auto",
+    device: options.Device = "auto",
+    threads: options.Threads = None,
 ) -> None:
     """Choose the copy of a model that loses least and fits.
 
     Compares the model, its copies on this machine with the loss measured when they were made, and copies that quantize
     would make with the loss stated for their bits. Prints the command to use, or to make and use, the best that fits.
     """
-    engine = loading.resolve(batch)
+    engine = LoadFlags(device=device, kv=kv, context=ctx).resolve(batch)
     folder = open_config(call, model)
     check_context(folder, engine.context)
     target = Target("gpu", "as given", True, gpu) if gpu else find_target(engine.device, state_dir())

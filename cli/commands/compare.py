@@ -151,8 +151,11 @@ def compare(
         options.option("--max-changed", "SHARE", "Exit with 6 if more of the answers change.", min=0, max=1),
     ] = None,
     plot: Annotated[Path | None, options.option("--plot", "FILE.svg", "Draw KL and length of each reply.")] = None,
-    *,
-    loading: LoadFlags,
+    ctx: options.Context = None,
+    device: options.Device = "auto",
+    threads: options.Threads = None,
+    dtype: options.Precision = "auto",
+    kv: options.CacheKind = "auto",
 ) -> None:
     """Compare the replies of two models to your prompts.
 
@@ -167,7 +170,7 @@ def compare(
         raise UsageError("-n must be at least 1", "for example: -n 128")
     if plot is not None:
         require_svg(plot)
-    engine = loading.resolve()
+    engine = LoadFlags(device=device, dtype=dtype, kv=kv, context=ctx).resolve()
     names = (model, candidate)
     sources = []
     for name in names:  # before the first is loaded

@@ -180,7 +180,7 @@ def doctor(
         choices, rounding = pass_choices(opened.model.runner), opened.model.runner.activations
         if save:
             golden = upgrade_guard.save_record(call, opened)
-        elif compare or upgrade_guard.is_due(opened):
+        elif compare or upgrade_guard.due_record(opened) is not None:
             golden, worse = upgrade_guard.compare_saved(call, opened)
     # Measured twice, and the better result counts: another program may disturb one measurement.
     name, bandwidth = measure_device(placement.device, state_dir())

@@ -50,7 +50,7 @@ class GoldenRecord:
     """The replies of a model and their speed. `files`: digest of the model's file names and sizes.
 
     `lengths`: tokens of a prompt and of a reply whose speed was measured; `rates`: tokens per second by these names;
-    `compared`: the versions that a comparison, or a note about it, was made with.
+    `compared`, `reminded`: the versions that it was compared with, and those that mentioned it.
     """
 
     device: str
@@ -62,6 +62,7 @@ class GoldenRecord:
     lengths: Mapping[str, int]
     rates: Mapping[str, tuple[float, ...]]
     compared: tuple[str, ...] = ()
+    reminded: tuple[str, ...] = ()
     busy: float = 0.0  # seconds per second in which threads of the measurement waited for a core
 
     def is_new(self, version: str) -> bool:
@@ -70,6 +71,9 @@ class GoldenRecord:
 
     def with_compared(self, version: str) -> "GoldenRecord":
         return replace(self, compared=(*self.compared, version))
+
+    def with_reminded(self, version: str) -> "GoldenRecord":
+        return replace(self, reminded=(*self.reminded, version))
 
     def write(self, path: Path) -> None:
         with disk_errors(path):
@@ -95,6 +99,7 @@ class GoldenRecord:
                 lengths={name: lengths.integer(name, low=1) for name in lengths.values},
                 rates={name: tuple(rates.array(name, float)) for name in rates.values},
                 compared=tuple(fields.array("compared", str)),
+                reminded=tuple(fields.array("reminded", str)),
                 busy=fields.number("busy", 0.0),
             )
         except (ModelError, ValueError):

@@ -1,6 +1,7 @@
 """What a person sees on a terminal: words whole at its edge, notices after replies, signs of life, columns that fit."""
 
 import io
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -107,6 +108,7 @@ def test_a_long_prompt_shows_how_far_it_is_and_a_short_one_nothing(monkeypatch: 
 
     assert list(show_reading(stream, slow(), 512, lambda: next(counts))) == ["a", "b"]
     assert stream.getvalue().endswith("\r\x1b[K")
+    assert all(int(rate) > 0 for rate in re.findall(r", (\d+) tok/s", stream.getvalue()))
     monkeypatch.setattr("mycli.cli.text.progress.READING_SECONDS", 60)
     silent = io.StringIO()
     assert list(show_reading(silent, iter(["a"]), 5, lambda: 5)) == ["a"] and silent.getvalue() == ""

@@ -62,17 +62,7 @@ SIZES = {
     "--max-ram": {"quantize"},
     "--max-vram": {"quantize"},
     "--prefix-cache-size": {"chat", "run", "serve"},
-    "--expert-memory": {
-        "bench",
-        "bench draft",
-        "bench serve",
-        "chat",
-        "choose",
-        "compare",
-        "estimate",
-        "run",
-        "serve",
-    },
+    "--expert-memory": {"bench", "bench draft", "bench serve", "chat", "estimate", "run", "serve"},
 }
 
 

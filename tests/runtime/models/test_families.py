@@ -175,3 +175,10 @@ def test_input_source_of_a_product() -> None:
     told = parse("gemma4_text").layer(0)
     assert told.input_source("o") is None, "values are normed"
     assert told.input_source("per_layer_gate") is None and told.input_source("per_layer_projection") is None
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "gemma3_text"])
+def test_gemma_rounds_the_factor_of_its_embeddings_to_their_dtype(model_type: str) -> None:
+    """sqrt(72) is no number of bf16; transformers computes it in the dtype of the embeddings."""
+    config = parse(model_type, hidden_size=72, head_dim=16, query_pre_attn_scalar=16)
+    assert config.embedding_scale == 72**0.5 and config.round_embedding_scale
