@@ -17,6 +17,7 @@ from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
 MAX_SOURCE = 1 << 16  # characters of a schema or expression: compiling takes time quadratic in the properties
+MAX_GBNF = 1 << 14  # characters: converting it takes time quadratic in the rules, 0.6 s for these
 MAX_DEPTH = 64
 # Limit for compiling a lexer: a{100000000} and (a{1000}){1000} are refused within 0.2 s; with the default of 1,000,000
 # that takes 4 s.
@@ -167,7 +168,7 @@ class GrammarCompiler:
     def _from_gbnf(self, text: str) -> str:
         from llguidance.gbnf_to_lark import any_to_lark
 
-        _check_size(text, "grammar")
+        _check_size(text, "grammar", MAX_GBNF)
         try:
             lark = any_to_lark(text)
         except Exception as error:  # the converter raises IndexError and RecursionError for damaged grammars
@@ -262,9 +263,9 @@ def _grammars(source: str) -> list[dict[str, Any]]:
     return list(json.loads(source)["grammars"]) if source.startswith("{") else [{"lark_grammar": source}]
 
 
-def _check_size(text: str, source: str) -> None:
-    if not text or len(text) > MAX_SOURCE:
-        raise UsageError(f"{source} has {len(text)} characters", f"use between 1 and {MAX_SOURCE} characters")
+def _check_size(text: str, source: str, most: int = MAX_SOURCE) -> None:
+    if not text or len(text) > most:
+        raise UsageError(f"{source} has {len(text)} characters", f"use between 1 and {most} characters")
 
 
 def _deeper_than(value: Any, depth: int) -> bool:

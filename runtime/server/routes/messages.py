@@ -9,15 +9,8 @@ from starlette.responses import Response
 
 from mycli.runtime.engine.reply_reader import Piece
 from mycli.runtime.server.api_error import ApiError
-from mycli.runtime.server.routes.chat_spec import prepare_chat
-from mycli.runtime.server.routes.messages_request import (
-    CountRequest,
-    MessagesRequest,
-    block_messages,
-    chat_spec,
-    input_tools,
-    template_arguments,
-)
+from mycli.runtime.server.routes.chat_spec import chat_ids, prepare_chat
+from mycli.runtime.server.routes.messages_request import CountRequest, MessagesRequest, chat_spec, counted_spec
 from mycli.runtime.server.routes.wire import TokenCounts, new_id
 from mycli.runtime.server.service import Prepared, Service
 from mycli.runtime.server.streaming import JsonResponse, answer, event, read_request
@@ -47,10 +40,7 @@ async def count_tokens(service: Service, request: Request) -> Response:
     """Count the tokens of a conversation."""
 
     def count(body: CountRequest) -> int:
-        none = body.tool_choice is not None and body.tool_choice.type == "none"
-        tools, _ = input_tools(body)
-        conversation, _ = block_messages(body)
-        return len(service.chat_prompt(conversation, [] if none else tools, template_arguments(body)))
+        return len(chat_ids(service, counted_spec(body)))
 
     _, tokens = await read_request(service, request, CountRequest, count)
     return JsonResponse({"input_tokens": tokens})

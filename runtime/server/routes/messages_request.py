@@ -179,7 +179,7 @@ def _result(content: LongText | Sequence[TextBlock] | None, place: str) -> str:
     return text_of([_as_part(block, f"{place}.{index}") for index, block in enumerate(content)], place)
 
 
-def block_messages(body: CountRequest) -> tuple[list[Message], list[str]]:
+def _block_messages(body: CountRequest) -> tuple[list[Message], list[str]]:
     """Return the messages of a conversation, and the types of blocks that were left out. Raises ApiError."""
     # Templates expect a tool result as a message of its own.
     messages = [] if body.system is None else [Message("system", text_of(body.system, "system"))]
@@ -212,7 +212,7 @@ def block_messages(body: CountRequest) -> tuple[list[Message], list[str]]:
     return messages, omitted
 
 
-def input_tools(body: CountRequest) -> tuple[list[Tool], list[str]]:
+def _input_tools(body: CountRequest) -> tuple[list[Tool], list[str]]:
     """Return the tools that can be called, and the types of those that cannot."""
     tools: list[Tool] = []
     omitted = []
@@ -226,8 +226,7 @@ def input_tools(body: CountRequest) -> tuple[list[Tool], list[str]]:
     return tools, omitted
 
 
-def template_arguments(body: CountRequest) -> Mapping[str, Any]:
-    """Return the template arguments for thinking and effort."""
+def _template_arguments(body: CountRequest) -> Mapping[str, Any]:
     effort = None if body.output_config is None else body.output_config.effort
     thinking = {} if body.thinking is None else {"enable_thinking": body.thinking.type != "disabled"}
     return effort_arguments(effort) | thinking
@@ -243,6 +242,25 @@ def _format(body: MessagesRequest) -> ResponseFormat | None:
     return json_schema_format(config.schema_, "output_config.format")
 
 
+def _is_continued(messages: Sequence[Message]) -> bool:
+    # A trailing message of the assistant is the beginning of the reply.
+    return len(messages) > 1 and messages[-1].role == "assistant" and not messages[-1].tool_calls
+
+
+def counted_spec(body: CountRequest) -> ChatSpec:
+    """Return the conversation whose tokens are to be counted. Raises ApiError."""
+    messages, _ = _block_messages(body)
+    tools, _ = _input_tools(body)
+    return ChatSpec(
+        messages=messages,
+        sampling=Sampling.model_validate({}),
+        tools=tools,
+        choice="none" if body.tool_choice is not None and body.tool_choice.type == "none" else "auto",
+        arguments=_template_arguments(body),
+        continued=_is_continued(messages),
+    )
+
+
 def chat_spec(body: MessagesRequest) -> ChatSpec:
     """Return what the request asks for. Raises ApiError."""
     choice = body.tool_choice or ToolChoice(type="auto")
@@ -250,8 +268,8 @@ def chat_spec(body: MessagesRequest) -> ChatSpec:
         raise ApiError(400, "tool_choice.name: is required", "missing_required_parameter", param="tool_choice.name")
     settings = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
     sampling = Sampling.model_validate({**settings, "stop": body.stop_sequences or None})
-    messages, omitted = block_messages(body)
-    tools, omitted_tools = input_tools(body)
+    messages, omitted = _block_messages(body)
+    tools, omitted_tools = _input_tools(body)
     return ChatSpec(
         messages=messages,
         sampling=sampling,
@@ -262,11 +280,10 @@ def chat_spec(body: MessagesRequest) -> ChatSpec:
         omitted=omitted,
         parallel=not choice.disable_parallel_tool_use,
         format=_format(body),
-        arguments=template_arguments(body),
+        arguments=_template_arguments(body),
         limit=body.max_tokens,
         # As Anthropic does: a reply that reaches the end of the context says so in its stop reason.
         clipped=True,
-        # A trailing message of the assistant is the beginning of the reply.
-        continued=len(messages) > 1 and messages[-1].role == "assistant" and not messages[-1].tool_calls,
+        continued=_is_continued(messages),
         thinking_budget=None if body.thinking is None else body.thinking.budget_tokens,
     )

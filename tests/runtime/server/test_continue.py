@@ -21,6 +21,9 @@ def test_a_message_is_continued(served: Served, begun: str, stream: bool) -> Non
     if not stream:
         message = served.ask("POST", "/v1/messages", {**body, "max_tokens": 40}).json
         assert begun + message["content"][0]["text"] == whole
+        counted = served.ask("POST", "/v1/messages/count_tokens", body).json["input_tokens"]
+        usage = message["usage"]
+        assert counted == usage["input_tokens"] + usage["cache_read_input_tokens"]
 
 
 def test_reasoning_before_the_message_stays_reasoning(scripted: Scripted, reasoning: LoadedModel) -> None:

@@ -81,6 +81,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "empty-messages": (CHAT, good(messages=[]), "messages"),
     "nameless-model": (CHAT, good(model=""), "model"),
     "grammar": (CHAT, good(grammar='root ::= ("a"'), "grammar"),
+    "long-grammar": (CHAT, good(ebnf="\n".join(f"r{i} ::= r{i + 1} r{i + 1}" for i in range(3000))), "ebnf"),
     "guided": ("/v1/completions", text(guided_regex="a("), "guided_regex"),
     "structured": (CHAT, good(structured_outputs={"json": 3}), "structured_outputs"),
     "two-formats": (CHAT, good(regex="a", ebnf='root ::= "a"'), "ebnf"),
