@@ -31,7 +31,7 @@ EXAMPLES = (
     "mycli compare pico pico-draft -n 16",
     "mycli compare pico pico-draft -n 16 --max-kl 5 --plot compared.svg --json",
 )
-MAX_PROMPTS = 10_000
+_MAX_PROMPTS = 10_000
 # Mean KL in nats below which copies are usually taken for the original: that of good 8-bit and 4-bit copies.
 SAME_KL, CLOSE_KL = 1e-3, 5e-2
 
@@ -59,7 +59,7 @@ def _read_prompts(path: Path) -> "list[ComparedPrompt]":
         for number, data in enumerate(iter(partial(file.readline, MAX_LINE + 1), b""), start=1):
             if not data.strip():
                 continue
-            if len(prompts) == MAX_PROMPTS or len(data) > MAX_LINE:
+            if len(prompts) == _MAX_PROMPTS or len(data) > MAX_LINE:
                 raise UsageError(f"{path}: line {number} is too long, or one of too many", hint)
             line = parse_object(data, f"{path.name}: line {number}", MAX_LINE)
             tools = line.array("tools", dict)

@@ -14,7 +14,7 @@ from mycli.runtime.hub.store import state_dir
 from mycli.runtime.server.run_file import RunningServer, running_servers
 
 EXAMPLES = ("mycli ps", "mycli ps --json")
-SECONDS = 0.5  # to wait for the state of one server
+_SECONDS = 0.5  # to wait for the state of one server
 _COLUMNS = (
     Column("pid", "pid", right=True),
     Column("address", "url"),
@@ -58,7 +58,7 @@ def _describe(server: RunningServer) -> dict[str, Any]:
 
 def _health(url: str) -> dict[str, Any]:
     address = urlsplit(url)
-    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=SECONDS)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=_SECONDS)
     try:
         with suppress(OSError, ValueError, http.client.HTTPException):
             connection.request("GET", "/health")

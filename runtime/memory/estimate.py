@@ -153,12 +153,12 @@ def _gpu_mask_bytes(plan: MemoryPlan) -> int:
 
     specs = [spec for spec in plan.config.attentions if isinstance(spec, AttentionSpec)]
     windowed = [spec for spec in specs if (spec.window or spec.chunk or plan.context) < plan.context]
-    kept = sum({(spec.window, spec.chunk): keys(spec) for spec in windowed}.values()) * plan.chunk
+    masks = sum({(spec.window, spec.chunk): keys(spec) for spec in windowed}.values()) * plan.chunk
     largest = max(map(keys, windowed), default=0) * plan.chunk * plan.value_bytes
     repeated = [2 * spec.heads * spec.head_dim * keys(spec) * plan.value_bytes for spec in windowed]
     written = [spec for spec in specs if spec.softcap is not None or spec.sinks is not None]
     scores = [keys(spec) * plan.chunk * (3 * 4 * (spec.heads // spec.kv_heads) + 1) for spec in written]
-    return kept + largest + max(repeated, default=0) + max(scores, default=0)
+    return masks + largest + max(repeated, default=0) + max(scores, default=0)
 
 
 def _cpu_mask_bytes(plan: MemoryPlan) -> int:

@@ -1,4 +1,4 @@
-"""What architectures with experts share: their tensors and keys, for reading and writing. Imports no torch."""
+"""The tensors and keys of experts, for all architectures that have them, in both directions. Imports no torch."""
 
 from collections.abc import Mapping
 
@@ -10,12 +10,12 @@ from mycli.runtime.models.experts_spec import ExpertsSpec
 SOFTMAX, SIGMOID, SOFTMAX_WEIGHT = 1, 2, 3  # values of expert_gating_func; the last: over the selected experts only
 
 
-def mixture(config: ModelConfig) -> ExpertsSpec:
+def experts_spec(config: ModelConfig) -> ExpertsSpec:
     """Return the experts of the first layer that has some."""
     return next(spec.mlp for spec in config.layer_specs if isinstance(spec.mlp, ExpertsSpec))
 
 
-def dense_layers(config: ModelConfig) -> int:
+def leading_dense_layers(config: ModelConfig) -> int:
     """Return the number of layers before the first one with experts."""
     return next(spec.index for spec in config.layer_specs if isinstance(spec.mlp, ExpertsSpec))
 
@@ -57,12 +57,12 @@ def expert_keys(
 ) -> tuple[GgufKey, ...]:
     """Return the keys of a mixture whose config.json has these fields; without `size` it is intermediate_size."""
     keys = (
-        GgufKey("expert_count", count, required=True, write=lambda config: len(mixture(config).experts)),
-        GgufKey("expert_used_count", used, required=True, write=lambda config: mixture(config).top_k),
+        GgufKey("expert_count", count, required=True, write=lambda config: len(experts_spec(config).experts)),
+        GgufKey("expert_used_count", used, required=True, write=lambda config: experts_spec(config).top_k),
     )
     if size is None:
         return keys
-    return (*keys, GgufKey("expert_feed_forward_length", size, write=lambda config: mixture(config).size))
+    return (*keys, GgufKey("expert_feed_forward_length", size, write=lambda config: experts_spec(config).size))
 
 
 def shared_size_key(field: str = "shared_expert_intermediate_size") -> GgufKey:
@@ -70,7 +70,7 @@ def shared_size_key(field: str = "shared_expert_intermediate_size") -> GgufKey:
 
 
 def _shared_size(config: ModelConfig) -> int:
-    shared = mixture(config).shared
+    shared = experts_spec(config).shared
     return 0 if shared is None else shared.mlp.size
 
 
@@ -81,16 +81,19 @@ def shared_count_key(field: str = "n_shared_experts") -> GgufKey:
         field,
         default=0,
         required=True,
-        write=lambda config: _shared_size(config) // mixture(config).size,
+        write=lambda config: _shared_size(config) // experts_spec(config).size,
     )
 
 
 def dense_layers_key(field: str) -> GgufKey:
-    return GgufKey("leading_dense_block_count", field, default=0, required=True, write=dense_layers)
+    return GgufKey("leading_dense_block_count", field, default=0, required=True, write=leading_dense_layers)
 
 
 SCALE_KEY = GgufKey(
-    "expert_weights_scale", "routed_scaling_factor", float, write=lambda config: float(mixture(config).routing.scale)
+    "expert_weights_scale",
+    "routed_scaling_factor",
+    float,
+    write=lambda config: float(experts_spec(config).routing.scale),
 )
 NORM_KEY = GgufKey(
     "expert_weights_norm",
@@ -98,7 +101,7 @@ NORM_KEY = GgufKey(
     bool,
     default=False,
     required=True,
-    write=lambda config: mixture(config).routing.normalize,
+    write=lambda config: experts_spec(config).routing.normalize,
 )
 
 

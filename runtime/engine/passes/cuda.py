@@ -26,7 +26,7 @@ from mycli.runtime.engine.passes.graphs import (
     Launches,
     Step,
     StepInput,
-    table_width,
+    block_table_width,
 )
 from mycli.runtime.engine.passes.plain import PlainPass
 from mycli.runtime.errors import Declined, summarize_error
@@ -120,7 +120,7 @@ class CudaPass:
             return Declined("fused-shape", {"sequences": sequences, "tokens": new})
         if (padded, new) in self._refused:
             return self._refused[padded, new]
-        width = table_width(work)
+        width = block_table_width(work)
         if max([len(chunk.blocks) for chunk in work.chunks]) > width:
             return Declined("cache-block-size", {"size": work.cache.block_size})
         if not self.step.rotates(work.rope, min(width * work.cache.block_size, work.rope.positions)):
@@ -172,7 +172,7 @@ class CudaPass:
         expected = None
         if not self.trusts(shape):
             expected = self._plain.logits(work)  # first: the cache must end up with what replays write
-        inputs = StepInput.zeros(*shape, table_width(work), work.rope.device)
+        inputs = StepInput.zeros(*shape, block_table_width(work), work.rope.device)
         inputs.fill(work.chunks)
         logits = self.step(inputs, held.rope, work.cache, last)[: len(work.chunks)]
         declined = None if expected is None else _compare(logits.flatten(0, 1), expected, self._tolerance)
@@ -189,7 +189,7 @@ class CudaPass:
         if len(captured) >= MOST_GRAPHS:
             held.by_shape[captured[0]] = None
         shape, last = key
-        inputs = StepInput.zeros(*shape, table_width(work), work.rope.device)
+        inputs = StepInput.zeros(*shape, block_table_width(work), work.rope.device)
         inputs.fill(work.chunks)
         return _Captured(inputs, self._capture(lambda: self.step(inputs, held.rope, work.cache, last)))
 

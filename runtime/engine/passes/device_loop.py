@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.engine.passes.base import OnDecline, PassInput, TokenSteps
-from mycli.runtime.engine.passes.graphs import Capture, Launches, Step, StepInput, table_width
+from mycli.runtime.engine.passes.graphs import Capture, Launches, Step, StepInput, block_table_width
 from mycli.runtime.errors import Declined, summarize_error
 from mycli.runtime.kernels.triton.sample import SamplingBuffers, sample_tokens
 from mycli.runtime.kernels.triton.top_k_top_p import Filters
@@ -120,7 +120,7 @@ class DeviceLoop:
         if buffers is None or buffers.rope is not work.rope:
             device = work.rope.device
             feedback = SamplingBuffers.make(STEPS, padded, device)
-            table = torch.zeros(padded, table_width(work), dtype=torch.int32, device=device)
+            table = torch.zeros(padded, block_table_width(work), dtype=torch.int32, device=device)
             inputs = StepInput(feedback.tokens, feedback.lengths, table)
             buffers = by_count[padded] = _Buffers(feedback, inputs, work.rope)
         return buffers

@@ -19,7 +19,7 @@ Capture = Callable[[Launches], Launches]
 
 @dataclass(frozen=True)
 class StepInput:
-    """What a step reads, for a padded number of sequences with equally many new tokens.
+    """The input of a step for a padded number of sequences with equally many new tokens.
 
     tokens int64 [sequences, new]; lengths int32 [sequences], including the new tokens, 0 for a padding sequence;
     block_table int32 [sequences, blocks].
@@ -62,7 +62,7 @@ class Step(Protocol):
     def __call__(self, inputs: StepInput, rope: Rope, cache: KVCache, last: bool) -> Tensor: ...
 
 
-def table_width(work: PassInput) -> int:
+def block_table_width(work: PassInput) -> int:
     """Return the most cache blocks of any sequence of this cache; 1 where kernels need a sequence in one block."""
     size = work.cache.block_size
     if size % KEY_BLOCK:

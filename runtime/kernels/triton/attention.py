@@ -348,7 +348,7 @@ def launch_attention(
     )  # fmt: skip
 
 
-def attend_paged(
+def launch_paged_attention(
     query: Tensor, keys: Stored, values: Stored, ragged: Ragged, scoring: Scoring, chip: Chip
 ) -> Tensor | Declined:
     """Return the attention of equally many new tokens of each sequence: [tokens, heads * head_dim].

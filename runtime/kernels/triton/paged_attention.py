@@ -27,10 +27,10 @@ def triton_attend_paged(
     declined = decline_paged(query.device, query.dtype, keys.data.shape[2], ragged.block_table.shape[1])
     if declined is not None:
         return declined
-    from mycli.runtime.kernels.triton.attention import attend_paged
+    from mycli.runtime.kernels.triton.attention import launch_paged_attention
 
     # What runs before it is not launched with programmatic dependencies, so waiting for it gains nothing.
-    return attend_paged(query, keys, values, ragged, scoring, replace(chip_of(query.device), pdl=False))
+    return launch_paged_attention(query, keys, values, ragged, scoring, replace(chip_of(query.device), pdl=False))
 
 
 def decline_paged(device: torch.device, dtype: torch.dtype, block_size: int, width: int) -> Declined | None:

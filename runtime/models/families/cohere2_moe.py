@@ -75,7 +75,7 @@ def read(raw: Fields) -> ModelConfig:
         **fields,
         **hf_config.attention_biases(raw),
         windows=hf_config.layer_windows(raw, sliding),
-        layer_ropes=tuple(rope if each else None for each in rotates),
+        layer_ropes=tuple(rope if rotated else None for rotated in rotates),
         layer_norm=not rms,
         logit_scale=raw.number("logit_scale", low=1e-9),
         build_layer=mixture,

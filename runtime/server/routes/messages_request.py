@@ -10,7 +10,7 @@ from mycli.runtime.server.formats import ResponseFormat, json_schema_format
 from mycli.runtime.server.routes.chat_spec import ChatSpec, effort_arguments
 from mycli.runtime.server.routes.wire import text_of
 from mycli.runtime.server.schemas import (
-    MAX_PARTS,
+    MAX_CONTENT_PARTS,
     Content,
     ContentPart,
     ForModel,
@@ -54,7 +54,7 @@ class MessageBlock(TextBlock):
     name: Annotated[str, Field(max_length=256)] = ""
     input: dict[str, Any] | None = None
     tool_use_id: Annotated[str, Field(max_length=256)] = ""
-    content: LongText | Annotated[list[TextBlock], Field(max_length=MAX_PARTS)] | None = None  # type: ignore[assignment]  # the results of tools hold blocks
+    content: LongText | Annotated[list[TextBlock], Field(max_length=MAX_CONTENT_PARTS)] | None = None  # type: ignore[assignment]  # the results of tools hold blocks
     thinking: LongText | None = None
 
 
@@ -62,7 +62,7 @@ class InputMessage(Strict):
     """A message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: LongText | Annotated[list[MessageBlock], Field(max_length=MAX_PARTS)]
+    content: LongText | Annotated[list[MessageBlock], Field(max_length=MAX_CONTENT_PARTS)]
 
 
 class InputTool(Strict):

@@ -10,8 +10,8 @@ from mycli.runtime.server.api_error import ApiError
 from mycli.runtime.server.formats import Constraints, ResponseFormat, SchemaFormat, output_format
 from mycli.runtime.server.routes.chat_spec import ChatSpec, effort_arguments
 from mycli.runtime.server.schemas import (
+    MAX_CONTENT_PARTS,
     MAX_ITEMS,
-    MAX_PARTS,
     Content,
     ContentPart,
     ForModel,
@@ -40,7 +40,7 @@ class InputItem(Strict):
     id: ItemId | None = None
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: Content = None
-    summary: list[ContentPart] | None = Field(None, max_length=MAX_PARTS)
+    summary: list[ContentPart] | None = Field(None, max_length=MAX_CONTENT_PARTS)
     call_id: ItemId | None = None
     name: ItemId = ""
     namespace: ItemId | None = None

@@ -216,7 +216,7 @@ class Scored:
 
 
 def scored(case: Scored) -> float:
-    from mycli.runtime.kernels.triton.attention import attend_paged
+    from mycli.runtime.kernels.triton.attention import launch_paged_attention
 
     sequences, width = len(case.lengths), 320 // case.block
     table = shuffled(sequences, width)
@@ -231,7 +231,7 @@ def scored(case: Scored) -> float:
     starts = torch.arange(0, (sequences + 1) * case.tokens, case.tokens, dtype=torch.int32)
     ragged = Ragged(starts, torch.tensor(case.lengths, dtype=torch.int32), table, case.tokens)
     scoring = Scoring(0.3, case.window, case.softcap, sinks)
-    found = attend_paged(query, *blocks, ragged, scoring, Chip((9, 0), 16))
+    found = launch_paged_attention(query, *blocks, ragged, scoring, Chip((9, 0), 16))
     assert isinstance(found, torch.Tensor)
     keep = torch.tensor(case.lengths).repeat_interleave(case.tokens) > 0
     expected = attend_gathered(query, *blocks, ragged, scoring)

@@ -8,7 +8,7 @@ from mycli.runtime.checkpoint.gguf.experts import (
     dense_layers_key,
     expert_keys,
     expert_tensors,
-    mixture,
+    experts_spec,
     require_gating,
     shared_count_key,
 )
@@ -34,8 +34,8 @@ ARCHITECTURE = Architecture(
     },
     keys=(
         *expert_keys("n_routed_experts"),
-        GgufKey("expert_group_count", "n_group", write=lambda config: mixture(config).routing.groups),
-        GgufKey("expert_group_used_count", "topk_group", write=lambda config: mixture(config).routing.top_groups),
+        GgufKey("expert_group_count", "n_group", write=lambda config: experts_spec(config).routing.groups),
+        GgufKey("expert_group_used_count", "topk_group", write=lambda config: experts_spec(config).routing.top_groups),
         shared_count_key(),
         dense_layers_key("first_k_dense_replace"),
         SCALE_KEY,

@@ -2,7 +2,7 @@
 
 from mycli.runtime.checkpoint.gguf.architecture import Architecture, linear_biases
 from mycli.runtime.checkpoint.gguf.architectures.hunyuan_dense import HUNYUAN_TENSORS
-from mycli.runtime.checkpoint.gguf.experts import expert_keys, expert_tensors, mixture, shared_size_key
+from mycli.runtime.checkpoint.gguf.experts import expert_keys, expert_tensors, experts_spec, shared_size_key
 
 ARCHITECTURE = Architecture(
     name="hunyuan-moe",
@@ -11,5 +11,5 @@ ARCHITECTURE = Architecture(
     layer_tensors={**HUNYUAN_TENSORS, **expert_tensors(router="gate.wg", shared="shared_mlp")},
     keys=(*expert_keys(used="moe_topk"), shared_size_key("intermediate_size")),
     read_config=linear_biases,
-    write_keys=lambda config: {"expert_shared_count": 0 if mixture(config).shared is None else 1},
+    write_keys=lambda config: {"expert_shared_count": 0 if experts_spec(config).shared is None else 1},
 )

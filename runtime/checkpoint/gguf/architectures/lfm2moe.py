@@ -20,7 +20,7 @@ from mycli.runtime.checkpoint.gguf.header import GgufModel
 
 def _read_config(model: GgufModel, config: Config) -> Config:
     require_gating(model, SIGMOID)
-    # llama.cpp divides weights by their sum, adds the bias and has no factor; there is no key for any of them.
+    # llama.cpp divides weights by their sum, adds the bias and has no factor; it has no keys for these.
     return {**read_layer_types(model, config), "norm_topk_prob": True, "routed_scaling_factor": 1.0}
 
 

@@ -1,7 +1,7 @@
 """Llama, and Mistral and Mixtral, whose files carry the same name; window and experts tell them apart."""
 
 from mycli.runtime.checkpoint.gguf.architecture import PAIRED_TENSORS, Architecture, Config, GgufKey, linear_biases
-from mycli.runtime.checkpoint.gguf.experts import expert_keys, expert_tensors, mixture
+from mycli.runtime.checkpoint.gguf.experts import expert_keys, expert_tensors, experts_spec
 from mycli.runtime.checkpoint.gguf.header import GgufModel
 from mycli.runtime.models.config import ModelConfig
 
@@ -17,7 +17,7 @@ def _read_config(model: GgufModel, config: Config) -> Config:
 def _write_keys(config: ModelConfig) -> dict[str, int]:
     if config.model_type != "mixtral":
         return {}
-    return {"expert_count": len(mixture(config).experts), "expert_used_count": mixture(config).top_k}
+    return {"expert_count": len(experts_spec(config).experts), "expert_used_count": experts_spec(config).top_k}
 
 
 _EXPERTS = expert_keys("num_local_experts", size=None)

@@ -1,7 +1,7 @@
 """MiniMax-M2: norms over all heads of queries and keys, sigmoid-routed experts with a correction bias."""
 
 from mycli.runtime.checkpoint.gguf.architecture import LLAMA_TENSORS, Architecture, Config
-from mycli.runtime.checkpoint.gguf.experts import SIGMOID, expert_keys, expert_tensors, mixture, require_gating
+from mycli.runtime.checkpoint.gguf.experts import SIGMOID, expert_keys, expert_tensors, experts_spec, require_gating
 from mycli.runtime.checkpoint.gguf.header import GgufModel
 
 
@@ -22,6 +22,6 @@ ARCHITECTURE = Architecture(
     read_config=_read_config,
     write_keys=lambda config: {
         "expert_gating_func": SIGMOID,
-        "expert_feed_forward_length": mixture(config).size,
+        "expert_feed_forward_length": experts_spec(config).size,
     },
 )
