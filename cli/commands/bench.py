@@ -143,8 +143,9 @@ def _measure(call: Call, subject: _Subject, trials: "Sequence[Trial]", repetitio
     announce_passes(call, runner)
     if runner.activations is not None:
         call.out.note(f"{source.name}: {activation_text(runner.activations)}")
-    # Measured before and after the trials, and the better one counts: another program may disturb one of the two.
-    throughput.measure_device(placement.device, state_dir())
+    # Memory is measured right before and right after each trial, and the better one counts: on a shared host the rate
+    # changes from minute to minute, and another program may disturb one of the two.
+    rates = [throughput.current_bandwidth(placement.device)]
     common = {
         "model": source.name,
         "size_bytes": runner.nbytes,
@@ -163,17 +164,21 @@ def _measure(call: Call, subject: _Subject, trials: "Sequence[Trial]", repetitio
             plan = MemoryPlan(
                 folder.config, folder.packings, trial.context, trial.sequences, placement.dtype_name, kv=placement.kv
             )
-            results.append((result, result.read_rate(plan)))
+            rates.append(throughput.current_bandwidth(placement.device))
+            results.append((result, result.read_rate(plan), max(rates[-2:])))
             call.out.detail(f"{trial.name}: first run {result.warmup_seconds:.2f} s, not counted")
             if result.experts is not None:
                 call.out.note(f"{trial.name}: {_expert_reads(result.experts)}")
     if disturbance := contention.note():
         call.out.note(f"({disturbance}; without them it is faster)")
     # A model larger than every cache cannot be read faster than memory: if it was, the measurement was disturbed.
-    fastest = max((rate for _, rate in results if rate and runner.nbytes > throughput.MEASURED_BYTES // 4), default=0.0)
-    _, bandwidth = throughput.measure_device(placement.device, state_dir(), fastest)
-    call.out.note(f"{source.name}: loaded in {load_seconds:.1f} s; memory bandwidth {bandwidth:.1f} GB/s (measured)")
-    return [_row(common, result, rate, bandwidth) for result, rate in results]
+    beyond_caches = runner.nbytes > throughput.MEASURED_BYTES // 4
+    ceilings = [max(memory, rate or 0.0) if beyond_caches else memory for _, rate, memory in results]
+    throughput.record_device(placement.device, state_dir(), max(*rates, *ceilings))
+    low, high = f"{min(ceilings):.1f}", f"{max(ceilings):.1f}"
+    span = high if low == high else f"{low} to {high}"
+    call.out.note(f"{source.name}: loaded in {load_seconds:.1f} s; memory bandwidth {span} GB/s (measured meanwhile)")
+    return [_row(common, result, rate, ceiling) for (result, rate, _), ceiling in zip(results, ceilings, strict=True)]
 
 
 def _complete(incomplete: str) -> list[str]:

@@ -224,8 +224,12 @@ def measure_bandwidth(device: torch.device, nbytes: int, repetitions: int = 5) -
     return moved / best / 1e9
 
 
-def measure_device(device: torch.device, state: Path, seen: float = 0.0) -> tuple[str, float]:
-    """Return the name of `device` and the best GB/s ever measured or `seen` on it; stored in `state` for estimates."""
+def current_bandwidth(device: torch.device) -> float:
+    """Return the GB/s at which `device` reads more than its caches hold, now: other programs take a part."""
+    return measure_bandwidth(device, min(MEASURED_BYTES, free_memory(device) // 4))
+
+
+def record_device(device: torch.device, state: Path, gigabytes_per_second: float) -> tuple[str, float]:
+    """Return the name of `device` and the best GB/s ever measured on it; stored in `state` for estimates."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
-    measured = measure_bandwidth(device, min(MEASURED_BYTES, free_memory(device) // 4))
-    return name, record_bandwidth(state, name, max(measured, seen))
+    return name, record_bandwidth(state, name, gigabytes_per_second)

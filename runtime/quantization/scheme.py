@@ -1,7 +1,7 @@
 """`Packing`, the number format of quantized weights: bits, groups and scales, its sizes and its name; without torch."""
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from mycli.runtime.errors import ModelError, UsageError
@@ -35,7 +35,8 @@ class Packing:
     permuted: bool = False  # columns are stored sorted by group, with the index of their input
     super_blocks: bool = False  # scales and offsets are one byte each, times fp16 factors of `SUPER_BLOCK` inputs
     dialect: tuple[str | int, ...] = ()  # private to its layout
-    activations: ActivationBits = 16  # integers that CPU kernels round bf16 activations to; not stored
+    # Bits of the integers that CPU kernels round bf16 activations to. Not compared: it is not part of what is stored.
+    activations: ActivationBits = field(default=16, compare=False)
 
     @property
     def plain(self) -> bool:

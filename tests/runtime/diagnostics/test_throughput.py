@@ -24,10 +24,11 @@ from mycli.runtime.diagnostics.throughput import (
     Result,
     Trial,
     compare,
+    current_bandwidth,
     grid,
     measure_bandwidth,
-    measure_device,
     percentile,
+    record_device,
 )
 from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.model_runner import ModelRunner
@@ -182,30 +183,27 @@ def test_bandwidth_is_that_of_the_best_repetition(monkeypatch: pytest.MonkeyPatc
     assert measure_bandwidth(CPU, 1 << 22, 2) == pytest.approx((1 << 22) / 2e-3 / 1e9)
 
 
-@pytest.mark.parametrize(
-    ("measured", "seen", "kept"),
-    [
-        ([36.0, 12.0], 0.0, 36.0),
-        ([12.0, 36.0], 0.0, 36.0),
-        ([12.0], 30.0, 30.0),
-        ([36.0], 30.0, 36.0),
-    ],
-    ids=["a-busy-moment-later", "a-busy-moment-first", "beaten-by-a-model", "not-beaten"],
-)
-def test_what_a_device_reads_is_the_best_that_was_seen(
-    measured: list[float], seen: float, kept: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = iter(measured)
-    monkeypatch.setattr(bench, "measure_bandwidth", lambda device, nbytes: next(found))
-    for _ in measured[1:]:
-        measure_device(CPU, tmp_path / "state")
-    assert measure_device(CPU, tmp_path / "state", seen) == (cpu_name(), kept)
-    assert recorded_bandwidth(tmp_path / "state", cpu_name()) == kept
+def test_the_best_rate_of_a_device_is_recorded(tmp_path: Path) -> None:
+    for rate, best in ((12.0, 12.0), (36.0, 36.0), (30.0, 36.0)):
+        assert record_device(CPU, tmp_path / "state", rate) == (cpu_name(), best)
+    assert recorded_bandwidth(tmp_path / "state", cpu_name()) == 36
 
 
-def test_where_nothing_can_be_noted_down_it_is_measured_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_is_measured_beyond_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def measure(device: torch.device, nbytes: int) -> float:
+        sizes.append(nbytes)
+        return 20.0
+
+    monkeypatch.setattr(bench, "measure_bandwidth", measure)
+    monkeypatch.setattr(bench, "free_memory", lambda device: 1 << 40)
+    assert current_bandwidth(CPU) == 20
+    monkeypatch.setattr(bench, "free_memory", lambda device: 1 << 20)
+    current_bandwidth(CPU)
+    assert sizes == [1 << 30, 1 << 18]
+
+
+def test_where_nothing_can_be_noted_down_it_is_measured_all_the_same(tmp_path: Path) -> None:
     (tmp_path / "state").write_text("a file where the folder should be")
-    monkeypatch.setattr(bench, "measure_bandwidth", lambda device, nbytes: 20.0)
-    assert measure_device(CPU, tmp_path / "state") == (cpu_name(), 20.0)
+    assert record_device(CPU, tmp_path / "state", 20.0) == (cpu_name(), 20.0)

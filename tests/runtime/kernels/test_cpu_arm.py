@@ -1,5 +1,6 @@
 """The native code compiled for ARM, under emulation: the bits of this machine's own."""
 
+from dataclasses import replace
 from typing import cast
 
 import pytest
@@ -15,7 +16,7 @@ from mycli.runtime.kernels.cpu.library.build import Native
 from mycli.runtime.kernels.cpu.matmul import CpuMatmul, multiply_dense
 from mycli.runtime.kernels.paged import Ragged, Scoring
 from mycli.runtime.quantization.packed_weight import PackedWeight
-from mycli.runtime.quantization.scheme import Packing
+from mycli.runtime.quantization.scheme import ActivationBits, Packing
 from tests.support.emulated_arm import MISSING, SETS, EmulatedArm
 from tests.support.packed_weights import super_block_weight
 
@@ -58,10 +59,14 @@ def here() -> Native:
     return found
 
 
+@pytest.mark.parametrize("bits", [16, 8], ids="activations-{}".format)
 @pytest.mark.parametrize("packing", WEIGHTS)
-def test_products_have_the_bits_of_this_machine(arm: Native, here: Native, packing: Packing) -> None:
+def test_products_have_the_bits_of_this_machine(
+    arm: Native, here: Native, packing: Packing, bits: ActivationBits
+) -> None:
     """Few rows and many, of bf16, whose sums are of integers."""
     given = weight(packing)
+    given = replace(given, packing=replace(given.packing, activations=bits))
     ours, theirs = CpuMatmul(here, given), CpuMatmul(arm, given)
     assert torch.equal(ours.dequantize(), theirs.dequantize())
     draw = torch.Generator().manual_seed(1)

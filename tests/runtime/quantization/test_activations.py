@@ -47,6 +47,12 @@ def test_auto_leaves_wide_weights_at_16_bits() -> None:
     assert choose_activations("16", LITTLE, tiles=False).packings(WIDTHS) is WIDTHS
 
 
+def test_stored_packings_are_found_with_any_activations() -> None:
+    """The layouts of files compare packings, and files say nothing about activations."""
+    eight = choose_activations("8", None, tiles=False).packings(WIDTHS)
+    assert eight == WIDTHS and len({*eight.values(), *WIDTHS.values()}) == len(WIDTHS)
+
+
 def test_card() -> None:
     assert read_activation_kl(None) is None
     assert read_activation_kl(Fields({"card": {"perplexity": 1}}, "mycli.json")) is None
