@@ -187,8 +187,10 @@ def quantize(
         # Opened as every reader will open it, while it can still be discarded.
         result = open_model_folder(writer.folder)
         result.checked_manifest()
-        reference = shared.reference(folder, placement, work.need.at_once)
-        card, activations = _measure(reference, result, work.report, placement, work.need.at_once, progress)
+        card, activations = None, None
+        if work.report != "none":
+            reference = shared.reference(folder, placement, work.need.at_once)
+            card, activations = _measure(reference, result, work.report, placement, work.need.at_once, progress)
         files = model_card.digests(path for path in writer.folder.iterdir() if path.is_file())
         record = model_card.encode(
             recipe=recipe,
@@ -273,9 +275,7 @@ def _measure(
     placement: Placement,
     at_once: int,
     progress: ReportProgress,
-) -> tuple[Evaluation | None, ActivationKl | None]:
-    if report == "none":
-        return None, None
+) -> tuple[Evaluation, ActivationKl | None]:
     source = reference.folder
     context = min(REPORT_CONTEXT, source.config.max_context)
     text = cut(held_out_text(), source.tokenizer(), context, QUICK_TOKENS if report == "quick" else None)
