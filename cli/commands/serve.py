@@ -61,6 +61,10 @@ class AddressFlags:
         options.option("--max-waiting", "N", "Maximum queue length; further requests are refused.", min=1, max=100_000),
     ] = 256
 
+    extra_properties: Annotated[
+        bool, options.flag("--extra-properties", "Allow JSON properties that a schema does not name.")
+    ] = False
+
     def resolve(self, call: Call) -> ServerSettings:
         """Return the settings, without the model's name. Raises UsageError for unsafe or invalid values."""
         key = self._key(call)
@@ -77,7 +81,9 @@ class AddressFlags:
                 raise UsageError(f"--alias {name[:60]!r}: not a valid name", "use 1 to 256 printable characters")
         hosts = tuple(name.lower() for name in (*(self.hosts or ()), self.host))
         limits = ServerLimits(grace_seconds=self.grace, waiting=self.waiting)
-        return ServerSettings(tuple(self.aliases or ()), key, hosts, tuple(self.origins or ()), limits)
+        return ServerSettings(
+            tuple(self.aliases or ()), key, hosts, tuple(self.origins or ()), self.extra_properties, limits
+        )
 
     def _key(self, call: Call) -> bytes | None:
         # Never from the command line, which other users of the machine can read.
@@ -156,6 +162,7 @@ def _refuse_own_options(engine: OtherEngine, address: AddressFlags, config: Engi
         "--allow-host": bool(address.hosts),
         "--grace": address.grace != default.grace,
         "--max-waiting": address.waiting != default.waiting,
+        "--extra-properties": address.extra_properties,
         "--draft": config.draft is not None,
         "--adapter": config.adapter is not None,
         "--shadow": config.dense_prefill_copy,

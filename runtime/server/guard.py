@@ -23,6 +23,7 @@ from mycli.runtime.utils.sanitize import one_line
 
 OPEN_PATHS = ("/health", "/")  # without a key: health probes, and a page without data
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_MAX_HEADER = 1000  # characters of the keywords left out of a schema
 _SECURITY = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
@@ -73,6 +74,10 @@ class Guard:
             if message["type"] == "http.response.start":
                 status, started = message["status"], True
                 answer = MutableHeaders(scope=message)
+                loosened = one_line(", ".join(scope["state"].get("loosened", ())), _MAX_HEADER)
+                if loosened:
+                    answer["x-mycli-loosened"] = loosened.encode("ascii", "backslashreplace").decode()
+                    self._log(f"{request_id} left out of the schema: {loosened}")
                 for name, value in {**_SECURITY, "x-request-id": request_id, **self._cors(headers)}.items():
                     answer.setdefault(name, value)
             await send(message)

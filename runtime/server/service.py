@@ -19,6 +19,7 @@ from mycli.runtime.errors import ModelError, UserError
 from mycli.runtime.sampling.grammar import JSON_MODE, Grammar, GrammarCompiler, Prelude
 from mycli.runtime.sampling.params import SamplingParams, recommended
 from mycli.runtime.server.api_error import ApiError, from_user_error
+from mycli.runtime.server.grammar_pool import GrammarPool
 from mycli.runtime.server.schemas import ResponseFormat, Sampling
 from mycli.runtime.server.settings import ServerSettings
 from mycli.runtime.server.worker import EngineWorker
@@ -42,6 +43,11 @@ class Prepared:
     prompts: Sequence[Sequence[int]]
 
     @property
+    def grammars(self) -> Sequence[Grammar]:
+        by_id = {id(request.grammar): request.grammar for request, _ in self.requests}
+        return [grammar for grammar in by_id.values() if grammar is not None]
+
+    @property
     def prompt_tokens(self) -> int:
         return sum(map(len, self.prompts))
 
@@ -58,6 +64,7 @@ class Service:
         self.pool = ThreadPoolExecutor(4, thread_name_prefix="text")
         # One at a time: a body of megabytes takes seconds and hundreds of megabytes, and must not fill the pool.
         self.large_bodies = ThreadPoolExecutor(1, thread_name_prefix="large")
+        self.grammars = GrammarPool(len(loaded.tokenizer.vocabulary))
         self.draining = False
         self.requests = 0  # POST requests from their head to the end of their response
         self._lock = Lock()
@@ -66,6 +73,7 @@ class Service:
         """Stop the thread pools; tasks that have not started are dropped."""
         for pool in (self.pool, self.large_bodies):
             pool.shutdown(wait=False, cancel_futures=True)
+        self.grammars.close()
 
     @property
     def busy(self) -> bool:
@@ -105,7 +113,7 @@ class Service:
 
     @cached_property
     def _compiler(self) -> GrammarCompiler:
-        return GrammarCompiler(self.loaded.tokenizer, self.loaded.stop_ids)
+        return GrammarCompiler(self.loaded.tokenizer, self.loaded.stop_ids, self.settings.extra_properties)
 
     # Prompts
 
@@ -184,7 +192,7 @@ class Service:
             raise from_user_error(error) from None
 
     def grammar(self, response: ResponseFormat | None, prelude: Prelude | None = None) -> Grammar | None:
-        """Compile the grammar of a response format; None if it allows any text. Raises ApiError."""
+        """Return the grammar of a response format, None if it allows any text. Raises ApiError."""
         if response is None or response.type == "text":
             return None
         try:
@@ -194,7 +202,8 @@ class Service:
                 return self.compiler.lark(response.lark or "", prelude)
             schema = response.schema_ if response.json_schema is None else response.json_schema.schema_
             text = JSON_MODE if schema is None else json.dumps(schema)
-            return self.compiler.schema(text, "response_format", prelude)
+            strict = response.json_schema is not None and bool(response.json_schema.strict)
+            return self.compiler.schema(text, "response_format", prelude, strict)
         except UserError as error:
             raise from_user_error(error, "response_format") from None
         except RecursionError:

@@ -31,11 +31,13 @@ class ServerLimits:
 class ServerSettings:
     """names: accepted as `model` in requests, the first is shown in replies; key: None to serve without a key.
 
-    hosts: host names accepted besides localhost and IP addresses; origins: other sites whose pages may use the server.
+    hosts: host names accepted besides localhost and IP addresses; origins: other sites whose pages may use the server;
+    extra_properties: replies may have properties that a JSON schema does not name.
     """
 
     names: tuple[str, ...]
     key: bytes | None = None
     hosts: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
+    extra_properties: bool = False
     limits: ServerLimits = ServerLimits()

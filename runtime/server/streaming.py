@@ -18,6 +18,7 @@ from mycli.runtime.server.api_error import ApiError, internal_error
 from mycli.runtime.server.delivery import Delivery
 from mycli.runtime.server.schemas import ForModel, validated
 from mycli.runtime.server.service import Prepared, Service
+from mycli.runtime.server.worker import Ticket
 from mycli.runtime.utils.json_fields import strict_json
 
 _T = TypeVar("_T")
@@ -175,9 +176,12 @@ async def running(service: Service, request: Request, prepared: Prepared) -> Asy
     Leaving the block cancels what is still running. Raises ApiError: queue full, reply failed, client disconnected.
     """
     delivery = Delivery()
-    tickets = service.worker.submit(prepared.requests, delivery)
+    tickets: Sequence[Ticket] = ()
     watch = asyncio.create_task(_watch(request, delivery))
     try:
+        for grammar in prepared.grammars:
+            await service.grammars.compile(grammar, watch)
+        tickets = service.worker.submit(prepared.requests, delivery)
         yield _pieces(service, delivery, len(tickets))
     finally:
         watch.cancel()
@@ -239,6 +243,7 @@ async def answer(
     service: Service, request: Request, prepared: Prepared, rendering: Rendering, stream: bool
 ) -> Response:
     """Return the reply to a request, whole or as a stream."""
+    request.state.loosened = [path for grammar in prepared.grammars for path in grammar.loosened]
     if stream:
         return EventStream(service, request, prepared, rendering)
     received: list[Piece] = []
