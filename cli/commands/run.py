@@ -83,6 +83,10 @@ class GrammarFlags:
     ] = None
     json_mode: Annotated[bool, options.flag("--json-mode", "Reply with a JSON object.")] = False
 
+    extra_properties: Annotated[
+        bool, options.flag("--extra-properties", "Allow JSON properties that the schema does not name.")
+    ] = False
+
     def text(self) -> str | None:
         """Return the text of the schema, before a model is loaded.
 
@@ -110,7 +114,8 @@ class GrammarFlags:
             return Grammar.from_regex(self.regex, model.tokenizer, model.stop_ids)
         inline = self.schema is not None and _is_inline(self.schema)
         source = "--json-mode" if schema is None else "--schema" if inline else str(self.schema)
-        return Grammar.from_schema(JSON_MODE if schema is None else schema, source, model.tokenizer, model.stop_ids)
+        text = JSON_MODE if schema is None else schema
+        return Grammar.from_schema(text, source, model.tokenizer, model.stop_ids, self.extra_properties)
 
 
 def _is_inline(schema: str) -> bool:

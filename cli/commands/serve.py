@@ -78,6 +78,10 @@ class AddressFlags:
         options.option("--max-waiting", "N", "Maximum queue length; further requests are refused.", min=1, max=100_000),
     ] = 256
 
+    extra_properties: Annotated[
+        bool, options.flag("--extra-properties", "Allow JSON properties that a schema does not name.")
+    ] = False
+
     def resolve(self, call: Call) -> ServerSettings:
         """Return the settings, without the model's name. Raises UsageError for unsafe or invalid values."""
         key = self._key(call)
@@ -94,9 +98,16 @@ class AddressFlags:
                 raise UsageError(f"--alias {name[:60]!r}: not a valid name", "use 1 to 256 printable characters")
         hosts = tuple(name.lower() for name in (*(self.hosts or ()), self.host))
         limits = ServerLimits(grace_seconds=self.grace, waiting=self.waiting)
-        chosen = options.choice("--log-format", self.log_format or "text", get_args(LogFormat))
+        log_format = options.choice("--log-format", self.log_format or "text", get_args(LogFormat))
         return ServerSettings(
-            tuple(self.aliases or ()), key, hosts, tuple(self.origins or ()), limits, chosen, self.reasoning_budget
+            tuple(self.aliases or ()),
+            key,
+            hosts,
+            tuple(self.origins or ()),
+            self.extra_properties,
+            limits,
+            log_format,
+            self.reasoning_budget,
         )
 
     def _key(self, call: Call) -> bytes | None:
@@ -179,6 +190,7 @@ def _refuse_own_options(engine: OtherEngine, address: AddressFlags, config: Engi
         "--max-waiting": address.waiting != default.waiting,
         "--log-format": address.log_format is not None,
         "--reasoning-budget": address.reasoning_budget is not None,
+        "--extra-properties": address.extra_properties,
         "--draft": config.draft is not None,
         "--adapter": config.adapter is not None,
         "--shadow": config.dense_prefill_copy,

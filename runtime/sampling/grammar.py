@@ -14,16 +14,18 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.errors import ModelError, UsageError
+from mycli.runtime.sampling.grammar_probe import GrammarProbe
+from mycli.runtime.sampling.grammar_worker import LEXER_FUEL
+from mycli.runtime.sampling.json_schema import FREE_NODES, PreparedSchema, prepare
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
 MAX_SOURCE = 1 << 16  # characters of a schema or expression: compiling takes time quadratic in the properties
 MAX_GBNF = 1 << 14  # characters: converting it takes time quadratic in the rules, 0.6 s for these
 MAX_DEPTH = 64
-# Limit for compiling a lexer: a{100000000} and (a{1000}){1000} are refused within 0.2 s; with the default of 1,000,000
-# that takes 4 s.
-LEXER_FUEL = 200_000
-# Between two tokens of JSON: enough to indent. Without a limit some models fill the context with whitespace.
-WHITESPACE = r"[ \t\r\n]{0,40}"
+# Items of the parser in one step: an ambiguous grammar takes 0.1 s a token at 50,000, and every other reply waits.
+STEP_ITEMS = 20_000
+# Between two tokens of JSON: one space, or a new line with indentation. Small models fill a context with whitespace.
+WHITESPACE = r" |\n {0,8}"
 _STRICT = {"lenient": False, "coerce_one_of": True}
 _FREE = {**_STRICT, "whitespace_pattern": WHITESPACE}
 # The JSON style in which chat templates write tool calls.
@@ -77,14 +79,30 @@ class Prelude:
     budget: int | None = None
 
 
+@dataclass(frozen=True)
+class Alternative:
+    """A source in llguidance's format that may be generated instead of the parts of a sequence.
+
+    schemas: what it was made of, if it is a JSON schema.
+    """
+
+    source: str
+    schemas: tuple[PreparedSchema, ...] = ()
+
+
 class GrammarCompiler:
     """Compiles grammars for one tokenizer.
 
-    All methods raise UsageError if the source is invalid, unsupported, too large or matches nothing.
+    All methods raise UsageError if the source is invalid, unsupported, too large or matches nothing. A grammar that may
+    be costly is returned before it is compiled (`Grammar.ready`).
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop_ids: frozenset[int]) -> None:
-        """Build the token table. Raises UsageError without llguidance, ModelError without an end token."""
+    def __init__(self, tokenizer: Tokenizer, stop_ids: frozenset[int], extra_properties: bool = False) -> None:
+        """Build the token table. Raises UsageError without llguidance, ModelError without an end token.
+
+        extra_properties: allow properties that a schema does not name, as JSON Schema does.
+        """
+        self._closed = not extra_properties
         # Once per tokenizer: the table of a large vocabulary takes half a second.
         self._library = library()
         if not stop_ids:
@@ -96,9 +114,13 @@ class GrammarCompiler:
         self._control = {tokenizer.vocabulary[index]: index for index in tokenizer.control_ids}
         self._stop_ids = stop_ids
 
-    def schema(self, text: str, source: str, prelude: Prelude | None = None) -> "Grammar":
-        """Compile a JSON schema; `source`: its name in messages. Remote references are not fetched."""
-        return self._compile(self._schema(text, source, _FREE), source, prelude)
+    def schema(self, text: str, source: str, prelude: Prelude | None = None, strict: bool = True) -> "Grammar":
+        """Compile a JSON schema; `source`: its name in messages. Remote references are not fetched.
+
+        strict: refuse keywords that are not supported; otherwise they are left out (`Grammar.loosened`).
+        """
+        prepared = self._prepare(text, source, strict)
+        return self._compile(self._schema(prepared, source, _FREE), source, prelude, [prepared])
 
     def regex(self, pattern: str, prelude: Prelude | None = None) -> "Grammar":
         """Compile a regular expression for the whole reply, without look-around and back-references."""
@@ -114,16 +136,17 @@ class GrammarCompiler:
         """Compile a grammar in GBNF, the EBNF of llama.cpp and XGrammar; without `::=` it is read as Lark."""
         return self._compile(self._from_gbnf(text), "grammar", prelude)
 
-    def alternative(self, kind: str, text: str, source: str) -> str:
-        """Return what `sequence` takes as `otherwise`: a schema, regex, lark or gbnf (`kind`), named `source`."""
+    def alternative(self, kind: str, text: str, source: str, strict: bool = True) -> Alternative:
+        """Return a schema, regex, lark or gbnf (`kind`), named `source` in messages; `strict`: as in `schema`."""
         if kind == "schema":
-            return self._schema(text, source, _FREE)
+            prepared = self._prepare(text, source, strict)
+            return Alternative(self._schema(prepared, source, _FREE), (prepared,))
         if kind == "gbnf":
-            return self._from_gbnf(text)
+            return Alternative(self._from_gbnf(text))
         _check_size(text, source)
         if kind == "regex":
-            return str(self._library.LLMatcher.grammar_from_regex(text))
-        return str(self._library.LLMatcher.grammar_from_lark(text))
+            return Alternative(str(self._library.LLMatcher.grammar_from_regex(text)))
+        return Alternative(str(self._library.LLMatcher.grammar_from_lark(text)))
 
     def any_text(self, prelude: Prelude) -> "Grammar":
         """Compile any text that is not blank, control tokens included, after reasoning within its budget."""
@@ -134,7 +157,9 @@ class GrammarCompiler:
         opening = json.dumps(prelude.open)
         # An opening tag that is no control token could also be read as the beginning of the text.
         rules += f"FIRST: /[ \\t\\r\\n]*[^ \\t\\r\\n](.|\\n)*/ & ~(/[ \\t\\r\\n]*/ {opening} /(.|\\n)*/)"
-        return self._compile(rules, "reasoning budget", prelude)
+        grammar = self._compile(rules, "reasoning budget", prelude)
+        grammar.compile()  # its size depends on nothing in the request
+        return grammar
 
     def sequence(
         self,
@@ -142,15 +167,17 @@ class GrammarCompiler:
         most: int | None,
         source: str,
         prelude: Prelude | None = None,
-        otherwise: str | None = None,
+        otherwise: Alternative | None = None,
+        strict: bool = False,
     ) -> "Grammar":
         """Compile 1 to `most` (None: any number) of `parts`: (literal prefix, JSON schema, literal suffix).
 
         The JSON has one space after each comma and colon, and no other whitespace. `otherwise`: an alternative to the
-        parts, see `alternative`.
+        parts; `strict`: as in `schema`.
         """
         grammars = []
-        for index, (before, schema, after) in enumerate(parts):
+        prepared = [self._prepare(schema, source, strict) for _, schema, _ in parts]
+        for index, ((before, _, after), schema) in enumerate(zip(parts, prepared, strict=True)):
             (body,) = json.loads(self._schema(schema, source, _COMPACT))["grammars"]
             grammars.append(
                 ({**body, "name": f"part{index}"}, f"{self._literal(before)} @part{index} {self._literal(after)}")
@@ -160,10 +187,12 @@ class GrammarCompiler:
         start, bodies = f"part{repeat}", [body for body, _ in grammars]
         if otherwise is not None:
             start += " | @otherwise"
-            first, *rest = _grammars(otherwise)
+            first, *rest = _grammars(otherwise.source)
             bodies += [{**first, "name": "otherwise"}, *rest]
         rules = f"start: {start}\npart: {choices}"
-        return self._compile(json.dumps({"grammars": [{"lark_grammar": rules}, *bodies]}), source, prelude)
+        source_text = json.dumps({"grammars": [{"lark_grammar": rules}, *bodies]})
+        schemas = [*prepared, *(() if otherwise is None else otherwise.schemas)]
+        return self._compile(source_text, source, prelude, schemas, cheap=otherwise is None or bool(otherwise.schemas))
 
     def _from_gbnf(self, text: str) -> str:
         from llguidance.gbnf_to_lark import any_to_lark
@@ -176,7 +205,7 @@ class GrammarCompiler:
             raise UsageError(f"grammar: not a usable GBNF grammar: {cause:.200}", "see llama.cpp's grammars") from None
         return str(self._library.LLMatcher.grammar_from_lark(lark))
 
-    def _schema(self, text: str, source: str, options: Mapping[str, object]) -> str:
+    def _prepare(self, text: str, source: str, strict: bool) -> PreparedSchema:
         _check_size(text, source)
         try:
             schema = json.loads(text)
@@ -184,9 +213,17 @@ class GrammarCompiler:
                 raise ValueError(f"a schema must be an object, not a {type(schema).__name__}")
             if _deeper_than(schema, MAX_DEPTH):
                 raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
-            return str(self._library.LLMatcher.grammar_from_json_schema(schema, overrides=dict(options)))
-        except (ValueError, RecursionError) as error:
-            raise UsageError(f"{source}: not a usable JSON schema: {error}", "see https://json-schema.org") from None
+            return prepare(schema, strict, self._closed)
+        except RecursionError:
+            raise _unusable(source, "references lead too deep") from None
+        except ValueError as error:
+            raise _unusable(source, error) from None
+
+    def _schema(self, prepared: PreparedSchema, source: str, options: Mapping[str, object]) -> str:
+        try:
+            return str(self._library.LLMatcher.grammar_from_json_schema(dict(prepared.schema), overrides=dict(options)))
+        except ValueError as error:
+            raise _unusable(source, error) from None
 
     def _literal(self, text: str) -> str:
         # Control tokens are written by id: their characters would match ordinary tokens.
@@ -201,8 +238,21 @@ class GrammarCompiler:
             rest = rest[at + len(token) :]
         return " ".join(pieces)
 
-    def _compile(self, source: str, kind: str, prelude: Prelude | None) -> "Grammar":
-        return Grammar(self._after(prelude, source), kind, self._library, self._table)
+    def _compile(
+        self,
+        source: str,
+        kind: str,
+        prelude: Prelude | None,
+        schemas: Sequence[PreparedSchema] = (),
+        cheap: bool = True,
+    ) -> "Grammar":
+        loosened = tuple(path for schema in schemas for path in schema.loosened)
+        grammar = Grammar(self._after(prelude, source), kind, self._library, self._table, loosened)
+        # `cheap`: all that the request wrote is in `schemas`, whose cost is known; other sources are probed first.
+        free = cheap and schemas and not any(schema.patterns for schema in schemas)
+        if free and sum(schema.nodes for schema in schemas) <= FREE_NODES:
+            grammar.compile()
+        return grammar
 
     def _after(self, prelude: Prelude | None, source: str) -> str:
         if prelude is None:
@@ -229,14 +279,32 @@ class GrammarCompiler:
 
 
 class Grammar:
-    def __init__(self, source: str, kind: str, llguidance: Any, table: Any) -> None:
-        """Compile `source`, in the format of `llguidance`, for the tokens of `table`; `kind`: its name in messages."""
-        limits = llguidance.LLParserLimits(initial_lexer_fuel=LEXER_FUEL, verbose_errors=False)
-        self.kind = kind
-        self._start = llguidance.LLMatcher(table, source, log_level=0, limits=limits)
-        self._start.compute_bitmask()  # some limits and empty grammars are only detected by the first step
-        if self._start.is_error() or self._start.is_stopped():
-            cause = " ".join(self._start.get_error().replace("<non-verbose/>", "").split())
+    """A grammar for the tokens of one model; it must be compiled before it is started."""
+
+    def __init__(self, source: str, kind: str, llguidance: Any, table: Any, loosened: Sequence[str] = ()) -> None:
+        """`source`: in the format of `llguidance`, for the tokens of `table`; `kind`: its name in messages.
+
+        `loosened`: paths of the schema's keywords that were left out.
+        """
+        self.kind, self.loosened = kind, tuple(loosened)
+        self._source, self._library, self._table = source, llguidance, table
+        self._start: Any = None
+
+    @property
+    def ready(self) -> bool:
+        return self._start is not None
+
+    def compile(self, probe: GrammarProbe | None = None) -> None:
+        """Compile the grammar; `probe`: check its cost first. Raises UsageError if it cannot be used."""
+        if probe is not None:
+            probe.check(self._source, self.kind)
+        limits = self._library.LLParserLimits(
+            initial_lexer_fuel=LEXER_FUEL, step_max_items=STEP_ITEMS, verbose_errors=False
+        )
+        start = self._library.LLMatcher(self._table, self._source, log_level=0, limits=limits)
+        start.compute_bitmask()  # some limits and empty grammars are only detected by the first step
+        if start.is_error() or start.is_stopped():
+            cause = " ".join(start.get_error().replace("<non-verbose/>", "").split())
             if fault := re.search(r"regex parse error: .*? error: (.+?)(?: \d+ \| .*)?$", cause):
                 cause = fault[1]  # the rest quotes the library's internal grammar
             causes = {
@@ -244,15 +312,30 @@ class Grammar:
                 "NoExtensionBias": "nothing can match",
                 "NoExtension": "nothing can match",
             }
-            raise UsageError(f"{kind}: {causes.get(cause, cause):.300}", "use a simpler one, or one that can match")
+            message = f"{self.kind}: {causes.get(cause, cause):.300}"
+            raise UsageError(message, "use a simpler one, or one that can match")
+        self._start = start
 
     @classmethod
-    def from_schema(cls, text: str, source: str, tokenizer: Tokenizer, stop_ids: frozenset[int]) -> "Grammar":
-        return GrammarCompiler(tokenizer, stop_ids).schema(text, source)
+    def from_schema(
+        cls,
+        text: str,
+        source: str,
+        tokenizer: Tokenizer,
+        stop_ids: frozenset[int],
+        extra_properties: bool = False,
+    ) -> "Grammar":
+        """Compile one schema, within the limits of `GrammarProbe`. Raises as `GrammarCompiler`."""
+        return GrammarCompiler(tokenizer, stop_ids, extra_properties).schema(text, source)._bounded(tokenizer)
 
     @classmethod
     def from_regex(cls, pattern: str, tokenizer: Tokenizer, stop_ids: frozenset[int]) -> "Grammar":
-        return GrammarCompiler(tokenizer, stop_ids).regex(pattern)
+        return GrammarCompiler(tokenizer, stop_ids).regex(pattern)._bounded(tokenizer)
+
+    def _bounded(self, tokenizer: Tokenizer) -> "Grammar":
+        if not self.ready:
+            self.compile(GrammarProbe(len(tokenizer.vocabulary)))
+        return self
 
     def start(self, sequences: int = 1) -> "GrammarState":
         return GrammarState(self.kind, [self._start.deep_copy() for _ in range(sequences)])
@@ -266,6 +349,10 @@ def _grammars(source: str) -> list[dict[str, Any]]:
 def _check_size(text: str, source: str, most: int = MAX_SOURCE) -> None:
     if not text or len(text) > most:
         raise UsageError(f"{source} has {len(text)} characters", f"use between 1 and {most} characters")
+
+
+def _unusable(source: str, cause: object) -> UsageError:
+    return UsageError(f"{source}: not a usable JSON schema: {cause}", "see https://json-schema.org")
 
 
 def _deeper_than(value: Any, depth: int) -> bool:

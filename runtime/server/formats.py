@@ -33,6 +33,11 @@ class ResponseFormat(Strict):
         """The field of the request that holds the format, for messages."""
         return self._place
 
+    @property
+    def strict(self) -> bool:
+        """Whether keywords that are not supported are refused instead of left out."""
+        return self.json_schema is not None and bool(self.json_schema.strict)
+
     def at(self, place: str) -> "ResponseFormat":
         """Return this format, held by the field `place` of the request."""
         self._place = place

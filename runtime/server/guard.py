@@ -25,6 +25,7 @@ from mycli.runtime.utils.sanitize import one_line
 
 OPEN_PATHS = ("/health", "/")  # without a key: health probes, and a page without data
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_MAX_HEADER = 1000  # characters of the keywords left out of a schema
 _SECURITY = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
@@ -84,6 +85,10 @@ class Guard:
                 answer = MutableHeaders(scope=message)
                 ids = {"x-request-id": request_id, "request-id": request_id}  # OpenAI's header and Anthropic's
                 omitted = {"x-mycli-omitted": _listed(state["omitted"])} if state.get("omitted") else {}
+                loosened = one_line(", ".join(state.get("loosened", ())), _MAX_HEADER)
+                if loosened:
+                    answer["x-mycli-loosened"] = loosened.encode("ascii", "backslashreplace").decode()
+                    self._log(f"{request_id} left out of the schema: {loosened}")
                 for name, value in {**_SECURITY, **ids, **omitted, **self._cors(headers)}.items():
                     answer.setdefault(name, value)
             await send(message)

@@ -16,10 +16,11 @@ from mycli.runtime.engine.loader import LoadedModel
 from mycli.runtime.engine.reply_reader import ReplyReader
 from mycli.runtime.engine.sequence import Request, reply_room
 from mycli.runtime.errors import ModelError, UserError
-from mycli.runtime.sampling.grammar import JSON_MODE, Grammar, GrammarCompiler, Prelude
+from mycli.runtime.sampling.grammar import JSON_MODE, Alternative, Grammar, GrammarCompiler, Prelude
 from mycli.runtime.sampling.params import SamplingParams, recommended
 from mycli.runtime.server.api_error import ApiError, ContextError, from_user_error
 from mycli.runtime.server.formats import ResponseFormat
+from mycli.runtime.server.grammar_pool import GrammarPool
 from mycli.runtime.server.item_store import ItemStore
 from mycli.runtime.server.schemas import Sampling
 from mycli.runtime.server.settings import ServerSettings
@@ -50,6 +51,11 @@ class Prepared:
     omitted: Sequence[str] = ()
 
     @property
+    def grammars(self) -> Sequence[Grammar]:
+        by_id = {id(request.grammar): request.grammar for request, _ in self.requests}
+        return [grammar for grammar in by_id.values() if grammar is not None]
+
+    @property
     def prompt_tokens(self) -> int:
         return sum(map(len, self.prompts))
 
@@ -67,6 +73,7 @@ class Service:
         self.pool = ThreadPoolExecutor(4, thread_name_prefix="text")
         # One at a time: a body of megabytes takes seconds and hundreds of megabytes, and must not fill the pool.
         self.large_bodies = ThreadPoolExecutor(1, thread_name_prefix="large")
+        self.grammars = GrammarPool(len(loaded.tokenizer.vocabulary))
         self.draining = False
         self.requests = 0  # POST requests from their head to the end of their response
         self._lock = Lock()
@@ -75,6 +82,7 @@ class Service:
         """Stop the thread pools; tasks that have not started are dropped."""
         for pool in (self.pool, self.large_bodies):
             pool.shutdown(wait=False, cancel_futures=True)
+        self.grammars.close()
 
     @property
     def busy(self) -> bool:
@@ -116,7 +124,7 @@ class Service:
 
     @cached_property
     def _compiler(self) -> GrammarCompiler:
-        return GrammarCompiler(self.loaded.tokenizer, self.loaded.stop_ids)
+        return GrammarCompiler(self.loaded.tokenizer, self.loaded.stop_ids, self.settings.extra_properties)
 
     # Prompts
 
@@ -208,7 +216,7 @@ class Service:
             raise from_user_error(error) from None
 
     def grammar(self, response: ResponseFormat | None, prelude: Prelude | None = None) -> Grammar | None:
-        """Compile the grammar of a response format; None if it allows any text. Raises ApiError."""
+        """Return the grammar of a response format, None if it allows any text. Raises ApiError."""
         if response is None or response.type == "text":
             return None
         kind, text = _grammar_text(response)
@@ -216,18 +224,18 @@ class Service:
         try:
             if compile_text is not None:
                 return compile_text(text, prelude)
-            return self.compiler.schema(text, response.place, prelude)
+            return self.compiler.schema(text, response.place, prelude, response.strict)
         except UserError as error:
             raise from_user_error(error, response.place) from None
         except RecursionError:
             raise ApiError(400, "the schema is nested too deeply", "invalid_value", param=response.place) from None
 
-    def format_source(self, response: ResponseFormat | None) -> str | None:
+    def format_source(self, response: ResponseFormat | None) -> Alternative | None:
         """Return a response format as an alternative to tool calls; None if it allows any text. Raises ApiError."""
         if response is None or response.type == "text":
             return None
         try:
-            return self.compiler.alternative(*_grammar_text(response), response.place)
+            return self.compiler.alternative(*_grammar_text(response), response.place, response.strict)
         except UserError as error:
             raise from_user_error(error, response.place) from None
 

@@ -23,10 +23,12 @@ from mycli.runtime.server.service import Prepared, Service
 from mycli.runtime.server.worker import Ticket
 from mycli.runtime.tokenizer.parsing.tool_parser import join_calls
 from mycli.runtime.utils.json_fields import strict_json
+from mycli.runtime.utils.memory import gc_paused
 
 _T = TypeVar("_T")
 _Body = TypeVar("_Body", bound=ForModel)
 CLIENT_GONE = 499  # nginx's status for a client that disconnected: only in the log
+MAX_VALUES = 1 << 19  # in a body
 LARGE_BODY = 1 << 18  # bytes; a conversation of 65,536 tokens is as long
 
 
@@ -141,8 +143,13 @@ async def _read_body(service: Service, request: Request) -> bytes:
 
 
 def _parse(body: bytes) -> Any:
+    # Parsing holds the GIL, and values take up to 20 times the bytes of the body: they are counted first. Commas and
+    # brackets inside strings count, too, but no context holds a text with half a million of them.
+    if sum(map(body.count, (b",", b"[", b"{"))) > MAX_VALUES:
+        raise ApiError(400, f"the body has more than {MAX_VALUES} values", "too_many_values")
     try:
-        return strict_json(body)
+        with gc_paused():  # otherwise every few thousand lists are all looked at again
+            return strict_json(body)
     except ValueError as error:  # UnicodeDecodeError is one
         raise ApiError(400, f"the body is not valid JSON: {error}", "invalid_json") from None
 
@@ -193,9 +200,12 @@ async def running(service: Service, request: Request, prepared: Prepared) -> Asy
     delivery = Delivery()
     figures = RequestFigures(prepared.prompt_tokens)
     request.scope["state"]["figures"] = figures
-    tickets = service.worker.submit(prepared.requests, delivery)
+    tickets: Sequence[Ticket] = ()
     watch = asyncio.create_task(_watch(request, delivery))
     try:
+        for grammar in prepared.grammars:
+            await service.grammars.compile(grammar, watch)
+        tickets = service.worker.submit(prepared.requests, delivery)
         yield _pieces(service, delivery, len(tickets), figures)
     finally:
         watch.cancel()
@@ -276,6 +286,7 @@ async def answer(
 ) -> Response:
     """Return the reply to a request, whole or as a stream."""
     note_omitted(request, prepared.omitted)
+    request.state.loosened = [path for grammar in prepared.grammars for path in grammar.loosened]
     if stream:
         return EventStream(service, request, prepared, rendering)
     received: list[Piece] = []

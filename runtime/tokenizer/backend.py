@@ -61,11 +61,11 @@ class Pipeline:
         # Text inside a conversation gets no SentencePiece prefix space: it is encoded behind an anchor token.
         if not (plain and inside):
             if len(text) > LONG_TEXT:
-                return _call(lambda: list(tokenizer.encode_batch_fast([text], add_special_tokens=add_special)[0].ids))
+                return _call(lambda: tokenizer.encode_batch_fast([text], add_special_tokens=add_special)[0].ids)
             return _call(lambda: list(tokenizer.encode(text, add_special_tokens=add_special).ids))
         text = self._anchor + text
         if len(text) > LONG_TEXT:
-            return _call(lambda: list(tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids))[1:]
+            return _call(lambda: tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)[1:]
         return _call(lambda: list(tokenizer.encode(text, add_special_tokens=False).ids))[1:]
 
     def normalize(self, text: str) -> str:

@@ -93,6 +93,12 @@ class WorkerProcess:
             raise WorkerError(reply["kind"], reply["message"])
         return reply["answer"]
 
+    def interrupt(self) -> None:
+        """Kill the process: a call that another thread waits for fails, and the next one starts it again."""
+        process = self._process
+        if process is not None:
+            process.kill()
+
     def _begin(self) -> subprocess.Popen[bytes]:
         environment = {name: os.environ[name] for name in _PASSED_VARIABLES if name in os.environ}
         environment |= {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}

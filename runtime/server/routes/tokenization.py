@@ -8,12 +8,22 @@ from mycli.runtime.server.schemas import DetokenizeRequest, TokenizeRequest
 from mycli.runtime.server.service import Service
 from mycli.runtime.server.streaming import JsonResponse, read_request
 
+_PART = 1 << 14  # ids that are written at a time
+
 
 def _conversation(service: Service, body: TokenizeRequest) -> list[int]:
     messages = chat_messages(body.messages or ())
     arguments = body.chat_template_kwargs or {}
     tools, _ = chat_tools(body.tools)
     return service.chat_prompt(messages, tools, arguments, body.add_generation_prompt)
+
+
+def _ids_response(ids: list[int], context: int) -> Response:
+    # In parts: one call of the JSON library would hold the GIL for all of millions of ids.
+    parts = (ids[start : start + _PART] for start in range(0, len(ids), _PART))
+    tokens = ",".join(",".join(map(str, part)) for part in parts)
+    body = f'{{"count":{len(ids)},"max_model_len":{context},"tokens":[{tokens}]}}'
+    return Response(body, media_type="application/json")
 
 
 async def tokenize(service: Service, request: Request) -> Response:
@@ -24,8 +34,7 @@ async def tokenize(service: Service, request: Request) -> Response:
             ids = service.text_prompt(body.prompt, body.add_special_tokens)
         else:
             ids = _conversation(service, body)
-        # Millions of ids are written as JSON here, off the event loop.
-        return JsonResponse({"count": len(ids), "max_model_len": service.context, "tokens": ids})
+        return _ids_response(ids, service.context)
 
     _, response = await read_request(service, request, TokenizeRequest, work)
     return response

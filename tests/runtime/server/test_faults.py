@@ -222,7 +222,7 @@ SCHEMAS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_g17_a_hostile_schema_is_refused_before_anything_runs(served: Served, name: str) -> None:
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMAS[name]}}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMAS[name], "strict": True}}
     answer = served.ask("POST", CHAT, good(response_format=form), seconds=30)
     assert answer.status == 400 and answer.error["param"] == "response_format", answer.body[:300]
     tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": SCHEMAS[name]}}}}

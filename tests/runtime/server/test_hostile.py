@@ -1,5 +1,7 @@
 """Requests that are cheap to send and costly to answer, and failures of the threads that answer them."""
 
+import json
+import re
 import socket
 import threading
 import time
@@ -9,11 +11,13 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from mycli.runtime.sampling.grammar_probe import GrammarProbe
 from mycli.runtime.server.routes.messages import CountRequest, MessagesRequest
 from mycli.runtime.server.routes.responses import ResponsesRequest
 from mycli.runtime.server.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, Strict, TokenizeRequest
 from mycli.runtime.server.service import Service
 from tests.runtime.server.conftest import Scripted
+from tests.support.bombs import BOMBS
 from tests.support.served import Served
 
 KINDS: tuple[type[Strict], ...] = (ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest)
@@ -75,6 +79,50 @@ def test_s3_prompts_are_counted_before_they_are_tokenized(served: Served, monkey
     for prompts in (["a"] * 65, ["a"] * 100_000, [[5]] * 1000):
         answer = served.ask("POST", "/v1/completions", {"prompt": prompts, "max_tokens": 1})
         assert answer.status == 400 and "at most" in answer.error["message"]
+
+
+def formatted(schema: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema, **fields}}}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_s1_a_schema_bomb_is_refused_with_its_path(served: Served, name: str) -> None:
+    answer = served.chat(**formatted(BOMBS[name]()))
+    assert answer.status == 400 and answer.error["param"] == "response_format"
+    assert re.search(r"#.*: more than \d+|198900 characters", answer.error["message"])
+
+
+def test_s1_compiling_ends_when_the_client_leaves(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    started, interrupted = threading.Event(), threading.Event()
+
+    def check(*_: object) -> None:
+        started.set()
+        interrupted.wait(20)
+
+    monkeypatch.setattr(GrammarProbe, "check", check)
+    monkeypatch.setattr(GrammarProbe, "interrupt", lambda probe: interrupted.set())
+    body = {"model": "pico", "messages": [{"role": "user", "content": ""}], "response_format": {"type": "regex"}}
+    body["response_format"]["regex"] = "a+"  # type: ignore[index]  # a dict
+    data = json.dumps(body).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", served.port), timeout=20) as link:
+        link.sendall(head + b"Content-Length: %d\r\n\r\n" % len(data) + data)
+        assert started.wait(20)
+    assert interrupted.wait(20)
+    served.idle()
+    assert served.chat(max_tokens=1).status == 200
+
+
+def test_f9_the_response_says_what_was_left_out_of_a_schema(served: Served) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "object", "propertyNames": {"pattern": "^x"}}}}
+    answer = served.chat(max_tokens=2, **formatted(schema))
+    assert answer.status == 200 and answer.headers["x-mycli-loosened"] == "#/properties/a/propertyNames"
+    assert any("left out of the schema: #/properties/a/propertyNames" in line for line in served.log)
+    answer = served.chat(max_tokens=2, stream=True, **formatted(schema))
+    assert answer.status == 200 and "x-mycli-loosened" in answer.headers
+    refused = served.chat(**formatted(schema, strict=True))
+    assert refused.status == 400
+    assert "#/properties/a/propertyNames: this keyword is not supported" in refused.error["message"]
 
 
 class Panic(BaseException):

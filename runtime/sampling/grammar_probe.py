@@ -1,0 +1,34 @@
+"""Compiles a grammar in a worker process first: a hostile one ends there, at a limit of time and memory.
+
+llguidance has limits of its own, which do not cover merged patterns and deep schemas, and a compilation cannot be
+interrupted in this process.
+"""
+
+from mycli.runtime.errors import UsageError
+from mycli.runtime.utils.sandbox import WorkerError, WorkerProcess
+
+SECONDS = 4.0  # of wall-clock time: the worker yields to replies
+CPU_SECONDS = 1.0
+MEMORY = 1 << 30  # address space, of which an idle worker has a fifth
+_HINT = "use a simpler one: fewer alternatives, references and repetitions"
+
+
+class GrammarProbe:
+    """One worker process for grammars over `vocabulary` tokens; started by the first check."""
+
+    def __init__(self, vocabulary: int) -> None:
+        self._worker = WorkerProcess("mycli.runtime.sampling.grammar_worker", vocabulary, MEMORY, reply_bytes=1 << 14)
+
+    def check(self, source: str, kind: str) -> None:
+        """Raise UsageError unless `source` compiles within the limits; its mistakes are found by compiling it here."""
+        try:
+            seconds = float(self._worker.call(source, SECONDS))
+        except WorkerError as error:
+            limit = f"{SECONDS:g} s" if error.kind == "Deadline" else f"{MEMORY >> 20} MiB"
+            raise UsageError(f"{kind}: compiling it takes more than {limit}", _HINT) from None
+        if seconds > CPU_SECONDS:
+            raise UsageError(f"{kind}: compiling it takes more than {CPU_SECONDS:g} s", _HINT)
+
+    def interrupt(self) -> None:
+        """End a check that another thread waits for."""
+        self._worker.interrupt()

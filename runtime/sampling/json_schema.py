@@ -1,0 +1,274 @@
+"""Prepares a JSON schema for the grammar compiler: bounds its cost, names unsupported keywords, closes objects.
+
+Closing: where a schema names properties and has no `additionalProperties`, a reply has no others. By the letter of JSON
+Schema any name may follow, which small models do until the context is full. An explicit `additionalProperties` and an
+object without named properties stay as they are. Integers without bounds get those of exact JSON integers.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+# Nodes of a schema, with references expanded where schemas are merged: allOf, and any other keyword next to a
+# reference. The compiler merges by copying, so 40 references, each used twice, would need 2^40 nodes.
+MAX_NODES = 20_000
+MAX_ALTERNATIVES = 2_000  # of one merged schema: anyOf inside allOf multiplies
+FREE_NODES = 500  # compiled within some ten milliseconds
+# The largest integer that every JSON reader has exactly (RFC 8259, section 6); without a limit digits may never end.
+LARGEST_INTEGER = (1 << 53) - 1
+_BOUNDS = frozenset(
+    ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "enum", "const", "$ref")
+)
+_MERGED_LISTS = ("allOf", "anyOf", "oneOf")
+_LISTS = (*_MERGED_LISTS, "prefixItems", "items")
+_MAPS = ("properties", "patternProperties")
+_DEFINITIONS = ("$defs", "definitions")
+_CHILDREN = ("items", "additionalItems", "additionalProperties")
+_ANNOTATIONS = frozenset(
+    ("$schema", "$id", "id", "$comment", "$anchor", "title", "description", "default", "examples", "deprecated")
+    + ("readOnly", "writeOnly", "contentMediaType", "contentEncoding", *_DEFINITIONS)
+)
+# Known to JSON Schema and not to the compiler. Without them a reply may break the schema, but has its shape.
+UNSUPPORTED = frozenset(
+    ("contains", "minContains", "maxContains", "uniqueItems", "dependentRequired", "dependentSchemas", "dependencies")
+    + ("if", "then", "else", "not", "propertyNames", "unevaluatedItems", "unevaluatedProperties")
+    + ("$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor")
+)
+FORMATS = frozenset(
+    ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown")
+)
+_NOT_REGULAR = re.compile(r"\(\?<?[=!]|\\[1-9]|\\k<")  # look-around and back-references
+_OPTIONS = "x-guidance"  # options of the compiler inside a schema, which are not the client's to set
+
+
+@dataclass(frozen=True)
+class PreparedSchema:
+    """A schema for the compiler; `loosened`: paths of keywords that were left out; `nodes`: its estimated cost."""
+
+    schema: Mapping[str, Any]
+    loosened: tuple[str, ...]
+    nodes: int
+    patterns: bool
+
+
+def prepare(schema: Mapping[str, Any], strict: bool, closed: bool) -> PreparedSchema:
+    """Check and rewrite `schema`. strict: refuse unsupported keywords instead of leaving them out.
+
+    Raises ValueError that names the path of a part which is too large or not supported, RecursionError.
+    """
+    cost = _Cost(schema)
+    nodes = cost.total()
+    rewriter = _Rewriter(schema, strict, closed and not _has_inner_ids(schema))
+    return PreparedSchema(rewriter.rewrite(), tuple(rewriter.loosened), nodes, cost.patterns)
+
+
+def _find(root: Any, reference: Any) -> Any:
+    # The target of a reference inside the schema, None for others.
+    if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+        return None
+    node = root
+    for part in reference.split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(node, Mapping) and key in node:
+            node = node[key]
+        elif isinstance(node, list) and key.isdecimal() and int(key[:9]) < len(node):
+            node = node[int(key)]
+        else:
+            return None
+    return node
+
+
+def _asserts(node: Mapping[str, Any]) -> int:
+    # The number of keywords that restrict a value: two or more are merged.
+    return sum(key not in _ANNOTATIONS for key in node)
+
+
+def _has_inner_ids(schema: Any, inner: bool = False) -> bool:
+    # An $id changes what the references inside it are relative to.
+    if isinstance(schema, Mapping):
+        return (inner and "$id" in schema) or any(_has_inner_ids(value, True) for value in schema.values())
+    return isinstance(schema, list) and any(_has_inner_ids(value, True) for value in schema)
+
+
+class _Cost:
+    # Estimates nodes and alternatives of what the compiler builds.
+
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._root = root
+        self._expanded: dict[str, tuple[int, int]] = {}
+        self._visits = 0
+        self.patterns = False
+
+    def total(self) -> int:
+        return self._weigh(self._root, "#", False)[1]
+
+    def _weigh(self, node: Any, path: str, merged: bool) -> tuple[int, int]:
+        # (alternatives, nodes) of one schema.
+        self._visits += 1
+        if self._visits > MAX_NODES:
+            raise ValueError(f"{path}: more than {MAX_NODES} nodes")
+        if not isinstance(node, Mapping):
+            return 1, 1
+        self.patterns |= "pattern" in node or "patternProperties" in node or "multipleOf" in node
+        merged |= _asserts(node) > 1
+        alternatives, nodes = 1, 1
+        for key, value in node.items():
+            place = f"{path}/{key}"
+            if key in (*_MAPS, *_DEFINITIONS) and isinstance(value, Mapping):
+                nodes += sum(self._weigh(part, f"{place}/{name}", False)[1] for name, part in value.items())
+            elif key in _MERGED_LISTS and isinstance(value, list):
+                parts = [
+                    self._weigh(part, f"{place}/{index}", merged or key == "allOf") for index, part in enumerate(value)
+                ]
+                if key == "allOf":
+                    for part in parts:
+                        alternatives, nodes = _merge((alternatives, nodes), part)
+                        self._check(alternatives, nodes, place)
+                else:
+                    sums = sum(part[0] for part in parts), sum(part[1] for part in parts)
+                    alternatives, nodes = _merge((alternatives, nodes), sums)
+            elif key == "$ref":
+                part = self._expand(value, place) if merged else (1, 1)
+                alternatives, nodes = _merge((alternatives, nodes), part)
+            elif key == "enum" and isinstance(value, list):
+                alternatives, nodes = _merge((alternatives, nodes), (1, len(value)))
+            elif isinstance(value, list) and key in _LISTS:
+                nodes += sum(self._weigh(part, f"{place}/{index}", False)[1] for index, part in enumerate(value))
+            elif key in _CHILDREN:
+                nodes += self._weigh(value, place, False)[1]
+            elif key == "required" and isinstance(value, list):
+                nodes += len(value)
+            self._check(alternatives, nodes, place)
+        return alternatives, nodes
+
+    def _expand(self, reference: Any, path: str) -> tuple[int, int]:
+        if not isinstance(reference, str):
+            return 1, 1
+        if reference not in self._expanded:
+            self._expanded[reference] = (1, 1)  # a reference to itself is not expanded again
+            self._expanded[reference] = self._weigh(_find(self._root, reference), reference, True)
+        return self._expanded[reference]
+
+    def _check(self, alternatives: int, nodes: int, path: str) -> None:
+        if nodes > MAX_NODES:
+            raise ValueError(f"{path}: more than {MAX_NODES} nodes with references expanded")
+        if alternatives > MAX_ALTERNATIVES:
+            raise ValueError(f"{path}: more than {MAX_ALTERNATIVES} combinations of alternatives")
+
+
+def _merge(first: tuple[int, int], second: tuple[int, int]) -> tuple[int, int]:
+    # Each alternative of one is merged with a copy of each of the other.
+    return first[0] * second[0], first[1] * second[0] + second[1] * first[0]
+
+
+@dataclass
+class _Rewriter:
+    root: Mapping[str, Any]
+    strict: bool
+    closed: bool
+    loosened: list[str] = field(default_factory=list)
+    _open: dict[str, str] = field(default_factory=dict)  # name of the open copy of a reference's target
+    _copies: dict[str, Any] = field(default_factory=dict)
+
+    def rewrite(self) -> dict[str, Any]:
+        schema = {key: value for key, value in self.root.items() if key != _OPTIONS}
+        rewritten: dict[str, Any] = self._node(schema, "#", False)
+        if self._copies:
+            rewritten["$defs"] = {**rewritten.get("$defs", {}), **self._copies}
+        return rewritten
+
+    def _node(self, node: Any, path: str, merged: bool) -> Any:
+        """`merged`: the node is combined with others, so it stays open: they may name further properties."""
+        if not isinstance(node, Mapping):
+            return node
+        combined = merged or _asserts(node) > 1
+        result: dict[str, Any] = {}
+        for key, value in node.items():
+            place = f"{path}/{key}"
+            if key in _DEFINITIONS and isinstance(value, Mapping):
+                result[key] = {name: self._node(part, f"{place}/{name}", False) for name, part in value.items()}
+            elif key in _MAPS and isinstance(value, Mapping):
+                result[key] = {name: self._node(part, f"{place}/{name}", merged) for name, part in value.items()}
+            elif key in _LISTS and isinstance(value, list):
+                inner = merged if key in ("prefixItems", "items") else combined or (key == "allOf" and len(value) > 1)
+                result[key] = [self._node(part, f"{place}/{index}", inner) for index, part in enumerate(value)]
+            elif key in _CHILDREN:
+                result[key] = self._node(value, place, merged)
+            elif key == "$ref" and combined and self.closed:
+                result[key] = self._open_copy(value)
+            elif not self._left_out(key, value, place):
+                result[key] = value
+        if self.closed and not merged:
+            self._close(node, result)
+            if node.get("type") == "integer" and not _BOUNDS.intersection(node):
+                result |= {"minimum": -LARGEST_INTEGER, "maximum": LARGEST_INTEGER}
+        return result
+
+    def _left_out(self, key: str, value: Any, place: str) -> bool:
+        if key == "format":
+            problem = f"format {value!r:.60} is not supported" if value not in FORMATS else ""
+        elif key == "pattern":
+            regular = not isinstance(value, str) or not _NOT_REGULAR.search(value)
+            problem = "" if regular else "look-around and back-references are not supported"
+        else:
+            problem = "this keyword is not supported" if key in UNSUPPORTED else ""
+            if key == "not" and value in ({}, True):
+                raise ValueError(f"{place}: nothing can match")
+        if problem and self.strict:
+            raise ValueError(f"{place}: {problem}")
+        if problem:
+            self.loosened.append(place)
+        return bool(problem)
+
+    def _open_copy(self, reference: Any) -> Any:
+        target = _find(self.root, reference)
+        if not isinstance(target, Mapping):
+            return reference
+        if reference not in self._open:
+            name = f"open-{len(self._open)}"
+            self._open[reference] = name
+            noted = len(self.loosened)
+            self._copies[name] = self._node(target, reference, True)
+            del self.loosened[noted:]  # the definition itself is rewritten, too
+        return f"#/$defs/{self._open[reference]}"
+
+    def _close(self, node: Mapping[str, Any], result: dict[str, Any]) -> None:
+        names = self._names(node, set()) if "properties" in node or _asserts(node) > 1 or "allOf" in node else None
+        if not names:
+            return
+        properties = result.get("properties")
+        listed = dict(properties) if isinstance(properties, Mapping) else {}
+        result["properties"] = {**listed, **{name: True for name in names if name not in listed}}
+        result["additionalProperties"] = False
+
+    def _names(self, node: Any, seen: set[str]) -> dict[str, None] | None:
+        """Return the names of properties that `node` and what it is combined with mention; None: leave it open."""
+        if not isinstance(node, Mapping):
+            return {}
+        if any(key in node for key in ("additionalProperties", "patternProperties", "const", "enum")):
+            return None
+        names: dict[str, None] = {}
+        if isinstance(properties := node.get("properties"), Mapping):
+            names |= dict.fromkeys(properties)
+        if isinstance(required := node.get("required"), list):
+            names |= dict.fromkeys(name for name in required if isinstance(name, str))
+        parts: Sequence[Any] = [part for key in _MERGED_LISTS if isinstance(node.get(key), list) for part in node[key]]
+        reference = node.get("$ref")
+        if isinstance(reference, str) and reference not in seen:
+            seen.add(reference)
+            parts = [*parts, _find(self.root, reference)]
+        for part in parts:
+            inner = self._names(part, seen)
+            if inner is None or (not inner and _accepts_objects(part)):
+                return None
+            names |= inner
+        return names
+
+
+def _accepts_objects(node: Any) -> bool:
+    # An alternative that names nothing and may be any object.
+    if not isinstance(node, Mapping):
+        return bool(node)
+    kinds = node.get("type")
+    return kinds is None or "object" in (kinds if isinstance(kinds, list) else [kinds])

@@ -1,0 +1,113 @@
+"""Schemas before they are compiled: what is too large, what is left out, and what is closed."""
+
+import json
+import time
+from typing import Any
+
+import pytest
+
+from mycli.runtime.errors import UsageError
+from mycli.runtime.sampling import grammar_probe
+from mycli.runtime.sampling.json_schema import LARGEST_INTEGER, UNSUPPORTED, prepare
+from tests.support.bombs import BOMBS, doubling
+
+NAMES = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "number"}}}
+
+
+def closed(schema: dict[str, Any]) -> Any:
+    return prepare(schema, strict=False, closed=True).schema
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_s1_a_bomb_is_refused_at_once_with_its_path(name: str) -> None:
+    start = time.process_time()
+    with pytest.raises(ValueError, match=r"#.*: more than \d+ (nodes|combinations)"):
+        prepare(BOMBS[name](), strict=False, closed=True)
+    assert time.process_time() - start < 2
+
+
+def test_shared_and_recursive_references_are_no_bombs() -> None:
+    shared = {
+        f"a{i}": {
+            "type": "object",
+            "properties": {"p": {"$ref": f"#/$defs/a{i + 1}"}, "q": {"$ref": f"#/$defs/a{i + 1}"}},
+        }
+        for i in range(50)
+    }
+    assert prepare({"$ref": "#/$defs/a0", "$defs": {**shared, "a50": {}}}, True, True).nodes < 500
+    tree = {"allOf": [{"$ref": "#"}, {"properties": {"child": {"$ref": "#"}}}]}
+    assert prepare(tree, strict=True, closed=True).nodes < 100
+    assert prepare(doubling(3, "allOf"), True, True).nodes < 100
+
+
+@pytest.mark.parametrize("keyword", sorted(UNSUPPORTED))
+def test_f9_an_unsupported_keyword_is_left_out_or_refused_by_name(keyword: str) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "object", keyword: {}}}}
+    prepared = prepare(schema, strict=False, closed=False)
+    assert prepared.loosened == (f"#/properties/a/{keyword}",)
+    assert prepared.schema["properties"]["a"] == {"type": "object"}
+    with pytest.raises(
+        ValueError, match=rf"#/properties/a/{keyword.replace('$', '[$]')}: this keyword is not supported"
+    ):
+        prepare(schema, strict=True, closed=False)
+
+
+@pytest.mark.parametrize("entry", [{"format": "binary"}, {"pattern": "(?=a)b"}, {"pattern": r"(a)\1"}])
+def test_f9_formats_and_patterns_that_are_not_regular(entry: dict[str, str]) -> None:
+    (keyword,) = entry
+    assert prepare({"type": "string", **entry}, False, True).loosened == (f"#/{keyword}",)
+    with pytest.raises(ValueError, match=f"#/{keyword}: .*not supported"):
+        prepare({"type": "string", **entry}, True, True)
+
+
+def test_a_property_may_be_called_like_a_keyword() -> None:
+    schema = {"type": "object", "properties": {"not": {"type": "string"}, "if": {"type": "string"}}}
+    assert prepare(schema, strict=True, closed=False).schema == schema
+
+
+def test_f10_an_object_with_named_properties_is_closed() -> None:
+    assert closed(NAMES) == {**NAMES, "additionalProperties": False}
+    nested = closed({"type": "array", "items": NAMES})
+    assert nested["items"]["additionalProperties"] is False
+    required = closed({**NAMES, "required": ["name", "id"]})
+    assert required["properties"]["id"] is True and required["additionalProperties"] is False
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object"},
+        {**NAMES, "additionalProperties": True},
+        {**NAMES, "additionalProperties": {"type": "string"}},
+        {**NAMES, "patternProperties": {"^x": {}}},
+    ],
+    ids=["no names", "true", "schema", "patterns"],
+)
+def test_f10_what_is_said_of_other_properties_stays(schema: dict[str, Any]) -> None:
+    assert closed(schema) == schema
+    assert prepare(NAMES, strict=False, closed=False).schema == NAMES
+
+
+def test_f10_parts_of_one_object_are_closed_together() -> None:
+    base = {"type": "object", "properties": {"id": {"type": "string"}}}
+    schema = closed({"$defs": {"base": base}, "allOf": [{"$ref": "#/$defs/base"}, NAMES]})
+    assert schema["additionalProperties"] is False and set(schema["properties"]) == {"id", "name", "age"}
+    assert "additionalProperties" not in schema["allOf"][1]
+    assert "additionalProperties" not in schema["$defs"]["open-0"]
+    assert schema["allOf"][0] == {"$ref": "#/$defs/open-0"}
+    assert schema["$defs"]["base"]["additionalProperties"] is False
+    either = closed({**NAMES, "anyOf": [{"required": ["name"]}, {"required": ["age"]}]})
+    assert set(either["properties"]) == {"name", "age"} and either["additionalProperties"] is False
+
+
+def test_integers_have_the_range_of_exact_json_integers() -> None:
+    assert closed({"type": "integer"})["maximum"] == LARGEST_INTEGER
+    assert closed({"type": "integer", "minimum": 3}) == {"type": "integer", "minimum": 3}
+
+
+def test_s1_what_only_compiling_shows_ends_in_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A merged pattern below the limit of nodes: the worker's limits hold, and say what they are."""
+    monkeypatch.setattr(grammar_probe, "SECONDS", 0.001)
+    probe = grammar_probe.GrammarProbe(300)
+    with pytest.raises(UsageError, match="S: compiling it takes more than 0.001 s"):
+        probe.check(json.dumps({"grammars": [{"lark_grammar": "start: /a{1000}/"}]}), "S")

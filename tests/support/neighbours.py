@@ -1,0 +1,124 @@
+"""A server process under attack: how long a neighbour waits meanwhile, and how much memory the server takes."""
+
+import http.client
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Attack:
+    """Requests that are sent at the same time: a path and the body, as bytes or as a value."""
+
+    path: str
+    body: Any
+    copies: int = 1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Statuses of an attack, its seconds, the longest wait of a neighbour, and the growth of memory in bytes."""
+
+    statuses: Sequence[int]
+    seconds: float
+    wait: float
+    grown: int
+
+    def row(self, name: str) -> str:
+        statuses = ", ".join(map(str, sorted(set(self.statuses))))
+        return f"| {name} | {statuses} | {self.seconds:.2f} s | {self.grown / 2**20:.0f} MiB | {self.wait:.2f} s |"
+
+
+def _ask(port: int, path: str, data: bytes, seconds: float = 120) -> int:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=seconds)
+    try:
+        connection.request("POST", path, data, {"content-type": "application/json"})
+        response = connection.getresponse()
+        response.read()
+        return response.status
+    finally:
+        connection.close()
+
+
+def _pids(root: int) -> Iterator[int]:
+    """The process and its descendants."""
+    yield root
+    for task in Path(f"/proc/{root}/task").iterdir():
+        for child in (task / "children").read_text().split():
+            yield from _pids(int(child))
+
+
+class ServerProcess:
+    """`mycli serve pico` in a process of its own."""
+
+    def __init__(self, port: int, pid: int) -> None:
+        self.port, self._pid = port, pid
+
+    def resident(self) -> int:
+        """Bytes of memory of the server and its workers now."""
+        total = 0
+        for pid in list(_pids(self._pid)):
+            try:
+                pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+            except (OSError, IndexError):
+                continue
+            total += pages * os.sysconf("SC_PAGE_SIZE")
+        return total
+
+    def neighbour(self) -> float:
+        """Seconds for a reply of two tokens."""
+        body = {"prompt": "The capital of", "max_tokens": 2, "temperature": 0, "ignore_eos": True}
+        start = time.perf_counter()
+        assert _ask(self.port, "/v1/completions", json.dumps(body).encode()) == 200
+        return time.perf_counter() - start
+
+    def suffer(self, attack: Attack) -> Outcome:
+        """Send an attack beside a neighbour that asks again and again."""
+        data = attack.body if isinstance(attack.body, bytes) else json.dumps(attack.body).encode()
+        before, statuses = self.resident(), list[int]()
+        start = time.perf_counter()
+        threads = [
+            threading.Thread(target=lambda: statuses.append(_ask(self.port, attack.path, data)))
+            for _ in range(attack.copies)
+        ]
+        for thread in threads:
+            thread.start()
+        peak, over = [before], threading.Event()
+
+        def watch() -> None:
+            while not over.wait(0.005):
+                peak[0] = max(peak[0], self.resident())
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        wait = self.neighbour()
+        while any(thread.is_alive() for thread in threads):
+            wait = max(wait, self.neighbour())
+        seconds = time.perf_counter() - start
+        over.set()
+        watcher.join()
+        return Outcome(statuses, seconds, wait, peak[0] - before)
+
+
+@contextmanager
+def server_process(*arguments: str) -> Iterator[ServerProcess]:
+    """A server of pico on a free port while the context lasts."""
+    command = [sys.executable, "-m", "mycli.cli", "serve", "pico", "--port", "0", "--json", *arguments]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        assert child.stdout
+        port = int(json.loads(child.stdout.readline())["url"].rpartition(":")[2])
+        server = ServerProcess(port, child.pid)
+        server.neighbour()
+        yield server
+    finally:
+        child.terminate()
+        child.wait(60)
