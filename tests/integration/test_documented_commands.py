@@ -87,8 +87,6 @@ NOT_RUN = {
     r"^lm_eval": "another maker's program, and data of the hub",
     r"^hf upload": "would publish",
     r"tests\.(?:benchmarks|gpu|ptx)\.": MEASURED,
-    r"pytest -m slow": MEASURED,
-    r"^mycli stop": "ends a server of another line; test_ps.py types it",
 }
 SERVER = re.compile(r"^mycli serve ")
 LOCAL = re.compile(r"http://127\.0\.0\.1:80\d0")

@@ -53,6 +53,10 @@ class ChatSpec:
     continued: bool = False
 
     @property
+    def constrained(self) -> bool:
+        return self.format is not None and self.format.type != "text"
+
+    @property
     def offered_tools(self) -> Sequence[Tool]:
         if self.choice == "none":
             return ()
@@ -72,9 +76,7 @@ def prepare_chat(service: Service, spec: ChatSpec) -> Prepared:
     """Return the engine request that continues a conversation. Raises ApiError."""
     tools = spec.offered_tools
     _check_tools(spec)
-    constrained = spec.format is not None and spec.format.type != "text"
-    if spec.continued:
-        _check_continued(spec, constrained)
+    _check_continued(spec)
     ids = chat_ids(service, spec)
     limit = spec.limit
     if spec.clipped and limit is not None:
@@ -83,21 +85,11 @@ def prepare_chat(service: Service, spec: ChatSpec) -> Prepared:
     service.check_fits(ids, limit, spec.place)
     # The last characters, more than an opening tag is long, say whether the reply begins inside the reasoning.
     end = "" if spec.continued else service.spelled(ids[-16:])
-    prelude = (
-        None
-        if spec.continued
-        else _prelude(service, spec, end, limit if limit is not None else reply_room(service.context, len(ids)))
-    )
+    prelude = None if spec.continued else _prelude(service, spec, end, limit or reply_room(service.context, len(ids)))
     tool_format = service.tool_format
-    grammar: Grammar | None = None
-    if tools and (spec.choice == "required" or constrained):
-        # A grammar needs calls that are one JSON object: other syntaxes have no schema for their arguments.
-        tool_format = tool_format if tool_format.json_syntax is not None else HERMES
-        grammar = _calls_grammar(service, spec, tool_format, prelude)
-    elif constrained:
-        grammar = service.grammar(spec.format, prelude)
-    elif prelude is not None and prelude.budget is not None:
-        grammar = service.compiler.any_text(prelude)
+    if tools and (spec.choice == "required" or spec.constrained) and tool_format.json_syntax is None:
+        tool_format = HERMES  # other syntaxes have no schema for their arguments
+    grammar = _grammar(service, spec, tool_format, prelude)
     readers = [
         ReplyReader(
             service.loaded.tokenizer,
@@ -112,6 +104,16 @@ def prepare_chat(service: Service, spec: ChatSpec) -> Prepared:
     omitted = [*(f"tool {kind}" for kind in dict.fromkeys(spec.omitted_tools)), *dict.fromkeys(spec.omitted)]
     request = service.request(ids, spec.sampling, limit, grammar, spec.top)
     return Prepared([(request, readers)], [ids], clipped=limit != spec.limit, omitted=omitted)
+
+
+def _grammar(service: Service, spec: ChatSpec, tool_format: ToolFormat, prelude: Prelude | None) -> Grammar | None:
+    if spec.offered_tools and (spec.choice == "required" or spec.constrained):
+        return _calls_grammar(service, spec, tool_format, prelude)
+    if spec.constrained:
+        return service.grammar(spec.format, prelude)
+    if prelude is not None and prelude.budget is not None:
+        return service.compiler.any_text(prelude)
+    return None
 
 
 def chat_ids(service: Service, spec: ChatSpec) -> list[int]:
@@ -129,19 +131,19 @@ def chat_ids(service: Service, spec: ChatSpec) -> list[int]:
     return ids
 
 
-def _check_continued(spec: ChatSpec, constrained: bool) -> None:
-    last = spec.messages[-1]
-    cause = ""
+def _check_continued(spec: ChatSpec) -> None:
+    if not spec.continued:
+        return
+    last, cause = spec.messages[-1], ""
     if last.role != "assistant" or last.tool_calls:
         cause = "the last message must be text of the assistant"
     elif len(spec.messages) < 2:
         cause = "a message must precede it"
-    elif constrained or spec.choice == "required":
+    elif spec.constrained or spec.choice == "required":
         cause = "it cannot be combined with a format or a required call"
     if cause:
-        field = "messages" if spec.place == "messages" else spec.place
-        message = f"{field}: the last message cannot be continued: {cause}"
-        raise ApiError(400, message, "invalid_value", param=field)
+        message = f"{spec.place}: the last message cannot be continued: {cause}"
+        raise ApiError(400, message, "invalid_value", param=spec.place)
 
 
 def _prelude(service: Service, spec: ChatSpec, prompt_end: str, limit: int) -> Prelude | None:

@@ -126,10 +126,11 @@ def test_an_item_may_be_named_instead_of_sent(scripted: Scripted, reasoning: Loa
 
 def test_tools_may_be_restricted_to_some(scripted: Scripted, served: Served) -> None:
     allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "two"}]}
-    tools = [{"type": "function", "name": name, "parameters": {"type": "object"}} for name in ("one", "two")]
+    nothing = {"type": "object", "properties": {}, "additionalProperties": False}
+    tools = [{"type": "function", "name": name, "parameters": nothing} for name in ("one", "two")]
     output = ask(served, tools=tools, tool_choice=allowed, temperature=0, parallel_tool_calls=False).json["output"]
     assert [item["name"] for item in output] == ["two"]
-    chat_tools = [{"type": "function", "function": {"name": tool["name"]}} for tool in tools]
+    chat_tools = [{"type": "function", "function": {"name": tool["name"], "parameters": nothing}} for tool in tools]
     choice = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [chat_tools[1]]}}
     answer = served.chat(tools=chat_tools, tool_choice=choice, parallel_tool_calls=False, max_tokens=60)
     assert [name for name, _ in joined(answer)[2]] == ["two"]
