@@ -53,6 +53,9 @@ REASONS: Mapping[str, str] = {
     "untested-on-amd": "has never been run on an AMD GPU",
     "triton-not-installed": "the package triton is not installed",
     "other-cuda-device": "launches on cuda:{current}, the device of this thread, not on {device}",
+    "no-c-compiler": "Triton needs a C compiler to launch kernels: install gcc (Debian: apt install gcc)",
+    "no-python-headers": "Triton needs the headers of Python, and {folder} has no Python.h: install python3-dev "
+    "(Fedora: python3-devel)",
     "kernel-raises": "failed on this machine: {error}",
     "product-check-failed": "is wrong on this machine: a product of {packing} is off by {error:.1%}",
     "weights-unpacked": "{reason}; packed weights are stored as {dtype}, which takes more memory",

@@ -6,7 +6,9 @@
 #include <cstdlib>
 #include <cstring>
 #include <limits>
+#include <string>
 #include <ucontext.h>
+#include <unordered_map>
 #include <vector>
 
 typedef uint8_t u8;
@@ -41,9 +43,11 @@ struct Warp {
   int number;
   Program* program;
   std::vector<std::vector<Copy>> copies[32];  // groups of each lane, the last one open
+  u32 id;                                     // among all warps of the launch
+  std::vector<u32> clock;                     // with RACE: what of each warp is known to have happened
 };
 struct Program {
-  u32 x, y, z, bytes;
+  u32 x, y, z, bytes, number;
   u8* shared;
   std::vector<Warp*> warps;
 };
@@ -69,6 +73,10 @@ static void give_turn(State state) {
 static void fail(const char* what) {  // the launch ends; this fiber does not go on
   if (!FAILURE[0]) snprintf(FAILURE, sizeof FAILURE, "%s", what);
   for (;;) give_turn(DONE);
+}
+
+static void fail_launch(const char* what) {  // as `fail`, outside of a warp
+  if (!FAILURE[0]) snprintf(FAILURE, sizeof FAILURE, "%s", what);
 }
 
 static inline f32 as_f32(u32 x) { f32 y; memcpy(&y, &x, 4); return y; }
@@ -185,6 +193,58 @@ extern "C" void forget_costs() { memset(COSTS, 0, sizeof COSTS); }
 #define SETTLE(statement, size)
 #endif
 
+// With RACE, two accesses of a byte of global memory of which one writes, by warps that nothing orders, are an error.
+// What orders warps are barriers of their program, and an atomic that releases before one that acquires at the same place
+// (vector clocks; a warp counts as one thread). Atomics do not race with each other.
+enum Access { READ, WRITE, ATOMIC };
+#ifdef RACE
+struct Shadow {
+  u32 writer = 0, wrote = 0;  // warp and its time; 0: nobody has written
+  bool atomic = false;
+  std::vector<std::pair<u32, u32>> reads;
+};
+static std::unordered_map<u64, Shadow> SHADOW;
+static std::unordered_map<u64, std::vector<u32>> RELEASED;  // by place
+static Access KIND;
+static bool ACQUIRES, RELEASES;
+#define KIND_OF(kind, acquires, releases) KIND = kind, ACQUIRES = acquires, RELEASES = releases;
+
+static void join(std::vector<u32>& clock, const std::vector<u32>& other) {
+  clock.resize(std::max(clock.size(), other.size()));
+  for (size_t i = 0; i < other.size(); i++) clock[i] = std::max(clock[i], other[i]);
+}
+static bool known(u32 warp, u32 time) { return CURRENT->clock[warp] >= time; }
+static void touch(u64 at, u32 size) {
+  if (ACQUIRES) join(CURRENT->clock, RELEASED[at]);
+  for (u64 byte = at; byte < at + size; byte++) {
+    Shadow& shadow = SHADOW[byte];
+    bool both_atomic = shadow.atomic && KIND == ATOMIC;
+    if (shadow.wrote && !both_atomic && !known(shadow.writer, shadow.wrote))
+      fail(KIND == READ ? "a race: a read that nothing orders after a write" : "a race: two writes in no order");
+    if (KIND == READ) {
+      auto& reads = shadow.reads;
+      reads.erase(std::remove_if(reads.begin(), reads.end(), [](auto& read) { return known(read.first, read.second); }),
+                  reads.end());
+      reads.push_back({CURRENT->id, CURRENT->clock[CURRENT->id]});
+      continue;
+    }
+    for (auto& read : shadow.reads)
+      if (!known(read.first, read.second)) fail("a race: a write that nothing orders after a read");
+    shadow.reads.clear();
+    shadow.writer = CURRENT->id, shadow.wrote = CURRENT->clock[CURRENT->id], shadow.atomic = KIND == ATOMIC;
+  }
+  if (RELEASES) {
+    join(RELEASED[at], CURRENT->clock);
+    CURRENT->clock[CURRENT->id]++;
+  }
+}
+#define TOUCH(at, size) touch(at, size);
+#else
+#define KIND_OF(kind, acquires, releases)
+#define TOUCH(at, size)
+#endif
+static u64 WRITES;  // of all programs: without any, those that wait do so for nobody
+
 static inline u8* in_shared(u32 at, u32 size) {
   NOTE(0, at)
   if (at % size) fail("misaligned access of shared memory");
@@ -194,6 +254,7 @@ static inline u8* in_shared(u32 at, u32 size) {
 static inline u8* in_global(u64 at, u32 size) {
   NOTE(1, at)
   if (at % size) fail("misaligned access of global memory");
+  TOUCH(at, size)
   return (u8*)at;
 }
 

@@ -23,7 +23,8 @@ _ATOMIC = {
 def _pointer(o: Operands, i: Instruction, operand: str, size: int) -> str:
     """The address of `size` bytes, checked."""
     base, offset = address(operand)
-    space = i.parts[1].split("::")[0]
+    spaces = [part.split("::")[0] for part in i.parts[1:]]  # an order and a scope may stand before it
+    space = next((space for space in spaces if space in ("global", "shared", "local")), "")
     if space == "global":
         return f"in_global({o.value(base, 'b64')}+({offset}),{size})"
     if space == "shared":

@@ -37,21 +37,24 @@ class Cost:
 class Runner:
     """Runs kernels, compiled once into `folder`. seed: of the order of programs and warps, another for every launch.
 
-    count: keep in `costs` what the memory accesses of the last launch cost.
+    count: keep in `costs` what the memory accesses of the last launch cost. races: two accesses of global memory that
+    nothing orders fail the launch. starved: one program at a time hardly ever has its turn.
     """
 
     folder: Path
     seed: int = 1
     count: bool = False
+    races: bool = False
+    starved: bool = False
     costs: list[Cost] = field(default_factory=list)
-    _libraries: dict[tuple[str, bool], tuple[ctypes.CDLL, list[Access]]] = field(default_factory=dict)
+    _libraries: dict[tuple[str, bool, bool], tuple[ctypes.CDLL, list[Access]]] = field(default_factory=dict)
 
     def library(self, ptx: str) -> tuple[ctypes.CDLL, list[Access]]:
         """The kernel of a module, ready to run, and what it counts. Raises UnknownInstruction."""
-        key = ptx, self.count
+        key = ptx, self.count, self.races
         if key not in self._libraries:
             source, accesses = translate_counting(ptx)
-            source = "#define COUNT\n" * self.count + source
+            source = "#define COUNT\n" * self.count + "#define RACE\n" * self.races + source
             headers = "".join((HERE / name).read_text("utf-8") for name in ("machine.h", "scheduler.h"))
             digest = hashlib.sha256("\0".join((source, headers, *FLAGS[:-1])).encode()).hexdigest()[:24]
             target = self.folder / f"{digest}.so"
@@ -77,11 +80,11 @@ class Runner:
         """Run a kernel whose `parameters` (void**) lie in this process. Raises LaunchFailed."""
         self.seed += 1
         sizes = (ctypes.c_uint(size) for size in (*grid, threads, shared))
-        window, seed = ctypes.c_uint(WINDOW), ctypes.c_uint64(self.seed)
+        window, seed, starved = ctypes.c_uint(WINDOW), ctypes.c_uint64(self.seed), ctypes.c_uint(self.starved)
         library, accesses = self.library(ptx)
         if self.count:
             library.forget_costs()
-        said = library.run(*sizes, parameters, window, seed).decode()
+        said = library.run(*sizes, parameters, window, seed, starved).decode()
         if said:
             raise LaunchFailed(said)
         if self.count:

@@ -51,6 +51,21 @@ def main_loop(function: Function) -> range:
     return min(with_products, key=len, default=range(0))
 
 
+def _yields(one: Instruction) -> bool:
+    """Whether others may run before it: atomics, and loads that may wait for another program."""
+    waits = one.name == "ld" and not {"volatile", "acquire", "relaxed"}.isdisjoint(one.parts)
+    return waits or one.name in ("atom", "red")
+
+
+def _kind(one: Instruction) -> str:
+    """How an access counts in a search for races: what it is, whether it acquires, whether it releases."""
+    order = {"acq_rel", "acquire", "release"} & set(one.parts)
+    atomic = bool(order) or one.name in ("atom", "red") or "relaxed" in one.parts
+    kind = "ATOMIC" if atomic else "WRITE" if one.name == "st" else "READ"
+    acquires, releases = (int(bool(order & {"acq_rel", word})) for word in ("acquire", "release"))
+    return f"KIND_OF({kind},{acquires},{releases})"
+
+
 def _c_name(name: str) -> str:
     return re.sub(r"\W", "_", name)
 
@@ -179,7 +194,8 @@ class _Translation:
         """The statement of each lane, for all of them, with a count of what they touch together."""
         size = int(one.operands[2], 0) if one.name == "cp" else BYTES.get(one.kind, 4) * vector(one)
         self._accesses.append(Access(one.text, size, self._block in self._main_loop))
-        return f"FORGET ALL {text} SETTLE({len(self._accesses) - 1},{size})"
+        whole = f"FORGET {_kind(one)} ALL {text} SETTLE({len(self._accesses) - 1},{size})"
+        return whole if one.name in ("ld", "cp") else f"WRITES++; {whole}"
 
     def _one(self, one: Instruction) -> None:
         """An instruction, for the lanes that its guard leaves."""
@@ -200,7 +216,7 @@ class _Translation:
                 self._run.append(text)
             else:
                 whole = f"ALL {text}" if one.parts[:3] == ("cp", "async", "bulk") else self._counted(one, text)
-                self._warp(("give_turn(READY);" if one.name in ("atom", "red") else "") + whole)
+                self._warp(("give_turn(READY);" if _yields(one) else "") + whole)
         elif guard is None:
             self._warp(f"{{{body}}}")
         else:

@@ -1,0 +1,22 @@
+"""Finds out why Triton cannot launch kernels on a machine: it compiles a launcher in C when a kernel first runs."""
+
+import os
+import shutil
+import sysconfig
+from pathlib import Path
+
+from mycli.runtime.errors import Declined, summarize_error
+
+
+def launch_failure(error: Exception, code: str) -> Declined:
+    """Return why a first launch failed: what the machine lacks, or `code` with the first line of `error`."""
+    return missing_tool() or Declined(code, {"error": summarize_error(error)})
+
+
+def missing_tool() -> Declined | None:
+    """Return which of a C compiler and the headers of Python is missing, or None."""
+    # As Triton looks for them (triton/runtime/build.py).
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return Declined("no-c-compiler")
+    include = Path(sysconfig.get_paths()["include"])
+    return None if (include / "Python.h").exists() else Declined("no-python-headers", {"folder": str(include)})
