@@ -15,6 +15,7 @@ from torch import Tensor
 from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.reference import DenseMatmul
+from mycli.runtime.kernels.routed import decline_routing
 from mycli.runtime.kernels.triton.attention import (
     attend_stages,
     decode_attention,
@@ -272,8 +273,8 @@ def _decline_layer(spec: LayerSpec) -> Declined | None:
 def _decline_experts(spec: ExpertsSpec) -> Declined | None:
     if spec.weigh_inputs:
         return Declined("expert-inputs")
-    if spec.routing.scoring not in ("softmax", "sigmoid") or spec.routing.softcap:
-        return Declined("routing-kind", {"scoring": spec.routing.scoring})
+    if (declined := decline_routing(spec.routing)) is not None:
+        return declined
     if any((spec.router_norm, spec.expert_norm, spec.expert_output_norm)):
         return Declined("expert-norms")
     if spec.shared is not None and (spec.shared.mlp.norm or spec.shared.mlp.output_norm):
