@@ -105,9 +105,10 @@ def product_input(
         streams[index][windows] = complete(parts[index - 1].steps(x, context)).to(streams[index].device)
         state.routes.pop(windows.start, None)
     x = streams[index][windows].to(device)
-    experts, entering = (part.mlp, normed(part.attention.norm, x)) if isinstance(part, Parallel) else (part, x)
-    routed = isinstance(experts, Experts) and linear in experts.products
-    if routed and isinstance(experts, Experts) and (expert := experts.expert_of(linear)) is not None:
+    mlp = part.mlp if isinstance(part, Parallel) else part
+    experts = mlp if isinstance(mlp, Experts) and linear in mlp.products else None
+    if experts is not None and (expert := experts.expert_of(linear)) is not None:
+        entering = normed(part.attention.norm, x) if isinstance(part, Parallel) else x
         if tokens is None:
             if windows.start not in state.routes:
                 state.routes[windows.start] = _to_experts(experts.steps(entering, context))[0].route

@@ -44,10 +44,7 @@ _MAGIC = (
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor: `offset` in bytes from the start of `file`, `dtype` a key of `utils.dtypes.BY_SAFETENSORS_NAME`.
-
-    transposed: the file holds the transpose of a matrix of `shape`.
-    """
+    """One tensor: `offset` in bytes from the start of `file`, `dtype` a key of `utils.dtypes.BY_SAFETENSORS_NAME`."""
 
     name: str
     dtype: str
@@ -55,12 +52,12 @@ class TensorEntry:
     file: str
     offset: int
     nbytes: int
-    transposed: bool = False
+    transposed: bool = False  # the file holds the transpose of a matrix of `shape`
 
     def split(self, names: Sequence[str], *, transposed: bool = False) -> list["TensorEntry"]:
         """Split a tensor [a, b, ...] into n = len(names) tensors [a * b / n, ...] that lie one after the other.
 
-        transposed: [n, a, b] into n tensors [b, a]. Returns the tensor itself if it has another shape.
+        transposed: [n, a, b] into n of [b, a]. Returns the tensor itself if it has another shape.
         """
         rows = math.prod(self.shape[:2])
         if len(self.shape) < 2 or rows % len(names) or (transposed and self.shape[0] != len(names)):

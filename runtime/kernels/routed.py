@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from mycli.runtime.errors import Declined
 from mycli.runtime.models.experts_spec import RoutingSpec
 from mycli.runtime.quantization.packed_weight import Matmul
 
@@ -72,6 +73,13 @@ class Route:
     def of(self, expert: int) -> Tensor:
         """Return the tokens of an expert, int32 [n]."""
         return self.tokens[self.slices.get(expert, slice(0, 0))]
+
+
+def decline_routing(choice: RoutingSpec) -> Declined | None:
+    """Return why only the reference routes by `choice`; None for softmax and sigmoids."""
+    if choice.scoring not in ("softmax", "sigmoid"):
+        return Declined("routing-kind", {"scoring": choice.scoring})
+    return Declined("routing-kind", {"scoring": "softcapped"}) if choice.softcap else None
 
 
 def mask_groups(values: Tensor, choice: RoutingSpec) -> Tensor:

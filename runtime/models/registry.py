@@ -8,27 +8,35 @@ from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.utils.json_fields import Fields
 
 _MAMBA = "its Mamba layers are not implemented"
-_INDEXER = "its attention to the keys that an indexer selects is not implemented"
+_INDEXER = "its indexer attention, which selects keys for each query, is not implemented"
+_LIGHTNING = "its lightning attention is not implemented"
+_KDA = "its Kimi Delta Attention is not implemented"
+_ENCODER = "encoder-decoder models are not implemented"
 
 # Known families that cannot run, so that the error names the missing feature.
 REFUSED: dict[str, str] = {
+    "bailing_hybrid": _KDA,
+    "bart": _ENCODER,
     "deepseek_v32": _INDEXER,
     "deepseek_v4": _INDEXER,
+    "diffllama": "its differential attention is not implemented",
+    "doge": "its attention mask, which depends on the values of keys, is not implemented",
     "falcon_h1": _MAMBA,
     "falcon_mamba": _MAMBA,
     "gemma3n": "its AltUp residual streams and Laurel blocks are not implemented",
+    "gemma3n_text": "its AltUp residual streams and Laurel blocks are not implemented",
     "glm_moe_dsa": _INDEXER,
     "jamba": _MAMBA,
-    "llama4": "its chunked attention is not implemented",
+    "kimi_linear": _KDA,
     "longcat_flash": "its layers of two attentions with a shortcut mixture of experts are not implemented",
     "mamba": _MAMBA,
     "mamba2": _MAMBA,
+    "minimax": _LIGHTNING,
     "mllama": "its cross-attention to images is not implemented",
     "nemotron_h": _MAMBA,
-    "phimoe": "its SparseMixer routing is not implemented",
     "recurrent_gemma": "its RG-LRU layers are not implemented",
-    "t5": "encoder-decoder models are not implemented",
-    "t5gemma": "encoder-decoder models are not implemented",
+    "t5": _ENCODER,
+    "t5gemma": _ENCODER,
 }
 
 

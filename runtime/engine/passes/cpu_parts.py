@@ -13,7 +13,7 @@ import torch
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.attention import native_window
 from mycli.runtime.kernels.cpu.elementwise import GATE_TYPES
-from mycli.runtime.kernels.cpu.experts import DENSE_WEIGHTS, PACKED_WEIGHTS, TABLE_WEIGHTS, c_choice, decline_routing
+from mycli.runtime.kernels.cpu.experts import DENSE_WEIGHTS, PACKED_WEIGHTS, TABLE_WEIGHTS, c_choice
 from mycli.runtime.kernels.cpu.latent import decline_latent
 from mycli.runtime.kernels.cpu.layer import (
     MAX_PRODUCTS,
@@ -42,6 +42,7 @@ from mycli.runtime.kernels.cpu.matmul import CpuMatmul
 from mycli.runtime.kernels.cpu.recurrent import decline_convolution, decline_delta, decline_scan
 from mycli.runtime.kernels.cpu.table import TableMatmul
 from mycli.runtime.kernels.reference import DenseMatmul
+from mycli.runtime.kernels.routed import decline_routing
 from mycli.runtime.layers.block import Attention, Parallel, PerLayer, Recurrent
 from mycli.runtime.layers.feed_forward import Experts, Mlp
 from mycli.runtime.layers.latent import LatentAttention

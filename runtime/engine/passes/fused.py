@@ -16,6 +16,7 @@ from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.engine.passes.graphs import StepInput, longest
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.reference import DenseMatmul
+from mycli.runtime.kernels.routed import decline_routing
 from mycli.runtime.kernels.triton.attention import decode_attention, head_fits
 from mycli.runtime.kernels.triton.experts import ExpertTable
 from mycli.runtime.kernels.triton.gated_silu import activate
@@ -269,8 +270,8 @@ def _decline_layer(spec: LayerSpec) -> Declined | None:
 def _decline_experts(spec: ExpertsSpec) -> Declined | None:
     if spec.weigh_inputs:
         return Declined("expert-inputs")
-    if spec.routing.scoring not in ("softmax", "sigmoid") or spec.routing.softcap:
-        return Declined("routing-kind", {"scoring": spec.routing.scoring})
+    if (declined := decline_routing(spec.routing)) is not None:
+        return declined
     if any((spec.router_norm, spec.expert_norm, spec.expert_output_norm)):
         return Declined("expert-norms")
     if spec.shared is not None and (spec.shared.mlp.norm or spec.shared.mlp.output_norm):

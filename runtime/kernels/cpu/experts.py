@@ -17,7 +17,7 @@ from mycli.runtime.kernels.cpu.library import build
 from mycli.runtime.kernels.cpu.library.build import LANES, ROW_TYPES
 from mycli.runtime.kernels.cpu.matmul import DENSE_INPUTS, CpuMatmul, no_memory_error
 from mycli.runtime.kernels.cpu.table import MAX_DECODED_ROWS, TableMatmul
-from mycli.runtime.kernels.routed import Route
+from mycli.runtime.kernels.routed import Route, decline_routing
 from mycli.runtime.models.experts_spec import RoutingSpec
 from mycli.runtime.quantization.packed_weight import Matmul
 
@@ -70,12 +70,6 @@ class _WeightedSum(ctypes.Structure):
         *((name, c_int64) for name in ("tokens", "top", "size")),
         ("type", c_int32),
     ]
-
-
-def decline_routing(choice: RoutingSpec) -> Declined | None:
-    if choice.scoring not in ("softmax", "sigmoid"):
-        return Declined("routing-kind", {"scoring": choice.scoring})
-    return Declined("routing-kind", {"scoring": "softcapped"}) if choice.softcap else None
 
 
 def native_route(scores: Tensor, choice: RoutingSpec, correction: Tensor | None = None) -> Route | Declined:

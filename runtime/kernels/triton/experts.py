@@ -12,7 +12,7 @@ from torch import Tensor
 from mycli.runtime.device.placement import decline_packed
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels import reference
-from mycli.runtime.kernels.routed import ExpertWeights, Route
+from mycli.runtime.kernels.routed import ExpertWeights, Route, decline_routing
 from mycli.runtime.kernels.triton.product.matmul import RoutedRows, TritonMatmul, check_contiguous
 from mycli.runtime.kernels.triton.product.tiles import max_packed_rows
 from mycli.runtime.kernels.triton.toolchain import launch_failure
@@ -121,6 +121,8 @@ def triton_route(scores: Tensor, routing: RoutingSpec, correction: Tensor | None
     """Compute `route_tokens` on a GPU."""
     if routing.groups > 1:
         return _GROUPS
+    if (declined := decline_routing(routing)) is not None:
+        return declined
     return _decline(scores) or route_tokens(scores.contiguous(), routing, correction)
 
 

@@ -48,6 +48,7 @@ def read(raw: Fields) -> ModelConfig:
         **hf_config.attention_biases(raw),
         qk_norm=True,
         windows=hf_config.layer_windows(raw, sliding),
+        # Layers with full attention have no positions.
         layer_ropes=tuple(rope if slides else None for slides in sliding),
         embedding_scale=fields["hidden_size"] ** 0.5 if raw.boolean("mup_enabled", False) else 1.0,
         build_layer=mixture,

@@ -20,6 +20,7 @@ _ROPE = {
 
 def layer(config: ModelConfig, index: int) -> LayerSpec:
     llama, prefix = llama_layer(config, index), f"model.layers.{index}"
+    # Checkpoints hold the constants beta and eps as tensors; they are read, not assumed.
     shapes: dict[str, Shape] = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
     parameters = tuple((f"{prefix}.mlp.act_fn.{name}", shape) for name, shape in shapes.items())
     return replace(

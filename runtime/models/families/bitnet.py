@@ -11,6 +11,7 @@ from mycli.runtime.utils.json_fields import Fields
 def layer(config: ModelConfig, index: int) -> LayerSpec:
     llama, prefix = llama_layer(config, index), f"model.layers.{index}"
     attention = replace(llama.attention, inner_norm=config.norm_spec(f"{prefix}.self_attn.attn_sub_norm"))
+    # Only the bf16 weights run; the packed ternary ones have a quant_method, which is refused.
     norm = config.norm_spec(f"{prefix}.mlp.ffn_sub_norm", config.intermediate_size)
     return replace(llama, mixer=attention, mlp=replace(llama.dense_mlp, inner_norm=norm))
 

@@ -24,6 +24,7 @@ class CohereMoeLayers:
         llama = llama_layer(config, index, intermediate_size=self.dense_size if dense else None)
         layer = replace(llama, mlp=replace(llama.mlp, norm=None), parallel=True)
         layer = self.mixture.replace_mlp(layer, config)
+        # Half the sum of experts and shared expert: the same as half the share of this part in the stream.
         return layer if dense or not self.halved else replace(layer, mlp=replace(layer.mlp, residual_scale=0.5))
 
 
@@ -54,7 +55,7 @@ def _mixture(raw: Fields, fields: dict[str, int]) -> CohereMoeLayers:
 def read(raw: Fields) -> ModelConfig:
     rms = raw.has("rms_norm_eps")
     raw = hf_config.with_defaults(raw, sliding_window=4096, head_dim=128, tie_word_embeddings=True, logit_scale=0.0625)
-    if not rms:
+    if not rms:  # rms_norm_eps also selects the kind of norm
         eps = raw.number("layer_norm_eps", 1e-5, low=1e-30, high=1.0)
         raw = Fields({**raw.values, "rms_norm_eps": eps}, raw.source)
     fields = hf_config.common(raw, handled=("logit_scale", *EXPERT_KEYS))
@@ -70,6 +71,7 @@ def read(raw: Fields) -> ModelConfig:
 
     sliding = hf_config.layers_of_type(raw, layers, slides_by_default)
     rope = RopeSpec(fields["rope_theta"], fields["head_dim"], fields["rope_scaling"], interleaved=True)
+    # Layers with full attention have no positions, except the leading layers with an MLP if none of those slides.
     rotates = (slides or (prefix_period == 1 and i in mixture.mixture.dense) for i, slides in enumerate(sliding))
     return ModelConfig(
         **fields,

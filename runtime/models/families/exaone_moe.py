@@ -21,6 +21,7 @@ def read(raw: Fields) -> ModelConfig:
     fields = hf_config.common(raw, handled=EXPERT_KEYS)
     count, top_k = read_expert_counts(raw, "num_experts", fields["layers"], default=(64, 8))
     size = raw.integer("moe_intermediate_size", 1024)
+    # Checkpoints contain an MTP head, which is not used.
     mixture = MoeLayers(
         count,
         read_routing(raw, count, top_k),

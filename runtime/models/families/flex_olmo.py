@@ -1,4 +1,4 @@
-"""FlexOlmo (7x7B): OLMo 2 with experts, a softmax over all experts."""
+"""FlexOlmo (7x7B): OLMo 2 with experts, routed by a softmax over all experts."""
 
 from mycli.runtime.models import hf_config
 from mycli.runtime.models.config import ModelConfig

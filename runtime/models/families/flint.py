@@ -38,6 +38,7 @@ def read(raw: Fields) -> ModelConfig:
         **hf_config.attention_biases(raw),
         qk_norm=True,
         windows=hf_config.layer_windows(raw, sliding),
+        # Layers with full attention have no positions.
         layer_ropes=tuple(rope if slides else None for slides in sliding),
         build_layer=mixture,
     )

@@ -21,6 +21,7 @@ def with_windows(raw: Fields, config: ModelConfig) -> ModelConfig:
     thetas = raw.array("layer_rope_theta", object, MAX_LAYERS) or [config.rope_theta] * config.layers
     if len(thetas) != config.layers:
         raise raw.fail("layer_rope_theta", f"has {len(thetas)} entries for {config.layers} layers")
+    # Scaling is that of the model; only theta differs between layers.
     rope = RopeSpec(config.rope_theta, config.head_dim, config.rope_scaling)
 
     def rotation(theta: object) -> RopeSpec | None:  # none for 0 and null

@@ -13,6 +13,7 @@ _NAMES = ExpertNames(router="router.gate", shared="shared_mlp", shared_gate=None
 def read(raw: Fields) -> ModelConfig:
     raw = hf_config.with_defaults(raw, rope_theta=11158840.0, head_dim=128, num_key_value_heads=8, rms_norm_eps=1e-5)
     fields = hf_config.common(raw, handled=EXPERT_KEYS)
+    # Shared experts would have the biases too, routed ones not.
     hf_config.require(raw, mlp_bias=False)
     count, top_k = read_expert_counts(raw, "num_experts", fields["layers"], default=(192, 8))
     size = raw.integer("moe_intermediate_size", 1536)

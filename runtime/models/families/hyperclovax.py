@@ -20,7 +20,9 @@ def read(raw: Fields) -> ModelConfig:
     config = granite.read(raw)
     return replace(
         config,
+        # 1 / sqrt(head_dim) where the config gives none; Granite's default is 1.
         attention_scale=config.attention_scale if raw.has("attention_multiplier") else None,
+        # Granite divides logits by logits_scaling, this family multiplies.
         logit_scale=1 / config.logit_scale,
         build_layer=layer if raw.boolean("use_post_norm", True) else llama_layer,
     )

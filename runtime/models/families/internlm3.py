@@ -7,6 +7,7 @@ from mycli.runtime.utils.json_fields import Fields
 
 def read(raw: Fields) -> ModelConfig:
     raw = hf_config.with_defaults(raw, num_key_value_heads=2, head_dim=128, rms_norm_eps=1e-5)
+    # The names of the original repository are qkv_bias and bias.
     bias = raw.boolean("attention_bias", raw.boolean("qkv_bias", False))
     return ModelConfig(
         **hf_config.common(raw),

@@ -23,11 +23,13 @@ class KolibriLayers:
         mlp = replace(llama.dense_mlp, output_norm=config.norm_spec(f"{prefix}.post_ffn_norm"))
         layer = self.mixture.replace_mlp(replace(llama, mixer=attention, mlp=mlp), config)
         assert isinstance(layer.mlp, ExpertsSpec)
+        # The only tensor of the experts that checkpoints do not keep under `mlp`.
         bias = f"{prefix}.moe.router.expert_bias", (self.mixture.count,)
         return replace(layer, mlp=replace(layer.mlp, correction_bias=bias))
 
 
 def read(raw: Fields) -> ModelConfig:
+    # No layer has an MLP, so configs have no intermediate_size.
     raw = hf_config.with_defaults(
         raw, head_dim=128, num_key_value_heads=4, sliding_window=513, sliding_window_pattern=5, intermediate_size=1
     )

@@ -26,6 +26,7 @@ class LagunaLayers:
     head_gates: bool
 
     def __call__(self, config: ModelConfig, index: int) -> LayerSpec:
+        # Query heads may differ by layer, key heads do not: the cache has one shape.
         llama, name = llama_layer(config, index, heads=self.heads[index]), f"model.layers.{index}.self_attn"
         rows = self.heads[index] * (1 if self.head_gates else config.head_dim)
         gate = GateSpec(LinearSpec(f"{name}.g_proj", rows, config.hidden_size), "softplus")

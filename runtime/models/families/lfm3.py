@@ -55,6 +55,7 @@ def _types(raw: Fields, layers: int) -> list[str]:
 
 
 def read(raw: Fields) -> ModelConfig:
+    # transformers writes norm_eps; older files have rms_norm_eps.
     eps = raw.number("norm_eps", raw.number("rms_norm_eps", 1e-5, low=1e-30, high=1.0), low=1e-30, high=1.0)
     raw = hf_config.with_defaults(
         raw, rms_norm_eps=eps, head_dim=128, num_key_value_heads=4, sliding_window=256, tie_word_embeddings=True

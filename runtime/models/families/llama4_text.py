@@ -26,6 +26,7 @@ class Llama4Layers:
     def __call__(self, config: ModelConfig, index: int) -> LayerSpec:
         llama = llama_layer(config, index, intermediate_size=self.dense_size)
         attention, prefix = replace(llama.attention, chunk=self.chunks[index]), f"model.layers.{index}.feed_forward"
+        # Queries and keys are normed after the rotation, without a gain; layers without rotation have no such norm.
         if self.head_norms and attention.rope is not None and attention.rope.dim:
             norm = config.norm_spec(None, config.head_dim)
             attention = replace(attention, q_norm=norm, k_norm=norm, norm_after_rope=True)
@@ -64,6 +65,7 @@ def _ropes(raw: Fields, rotates: list[int], rope: RopeSpec) -> tuple[RopeSpec | 
     scaled = None
     if raw.boolean("attn_temperature_tuning", True):
         beta = raw.number("attn_scale", 0.1, low=0.0, high=1e6)
+        # arXiv 2501.19399; only in layers without rotation.
         scaling = RopeScaling(original_context=raw.integer("floor_scale", 8192), query_beta=beta, query_offset=1)
         scaled = RopeSpec(1.0, 0, scaling)
     return tuple(rope if rotating else scaled for rotating in rotates)

@@ -18,6 +18,7 @@ def read(raw: Fields) -> ModelConfig:
     raw = hf_config.with_defaults(raw, head_dim=128, sliding_window=1024, num_key_value_heads=4)
     raw = hf_config.with_default_rope(raw, _ROPE)
     fields = hf_config.common(raw, handled=("rope_parameters", *EXPERT_KEYS))
+    # transformers 5 writes num_local_experts.
     key = "num_local_experts" if raw.has("num_local_experts") else "num_experts"
     count, top_k = read_expert_counts(raw, key, fields["layers"], default=(64, 8))
     sliding = hf_config.layers_of_type(raw, fields["layers"])

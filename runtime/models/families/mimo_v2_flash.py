@@ -31,6 +31,7 @@ class MimoLayers:
 
     def __call__(self, config: ModelConfig, index: int) -> LayerSpec:
         slides, name = config.window(index) is not None, f"model.layers.{index}.self_attn"
+        # Windowed layers have twice the key heads and a sink for each query head.
         llama = llama_layer(config, index, kv_heads=config.kv_heads * (2 if slides else 1))
         attention = llama.attention
         query, key, value = attention.qkv
@@ -38,6 +39,7 @@ class MimoLayers:
             attention,
             qkv=(query, key, replace(value, out_features=attention.kv_heads * self.value_dim)),
             o=replace(attention.o, in_features=attention.heads * self.value_dim),
+            # 128 and 192 in the published model; equal widths need no padding.
             value_dim=None if self.value_dim == config.head_dim else self.value_dim,
             value_scale=self.value_scale,
             sinks=f"{name}.attention_sink_bias" if slides else None,

@@ -12,6 +12,7 @@ from mycli.runtime.utils.json_fields import Fields
 
 def layer(config: ModelConfig, index: int) -> LayerSpec:
     llama, mlp = llama_layer(config, index), f"model.layers.{index}.mlp"
+    # After the rotation, which does not change the root mean square, as in the original code.
     norm = config.norm_spec(None, config.head_dim)
     up, down = replace(llama.dense_mlp.gate_up[0], name=f"{mlp}.fc1"), replace(llama.dense_mlp.down, name=f"{mlp}.fc2")
     return replace(

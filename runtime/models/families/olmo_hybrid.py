@@ -45,9 +45,11 @@ class HybridLayers:
             norm=config.norm_spec(f"{prefix}.attention_layer_norm"),
             projections=tuple(LinearSpec(f"{name}.{part}_proj", width, hidden) for part, width in widths.items()),
             gates=tuple(LinearSpec(f"{name}.{part}_proj", self.heads, hidden) for part in "ba"),
+            # transformers holds one convolution over q, k and v; checkpoints hold three.
             convolution=ConvolutionSpec(f"{name}.conv1d", 2 * key + inner, self.taps, parts=parts),
             decay=f"{name}.A_log",
             dt_bias=f"{name}.dt_bias",
+            # Its eps is fixed, not rms_norm_eps.
             head_norm=NormSpec(f"{name}.o_norm", self.value_dim, 1e-5),
             out=LinearSpec(f"{name}.o_proj", hidden, inner),
             beta_scale=self.beta_scale,
@@ -65,6 +67,7 @@ def read(raw: Fields) -> ModelConfig:
     recurrent = hf_config.layers_of_type(raw, layers, lambda index: index % 4 != 3, "linear_attention")
     if all(recurrent) and not raw.has("layer_types"):
         recurrent = (*recurrent[:-1], False)  # the family's default has one layer with attention at least
+    # Without rope parameters attention has no positions, as in transformers.
     rotates = raw.has("rope_parameters") or raw.has("rope_theta")
     return ModelConfig(
         **fields,

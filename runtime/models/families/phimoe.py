@@ -11,6 +11,7 @@ _NAMES = ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2")
 
 def read(raw: Fields) -> ModelConfig:
     raw = hf_config.with_defaults(raw, num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=1000000.0)
+    # SparseMixer is defined for two experts: the second is chosen with the first masked.
     hf_config.require(raw, num_experts_per_tok=2)
     fields = hf_config.common(raw, handled=EXPERT_KEYS)
     head_bias = raw.boolean("lm_head_bias", False)

@@ -20,6 +20,7 @@ class StableLmLayers:
     def __call__(self, config: ModelConfig, index: int) -> LayerSpec:
         llama, prefix = llama_layer(config, index), f"model.layers.{index}.self_attn"
         attention, mlp = llama.attention, llama.dense_mlp
+        # In StableLM 2 12B; it has no kernel and runs head by head.
         if self.head_norms:
             norm = NormSpec(None, config.head_dim, config.rms_norm_eps, layer_norm=True)
             q_norm = replace(norm, name=f"{prefix}.q_layernorm.norms", heads=config.heads)

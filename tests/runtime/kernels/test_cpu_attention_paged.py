@@ -39,10 +39,12 @@ class Case:
     softcap: float = 0.0
     sinks: bool = False
     scale: float = 0.11
+    chunk: int | None = None
 
     def __str__(self) -> str:
         batch = "+".join(f"{tokens}at{length}" for tokens, length in self.sequences)
         more = f"-window{self.window}" * (self.window is not None) + f"-softcap{self.softcap:g}" * bool(self.softcap)
+        more += f"-chunk{self.chunk}" * (self.chunk is not None)
         return (
             f"{batch}-{self.kv_heads}x{self.group}x{self.head_dim}-blocks{self.block_size}{more}"
             + "-sinks" * self.sinks
@@ -61,6 +63,8 @@ CASES = [
     Case(((33, 90), (1, 80)), 1, 2, 512, 16),
     Case(((70, 300), (1, 300)), 2, 4, 112, 16, softcap=20.0),
     Case(((70, 300), (1, 300)), 4, 2, 64, 16, 128, sinks=True, scale=0.125),
+    Case(((70, 300), (1, 129), (1, 128), (40, 40)), 2, 2, 64, 16, chunk=64),
+    Case(((600, 1100), (3, 515)), 1, 4, 48, 32, chunk=512),
 ]
 
 
@@ -89,7 +93,9 @@ class Pool:
             for i, (tokens, _) in enumerate(case.sequences)
         )
         sinks = normal(heads, seed=seed + 4) * 3 if case.sinks else None
-        return cls(case, kind, query, vectors(1), vectors(2), Scoring(case.scale, case.window, case.softcap, sinks))
+        return cls(
+            case, kind, query, vectors(1), vectors(2), Scoring(case.scale, case.window, case.softcap, sinks, case.chunk)
+        )
 
     def lay_out(self, block_size: int, lengths: list[int], shuffle: int = 0) -> tuple[Stored, Stored, Tensor]:
         """Keys, values and block table of the first `lengths` positions; what lies beside them is not a number."""
@@ -160,6 +166,7 @@ def test_the_twin_is_torchs_attention(case: Case) -> None:
     for (tokens, length), query, keys, values in zip(case.sequences, pool.query, pool.keys, pool.values, strict=True):
         token, position = torch.arange(length - tokens, length).unsqueeze(1), torch.arange(length)
         seen = (position <= token) & (token - position < (case.window or length))
+        seen &= position >= token - token % (case.chunk or length)
         one = functional.scaled_dot_product_attention(
             query.transpose(0, 1), keys.double(), values.double(), seen, scale=case.scale, enable_gqa=True
         )

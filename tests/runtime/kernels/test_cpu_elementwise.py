@@ -14,8 +14,10 @@ from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.passes.cpu import NATIVE_ROWS
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.elementwise import (
+    native_gelu,
     native_gelu_multiply,
     native_layer_norm,
+    native_relu_square_multiply,
     native_rms_norm,
     native_rotate,
     native_silu_multiply,
@@ -24,8 +26,10 @@ from mycli.runtime.kernels.cpu.elementwise import (
 from mycli.runtime.kernels.cpu.library import build
 from mycli.runtime.kernels.cpu.library.build import Native
 from mycli.runtime.kernels.reference import (
+    gelu,
     gelu_multiply,
     layer_norm,
+    relu_square_multiply,
     rms_norm,
     rotate_heads,
     silu_multiply,
@@ -68,6 +72,26 @@ def test_layer_norm(shape: tuple[int, ...], offset: float, dtype: torch.dtype) -
     assert isinstance(found, Tensor) and found.dtype == dtype
     step = 2**-8 if dtype == torch.bfloat16 else 2**-20
     torch.testing.assert_close(found.double(), expected, rtol=1.01 * step, atol=4e-6 * max(offset, 1.0))
+    bias = normal(shape[-1], seed=2).to(dtype)
+    found, expected = native_layer_norm(x, gain, 1e-5, bias), expected + bias.double()
+    assert isinstance(found, Tensor)
+    torch.testing.assert_close(found.double(), expected, rtol=1.01 * step, atol=4e-6 * max(offset, 1.0))
+
+
+def test_layer_norm_with_a_gain_of_fp32() -> None:
+    """A gain of 1 + w and its bias stay in fp32 (Nemotron)."""
+    x, gain, bias = normal(3, 48).bfloat16(), 1 + normal(48, seed=1) * 2**-6, normal(48, seed=2) * 2**-6
+    same(native_layer_norm(x, gain, 1e-5, bias), layer_norm(x, gain, 1e-5, bias), 0.002)
+
+
+@pytest.mark.parametrize("shape", [(3, 32), (1, 5, 512), (2, 40, 96)], ids=str)
+def test_activations_without_or_with_another_gate(shape: tuple[int, ...]) -> None:
+    x = (normal(*shape) * 2).bfloat16()
+    same(native_relu_square_multiply(x), relu_square_multiply(x), 0.0)
+    found, expected = native_gelu(x), gelu(x)
+    assert isinstance(found, Tensor)
+    kept = x > -2  # torch's 1 + tanh loses values below -3, as in test_gelu
+    same(found[kept], expected[kept], 0.002)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
