@@ -159,7 +159,7 @@ def _scan_states(
         .transpose(0, 1)
         for part in (x[:, inner : inner + width], x[:, inner + width :])
     )
-    # Chunks as for the delta rule, not of transformers' 256: the result is the same, and a chunk's matrices are smaller.
+    # Chunks as for the delta rule, not of transformers' 256 rows: a chunk's matrices are smaller.
     size = functional.softplus(steps + dt_bias).clamp(*sizes.limits).T  # [heads, rows]
     written, decay = values * size.unsqueeze(-1), size * rate.unsqueeze(-1)
     current, outputs = state.clone(), []

@@ -301,7 +301,7 @@ def attend_latent(
     """Latent attention of a ragged batch: query [tokens, heads, rank] to the same shape; see `LatentAttentionSpec`."""
     # rotated_query: [tokens, heads, rope_dim]; latents, rotated: [blocks, 1, block_size, ...]. Sums as in
     # `attend_gathered`. One head at a time: its scores are [tokens, length].
-    # Latents are keys and values at once, so they are gathered and decoded once for all heads.
+    # Latents are both keys and values, so they are gathered and decoded once for all heads.
     exact = torch.promote_types(query.dtype, torch.float32)
     starts, lengths, block_size = ragged.starts.tolist(), ragged.lengths.tolist(), latents.data.shape[2]
     out = torch.empty_like(query)

@@ -194,7 +194,7 @@ class MambaSpec:
 
     def state_shapes(self) -> tuple[Shape, ...]:
         """Return the shapes of the states of one sequence."""
-        # The head's dimensions last, unlike transformers' states: vectors of them need no sums across lanes.
+        # The head's dimensions last, unlike transformers' states: sums over the state then stay within vectors.
         return self.convolution.state_shape, (self.heads, self.state_dim, self.head_dim)
 
     def forward_values(self) -> int:
