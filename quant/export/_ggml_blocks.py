@@ -40,11 +40,13 @@ def q8_0(levels: Tensor, scales: Tensor) -> Tensor:
 
 
 def from_packed(weight: PackedWeight, kind: str) -> tuple[Tensor, bool] | None:
-    """Encode a packed weight as blocks of Q4_0, Q4_1 or Q8_0; the flag tells whether values are exactly equal.
+    """Encode a packed weight as blocks of Q4_0, Q4_1, Q8_0 or MXFP4; the flag tells whether values are exactly equal.
 
     None if the type cannot hold such groups. Scales and minima are rounded to fp16.
     """
     packing, columns = weight.packing, weight.in_features
+    if kind == "MXFP4":
+        return _mxfp4(weight)
     size = columns // packing.groups(columns)
     widest = 8 if kind == "Q8_0" else 4
     fits = packing.codes == "int" and not packing.permuted and packing.bits <= widest and size % GROUP == 0
@@ -66,6 +68,15 @@ def from_packed(weight: PackedWeight, kind: str) -> tuple[Tensor, bool] | None:
     else:
         blocks = (q4_0 if kind == "Q4_0" else q8_0)(codes - half, scales)
     return blocks.view(weight.out_features, -1), exact
+
+
+def _mxfp4(weight: PackedWeight) -> tuple[Tensor, bool]:
+    codes = unpack(weight.packed, 4, weight.in_features).view(-1, GROUP)
+    scales = weight.scales.float().flatten()
+    exponents = torch.frexp(scales).exponent - 1
+    exact = bool((torch.ldexp(torch.ones_like(scales), exponents) == scales).all())
+    stored = (exponents + 127).clamp(0, 254).to(torch.uint8)
+    return torch.cat([stored.unsqueeze(-1), _nibbles(codes)], dim=-1).view(weight.out_features, -1), exact
 
 
 def _inverse(scales: Tensor) -> Tensor:

@@ -5,8 +5,10 @@ their dtype, norms and biases become F32. Names, keys and orders of rows are tho
 (runtime/checkpoint/gguf/architectures).
 """
 
+import dataclasses
 import math
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,22 +19,40 @@ from mycli.quant.export import _ggml_blocks as blocks
 from mycli.quant.export._gguf_tokenizer import tokenizer_metadata
 from mycli.quant.export._weights import Weights, exact_values, squared_error
 from mycli.quant.progress import ReportProgress
-from mycli.runtime.checkpoint.gguf.architecture import Architecture, Place, ValueChange
+from mycli.runtime.checkpoint.gguf.architecture import Architecture, Place, TensorRule
 from mycli.runtime.checkpoint.gguf.architectures import written_architecture
-from mycli.runtime.checkpoint.gguf.blocks import dequantize_blocks
+from mycli.runtime.checkpoint.gguf.blocks import dequantize_blocks, reorder_columns
 from mycli.runtime.checkpoint.gguf.checkpoint import file_order
+from mycli.runtime.checkpoint.gguf.folder import GgufFolder
+from mycli.runtime.checkpoint.gguf.header import parse_gguf_header
 from mycli.runtime.checkpoint.gguf.parts import SUFFIX
 from mycli.runtime.checkpoint.gguf.rope import ROPE_FREQS, rope_factors
 from mycli.runtime.checkpoint.gguf.types import TYPES_BY_NAME
-from mycli.runtime.checkpoint.gguf.writer import GgufWriter
+from mycli.runtime.checkpoint.gguf.writer import GgufWriter, make_gguf_header
 from mycli.runtime.device.placement import dtype_info, torch_dtype
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.part_spec import Shape
 
 VARIANTS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k")
-_FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q4_K": 14, "BF16": 32}  # general.file_type
+_FILE_TYPES = {
+    "F32": 0,
+    "F16": 1,
+    "Q4_0": 2,
+    "Q4_1": 3,
+    "Q8_0": 7,
+    "Q4_K": 14,
+    "BF16": 32,
+    "MXFP4": 38,
+}  # general.file_type
 _ROUNDING = {"Q4_0": blocks.round_q4_0, "Q8_0": blocks.round_q8_0, "Q4_K": blocks.round_q4_k}
+# What a config says beside its layers and shapes.
+_COMPARED = (
+    *("max_context", "layer_norm", "rms_norm_eps", "embedding_scale", "round_embedding_scale"),
+    *("logit_scale", "logit_softcap", "tie_embeddings", "per_layer_width"),
+)
+_LACKING = "cannot be written as GGUF, which has no key for"
+_HINT = "llama.cpp would compute other logits; export to safetensors"
 _VALUES = 1 << 22  # rounded at a time: 16 MB of fp32
 
 
@@ -46,12 +66,17 @@ def export(request: ExportRequest, progress: ReportProgress) -> Exported:
         raise UsageError(f"{request.target}: a folder, but GGUF is one file", "name the file to write")
     config, weights = request.folder.config, Weights(request.folder)
     architecture = written_architecture(config.model_type)
-    kinds = {tensor: _kind(request, weights, tensor, shape) for tensor, shape in config.tensors()}
+    exact = {f"{linear.name}.weight" for layer in config.layer_specs for linear in layer.unquantized}
+    kinds = {
+        tensor: "F32" if tensor in exact else _kind(request, weights, tensor, shape)
+        for tensor, shape in config.tensors()
+    }
     places = {tensor: _place(architecture, tensor) for tensor in kinds}
     factors = rope_factors(config)
     metadata = _metadata(request, architecture, _most(kinds, config))
     plan: list[tuple[str, str, Shape]] = [(ROPE_FREQS, "F32", (len(factors),))] if factors else []
     plan += _plan(config, places, kinds)
+    _require_keys(config, metadata, plan, factors)
     rounded: list[Rounded] = []
     target = request.target
     if target.suffix != SUFFIX:  # a model's path is taken for a file only by its suffix
@@ -60,12 +85,13 @@ def export(request: ExportRequest, progress: ReportProgress) -> Exported:
         if factors:
             writer.write(ROPE_FREQS, torch.tensor(factors).numpy().data)
         for done, (tensor, place) in enumerate(places.items(), 1):
-            data, error = _encode(request, weights, tensor, kinds[tensor], place.rule.change)
+            data, error = _encode(request, weights, tensor, kinds[tensor], place.rule)
             if error:
                 rounded.append(Rounded(tensor, kinds[tensor], error))
             if place.rule.row_order is not None:
                 data = data[file_order(place.rule.row_order, config, len(data))]
-            writer.write(place.name, data.contiguous().numpy().reshape(-1).data, (place.expert or 0) * data.nbytes)
+            for name, part in zip(place.names, data.split(_rows(config, place, len(data))), strict=True):
+                writer.write(name, part.contiguous().numpy().reshape(-1).data, (place.expert or 0) * part.nbytes)
             progress("exporting", done, len(kinds))
         writer.finish()
     return Exported(writer.target, writer.nbytes, Counter(kinds.values()), rounded, without_mtp_head(request.folder))
@@ -78,15 +104,66 @@ def _place(architecture: Architecture, name: str) -> Place:
     return place
 
 
+def _rows(config: ModelConfig, place: Place, rows: int) -> list[int]:
+    # Of the tensors that store it.
+    first = rows if place.rule.first_rows is None else place.rule.first_rows(config)
+    return [first] if first == rows else [first, rows - first]
+
+
 def _plan(config: ModelConfig, places: dict[str, Place], kinds: dict[str, str]) -> list[tuple[str, str, Shape]]:
     stacks = Counter(place.name for place in places.values() if place.expert is not None)
     plan: dict[str, tuple[str, str, Shape]] = {}
-    for tensor, shape in config.tensors():
-        name, kind = places[tensor].name, kinds[tensor]
-        planned = (name, kind, (stacks[name], *shape) if name in stacks else shape)
-        if plan.setdefault(name, planned) != planned:
-            raise ModelError(f"{tensor}: {kind} and {list(shape)}, but GGUF stacks experts of one type and shape", "")
+    for tensor, full in config.tensors():
+        place, kind = places[tensor], kinds[tensor]
+        for name, rows in zip(place.names, _rows(config, place, full[0]), strict=True):
+            # GGUF drops axes of length one.
+            shape = tuple(size for size in (rows, *full[1:]) if size != 1) or (1,)
+            if place.name in stacks:
+                parts = 1 + len(place.rule.more_names)
+                shape = (stacks[place.name] // parts, parts * shape[0], *shape[1:])
+            planned = (name, kind, shape)
+            if plan.setdefault(name, planned) != planned:
+                problem = f"{kind} and {list(shape)}, but GGUF stacks experts of one type and shape"
+                raise ModelError(f"{tensor}: {problem}", "")
     return list(plan.values())
+
+
+def _require_keys(
+    config: ModelConfig, metadata: dict[str, Any], plan: list[tuple[str, str, Shape]], factors: list[float]
+) -> None:
+    """Raise ModelError if a reader of the file would not find the same model: llama.cpp has no key for something."""
+    header, places = make_gguf_header(metadata, plan, "the file to write")
+    stored = parse_gguf_header(
+        lambda offset, count: header[offset : offset + count],
+        max(entry.offset + entry.nbytes for entry in places.values()),
+        "the file to write",
+    )
+    written = GgufFolder.from_header(stored, lambda name: factors, Path()).config
+    for name in _COMPARED:
+        if not _equal(getattr(config, name), getattr(written, name)):
+            raise ModelError(f"config.json: {_LACKING} its {name}", _HINT)
+    for ours, theirs in zip(config.layer_specs, written.layer_specs, strict=True):
+        fields = [(part, field) for part in ("mixer", "mlp") for field in _fields(getattr(ours, part))]
+        for part, field in fields:
+            if not _equal(getattr(getattr(ours, part), field), getattr(getattr(theirs, part), field, None)):
+                raise ModelError(f"config.json: {_LACKING} {field} of layer {ours.index}", _HINT)
+        if not _equal(ours, theirs):
+            raise ModelError(f"config.json: {_LACKING} layer {ours.index}", _HINT)
+
+
+def _fields(part: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(part)]
+
+
+def _equal(ours: Any, theirs: Any) -> bool:
+    # Keys are fp32.
+    if isinstance(ours, float) and isinstance(theirs, float | int):
+        return math.isclose(ours, theirs, rel_tol=1e-5)
+    if isinstance(ours, tuple) and isinstance(theirs, tuple):
+        return len(ours) == len(theirs) and all(map(_equal, ours, theirs))
+    if dataclasses.is_dataclass(ours) and type(ours) is type(theirs):
+        return all(_equal(getattr(ours, name), getattr(theirs, name)) for name in _fields(ours))
+    return bool(ours == theirs)
 
 
 def _most(kinds: dict[str, str], config: ModelConfig) -> str:
@@ -124,7 +201,7 @@ def _metadata(request: ExportRequest, architecture: Architecture, kind: str) -> 
 
 
 def _kind(request: ExportRequest, weights: Weights, name: str, shape: Shape) -> str:
-    if len(shape) == 1:
+    if len([size for size in shape if size != 1]) == 1 or len(shape) > 2:
         return "F32"
     variant, packing = request.variant.upper(), weights.packing(name)
     if variant in ("F32", "F16", "BF16"):
@@ -133,6 +210,8 @@ def _kind(request: ExportRequest, weights: Weights, name: str, shape: Shape) -> 
     if packing is None and not (variant and (linear or request.requantize)):
         return dtype_info(weights.checkpoint.dtype(name)).safetensors_name
     if packing is not None and not variant:
+        if packing.codes == "e2m1" and packing.group_size == blocks.GROUP:
+            return "MXFP4"
         if packing.offsets:
             return "Q4_1" if packing.bits <= 4 else "Q8_0"
         return "Q4_0" if packing.bits <= 4 else "Q8_0"
@@ -143,13 +222,16 @@ def _kind(request: ExportRequest, weights: Weights, name: str, shape: Shape) -> 
     return kind
 
 
-def _encode(
-    request: ExportRequest, weights: Weights, name: str, kind: str, change: ValueChange | None
-) -> tuple[Tensor, float]:
+def _encode(request: ExportRequest, weights: Weights, name: str, kind: str, rule: TensorRule) -> tuple[Tensor, float]:
     # Returns uint8 [rows, bytes], and the relative squared error of an inexact type.
-    plain = TYPES_BY_NAME[kind].dtype
+    plain, change = TYPES_BY_NAME[kind].dtype, rule.change
+    order = None
+    if rule.column_order is not None:
+        order = file_order(rule.column_order, request.folder.config, weights.linears[name].in_features)
     if plain is None and weights.packing(name) is not None and name in weights.linears:
         packed = weights.packed(name)
+        if order is not None:
+            packed = reorder_columns(packed, order)
         encoded = blocks.from_packed(packed, kind)
         if encoded is not None:
             data, exact = encoded
@@ -159,11 +241,13 @@ def _encode(
                 raise would_round(name, f"its scales are not float16 values, which {kind} needs")
             return data, squared_error(exact_values(packed), dequantize_blocks(data, kind))
     values = weights.dense(name)
+    if order is not None:
+        values = values[:, order]
     if change is not None:
         values = change.store(values.float())
     if plain is not None:
         cast = values.to(torch_dtype(plain))
-        data = cast.view(len(cast), -1).view(torch.uint8)
+        data = cast.contiguous().view(len(cast), -1).view(torch.uint8)
         if bool((cast.to(torch.float32) == values.to(torch.float32)).all()):
             return data, 0.0
         if not request.requantize:

@@ -37,6 +37,7 @@ class DeltaSizes:
     key_heads: int
     key_dim: int
     value_dim: int
+    beta_scale: float = 1.0  # multiplies beta
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def _scan(qkv: Tensor, gates: Tensor, rate: Tensor, dt_bias: Tensor, state: Tens
     )
     query = query * sizes.key_dim**-0.5
     value = exact[:, 2 * width :].reshape(rows, sizes.heads, sizes.value_dim)
-    beta = gates[:, : sizes.heads].float().sigmoid()
+    beta = gates[:, : sizes.heads].float().sigmoid() * sizes.beta_scale
     decay = rate * functional.softplus(gates[:, sizes.heads :].float() + dt_bias)
     # [heads, rows, ...]
     query, key, value, beta, decay = (part.transpose(0, 1) for part in (query, key, value, beta, decay))
@@ -159,7 +160,7 @@ def _scan_states(
         .transpose(0, 1)
         for part in (x[:, inner : inner + width], x[:, inner + width :])
     )
-    # Chunks as for the delta rule, not of transformers' 256 rows: a chunk's matrices are smaller.
+    # Chunks as for the delta rule, not of transformers' 256: the results are equal, and matrices of a chunk smaller.
     size = functional.softplus(steps + dt_bias).clamp(*sizes.limits).T  # [heads, rows]
     written, decay = values * size.unsqueeze(-1), size * rate.unsqueeze(-1)
     current, outputs = state.clone(), []

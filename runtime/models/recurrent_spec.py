@@ -13,15 +13,23 @@ STATE_BYTES = 4  # states are fp32: they are summed over the whole sequence, whe
 
 @dataclass(frozen=True)
 class ConvolutionSpec:
-    """A causal depthwise convolution: weight [channels, 1, taps], the last tap for the current token."""
+    """A causal depthwise convolution: weight [channels, 1, taps], the last tap for the current token.
+
+    parts: names and channels of tensors that hold the weight side by side, where it is not one.
+    """
 
     name: str
     channels: int
     taps: int
     bias: bool = False
+    parts: tuple[tuple[str, int], ...] = ()
+
+    def weights(self) -> Iterator[tuple[str, Shape]]:
+        for name, channels in self.parts or ((self.name, self.channels),):
+            yield f"{name}.weight", (channels, 1, self.taps)
 
     def tensors(self) -> Iterator[tuple[str, Shape]]:
-        yield f"{self.name}.weight", (self.channels, 1, self.taps)
+        yield from self.weights()
         if self.bias:
             yield f"{self.name}.bias", (self.channels,)
 
@@ -35,8 +43,8 @@ class ConvolutionSpec:
 class DeltaNetSpec:
     """Gated DeltaNet: a linear attention layer with the state S [key_dim, value_dim] per head.
 
-    With q and k of length one, q divided by sqrt(key_dim), beta = sigmoid(b) and g = -exp(A) softplus(a + dt):
-    S <- exp(g) S + k (beta (v - exp(g) S^T k))^T, output S^T q. Each of `heads` reads the query and key of group
+    With q and k of length one, q divided by sqrt(key_dim), beta = beta_scale * sigmoid(b) and g = -exp(A) softplus(a +
+    dt): S <- exp(g) S + k (beta (v - exp(g) S^T k))^T, output S^T q. Each of `heads` reads the query and key of group
     head // (heads / key_heads). Outputs pass `head_norm` and are multiplied by SiLU(z) before `out`.
 
     projections: q, k, v, which pass the convolution and SiLU, and z. gates: b and a, one value per head.
@@ -57,6 +65,7 @@ class DeltaNetSpec:
     head_norm: NormSpec
     out: LinearSpec
     by_key_head: bool = False
+    beta_scale: float = 1.0  # 2 allows negative eigenvalues of the state's transition (OLMo Hybrid)
     output_norm: NormSpec | None = None
     residual_scale: float = 1.0
 
@@ -194,7 +203,7 @@ class MambaSpec:
 
     def state_shapes(self) -> tuple[Shape, ...]:
         """Return the shapes of the states of one sequence."""
-        # The head's dimensions last, unlike transformers' states: sums over the state then stay within vectors.
+        # The head's dimensions last, unlike transformers' states: no product sums within a vector register.
         return self.convolution.state_shape, (self.heads, self.state_dim, self.head_dim)
 
     def forward_values(self) -> int:

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mycli.runtime.checkpoint.formats import ExpectedTensor, Headers, Scales, _parts
@@ -25,12 +26,17 @@ UNEXPECTED = ()
 
 def read_quantization(section: Fields, config: ModelConfig, headers: Headers | None) -> dict[str, Packing]:
     types = section.object("types")
-    names = [linear.name for linear in config.linears()]
-    return {name: TYPES_BY_NAME[types.text(name)].packing for name in names if types.has(name)}
+    names = [linear.name for linear in config.linears() if types.has(linear.name)]
+    # Super-blocks do not survive a change of columns, their groups do.
+    reordered = set(section.array("reordered", str, len(names)))
+    packings = {name: TYPES_BY_NAME[types.text(name)].packing for name in names}
+    return {name: replace(p, super_blocks=False) if name in reordered else p for name, p in packings.items()}
 
 
 def tensors(linear: LinearSpec, packing: Packing, headers: Headers) -> Iterator[ExpectedTensor]:
-    types = tuple(kind.name for kind in QUANTIZED if kind.packing == packing)
+    types = tuple(
+        kind.name for kind in QUANTIZED if packing in (kind.packing, replace(kind.packing, super_blocks=False))
+    )
     yield f"{linear.name}.weight", (linear.out_features, linear.in_features), types
 
 
@@ -49,8 +55,9 @@ def read_linear(checkpoint: "Checkpoint", linear: LinearSpec, packing: Packing, 
     scales = torch.empty(shape, dtype=getattr(torch, packing.scale_dtype))
     offsets = torch.empty(shape, dtype=torch.float32) if packing.offsets else None
     factors: list[torch.Tensor] = []
+    columns = checkpoint.column_order(name)
     for start, data in checkpoint.row_bytes(name):
-        rows, part = slice(start, start + len(data)), pack_rows(data, kind)
+        rows, part = slice(start, start + len(data)), pack_rows(data, kind, columns)
         out[rows], scales[rows] = part.packed, part.scales
         if offsets is not None and part.offsets is not None:
             offsets[rows] = part.offsets

@@ -57,17 +57,18 @@ class TensorRule:
     row_order: RowOrder | RowRanges | None = None
     change: ValueChange | None = None
     column_order: RowRanges | None = None
-    # Where Hugging Face has several tensors for one in GGUF, whose rows follow one another: the others. Reading only.
+    # Where Hugging Face has several tensors of experts for one in GGUF, whose rows follow one another: the others.
     more_names: tuple[str, ...] = ()
     # Where GGUF has two tensors for one of Hugging Face: the GGUF name of the other, whose rows come after these.
     followed_by: str | None = None
+    first_rows: Callable[[ModelConfig], int] | None = None  # rows of the first of the two
     # Hugging Face's ending by the ending in GGUF.
     suffixes: Mapping[str, str] = field(default_factory=lambda: {".weight": ".weight", ".bias": ".bias"})
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the file stores a tensor: the GGUF name, the rule it follows, and its index in a stack of experts."""
+    """Where the file stores a tensor: the GGUF name, the rule it follows, its index in a stack of experts."""
 
     name: str
     rule: TensorRule
@@ -158,8 +159,8 @@ class Architecture:
     slides: Callable[[int], bool] | None = None  # whether a layer has the sliding window; None: all or none have
     pattern: bool = False  # sliding_window_pattern says which layers have the window, and `slides` where it is missing
     by_layer: tuple[str, ...] = ()  # keys that may differ by layer: the largest value counts, the rest is read_config's
+    optional: tuple[str, ...] = ()  # keys that may be missing
     epsilon: str = "attention.layer_norm_rms_epsilon"
-    ignored: tuple[str, ...] = ()  # beginnings of tensors in layers that are not read, such as an MTP head's
     read_config: Callable[[GgufModel, Config], Config] = lambda model, config: {}
     write_keys: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
 
@@ -183,7 +184,12 @@ class Architecture:
 
     @cached_property
     def _stored_names(self) -> dict[str, str]:
-        return {name: stored for stored, (name, rule) in self._rules.items() if not rule.more_names}
+        # Of several rules for a name the last one is written.
+        return {
+            name.replace(rule.name, part): stored
+            for stored, (name, rule) in self._rules.items()
+            for part in (rule.name, *rule.more_names)
+        }
 
     def hf_name(self, stored: str) -> str | None:
         """Return the Hugging Face name of a GGUF tensor, with {expert} for a stack; None if it has no rule."""
@@ -206,7 +212,11 @@ class Architecture:
         rule = self._rules[stored][1]
         if layer is not None:
             stored = stored.replace("{layer}", layer[1])
-        return Place(stored, rule, None if expert is None else int(expert[1]))
+        if expert is None:
+            return Place(stored, rule)
+        parts = [rule.name, *rule.more_names]
+        index = next(index for index, part in enumerate(parts) if f".{part}." in f"{pattern[7:]}.")
+        return Place(stored, rule, int(expert[1]) * len(parts) + index)
 
     def tensors(self, model: GgufModel) -> Iterator[tuple[str, TensorEntry]]:
         """Yield Hugging Face name and place of every tensor of the model. Raises ModelError for one without a rule."""
@@ -238,7 +248,7 @@ class Architecture:
         if layer is None:
             return False
         rest = stored[layer.end() :]
-        return int(layer[1]) >= layers or rest.startswith(self.ignored) or rest.rpartition(".")[0] in self._followers
+        return int(layer[1]) >= layers or rest.rpartition(".")[0] in self._followers
 
     def _more_names(self, stored: str, name: str) -> Iterator[str]:
         pattern = re.sub(r"^blk\.\d+\.", "blk.{layer}.", stored)
@@ -310,6 +320,8 @@ class Architecture:
     def _integer(self, model: GgufModel, name: str, default: int | None = None) -> int:
         if name in self.by_layer and model.has(name):
             return max(model.layer_values(name))
+        if name in self.optional and not model.has(name):
+            return 1
         return model.integer(name, default, low=1)
 
     def metadata(self, config: ModelConfig) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from mycli.runtime.checkpoint.gguf import codebooks
 from mycli.runtime.checkpoint.gguf.types import TYPES_BY_NAME, GgmlType
 from mycli.runtime.errors import ModelError
-from mycli.runtime.quantization.packed_weight import PackedWeight, pack
+from mycli.runtime.quantization.packed_weight import PackedWeight, pack, unpack
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,17 @@ def _q6_k(x: Tensor) -> Groups:
     return _super_block(levels.to(torch.int8) - 32, scales, _halves(x[:, 208:210]))
 
 
+def _q1_0(x: Tensor) -> Groups:
+    return Groups(2 * _bits(x[:, 2:]).to(torch.int8) - 1, _half(x[:, :2]))
+
+
+def _q2_0(x: Tensor) -> Groups:
+    # Levels -1 to 2: those of 0 to 3, less one scale.
+    levels = (x[:, 2:].unsqueeze(-1) >> torch.arange(0, 8, 2, dtype=torch.uint8)).reshape(len(x), -1) & 3
+    scales = _half(x[:, :2])
+    return Groups(levels.to(torch.int8), scales, -scales)
+
+
 _READERS: Mapping[str, Callable[[Tensor], Groups]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
@@ -137,6 +148,8 @@ _READERS: Mapping[str, Callable[[Tensor], Groups]] = {
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+    "Q1_0": _q1_0,
+    "Q2_0": _q2_0,
 }
 
 
@@ -156,13 +169,19 @@ def dequantize_blocks(data: Tensor, name: str) -> Tensor:
     return read_groups(data.reshape(-1, kind.nbytes), kind).values().view(len(data), -1)
 
 
-def pack_rows(data: Tensor, kind: GgmlType) -> PackedWeight:
+def pack_rows(data: Tensor, kind: GgmlType, columns: Tensor | None = None) -> PackedWeight:
     """Repack rows of blocks, uint8 [rows, bytes], as groups that kernels multiply; scales and offsets fp32.
 
-    Raises ModelError for levels outside the type's range.
+    columns: int64 [columns], the place in the row of each column; whole groups change places. Raises ModelError for
+    levels outside the type's range, and for columns that leave a group.
     """
     packing = kind.packing
+    if columns is not None:
+        packing, whole = replace(packing, super_blocks=False), pack_rows(data, kind)
+        return reorder_columns(replace(whole, packing=packing), columns)
     groups = read_groups(data.reshape(-1, kind.nbytes), kind)
+    if packing.codes == "e2m1":
+        return _pack_fp4(data, kind, groups)
     half = 1 << (packing.bits - 1)
     codes = groups.levels.to(torch.int16) + (0 if kind.minimum else half)
     if int(codes.max()) >= 2 * half or int(codes.min()) < 0:
@@ -180,3 +199,28 @@ def pack_rows(data: Tensor, kind: GgmlType) -> PackedWeight:
     # fp32, the only one here.
     minima = groups.minima.view(len(data), -1)
     return replace(weight, offsets=minima + half * scales)
+
+
+def _pack_fp4(data: Tensor, kind: GgmlType, groups: Groups) -> PackedWeight:
+    # The levels of these types are twice the values of E2M1, whose codes are the positions in the table.
+    table = torch.tensor(codebooks.FP4)
+    magnitude = torch.searchsorted(table[:8], groups.levels.abs())
+    codes = (magnitude | (groups.levels < 0).long() << 3).to(torch.uint8)
+    columns = data.shape[1] // kind.nbytes * kind.block
+    scales = groups.scales.view(len(data), -1) * 2
+    return PackedWeight(pack(codes.view(len(data), columns), 4), scales, kind.packing, columns)
+
+
+def reorder_columns(weight: PackedWeight, columns: Tensor) -> PackedWeight:
+    """Return the weight with its columns in the order `columns`, int64. Raises ModelError if that divides a group."""
+    packing = weight.packing
+    group = packing.group_size
+    assert group is not None
+    places = columns.view(-1, group)
+    first = places[:, 0]
+    if not torch.equal(places, first.unsqueeze(1) + torch.arange(group)) or bool((first % group).any()):
+        raise ModelError(f"heads do not end where groups of {group} weights end, which is not supported", "")
+    codes = unpack(weight.packed, packing.bits, len(columns))[:, columns]
+    offsets = None if weight.offsets is None else weight.offsets[:, first // group]
+    scales = weight.scales[:, first // group]
+    return PackedWeight(pack(codes, packing.bits), scales, packing, len(columns), offsets=offsets)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-_FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # e2m1 times 2, so that levels are integers
+FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # e2m1 times 2, so that levels are integers
 
 
 @lru_cache
@@ -147,7 +147,7 @@ def _tq2_0(x: Tensor) -> tuple[Tensor, Tensor]:
 def _mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:
     exponent = x[:, :1].int()  # half of 2^(e - 127): levels are doubled
     bits = torch.where(exponent < 2, torch.tensor(0x00200000, dtype=torch.int32) << exponent, (exponent - 1) << 23)
-    return _table(_FP4, _halves(x[:, 1:])), bits.view(torch.float32)
+    return _table(FP4, _halves(x[:, 1:])), bits.view(torch.float32)
 
 
 def _nvfp4(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -155,7 +155,7 @@ def _nvfp4(x: Tensor) -> tuple[Tensor, Tensor]:
     exponent, mantissa = scale >> 3 & 15, (scale & 7).float()
     values = torch.where(exponent == 0, mantissa * 2.0**-9, (1 + mantissa / 8) * torch.exp2(exponent.float() - 7))
     values = torch.where((scale == 0) | (scale == 0x7F), 0.0, values * 0.5)
-    return _table(_FP4, _halves(x[:, 4:].reshape(-1, 4, 8))).view(len(x), -1), values
+    return _table(FP4, _halves(x[:, 4:].reshape(-1, 4, 8))).view(len(x), -1), values
 
 
 READERS: Mapping[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {

@@ -94,6 +94,8 @@ class GgufFolder(ModelFolder):
         expected = dict(self.config.tensors())
         tensors: dict[str, TensorEntry] = {}
         for name, entry in self._architecture.tensors(model):
+            if name.startswith(self.config.ignored_prefixes):
+                continue
             parts = self._architecture.joined(model, name, entry)
             rows = sum(part.shape[0] for part in parts)
             shape, nbytes = (rows, *entry.shape[1:]), sum(part.nbytes for part in parts)
@@ -190,5 +192,7 @@ def _config(architecture: Architecture, model: GgufModel) -> Config:
     }
     config |= {"dtype": _dtype(matrices.values()), "eos_token_id": eos_token_ids(model.metadata)}
     if types:
-        config["quantization_config"] = {"quant_method": LAYOUT, "types": types}
+        places = {name: architecture.place(f"{name}.weight") for name in types}
+        reordered = [name for name, place in places.items() if place is not None and place.rule.column_order]
+        config["quantization_config"] = {"quant_method": LAYOUT, "types": types, "reordered": reordered}
     return config

@@ -13,6 +13,7 @@ from mycli.runtime.errors import ModelError
 from mycli.runtime.models.config import ModelConfig
 
 ROPE_FREQS, _ROPE_LONG, _ROPE_SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
+_STILL = 1e30  # the divisor of a frequency that does not rotate, in Gemma 4
 ROPE_TENSORS = (ROPE_FREQS, _ROPE_LONG, _ROPE_SHORT)  # they become part of the config
 
 
@@ -60,6 +61,9 @@ def _read_llama3(model: GgufModel, head_dim: int, theta: float) -> dict[str, Any
     # A file holds the factors, not the parameters that they were computed from. All published models have factors 1
     # and 4 for the low and high frequencies and a power of two as original context, so those are tried.
     stored = model.floats(ROPE_FREQS)
+    rotating = sum(value == 1.0 for value in stored)
+    if rotating and all(value == 1.0 for value in stored[:rotating]) and all(v >= _STILL for v in stored[rotating:]):
+        return {"rope_type": "proportional", "partial_rotary_factor": rotating / len(stored)}
     factor = max(stored, default=1.0)
     for original in (1 << power for power in range(3, 24)) if factor > 0 else ():
         expected = llama3_factors(head_dim, theta, factor, 1.0, 4.0, original)
@@ -75,8 +79,11 @@ def _read_llama3(model: GgufModel, head_dim: int, theta: float) -> dict[str, Any
 def rope_keys(config: ModelConfig) -> dict[str, Any]:
     """Return the `rope.*` keys of a model. Raises ModelError for a scaling that llama.cpp does not compute."""
     rope = config.rope_scaling
-    keys: dict[str, Any] = {"rope.dimension_count": config.head_dim, "rope.freq_base": float(config.rope_theta)}
-    if rope.kind in ("default", "llama3"):  # Llama 3's factors are a tensor
+    keys: dict[str, Any] = {
+        "rope.dimension_count": config.rotary_dim or config.head_dim,
+        "rope.freq_base": float(config.rope_theta),
+    }
+    if rope.kind in ("default", "llama3", "proportional"):  # the latter two are a tensor of factors
         return keys
     if rope.kind not in ("linear", "yarn"):
         raise ModelError(f"config.json: rope_type {rope.kind!r} cannot be written as GGUF: llama.cpp lacks it", "")
@@ -91,6 +98,10 @@ def rope_keys(config: ModelConfig) -> dict[str, Any]:
 def rope_factors(config: ModelConfig) -> list[float]:
     # The values of the tensor ROPE_FREQS, empty for a model without it.
     rope = config.rope_scaling
+    if rope.kind == "proportional":
+        pairs = next(spec.dim for spec in config.distinct_ropes if spec.scaling == rope) // 2
+        rotating = int(rope.partial_factor * pairs)
+        return [1.0] * rotating + [_STILL] * (pairs - rotating)
     if rope.kind != "llama3":
         return []
     return llama3_factors(

@@ -6,7 +6,7 @@ So each maps onto packed weights without loss. Imports no torch.
 
 from dataclasses import dataclass
 
-from mycli.runtime.quantization.scheme import Packing
+from mycli.runtime.quantization.scheme import Codes, Packing
 from mycli.runtime.utils.dtypes import Dtype
 
 LAYOUT = "gguf"
@@ -26,12 +26,15 @@ class GgmlType:
     minimum: bool = False
     half: bool = False  # scales fit fp16
     super_blocks: bool = False  # scales are integers times an fp16 factor
+    codes: Codes = "int"
 
     @property
     def packing(self) -> Packing:
         scales: Dtype = "float16" if self.half else "float32"
         group = min(self.group, 128)
-        return Packing(self.bits, group, LAYOUT, self.minimum, scale_dtype=scales, super_blocks=self.super_blocks)
+        return Packing(
+            self.bits, group, LAYOUT, self.minimum, self.codes, scale_dtype=scales, super_blocks=self.super_blocks
+        )
 
 
 TYPES = (
@@ -59,10 +62,11 @@ TYPES = (
     GgmlType(29, "IQ1_M", 256, 56, None, 8, 16),
     GgmlType(34, "TQ1_0", 256, 54, None, 2, 256, half=True),
     GgmlType(35, "TQ2_0", 256, 66, None, 2, 256, half=True),
-    GgmlType(39, "MXFP4", 32, 17, None, 8, 32),
-    GgmlType(40, "NVFP4", 64, 36, None, 8, 16),
+    GgmlType(39, "MXFP4", 32, 17, None, 4, 32, codes="e2m1"),
+    GgmlType(40, "NVFP4", 64, 36, None, 4, 16, codes="e2m1"),
+    GgmlType(41, "Q1_0", 128, 18, None, 2, 128, half=True),
+    GgmlType(42, "Q2_0", 64, 18, None, 2, 64, minimum=True, half=True),
     # Not supported; listed so that an error can name the type.
-    GgmlType(41, "Q1_0", 128, 18),
     GgmlType(24, "I8", 1, 1),
     GgmlType(25, "I16", 1, 2),
     GgmlType(26, "I32", 1, 4),

@@ -45,6 +45,8 @@ def _typed(value: Any) -> tuple[int, bytes]:
         return 8, _text(value)
     if all(isinstance(item, str) for item in value):
         return 9, struct.pack("<IQ", 8, len(value)) + b"".join(map(_text, value))
+    if all(isinstance(item, bool) for item in value):
+        return 9, struct.pack(f"<IQ{len(value)}B", 7, len(value), *value)
     if all(type(item) is int for item in value):
         return 9, struct.pack(f"<IQ{len(value)}i", 5, len(value), *value)
     return 9, struct.pack(f"<IQ{len(value)}f", 6, len(value), *value)

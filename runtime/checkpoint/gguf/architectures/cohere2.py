@@ -1,13 +1,14 @@
 """Command R7B and Command A: a sliding window in three layers of four, no positions in the fourth."""
 
 from mycli.runtime.checkpoint.gguf.architecture import Architecture, linear_biases
-from mycli.runtime.checkpoint.gguf.architectures.command_r import LOGIT_SCALE
+from mycli.runtime.checkpoint.gguf.architectures.command_r import LOGIT_SCALE, TIED_TENSORS
 from mycli.runtime.checkpoint.gguf.architectures.exaone4 import WINDOW_KEY
 
 ARCHITECTURE = Architecture(
     name="cohere2",
     model_type="cohere2",
     written_types=("cohere2",),
+    model_tensors=TIED_TENSORS,
     keys=(LOGIT_SCALE, WINDOW_KEY),
     epsilon="attention.layer_norm_epsilon",
     # llama.cpp reads no pattern: every fourth layer has no window.

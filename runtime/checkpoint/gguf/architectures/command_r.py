@@ -1,12 +1,15 @@
 """Command R and Aya 23: one LayerNorm before attention and MLP in parallel, scaled logits."""
 
-from mycli.runtime.checkpoint.gguf.architecture import Architecture, GgufKey, linear_biases
+from mycli.runtime.checkpoint.gguf.architecture import MODEL_TENSORS, Architecture, GgufKey, linear_biases
 
 LOGIT_SCALE = GgufKey("logit_scale", "logit_scale", float, required=True, write=lambda c: float(c.logit_scale))
+# llama.cpp takes the embedding as the head.
+TIED_TENSORS = {name: rule for name, rule in MODEL_TENSORS.items() if name != "output"}
 ARCHITECTURE = Architecture(
     name="command-r",
     model_type="cohere",
     written_types=("cohere",),
+    model_tensors=TIED_TENSORS,
     keys=(LOGIT_SCALE,),
     epsilon="attention.layer_norm_epsilon",
     read_config=linear_biases,

@@ -8,7 +8,7 @@ from mycli.runtime.models.config import ModelConfig
 
 def _read_config(model: GgufModel, config: Config) -> Config:
     if model.integer("expert_count", 0):
-        return {"model_type": "mixtral", **{key.field: model.integer(key.name) for key in _EXPERTS}}
+        return {"model_type": "mixtral", **{key.field: model.integer(key.name, low=1) for key in _EXPERTS}}
     if model.integer("attention.sliding_window", 0):
         return {"model_type": "mistral"}
     return linear_biases(model, config)

@@ -1,11 +1,18 @@
 """Seed-OSS: the norm before the MLP has the name of a norm after attention."""
 
-from mycli.runtime.checkpoint.gguf.architecture import LLAMA_TENSORS, Architecture, TensorRule, linear_biases
+from mycli.runtime.checkpoint.gguf.architecture import LLAMA_TENSORS, Architecture, Config, TensorRule, linear_biases
+from mycli.runtime.checkpoint.gguf.header import GgufModel
+
+
+def _read_config(model: GgufModel, config: Config) -> Config:
+    output = "blk.0.attn_output.bias" in model.tensors
+    return {**linear_biases(model, config), "attention_out_bias": output}
+
 
 ARCHITECTURE = Architecture(
     name="seed_oss",
     model_type="seed_oss",
     written_types=("seed_oss",),
     layer_tensors={**LLAMA_TENSORS, "post_attention_norm": TensorRule("post_attention_layernorm")},
-    read_config=linear_biases,
+    read_config=_read_config,
 )

@@ -122,7 +122,11 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     assert (actual - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
-@pytest.mark.parametrize("architecture", list(architectures()), ids=lambda architecture: architecture.name)
+@pytest.mark.parametrize(
+    "architecture",
+    [known for known in architectures() if known.name in {model[0] for model in MODELS.values()}],
+    ids=lambda architecture: architecture.name,
+)
 def test_tensor_names_are_the_librarys(architecture: Architecture) -> None:
     """gguf knows the name of every tensor that transformers has in a model of the architecture."""
     if architecture.model_type not in CONFIG_MAPPING:
@@ -221,7 +225,7 @@ LIES: dict[str, tuple[dict[str, Any], str]] = {
     "theta-infinite": ({"llama.rope.freq_base": float("inf")}, "freq_base"),
     "partial-rotation": ({"llama.rope.dimension_count": 32}, "partial_rotary_factor"),
     "unknown-scaling": ({"llama.rope.scaling.type": "magic"}, "magic"),
-    "experts": ({"llama.expert_count": 8}, "num_experts"),
+    "experts": ({"llama.expert_count": 8}, "expert_used_count"),
     "context-0": ({"llama.context_length": 0}, "context_length"),
 }
 

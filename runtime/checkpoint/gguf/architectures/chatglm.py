@@ -1,0 +1,11 @@
+"""GLM-4-9B (2024) and GLM-Edge: gate and up in one tensor, half of each head rotated."""
+
+from mycli.runtime.checkpoint.gguf.architecture import LLAMA_TENSORS, Architecture, TensorRule
+
+ARCHITECTURE = Architecture(
+    name="chatglm",
+    model_type="glm",
+    written_types=("glm",),
+    layer_tensors={**LLAMA_TENSORS, "ffn_up": TensorRule("mlp.gate_up_proj")},
+    read_config=lambda model, config: {"attention_bias": "blk.0.attn_q.bias" in model.tensors},
+)

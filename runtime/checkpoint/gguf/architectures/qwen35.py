@@ -1,0 +1,58 @@
+"""Qwen 3.5 and later, dense: Gated DeltaNet whose value heads take turns over the key heads.
+
+Hugging Face has the value heads of a key head next to each other; in GGUF they follow as in a broadcast: the first of
+every key head, then the second of every key head.
+"""
+
+from collections.abc import Callable, Iterable
+
+from mycli.runtime.checkpoint.gguf.architecture import Architecture, RowRanges, TensorRule
+from mycli.runtime.checkpoint.gguf.architectures.qwen3next import (
+    DELTA_MODEL_TENSORS,
+    DELTA_TENSORS,
+    delta_net,
+    read_delta,
+    write_delta,
+)
+from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.recurrent_spec import DeltaNetSpec
+
+
+def _heads(size: Callable[[DeltaNetSpec], int], after_keys: bool = False) -> RowRanges:
+    # Rows of value heads of `size` rows each, behind those of q and k where there are some.
+    def ranges(config: ModelConfig) -> Iterable[range]:
+        spec = delta_net(config)
+        width, copies = size(spec), spec.heads // spec.key_heads
+        start = 2 * spec.key_heads * spec.key_dim if after_keys else 0
+        yield range(start)
+        for copy in range(copies):
+            for head in range(spec.key_heads):
+                first = start + (head * copies + copy) * width
+                yield range(first, first + width)
+
+    return RowRanges(ranges)
+
+
+_ONE, _VALUES = _heads(lambda spec: 1), _heads(lambda spec: spec.value_dim)
+_CHANNELS = _heads(lambda spec: spec.value_dim, after_keys=True)
+QWEN35_TENSORS = {
+    **DELTA_TENSORS,
+    "attn_qkv": TensorRule("linear_attn.in_proj_qkv", _CHANNELS),
+    "attn_gate": TensorRule("linear_attn.in_proj_z", _VALUES),
+    "ssm_beta": TensorRule("linear_attn.in_proj_b", _ONE),
+    "ssm_alpha": TensorRule("linear_attn.in_proj_a", _ONE),
+    "ssm_conv1d": TensorRule("linear_attn.conv1d", _CHANNELS),
+    "ssm_dt": TensorRule("linear_attn.dt_bias", _ONE, suffixes={".bias": ""}),
+    "ssm_a": TensorRule("linear_attn.A_log", _ONE, DELTA_TENSORS["ssm_a"].change, suffixes={"": ""}),
+    "ssm_out": TensorRule("linear_attn.out_proj", column_order=_VALUES),
+}
+ARCHITECTURE = Architecture(
+    name="qwen35",
+    model_type="qwen3_5_text",
+    written_types=("qwen3_5_text",),
+    layer_tensors=QWEN35_TENSORS,
+    model_tensors=DELTA_MODEL_TENSORS,
+    read_config=read_delta,
+    # Positions of images; a text has the same in all of them.
+    write_keys=lambda config: {**write_delta(config), "rope.dimension_sections": [11, 11, 10, 0]},
+)

@@ -1,0 +1,19 @@
+"""Qwen 3.5 and later with experts: Qwen 3.5's layers, a shared expert with a gate."""
+
+from mycli.runtime.checkpoint.gguf.architecture import Architecture
+from mycli.runtime.checkpoint.gguf.architectures.qwen2moe import SHARED_TENSORS
+from mycli.runtime.checkpoint.gguf.architectures.qwen3next import DELTA_MODEL_TENSORS, read_delta, write_delta
+from mycli.runtime.checkpoint.gguf.architectures.qwen35 import QWEN35_TENSORS
+from mycli.runtime.checkpoint.gguf.experts import expert_keys, shared_size_key
+
+ARCHITECTURE = Architecture(
+    name="qwen35moe",
+    model_type="qwen3_5_moe_text",
+    written_types=("qwen3_5_moe_text",),
+    layer_tensors={**QWEN35_TENSORS, **SHARED_TENSORS},
+    model_tensors=DELTA_MODEL_TENSORS,
+    keys=(*expert_keys(), shared_size_key()),
+    optional=("feed_forward_length",),
+    read_config=read_delta,
+    write_keys=lambda config: {**write_delta(config), "rope.dimension_sections": [11, 11, 10, 0]},
+)
