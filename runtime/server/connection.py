@@ -103,10 +103,10 @@ class _Connection(H11Protocol):
 
     def _close_oldest_idle(self) -> bool:
         # Idle sockets of one client must not keep out others, such as a health probe.
-        idle = [one for one in self.connections if isinstance(one, _Connection) and one.is_idle]
+        idle = [other for other in self.connections if isinstance(other, _Connection) and other.is_idle]
         if not idle:
             return False
-        oldest = min(idle, key=lambda one: one._opened)
+        oldest = min(idle, key=lambda other: other._opened)
         self.connections.discard(oldest)
         oldest.transport.close()
         return True

@@ -22,7 +22,7 @@ from mycli.runtime.server.api_error import ApiError
 from mycli.runtime.tokenizer.stream import MAX_STOP_LENGTH, MAX_STOPS
 
 MAX_ITEMS = 1 << 14  # of a conversation in one field
-MAX_PARTS = 1 << 12  # of a message
+MAX_CONTENT_PARTS = 1 << 12  # of a message
 MAX_PROMPTS = 1 << 10
 MAX_IDS = 1 << 20
 LongText = Annotated[str, Field(max_length=1 << 22)]
@@ -71,7 +71,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
 def _fail_fast(schema: Any) -> None:
-    # An error takes a kilobyte: a list of a million wrong items would take a gigabyte of them, and minutes.
+    # An error takes a kilobyte: those of a list of a million wrong items would take a gigabyte, and minutes.
     if isinstance(schema, dict):
         if schema.get("type") in ("list", "dict"):
             schema["fail_fast"] = True
@@ -231,7 +231,7 @@ class ContentPart(Strict):
     text: LongText | None = None
 
 
-Content = LongText | Annotated[list[ContentPart], Field(max_length=MAX_PARTS)] | None
+Content = LongText | Annotated[list[ContentPart], Field(max_length=MAX_CONTENT_PARTS)] | None
 
 
 class ChatMessage(Strict):

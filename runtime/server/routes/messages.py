@@ -13,7 +13,7 @@ from mycli.runtime.server.api_error import ApiError
 from mycli.runtime.server.routes.chat_spec import ChatSpec, prepare_chat
 from mycli.runtime.server.routes.wire import TokenCounts, new_id, text_of
 from mycli.runtime.server.schemas import (
-    MAX_PARTS,
+    MAX_CONTENT_PARTS,
     Content,
     ContentPart,
     ForModel,
@@ -53,7 +53,7 @@ class InputMessage(Strict):
     """A message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: LongText | Annotated[list[MessageBlock], Field(max_length=MAX_PARTS)]
+    content: LongText | Annotated[list[MessageBlock], Field(max_length=MAX_CONTENT_PARTS)]
 
 
 class InputTool(Strict):
