@@ -90,7 +90,7 @@ def export(request: ExportRequest, progress: ReportProgress) -> Exported:
                 rounded.append(Rounded(tensor, kinds[tensor], error))
             if place.rule.row_order is not None:
                 data = data[file_order(place.rule.row_order, config, len(data))]
-            for name, part in zip(place.names, data.split(_rows(config, place, len(data))), strict=True):
+            for name, part in zip(place.names, data.split_with_sizes(_rows(config, place, len(data))), strict=True):
                 writer.write(name, part.contiguous().numpy().reshape(-1).data, (place.expert or 0) * part.nbytes)
             progress("exporting", done, len(kinds))
         writer.finish()

@@ -35,7 +35,7 @@ UNSUPPORTED = frozenset(
     + ("if", "then", "else", "not", "propertyNames", "unevaluatedItems", "unevaluatedProperties")
     + ("$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor")
 )
-FORMATS = frozenset(
+STRING_FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown")
 )
 _NOT_REGULAR = re.compile(r"\(\?<?[=!]|\\[1-9]|\\k<")  # look-around and back-references
@@ -207,7 +207,7 @@ class _Rewriter:
 
     def _left_out(self, key: str, value: Any, place: str) -> bool:
         if key == "format":
-            problem = f"format {value!r:.60} is not supported" if value not in FORMATS else ""
+            problem = f"format {value!r:.60} is not supported" if value not in STRING_FORMATS else ""
         elif key == "pattern":
             regular = not isinstance(value, str) or not _NOT_REGULAR.search(value)
             problem = "" if regular else "look-around and back-references are not supported"

@@ -28,7 +28,7 @@ from mycli.runtime.utils.memory import gc_paused
 _T = TypeVar("_T")
 _Body = TypeVar("_Body", bound=ForModel)
 CLIENT_GONE = 499  # nginx's status for a client that disconnected: only in the log
-MAX_VALUES = 1 << 19  # in a body
+MAX_BODY_VALUES = 1 << 19  # in a body
 LARGE_BODY = 1 << 18  # bytes; a conversation of 65,536 tokens is as long
 
 
@@ -144,9 +144,9 @@ async def _read_body(service: Service, request: Request) -> bytes:
 
 def _parse(body: bytes) -> Any:
     # Parsing holds the GIL, and values take up to 20 times the bytes of the body: they are counted first. Commas and
-    # brackets inside strings count, too, but no context holds a text with half a million of them.
-    if sum(map(body.count, (b",", b"[", b"{"))) > MAX_VALUES:
-        raise ApiError(400, f"the body has more than {MAX_VALUES} values", "too_many_values")
+    # brackets inside strings count, too, but no context holds a text with half a million commas.
+    if sum(map(body.count, (b",", b"[", b"{"))) > MAX_BODY_VALUES:
+        raise ApiError(400, f"the body has more than {MAX_BODY_VALUES} values", "too_many_values")
     try:
         with gc_paused():  # otherwise every few thousand lists are all looked at again
             return strict_json(body)

@@ -186,13 +186,13 @@ def pack_rows(data: Tensor, kind: GgmlType, columns: Tensor | None = None) -> Pa
     codes = groups.levels.to(torch.int16) + (0 if kind.minimum else half)
     if int(codes.max()) >= 2 * half or int(codes.min()) < 0:
         raise ModelError(f"a block of {kind.name} holds a level outside the range of the type", code="pull-again")
-    columns = data.shape[1] // kind.nbytes * kind.block
+    width = data.shape[1] // kind.nbytes * kind.block
     # Kernels take groups of at most 128: a wider group becomes several with the same scale.
     repeat = kind.group // (packing.group_size or kind.group)
     scales = groups.scales.view(len(data), -1).repeat_interleave(repeat, dim=1)
-    packed = pack(codes.to(torch.uint8).view(len(data), columns), packing.bits)
+    packed = pack(codes.to(torch.uint8).view(len(data), width), packing.bits)
     factors = None if groups.factors is None else groups.factors.view(len(data), -1, groups.factors.shape[1])
-    weight = PackedWeight(packed, scales, packing, columns, factors=factors)
+    weight = PackedWeight(packed, scales, packing, width, factors=factors)
     if groups.minima is None:
         return weight
     # Levels of types with minima count from zero, codes from half their range. The offset holds both: one rounding of

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from mycli.runtime.checkpoint.gguf.architecture import LLAMA_TENSORS, Architecture, Config, RowRanges, TensorRule
 from mycli.runtime.checkpoint.gguf.architectures.exaone4 import WINDOW_KEY
-from mycli.runtime.checkpoint.gguf.experts import SOFTMAX_WEIGHT, expert_keys, mixture, require_gating
+from mycli.runtime.checkpoint.gguf.experts import SOFTMAX_WEIGHT, expert_keys, experts_spec, require_gating
 from mycli.runtime.checkpoint.gguf.header import GgufModel
 from mycli.runtime.models.config import ModelConfig
 
@@ -41,5 +41,5 @@ ARCHITECTURE = Architecture(
     keys=(*expert_keys("num_local_experts", size=None), WINDOW_KEY),
     slides=lambda layer: layer % 2 == 0,
     read_config=_read_config,
-    write_keys=lambda config: {"expert_feed_forward_length": mixture(config).size},
+    write_keys=lambda config: {"expert_feed_forward_length": experts_spec(config).size},
 )
