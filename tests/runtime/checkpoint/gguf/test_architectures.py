@@ -4,6 +4,7 @@
 """
 
 import json
+from array import array
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,17 @@ from tests.support.gguf_files import byte_tokenizer
 FACTS: dict[str, Any] = json.loads(Path(__file__).with_name("converter_facts.json").read_text())
 
 
+def _typed(value: Any) -> Any:
+    """As `parse_gguf_header` returns it: numbers in an array."""
+    return array("i", value) if isinstance(value, list) and type(value[0]) is int else value
+
+
 def _folder(facts: dict[str, Any]) -> GgufFolder:
     tensors = {
         name: TensorEntry(name, "F32", tuple(reversed(shape)), "a.gguf", 0, 4 * prod(shape))
         for name, shape in facts["tensors"].items()
     }
-    keys = {**facts["keys"], **byte_tokenizer(97)}
+    keys = {key: _typed(value) for key, value in {**facts["keys"], **byte_tokenizer(97)}.items()}
     return GgufFolder.from_header(
         GgufHeader(Fields(keys, "a.gguf"), tensors), lambda name: facts["factors"], Path("a.gguf")
     )
