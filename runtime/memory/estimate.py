@@ -144,7 +144,7 @@ def mask_bytes(plan: MemoryPlan) -> int:
 
 
 def _gpu_mask_bytes(plan: MemoryPlan) -> int:
-    # Only windows have masks: a boolean one each over the keys that a chunk sees, one of them at a time also in the
+    # Only windows have masks: a boolean one each over the keys that a chunk sees, and for a layer at a time one in the
     # dtype of activations, with keys and values repeated for all heads. Softcaps and sinks write out scores three times
     # in fp32, for the query heads of one KV head, with a boolean mask.
     def keys(spec: AttentionSpec) -> int:
@@ -152,12 +152,12 @@ def _gpu_mask_bytes(plan: MemoryPlan) -> int:
 
     specs = plan.config.attentions
     windowed = [spec for spec in specs if spec.window is not None and spec.window < plan.context]
-    kept = sum({spec.window: keys(spec) for spec in windowed}.values()) * plan.chunk
+    masks = sum({spec.window: keys(spec) for spec in windowed}.values()) * plan.chunk
     largest = max(map(keys, windowed), default=0) * plan.chunk * plan.value_bytes
     repeated = [2 * spec.heads * spec.head_dim * keys(spec) * plan.value_bytes for spec in windowed]
     written = [spec for spec in specs if spec.softcap is not None or spec.sinks is not None]
     scores = [keys(spec) * plan.chunk * (3 * 4 * (spec.heads // spec.kv_heads) + 1) for spec in written]
-    return kept + largest + max(repeated, default=0) + max(scores, default=0)
+    return masks + largest + max(repeated, default=0) + max(scores, default=0)
 
 
 def _cpu_mask_bytes(plan: MemoryPlan) -> int:
