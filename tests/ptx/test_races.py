@@ -51,9 +51,8 @@ def found(launch: Launch, change: str, starved: bool) -> str:
     return ""
 
 
-@pytest.mark.parametrize(
-    "launch", [FEW, pytest.param(ATTEND, marks=pytest.mark.slow), pytest.param(LAUNCHES[4], marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("launch", [FEW, ATTEND, LAUNCHES[4]], ids=str)
 def test_kernels_have_no_races_and_planted_ones_show(launch: Launch, folder: Path) -> None:
     assert emulate(folder, 90, found, launch, "", False) == ""
     assert emulate(folder, 90, found, launch, "", True) == "", "whoever is last"

@@ -62,11 +62,7 @@ class _Captured:
 
 @dataclass(frozen=True)
 class _CacheGraphs:
-    """The graphs of one cache by shape and whether only last logits are computed, least recently used first.
-
-    None after the first pass of a shape.
-    """
-
+    # By shape and whether only last logits are computed, least recently used first; None after the first pass of one.
     rope: Rope  # graphs hold the addresses of its tables
     by_shape: dict[tuple[_Shape, bool], _Captured | None] = field(default_factory=dict)
 

@@ -19,7 +19,11 @@ Capture = Callable[[Launches], Launches]
 
 @dataclass(frozen=True)
 class StepInput:
+<<<<<<< HEAD
     """The input of a step for a padded number of sequences with equally many new tokens.
+=======
+    """The input of a step, for a padded number of sequences with equally many new tokens.
+>>>>>>> gpu
 
     tokens int64 [sequences, new]; lengths int32 [sequences], including the new tokens, 0 for a padding sequence;
     block_table int32 [sequences, blocks].
@@ -51,12 +55,10 @@ class StepInput:
 
 
 class Step(Protocol):
-    """A pass over a padded number of sequences whose every input is on the device, so that it can be captured."""
-
     def takes(self, sequences: int, tokens: int) -> bool: ...
 
     def rotates(self, rope: Rope, positions: int) -> bool:
-        """Return whether it can use the tables of `rope` for sequences of up to `positions` tokens."""
+        # Whether it can use the tables of `rope` for sequences of up to `positions` tokens.
         ...
 
     def __call__(self, inputs: StepInput, rope: Rope, cache: KVCache, last: bool) -> Tensor: ...
@@ -71,7 +73,7 @@ def block_table_width(work: PassInput) -> int:
 
 
 def longest(block_table: Tensor, rope: Rope, cache: KVCache) -> int:
-    """Return the most positions of a sequence: those of its row of the table, as far as there are rotary tables."""
+    # Positions of a row of the table, as far as there are rotary tables.
     return min(block_table.shape[1] * cache.block_size, rope.positions)
 
 

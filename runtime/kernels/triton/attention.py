@@ -313,7 +313,6 @@ def launch_attention(
     chip: Chip,
     counters: Tensor,
 ) -> None:
-    """Write the attention to `into`; arguments as of `decode_attention`. Raises ValueError."""
     check_contiguous(query, lengths, block_table, scoring.sinks)
     sequences, tokens, heads, head_dim = query.shape
     (kv_heads, block_size), table_width = cache.keys.shape[1:3], block_table.shape[1]
@@ -351,10 +350,7 @@ def launch_attention(
 def launch_paged_attention(
     query: Tensor, keys: Stored, values: Stored, ragged: Ragged, scoring: Scoring, chip: Chip
 ) -> Tensor | Declined:
-    """Return the attention of equally many new tokens of each sequence: [tokens, heads * head_dim].
-
-    query: [tokens, heads, head_dim]. The rows of padding sequences become zeros.
-    """
+    """Compute `triton_attend_paged` on a chip."""
     rows, heads, head_dim = query.shape
     assert ragged.tokens is not None
     if not head_fits(chip, heads // keys.data.shape[1], head_dim, ragged.tokens, keys.data.element_size()):

@@ -14,7 +14,6 @@ def launch_failure(error: Exception, code: str) -> Declined:
 
 
 def missing_tool() -> Declined | None:
-    """Return which of a C compiler and the headers of Python is missing, or None."""
     # As Triton looks for them (triton/runtime/build.py).
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         return Declined("no-c-compiler")
