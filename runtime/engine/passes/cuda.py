@@ -31,7 +31,7 @@ from mycli.runtime.engine.passes.graphs import (
 from mycli.runtime.engine.passes.plain import PlainPass
 from mycli.runtime.errors import Declined, summarize_error
 from mycli.runtime.kernels.paged import KEY_BLOCK
-from mycli.runtime.kernels.triton.toolchain import launch_failure
+from mycli.runtime.kernels.triton.toolchain import missing_tool
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.memory.graphs import MOST_GRAPHS, padded_sequences
@@ -241,7 +241,7 @@ def compile_step(
         try:
             declined = difference(model, step, kv, capture)
         except Exception as error:  # noqa: BLE001  (reason: compilers and drivers raise all kinds)
-            declined = launch_failure(error, "kernels-failed")
+            declined = missing_tool() or Declined("kernels-failed", {"error": summarize_error(error)})
     if declined is not None:
         report(declined)
         return declined

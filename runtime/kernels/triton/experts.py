@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.device.placement import decline_packed
-from mycli.runtime.errors import Declined
+from mycli.runtime.errors import Declined, summarize_error
 from mycli.runtime.kernels import reference
 from mycli.runtime.kernels.routed import ExpertWeights, Route, decline_routing
 from mycli.runtime.kernels.triton.product.matmul import RoutedRows, TritonMatmul, check_contiguous
 from mycli.runtime.kernels.triton.product.tiles import max_packed_rows
-from mycli.runtime.kernels.triton.toolchain import launch_failure
+from mycli.runtime.kernels.triton.toolchain import missing_tool
 from mycli.runtime.models.experts_spec import RoutingSpec
 from mycli.runtime.quantization.packed_weight import Matmul
 
@@ -169,7 +169,7 @@ def _checked(device: torch.device) -> Declined | None:
     try:
         return None if small_route_agrees(device) else Declined("routing-check-failed")
     except Exception as trouble:  # noqa: BLE001  (reason: compilers and drivers raise all kinds)
-        return launch_failure(trouble, "kernel-raises")
+        return missing_tool() or Declined("kernel-raises", {"error": summarize_error(trouble)})
 
 
 def small_route_agrees(device: torch.device) -> bool:

@@ -5,12 +5,7 @@ import shutil
 import sysconfig
 from pathlib import Path
 
-from mycli.runtime.errors import Declined, summarize_error
-
-
-def launch_failure(error: Exception, code: str) -> Declined:
-    """Return why a first launch failed: what the machine lacks, or `code` with the first line of `error`."""
-    return missing_tool() or Declined(code, {"error": summarize_error(error)})
+from mycli.runtime.errors import Declined
 
 
 def missing_tool() -> Declined | None:

@@ -7,19 +7,18 @@ from pathlib import Path
 import pytest
 
 from mycli.cli.reasons import reason
-from mycli.runtime.kernels.triton.toolchain import launch_failure
+from mycli.runtime.kernels.triton.toolchain import missing_tool
 
 
-def test_a_failed_launch_names_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    error = RuntimeError("Failed to find C compiler\nmore")
+def test_a_machine_is_told_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "Python.h").touch()
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert "install gcc" in reason(launch_failure(error, "kernel-raises"))
+    missing = missing_tool()
+    assert missing is not None and "install gcc" in reason(missing)
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
-    other = launch_failure(error, "kernel-raises")
-    assert other.code == "kernel-raises" and other.data["error"] == "RuntimeError: Failed to find C compiler"
+    assert missing_tool() is None
     (tmp_path / "Python.h").unlink()
-    message = reason(launch_failure(error, "kernels-failed"))
-    assert "install python3-dev" in message and str(tmp_path) in message
+    missing = missing_tool()
+    assert missing is not None and "install python3-dev" in reason(missing) and str(tmp_path) in reason(missing)

@@ -8,12 +8,12 @@ from threading import Lock
 import torch
 
 from mycli.runtime.device.placement import decline_packed
-from mycli.runtime.errors import Declined
+from mycli.runtime.errors import Declined, summarize_error
 from mycli.runtime.kernels.reference import DequantizeMatmul
 from mycli.runtime.kernels.triton.product.matmul import ACTIVATION_DTYPES, TritonMatmul, chip_of
 from mycli.runtime.kernels.triton.product.tiles import Chip
 from mycli.runtime.kernels.triton.product.weight_layout import gpu_packing
-from mycli.runtime.kernels.triton.toolchain import launch_failure
+from mycli.runtime.kernels.triton.toolchain import missing_tool
 from mycli.runtime.quantization.packed_weight import Matmul, PackedWeight, dequantize, pack
 from mycli.runtime.quantization.scheme import Packing
 
@@ -52,7 +52,7 @@ def _checked(device: torch.device, packing: Packing) -> Declined | None:
         try:
             error = small_product(device, packing, chip_of(device), rows)
         except Exception as trouble:  # noqa: BLE001  (reason: compilers and drivers raise all kinds)
-            return launch_failure(trouble, "kernel-raises")
+            return missing_tool() or Declined("kernel-raises", {"error": summarize_error(trouble)})
         if not error < 5e-3:
             return Declined("product-check-failed", {"packing": packing.name, "error": error})
     return None
