@@ -145,7 +145,6 @@ def mask_bytes(plan: MemoryPlan) -> int:
 
 
 def _gpu_mask_bytes(plan: MemoryPlan) -> int:
-<<<<<<< HEAD
     # Only windows and chunked attention have masks: a boolean one each over the keys that a pass sees, one at a time
     # also in the dtype of activations, with keys and values repeated for all heads. Softcaps and sinks write out scores
     # three times in fp32, for the query heads of one KV head, with a boolean mask.
@@ -155,17 +154,6 @@ def _gpu_mask_bytes(plan: MemoryPlan) -> int:
     specs = [spec for spec in plan.config.attentions if isinstance(spec, AttentionSpec)]
     windowed = [spec for spec in specs if (spec.window or spec.chunk or plan.context) < plan.context]
     masks = sum({(spec.window, spec.chunk): keys(spec) for spec in windowed}.values()) * plan.chunk
-=======
-    # Only windows have masks: a boolean one each over the keys that a chunk sees, and for a layer at a time one in the
-    # dtype of activations, with keys and values repeated for all heads. Softcaps and sinks write out scores three times
-    # in fp32, for the query heads of one KV head, with a boolean mask.
-    def keys(spec: AttentionSpec) -> int:
-        return plan.context if spec.window is None else min(plan.context, spec.window + plan.chunk - 1)
-
-    specs = plan.config.attentions
-    windowed = [spec for spec in specs if spec.window is not None and spec.window < plan.context]
-    masks = sum({spec.window: keys(spec) for spec in windowed}.values()) * plan.chunk
->>>>>>> gpu
     largest = max(map(keys, windowed), default=0) * plan.chunk * plan.value_bytes
     repeated = [2 * spec.heads * spec.head_dim * keys(spec) * plan.value_bytes for spec in windowed]
     written = [spec for spec in specs if spec.softcap is not None or spec.sinks is not None]

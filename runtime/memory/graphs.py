@@ -2,13 +2,8 @@
 
 from collections.abc import Iterable
 
-<<<<<<< HEAD
-# A pass is padded to one of these numbers of sequences, so that a few graphs serve every batch. A padding sequence
-# costs next to nothing: up to 8 rows cost a product no more than one, and it has no keys.
-=======
 # A pass is padded to one of these numbers of sequences, so that few graphs serve all numbers. A padding sequence costs
 # next to nothing: up to 8 rows cost a product no more than one, and it has no keys.
->>>>>>> gpu
 SEQUENCE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 MOST_ROWS = SEQUENCE_BUCKETS[-1]  # tokens of a captured pass, padding included
 MOST_GRAPHS = 16  # per cache: each holds memory; the least recently used one goes

@@ -19,11 +19,7 @@ Capture = Callable[[Launches], Launches]
 
 @dataclass(frozen=True)
 class StepInput:
-<<<<<<< HEAD
-    """The input of a step for a padded number of sequences with equally many new tokens.
-=======
     """The input of a step, for a padded number of sequences with equally many new tokens.
->>>>>>> gpu
 
     tokens int64 [sequences, new]; lengths int32 [sequences], including the new tokens, 0 for a padding sequence;
     block_table int32 [sequences, blocks].
