@@ -178,6 +178,8 @@ def measure_activations(
     models = [StreamedModel(folder, precision) for precision in placements]
     if models[0].activations is None:
         return {}
+    if "lm_head" not in folder.packings:
+        models[1].share_head(models[0])
     return dict(zip(kinds, evaluate_each(models, text, reference, progress), strict=True))
 
 

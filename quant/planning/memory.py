@@ -231,8 +231,9 @@ def _largest_tensor(work: QuantizationWork) -> int:
 
 def _measuring(work: QuantizationWork, at_once: int) -> tuple[int, int]:
     config = work.config
-    heads = 1 + ("lm_head" in work.packings)
-    head = _FLOAT * config.vocab_size * config.hidden_size * heads
+    # An unquantized head is in memory twice: shared by both models, and in bf16 where activations are measured.
+    heads = 4 if "lm_head" in work.packings else 3
+    head = _FLOAT * config.vocab_size * config.hidden_size * heads // 2
     streams = min(_FLOAT * work.measured * config.hidden_size * 2, STREAM_BYTES)
     slices = 4 * _FLOAT * min(LOGITS_AT_ONCE, work.context * config.vocab_size)
     table = 2 * config.vocab_size * config.hidden_size

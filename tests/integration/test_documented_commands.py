@@ -19,7 +19,7 @@ from pathlib import Path
 import gguf
 import pytest
 
-from mycli.cli.main import COMMANDS, find_command
+from mycli.cli.main import COMMANDS, find_command, join_sweep
 from tests.support.adapters import QUERIES, tensors_for, write_adapter
 from tests.support.command_line import COMMAND, default_signals
 from tests.support.hub_server import HubServer, hub_server
@@ -150,7 +150,7 @@ def test_a_documented_command_parses(page: str) -> None:
                 continue
             name = next(candidate for count in (2, 1) if (candidate := " ".join(words[1 : 1 + count])) in COMMANDS)
             parser = find_command(name)
-            parser.make_context(name, words[1 + len(name.split()) :])
+            parser.make_context(name, join_sweep(words[1:])[len(name.split()) :])
 
 
 # Files that pages assume
