@@ -46,7 +46,7 @@ _FILE_TYPES = {
     "MXFP4": 38,
 }  # general.file_type
 _ROUNDING = {"Q4_0": blocks.round_q4_0, "Q8_0": blocks.round_q8_0, "Q4_K": blocks.round_q4_k}
-# What a config says beside its layers and shapes.
+# The fields of a config that are not in its layers and shapes.
 _COMPARED = (
     *("max_context", "layer_norm", "rms_norm_eps", "embedding_scale", "round_embedding_scale"),
     *("logit_scale", "logit_softcap", "tie_embeddings", "per_layer_width"),

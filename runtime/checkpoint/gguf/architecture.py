@@ -160,6 +160,7 @@ class Architecture:
     pattern: bool = False  # sliding_window_pattern says which layers have the window, and `slides` where it is missing
     by_layer: tuple[str, ...] = ()  # keys that may differ by layer: the largest value counts, the rest is read_config's
     optional: tuple[str, ...] = ()  # keys that may be missing
+    has_mtp_blocks: bool = False  # block_count includes those of an MTP head, nextn_predict_layers says how many
     epsilon: str = "attention.layer_norm_rms_epsilon"
     read_config: Callable[[GgufModel, Config], Config] = lambda model, config: {}
     write_keys: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
@@ -179,8 +180,9 @@ class Architecture:
         }
 
     @cached_property
-    def _followers(self) -> frozenset[str]:
-        return frozenset(rule.followed_by for rule in self.layer_tensors.values() if rule.followed_by is not None)
+    def _followers(self) -> dict[str, str]:
+        # The GGUF name of the first part of a joined tensor by that of the second.
+        return {rule.followed_by: name for name, rule in self.layer_tensors.items() if rule.followed_by is not None}
 
     @cached_property
     def _stored_names(self) -> dict[str, str]:
@@ -220,9 +222,9 @@ class Architecture:
 
     def tensors(self, model: GgufModel) -> Iterator[tuple[str, TensorEntry]]:
         """Yield Hugging Face name and place of every tensor of the model. Raises ModelError for one without a rule."""
-        layers = model.integer("block_count", low=1, high=MAX_LAYERS) - model.integer("nextn_predict_layers", 0)
+        layers, blocks = self._layers(model)
         for stored, entry in model.tensors.items():
-            if stored in ROPE_TENSORS or self._is_ignored(stored, layers):
+            if stored in ROPE_TENSORS or self._is_ignored(model, stored, range(layers, blocks)):
                 continue
             name = self.hf_name(stored)
             if name is None:
@@ -242,13 +244,21 @@ class Architecture:
                 expert, which = divmod(index, len(names))
                 yield names[which].replace(_EXPERT, str(expert)), part
 
-    def _is_ignored(self, stored: str, layers: int) -> bool:
-        # The blocks behind the last layer are an MTP head; a part of a joined tensor is read with the first part.
+    def _layers(self, model: GgufModel) -> tuple[int, int]:
+        # The number of layers and of blocks: those behind the layers are an MTP head.
+        predicted = model.integer("nextn_predict_layers", 0, high=MAX_LAYERS - 1) if self.has_mtp_blocks else 0
+        blocks = model.integer("block_count", low=1 + predicted, high=MAX_LAYERS)
+        return blocks - predicted, blocks
+
+    def _is_ignored(self, model: GgufModel, stored: str, unread: range) -> bool:
+        # The blocks `unread`, and the second part of a joined tensor, which is read with the first.
         layer = re.match(r"blk\.(\d{1,4})\.", stored)
         if layer is None:
             return False
-        rest = stored[layer.end() :]
-        return int(layer[1]) >= layers or rest.rpartition(".")[0] in self._followers
+        name, _, ending = stored[layer.end() :].rpartition(".")
+        first = self._followers.get(name)
+        joined = first is not None and f"{layer[0]}{first}.{ending}" in model.tensors
+        return joined or int(layer[1]) in unread
 
     def _more_names(self, stored: str, name: str) -> Iterator[str]:
         pattern = re.sub(r"^blk\.\d+\.", "blk.{layer}.", stored)
@@ -282,8 +292,7 @@ class Architecture:
         head_dim = model.integer("attention.key_length", max(1, hidden // heads), low=1)
         if model.integer("attention.value_length", head_dim) != head_dim:
             raise model.metadata.fail(model.key("attention.value_length"), "differs from key_length")
-        predicted = model.integer("nextn_predict_layers", 0)  # blocks of the MTP head, behind the layers
-        layers = model.integer("block_count", low=1 + predicted, high=MAX_LAYERS) - predicted
+        layers, _ = self._layers(model)
         config: Config = {
             "model_type": self.model_type,
             "hidden_size": hidden,

@@ -94,14 +94,13 @@ class GgufFolder(ModelFolder):
         expected = dict(self.config.tensors())
         tensors: dict[str, TensorEntry] = {}
         for name, entry in self._architecture.tensors(model):
-            if name.startswith(self.config.ignored_prefixes):
-                continue
             parts = self._architecture.joined(model, name, entry)
             rows = sum(part.shape[0] for part in parts)
             shape, nbytes = (rows, *entry.shape[1:]), sum(part.nbytes for part in parts)
-            # GGUF drops axes of length one.
-            if name in expected and _long_axes(expected[name]) == _long_axes(shape):
-                shape = expected[name]
+            # GGUF drops axes of length one; it adds none.
+            full = expected.get(name, shape)
+            if len(shape) < len(full) and _long_axes(full) == _long_axes(shape):
+                shape = full
             tensors[name] = replace(entry, shape=shape, nbytes=nbytes)
         return Manifest(self.path, tensors, self.files)
 

@@ -95,9 +95,10 @@ def test_one_file_is_enough_to_write_and_to_read(
     original = open_model_folder(tmp_path / "hf")
     module, kind = find_export_target(f"gguf:{variant}")
     request = ExportRequest(Source("hf", tmp_path / "hf"), original, tmp_path / "a.gguf", kind, requantize=True)
+    monkeypatch.setattr(architectures, "__path__", [])
     with pytest.raises(ModelError, match=model_type):
         module.export(request, silent)
-    monkeypatch.setattr(architectures, "__path__", [*architectures.__path__, str(tmp_path / "architectures")])
+    monkeypatch.setattr(architectures, "__path__", [str(tmp_path / "architectures")])
     written = open_model_folder(module.export(request, silent).path)
     config = written.config
     assert config.layer_specs == original.config.layer_specs

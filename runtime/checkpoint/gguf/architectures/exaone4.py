@@ -16,6 +16,7 @@ ARCHITECTURE = Architecture(
     name="exaone4",
     model_type="exaone4",
     written_types=("exaone4",),
+    has_mtp_blocks=True,
     layer_tensors=AFTER_TENSORS,
     keys=(WINDOW_KEY,),
     slides=lambda layer: (layer + 1) % 4 != 0,

@@ -6,6 +6,7 @@ ARCHITECTURE = Architecture(
     name="glm4",
     model_type="glm4",
     written_types=("glm4",),
+    has_mtp_blocks=True,
     layer_tensors={
         **LLAMA_TENSORS,
         "ffn_up": TensorRule("mlp.gate_up_proj"),

@@ -27,6 +27,7 @@ ARCHITECTURE = Architecture(
     name="glm4moe",
     model_type="glm4_moe",
     written_types=("glm4_moe",),
+    has_mtp_blocks=True,
     layer_tensors={
         **{name: rule for name, rule in LLAMA_TENSORS.items() if name != "ffn_norm"},
         **expert_tensors(shared="shared_experts", bias="gate.e_score_correction_bias"),

@@ -11,8 +11,8 @@ from mycli.runtime.checkpoint.gguf.architectures.qwen3next import (
     DELTA_MODEL_TENSORS,
     DELTA_TENSORS,
     delta_net,
-    read_delta,
-    write_delta,
+    read_delta_keys,
+    write_delta_keys,
 )
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.recurrent_spec import DeltaNetSpec
@@ -50,9 +50,10 @@ ARCHITECTURE = Architecture(
     name="qwen35",
     model_type="qwen3_5_text",
     written_types=("qwen3_5_text",),
+    has_mtp_blocks=True,
     layer_tensors=QWEN35_TENSORS,
     model_tensors=DELTA_MODEL_TENSORS,
-    read_config=read_delta,
-    # Positions of images; a text has the same in all of them.
-    write_keys=lambda config: {**write_delta(config), "rope.dimension_sections": [11, 11, 10, 0]},
+    read_config=read_delta_keys,
+    # Positions of images; those of a text are all the same.
+    write_keys=lambda config: {**write_delta_keys(config), "rope.dimension_sections": [11, 11, 10, 0]},
 )

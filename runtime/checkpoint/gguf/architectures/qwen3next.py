@@ -38,11 +38,11 @@ DELTA_TENSORS = {
 
 
 def delta_net(config: ModelConfig) -> DeltaNetSpec:
-    """Return the first recurrent layer, after which all of them are shaped."""
+    """Return the first recurrent layer; all others have the same shape."""
     return next(spec.recurrent for spec in config.layer_specs if isinstance(spec.recurrent, DeltaNetSpec))
 
 
-def read_delta(model: GgufModel, config: Config) -> Config:
+def read_delta_keys(model: GgufModel, config: Config) -> Config:
     """Return the config fields of Gated DeltaNet."""
     layers, heads = config["num_hidden_layers"], model.integer("ssm.time_step_rank", low=1)
     period = model.integer("full_attention_interval", 4, low=1)
@@ -60,7 +60,7 @@ def read_delta(model: GgufModel, config: Config) -> Config:
     }
 
 
-def write_delta(config: ModelConfig) -> dict[str, int | list[bool]]:
+def write_delta_keys(config: ModelConfig) -> dict[str, int | list[bool]]:
     """Return the keys of Gated DeltaNet."""
     spec = delta_net(config)
     return {
@@ -86,13 +86,14 @@ def _by_kind(config: ModelConfig) -> Iterable[range]:
 
 
 def _read_config(model: GgufModel, config: Config) -> Config:
-    return {**read_delta(model, config), "norm_topk_prob": True}
+    return {**read_delta_keys(model, config), "norm_topk_prob": True}
 
 
 ARCHITECTURE = Architecture(
     name="qwen3next",
     model_type="qwen3_next",
     written_types=("qwen3_next",),
+    has_mtp_blocks=True,
     layer_tensors={
         **DELTA_TENSORS,
         **SHARED_TENSORS,
@@ -107,5 +108,5 @@ ARCHITECTURE = Architecture(
     model_tensors=DELTA_MODEL_TENSORS,
     keys=(*expert_keys(), shared_size_key()),
     read_config=_read_config,
-    write_keys=write_delta,
+    write_keys=write_delta_keys,
 )

@@ -15,6 +15,7 @@ from mycli.runtime.checkpoint.gguf.architectures import architectures
 from mycli.runtime.checkpoint.gguf.folder import GgufFolder
 from mycli.runtime.checkpoint.gguf.header import GgufHeader
 from mycli.runtime.checkpoint.safetensors_header import TensorEntry
+from mycli.runtime.errors import ModelError
 from mycli.runtime.models.registry import parse_config
 from mycli.runtime.utils.json_fields import Fields
 from tests.support.gguf_files import byte_tokenizer
@@ -53,3 +54,37 @@ def test_the_converters_names_are_read(name: str) -> None:
     shapes = [(layer.index, [*layer.products()]) for layer in original.layer_specs]
     assert [(layer.index, [*layer.products()]) for layer in folder.config.layer_specs] == shapes
     assert folder.config.windows == original.windows or not any(folder.config.windows)
+
+
+def _with_a_block_more(blocks: int, predicted: int) -> GgufFolder:
+    """The recorded GLM 4.5, whose layers are blocks 0 to 2, with one tensor of an MTP head in block 3."""
+    facts = FACTS["glm4_moe-8top3-scaled"]
+    counts = {"glm4moe.block_count": blocks, "glm4moe.nextn_predict_layers": predicted}
+    head = {"blk.3.nextn.eh_proj.weight": [128, 64]}
+    return _folder({**facts, "keys": {**facts["keys"], **counts}, "tensors": {**facts["tensors"], **head}})
+
+
+def test_blocks_of_an_mtp_head_are_skipped_if_the_metadata_counts_them() -> None:
+    folder = _with_a_block_more(4, 1)
+    assert folder.config.layers == 3
+    assert set(folder.checked_manifest().tensors) == {name for name, _ in folder.config.tensors()}
+
+
+@pytest.mark.parametrize(("blocks", "predicted"), [(3, 0), (4, 0), (3, 1)])
+def test_blocks_that_the_metadata_does_not_count_are_an_error(blocks: int, predicted: int) -> None:
+    with pytest.raises(ModelError, match=r"blk\.3\.nextn"):
+        _with_a_block_more(blocks, predicted).checked_manifest()
+
+
+def test_a_layer_beyond_the_count_is_an_error() -> None:
+    facts = FACTS["glm4_moe-8top3-scaled"]
+    extra = {"blk.3.attn_q.weight": facts["tensors"]["blk.2.attn_q.weight"]}
+    with pytest.raises(ModelError, match=r"blk\.3\.attn_q\.weight is not part of the model"):
+        _folder({**facts, "tensors": {**facts["tensors"], **extra}}).checked_manifest()
+
+
+def test_the_second_part_of_a_joined_tensor_alone_is_an_error() -> None:
+    name = next(name for name, facts in FACTS.items() if facts["keys"]["general.architecture"] == "qwen3next")
+    tensors = {stored: shape for stored, shape in FACTS[name]["tensors"].items() if stored != "blk.0.attn_qkv.weight"}
+    with pytest.raises(ModelError, match=r"blk\.0\.attn_gate\.weight"):
+        _folder({**FACTS[name], "tensors": tensors}).checked_manifest()

@@ -1,4 +1,4 @@
-"""Every type that the library dequantizes: the same values bit for bit, dense and as packed groups."""
+"""Every quantized type: the values of the library or of a plain reference, dense and as packed groups."""
 
 from dataclasses import replace
 
@@ -16,6 +16,19 @@ from mycli.runtime.quantization.packed_weight import dequantize
 from mycli.runtime.quantization.super_blocks import scale_codes
 
 
+# Types of llama.cpp that the library may not decode, and the loops of ggml-quants.c for one block.
+def _q1_0(scale: np.float32, data: list[int]) -> list[np.float32]:
+    return [scale if data[j // 8] >> j % 8 & 1 else -scale for j in range(128)]
+
+
+def _q2_0(scale: np.float32, data: list[int]) -> list[np.float32]:
+    return [np.float32((data[j // 4] >> j % 4 * 2 & 3) - 1) * scale for j in range(64)]
+
+
+REFERENCES = {"Q1_0": _q1_0, "Q2_0": _q2_0}
+KNOWN = [name for name in READABLE_NAMES if name not in REFERENCES]
+
+
 def _dequantizable() -> set[str]:
     """The types that the library has a decoder for."""
     reached = set()
@@ -30,11 +43,13 @@ def _dequantizable() -> set[str]:
 
 
 def test_every_type_that_the_library_decodes_is_read() -> None:
-    assert set(READABLE_NAMES) == _dequantizable()
+    assert set(KNOWN) == _dequantizable() - REFERENCES.keys()
 
 
 def test_sizes_are_the_librarys() -> None:
     for kind in TYPES:
+        if kind.name in REFERENCES:
+            continue
         assert GGML_QUANT_SIZES[GGMLQuantizationType[kind.name]] == (kind.block, kind.nbytes), kind.name
         assert GGMLQuantizationType[kind.name] == kind.id
 
@@ -48,32 +63,48 @@ def random_blocks(name: str, rows: int, blocks: int, seed: int = 0) -> Tensor:
         view = data.reshape(-1, kind.nbytes)
         fields = rng.integers(0, 3, (len(view), 64, 4), dtype=np.uint8)
         view[:, :64] = (fields << np.array([0, 2, 4, 6], dtype=np.uint8)).sum(-1)
-    values = _library(data, name).reshape(-1, kind.block)
+    values = _reference(data, name).reshape(-1, kind.block)
     bad = ~np.isfinite(values).all(axis=1)
     data.reshape(-1, kind.nbytes)[bad] = 0
     return torch.from_numpy(data)
 
 
-def _library(data: np.ndarray, name: str) -> np.ndarray:
+def _reference(data: np.ndarray, name: str) -> np.ndarray:
     with np.errstate(all="ignore"):
+        if name in REFERENCES:
+            blocks = data.reshape(-1, TYPES_BY_NAME[name].nbytes)
+            scales = np.ascontiguousarray(blocks[:, :2]).view(np.float16).astype(np.float32)[:, 0]
+            values = [REFERENCES[name](scale, row.tolist()) for scale, row in zip(scales, blocks[:, 2:], strict=True)]
+            return np.array(values, dtype=np.float32).reshape(len(data), -1)
         return quants.dequantize(data, GGMLQuantizationType[name])
 
 
-@pytest.mark.parametrize("name", READABLE_NAMES)
+@pytest.mark.parametrize("name", KNOWN)
 def test_values_are_the_librarys_bit_for_bit(name: str) -> None:
     data = torch.from_numpy(
         np.random.default_rng(1).integers(0, 256, (32, 4 * TYPES_BY_NAME[name].nbytes), dtype=np.uint8)
     )
-    expected, actual = _library(data.numpy(), name), dequantize_blocks(data, name).numpy()
+    expected, actual = _reference(data.numpy(), name), dequantize_blocks(data, name).numpy()
     same = (expected.view(np.uint32) == actual.view(np.uint32)) | (np.isnan(expected) & np.isnan(actual))
     assert actual.dtype == np.float32 and same.all()
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_values_are_those_of_the_reference(name: str) -> None:
+    kind = TYPES_BY_NAME[name]
+    assert (kind.id, kind.block, kind.nbytes) == {"Q1_0": (41, 128, 18), "Q2_0": (42, 64, 18)}[name]
+    data = random_blocks(name, 16, 4, seed=1)
+    assert torch.equal(dequantize_blocks(data, name), torch.from_numpy(_reference(data.numpy(), name)))
+    one = torch.tensor([0x00, 0x3C, 0b11100100, *[0] * 15], dtype=torch.uint8)[None]  # scale 1.0
+    levels = {"Q1_0": [-1, -1, 1, -1, -1, 1, 1, 1], "Q2_0": [-1, 0, 1, 2, -1, -1, -1, -1]}[name]
+    assert dequantize_blocks(one, name)[0, :8].tolist() == levels
 
 
 @pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: f"{kind.name}-{kind.packing.name}")
 def test_packed_groups_mean_the_same(kind: GgmlType) -> None:
     """Exactly; where a minimum becomes part of the offset, to one rounding of fp32 of the larger of the two."""
     data = random_blocks(kind.name, 24, 8)
-    expected, actual = torch.from_numpy(_library(data.numpy(), kind.name)), pack_rows(data, TYPES_BY_NAME[kind.name])
+    expected, actual = torch.from_numpy(_reference(data.numpy(), kind.name)), pack_rows(data, TYPES_BY_NAME[kind.name])
     values = dequantize(actual)
     packing = actual.packing
     if actual.offsets is not None and packing.group_size is not None:

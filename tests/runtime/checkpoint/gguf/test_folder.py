@@ -216,6 +216,7 @@ LIES: dict[str, tuple[dict[str, Any], str]] = {
     "too-many-layers": ({"llama.block_count": 5000}, "block_count"),
     "one-layer-more": ({"llama.block_count": 7}, "missing"),
     "one-layer-less": ({"llama.block_count": 5}, "not part of the model"),
+    "mtp-head-of-llama": ({"llama.block_count": 5, "llama.nextn_predict_layers": 1}, "not part of the model"),
     "heads-that-do-not-divide": ({"llama.attention.head_count_kv": 3}, "divide"),
     "other-width": ({"llama.embedding_length": 512}, "shape"),
     "huge-width": ({"llama.embedding_length": 1 << 31, "llama.feed_forward_length": 1 << 31}, "elements"),
