@@ -22,10 +22,8 @@ FOREIGN_COMMANDS = {
     "ls": "mycli list",
     "perplexity": "mycli eval",
     "ppl": "mycli eval",
-    "ps": "models stay in memory only inside a running server: mycli serve MODEL",
     "remove": "mycli rm",
     "server": "mycli serve",
-    "stop": "press Ctrl-C in the terminal of the server; no other command keeps a model: mycli serve MODEL",
     "version": "mycli --version",
 }
 _PROMPT = "the prompt is an argument, not an option: mycli run MODEL PROMPT"

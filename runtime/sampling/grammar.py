@@ -287,6 +287,7 @@ class Grammar:
         `loosened`: paths of the schema's keywords that were left out.
         """
         self.kind, self.loosened = kind, tuple(loosened)
+        self.field = kind  # of the request that holds the source, if that is another
         self._source, self._library, self._table = source, llguidance, table
         self._start: Any = None
 

@@ -7,7 +7,7 @@ interrupted in this process.
 from mycli.runtime.errors import UsageError
 from mycli.runtime.utils.sandbox import WorkerError, WorkerProcess
 
-SECONDS = 4.0  # of wall-clock time: the worker yields to replies
+WALL_SECONDS = 4.0  # of wall-clock time: the worker yields to replies
 CPU_SECONDS = 1.0
 MEMORY = 1 << 30  # address space, of which an idle worker has a fifth
 _HINT = "use a simpler one: fewer alternatives, references and repetitions"
@@ -22,9 +22,9 @@ class GrammarProbe:
     def check(self, source: str, kind: str) -> None:
         """Raise UsageError unless `source` compiles within the limits; its mistakes are found by compiling it here."""
         try:
-            seconds = float(self._worker.call(source, SECONDS))
+            seconds = float(self._worker.call(source, WALL_SECONDS))
         except WorkerError as error:
-            limit = f"{SECONDS:g} s" if error.kind == "Deadline" else f"{MEMORY >> 20} MiB"
+            limit = f"{WALL_SECONDS:g} s" if error.kind == "Deadline" else f"{MEMORY >> 20} MiB"
             raise UsageError(f"{kind}: compiling it takes more than {limit}", _HINT) from None
         if seconds > CPU_SECONDS:
             raise UsageError(f"{kind}: compiling it takes more than {CPU_SECONDS:g} s", _HINT)

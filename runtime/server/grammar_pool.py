@@ -72,6 +72,4 @@ class GrammarPool:
         try:
             work.result()
         except UserError as error:
-            # A schema is named after its field; expressions and grammars come from several.
-            named = " " not in grammar.kind and grammar.kind != "grammar"
-            raise from_user_error(error, grammar.kind if named else "response_format") from None
+            raise from_user_error(error, grammar.field) from None

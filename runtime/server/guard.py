@@ -183,7 +183,7 @@ class Guard:
             return {}
         return {
             "access-control-allow-origin": origin,
-            "access-control-expose-headers": "x-request-id, request-id, x-mycli-omitted",
+            "access-control-expose-headers": "x-request-id, request-id, x-mycli-omitted, x-mycli-loosened",
             "vary": "origin",
             "cross-origin-resource-policy": "cross-origin",
         }

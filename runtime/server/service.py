@@ -222,9 +222,11 @@ class Service:
         kind, text = _grammar_text(response)
         compile_text = {"regex": self.compiler.regex, "lark": self.compiler.lark, "gbnf": self.compiler.gbnf}.get(kind)
         try:
-            if compile_text is not None:
-                return compile_text(text, prelude)
-            return self.compiler.schema(text, response.place, prelude, response.strict)
+            if compile_text is None:
+                return self.compiler.schema(text, response.place, prelude, response.strict)
+            grammar = compile_text(text, prelude)
+            grammar.field = response.place
+            return grammar
         except UserError as error:
             raise from_user_error(error, response.place) from None
         except RecursionError:

@@ -1,6 +1,7 @@
 """Families of models as transformers makes them: small configurations of every kind of layer, and random models."""
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,9 @@ def enliven(model: transformers.PreTrainedModel) -> None:
 def make(folder: Path, model_type: str, changes: dict[str, Any]) -> transformers.PreTrainedModel:
     """A random model, saved to `folder`; the fp32 reference is returned."""
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(ALIASES.get(model_type, model_type), **{**SMALL, **changes})
+    config = transformers.AutoConfig.for_model(
+        ALIASES.get(model_type, model_type), **deepcopy({**SMALL, **changes})
+    )  # it writes into rope_parameters
     loader = getattr(transformers, UNMAPPED.get(model_type, "AutoModelForCausalLM"))
     create = loader.from_config if loader is transformers.AutoModelForCausalLM else loader._from_config
     reference = create(config, attn_implementation="eager").float().eval()

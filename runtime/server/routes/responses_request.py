@@ -139,7 +139,7 @@ class ResponsesRequest(ForModel, Sampling, Constraints, ThinkingBudget):
             ]
         ]
         | None
-    ) = None
+    ) = Field(None, max_length=64)
     top_logprobs: int | None = Field(None, ge=0, le=20)
     metadata: dict[str, str] | None = Field(None, max_length=16)
     store: bool | None = None
