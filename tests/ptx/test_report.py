@@ -19,6 +19,7 @@ from tests.ptx import (
     builds,  # noqa: E402  (reason: as above)
     report,  # noqa: E402  (reason: as above)
 )
+from tests.ptx.floor import MOST_SPILLED
 
 DOCUMENT = ROOT / "docs" / "results" / "kernels.md"
 BUDGET = 2.5  # instructions per weight at which an H200 still reads 4-bit weights at full bandwidth
