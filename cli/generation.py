@@ -12,7 +12,7 @@ from mycli.runtime.tokenizer.chat_template import Message
 if TYPE_CHECKING:  # torch takes a second to import
     from mycli.runtime.engine.completion import Completion
     from mycli.runtime.engine.stats import SpeculationStats, Timing
-    from mycli.runtime.sampling.grammar import Grammar
+    from mycli.runtime.sampling.grammars.grammar import Grammar
     from mycli.runtime.sampling.logprobs import TokenLogprob
     from mycli.runtime.tokenizer.tokenizer import Tokenizer
 

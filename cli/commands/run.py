@@ -19,7 +19,7 @@ from mycli.runtime.utils.units import pluralize
 
 if TYPE_CHECKING:
     from mycli.runtime.engine.loader import LoadedModel
-    from mycli.runtime.sampling.grammar import Grammar
+    from mycli.runtime.sampling.grammars.grammar import Grammar
 
 EXAMPLES = (
     'mycli run pico "What is the capital of Japan?"',
@@ -99,7 +99,7 @@ class GrammarFlags:
         if text is not None and not _is_inline(text):
             text = read_file(Path(text))
         if formats:
-            from mycli.runtime.sampling.grammar import library
+            from mycli.runtime.sampling.grammars.grammar import library
 
             library()
         return text
@@ -108,7 +108,7 @@ class GrammarFlags:
         """Return the grammar for `model`, None for free text; `schema` is the result of `text`."""
         if schema is None and self.regex is None and not self.json_mode:
             return None
-        from mycli.runtime.sampling.grammar import JSON_MODE, Grammar
+        from mycli.runtime.sampling.grammars.grammar import JSON_MODE, Grammar
 
         if self.regex is not None:
             return Grammar.from_regex(self.regex, model.tokenizer, model.stop_ids)

@@ -14,7 +14,7 @@ from mycli.runtime.errors import UserError
 from mycli.runtime.sampling.params import SamplingParams
 
 if TYPE_CHECKING:  # constrained replies are few, and it is a large module
-    from mycli.runtime.sampling.grammar import Grammar
+    from mycli.runtime.sampling.grammars.grammar import Grammar
     from mycli.runtime.sampling.logprobs import TokenLogprob
 
 

@@ -10,7 +10,7 @@ from mycli.runtime.errors import UsageError, UserError
 from mycli.runtime.sampling.params import SamplingParams
 
 if TYPE_CHECKING:  # torch takes a second to import
-    from mycli.runtime.sampling.grammar import Grammar
+    from mycli.runtime.sampling.grammars.grammar import Grammar
     from mycli.runtime.sampling.logprobs import TokenLogprob
 
 FinishReason = Literal["stop", "length", "context", "cancelled", "deadline", "error"]

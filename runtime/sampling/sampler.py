@@ -20,7 +20,7 @@ _NUMBERS_PER_CALL = 256
 
 
 class Constraint(Protocol):
-    """A grammar that limits which token may come next; see `runtime.sampling.grammar`."""
+    """A grammar that limits which token may come next; see `runtime.sampling.grammars.grammar`."""
 
     def apply(self, logits: Tensor) -> Tensor:
         """Set the logits fp32 [sequences, vocab] of forbidden tokens to -inf. Raises ModelError if none is allowed."""

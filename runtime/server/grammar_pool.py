@@ -7,8 +7,8 @@ from threading import Lock
 from typing import Any
 
 from mycli.runtime.errors import UserError
-from mycli.runtime.sampling.grammar import Grammar
-from mycli.runtime.sampling.grammar_probe import GrammarProbe
+from mycli.runtime.sampling.grammars.grammar import Grammar
+from mycli.runtime.sampling.grammars.probe import GrammarProbe
 from mycli.runtime.server.api_error import ApiError, from_user_error
 
 _THREADS = 2

@@ -16,7 +16,7 @@ from mycli.runtime.engine.loader import LoadedModel
 from mycli.runtime.engine.reply_reader import ReplyReader
 from mycli.runtime.engine.sequence import Request, reply_room
 from mycli.runtime.errors import ModelError, UserError
-from mycli.runtime.sampling.grammar import JSON_MODE, Alternative, Grammar, GrammarCompiler, Prelude
+from mycli.runtime.sampling.grammars.grammar import JSON_MODE, Alternative, Grammar, GrammarCompiler, Prelude
 from mycli.runtime.sampling.params import SamplingParams, recommended
 from mycli.runtime.server.api_error import ApiError, ContextError, from_user_error
 from mycli.runtime.server.formats import ResponseFormat

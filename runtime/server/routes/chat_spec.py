@@ -8,7 +8,7 @@ from typing import Any
 from mycli.runtime.engine.reply_reader import ReplyReader
 from mycli.runtime.engine.sequence import reply_room
 from mycli.runtime.errors import UserError
-from mycli.runtime.sampling.grammar import Grammar, Prelude
+from mycli.runtime.sampling.grammars.grammar import Grammar, Prelude
 from mycli.runtime.server.api_error import ApiError, from_user_error
 from mycli.runtime.server.formats import ResponseFormat
 from mycli.runtime.server.schemas import Sampling

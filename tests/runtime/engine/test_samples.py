@@ -16,7 +16,7 @@ from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loader import LoadedModel
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.errors import UsageError
-from mycli.runtime.sampling.grammar import Grammar
+from mycli.runtime.sampling.grammars.grammar import Grammar
 from mycli.runtime.sampling.logprobs import LogprobRecorder
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.tokenizer.chat_template import Message

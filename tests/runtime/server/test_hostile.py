@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from mycli.runtime.sampling.grammar_probe import GrammarProbe
+from mycli.runtime.sampling.grammars.probe import GrammarProbe
 from mycli.runtime.server.routes.chat_completions import ChatRequest
 from mycli.runtime.server.routes.completions import CompletionRequest
 from mycli.runtime.server.routes.messages_request import CountRequest, MessagesRequest

@@ -19,7 +19,7 @@ from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape
 from mycli.runtime.engine.sequence import Request
 from mycli.runtime.errors import ModelError, UsageError
-from mycli.runtime.sampling.grammar import JSON_MODE, MAX_SOURCE, Grammar, GrammarState
+from mycli.runtime.sampling.grammars.grammar import JSON_MODE, MAX_SOURCE, Grammar, GrammarState
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.sampler import Sampler
 from mycli.runtime.speculative.draft_length import FixedDraftLength

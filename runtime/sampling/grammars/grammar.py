@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.errors import ModelError, UsageError
-from mycli.runtime.sampling.grammar_probe import GrammarProbe
-from mycli.runtime.sampling.grammar_worker import LEXER_FUEL
-from mycli.runtime.sampling.json_schema import FREE_NODES, PreparedSchema, prepare
+from mycli.runtime.sampling.grammars.json_schema import FREE_NODES, PreparedSchema, prepare
+from mycli.runtime.sampling.grammars.probe import GrammarProbe
+from mycli.runtime.sampling.grammars.worker import LEXER_FUEL
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
 MAX_SOURCE = 1 << 16  # characters of a schema or expression: compiling takes time quadratic in the properties

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from mycli.runtime.errors import UsageError
-from mycli.runtime.sampling import grammar_probe
-from mycli.runtime.sampling.json_schema import LARGEST_INTEGER, UNSUPPORTED, prepare
+from mycli.runtime.sampling.grammars import probe
+from mycli.runtime.sampling.grammars.json_schema import LARGEST_INTEGER, UNSUPPORTED, prepare
 from tests.support.bombs import BOMBS, doubling
 
 NAMES = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "number"}}}
@@ -107,7 +107,7 @@ def test_integers_have_the_range_of_exact_json_integers() -> None:
 
 def test_s1_what_only_compiling_shows_ends_in_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """A merged pattern below the limit of nodes: the worker's limits hold, and say what they are."""
-    monkeypatch.setattr(grammar_probe, "WALL_SECONDS", 0.001)
-    probe = grammar_probe.GrammarProbe(300)
+    monkeypatch.setattr(probe, "WALL_SECONDS", 0.001)
+    grammar_probe = probe.GrammarProbe(300)
     with pytest.raises(UsageError, match="S: compiling it takes more than 0.001 s"):
-        probe.check(json.dumps({"grammars": [{"lark_grammar": "start: /a{1000}/"}]}), "S")
+        grammar_probe.check(json.dumps({"grammars": [{"lark_grammar": "start: /a{1000}/"}]}), "S")

@@ -17,7 +17,7 @@ class GrammarProbe:
     """One worker process for grammars over `vocabulary` tokens; started by the first check."""
 
     def __init__(self, vocabulary: int) -> None:
-        self._worker = WorkerProcess("mycli.runtime.sampling.grammar_worker", vocabulary, MEMORY, reply_bytes=1 << 14)
+        self._worker = WorkerProcess("mycli.runtime.sampling.grammars.worker", vocabulary, MEMORY, reply_bytes=1 << 14)
 
     def check(self, source: str, kind: str) -> None:
         """Raise UsageError unless `source` compiles within the limits; its mistakes are found by compiling it here."""

@@ -1,0 +1,1 @@
+"""Grammars of replies: JSON Schemas, regular expressions and Lark, compiled within limits."""
