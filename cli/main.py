@@ -136,7 +136,10 @@ def option_keys(name: str) -> dict[str, str]:
 
 def _model_argument(name: str, arguments: Sequence[str]) -> str | None:
     words = list(arguments[name.count(" ") + 1 :])
-    model = find_command(name).make_context(name, words, resilient_parsing=True).params.get("model")
+    parameters = find_command(name).make_context(name, words, resilient_parsing=True).params
+    model = parameters.get("model")
+    if name == "serve" and len(parameters.get("models") or ()) == 1:
+        (model,) = parameters["models"]
     return model if isinstance(model, str) else None
 
 

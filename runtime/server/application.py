@@ -3,13 +3,12 @@
 from collections.abc import Awaitable, Callable, Sequence
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from mycli.runtime.server.api_error import ApiError, internal_error
+from mycli.runtime.server.errors import exception_handlers
 from mycli.runtime.server.guard import Guard
 from mycli.runtime.server.routes.chat_completions import chat_completions
 from mycli.runtime.server.routes.completions import completions
@@ -21,7 +20,6 @@ from mycli.runtime.server.routes.responses import input_tokens, responses
 from mycli.runtime.server.routes.status import health, metrics, server_version
 from mycli.runtime.server.routes.tokenization import apply_template, detokenize, tokenize
 from mycli.runtime.server.service import Service
-from mycli.runtime.server.streaming import JsonResponse
 
 Endpoint = Callable[[Service, Request], Awaitable[Response]]
 ROUTES: Sequence[tuple[str, str, Endpoint]] = (
@@ -54,23 +52,6 @@ def application(service: Service, log: Callable[[str], None]) -> ASGIApp:
         call.__doc__ = endpoint.__doc__  # the summary in /openapi.json
         return call
 
-    async def on_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, ApiError)
-        body = error.envelope(request.url.path, request.scope["state"].get("request_id", ""))
-        return JsonResponse(body, error.status, headers=error.headers)
-
-    async def on_http_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        causes = {
-            404: ("no such endpoint", "not_found"),
-            405: ("method not allowed", "method_not_allowed"),
-        }
-        message, code = causes.get(error.status_code, (error.detail, "invalid_request"))
-        return await on_error(request, ApiError(error.status_code, message, code, headers=error.headers))
-
-    async def on_bug(request: Request, error: Exception) -> Response:
-        return await on_error(request, internal_error())  # the guard logs the cause
-
     routes = [Route(path, bound(endpoint), methods=[method]) for method, path, endpoint in ROUTES]
     # llama.cpp clients, and OpenAI clients with a base URL without /v1, omit the prefix: same routes, undocumented.
     routes += [
@@ -78,7 +59,6 @@ def application(service: Service, log: Callable[[str], None]) -> ASGIApp:
         for method, path, endpoint in ROUTES
         if path.startswith("/v1/") and not path.startswith("/v1/messages")
     ]
-    handlers = {ApiError: on_error, HTTPException: on_http_error, Exception: on_bug}
-    app = Starlette(routes=routes, exception_handlers=handlers)
+    app = Starlette(routes=routes, exception_handlers=exception_handlers())
     app.router.redirect_slashes = False
     return Guard(app, service, log)

@@ -23,7 +23,7 @@ from mycli.runtime.server.formats import ResponseFormat
 from mycli.runtime.server.grammar_pool import GrammarPool
 from mycli.runtime.server.item_store import ItemStore
 from mycli.runtime.server.schemas import Sampling
-from mycli.runtime.server.settings import ServerSettings
+from mycli.runtime.server.settings import ServerSettings, ServerState
 from mycli.runtime.server.worker import EngineWorker
 from mycli.runtime.tokenizer.chat_template import ALLOWED_ARGUMENTS, Message, Tool
 from mycli.runtime.tokenizer.parsing.reasoning_parser import CLOSE, OPEN
@@ -64,18 +64,17 @@ class Prepared:
         return sum(len(readers) for _, readers in self.requests)
 
 
-class Service:
+class Service(ServerState):
     """One served model. `created`: seconds since 1970, shown in the list of models."""
 
     def __init__(self, settings: ServerSettings, loaded: LoadedModel, worker: EngineWorker, created: int) -> None:
-        self.settings, self.loaded, self.worker, self.created = settings, loaded, worker, created
+        super().__init__(settings)
+        self.loaded, self.worker, self.created = loaded, worker, created
         self.items = ItemStore()
         self.pool = ThreadPoolExecutor(4, thread_name_prefix="text")
         # One at a time: a body of megabytes takes seconds and hundreds of megabytes, and must not fill the pool.
         self.large_bodies = ThreadPoolExecutor(1, thread_name_prefix="large")
         self.grammars = GrammarPool(len(loaded.tokenizer.vocabulary))
-        self.draining = False
-        self.requests = 0  # POST requests from their head to the end of their response
         self._lock = Lock()
 
     def close(self) -> None:
@@ -88,10 +87,6 @@ class Service:
     def busy(self) -> bool:
         """Whether a request is being read, prepared, or answered."""
         return self.requests > 0 or self.worker.underway > 0
-
-    @property
-    def name(self) -> str:
-        return self.settings.names[0]
 
     @property
     def context(self) -> int:

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from mycli.runtime.server.request_log import LogFormat
 
+CLIENT_HEADER = "x-mycli-client"  # the client's address, from the server that passes its request on
+
 
 @dataclass(frozen=True)
 class ServerLimits:
@@ -35,7 +37,8 @@ class ServerSettings:
 
     hosts: host names accepted besides localhost and IP addresses; origins: other sites whose pages may use the server;
     extra_properties: replies may have properties that a JSON schema does not name; log_format: of
-    the line per request; reasoning_budget: tokens of reasoning where a request sets none, None for any number.
+    the line per request; reasoning_budget: tokens of reasoning where a request sets none, None for any number;
+    supervised: requests come from this user's own server for several models, which has checked them.
     """
 
     names: tuple[str, ...]
@@ -46,3 +49,17 @@ class ServerSettings:
     limits: ServerLimits = ServerLimits()
     log_format: LogFormat = "text"
     reasoning_budget: int | None = None
+    supervised: bool = False
+
+
+class ServerState:
+    """What every server counts and knows, whether it runs a model itself or passes requests on."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self.settings = settings
+        self.draining = False
+        self.requests = 0  # POST requests from their head to the end of their response
+
+    @property
+    def name(self) -> str:
+        return self.settings.names[0]

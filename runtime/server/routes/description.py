@@ -13,13 +13,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from mycli.runtime.server.encoding import JsonResponse
 from mycli.runtime.server.routes.chat_completions import ChatRequest
 from mycli.runtime.server.routes.completions import CompletionRequest
 from mycli.runtime.server.routes.messages_request import CountRequest, MessagesRequest
 from mycli.runtime.server.routes.responses_request import ResponsesRequest
 from mycli.runtime.server.schemas import DetokenizeRequest, TokenizeRequest
 from mycli.runtime.server.service import Service
-from mycli.runtime.server.streaming import JsonResponse, off_loop
+from mycli.runtime.server.streaming import off_loop
 from mycli.runtime.utils import version
 
 BODIES: Mapping[str, type[BaseModel]] = {
