@@ -44,8 +44,8 @@ def _models(server: dict[str, Any]) -> str:
 def ps(call: Call) -> None:
     """List the servers that run on this machine.
 
-    These are the servers that this user has started with mycli serve. Of a server for several models, the loaded ones are
-    shown; --json prints the state of all.
+    These are the servers that this user has started with mycli serve. Of a server for several models the loaded ones
+    are shown; --json prints the state of all.
     """
     servers = [_describe(server) for server in running_servers(state_dir() / "servers")]
     if not servers and not call.out.json_mode:
