@@ -22,9 +22,11 @@ from mycli.runtime.device.system import memory
 from mycli.runtime.engine.config import MTP, NGRAM, EngineConfig
 from mycli.runtime.engine.sizing import fitting_plan, requested_plan
 from mycli.runtime.errors import ModelError, NotFoundError, UsageError
-from mycli.runtime.hub.store import state_dir
+from mycli.runtime.hub.names import is_path
+from mycli.runtime.hub.store import BUILT_IN, state_dir
 from mycli.runtime.memory.estimate import estimate
 from mycli.runtime.open import check_context, mtp_head
+from mycli.runtime.server.ollama.card import ModelCard, model_card
 from mycli.runtime.server.router.model import ROUTER_BYTES, SERVER_BYTES, RoutedModel
 
 _OWN_KEYS = (MODEL, "pin", "idle")
@@ -105,7 +107,7 @@ class Catalog:
     def routed(self, requests: Sequence[ModelRequest]) -> tuple[list[RoutedModel], dict[str, int]]:
         """Return the models and the bytes that they may use of each place. Raises UserError."""
         rooms: dict[str, int] = {}
-        models = [self._routed(request, index, rooms) for index, request in enumerate(requests)]
+        models = [self.routed_model(request, str(index), rooms) for index, request in enumerate(requests)]
         names: dict[str, str] = {}
         for model in models:
             for name in model.names:
@@ -117,10 +119,11 @@ class Catalog:
                 raise UsageError(f"--pin {pin}: not one of the models", f"the models are: {', '.join(names)}")
         return models, rooms
 
-    def _routed(self, request: ModelRequest, index: int, rooms: dict[str, int]) -> RoutedModel:
+    def routed_model(self, request: ModelRequest, label: str, rooms: dict[str, int]) -> RoutedModel:
+        """Return one model, with a socket called `label`; its place is added to `rooms`. Raises UserError."""
         words = [*self.words, *setting_words({k: v for k, v in request.settings.items() if k not in _OWN_KEYS})]
         loading, parameters = self._parse(request, words)
-        socket = self.sockets / f"{index}.sock"
+        socket = self.sockets / f"{label}.sock"
         aliases = [*(parameters["aliases"] or ()), request.name]
         pinned = bool(request.settings.get("pin")) or request.name in map(_last, self.several.pinned or ())
         model = RoutedModel(
@@ -129,7 +132,7 @@ class Catalog:
         target = find_target(loading.device or "auto", state_dir())
         room = rooms.setdefault(target.place, self._room(target))
         try:
-            context, nbytes = self._plan(request, loading, target, room)
+            context, nbytes, card = self._plan(request, loading, target, room)
         except (ModelError, NotFoundError) as error:
             if request.required:
                 raise
@@ -139,7 +142,9 @@ class Catalog:
         limit = room - (0 if target.gpu else SERVER_BYTES)
         command = [sys.executable, "-m", "mycli.cli", "serve", request.source, *words, "--memory", f"{limit}B"]
         command += ["--unix-socket", str(socket), "--supervised", "--json", *self._global_words()]
-        return replace(model, command=tuple(command), place=target.place, nbytes=nbytes, context=context)
+        stored = request.source if not is_path(request.source) and request.source not in BUILT_IN else ""
+        model = replace(model, removable=stored)
+        return replace(model, command=tuple(command), place=target.place, nbytes=nbytes, context=context, card=card)
 
     def _global_words(self) -> Iterable[str]:
         log_format = self.address.log_format or ("text" if self.call.out.verbose else None)
@@ -168,8 +173,10 @@ class Catalog:
         room = int(free * _FREE_SHARE) if self.several.memory is None else self.several.memory
         return room if target.gpu else room - ROUTER_BYTES
 
-    def _plan(self, request: ModelRequest, engine: EngineConfig, target: Target, room: int) -> tuple[int, int]:
-        # The context that the model gets, and its bytes.
+    def _plan(
+        self, request: ModelRequest, engine: EngineConfig, target: Target, room: int
+    ) -> tuple[int, int, ModelCard]:
+        # The context that the model gets, its bytes and its description.
         folder = adapted(self.call, open_config(self.call, request.source, fetch=False), request.source, engine.adapter)
         check_context(folder, engine.context)
         draft = None
@@ -180,7 +187,7 @@ class Catalog:
         server = 0 if target.gpu else SERVER_BYTES
         requested = requested_plan(folder, engine, draft, gpu=target.gpu)
         plan = fitting_plan(requested, engine, room - server - estimate(requested).runtime)
-        return plan.context, estimate(plan).total + server
+        return plan.context, estimate(plan).total + server, model_card(folder)
 
 
 def _record(kind: Any, parameters: Mapping[str, Any]) -> Any:

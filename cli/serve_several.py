@@ -1,20 +1,23 @@
 """Runs a server for several models: the process that passes requests on, and its list of models."""
 
 import os
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 from mycli.cli.command import Call
 from mycli.cli.flags.address import AddressFlags
 from mycli.cli.flags.options import KEY_VARIABLE
 from mycli.cli.flags.several import SeveralModelsFlags
-from mycli.cli.model_catalog import Catalog, requested_models
+from mycli.cli.model_catalog import Catalog, ModelRequest, requested_models
 from mycli.runtime.hub.store import state_dir
 from mycli.runtime.server.connection import DrainingServer, run_until_signal
 from mycli.runtime.server.router.application import Router, router_application
+from mycli.runtime.server.router.management import ModelManager
 from mycli.runtime.server.router.model import RoutedModel
 from mycli.runtime.server.router.pool import ModelPool
 from mycli.runtime.server.router.process import ModelProcess, child_environment
@@ -50,7 +53,7 @@ def serve_several(
                 return await ModelProcess.start(model, environment, call.out.log)
 
             pool = ModelPool(models, rooms, settings.limits, start, call.out.warn)
-            router = Router(settings, pool)
+            router = Router(settings, pool, _manager(catalog, rooms, environment) if several.manages else None)
 
             def drain() -> None:
                 router.draining = True
@@ -72,6 +75,23 @@ def serve_several(
         listener.close()
         if address.unix_socket is not None:
             address.unix_socket.expanduser().unlink(missing_ok=True)
+
+
+def _manager(catalog: Catalog, rooms: dict[str, int], environment: Mapping[str, str]) -> ModelManager:
+    program = (sys.executable, "-m", "mycli.cli")
+    numbers = count(1)
+
+    def describe(name: str) -> RoutedModel:
+        # A socket of its own: the name of another model's would be taken.
+        model = catalog.routed_model(ModelRequest(Path(name).name, name, {}), f"pulled-{next(numbers)}", rooms)
+        return replace(model, created=int(time.time()))
+
+    return ModelManager(
+        pull=lambda name: (*program, "pull", "--json", "--", name),
+        remove=lambda name: (*program, "rm", "--yes", "--json", "--", name),
+        describe=describe,
+        environment=environment,
+    )
 
 
 def _announce(call: Call, url: str, models: Sequence[RoutedModel], rooms: dict[str, int]) -> None:

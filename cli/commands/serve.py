@@ -16,9 +16,11 @@ from mycli.cli.flags.several import SeveralModelsFlags, option_words
 from mycli.cli.load import announce_slow_passes, load_engine
 from mycli.cli.other_engines import EngineFlags, OtherEngine, start
 from mycli.cli.reasons import passes_json
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.errors import UsageError, UserError
 from mycli.runtime.hub.store import state_dir
+from mycli.runtime.server.ollama.card import model_card
 from mycli.runtime.server.run_file import RunningServer, announced
 from mycli.runtime.server.settings import ServerSettings
 from mycli.runtime.utils import version
@@ -100,7 +102,13 @@ def serve(
 
 
 def _is_for_several(models: Sequence[str], several: SeveralModelsFlags) -> bool:
-    if len(models) != 1 or several.models_dir is not None or several.idle is not None or several.pinned:
+    if (
+        len(models) != 1
+        or several.models_dir is not None
+        or several.idle is not None
+        or several.pinned
+        or several.manages
+    ):
         return True
     from mycli.cli.model_catalog import is_configured
 
@@ -136,6 +144,7 @@ def _refuse_own_options(
         "--models-dir": several.models_dir is not None,
         "--idle": several.idle is not None,
         "--pin": bool(several.pinned),
+        "--manage-models": several.manages,
         "--memory": several.memory is not None,
         "--draft": config.draft is not None,
         "--adapter": config.adapter is not None,
@@ -173,7 +182,8 @@ def _run(
     from mycli.runtime.server.service import Service
     from mycli.runtime.server.worker import EngineWorker
 
-    settings = replace(settings, names=(*settings.names, Path(loaded.source.name).name))
+    card = model_card(open_model_folder(loaded.source.folder))
+    settings = replace(settings, names=(*settings.names, Path(loaded.source.name).name), card=card)
     engine = loaded.engine
     sequences = engine.shape.blocks * engine.shape.block_size // engine.context
     worker = EngineWorker(engine, settings.limits.waiting, call.out.warn, lambda: server.end())

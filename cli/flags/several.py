@@ -22,6 +22,10 @@ class SeveralModelsFlags:
         list[str] | None,
         options.option("--pin", "MODEL", "Load this model at the start and never unload it; repeatable."),
     ] = None
+    manages: Annotated[
+        bool,
+        options.flag("--manage-models", "Let clients of Ollama's interface pull models, and delete those stored here."),
+    ] = False
     memory: Annotated[
         int | None,
         options.size("--memory", "Memory that models may use, all together.", show_default="90% of what is free"),

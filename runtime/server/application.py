@@ -10,6 +10,13 @@ from starlette.types import ASGIApp
 
 from mycli.runtime.server.errors import exception_handlers
 from mycli.runtime.server.guard import Guard
+from mycli.runtime.server.ollama.chat import ollama_chat
+from mycli.runtime.server.ollama.generate import ollama_generate
+from mycli.runtime.server.ollama.manage import MANAGING, refuse_managing
+from mycli.runtime.server.ollama.ps import ollama_ps
+from mycli.runtime.server.ollama.show import ollama_show
+from mycli.runtime.server.ollama.tags import ollama_tags
+from mycli.runtime.server.ollama.version import ollama_version
 from mycli.runtime.server.routes.chat_completions import chat_completions
 from mycli.runtime.server.routes.completions import completions
 from mycli.runtime.server.routes.description import description
@@ -38,6 +45,13 @@ ROUTES: Sequence[tuple[str, str, Endpoint]] = (
     ("GET", "/version", server_version),
     ("GET", "/metrics", metrics),
     ("GET", "/openapi.json", description),
+    ("POST", "/api/chat", ollama_chat),
+    ("POST", "/api/generate", ollama_generate),
+    ("GET", "/api/tags", ollama_tags),
+    ("GET", "/api/ps", ollama_ps),
+    ("POST", "/api/show", ollama_show),
+    ("GET", "/api/version", ollama_version),
+    *((method, path, refuse_managing) for method, path in MANAGING),
     ("GET", "/", page),
 )
 

@@ -23,7 +23,7 @@ from mycli.runtime.server.formats import ResponseFormat
 from mycli.runtime.server.grammar_pool import GrammarPool
 from mycli.runtime.server.item_store import ItemStore
 from mycli.runtime.server.schemas import Sampling
-from mycli.runtime.server.settings import ServerSettings, ServerState
+from mycli.runtime.server.settings import ServerSettings, ServerState, untagged
 from mycli.runtime.server.worker import EngineWorker
 from mycli.runtime.tokenizer.chat_template import ALLOWED_ARGUMENTS, Message, Tool
 from mycli.runtime.tokenizer.parsing.reasoning_parser import CLOSE, OPEN
@@ -94,7 +94,7 @@ class Service(ServerState):
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError for a model that is not served; None means the one that is."""
-        if name is not None and name not in self.settings.names:
+        if name is not None and name not in self.settings.names and untagged(name) not in self.settings.names:
             served = ", ".join(self.settings.names)
             message = f"model {name[:100]!r} is not served here; served: {served:.300}"
             raise ApiError(404, message, "model_not_found", param="model")

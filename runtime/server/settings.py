@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from mycli.runtime.server.ollama.card import ModelCard
 from mycli.runtime.server.request_log import LogFormat
 
 CLIENT_HEADER = "x-mycli-client"  # the client's address, from the server that passes its request on
@@ -38,7 +39,8 @@ class ServerSettings:
     hosts: host names accepted besides localhost and IP addresses; origins: other sites whose pages may use the server;
     extra_properties: replies may have properties that a JSON schema does not name; log_format: of
     the line per request; reasoning_budget: tokens of reasoning where a request sets none, None for any number;
-    supervised: requests come from this user's own server for several models, which has checked them.
+    supervised: requests come from this user's own server for several models, which has checked them; card: of the
+    model, for clients of Ollama.
     """
 
     names: tuple[str, ...]
@@ -50,6 +52,12 @@ class ServerSettings:
     log_format: LogFormat = "text"
     reasoning_budget: int | None = None
     supervised: bool = False
+    card: ModelCard = ModelCard()
+
+
+def untagged(name: str) -> str:
+    """Return a model's name without the tag that clients of Ollama append."""
+    return name.removesuffix(":latest")
 
 
 class ServerState:

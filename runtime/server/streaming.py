@@ -197,12 +197,12 @@ async def _pieces(
 
 
 class EventStream(Response):
-    """A reply as server-sent events. An error after the head is sent as an event."""
+    """A reply as a stream of events. An error after the head is sent as an event."""
 
-    def __init__(self, service: Service, request: Request, prepared: Prepared, rendering: Rendering) -> None:
-        super().__init__(
-            media_type="text/event-stream", headers={"cache-control": "no-store", "x-accel-buffering": "no"}
-        )
+    def __init__(
+        self, service: Service, request: Request, prepared: Prepared, rendering: Rendering, media_type: str
+    ) -> None:
+        super().__init__(media_type=media_type, headers={"cache-control": "no-store", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._service, self._request, self._prepared, self._rendering = service, request, prepared, rendering
 
@@ -227,13 +227,18 @@ class EventStream(Response):
 
 
 async def answer(
-    service: Service, request: Request, prepared: Prepared, rendering: Rendering, stream: bool
+    service: Service,
+    request: Request,
+    prepared: Prepared,
+    rendering: Rendering,
+    stream: bool,
+    media_type: str = "text/event-stream",
 ) -> Response:
-    """Return the reply to a request, whole or as a stream."""
+    """Return the reply to a request, whole or as a stream of `media_type`."""
     note_omitted(request, prepared.omitted)
     request.state.loosened = [path for grammar in prepared.grammars for path in grammar.loosened]
     if stream:
-        return EventStream(service, request, prepared, rendering)
+        return EventStream(service, request, prepared, rendering, media_type)
     received: list[Piece] = []
     async with running(service, request, prepared) as pieces:
         async for batch in pieces:

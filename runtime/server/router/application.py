@@ -1,7 +1,7 @@
 """The routes of a server of several models: what it answers itself, and what it passes on."""
 
 from collections.abc import Awaitable, Callable
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -16,9 +16,13 @@ from mycli.runtime.server.body import parse_body, read_body
 from mycli.runtime.server.encoding import JsonResponse
 from mycli.runtime.server.errors import exception_handlers
 from mycli.runtime.server.guard import Guard
+from mycli.runtime.server.ollama.card import FOREVER, running_entry
+from mycli.runtime.server.ollama.manage import MANAGING, refuse_managing
+from mycli.runtime.server.ollama.version import ollama_version
+from mycli.runtime.server.router.management import ModelManager, pull_response
 from mycli.runtime.server.router.metrics import router_metrics
 from mycli.runtime.server.router.pool import ModelPool, Slot
-from mycli.runtime.server.router.proxy import ForwardedResponse, model_of, relabelled
+from mycli.runtime.server.router.proxy import ForwardedResponse, keep_alive_of, model_of, relabelled
 from mycli.runtime.server.routes.page import page
 from mycli.runtime.server.settings import ServerSettings, ServerState
 from mycli.runtime.utils import version
@@ -34,15 +38,17 @@ FORWARDED = (
     "/tokenize",
     "/detokenize",
     "/apply-template",
+    "/api/chat",
+    "/api/generate",
 )
 
 
 class Router(ServerState):
     """A server of several models. `created`: seconds since 1970."""
 
-    def __init__(self, settings: ServerSettings, pool: ModelPool) -> None:
+    def __init__(self, settings: ServerSettings, pool: ModelPool, manager: ModelManager | None = None) -> None:
         super().__init__(settings)
-        self.pool = pool
+        self.pool, self.manager = pool, manager
 
     @property
     def busy(self) -> bool:
@@ -109,8 +115,10 @@ async def _slot_in_body(router: Router, request: Request) -> tuple[Slot, bytes]:
 
 async def forward(router: Router, request: Request) -> Response:
     """Pass a request on to the server of its model."""
-    slot, data = await _slot_in_body(router, request)
-    return ForwardedResponse(router.pool, slot, request, data)
+    data = await read_body(router.settings.limits, request)
+    values = parse_body(data)
+    keep = keep_alive_of(values) if request.url.path.startswith("/api/") else ()
+    return ForwardedResponse(router.pool, router.pool.find(model_of(values)), request, data, keep)
 
 
 async def load_model_on_request(router: Router, request: Request) -> Response:
@@ -159,9 +167,45 @@ async def router_description(router: Router, request: Request) -> Response:
     return Response(relabelled(answer.content, names), media_type="application/json")
 
 
-async def chat_page(router: Router, request: Request) -> Response:
-    """Return the chat page."""
-    return await page(router, request)
+async def all_tags(router: Router, request: Request) -> Response:
+    """List the models, in Ollama's form."""
+    models = [slot.model for slot in router.pool.slots.values()]
+    return JsonResponse({"models": [model.card.listed(name) for model in models for name in model.names]})
+
+
+async def all_running(router: Router, request: Request) -> Response:
+    """List the loaded models, in Ollama's form."""
+    entries = []
+    for slot in router.pool.slots.values():
+        if slot.state == "loaded":
+            model = slot.model
+            gpu_bytes = 0 if model.place == "cpu" else model.nbytes
+            expires = router.pool.expiry(slot)
+            end = FOREVER if expires is None else (datetime.now(UTC) + timedelta(seconds=expires)).isoformat()
+            entries.append(running_entry(model.card, model.name, model.nbytes, gpu_bytes, model.context, end))
+    return JsonResponse({"models": entries})
+
+
+async def show_card(router: Router, request: Request) -> Response:
+    """Describe a model, in Ollama's form."""
+    slot, _ = await _slot_in_body(router, request)
+    return JsonResponse(slot.model.card.shown())
+
+
+async def pull_model(router: Router, request: Request) -> Response:
+    """Download a model from the Hugging Face hub and serve it, if this server manages models."""
+    if router.manager is None:
+        return await refuse_managing(router, request)
+    values = parse_body(await read_body(router.settings.limits, request))
+    return pull_response(router.manager, router.pool, values, model_of(values))
+
+
+async def delete_model(router: Router, request: Request) -> Response:
+    """Delete a model that was pulled or made here, if this server manages models."""
+    if router.manager is None:
+        return await refuse_managing(router, request)
+    name = model_of(parse_body(await read_body(router.settings.limits, request)))
+    return await router.manager.removed(router.pool, name or "")
 
 
 ROUTER_ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
@@ -170,11 +214,18 @@ ROUTER_ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("POST", "/v1/models/load", load_model_on_request),
     ("POST", "/v1/models/unload", unload_model),
     ("GET", "/v1/models/{name:path}", show_model_with_state),
+    ("GET", "/api/tags", all_tags),
+    ("GET", "/api/ps", all_running),
+    ("POST", "/api/show", show_card),
+    ("GET", "/api/version", ollama_version),
+    ("POST", "/api/pull", pull_model),
+    ("DELETE", "/api/delete", delete_model),
+    *((method, path, refuse_managing) for method, path in MANAGING if path not in ("/api/pull", "/api/delete")),
     ("GET", "/health", router_health),
     ("GET", "/version", router_version),
     ("GET", "/metrics", all_metrics),
     ("GET", "/openapi.json", router_description),
-    ("GET", "/", chat_page),
+    ("GET", "/", page),
 )
 
 

@@ -1,8 +1,9 @@
 """A model of a server of several: its names, its process and its memory."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from mycli.runtime.server.ollama.card import ModelCard
 
 # Memory of the server around a model: HTTP, tokenizer, grammars and two helper processes; see docs/server.md.
 SERVER_BYTES = 96 << 20
@@ -16,7 +17,8 @@ class RoutedModel:
     names: accepted in requests, the first is shown; command: starts its server on `socket`; place: the memory it uses,
     cpu or cuda:N; nbytes: its estimated use of that memory, server process included; context: tokens; pinned: loaded at
     start, never unloaded for another model; idle: seconds without a request until it is unloaded, None: never; problem:
-    why it cannot be loaded, "" if nothing is known; card: what is shown of it, in Ollama's fields.
+    why it cannot be loaded, "" if nothing is known; card: for clients of Ollama; removable: the name under which it is stored, if it may
+    be deleted.
     """
 
     names: tuple[str, ...]
@@ -29,7 +31,8 @@ class RoutedModel:
     idle: float | None = None
     created: int = 0
     problem: str = ""
-    card: dict[str, Any] = field(default_factory=dict)
+    card: ModelCard = ModelCard()
+    removable: str = ""
 
     @property
     def name(self) -> str:

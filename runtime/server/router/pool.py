@@ -14,7 +14,7 @@ from typing import Literal
 from mycli.runtime.server.api_error import ApiError, shutting_down
 from mycli.runtime.server.router.model import RoutedModel
 from mycli.runtime.server.router.process import LoadError, ModelProcess
-from mycli.runtime.server.settings import ServerLimits
+from mycli.runtime.server.settings import ServerLimits, untagged
 from mycli.runtime.utils.units import human_bytes
 
 SlotState = Literal["unloaded", "loading", "loaded", "unloading"]
@@ -74,9 +74,10 @@ class ModelPool:
 
     def find(self, name: str | None) -> Slot:
         """Return the slot of a name, the first model for None. Raises ApiError for a model that is not served."""
-        if name is None:
+        if name is None and self.slots:
             return next(iter(self.slots.values()))
-        slot = self._by_name.get(name)
+        name = name or ""
+        slot = self._by_name.get(name) or self._by_name.get(untagged(name))
         if slot is None:
             served = ", ".join(self.slots)
             message = f"model {name[:100]!r} is not served here; served: {served:.300}"
@@ -91,6 +92,32 @@ class ModelPool:
     @property
     def active(self) -> int:
         return sum(slot.active for slot in self.slots.values())
+
+    def add(self, model: RoutedModel) -> None:
+        """Add a model, or replace one that is not loaded."""
+        slot = self.slots.get(model.name)
+        if slot is None:
+            slot = self.slots[model.name] = Slot(model, model.idle)
+            self._by_name |= {name: slot for name in model.names if name not in self._by_name}
+        elif slot.state == "unloaded":
+            slot.model, slot.failure, slot.retry_at = model, "", 0.0
+
+    async def remove(self, slot: Slot) -> None:
+        """Unload a model and remove it. Raises ApiError if it has requests."""
+        if slot.active or slot.waiters or slot.state in ("loading", "unloading"):
+            raise ApiError(409, f"{slot.model.name} is in use", "model_in_use", param="model")
+        for name in [name for name, other in self._by_name.items() if other is slot]:
+            del self._by_name[name]
+        del self.slots[slot.model.name]
+        if slot.process is not None:
+            slot.state = "unloading"
+            await self._unload(slot)
+
+    def expiry(self, slot: Slot) -> float | None:
+        """Return the seconds until a loaded model is unloaded if no request comes; None for never."""
+        if slot.idle is None or slot.model.pinned:
+            return None
+        return slot.idle if slot.active else max(slot.rested + slot.idle - self._clock(), 0.0)
 
     def start_pinned(self) -> None:
         """Load the pinned models."""

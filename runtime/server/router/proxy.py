@@ -12,12 +12,13 @@ from starlette.types import Receive, Scope, Send
 from mycli.runtime.server.api_error import ApiError
 from mycli.runtime.server.body import CLIENT_GONE
 from mycli.runtime.server.encoding import dumps, event
+from mycli.runtime.server.ollama.keep_alive import keep_alive_seconds
 from mycli.runtime.server.router.pool import ModelPool, Slot
 from mycli.runtime.server.settings import CLIENT_HEADER
 
 # Of the connection to the client, or checked already: the process has no key, and its own address.
 _NOT_FORWARDED = frozenset(
-    [
+    (
         "host",
         "connection",
         "keep-alive",
@@ -32,17 +33,22 @@ _NOT_FORWARDED = frozenset(
         "authorization",
         "x-api-key",
         "proxy-authorization",
-    ]
+    )
 )
 _NOT_RETURNED = frozenset(("connection", "keep-alive", "transfer-encoding", "date", "server"))
 
 
 class ForwardedResponse(Response):
-    """The response of a model's process to `body`. A client that disconnects ends the request there, too."""
+    """The response of a model's process to `body`. A client that disconnects ends the request there, too.
 
-    def __init__(self, pool: ModelPool, slot: Slot, request: Request, body: bytes) -> None:
+    keep: seconds that the model stays loaded after this request, None for ever; empty to leave that as it is.
+    """
+
+    def __init__(
+        self, pool: ModelPool, slot: Slot, request: Request, body: bytes, keep: tuple[float | None] | tuple[()] = ()
+    ) -> None:
         super().__init__()
-        self._pool, self._slot, self._request, self._body = pool, slot, request, body
+        self._pool, self._slot, self._request, self._body, self._keep = pool, slot, request, body, keep
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watch = asyncio.create_task(_disconnected(receive))
@@ -60,6 +66,8 @@ class ForwardedResponse(Response):
     async def _forward(self, send: Send) -> None:
         started = False
         async with self._pool.use(self._slot) as process:
+            if self._keep:
+                (self._slot.idle,) = self._keep
             try:
                 async with process.client.stream(
                     self._request.method, self._url(), content=self._body, headers=self._headers()
@@ -125,6 +133,17 @@ def model_of(values: object) -> str | None:
     if name is not None and not isinstance(name, str):
         raise ApiError(400, "model: must be a string", "invalid_value", param="model")
     return name
+
+
+def keep_alive_of(values: object) -> tuple[float | None] | tuple[()]:
+    """Return `keep` of `ForwardedResponse` from a parsed body of Ollama's interface."""
+    value = values.get("keep_alive") if isinstance(values, dict) else None
+    if value is None:
+        return ()
+    try:
+        return (keep_alive_seconds(value),)
+    except ValueError:
+        return ()  # the model's server refuses it
 
 
 def relabelled(document: bytes, names: list[str]) -> bytes:

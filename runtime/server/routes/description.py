@@ -14,6 +14,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from mycli.runtime.server.encoding import JsonResponse
+from mycli.runtime.server.ollama.request import OllamaChatRequest, OllamaGenerateRequest
+from mycli.runtime.server.ollama.show import OllamaShowRequest
 from mycli.runtime.server.routes.chat_completions import ChatRequest
 from mycli.runtime.server.routes.completions import CompletionRequest
 from mycli.runtime.server.routes.messages_request import CountRequest, MessagesRequest
@@ -33,6 +35,9 @@ BODIES: Mapping[str, type[BaseModel]] = {
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
     "/apply-template": TokenizeRequest,
+    "/api/chat": OllamaChatRequest,
+    "/api/generate": OllamaGenerateRequest,
+    "/api/show": OllamaShowRequest,
 }
 _MEDIA = {"/": "text/html", "/metrics": "text/plain"}
 _STREAMED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
@@ -59,6 +64,8 @@ def _operation(path: str, summary: str) -> dict[str, Any]:
     body = BODIES.get(path)
     media = _MEDIA.get(path, "application/json")
     content: dict[str, Any] = {media: {"schema": _ANY if media == "application/json" else _TEXT}}
+    if path in ("/api/chat", "/api/generate"):
+        content["application/x-ndjson"] = {}
     if path in _STREAMED:
         content["text/event-stream"] = {}  # OpenAPI 3.1 cannot describe server-sent events
     failed = {"description": "The error.", "content": {"application/json": {"schema": _reference("Error")}}}

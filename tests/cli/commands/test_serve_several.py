@@ -20,7 +20,7 @@ from mycli.cli.flags.several import SeveralModelsFlags, option_words, setting_wo
 from mycli.cli.model_catalog import requested_models
 from mycli.runtime.errors import UsageError
 from mycli.runtime.server.application import ROUTES
-from mycli.runtime.server.router.application import FORWARDED
+from mycli.runtime.server.router.application import ROUTER_ROUTES
 from tests.support.command_line import COMMAND, Mycli, default_signals
 from tests.support.paths import PICO
 
@@ -83,12 +83,11 @@ def gone(pid: int, seconds: float = 20) -> bool:
 
 @pytest.fixture
 def models_dir(tmp_path: Path) -> Path:
-    """Pico twice, once with damaged weights, and a folder that is no model."""
+    """Pico twice, once with a damaged tokenizer, which is found when it is loaded, and a folder that is no model."""
     folder = tmp_path / "served"
     for name in ("good", "damaged"):
         shutil.copytree(PICO, folder / name)
-    with (folder / "damaged" / "model.safetensors").open("r+b") as file:
-        file.truncate(4000)
+    (folder / "damaged" / "tokenizer.json").write_text("{")
     (folder / "foreign").mkdir()
     (folder / "foreign" / "config.json").write_text('{"model_type": "nosuch"}')
     return folder
@@ -101,7 +100,7 @@ def test_a_model_that_fails_takes_no_other_with_it(environment: dict[str, str], 
         alone = complete(port, "pico")
         assert alone[0] == 200
         assert complete(port, "nosuch")[0] == 404
-        for name, words in (("damaged", "model.safetensors"), ("foreign", "nosuch")):
+        for name, words in (("damaged", "tokenizer.json"), ("foreign", "nosuch")):
             status, answer = complete(port, name)
             assert status == 503 and answer["error"]["code"] == "model_load_failed", answer
             assert words in answer["error"]["message"]
@@ -151,8 +150,9 @@ def test_the_end_of_the_server_ends_its_models(environment: dict[str, str], mycl
         assert "127.0.0.1" in line and "completion 4" in line
 
 
-def test_every_route_of_a_model_is_passed_on() -> None:
-    assert set(FORWARDED) == {path for method, path, _ in ROUTES if method == "POST"}
+def test_every_route_of_one_model_is_one_of_several() -> None:
+    own = {(method, path) for method, path, _ in ROUTER_ROUTES}
+    assert {(method, path) for method, path, _ in ROUTES} <= own
 
 
 def test_options_are_passed_to_the_process_of_a_model() -> None:

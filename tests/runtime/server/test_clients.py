@@ -94,7 +94,7 @@ def test_a_python_client(agent_server: Served, tmp_path: Path, name: str) -> Non
         address = f"http://127.0.0.1:{port}"
         done = run([python, str(SCRIPTS / "python_clients.py"), name, address, "agent"], tmp_path, 180)
         assert done.returncode == 0 and "completed" in done.stdout, done.stderr[-2000:]
-        if name != "litellm":  # which also looks for the error of a long prompt
+        if not name.startswith("litellm"):  # which also looks for the error of a long prompt
             check(passed, loops)
 
 

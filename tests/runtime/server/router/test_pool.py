@@ -247,3 +247,20 @@ def test_many_clients_and_models_lose_no_request() -> None:
         assert all(process.over.is_set() for process in bench.processes.values())
 
     run(test)
+
+
+def test_models_are_added_and_removed() -> None:
+    async def test() -> None:
+        bench = Bench(model("a"), model("b"))
+        await bench.ask("a")
+        bench.pool.add(model("c"))
+        await bench.ask("c")
+        await bench.pool.remove(bench.slots["a"])
+        assert bench.events == ["+a", "+c", "-a"] and set(bench.slots) == {"b", "c"}
+        async with bench.pool.use(bench.slots["c"]):
+            with pytest.raises(ApiError, match="c is in use"):
+                await bench.pool.remove(bench.slots["c"])
+        with pytest.raises(ApiError, match="not served here"):
+            bench.pool.find("a")
+
+    run(test)
