@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,6 +23,9 @@ from mycli.runtime.memory.fit import preflight, shortage
 from mycli.runtime.memory.plan import MemoryPlan
 from mycli.runtime.models.generation_config import GenerationDefaults, stop_ids
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # few models compute embeddings
+    from mycli.runtime.engine.embedder import Embedder
 
 
 def load_model(
@@ -64,6 +68,7 @@ class LoadedModel:
     defaults: GenerationDefaults
     stop_ids: frozenset[int]
     warnings: tuple[str | Declined, ...]
+    embedder: "Embedder | None" = None  # of a model that computes embeddings
 
     @property
     def vocabulary_size(self) -> int:
@@ -99,7 +104,12 @@ class LoadedModel:
         for text in (*dropped, *missing):
             add(text)
         runner = load_model(folder, placement, allow_nonfinite=allow_nonfinite, warn=add, expert_slots=expert_slots)
-        return cls(runner, tokenizer, defaults, frozenset(ids), tuple(warnings))
+        spec, embedder = folder.embedding, None
+        if spec is not None:
+            from mycli.runtime.engine.embedder import Embedder
+
+            embedder = Embedder(spec, config.hidden_size)
+        return cls(runner, tokenizer, defaults, frozenset(ids), tuple(warnings), embedder)
 
 
 def _unpacked_every_pass(folder: ModelFolder, placement: Placement) -> list[Declined]:

@@ -194,7 +194,9 @@ class Scheduler:
         """Start the first waiting sequence if all blocks of its tokens are available, reusing cached prefix blocks."""
         table, pool, request = sequence.table, self.pool, sequence.request
         # Prompt logprobs need the logits of every position, which a cache hit would skip.
-        match = None if request.prompt_logprobs else table.match(sequence.tokens)
+        # So do hidden states of all tokens.
+        whole = request.prompt_logprobs or request.hidden_states == "all"
+        match = None if whole else table.match(sequence.tokens)
         if pool.available < pool.blocks_for(len(sequence.tokens)) - len(table.blocks):
             table.release(sequence.tokens)
             return False
@@ -206,7 +208,7 @@ class Scheduler:
             sequence.started = True
             sequence.queued = self._clock() - sequence.arrived
             sequence.cached = table.length
-            sequence.miss = "prompt logprobs are requested" if match is None else match.miss
+            sequence.miss = "all tokens are requested" if match is None else match.miss
             self.counts.queries += sequence.prompt_length
             self.counts.hits += sequence.cached
         if match is not None and self._prefixes is not None:

@@ -1,7 +1,7 @@
 """Prometheus metrics of a server of several models: its own, and those of each loaded model with a label."""
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import httpx2
 from prometheus_client import CollectorRegistry, generate_latest
@@ -59,7 +59,7 @@ def _own(pool: ModelPool) -> Iterable[Metric]:
         for name in _STATES:
             state.add_metric([slot.model.name, name], float(slot.shown_state == name))
     yield state
-    gauges = {
+    gauges: Mapping[str, tuple[str, Callable[[Slot], float]]] = {
         "model_memory_bytes": ("Estimated memory of a model when it is loaded.", lambda slot: slot.model.nbytes),
         "model_requests_active": ("Requests in the process of a model.", lambda slot: slot.active),
         "model_requests_waiting": ("Requests that wait until a model is loaded.", lambda slot: len(slot.waiters)),
@@ -70,7 +70,7 @@ def _own(pool: ModelPool) -> Iterable[Metric]:
         for slot in slots:
             gauge.add_metric([slot.model.name], float(value(slot)))
         yield gauge
-    counters = {
+    counters: Mapping[str, tuple[str, Callable[[Slot], float]]] = {
         "model_loads": ("Loads of a model.", lambda slot: slot.loads),
         "model_evictions": ("Times a model left for another one.", lambda slot: slot.evictions),
         "model_process_ends": ("Times the process of a model ended by itself.", lambda slot: slot.deaths),

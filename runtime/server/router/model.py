@@ -17,8 +17,8 @@ class RoutedModel:
     names: accepted in requests, the first is shown; command: starts its server on `socket`; place: the memory it uses,
     cpu or cuda:N; nbytes: its estimated use of that memory, server process included; context: tokens; pinned: loaded at
     start, never unloaded for another model; idle: seconds without a request until it is unloaded, None: never; problem:
-    why it cannot be loaded, "" if nothing is known; card: for clients of Ollama; removable: the name under which it is stored, if it may
-    be deleted.
+    why it cannot be loaded, "" if nothing is known; card: for clients of
+    Ollama; removable: the name under which it is stored, if it may be deleted.
     """
 
     names: tuple[str, ...]

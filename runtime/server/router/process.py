@@ -62,8 +62,8 @@ class ModelProcess:
             announced = await _announcement(process.stdout)
             if "url" not in announced:
                 await process.wait()
-                error = announced.get("error")
-                cause = error.get("message") if isinstance(error, dict) else None
+                problem = announced.get("error")
+                cause = problem.get("message") if isinstance(problem, dict) else None
                 raise LoadError(one_line(str(cause or started.exit_reason), 500))
             started._relay(process.stdout, log)
         except BaseException:

@@ -70,7 +70,7 @@ class ForwardedResponse(Response):
                 (self._slot.idle,) = self._keep
             try:
                 async with process.client.stream(
-                    self._request.method, self._url(), content=self._body, headers=self._headers()
+                    self._request.method, self._url(), content=self._body, headers=self._forwarded_headers()
                 ) as answer:
                     self._request.scope["state"]["forwarded"] = True  # that process logs it
                     # A reply that is not streamed is sent whole, so that one cut in the middle is still an error.
@@ -98,7 +98,7 @@ class ForwardedResponse(Response):
         query = self._request.url.query
         return self._request.url.path + (f"?{query}" if query else "")
 
-    def _headers(self) -> Mapping[str, str]:
+    def _forwarded_headers(self) -> Mapping[str, str]:
         headers = {name: value for name, value in self._request.headers.items() if name not in _NOT_FORWARDED}
         client = self._request.client
         return {
