@@ -136,7 +136,7 @@ class Engine:
 
         The prompt is computed once, unless each reply returns the logprobs of the prompt. Raises as `submit`.
         """
-        if request.prompt_logprobs:
+        if request.prompt_logprobs or self._texts is not None:
             samplings = [request.sampling.for_reply(index) for index in range(count)]
             return [self.submit(replace(request, sampling=sampling)) for sampling in samplings]
         first = self.submit(request)

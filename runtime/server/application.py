@@ -11,6 +11,7 @@ from starlette.types import ASGIApp
 from mycli.runtime.server.errors import exception_handlers
 from mycli.runtime.server.guard import Guard
 from mycli.runtime.server.ollama.chat import ollama_chat
+from mycli.runtime.server.ollama.embed import ollama_embed, ollama_embeddings
 from mycli.runtime.server.ollama.generate import ollama_generate
 from mycli.runtime.server.ollama.manage import MANAGING, refuse_managing
 from mycli.runtime.server.ollama.ps import ollama_ps
@@ -20,9 +21,11 @@ from mycli.runtime.server.ollama.version import ollama_version
 from mycli.runtime.server.routes.chat_completions import chat_completions
 from mycli.runtime.server.routes.completions import completions
 from mycli.runtime.server.routes.description import description
+from mycli.runtime.server.routes.embeddings import embeddings
 from mycli.runtime.server.routes.messages import count_tokens, messages
 from mycli.runtime.server.routes.models import list_served, show_served
 from mycli.runtime.server.routes.page import page
+from mycli.runtime.server.routes.rerank import rerank
 from mycli.runtime.server.routes.responses import input_tokens, responses
 from mycli.runtime.server.routes.status import health, metrics, server_version
 from mycli.runtime.server.routes.tokenization import apply_template, detokenize, tokenize
@@ -38,6 +41,8 @@ ROUTES: Sequence[tuple[str, str, Endpoint]] = (
     ("POST", "/v1/messages/count_tokens", count_tokens),
     ("GET", "/v1/models", list_served),
     ("GET", "/v1/models/{name:path}", show_served),
+    ("POST", "/v1/embeddings", embeddings),
+    ("POST", "/v1/rerank", rerank),
     ("POST", "/tokenize", tokenize),
     ("POST", "/detokenize", detokenize),
     ("POST", "/apply-template", apply_template),
@@ -47,6 +52,8 @@ ROUTES: Sequence[tuple[str, str, Endpoint]] = (
     ("GET", "/openapi.json", description),
     ("POST", "/api/chat", ollama_chat),
     ("POST", "/api/generate", ollama_generate),
+    ("POST", "/api/embed", ollama_embed),
+    ("POST", "/api/embeddings", ollama_embeddings),
     ("GET", "/api/tags", ollama_tags),
     ("GET", "/api/ps", ollama_ps),
     ("POST", "/api/show", ollama_show),

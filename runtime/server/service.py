@@ -13,7 +13,6 @@ from threading import Lock
 from typing import Any
 
 from mycli.runtime.engine.loader import LoadedModel
-from mycli.runtime.engine.reply_reader import ReplyReader
 from mycli.runtime.engine.sequence import Request, reply_room
 from mycli.runtime.errors import ModelError, UserError
 from mycli.runtime.sampling.grammars.grammar import JSON_MODE, Alternative, Grammar, GrammarCompiler, Prelude
@@ -24,7 +23,7 @@ from mycli.runtime.server.grammar_pool import GrammarPool
 from mycli.runtime.server.item_store import ItemStore
 from mycli.runtime.server.schemas import Sampling
 from mycli.runtime.server.settings import ServerSettings, ServerState, untagged
-from mycli.runtime.server.worker import EngineWorker
+from mycli.runtime.server.worker import EngineWorker, Reader
 from mycli.runtime.tokenizer.chat_template import ALLOWED_ARGUMENTS, Message, Tool
 from mycli.runtime.tokenizer.parsing.reasoning_parser import CLOSE, OPEN
 from mycli.runtime.tokenizer.parsing.response_template import read_response_template
@@ -45,7 +44,7 @@ class Prepared:
     out, for the response's header and the log.
     """
 
-    requests: Sequence[tuple[Request, Sequence[ReplyReader]]]
+    requests: Sequence[tuple[Request, Sequence[Reader]]]
     prompts: Sequence[Sequence[int]]
     clipped: bool = False
     omitted: Sequence[str] = ()
@@ -246,6 +245,9 @@ class Service(ServerState):
         prompt_logprobs: bool = False,
     ) -> Request:
         """Return the engine's request for replies to one prompt. Raises ApiError."""
+        if self.loaded.runner.config.bidirectional:
+            message = f"{self.name} computes embeddings and does not generate text: its attention is bidirectional"
+            raise ApiError(400, message, "embedding_model", param="model")
         # Evaluation harnesses score a prompt by asking for one token, and expect it even if it is an end token.
         scored = prompt_logprobs and limit == 1
         stop_ids = frozenset() if body.ignore_eos or scored else self.loaded.stop_ids

@@ -81,6 +81,7 @@ def _join(pieces: Sequence[Piece]) -> Piece:
         last.end,
         last.stop,
         last.problem,
+        last.vector,
     )
 
 

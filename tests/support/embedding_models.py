@@ -1,4 +1,4 @@
-"""Random embedding models of the shapes that are published, written by transformers and as sentence-transformers folders.
+"""Random embedding models of the shapes that are published, as sentence-transformers folders.
 
 The folders are written by hand, so that tests need no other library to make them.
 """
@@ -43,7 +43,9 @@ def _write(folder: Path, model: Any, modules: list[tuple[str, str]], pooling: st
     (folder / "modules.json").write_text(json.dumps(listed))
     width = model.config.hidden_size
     config = {"word_embedding_dimension": width, f"pooling_mode_{pooling}": True, "include_prompt": True}
-    config |= {f"pooling_mode_{other}": False for other in ("cls_token", "mean_tokens", "max_tokens") if other != pooling}
+    config |= {
+        f"pooling_mode_{other}": False for other in ("cls_token", "mean_tokens", "max_tokens") if other != pooling
+    }
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(config))
     (folder / "config_sentence_transformers.json").write_text(
         json.dumps({"prompts": PROMPTS, "default_prompt_name": None, "similarity_fn_name": "cosine"})
@@ -81,6 +83,12 @@ def qwen3_reranker(folder: Path, **shape: Any) -> Path:
     torch.manual_seed(2)
     model = Qwen3ForCausalLM(Qwen3Config(**{**_SMALL, **shape, "tie_word_embeddings": True}))
     model.to(torch.float32).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(PICO / name, folder)
+    shutil.copy(PICO / "tokenizer_config.json", folder)
+    tokenizer = json.loads((PICO / "tokenizer.json").read_text())
+    # Both answers must be one token: the last one of the vocabulary becomes "yes".
+    vocabulary, merges = tokenizer["model"]["vocab"], tokenizer["model"]["merges"]
+    last = max(vocabulary, key=vocabulary.get)
+    vocabulary["yes"] = vocabulary.pop(last)
+    merges[:] = [merge for merge in merges if "".join(merge) != last] + [["y", "es"]]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     return folder

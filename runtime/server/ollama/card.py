@@ -75,7 +75,10 @@ def model_card(folder: ModelFolder) -> ModelCard:
     counts = Counter(packing.name for packing in folder.packings.values())
     gguf = any(name.endswith(".gguf") for name in sizes)
     family = config.model_type
-    kinds = ("completion", *(("tools",) if source else ()), *(("thinking",) if OPEN in source else ()))
+    if folder.embedding is not None:
+        kinds: tuple[str, ...] = ("embedding",)
+    else:
+        kinds = ("completion", *(("tools",) if source else ()), *(("thinking",) if OPEN in source else ()))
     return ModelCard(
         nbytes=sum(sizes.values()),
         modified=datetime.fromtimestamp(newest, UTC).isoformat().replace("+00:00", "Z"),

@@ -35,11 +35,15 @@ FORWARDED = (
     "/v1/responses/input_tokens",
     "/v1/messages",
     "/v1/messages/count_tokens",
+    "/v1/embeddings",
+    "/v1/rerank",
     "/tokenize",
     "/detokenize",
     "/apply-template",
     "/api/chat",
     "/api/generate",
+    "/api/embed",
+    "/api/embeddings",
 )
 
 

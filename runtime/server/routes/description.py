@@ -14,11 +14,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from mycli.runtime.server.encoding import JsonResponse
+from mycli.runtime.server.ollama.embed import OllamaEmbeddingsRequest, OllamaEmbedRequest
 from mycli.runtime.server.ollama.request import OllamaChatRequest, OllamaGenerateRequest
 from mycli.runtime.server.ollama.show import OllamaShowRequest
 from mycli.runtime.server.routes.chat_completions import ChatRequest
 from mycli.runtime.server.routes.completions import CompletionRequest
+from mycli.runtime.server.routes.embeddings import EmbeddingsRequest
 from mycli.runtime.server.routes.messages_request import CountRequest, MessagesRequest
+from mycli.runtime.server.routes.rerank import RerankRequest
 from mycli.runtime.server.routes.responses_request import ResponsesRequest
 from mycli.runtime.server.schemas import DetokenizeRequest, TokenizeRequest
 from mycli.runtime.server.service import Service
@@ -32,11 +35,15 @@ BODIES: Mapping[str, type[BaseModel]] = {
     "/v1/responses/input_tokens": ResponsesRequest,
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": CountRequest,
+    "/v1/embeddings": EmbeddingsRequest,
+    "/v1/rerank": RerankRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
     "/apply-template": TokenizeRequest,
     "/api/chat": OllamaChatRequest,
     "/api/generate": OllamaGenerateRequest,
+    "/api/embed": OllamaEmbedRequest,
+    "/api/embeddings": OllamaEmbeddingsRequest,
     "/api/show": OllamaShowRequest,
 }
 _MEDIA = {"/": "text/html", "/metrics": "text/plain"}
