@@ -23,7 +23,8 @@ from mycli.runtime.errors import ExitCode
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "chat": ("chat", "Chat with a model in the terminal."),
     "run": ("run", "Answer one prompt and exit."),
-    "serve": ("serve", "Serve a model over HTTP, with an API and a web page."),
+    "embed": ("embed", "Compute the vectors of texts with an embedding model."),
+    "serve": ("serve", "Serve models over HTTP, with an API and a web page."),
     "ps": ("ps", "List the servers that run on this machine."),
     "stop": ("stop", "Stop a server."),
     "quantize": ("quantize", "Make a smaller copy of a model and measure its quality."),

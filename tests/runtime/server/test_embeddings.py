@@ -196,3 +196,20 @@ def test_damaged_folders_are_refused(tmp_path: Path, folders: dict[str, Path]) -
     (folder / "2_Dense" / "config.json").write_text(json.dumps({"in_features": 63, "out_features": 1}))
     with pytest.raises(ModelError, match="in_features"):
         read_embedding_spec(folder, 64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [{}, {"hidden_size": 256, "num_hidden_layers": 8, "intermediate_size": 512}])
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_vectors_are_those_of_sentence_transformers(tmp_path: Path, name: str, shape: dict[str, int]) -> None:
+    """Of the folder as made here, and as that library writes it."""
+    library = pytest.importorskip("sentence_transformers")
+    folder = MAKERS[name](tmp_path / "made", **shape)  # type: ignore[operator]  # all take a shape
+    model = library.SentenceTransformer(str(folder), device="cpu")
+    model.save(str(tmp_path / "saved"))
+    expected = model.encode(TEXTS)
+    prompted = model.encode(TEXTS, prompt_name="query")
+    for path in (folder, tmp_path / "saved"):
+        with serving(*load(path), ServerSettings((name,))) as served:
+            assert abs(vectors(served, TEXTS) - expected).max() < 1e-5
+            assert abs(vectors(served, TEXTS, prompt_name="query") - prompted).max() < 1e-5
