@@ -134,6 +134,7 @@ def _refuse_own_options(
 ) -> None:
     default = AddressFlags()
     used = {
+        "--api-keys-file": address.keys_file is not None,
         "--allow-host": bool(address.hosts),
         "--grace": address.grace != default.grace,
         "--max-waiting": address.waiting != default.waiting,

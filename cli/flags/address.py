@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, get_args
 from mycli.cli.command import Call
 from mycli.cli.flags import options
 from mycli.runtime.errors import UsageError
+from mycli.runtime.server.keys import ApiKey, parse_keys
 from mycli.runtime.server.request_log import LogFormat
 from mycli.runtime.server.settings import ServerLimits, ServerSettings
 from mycli.runtime.utils.files import read_input
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from socket import socket
 
 MAX_KEY_BYTES = 4096
+MAX_KEYS_BYTES = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,12 @@ class AddressFlags:
     key_file: Annotated[
         Path | None,
         options.option("--api-key-file", "FILE", f"Require the API key in this file; or set {options.KEY_VARIABLE}."),
+    ] = None
+    keys_file: Annotated[
+        Path | None,
+        options.option(
+            "--api-keys-file", "FILE", "Require one of the keys in this file, one a line: NAME KEY [weight=N]."
+        ),
     ] = None
     open_to_all: Annotated[bool, options.flag("--insecure-no-auth", "Allow other machines without an API key.")] = False
     hosts: Annotated[
@@ -73,8 +81,9 @@ class AddressFlags:
     def resolve(self, call: Call) -> ServerSettings:
         """Return the settings, without the model's name. Raises UsageError for unsafe or invalid values."""
         key = None if self.supervised else self._key(call)
+        keys = () if self.supervised or self.keys_file is None else self._keys(call, self.keys_file)
         local = self.unix_socket is not None or _loopback(self.host)
-        if key is None and not self.open_to_all and not local:
+        if key is None and not keys and not self.open_to_all and not local:
             raise UsageError(
                 f"--host {self.host} allows other machines, but no API key is set",
                 "add --api-key-file FILE, or --insecure-no-auth",
@@ -98,6 +107,7 @@ class AddressFlags:
             log_format,
             self.reasoning_budget,
             self.supervised,
+            keys=keys,
         )
 
     def listen(self) -> "tuple[socket, str]":
@@ -111,6 +121,16 @@ class AddressFlags:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return listener, f"http://{host}:{listener.getsockname()[1]}"
 
+    def _keys(self, call: Call, path: Path) -> tuple[ApiKey, ...]:
+        text = read_input(path, MAX_KEYS_BYTES).decode("utf-8", "replace")
+        self._warn_if_readable(call, path)
+        return parse_keys(text, str(path))
+
+    @staticmethod
+    def _warn_if_readable(call: Call, path: Path) -> None:
+        if path.stat().st_mode & 0o077:
+            call.out.warn(f"{path} is readable by other users; run: chmod 600 {path}")
+
     def _key(self, call: Call) -> bytes | None:
         # Never from the command line, which other users of the machine can read.
         if self.key_file is None:
@@ -119,8 +139,7 @@ class AddressFlags:
         else:
             key = read_input(self.key_file, MAX_KEY_BYTES).strip()
             source = str(self.key_file)
-            if self.key_file.stat().st_mode & 0o077:
-                call.out.warn(f"{source} is readable by other users; run: chmod 600 {source}")
+            self._warn_if_readable(call, self.key_file)
             if not key:
                 raise UsageError(f"{source} is empty", f"write a key to it: openssl rand -hex 32 > {source}")
         if not key.isascii() or b"\n" in key or b" " in key:

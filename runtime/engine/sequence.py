@@ -26,7 +26,8 @@ class Request:
     are not part of it; logprobs: number of alternatives at each token, None for no logprobs; prompt_logprobs: also for
     the tokens of the prompt; deadline: seconds that the request may wait for its first pass, None for any time;
     hidden_states: return the final hidden states of the prompt's last token or of all; scored_tokens: return the logits
-    of these tokens after the prompt.
+    of these tokens after the prompt; user, weight: whose share of the machine it uses, and how large that is beside
+    others; batch: it runs when no other request wants to.
     """
 
     prompt: tuple[int, ...]
@@ -39,6 +40,9 @@ class Request:
     deadline: float | None = None
     hidden_states: Literal["last", "all"] | None = None
     scored_tokens: tuple[int, ...] = ()
+    user: str = ""
+    weight: float = 1.0
+    batch: bool = False
 
     def reply_limit(self, context: int, cache_tokens: int) -> int:
         """Return the maximum number of new tokens, in a context and a cache of the given sizes in tokens.

@@ -11,6 +11,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from datetime import datetime
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -19,8 +20,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mycli.runtime.server.api_error import ApiError, internal_error, shutting_down
 from mycli.runtime.server.encoding import JsonResponse
+from mycli.runtime.server.keys import ApiKey, Share
 from mycli.runtime.server.request_log import RequestRecord
-from mycli.runtime.server.settings import CLIENT_HEADER, ServerState
+from mycli.runtime.server.settings import CLIENT_HEADER, SHARE_HEADER, ServerState
 from mycli.runtime.utils.sanitize import one_line
 
 OPEN_PATHS = ("/health", "/")  # without a key: health probes, and a page without data
@@ -98,8 +100,10 @@ class Guard:
             if scope["method"] == "OPTIONS" and "origin" in headers:  # a CORS preflight, which carries no key
                 await Response(status_code=204, headers=_PREFLIGHT)(scope, receive, reply)
                 return
-            self._check(scope, headers)
-            await self._app(scope, receive, reply)
+            key = self._check(scope, headers)
+            state["share"] = self._share(key, headers)
+            with self._server.keys.counted(key) if key is not None and counted else nullcontext():
+                await self._app(scope, receive, reply)
         except ApiError as error:
             await self._refuse(error, scope, receive, reply)
         except asyncio.CancelledError:  # the grace period is over
@@ -123,6 +127,7 @@ class Guard:
                 time.perf_counter() - began,
                 state.get("figures"),
                 state.get("omitted", ()),
+                state["share"].name if "share" in state else "",
             )
             if not state.get("forwarded"):  # the server that answered it has logged it, with its figures
                 self._log(record.line(self._server.settings.log_format))
@@ -152,11 +157,17 @@ class Guard:
         self._check_host(headers)
         self._check_origin(scope, headers)
 
-    def _check(self, scope: Scope, headers: Headers) -> None:
-        if scope["path"] not in OPEN_PATHS:
-            self._check_key(headers)
+    def _check(self, scope: Scope, headers: Headers) -> ApiKey | None:
+        # The key among those of several users.
+        key = None if scope["path"] in OPEN_PATHS else self._check_key(headers)
         if scope["method"] == "POST" and self._server.draining:
             raise shutting_down()
+        return key
+
+    def _share(self, key: ApiKey | None, headers: Headers) -> Share:
+        if self._server.settings.supervised:
+            return Share.decode(headers.get(SHARE_HEADER, ""))
+        return Share() if key is None else key.share
 
     def _check_host(self, headers: Headers) -> None:
         # DNS rebinding: a page whose host name was pointed at this machine still sends that name.
@@ -173,15 +184,17 @@ class Guard:
         if origin != f"{scope['scheme']}://{headers.get('host', '')}":
             raise ApiError(403, f"origin {origin[:100]!r} is not allowed", "origin_not_allowed")
 
-    def _check_key(self, headers: Headers) -> None:
-        key = self._server.settings.key
-        if key is None:
-            return
+    def _check_key(self, headers: Headers) -> ApiKey | None:
+        single, keys = self._server.settings.key, self._server.keys
+        if single is None and not keys:
+            return None
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
         sent = bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-        if not hmac.compare_digest(sent.encode("latin-1"), key):
+        key = keys.find(sent.encode("latin-1"))
+        if key is None and (single is None or not hmac.compare_digest(sent.encode("latin-1"), single)):
             message = "wrong API key" if sent else "API key missing: send Authorization: Bearer KEY, or x-api-key"
             raise ApiError(401, message, "invalid_api_key", headers={"www-authenticate": "Bearer"})
+        return key
 
     def _cors(self, headers: Headers) -> Mapping[str, str]:
         origin = headers.get("origin")

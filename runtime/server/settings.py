@@ -2,10 +2,13 @@
 
 from dataclasses import dataclass
 
+from mycli.runtime.server.keys import ApiKey, KeyTable
 from mycli.runtime.server.ollama.card import ModelCard
 from mycli.runtime.server.request_log import LogFormat
 
-CLIENT_HEADER = "x-mycli-client"  # the client's address, from the server that passes its request on
+# From the server that passes a request on: the client's address, and the share of its key.
+CLIENT_HEADER = "x-mycli-client"
+SHARE_HEADER = "x-mycli-share"
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class ServerSettings:
     extra_properties: replies may have properties that a JSON schema does not name; log_format: of
     the line per request; reasoning_budget: tokens of reasoning where a request sets none, None for any number;
     supervised: requests come from this user's own server for several models, which has checked them; card: of the
-    model, for clients of Ollama.
+    model, for clients of Ollama; keys: of several users, besides `key`.
     """
 
     names: tuple[str, ...]
@@ -53,6 +56,7 @@ class ServerSettings:
     reasoning_budget: int | None = None
     supervised: bool = False
     card: ModelCard = ModelCard()
+    keys: tuple[ApiKey, ...] = ()
 
 
 def untagged(name: str) -> str:
@@ -65,6 +69,7 @@ class ServerState:
 
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
+        self.keys = KeyTable(settings.keys)
         self.draining = False
         self.requests = 0  # POST requests from their head to the end of their response
 

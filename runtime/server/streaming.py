@@ -6,6 +6,7 @@ A client that disconnects cancels its sequences. A `Rendering` writes the fields
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
@@ -18,6 +19,7 @@ from mycli.runtime.server.body import CLIENT_GONE, parse_body, read_body
 from mycli.runtime.server.delivery import Delivery
 from mycli.runtime.server.encoding import JsonResponse
 from mycli.runtime.server.fields import check_fields
+from mycli.runtime.server.keys import Share
 from mycli.runtime.server.request_log import RequestFigures
 from mycli.runtime.server.schemas import ForModel, validated
 from mycli.runtime.server.service import Prepared, Service
@@ -115,6 +117,7 @@ async def read_request(
 
     unknown, body, result = await off_loop(service, read, len(data))
     note_omitted(request, [f"field {name}" for name in unknown])
+    request.scope["state"]["batch"] = body.service_tier == "flex"
     return body, result
 
 
@@ -151,12 +154,21 @@ async def running(service: Service, request: Request, prepared: Prepared) -> Asy
     try:
         for grammar in prepared.grammars:
             await service.grammars.compile(grammar, watch)
-        tickets = service.worker.submit(prepared.requests, delivery)
+        share: Share = request.scope["state"].get("share", Share())
+        batch = share.batch or bool(request.scope["state"].get("batch"))
+        tickets = service.worker.submit(
+            [
+                (replace(item, user=share.name, weight=share.weight, batch=batch), readers)
+                for item, readers in prepared.requests
+            ],
+            delivery,
+        )
         yield _pieces(service, delivery, len(tickets), figures)
     finally:
         watch.cancel()
         service.worker.cancel(tickets)
         _add_times(figures, tickets)
+        service.worker.metrics.used(request.scope["state"].get("share", Share()).name, figures)
 
 
 def _add_times(figures: RequestFigures, tickets: Sequence[Ticket]) -> None:

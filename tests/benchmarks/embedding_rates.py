@@ -1,12 +1,11 @@
 """Texts a minute of an embedding model, beside llama-server's: `python -m tests.benchmarks.embedding_rates LLAMA_BIN`.
 
-A random Qwen3 (12 layers of 512), bf16 both, pooling of the last token; batches of texts of about 40 tokens from several
-clients. The rounds alternate; the medians of each are printed.
+A random Qwen3 (12 layers of 512), bf16 both, pooling of the last token; batches of texts of about 40 tokens from
+several clients. The rounds alternate; the medians of each are printed.
 """
 
 import http.client
 import json
-import shutil
 import statistics
 import subprocess
 import sys
@@ -51,7 +50,7 @@ WORDS = [
     "over",
     "the",
     "winter",
-]
+]  # noqa: SIM905  # readable
 
 
 def texts() -> list[str]:
@@ -101,7 +100,7 @@ def main(llama: Path) -> None:
         qwen3_embedding(folder, **SHAPE)
         qwen3_reranker(causal, **SHAPE)  # the same shape with a head, which the GGUF file needs
         gguf = Path(scratch) / "model.gguf"
-        export = [*COMMAND, "export", str(causal), "--to", "gguf:bf16", "-o", str(gguf)]
+        export = [*COMMAND, "export", str(causal), "--to", "gguf:bf16", "--requantize", "-o", str(gguf)]
         subprocess.run(export, check=True, stdout=subprocess.DEVNULL)
         ours = [*COMMAND, "serve", str(folder), "--port", "18401", "--device", "cpu", "--dtype", "bf16"]
         server = [str(llama / "llama-server"), "-m", str(gguf), "--embeddings", "--pooling", "last", "-t", "2"]
@@ -121,7 +120,6 @@ def main(llama: Path) -> None:
                 for name, port in (("mycli", 18401), ("llama-server", 18402))
             }
         )
-    shutil.rmtree(scratch, ignore_errors=True)
 
 
 if __name__ == "__main__":

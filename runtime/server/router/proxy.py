@@ -14,7 +14,7 @@ from mycli.runtime.server.body import CLIENT_GONE
 from mycli.runtime.server.encoding import dumps, event
 from mycli.runtime.server.ollama.keep_alive import keep_alive_seconds
 from mycli.runtime.server.router.pool import ModelPool, Slot
-from mycli.runtime.server.settings import CLIENT_HEADER
+from mycli.runtime.server.settings import CLIENT_HEADER, SHARE_HEADER
 
 # Of the connection to the client, or checked already: the process has no key, and its own address.
 _NOT_FORWARDED = frozenset(
@@ -104,6 +104,7 @@ class ForwardedResponse(Response):
         return {
             **headers,
             "x-request-id": self._request.scope["state"]["request_id"],
+            SHARE_HEADER: self._request.scope["state"]["share"].encode(),
             CLIENT_HEADER: "" if client is None else client.host,
         }
 

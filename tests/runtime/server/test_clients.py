@@ -19,6 +19,7 @@ from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loader import LoadedModel
 from mycli.runtime.engine.model_runner import CacheShape
+from mycli.runtime.server.ollama.card import model_card
 from mycli.runtime.server.settings import ServerSettings
 from tests.support.agent_model import CONTEXT, agent_model
 from tests.support.clients.python_clients import CLIENTS
@@ -51,7 +52,7 @@ def agent_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = open_model_folder(agent_model(tmp_path_factory.mktemp("agents") / "model"))
     loaded = LoadedModel.load(folder, EngineConfig(device="cpu").place(folder.config))
     engine = Engine(loaded.runner, CacheShape.paged(CONTEXT, CONTEXT * 2, 16), loaded.vocabulary_size, running=4)
-    with serving(loaded, engine, ServerSettings(("agent",))) as served:
+    with serving(loaded, engine, ServerSettings(("agent",), card=model_card(folder))) as served:
         yield served
 
 

@@ -158,6 +158,7 @@ def test_curl_without_a_content_type_is_served_and_a_page_is_not(served: Served)
     form = {"content-type": "application/x-www-form-urlencoded"}
     assert served.ask("POST", "/api/generate", body, form).status == 200
     assert served.ask("POST", "/api/generate", body, {**form, "sec-fetch-site": "same-origin"}).status == 415
+    assert served.ask("POST", "/api/generate", body, {"content-type": "text/plain"}).status == 415
     assert served.ask("POST", "/v1/completions", body, form).status == 415
 
 
