@@ -25,8 +25,9 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "run": ("run", "Answer one prompt and exit."),
     "embed": ("embed", "Compute the vectors of texts with an embedding model."),
     "serve": ("serve", "Serve models over HTTP, with an API and a web page."),
+    "launch": ("launch", "Start a coding agent on a served model."),
     "ps": ("ps", "List the servers that run on this machine."),
-    "stop": ("stop", "Stop a server."),
+    "stop": ("stop", "Stop a server, or unload one of its models."),
     "quantize": ("quantize", "Make a smaller copy of a model and measure its quality."),
     "eval": ("evaluate", "Measure the perplexity of a model, or compare two models."),
     "compare": ("compare", "Compare the replies of two models to your prompts."),
@@ -226,7 +227,9 @@ def _run(arguments: list[str]) -> ExitCode:
         result = stop.code
     except typer.Abort:  # the end of the input where an answer was expected
         result = ExitCode.INTERRUPT
-    return ExitCode(result or 0)
+    if result in list(ExitCode) or not result:
+        return ExitCode(result or 0)
+    sys.exit(result)  # the code of another program, which the command has started
 
 
 def decode_argument(word: str) -> str:

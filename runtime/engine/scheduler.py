@@ -202,9 +202,7 @@ class Scheduler:
             others = [other for other in self.running if other.id not in self._in_pass]
             victim = self._shares.gives_way(others, sequence)
             if victim is None:
-                return (
-                    len(self.running) < self.limits.running
-                )  # blocks: `_admit` decides, with its prefix
+                return len(self.running) < self.limits.running  # blocks: `_admit` decides, with its prefix
             self._preempt(victim)
         return True
 

@@ -330,14 +330,6 @@ def litellm_ollama(url: str, model: str) -> None:
         assert parts[-1].choices[0].finish_reason
 
 
-def llm_ollama(url: str, model: str) -> None:
-    os.environ["OLLAMA_HOST"] = url
-    import llm
-
-    reply = llm.get_model(model).prompt(QUESTION, num_predict=24)
-    assert reply.text() is not None and reply.json()["done"]
-
-
 CLIENTS: dict[str, tuple[Callable[[str, str], None], tuple[str, ...], bool]] = {
     "openai-agents": (openai_agents, ("openai-agents",), True),
     "pydantic-ai": (pydantic_ai, ("pydantic-ai-slim[openai,anthropic]",), True),
@@ -358,7 +350,6 @@ CLIENTS: dict[str, tuple[Callable[[str, str], None], tuple[str, ...], bool]] = {
     "llm": (llm, ("llm",), True),
     "langchain-ollama": (langchain_ollama, ("langchain-ollama",), False),
     "litellm ollama": (litellm_ollama, ("litellm",), False),
-    "llm-ollama": (llm_ollama, ("llm", "llm-ollama"), False),
 }
 
 if __name__ == "__main__":
