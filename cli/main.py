@@ -27,7 +27,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "serve": ("serve", "Serve models over HTTP, with an API and a web page."),
     "launch": ("launch", "Start a coding agent on a served model."),
     "ps": ("ps", "List the servers that run on this machine."),
-    "stop": ("stop", "Stop a server, or unload one of its models."),
+    "stop": ("stop", "Stop a server, or unload one model of a server for several."),
     "quantize": ("quantize", "Make a smaller copy of a model and measure its quality."),
     "eval": ("evaluate", "Measure the perplexity of a model, or compare two models."),
     "compare": ("compare", "Compare the replies of two models to your prompts."),

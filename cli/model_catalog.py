@@ -54,10 +54,10 @@ def requested_models(models: Sequence[str], several: SeveralModelsFlags) -> list
         for name in models
     ]
     if several.models_dir is not None:
-        found = list(_models_in(several.models_dir.expanduser().absolute()))
-        if not found:
+        listed = list(_models_in(several.models_dir.expanduser().absolute()))
+        if not listed:
             raise UsageError(f"{several.models_dir} holds no models", "name a folder of model folders or .gguf files")
-        requests += [ModelRequest(name, str(path), tables.get(name, {}), False) for name, path in found]
+        requests += [ModelRequest(name, str(path), tables.get(name, {}), False) for name, path in listed]
     if not requests:
         requests = [ModelRequest(name, str(table.get(MODEL, name)), table, False) for name, table in tables.items()]
     if not requests:
@@ -96,7 +96,7 @@ def _models_in(folder: Path, depth: int = 2) -> Iterator[tuple[str, Path]]:
 
 @dataclass(frozen=True)
 class Catalog:
-    """What a server for several models needs of the command line."""
+    """Builds the models of a server for several from the options of the command line."""
 
     call: Call
     address: AddressFlags

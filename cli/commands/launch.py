@@ -64,13 +64,13 @@ def agent_setup(name: str, url: str, model: str, key: str) -> Setup:
         environment = {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_AUTH_TOKEN": key, **dict.fromkeys(models, model)}
         return Setup((), {**environment, "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"})
     if name == "opencode":
-        provider: dict[str, Any] = {
+        settings: dict[str, Any] = {
             "npm": "@ai-sdk/openai-compatible",
             "name": "mycli",
             "options": {"baseURL": f"{url}/v1", "apiKey": key},
             "models": {model: {"name": model}},
         }
-        config = {"provider": {"mycli": provider}, "model": f"mycli/{model}", "small_model": f"mycli/{model}"}
+        config = {"provider": {"mycli": settings}, "model": f"mycli/{model}", "small_model": f"mycli/{model}"}
         # The program merges this with the user's own settings, which are not touched.
         return Setup((), {"OPENCODE_CONFIG_CONTENT": json.dumps(config)})
     environment = {"OPENAI_API_BASE": f"{url}/v1", "OPENAI_API_KEY": key}

@@ -55,7 +55,7 @@ def serve(
     prefix_cache: PrefixCacheFlags,
     loading: LoadFlags,
 ) -> None:
-    """Serve a model over HTTP, or several, with an API and a web page.
+    """Serve models over HTTP, with an API and a web page.
 
     Provides the OpenAI and Anthropic APIs, metrics, and a page to chat. For models too large for one GPU, use --engine
     vllm or sglang: the command then starts that server on the same folder.
@@ -84,7 +84,7 @@ def serve(
         words = [*option_words(loading), *option_words(prefix_cache), *sequences, *_model_words(address)]
         serve_several(call, models or (), settings, address, several, words, log)
         return
-    (model,) = models or ()
+    (model,) = models or [""]
     call.out.subject = subject_of(model)
     if address.supervised:
         from mycli.runtime.server.supervision import end_with_parent

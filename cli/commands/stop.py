@@ -53,7 +53,7 @@ def _unload(call: Call, server: RunningServer, model: str) -> None:
         hint = f"set {KEY_VARIABLE} to the key of the server" if status == 401 else f"stop it: mycli stop {server.pid}"
         raise ResourceError(f"{server.url} did not unload {model}: {cause}", hint)
     if not call.out.answered({"stopped": [], "unloaded": [model]}):
-        call.out.result(f"{model} is unloaded after its requests; the server at {server.url} goes on")
+        call.out.result(f"{model} is unloaded after its requests; the server at {server.url} keeps running")
 
 
 def _choose(servers: Sequence[RunningServer], name: str | None, everything: bool) -> Sequence[RunningServer]:

@@ -6,7 +6,7 @@
     [preset.pirate]           # a name for a model with settings: `mycli chat pirate` is `mycli chat pico --system ...`
     model = "pico"
     system = "You are a pirate."
-    [models.coder]            # a model of a server for several: `mycli serve` serves all of them
+    [models.coder]            # a model of a server for several: `mycli serve` serves all
     model = "Qwen/Qwen3-8B"   # default: the name of the table
     ctx = "16k"               # options of `mycli serve` that concern one model; also pin and idle
 

@@ -16,7 +16,7 @@ class SeveralModelsFlags:
     ] = None
     idle: Annotated[
         float | None,
-        options.duration("--idle", "Unload a model after this time without requests.", show_default="never"),
+        options.time_span("--idle", "Unload a model after this time without requests.", show_default="never"),
     ] = None
     pinned: Annotated[
         list[str] | None,

@@ -23,7 +23,7 @@ _MODES: Mapping[str, PoolingMode] = {
     "weightedmean_tokens": "weighted_mean",
     "lasttoken": "last",
 }
-Activation = Literal["Identity", "Tanh", "ReLU", "GELU", "Sigmoid"]
+DenseActivation = Literal["Identity", "Tanh", "ReLU", "GELU", "Sigmoid"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class DenseSpec:
     in_features: int
     out_features: int
     bias: bool
-    activation: Activation
+    activation: DenseActivation
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def _dense(folder: Path, width: int) -> DenseSpec:
     if raw.integer("in_features") != width:
         raise raw.fail("in_features", f"is {raw.integer('in_features')}, but the vector before it has {width} values")
     activation: Any = raw.text("activation_function", "torch.nn.modules.activation.Tanh").rpartition(".")[2]
-    if activation not in get_args(Activation):
+    if activation not in get_args(DenseActivation):
         raise raw.fail("activation_function", f"= {activation!r:.60} is not supported")
     path = folder / "model.safetensors"
     return DenseSpec(path, width, raw.integer("out_features", high=1 << 20), raw.boolean("bias", True), activation)

@@ -36,7 +36,7 @@ class Embedder:
         states = states.to("cpu", torch.float32)
         x = torch.cat([_pooled(states, mode) for mode in self.spec.pooling])
         for weight, bias, activation in self._dense:
-            # Alone, never in a batch: the bits of a vector must not depend on the texts beside it.
+            # Alone, never in a batch: the bits of a vector must not depend on other texts.
             x = activation(functional.linear(x[None], weight, bias)[0])
         if self.spec.normalize:
             x = functional.normalize(x, dim=0)
@@ -75,7 +75,7 @@ def _read(dense: DenseSpec) -> tuple[Tensor, Tensor | None]:
     for name, shape in shapes.items():
         entry = checkpoint.manifest.tensors.get(name)
         if entry is None or tuple(entry.shape) != tuple(shape):
-            found = "is missing" if entry is None else f"has shape {list(entry.shape)}"
-            raise ModelError(f"{dense.path}: {name} {found}; expected {list(shape)}")
+            problem = "is missing" if entry is None else f"has shape {list(entry.shape)}"
+            raise ModelError(f"{dense.path}: {name} {problem}; expected {list(shape)}")
         tensors.append(checkpoint.read(name).float())
     return tensors[0], tensors[1] if dense.bias else None

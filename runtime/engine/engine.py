@@ -236,10 +236,10 @@ class Engine:
                 _computed(part, chunk) for part, chunk in zip(scheduled, chunks, strict=True)
             )
         wants_hidden = any(part.sequence.request.hidden_states is not None for part in scheduled)
-        kept: list[Tensor] = []
-        logits = self.runner.run(chunks, self.cache, _tee(hook, kept.append) if wants_hidden else hook)
+        states: list[Tensor] = []
+        logits = self.runner.run(chunks, self.cache, _tee(hook, states.append) if wants_hidden else hook)
         if wants_hidden:
-            self._keep_hidden(scheduled, chunks, torch.cat(kept, dim=-2).flatten(0, -2))
+            self._keep_hidden(scheduled, chunks, torch.cat(states, dim=-2).flatten(0, -2))
         samples: list[tuple[ScheduledSequence, range]] = []
         scores: dict[int, tuple[TokenLogprob, ...]] = {}
         parts, end = list(scheduled), 0

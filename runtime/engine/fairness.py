@@ -1,4 +1,4 @@
-"""Shares a machine among users: each gets tokens in proportion to its weight, whoever has more requests.
+"""Shares a machine among users: each gets tokens in proportion to its weight, not to its number of requests.
 
 Every user has a virtual time: the tokens that were computed for it, divided by its weight. The user whose time is
 behind comes first. One that returns after a pause starts at the time of those that are at work: it is owed nothing.
@@ -16,7 +16,7 @@ class FairShares:
     def __init__(self) -> None:
         self._times: dict[str, float] = {}  # of users with sequences
         self._sequences: Counter[str] = Counter()
-        self._floor = 0.0  # the time of a user that comes when nobody is at work
+        self._floor = 0.0  # the time of a user that comes to an idle engine
 
     def enter(self, sequence: RequestSequence) -> None:
         """Count a new sequence of its user."""
@@ -44,7 +44,7 @@ class FairShares:
         return sorted(sequences, key=self._rank)
 
     def first(self, waiting: Sequence[RequestSequence], running: Sequence[RequestSequence]) -> RequestSequence:
-        """Return the waiting sequence to start next: of the user with fewest running ones beside its weight."""
+        """Return the waiting sequence to start next: of the user with fewest running ones by weight."""
         if len(self._times) < 2:
             return self.ordered(waiting)[0]
         counts = Counter(sequence.request.user for sequence in running)
@@ -60,7 +60,7 @@ class FairShares:
 
     @staticmethod
     def victim(running: Sequence[RequestSequence]) -> RequestSequence:
-        """Return the sequence to preempt: the newest of the user that has most beside its weight, batch ones first."""
+        """Return the sequence to preempt: the newest of the user that has most by weight, batch ones first."""
         counts = Counter(sequence.request.user for sequence in running)
         return max(
             running,

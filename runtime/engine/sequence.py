@@ -26,8 +26,8 @@ class Request:
     are not part of it; logprobs: number of alternatives at each token, None for no logprobs; prompt_logprobs: also for
     the tokens of the prompt; deadline: seconds that the request may wait for its first pass, None for any time;
     hidden_states: return the final hidden states of the prompt's last token or of all; scored_tokens: return the logits
-    of these tokens after the prompt; user, weight: whose share of the machine it uses, and how large that is beside
-    others; batch: it runs when no other request wants to.
+    of these tokens after the prompt; user, weight: whose share of the machine it uses,
+    and how large that is; batch: it runs when no other request wants to.
     """
 
     prompt: tuple[int, ...]

@@ -29,8 +29,8 @@ class BidirectionalAttention:
         if new is None or sinks is not None or spec.softcap or spec.chunk or spec.kv_source is not None:
             raise NotImplementedError("no embedding model has this attention")
         outputs = []
-        # Each text is a call of its own, so its bits do not depend on those beside it.
-        parts = [part.split(self._lengths, dim=1) for part in (query, *new)]
+        # Each text is a call of its own, so its bits do not depend on the others.
+        parts = [torch.split(part, self._lengths, dim=1) for part in (query, *new)]
         for q, k, v in zip(*parts, strict=True):
             mask = self._mask(q.shape[1], spec.window, q.device)
             q, k, v = (part.transpose(1, 2) for part in (q, k, v))

@@ -14,7 +14,7 @@ from mycli.runtime.server.api_error import ApiError
 from mycli.runtime.server.service import Prepared, Service
 from mycli.runtime.server.streaming import running
 
-TOGETHER = 32  # texts of a request in the queue at a time, so that other clients' requests come between
+TEXTS_TOGETHER = 32  # texts of a request in the queue at a time, so that other clients' requests come between
 
 
 class VectorReader:
@@ -76,7 +76,7 @@ def score_requests(texts: Sequence[Sequence[int]], tokens: Sequence[int]) -> lis
 
 
 def _grouped(requests: Sequence[Request], reader: Callable[[int], VectorReader]) -> list[Prepared]:
-    groups = [requests[start : start + TOGETHER] for start in range(0, len(requests), TOGETHER)]
+    groups = [requests[start : start + TEXTS_TOGETHER] for start in range(0, len(requests), TEXTS_TOGETHER)]
     return [
         Prepared(
             [(request, [reader(index)]) for index, request in enumerate(group)], [request.prompt for request in group]

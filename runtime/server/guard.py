@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mycli.runtime.server.api_error import ApiError, internal_error, shutting_down
 from mycli.runtime.server.encoding import JsonResponse
-from mycli.runtime.server.keys import ApiKey, Share
+from mycli.runtime.server.keys import ApiKey, KeyShare
 from mycli.runtime.server.request_log import RequestRecord
 from mycli.runtime.server.settings import CLIENT_HEADER, SHARE_HEADER, ServerState
 from mycli.runtime.utils.sanitize import one_line
@@ -164,10 +164,10 @@ class Guard:
             raise shutting_down()
         return key
 
-    def _share(self, key: ApiKey | None, headers: Headers) -> Share:
+    def _share(self, key: ApiKey | None, headers: Headers) -> KeyShare:
         if self._server.settings.supervised:
-            return Share.decode(headers.get(SHARE_HEADER, ""))
-        return Share() if key is None else key.share
+            return KeyShare.decode(headers.get(SHARE_HEADER, ""))
+        return KeyShare() if key is None else key.share
 
     def _check_host(self, headers: Headers) -> None:
         # DNS rebinding: a page whose host name was pointed at this machine still sends that name.

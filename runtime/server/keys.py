@@ -21,9 +21,9 @@ _MINUTE = 60.0
 
 
 @dataclass(frozen=True)
-class Share:
-    """What a request may have of the machine. name: of the key; weight: its share beside other keys under load; batch:
-    it runs when no interactive request wants to.
+class KeyShare:
+    """The part of the machine that a request may use. name: of the key; weight: its share under load, compared with
+    other keys; batch: it runs when no interactive request wants to.
     """
 
     name: str = ""
@@ -35,7 +35,7 @@ class Share:
         return f"{self.name};{self.weight:g};{int(self.batch)}"
 
     @classmethod
-    def decode(cls, text: str) -> "Share":
+    def decode(cls, text: str) -> "KeyShare":
         """Read the value of a header from this user's own server for several models."""
         name, _, rest = text.partition(";")
         weight, _, batch = rest.partition(";")
@@ -47,7 +47,7 @@ class ApiKey:
     """A key. concurrent: requests at the same time; rpm: requests a minute; None for any number."""
 
     secret: bytes
-    share: Share = Share()
+    share: KeyShare = KeyShare()
     concurrent: int | None = None
     rpm: int | None = None
 
@@ -79,7 +79,7 @@ def _parse_key(words: Sequence[str]) -> ApiKey:
         raise ValueError("the name must be 1 to 64 letters, digits, or one of . _ @ -")
     if not _SECRET.fullmatch(words[1]):
         raise ValueError("the key must be 8 or more characters of ASCII")
-    key = ApiKey(words[1].encode(), Share(words[0]))
+    key = ApiKey(words[1].encode(), KeyShare(words[0]))
     for word in words[2:]:
         name, _, value = word.partition("=")
         if word == "batch":
@@ -106,11 +106,9 @@ class KeyTable:
 
     def find(self, sent: bytes) -> ApiKey | None:
         """Return the key that a client sent; None for no key of this server."""
-        found = None
-        for key in self._keys:  # all of them, so that the time does not tell which one is close
-            if hmac.compare_digest(sent, key.secret):
-                found = key
-        return found
+        # Without an early end, so that the time does not tell how many keys were compared.
+        matching = [key for key in self._keys if hmac.compare_digest(sent, key.secret)]
+        return matching[0] if matching else None
 
     @contextmanager
     def counted(self, key: ApiKey) -> Iterator[None]:

@@ -23,7 +23,7 @@ from mycli.runtime.server.grammar_pool import GrammarPool
 from mycli.runtime.server.item_store import ItemStore
 from mycli.runtime.server.schemas import Sampling
 from mycli.runtime.server.settings import ServerSettings, ServerState, untagged
-from mycli.runtime.server.worker import EngineWorker, Reader
+from mycli.runtime.server.worker import EngineWorker, OutputReader
 from mycli.runtime.tokenizer.chat_template import ALLOWED_ARGUMENTS, Message, Tool
 from mycli.runtime.tokenizer.parsing.reasoning_parser import CLOSE, OPEN
 from mycli.runtime.tokenizer.parsing.response_template import read_response_template
@@ -44,7 +44,7 @@ class Prepared:
     out, for the response's header and the log.
     """
 
-    requests: Sequence[tuple[Request, Sequence[Reader]]]
+    requests: Sequence[tuple[Request, Sequence[OutputReader]]]
     prompts: Sequence[Sequence[int]]
     clipped: bool = False
     omitted: Sequence[str] = ()

@@ -65,7 +65,7 @@ def untagged(name: str) -> str:
 
 
 class ServerState:
-    """What every server counts and knows, whether it runs a model itself or passes requests on."""
+    """The settings and counts of a server, whether it runs a model itself or passes requests on."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings

@@ -19,7 +19,7 @@ from mycli.runtime.server.body import CLIENT_GONE, parse_body, read_body
 from mycli.runtime.server.delivery import Delivery
 from mycli.runtime.server.encoding import JsonResponse
 from mycli.runtime.server.fields import check_fields
-from mycli.runtime.server.keys import Share
+from mycli.runtime.server.keys import KeyShare
 from mycli.runtime.server.request_log import RequestFigures
 from mycli.runtime.server.schemas import ForModel, validated
 from mycli.runtime.server.service import Prepared, Service
@@ -154,7 +154,7 @@ async def running(service: Service, request: Request, prepared: Prepared) -> Asy
     try:
         for grammar in prepared.grammars:
             await service.grammars.compile(grammar, watch)
-        share: Share = request.scope["state"].get("share", Share())
+        share: KeyShare = request.scope["state"].get("share", KeyShare())
         batch = share.batch or bool(request.scope["state"].get("batch"))
         tickets = service.worker.submit(
             [
@@ -168,7 +168,7 @@ async def running(service: Service, request: Request, prepared: Prepared) -> Asy
         watch.cancel()
         service.worker.cancel(tickets)
         _add_times(figures, tickets)
-        service.worker.metrics.used(request.scope["state"].get("share", Share()).name, figures)
+        service.worker.metrics.used(request.scope["state"].get("share", KeyShare()).name, figures)
 
 
 def _add_times(figures: RequestFigures, tickets: Sequence[Ticket]) -> None:

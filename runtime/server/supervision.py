@@ -5,7 +5,7 @@ import signal
 import threading
 import time
 
-_END_SECONDS = 10.0  # to end in order; nobody waits for its replies any more
+_END_SECONDS = 10.0  # to end in order; the clients of its replies are gone
 
 
 def end_with_parent(descriptor: int = 0) -> None:

@@ -1,7 +1,7 @@
 """Runs the engine for HTTP clients on two threads: one steps the engine, one turns tokens into text.
 
 The engine is touched by its own thread only: submissions and cancellations reach it between steps. The text thread
-feeds each `Reader` and passes all new pieces of a step to the event loop together, so no client delays another.
+feeds each `OutputReader` and passes all new pieces of a step to the event loop together, so no client delays another.
 """
 
 import queue
@@ -25,7 +25,7 @@ from mycli.runtime.server.metrics import Metrics
 DELIVERY_SECONDS = 0.003
 
 
-class Reader(Protocol):
+class OutputReader(Protocol):
     """Turns the outputs of one sequence into pieces."""
 
     def feed(self, output: SequenceOutput) -> Piece:
@@ -38,7 +38,7 @@ class Ticket:
     """One requested reply. Times are seconds of time.perf_counter."""
 
     request: Request
-    reader: Reader
+    reader: OutputReader
     delivery: Delivery
     submitted: float = field(default_factory=time.perf_counter)
     first: float | None = None  # token
@@ -102,7 +102,7 @@ class EngineWorker:
     def _count_waiting(self) -> int:
         return sum(ticket.first is None for ticket in self._tickets)
 
-    def submit(self, requests: Sequence[tuple[Request, Sequence[Reader]]], delivery: Delivery) -> list[Ticket]:
+    def submit(self, requests: Sequence[tuple[Request, Sequence[OutputReader]]], delivery: Delivery) -> list[Ticket]:
         """Queue one reply per reader to each request; the seed of reply i is the request's seed + i.
 
         Raises ApiError if the queue is full or the engine has failed.

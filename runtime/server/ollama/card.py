@@ -1,4 +1,4 @@
-"""What Ollama's clients ask about a model: size, family, quantization, template, abilities. Does not import torch."""
+"""Describes a model for clients of Ollama: size, family, quantization, template, abilities. Imports no torch."""
 
 import hashlib
 import json
@@ -10,7 +10,7 @@ from typing import Any
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.tokenizer.parsing.reasoning_parser import OPEN
 
-FOREVER = "2318-01-01T00:00:00Z"  # about what Ollama shows for a model that is never unloaded
+NEVER = "2318-01-01T00:00:00Z"  # about what Ollama shows for a model that is never unloaded
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class ModelCard:
 
 
 def running_entry(
-    card: ModelCard, name: str, nbytes: int, gpu_bytes: int, context: int, expires: str = FOREVER
+    card: ModelCard, name: str, nbytes: int, gpu_bytes: int, context: int, expires: str = NEVER
 ) -> dict[str, Any]:
     """Return the entry of a loaded model; expires: when it is unloaded without further requests, ISO 8601."""
     listed = card.listed(name)

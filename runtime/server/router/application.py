@@ -16,7 +16,7 @@ from mycli.runtime.server.body import parse_body, read_body
 from mycli.runtime.server.encoding import JsonResponse
 from mycli.runtime.server.errors import exception_handlers
 from mycli.runtime.server.guard import Guard
-from mycli.runtime.server.ollama.card import FOREVER, running_entry
+from mycli.runtime.server.ollama.card import NEVER, running_entry
 from mycli.runtime.server.ollama.manage import MANAGING, refuse_managing
 from mycli.runtime.server.ollama.version import ollama_version
 from mycli.runtime.server.router.management import ModelManager, pull_response
@@ -59,7 +59,7 @@ class Router(ServerState):
         return self.requests > 0 or self.pool.active > 0
 
 
-Endpoint = Callable[[Router, Request], Awaitable[Response]]
+RouterEndpoint = Callable[[Router, Request], Awaitable[Response]]
 
 
 def _described(slot: Slot, name: str) -> dict[str, Any]:
@@ -185,7 +185,7 @@ async def all_running(router: Router, request: Request) -> Response:
             model = slot.model
             gpu_bytes = 0 if model.place == "cpu" else model.nbytes
             expires = router.pool.expiry(slot)
-            end = FOREVER if expires is None else (datetime.now(UTC) + timedelta(seconds=expires)).isoformat()
+            end = NEVER if expires is None else (datetime.now(UTC) + timedelta(seconds=expires)).isoformat()
             entries.append(running_entry(model.card, model.name, model.nbytes, gpu_bytes, model.context, end))
     return JsonResponse({"models": entries})
 
@@ -212,7 +212,7 @@ async def delete_model(router: Router, request: Request) -> Response:
     return await router.manager.removed(router.pool, name or "")
 
 
-ROUTER_ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
+ROUTER_ROUTES: tuple[tuple[str, str, RouterEndpoint], ...] = (
     *(("POST", path, forward) for path in FORWARDED),
     ("GET", "/v1/models", list_models_with_state),
     ("POST", "/v1/models/load", load_model_on_request),
@@ -236,7 +236,7 @@ ROUTER_ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
 def router_application(router: Router, log: Callable[[str], None]) -> ASGIApp:
     """Build the application. `log` receives one line per request that no model's server has logged."""
 
-    def bound(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
+    def bound(endpoint: RouterEndpoint) -> Callable[[Request], Awaitable[Response]]:
         async def call(request: Request) -> Response:
             return await endpoint(router, request)
 

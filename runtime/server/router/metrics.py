@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from mycli.runtime.device.system import resident
 from mycli.runtime.server.router.pool import ModelPool, Slot
 
-PREFIX = "mycli:"
+_PREFIX = "mycli:"
 _SECONDS = 5.0  # to wait for the metrics of one process
 _STATES = ("unloaded", "loading", "loaded", "unloading", "failed")
 
@@ -54,7 +54,7 @@ async def _fetch(slot: Slot) -> str:
 
 def _own(pool: ModelPool) -> Iterable[Metric]:
     slots = pool.slots.values()
-    state = GaugeMetricFamily(PREFIX + "model_state", "1 for the state of a model.", labels=["model", "state"])
+    state = GaugeMetricFamily(_PREFIX + "model_state", "1 for the state of a model.", labels=["model", "state"])
     for slot in slots:
         for name in _STATES:
             state.add_metric([slot.model.name, name], float(slot.shown_state == name))
@@ -66,7 +66,7 @@ def _own(pool: ModelPool) -> Iterable[Metric]:
         "model_load_seconds": ("Duration of the last load of a model.", lambda slot: slot.load_seconds),
     }
     for name, (text, value) in gauges.items():
-        gauge = GaugeMetricFamily(PREFIX + name, text, labels=["model"])
+        gauge = GaugeMetricFamily(_PREFIX + name, text, labels=["model"])
         for slot in slots:
             gauge.add_metric([slot.model.name], float(value(slot)))
         yield gauge
@@ -76,12 +76,12 @@ def _own(pool: ModelPool) -> Iterable[Metric]:
         "model_process_ends": ("Times the process of a model ended by itself.", lambda slot: slot.deaths),
     }
     for name, (text, value) in counters.items():
-        counter = CounterMetricFamily(PREFIX + name, text, labels=["model"])
+        counter = CounterMetricFamily(_PREFIX + name, text, labels=["model"])
         for slot in slots:
             counter.add_metric([slot.model.name], float(value(slot)))
         yield counter
-    rooms = GaugeMetricFamily(PREFIX + "memory_limit_bytes", "Memory that models may use.", labels=["place"])
+    rooms = GaugeMetricFamily(_PREFIX + "memory_limit_bytes", "Memory that models may use.", labels=["place"])
     for place, nbytes in pool.rooms.items():
         rooms.add_metric([place], float(nbytes))
     yield rooms
-    yield GaugeMetricFamily(PREFIX + "router_resident_bytes", "Memory of this process.", value=float(resident()))
+    yield GaugeMetricFamily(_PREFIX + "router_resident_bytes", "Memory of this process.", value=float(resident()))

@@ -215,8 +215,8 @@ class ModelPool:
             return
         for slot in self.slots.values():
             slot.leaving = False
-        wanted = [slot for slot in self.slots.values() if slot.waiters and slot.state == "unloaded"]
-        for slot in sorted(wanted, key=lambda slot: slot.waiting_since):
+        missing = [slot for slot in self.slots.values() if slot.waiters and slot.state == "unloaded"]
+        for slot in sorted(missing, key=lambda slot: slot.waiting_since):
             # In the order of arrival: a large model would wait for ever if small ones passed it.
             if not self._make_room(slot):
                 break

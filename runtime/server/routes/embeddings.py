@@ -80,7 +80,7 @@ def _response(service: Service, body: EmbeddingsRequest, vectors: Sequence[Tenso
     def encoded(vector: Tensor) -> list[float] | str:
         if body.encoding_format == "base64":
             return base64.b64encode(vector.numpy().astype("<f4").tobytes()).decode()
-        return vector.tolist()  # type: ignore[no-any-return]  # torch has no type for it
+        return vector.tolist()
 
     data = [{"object": "embedding", "index": i, "embedding": encoded(vector)} for i, vector in enumerate(vectors)]
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}

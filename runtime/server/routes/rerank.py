@@ -1,6 +1,6 @@
 """POST /v1/rerank: the relevance of documents to a query, in the form of Jina and Cohere.
 
-An embedding model compares vectors. A generative model that was trained for it, such as Qwen3-Reranker, is asked
+An embedding model compares vectors. A generative model that was trained for it, such as Qwen3-Reranker, answers
 whether a document meets the query: the score is the probability of "yes" against "no".
 """
 

@@ -6,7 +6,7 @@ import pytest
 
 from mycli.runtime.errors import UsageError
 from mycli.runtime.server.api_error import ApiError
-from mycli.runtime.server.keys import ApiKey, KeyTable, Share, parse_keys
+from mycli.runtime.server.keys import ApiKey, KeyShare, KeyTable, parse_keys
 from mycli.runtime.server.settings import ServerSettings
 from tests.runtime.server.conftest import Scripted
 
@@ -19,10 +19,10 @@ def headers(key: str) -> dict[str, str]:
 
 def test_a_file_of_keys() -> None:
     alice, bob, nightly = parse_keys(FILE, "keys")
-    assert alice == ApiKey(b"aaaaaaaa", Share("alice", 2.0))
-    assert bob == ApiKey(b"bbbbbbbb", Share("bob"), 1, 3)
+    assert alice == ApiKey(b"aaaaaaaa", KeyShare("alice", 2.0))
+    assert bob == ApiKey(b"bbbbbbbb", KeyShare("bob"), 1, 3)
     assert nightly.share.batch
-    assert Share.decode(alice.share.encode()) == alice.share and Share.decode("") == Share()
+    assert KeyShare.decode(alice.share.encode()) == alice.share and KeyShare.decode("") == KeyShare()
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_the_share_reaches_the_engine(scripted: Scripted) -> None:
             seen.append(request) or submit(request, count)  # type: ignore[func-returns-value]  # appends
         )
         body = {"messages": [{"role": "user", "content": "Hi"}]}
-        share = {"x-mycli-share": Share("alice", 2.0, True).encode()}
+        share = {"x-mycli-share": KeyShare("alice", 2.0, True).encode()}
         assert served.ask("POST", "/v1/chat/completions", body, share).status == 200
         assert served.ask("POST", "/v1/chat/completions", {**body, "service_tier": "flex"}).status == 200
         assert [(r.user, r.weight, r.batch) for r in seen] == [("alice", 2.0, True), ("", 1.0, True)]
