@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import signal
+from asyncio.subprocess import Process
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Self
@@ -27,7 +28,7 @@ class LoadError(Exception):
 class ModelProcess:
     """A process that serves a model, and the connections to it."""
 
-    def __init__(self, process: asyncio.subprocess.Process, model: RoutedModel) -> None:
+    def __init__(self, process: Process, model: RoutedModel) -> None:
         self._process = process
         transport = httpx2.AsyncHTTPTransport(
             uds=str(model.socket), limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64)
