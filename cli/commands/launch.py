@@ -24,7 +24,7 @@ from mycli.runtime.utils.json_fields import strict_json
 
 EXAMPLES = (
     "mycli launch codex --model pico  # needs the program",
-    "mycli launch claude --model qwen3-8b -- --continue  # needs the program, and a running server",
+    "mycli launch claude --print  # needs the program, and a running server",
 )
 
 
