@@ -65,7 +65,7 @@ def export(request: ExportRequest, progress: ReportProgress) -> Exported:
     if request.target.name in ("", ".."):
         raise UsageError(f"{request.target}: a folder, but GGUF is one file", "name the file to write")
     config, weights = request.folder.config, Weights(request.folder)
-    architecture = written_architecture(config.model_type)
+    architecture = written_architecture(config)
     exact = {f"{linear.name}.weight" for layer in config.layer_specs for linear in layer.unquantized}
     kinds = {
         tensor: "F32" if tensor in exact else _kind(request, weights, tensor, shape)
@@ -118,6 +118,8 @@ def _plan(config: ModelConfig, places: dict[str, Place], kinds: dict[str, str]) 
         for name, rows in zip(place.names, _rows(config, place, full[0]), strict=True):
             # GGUF drops axes of length one.
             shape = tuple(size for size in (rows, *full[1:]) if size != 1) or (1,)
+            if place.rule.stored_shape is not None:
+                shape = place.rule.stored_shape(config)
             if place.name in stacks:
                 parts = 1 + len(place.rule.more_names)
                 shape = (stacks[place.name] // parts, parts * shape[0], *shape[1:])
@@ -143,7 +145,8 @@ def _require_keys(
         if not _equal(getattr(config, name), getattr(written, name)):
             raise ModelError(f"config.json: {_LACKING} its {name}", _HINT)
     for ours, theirs in zip(config.layer_specs, written.layer_specs, strict=True):
-        fields = [(part, field) for part in ("mixer", "mlp") for field in _fields(getattr(ours, part))]
+        parts = [part for part in ("mixer", "state_space", "mlp") if getattr(ours, part) is not None]
+        fields = [(part, field) for part in parts for field in _fields(getattr(ours, part))]
         for part, field in fields:
             if not _equal(getattr(getattr(ours, part), field), getattr(getattr(theirs, part), field, None)):
                 raise ModelError(f"config.json: {_LACKING} {field} of layer {ours.index}", _HINT)

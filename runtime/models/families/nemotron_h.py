@@ -19,7 +19,13 @@ _OLDER = {
     "time_step_min": "mamba_dt_min",
     "use_conv_bias": "mamba_conv_bias",
 }
-_NAMES = ExpertNames("mixer", shared="shared_experts", shared_gate=None, correction_bias="gate.e_score_correction_bias")
+_NAMES = ExpertNames(
+    "mixer",
+    shared="shared_experts",
+    shared_gate=None,
+    correction_bias="gate.e_score_correction_bias",
+    stacked_gate_up="experts.up_proj",
+)
 
 
 @dataclass(frozen=True)
