@@ -197,6 +197,15 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
             "num_hidden_layers": 5,
         },
     ),
+    "nemotron_h-no-experts": (
+        "nemotron_h",
+        {
+            **IDS,
+            **NEMOTRON,
+            "layers_block_type": [MIXER, "mlp", ATTENTION, MIXER, "mlp"],
+            "num_hidden_layers": 5,
+        },
+    ),
     "nemotron_h-groups-latent-experts-odd-sizes-biases-unnormalized": (
         "nemotron_h",
         {

@@ -97,10 +97,10 @@ def read(raw: Fields) -> ModelConfig:
         head_dim=128,
         intermediate_size=21504,
         max_position_embeddings=4096,
-        hidden_act=raw.text("mlp_hidden_act", "relu2"),
         rms_norm_eps=raw.number("layer_norm_epsilon", 1e-5, low=1e-30, high=1.0),
     )
-    raw = Fields({**raw.values, "num_hidden_layers": len(kinds)}, raw.source)
+    activation = raw.text("mlp_hidden_act", "relu2")
+    raw = Fields({**raw.values, "num_hidden_layers": len(kinds), "hidden_act": activation}, raw.source)
     hf_config.require(raw, sliding_window=None, mamba_hidden_act="silu")
     fields = hf_config.common(raw, handled=EXPERT_KEYS, activations=hf_config.UNGATED_RELU)
     return ModelConfig(

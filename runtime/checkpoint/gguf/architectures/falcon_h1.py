@@ -34,7 +34,7 @@ ARCHITECTURE = Architecture(
     layer_tensors={
         **LLAMA_TENSORS,
         **mamba_tensors("mamba"),
-        "ffn_norm": TensorRule("pre_ff_layernorm"),
+        "ffn_norm": TensorRule("pre_ff_layernorm", suffixes={"": ".weight"}),
         "ffn_gate": TensorRule("feed_forward.gate_proj"),
         "ffn_up": TensorRule("feed_forward.up_proj"),
         "ffn_down": TensorRule("feed_forward.down_proj"),

@@ -50,6 +50,9 @@ def read_layers(model: GgufModel, config: Config, mlp: str) -> Config:
         "use_bias": has_bias(model, "ssm_in"),
         "mlp_bias": has_bias(model, "ffn_up") or has_bias(model, "ffn_up_shexp"),
         "layer_norm_epsilon": config["rms_norm_eps"],
+        # Nothing rotates; llama.cpp's converter writes a dimension_count nevertheless.
+        "rope_parameters": {"rope_type": "default", "rope_theta": config["rope_parameters"]["rope_theta"]},
+        "partial_rotary_factor": 1.0,
     }
 
 
