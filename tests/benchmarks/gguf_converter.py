@@ -55,6 +55,9 @@ REASONS: dict[str, str] = {
     "minimax_m2-top1": "the converter fails: a config without rotary_dim",
     "hunyuan-alpha": "the converter fails: an alpha of other sizes than the published model's",
     "hunyuan_v1_moe-alpha": "the converter fails: an alpha of other sizes than the published model's",
+    "deepseek_v3-odd": "no key: rope_interleave",
+    "glm4_moe_lite-odd": "no key: rope_interleave",
+    "youtu-odd": "no key: rope_interleave",
     "falcon_h1-normed": "the converter fails: biases",
     "gemma4_unified": "the converter has no such model",
     "cwm": "the converter has no such model",
@@ -149,6 +152,8 @@ def _as_published(settings: dict[str, Any]) -> dict[str, Any]:
     if settings["model_type"] == "granitemoehybrid":
         kinds = {"full_attention": "attention", "linear_attention": "mamba"}
         settings["layer_types"] = [kinds[kind] for kind in settings["layer_types"]]
+    if settings["model_type"] in ("deepseek_v3", "glm4_moe_lite", "kimi_k2"):
+        settings["scoring_func"] = "sigmoid"  # which the published configs say and transformers' do not
     if settings["model_type"] == "nemotron_h":
         letters = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
         settings["norm_eps"] = settings["layer_norm_epsilon"]
@@ -188,12 +193,22 @@ def _round(model: torch.nn.Module, kind: str) -> None:
     for name, parameter in model.named_parameters():
         if parameter.ndim < 2 or _EXACT.search(name) or model.config.model_type == "gpt_oss" and ".experts." in name:
             continue
-        if kind == "q8_0" and parameter.shape[-1] % 32 == 0:
-            stored = quants.quantize(parameter.detach().numpy(), GGMLQuantizationType.Q8_0)
-            values = torch.from_numpy(quants.dequantize(stored, GGMLQuantizationType.Q8_0))
+        if name.endswith("kv_b_proj.weight"):  # the half of the keys is stored transposed
+            settings = model.config
+            size = settings.qk_nope_head_dim, settings.v_head_dim
+            keys, values = parameter.detach().view(settings.num_attention_heads, sum(size), -1).split(size, dim=1)
+            keys = _rounded(keys.transpose(1, 2).contiguous(), kind).transpose(1, 2)
+            rounded = torch.cat((keys, _rounded(values.contiguous(), kind)), dim=1).view_as(parameter)
         else:
-            values = parameter.detach().to(torch.float16 if kind == "q8_0" else torch.bfloat16).float()
-        parameter.data.copy_(values)
+            rounded = _rounded(parameter.detach(), kind)
+        parameter.data.copy_(rounded)
+
+
+def _rounded(values: torch.Tensor, kind: str) -> torch.Tensor:
+    if kind == "q8_0" and values.shape[-1] % 32 == 0:
+        stored = quants.quantize(values.numpy(), GGMLQuantizationType.Q8_0)
+        return torch.from_numpy(quants.dequantize(stored, GGMLQuantizationType.Q8_0))
+    return values.to(torch.float16 if kind == "q8_0" else torch.bfloat16).float()
 
 
 def facts(path: Path) -> dict[str, Any]:

@@ -62,6 +62,8 @@ class TensorRule:
     # Where GGUF has two tensors for one of Hugging Face: the GGUF name of the other, whose rows come after these.
     followed_by: str | None = None
     first_rows: Callable[[ModelConfig], int] | None = None  # rows of the first of the two
+    # Latent attention: GGUF has the keys' half transposed, [heads, columns, rows], and the values' [heads, rows, columns].
+    by_head: bool = False
     # The shape in the file, where it has more axes.
     stored_shape: Callable[[ModelConfig], tuple[int, ...]] | None = None
     # Hugging Face's ending by the ending in GGUF.
@@ -158,6 +160,7 @@ class Architecture:
     layer_tensors: Mapping[str, TensorRule] = field(default_factory=lambda: LLAMA_TENSORS)  # without "blk.N."
     model_tensors: Mapping[str, TensorRule] = field(default_factory=lambda: MODEL_TENSORS)
     keys: tuple[GgufKey, ...] = ()  # in addition to those that all architectures have
+    latent: bool = False  # heads have sizes of their own; those in the common keys are what the cache stores
     slides: Callable[[int], bool] | None = None  # whether a layer has the sliding window; None: all or none have
     pattern: bool = False  # sliding_window_pattern says which layers have the window, and `slides` where it is missing
     by_layer: tuple[str, ...] = ()  # keys that may differ by layer: the largest value counts, the rest is read_config's
@@ -281,6 +284,8 @@ class Architecture:
         if place is None or len(place.names) == 1:
             return (entry,)
         other = model.tensors.get(place.names[1])
+        if place.rule.by_head and entry.name != place.name:
+            return (entry,)  # older files have one matrix
         if other is None:
             raise damaged(f"{entry.file}: {place.names[1]} is missing")
         if place.expert is not None:
@@ -288,6 +293,8 @@ class Architecture:
             if len(other.shape) < 2 or other.shape[0] != experts:
                 raise damaged(f"{other.file}: {other.name} has shape {list(other.shape)}, expected {experts} experts")
             other = other.split([other.name] * experts)[place.expert]
+        if place.rule.by_head:
+            return entry, other
         if other.dtype != entry.dtype or other.file != entry.file or other.shape[1:] != entry.shape[1:]:
             raise ModelError(f"{entry.file}: {entry.name} and {other.name} differ in type, width or file", "")
         return entry, other
@@ -298,8 +305,9 @@ class Architecture:
         if embedding is None or len(embedding.shape) != 2:
             raise model.metadata.fail("general.architecture", "is given, but there is no matrix token_embd.weight")
         heads, hidden = self._integer(model, "attention.head_count"), model.integer("embedding_length", low=1)
-        head_dim = model.integer("attention.key_length", max(1, hidden // heads), low=1)
-        if model.integer("attention.value_length", head_dim) != head_dim:
+        key = "rope.dimension_count" if self.latent else "attention.key_length"
+        head_dim = model.integer(key, max(1, hidden // heads), low=1)
+        if not self.latent and model.integer("attention.value_length", head_dim) != head_dim:
             raise model.metadata.fail(model.key("attention.value_length"), "differs from key_length")
         layers, _ = self._layers(model)
         config: Config = {
