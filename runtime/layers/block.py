@@ -196,7 +196,9 @@ def _mixer(spec: LayerSpec) -> Attention | LatentAttention | Recurrent | None:
     return None if spec.mixer is None else Recurrent(spec.mixer, spec.index)
 
 
-def _second_half(spec: MlpSpec | ExpertsSpec | None, streamed: tuple[int, ExpertReads] | None) -> Mlp | Experts | None:
+def _second_half(
+    spec: MlpSpec | ExpertsSpec | None, streamed: "tuple[int, ExpertReads] | None"
+) -> Mlp | Experts | None:
     if isinstance(spec, MlpSpec):
         return Mlp(spec)
     if spec is not None and streamed is not None and streamed[0] < len(spec.experts):

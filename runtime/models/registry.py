@@ -7,7 +7,7 @@ from mycli.runtime.models import families as family_modules
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.utils.json_fields import Fields
 
-_MAMBA = "its Mamba layers are not implemented"
+_MAMBA = "its Mamba-1 layers are not implemented"
 _INDEXER = "its indexer attention, which selects keys for each query, is not implemented"
 _LIGHTNING = "its lightning attention is not implemented"
 _KDA = "its Kimi Delta Attention is not implemented"
@@ -34,6 +34,8 @@ REFUSED: dict[str, str] = {
     "recurrent_gemma": "its RG-LRU layers are not implemented",
     "t5": _ENCODER,
     "t5gemma": _ENCODER,
+    "zamba": _MAMBA,
+    "zamba2": "its blocks that several layers share, each with an adapter of its own, are not implemented",
 }
 
 

@@ -62,7 +62,7 @@ class TensorRule:
     # Where GGUF has two tensors for one of Hugging Face: the GGUF name of the other, whose rows come after these.
     followed_by: str | None = None
     first_rows: Callable[[ModelConfig], int] | None = None  # rows of the first of the two
-    # Latent attention: GGUF has the keys' half transposed, [heads, columns, rows], and the values' [heads, rows, columns].
+    # Latent attention: GGUF has the half of the keys transposed, [heads, columns, rows], that of the values not.
     by_head: bool = False
     # The shape in the file, where it has more axes.
     stored_shape: Callable[[ModelConfig], tuple[int, ...]] | None = None

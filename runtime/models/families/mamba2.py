@@ -23,7 +23,9 @@ def read(raw: Fields) -> ModelConfig:
     values = {key: value for key, value in raw.values.items() if key not in ("layer_types", "num_heads", "head_dim")}
     mamba = read_plain_mamba(
         hf_config.with_defaults(
-            raw, mamba_num_heads=raw.integer("num_heads", 128, high=1 << 16), ssm_state_size=raw.integer("state_size", 128)
+            raw,
+            mamba_num_heads=raw.integer("num_heads", 128, high=1 << 16),
+            ssm_state_size=raw.integer("state_size", 128),
         ),
         head_key="head_dim",
     )

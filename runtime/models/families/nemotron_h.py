@@ -48,9 +48,7 @@ class NemotronLayers:
                 for linear in (*base.attention.qkv, base.attention.o)
             )
             return LayerSpec(index, replace(base.attention, norm=norm, qkv=parts[:3], o=parts[3]), None)
-        up, down = (
-            replace(linear, name=linear.name.replace(".mlp.", ".mixer.")) for linear in base.dense_mlp.linears
-        )
+        up, down = (replace(linear, name=linear.name.replace(".mlp.", ".mixer.")) for linear in base.dense_mlp.linears)
         layer = LayerSpec(index, None, replace(base.dense_mlp, norm=norm, gate_up=(up,), down=down))
         return self.mixture.replace_mlp(layer, config) if kind == "moe" else layer
 

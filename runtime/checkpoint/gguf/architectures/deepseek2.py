@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3, Kimi K2, GLM-4.7-Flash and Youtu: latent attention; softmax- or sigmoid-routed experts, or none."""
+"""DeepSeek-V2 and V3, Kimi K2, GLM-4.7-Flash and Youtu: latent attention; routed experts, or none."""
 
 import math
 from typing import Any

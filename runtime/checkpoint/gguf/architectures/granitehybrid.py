@@ -73,7 +73,9 @@ ARCHITECTURE = Architecture(
     dense_tensors={**_TENSORS, **_shared("ffn_gate", "ffn_up", "ffn_down")},
     keys=(
         *GRANITE_KEYS,
-        GgufKey("expert_count", "num_local_experts", default=0, required=True, write=lambda config: _experts(config)[0]),
+        GgufKey(
+            "expert_count", "num_local_experts", default=0, required=True, write=lambda config: _experts(config)[0]
+        ),
         GgufKey("expert_used_count", "num_experts_per_tok", write=lambda config: _experts(config)[1]),
         GgufKey("expert_shared_feed_forward_length", "shared_intermediate_size", required=True, write=_shared_size),
     ),
