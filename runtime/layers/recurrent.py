@@ -231,7 +231,7 @@ class Mamba(nn.Module):
         if self.norm is None:
             return ACTIVATION["silu", True](torch.cat((gate, scanned), dim=-1))
         if spec.norm_first:
-            heads = scanned.unflatten(-1, (spec.norm_groups, -1))
+            heads = scanned.view(*scanned.shape[:-1], spec.norm_groups, -1)
             gain = self.norm.weight.view(spec.norm_groups, -1)
             normed = RMS_NORM(heads, torch.ones_like(gain[0]), self.norm.eps) * gain
             return ACTIVATION["silu", True](torch.cat((gate, normed.flatten(-2)), dim=-1))

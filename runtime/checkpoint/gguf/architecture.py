@@ -305,8 +305,8 @@ class Architecture:
         if embedding is None or len(embedding.shape) != 2:
             raise model.metadata.fail("general.architecture", "is given, but there is no matrix token_embd.weight")
         heads, hidden = self._integer(model, "attention.head_count"), model.integer("embedding_length", low=1)
-        key = "rope.dimension_count" if self.latent else "attention.key_length"
-        head_dim = model.integer(key, max(1, hidden // heads), low=1)
+        size = "rope.dimension_count" if self.latent else "attention.key_length"
+        head_dim = model.integer(size, max(1, hidden // heads), low=1)
         if not self.latent and model.integer("attention.value_length", head_dim) != head_dim:
             raise model.metadata.fail(model.key("attention.value_length"), "differs from key_length")
         layers, _ = self._layers(model)
