@@ -102,7 +102,7 @@ class ExpertsSpec:
     @property
     def unquantized(self) -> tuple[LinearSpec, ...]:
         # Router and gate select experts; an error there changes the path of a token, not only its values.
-        # The projections around experts are small, and all experts read what comes out of them.
+        # The projections around experts are small, and all experts read their output.
         gate = None if self.shared is None else self.shared.gate
         return tuple(linear for linear in (self.router, gate, self.enter, self.leave) if linear is not None)
 

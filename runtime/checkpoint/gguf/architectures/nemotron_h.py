@@ -61,7 +61,7 @@ def write_layers(config: ModelConfig) -> dict[str, Any]:
     specs = config.layer_specs
     return {
         **write_mamba_keys(config),
-        "attention.layer_norm_epsilon": float(config.rms_norm_eps),  # llama.cpp requires it beside the other
+        "attention.layer_norm_epsilon": float(config.rms_norm_eps),  # llama.cpp requires both
         "attention.head_count_kv": [
             spec.mixer.kv_heads if isinstance(spec.mixer, AttentionSpec) else 0 for spec in specs
         ],
