@@ -108,5 +108,5 @@ def read(raw: Fields) -> ModelConfig:
         layer_ropes=(None,) * len(kinds),
         final_norm="model.norm_f",
         stored_prefixes=(("backbone.embeddings.", "model.embed_tokens."), ("backbone.", "model.")),
-        build_layer=NemotronLayers(kinds, _read_mamba(raw), _read_mixture(raw, len(kinds))),
+        build_layer=NemotronLayers(kinds, _read_mamba(raw), _read_mixture(raw, max(1, kinds.count("moe")))),
     )
