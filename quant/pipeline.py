@@ -154,7 +154,10 @@ def quantize(
         if not restart:
             require_same_run(finished_in, run)  # now and not only below: hashing the source may take minutes
         origin = stack.enter_context(shared.digests(folder))
-        writer = stack.enter_context(CheckpointWriter(target, work.tensors, overwrite=overwrite))
+        stored_name = folder.config.stored_name
+        writer = stack.enter_context(
+            CheckpointWriter(target, work.tensors, overwrite=overwrite, stored_name=stored_name)
+        )
         output = TensorWriter(writer, work.packings, folder.config.dtype)
         solver = LinearSolver.of(recipe, torch_dtype(folder.config.dtype))
         source, names = SourceWeights(folder), [name for name, _ in folder.config.tensors()]

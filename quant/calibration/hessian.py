@@ -105,7 +105,7 @@ def product_input(
         streams[index][windows] = complete(parts[index - 1].steps(x, context)).to(streams[index].device)
         state.routes.pop(windows.start, None)
     x = streams[index][windows].to(device)
-    mlp = part.mlp if isinstance(part, Parallel) else part
+    mlp = part.other if isinstance(part, Parallel) else part
     experts = mlp if isinstance(mlp, Experts) and linear in mlp.products else None
     if experts is not None and (expert := experts.expert_of(linear)) is not None:
         entering = normed(part.attention.norm, x) if isinstance(part, Parallel) else x

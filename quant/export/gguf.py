@@ -45,6 +45,8 @@ _FILE_TYPES = {
     "BF16": 32,
     "MXFP4": 38,
 }  # general.file_type
+_FLOATS = ("F32", "F16", "BF16")
+_FLOAT_OF = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _ROUNDING = {"Q4_0": blocks.round_q4_0, "Q8_0": blocks.round_q8_0, "Q4_K": blocks.round_q4_k}
 # The fields of a config that are not in its layers and shapes.
 _COMPARED = (
@@ -65,13 +67,16 @@ def export(request: ExportRequest, progress: ReportProgress) -> Exported:
     if request.target.name in ("", ".."):
         raise UsageError(f"{request.target}: a folder, but GGUF is one file", "name the file to write")
     config, weights = request.folder.config, Weights(request.folder)
-    architecture = written_architecture(config.model_type)
+    architecture = written_architecture(config)
     exact = {f"{linear.name}.weight" for layer in config.layer_specs for linear in layer.unquantized}
+    places = {tensor: _place(architecture, tensor) for tensor, _ in config.tensors()}
     kinds = {
         tensor: "F32" if tensor in exact else _kind(request, weights, tensor, shape)
         for tensor, shape in config.tensors()
     }
-    places = {tensor: _place(architecture, tensor) for tensor in kinds}
+    for tensor in (tensor for tensor, place in places.items() if place.rule.by_head and kinds[tensor] not in _FLOATS):
+        # Half of it is transposed, and blocks lie along rows.
+        kinds[tensor] = _FLOAT_OF[config.dtype]
     factors = rope_factors(config)
     metadata = _metadata(request, architecture, _most(kinds, config))
     plan: list[tuple[str, str, Shape]] = [(ROPE_FREQS, "F32", (len(factors),))] if factors else []
@@ -90,7 +95,10 @@ def export(request: ExportRequest, progress: ReportProgress) -> Exported:
                 rounded.append(Rounded(tensor, kinds[tensor], error))
             if place.rule.row_order is not None:
                 data = data[file_order(place.rule.row_order, config, len(data))]
-            for name, part in zip(place.names, data.split_with_sizes(_rows(config, place, len(data))), strict=True):
+            parts = data.split_with_sizes(_rows(config, place, len(data)))
+            if place.rule.by_head:
+                parts = _by_head(config, data, kinds[tensor])
+            for name, part in zip(place.names, parts, strict=True):
                 writer.write(name, part.contiguous().numpy().reshape(-1).data, (place.expert or 0) * part.nbytes)
             progress("exporting", done, len(kinds))
         writer.finish()
@@ -110,14 +118,34 @@ def _rows(config: ModelConfig, place: Place, rows: int) -> list[int]:
     return [first] if first == rows else [first, rows - first]
 
 
+def _halves(config: ModelConfig) -> tuple[Shape, Shape]:
+    # The shapes of the two tensors of latent attention's kv_b.
+    spec = next(layer.latent for layer in config.layer_specs if layer.latent is not None)
+    return (spec.heads, spec.rank, spec.nope_dim), (spec.heads, spec.value_dim, spec.rank)
+
+
+def _by_head(config: ModelConfig, data: Tensor, kind: str) -> tuple[Tensor, ...]:
+    plain = TYPES_BY_NAME[kind].dtype
+    assert plain is not None
+    (heads, rank, nope), (_, value, _) = _halves(config)
+    values = data.view(torch_dtype(plain)).view(heads, nope + value, rank)
+    parts = values[:, :nope].transpose(1, 2).contiguous(), values[:, nope:].contiguous()
+    return tuple(part.view(torch.uint8) for part in parts)
+
+
 def _plan(config: ModelConfig, places: dict[str, Place], kinds: dict[str, str]) -> list[tuple[str, str, Shape]]:
     stacks = Counter(place.name for place in places.values() if place.expert is not None)
     plan: dict[str, tuple[str, str, Shape]] = {}
     for tensor, full in config.tensors():
         place, kind = places[tensor], kinds[tensor]
+        if place.rule.by_head:
+            plan |= {name: (name, kind, shape) for name, shape in zip(place.names, _halves(config), strict=True)}
+            continue
         for name, rows in zip(place.names, _rows(config, place, full[0]), strict=True):
             # GGUF drops axes of length one.
             shape = tuple(size for size in (rows, *full[1:]) if size != 1) or (1,)
+            if place.rule.stored_shape is not None:
+                shape = place.rule.stored_shape(config)
             if place.name in stacks:
                 parts = 1 + len(place.rule.more_names)
                 shape = (stacks[place.name] // parts, parts * shape[0], *shape[1:])
@@ -143,7 +171,8 @@ def _require_keys(
         if not _equal(getattr(config, name), getattr(written, name)):
             raise ModelError(f"config.json: {_LACKING} its {name}", _HINT)
     for ours, theirs in zip(config.layer_specs, written.layer_specs, strict=True):
-        fields = [(part, field) for part in ("mixer", "mlp") for field in _fields(getattr(ours, part))]
+        parts = [part for part in ("mixer", "state_space", "mlp") if getattr(ours, part) is not None]
+        fields = [(part, field) for part in parts for field in _fields(getattr(ours, part))]
         for part, field in fields:
             if not _equal(getattr(getattr(ours, part), field), getattr(getattr(theirs, part), field, None)):
                 raise ModelError(f"config.json: {_LACKING} {field} of layer {ours.index}", _HINT)

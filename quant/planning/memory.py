@@ -105,7 +105,7 @@ def _largest(config: ModelConfig) -> LayerSpec:
 def _inner_width(layer: LayerSpec) -> int:
     """Return the MLP's intermediate size, summed over the experts that one token uses."""
     if not isinstance(layer.mlp, ExpertsSpec):
-        return layer.mlp.size
+        return 0 if layer.mlp is None else layer.mlp.size
     shared = 0 if layer.mlp.shared is None else layer.mlp.shared.mlp.size
     return layer.mlp.top_k * layer.mlp.size + shared
 
@@ -114,13 +114,15 @@ def observed_values(layer: LayerSpec, product: str) -> int:
     """Return the values per token while the inputs of a product are collected in two models."""
     hidden, inner = hidden_width(layer), _inner_width(layer)
     product = product.rpartition(".")[2]  # all tokens may go to one expert
-    *_, last = layer.mixer.products().values()
-    mixed = last[0].in_features
-    if not isinstance(layer.mixer, AttentionSpec):
-        mixer = layer.mixer.forward_values()
-    else:
+    *_, last = layer.parts[0].products().values()
+    mixed, mixer = last[0].in_features, 0
+    if layer.recurrent is not None:
+        mixer, mixed = layer.recurrent.forward_values(), layer.recurrent.out.in_features
+    elif layer.latent is not None:
+        mixer = layer.latent.forward_values()
+    if isinstance(layer.mixer, AttentionSpec):
         query, key = head_widths(layer)
-        mixer = query + 2 * key + 3 * query
+        mixer += query + 2 * key + 3 * query
     per_layer = 0 if layer.per_layer is None else layer.per_layer.gate.out_features
     # Values that the product's input is computed from, and the width of that input; it is squared and summed in fp32.
     sources = {"qkv": hidden, "o": mixer, "gate_up": mixer, "down": 4 * inner, "per_layer_gate": 4 * inner}
@@ -135,10 +137,14 @@ def observed_values(layer: LayerSpec, product: str) -> int:
 def trained_values(layer: LayerSpec) -> int:
     """Return the values per token of a forward and backward pass: saved activations and the widest gradients."""
     hidden = hidden_width(layer)
-    if not isinstance(layer.mixer, AttentionSpec):
-        return 12 * hidden + layer.mixer.training_values() + 8 * _inner_width(layer)
-    query, key = head_widths(layer)
-    return 12 * hidden + 5 * query + 8 * key + 8 * _inner_width(layer)
+    values = 12 * hidden + 8 * _inner_width(layer)
+    for mixer in (layer.mixer, layer.state_space):
+        if isinstance(mixer, AttentionSpec):
+            query, key = head_widths(layer)
+            values += 5 * query + 8 * key
+        elif mixer is not None:
+            values += mixer.training_values()
+    return values
 
 
 def _side_inputs(config: ModelConfig, tokens: int) -> int:

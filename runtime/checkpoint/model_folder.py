@@ -172,7 +172,8 @@ class ModelFolder:
 
     def local_name(self, stored: str) -> str | None:
         """Return the text model's name of a tensor in the files; None for a tensor of another part."""
-        return stored if self.part is None else self.part.local_name(stored)
+        name = stored if self.part is None else self.part.local_name(stored)
+        return None if name is None else self.config.local_name(name)
 
     def tokenizer(self) -> "Tokenizer":
         from mycli.runtime.tokenizer.tokenizer import Tokenizer

@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -61,14 +61,19 @@ class CheckpointWriter(Staging):
         overwrite: bool = False,
         source: Path | None = None,
         max_shard_bytes: int = 5 << 30,
+        stored_name: Callable[[str], str] = lambda name: name,
     ) -> None:
+        """stored_name: returns the name in the files of a tensor of the plan."""
         shards = _shards(plan, max_shard_bytes)
         self._headers: dict[str, bytes] = {}
-        self._entries: dict[str, TensorEntry] = {}
+        self._entries: dict[str, TensorEntry] = {}  # by the names of the plan ...
+        self._stored: dict[str, TensorEntry] = {}  # ... and by those in the files
         for number, shard in enumerate(shards, 1):
             file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-            self._headers[file], entries = make_header(shard, file)
-            self._entries.update(entries)
+            stored = [(stored_name(name), dtype, shape) for name, dtype, shape in shard]
+            self._headers[file], entries = make_header(stored, file)
+            self._stored.update(entries)
+            self._entries.update({name: entries[stored_name(name)] for name, _, _ in shard})
         if len(self._entries) != len(plan):
             raise ValueError("the plan names a tensor twice")
         self._sizes = {file: len(header) for file, header in self._headers.items()}
@@ -88,7 +93,7 @@ class CheckpointWriter(Staging):
                     os.truncate(self._files[file], self._sizes[file])
                     _write_all(self._files[file], memoryview(header), 0)
             if len(self._headers) > 1:
-                self.add_file(INDEX, _index(self._entries))
+                self.add_file(INDEX, _index(self._stored))
         except BaseException:
             self.__exit__()
             raise

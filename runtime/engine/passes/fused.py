@@ -129,7 +129,7 @@ def _mixture(experts: Experts) -> SecondHalf | Declined:
 
 def _layer(block: Block) -> _Layer | Declined:
     attention, mlp = block.mixer, block.mlp
-    assert isinstance(attention, Attention) and attention.norm is not None  # as above
+    assert isinstance(attention, Attention) and attention.norm is not None and mlp is not None  # as above
     matmuls = _matmuls({"qkv": attention.qkv, "o": attention.o})
     if isinstance(matmuls, Declined):
         return matmuls
@@ -220,6 +220,8 @@ def _decline_layer(spec: LayerSpec) -> Declined | None:
         return Declined("layer-recurrent")
     if spec.latent is not None:
         return Declined("latent-attention")
+    if spec.mixer is None or spec.mlp is None:
+        return Declined("layer-parts")
     attention, mlp = spec.attention, spec.mlp
     if attention.sinks is not None:
         return Declined("attention-sinks")
