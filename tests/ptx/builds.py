@@ -24,8 +24,9 @@ from mycli.runtime.kernels.triton.product.grouped import Routed
 from mycli.runtime.kernels.triton.product.matmul import constants, dequantize_warps
 from mycli.runtime.kernels.triton.product.tiles import Chip, Tile
 from mycli.runtime.kernels.triton.product.weight_layout import layout_of, tile_k, unpacked_k
-from mycli.runtime.kernels.triton.residual import ResidualArguments, add_epilogue, embed_kernel
-from mycli.runtime.kernels.triton.rope import RopeArguments, rope_epilogue
+from mycli.runtime.kernels.triton.product_sum import SumArguments, sum_epilogue
+from mycli.runtime.kernels.triton.residual import ResidualArguments, add_epilogue, embed_kernel, norm_add_kernel
+from mycli.runtime.kernels.triton.rope import RopeArguments, rope_epilogue, rope_kernel
 from mycli.runtime.kernels.triton.routing import choose_kernel, place_kernel, weighted_sum_kernel
 from mycli.runtime.kernels.triton.sample import VOCABULARY_BLOCK, partial_kernel, sample_kernel
 from mycli.runtime.kernels.triton.split_k import Epilogue, reduce_kernel
@@ -36,6 +37,10 @@ TILE_ROWS = (8, 16, 32, 64)  # activation rows of a tile: the MMA's columns
 
 _RMS = triton_matmul.RmsScale("*fp32", "i32", "i32", "fp32", 32)
 _OPERAND = triton_activation.Operand("*fp16", "*fp32", "i32", "i32", 128, True)
+_ROTATED = RopeArguments(
+    *(None,) * 4, "*bf16", "*bf16", None, "*i32", "*i32", "*bf16", "*bf16", "*bf16", None, None, None, "i32",
+    *("i32",) * 7, "fp32", 64, 64, 1, 64, False, False, 1, False,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -214,7 +219,7 @@ def _mixture_builds(pdl: dict[str, Any]) -> Iterator[Build]:
         yield Build(f"score experts{how}", score_kernel, scored | {"gate": gate}, blocks, unaligned=loose)
         given = summed | {"shared": shared, "gates": gate}
         yield Build(f"add experts{how}", combine_kernel, given, {"RANKS": 8} | pdl, unaligned=loose)
-    gated = parts | {"args": SiluArguments("i32", _OPERAND, 1, 1, tl.bfloat16)}
+    gated = parts | {"args": SiluArguments("i32", _OPERAND, 1, 1, tl.bfloat16, False)}
     yield Build("SiLU of experts", silu_kernel, gated, pdl, warps=1, unaligned=loose)
 
 
@@ -250,17 +255,43 @@ def _epilogues(tile: Tile, rows: int) -> Iterator[tuple[str, bool, Epilogue]]:
     rows, both = (tile.rows_at_once(rows, columns * 128 * tiles) for columns in (1, 2))
     normed = ResidualArguments("*bf16", "i32", "*bf16", "*fp32", _OPERAND, rows, tiles)
     yield "add", False, Epilogue(add_epilogue, "*i32", normed, 128 * tiles, 1)
-    gated = SiluArguments("i32", _OPERAND, both, tiles, tl.bfloat16)
+    gated = SiluArguments("i32", _OPERAND, both, tiles, tl.bfloat16, False)
     yield "SiLU", True, Epilogue(silu_epilogue, "*i32", gated, 128 * tiles, 2)
     for name, stored, scales in (
         ("rotate", "*bf16", None),
         ("rotate int8", "*i8", "*fp32"),
         ("rotate int4", "*u8", "*bf16"),
     ):
-        tables = ("*bf16", "*bf16", "*i32", "*i32", "*bf16")
-        sizes = ("i32", "i32", "i32", "i32", "i32", "i32", "i32", "fp32", 64, 64, rows)
-        rotated = RopeArguments(None, None, None, *tables, stored, stored, scales, scales, *sizes)
+        caches = {"key_cache": stored, "value_cache": stored, "key_scales": scales, "value_scales": scales}
+        rotated = _ROTATED._replace(ROWS=rows, **caches)
         yield name, True, Epilogue(rope_epilogue, "*i32", rotated, 128, 1)
+
+
+def family_builds(capability: int) -> Iterator[Build]:
+    """What families launch besides: norms after parts and over all heads, GELU, interleaved and partial rotation."""
+    packing, pdl = Packing(4, 128), {"PDL": capability >= 90}
+    loose = ("rows", "rows_padded", "pieces", "heads", "kv_heads", "tokens", "table_width")
+    for rows in (1, 16):
+        shape = triton_tiles.tile(Chip(divmod(capability, 10), 132), packing, rows)
+        at_once, both = (shape.rows_at_once(rows, width) for width in (128, 256))
+        summed = SumArguments("*bf16", "i32", None, "*fp32", "i32", 128, 128, at_once)
+        gated = SiluArguments("i32", _OPERAND, both, 1, tl.bfloat16, True)
+        normed = _ROTATED._replace(query_gain="*bf16", key_gain="*bf16", ROWS=at_once)
+        epilogues = {
+            "sum": Epilogue(sum_epilogue, "*i32", summed, 128, 1),
+            "GELU": Epilogue(silu_epilogue, "*i32", gated, 128, 2),
+            "rotate pairs": Epilogue(rope_epilogue, "*i32", normed._replace(INTERLEAVED=True), 128, 1),
+            "rotate a half": Epilogue(rope_epilogue, "*i32", normed._replace(ROTARY=32), 128, 1),
+        }
+        for name, epilogue in epilogues.items():
+            yield _multiply(capability, packing, shape, f" {name} {rows}", True, epilogue)
+    residual = ResidualArguments("*bf16", "i32", "*bf16", "*fp32", _OPERAND, 1, 1)
+    added = {"y": "*bf16", "squares": "*fp32", "gain": "*bf16", "eps": "fp32", "args": residual}
+    sizes = dict.fromkeys(("pieces", "rows", "rows_padded"), "i32")
+    yield Build("add a normed sum", norm_add_kernel, added | sizes, {"PIECES": 32} | pdl, unaligned=loose)
+    whole = _ROTATED._replace(query_gain="*bf16", key_gain="*bf16", squares="*fp32", HEADS=32)
+    turned = {"projected": "*bf16", "rows": "i32", "args": whole}
+    yield Build("rotate after norms of all heads", rope_kernel, turned, pdl, warps=1, unaligned=loose)
 
 
 def decode_builds(capability: int) -> Iterator[Build]:
@@ -316,6 +347,7 @@ def builds(capability: int) -> Iterator[Build]:
     yield from matmul_builds(capability)
     yield from sample_builds()
     yield from decode_builds(capability)
+    yield from family_builds(capability)
     if capability not in (86, 89):  # which have the tiles of 80, by their major number
         yield from expert_builds(capability)
         yield from foreign_builds(capability)

@@ -209,7 +209,7 @@ def compile_cuda_pass(model: Transformer, kv: KvDtype, report: OnDecline) -> Cud
         from mycli.runtime.engine.passes import fused
     except ImportError as error:
         return Declined("no-triton", {"error": summarize_error(error)})
-    step = fused.FusedStep.compile(model)
+    step = fused.FusedStep.compile(model, kv)
     return step if isinstance(step, Declined) else _compile_looping(model, step, kv, report, "cuda")
 
 
