@@ -155,6 +155,7 @@ REASONS: Mapping[str, str] = {
     "cache-block-size": "cache blocks have {size} positions, which is no multiple of 64",
     "attention-shape": "the GPU attention does not support {heads} heads of {head_dim}",
     "fused-shape": "the fused kernels do not support {sequences} sequences of {tokens} new tokens",
+    "many-penalties": "penalties are applied on the device for at most {most} sequences, not {sequences}",
     "some-logits": "logits of some rows of each sequence are requested; the fused pass computes the last row or all",
     "not-compared": "a pass of this shape has not been compared with the plain pass yet",
     "not-one-packed-product": "{linear} is not one packed product",

@@ -28,9 +28,9 @@ from mycli.runtime.kernels.triton.product_sum import SumArguments, sum_epilogue
 from mycli.runtime.kernels.triton.residual import ResidualArguments, add_epilogue, embed_kernel, norm_add_kernel
 from mycli.runtime.kernels.triton.rope import RopeArguments, rope_epilogue, rope_kernel
 from mycli.runtime.kernels.triton.routing import choose_kernel, place_kernel, weighted_sum_kernel
-from mycli.runtime.kernels.triton.sample import VOCABULARY_BLOCK, partial_kernel, sample_kernel
+from mycli.runtime.kernels.triton.sample import VOCABULARY_BLOCK, mass_kernel, peak_kernel, sample_kernel
 from mycli.runtime.kernels.triton.split_k import Epilogue, reduce_kernel
-from mycli.runtime.kernels.triton.top_k_top_p import NARROW_WARPS, narrow_kernel, peak_kernel
+from mycli.runtime.kernels.triton.top_k_top_p import NARROW_WARPS, Limit, LogitSource, narrow_kernel
 from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
 
 TILE_ROWS = (8, 16, 32, 64)  # activation rows of a tile: the MMA's columns
@@ -225,28 +225,31 @@ def _mixture_builds(pdl: dict[str, Any]) -> Iterator[Build]:
 
 def sample_builds() -> Iterator[Build]:
     """Sampling a token of the 128,256 of Llama-3.1."""
-    blocks = {"BLOCK": VOCABULARY_BLOCK, "BLOCKS": 128}
-    pointers = {"logits": "*bf16", "best": "*fp32", "index": "*i32", "lengths": "*i32"}
-    limit = {"peaks": "*fp32", "weights": "*fp32", "lows": "*i32", "goals": "*fp32"}
-    settings = {"temperature": "*fp32", "top_k": "*fp32"}
-    sizes = {"stride": "i32", "vocab": "i32", "step": "i32"}
-    partial = {**pointers, "seed": "*i64", **limit, **settings, "min_p": "*fp32", **sizes}
-    for name, draw, filtered in (("likeliest", False, False), ("draw", True, False), ("filtered draw", True, True)):
-        chosen = {"DRAW": draw, **dict.fromkeys(("TOP_K", "TOP_P", "MIN_P"), filtered), **blocks}
-        yield Build(f"{name} of a block", partial_kernel, partial, chosen, unaligned=("step",))
-    peak = {"logits": "*bf16", "peaks": "*fp32", "stride": "i32", "vocab": "i32"}
-    yield Build("largest of a block", peak_kernel, peak, {"BLOCK": VOCABULARY_BLOCK})
-    before = {"weights_before": "*fp32", "lows_before": "*i32", "least": "*i32", "top_p": "*fp32", "step_before": "i32"}
-    narrow = {"logits": "*bf16", **limit, **settings, **before, **sizes}
+    plain = LogitSource("*bf16", "i32", "i32", None, None, None, None, None)
+    penalized = LogitSource("*bf16", "i32", "i32", "*u8", "*fp32", "*fp32", "*fp32", "*fp32")
+    searched, whole = Limit("*fp32", "*i32", "*fp32", "i32", "*i32"), Limit(*(None,) * 5)
+    block, blocks, loose = {"BLOCK": VOCABULARY_BLOCK}, {"BLOCKS": 128}, ("step", "step_before", "blocks", "vocab")
+    settings = {"temperature": "*fp32", "top_k": "*fp32", "top_p": "*fp32", "min_p": "*fp32"}
+    peaks = {"peaks": "*fp32", "index": "*i32"}
+    for how, source in (("", plain), (" with penalties", penalized)):
+        yield Build(f"largest of a block{how}", peak_kernel, peaks | {"source": source}, block, unaligned=loose)
+    narrow = {"source": plain, "peaks": "*fp32", "weights": "*fp32", "lows": "*i32", "goals": "*fp32", "step": "i32"}
+    narrow |= settings | {"weights_before": "*fp32", "lows_before": "*i32", "least": "*i32", "step_before": "i32"}
     for name, mass in (("top-k", False), ("top-p", True)):
         for place in range(3):
-            chosen = {"ROUND": place, "MASS": mass, "AFTER": True, **blocks}
-            unaligned = ("step", "step_before")
-            title = f"{name} round {place + 1}"
-            yield Build(title, narrow_kernel, narrow, chosen, NARROW_WARPS, unaligned=unaligned)
-    last = {**pointers, "chosen": "*i64", "tokens": "*i64", "blocks": "i32", "step": "i32"}
-    del last["logits"]
-    yield Build("sample", sample_kernel, last, {"NONE": -1, "BLOCKS": 128}, unaligned=("blocks", "step"))
+            constants = {"ROUND": place, "MASS": mass, "AFTER": True, **block, **blocks}
+            yield Build(f"{name} round {place + 1}", narrow_kernel, narrow, constants, NARROW_WARPS, unaligned=loose)
+    mass_types = {"peaks": "*fp32", "masses": "*i64"} | settings
+    last = {**mass_types, "index": "*i32", "numbers": "*i64", "blocks": "i32", "chosen": "*i64", "step": "i32"}
+    last |= {"tokens": "*i64", "lengths": "*i32"}
+    for how, source, limit in (("", plain, whole), (" with filters", penalized, searched)):
+        filtered = {"SEARCHED": bool(how), "MIN_P": bool(how), **block, **blocks}
+        own = {"source": source, "limit": limit}
+        yield Build(f"weight of a block{how}", mass_kernel, mass_types | own, filtered, unaligned=loose)
+        yield Build(f"draw{how}", sample_kernel, last | own, {"NONE": -1, "DRAW": True} | filtered, unaligned=loose)
+    greedy = {"NONE": -1, "DRAW": False, "SEARCHED": False, "MIN_P": False, **block, **blocks}
+    likeliest = last | {"source": plain, "limit": whole, "masses": None}
+    yield Build("likeliest", sample_kernel, likeliest, greedy, unaligned=loose)
 
 
 def _epilogues(tile: Tile, rows: int) -> Iterator[tuple[str, bool, Epilogue]]:

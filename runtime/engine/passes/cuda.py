@@ -127,6 +127,8 @@ class CudaPass:
             return None if logit_rows in (sequences, work.rows) else Declined("some-logits")
         if self.loop is None or new > 1:
             return Declined("host-sampling")
+        if padded > self.loop.MOST_PENALIZED and any([row.seen is not None for row in work.sampling]):
+            return Declined("many-penalties", {"sequences": sequences, "most": self.loop.MOST_PENALIZED})
         return self.loop.declined if self.trusts((padded, 1)) else Declined("not-compared")
 
     @torch.inference_mode()

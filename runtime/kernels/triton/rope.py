@@ -270,8 +270,8 @@ def project(
     """
     gains = projection.query_gain, projection.key_gain, projection.value_gain
     check_contiguous(lengths, block_table, projection.bias, *gains)
-    tables = (None, None, None) if rotation is None else (rotation.cos, rotation.sin, rotation.query_scale)
-    check_contiguous(*tables)
+    cos, sin, query_scale = (None,) * 3 if rotation is None else (rotation.cos, rotation.sin, rotation.query_scale)
+    check_contiguous(cos, sin, query_scale)
     (sequences, width), rows, head_dim = block_table.shape, x.values.shape[0], cache.head_dim
     kv_heads, block_size = cache.keys.shape[1:3]
     heads, half = projection.heads, head_dim // 2
@@ -288,7 +288,7 @@ def project(
         at_once = 1
     args = RopeArguments(
         None if projection.all_heads else projection.bias, *gains,
-        *tables, lengths, block_table, query, cache.keys, cache.values, *cache.scales(),
+        cos, sin, query_scale, lengths, block_table, query, cache.keys, cache.values, *cache.scales(),
         squares, 0 if squares is None else squares.shape[1],
         rows // sequences, heads, kv_heads, cache.keys.stride(0), cache.keys.stride(1), block_size, width,
         projection.eps,
