@@ -123,7 +123,8 @@ def draws(case: Case, name: str) -> tuple[list[int], list[int]]:
     to = SamplingBuffers.make(1, case.sequences, logits.device)
     penalties = Penalties.make(case.sequences, case.vocab, logits.device)
     seen = SeenTokens(sampling, case.vocab, logits.device, case.sequences)
-    for tokens in torch.randint(0, case.vocab, (9, case.sequences, 1), generator=generator):
+    drawn = torch.randint(0, case.vocab, (9, case.sequences, 1), generator=generator, device="cpu")
+    for tokens in drawn.to(logits.device):
         seen.observe(tokens)
         seen.count(tokens)
     for buffer, value in (
@@ -137,7 +138,7 @@ def draws(case: Case, name: str) -> tuple[list[int], list[int]]:
     ):
         buffer.fill_(value)
     filters = Filters(sampling.top_k > 0, sampling.top_p < 1, sampling.min_p > 0, seen.needed)
-    shares = torch.rand(_NUMBERS, case.sequences, generator=generator, dtype=torch.float64)
+    shares = torch.rand(_NUMBERS, case.sequences, generator=generator, dtype=torch.float64, device="cpu")
     shares[0], shares[1] = 0.0, 1 - 2**-50
     weights = distribution(logits[:, : case.vocab].float(), sampling, seen.seen, seen.counts)
     found, expected = [], []
@@ -167,7 +168,8 @@ def test_draws_are_the_hosts(case: Case, name: str, interpret: Interpret) -> Non
 
 def counted() -> list[list[float]]:
     """What penalties hold of two sequences after their tokens, one of them padding whose token counts as well."""
-    to, penalties = SamplingBuffers.make(1, 2, torch.get_default_device()), Penalties.make(2, 9, torch.device("cpu"))
+    device = torch.get_default_device()
+    to, penalties = SamplingBuffers.make(1, 2, device), Penalties.make(2, 9, device)
     penalties.repetition.fill_(4.0)
     logits = torch.tensor([[0.0] * 7 + [3.0, 2.0], [5.0] + [0.0] * 8])
     for _ in range(3):
