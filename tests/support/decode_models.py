@@ -8,6 +8,7 @@ import torch
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.kernels.triton.product.matmul import TritonMatmul
 from mycli.runtime.kernels.triton.product.tiles import Chip
+from mycli.runtime.layers.block import Attention
 from mycli.runtime.layers.feed_forward import Experts
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.norm import RMSNorm
@@ -121,6 +122,8 @@ def models(case: Case, device: str = "cpu", chip: Chip | None = None) -> tuple[T
                 ours.replace(theirs.weight())
             if any(spec.bias for spec in ours.specs) or (case.bias and ours.specs[0].name.endswith("q_proj")):
                 ours.bias = theirs.bias = torch.randn(ours.out_features, generator=drawing).half().to(device)
+        elif isinstance(ours, Attention) and isinstance(theirs, Attention) and ours.spec.sinks is not None:
+            ours.sinks = theirs.sinks = torch.randn(ours.spec.heads, generator=drawing).to(device)
         elif isinstance(ours, Experts) and isinstance(theirs, Experts) and ours.spec.correction_bias is not None:
             drawn = torch.rand(len(ours.spec.experts), generator=drawing).to(device)
             ours.correction = theirs.correction = drawn
@@ -177,6 +180,7 @@ _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_ma
 _BETA = {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4}
 _GEMMA4 = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 40, "global_head_dim": 64}
 _GRANITE_EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 96}
+_SINKS = {"model_type": "granite_swa", "sliding_window": 40, "layer_rope_theta": [0, 10000.0], "num_hidden_layers": 2}
 FAMILIES = [
     Case({"num_hidden_layers": 1, "query_pre_attn_scalar": 20}, family="gemma-2-2b", packed_head=True, new=2),
     Case(_GEMMA3, family="gemma-3-1b", int8=True),
@@ -190,5 +194,6 @@ FAMILIES = [
     Case({**_GRANITE, "attention_multiplier": 0.125}, family="granite-3.3-2b", packed_head=True),
     Case({**_GRANITE, **_GRANITE_EXPERTS, "num_hidden_layers": 1}, family="granite-3.0-1b-a400m"),
     Case({"num_experts": 6, "num_experts_per_tok": 2, "num_hidden_layers": 1}, family="OLMoE-1B-7B"),
+    Case(_SINKS, family="granite-3.3-2b"),
     Case({"rope_parameters": {**_YARN, **_BETA}}, family="Ministral-3-3B"),
 ]
