@@ -81,7 +81,7 @@ class DeviceLoop:
         token are the caller's to drop: they are beyond the length it reports, and are overwritten.
         """
         assert work.sampling is not None
-        sampling, count, made = work.sampling, work.count, 0
+        sampling, count, launched = work.sampling, work.count, 0
         buffers = self._buffers_of(work)
         filters = filters_of(sampling)
         self._begin(buffers, work, sampling, filters)
@@ -89,12 +89,12 @@ class DeviceLoop:
         first = [0 if row.numbers is None else row.numbers.taken for row in sampling]
 
         def launch() -> _Launch | None:
-            nonlocal made
-            steps = STEPS if count - made >= STEPS else min(count - made, 1)
+            nonlocal launched
+            steps = STEPS if count - launched >= STEPS else min(count - launched, 1)
             if not steps:
                 return None
-            self._set_numbers(buffers, sampling, [place + made for place in first], steps)
-            made += steps
+            self._set_numbers(buffers, sampling, [place + launched for place in first], steps)
+            launched += steps
             return self._launch(buffers, work, filters, steps)
 
         began = time.perf_counter()

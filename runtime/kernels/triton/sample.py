@@ -155,7 +155,7 @@ def sample_kernel(
 
 @dataclass(frozen=True)
 class Penalties:
-    """What penalties need of each sequence: seen uint8 and counts fp32 [sequences, vocab]; factors fp32 [sequences]."""
+    """The state of penalties: seen uint8 and counts fp32 [sequences, vocab], and factors fp32 [sequences]."""
 
     seen: Tensor
     counts: Tensor
