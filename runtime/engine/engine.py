@@ -374,6 +374,8 @@ class Engine:
         outputs, self.step_seconds = [], seconds
         for part, column in zip(scheduled, zip(*steps, strict=True), strict=True):
             sampled = list(column) if min(column) >= 0 else list(column[: leading(token >= 0 for token in column)])
+            if sampled:
+                self._states[part.sequence.id].sampler.follow(sampled)
             output = self._advance(part, sampled) if sampled else SequenceOutput(part.sequence.id)
             if len(sampled) < len(column) and output.finish_reason is None:
                 ended = self._finish(part.sequence, "error", not_finite())

@@ -1,7 +1,7 @@
 """The sampling state of a request in the engine: sampler, logprobs, and the tokens that a device samples by itself."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -90,32 +90,27 @@ class TokensAhead:
     ) -> TokenSteps | None:
         """Return the next tokens of the scheduled sequences; None if they are to be sampled from logits.
 
-        All must decode with equal settings. Several sequences must be greedy: their random numbers are the host's.
+        All must decode without drafts, with settings that a pass samples with.
         """
-        shared: DeviceSampling | None = None
-        sequences = []
+        settings, sequences = [], []
         for part in scheduled:
             sampling = states[part.sequence.id].device_sampling
             if sampling is None or not part.is_decode or part.drafts:
                 return None
-            # Each of several sequences has random numbers of its own, which only the host has.
-            if sampling.temperature and (len(scheduled) > 1 or not self._runner.passes.samples):
+            if not (sampling.plain_greedy or self._runner.passes.samples):
                 return None
-            shared = shared or sampling
-            if replace(sampling, seed=shared.seed) != shared:
-                return None
+            settings.append(sampling)
             sequences.append((part.sequence.id, tuple(part.sequence.table.blocks)))
-        assert shared is not None
         steps = next(self._steps, None) if self._steps is not None and sequences == self._sequences else None
         if steps is None:
             # Tokens made ahead for other sequences, or in other blocks, are dropped.
-            self._steps = self._start(scheduled, shared, scheduler)
+            self._steps = self._start(scheduled, settings, scheduler)
             self._sequences = [(part.sequence.id, tuple(part.sequence.table.blocks)) for part in scheduled]
             steps = None if self._steps is None else next(self._steps, None)
         return steps
 
     def _start(
-        self, scheduled: Sequence[ScheduledSequence], sampling: DeviceSampling, scheduler: Scheduler
+        self, scheduled: Sequence[ScheduledSequence], sampling: Sequence[DeviceSampling], scheduler: Scheduler
     ) -> Iterator[TokenSteps] | None:
         left = min([part.sequence.limit - part.sequence.sampled for part in scheduled])
         count = scheduler.reserve_ahead(scheduled, left)
