@@ -23,6 +23,7 @@ from mycli.runtime.errors import ExitCode
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "chat": ("chat", "Chat with a model in the terminal."),
     "run": ("run", "Answer one prompt and exit."),
+    "replay": ("replay", "Make the reply of a receipt again and compare it token by token."),
     "serve": ("serve", "Serve a model over HTTP, with an API and a web page."),
     "ps": ("ps", "List the servers that run on this machine."),
     "stop": ("stop", "Stop a server."),
