@@ -75,8 +75,8 @@ def _reply(opened: "OpenedModel", recorded: "Receipt") -> "Completion":
     size = opened.model.runner.config.vocab_size
     if not all(0 <= token < size for token in (*recorded.prompt, *recorded.tokens)):
         raise UsageError(f"the receipt has tokens outside the vocabulary of {size}", "")
-    asked = format_of(recorded)
-    flags = GrammarFlags(asked.schema, asked.regex, asked.json_mode, asked.extra_properties)
+    reply_format = format_of(recorded)
+    flags = GrammarFlags(reply_format.schema, reply_format.regex, reply_format.json_mode, reply_format.extra_properties)
     return Completion(
         opened.model,
         opened.engine,
@@ -84,7 +84,7 @@ def _reply(opened: "OpenedModel", recorded: "Receipt") -> "Completion":
         recorded.sampling,
         limit=recorded.limit,
         stops=recorded.stops,
-        grammar=flags.resolve(asked.schema, opened.model),
+        grammar=flags.resolve(reply_format.schema, opened.model),
     )
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # `open` stands above this room: the caller opens the model
     from mycli.runtime.engine.completion import Completion
     from mycli.runtime.open import OpenedModel
 
-MAX_BYTES = 64 << 20
+_MAX_BYTES = 64 << 20
 _VERSION = 1
 
 Settings = Mapping[str, str | int | bool | None]
@@ -55,7 +55,7 @@ class Receipt:
     @classmethod
     def read(cls, path: Path) -> Self:
         """Read a receipt. Raises NotFoundError; ModelError for a file that is none or was changed; UsageError."""
-        fields = read_object(path, MAX_BYTES)
+        fields = read_object(path, _MAX_BYTES)
         if fields.integer("receipt_version") != _VERSION:
             raise fields.fail("receipt_version", f"must be {_VERSION}", "replay it with the version that wrote it")
         record = {name: value for name, value in fields.values.items() if name != "sha256"}
@@ -105,7 +105,7 @@ def _sampling(fields: Fields) -> SamplingParams:
 
 @dataclass(frozen=True)
 class TokenDifference:
-    """The first position at which two replies differ; None where one of them has ended."""
+    """The first position at which two replies differ; None where a reply has ended."""
 
     index: int
     expected: int | None
