@@ -35,7 +35,7 @@ def replay(
     ] = None,
     threads: options.Threads = None,
 ) -> None:
-    """Make the reply of a receipt again.
+    """Make the reply of a receipt again and compare it token by token.
 
     Compares the sha256 of every file of the model and of the chat template, then generates with the same prompt tokens,
     sampler and settings. Exits with 6 if a file differs, or at the first token that differs.
