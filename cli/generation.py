@@ -76,14 +76,18 @@ class Generator:
 
         return draw_samples(self.loaded.engine, [self.reply(prompt) for _ in range(self.count)])
 
-    def describe(self, prompt: Sequence[int]) -> dict[str, Any]:
-        """Generate the answer as a JSON object: of the reply, or with `samples` if `count` is above 1."""
+    def replies(self, prompt: Sequence[int]) -> "Sequence[Completion]":
+        """Generate `count` replies and return them."""
         if self.count > 1:
-            return self._sampled(self.samples(prompt))
+            return self.samples(prompt)
         reply = self.reply(prompt)
         for _ in reply:
             pass
-        return self._replied(reply)
+        return [reply]
+
+    def describe(self, replies: "Sequence[Completion]") -> dict[str, Any]:
+        """Return the answer as a JSON object: of the reply, or with `samples` if `count` is above 1."""
+        return self._sampled(replies) if self.count > 1 else self._replied(replies[0])
 
     def describe_all(self, prompts: Iterable[str | Sequence[Message]]) -> "Iterator[dict[str, Any] | UserError]":
         """Yield `describe` or the error for each prompt, in order; `TOGETHER` prompts run concurrently."""
@@ -94,7 +98,7 @@ class Generator:
             if error is not None:
                 yield error
             else:
-                yield self._sampled(group) if self.count > 1 else self._replied(group[0])
+                yield self.describe(group)
 
     def _group(self, prompt: str | Sequence[Message]) -> "list[Completion]":
         try:

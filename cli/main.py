@@ -23,6 +23,7 @@ from mycli.runtime.errors import ExitCode
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "chat": ("chat", "Chat with a model in the terminal."),
     "run": ("run", "Answer one prompt and exit."),
+    "replay": ("replay", "Make the reply of a receipt again and compare it token by token."),
     "embed": ("embed", "Compute the vectors of texts with an embedding model."),
     "serve": ("serve", "Serve models over HTTP, with an API and a web page."),
     "launch": ("launch", "Start a coding agent on a served model."),

@@ -163,7 +163,8 @@ class BlockSolver:
             require_finite(x)
             with reduced_precision(model.placement.device):
                 (held_out if index % HELD_OUT_EVERY == HELD_OUT_EVERY - 1 else fitted).add(x, y)
-        solved = self._solver.solve(model.weights([head]), self.packings[head.name], fitted, held_out)
+        packing, weights = self.packings[head.name], model.weights([head])
+        solved = self._solver.solve(weights, packing, fitted.complete(), held_out.complete())
         return Solved(solved.linears, {}, tuple(solved.layers))
 
     def _advance_original(self, index: int) -> None:

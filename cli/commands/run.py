@@ -11,6 +11,7 @@ from mycli.cli.flags import options
 from mycli.cli.flags.records import FULL_LENGTH, LoadFlags, PrefixCacheFlags, SamplingFlags
 from mycli.cli.generation import TOGETHER, Generator
 from mycli.cli.load import load_engine
+from mycli.cli.receipts import ReplyFormat, check_receipt, with_seed, write_receipt
 from mycli.cli.text.format import draft_statistics
 from mycli.cli.text.input import read_file, read_prompt
 from mycli.cli.text.progress import CpuContention
@@ -18,6 +19,7 @@ from mycli.runtime.errors import ExitCode, GateError, UsageError
 from mycli.runtime.utils.units import pluralize
 
 if TYPE_CHECKING:
+    from mycli.runtime.engine.completion import Completion
     from mycli.runtime.engine.loader import LoadedModel
     from mycli.runtime.sampling.grammars.grammar import Grammar
 
@@ -29,6 +31,7 @@ EXAMPLES = (
     'mycli run pico "Hello!" --json',
     'mycli run pico "How old is Leo?" --regex "Leo is [0-9]{1,2} years old"',
     'mycli run pico "Tell me a story." -t 0.8 --samples 3 -n 32',
+    'mycli run pico "Tell me a story." -t 0.8 -n 24 --receipt r.json',
     'echo \'{"id": 1, "prompt": "What is 7 times 8?"}\' | mycli run pico --batch - --out answers.jsonl',
 )
 MAX_SAMPLES = 256
@@ -140,6 +143,10 @@ def run(
         options.option("--logprobs", "N", "With --json: the logprob of each token and of the N most likely."),
     ] = None,
     samples: Annotated[int, options.option("--samples", "N", "Number of replies; the prompt is computed once.")] = 1,
+    receipt: Annotated[
+        Path | None,
+        options.option("--receipt", "FILE", "Write what decided the tokens, for mycli replay; contains the prompt."),
+    ] = None,
     *,
     sampling: SamplingFlags,
     grammar: GrammarFlags,
@@ -164,12 +171,15 @@ def run(
         )
     sampling.check()
     schema, text = grammar.text(), source.resolve(call.out.note)
+    if receipt is not None:
+        check_receipt(receipt, loading, single=source.batch is None and samples == 1)
     running = samples if source.batch is None else samples * TOGETHER
     config = loading.resolve(min(running, FULL_LENGTH), None if running == 1 else running)
     loaded = load_engine(call, model, prefix_cache.resolve(config))
+    params = sampling.resolve(loaded.model.defaults)
     generator = Generator(
         loaded,
-        sampling.resolve(loaded.model.defaults),
+        params if receipt is None else with_seed(params),
         limit=limit,
         stops=tuple(sampling.stop or ()),
         system=system,
@@ -186,13 +196,17 @@ def run(
     ids = generator.encode(text)
     seconds = time.perf_counter() - began
     if call.out.json_mode:
-        answer = generator.describe(ids)
+        replies = generator.replies(ids)
+        answer = generator.describe(replies)
         call.out.json({"model": loaded.source.name, **answer, "load_seconds": round(seconds, 4)})
-        _check_complete(generator, [reply["finish_reason"] for reply in answer.get("samples", [answer])])
     elif samples > 1:
-        _show_samples(call, generator, ids)
+        replies = _show_samples(call, generator, ids)
     else:
-        _stream(call, generator, ids, escapes, seconds)
+        replies = [_stream(call, generator, ids, escapes, seconds)]
+    if receipt is not None:
+        reply_format = ReplyFormat(schema, grammar.regex, grammar.json_mode, grammar.extra_properties)
+        write_receipt(receipt, generator, replies[0], loading, reply_format)
+    _check_complete(generator, [reply.finish_reason for reply in replies])
     return ExitCode.OK
 
 
@@ -207,15 +221,15 @@ def _check_complete(generator: Generator, reasons: Sequence[str | None]) -> None
         )
 
 
-def _show_samples(call: Call, generator: Generator, ids: list[int]) -> None:
+def _show_samples(call: Call, generator: Generator, ids: list[int]) -> "Sequence[Completion]":
     replies = generator.samples(ids)
     for number, sample in enumerate(replies, start=1):
         call.out.note(f"sample {number} of {len(replies)} ({sample.finish_reason})")
         call.out.result(sample.text)
-    _check_complete(generator, [sample.finish_reason for sample in replies])
+    return replies
 
 
-def _stream(call: Call, generator: Generator, ids: list[int], escapes: bool, loading: float) -> None:
+def _stream(call: Call, generator: Generator, ids: list[int], escapes: bool, loading: float) -> "Completion":
     reply, contention = generator.reply(ids), CpuContention()
     with call.out.reply():
         for piece in call.out.while_reading(iter(reply), len(ids), lambda: generator.loaded.engine.tokens_read):
@@ -231,4 +245,4 @@ def _stream(call: Call, generator: Generator, ids: list[int], escapes: bool, loa
     speed = f"{len(reply.tokens)} tok · {timing.tokens_per_second:.1f} tok/s"
     parts = (speed, first, f"prompt {timing.prompt}", *draft_statistics(timing), f"loaded in {loading:.1f} s")
     call.out.detail(" · ".join(parts))
-    _check_complete(generator, [reply.finish_reason])
+    return reply

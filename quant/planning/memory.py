@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mycli.quant.evaluate import LOGITS_AT_ONCE, STREAM_BYTES
+from mycli.quant.rounding.error_compensation import drift_rows
 from mycli.quant.solvers import SOLVER_WEIGHTS
 from mycli.runtime.errors import ResourceError
 from mycli.runtime.memory.layer import head_widths, hidden_width
@@ -21,9 +22,9 @@ from mycli.runtime.utils.units import human_bytes
 LIBRARIES = 112 << 20  # buffers of BLAS and LAPACK, and what malloc retains: measured
 BATCH = 4  # windows per step of tuning
 _FLOAT = 4
-# Matrices [K, K] alive while an input's Hessian is factored: two sums of two kinds, H, its ordered copy, the reversed
-# factor, the identity and the inverse.
-_SQUARES = 10
+# Matrices [K, K] alive while an input's Hessian is factored, besides two sums of its drift: two of the Hessian, H, its
+# ordered copy, the reversed factor, the identity and the inverse.
+_SQUARES = 8
 _PIECES = 96 << 20  # the most that malloc retains of a pass through a block: its buffers are below the mmap threshold
 _SMALL = 24 << 20  # the search for scales, packing, and buffers of files
 
@@ -174,15 +175,17 @@ def _solving(work: QuantizationWork, at_once: int) -> list[tuple[int, int]]:
     table = 2 * config.vocab_size * max(config.hidden_size, config.layers * config.per_layer_width)
     stages = [(streams * 2 // 3 + table, 0)]
     for product, rows, inputs in _products(work):
-        square = _FLOAT * inputs * inputs
+        square, drifts = _FLOAT * inputs * inputs, 2 * _FLOAT * drift_rows(rows, inputs) * inputs
         at_a_time = min(rows, max(1, SOLVER_WEIGHTS // inputs)) * inputs
-        stages.append((streams, blocks + 4 * square + _FLOAT * tokens * observed_values(_largest(config), product)))
-        solving = max(_SQUARES * square, 7 * square + 9 * _FLOAT * at_a_time)
+        stages.append(
+            (streams, blocks + 2 * square + drifts + _FLOAT * tokens * observed_values(_largest(config), product))
+        )
+        solving = max(_SQUARES * square + drifts, 5 * square + drifts + 9 * _FLOAT * at_a_time)
         stages.append((streams, blocks + solving + _FLOAT * rows * inputs))
     head = config.head()
     if head.name in work.packings:
         square, weight = _FLOAT * config.hidden_size**2, _FLOAT * config.vocab_size * config.hidden_size
-        stages.append((streams, max(_SQUARES * square, 7 * square + 9 * _FLOAT * SOLVER_WEIGHTS) + 3 * weight))
+        stages.append((streams, max((_SQUARES + 2) * square, 7 * square + 9 * _FLOAT * SOLVER_WEIGHTS) + 3 * weight))
     return stages
 
 
