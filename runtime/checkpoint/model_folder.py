@@ -109,12 +109,16 @@ class ModelFolder:
     def text_tensors(self, tensors: Headers) -> Headers:
         """Select the text model's tensors by its own names; a stack of experts becomes one tensor per expert."""
         selected: dict[str, TensorEntry] = {}
+        shapes = dict(self.config.tensors()) if self.config.stacks else {}
         for stored, entry in tensors.items():
             name = self.local_name(stored)
             if name is not None and not name.startswith(self.config.ignored_prefixes):
                 entry = replace(entry, name=name)
                 stack = self.config.stacks.get(name)
-                parts = [entry] if stack is None else entry.split(stack.parts, transposed=stack.transposed)
+                parts = [entry]
+                if stack is not None:
+                    part = shapes.get(stack.parts[0])
+                    parts = entry.split(stack.parts, transposed=stack.transposed, part=part)
                 selected |= {part.name: part for part in parts}
         return selected
 
