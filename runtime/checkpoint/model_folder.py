@@ -86,7 +86,7 @@ class ModelFolder:
         """Return the text model's tensors, not checked against the config. Raises what `Manifest.open` raises."""
         files = self._files
         tensors = self.text_tensors(files.tensors)
-        return replace(files, tensors=tensors, warnings=(*files.warnings, *self._skipped(files.tensors)))
+        return replace(files, tensors=tensors, warnings=(*files.warnings, *self.skipped_parts(files.tensors)))
 
     @cached_property
     def _files(self) -> Manifest:
@@ -122,7 +122,8 @@ class ModelFolder:
                 selected |= {part.name: part for part in parts}
         return selected
 
-    def _skipped(self, tensors: Headers) -> Iterator[str]:
+    def skipped_parts(self, tensors: Headers) -> Iterator[str]:
+        """Yield a warning naming the parts of a multimodal model that are not read."""
         if self.part is None or self.part.outer_type is None:
             return
         others = [entry for name, entry in tensors.items() if self.part.local_name(name) is None]

@@ -83,17 +83,17 @@ class TensorEntry:
 
     def _split_columns(self, names: Sequence[str], part: tuple[int, ...]) -> list["TensorEntry"]:
         stacks, _, width = self.shape
-        each, size = len(names) // stacks, self.nbytes // stacks
+        parts, size = len(names) // stacks, self.nbytes // stacks
         return [
             TensorEntry(
                 name,
                 self.dtype,
                 part,
                 self.file,
-                self.offset + index // each * size,
-                size // each,
+                self.offset + index // parts * size,
+                size // parts,
                 transposed=True,
-                columns=(index % each * part[0], width),
+                columns=(index % parts * part[0], width),
             )
             for index, name in enumerate(names)
         ]

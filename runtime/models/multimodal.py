@@ -150,11 +150,10 @@ class TextPart:
         model_type = FAMILIES.get(stored, stored)
         values = {**CLASS_DEFAULTS.get(stored, {}), **section.values, **outer, "model_type": model_type}
         if stored in FAMILIES:
-            values |= {
-                name: _plain_rope(values[name]) for name in ("rope_parameters", "rope_scaling") if name in values
-            }
-            # transformers normalizes their weights, whatever norm_topk_prob says.
-            values |= {"norm_topk_prob": True} if stored == "qwen3_vl_moe_text" else {}
+            ropes = (name for name in ("rope_parameters", "rope_scaling") if name in values)
+            values |= {name: _plain_rope(values[name]) for name in ropes}
+        if stored == "qwen3_vl_moe_text":  # transformers normalizes the weights whatever the config says
+            values["norm_topk_prob"] = True
         values.pop("architectures", None)
         if model_type in _ARCHITECTURES:
             values["architectures"] = [_ARCHITECTURES[model_type]]
