@@ -4,7 +4,7 @@ import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING
 
 from mycli.cli.command import Call
 from mycli.cli.commands import quantize as quantizing
@@ -21,14 +21,16 @@ from mycli.runtime.hub.remote_folder import RemoteModel
 from mycli.runtime.hub.store import data_dir
 from mycli.runtime.utils.units import human_bytes
 
-Report = Literal["none", "quick", "full"]
+if TYPE_CHECKING:  # torch takes seconds to import
+    from mycli.quant.planning.plan import Report
+
 _SPOOL_SHARE = 0.15  # of the result: ranges of the source on disk; with headers and journal less than 0.2
 
 
 @dataclass(frozen=True)
 class QuantizedPull:
     output: Path | None
-    report: Report
+    report: "Report"
     device: str
     max_ram: int | None
     overwrite: bool

@@ -107,7 +107,7 @@ def identify(recipe: Recipe, calibration: Calibration, placement: Placement, at_
 
 
 def identify_dataless(recipe: Recipe) -> dict[str, Any]:
-    """As `identify`, for a method without data."""
+    """Return what `identify` returns, for a method without data."""
     return {"recipe": asdict(recipe), "versions": _versions()}
 
 

@@ -166,8 +166,8 @@ def quantize(
         if in_place:
             run = {**(run or model_card.identify_dataless(recipe)), "source": origin.result()}
             finished = journal = stack.enter_context(OutputWork(finished_in, run, restart=restart))
-        kept = None if journal is None else journal.output
-        writer = stack.enter_context(CheckpointWriter(target, work.tensors, overwrite=overwrite, resumable=kept))
+        resumable = None if journal is None else journal.output
+        writer = stack.enter_context(CheckpointWriter(target, work.tensors, overwrite=overwrite, resumable=resumable))
         output = TensorWriter(writer, work.packings, folder.config.dtype)
         if journal is not None:
             journal.attach(writer, output, folder.config)

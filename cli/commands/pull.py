@@ -1,19 +1,22 @@
 """`mycli pull`: download a model into the Hugging Face cache, verified and resumable."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
 from mycli.cli.flags.recipe import RecipeFlags
 from mycli.cli.output import Column
-from mycli.cli.quantized_pull import QuantizedPull, Report, pull_quantized
+from mycli.cli.quantized_pull import QuantizedPull, pull_quantized
 from mycli.runtime.errors import UsageError
 from mycli.runtime.hub.client import Hub
 from mycli.runtime.hub.download import DownloadPlan, check_space, fetch_files, plan_download
 from mycli.runtime.hub.model_info import check_supported
 from mycli.runtime.hub.resolve import Source, custom_code_warning, resolve
 from mycli.runtime.utils.units import human_bytes, pluralize
+
+if TYPE_CHECKING:  # torch takes seconds to import
+    from mycli.quant.planning.plan import Report
 
 EXAMPLES = (
     "mycli pull HuggingFaceTB/SmolLM2-135M-Instruct  # needs the network",

@@ -296,8 +296,11 @@ def quantize(
     )
     if sweep:
         copies = [
-            Copy(each, target_folder(source, each, folder) if output is None else output / each.name)
-            for each in recipes
+            Copy(
+                option_recipe,
+                target_folder(source, option_recipe, folder) if output is None else output / option_recipe.name,
+            )
+            for option_recipe in recipes
         ]
         run_sweep(call, copies, plan, placement, Options(overwrite, restart, plot, dry_run))
         return

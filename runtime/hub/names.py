@@ -96,8 +96,8 @@ def refuse_ollama(model: str) -> None:
     name = match[1] or match[2]
     raise NotFoundError(
         f"{model}: {name} is a name of Ollama's library, which has no folders or GGUF files by name",
-        code="hub-candidates" if (found := suggest_models(name)) else "search-hub",
-        data={"words": shlex.quote(re.sub(r"[:/]", " ", name)), "candidates": ", ".join(found)},
+        code="hub-candidates" if (candidates := suggest_models(name)) else "search-hub",
+        data={"words": shlex.quote(re.sub(r"[:/]", " ", name)), "candidates": ", ".join(candidates)},
     )
 
 
