@@ -23,9 +23,11 @@ from mycli.runtime.errors import ExitCode
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "chat": ("chat", "Chat with a model in the terminal."),
     "run": ("run", "Answer one prompt and exit."),
-    "serve": ("serve", "Serve a model over HTTP, with an API and a web page."),
+    "embed": ("embed", "Compute the vectors of texts with an embedding model."),
+    "serve": ("serve", "Serve models over HTTP, with an API and a web page."),
+    "launch": ("launch", "Start a coding agent on a served model."),
     "ps": ("ps", "List the servers that run on this machine."),
-    "stop": ("stop", "Stop a server."),
+    "stop": ("stop", "Stop a server, or unload one model of a server for several."),
     "quantize": ("quantize", "Make a smaller copy of a model and measure its quality."),
     "eval": ("evaluate", "Measure the perplexity of a model, or compare two models."),
     "compare": ("compare", "Compare the replies of two models to your prompts."),
@@ -136,7 +138,10 @@ def option_keys(name: str) -> dict[str, str]:
 
 def _model_argument(name: str, arguments: Sequence[str]) -> str | None:
     words = list(arguments[name.count(" ") + 1 :])
-    model = find_command(name).make_context(name, words, resilient_parsing=True).params.get("model")
+    parameters = find_command(name).make_context(name, words, resilient_parsing=True).params
+    model = parameters.get("model")
+    if name == "serve" and len(parameters.get("models") or ()) == 1:
+        (model,) = parameters["models"]
     return model if isinstance(model, str) else None
 
 
@@ -222,7 +227,9 @@ def _run(arguments: list[str]) -> ExitCode:
         result = stop.code
     except typer.Abort:  # the end of the input where an answer was expected
         result = ExitCode.INTERRUPT
-    return ExitCode(result or 0)
+    if result in list(ExitCode) or not result:
+        return ExitCode(result or 0)
+    sys.exit(result)  # the code of another program, which the command has started
 
 
 def decode_argument(word: str) -> str:

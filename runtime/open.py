@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Literal, Self, TypedDict, Unpack, overload
 
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.open_folder import open_model_folder
@@ -129,6 +129,44 @@ class OpenedModel:
         for start in range(0, len(tokens), size):
             runner.run([Chunk(tokens[start : start + size], start, (0,), 0)], cache, states.append)
         return torch.cat(states)
+
+    def embed(
+        self, texts: Sequence[str], prompt: str | None = None, dimensions: int | None = None, *, first: int = 1
+    ) -> "Tensor":
+        """Return the vectors fp32 [texts, size] of an embedding model, in one batch.
+
+        prompt: the name of the model's prompt; dimensions: the number of values to keep; first: the number of the first
+        text in messages. Raises ModelError for a model that computes no embeddings, UsageError for a text that is too
+        long and for an unknown prompt.
+        """
+        import torch
+
+        from mycli.runtime.engine.sequence import Request
+
+        embedder = self.model.embedder
+        if embedder is None:
+            raise ModelError("the model computes no embeddings: its folder has no modules.json", code="embedding-model")
+        try:
+            before = embedder.prompt(prompt)
+        except KeyError:
+            known = ", ".join(embedder.spec.prompts) or "none"
+            raise UsageError(f"the model has no prompt {prompt!r:.60}", f"it has: {known}") from None
+        numbers: list[int] = []
+        states: Literal["all", "last"] = "all" if embedder.spec.needs_all else "last"
+        for number, text in enumerate(texts, first):
+            tokens = tuple(self.tokenizer.encode(before + text, add_special=True))
+            try:
+                numbers.append(self.engine.submit(Request(tokens, limit=0, hidden_states=states)))
+            except UsageError as error:
+                raise error.with_message(f"text {number}: {error.message}") from None
+        vectors: dict[int, Tensor] = {}
+        while len(vectors) < len(numbers):
+            for output in self.engine.step():
+                if output.error is not None:
+                    raise output.error
+                if output.hidden is not None:
+                    vectors[output.sequence] = embedder.vector(output.hidden, dimensions)
+        return torch.stack([vectors[number] for number in numbers])
 
     def memory_used(self) -> int:
         """Return the bytes the process uses on the model's device, Python and torch included."""

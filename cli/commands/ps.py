@@ -1,14 +1,11 @@
 """`mycli ps`: the servers that run on this machine."""
 
-import http.client
-import json
 import time
-from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
-from urllib.parse import urlsplit
 
 from mycli.cli.command import Call, command
+from mycli.cli.local_server import request_json
 from mycli.cli.output import Column
 from mycli.runtime.hub.store import state_dir
 from mycli.runtime.server.run_file import RunningServer, running_servers
@@ -18,7 +15,7 @@ _SECONDS = 0.5  # to wait for the state of one server
 _COLUMNS = (
     Column("pid", "pid", right=True),
     Column("address", "url"),
-    Column("model", "model"),
+    Column("model", lambda server: _models(server)),
     Column("context", "context", right=True),
     Column("up", lambda server: _duration(server["seconds"]), right=True),
     Column("state", "state"),
@@ -32,11 +29,23 @@ def _duration(seconds: int) -> str:
     return f"{hours}:{rest // 60:02}:{rest % 60:02}"
 
 
+def _models(server: dict[str, Any]) -> str:
+    # Of a server for several models those in memory, and how many there are.
+    states = server["models"]
+    if not states:
+        return str(server["model"])
+    shown = [
+        name if state == "loaded" else f"{name} ({state})" for name, state in states.items() if state != "unloaded"
+    ]
+    return ", ".join([*shown, f"{len(states)} models" if len(shown) < len(states) else ""]).rstrip(", ")
+
+
 @command
 def ps(call: Call) -> None:
     """List the servers that run on this machine.
 
-    These are the servers that this user has started with mycli serve.
+    These are the servers that this user has started with mycli serve. Of a server for several models the loaded ones
+    are shown; --json prints the state of all.
     """
     servers = [_describe(server) for server in running_servers(state_dir() / "servers")]
     if not servers and not call.out.json_mode:
@@ -46,25 +55,12 @@ def ps(call: Call) -> None:
 
 
 def _describe(server: RunningServer) -> dict[str, Any]:
-    health = _health(server.url)
+    _, health = request_json(server.url, "GET", "/health", seconds=_SECONDS)
     return {
         **asdict(server),
         "seconds": max(int(time.time()) - server.started, 0),
         "state": health.get("status", "no answer"),
         "running": health.get("running"),
         "waiting": health.get("waiting"),
+        "models": health.get("models", {}),  # name -> state, of a server for several models
     }
-
-
-def _health(url: str) -> dict[str, Any]:
-    address = urlsplit(url)
-    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=_SECONDS)
-    try:
-        with suppress(OSError, ValueError, http.client.HTTPException):
-            connection.request("GET", "/health")
-            answer = json.loads(connection.getresponse().read(1 << 16))
-            if isinstance(answer, dict):
-                return answer
-        return {}
-    finally:
-        connection.close()

@@ -1,27 +1,29 @@
-"""`mycli serve`: a model over HTTP with OpenAI and Anthropic APIs, metrics and a web page."""
+"""`mycli serve`: models over HTTP with OpenAI and Anthropic APIs, metrics and a web page."""
 
-import ipaddress
 import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import TYPE_CHECKING, Annotated
 
-from mycli.cli.command import Call, command
+from mycli.cli.command import Call, command, subject_of
 from mycli.cli.flags import options
+from mycli.cli.flags.address import AddressFlags
 from mycli.cli.flags.records import FULL_LENGTH, LoadFlags, PrefixCacheFlags
+from mycli.cli.flags.several import SeveralModelsFlags, option_words
 from mycli.cli.load import announce_slow_passes, load_engine
 from mycli.cli.other_engines import EngineFlags, OtherEngine, start
 from mycli.cli.reasons import passes_json
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.errors import UsageError, UserError
 from mycli.runtime.hub.store import state_dir
-from mycli.runtime.server.request_log import LogFormat
+from mycli.runtime.server.ollama.card import model_card
 from mycli.runtime.server.run_file import RunningServer, announced
-from mycli.runtime.server.settings import ServerLimits, ServerSettings
+from mycli.runtime.server.settings import ServerSettings
 from mycli.runtime.utils import version
-from mycli.runtime.utils.files import read_input
 from mycli.runtime.utils.units import pluralize
 
 if TYPE_CHECKING:
@@ -32,165 +34,119 @@ if TYPE_CHECKING:
 EXAMPLES = (
     "mycli serve pico",
     "mycli serve pico --port 9000 --alias gpt-4o-mini --ctx 1k",
+    "mycli serve pico pico-draft --idle 10m",
 )
-MAX_KEY_BYTES = 4096
-
-
-@dataclass(frozen=True)
-class AddressFlags:
-    """Address, access and limits of the server, as typed."""
-
-    host: Annotated[str, options.option("--host", "ADDRESS", "Address to listen on.")] = "127.0.0.1"
-    port: Annotated[int, options.option("--port", "N", "Port to listen on; 0: a free one.", min=0, max=65535)] = 8080
-    key_file: Annotated[
-        Path | None,
-        options.option("--api-key-file", "FILE", f"Require the API key in this file; or set {options.KEY_VARIABLE}."),
-    ] = None
-    open_to_all: Annotated[bool, options.flag("--insecure-no-auth", "Allow other machines without an API key.")] = False
-    hosts: Annotated[
-        list[str] | None, options.option("--allow-host", "NAME", "Also accept requests for this host name; repeatable.")
-    ] = None
-    origins: Annotated[
-        list[str] | None, options.option("--cors", "ORIGIN", "Allow web pages of this origin; repeatable.")
-    ] = None
-    aliases: Annotated[
-        list[str] | None,
-        options.option("--alias", "NAME", "Another model name for clients; repeatable; the first is shown."),
-    ] = None
-    grace: Annotated[
-        float,
-        options.option("--grace", "SECONDS", "Seconds to finish replies after Ctrl-C or SIGTERM.", min=0, max=3600),
-    ] = 30.0
-    reasoning_budget: Annotated[
-        int | None,
-        options.count(
-            "--reasoning-budget",
-            "Close the reasoning of a reply after N tokens, unless the request sets a budget.",
-            show_default="no limit",
-        ),
-    ] = None
-    log_format: Annotated[
-        str | None,
-        options.words("--log-format", ("text", "json"), "Log one line per request.", show_default="text with -v"),
-    ] = None
-    waiting: Annotated[
-        int,
-        options.option("--max-waiting", "N", "Maximum queue length; further requests are refused.", min=1, max=100_000),
-    ] = 256
-
-    extra_properties: Annotated[
-        bool, options.flag("--extra-properties", "Allow JSON properties that a schema does not name.")
-    ] = False
-
-    def resolve(self, call: Call) -> ServerSettings:
-        """Return the settings, without the model's name. Raises UsageError for unsafe or invalid values."""
-        key = self._key(call)
-        if key is None and not self.open_to_all and not _loopback(self.host):
-            raise UsageError(
-                f"--host {self.host} allows other machines, but no API key is set",
-                "add --api-key-file FILE, or --insecure-no-auth",
-            )
-        for origin in self.origins or ():
-            if origin.count("://") != 1 or origin.endswith("/") or origin == "*":
-                raise UsageError(f"--cors {origin}: not an origin", "for example: --cors https://example.org")
-        for name in self.aliases or ():
-            if not 0 < len(name) <= 256 or not name.isprintable():
-                raise UsageError(f"--alias {name[:60]!r}: not a valid name", "use 1 to 256 printable characters")
-        hosts = tuple(name.lower() for name in (*(self.hosts or ()), self.host))
-        limits = ServerLimits(grace_seconds=self.grace, waiting=self.waiting)
-        log_format = options.choice("--log-format", self.log_format or "text", get_args(LogFormat))
-        return ServerSettings(
-            tuple(self.aliases or ()),
-            key,
-            hosts,
-            tuple(self.origins or ()),
-            self.extra_properties,
-            limits,
-            log_format,
-            self.reasoning_budget,
-        )
-
-    def _key(self, call: Call) -> bytes | None:
-        # Never from the command line, which other users of the machine can read.
-        if self.key_file is None:
-            key = os.environ.get(options.KEY_VARIABLE, "").strip().encode()
-            source = options.KEY_VARIABLE
-        else:
-            key = read_input(self.key_file, MAX_KEY_BYTES).strip()
-            source = str(self.key_file)
-            if self.key_file.stat().st_mode & 0o077:
-                call.out.warn(f"{source} is readable by other users; run: chmod 600 {source}")
-            if not key:
-                raise UsageError(f"{source} is empty", f"write a key to it: openssl rand -hex 32 > {source}")
-        if not key.isascii() or b"\n" in key or b" " in key:
-            raise UsageError(
-                f"{source}: a key must be one line of ASCII without spaces", "make one: openssl rand -hex 32"
-            )
-        return key or None
-
-
-def _loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
 
 
 @command
 def serve(
     call: Call,
-    model: options.Model,
+    models: options.ServedModels = None,
+    *,
     address: AddressFlags,
+    several: SeveralModelsFlags,
     max_sequences: Annotated[
         int,
         options.option(
             "--max-sequences", "N", "Replies generated concurrently; they share the cache.", min=1, max=4096
         ),
     ] = 32,
-    *,
     other: EngineFlags,
     prefix_cache: PrefixCacheFlags,
     loading: LoadFlags,
 ) -> None:
-    """Serve a model over HTTP, with an API and a web page.
+    """Serve models over HTTP, with an API and a web page.
 
     Provides the OpenAI and Anthropic APIs, metrics, and a page to chat. For models too large for one GPU, use --engine
     vllm or sglang: the command then starts that server on the same folder.
+
+    Several models, --models-dir and --idle start a server that loads a model when it is requested and unloads the least
+    recently used one when another needs its memory. Without MODEL, it serves the [models] of config.toml.
 
     On Ctrl-C or SIGTERM the server finishes its replies first; a second signal stops it immediately. Prompts and
     replies are not logged; -v prints a line for each request. mycli ps and mycli stop list and stop servers.
     """
     settings = address.resolve(call)
     config = prefix_cache.resolve(loading.resolve(min(max_sequences, FULL_LENGTH), max_sequences))
+    config = replace(config, memory_limit=several.memory)
     engine = other.resolve()
     if engine is not None:
-        _refuse_own_options(engine, address, config)
+        model = _single(models, engine)
+        _refuse_own_options(engine, address, several, config)
         named = replace(settings, names=settings.names or (Path(model).name,))
         start(call, engine, model, config, named, address.host, address.port, other.ranks)
     _require()
-    from mycli.runtime.server.connection import listen
+    log = call.out.detail if address.log_format is None else call.out.log
+    if not address.supervised and _is_for_several(models or (), several):
+        from mycli.cli.serve_several import serve_several
 
-    listener = listen(address.host, address.port)  # before loading, which may take minutes
+        sequences = ["--max-sequences", str(max_sequences)]
+        words = [*option_words(loading), *option_words(prefix_cache), *sequences, *_model_words(address)]
+        serve_several(call, models or (), settings, address, several, words, log)
+        return
+    (model,) = models or [""]
+    call.out.subject = subject_of(model)
+    if address.supervised:
+        from mycli.runtime.server.supervision import end_with_parent
+
+        end_with_parent()
+    listener, url = address.listen()  # before loading, which may take minutes
     try:
         loaded = load_engine(call, model, config)
         announce_slow_passes(call, loaded.model.runner)
-        host = f"[{address.host}]" if ":" in address.host else address.host
-        url = f"http://{host}:{listener.getsockname()[1]}"
-        log = call.out.detail if address.log_format is None else call.out.log
         _run(call, settings, loaded, max_sequences, listener, url, log)
     finally:
         listener.close()
+        if address.unix_socket is not None:
+            address.unix_socket.expanduser().unlink(missing_ok=True)
 
 
-def _refuse_own_options(engine: OtherEngine, address: AddressFlags, config: EngineConfig) -> None:
+def _is_for_several(models: Sequence[str], several: SeveralModelsFlags) -> bool:
+    if (
+        len(models) != 1
+        or several.models_dir is not None
+        or several.idle is not None
+        or several.pinned
+        or several.manages
+    ):
+        return True
+    from mycli.cli.model_catalog import is_configured
+
+    return is_configured(models[0])
+
+
+def _model_words(address: AddressFlags) -> list[str]:
+    # Options of the address that each model's server must know.
+    budget = address.reasoning_budget
+    words = [] if budget is None else ["--reasoning-budget", str(budget)]
+    return words + ["--extra-properties"] * address.extra_properties
+
+
+def _single(models: Sequence[str] | None, engine: OtherEngine) -> str:
+    if len(models or ()) != 1:
+        raise UsageError(f"{engine.title} serves one model", "name one model, or omit --engine")
+    (model,) = models or ()
+    return model
+
+
+def _refuse_own_options(
+    engine: OtherEngine, address: AddressFlags, several: SeveralModelsFlags, config: EngineConfig
+) -> None:
     default = AddressFlags()
     used = {
+        "--api-keys-file": address.keys_file is not None,
         "--allow-host": bool(address.hosts),
         "--grace": address.grace != default.grace,
         "--max-waiting": address.waiting != default.waiting,
         "--log-format": address.log_format is not None,
         "--reasoning-budget": address.reasoning_budget is not None,
         "--extra-properties": address.extra_properties,
+        "--unix-socket": address.unix_socket is not None,
+        "--models-dir": several.models_dir is not None,
+        "--idle": several.idle is not None,
+        "--pin": bool(several.pinned),
+        "--manage-models": several.manages,
+        "--memory": several.memory is not None,
         "--draft": config.draft is not None,
         "--adapter": config.adapter is not None,
         "--shadow": config.dense_prefill_copy,
@@ -227,7 +183,8 @@ def _run(
     from mycli.runtime.server.service import Service
     from mycli.runtime.server.worker import EngineWorker
 
-    settings = replace(settings, names=(*settings.names, Path(loaded.source.name).name))
+    card = model_card(open_model_folder(loaded.source.folder))
+    settings = replace(settings, names=(*settings.names, Path(loaded.source.name).name), card=card)
     engine = loaded.engine
     sequences = engine.shape.blocks * engine.shape.block_size // engine.context
     worker = EngineWorker(engine, settings.limits.waiting, call.out.warn, lambda: server.end())
@@ -260,7 +217,9 @@ def _run(
     record = RunningServer(os.getpid(), url, service.name, settings.names, engine.context, service.created, version())
     worker.start()
     try:
-        with announced(state_dir() / "servers", record):
+        # A server that lists several models lists this one.
+        folder = None if settings.supervised else state_dir() / "servers"
+        with nullcontext() if folder is None else announced(folder, record):
             run_until_signal(server, listener, ready)
     finally:
         worker.stop()

@@ -6,6 +6,9 @@
     [preset.pirate]           # a name for a model with settings: `mycli chat pirate` is `mycli chat pico --system ...`
     model = "pico"
     system = "You are a pirate."
+    [models.coder]            # a model of a server for several: `mycli serve` serves all
+    model = "Qwen/Qwen3-8B"   # default: the name of the table
+    ctx = "16k"               # options of `mycli serve` that concern one model; also pin and idle
 
 The file is $XDG_CONFIG_HOME/mycli/config.toml. The parser checks the values.
 """
@@ -22,6 +25,7 @@ from mycli.runtime.utils.files import read_input
 MAX_SETTINGS_BYTES = 1 << 20
 PRESETS = "preset"  # the table that holds a table for each preset
 MODEL = "model"  # the key of a preset that names the model
+SERVED = "models"  # the table that holds a table for each model of a server for several
 Keys = Callable[[str], Mapping[str, str]]  # the options of a command: key of config.toml -> parameter
 Presets = Mapping[str, Mapping[str, Any]]
 
@@ -66,7 +70,7 @@ def read_settings(path: Path, command: str, commands: Collection[str], keys: Key
     special: dict[str, Any] = {}
     for name, value in values.items():
         key = name.replace("-", "_")
-        if name == PRESETS:
+        if name in (PRESETS, SERVED):
             continue
         if isinstance(value, dict):
             if name not in commands:
@@ -98,6 +102,22 @@ def read_presets(path: Path, command: str, commands: Collection[str], keys: Keys
             if key != MODEL and not _is_option(key.replace("-", "_"), command, commands, keys):
                 raise UsageError(f"{path}: [{PRESETS}.{name}] {key} is not an option of any command", hint)
     return presets
+
+
+def read_served_models(path: Path, keys: Collection[str]) -> Mapping[str, dict[str, Any]]:
+    """Return the tables of the models to serve, with keys of `keys`. Raises UsageError naming the file and the key."""
+    hint = f"edit {path}; a model is [{SERVED}.NAME] with options of mycli serve"
+    tables = _parse(path, f"edit {path}").get(SERVED, {})
+    if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
+        raise UsageError(f"{path}: {SERVED} must hold tables", hint)
+    models = {name: {key.replace("-", "_"): value for key, value in table.items()} for name, table in tables.items()}
+    for name, table in models.items():
+        for key, value in table.items():
+            if key not in keys:
+                raise UsageError(f"{path}: [{SERVED}.{name}] {key} is not an option of one model", hint)
+            if isinstance(value, dict):
+                raise UsageError(f"{path}: [{SERVED}.{name}] {key} must be a value", hint)
+    return models
 
 
 def apply_preset(

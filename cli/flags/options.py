@@ -46,6 +46,14 @@ def parse_memory(text: str) -> int:
     return size
 
 
+def parse_duration(text: str) -> float:
+    """Parse 30s, 10m, 1h or a number of seconds. Raises typer.BadParameter."""
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,6})?)\s*(ms|s|m|h|d|)", str(text).strip().lower())
+    if not match:
+        raise typer.BadParameter(f"{text!r} is not a duration such as 30s, 10m or 1h")
+    return float(match[1]) * {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400, "": 1}[match[2]]
+
+
 def parse_counts(flag: str, text: str) -> tuple[int, ...]:
     """Parse `512,1k`, the value of `flag`. Raises UsageError."""
     try:
@@ -108,6 +116,10 @@ def size(flags: str, text: str, **settings: Any) -> Any:
     return option(flags, "SIZE", text, parser=parse_memory, **settings)
 
 
+def time_span(flags: str, text: str, **settings: Any) -> Any:
+    return option(flags, "TIME", text, parser=parse_duration, **settings)
+
+
 def argument(metavar: str, text: str, complete: Callable[[str], list[str]] | None = None) -> Any:
     return typer.Argument(metavar=metavar, help=text, show_default=False, autocompletion=complete)
 
@@ -118,6 +130,10 @@ _MODEL = (
 )
 Model = Annotated[str, argument("MODEL", _MODEL, complete_model)]
 Models = Annotated[list[str], argument("MODEL", "One or more models.", complete_model)]
+ServedModels = Annotated[
+    list[str] | None,
+    argument("MODEL", "One model, or several that are loaded on request.", complete_model),
+]
 DraftName = Annotated[str, argument("DRAFT", "A small model of the same vocabulary.", complete_model)]
 Device = Annotated[
     str,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Self
 from mycli.runtime.checkpoint.formats import Headers, is_quantized, read_quantization
 from mycli.runtime.checkpoint.manifest import Manifest
 from mycli.runtime.checkpoint.safetensors_header import INDEX, SINGLE, TensorEntry
+from mycli.runtime.checkpoint.sentence_transformers import MODULES, EmbeddingSpec, read_embedding_spec
 from mycli.runtime.checkpoint.validation import check_tensors
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models.config import ModelConfig
@@ -48,6 +49,7 @@ COMPANIONS = (
     "NOTICE.txt",
     "USE_POLICY.md",
 )
+BARE_EMBEDDING = "embed_tokens.weight"
 MAX_COMPANION_BYTES = 128 << 20
 
 
@@ -68,7 +70,15 @@ class ModelFolder:
     def from_config(cls, raw: Fields, path: Path | None = None) -> "ModelFolder":
         """Describe the model of a parsed config.json; without `path`, only what config.json says is available."""
         part = TextPart.from_config(raw)
-        return cls(path or Path(), part.config, parse_config(part.config), config_only=path is None, part=part)
+        config = parse_config(part.config)
+        if path is not None and (path / MODULES).is_file():
+            config = replace(config, tie_embeddings=True)  # stored without a head, which an embedding does not need
+        return cls(path or Path(), part.config, config, config_only=path is None, part=part)
+
+    @cached_property
+    def embedding(self) -> EmbeddingSpec | None:
+        """How vectors are computed, of a sentence-transformers folder; None for others. Raises ModelError."""
+        return None if self.config_only else read_embedding_spec(self.path, self.config.hidden_size)
 
     @cached_property
     def packings(self) -> Mapping[str, Packing]:
@@ -110,8 +120,10 @@ class ModelFolder:
         """Select the text model's tensors by its own names; a stack of experts becomes one tensor per expert."""
         selected: dict[str, TensorEntry] = {}
         shapes = dict(self.config.tensors()) if self.config.stacks else {}
+        # Embedding models are stored without a head, by the class that has no prefix.
+        bare = BARE_EMBEDDING in tensors and self.part is not None and self.part.outer_type is None
         for stored, entry in tensors.items():
-            name = self.local_name(stored)
+            name = f"model.{stored}" if bare else self.local_name(stored)
             if name is not None and not name.startswith(self.config.ignored_prefixes):
                 entry = replace(entry, name=name)
                 stack = self.config.stacks.get(name)

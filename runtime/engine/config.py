@@ -33,6 +33,7 @@ class EngineConfig:
     expert_bytes: int | None = None  # limit for experts in memory, the rest are read on demand; None: what fits
     prefix_folder: Path | None = None  # of the disk prefix cache, at most `prefix_bytes` large
     prefix_bytes: int = 8 << 30
+    memory_limit: int | None = None  # bytes that the process may use for the model; None: what is free
 
     def place(self, model: ModelConfig) -> "Placement":
         """Choose device and dtypes for `model`. Raises what `runtime.device.placement.place` raises."""

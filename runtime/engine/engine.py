@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from mycli.runtime.cache.batch import Chunk
@@ -22,7 +23,9 @@ from mycli.runtime.engine.sequence import FinishReason, Request, SequenceOutput
 from mycli.runtime.engine.sequence import Sequence as RequestSequence
 from mycli.runtime.engine.speculation import ComputedTokens, DraftRequest, Speculator
 from mycli.runtime.engine.stats import EngineStats
+from mycli.runtime.engine.whole_texts import WholeTexts
 from mycli.runtime.errors import UserError
+from mycli.runtime.layers.transformer import HiddenStateHook
 from mycli.runtime.memory.estimate import state_slots
 from mycli.runtime.memory.plan import prefill_chunk
 from mycli.runtime.sampling.sampler import leading, not_finite, sample_rows
@@ -69,6 +72,7 @@ class Engine:
         self._ahead = TokensAhead(runner, self.cache)
         self._finished: list[SequenceOutput] = []  # cancelled since the last step
         self._cache_valid = True  # no pass was interrupted
+        self._texts = WholeTexts(runner, chunk, shape.context) if runner.config.bidirectional else None
 
     def _disk_prefixes(self, store: "PrefixStore") -> "DiskPrefixCache":
         from mycli.runtime.engine.disk_prefix_cache import DiskPrefixCache
@@ -95,7 +99,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._finished)
+        return self.scheduler.has_work or bool(self._finished) or bool(self._texts and self._texts.waiting)
 
     @property
     def stats(self) -> EngineStats:
@@ -120,6 +124,8 @@ class Engine:
 
         Raises UsageError for an empty prompt, a request that can never fit, or a bias of a token that does not exist.
         """
+        if self._texts is not None:
+            return self._texts.submit(request)
         state = self._start(request)
         number = self.scheduler.submit(request).id
         self._states[number] = state
@@ -130,7 +136,7 @@ class Engine:
 
         The prompt is computed once, unless each reply returns the logprobs of the prompt. Raises as `submit`.
         """
-        if request.prompt_logprobs:
+        if request.prompt_logprobs or self._texts is not None:
             samplings = [request.sampling.for_reply(index) for index in range(count)]
             return [self.submit(replace(request, sampling=sampling)) for sampling in samplings]
         first = self.submit(request)
@@ -158,6 +164,10 @@ class Engine:
 
     def cancel(self, sequence: int) -> None:
         """End a sequence and free its blocks now; the next step returns its output. Does nothing if it ended."""
+        if self._texts is not None:
+            cancelled = self._texts.cancel(sequence)
+            self._finished += [] if cancelled is None else [cancelled]
+            return
         running = self.scheduler.get(sequence)
         if running is not None:
             self._finished.append(self._finish(running, "cancelled"))
@@ -185,6 +195,10 @@ class Engine:
         """Run one pass; return what it produced for its sequences, and the sequences that ended since the last step."""
         began = time.perf_counter()
         outputs, self._finished = self._finished, []
+        if self._texts is not None:
+            outputs += self._texts.step() if self._texts.waiting else []
+            self.step_seconds = time.perf_counter() - began
+            return outputs
         for sequence in self.scheduler.expired():
             outputs.append(self._finish(sequence, "deadline"))
         scheduled = self.scheduler.schedule(None if self.speculator is None else self._draft_budget)
@@ -221,7 +235,11 @@ class Engine:
             hook = speculator.hidden_state_hook(
                 _computed(part, chunk) for part, chunk in zip(scheduled, chunks, strict=True)
             )
-        logits = self.runner.run(chunks, self.cache, hook)
+        wants_hidden = any(part.sequence.request.hidden_states is not None for part in scheduled)
+        states: list[Tensor] = []
+        logits = self.runner.run(chunks, self.cache, _tee(hook, states.append) if wants_hidden else hook)
+        if wants_hidden:
+            self._keep_hidden(scheduled, chunks, torch.cat(states, dim=-2).flatten(0, -2))
         samples: list[tuple[ScheduledSequence, range]] = []
         scores: dict[int, tuple[TokenLogprob, ...]] = {}
         parts, end = list(scheduled), 0
@@ -230,6 +248,9 @@ class Engine:
             if part.scored:
                 number = part.sequence.id
                 scores[number], rows = self._states[number].score(part, logits[rows.start : end]), rows[-1:]
+            if part.sequence.request.scored_tokens and chunk.logits and part.completes:
+                chosen = list(part.sequence.request.scored_tokens)
+                self._states[part.sequence.id].choice_logits = logits[rows[-1], chosen].clone()
             if chunk.logits and part.completes and part.sequence.limit:
                 samples.append((part, rows))
                 # Branches sample from the same row, so their replies differ only by their random numbers.
@@ -247,6 +268,12 @@ class Engine:
             results = [(output.sequence, output.drafted, output.accepted) for output in outputs]
             speculator.observe(results, time.perf_counter() - began)
         return outputs
+
+    def _keep_hidden(self, scheduled: Sequence[ScheduledSequence], chunks: Sequence[Chunk], hidden: Tensor) -> None:
+        first = 0
+        for part, chunk in zip(scheduled, chunks, strict=True):
+            self._states[part.sequence.id].keep_hidden(part, hidden[first : first + chunk.count])
+            first += chunk.count
 
     def _propose(self, speculator: Speculator, scheduled: Sequence[ScheduledSequence]) -> dict[int, list[int]]:
         requests = [
@@ -308,6 +335,8 @@ class Engine:
             sequence.queued,
             drafted,
             len(sampled) - 1 if drafted else 0,
+            hidden=None if reason is None else state.all_hidden,
+            scores=None if reason is None else state.choice_logits,
         )
         if self.speculator is not None and drafted:
             self.speculator.truncate(sequence.id, sequence.table.length)
@@ -355,3 +384,12 @@ class Engine:
 
 def _computed(part: ScheduledSequence, chunk: Chunk) -> ComputedTokens:
     return ComputedTokens(part.sequence.id, chunk.start, chunk.count, part.sequence.tokens)
+
+
+def _tee(first: HiddenStateHook | None, second: HiddenStateHook) -> HiddenStateHook:
+    def both(hidden: Tensor) -> None:
+        if first is not None:
+            first(hidden)
+        second(hidden)
+
+    return both

@@ -1,7 +1,8 @@
 """Loads a model: the memory plan, checks that need no weights, then tensors directly into their place."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,16 +12,19 @@ from mycli.runtime.device.system import release_free_memory
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.passes import compile_passes
+from mycli.runtime.engine.sizing import fitting_plan, requested_plan
 from mycli.runtime.errors import Declined, ResourceError
 from mycli.runtime.kernels.reference import DequantizeKernel
 from mycli.runtime.kernels.registry import find_kernel
 from mycli.runtime.layers.transformer import Transformer
-from mycli.runtime.memory.estimate import estimate, longest_context
-from mycli.runtime.memory.fit import SHORTEST_CONTEXT, preflight, shortage
-from mycli.runtime.memory.plan import DEFAULT_CONTEXT, MemoryPlan
+from mycli.runtime.memory.estimate import estimate
+from mycli.runtime.memory.fit import preflight, shortage
+from mycli.runtime.memory.plan import MemoryPlan
 from mycli.runtime.models.generation_config import GenerationDefaults, stop_ids
-from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # few models compute embeddings
+    from mycli.runtime.engine.embedder import Embedder
 
 
 def load_model(
@@ -67,6 +71,7 @@ class LoadedModel:
     defaults: GenerationDefaults
     stop_ids: frozenset[int]
     warnings: tuple[str | Declined, ...]
+    embedder: "Embedder | None" = None  # of a model that computes embeddings
 
     @property
     def vocabulary_size(self) -> int:
@@ -102,7 +107,12 @@ class LoadedModel:
         for text in (*dropped, *missing):
             add(text)
         runner = load_model(folder, placement, allow_nonfinite=allow_nonfinite, warn=add, expert_slots=expert_slots)
-        return cls(runner, tokenizer, defaults, frozenset(ids), tuple(warnings))
+        spec, embedder = folder.embedding, None
+        if spec is not None:
+            from mycli.runtime.engine.embedder import Embedder
+
+            embedder = Embedder(spec, config.hidden_size)
+        return cls(runner, tokenizer, defaults, frozenset(ids), tuple(warnings), embedder)
 
 
 def _unpacked_every_pass(folder: ModelFolder, placement: Placement) -> list[Declined]:
@@ -119,32 +129,6 @@ def _unpacked_every_pass(folder: ModelFolder, placement: Placement) -> list[Decl
     return list(slow.values())
 
 
-def _packings(folder: ModelFolder, placement: Placement) -> Mapping[str, Packing]:
-    return {} if placement.unpacked else folder.packings
-
-
-def _plan(folder: ModelFolder, placement: Placement, engine: EngineConfig, draft: ModelFolder | None) -> MemoryPlan:
-    dtype, kv = placement.dtype_name, placement.kv
-    context, sequences = engine.context or min(folder.config.max_context, DEFAULT_CONTEXT), engine.sequences
-    if engine.context is None and engine.running is not None:
-        # Sequences that share a cache may be longer than their share of it, in the same memory.
-        tokens = context * sequences
-        context = min(folder.config.max_context, tokens)
-        sequences = max(tokens // context, 1)
-    return MemoryPlan(
-        folder.config,
-        _packings(folder, placement),
-        context=context,
-        batch=sequences,
-        dtype=dtype,
-        gpu=placement.device.type == "cuda",
-        draft=None if draft is None else MemoryPlan(draft.config, _packings(draft, placement), dtype=dtype, kv=kv),
-        kv=kv,
-        shadow=placement.dense_prefill_copy and not placement.unpacked,
-        running=engine.running,
-    )
-
-
 def _place_name(placement: Placement) -> str:
     return "main memory" if placement.device.type == "cpu" else str(placement.device)
 
@@ -158,32 +142,20 @@ def plan_memory(
     share a cache, at most `DEFAULT_CONTEXT` for each full-length sequence together. Raises ResourceError with the bytes
     needed, the bytes free, and the smallest change that fits.
     """
-    requested = _plan(folder, placement, engine, draft)
+    requested = _requested(folder, placement, engine, draft)
     free = free_memory(placement.device)
-    plan = _shortened(requested, free, engine)
-    if engine.expert_bytes is not None or estimate(plan).needed > free:
-        plan = _with_streamed_experts(requested, plan, free, engine)
+    if engine.memory_limit is not None:
+        free = min(free, engine.memory_limit - estimate(requested).runtime)
+    plan = fitting_plan(requested, engine, free)
     preflight(plan, free, _place_name(placement))
     return plan
 
 
-def _with_streamed_experts(requested: MemoryPlan, plan: MemoryPlan, free: int, engine: EngineConfig) -> MemoryPlan:
-    from mycli.runtime.memory.resident import can_stream_experts, with_active_experts, with_fitting_experts
-
-    if engine.expert_bytes is None and not can_stream_experts(requested):
-        return plan
-    active = _shortened(with_active_experts(requested), free, engine)
-    return with_fitting_experts(active, free, engine.expert_bytes, started=True)
-
-
-def _shortened(plan: MemoryPlan, free: int, engine: EngineConfig) -> MemoryPlan:
-    # Only what `engine` leaves open: first the context, then the full-length sequences that share the cache.
-    if engine.context is None:
-        fitting = longest_context(plan if engine.running is None else replace(plan, batch=1), free, started=True)
-        plan = replace(plan, context=min(plan.context, max(fitting, SHORTEST_CONTEXT)))
-    while engine.running is not None and plan.batch > 1 and estimate(plan).needed > free:
-        plan = replace(plan, batch=plan.batch // 2)
-    return plan
+def _requested(
+    folder: ModelFolder, placement: Placement, engine: EngineConfig, draft: ModelFolder | None
+) -> MemoryPlan:
+    gpu, unpacked = placement.device.type == "cuda", placement.unpacked is not None
+    return requested_plan(folder, engine, draft, dtype=placement.dtype_name, gpu=gpu, unpacked=unpacked)
 
 
 def out_of_memory(
@@ -192,6 +164,6 @@ def out_of_memory(
     """Return the error for running out of memory although `plan_memory` found enough. Free the model before."""
     if placement.device.type == "cuda":
         torch.cuda.empty_cache()
-    plan = _plan(folder, placement, engine, draft)
+    plan = _requested(folder, placement, engine, draft)
     free = free_memory(placement.device) + estimate(plan).runtime  # which this process already has
     return shortage(plan, free, _place_name(placement))

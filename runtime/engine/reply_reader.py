@@ -9,7 +9,11 @@ from mycli.runtime.tokenizer.parsing.reasoning_parser import CLOSE, OPEN, Part, 
 from mycli.runtime.tokenizer.stream import StopMatcher, StreamDecoder
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
-if TYPE_CHECKING:  # parsing tool calls takes three modules that a reply without tools does not need
+if (
+    TYPE_CHECKING
+):  # torch takes a second to import; parsing tool calls takes three modules that a reply without tools does not need
+    from torch import Tensor
+
     from mycli.runtime.sampling.logprobs import TokenLogprob
     from mycli.runtime.tokenizer.parsing.tool_formats import ToolFormat
     from mycli.runtime.tokenizer.parsing.tool_parser import ToolCall, ToolParser
@@ -22,7 +26,8 @@ class Piece:
     """The next part of reply `index` of a request. Text is withheld while it may be the start of a stop string or tag.
 
     calls: new calls and further parts of earlier ones; tokens, logprobs: up to the token that completed a stop string;
-    end: None while the reply continues; stop: the stop string that ended it; problem: the message if `end` is "error".
+    end: None while the reply continues; stop: the stop string that ended it; problem: the message if `end` is "error";
+    vector: of a text to embed, or scores of tokens.
     """
 
     index: int = 0
@@ -36,6 +41,7 @@ class Piece:
     end: ReplyEnd | None = None
     stop: str | None = None
     problem: str = ""
+    vector: "Tensor | None" = None
 
 
 class _MarkedPieces:

@@ -1,7 +1,7 @@
 """The sampling state of a request in the engine: sampler, logprobs, and the tokens that a device samples by itself."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,6 +33,8 @@ class RequestState:
     device_sampling: DeviceSampling | None
     returned: int = 0  # logprobs
     scored: int = 1
+    hidden: list[Tensor] = field(default_factory=list)  # final hidden states of the prompt, if requested
+    choice_logits: Tensor | None = None  # of the tokens that the request scores
 
     @classmethod
     def start(cls, request: Request, vocab_size: int, device: torch.device) -> "RequestState":
@@ -48,6 +50,18 @@ class RequestState:
             return ()
         self.returned += count
         return tuple(self.recorder.rows[0][self.returned - count : self.returned])
+
+    def keep_hidden(self, part: ScheduledSequence, hidden: Tensor) -> None:
+        """Keep the requested ones of the hidden states of `part`, [tokens, hidden]."""
+        request = part.sequence.request
+        if request.hidden_states == "all":
+            self.hidden.append(hidden.clone())
+        elif request.hidden_states == "last" and part.completes:
+            self.hidden.append(hidden[-1:].clone())
+
+    @property
+    def all_hidden(self) -> Tensor | None:
+        return torch.cat(self.hidden) if self.hidden else None
 
     def score(self, part: ScheduledSequence, logits: Tensor) -> "tuple[TokenLogprob, ...]":
         """Return the logprobs of the prompt tokens after the rows of `part` that were not returned before."""

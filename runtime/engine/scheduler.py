@@ -1,8 +1,9 @@
 """Continuous batching: chooses which sequences run in the next pass, with how many tokens, in which cache blocks.
 
-Policy: first come, first served. Prompt chunks and decode steps alternate, so a decoding sequence waits for at most one
-chunk (`Limits.chunk`). When blocks run out, the newest sequence is preempted: its blocks are freed, it goes back to the
-queue, and is recomputed later with the same result. The oldest sequence is never preempted, so all finish.
+Policy: fair among users, and for one user first come, first served (`fairness`). Prompt chunks and decode steps
+alternate, so a decoding sequence waits for at most one chunk (`Limits.chunk`). When blocks run out, the newest sequence
+of the user with most is preempted: its blocks are freed, it goes back to the queue, and is recomputed later with the
+same result. The oldest sequence of a single user is never preempted, so all finish.
 
 Plain Python over token counts and block numbers; tensors and sampling are elsewhere.
 """
@@ -18,6 +19,7 @@ from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.cache.block_pool import BlockPool
 from mycli.runtime.cache.block_table import BlockTable
 from mycli.runtime.cache.prefix_index import PIECE, StoredPrefix
+from mycli.runtime.engine.fairness import FairShares
 from mycli.runtime.engine.sequence import FinishReason, Request, Sequence, Status
 
 # Blocks reserved ahead of the current token when no other sequence needs them, so that the device can produce several
@@ -107,6 +109,8 @@ class Scheduler:
         self._sequences: dict[int, Sequence] = {}
         self._next_id = 0
         self._prefill_next = True
+        self._shares = FairShares()
+        self._in_pass: set[int] = set()  # sequences in the pass that is being built: not preempted
 
     @property
     def has_work(self) -> bool:
@@ -125,6 +129,7 @@ class Scheduler:
     def _add(self, request: Request, limit: int) -> Sequence:
         sequence = Sequence(self._next_id, request, BlockTable(self.pool), limit, self._clock(), list(request.prompt))
         self._sequences[sequence.id] = sequence
+        self._shares.enter(sequence)
         self._next_id += 1
         return sequence
 
@@ -153,6 +158,7 @@ class Scheduler:
 
     def schedule(self, draft_budget: DraftBudget | None = None) -> list[ScheduledSequence]:
         """Return the work of the next pass in order of arrival; an empty list if nothing can run."""
+        self._in_pass.clear()
         if self._prefill_next:
             scheduled = self._schedule_prefill() or self._schedule_decode(draft_budget)
         else:
@@ -162,18 +168,18 @@ class Scheduler:
 
     def _schedule_prefill(self) -> list[ScheduledSequence]:
         budget, scheduled = self.limits.chunk, list[ScheduledSequence]()
-        for sequence in tuple(self.running):  # reserving blocks may preempt some
-            if sequence.is_decoding:
+        for sequence in self._shares.ordered(tuple(self.running)):  # reserving blocks may preempt some
+            if sequence.is_decoding or sequence.status is not Status.RUNNING:
                 continue
             budget -= self._restore(sequence, budget)
             count = self._chunk_length(sequence, budget)
             if count and sequence.status is Status.RUNNING and self._reserve(sequence, sequence.table.length + count):
-                scheduled.append(_prefill(sequence, count))
+                scheduled.append(self._part(_prefill(sequence, count)))
                 budget -= count
-        while budget and self.waiting and len(self.running) < self.limits.running:
-            sequence = self.waiting[0]
-            if not self._admit(sequence):
-                break  # keep the order of arrival: a shorter request behind it must not overtake
+        while budget and self.waiting:
+            sequence = self._shares.first(self.waiting, self.running)
+            if not self._has_place(sequence) or not self._admit(sequence):
+                break  # keep the order: a shorter request behind it must not overtake
             budget -= self._restore(sequence, budget)
             if sequence.status is not Status.RUNNING:
                 break
@@ -182,9 +188,26 @@ class Scheduler:
                 continue
             if not self._reserve(sequence, sequence.table.length + count):
                 break
-            scheduled.append(_prefill(sequence, count))
+            scheduled.append(self._part(_prefill(sequence, count)))
             budget -= count
         return scheduled
+
+    def _part(self, part: ScheduledSequence) -> ScheduledSequence:
+        self._in_pass.add(part.sequence.id)
+        return part
+
+    def _has_place(self, sequence: Sequence) -> bool:
+        """Return whether a sequence may run now; a user with more than its share makes room for it."""
+        while len(self.running) >= self.limits.running or not self._blocks_for(sequence):
+            others = [other for other in self.running if other.id not in self._in_pass]
+            victim = self._shares.gives_way(others, sequence)
+            if victim is None:
+                return len(self.running) < self.limits.running  # blocks: `_admit` decides, with its prefix
+            self._preempt(victim)
+        return True
+
+    def _blocks_for(self, sequence: Sequence) -> bool:
+        return self.pool.available >= self.pool.blocks_for(len(sequence.tokens)) - len(sequence.table.blocks)
 
     def _chunk_length(self, sequence: Sequence, budget: int) -> int:
         count = min(budget, SCORED_CHUNK_TOKENS if sequence.scored else budget, sequence.uncomputed)
@@ -194,19 +217,21 @@ class Scheduler:
         """Start the first waiting sequence if all blocks of its tokens are available, reusing cached prefix blocks."""
         table, pool, request = sequence.table, self.pool, sequence.request
         # Prompt logprobs need the logits of every position, which a cache hit would skip.
-        match = None if request.prompt_logprobs else table.match(sequence.tokens)
+        # So do hidden states of all tokens.
+        whole = request.prompt_logprobs or request.hidden_states == "all"
+        match = None if whole else table.match(sequence.tokens)
         if pool.available < pool.blocks_for(len(sequence.tokens)) - len(table.blocks):
             table.release(sequence.tokens)
             return False
         table.allocate_state()
-        self.waiting.pop(0)
+        self.waiting.remove(sequence)
         self._run(sequence)
         first = not sequence.started
         if first:
             sequence.started = True
             sequence.queued = self._clock() - sequence.arrived
             sequence.cached = table.length
-            sequence.miss = "prompt logprobs are requested" if match is None else match.miss
+            sequence.miss = "all tokens are requested" if match is None else match.miss
             self.counts.queries += sequence.prompt_length
             self.counts.hits += sequence.cached
         if match is not None and self._prefixes is not None:
@@ -256,7 +281,7 @@ class Scheduler:
                 drafts = draft_budget(sequence, room) if room > 0 else 0
                 if drafts and not sequence.table.reserve(end + drafts):
                     drafts = 0
-            scheduled.append(ScheduledSequence(sequence, end - 1, 1, drafts, is_decode=True))
+            scheduled.append(self._part(ScheduledSequence(sequence, end - 1, 1, drafts, is_decode=True)))
         return scheduled
 
     def reserve_ahead(self, scheduled: Iterable[ScheduledSequence], count: int) -> int:
@@ -270,9 +295,9 @@ class Scheduler:
     def _reserve(self, sequence: Sequence, end: int) -> bool:
         """Reserve blocks for the first `end` positions; False if `sequence` itself had to be preempted."""
         while not sequence.table.reserve(end):
-            newest = self.running[-1]
-            self._preempt(newest)
-            if newest is sequence:
+            victim = self._shares.victim([other for other in self.running if other.id not in self._in_pass])
+            self._preempt(victim)
+            if victim is sequence:
                 return False
         return True
 
@@ -308,6 +333,7 @@ class Scheduler:
         All but the last of `sampled` are in the cache. The caller calls `finish`.
         """
         sequence = part.sequence
+        self._shares.charge(sequence, part.count)
         reason: FinishReason | None = None
         computed, before = part.start + part.count, len(sequence.tokens)
         if not sampled and not sequence.limit and part.completes:
@@ -326,6 +352,7 @@ class Scheduler:
     def finish(self, sequence: Sequence, *, discard_cache: bool = False) -> None:
         """Remove a sequence and free its blocks; with `discard_cache` they are not kept for prefix reuse."""
         del self._sequences[sequence.id]
+        self._shares.leave(sequence)
         if sequence.status is Status.RUNNING:
             self.running.remove(sequence)
         elif sequence in self.waiting:

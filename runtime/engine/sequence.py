@@ -10,6 +10,8 @@ from mycli.runtime.errors import UsageError, UserError
 from mycli.runtime.sampling.params import SamplingParams
 
 if TYPE_CHECKING:  # torch takes a second to import
+    from torch import Tensor
+
     from mycli.runtime.sampling.grammars.grammar import Grammar
     from mycli.runtime.sampling.logprobs import TokenLogprob
 
@@ -22,7 +24,10 @@ class Request:
 
     limit: maximum number of new tokens, None for as many as the context holds; stop_ids: tokens that end the reply and
     are not part of it; logprobs: number of alternatives at each token, None for no logprobs; prompt_logprobs: also for
-    the tokens of the prompt; deadline: seconds that the request may wait for its first pass, None for any time.
+    the tokens of the prompt; deadline: seconds that the request may wait for its first pass, None for any time;
+    hidden_states: return the final hidden states of the prompt's last token or of all; scored_tokens: return the logits
+    of these tokens after the prompt; user, weight: whose share of the machine it uses,
+    and how large that is; batch: it runs when no other request wants to.
     """
 
     prompt: tuple[int, ...]
@@ -33,6 +38,11 @@ class Request:
     logprobs: int | None = None
     prompt_logprobs: bool = False
     deadline: float | None = None
+    hidden_states: Literal["last", "all"] | None = None
+    scored_tokens: tuple[int, ...] = ()
+    user: str = ""
+    weight: float = 1.0
+    batch: bool = False
 
     def reply_limit(self, context: int, cache_tokens: int) -> int:
         """Return the maximum number of new tokens, in a context and a cache of the given sizes in tokens.
@@ -75,7 +85,8 @@ class SequenceOutput:
 
     logprobs: one for each of `tokens`, if requested; prompt_logprobs: of prompt tokens from the second on, as they are
     computed; cached_tokens: prompt tokens found in the cache, and `cache_miss` says why not more; queued: seconds
-    before the first pass; drafted, accepted: draft tokens of this step; error: set if the reason is "error".
+    before the first pass; drafted, accepted: draft tokens of this step; error: set if the reason is "error"; hidden:
+    [rows, hidden] and scores: [tokens], if requested, with the end of the sequence.
     """
 
     sequence: int
@@ -89,6 +100,8 @@ class SequenceOutput:
     drafted: int = 0
     accepted: int = 0
     error: UserError | None = None
+    hidden: "Tensor | None" = None
+    scores: "Tensor | None" = None
 
 
 class Status(Enum):

@@ -135,6 +135,7 @@ class ModelConfig:
     # hidden state, with this model's embedding and head.
     build_mtp: Callable[["ModelConfig"], "ModelConfig"] | None = None
     is_mtp: bool = False
+    bidirectional: bool = False  # every token sees the whole text: the model computes embeddings and has no cache
 
     def __post_init__(self) -> None:
         for attention in self.attentions:
@@ -192,6 +193,8 @@ class ModelConfig:
         Keys and values are one tensor of two vectors per head; a latent and its rotated values are a tensor each.
         """
         spec = self.layer(layer).mixer
+        if self.bidirectional:
+            return ((2, 0, self.head_dim),)
         if isinstance(spec, LatentAttentionSpec):
             # Two tensors, not one of 576 values: the rotated values of DeepSeek are tens of times larger than the
             # normed latent, and with one int8 scale for both they would leave it few levels.

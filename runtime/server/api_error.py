@@ -20,6 +20,7 @@ _TYPES: Mapping[int, str] = {
     404: "not_found_error",
     405: "invalid_request_error",
     408: "timeout_error",
+    409: "conflict_error",
     413: "request_too_large",
     415: "invalid_request_error",
     429: "rate_limit_error",
@@ -58,6 +59,8 @@ class ApiError(Exception):
         """Return the response body in the form of the interface that `path` belongs to."""
         if path.startswith("/v1/messages"):
             return {"type": "error", "error": self.fields(), "request_id": request_id or None}
+        if path.startswith("/api/"):  # Ollama's
+            return {"error": self.message}
         return {"error": self.fields()}
 
 

@@ -3,25 +3,33 @@
 from collections.abc import Awaitable, Callable, Sequence
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from mycli.runtime.server.api_error import ApiError, internal_error
+from mycli.runtime.server.errors import exception_handlers
 from mycli.runtime.server.guard import Guard
+from mycli.runtime.server.ollama.chat import ollama_chat
+from mycli.runtime.server.ollama.embed import ollama_embed, ollama_embeddings
+from mycli.runtime.server.ollama.generate import ollama_generate
+from mycli.runtime.server.ollama.manage import MANAGING, refuse_managing
+from mycli.runtime.server.ollama.ps import ollama_ps
+from mycli.runtime.server.ollama.show import ollama_show
+from mycli.runtime.server.ollama.tags import ollama_tags
+from mycli.runtime.server.ollama.version import ollama_version
 from mycli.runtime.server.routes.chat_completions import chat_completions
 from mycli.runtime.server.routes.completions import completions
 from mycli.runtime.server.routes.description import description
+from mycli.runtime.server.routes.embeddings import embeddings
 from mycli.runtime.server.routes.messages import count_tokens, messages
 from mycli.runtime.server.routes.models import list_served, show_served
 from mycli.runtime.server.routes.page import page
+from mycli.runtime.server.routes.rerank import rerank
 from mycli.runtime.server.routes.responses import input_tokens, responses
 from mycli.runtime.server.routes.status import health, metrics, server_version
 from mycli.runtime.server.routes.tokenization import apply_template, detokenize, tokenize
 from mycli.runtime.server.service import Service
-from mycli.runtime.server.streaming import JsonResponse
 
 Endpoint = Callable[[Service, Request], Awaitable[Response]]
 ROUTES: Sequence[tuple[str, str, Endpoint]] = (
@@ -33,6 +41,8 @@ ROUTES: Sequence[tuple[str, str, Endpoint]] = (
     ("POST", "/v1/messages/count_tokens", count_tokens),
     ("GET", "/v1/models", list_served),
     ("GET", "/v1/models/{name:path}", show_served),
+    ("POST", "/v1/embeddings", embeddings),
+    ("POST", "/v1/rerank", rerank),
     ("POST", "/tokenize", tokenize),
     ("POST", "/detokenize", detokenize),
     ("POST", "/apply-template", apply_template),
@@ -40,6 +50,15 @@ ROUTES: Sequence[tuple[str, str, Endpoint]] = (
     ("GET", "/version", server_version),
     ("GET", "/metrics", metrics),
     ("GET", "/openapi.json", description),
+    ("POST", "/api/chat", ollama_chat),
+    ("POST", "/api/generate", ollama_generate),
+    ("POST", "/api/embed", ollama_embed),
+    ("POST", "/api/embeddings", ollama_embeddings),
+    ("GET", "/api/tags", ollama_tags),
+    ("GET", "/api/ps", ollama_ps),
+    ("POST", "/api/show", ollama_show),
+    ("GET", "/api/version", ollama_version),
+    *((method, path, refuse_managing) for method, path in MANAGING),
     ("GET", "/", page),
 )
 
@@ -54,23 +73,6 @@ def application(service: Service, log: Callable[[str], None]) -> ASGIApp:
         call.__doc__ = endpoint.__doc__  # the summary in /openapi.json
         return call
 
-    async def on_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, ApiError)
-        body = error.envelope(request.url.path, request.scope["state"].get("request_id", ""))
-        return JsonResponse(body, error.status, headers=error.headers)
-
-    async def on_http_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        causes = {
-            404: ("no such endpoint", "not_found"),
-            405: ("method not allowed", "method_not_allowed"),
-        }
-        message, code = causes.get(error.status_code, (error.detail, "invalid_request"))
-        return await on_error(request, ApiError(error.status_code, message, code, headers=error.headers))
-
-    async def on_bug(request: Request, error: Exception) -> Response:
-        return await on_error(request, internal_error())  # the guard logs the cause
-
     routes = [Route(path, bound(endpoint), methods=[method]) for method, path, endpoint in ROUTES]
     # llama.cpp clients, and OpenAI clients with a base URL without /v1, omit the prefix: same routes, undocumented.
     routes += [
@@ -78,7 +80,6 @@ def application(service: Service, log: Callable[[str], None]) -> ASGIApp:
         for method, path, endpoint in ROUTES
         if path.startswith("/v1/") and not path.startswith("/v1/messages")
     ]
-    handlers = {ApiError: on_error, HTTPException: on_http_error, Exception: on_bug}
-    app = Starlette(routes=routes, exception_handlers=handlers)
+    app = Starlette(routes=routes, exception_handlers=exception_handlers())
     app.router.redirect_slashes = False
     return Guard(app, service, log)

@@ -5,10 +5,12 @@ uvicorn has no deadline for the head or body of a request, no limit on connectio
 
 import asyncio
 import errno
+import os
 import resource
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import Literal
 
@@ -51,6 +53,31 @@ def listen(host: str, port: int) -> socket.socket:
         listener.close()
         raise _unavailable(f"{host}:{port}", error) from None
     return listener
+
+
+def listen_unix(path: Path) -> socket.socket:
+    """Return a socket that listens at `path`, which only this user can open. Raises ResourceError or UsageError."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.is_socket() and not _answers(path):
+            path.unlink()  # left by a server that was killed
+        before = os.umask(0o177)  # between bind and chmod others could connect
+        try:
+            listener.bind(str(path))
+        finally:
+            os.umask(before)
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        if "too long" in str(error):
+            raise UsageError(f"{path}: the path of a socket may have about 100 bytes", "use a shorter path") from None
+        raise _unavailable(str(path), error) from None
+    return listener
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(str(path)) == 0
 
 
 def _unavailable(address: str, error: OSError) -> ResourceError:
@@ -229,8 +256,13 @@ class DrainingServer(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-def run_until_signal(server: DrainingServer, listener: socket.socket, ready: Callable[[], None]) -> None:
-    """Serve until a signal; `ready` is called once requests are accepted."""
+def run_until_signal(
+    server: DrainingServer,
+    listener: socket.socket,
+    ready: Callable[[], None],
+    close: Callable[[], Awaitable[None]] | None = None,
+) -> None:
+    """Serve until a signal; `ready` is called once requests are accepted, `close` when all are answered."""
     # Many systems allow 1,024 open files by default, fewer than connections and the files of a model together.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < _OPEN_FILES:
@@ -243,6 +275,8 @@ def run_until_signal(server: DrainingServer, listener: socket.socket, ready: Cal
             await server.serve([listener])
         finally:
             announced.cancel()
+            if close is not None:
+                await close()
 
     with suppress(asyncio.CancelledError):
         asyncio.run(serve())

@@ -69,7 +69,8 @@ HARMLESS_FIELDS = frozenset(
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
-def _asks_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:
+def asks_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:
+    """Return whether `value` is one of those that change nothing."""
     # True equals 1 and False equals 0 in Python, not in a request; 0 and 0.0 are the same number.
     value = tuple(value) if isinstance(value, list) else value
     return any(value == entry and isinstance(value, bool) == isinstance(entry, bool) for entry in neutral)
@@ -84,6 +85,6 @@ def check_fields(body: Mapping[str, Any], known: Collection[str]) -> list[str]:
         neutral = UNSUPPORTED_FIELDS.get(name)
         if neutral is None:
             unknown.append(name if _NAME.fullmatch(name) else "unprintable")
-        elif not _asks_nothing(value, neutral):
+        elif not asks_nothing(value, neutral):
             raise ApiError(400, f"{name}: is not supported", "unsupported_parameter", param=name)
     return unknown

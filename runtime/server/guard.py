@@ -11,6 +11,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from datetime import datetime
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -18,9 +19,10 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mycli.runtime.server.api_error import ApiError, internal_error, shutting_down
+from mycli.runtime.server.encoding import JsonResponse
+from mycli.runtime.server.keys import ApiKey, KeyShare
 from mycli.runtime.server.request_log import RequestRecord
-from mycli.runtime.server.service import Service
-from mycli.runtime.server.streaming import JsonResponse
+from mycli.runtime.server.settings import CLIENT_HEADER, SHARE_HEADER, ServerState
 from mycli.runtime.utils.sanitize import one_line
 
 OPEN_PATHS = ("/health", "/")  # without a key: health probes, and a page without data
@@ -62,8 +64,8 @@ def _is_address(host: str) -> bool:
 class Guard:
     """The outermost ASGI application; `log` receives one line per request."""
 
-    def __init__(self, app: ASGIApp, service: Service, log: Callable[[str], None]) -> None:
-        self._app, self._service, self._log = app, service, log
+    def __init__(self, app: ASGIApp, server: ServerState, log: Callable[[str], None]) -> None:
+        self._app, self._server, self._log = app, server, log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -76,7 +78,7 @@ class Guard:
         state["request_id"] = request_id
         status, started = 0, False
         counted = scope["method"] == "POST"
-        self._service.requests += counted
+        self._server.requests += counted
 
         async def reply(message: Message) -> None:
             nonlocal status, started
@@ -98,8 +100,10 @@ class Guard:
             if scope["method"] == "OPTIONS" and "origin" in headers:  # a CORS preflight, which carries no key
                 await Response(status_code=204, headers=_PREFLIGHT)(scope, receive, reply)
                 return
-            self._check(scope, headers)
-            await self._app(scope, receive, reply)
+            key = self._check(scope, headers)
+            state["share"] = self._share(key, headers)
+            with self._server.keys.counted(key) if key is not None and counted else nullcontext():
+                await self._app(scope, receive, reply)
         except ApiError as error:
             await self._refuse(error, scope, receive, reply)
         except asyncio.CancelledError:  # the grace period is over
@@ -111,20 +115,27 @@ class Guard:
                 raise
             await self._refuse(internal_error(), scope, receive, reply)
         finally:
-            self._service.requests -= counted
+            self._server.requests -= counted
             record = RequestRecord(
                 arrived,
-                scope["client"][0] if scope["client"] else "",
+                self._client(scope, headers),
                 request_id,
                 scope["method"],
                 one_line(scope["path"], 100),
-                self._service.name,
+                self._server.name,
                 status,
                 time.perf_counter() - began,
                 state.get("figures"),
                 state.get("omitted", ()),
+                state["share"].name if "share" in state else "",
             )
-            self._log(record.line(self._service.settings.log_format))
+            if not state.get("forwarded"):  # the server that answered it has logged it, with its figures
+                self._log(record.line(self._server.settings.log_format))
+
+    def _client(self, scope: Scope, headers: Headers) -> str:
+        if self._server.settings.supervised:
+            return one_line(headers.get(CLIENT_HEADER, ""), 100)
+        return scope["client"][0] if scope["client"] else ""
 
     @staticmethod
     async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
@@ -133,7 +144,7 @@ class Guard:
         await response(scope, receive, send)
 
     def _check_source(self, scope: Scope, headers: Headers) -> None:
-        limits = self._service.settings.limits
+        limits = self._server.settings.limits
         size = sum(len(name) + len(value) for name, value in scope["headers"])
         if len(scope["headers"]) > limits.headers or size > limits.header_bytes:
             message = f"more than {limits.headers} headers, or {limits.header_bytes} bytes in them"
@@ -146,40 +157,48 @@ class Guard:
         self._check_host(headers)
         self._check_origin(scope, headers)
 
-    def _check(self, scope: Scope, headers: Headers) -> None:
-        if scope["path"] not in OPEN_PATHS:
-            self._check_key(headers)
-        if scope["method"] == "POST" and self._service.draining:
+    def _check(self, scope: Scope, headers: Headers) -> ApiKey | None:
+        # The key among those of several users.
+        key = None if scope["path"] in OPEN_PATHS else self._check_key(headers)
+        if scope["method"] == "POST" and self._server.draining:
             raise shutting_down()
+        return key
+
+    def _share(self, key: ApiKey | None, headers: Headers) -> KeyShare:
+        if self._server.settings.supervised:
+            return KeyShare.decode(headers.get(SHARE_HEADER, ""))
+        return KeyShare() if key is None else key.share
 
     def _check_host(self, headers: Headers) -> None:
         # DNS rebinding: a page whose host name was pointed at this machine still sends that name.
         hosts = headers.getlist("host")
         host = host_of(hosts[0]) if len(hosts) == 1 and "://" not in hosts[0] else ""
-        known = host == "localhost" or host.endswith(".localhost") or host in self._service.settings.hosts
+        known = host == "localhost" or host.endswith(".localhost") or host in self._server.settings.hosts
         if not known and not _is_address(host):
             raise ApiError(403, f"host {host[:100]!r} is not allowed", "host_not_allowed")
 
     def _check_origin(self, scope: Scope, headers: Headers) -> None:
         origin = headers.get("origin")
-        if origin is None or origin in self._service.settings.origins:
+        if origin is None or origin in self._server.settings.origins:
             return
         if origin != f"{scope['scheme']}://{headers.get('host', '')}":
             raise ApiError(403, f"origin {origin[:100]!r} is not allowed", "origin_not_allowed")
 
-    def _check_key(self, headers: Headers) -> None:
-        key = self._service.settings.key
-        if key is None:
-            return
+    def _check_key(self, headers: Headers) -> ApiKey | None:
+        single, keys = self._server.settings.key, self._server.keys
+        if single is None and not keys:
+            return None
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
         sent = bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-        if not hmac.compare_digest(sent.encode("latin-1"), key):
+        key = keys.find(sent.encode("latin-1"))
+        if key is None and (single is None or not hmac.compare_digest(sent.encode("latin-1"), single)):
             message = "wrong API key" if sent else "API key missing: send Authorization: Bearer KEY, or x-api-key"
             raise ApiError(401, message, "invalid_api_key", headers={"www-authenticate": "Bearer"})
+        return key
 
     def _cors(self, headers: Headers) -> Mapping[str, str]:
         origin = headers.get("origin")
-        if origin is None or origin not in self._service.settings.origins:
+        if origin is None or origin not in self._server.settings.origins:
             return {}
         return {
             "access-control-allow-origin": origin,

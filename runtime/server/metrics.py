@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 
 from mycli.runtime.cache.prefix_store import StoreStats
 from mycli.runtime.engine.stats import EngineStats
+from mycli.runtime.server.request_log import RequestFigures
 
 PREFIX = "mycli:"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -98,6 +99,16 @@ class Metrics:
         self._accepted = Counter(
             PREFIX + "spec_decode_num_accepted_tokens", "Draft tokens that were accepted.", registry=registry
         )
+        # Labels are the names of the keys in this server's file, never what a client sent.
+        self._key_requests = Counter(PREFIX + "key_requests", "Answered requests.", ["key"], registry=registry)
+        self._key_tokens = Counter(PREFIX + "key_tokens", "Tokens of requests.", ["key", "kind"], registry=registry)
+        self._key_first = Histogram(
+            PREFIX + "key_time_to_first_token_seconds",
+            "From the request to its first token.",
+            ["key"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
         self._prompt_size = counts("request_prompt_tokens", "Tokens per prompt.")
         self._reply_size = counts("request_generation_tokens", "Tokens per reply.")
 
@@ -113,6 +124,16 @@ class Metrics:
         elif last is not None and tokens:
             for _ in range(tokens):
                 self._between.observe((now - last) / tokens)
+
+    def used(self, key: str, figures: RequestFigures) -> None:
+        """Count an answered request of a key: its prompt and completion tokens, and its time to the first token."""
+        if key:
+            self._key_requests.labels(key).inc()
+            self._key_tokens.labels(key, "prompt").inc(figures.prompt)
+            self._key_tokens.labels(key, "cached").inc(figures.cached)
+            self._key_tokens.labels(key, "completion").inc(figures.completion)
+            if figures.ttft is not None:
+                self._key_first.labels(key).observe(figures.ttft)
 
     def speculated(self, drafted: int, accepted: int) -> None:
         """Count a pass that verified `drafted` tokens and accepted `accepted`."""

@@ -22,7 +22,7 @@ class RequestFigures:
 
 @dataclass(frozen=True)
 class RequestRecord:
-    """One answered request. `omitted`: parts of it that were left out."""
+    """One answered request. omitted: parts of it that were left out; key: the name of the client's key."""
 
     time: datetime
     client: str
@@ -34,6 +34,7 @@ class RequestRecord:
     seconds: float
     figures: RequestFigures | None = None
     omitted: Sequence[str] = ()
+    key: str = ""
 
     def fields(self) -> Mapping[str, Any]:
         """Return the record as an object; times in seconds, None for what the request did not have."""
@@ -53,6 +54,7 @@ class RequestRecord:
             "ttft": None if figures is None or figures.ttft is None else round(figures.ttft, 6),
             "tpot": None if figures is None or figures.tpot is None else round(figures.tpot, 6),
             "omitted": list(self.omitted),
+            "key": self.key or None,
         }
 
     def line(self, log_format: LogFormat) -> str:
@@ -66,5 +68,6 @@ class RequestRecord:
             words.append(f"completion {self.figures.completion}")
             words += [] if self.figures.ttft is None else [f"TTFT {self.figures.ttft * 1000:.0f} ms"]
             words += [] if self.figures.tpot is None else [f"TPOT {self.figures.tpot * 1000:.1f} ms"]
+        words += [f"key {self.key}"] if self.key else []
         words += [f"left out: {', '.join(self.omitted)}"] if self.omitted else []
         return " · ".join([*words, self.request_id])

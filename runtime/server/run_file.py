@@ -18,7 +18,7 @@ _MAX_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class RunningServer:
-    """A server that runs on this machine. `started`: seconds since 1970."""
+    """A server that runs on this machine. started: seconds since 1970; several: it loads its models on request."""
 
     pid: int
     url: str
@@ -27,6 +27,7 @@ class RunningServer:
     context: int
     started: int
     version: str
+    several: bool = False
 
 
 @contextmanager
@@ -82,6 +83,7 @@ def _read(path: Path) -> RunningServer | None:
             int(values["context"]),
             int(values["started"]),
             str(values["version"]),
+            bool(values.get("several")),
         )
     finally:
         os.close(descriptor)

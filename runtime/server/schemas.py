@@ -144,6 +144,7 @@ class ForModel(Strict):
     """A request to a model; None: the one that is served."""
 
     model: Name | None = None
+    service_tier: Any = None  # "flex": after interactive requests; others are all the same
 
 
 class StreamOptions(Strict):

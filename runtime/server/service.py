@@ -13,7 +13,6 @@ from threading import Lock
 from typing import Any
 
 from mycli.runtime.engine.loader import LoadedModel
-from mycli.runtime.engine.reply_reader import ReplyReader
 from mycli.runtime.engine.sequence import Request, reply_room
 from mycli.runtime.errors import ModelError, UserError
 from mycli.runtime.sampling.grammars.grammar import JSON_MODE, Alternative, Grammar, GrammarCompiler, Prelude
@@ -23,8 +22,8 @@ from mycli.runtime.server.formats import ResponseFormat
 from mycli.runtime.server.grammar_pool import GrammarPool
 from mycli.runtime.server.item_store import ItemStore
 from mycli.runtime.server.schemas import Sampling
-from mycli.runtime.server.settings import ServerSettings
-from mycli.runtime.server.worker import EngineWorker
+from mycli.runtime.server.settings import ServerSettings, ServerState, untagged
+from mycli.runtime.server.worker import EngineWorker, OutputReader
 from mycli.runtime.tokenizer.chat_template import ALLOWED_ARGUMENTS, Message, Tool
 from mycli.runtime.tokenizer.parsing.reasoning_parser import CLOSE, OPEN
 from mycli.runtime.tokenizer.parsing.response_template import read_response_template
@@ -45,7 +44,7 @@ class Prepared:
     out, for the response's header and the log.
     """
 
-    requests: Sequence[tuple[Request, Sequence[ReplyReader]]]
+    requests: Sequence[tuple[Request, Sequence[OutputReader]]]
     prompts: Sequence[Sequence[int]]
     clipped: bool = False
     omitted: Sequence[str] = ()
@@ -64,18 +63,17 @@ class Prepared:
         return sum(len(readers) for _, readers in self.requests)
 
 
-class Service:
+class Service(ServerState):
     """One served model. `created`: seconds since 1970, shown in the list of models."""
 
     def __init__(self, settings: ServerSettings, loaded: LoadedModel, worker: EngineWorker, created: int) -> None:
-        self.settings, self.loaded, self.worker, self.created = settings, loaded, worker, created
+        super().__init__(settings)
+        self.loaded, self.worker, self.created = loaded, worker, created
         self.items = ItemStore()
         self.pool = ThreadPoolExecutor(4, thread_name_prefix="text")
         # One at a time: a body of megabytes takes seconds and hundreds of megabytes, and must not fill the pool.
         self.large_bodies = ThreadPoolExecutor(1, thread_name_prefix="large")
         self.grammars = GrammarPool(len(loaded.tokenizer.vocabulary))
-        self.draining = False
-        self.requests = 0  # POST requests from their head to the end of their response
         self._lock = Lock()
 
     def close(self) -> None:
@@ -90,16 +88,12 @@ class Service:
         return self.requests > 0 or self.worker.underway > 0
 
     @property
-    def name(self) -> str:
-        return self.settings.names[0]
-
-    @property
     def context(self) -> int:
         return self.worker.engine.context
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError for a model that is not served; None means the one that is."""
-        if name is not None and name not in self.settings.names:
+        if name is not None and name not in self.settings.names and untagged(name) not in self.settings.names:
             served = ", ".join(self.settings.names)
             message = f"model {name[:100]!r} is not served here; served: {served:.300}"
             raise ApiError(404, message, "model_not_found", param="model")
@@ -251,6 +245,9 @@ class Service:
         prompt_logprobs: bool = False,
     ) -> Request:
         """Return the engine's request for replies to one prompt. Raises ApiError."""
+        if self.loaded.runner.config.bidirectional:
+            message = f"{self.name} computes embeddings and does not generate text: its attention is bidirectional"
+            raise ApiError(400, message, "embedding_model", param="model")
         # Evaluation harnesses score a prompt by asking for one token, and expect it even if it is an end token.
         scored = prompt_logprobs and limit == 1
         stop_ids = frozenset() if body.ignore_eos or scored else self.loaded.stop_ids

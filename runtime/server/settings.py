@@ -2,7 +2,13 @@
 
 from dataclasses import dataclass
 
+from mycli.runtime.server.keys import ApiKey, KeyTable
+from mycli.runtime.server.ollama.card import ModelCard
 from mycli.runtime.server.request_log import LogFormat
+
+# From the server that passes a request on: the client's address, and the share of its key.
+CLIENT_HEADER = "x-mycli-client"
+SHARE_HEADER = "x-mycli-share"
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,9 @@ class ServerSettings:
 
     hosts: host names accepted besides localhost and IP addresses; origins: other sites whose pages may use the server;
     extra_properties: replies may have properties that a JSON schema does not name; log_format: of
-    the line per request; reasoning_budget: tokens of reasoning where a request sets none, None for any number.
+    the line per request; reasoning_budget: tokens of reasoning where a request sets none, None for any number;
+    supervised: requests come from this user's own server for several models, which has checked them; card: of the
+    model, for clients of Ollama; keys: of several users, besides `key`.
     """
 
     names: tuple[str, ...]
@@ -46,3 +54,25 @@ class ServerSettings:
     limits: ServerLimits = ServerLimits()
     log_format: LogFormat = "text"
     reasoning_budget: int | None = None
+    supervised: bool = False
+    card: ModelCard = ModelCard()
+    keys: tuple[ApiKey, ...] = ()
+
+
+def untagged(name: str) -> str:
+    """Return a model's name without the tag that clients of Ollama append."""
+    return name.removesuffix(":latest")
+
+
+class ServerState:
+    """The settings and counts of a server, whether it runs a model itself or passes requests on."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self.settings = settings
+        self.keys = KeyTable(settings.keys)
+        self.draining = False
+        self.requests = 0  # POST requests from their head to the end of their response
+
+    @property
+    def name(self) -> str:
+        return self.settings.names[0]

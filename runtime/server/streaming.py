@@ -4,31 +4,30 @@ A client that disconnects cancels its sequences. A `Rendering` writes the fields
 """
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mycli.runtime.engine.reply_reader import Piece
 from mycli.runtime.server.api_error import ApiError, internal_error
+from mycli.runtime.server.body import CLIENT_GONE, parse_body, read_body
 from mycli.runtime.server.delivery import Delivery
+from mycli.runtime.server.encoding import JsonResponse
 from mycli.runtime.server.fields import check_fields
+from mycli.runtime.server.keys import KeyShare
 from mycli.runtime.server.request_log import RequestFigures
 from mycli.runtime.server.schemas import ForModel, validated
 from mycli.runtime.server.service import Prepared, Service
 from mycli.runtime.server.worker import Ticket
 from mycli.runtime.tokenizer.parsing.tool_parser import join_calls
-from mycli.runtime.utils.json_fields import strict_json
-from mycli.runtime.utils.memory import gc_paused
 
 _T = TypeVar("_T")
 _Body = TypeVar("_Body", bound=ForModel)
-CLIENT_GONE = 499  # nginx's status for a client that disconnected: only in the log
-MAX_BODY_VALUES = 1 << 19  # in a body
 LARGE_BODY = 1 << 18  # bytes; a conversation of 65,536 tokens is as long
 
 
@@ -84,27 +83,8 @@ def _join(pieces: Sequence[Piece]) -> Piece:
         last.end,
         last.stop,
         last.problem,
+        last.vector,
     )
-
-
-def event(data: Any, name: str | None = None) -> bytes:
-    """Format one server-sent event with JSON data."""
-    head = "" if name is None else f"event: {name}\n"
-    return f"{head}data: {dumps(data)}\n\n".encode()
-
-
-def dumps(value: Any) -> str:
-    """Return `value` as JSON on one line."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-
-
-class JsonResponse(Response):
-    """A response with a JSON body."""
-
-    media_type = "application/json"
-
-    def render(self, content: Any) -> bytes:
-        return dumps(content).encode()
 
 
 async def off_loop(service: Service, work: Callable[[], _T], body_bytes: int = 0) -> _T:
@@ -122,46 +102,14 @@ async def off_loop(service: Service, work: Callable[[], _T], body_bytes: int = 0
     return await asyncio.get_running_loop().run_in_executor(pool, guarded)
 
 
-async def _read_body(service: Service, request: Request) -> bytes:
-    # Only application/json: a browser sends the other types to a foreign site without asking it first (CORS).
-    limit, parts, size = service.settings.limits.body_bytes, list[bytes](), 0
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise ApiError(415, f"the body must be application/json, not {kind[:60]!r}", "unsupported_media_type")
-    length = request.headers.get("content-length", "0")
-    if not length.isdecimal() or int(length[:20]) > limit:
-        raise ApiError(413, f"the body is larger than {limit} bytes", "request_too_large")
-    try:
-        async for part in request.stream():
-            size += len(part)
-            if size > limit:
-                raise ApiError(413, f"the body is larger than {limit} bytes", "request_too_large")
-            parts.append(part)
-    except ClientDisconnect:
-        raise ApiError(CLIENT_GONE, "the client has disconnected", "client_gone") from None
-    return b"".join(parts)
-
-
-def _parse(body: bytes) -> Any:
-    # Parsing holds the GIL, and values take up to 20 times the bytes of the body: they are counted first. Commas and
-    # brackets inside strings count, too, but no context holds a text with half a million commas.
-    if sum(map(body.count, (b",", b"[", b"{"))) > MAX_BODY_VALUES:
-        raise ApiError(400, f"the body has more than {MAX_BODY_VALUES} values", "too_many_values")
-    try:
-        with gc_paused():  # otherwise every few thousand lists are all looked at again
-            return strict_json(body)
-    except ValueError as error:  # UnicodeDecodeError is one
-        raise ApiError(400, f"the body is not valid JSON: {error}", "invalid_json") from None
-
-
 async def read_request(
     service: Service, request: Request, kind: type[_Body], work: Callable[[_Body], _T]
 ) -> tuple[_Body, _T]:
     """Read the body as a `kind`; return it and `work(body)`, which runs off the event loop. Raises ApiError."""
-    data = await _read_body(service, request)
+    data = await read_body(service.settings.limits, request)
 
     def read() -> tuple[list[str], _Body, _T]:
-        values = _parse(data)
+        values = parse_body(data)
         body = validated(kind, values)
         unknown = check_fields(values, kind.model_fields)
         service.check_model(body.model)
@@ -169,6 +117,7 @@ async def read_request(
 
     unknown, body, result = await off_loop(service, read, len(data))
     note_omitted(request, [f"field {name}" for name in unknown])
+    request.scope["state"]["batch"] = body.service_tier == "flex"
     return body, result
 
 
@@ -205,12 +154,21 @@ async def running(service: Service, request: Request, prepared: Prepared) -> Asy
     try:
         for grammar in prepared.grammars:
             await service.grammars.compile(grammar, watch)
-        tickets = service.worker.submit(prepared.requests, delivery)
+        share: KeyShare = request.scope["state"].get("share", KeyShare())
+        batch = share.batch or bool(request.scope["state"].get("batch"))
+        tickets = service.worker.submit(
+            [
+                (replace(item, user=share.name, weight=share.weight, batch=batch), readers)
+                for item, readers in prepared.requests
+            ],
+            delivery,
+        )
         yield _pieces(service, delivery, len(tickets), figures)
     finally:
         watch.cancel()
         service.worker.cancel(tickets)
         _add_times(figures, tickets)
+        service.worker.metrics.used(request.scope["state"].get("share", KeyShare()).name, figures)
 
 
 def _add_times(figures: RequestFigures, tickets: Sequence[Ticket]) -> None:
@@ -252,12 +210,12 @@ async def _pieces(
 
 
 class EventStream(Response):
-    """A reply as server-sent events. An error after the head is sent as an event."""
+    """A reply as a stream of events. An error after the head is sent as an event."""
 
-    def __init__(self, service: Service, request: Request, prepared: Prepared, rendering: Rendering) -> None:
-        super().__init__(
-            media_type="text/event-stream", headers={"cache-control": "no-store", "x-accel-buffering": "no"}
-        )
+    def __init__(
+        self, service: Service, request: Request, prepared: Prepared, rendering: Rendering, media_type: str
+    ) -> None:
+        super().__init__(media_type=media_type, headers={"cache-control": "no-store", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._service, self._request, self._prepared, self._rendering = service, request, prepared, rendering
 
@@ -282,13 +240,18 @@ class EventStream(Response):
 
 
 async def answer(
-    service: Service, request: Request, prepared: Prepared, rendering: Rendering, stream: bool
+    service: Service,
+    request: Request,
+    prepared: Prepared,
+    rendering: Rendering,
+    stream: bool,
+    media_type: str = "text/event-stream",
 ) -> Response:
-    """Return the reply to a request, whole or as a stream."""
+    """Return the reply to a request, whole or as a stream of `media_type`."""
     note_omitted(request, prepared.omitted)
     request.state.loosened = [path for grammar in prepared.grammars for path in grammar.loosened]
     if stream:
-        return EventStream(service, request, prepared, rendering)
+        return EventStream(service, request, prepared, rendering, media_type)
     received: list[Piece] = []
     async with running(service, request, prepared) as pieces:
         async for batch in pieces:

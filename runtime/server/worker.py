@@ -1,7 +1,7 @@
 """Runs the engine for HTTP clients on two threads: one steps the engine, one turns tokens into text.
 
 The engine is touched by its own thread only: submissions and cancellations reach it between steps. The text thread
-feeds each `ReplyReader` and passes all new pieces of a step to the event loop together, so no client delays another.
+feeds each `OutputReader` and passes all new pieces of a step to the event loop together, so no client delays another.
 """
 
 import queue
@@ -9,9 +9,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from mycli.runtime.engine.engine import Engine
-from mycli.runtime.engine.reply_reader import Piece, ReplyReader
+from mycli.runtime.engine.reply_reader import Piece
 from mycli.runtime.engine.sequence import Request, SequenceOutput
 from mycli.runtime.errors import UserError, summarize_error
 from mycli.runtime.kernels.cpu.threads import release_threads
@@ -24,12 +25,20 @@ from mycli.runtime.server.metrics import Metrics
 DELIVERY_SECONDS = 0.003
 
 
+class OutputReader(Protocol):
+    """Turns the outputs of one sequence into pieces."""
+
+    def feed(self, output: SequenceOutput) -> Piece:
+        """Return what one output adds to the reply."""
+        ...
+
+
 @dataclass(eq=False)
 class Ticket:
     """One requested reply. Times are seconds of time.perf_counter."""
 
     request: Request
-    reader: ReplyReader
+    reader: OutputReader
     delivery: Delivery
     submitted: float = field(default_factory=time.perf_counter)
     first: float | None = None  # token
@@ -93,7 +102,7 @@ class EngineWorker:
     def _count_waiting(self) -> int:
         return sum(ticket.first is None for ticket in self._tickets)
 
-    def submit(self, requests: Sequence[tuple[Request, Sequence[ReplyReader]]], delivery: Delivery) -> list[Ticket]:
+    def submit(self, requests: Sequence[tuple[Request, Sequence[OutputReader]]], delivery: Delivery) -> list[Ticket]:
         """Queue one reply per reader to each request; the seed of reply i is the request's seed + i.
 
         Raises ApiError if the queue is full or the engine has failed.

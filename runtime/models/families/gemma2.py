@@ -1,5 +1,6 @@
 """Gemma 2: norms before and after each part with gain 1 + w, softcapped scores and logits, GELU."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,10 +30,10 @@ def softcap(raw: Fields, key: str) -> float | None:
     return raw.number(key, low=1e-3, high=1e6) if raw.has(key) else None
 
 
-def gemma_fields(raw: Fields) -> dict[str, Any]:
+def gemma_fields(raw: Fields, handled: Sequence[str] = ()) -> dict[str, Any]:
     """Return the ModelConfig fields that Gemma 2 and 3 share."""
     return {
-        **hf_config.common(raw, handled=_HANDLED, activations=GELU),
+        **hf_config.common(raw, handled=(*_HANDLED, *handled), activations=GELU),
         **hf_config.attention_biases(raw),
         "norm_offset": 1.0,
         "attention_scale": raw.number("query_pre_attn_scalar", low=1e-3) ** -0.5,

@@ -1,4 +1,4 @@
-"""Gemma 3, text model: Gemma 2 without softcaps, with per-head norms of queries and keys."""
+"""Gemma 3, text model: Gemma 2 without softcaps, with per-head norms of queries and keys; and EmbeddingGemma."""
 
 from mycli.runtime.models import hf_config
 from mycli.runtime.models.config import ModelConfig
@@ -24,7 +24,11 @@ def read(raw: Fields) -> ModelConfig:
         eos_token_id=1,
         bos_token_id=2,
     )
-    fields = gemma_fields(raw)
+    fields = gemma_fields(raw, handled=("use_bidirectional_attention",))
+    bidirectional = raw.boolean("use_bidirectional_attention", False)  # EmbeddingGemma
+    if bidirectional:
+        # As many tokens before a token as after it.
+        raw = Fields({**raw.values, "sliding_window": raw.integer("sliding_window") // 2 + 1}, raw.source)
     period = raw.integer("sliding_window_pattern", 6)
     sliding = hf_config.layers_of_type(raw, fields["layers"], hf_config.all_but_every(period))
     theta, scaling = read_sliding_rope(raw, raw.number("rope_local_base_freq"))
@@ -35,4 +39,5 @@ def read(raw: Fields) -> ModelConfig:
         qk_norm=True,
         windows=hf_config.layer_windows(raw, sliding),
         layer_ropes=tuple(sliding_rope if slides else full_rope for slides in sliding),
+        bidirectional=bidirectional,
     )

@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from mycli.runtime.engine.reply_reader import Piece
 from mycli.runtime.server.api_error import ApiError
+from mycli.runtime.server.encoding import event
 from mycli.runtime.server.formats import Constraints, output_format
 from mycli.runtime.server.routes.chat_spec import ChatSpec, effort_arguments, prepare_chat
 from mycli.runtime.server.routes.wire import OpenAIRendering, chat_logprobs, chat_messages, chat_tools, new_id, now
@@ -29,7 +30,7 @@ from mycli.runtime.server.schemas import (
     ToolSpec,
 )
 from mycli.runtime.server.service import Prepared, Service
-from mycli.runtime.server.streaming import answer, event, read_request
+from mycli.runtime.server.streaming import answer, read_request
 
 FINISH = {"stop_string": "stop", "deadline": "length", "cancelled": "stop"}
 

@@ -12,12 +12,13 @@ from mycli.runtime.engine.reply_reader import Piece, ReplyReader
 from mycli.runtime.engine.sequence import reply_room
 from mycli.runtime.sampling.logprobs import TokenLogprob
 from mycli.runtime.server.api_error import ApiError
+from mycli.runtime.server.encoding import event
 from mycli.runtime.server.formats import Constraints, output_format
 from mycli.runtime.server.routes.chat_completions import FINISH
 from mycli.runtime.server.routes.wire import OpenAIRendering, completion_logprobs, new_id, now
 from mycli.runtime.server.schemas import MAX_IDS, MAX_PROMPTS, ForModel, LongText, Sampling, StreamOptions, TokenId
 from mycli.runtime.server.service import Prepared, Service
-from mycli.runtime.server.streaming import answer, event, read_request
+from mycli.runtime.server.streaming import answer, read_request
 
 DEFAULT_TOKENS = 16  # OpenAI's
 

@@ -13,13 +13,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from mycli.runtime.server.encoding import JsonResponse
+from mycli.runtime.server.ollama.embed import OllamaEmbeddingsRequest, OllamaEmbedRequest
+from mycli.runtime.server.ollama.request import OllamaChatRequest, OllamaGenerateRequest
+from mycli.runtime.server.ollama.show import OllamaShowRequest
 from mycli.runtime.server.routes.chat_completions import ChatRequest
 from mycli.runtime.server.routes.completions import CompletionRequest
+from mycli.runtime.server.routes.embeddings import EmbeddingsRequest
 from mycli.runtime.server.routes.messages_request import CountRequest, MessagesRequest
+from mycli.runtime.server.routes.rerank import RerankRequest
 from mycli.runtime.server.routes.responses_request import ResponsesRequest
 from mycli.runtime.server.schemas import DetokenizeRequest, TokenizeRequest
 from mycli.runtime.server.service import Service
-from mycli.runtime.server.streaming import JsonResponse, off_loop
+from mycli.runtime.server.streaming import off_loop
 from mycli.runtime.utils import version
 
 BODIES: Mapping[str, type[BaseModel]] = {
@@ -29,9 +35,16 @@ BODIES: Mapping[str, type[BaseModel]] = {
     "/v1/responses/input_tokens": ResponsesRequest,
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": CountRequest,
+    "/v1/embeddings": EmbeddingsRequest,
+    "/v1/rerank": RerankRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
     "/apply-template": TokenizeRequest,
+    "/api/chat": OllamaChatRequest,
+    "/api/generate": OllamaGenerateRequest,
+    "/api/embed": OllamaEmbedRequest,
+    "/api/embeddings": OllamaEmbeddingsRequest,
+    "/api/show": OllamaShowRequest,
 }
 _MEDIA = {"/": "text/html", "/metrics": "text/plain"}
 _STREAMED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
@@ -58,6 +71,8 @@ def _operation(path: str, summary: str) -> dict[str, Any]:
     body = BODIES.get(path)
     media = _MEDIA.get(path, "application/json")
     content: dict[str, Any] = {media: {"schema": _ANY if media == "application/json" else _TEXT}}
+    if path in ("/api/chat", "/api/generate"):
+        content["application/x-ndjson"] = {}
     if path in _STREAMED:
         content["text/event-stream"] = {}  # OpenAPI 3.1 cannot describe server-sent events
     failed = {"description": "The error.", "content": {"application/json": {"schema": _reference("Error")}}}

@@ -9,11 +9,12 @@ from starlette.responses import Response
 
 from mycli.runtime.engine.reply_reader import Piece
 from mycli.runtime.server.api_error import ApiError
+from mycli.runtime.server.encoding import JsonResponse, event
 from mycli.runtime.server.routes.chat_spec import chat_ids, prepare_chat
 from mycli.runtime.server.routes.messages_request import CountRequest, MessagesRequest, chat_spec, counted_spec
 from mycli.runtime.server.routes.wire import TokenCounts, new_id
 from mycli.runtime.server.service import Prepared, Service
-from mycli.runtime.server.streaming import JsonResponse, answer, event, read_request
+from mycli.runtime.server.streaming import answer, read_request
 from mycli.runtime.tokenizer.parsing.tool_parser import ToolCall
 
 STOP_REASONS = {"stop": "end_turn", "stop_string": "stop_sequence", "length": "max_tokens", "tool_calls": "tool_use"}

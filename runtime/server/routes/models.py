@@ -6,8 +6,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mycli.runtime.server.encoding import JsonResponse
 from mycli.runtime.server.service import Service
-from mycli.runtime.server.streaming import JsonResponse
 
 
 def _openai(service: Service, name: str) -> dict[str, Any]:

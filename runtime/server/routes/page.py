@@ -9,7 +9,7 @@ from importlib.resources import files
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mycli.runtime.server.service import Service
+from mycli.runtime.server.settings import ServerState
 
 
 @cache
@@ -29,7 +29,7 @@ def _page() -> tuple[str, str]:
     return text, policy
 
 
-async def page(service: Service, request: Request) -> Response:
+async def page(server: ServerState, request: Request) -> Response:
     """Return the chat page."""
     text, policy = _page()
     headers = {"content-security-policy": policy, "cache-control": "no-cache", "x-frame-options": "DENY"}

@@ -9,13 +9,14 @@ from starlette.responses import Response
 from mycli.runtime.engine.reply_reader import Piece
 from mycli.runtime.sampling.logprobs import TokenLogprob
 from mycli.runtime.server.api_error import ApiError
+from mycli.runtime.server.encoding import JsonResponse, event
 from mycli.runtime.server.routes.chat_spec import ChatSpec, prepare_chat
 from mycli.runtime.server.routes.response_input import input_messages
 from mycli.runtime.server.routes.response_items import OutputItems
 from mycli.runtime.server.routes.responses_request import ResponsesRequest, callable_tools, response_spec
 from mycli.runtime.server.routes.wire import TokenCounts, chat_logprobs, new_id, now
 from mycli.runtime.server.service import Prepared, Service
-from mycli.runtime.server.streaming import JsonResponse, answer, event, read_request
+from mycli.runtime.server.streaming import answer, read_request
 
 
 def _spec(service: Service, body: ResponsesRequest) -> ChatSpec:

@@ -3,10 +3,11 @@
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mycli.runtime.server.encoding import JsonResponse
 from mycli.runtime.server.routes.wire import chat_messages, chat_tools
 from mycli.runtime.server.schemas import DetokenizeRequest, TokenizeRequest
 from mycli.runtime.server.service import Service
-from mycli.runtime.server.streaming import JsonResponse, read_request
+from mycli.runtime.server.streaming import read_request
 
 _PART = 1 << 14  # ids that are written at a time
 

@@ -62,7 +62,8 @@ SIZES = {
     "--max-ram": {"quantize"},
     "--max-vram": {"quantize"},
     "--prefix-cache-size": {"chat", "run", "serve"},
-    "--expert-memory": {"bench", "bench draft", "bench serve", "chat", "estimate", "run", "serve"},
+    "--expert-memory": {"bench", "bench draft", "bench serve", "chat", "embed", "estimate", "run", "serve"},
+    "--memory": {"serve"},
 }
 
 

@@ -47,9 +47,15 @@ class World:
         self.under_way: dict[int, Sequence] = {}
         self.ended: dict[int, FinishReason] = {}
         self.steps = 0
+        self.users = False
 
     def submit(self, prompt: tuple[int, ...], limit: int | None, deadline: float | None = None) -> Sequence | None:
-        request = Request(prompt, limit=limit, stop_ids=STOP, deadline=deadline)
+        # Users with different shares, in every mixture; all requests of one user where the world has just one.
+        kind = hash(prompt) % 7 if self.users else 0
+        user, weight = ("", "heavy", "light")[kind % 3], (1.0, 4.0, 0.5)[kind % 3]
+        request = Request(
+            prompt, limit=limit, stop_ids=STOP, deadline=deadline, user=user, weight=weight, batch=kind == 6
+        )
         context, held = self.scheduler.limits.context, self.pool.blocks * self.pool.block_size
         asked = context - len(prompt) + 1 if limit is None else limit
         fits = 0 < len(prompt) <= context and len(prompt) + asked - 1 <= min(context, held) or not asked
@@ -187,10 +193,14 @@ class Machine(RuleBasedStateMachine):
         chunk=st.integers(1, 9),
         running=st.integers(1, 5),
         kept=st.sampled_from([None, 0, 2]),
+        users=st.booleans(),
     )
     @precondition(lambda self: not hasattr(self, "world"))
-    def begin(self, blocks: int, size: int, context: int, chunk: int, running: int, kept: int | None) -> None:
+    def begin(
+        self, blocks: int, size: int, context: int, chunk: int, running: int, kept: int | None, users: bool
+    ) -> None:
         self.world = World(blocks, size, context, chunk, running, kept)
+        self.world.users = users
         self.random = random.Random(0)
 
     @rule(
@@ -242,6 +252,7 @@ def history(seed: int, steps: int) -> Scheduler:
     context = chance.randint(8, 40)
     blocks = -(-context // size) + chance.randint(0, 6)
     world = World(blocks, size, context, chance.randint(1, 16), chance.randint(1, 8), chance.choice((None, 3)))
+    world.users = seed % 2 == 1
     begins = [tuple(chance.randrange(VOCAB) for _ in range(chance.randint(1, context // 2))) for _ in range(4)]
     while world.steps < steps:
         if len(world.under_way) < 10 and chance.random() < 0.4:

@@ -13,6 +13,7 @@ from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loader import LoadedModel
 from mycli.runtime.engine.model_runner import CacheShape
+from mycli.runtime.server.ollama.card import model_card
 from mycli.runtime.server.settings import ServerSettings
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 from mycli.runtime.utils.dtypes import FLOATS
@@ -39,7 +40,9 @@ def loaded() -> LoadedModel:
 def served(loaded: LoadedModel) -> Iterator[Served]:
     """Pico, as `mycli serve pico` serves it, under a second name, too."""
     engine = Engine(loaded.runner, CacheShape.paged(512, 2048, 16), loaded.vocabulary_size, running=8)
-    with serving(loaded, engine, ServerSettings(("pico", "alias/of-it"))) as found:
+    with serving(
+        loaded, engine, ServerSettings(("pico", "alias/of-it"), card=model_card(open_model_folder(PICO)))
+    ) as found:
         yield found
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from mycli.runtime.server.application import ROUTES
+from mycli.runtime.server.ollama.manage import MANAGING
 from mycli.runtime.server.service import Service
 from tests.runtime.server.conftest import Scripted
 from tests.support.served import Served
@@ -31,7 +32,7 @@ BODIES: dict[str, bytes] = {
     "null": b"null",
     "string": b'"x"',
 }
-PATHS = [path for method, path, _ in ROUTES if method == "POST"]
+PATHS = [path for method, path, _ in ROUTES if method == "POST" and (method, path) not in MANAGING]
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -41,7 +42,11 @@ def test_g11_g12_what_is_no_json_object_is_refused(served: Served, path: str, na
     assert answer.status == 400, answer.body[:300]
     if path.startswith("/v1/messages"):
         assert answer.json["type"] == "error"
-    assert answer.error["type"] == "invalid_request_error" and len(answer.body) < 1000
+    assert len(answer.body) < 1000
+    if path.startswith("/api/"):  # Ollama's errors are a text
+        assert answer.json["error"]
+    else:
+        assert answer.error["type"] == "invalid_request_error"
 
 
 def good(**fields: Any) -> dict[str, Any]:

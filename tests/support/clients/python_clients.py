@@ -305,6 +305,31 @@ def llm(url: str, model: str) -> None:
 
 
 # Client -> the packages that it needs, and whether its tool must have been called.
+def langchain_ollama(url: str, model: str) -> None:
+    from langchain_core.messages import HumanMessage
+    from langchain_core.tools import tool
+    from langchain_ollama import ChatOllama
+
+    chat = ChatOllama(model=model, base_url=url, num_predict=32, temperature=0)
+    assert chat.invoke([HumanMessage(QUESTION)]).response_metadata["done"]
+    assert "".join(str(part.content) for part in chat.stream(QUESTION)) is not None
+    assert chat.bind_tools([tool(list_files)]).invoke(QUESTION).usage_metadata is not None
+    shaped = chat.with_structured_output(Answer.model_json_schema(), method="json_schema", include_raw=True)
+    assert shaped.invoke(QUESTION)["raw"].content.startswith("{")
+
+
+def litellm_ollama(url: str, model: str) -> None:
+    import litellm
+
+    for prefix in ("ollama", "ollama_chat"):
+        arguments: dict[str, Any] = {"model": f"{prefix}/{model}", "api_base": url, "max_tokens": 24}
+        messages = [{"role": "user", "content": QUESTION}]
+        reply = litellm.completion(messages=messages, **arguments)
+        assert reply.usage.completion_tokens > 0
+        parts = list(litellm.completion(messages=messages, stream=True, **arguments))
+        assert parts[-1].choices[0].finish_reason
+
+
 CLIENTS: dict[str, tuple[Callable[[str, str], None], tuple[str, ...], bool]] = {
     "openai-agents": (openai_agents, ("openai-agents",), True),
     "pydantic-ai": (pydantic_ai, ("pydantic-ai-slim[openai,anthropic]",), True),
@@ -323,6 +348,8 @@ CLIENTS: dict[str, tuple[Callable[[str, str], None], tuple[str, ...], bool]] = {
     "guidance": (guidance, ("guidance", "openai"), False),
     "semantic-kernel": (semantic_kernel, ("semantic-kernel",), True),
     "llm": (llm, ("llm",), True),
+    "langchain-ollama": (langchain_ollama, ("langchain-ollama",), False),
+    "litellm ollama": (litellm_ollama, ("litellm",), False),
 }
 
 if __name__ == "__main__":

@@ -1,0 +1,46 @@
+"""Asks a server on this machine, by HTTP on a port or on a Unix socket."""
+
+import http.client
+import json
+import os
+import socket
+from contextlib import suppress
+from typing import Any
+from urllib.parse import urlsplit
+
+from mycli.cli.flags.options import KEY_VARIABLE
+
+_MAX_BYTES = 1 << 20
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: str, timeout: float) -> None:
+        super().__init__("localhost", timeout=timeout)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+def request_json(url: str, method: str, path: str, body: Any = None, *, seconds: float) -> tuple[int, dict[str, Any]]:
+    """Return status and JSON object of a response; 0 and {} without one. The key is that of the environment."""
+    if url.startswith("unix:"):
+        connection: http.client.HTTPConnection = _UnixConnection(url.removeprefix("unix:"), seconds)
+    else:
+        address = urlsplit(url)
+        connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=seconds)
+    headers = {"content-type": "application/json"}
+    if key := os.environ.get(KEY_VARIABLE, "").strip():
+        headers["authorization"] = f"Bearer {key}"
+    try:
+        with suppress(OSError, ValueError, http.client.HTTPException):
+            connection.request(method, path, None if body is None else json.dumps(body), headers)
+            response = connection.getresponse()
+            answer = json.loads(response.read(_MAX_BYTES))
+            if isinstance(answer, dict):
+                return response.status, answer
+        return 0, {}
+    finally:
+        connection.close()

@@ -1,0 +1,155 @@
+"""Reads what a sentence-transformers folder adds to a model: pooling, dense layers, normalization, prompts.
+
+Describes them only; nothing here imports torch.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from mycli.runtime.errors import ModelError
+from mycli.runtime.utils.json_fields import Fields, read_bytes, read_object, strict_json
+
+MODULES = "modules.json"
+_MAX_BYTES = 1 << 20
+PoolingMode = Literal["last", "cls", "mean", "max", "mean_sqrt_len", "weighted_mean"]
+# Keys of older versions of 1_Pooling/config.json, and names of newer ones, in the order in which vectors are joined.
+_MODES: Mapping[str, PoolingMode] = {
+    "cls_token": "cls",
+    "max_tokens": "max",
+    "mean_tokens": "mean",
+    "mean_sqrt_len_tokens": "mean_sqrt_len",
+    "weightedmean_tokens": "weighted_mean",
+    "lasttoken": "last",
+}
+DenseActivation = Literal["Identity", "Tanh", "ReLU", "GELU", "Sigmoid"]
+
+
+@dataclass(frozen=True)
+class DenseSpec:
+    """A linear layer on the pooled vector, with its weights in `path`."""
+
+    path: Path
+    in_features: int
+    out_features: int
+    bias: bool
+    activation: DenseActivation
+
+
+@dataclass(frozen=True)
+class EmbeddingSpec:
+    """How a text's vector is computed from its hidden states.
+
+    pooling: modes whose vectors are joined; dense, normalize: applied after it, in this order; prompts: texts put
+    before an input, by name; default_prompt: the name that applies to inputs without one, None for no prompt.
+    """
+
+    pooling: tuple[PoolingMode, ...]
+    dense: tuple[DenseSpec, ...] = ()
+    normalize: bool = False
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether the hidden states of all tokens are needed, not only of the last."""
+        return self.pooling != ("last",)
+
+    def size(self, hidden_size: int) -> int:
+        """Return the number of values of a vector."""
+        return self.dense[-1].out_features if self.dense else hidden_size * len(self.pooling)
+
+
+def read_embedding_spec(folder: Path, hidden_size: int) -> EmbeddingSpec | None:
+    """Return the modules of a sentence-transformers folder; None for another folder. Raises ModelError."""
+    path = folder / MODULES
+    if not path.is_file():
+        return None
+    pooling: tuple[PoolingMode, ...] = ()
+    dense: list[DenseSpec] = []
+    normalize = False
+    kinds = [(_kind(entry), entry) for entry in _entries(path)]
+    for position, (kind, entry) in enumerate(kinds):
+        if kind == "Transformer" and position == 0:
+            continue
+        if kind == "Pooling" and position == 1:
+            pooling = _pooling(folder / _folder_name(entry, path), hidden_size)
+        elif kind == "Dense" and pooling and not normalize:
+            width = dense[-1].out_features if dense else hidden_size * len(pooling)
+            dense.append(_dense(folder / _folder_name(entry, path), width))
+        elif kind == "Normalize" and pooling and position == len(kinds) - 1:
+            normalize = True
+        else:
+            raise ModelError(f"{path}: module {kind!r:.60} is not supported in place {position}")
+    if not pooling:
+        raise ModelError(f"{path}: has no Pooling module")
+    prompts, default = _prompts(folder / "config_sentence_transformers.json")
+    return EmbeddingSpec(pooling, tuple(dense), normalize, prompts, default)
+
+
+def _entries(path: Path) -> list[Fields]:
+    try:
+        value = strict_json(read_bytes(path, _MAX_BYTES))
+    except ValueError as error:
+        raise ModelError(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value) or len(value) > 16:
+        raise ModelError(f"{path}: must be a list of at most 16 modules")
+    return [Fields(entry, str(path)) for entry in value]
+
+
+def _kind(entry: Fields) -> str:
+    # The class by its name: its module has moved between versions.
+    return entry.text("type").rpartition(".")[2]
+
+
+def _folder_name(entry: Fields, path: Path) -> str:
+    name = entry.text("path", "")
+    if not name or name != Path(name).name or name.startswith("."):
+        raise ModelError(f"{path}: path {name!r:.60} is not a folder of the model")
+    return name
+
+
+def _pooling(folder: Path, hidden_size: int) -> tuple[PoolingMode, ...]:
+    raw = read_object(folder / "config.json")
+    width = raw.integer("word_embedding_dimension", raw.integer("embedding_dimension", hidden_size))
+    if width != hidden_size:
+        raise raw.fail("word_embedding_dimension", f"is {width}, but hidden_size is {hidden_size}")
+    if not raw.boolean("include_prompt", True):
+        raise raw.fail("include_prompt", "= false is not supported")
+    if raw.has("pooling_mode"):
+        names = raw.values["pooling_mode"]
+        names = [names] if isinstance(names, str) else names
+        known: dict[str, PoolingMode] = {"weightedmean": "weighted_mean", "lasttoken": "last"}
+        modes = tuple(known.get(name, name) for name in names) if isinstance(names, list) else ()
+        if not modes or not all(mode in get_args(PoolingMode) for mode in modes):
+            raise raw.fail("pooling_mode", f"= {names!r:.60} is not supported")
+        return modes
+    modes = tuple(mode for key, mode in _MODES.items() if raw.boolean(f"pooling_mode_{key}", False))
+    if not modes:
+        raise raw.fail("pooling_mode_mean_tokens", "no pooling mode is set")
+    return modes
+
+
+def _dense(folder: Path, width: int) -> DenseSpec:
+    raw = read_object(folder / "config.json")
+    if raw.integer("in_features") != width:
+        raise raw.fail("in_features", f"is {raw.integer('in_features')}, but the vector before it has {width} values")
+    activation: Any = raw.text("activation_function", "torch.nn.modules.activation.Tanh").rpartition(".")[2]
+    if activation not in get_args(DenseActivation):
+        raise raw.fail("activation_function", f"= {activation!r:.60} is not supported")
+    path = folder / "model.safetensors"
+    return DenseSpec(path, width, raw.integer("out_features", high=1 << 20), raw.boolean("bias", True), activation)
+
+
+def _prompts(path: Path) -> tuple[dict[str, str], str | None]:
+    if not path.is_file():
+        return {}, None
+    raw = read_object(path)
+    prompts = raw.values.get("prompts") or {}
+    if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
+        raise raw.fail("prompts", "must be an object of texts")
+    default = raw.values.get("default_prompt_name")
+    if default is not None and default not in prompts:
+        raise raw.fail("default_prompt_name", f"= {default!r:.60} is not one of the prompts")
+    return prompts, default

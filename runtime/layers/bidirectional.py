@@ -1,0 +1,62 @@
+"""Attention of models in which every token sees the whole text, as embedding models have it, and their forward pass."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from mycli.runtime.cache.batch import Chunk
+from mycli.runtime.layers.attention import KeyValue
+from mycli.runtime.layers.layer_part import PassContext
+from mycli.runtime.layers.rope import Rope
+from mycli.runtime.layers.transformer import Transformer
+from mycli.runtime.layers.vocabulary import embed_tokens
+from mycli.runtime.models.latent_spec import LatentAttentionSpec
+from mycli.runtime.models.part_spec import AttentionSpec
+
+
+class BidirectionalAttention:
+    """Attention within whole texts, without a cache. `lengths`: tokens of each text, one after another."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self._lengths = list(lengths)
+        self._masks: dict[tuple[int, int], Tensor] = {}
+
+    def attend(
+        self, layer: int, query: Tensor, new: KeyValue | None, spec: AttentionSpec, sinks: Tensor | None = None
+    ) -> Tensor:
+        if new is None or sinks is not None or spec.softcap or spec.chunk or spec.kv_source is not None:
+            raise NotImplementedError("no embedding model has this attention")
+        outputs = []
+        # Each text is a call of its own, so its bits do not depend on the others.
+        parts = [torch.split(part, self._lengths, dim=1) for part in (query, *new)]
+        for q, k, v in zip(*parts, strict=True):
+            mask = self._mask(q.shape[1], spec.window, q.device)
+            q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+            x = scaled_dot_product_attention(q, k, v, mask, scale=spec.scale, enable_gqa=q.shape[1] != k.shape[1])
+            outputs.append(x.transpose(1, 2).flatten(2))
+        return torch.cat(outputs, dim=1)
+
+    def attend_latent(self, layer: int, spec: LatentAttentionSpec, query: KeyValue, new: KeyValue) -> Tensor:
+        raise NotImplementedError("no embedding model has latent attention")
+
+    def _mask(self, length: int, window: int | None, device: torch.device) -> Tensor | None:
+        if window is None or window >= length:
+            return None
+        if (length, window) not in self._masks:
+            at = torch.arange(length, device=device)
+            self._masks[length, window] = (at[:, None] - at).abs() < window
+        return self._masks[length, window]
+
+
+@torch.inference_mode()
+def encode_texts(model: Transformer, texts: Sequence[Sequence[int]], rope: Rope) -> list[Tensor]:
+    """Return the final hidden states [tokens, hidden] of each text, computed in one pass."""
+    chunks = [Chunk(text, 0, (), 0) for text in texts]
+    tokens = torch.tensor([token for text in texts for token in text], device=model.device)[None]
+    x = embed_tokens(tokens, model.embedding, model.config)
+    context = PassContext(rope.rows(chunks), BidirectionalAttention([len(text) for text in texts]))
+    for block in model.layers():
+        x = block(x, context)
+    return list(model.norm(x)[0].split([len(text) for text in texts]))

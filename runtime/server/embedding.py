@@ -1,0 +1,102 @@
+"""Runs texts for their vectors, and pairs of query and document for their scores, as sequences of the engine."""
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from starlette.requests import Request as HttpRequest
+from torch import Tensor
+
+from mycli.runtime.engine.embedder import Embedder
+from mycli.runtime.engine.reply_reader import Piece
+from mycli.runtime.engine.sequence import Request, SequenceOutput
+from mycli.runtime.server.api_error import ApiError
+from mycli.runtime.server.service import Prepared, Service
+from mycli.runtime.server.streaming import running
+
+TEXTS_TOGETHER = 32  # texts of a request in the queue at a time, so that other clients' requests come between
+
+
+class VectorReader:
+    """Turns the output of one sequence into its vector, or with `embedder` None into its scores."""
+
+    def __init__(self, index: int, embedder: Embedder | None, dimensions: int | None = None) -> None:
+        self.index, self._embedder, self._dimensions = index, embedder, dimensions
+
+    def feed(self, output: SequenceOutput) -> Piece:
+        """Return a piece without text; the last one has the vector."""
+        if output.finish_reason is None:
+            return Piece(self.index, cached_tokens=output.cached_tokens)
+        vector: Tensor | None = output.scores
+        if self._embedder is not None and output.hidden is not None:
+            vector = self._embedder.vector(output.hidden, self._dimensions)
+        problem = "" if output.error is None else output.error.message
+        end = output.finish_reason
+        return Piece(
+            self.index,
+            cached_tokens=output.cached_tokens,
+            end="length" if end == "context" else end,
+            problem=problem,
+            vector=vector,
+        )
+
+
+def embedder_of(service: Service) -> Embedder:
+    """Return what computes the model's vectors. Raises ApiError for a model that does not embed texts."""
+    if service.loaded.embedder is None:
+        message = f"{service.name} computes no embeddings: its folder has no modules.json of sentence-transformers"
+        raise ApiError(400, message, "not_an_embedding_model", param="model")
+    return service.loaded.embedder
+
+
+def embedding_ids(service: Service, text: str, prompt: str, truncate: bool, place: str) -> list[int]:
+    """Return the token ids of a text with its prompt. Raises ApiError for a text that does not fit."""
+    ids = service.text_prompt(prompt + text)
+    if truncate and len(ids) > service.context:
+        # The last token is the one that the tokenizer adds, which many models are trained to end with.
+        ids = [*ids[: service.context - 1], ids[-1]]
+    service.check_fits(ids, None, place)
+    return ids
+
+
+def vector_requests(embedder: Embedder, texts: Sequence[Sequence[int]], dimensions: int | None) -> list[Prepared]:
+    """Return the requests for the vectors of `texts`, given as token ids, in groups that are run one after another."""
+    if dimensions is not None and dimensions > embedder.size:
+        message = f"dimensions: the vectors of this model have {embedder.size} values"
+        raise ApiError(400, message, "invalid_value", param="dimensions")
+    states: Literal["all", "last"] = "all" if embedder.spec.needs_all else "last"
+    requests = [Request(tuple(ids), limit=0, hidden_states=states) for ids in texts]
+    return _grouped(requests, lambda index: VectorReader(index, embedder, dimensions))
+
+
+def score_requests(texts: Sequence[Sequence[int]], tokens: Sequence[int]) -> list[Prepared]:
+    """Return the requests for the logits of `tokens` after each of `texts`."""
+    requests = [Request(tuple(ids), limit=0, scored_tokens=tuple(tokens)) for ids in texts]
+    return _grouped(requests, lambda index: VectorReader(index, None))
+
+
+def _grouped(requests: Sequence[Request], reader: Callable[[int], VectorReader]) -> list[Prepared]:
+    groups = [requests[start : start + TEXTS_TOGETHER] for start in range(0, len(requests), TEXTS_TOGETHER)]
+    return [
+        Prepared(
+            [(request, [reader(index)]) for index, request in enumerate(group)], [request.prompt for request in group]
+        )
+        for group in groups
+    ]
+
+
+async def run_vectors(service: Service, request: HttpRequest, groups: Sequence[Prepared]) -> list[Tensor]:
+    """Return the vectors of all requests, in order. Raises ApiError."""
+    vectors: list[Tensor] = []
+    for prepared in groups:
+        by_index: dict[int, Tensor] = {}
+        async with running(service, request, prepared) as pieces:
+            async for batch in pieces:
+                by_index |= {piece.index: piece.vector for piece in batch if piece.vector is not None}
+        vectors += [by_index[index] for index in range(len(prepared.requests))]
+    return vectors
+
+
+def cosine(left: Tensor, right: Tensor) -> float:
+    """Return the cosine similarity of two vectors."""
+    return float(torch.nn.functional.cosine_similarity(left, right, dim=0))

@@ -1,0 +1,1 @@
+"""The routes of Ollama's interface, on the same engine."""

@@ -1,0 +1,69 @@
+"""POST /api/chat: Ollama's chat."""
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mycli.runtime.server.encoding import JsonResponse
+from mycli.runtime.server.ollama.keep_alive import keep_alive_seconds
+from mycli.runtime.server.ollama.rendering import MEDIA_TYPE, OllamaRendering, loaded_reply
+from mycli.runtime.server.ollama.request import (
+    OllamaChatRequest,
+    OllamaMessage,
+    read_format,
+    read_options,
+    refuse_images,
+    think_arguments,
+)
+from mycli.runtime.server.routes.chat_spec import ChatSpec, prepare_chat
+from mycli.runtime.server.routes.wire import chat_tools
+from mycli.runtime.server.service import Prepared, Service
+from mycli.runtime.server.streaming import answer, read_request
+from mycli.runtime.tokenizer.chat_template import Message
+
+
+async def ollama_chat(service: Service, request: Request) -> Response:
+    """Continue a conversation, in Ollama's form."""
+
+    def prepare(body: OllamaChatRequest) -> Prepared | None:
+        return prepare_chat(service, _spec(service, body)) if body.messages else None
+
+    body, prepared = await read_request(service, request, OllamaChatRequest, prepare)
+    if prepared is None:
+        unload = body.keep_alive is not None and keep_alive_seconds(body.keep_alive) == 0
+        return JsonResponse(loaded_reply(service, body, True, unload))
+    rendering = OllamaRendering(service, prepared, body, as_message=True)
+    return await answer(service, request, prepared, rendering, body.stream is not False, MEDIA_TYPE)
+
+
+def _spec(service: Service, body: OllamaChatRequest) -> ChatSpec:
+    sampling, limit, omitted = read_options(body, service.context)
+    tools, omitted_tools = chat_tools(body.tools)
+    return ChatSpec(
+        messages=[_message(item, f"messages.{index}") for index, item in enumerate(body.messages or ())],
+        sampling=sampling,
+        tools=tools,
+        omitted_tools=omitted_tools,
+        omitted=omitted,
+        format=read_format(body),
+        arguments=think_arguments(body.think),
+        limit=limit,
+        clipped=True,  # a limit larger than the context ends at the context, as with Ollama
+        top=(body.top_logprobs or 0) if body.logprobs else None,
+    )
+
+
+def _message(item: OllamaMessage, place: str) -> Message:
+    refuse_images(item.images, f"{place}.images")
+    calls: list[dict[str, Any]] = [
+        {
+            "type": "function",
+            "id": call.id or "",
+            "function": {"name": call.function.name, "arguments": call.function.arguments},
+        }
+        for call in item.tool_calls or ()
+    ]
+    return Message(
+        item.role, item.content or "", tuple(calls), item.thinking or "", item.tool_name or "", item.tool_call_id or ""
+    )

@@ -1,0 +1,68 @@
+"""POST /api/generate: Ollama's completion of a prompt, with the chat template unless `raw`."""
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mycli.runtime.engine.reply_reader import ReplyReader
+from mycli.runtime.engine.sequence import reply_room
+from mycli.runtime.server.encoding import JsonResponse
+from mycli.runtime.server.ollama.keep_alive import keep_alive_seconds
+from mycli.runtime.server.ollama.rendering import MEDIA_TYPE, OllamaRendering, loaded_reply
+from mycli.runtime.server.ollama.request import (
+    OllamaGenerateRequest,
+    read_format,
+    read_options,
+    refuse_fields,
+    think_arguments,
+)
+from mycli.runtime.server.routes.chat_spec import ChatSpec, prepare_chat
+from mycli.runtime.server.service import Prepared, Service
+from mycli.runtime.server.streaming import answer, read_request
+from mycli.runtime.tokenizer.chat_template import Message
+
+
+async def ollama_generate(service: Service, request: Request) -> Response:
+    """Answer a prompt, in Ollama's form."""
+
+    def prepare(body: OllamaGenerateRequest) -> Prepared | None:
+        refuse_fields(body)
+        return _prepared(service, body) if body.prompt else None
+
+    body, prepared = await read_request(service, request, OllamaGenerateRequest, prepare)
+    if prepared is None:
+        unload = body.keep_alive is not None and keep_alive_seconds(body.keep_alive) == 0
+        return JsonResponse(loaded_reply(service, body, False, unload))
+    rendering = OllamaRendering(service, prepared, body, as_message=False)
+    return await answer(service, request, prepared, rendering, body.stream is not False, MEDIA_TYPE)
+
+
+def _prepared(service: Service, body: OllamaGenerateRequest) -> Prepared:
+    prompt = body.prompt or ""
+    if body.raw or service.loaded.tokenizer.template is None:
+        return _raw(service, body, prompt)
+    sampling, limit, omitted = read_options(body, service.context)
+    system = [Message("system", body.system)] if body.system else []
+    spec = ChatSpec(
+        messages=[*system, Message("user", prompt)],
+        sampling=sampling,
+        omitted=omitted,
+        format=read_format(body),
+        arguments=think_arguments(body.think),
+        limit=limit,
+        clipped=True,
+        top=(body.top_logprobs or 0) if body.logprobs else None,
+        place="prompt",
+    )
+    return prepare_chat(service, spec)
+
+
+def _raw(service: Service, body: OllamaGenerateRequest, prompt: str) -> Prepared:
+    sampling, limit, omitted = read_options(body, service.context)
+    ids = service.text_prompt(prompt)
+    if limit is not None:
+        limit = min(limit, max(reply_room(service.context, len(ids)), 1))
+    service.check_fits(ids, limit, "prompt")
+    top = (body.top_logprobs or 0) if body.logprobs else None
+    request = service.request(ids, sampling, limit, service.grammar(read_format(body)), top)
+    reader = ReplyReader(service.loaded.tokenizer, sampling.stops)
+    return Prepared([(request, [reader])], [ids], omitted=omitted)

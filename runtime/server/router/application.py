@@ -1,0 +1,259 @@
+"""The routes of a server of several models: what it answers itself, and what it passes on."""
+
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from mycli.runtime.server.api_error import ApiError
+from mycli.runtime.server.body import parse_body, read_body
+from mycli.runtime.server.encoding import JsonResponse
+from mycli.runtime.server.errors import exception_handlers
+from mycli.runtime.server.guard import Guard
+from mycli.runtime.server.ollama.card import NEVER, running_entry
+from mycli.runtime.server.ollama.manage import MANAGING, refuse_managing
+from mycli.runtime.server.ollama.version import ollama_version
+from mycli.runtime.server.router.management import ModelManager, pull_response
+from mycli.runtime.server.router.metrics import router_metrics
+from mycli.runtime.server.router.pool import ModelPool, Slot
+from mycli.runtime.server.router.proxy import ForwardedResponse, keep_alive_of, model_of, relabelled
+from mycli.runtime.server.routes.page import page
+from mycli.runtime.server.settings import ServerSettings, ServerState
+from mycli.runtime.utils import version
+
+# What a model's server answers; a test compares them with its table of routes.
+FORWARDED = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/responses/input_tokens",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/embeddings",
+    "/v1/rerank",
+    "/tokenize",
+    "/detokenize",
+    "/apply-template",
+    "/api/chat",
+    "/api/generate",
+    "/api/embed",
+    "/api/embeddings",
+)
+
+
+class Router(ServerState):
+    """A server of several models. `created`: seconds since 1970."""
+
+    def __init__(self, settings: ServerSettings, pool: ModelPool, manager: ModelManager | None = None) -> None:
+        super().__init__(settings)
+        self.pool, self.manager = pool, manager
+
+    @property
+    def busy(self) -> bool:
+        return self.requests > 0 or self.pool.active > 0
+
+
+RouterEndpoint = Callable[[Router, Request], Awaitable[Response]]
+
+
+def _described(slot: Slot, name: str) -> dict[str, Any]:
+    model = slot.model
+    return {
+        "id": name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "mycli",
+        "type": "base",
+        "root": model.name,
+        "context_length": model.context,
+        "max_model_len": model.context,
+        "max_context_length": model.context,
+        "state": slot.shown_state,
+        "pinned": model.pinned,
+        "memory_bytes": model.nbytes,
+        "requests": slot.active + len(slot.waiters),
+        "error": model.problem or slot.failure or None,
+    }
+
+
+def _described_anthropic(slot: Slot, name: str) -> dict[str, Any]:
+    created = datetime.fromtimestamp(slot.model.created, UTC).isoformat().replace("+00:00", "Z")
+    context = slot.model.context
+    return {
+        "type": "model",
+        "id": name,
+        "display_name": name,
+        "created_at": created,
+        "lifecycle": "active",
+        "max_input_tokens": context,
+        "max_tokens": context,
+    }
+
+
+async def list_models_with_state(router: Router, request: Request) -> Response:
+    """List the models, each under all its names, with their state; in Anthropic's form with anthropic-version."""
+    named = [(slot, name) for slot in router.pool.slots.values() for name in slot.model.names]
+    if "anthropic-version" in request.headers:
+        data = [_described_anthropic(slot, name) for slot, name in named]
+        return JsonResponse({"data": data, "first_id": named[0][1], "last_id": named[-1][1], "has_more": False})
+    return JsonResponse({"object": "list", "data": [_described(slot, name) for slot, name in named]})
+
+
+async def show_model_with_state(router: Router, request: Request) -> Response:
+    """Show a model with its state."""
+    name = request.path_params["name"]
+    describe = _described_anthropic if "anthropic-version" in request.headers else _described
+    return JsonResponse(describe(router.pool.find(name), name))
+
+
+async def _slot_in_body(router: Router, request: Request) -> tuple[Slot, bytes]:
+    data = await read_body(router.settings.limits, request)
+    return router.pool.find(model_of(parse_body(data))), data
+
+
+async def forward(router: Router, request: Request) -> Response:
+    """Pass a request on to the server of its model."""
+    data = await read_body(router.settings.limits, request)
+    values = parse_body(data)
+    keep = keep_alive_of(values) if request.url.path.startswith("/api/") else ()
+    return ForwardedResponse(router.pool, router.pool.find(model_of(values)), request, data, keep)
+
+
+async def load_model_on_request(router: Router, request: Request) -> Response:
+    """Load a model, and answer when it is loaded."""
+    slot, _ = await _slot_in_body(router, request)
+    async with router.pool.use(slot):
+        pass
+    return JsonResponse(_described(slot, slot.model.name))
+
+
+async def unload_model(router: Router, request: Request) -> Response:
+    """Unload a model after its requests."""
+    slot, _ = await _slot_in_body(router, request)
+    router.pool.unload(slot)
+    return JsonResponse(_described(slot, slot.model.name))
+
+
+async def router_health(router: Router, request: Request) -> Response:
+    """Return 200 while requests are accepted, with the state of each model; 503 while shutting down."""
+    pool = router.pool
+    states = {name: slot.shown_state for name, slot in pool.slots.items()}
+    state = "draining" if router.draining else "ok"
+    body = {"status": state, "running": pool.active, "waiting": pool.waiting, "models": states}
+    return JsonResponse(body, 503 if router.draining else 200)
+
+
+async def router_version(router: Router, request: Request) -> Response:
+    """Return the version of this program."""
+    return JsonResponse({"version": version()})
+
+
+async def all_metrics(router: Router, request: Request) -> Response:
+    """Return the metrics of this server and of each loaded model, which is named in a label."""
+    return Response(await router_metrics(router.pool), media_type=CONTENT_TYPE_LATEST)
+
+
+async def router_description(router: Router, request: Request) -> Response:
+    """Return the OpenAPI description of the interfaces; a model is loaded for it if none is."""
+    slots = list(router.pool.slots.values())
+    slot = next((slot for slot in slots if slot.state == "loaded"), slots[0])
+    async with router.pool.use(slot) as process:
+        answer = await process.client.get("/openapi.json")
+    if answer.status_code != 200:
+        raise ApiError(502, f"{slot.model.name} did not describe its interfaces", "model_process_failed")
+    names = [name for slot in slots for name in slot.model.names]
+    return Response(relabelled(answer.content, names), media_type="application/json")
+
+
+async def all_tags(router: Router, request: Request) -> Response:
+    """List the models, in Ollama's form."""
+    models = [slot.model for slot in router.pool.slots.values()]
+    return JsonResponse({"models": [model.card.listed(name) for model in models for name in model.names]})
+
+
+async def all_running(router: Router, request: Request) -> Response:
+    """List the loaded models, in Ollama's form."""
+    entries = []
+    for slot in router.pool.slots.values():
+        if slot.state == "loaded":
+            model = slot.model
+            gpu_bytes = 0 if model.place == "cpu" else model.nbytes
+            expires = router.pool.expiry(slot)
+            end = NEVER if expires is None else (datetime.now(UTC) + timedelta(seconds=expires)).isoformat()
+            entries.append(running_entry(model.card, model.name, model.nbytes, gpu_bytes, model.context, end))
+    return JsonResponse({"models": entries})
+
+
+async def show_card(router: Router, request: Request) -> Response:
+    """Describe a model, in Ollama's form."""
+    slot, _ = await _slot_in_body(router, request)
+    return JsonResponse(slot.model.card.shown())
+
+
+async def pull_model(router: Router, request: Request) -> Response:
+    """Download a model from the Hugging Face hub and serve it, if this server manages models."""
+    if router.manager is None:
+        return await refuse_managing(router, request)
+    values = parse_body(await read_body(router.settings.limits, request))
+    return pull_response(router.manager, router.pool, values, model_of(values))
+
+
+async def delete_model(router: Router, request: Request) -> Response:
+    """Delete a model that was pulled or made here, if this server manages models."""
+    if router.manager is None:
+        return await refuse_managing(router, request)
+    name = model_of(parse_body(await read_body(router.settings.limits, request)))
+    return await router.manager.removed(router.pool, name or "")
+
+
+ROUTER_ROUTES: tuple[tuple[str, str, RouterEndpoint], ...] = (
+    *(("POST", path, forward) for path in FORWARDED),
+    ("GET", "/v1/models", list_models_with_state),
+    ("POST", "/v1/models/load", load_model_on_request),
+    ("POST", "/v1/models/unload", unload_model),
+    ("GET", "/v1/models/{name:path}", show_model_with_state),
+    ("GET", "/api/tags", all_tags),
+    ("GET", "/api/ps", all_running),
+    ("POST", "/api/show", show_card),
+    ("GET", "/api/version", ollama_version),
+    ("POST", "/api/pull", pull_model),
+    ("DELETE", "/api/delete", delete_model),
+    *((method, path, refuse_managing) for method, path in MANAGING if path not in ("/api/pull", "/api/delete")),
+    ("GET", "/health", router_health),
+    ("GET", "/version", router_version),
+    ("GET", "/metrics", all_metrics),
+    ("GET", "/openapi.json", router_description),
+    ("GET", "/", page),
+)
+
+
+def router_application(router: Router, log: Callable[[str], None]) -> ASGIApp:
+    """Build the application. `log` receives one line per request that no model's server has logged."""
+
+    def bound(endpoint: RouterEndpoint) -> Callable[[Request], Awaitable[Response]]:
+        async def call(request: Request) -> Response:
+            return await endpoint(router, request)
+
+        return call
+
+    routes = [
+        Route(spelled, bound(endpoint), methods=[method])
+        for method, path, endpoint in ROUTER_ROUTES
+        for spelled in spellings(path)
+    ]
+    app = Starlette(routes=routes, exception_handlers=exception_handlers())
+    app.router.redirect_slashes = False
+    return Guard(app, router, log)
+
+
+def spellings(path: str) -> tuple[str, ...]:
+    """Return a path, and the one that clients of llama.cpp and of OpenAI with another base URL send."""
+    if path.startswith("/v1/") and not path.startswith("/v1/messages"):
+        return path, path.removeprefix("/v1")
+    return (path,)

@@ -1,0 +1,132 @@
+"""The process that serves one model on a socket, from its start to its end.
+
+The process holds the reading end of a pipe as its standard input: it ends when this process does, however that ends.
+"""
+
+import asyncio
+import json
+import os
+import signal
+from asyncio.subprocess import Process
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, Self
+
+import httpx2
+
+from mycli.runtime.server.router.model import RoutedModel
+from mycli.runtime.utils.sanitize import one_line
+
+_LINE_BYTES = 1 << 20  # the line that announces a server names all its passes
+_TERM_SECONDS = 10.0  # to end after SIGTERM; nothing is under way then
+
+
+class LoadError(Exception):
+    """A process that ended before it served; the message is its own error."""
+
+
+class ModelProcess:
+    """A process that serves a model, and the connections to it."""
+
+    def __init__(self, process: Process, model: RoutedModel) -> None:
+        self._process = process
+        transport = httpx2.AsyncHTTPTransport(
+            uds=str(model.socket), limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64)
+        )
+        # A reply may take any time; the process itself bounds what is silent.
+        self.client = httpx2.AsyncClient(transport=transport, base_url="http://localhost", timeout=None)
+        self._readers: set[asyncio.Task[None]] = set()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @classmethod
+    async def start(cls, model: RoutedModel, environment: Mapping[str, str], log: Callable[[str], None]) -> Self:
+        """Start the process and wait until it serves; `log` receives its lines. Raises LoadError."""
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *model.command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env=environment,
+                limit=_LINE_BYTES,
+                start_new_session=True,  # Ctrl-C in the terminal is for this process, which finishes replies first
+            )
+        except OSError as error:
+            raise LoadError(f"its process cannot be started: {error.strerror}") from None
+        started = cls(process, model)
+        assert process.stdout is not None and process.stderr is not None
+        try:
+            started._relay(process.stderr, log)
+            announced = await _announcement(process.stdout)
+            if "url" not in announced:
+                await process.wait()
+                problem = announced.get("error")
+                cause = problem.get("message") if isinstance(problem, dict) else None
+                raise LoadError(one_line(str(cause or started.exit_reason), 500))
+            started._relay(process.stdout, log)
+        except BaseException:
+            await started.kill()
+            raise
+        return started
+
+    def _relay(self, stream: asyncio.StreamReader, log: Callable[[str], None]) -> None:
+        async def read() -> None:
+            # A line longer than the limit is dropped; the pipe must never fill.
+            while True:
+                with suppress(ValueError):
+                    if not (line := await stream.readline()):
+                        return
+                    log(line.decode("utf-8", "replace").rstrip("\n"))
+
+        task = asyncio.create_task(read())
+        self._readers.add(task)
+        task.add_done_callback(self._readers.discard)
+
+    @property
+    def exit_reason(self) -> str:
+        code = self._process.returncode
+        if code is None:
+            return "its process does not answer"
+        if code < 0:
+            with suppress(ValueError):
+                return f"its process was ended by {signal.Signals(-code).name}"
+        return f"its process ended with exit code {code}"
+
+    async def ended(self) -> str:
+        """Wait for the end of the process and return the reason."""
+        await self._process.wait()
+        return self.exit_reason
+
+    async def stop(self) -> None:
+        """End the process: SIGTERM, then SIGKILL. Returns when its memory is free."""
+        await self.client.aclose()
+        with suppress(ProcessLookupError):
+            self._process.terminate()
+        try:
+            async with asyncio.timeout(_TERM_SECONDS):
+                await self._process.wait()
+        except TimeoutError:
+            await self.kill()
+
+    async def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            self._process.kill()
+        await self._process.wait()
+        await self.client.aclose()
+
+
+async def _announcement(stream: asyncio.StreamReader) -> dict[str, Any]:
+    # The first line of JSON: the address of a server, or the error of one that could not start.
+    with suppress(ValueError):
+        value = json.loads(await stream.readline() or b"{}")
+        if isinstance(value, dict):
+            return value
+    return {}
+
+
+def child_environment(environment: Mapping[str, str] = os.environ, without: tuple[str, ...] = ()) -> dict[str, str]:
+    """Return `environment` without the variables `without`."""
+    return {name: value for name, value in environment.items() if name not in without}

@@ -1,0 +1,157 @@
+"""Passes a request on to the process of its model, and the response back as it comes."""
+
+import asyncio
+import json
+from collections.abc import Mapping
+
+import httpx2
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from mycli.runtime.server.api_error import ApiError
+from mycli.runtime.server.body import CLIENT_GONE
+from mycli.runtime.server.encoding import dumps, event
+from mycli.runtime.server.ollama.keep_alive import keep_alive_seconds
+from mycli.runtime.server.router.pool import ModelPool, Slot
+from mycli.runtime.server.settings import CLIENT_HEADER, SHARE_HEADER
+
+# Of the connection to the client, or checked already: the process has no key, and its own address.
+_NOT_FORWARDED = frozenset(
+    (
+        "host",
+        "connection",
+        "keep-alive",
+        "proxy-connection",
+        "transfer-encoding",
+        "te",
+        "trailer",
+        "upgrade",
+        "expect",
+        "content-length",
+        "origin",
+        "authorization",
+        "x-api-key",
+        "proxy-authorization",
+    )
+)
+_NOT_RETURNED = frozenset(("connection", "keep-alive", "transfer-encoding", "date", "server"))
+
+
+class ForwardedResponse(Response):
+    """The response of a model's process to `body`. A client that disconnects ends the request there, too.
+
+    keep: seconds that the model stays loaded after this request, None for ever; empty to leave that as it is.
+    """
+
+    def __init__(
+        self, pool: ModelPool, slot: Slot, request: Request, body: bytes, keep: tuple[float | None] | tuple[()] = ()
+    ) -> None:
+        super().__init__()
+        self._pool, self._slot, self._request, self._body, self._keep = pool, slot, request, body, keep
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        watch = asyncio.create_task(_disconnected(receive))
+        work = asyncio.create_task(self._forward(send))
+        try:
+            await asyncio.wait({watch, work}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise ApiError(CLIENT_GONE, "the client has disconnected", "client_gone")
+            work.result()
+        finally:
+            watch.cancel()
+            work.cancel()
+            await asyncio.wait({work})  # it may still hold the model
+
+    async def _forward(self, send: Send) -> None:
+        started = False
+        async with self._pool.use(self._slot) as process:
+            if self._keep:
+                (self._slot.idle,) = self._keep
+            try:
+                async with process.client.stream(
+                    self._request.method, self._url(), content=self._body, headers=self._forwarded_headers()
+                ) as answer:
+                    self._request.scope["state"]["forwarded"] = True  # that process logs it
+                    # A reply that is not streamed is sent whole, so that one cut in the middle is still an error.
+                    whole = await answer.aread() if "content-length" in answer.headers else None
+                    head = [pair for pair in answer.headers.raw if pair[0].decode().lower() not in _NOT_RETURNED]
+                    started = True
+                    await send({"type": "http.response.start", "status": answer.status_code, "headers": head})
+                    if whole is None:
+                        async for part in answer.aiter_raw():
+                            await send({"type": "http.response.body", "body": part, "more_body": True})
+                    await send({"type": "http.response.body", "body": whole or b""})
+                    return
+            except httpx2.TransportError:
+                pass
+            # The connection breaks a moment before the process is known to have ended.
+            await asyncio.wait({ended := asyncio.ensure_future(process.ended())}, timeout=1)
+            ended.cancel()
+            error = ApiError(502, f"{self._slot.model.name} failed: {process.exit_reason}", "model_process_ended")
+        if not started:
+            raise error
+        body = stream_failure(self._request.url.path, error)
+        await send({"type": "http.response.body", "body": body})
+
+    def _url(self) -> str:
+        query = self._request.url.query
+        return self._request.url.path + (f"?{query}" if query else "")
+
+    def _forwarded_headers(self) -> Mapping[str, str]:
+        headers = {name: value for name, value in self._request.headers.items() if name not in _NOT_FORWARDED}
+        client = self._request.client
+        return {
+            **headers,
+            "x-request-id": self._request.scope["state"]["request_id"],
+            SHARE_HEADER: self._request.scope["state"]["share"].encode(),
+            CLIENT_HEADER: "" if client is None else client.host,
+        }
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def stream_failure(path: str, error: ApiError) -> bytes:
+    """Return the end of a stream that has failed, in the form of the interface that `path` belongs to."""
+    if path.startswith("/api/"):
+        return (dumps({"error": error.message}) + "\n").encode()
+    if path.startswith("/v1/messages"):
+        return event({"type": "error", "error": error.fields()}, "error")
+    if path.endswith("/responses"):
+        fields = error.fields()
+        return event({"type": "error", **{key: fields[key] for key in ("code", "message", "param")}}, "error")
+    return event({"error": error.fields()}) + b"data: [DONE]\n\n"
+
+
+def model_of(values: object) -> str | None:
+    """Return the model that a parsed body names. Raises ApiError if the field is not a name."""
+    if not isinstance(values, dict):
+        raise ApiError(400, f"the body must be an object, not {type(values).__name__}", "invalid_type")
+    name = values.get("model", values.get("name") if "model" not in values else None)
+    if name is not None and not isinstance(name, str):
+        raise ApiError(400, "model: must be a string", "invalid_value", param="model")
+    return name
+
+
+def keep_alive_of(values: object) -> tuple[float | None] | tuple[()]:
+    """Return `keep` of `ForwardedResponse` from a parsed body of Ollama's interface."""
+    value = values.get("keep_alive") if isinstance(values, dict) else None
+    if value is None:
+        return ()
+    try:
+        return (keep_alive_seconds(value),)
+    except ValueError:
+        return ()  # the model's server refuses it
+
+
+def relabelled(document: bytes, names: list[str]) -> bytes:
+    """Return the OpenAPI description of one model's server with the names of all models."""
+    value = json.loads(document)
+    value["info"]["title"] = "mycli"
+    for schema in value["components"]["schemas"].values():
+        if "model" in schema.get("properties", {}):
+            schema["properties"]["model"] = {"enum": [*names, None]}
+    return dumps(value).encode()

@@ -1,0 +1,114 @@
+"""POST /v1/rerank: the relevance of documents to a query, in the form of Jina and Cohere.
+
+An embedding model compares vectors. A generative model that was trained for it, such as Qwen3-Reranker, answers
+whether a document meets the query: the score is the probability of "yes" against "no".
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mycli.runtime.server.api_error import ApiError
+from mycli.runtime.server.embedding import (
+    cosine,
+    embedding_ids,
+    run_vectors,
+    score_requests,
+    vector_requests,
+)
+from mycli.runtime.server.encoding import JsonResponse
+from mycli.runtime.server.routes.embeddings import prompt_text
+from mycli.runtime.server.schemas import ForModel, LongText, Strict
+from mycli.runtime.server.service import Prepared, Service
+from mycli.runtime.server.streaming import read_request
+
+# The prompt of Qwen3-Reranker's model card.
+INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+_BEFORE = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+)
+_AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+
+
+class RankedText(Strict):
+    """A document as an object."""
+
+    text: LongText
+
+
+class RerankRequest(ForModel):
+    """The body of POST /v1/rerank."""
+
+    query: LongText
+    documents: list[LongText | RankedText] = Field(min_length=1, max_length=1024)
+    top_n: int | None = Field(None, ge=1)
+    return_documents: bool | None = None
+    instruction: Annotated[str, Field(max_length=4096)] | None = None
+
+
+@dataclass(frozen=True)
+class _Work:
+    groups: Sequence[Prepared]
+    scored: bool  # the vectors are logits of "no" and "yes"
+
+
+async def rerank(service: Service, request: Request) -> Response:
+    """Return documents in the order of their relevance to a query."""
+
+    def prepare(body: RerankRequest) -> _Work:
+        return _vector_work(service, body) if service.loaded.embedder is not None else _scored_work(service, body)
+
+    body, work = await read_request(service, request, RerankRequest, prepare)
+    vectors = await run_vectors(service, request, work.groups)
+    if work.scored:
+        scores = [float(torch.softmax(vector.float(), 0)[1]) for vector in vectors]
+    else:
+        query, *documents = vectors
+        scores = [cosine(query, document) for document in documents]
+    order = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n]
+    results: list[dict[str, Any]] = []
+    for index in order:
+        result: dict[str, Any] = {"index": index, "relevance_score": scores[index]}
+        if body.return_documents:
+            result["document"] = {"text": _text(body.documents[index])}
+        results.append(result)
+    tokens = sum(prepared.prompt_tokens for prepared in work.groups)
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return JsonResponse({"object": "list", "model": service.name, "results": results, "usage": usage})
+
+
+def _text(document: LongText | RankedText) -> str:
+    return document if isinstance(document, str) else document.text
+
+
+def _vector_work(service: Service, body: RerankRequest) -> _Work:
+    embedder = service.loaded.embedder
+    assert embedder is not None
+    before = prompt_text(service, None, "query") if body.instruction is None else body.instruction
+    prompt = prompt_text(service, None, "document")
+    texts = [embedding_ids(service, body.query, before, False, "query")]
+    texts += [embedding_ids(service, _text(document), prompt, False, "documents") for document in body.documents]
+    return _Work(vector_requests(embedder, texts, None), False)
+
+
+def _scored_work(service: Service, body: RerankRequest) -> _Work:
+    before, after = service.tag_ids(_BEFORE), service.tag_ids(_AFTER)
+    answers = [service.text_prompt(word, False) for word in ("no", "yes")]
+    if len(service.tag_ids("<|im_start|>")) != 1 or any(len(ids) != 1 for ids in answers):
+        message = f"{service.name} does not rerank: it is neither an embedding model nor has Qwen's chat markup"
+        raise ApiError(400, message, "not_a_reranker", param="model")
+    instruction = INSTRUCTION if body.instruction is None else body.instruction
+    texts = []
+    for document in body.documents:
+        pair = f"<Instruct>: {instruction}\n<Query>: {body.query}\n<Document>: {_text(document)}"
+        # The text of a client is never markup.
+        ids = [*before, *service.text_prompt(pair, False), *after]
+        service.check_fits(ids, None, "documents")
+        texts.append(ids)
+    return _Work(score_requests(texts, [ids[0] for ids in answers]), True)

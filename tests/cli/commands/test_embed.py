@@ -1,0 +1,70 @@
+"""`mycli embed`: texts from files and pipes, vectors as JSON lines and .npy."""
+
+import json
+from pathlib import Path
+
+import numpy
+import pytest
+
+from tests.support.command_line import Mycli
+from tests.support.embedding_models import PROMPTS, embedding_gemma, qwen3_embedding
+
+TEXTS = ["Hello there", "What is the capital?", "x"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return qwen3_embedding(tmp_path_factory.mktemp("models") / "qwen3")
+
+
+def embedded(stdout: str) -> numpy.ndarray:
+    records = [json.loads(line) for line in stdout.splitlines()]
+    assert [record["index"] for record in records] == list(range(len(records)))
+    return numpy.array([record["embedding"] for record in records], "f4")
+
+
+def test_files_and_pipes_give_the_same_vectors(mycli: Mycli, model: Path, tmp_path: Path) -> None:
+    common = ("embed", str(model), "--device", "cpu", "--dtype", "fp32")
+    (tmp_path / "a.txt").write_text("\n".join(TEXTS) + "\n")
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    piped = mycli(*common, input="\n".join(TEXTS))
+    assert piped.returncode == 0, piped.stderr
+    vectors = embedded(piped.stdout)
+    assert vectors.shape == (3, 64) and (embedded(mycli(*common, str(tmp_path / "b.jsonl")).stdout) == vectors).all()
+    out = tmp_path / "vectors.npy"
+    assert mycli(*common, str(tmp_path / "a.txt"), "-o", str(out)).returncode == 0
+    assert (numpy.load(out, allow_pickle=False) == vectors).all()
+    prompted = mycli(*common, "--prompt", "query", input=TEXTS[0])
+    spelled = mycli(*common, input=f"{PROMPTS['query']}{TEXTS[0]}".replace("\n", " "))
+    assert prompted.returncode == 0 and embedded(prompted.stdout).shape == embedded(spelled.stdout).shape
+    cut = embedded(mycli(*common, "--dimensions", "8", input=TEXTS[0]).stdout)
+    assert cut.shape == (1, 8)
+
+
+def test_a_bidirectional_model_embeds_and_does_not_generate(mycli: Mycli, tmp_path: Path) -> None:
+    folder = embedding_gemma(tmp_path / "gemma")
+    done = mycli("embed", str(folder), "--device", "cpu", input="Hello")
+    assert done.returncode == 0 and abs(numpy.linalg.norm(embedded(done.stdout)) - 1) < 1e-5
+    refused = mycli("run", str(folder), "Hello", "--device", "cpu")
+    assert refused.returncode == 2 and "computes embeddings" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text", "code", "words"),
+    [
+        ((), "a\n\nb", 2, "line 2 is empty"),
+        ((), "a " * 600, 2, "text 1: the prompt has"),
+        (("--prompt", "nosuch"), "a", 2, "it has: query, document"),
+        (("-o", "vectors.txt"), "a", 2, "not a .npy file"),
+    ],
+)
+def test_mistakes_are_named(
+    mycli: Mycli, model: Path, arguments: tuple[str, ...], text: str, code: int, words: str
+) -> None:
+    done = mycli("embed", str(model), "--device", "cpu", *arguments, input=text)
+    assert done.returncode == code and words in done.stderr, done.stderr
+
+
+def test_a_generative_model_is_refused(mycli: Mycli) -> None:
+    done = mycli("embed", "pico", "--device", "cpu", input="a")
+    assert done.returncode == 3 and "computes no embeddings" in done.stderr and "mycli embed" in done.stderr

@@ -1,0 +1,65 @@
+"""`mycli launch`: agents get address, model and key; a missing one is refused with the line that installs it."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from mycli.cli.commands.launch import AGENTS, agent_setup
+from tests.cli.commands.test_serve import process
+from tests.support.command_line import Mycli
+
+SCRIPT = """#!/bin/sh
+echo "$ANTHROPIC_BASE_URL $ANTHROPIC_MODEL $ANTHROPIC_AUTH_TOKEN $OPENAI_API_BASE $OPENCODE_CONFIG_CONTENT $@" > "$OUT"
+exit 7
+"""
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> dict[str, str]:
+    """Programs called as the agents are, which write what they were given and end with 7."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for agent in AGENTS.values():
+        (folder / agent.command).write_text(SCRIPT)
+        (folder / agent.command).chmod(0o755)
+    return {"PATH": f"{folder}:{os.environ['PATH']}", "OUT": str(tmp_path / "out"), "MYCLI_API_KEY": ""}
+
+
+@pytest.mark.parametrize("agent", AGENTS)
+def test_a_missing_agent_is_refused_with_the_install_line(mycli: Mycli, tmp_path: Path, agent: str) -> None:
+    done = mycli("launch", agent, "--model", "pico", env={"PATH": str(tmp_path)})
+    assert done.returncode == 4 and AGENTS[agent].install in done.stderr
+
+
+def test_mistakes_are_named(mycli: Mycli, programs: dict[str, str]) -> None:
+    assert "one of: codex, claude, opencode, aider" in mycli("launch", "cursor").stderr
+    assert "no server is running" in mycli("launch", "claude", env=programs).stderr
+
+
+def test_agents_run_on_the_server_that_runs(
+    environment: dict[str, str], mycli_process: Mycli, programs: dict[str, str]
+) -> None:
+    with process(environment) as (_, port):
+        url = f"http://127.0.0.1:{port}"
+        for agent in AGENTS:
+            done = mycli_process("launch", agent, "--", "--flag", "word", env=programs)
+            assert done.returncode == 7, done.stderr
+            given = Path(programs["OUT"]).read_text()
+            assert url in given and "pico" in given and given.endswith("--flag word\n")
+        shown = json.loads(mycli_process("launch", "claude", "--print", "--json", env=programs).stdout)
+        assert shown["environment"]["ANTHROPIC_BASE_URL"] == url and shown["model"] == "pico"
+
+
+def test_a_model_is_served_while_its_agent_runs(mycli_process: Mycli, programs: dict[str, str]) -> None:
+    done = mycli_process("launch", "claude", "--model", "pico", "--ctx", "256", env=programs)
+    assert done.returncode == 7, done.stderr
+    assert "pico any" in Path(programs["OUT"]).read_text() and mycli_process("ps").stdout == ""
+
+
+def test_codex_speaks_responses() -> None:
+    setup = agent_setup("codex", "http://h:1", "m", "k")
+    assert 'model_providers.mycli.base_url="http://h:1/v1"' in setup.arguments
+    assert 'model_providers.mycli.wire_api="responses"' in setup.arguments
+    assert setup.environment == {"MYCLI_API_KEY": "k"}

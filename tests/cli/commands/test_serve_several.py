@@ -1,0 +1,190 @@
+"""`mycli serve` of several models, as processes: states, failures of one model, and ends in order."""
+
+import http.client
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mycli.cli.flags.records import LoadFlags
+from mycli.cli.flags.several import SeveralModelsFlags, option_words, setting_words
+from mycli.cli.model_catalog import requested_models
+from mycli.runtime.errors import UsageError
+from mycli.runtime.server.application import ROUTES
+from mycli.runtime.server.router.application import ROUTER_ROUTES
+from tests.support.command_line import COMMAND, Mycli, default_signals
+from tests.support.paths import PICO
+
+
+@contextmanager
+def several(environment: dict[str, str], *arguments: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    child = subprocess.Popen(
+        [*COMMAND, "serve", *arguments, "--port", "0", "--device", "cpu", "--json"],
+        env=environment,
+        cwd=tempfile.gettempdir(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=default_signals,
+    )
+    try:
+        assert child.stdout is not None
+        line = child.stdout.readline()
+        assert line, child.communicate()
+        yield child, int(json.loads(line)["url"].rpartition(":")[2])
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def ask(port: int, path: str, body: Any = None) -> tuple[int, Any]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    data = None if body is None else json.dumps(body)
+    connection.request("GET" if body is None else "POST", path, data, {"content-type": "application/json"})
+    response = connection.getresponse()
+    answer = json.loads(response.read())
+    connection.close()
+    return response.status, answer
+
+
+def complete(port: int, model: str, tokens: int = 4) -> tuple[int, Any]:
+    return ask(port, "/v1/completions", {"model": model, "prompt": "Once", "max_tokens": tokens, "temperature": 0})
+
+
+def states(port: int) -> dict[str, str]:
+    return {model["id"]: model["state"] for model in ask(port, "/v1/models")[1]["data"]}
+
+
+def children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def gone(pid: int, seconds: float = 20) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@pytest.fixture
+def models_dir(tmp_path: Path) -> Path:
+    """Pico twice, once with a damaged tokenizer, which is found when it is loaded, and a folder that is no model."""
+    folder = tmp_path / "served"
+    for name in ("good", "damaged"):
+        shutil.copytree(PICO, folder / name)
+    (folder / "damaged" / "tokenizer.json").write_text("{")
+    (folder / "foreign").mkdir()
+    (folder / "foreign" / "config.json").write_text('{"model_type": "nosuch"}')
+    return folder
+
+
+def test_a_model_that_fails_takes_no_other_with_it(environment: dict[str, str], mycli: Mycli, models_dir: Path) -> None:
+    arguments = ("pico", "--models-dir", str(models_dir), "--memory", "1GiB", "--ctx", "512")
+    with several(environment, *arguments) as (router, port):
+        assert states(port) == {"pico": "unloaded", "damaged": "unloaded", "foreign": "failed", "good": "unloaded"}
+        alone = complete(port, "pico")
+        assert alone[0] == 200
+        assert complete(port, "nosuch")[0] == 404
+        for name, words in (("damaged", "tokenizer.json"), ("foreign", "nosuch")):
+            status, answer = complete(port, name)
+            assert status == 503 and answer["error"]["code"] == "model_load_failed", answer
+            assert words in answer["error"]["message"]
+        (worker,) = children(router.pid)
+        assert "torch" not in Path(f"/proc/{router.pid}/maps").read_text()
+        assert "torch" in Path(f"/proc/{worker}/maps").read_text()
+
+        # kill -9 of the process of a model: its stream ends with an error, the next request starts it again.
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+        body = {"model": "pico", "prompt": "Once", "max_tokens": 500, "stream": True, "ignore_eos": True}
+        connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+        response = connection.getresponse()
+        assert response.read(6) == b"data: "
+        os.kill(worker, signal.SIGKILL)
+        rest = response.read()
+        assert b"model_process_ended" in rest and b"SIGKILL" in rest and rest.endswith(b"data: [DONE]\n\n")
+        assert complete(port, "pico")[1]["choices"] == alone[1]["choices"]
+
+        (listed,) = json.loads(mycli("ps", "--json").stdout)["servers"]
+        assert listed["several"] and listed["models"]["pico"] == "loaded"
+        assert "pico, damaged (failed), foreign (failed), 4 models" in mycli("ps").stdout
+        assert "damaged is unloaded" in mycli("stop", "damaged").stdout
+
+        # kill -9 of the router: the processes of its models end by themselves.
+        (worker,) = children(router.pid)
+        router.kill()
+        assert gone(worker)
+
+
+def test_the_end_of_the_server_ends_its_models(environment: dict[str, str], mycli: Mycli) -> None:
+    config = Path(environment["XDG_CONFIG_HOME"]) / "mycli"
+    config.mkdir(parents=True, exist_ok=True)
+    text = (
+        '[models.first]\nmodel = "pico"\nctx = 256\npin = true\nalias = ["other"]\n[models.pico-draft]\nidle = "1h"\n'
+    )
+    (config / "config.toml").write_text(text)
+    with several(environment, "-v") as (router, port):
+        status, answer = complete(port, "other")
+        assert status == 200 and answer["model"] == "first"
+        assert ask(port, "/tokenize", {"prompt": "a"})[1]["max_model_len"] == 256
+        workers = children(router.pid)
+        assert "first is unloaded" in mycli("stop", "first").stdout
+        router.send_signal(signal.SIGTERM)
+        assert router.wait(20) == 143 and all(gone(worker) for worker in workers)
+        assert router.stderr is not None
+        (line,) = [line for line in router.stderr.read().splitlines() if "POST /v1/completions" in line]
+        assert "127.0.0.1" in line and "completion 4" in line
+
+
+def test_every_route_of_one_model_is_one_of_several() -> None:
+    own = {(method, path) for method, path, _ in ROUTER_ROUTES}
+    assert {(method, path) for method, path, _ in ROUTES} <= own
+
+
+def test_options_are_passed_to_the_process_of_a_model() -> None:
+    words = option_words(LoadFlags(context=512, expert_memory=1 << 20, allow_nonfinite=True))
+    assert words == ["--expert-memory", "1048576B", "--ctx", "512", "--allow-nonfinite"]
+    settings = {"ctx": "8k", "shadow": True, "allow_nonfinite": False, "alias": ["a", "b"]}
+    assert setting_words(settings) == ["--ctx", "8k", "--shadow", "--alias", "a", "--alias", "b"]
+
+
+def test_models_of_a_folder_are_found(tmp_path: Path, models_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    (models_dir / "org").mkdir()
+    shutil.copytree(PICO, models_dir / "org" / "nested")
+    for name in ("a.gguf", "b-00001-of-00002.gguf", "b-00002-of-00002.gguf", ".hidden.gguf"):
+        (models_dir / name).write_bytes(b"")
+    found = [request.name for request in requested_models([], SeveralModelsFlags(models_dir=models_dir))]
+    assert found == ["a", "b-00001-of-00002", "damaged", "foreign", "good", "nested"]
+    with pytest.raises(UsageError, match="no model to serve"):
+        requested_models([], SeveralModelsFlags())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("pico", "pico"), "two models are called pico"),
+        (("pico", "pico-draft", "--pin", "nosuch"), "--pin nosuch: not one of the models"),
+        (("pico", "pico-draft", "--idle", "soon"), "--idle: 'soon' is not a duration"),
+        (("pico", "nosuch-model"), "nosuch-model"),
+        ((), "no model to serve"),
+        (("pico", "pico-draft", "--engine", "vllm"), "vLLM serves one model"),
+    ],
+)
+def test_mistakes_are_named(mycli: Mycli, arguments: tuple[str, ...], words: str) -> None:
+    done = mycli("serve", *arguments, "--port", "0")
+    assert done.returncode in (2, 4) and words in done.stderr, done.stderr

@@ -1,0 +1,215 @@
+"""Embeddings and reranking over HTTP: as transformers computes them, with the same bits alone and in a batch."""
+
+import base64
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy
+import ollama
+import openai
+import pytest
+import torch
+from transformers import AutoModel, AutoModelForCausalLM
+
+from mycli.runtime.checkpoint.open_folder import open_model_folder
+from mycli.runtime.engine.config import EngineConfig
+from mycli.runtime.engine.engine import Engine
+from mycli.runtime.engine.loader import LoadedModel
+from mycli.runtime.engine.model_runner import CacheShape
+from mycli.runtime.server.routes.rerank import _AFTER, _BEFORE, INSTRUCTION
+from mycli.runtime.server.settings import ServerSettings
+from mycli.runtime.utils.dtypes import FLOATS
+from tests.support.embedding_models import PROMPTS, embedding_gemma, qwen3_embedding, qwen3_reranker
+from tests.support.served import Served, serving
+
+TEXTS = ["Hello there", "The capital of Japan is Tokyo, and it is a large city. " * 6, "x", "What is the capital?"]
+MAKERS = {"qwen3": qwen3_embedding, "gemma3": embedding_gemma, "reranker": qwen3_reranker}
+
+
+def load(folder: Path) -> tuple[LoadedModel, Engine]:
+    opened = open_model_folder(folder)
+    model = LoadedModel.load(opened, EngineConfig(device="cpu", dtype=FLOATS["fp32"]).place(opened.config))
+    return model, Engine(model.runner, CacheShape.paged(512, 2048, 16), model.vocabulary_size, running=8)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    base = tmp_path_factory.mktemp("embedding")
+    return {name: make(base / name) for name, make in MAKERS.items()}
+
+
+@pytest.fixture(scope="module")
+def servers(folders: dict[str, Path]) -> Iterator[dict[str, Served]]:
+    with (
+        serving(*load(folders["qwen3"]), ServerSettings(("qwen3",))) as qwen3,
+        serving(*load(folders["gemma3"]), ServerSettings(("gemma3",))) as gemma3,
+        serving(*load(folders["reranker"]), ServerSettings(("reranker",))) as reranker,
+    ):
+        yield {"qwen3": qwen3, "gemma3": gemma3, "reranker": reranker}
+
+
+@torch.no_grad()
+def reference(folder: Path, name: str, ids: list[int]) -> torch.Tensor:
+    """The vector as the modules of the folder define it, by transformers."""
+    states = AutoModel.from_pretrained(folder, dtype=torch.float32)(torch.tensor([ids])).last_hidden_state[0]
+    x = states[-1] if name == "qwen3" else states.mean(0)
+    if name == "gemma3":
+        from safetensors.torch import load_file
+
+        for path in ("2_Dense", "3_Dense"):
+            x = load_file(folder / path / "model.safetensors")["linear.weight"] @ x
+    return torch.nn.functional.normalize(x, dim=0)
+
+
+def vectors(served: Served, texts: list[str], **fields: object) -> numpy.ndarray:
+    answer = served.ask("POST", "/v1/embeddings", {"input": texts, "encoding_format": "base64", **fields})
+    assert answer.status == 200, (answer.body, served.log)
+    return numpy.stack([numpy.frombuffer(base64.b64decode(entry["embedding"]), "<f4") for entry in answer.json["data"]])
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_vectors_are_those_of_the_definition_and_have_the_same_bits(
+    servers: dict[str, Served], folders: dict[str, Path], name: str
+) -> None:
+    served = servers[name]
+    batched = vectors(served, TEXTS)
+    tokenizer = served.service.loaded.tokenizer
+    for text, vector in zip(TEXTS, batched, strict=True):
+        expected = reference(folders[name], name, tokenizer.encode(text, add_special=True)).numpy()
+        assert abs(vector - expected).max() < 1e-5
+    hits = served.service.worker.stats.prefix_hits
+    alone = numpy.concatenate([vectors(served, [text]) for text in TEXTS])
+    assert (alone == batched).all(), "alone and, with a causal model, after a prefix hit"
+    assert name == "gemma3" or served.service.worker.stats.prefix_hits > hits
+    many = vectors(served, TEXTS * 20)
+    assert (many == numpy.concatenate([batched] * 20)).all(), "more texts than run at a time"
+
+
+def test_openai_and_ollama_clients(servers: dict[str, Served]) -> None:
+    served = servers["qwen3"]
+    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="any")
+    reply = client.embeddings.create(model="qwen3", input=TEXTS)
+    expected = vectors(served, TEXTS)
+    assert numpy.array_equal(numpy.array([entry.embedding for entry in reply.data], "f4"), expected)
+    assert reply.usage.prompt_tokens == reply.usage.total_tokens > 0
+    embedded = ollama.Client(host=served.url).embed("qwen3", TEXTS)
+    assert numpy.array_equal(numpy.array(embedded.embeddings, "f4"), expected)
+    older = ollama.Client(host=served.url).embeddings("qwen3", TEXTS[0])
+    assert numpy.array_equal(numpy.array(older.embedding, "f4"), expected[0])
+
+
+def test_token_ids_prompts_and_dimensions(servers: dict[str, Served]) -> None:
+    served = servers["qwen3"]
+    ids = served.service.loaded.tokenizer.encode(TEXTS[0], add_special=True)
+    assert (vectors(served, ids) == vectors(served, [TEXTS[0]])).all()  # type: ignore[arg-type]  # one text as ids
+    prompted = vectors(served, [PROMPTS["query"] + TEXTS[0]])
+    assert (vectors(served, [TEXTS[0]], prompt_name="query") == prompted).all()
+    assert (vectors(served, [TEXTS[0]], input_type="query") == prompted).all()
+    short = vectors(served, [TEXTS[0]], dimensions=16)[0]
+    assert short.shape == (16,) and abs(numpy.linalg.norm(short) - 1) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "body", "words"),
+    [
+        ("qwen3", "embeddings", {"input": TEXTS, "dimensions": 65}, "the vectors of this model have 64 values"),
+        ("qwen3", "embeddings", {"input": []}, "must have 1 or more items"),
+        ("qwen3", "embeddings", {"input": "a " * 600}, "maximum context length"),
+        ("qwen3", "embeddings", {"input": [5000]}, "token id 5000 is out of range"),
+        ("qwen3", "embeddings", {"input": "a", "prompt_name": "nosuch"}, "it has: query, document"),
+        ("reranker", "embeddings", {"input": "a"}, "computes no embeddings"),
+        ("gemma3", "completions", {"prompt": "a"}, "does not generate text"),
+        ("qwen3", "rerank", {"query": "a", "documents": []}, "documents: must have 1 or more items"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused(
+    servers: dict[str, Served], name: str, path: str, body: dict[str, object], words: str
+) -> None:
+    answer = servers[name].ask("POST", f"/v1/{path}", body)
+    assert answer.status == 400 and words in answer.error["message"]
+
+
+def test_long_texts_are_cut_only_where_ollama_cuts_them(servers: dict[str, Served]) -> None:
+    answer = servers["qwen3"].ask("POST", "/api/embed", {"model": "qwen3", "input": "a " * 600})
+    assert answer.status == 200 and answer.json["prompt_eval_count"] == 512
+    refused = servers["qwen3"].ask("POST", "/api/embed", {"model": "qwen3", "input": "a " * 600, "truncate": False})
+    assert refused.status == 400
+
+
+def test_documents_are_ranked_by_vectors(servers: dict[str, Served]) -> None:
+    served = servers["qwen3"]
+    body = {"query": "What?", "documents": [*TEXTS, {"text": "an object"}], "top_n": 3, "return_documents": True}
+    results = served.ask("POST", "/v1/rerank", body).json["results"]
+    left = vectors(served, [PROMPTS["query"] + "What?"])[0]
+    scores = [float(left @ vector) for vector in vectors(served, [*TEXTS, "an object"])]
+    assert [result["index"] for result in results] == sorted(range(5), key=lambda index: -scores[index])[:3]
+    assert all(abs(result["relevance_score"] - scores[result["index"]]) < 1e-6 for result in results)
+    assert results[0]["document"]["text"] == [*TEXTS, "an object"][results[0]["index"]]
+
+
+@torch.no_grad()
+def test_documents_are_ranked_by_a_reranker(servers: dict[str, Served], folders: dict[str, Path]) -> None:
+    served = servers["reranker"]
+    tokenizer = served.service.loaded.tokenizer
+    model = AutoModelForCausalLM.from_pretrained(folders["reranker"], dtype=torch.float32)
+
+    def expected(document: str) -> float:
+        pair = f"<Instruct>: {INSTRUCTION}\n<Query>: What?\n<Document>: {document}"
+        tags = [tokenizer.encode(tag, add_special=False, allow_special=True) for tag in (_BEFORE, _AFTER)]
+        ids = [*tags[0], *tokenizer.encode(pair, add_special=False), *tags[1]]
+        logits = model(torch.tensor([ids])).logits[0, -1]
+        answers = [tokenizer.encode(word, add_special=False)[0] for word in ("no", "yes")]
+        return float(torch.softmax(logits[answers], 0)[1])
+
+    def scores(documents: list[str]) -> dict[int, float]:
+        answer = served.ask("POST", "/v1/rerank", {"query": "What?", "documents": documents})
+        assert answer.status == 200, answer.body
+        return {result["index"]: result["relevance_score"] for result in answer.json["results"]}
+
+    together = scores(TEXTS)
+    assert list(together) == sorted(together, key=lambda index: -together[index])
+    for index, text in enumerate(TEXTS):
+        assert abs(together[index] - expected(text)) < 1e-5
+        assert scores([text])[0] == together[index]
+
+
+def test_damaged_folders_are_refused(tmp_path: Path, folders: dict[str, Path]) -> None:
+    import shutil
+
+    from mycli.runtime.checkpoint.sentence_transformers import read_embedding_spec
+    from mycli.runtime.errors import ModelError
+
+    cases = {
+        "[]": "has no Pooling module",
+        "{}": "must be a list",
+        '[{"type": "a.Transformer"}, {"type": "a.Pooling", "path": "../x"}]': "is not a folder of the model",
+        '[{"type": "a.Transformer"}, {"type": "a.LSTM", "path": "1_LSTM"}]': "module 'LSTM' is not supported",
+    }
+    folder = tmp_path / "damaged"
+    shutil.copytree(folders["gemma3"], folder)
+    for text, words in cases.items():
+        (folder / "modules.json").write_text(text)
+        with pytest.raises(ModelError, match=words):
+            read_embedding_spec(folder, 64)
+    shutil.copy(folders["gemma3"] / "modules.json", folder)
+    (folder / "2_Dense" / "config.json").write_text(json.dumps({"in_features": 63, "out_features": 1}))
+    with pytest.raises(ModelError, match="in_features"):
+        read_embedding_spec(folder, 64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [{}, {"hidden_size": 256, "num_hidden_layers": 8, "intermediate_size": 512}])
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_vectors_are_those_of_sentence_transformers(tmp_path: Path, name: str, shape: dict[str, int]) -> None:
+    """Of the folder as made here, and as that library writes it."""
+    library = pytest.importorskip("sentence_transformers")
+    folder = MAKERS[name](tmp_path / "made", **shape)  # type: ignore[operator]  # all take a shape
+    model = library.SentenceTransformer(str(folder), device="cpu")
+    model.save(str(tmp_path / "saved"))
+    expected = model.encode(TEXTS)
+    prompted = model.encode(TEXTS, prompt_name="query")
+    for path in (folder, tmp_path / "saved"):
+        with serving(*load(path), ServerSettings((name,))) as served:
+            assert abs(vectors(served, TEXTS) - expected).max() < 1e-5
+            assert abs(vectors(served, TEXTS, prompt_name="query") - prompted).max() < 1e-5

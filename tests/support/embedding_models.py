@@ -1,0 +1,94 @@
+"""Random embedding models of the shapes that are published, as sentence-transformers folders.
+
+The folders are written by hand, so that tests need no other library to make them.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import Gemma3TextConfig, Gemma3TextModel, Qwen3Config, Qwen3ForCausalLM, Qwen3Model
+
+from tests.support.paths import PICO
+
+VOCABULARY = 4096
+_SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+PROMPTS = {"query": "Instruct: find it\nQuery: ", "document": ""}
+
+
+def _write(folder: Path, model: Any, modules: list[tuple[str, str]], pooling: str) -> Path:
+    model.to(torch.float32).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(PICO / name, folder)
+    types = "sentence_transformers.models."
+    listed = [{"idx": 0, "name": "0", "path": "", "type": f"{types}Transformer"}]
+    for index, (kind, path) in enumerate(modules, 1):
+        listed.append({"idx": index, "name": str(index), "path": path, "type": f"{types}{kind}"})
+        (folder / path).mkdir()
+    (folder / "modules.json").write_text(json.dumps(listed))
+    width = model.config.hidden_size
+    config = {"word_embedding_dimension": width, f"pooling_mode_{pooling}": True, "include_prompt": True}
+    config |= {
+        f"pooling_mode_{other}": False for other in ("cls_token", "mean_tokens", "max_tokens") if other != pooling
+    }
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(config))
+    (folder / "config_sentence_transformers.json").write_text(
+        json.dumps({"prompts": PROMPTS, "default_prompt_name": None, "similarity_fn_name": "cosine"})
+    )
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 512, "do_lower_case": False}))
+    return folder
+
+
+def qwen3_embedding(folder: Path, pooling: str = "lasttoken", **shape: Any) -> Path:
+    """Write Qwen3-Embedding: causal, the last token, normalized."""
+    torch.manual_seed(0)
+    model = Qwen3Model(Qwen3Config(**{**_SMALL, **shape}))
+    return _write(folder, model, [("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")], pooling)
+
+
+def embedding_gemma(folder: Path, **shape: Any) -> Path:
+    """Write EmbeddingGemma: bidirectional, the mean of all tokens, two dense layers, normalized."""
+    torch.manual_seed(1)
+    config = {**_SMALL, "sliding_window": 24, "use_bidirectional_attention": True, "query_pre_attn_scalar": 32}
+    model = Gemma3TextModel(Gemma3TextConfig(**{**config, **shape}))
+    modules = [("Pooling", "1_Pooling"), ("Dense", "2_Dense"), ("Dense", "3_Dense"), ("Normalize", "4_Normalize")]
+    _write(folder, model, modules, "mean_tokens")
+    width = model.config.hidden_size
+    for path, rows, columns in (("2_Dense", 4 * width, width), ("3_Dense", width, 4 * width)):
+        weight = torch.randn(rows, columns) * columns**-0.5
+        save_file({"linear.weight": weight}, folder / path / "model.safetensors")
+        settings = {"in_features": columns, "out_features": rows, "bias": False}
+        activation = {"activation_function": "torch.nn.modules.linear.Identity"}
+        (folder / path / "config.json").write_text(json.dumps({**settings, **activation}))
+    return folder
+
+
+def qwen3_reranker(folder: Path, **shape: Any) -> Path:
+    """Write Qwen3-Reranker: a causal model that answers yes or no."""
+    torch.manual_seed(2)
+    model = Qwen3ForCausalLM(Qwen3Config(**{**_SMALL, **shape, "tie_word_embeddings": True}))
+    model.to(torch.float32).save_pretrained(folder)
+    shutil.copy(PICO / "tokenizer_config.json", folder)
+    tokenizer = json.loads((PICO / "tokenizer.json").read_text())
+    # Both answers must be one token: the last one of the vocabulary becomes "yes".
+    vocabulary, merges = tokenizer["model"]["vocab"], tokenizer["model"]["merges"]
+    last = max(vocabulary, key=vocabulary.get)
+    vocabulary["yes"] = vocabulary.pop(last)
+    merges[:] = [merge for merge in merges if "".join(merge) != last] + [["y", "es"]]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder
