@@ -96,6 +96,7 @@ REMEDIES: Mapping[str, str] = {
     "quantize-first": "quantize it first: mycli quantize MODEL",
     # the hub and files
     "pull": "mycli pull {model}",
+    "pull-then-quantize": "download the whole model, then quantize it: mycli pull {model}; mycli quantize {model}",
     "pull-online": "run it without --offline: mycli pull {model}",
     "search-hub": "search the hub: mycli search {words}; mycli list shows the models on this machine",
     "hub-candidates": "on the hub: {candidates} (download with mycli pull NAME); mycli search {words} finds more",

@@ -52,7 +52,8 @@ class BlockSolver:
         self.packings = packings
         self._solver = solver
         self._dtype = torch_dtype(model.config.dtype)
-        self._stream, self._original_stream = model.embed(windows), model.embed(windows)
+        self._stream = model.embed(windows)
+        self._original_stream = self._stream.clone()
         self._side_inputs = model.side_inputs(windows)
         self._original_side_inputs = None if self._side_inputs is None else self._side_inputs.twin()
         self._context = model.context(windows.shape[1])

@@ -106,6 +106,11 @@ def identify(recipe: Recipe, calibration: Calibration, placement: Placement, at_
     }
 
 
+def identify_dataless(recipe: Recipe) -> dict[str, Any]:
+    """Return what `identify` returns, for a method without data."""
+    return {"recipe": asdict(recipe), "versions": _versions()}
+
+
 def _describe(calibration: Calibration) -> dict[str, Any]:
     samples, seq = calibration.windows.shape
     return {"samples": samples, "seq": seq, "sha256": calibration.sha256, "mix": calibration.mix}

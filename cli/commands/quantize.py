@@ -49,7 +49,7 @@ EXAMPLES = [
 WORST = 5  # layers to list
 
 
-def _calibration_file(call: Call, calib: str, fetch: bool) -> Path | None:
+def calibration_file(call: Call, calib: str, fetch: bool) -> Path | None:
     # None for a data set that is not downloaded: a dry run gives the same result with every text.
     if not calib.startswith("hf:"):
         return Path(calib)
@@ -66,7 +66,7 @@ def _calibration_file(call: Call, calib: str, fetch: bool) -> Path | None:
     return path
 
 
-def _steps(work: "QuantizationPlan") -> list[str]:
+def steps(work: "QuantizationPlan") -> list[str]:
     # What the command does, in order.
     from mycli.quant.planning.plan import measured_tokens
 
@@ -101,7 +101,7 @@ def _show_plan(call: Call, work: "QuantizationPlan", target: Path, seconds: floa
         ("quantized", f"{len(work.packings)} layers at {size.quantized_bits_per_weight:.3f} bits per weight"),
         ("memory", f"{human_bytes(work.need.host)} in addition to Python and torch"),
         *([("GPU memory", human_bytes(work.need.device))] if work.need.device else []),
-        ("work", "; ".join(_steps(work))),
+        ("work", "; ".join(steps(work))),
         ("time", f"about {duration(seconds)}, estimated from a short measurement"),
     ]
     call.out.card(f"{target.name} (dry run, nothing is written)", rows)
@@ -119,7 +119,7 @@ def _activations(outcome: "Outcome") -> dict[str, float] | None:
     return None if outcome.activations is None else outcome.activations.record
 
 
-def _show_outcome(call: Call, outcome: "Outcome", errors: Sequence[LayerError]) -> None:
+def show_outcome(call: Call, outcome: "Outcome", errors: Sequence[LayerError]) -> None:
     answer = {
         "folder": str(outcome.folder),
         "size": asdict(outcome.size),
@@ -143,7 +143,7 @@ def _show_outcome(call: Call, outcome: "Outcome", errors: Sequence[LayerError]) 
     call.out.card(outcome.folder.name, rows)
 
 
-def _check(outcome: "Outcome", max_kl: float | None, max_fallback: float) -> None:
+def check_outcome(outcome: "Outcome", max_kl: float | None, max_fallback: float) -> None:
     divergence = None if outcome.card is None else outcome.card.divergence
     if max_kl is not None and divergence is not None and divergence.kl.value > max_kl:
         raise GateError(
@@ -158,7 +158,7 @@ def _check(outcome: "Outcome", max_kl: float | None, max_fallback: float) -> Non
         )
 
 
-def _target(source: Source, recipe: Recipe, folder: ModelFolder) -> Path:
+def target_folder(source: Source, recipe: Recipe, folder: ModelFolder) -> Path:
     names = [source.label, *([] if folder.adapter is None else [folder.adapter.name])]
     return data_dir() / "models" / "-".join([*(name.rsplit("/", 1)[-1] for name in names), recipe.name])
 
@@ -175,11 +175,11 @@ def _with_widths(call: Call, work: "QuantizationPlan", placement: "Placement", t
         f" {low_width(mean, work.recipe.group)} bits and measures what each layer loses,"
         f" about {duration(choosing_seconds(work, placement))}"
     )
-    with _progress(call) as progress:
+    with quantization_progress(call) as progress:
         return pipeline.allocated(work, placement, target, progress)
 
 
-def _progress(call: Call) -> "AbstractContextManager[ReportProgress]":
+def quantization_progress(call: Call) -> "AbstractContextManager[ReportProgress]":
     return stages(partial(call.out.progress, line_seconds=STEP_SECONDS))
 
 
@@ -190,7 +190,7 @@ def _how_to_continue(work: "QuantizationPlan", work_folder: Path) -> str:
     return f"stopped; finished blocks are stored in {work_folder}; to continue: {again}"
 
 
-def _how_to_use(folder: ModelFolder, name: str) -> str:
+def how_to_use(folder: ModelFolder, name: str) -> str:
     with suppress(ModelError):  # without a readable template there is no chat
         if folder.chat_template() is not None:
             return f"to chat with it: mycli chat {name}"
@@ -274,7 +274,7 @@ def quantize(
         recipes = sweep_recipes(flags, sweep)
         if max_kl is not None or recipe.target_bpw is not None or work_dir is not None or held_out == "none":
             raise UsageError("--sweep excludes --max-kl, --target-bpw, --work-dir and --report none", "omit them")
-    target = output or _target(source, recipe, folder)
+    target = output or target_folder(source, recipe, folder)
     if not sweep:
         check_target(target, overwrite, source.folder)
     if work_dir is not None:
@@ -283,7 +283,7 @@ def quantize(
     from mycli.quant.planning import plan as planning
 
     placement = EngineConfig(device=device, dtype="float32").place(folder.config)
-    text = _calibration_file(call, flags.calib, not dry_run or recipe.target_bpw is not None) if flags.calib else None
+    text = calibration_file(call, flags.calib, not dry_run or recipe.target_bpw is not None) if flags.calib else None
     plan = partial(
         planning.plan_quantization,
         source,
@@ -296,8 +296,11 @@ def quantize(
     )
     if sweep:
         copies = [
-            Copy(each_recipe, _target(source, each_recipe, folder) if output is None else output / each_recipe.name)
-            for each_recipe in recipes
+            Copy(
+                option_recipe,
+                target_folder(source, option_recipe, folder) if output is None else output / option_recipe.name,
+            )
+            for option_recipe in recipes
         ]
         run_sweep(call, copies, plan, placement, Options(overwrite, restart, plot, dry_run))
         return
@@ -319,9 +322,9 @@ def quantize(
         return
     announce_placement(call, placement)
     announce_build(call, placement)
-    call.out.note(f"{source.label} → {target.name}: {'; '.join(_steps(work))}")
+    call.out.note(f"{source.label} → {target.name}: {'; '.join(steps(work))}")
     try:
-        with _progress(call) as progress:
+        with quantization_progress(call) as progress:
             outcome = pipeline.quantize(
                 work,
                 target,
@@ -340,7 +343,7 @@ def quantize(
     errors = [layer_error(layer) for layer in outcome.layers]
     if plot is not None:
         write_errors(plot, target.name, errors)
-    _show_outcome(call, outcome, errors)
-    _check(outcome, max_kl, max_fallback)
+    show_outcome(call, outcome, errors)
+    check_outcome(outcome, max_kl, max_fallback)
     if output is None and not call.out.json_mode:
-        call.out.note(_how_to_use(folder, shlex.quote(target.name)))
+        call.out.note(how_to_use(folder, shlex.quote(target.name)))

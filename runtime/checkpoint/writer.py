@@ -62,6 +62,7 @@ class CheckpointWriter(Staging):
         source: Path | None = None,
         max_shard_bytes: int = 5 << 30,
         stored_name: Callable[[str], str] = lambda name: name,
+        resumable: Path | None = None,
     ) -> None:
         """stored_name: returns the name in the files of a tensor of the plan."""
         shards = _shards(plan, max_shard_bytes)
@@ -79,7 +80,8 @@ class CheckpointWriter(Staging):
         self._sizes = {file: len(header) for file, header in self._headers.items()}
         for entry in self._entries.values():
             self._sizes[entry.file] += entry.nbytes
-        super().__init__(target, sum(self._sizes.values()), overwrite=overwrite, source=source)
+        super().__init__(target, sum(self._sizes.values()), overwrite=overwrite, source=source, resumable=resumable)
+        self.continues = False  # with `resumable`: the files of an unfinished run with the same plan are there
         self._files: dict[str, int] = {}
         self._pending = set(self._entries)
 
@@ -87,7 +89,12 @@ class CheckpointWriter(Staging):
         super().__enter__()
         try:
             with disk_errors(self.target):
+                self.continues = self._resumable and all(map(self._is_begun, self._headers))
                 for file, header in self._headers.items():
+                    if self.continues:
+                        self._files[file] = os.open(self.folder / file, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+                        continue
+                    (self.folder / file).unlink(missing_ok=True)
                     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
                     self._files[file] = os.open(self.folder / file, flags, 0o666)
                     os.truncate(self._files[file], self._sizes[file])
@@ -98,6 +105,22 @@ class CheckpointWriter(Staging):
             self.__exit__()
             raise
         return self
+
+    def _is_begun(self, file: str) -> bool:
+        path, header = self.folder / file, self._headers[file]
+        if path.is_symlink() or not path.is_file() or path.stat().st_size != self._sizes[file]:
+            return False
+        with path.open("rb") as stream:
+            return stream.read(len(header)) == header
+
+    def mark_written(self, name: str) -> None:
+        """Note that an earlier run wrote a tensor, or the parts of the packed weight of the linear `name`."""
+        self._pending -= {tensor for tensor in self._pending if tensor == name or tensor.startswith(f"{name}.weight")}
+
+    def flush(self) -> None:
+        with disk_errors(self.target):
+            for descriptor in self._files.values():
+                os.fsync(descriptor)
 
     def __exit__(self, *_: object) -> None:
         self._close()

@@ -325,8 +325,7 @@ class Architecture:
             "tie_word_embeddings": "output.weight" not in model.tensors,
             "hidden_act": "silu",
         }
-        if "partial_rotary_factor" in config["rope_parameters"]:
-            config["partial_rotary_factor"] = config["rope_parameters"]["partial_rotary_factor"]
+        config["partial_rotary_factor"] = config["rope_parameters"]["partial_rotary_factor"]
         # Families without experts refuse the field, so a mixture is never read as a dense model.
         if model.integer("expert_count", 0) and "expert_count" not in {key.name for key in self.keys}:
             config["num_experts"] = model.integer("expert_count")

@@ -57,6 +57,7 @@ NAMES = [
     "qwen2_moe-shared",
     "granitemoe-8top2",
     "glm4_moe-groups-norms-two-shared-tied",
+    "solar_open-8top2",
     "ernie4_5_moe-8top3-tied",
     "hunyuan_v1_moe-8top2",
     "minimax_m2-8top2-half-turned",

@@ -16,9 +16,10 @@ from mycli.runtime.engine.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.models.registry import families
 from tests.support.engines import whole
-from tests.support.families import CASES, LATER, QUICK, TOKENS, make
+from tests.support.families import CASES, LATER, QUICK, TOKENS, enliven, make
 from tests.support.family_parts import SMALL
 from tests.support.grids import chosen
+from tests.support.models import CPU
 
 WAYS: dict[str, list[int]] = {
     "prefill": [TOKENS],
@@ -129,3 +130,17 @@ def test_greedy_replies_equal_transformers(case: str, tmp_path: Path) -> None:
 
 def test_every_family_has_a_case() -> None:
     assert {model_type for model_type, _ in CASES.values()} == set(families())
+
+
+def test_gpt_oss_with_experts_in_16_bits(tmp_path: Path) -> None:
+    """As transformers saves it without MXFP4: stacks of transposed weights."""
+    config = transformers.AutoConfig.for_model("gpt_oss", **{**SMALL, **CASES["gpt_oss-window7-gqa4:2"][1]})
+    reference = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    enliven(reference)
+    reference.save_pretrained(tmp_path)
+    folder = open_model_folder(tmp_path)
+    assert not folder.packings
+    tokens = torch.randint(3, 97, (1, 20), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = reference(tokens).logits
+    assert (whole(load_model(folder, CPU).model, tokens) - expected).abs().max() <= 1e-4 * expected.abs().max()
