@@ -275,7 +275,8 @@ def quantize(
     """Make a smaller copy of a model and measure its quality.
 
     The copy is a Hugging Face folder that transformers and vLLM load too, or with --format gguf a file that llama.cpp
-    loads; its mycli.json holds recipe, quality and checksums. It appears when all is done. After an interruption the same command continues the work.
+    loads; its mycli.json holds recipe, quality and checksums. It appears when all is done. After an interruption the
+    same command continues the work.
     """
     if max_kl is not None and report == "none":
         raise UsageError("--max-kl needs a quality measurement", "omit --report none")

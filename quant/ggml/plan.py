@@ -32,7 +32,7 @@ from mycli.runtime.utils.files import require_space
 from mycli.runtime.utils.units import distinct_sizes
 
 _SPARE_BYTES = 1 << 20  # for the card
-_HINT = "export it unquantized: mycli export MODEL --to gguf"
+_HINT = "GGUF can hold it unquantized"
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from mycli.quant.progress import ReportProgress, silent
 from mycli.quant.recipe import Recipe
 from mycli.quant.rounding.grid import Grid, relative_error, round_to_nearest
 from mycli.quant.source_weights import SourceWeights
+from mycli.runtime.checkpoint.gguf.blocks import dequantize_blocks
 from mycli.runtime.checkpoint.gguf.types import TYPES_BY_NAME
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement, torch_dtype
@@ -39,6 +40,10 @@ class Choice:
     names: tuple[str, ...]
     bytes: dict[str, int]
     loss: dict[str, float]
+
+    @property
+    def smallest(self) -> str:
+        return min(self.bytes, key=self.bytes.__getitem__)
 
 
 def choose_kinds(work: GgufPlan, target: Path, placement: Placement, progress: ReportProgress = silent) -> GgufRecipe:
@@ -67,8 +72,8 @@ def choose_kinds(work: GgufPlan, target: Path, placement: Placement, progress: R
 def spend(choices: list[Choice], budget: int) -> list[str]:
     """The type of each choice for the least loss, with `budget` bytes more than the smallest types take."""
     if budget < 0:
-        raise UsageError(f"the smallest types exceed --target-size by {-budget} bytes", "choose a larger --target-size")
-    kinds = [min(choice.bytes, key=choice.bytes.__getitem__) for choice in choices]
+        raise UsageError(f"the smallest types take {-budget} bytes more than the target", "choose a larger size")
+    kinds = [choice.smallest for choice in choices]
     while True:
         step, rate = None, 0.0
         for index, (choice, now) in enumerate(zip(choices, kinds, strict=True)):
@@ -121,8 +126,6 @@ def _measure(work: GgufPlan, folder: Path, placement: Placement, progress: Repor
 
 def _error(weights: list[torch.Tensor], kind: str) -> float:
     # The mean of relative squared errors of rounding.
-    from mycli.runtime.checkpoint.gguf.blocks import dequantize_blocks
-
     total = 0.0
     for weight in weights:
         values = dequantize_blocks(round_blocks(weight, types.load(kind)), kind)
