@@ -3,9 +3,9 @@
 The record of its making lies next to it: NAME.mycli.json for NAME.gguf, with the fields of a folder's mycli.json.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -74,7 +74,7 @@ def quantize_gguf(
     with memory_errors(work.need), ExitStack() as stack:
         calibration = _calibration(work)
         finished_in = work_folder or default_work_folder(target)
-        run = model_card.identify(asdict(work.recipe), calibration, placement, at_once)
+        run = model_card.identify(work.recipe.record, calibration, placement, at_once)
         if not restart:
             require_same_run(finished_in, run)
         origin = stack.enter_context(model_card.digests_in_background(folder.source_files()))
@@ -99,7 +99,7 @@ def quantize_gguf(
                 reference, result, work.report, placement, at_once, progress, same_head=False
             )
         record = model_card.encode(
-            recipe={**asdict(work.recipe), "format": "gguf"},
+            recipe={**work.recipe.record, "format": "gguf"},
             calibration=calibration,
             source=work.source,
             stored=work.stored,
@@ -151,7 +151,3 @@ def _notes(work: GgufPlan, calibration: Calibration) -> Iterator[str]:
     if calibration.tokens < widest:
         yield f"calibrated on {calibration.tokens} tokens, fewer than the {widest} inputs of a layer; use more"
 
-
-def describe_types(kinds: Mapping[str, int]) -> str:
-    """The number of tensors of each type, the most frequent first."""
-    return ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items(), key=lambda item: -item[1]))

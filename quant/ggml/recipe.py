@@ -1,6 +1,7 @@
 """The recipe of a GGUF file. Imports no torch."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from mycli.quant.ggml.mixes import load_mix
 
@@ -27,3 +28,8 @@ class GgufRecipe:
     def name(self) -> str:
         """The part of the file's name that describes the recipe."""
         return self.mix if self.target_size is None else f"{self.target_size / 2**30:.3g}GiB"
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The fields as JSON holds them."""
+        return {**asdict(self), "kinds": dict(self.kinds)}
