@@ -52,7 +52,9 @@ def quantize_to_gguf(
     call: Call, run: GgufRun, recipe: GgufRecipe, progress: "Callable[[], AbstractContextManager[ReportProgress]]"
 ) -> "Outcome | None":
     """Plan and carry out; returns None for a dry run, which only shows the plan."""
-    from mycli.quant.ggml import pipeline, sensitivity
+    from mycli.quant import pipeline
+    from mycli.quant.ggml import sensitivity
+    from mycli.quant.ggml.pipeline import quantize_gguf
     from mycli.quant.ggml.plan import check_gguf_resources, plan_gguf
 
     def plan(chosen: GgufRecipe) -> "GgufPlan":
@@ -82,7 +84,7 @@ def quantize_to_gguf(
     work_folder = run.work_folder or pipeline.default_work_folder(run.target)
     try:
         with progress() as report:
-            return pipeline.quantize_gguf(
+            return quantize_gguf(
                 work,
                 run.target,
                 run.placement,

@@ -43,7 +43,7 @@ def six_bits(scales: Tensor, minima: Tensor) -> Tensor:
 
 def codebook_rows(levels: Tensor, codebook: Tensor) -> tuple[Tensor, Tensor]:
     """Indices int32 [n, vectors] of the rows with the magnitudes of levels [n, size], and a bit [n, size] per minus."""
-    width, values = codebook.shape[1], codebook.unique().to(torch.int16)
+    width, values = codebook.shape[1], torch.unique(codebook).to(torch.int16)
     powers = len(values) ** torch.arange(width)
     keys, order = (torch.searchsorted(values, codebook.to(torch.int16)) * powers).sum(1).sort()
     digits = torch.searchsorted(values, levels.abs()).view(len(levels), -1, width)

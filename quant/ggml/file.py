@@ -130,7 +130,7 @@ def _rows(config: ModelConfig, place: Place, rows: int) -> list[int]:
     return [first] if first == rows else [first, rows - first]
 
 
-def _plan(config: ModelConfig, places: dict[str, Place], kinds: dict[str, str]) -> list[tuple[str, str, Shape]]:
+def _plan(config: ModelConfig, places: dict[str, Place], kinds: Mapping[str, str]) -> list[tuple[str, str, Shape]]:
     stacks = Counter(place.name for place in places.values() if place.expert is not None)
     plan: dict[str, tuple[str, str, Shape]] = {}
     for tensor, full in config.tensors():

@@ -15,13 +15,19 @@ _SEARCHED = 1 << 24  # distances to codebook rows at a time: 64 MB
 
 
 class Levels(Protocol):
-    """`largest`: the largest magnitude; `signed`: a negative scale gives other values; `unit`: columns in a vector."""
+    """`largest`: the largest magnitude; `signed`: a negative scale gives other values; `unit`: columns in a vector.
 
-    largest: int
-    signed: bool
-    unit: int
-    # (low, high, count): where the largest weight of a group may land, as multiples of `largest`.
-    range: tuple[float, float, int]
+    `range`: (low, high, count), where the largest weight of a group may land, as multiples of `largest`.
+    """
+
+    @property
+    def largest(self) -> int: ...
+    @property
+    def signed(self) -> bool: ...
+    @property
+    def unit(self) -> int: ...
+    @property
+    def range(self) -> tuple[float, float, int]: ...
 
     def nearest(self, values: Tensor, weights: Tensor) -> Tensor:
         """The levels fp32 of values [..., size] in units of the scale; errors count by weights [..., size]."""

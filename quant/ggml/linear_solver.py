@@ -50,7 +50,7 @@ class BlockTypeSolver(LinearSolver):
         factors: dict[int, Factor | None] = {}
         dead = int((hessian.diagonal() == 0).sum())
         for (name, weight), part in zip(
-            weights.items(), target.split([len(weight) for weight in weights.values()]), strict=True
+            weights.items(), torch.split(target, [len(weight) for weight in weights.values()]), strict=True
         ):
             kind = self.kind(name)
             unit = kind.levels().unit

@@ -25,7 +25,7 @@ _NARROW = {
     "Q5_K": "Q5_1",
     "Q6_K": "Q8_0",
 }
-_EIGHT_EXPERTS_OUTPUT = ("q2_k", "iq3_xs", "iq3_xxs", "q3_k_s", "q3_k_m", "iq4_nl", "q4_k_s", "q4_k_m")
+_EIGHT_EXPERTS_OUTPUT: tuple[str, ...] = ("q2_k", "iq3_xs", "iq3_xxs", "q3_k_s", "q3_k_m", "iq4_nl", "q4_k_s", "q4_k_m")
 _EIGHT_EXPERTS_OUTPUT += ("iq3_s", "iq3_m", "iq4_xs")
 _LARGE_LAYERS = 80  # llama.cpp's "70B": few heads of v, so more bits for it cost little
 

@@ -150,4 +150,3 @@ def _notes(work: GgufPlan, calibration: Calibration) -> Iterator[str]:
     widest = max(work.config.hidden_size, work.config.intermediate_size)
     if calibration.tokens < widest:
         yield f"calibrated on {calibration.tokens} tokens, fewer than the {widest} inputs of a layer; use more"
-

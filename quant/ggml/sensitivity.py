@@ -103,8 +103,10 @@ def _measure(work: GgufPlan, folder: Path, placement: Placement, progress: Repor
     )
     windows = calibration.windows
     order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(low.seed))[:WINDOWS]
-    models = (StreamedModel(model, placement, work.need.at_once) for model in (work.folder, open_model_folder(folder)))
-    shares = measure_shares(*models, windows[order], progress)
+    original, rounded = (
+        StreamedModel(model, placement, work.need.at_once) for model in (work.folder, open_model_folder(folder))
+    )
+    shares = measure_shares(original, rounded, windows[order], progress)
     source = SourceWeights(work.folder)
     groups = [linears for layer in config.layer_specs for linears in layer.products().values()]
     choices = []
