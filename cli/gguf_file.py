@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # torch takes seconds to import
 
 @dataclass(frozen=True)
 class GgufRun:
-    """What `quantize` was asked for, besides the recipe."""
+    """The arguments of a quantization to GGUF besides its recipe."""
 
     source: Source
     folder: ModelFolder

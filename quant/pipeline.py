@@ -310,7 +310,7 @@ def _source_notes(work: QuantizationPlan, calibration: Calibration | None) -> It
 
 
 def result_notes(layers: tuple[Layer, ...], tuning: Tuning | None, card: Evaluation | None) -> Iterator[str]:
-    """Yield what the user should know of a result: fallbacks, inputs that were never used, collapse."""
+    """Yield notes about fallbacks, inputs that were never used, and collapse."""
     for reason, count in sorted(Counter(layer.fallback for layer in layers if layer.fallback).items()):
         names = [layer.name for layer in layers if layer.fallback == reason]
         some = f" ({', '.join(names[:3])}{', ...' if count > 3 else ''})" if reason == TOO_FEW_TOKENS else ""

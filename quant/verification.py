@@ -90,7 +90,7 @@ def _compare(name: str, values: Tensor, read: ReadWeight) -> Fault | None:
     if len(rows) != len(read.rows):
         rows = rows.reshape(len(read.rows), -1)
     ours = row_digests(rows)
-    wrong = [index for index, (one, other) in enumerate(zip(ours, read.rows, strict=True)) if one != other]
+    wrong = [index for index, (digest, other) in enumerate(zip(ours, read.rows, strict=True)) if digest != other]
     if not wrong:
         return None
     moved = sorted(ours) == sorted(read.rows)

@@ -333,9 +333,9 @@ def quantize(
             restart,
             dry_run,
         )
-        made = quantize_to_gguf(call, run, gguf, partial(_progress, call))
-        if made is not None:
-            _finish(call, made, plot, max_kl, max_fallback)
+        outcome_of_file = quantize_to_gguf(call, run, gguf, partial(_progress, call))
+        if outcome_of_file is not None:
+            _finish(call, outcome_of_file, plot, max_kl, max_fallback)
             _advise(call, folder, shlex.quote(f"./{target}" if target.parent == Path() else str(target)))
         return
     if sweep:

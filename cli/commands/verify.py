@@ -100,7 +100,7 @@ def _verify_reading(call: Call, source: Source, model: str, reader: str, ref: st
     reading = module.read(readers.Task(source.folder, tokens, program))
     placement = EngineConfig(device="cpu", dtype="float32").place(folder.config)
     with stages(call.out.progress) as progress:
-        verified = verify_reading(reading, module.NAMES, reference, folder, tokens, placement, progress)
+        verified = verify_reading(reading, module.WEIGHT_NAMES, reference, folder, tokens, placement, progress)
     answer = {
         "model": model,
         "program": verified.program,

@@ -38,11 +38,8 @@ _VALUES = 1 << 22  # rounded at a time: 16 MB of fp32
 
 
 def export(request: ExportRequest, progress: ReportProgress) -> Exported:
-    """Write the file; a target without the suffix .gguf gets it.
-
-    Raises ModelError naming the tensor that has no GGUF form or would be rounded, UsageError for a target that is not
-    a file name.
-    """
+    """Write the file. Raises ModelError naming a tensor without a GGUF form or that would be rounded."""
+    # A target without the suffix .gguf gets it.
     target = gguf_path(request.target)
     config, weights = request.folder.config, Weights(request.folder)
     exact = {f"{linear.name}.weight" for layer in config.layer_specs for linear in layer.unquantized}

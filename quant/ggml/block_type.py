@@ -35,7 +35,7 @@ ONE = Multiples(1, 1)  # of a type whose scales are fp16 factors
 
 
 @dataclass(frozen=True)
-class Solved:
+class SolvedRows:
     """Rows of blocks before encoding, transposed: weight = level * factor * unit * multiple - factor * multiple.
 
     levels: int8 [K, N]; multiples: fp32 integers [G, N] of the scales and of the minima; factors: fp32 values of fp16
@@ -54,7 +54,7 @@ class BlockType:
 
     name: str
     levels: "Callable[[], Levels]"
-    encode: "Callable[[Solved], Tensor]"
+    encode: "Callable[[SolvedRows], Tensor]"
     scales: Multiples = ONE
     minima: Multiples | None = None
     unit: float = 1.0  # of a scale: factor * unit * multiple
@@ -67,18 +67,18 @@ class BlockType:
     def group(self) -> int:
         return self.stored.group
 
-    def scale_values(self, solved: Solved) -> "Tensor":
+    def scale_values(self, solved: SolvedRows) -> "Tensor":
         """fp32 [G, N]; exact, because factors have 11 bits and multiples at most 8."""
         repeats = len(solved.multiples) // solved.factors.shape[1]
         return (solved.factors[0] * self.unit).repeat_interleave(repeats, 0) * solved.multiples
 
-    def minimum_values(self, solved: Solved) -> "Tensor | None":
+    def minimum_values(self, solved: SolvedRows) -> "Tensor | None":
         """The values that are subtracted, fp32 [G, N]."""
         if solved.minima is None:
             return None
         return solved.factors[1].repeat_interleave(len(solved.minima) // solved.factors.shape[1], 0) * solved.minima
 
-    def weights(self, solved: Solved) -> "Tensor":
+    def weights(self, solved: SolvedRows) -> "Tensor":
         """The values of solved rows as every reader computes them, fp32 [K, N]."""
         scales = self.scale_values(solved).repeat_interleave(self.group, 0)
         minima = self.minimum_values(solved)

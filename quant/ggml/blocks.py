@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from mycli.quant.ggml.block_type import Solved
+from mycli.quant.ggml.block_type import SolvedRows
 
 
-def levels_by_block(solved: Solved, size: int) -> Tensor:
+def levels_by_block(solved: SolvedRows, size: int) -> Tensor:
     """Levels int16 [N * blocks, size]."""
     return solved.levels.T.reshape(-1, size).to(torch.int16)
 
@@ -16,7 +16,7 @@ def multiples_by_block(multiples: Tensor, blocks: int) -> Tensor:
     return multiples.T.reshape(multiples.shape[1] * blocks, -1).to(torch.int16)
 
 
-def factors_by_block(solved: Solved) -> list[Tensor]:
+def factors_by_block(solved: SolvedRows) -> list[Tensor]:
     """The bytes uint8 [N * blocks, 2] of each factor."""
     return [
         factor.T.flatten().to(torch.float16).contiguous().view(torch.uint8).view(-1, 2) for factor in solved.factors

@@ -40,7 +40,7 @@ class Levels(Protocol):
 
 @dataclass(frozen=True)
 class Integers:
-    """All integers from `low`, 2 ** bits of them."""
+    """The 2 ** bits integers from `low`."""
 
     bits: int
     low: int

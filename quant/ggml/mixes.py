@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from mycli.runtime.checkpoint.gguf.types import TYPES_BY_NAME
 from mycli.runtime.errors import UsageError
 
-Spot = Callable[["Place"], bool]
+Spot = Callable[["MixPlace"], bool]
 
-EMBEDDING, HEAD = "token_embd.weight", "output.weight"
+GGUF_EMBEDDING, GGUF_HEAD = "token_embd.weight", "output.weight"
 # In the order in which llama-quantize compares names.
 _ROLES = ("attn_qkv", "attn_kv_b", "attn_v", "attn_k", "attn_q", "attn_output", "ffn_up", "ffn_gate", "ffn_down")
 _VALUES = ("attn_qkv", "attn_kv_b", "attn_v")
@@ -46,7 +46,7 @@ class ModelShape:
 
 
 @dataclass(frozen=True)
-class Place:
+class MixPlace:
     """A tensor among `count` of its role: `index` counts those before it, or layers in a model of experts."""
 
     index: int
@@ -54,7 +54,7 @@ class Place:
     model: ModelShape
 
 
-def _always(place: Place) -> bool:
+def _always(place: MixPlace) -> bool:
     return True
 
 
@@ -62,24 +62,24 @@ def _first(part: int) -> Spot:
     return lambda place: place.index < place.count // part
 
 
-def _more(place: Place) -> bool:
+def _more(place: MixPlace) -> bool:
     eighth = place.count // 8
     return place.index < eighth or place.index >= 7 * place.count // 8 or (place.index - eighth) % 3 == 2
 
 
-def _middle(place: Place) -> bool:
+def _middle(place: MixPlace) -> bool:
     return place.count // 8 <= place.index < 7 * place.count // 8
 
 
-def _shared_keys(place: Place) -> bool:
+def _shared_keys(place: MixPlace) -> bool:
     return place.model.queries_per_key >= 4
 
 
-def _shared_keys_or_experts(place: Place) -> bool:
+def _shared_keys_or_experts(place: MixPlace) -> bool:
     return place.model.queries_per_key >= 4 or place.model.experts >= 4
 
 
-def _eight_experts(place: Place) -> bool:
+def _eight_experts(place: MixPlace) -> bool:
     return place.model.experts == 8
 
 
@@ -193,7 +193,7 @@ def choose_types(name: str, tensors: Iterable[tuple[str, int]], model: ModelShap
     for tensor, columns in tensors:
         role = _role(tensor)
         by_layer = model.experts > 1 and role not in _VALUES and not mix.low
-        place = Place(
+        place = MixPlace(
             _layer(tensor) if by_layer else counts.get(role, 0),
             len(values) if role in _VALUES else model.layers,
             model,
@@ -203,10 +203,10 @@ def choose_types(name: str, tensors: Iterable[tuple[str, int]], model: ModelShap
     return types
 
 
-def _type(name: str, mix: Mix, tensor: str, role: str, place: Place) -> str:
-    if tensor == HEAD or (tensor == EMBEDDING and place.model.tied):
+def _type(name: str, mix: Mix, tensor: str, role: str, place: MixPlace) -> str:
+    if tensor == GGUF_HEAD or (tensor == GGUF_EMBEDDING and place.model.tied):
         return mix.head
-    if tensor == EMBEDDING:
+    if tensor == GGUF_EMBEDDING:
         return mix.embedding or mix.base
     rules = mix.rules.get("v" if role in _VALUES else role, ())
     kind = next((better for better, applies in rules if applies(place)), mix.base)

@@ -37,7 +37,7 @@ _HINT = "GGUF can hold it unquantized"
 
 @dataclass(frozen=True)
 class GgufPlan:
-    """What quantizing will write, and the memory that it needs."""
+    """The tensors that quantizing will write, and the memory that it needs."""
 
     source: Source
     recipe: GgufRecipe
@@ -57,7 +57,7 @@ class GgufPlan:
     @property
     def size(self) -> Size:
         shapes = dict(self.config.tensors())
-        sizes = {name: tensor_bytes(shape, self.layout.kinds[name]) for name, shape in shapes.items()}
+        sizes = {name: kind_bytes(shape, self.layout.kinds[name]) for name, shape in shapes.items()}
         names = [f"{name}.weight" for name in self.packings]
         parameters, quantized = self.config.parameters(), sum(math.prod(shapes[name]) for name in names)
         total, packed = self.layout.nbytes, sum(sizes[name] for name in names)
@@ -69,7 +69,7 @@ class GgufPlan:
         return Counter(self.layout.kinds[f"{name}.weight"] for name in self.packings)
 
 
-def tensor_bytes(shape: tuple[int, ...], kind: str) -> int:
+def kind_bytes(shape: tuple[int, ...], kind: str) -> int:
     stored = TYPES_BY_NAME[kind]
     return math.prod(shape) // stored.block * stored.nbytes
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from mycli.quant.ggml.block_type import BlockType, Multiples, Solved
+from mycli.quant.ggml.block_type import BlockType, Multiples, SolvedRows
 from mycli.quant.rounding.plain import SEARCH_WEIGHTS, require_representable
 
 _REFITS = 3  # least-squares refinements of the best candidate
@@ -14,7 +14,7 @@ _FACTORS = torch.linspace(0.7, 1.06, 19)
 _STEPS = (-1, 0, 1)  # multiples that are tried next to the rounded one
 
 
-def search_scales(weight: Tensor, kind: BlockType, importance: Tensor) -> Solved:
+def search_scales(weight: Tensor, kind: BlockType, importance: Tensor) -> SolvedRows:
     """Factors, multiples and nearest levels for weight fp32 [N, K]; errors of columns count by `importance` [K].
 
     Raises ModelError for weights that are not finite or too large for fp16 factors.
@@ -23,7 +23,7 @@ def search_scales(weight: Tensor, kind: BlockType, importance: Tensor) -> Solved
     step = max(1, SEARCH_WEIGHTS // weight.shape[1])
     parts = [_search_rows(weight[start : start + step], kind, importance) for start in range(0, len(weight), step)]
     minima = [part.minima for part in parts if part.minima is not None]
-    return Solved(
+    return SolvedRows(
         torch.cat([part.levels for part in parts], 1),
         torch.cat([part.factors for part in parts], 2),
         torch.cat([part.multiples for part in parts], 1),
@@ -31,7 +31,7 @@ def search_scales(weight: Tensor, kind: BlockType, importance: Tensor) -> Solved
     )
 
 
-def _search_rows(weight: Tensor, kind: BlockType, importance: Tensor) -> Solved:
+def _search_rows(weight: Tensor, kind: BlockType, importance: Tensor) -> SolvedRows:
     rows, columns = weight.shape
     groups = weight.view(rows, -1, kind.group)
     # A column without inputs still counts a little: other data may use it.
@@ -47,7 +47,7 @@ def _search_rows(weight: Tensor, kind: BlockType, importance: Tensor) -> Solved:
         second, low = _nest(minima, weights.sum(-1).expand_as(minima), kind.minima, 1.0, blocks)
         factors = torch.stack([factor, second])
     multiples, low, levels = _adjust(groups, weights, factors, multiples, low, kind)
-    return Solved(
+    return SolvedRows(
         levels.flatten(1).T.contiguous().to(torch.int8),
         factors.transpose(1, 2).contiguous(),
         multiples.T.contiguous(),

@@ -9,7 +9,7 @@ import torch
 from mycli.quant import pipeline
 from mycli.quant.calibration.sampler import bundled, from_file
 from mycli.quant.ggml import types
-from mycli.quant.ggml.plan import GgufPlan, plan_gguf, tensor_bytes
+from mycli.quant.ggml.plan import GgufPlan, kind_bytes, plan_gguf
 from mycli.quant.ggml.recipe import GgufRecipe
 from mycli.quant.ggml.solve import round_blocks
 from mycli.quant.layer_streaming import StreamedModel
@@ -34,7 +34,7 @@ _GROUP = 32  # of the copy of one width
 
 
 @dataclass(frozen=True)
-class Choice:
+class KindChoice:
     """The linears of a product, which get one type: bytes and loss (KL) of each type."""
 
     names: tuple[str, ...]
@@ -69,7 +69,7 @@ def choose_kinds(work: GgufPlan, target: Path, placement: Placement, progress: R
     return replace(work.recipe, kinds=kinds)
 
 
-def spend(choices: list[Choice], budget: int) -> list[str]:
+def spend(choices: list[KindChoice], budget: int) -> list[str]:
     """The type of each choice for the least loss, with `budget` bytes more than the smallest types take."""
     if budget < 0:
         raise UsageError(f"the smallest types take {-budget} bytes more than the target", "choose a larger size")
@@ -87,7 +87,7 @@ def spend(choices: list[Choice], budget: int) -> list[str]:
         budget -= step[2]
 
 
-def _measure(work: GgufPlan, folder: Path, placement: Placement, progress: ReportProgress) -> list[Choice]:
+def _measure(work: GgufPlan, folder: Path, placement: Placement, progress: ReportProgress) -> list[KindChoice]:
     recipe, config = work.recipe, work.config
     assert recipe.target_size is not None
     bits = low_width(8 * recipe.target_size / config.parameters(), _GROUP)
@@ -117,9 +117,9 @@ def _measure(work: GgufPlan, folder: Path, placement: Placement, progress: Repor
         grid = Grid(Packing(bits, _GROUP), torch_dtype(config.dtype))
         at_low = sum(relative_error(weight, round_to_nearest(weight, grid)[0], grid) for weight in weights) or 1.0
         choices.append(
-            Choice(
+            KindChoice(
                 tuple(linear.name for linear in linears),
-                {kind: sum(tensor_bytes(shape, kind) for shape in shapes) for kind in errors},
+                {kind: sum(kind_bytes(shape, kind) for shape in shapes) for kind in errors},
                 {kind: share.loss[bits] * len(weights) * error / at_low for kind, error in errors.items()},
             )
         )

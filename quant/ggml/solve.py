@@ -10,13 +10,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from mycli.quant.ggml.block_type import BlockType, Multiples, Solved
+from mycli.quant.ggml.block_type import BlockType, Multiples, SolvedRows
 from mycli.quant.ggml.search import search_scales
 from mycli.quant.rounding.grid import BLOCK
 from mycli.quant.solvers import SOLVER_WEIGHTS
 from mycli.quant.solvers.gptq import Factor, factorize
 
-SWEEPS = 4  # of descent over levels and scales
+# Of descent over levels and scales. More than for plain groups, because multiples are integers: a scale moves only
+# when levels moved far enough.
+BLOCK_SWEEPS = 4
 
 
 def solve(weight: Tensor, kind: BlockType, hessian: Tensor, factor: Factor | None) -> Tensor:
@@ -35,7 +37,7 @@ def round_blocks(weight: Tensor, kind: BlockType) -> Tensor:
     return solve(weight, kind, torch.ones(weight.shape[1], 1).expand(-1, weight.shape[1]), None)
 
 
-def column_order(hessian: Tensor, kind: BlockType) -> Tensor:
+def solving_order(hessian: Tensor, kind: BlockType) -> Tensor:
     """The order in which columns are solved: falling diagonal, vectors of a codebook as one."""
     unit = kind.levels().unit
     order = hessian.diagonal().view(-1, unit).sum(1).argsort(descending=True, stable=True)
@@ -43,20 +45,20 @@ def column_order(hessian: Tensor, kind: BlockType) -> Tensor:
 
 
 def factor_for(hessian: Tensor, kind: BlockType) -> Factor | None:
-    return factorize(hessian, column_order(hessian, kind))
+    return factorize(hessian, solving_order(hessian, kind))
 
 
-def _solve_rows(weight: Tensor, kind: BlockType, hessian: Tensor, factor: Factor) -> Solved:
+def _solve_rows(weight: Tensor, kind: BlockType, hessian: Tensor, factor: Factor) -> SolvedRows:
     target = weight.T.contiguous()
     solved = _round_columns(target, search_scales(weight, kind, hessian.diagonal()), kind, factor)
-    for _ in range(SWEEPS):
+    for _ in range(BLOCK_SWEEPS):
         pull = hessian @ (target - kind.weights(solved))
         solved = _move_levels(pull, solved, kind, hessian)
         solved = _move_scales(pull, solved, kind, hessian)
     return solved
 
 
-def _round_columns(target: Tensor, solved: Solved, kind: BlockType, factor: Factor) -> Solved:
+def _round_columns(target: Tensor, solved: SolvedRows, kind: BlockType, factor: Factor) -> SolvedRows:
     levels, minima, scales = kind.levels(), kind.minimum_values(solved), kind.scale_values(solved)
     group_of = factor.order // kind.group
     remaining = target[factor.order]
@@ -71,7 +73,7 @@ def _round_columns(target: Tensor, solved: Solved, kind: BlockType, factor: Fact
     return replace(solved, levels=result)
 
 
-def _move_levels(pull: Tensor, solved: Solved, kind: BlockType, hessian: Tensor) -> Solved:
+def _move_levels(pull: Tensor, solved: SolvedRows, kind: BlockType, hessian: Tensor) -> SolvedRows:
     """Set each level in turn to the best one while all others stay; `pull`, H (W - W')^T, is kept up to date."""
     levels, scales, moved = kind.levels(), kind.scale_values(solved), torch.empty_like(solved.levels)
     group_of = torch.arange(len(pull), device=pull.device) // kind.group
@@ -84,7 +86,7 @@ def _move_levels(pull: Tensor, solved: Solved, kind: BlockType, hessian: Tensor)
     return replace(solved, levels=moved)
 
 
-def _move_scales(pull: Tensor, solved: Solved, kind: BlockType, hessian: Tensor) -> Solved:
+def _move_scales(pull: Tensor, solved: SolvedRows, kind: BlockType, hessian: Tensor) -> SolvedRows:
     """Set the multiples of each group in turn, then the factors of its super-block, to the best ones."""
     size = kind.stored.block
     multiples = solved.multiples.clone()
@@ -104,7 +106,7 @@ def _move_scales(pull: Tensor, solved: Solved, kind: BlockType, hessian: Tensor)
         )
         part.move()
         pull.addmm_(hessian[:, block], part.shifts, alpha=-1)
-    return Solved(solved.levels, factors, multiples, minima)
+    return SolvedRows(solved.levels, factors, multiples, minima)
 
 
 class _SuperBlock:

@@ -30,7 +30,7 @@ class ReadWeight:
 
 @dataclass(frozen=True)
 class Reading:
-    """What a program read; no weights if it has them in a form of its own.
+    """The result of a reader; no weights if the program packs them anew.
 
     `logits`: those after the last token, all or only the likeliest, by token.
     """
@@ -52,7 +52,7 @@ class Task:
 
 
 class ReaderModule(Protocol):
-    NAMES: Names  # of the weights that it returns
+    WEIGHT_NAMES: Names  # of the weights that it returns
 
     def read(self, task: Task) -> Reading:
         """Read a model. Raises NotFoundError if the program is missing, ModelError if it refuses the model."""
@@ -60,8 +60,8 @@ class ReaderModule(Protocol):
 
 
 def names() -> list[str]:
-    found = [module.name for module in pkgutil.iter_modules(__path__)]
-    return sorted(name.replace("_cpp", ".cpp").replace("_", "-") for name in found if not name.startswith("_"))
+    modules = [module.name for module in pkgutil.iter_modules(__path__)]
+    return sorted(name.replace("_cpp", ".cpp").replace("_", "-") for name in modules if not name.startswith("_"))
 
 
 def load(name: str) -> ReaderModule:
@@ -112,5 +112,5 @@ def parse_reading(answer: dict[str, Any], tolerance: float) -> Reading:
         likeliest = {int(token): float(value) for token, value in answer["likeliest"].items()}
         return Reading(answer["program"], weights, likeliest, True, tolerance)
     logits = answer.get("logits")
-    found = None if logits is None else dict(enumerate(map(float, logits)))
-    return Reading(answer["program"], weights, found, tolerance=tolerance)
+    by_token = None if logits is None else dict(enumerate(map(float, logits)))
+    return Reading(answer["program"], weights, by_token, tolerance=tolerance)

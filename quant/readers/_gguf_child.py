@@ -11,12 +11,12 @@ from typing import Any
 _DENSE = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
-def digests(values: Any, numpy: Any) -> list[str]:
+def _digests(values: Any, numpy: Any) -> list[str]:
     rows = numpy.ascontiguousarray(values, dtype=numpy.float32) + numpy.float32(0)  # minus zero counts as zero
     return [hashlib.blake2b(row.tobytes(), digest_size=8).hexdigest() for row in rows]
 
 
-def main(model: str, answer: str) -> None:
+def _main(model: str, answer: str) -> None:
     gguf, numpy = importlib.import_module("gguf"), importlib.import_module("numpy")
     weights = {}
     for tensor in gguf.GGUFReader(model).tensors:
@@ -27,11 +27,11 @@ def main(model: str, answer: str) -> None:
         weights[tensor.name] = {
             "dtype": _DENSE.get(kind, "float32"),
             "shape": shape,
-            "rows": digests(rows, numpy),
+            "rows": _digests(rows, numpy),
         }
     program = f"gguf {importlib.metadata.version('gguf')}"
     Path(answer).write_text(json.dumps({"program": program, "weights": weights}), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[3])
+    _main(sys.argv[1], sys.argv[3])

@@ -10,17 +10,17 @@ from typing import Any
 _SEPARATE = {"compressed-tensors": "CompressedTensorsConfig"}  # read with all weights dequantized
 
 
-def digests(tensor: Any) -> list[str]:
+def _digests(tensor: Any) -> list[str]:
     rows = (tensor.detach().float() + 0).reshape(len(tensor) if tensor.dim() > 1 else 1, -1).contiguous().numpy()
     return [hashlib.blake2b(row.tobytes(), digest_size=8).hexdigest() for row in rows]
 
 
-def describe(tensor: Any) -> dict[str, Any]:
+def _describe(tensor: Any) -> dict[str, Any]:
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return {"dtype": dtype, "shape": list(tensor.shape), "rows": digests(tensor)}
+    return {"dtype": dtype, "shape": list(tensor.shape), "rows": _digests(tensor)}
 
 
-def load(model: str) -> Any:
+def _load(model: str) -> Any:
     transformers = importlib.import_module("transformers")
     config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
     method = config.get("quantization_config", {}).get("quant_method")
@@ -30,7 +30,7 @@ def load(model: str) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(model, dtype="auto", device_map="cpu", **settings).eval()
 
 
-def stored(model: Any) -> dict[str, Any]:
+def _stored(model: Any) -> dict[str, Any]:
     """The weights by the names of the files: transformers joins some, such as those of experts."""
     loading = importlib.import_module("transformers.core_model_loading")
     state = {name: tensor for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
@@ -38,9 +38,9 @@ def stored(model: Any) -> dict[str, Any]:
     return result
 
 
-def main(model: str, tokens: list[int], answer: str) -> None:
+def _main(model: str, tokens: list[int], answer: str) -> None:
     torch, transformers = importlib.import_module("torch"), importlib.import_module("transformers")
-    read = load(model)
+    read = _load(model)
     with torch.no_grad():
         if any(hasattr(part, "weight_packed") for part in read.modules()):
             read(torch.tensor([tokens[:1]]))  # some versions decode in the first pass
@@ -48,9 +48,9 @@ def main(model: str, tokens: list[int], answer: str) -> None:
             name: {
                 "dtype": str(tensor.dtype).removeprefix("torch."),
                 "shape": list(tensor.shape),
-                "rows": digests(tensor),
+                "rows": _digests(tensor),
             }
-            for name, tensor in stored(read).items()
+            for name, tensor in _stored(read).items()
         }
         logits = read.float()(torch.tensor([tokens])).logits[0, -1].tolist()
     program = f"transformers {transformers.__version__}"
@@ -59,4 +59,4 @@ def main(model: str, tokens: list[int], answer: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], json.loads(sys.argv[2]), sys.argv[3])
+    _main(sys.argv[1], json.loads(sys.argv[2]), sys.argv[3])

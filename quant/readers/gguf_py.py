@@ -6,7 +6,7 @@ from mycli.quant.readers import Names, Reading, Task, parse_reading, run_child
 from mycli.runtime.checkpoint.gguf.parts import SUFFIX
 from mycli.runtime.errors import ModelError
 
-NAMES: Names = "gguf"
+WEIGHT_NAMES: Names = "gguf"
 
 
 def read(task: Task) -> Reading:

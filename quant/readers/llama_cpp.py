@@ -19,7 +19,7 @@ from mycli.runtime.checkpoint.gguf.files import GgufFiles
 from mycli.runtime.checkpoint.gguf.parts import SUFFIX
 from mycli.runtime.errors import ModelError, NotFoundError
 
-NAMES: Names = "gguf"
+WEIGHT_NAMES: Names = "gguf"
 _TOLERANCE = 0.25  # nats: llama.cpp rounds activations to eight bits and keys to fp16
 _LIKELIEST = 10
 _START_SECONDS = 300.0

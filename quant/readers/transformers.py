@@ -6,7 +6,7 @@ from mycli.quant.readers import Names, Reading, Task, parse_reading, run_child
 from mycli.runtime.errors import ModelError
 from mycli.runtime.utils.json_fields import read_object
 
-NAMES: Names = "hf"
+WEIGHT_NAMES: Names = "hf"
 _TOLERANCE = 1e-3  # both compute in fp32, with other orders of sums
 _PACKAGES = {"compressed-tensors": "compressed_tensors", "gptq": "gptqmodel", "awq": "gptqmodel"}
 

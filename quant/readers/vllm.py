@@ -5,7 +5,7 @@ import sys
 from mycli.quant.readers import Names, Reading, Task, parse_reading, run_child
 from mycli.runtime.errors import ModelError
 
-NAMES: Names = "hf"
+WEIGHT_NAMES: Names = "hf"
 _TOLERANCE = 0.1  # nats: vLLM computes in bf16
 
 

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from mycli.quant.ggml.block_type import BlockType, Multiples, Solved
+from mycli.quant.ggml.block_type import BlockType, Multiples, SolvedRows
 from mycli.quant.ggml.blocks import (
     codebook_rows,
     factors_by_block,
@@ -15,7 +15,7 @@ from mycli.quant.ggml.levels import Codebook
 from mycli.runtime.checkpoint.gguf.codebooks import codebook
 
 
-def encode(solved: Solved) -> Tensor:
+def encode(solved: SolvedRows) -> Tensor:
     scales = multiples_by_block(solved.multiples, solved.factors.shape[1]) >> 1
     rows, signs = codebook_rows(levels_by_block(solved, 256), codebook("IQ3_XXS"))
     parts = [*factors_by_block(solved), rows, signs_with_scale(signs, scales)]

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from mycli.quant.ggml.block_type import BlockType, Solved
+from mycli.quant.ggml.block_type import BlockType, SolvedRows
 from mycli.quant.ggml.blocks import factors_by_block, join, levels_by_block, rows_of
 from mycli.quant.ggml.levels import Table
 
@@ -14,7 +14,7 @@ def indices(levels: Tensor) -> Tensor:
     return torch.searchsorted(torch.tensor(TABLE, dtype=torch.int16), levels).to(torch.int16)
 
 
-def encode(solved: Solved) -> Tensor:
+def encode(solved: SolvedRows) -> Tensor:
     levels = indices(levels_by_block(solved, 32))
     return rows_of([*factors_by_block(solved), join(levels, 4, 16)], solved.levels.shape[1])
 

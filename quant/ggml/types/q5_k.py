@@ -2,12 +2,12 @@
 
 from torch import Tensor
 
-from mycli.quant.ggml.block_type import BlockType, Multiples, Solved
+from mycli.quant.ggml.block_type import BlockType, Multiples, SolvedRows
 from mycli.quant.ggml.blocks import factors_by_block, join, levels_by_block, multiples_by_block, rows_of, six_bits
 from mycli.quant.ggml.levels import Integers
 
 
-def encode(solved: Solved) -> Tensor:
+def encode(solved: SolvedRows) -> Tensor:
     blocks = solved.factors.shape[1]
     assert solved.minima is not None
     header = six_bits(multiples_by_block(solved.multiples, blocks), multiples_by_block(solved.minima, blocks))

@@ -2,12 +2,12 @@
 
 from torch import Tensor
 
-from mycli.quant.ggml.block_type import BlockType, Multiples, Solved
+from mycli.quant.ggml.block_type import BlockType, Multiples, SolvedRows
 from mycli.quant.ggml.blocks import factors_by_block, join, levels_by_block, multiples_by_block, rows_of
 from mycli.quant.ggml.levels import Integers
 
 
-def encode(solved: Solved) -> Tensor:
+def encode(solved: SolvedRows) -> Tensor:
     scales = multiples_by_block(solved.multiples, solved.factors.shape[1]) & 255
     levels = levels_by_block(solved, 256) + 32
     parts = [join(levels & 15, 4, 64), join(levels >> 4, 2, 32), scales, *factors_by_block(solved)]

@@ -2,12 +2,12 @@
 
 from torch import Tensor
 
-from mycli.quant.ggml.block_type import BlockType, Solved
+from mycli.quant.ggml.block_type import BlockType, SolvedRows
 from mycli.quant.ggml.blocks import factors_by_block, levels_by_block, rows_of
 from mycli.quant.ggml.levels import Integers
 
 
-def encode(solved: Solved) -> Tensor:
+def encode(solved: SolvedRows) -> Tensor:
     return rows_of([*factors_by_block(solved), levels_by_block(solved, 32) & 255], solved.levels.shape[1])
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mycli.quant.ggml.mixes import EMBEDDING, MIXES, ModelShape, choose_types
+from mycli.quant.ggml.mixes import GGUF_EMBEDDING, MIXES, ModelShape, choose_types
 from mycli.runtime.errors import UsageError
 
 PICO = ModelShape(layers=6, queries_per_key=2, experts=0, architecture="llama", tied=True)
@@ -34,14 +34,14 @@ RECORDED = {
 
 def _tensors(layers: int) -> list[tuple[str, int]]:
     inner = [(f"blk.{layer}.{part}.weight", columns) for layer in range(layers) for part, columns in ROWS.items()]
-    return [(EMBEDDING, 256), *inner]
+    return [(GGUF_EMBEDDING, 256), *inner]
 
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_types_of_pico(name: str) -> None:
     embedding, base, others = RECORDED[name]
     types = choose_types(name, _tensors(6), PICO)
-    assert types.pop(EMBEDDING) == embedding
+    assert types.pop(GGUF_EMBEDDING) == embedding
     assert types == {tensor: others.get(tensor.removesuffix(".weight"), base) for tensor in types}
 
 

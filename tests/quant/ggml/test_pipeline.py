@@ -14,7 +14,7 @@ from mycli.quant.ggml import linear_solver
 from mycli.quant.ggml.pipeline import quantize_gguf
 from mycli.quant.ggml.plan import plan_gguf
 from mycli.quant.ggml.recipe import GgufRecipe
-from mycli.quant.ggml.sensitivity import Choice, spend
+from mycli.quant.ggml.sensitivity import KindChoice, spend
 from mycli.quant.progress import silent
 from mycli.quant.verification import Verified, tokens_to_score, verify_reading
 from mycli.runtime.checkpoint.gguf.files import GgufFiles
@@ -85,7 +85,7 @@ def _verify(reader: str, model: Path, reference: Path | None = None) -> Verified
     tokens, module = tokens_to_score(folder.config.vocab_size), readers.load(reader)
     original = folder if reference is None else open_model_folder(reference)
     return verify_reading(
-        module.read(readers.Task(model, tokens, None)), module.NAMES, original, folder, tokens, CPU, silent
+        module.read(readers.Task(model, tokens, None)), module.WEIGHT_NAMES, original, folder, tokens, CPU, silent
     )
 
 
@@ -158,8 +158,8 @@ def test_a_missing_program_says_how_to_install_it(reader: str, made: Path, tmp_p
 
 def test_the_budget_goes_where_it_gains_most() -> None:
     choices = [
-        Choice(("a",), {"Q2_K": 10, "Q4_K": 20}, {"Q2_K": 1.0, "Q4_K": 0.1}),
-        Choice(("b",), {"Q2_K": 10, "Q4_K": 20}, {"Q2_K": 5.0, "Q4_K": 0.5}),
+        KindChoice(("a",), {"Q2_K": 10, "Q4_K": 20}, {"Q2_K": 1.0, "Q4_K": 0.1}),
+        KindChoice(("b",), {"Q2_K": 10, "Q4_K": 20}, {"Q2_K": 5.0, "Q4_K": 0.5}),
     ]
     assert spend(choices, 0) == ["Q2_K", "Q2_K"] and spend(choices, 19) == ["Q2_K", "Q4_K"]
     assert spend(choices, 20) == ["Q4_K", "Q4_K"]
