@@ -46,7 +46,7 @@ def codebook_rows(levels: Tensor, codebook: Tensor) -> tuple[Tensor, Tensor]:
     width, values = codebook.shape[1], torch.unique(codebook).to(torch.int16)
     powers = len(values) ** torch.arange(width)
     keys, order = (torch.searchsorted(values, codebook.to(torch.int16)) * powers).sum(1).sort()
-    digits = torch.searchsorted(values, levels.abs()).view(len(levels), -1, width)
+    digits = torch.searchsorted(values, levels.abs().contiguous()).view(len(levels), -1, width)
     rows = order[torch.searchsorted(keys, (digits * powers).sum(2))]
     return rows.to(torch.int32), (levels < 0).to(torch.int16)
 
