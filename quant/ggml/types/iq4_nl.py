@@ -11,7 +11,7 @@ TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 11
 
 
 def indices(levels: Tensor) -> Tensor:
-    return torch.searchsorted(torch.tensor(TABLE, dtype=torch.int16), levels).to(torch.int16)
+    return torch.searchsorted(torch.tensor(TABLE, dtype=torch.int16), levels.contiguous()).to(torch.int16)
 
 
 def encode(solved: SolvedRows) -> Tensor:
