@@ -59,6 +59,10 @@ class LinearSolver:
     def grid(self, packing: Packing) -> Grid:
         return Grid(packing, self.scale_dtype, self._search)
 
+    def restore(self, name: str, quantized: Quantized, packing: Packing) -> Tensor:
+        """The weight of linear `name` from its codes, rounded to the scales' dtype as every reader rounds it."""
+        return dequantize_codes(quantized, self.grid(packing)).to(self.scale_dtype)
+
     def solve(
         self, weights: Mapping[str, Tensor], packing: Packing, fitted: Moments, held_out: Moments
     ) -> SolvedProduct:

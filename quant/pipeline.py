@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -157,14 +157,18 @@ def quantize(
             message = f"tuning needs at least {HELD_OUT_EVERY} calibration windows, one held out"
             raise UsageError(f"{message}; there are {len(calibration.windows)}", code="more-samples")
         finished_in = work_folder or default_work_folder(target)
-        run = {} if calibration is None else model_card.identify(recipe, calibration, placement, work.need.at_once)
+        run = (
+            {}
+            if calibration is None
+            else model_card.identify(asdict(recipe), calibration, placement, work.need.at_once)
+        )
         if not restart:
             require_same_run(finished_in, run)  # now and not only below: hashing the source may take minutes
         origin = stack.enter_context(shared.digests(folder))
         finished: WorkFolder | None = None
         journal: OutputWork | None = None
         if in_place:
-            run = {**(run or model_card.identify_dataless(recipe)), "source": origin.result()}
+            run = {**(run or model_card.identify_dataless(asdict(recipe))), "source": origin.result()}
             finished = journal = stack.enter_context(OutputWork(finished_in, run, restart=restart))
         writer = stack.enter_context(
             CheckpointWriter(
@@ -213,10 +217,10 @@ def quantize(
         card, activations = None, None
         if work.report != "none":
             reference = shared.reference(folder, placement, work.need.at_once)
-            card, activations = _measure(reference, result, work.report, placement, work.need.at_once, progress)
+            card, activations = measure_result(reference, result, work.report, placement, work.need.at_once, progress)
         files = model_card.digests(path for path in writer.folder.iterdir() if path.is_file())
         record = model_card.encode(
-            recipe=recipe,
+            recipe={**asdict(recipe), "group": "channel" if recipe.group is None else recipe.group},
             calibration=calibration,
             source=work.source,
             stored=work.stored,
@@ -233,7 +237,7 @@ def quantize(
         writer.finish()
         if finished is not None:
             finished.clear()
-    notes = (*_source_notes(work, calibration), *_result_notes(layers, tuning, card))
+    notes = (*_source_notes(work, calibration), *result_notes(layers, tuning, card))
     return Outcome(target, work.size, layers, card, notes, activations)
 
 
@@ -295,20 +299,23 @@ def _config(folder: ModelFolder, output: TensorWriter) -> bytes:
     return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def _measure(
+def measure_result(
     reference: StreamedModel,
     result: ModelFolder,
     report: Report,
     placement: Placement,
     at_once: int,
     progress: ReportProgress,
+    *,
+    same_head: bool = True,
 ) -> tuple[Evaluation, ActivationKl | None]:
+    """Measure a result on held-out text; `same_head`: a head that is not packed has the reference's weights."""
     source = reference.folder
     context = min(REPORT_CONTEXT, source.config.max_context)
     text = cut(held_out_text(), source.tokenizer(), context, QUICK_TOKENS if report == "quick" else None)
     trim_heap()
     model = StreamedModel(result, placement, at_once)
-    if "lm_head" not in result.packings:
+    if same_head and "lm_head" not in result.packings:
         model.share_head(reference)
     card = evaluate(model, text, reference, progress)
     if placement.device.type != "cpu" or card.divergence is None:
@@ -329,7 +336,8 @@ def _source_notes(work: QuantizationPlan, calibration: Calibration | None) -> It
         yield f"calibrated on {calibration.tokens} tokens, fewer than the {widest} inputs of a layer; use more"
 
 
-def _result_notes(layers: tuple[Layer, ...], tuning: Tuning | None, card: Evaluation | None) -> Iterator[str]:
+def result_notes(layers: tuple[Layer, ...], tuning: Tuning | None, card: Evaluation | None) -> Iterator[str]:
+    """Yield notes about fallbacks, inputs that were never used, and collapse."""
     for reason, count in sorted(Counter(layer.fallback for layer in layers if layer.fallback).items()):
         names = [layer.name for layer in layers if layer.fallback == reason]
         some = f" ({', '.join(names[:3])}{', ...' if count > 3 else ''})" if reason == TOO_FEW_TOKENS else ""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
 from mycli.cli.flags.recipe import RecipeFlags
+from mycli.cli.gguf_file import GgufRun, gguf_target, quantize_to_gguf
 from mycli.cli.load import adapted, announce_build, announce_placement
 from mycli.cli.plot import LayerError, layer_error, require_svg, write_errors
 from mycli.cli.sweep import Copy, Options, run_sweep, sweep_recipes
@@ -43,6 +44,7 @@ EXAMPLES = [
     "mycli quantize pico --samples 16",
     "mycli quantize pico --method rtn --bits 8 --group channel -o pico-int8",
     "mycli quantize pico --bits 3 --group 64 --dry-run",
+    "mycli quantize pico --bits q4_k_m --samples 16 -o pico-q4_k_m.gguf",
     "mycli quantize pico --sweep bits=8,4 method=rtn --plot sweep.svg",
 ]
 
@@ -190,6 +192,16 @@ def _how_to_continue(work: "QuantizationPlan", work_folder: Path) -> str:
     return f"stopped; finished blocks are stored in {work_folder}; to continue: {again}"
 
 
+def _finish(call: Call, outcome: "Outcome", plot: Path | None, max_kl: float | None, max_fallback: float) -> None:
+    for note in outcome.notes:
+        call.out.note(note)
+    errors = [layer_error(layer) for layer in outcome.layers]
+    if plot is not None:
+        write_errors(plot, outcome.folder.name, errors)
+    show_outcome(call, outcome, errors)
+    check_outcome(outcome, max_kl, max_fallback)
+
+
 def how_to_use(folder: ModelFolder, name: str) -> str:
     with suppress(ModelError):  # without a readable template there is no chat
         if folder.chat_template() is not None:
@@ -218,7 +230,10 @@ def quantize(
     device: options.Device = "auto",
     threads: options.Threads = None,
     output: Annotated[
-        Path | None, options.option("-o --output", "PATH", "Folder to write.", show_default="in $MYCLI_HOME")
+        Path | None,
+        options.option(
+            "-o --output", "PATH", "Folder or .gguf file to write.", show_default="in $MYCLI_HOME; a file: here"
+        ),
     ] = None,
     work_dir: Annotated[
         Path | None,
@@ -256,8 +271,9 @@ def quantize(
 ) -> None:
     """Make a smaller copy of a model and measure its quality.
 
-    The copy is a Hugging Face folder that transformers and vLLM load too; its mycli.json holds recipe, quality and
-    checksums. The folder appears when all is done. After an interruption the same command continues the work.
+    The copy is a Hugging Face folder that transformers and vLLM load too, or with --format gguf a file that llama.cpp
+    loads; its mycli.json holds recipe, quality and checksums. It appears when all is done. After an interruption the
+    same command continues the work.
     """
     if max_kl is not None and report == "none":
         raise UsageError("--max-kl needs a quality measurement", "omit --report none")
@@ -265,7 +281,8 @@ def quantize(
         raise UsageError(f"--max-kl {max_kl} must be above 0", "for example: --max-kl 0.05")
     if plot is not None:
         require_svg(plot)
-    recipe = flags.resolve()
+    gguf = flags.resolve_gguf() if flags.is_gguf else None
+    recipe = Recipe() if gguf is not None else flags.resolve()
     held_out: Report = options.choice("--report", report, ("quick", "full", "none"))
     source = resolve(model, offline=call.offline)
     # Measured in float32: half precision alone moves KL by as much as 8-bit weights do.
@@ -275,7 +292,11 @@ def quantize(
         if max_kl is not None or recipe.target_bpw is not None or work_dir is not None or held_out == "none":
             raise UsageError("--sweep excludes --max-kl, --target-bpw, --work-dir and --report none", "omit them")
     target = output or target_folder(source, recipe, folder)
-    if not sweep:
+    if gguf is not None:
+        target = gguf_target(source, gguf, output)
+        if sweep:
+            raise UsageError("--sweep excludes GGUF", "make one file after the other")
+    elif not sweep:
         check_target(target, overwrite, source.folder)
     if work_dir is not None:
         require_writable_parent(work_dir)
@@ -294,13 +315,35 @@ def quantize(
         max_ram=max_ram,
         max_vram=max_vram,
     )
+    if gguf is not None:
+        run = GgufRun(
+            source,
+            folder,
+            target,
+            placement,
+            text,
+            held_out,
+            work_dir,
+            max_ram,
+            max_vram,
+            overwrite,
+            restart,
+            dry_run,
+        )
+        outcome_of_file = quantize_to_gguf(call, run, gguf, partial(quantization_progress, call))
+        if outcome_of_file is not None:
+            _finish(call, outcome_of_file, plot, max_kl, max_fallback)
+            if not call.out.json_mode:
+                name = f"./{target}" if target.parent == Path() else str(target)
+                call.out.note(how_to_use(folder, shlex.quote(name)))
+        return
     if sweep:
         copies = [
             Copy(
-                option_recipe,
-                target_folder(source, option_recipe, folder) if output is None else output / option_recipe.name,
+                copy_recipe,
+                target_folder(source, copy_recipe, folder) if output is None else output / copy_recipe.name,
             )
-            for option_recipe in recipes
+            for copy_recipe in recipes
         ]
         run_sweep(call, copies, plan, placement, Options(overwrite, restart, plot, dry_run))
         return
@@ -338,12 +381,6 @@ def quantize(
     except KeyboardInterrupt:
         call.out.note(_how_to_continue(work, work_dir or pipeline.default_work_folder(target)))
         raise
-    for note in outcome.notes:
-        call.out.note(note)
-    errors = [layer_error(layer) for layer in outcome.layers]
-    if plot is not None:
-        write_errors(plot, target.name, errors)
-    show_outcome(call, outcome, errors)
-    check_outcome(outcome, max_kl, max_fallback)
+    _finish(call, outcome, plot, max_kl, max_fallback)
     if output is None and not call.out.json_mode:
         call.out.note(how_to_use(folder, shlex.quote(target.name)))

@@ -105,7 +105,8 @@ def flag(flags: str, text: str, **settings: Any) -> Any:
 
 def words(flags: str, allowed: Sequence[str], text: str, **settings: Any) -> Any:
     """Return an option that takes one of `allowed`; its help and shell completion show them."""
-    return option(flags, "|".join(allowed), text, autocompletion=complete_word(*allowed), **settings)
+    metavar = settings.pop("metavar", "|".join(allowed))
+    return option(flags, metavar, text, autocompletion=complete_word(*allowed), **settings)
 
 
 def count(flags: str, text: str, **settings: Any) -> Any:

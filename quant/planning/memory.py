@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from mycli.quant.evaluate import LOGITS_AT_ONCE, STREAM_BYTES
 from mycli.quant.rounding.error_compensation import drift_rows
 from mycli.quant.solvers import SOLVER_WEIGHTS
+from mycli.runtime.checkpoint.formats import EMBEDDING
 from mycli.runtime.errors import ResourceError
 from mycli.runtime.memory.layer import head_widths, hidden_width
 from mycli.runtime.models.config import ModelConfig
@@ -182,8 +183,7 @@ def _solving(work: QuantizationWork, at_once: int) -> list[tuple[int, int]]:
         )
         solving = max(_SQUARES * square + drifts, 5 * square + drifts + 9 * _FLOAT * at_a_time)
         stages.append((streams, blocks + solving + _FLOAT * rows * inputs))
-    head = config.head()
-    if head.name in work.packings:
+    if (EMBEDDING if config.tie_embeddings else config.head().name) in work.packings:
         square, weight = _FLOAT * config.hidden_size**2, _FLOAT * config.vocab_size * config.hidden_size
         stages.append((streams, max((_SQUARES + 2) * square, 7 * square + 9 * _FLOAT * SOLVER_WEIGHTS) + 3 * weight))
     return stages
