@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, get_args
 
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
-from mycli.cli.flags.records import FULL_LENGTH, LoadFlags, PrefixCacheFlags
+from mycli.cli.flags.records import FULL_LENGTH, LoadFlags, PrefixCacheFlags, ReasoningFlags
 from mycli.cli.load import announce_slow_passes, load_engine
 from mycli.cli.other_engines import EngineFlags, OtherEngine, start
 from mycli.cli.reasons import passes_json
@@ -61,14 +61,6 @@ class AddressFlags:
         float,
         options.option("--grace", "SECONDS", "Seconds to finish replies after Ctrl-C or SIGTERM.", min=0, max=3600),
     ] = 30.0
-    reasoning_budget: Annotated[
-        int | None,
-        options.count(
-            "--reasoning-budget",
-            "Close the reasoning of a reply after N tokens, unless the request sets a budget.",
-            show_default="no limit",
-        ),
-    ] = None
     log_format: Annotated[
         str | None,
         options.words("--log-format", ("text", "json"), "Log one line per request.", show_default="text with -v"),
@@ -107,7 +99,6 @@ class AddressFlags:
             self.extra_properties,
             limits,
             log_format,
-            self.reasoning_budget,
         )
 
     def _key(self, call: Call) -> bytes | None:
@@ -148,6 +139,7 @@ def serve(
         ),
     ] = 32,
     *,
+    reasoning: ReasoningFlags,
     other: EngineFlags,
     prefix_cache: PrefixCacheFlags,
     loading: LoadFlags,
@@ -157,14 +149,17 @@ def serve(
     Provides the OpenAI and Anthropic APIs, metrics, and a page to chat. For models too large for one GPU, use --engine
     vllm or sglang: the command then starts that server on the same folder.
 
+    Requests may set their own reasoning budget and deadline.
+
     On Ctrl-C or SIGTERM the server finishes its replies first; a second signal stops it immediately. Prompts and
     replies are not logged; -v prints a line for each request. mycli ps and mycli stop list and stop servers.
     """
-    settings = address.resolve(call)
+    limits = {"reasoning_budget": reasoning.budget, "deadline": reasoning.deadline}
+    settings = replace(address.resolve(call), **limits)
     config = prefix_cache.resolve(loading.resolve(min(max_sequences, FULL_LENGTH), max_sequences))
     engine = other.resolve()
     if engine is not None:
-        _refuse_own_options(engine, address, config)
+        _refuse_own_options(engine, address, reasoning, config)
         named = replace(settings, names=settings.names or (Path(model).name,))
         start(call, engine, model, config, named, address.host, address.port, other.ranks)
     _require()
@@ -182,14 +177,17 @@ def serve(
         listener.close()
 
 
-def _refuse_own_options(engine: OtherEngine, address: AddressFlags, config: EngineConfig) -> None:
+def _refuse_own_options(
+    engine: OtherEngine, address: AddressFlags, reasoning: ReasoningFlags, config: EngineConfig
+) -> None:
     default = AddressFlags()
     used = {
         "--allow-host": bool(address.hosts),
         "--grace": address.grace != default.grace,
         "--max-waiting": address.waiting != default.waiting,
         "--log-format": address.log_format is not None,
-        "--reasoning-budget": address.reasoning_budget is not None,
+        "--reasoning-budget": reasoning.budget is not None,
+        "--deadline": reasoning.deadline is not None,
         "--extra-properties": address.extra_properties,
         "--draft": config.draft is not None,
         "--adapter": config.adapter is not None,

@@ -18,8 +18,6 @@ from mycli.runtime.tokenizer.parsing.reasoning_parser import CLOSE, OPEN
 from mycli.runtime.tokenizer.parsing.tool_formats import HERMES, ToolFormat
 from mycli.runtime.tokenizer.parsing.tool_parser import ToolParser
 
-ANSWER_TOKENS = 16  # that a thinking budget leaves at least, closing tag included
-
 
 @dataclass(frozen=True)
 class ChatSpec:
@@ -85,7 +83,7 @@ def prepare_chat(service: Service, spec: ChatSpec) -> Prepared:
     service.check_fits(ids, limit, spec.place)
     # The last characters, more than an opening tag is long, say whether the reply begins inside the reasoning.
     end = "" if spec.continued else service.spelled(ids[-16:])
-    prelude = None if spec.continued else _prelude(service, spec, end, limit or reply_room(service.context, len(ids)))
+    prelude = None if spec.continued else _prelude(service, spec, end)
     tool_format = service.tool_format
     if tools and (spec.choice == "required" or spec.constrained) and tool_format.json_syntax is None:
         tool_format = HERMES  # other syntaxes have no schema for their arguments
@@ -111,7 +109,7 @@ def _grammar(service: Service, spec: ChatSpec, tool_format: ToolFormat, prelude:
         return _calls_grammar(service, spec, tool_format, prelude)
     if spec.constrained:
         return service.grammar(spec.format, prelude)
-    if prelude is not None and prelude.budget is not None:
+    if prelude is not None and (prelude.budget is not None or service.deadline(spec.sampling) is not None):
         return service.compiler.any_text(prelude)
     return None
 
@@ -146,13 +144,10 @@ def _check_continued(spec: ChatSpec) -> None:
         raise ApiError(400, message, "invalid_value", param=spec.place)
 
 
-def _prelude(service: Service, spec: ChatSpec, prompt_end: str, limit: int) -> Prelude | None:
+def _prelude(service: Service, spec: ChatSpec, prompt_end: str) -> Prelude | None:
     prelude = service.prelude(prompt_end)
     budget = spec.thinking_budget if spec.thinking_budget is not None else service.settings.reasoning_budget
-    if prelude is None or budget is None:
-        return prelude
-    # Reasoning that takes all of the reply's tokens leaves none for the answer.
-    return replace(prelude, budget=max(min(budget, limit - max(limit // 4, ANSWER_TOKENS)), 0))
+    return None if prelude is None else replace(prelude, budget=budget)
 
 
 def _check_tools(spec: ChatSpec) -> None:
