@@ -63,6 +63,7 @@ def _false_only(value: Any) -> Any:
 
 
 No = Annotated[Literal[False], BeforeValidator(_false_only)]
+Verbosity = Literal["low", "medium", "high"]  # only "medium" can be done: no template has a switch for it
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 

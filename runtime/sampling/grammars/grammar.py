@@ -8,7 +8,7 @@ from typing import Any
 
 import llguidance
 
-from mycli.runtime.errors import ModelError, UsageError
+from mycli.runtime.errors import ModelError, UsageError, UserError
 from mycli.runtime.sampling.grammars.ending import Ending, Symbols, SymbolTable
 from mycli.runtime.sampling.grammars.json_schema import FREE_NODES, PreparedSchema, count_values, prepare
 from mycli.runtime.sampling.grammars.probe import GrammarProbe
@@ -65,13 +65,26 @@ class Prelude:
 
 
 @dataclass(frozen=True)
-class Alternative:
-    """A source in llguidance's format that may be generated instead of the parts of a sequence.
+class Call:
+    """JSON of a `schema` between two literal texts; strict: refuse keywords that are not supported."""
 
-    schemas: what it was made of, if it is a JSON schema.
+    before: str
+    schema: str
+    after: str
+    strict: bool = False
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A source in llguidance's format that may be generated instead of calls.
+
+    kind: its name in messages; field: of the request, that holds it; schemas: what it was made of, if it is a JSON
+    schema.
     """
 
     source: str
+    kind: str
+    field: str
     schemas: tuple[PreparedSchema, ...] = ()
 
 
@@ -127,62 +140,83 @@ class GrammarCompiler:
         return self._compile(self._from_gbnf(text), "grammar", prelude)
 
     def alternative(self, kind: str, text: str, source: str, strict: bool = True) -> Alternative:
-        """Return a schema, regex, lark or gbnf (`kind`), named `source` in messages; `strict`: as in `schema`."""
+        """Return a schema, regex, lark or gbnf (`kind`) that the field `source` holds; `strict`: as in `schema`."""
         if kind == "schema":
             prepared = self._prepare(text, source, strict)
-            return Alternative(self._schema(prepared, source, _FREE), (prepared,))
+            return Alternative(self._schema(prepared, source, _FREE), source, source, (prepared,))
         if kind == "gbnf":
-            return Alternative(self._from_gbnf(text))
+            return Alternative(self._from_gbnf(text), "grammar", source)
         _check_size(text, source)
         if kind == "regex":
-            return Alternative(str(llguidance.LLMatcher.grammar_from_regex(text)))
-        return Alternative(str(llguidance.LLMatcher.grammar_from_lark(text)))
+            return Alternative(str(llguidance.LLMatcher.grammar_from_regex(text)), "regular expression", source)
+        return Alternative(str(llguidance.LLMatcher.grammar_from_lark(text)), "grammar", source)
 
     def any_text(self, prelude: Prelude) -> "Grammar":
         """Compile any text that is not blank, control tokens included, after reasoning within its budget."""
         others = set(self._control.values()) - self._stop_ids - {self._control.get(prelude.open)}
         tokens = sorted(str(index) for index in others - {self._control.get(prelude.close)})
         control = f" | <[{','.join(tokens)}]>" if tokens else ""
-        rules = f"start: (FIRST{control}) (MORE{control})*\nMORE: /(.|\\n)+/\n"
-        opening = json.dumps(prelude.open)
-        # An opening tag that is no control token could also be read as the beginning of the text.
-        rules += f"FIRST: /[ \\t\\r\\n]*[^ \\t\\r\\n](.|\\n)*/ & ~(/[ \\t\\r\\n]*/ {opening} /(.|\\n)*/)"
+        rules = f"start: (FIRST{control}) (MORE{control})*\n{self._texts(prelude)}"
         grammar = self._compile(rules, "reasoning budget", prelude, free=True)
         grammar.compile()  # its size depends on nothing in the request
         return grammar
 
-    def sequence(
+    def calls(
         self,
-        parts: Sequence[tuple[str, str, str]],
+        calls: Sequence[Call],
         most: int | None,
         source: str,
         prelude: Prelude | None = None,
         otherwise: Alternative | None = None,
-        strict: bool = False,
     ) -> "Grammar":
-        """Compile 1 to `most` (None: any number) of `parts`: (literal prefix, JSON schema, literal suffix).
+        """Compile 1 to `most` (None: any number) of `calls`; `otherwise`: an alternative to them.
 
-        The JSON has one space after each comma and colon, and no other whitespace. `otherwise`: an alternative to the
-        parts; `strict`: as in `schema`.
+        The JSON has one space after each comma and colon, and no other whitespace.
         """
-        grammars = []
-        prepared = [self._prepare(schema, source, strict) for _, schema, _ in parts]
-        for index, ((before, _, after), schema) in enumerate(zip(parts, prepared, strict=True)):
-            (body,) = json.loads(self._schema(schema, source, _COMPACT))["grammars"]
-            grammars.append(
-                ({**body, "name": f"part{index}"}, f"{self._literal(before)} @part{index} {self._literal(after)}")
-            )
-        choices = " | ".join(f"({rule})" for _, rule in grammars)
+        choices, bodies, schemas = self._calls(calls, source)
         repeat = "+" if most is None else f"{{1,{most}}}" if most > 1 else ""
-        start, bodies = f"part{repeat}", [body for body, _ in grammars]
+        start = f"call{repeat}"
         if otherwise is not None:
             start += " | @otherwise"
             first, *rest = _grammars(otherwise.source)
             bodies += [{**first, "name": "otherwise"}, *rest]
-        rules = f"start: {start}\npart: {choices}"
-        source_text = json.dumps({"grammars": [{"lark_grammar": rules}, *bodies]})
-        schemas = [*prepared, *(() if otherwise is None else otherwise.schemas)]
-        return self._compile(source_text, source, prelude, schemas, cheap=otherwise is None or bool(otherwise.schemas))
+            schemas += otherwise.schemas
+        text = json.dumps({"grammars": [{"lark_grammar": f"start: {start}\ncall: {choices}"}, *bodies]})
+        cheap = otherwise is None or bool(otherwise.schemas)
+        grammar = self._compile(text, source, prelude, schemas, cheap)
+        if otherwise is not None and not cheap:
+            grammar.otherwise = Grammar(otherwise.source, otherwise.kind, self._table, self._symbols)
+            grammar.otherwise.field = otherwise.field
+        return grammar
+
+    def calls_in_text(self, calls: Sequence[Call], source: str, prelude: Prelude | None = None) -> "Grammar":
+        """Compile any text that is not blank, with any number of `calls` in it; all begin with the same mark."""
+        choices, bodies, schemas = self._calls(calls, source)
+        rules = f"start: (FIRST | call) (call MORE?)*\ncall: {choices}\n"
+        rules += self._texts(prelude, calls[0].before.strip())
+        text = json.dumps({"grammars": [{"lark_grammar": rules}, *bodies]})
+        return self._compile(text, source, prelude, schemas, free=True)
+
+    def _calls(self, calls: Sequence[Call], source: str) -> tuple[str, list[dict[str, Any]], list[PreparedSchema]]:
+        # Alternatives in Lark, the grammars that they name, and the schemas.
+        schemas = [self._prepare(call.schema, source, call.strict) for call in calls]
+        bodies, rules = [], []
+        for index, (call, schema) in enumerate(zip(calls, schemas, strict=True)):
+            (body,) = json.loads(self._schema(schema, source, _COMPACT))["grammars"]
+            bodies.append({**body, "name": f"call{index}"})
+            rules.append(f"({self._literal(call.before)} @call{index} {self._literal(call.after)})")
+        return " | ".join(rules), bodies, schemas
+
+    def _texts(self, prelude: Prelude | None, mark: str = "") -> str:
+        # Lark terminals of the text at the beginning of an answer, and of later text; neither holds `mark`. An opening
+        # tag that is no control token could also be read as the beginning of the text.
+        first, more = "/[ \\t\\r\\n]*[^ \\t\\r\\n](.|\\n)*/", "/(.|\\n)+/"
+        if prelude is not None and prelude.open not in self._control:
+            first += f" & ~(/[ \\t\\r\\n]*/ {json.dumps(prelude.open)} /(.|\\n)*/)"
+        if mark and mark not in self._control:
+            without = f" & ~(/(.|\\n)*/ {json.dumps(mark)} /(.|\\n)*/)"
+            first, more = first + without, more + without
+        return f"FIRST: {first}\nMORE: {more}"
 
     def _from_gbnf(self, text: str) -> str:
         from llguidance.gbnf_to_lark import any_to_lark
@@ -294,6 +328,7 @@ class Grammar:
         self.kind, self.loosened = kind, tuple(loosened)
         self.field = kind  # of the request that holds the source, if that is another
         self.values: int | None = None  # scalar values of a reply, if a schema bounds them
+        self.otherwise: Grammar | None = None  # the part of it that a format is, to say what is wrong with that
         self._source, self._table, self._symbols = source, table, symbols
         self._reasoning, self._free = reasoning, free
         self._start: Any = None
@@ -305,6 +340,12 @@ class Grammar:
 
     def compile(self, probe: GrammarProbe | None = None) -> None:
         """Compile the grammar; `probe`: check its cost first. Raises UsageError if it cannot be used."""
+        if self.otherwise is not None:
+            try:
+                self.otherwise.compile(probe)
+            except UserError:
+                self.field = self.otherwise.field
+                raise
         if probe is not None:
             probe.check(self._source, self.kind)
         limits = llguidance.LLParserLimits(

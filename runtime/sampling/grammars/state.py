@@ -25,6 +25,7 @@ ANSWER_SHARE = 4
 # Tokens before the limit at which the probability of the ending begins to rise, at least: a string that is cut in its
 # last words is better than one cut in a word, and values that follow need tokens of their own.
 CLOSING_TOKENS = 16
+_NEGLIGIBLE = 12.0  # nats below the likeliest token: a chance of 6e-6
 _HINT = "use a simpler schema or expression"
 
 
@@ -131,22 +132,23 @@ class _Reply:
 
     def lead(self, logits: Tensor, masked: Tensor) -> None:
         """Move the allowed logits `masked` [vocab] towards the ending; `logits`: of all tokens."""
-        following = [token for token in self._ending.next_tokens if token < len(masked)]
-        complete = self.complete
-        if not following or self.may_be_cut:
+        if self._ending.tokens is None or self.may_be_cut:
             return
         if self._must_end():
+            forced = self._ending.next_tokens[-1]
             # The parser accepts it also where its mask, of the usual spelling, leaves it out.
             masked.fill_(-math.inf)
-            masked[following[-1]] = logits[following[-1]]
+            masked[forced] = logits[forced]
             return
-        if complete:
+        if self.complete:
             return
-        likeliest = torch.tensor(following, device=masked.device)
-        likeliest = likeliest[masked[likeliest].argmax()]
-        ends = torch.tensor([token for token in self._table.ends if token < len(masked)], device=masked.device)
-        masked[likeliest] = torch.logaddexp(masked[likeliest], logits[ends].logsumexp(0))
-        if share := self._closing_share():
+        ends, share = [float(logits[token]) for token in self._table.ends if token < len(logits)], self._closing_share()
+        if max(ends, default=-math.inf) < float(masked.max()) - _NEGLIGIBLE and not share:
+            return
+        following = torch.tensor(self._ending.next_tokens, device=masked.device)
+        likeliest = following[masked[following].argmax()]
+        masked[likeliest] = torch.logaddexp(masked[likeliest], masked.new_tensor(ends).logsumexp(0))
+        if share:
             floor = masked.logsumexp(0) + math.log(share / (1 - share))
             masked[likeliest] = torch.maximum(masked[likeliest], floor)
 
@@ -154,15 +156,16 @@ class _Reply:
         """Advance by a sampled token, or by the next of the ending where the token leaves too few for an ending."""
         if self.ended:
             return token
-        ending = self._ending.copy(self._parser)
+        saved = self._ending.save()
         self._consume(token)
         if token in self._table.ends:
             self.ended = True
             return token
-        before, after = ending.tokens, self._ending.tokens
+        before, after = saved[1], self._ending.tokens
         if before is not None and after is not None and len(after) > self._left() - 1 >= len(before) - 1:
             self._parser.rollback(1)
-            self._ending, token = ending, before[0]
+            self._ending.restore(saved)
+            token = before[0]
             self._consume(token)
         self._count += 1
         if self._limits.ends_at is not None:

@@ -137,7 +137,9 @@ def test_what_the_model_gives_to_the_end_closes_the_string(pico: Tokenizer) -> N
     state.accept([word])
     masked = state.apply(logits)
     assert int(masked.argmax()) == quote and masked[0, word] == 5.0
-    assert masked[0, quote] == pytest.approx(float(torch.logaddexp(torch.tensor(0.0), torch.tensor(8 + math.log(len(pico.eos))))))
+    assert masked[0, quote] == pytest.approx(
+        float(torch.logaddexp(torch.tensor(0.0), torch.tensor(8 + math.log(len(pico.eos)))))
+    )
 
 
 def test_limits_count_the_time(pico: Tokenizer) -> None:
