@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import llguidance
@@ -191,9 +191,16 @@ class GrammarCompiler:
 
     def calls_in_text(self, calls: Sequence[Call], source: str, prelude: Prelude | None = None) -> "Grammar":
         """Compile any text that is not blank, with any number of `calls` in it; all begin with the same mark."""
-        choices, bodies, schemas = self._calls(calls, source)
-        rules = f"start: (FIRST | call) (call MORE?)*\ncall: {choices}\n"
-        rules += self._texts(prelude, calls[0].before.strip())
+        mark = calls[0].before.strip()
+        if mark in self._control:
+            choices, bodies, schemas = self._calls(calls, source)
+            rules = f"start: (FIRST | call) (call MORE?)*\ncall: {choices}\n"
+        else:
+            # A mark of several tokens ends the text before it, of which it is a part.
+            rest = [replace(call, before=call.before.removeprefix(mark)) for call in calls]
+            choices, bodies, schemas = self._calls(rest, source)
+            rules = f"start: FIRST | (marked ({choices}))+ MORE?\nmarked[suffix={json.dumps(mark)}]: /(.|\\n)*/\n"
+        rules += self._texts(prelude, mark)
         text = json.dumps({"grammars": [{"lark_grammar": rules}, *bodies]})
         return self._compile(text, source, prelude, schemas, free=True)
 
