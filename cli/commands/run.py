@@ -164,7 +164,7 @@ def run(
             f"--samples must be 1 to {MAX_SAMPLES}, not {samples}", f"for example: --samples {MAX_SAMPLES}"
         )
     if reasoning.budget is not None and grammar.used:
-        raise UsageError("--reasoning-budget: a reply in a format has no reasoning", "omit one of them")
+        raise UsageError("--reasoning-budget: a reply in a format has no reasoning", "omit --reasoning-budget")
     sampling.check()
     schema, text = grammar.text(), source.resolve(call.out.note)
     running = samples if source.batch is None else samples * TOGETHER

@@ -154,8 +154,7 @@ def serve(
     On Ctrl-C or SIGTERM the server finishes its replies first; a second signal stops it immediately. Prompts and
     replies are not logged; -v prints a line for each request. mycli ps and mycli stop list and stop servers.
     """
-    limits = {"reasoning_budget": reasoning.budget, "deadline": reasoning.deadline}
-    settings = replace(address.resolve(call), **limits)
+    settings = replace(address.resolve(call), reasoning_budget=reasoning.budget, deadline=reasoning.deadline)
     config = prefix_cache.resolve(loading.resolve(min(max_sequences, FULL_LENGTH), max_sequences))
     engine = other.resolve()
     if engine is not None:

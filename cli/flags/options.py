@@ -120,7 +120,7 @@ def size(flags: str, text: str, **settings: Any) -> Any:
     return option(flags, "SIZE", text, parser=parse_memory, **settings)
 
 
-def duration(flags: str, text: str, **settings: Any) -> Any:
+def time_limit(flags: str, text: str, **settings: Any) -> Any:
     return option(flags, "TIME", text, parser=parse_duration, **settings)
 
 

@@ -164,7 +164,7 @@ class ReasoningFlags:
     ] = None
     deadline: Annotated[
         float | None,
-        options.duration(
+        options.time_limit(
             "--deadline",
             "End a reply within TIME (30s, 2m): its reasoning is closed early enough for an answer.",
             show_default="no limit",

@@ -13,7 +13,7 @@ _FIRST_TRIES, _LATER_TRIES = 5_000, 1_000  # of a token in one search; a try tak
 _RETRY_TOKENS = 32  # after a search that found nothing; doubled each time
 _TEXT_REPEATS = 4
 # In order of preference; a second search has the quote last, where it would begin a string. Escapes and white space
-# come after all of them: they never end anything.
+# follow: they never end anything.
 _CLOSING = b'"}]),'
 _VALUES = b"0123456789@.:-TZ/_#+abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSUVWXY;=[{(<>|&!?*^%$'`~"
 _CONTROL = 256  # symbols of control tokens are their ids plus this; those below are bytes

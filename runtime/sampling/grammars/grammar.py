@@ -23,10 +23,10 @@ MAX_DEPTH = 64
 STEP_ITEMS = 20_000
 # Between two tokens of JSON: one space, or a new line with indentation. Small models fill a context with whitespace.
 WHITESPACE = r" |\n {0,8}"
-_STRICT = {"lenient": False, "coerce_one_of": True}
-_FREE = {**_STRICT, "whitespace_pattern": WHITESPACE}
+_STRICT: Mapping[str, Any] = {"lenient": False, "coerce_one_of": True}
+_FREE: Mapping[str, Any] = {**_STRICT, "whitespace_pattern": WHITESPACE}
 # The JSON style in which chat templates write tool calls.
-_COMPACT = {**_STRICT, "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_COMPACT: Mapping[str, Any] = {**_STRICT, "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 JSON_MODE = '{"type": "object"}'
 
 
@@ -65,7 +65,7 @@ class Prelude:
 
 
 @dataclass(frozen=True)
-class Call:
+class CallGrammar:
     """JSON of a `schema` between two literal texts; strict: refuse keywords that are not supported."""
 
     before: str
@@ -163,7 +163,7 @@ class GrammarCompiler:
 
     def calls(
         self,
-        calls: Sequence[Call],
+        calls: Sequence[CallGrammar],
         most: int | None,
         source: str,
         prelude: Prelude | None = None,
@@ -189,7 +189,7 @@ class GrammarCompiler:
             grammar.otherwise.field = otherwise.field
         return grammar
 
-    def calls_in_text(self, calls: Sequence[Call], source: str, prelude: Prelude | None = None) -> "Grammar":
+    def calls_in_text(self, calls: Sequence[CallGrammar], source: str, prelude: Prelude | None = None) -> "Grammar":
         """Compile any text that is not blank, with any number of `calls` in it; all begin with the same mark."""
         mark = calls[0].before.strip()
         if mark in self._control:
@@ -204,7 +204,9 @@ class GrammarCompiler:
         text = json.dumps({"grammars": [{"lark_grammar": rules}, *bodies]})
         return self._compile(text, source, prelude, schemas, free=True)
 
-    def _calls(self, calls: Sequence[Call], source: str) -> tuple[str, list[dict[str, Any]], list[PreparedSchema]]:
+    def _calls(
+        self, calls: Sequence[CallGrammar], source: str
+    ) -> tuple[str, list[dict[str, Any]], list[PreparedSchema]]:
         # Alternatives in Lark, the grammars that they name, and the schemas.
         schemas = [self._prepare(call.schema, source, call.strict) for call in calls]
         bodies, rules = [], []
@@ -250,9 +252,13 @@ class GrammarCompiler:
         except ValueError as error:
             raise _unusable(source, error) from None
 
-    def _schema(self, prepared: PreparedSchema, source: str, options: Mapping[str, object]) -> str:
+    def _schema(self, prepared: PreparedSchema, source: str, options: Mapping[str, Any]) -> str:
         try:
-            return str(llguidance.LLMatcher.grammar_from_json_schema(dict(prepared.schema), overrides=dict(options)))
+            compiled = llguidance.LLMatcher.grammar_from_json_schema(
+                dict(prepared.schema),
+                overrides=dict(options),  # type: ignore[arg-type]  # its TypedDict exists in the stub alone
+            )
+            return str(compiled)
         except ValueError as error:
             raise _unusable(source, error) from None
 
@@ -282,8 +288,8 @@ class GrammarCompiler:
         whole = self._after(prelude, source)
         grammar = Grammar(whole, kind, self._table, self._symbols, loosened, self._reasoning(prelude), free)
         # `cheap`: all that the request wrote is in `schemas`, whose cost is known; other sources are probed first.
-        free = cheap and schemas and not any(schema.patterns for schema in schemas)
-        if free and sum(schema.nodes for schema in schemas) <= FREE_NODES:
+        light = cheap and schemas and not any(schema.patterns for schema in schemas)
+        if light and sum(schema.nodes for schema in schemas) <= FREE_NODES:
             grammar.compile()
         return grammar
 

@@ -24,7 +24,7 @@ class LoopDetector:
             self._repeated += 1
         else:
             place = self._places.get(gram, 0)
-            found = place >= _GRAM and tokens[place - _GRAM : place] == tokens[-_GRAM:]
-            self._period, self._repeated = (count - place, _GRAM) if found else (0, 0)
+            same = place >= _GRAM and tokens[place - _GRAM : place] == tokens[-_GRAM:]
+            self._period, self._repeated = (count - place, _GRAM) if same else (0, 0)
         self._places[gram] = count
         return self._repeated >= max(LEAST_TOKENS, (COPIES - 1) * self._period)

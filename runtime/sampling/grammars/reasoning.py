@@ -6,12 +6,12 @@ from mycli.runtime.sampling.grammars.grammar import Grammar, GrammarCompiler, Pr
 from mycli.runtime.tokenizer.parsing.reasoning_parser import CLOSE, OPEN
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
-PROMPT_END = 16  # tokens at the end of a prompt that may open a reasoning tag; no tag is longer
+_PROMPT_END = 16  # tokens at the end of a prompt that may open a reasoning tag; no tag is longer
 
 
 def prompt_end(tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
     """Return the last characters of a prompt with control tokens spelled out."""
-    return b"".join(map(tokenizer.token_bytes, prompt[-PROMPT_END:])).decode("utf-8", "replace")
+    return b"".join(map(tokenizer.token_bytes, prompt[-_PROMPT_END:])).decode("utf-8", "replace")
 
 
 def reasoning_prelude(template: str, end: str) -> Prelude | None:

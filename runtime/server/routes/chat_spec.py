@@ -8,7 +8,7 @@ from typing import Any
 from mycli.runtime.engine.reply_reader import ReplyReader
 from mycli.runtime.engine.sequence import reply_room
 from mycli.runtime.errors import UserError
-from mycli.runtime.sampling.grammars.grammar import Call, Grammar, Prelude
+from mycli.runtime.sampling.grammars.grammar import CallGrammar, Grammar, Prelude
 from mycli.runtime.server.api_error import ApiError, from_user_error
 from mycli.runtime.server.formats import ResponseFormat
 from mycli.runtime.server.schemas import Sampling
@@ -198,7 +198,7 @@ def _calls_grammar(service: Service, spec: ChatSpec, tool_format: ToolFormat, pr
             # References in the parameters are relative to the root, which is now this schema.
             **{key: parameters.pop(key) for key in ("$defs", "definitions") if key in parameters},
         }
-        calls.append(Call(before, json.dumps(schema), after, function["name"] in spec.strict))
+        calls.append(CallGrammar(before, json.dumps(schema), after, function["name"] in spec.strict))
     # Without a closing mark nothing says where one call ends and the next begins.
     single = spec.named is not None or not spec.parallel or not after
     otherwise = None if spec.choice == "required" else service.format_source(spec.format)
