@@ -167,7 +167,7 @@ def answered(looping: Served, route: str, fields: dict[str, Any], stream: bool) 
         last = answer.json
     if route == "/v1/messages":
         return "".join(
-            block.get("text", "") + json.dumps(block.get("input", ""))
+            block.get("text", "") + (json.dumps(block["input"]) if "input" in block else "")
             for block in last["content"]
             if block["type"] != "thinking"
         )
