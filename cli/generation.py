@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from mycli.runtime.errors import UserError
@@ -13,9 +14,13 @@ if TYPE_CHECKING:  # torch takes a second to import
     from mycli.runtime.engine.completion import Completion
     from mycli.runtime.engine.stats import SpeculationStats, Timing
     from mycli.runtime.sampling.grammars.grammar import Grammar
+    from mycli.runtime.sampling.grammars.reasoning import ReasoningGrammars
     from mycli.runtime.sampling.logprobs import TokenLogprob
     from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
+# The default limit of a reply with a schema whose values are all scalars: a small model writes a string without an end.
+VALUE_TOKENS = 30
+LEAST_FORMAT_TOKENS = 60
 TOGETHER = 64  # prompts of a batch file that run concurrently
 
 
@@ -23,7 +28,8 @@ TOGETHER = 64  # prompts of a batch file that run concurrently
 class Generator:
     """A loaded model with the settings of a command.
 
-    `count`: replies per prompt; `top`: most likely tokens to list at each position, None for no logprobs.
+    `count`: replies per prompt; `top`: most likely tokens to list at each position, None for no logprobs;
+    `reasoning_budget`: tokens of reasoning, None for any number; `deadline`: seconds of a reply, None for any time.
     """
 
     loaded: OpenedModel
@@ -36,6 +42,8 @@ class Generator:
     grammar: "Grammar | None" = None
     count: int = 1
     top: int | None = None
+    reasoning_budget: int | None = None
+    deadline: float | None = None
 
     def encode(self, prompt: str | Sequence[Message]) -> list[int]:
         """Return the token ids of a prompt; a text is a user message unless `raw` or without a chat template."""
@@ -52,8 +60,12 @@ class Generator:
         # The default limit is lowered to the room in the context; a limit given by the user is not, and may be refused.
         from mycli.runtime.engine.sequence import reply_room
 
-        room = reply_room(self.loaded.engine.context, len(prompt))
-        return DEFAULT_MAX_TOKENS if self.limit is None and room > DEFAULT_MAX_TOKENS else self.limit
+        if self.limit is not None:
+            return self.limit
+        default = DEFAULT_MAX_TOKENS
+        if self.grammar is not None and self.grammar.values is not None:
+            default = min(max(self.grammar.values * VALUE_TOKENS, LEAST_FORMAT_TOKENS), default)
+        return default if reply_room(self.loaded.engine.context, len(prompt)) > default else None
 
     def reply(self, prompt: Sequence[int]) -> "Completion":
         """Return one reply; iterating over it generates its text."""
@@ -66,9 +78,21 @@ class Generator:
             self.sampling,
             limit=self._limit(prompt),
             stops=self.stops,
-            grammar=self.grammar,
+            grammar=self.grammar or self._reasoning(prompt),
             top=self.top,
+            deadline=self.deadline,
         )
+
+    def _reasoning(self, prompt: Sequence[int]) -> "Grammar | None":
+        if self.raw or (self.reasoning_budget is None and self.deadline is None):
+            return None
+        return self._reasoning_grammars.grammar(prompt)
+
+    @cached_property
+    def _reasoning_grammars(self) -> "ReasoningGrammars":
+        from mycli.runtime.sampling.grammars.reasoning import ReasoningGrammars
+
+        return ReasoningGrammars(self.loaded.model.tokenizer, self.loaded.model.stop_ids, self.reasoning_budget)
 
     def samples(self, prompt: Sequence[int]) -> "Sequence[Completion]":
         """Generate `count` replies; the prompt is computed once."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
-from mycli.cli.flags.records import FULL_LENGTH, LoadFlags, PrefixCacheFlags, SamplingFlags
+from mycli.cli.flags.records import FULL_LENGTH, LoadFlags, PrefixCacheFlags, ReasoningFlags, SamplingFlags
 from mycli.cli.generation import TOGETHER, Generator
 from mycli.cli.load import load_engine
 from mycli.cli.receipts import ReplyFormat, check_receipt, with_seed, write_receipt
@@ -90,10 +90,14 @@ class GrammarFlags:
         bool, options.flag("--extra-properties", "Allow JSON properties that the schema does not name.")
     ] = False
 
+    @property
+    def used(self) -> bool:
+        return self.schema is not None or self.regex is not None or self.json_mode
+
     def text(self) -> str | None:
         """Return the text of the schema, before a model is loaded.
 
-        Raises UsageError for an unreadable schema, options that exclude each other, and a missing grammar library.
+        Raises UsageError for an unreadable schema and options that exclude each other.
         """
         formats = sum((self.schema is not None, self.regex is not None, self.json_mode))
         if formats > 1:
@@ -101,15 +105,11 @@ class GrammarFlags:
         text = self.schema
         if text is not None and not _is_inline(text):
             text = read_file(Path(text))
-        if formats:
-            from mycli.runtime.sampling.grammars.grammar import library
-
-            library()
         return text
 
     def resolve(self, schema: str | None, model: "LoadedModel") -> "Grammar | None":
         """Return the grammar for `model`, None for free text; `schema` is the result of `text`."""
-        if schema is None and self.regex is None and not self.json_mode:
+        if not self.used:
             return None
         from mycli.runtime.sampling.grammars.grammar import JSON_MODE, Grammar
 
@@ -150,6 +150,7 @@ def run(
     *,
     sampling: SamplingFlags,
     grammar: GrammarFlags,
+    reasoning: ReasoningFlags,
     prefix_cache: PrefixCacheFlags,
     loading: LoadFlags,
 ) -> ExitCode | None:
@@ -169,6 +170,8 @@ def run(
         raise UsageError(
             f"--samples must be 1 to {MAX_SAMPLES}, not {samples}", f"for example: --samples {MAX_SAMPLES}"
         )
+    if reasoning.budget is not None and grammar.used:
+        raise UsageError("--reasoning-budget: a reply in a format has no reasoning", "omit --reasoning-budget")
     sampling.check()
     schema, text = grammar.text(), source.resolve(call.out.note)
     if receipt is not None:
@@ -188,6 +191,8 @@ def run(
         grammar=grammar.resolve(schema, loaded.model),
         count=samples,
         top=logprobs,
+        reasoning_budget=reasoning.budget,
+        deadline=reasoning.deadline,
     )
     if source.batch is not None:
         from mycli.cli.batch_file import run_batch

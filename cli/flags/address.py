@@ -52,14 +52,6 @@ class AddressFlags:
         float,
         options.option("--grace", "SECONDS", "Seconds to finish replies after Ctrl-C or SIGTERM.", min=0, max=3600),
     ] = 30.0
-    reasoning_budget: Annotated[
-        int | None,
-        options.count(
-            "--reasoning-budget",
-            "Close the reasoning of a reply after N tokens, unless the request sets a budget.",
-            show_default="no limit",
-        ),
-    ] = None
     log_format: Annotated[
         str | None,
         options.words("--log-format", ("text", "json"), "Log one line per request.", show_default="text with -v"),
@@ -105,8 +97,7 @@ class AddressFlags:
             self.extra_properties,
             limits,
             log_format,
-            self.reasoning_budget,
-            self.supervised,
+            supervised=self.supervised,
             keys=keys,
         )
 

@@ -36,9 +36,13 @@ class Completion:
         stops: Sequence[str] = (),
         grammar: "Grammar | None" = None,
         top: int | None = None,
+        deadline: float | None = None,
     ) -> None:
-        """`limit`: None for the rest of the context; `top`: number of logprobs per token, None for none."""
-        self.request = Request(tuple(prompt), sampling, limit, loaded.stop_ids, grammar, top)
+        """`limit`: None for the rest of the context; `top`: number of logprobs per token, None for none.
+
+        `deadline`: seconds after which the reply is to end, None for any time.
+        """
+        self.request = Request(tuple(prompt), sampling, limit, loaded.stop_ids, grammar, top, deadline=deadline)
         self.text = ""
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprob] = []

@@ -61,7 +61,7 @@ class Engine:
         slots = state_slots(runner.config, running)
         self.cache = runner.make_cache(shape, slots)
         runner.rope(shape.context)  # built now, not during the first reply
-        self._vocab_size = vocab_size
+        self._vocab_size, self._clock = vocab_size, clock
         states = StatePool(slots) if runner.config.has_recurrent else None
         pool = BlockPool(shape.blocks, PrefixIndex(shape.block_size, kept_blocks, states))
         chunk = chunk or prefill_chunk(runner.device.type == "cuda")
@@ -160,7 +160,8 @@ class Engine:
         return numbers
 
     def _start(self, request: Request) -> RequestState:
-        return RequestState.start(request, self._vocab_size, self.runner.device)
+        limit = self.scheduler.reply_limit(request)
+        return RequestState.start(request, self._vocab_size, self.runner.device, limit, self._clock)
 
     def cancel(self, sequence: int) -> None:
         """End a sequence and free its blocks now; the next step returns its output. Does nothing if it ended."""
@@ -322,6 +323,8 @@ class Engine:
             self._commit_states(part, 0)
             return self._finish(sequence, "error", sampled)
         tokens, reason = self.scheduler.advance(part, sampled)
+        if reason is None and tokens and sequence.late(self._clock) and state.sampler.may_be_cut:
+            reason = "length"
         if drafted:
             self._commit_states(part, sequence.table.length - part.start)
         output = SequenceOutput(

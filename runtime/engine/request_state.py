@@ -1,6 +1,6 @@
 """The sampling state of a request in the engine: sampler, logprobs, and the tokens that a device samples by itself."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -37,10 +37,20 @@ class RequestState:
     choice_logits: Tensor | None = None  # of the tokens that the request scores
 
     @classmethod
-    def start(cls, request: Request, vocab_size: int, device: torch.device) -> "RequestState":
-        """Create the state of a new sequence. Raises UsageError for a bias of a token that does not exist."""
+    def start(
+        cls, request: Request, vocab_size: int, device: torch.device, limit: int, clock: Callable[[], float]
+    ) -> "RequestState":
+        """Create the state of a new sequence of at most `limit` tokens; its deadline is in seconds of `clock`.
+
+        Raises UsageError for a bias of a token that does not exist.
+        """
         recorder = None if request.logprobs is None else _recorder(request.logprobs)
-        constraint = None if request.grammar is None else request.grammar.start()
+        constraint = None
+        if request.grammar is not None:
+            from mycli.runtime.sampling.grammars.state import ReplyLimits
+
+            ends_at = None if request.deadline is None else clock() + request.deadline
+            constraint = request.grammar.start(limits=ReplyLimits(limit, ends_at, clock))
         sampler = Sampler(request.sampling, vocab_size, device, constraint=constraint, recorder=recorder)
         sampler.observe_ids(request.prompt)
         return cls(sampler, recorder, sampler.device_sampling())

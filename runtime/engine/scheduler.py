@@ -121,10 +121,12 @@ class Scheduler:
 
     def submit(self, request: Request) -> Sequence:
         """Append a request to the queue. Raises UsageError as `Request.reply_limit` does."""
-        limit = request.reply_limit(self.limits.context, self.pool.blocks * self.pool.block_size)
-        sequence = self._add(request, limit)
+        sequence = self._add(request, self.reply_limit(request))
         self.waiting.append(sequence)
         return sequence
+
+    def reply_limit(self, request: Request) -> int:
+        return request.reply_limit(self.limits.context, self.pool.blocks * self.pool.block_size)
 
     def _add(self, request: Request, limit: int) -> Sequence:
         sequence = Sequence(self._next_id, request, BlockTable(self.pool), limit, self._clock(), list(request.prompt))
@@ -145,16 +147,7 @@ class Scheduler:
         return branch
 
     def expired(self) -> list[Sequence]:
-        if not self.waiting:
-            return []
-        now = self._clock()
-        return [
-            sequence
-            for sequence in self.waiting
-            if not sequence.started
-            and sequence.request.deadline is not None
-            and now - sequence.arrived >= sequence.request.deadline
-        ]
+        return [sequence for sequence in self.waiting if not sequence.started and sequence.late(self._clock)]
 
     def schedule(self, draft_budget: DraftBudget | None = None) -> list[ScheduledSequence]:
         """Return the work of the next pass in order of arrival; an empty list if nothing can run."""

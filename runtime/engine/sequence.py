@@ -1,5 +1,6 @@
 """A request, the sequence that answers it, and what a step of the engine returns for it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Literal
@@ -24,10 +25,10 @@ class Request:
 
     limit: maximum number of new tokens, None for as many as the context holds; stop_ids: tokens that end the reply and
     are not part of it; logprobs: number of alternatives at each token, None for no logprobs; prompt_logprobs: also for
-    the tokens of the prompt; deadline: seconds that the request may wait for its first pass, None for any time;
-    hidden_states: return the final hidden states of the prompt's last token or of all; scored_tokens: return the logits
-    of these tokens after the prompt; user, weight: whose share of the machine it uses,
-    and how large that is; batch: it runs when no other request wants to.
+    the tokens of the prompt; deadline: seconds after which the reply is to end, None for any time. A request that has
+    not begun by then ends without a reply; hidden_states: return the final hidden states of the prompt's last token or
+    of all; scored_tokens: return the logits of these tokens after the prompt; user, weight: whose share of the machine
+    it uses, and how large that is; batch: it runs when no other request wants to.
     """
 
     prompt: tuple[int, ...]
@@ -143,6 +144,10 @@ class Sequence:
     def is_decoding(self) -> bool:
         """Whether its next pass computes only the last sampled token."""
         return len(self.tokens) > self.prompt_length and len(self.tokens) - self.table.length == 1
+
+    def late(self, clock: Callable[[], float]) -> bool:
+        deadline = self.request.deadline
+        return deadline is not None and clock() - self.arrived >= deadline
 
     @property
     def scored(self) -> bool:

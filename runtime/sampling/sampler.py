@@ -22,11 +22,16 @@ _NUMBERS_PER_CALL = 256
 class Constraint(Protocol):
     """A grammar that limits which token may come next; see `runtime.sampling.grammars.grammar`."""
 
+    @property
+    def may_be_cut(self) -> bool: ...
+
     def apply(self, logits: Tensor) -> Tensor:
         """Set the logits fp32 [sequences, vocab] of forbidden tokens to -inf. Raises ModelError if none is allowed."""
         ...
 
-    def follow(self, tokens: Sequence[int]) -> None: ...
+    def accept(self, tokens: Sequence[int]) -> list[int]:
+        """Advance by the sampled tokens; return the tokens that stand, others where the limits of a reply are near."""
+        ...
 
 
 class Recorder(Protocol):
@@ -139,6 +144,11 @@ class Sampler:
     def constrained(self) -> bool:
         return self._constraint is not None
 
+    @property
+    def may_be_cut(self) -> bool:
+        """Whether the reply so far may end at any token: without a grammar, or under one of any text."""
+        return self._constraint is None or self._constraint.may_be_cut
+
     def sample(self, logits: Tensor) -> Tensor:
         """Draw a token from each row of fp32 logits: int64 [sequences, 1]. Raises ModelError for non-finite logits."""
         logits = raw = logits if logits.shape[1] == self.vocab_size else logits[:, : self.vocab_size]
@@ -150,17 +160,14 @@ class Sampler:
             raise not_finite()
         if not self.plain_greedy:
             token = self.draw(distribution(logits, self.sampling, self.seen.seen, self.seen.counts))
-        if not self.plain:
-            self._update(raw, token)
-        return token
-
-    def _update(self, logits: Tensor, token: Tensor) -> None:
-        self.seen.observe(token)
-        self.seen.count(token)
         if self._constraint is not None:
-            self._constraint.follow(token[:, 0].tolist())
-        if self._recorder is not None:
-            self._recorder.record(logits, token)
+            token = token.new_tensor([[accepted] for accepted in self._constraint.accept(token[:, 0].tolist())])
+        if not self.plain:
+            self.seen.observe(token)
+            self.seen.count(token)
+            if self._recorder is not None:
+                self._recorder.record(raw, token)
+        return token
 
     def device_sampling(self) -> DeviceSampling | None:
         """Return the settings for sampling in a pass (`runtime.kernels.triton.sample`), or None if none can.

@@ -63,6 +63,7 @@ def _false_only(value: Any) -> Any:
 
 
 No = Annotated[Literal[False], BeforeValidator(_false_only)]
+Verbosity = Literal["low", "medium", "high"]  # only "medium" can be done: no template has a switch for it
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -172,6 +173,7 @@ class Sampling(Strict):
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
     ignore_eos: bool = False
+    deadline: float | None = Field(None, gt=0, le=86400)  # seconds after which the reply is to end
 
     @property
     def stops(self) -> list[str]:

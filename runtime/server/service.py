@@ -16,6 +16,7 @@ from mycli.runtime.engine.loader import LoadedModel
 from mycli.runtime.engine.sequence import Request, reply_room
 from mycli.runtime.errors import ModelError, UserError
 from mycli.runtime.sampling.grammars.grammar import JSON_MODE, Alternative, Grammar, GrammarCompiler, Prelude
+from mycli.runtime.sampling.grammars.reasoning import reasoning_prelude
 from mycli.runtime.sampling.params import SamplingParams, recommended
 from mycli.runtime.server.api_error import ApiError, ContextError, from_user_error
 from mycli.runtime.server.formats import ResponseFormat
@@ -25,7 +26,6 @@ from mycli.runtime.server.schemas import Sampling
 from mycli.runtime.server.settings import ServerSettings, ServerState, untagged
 from mycli.runtime.server.worker import EngineWorker, OutputReader
 from mycli.runtime.tokenizer.chat_template import ALLOWED_ARGUMENTS, Message, Tool
-from mycli.runtime.tokenizer.parsing.reasoning_parser import CLOSE, OPEN
 from mycli.runtime.tokenizer.parsing.response_template import read_response_template
 from mycli.runtime.tokenizer.parsing.tool_formats import (
     HERMES,
@@ -156,11 +156,7 @@ class Service(ServerState):
 
     def prelude(self, prompt_end: str) -> Prelude | None:
         """Return what may precede a reply with a grammar: reasoning, unless the prompt has closed the block."""
-        if prompt_end.rstrip().endswith(OPEN):
-            return Prelude(OPEN, CLOSE, opened=True)
-        if OPEN in self._template and not prompt_end.rstrip().endswith(CLOSE):
-            return Prelude(OPEN, CLOSE)
-        return None
+        return reasoning_prelude(self._template, prompt_end)
 
     def text_prompt(self, text: str, add_special: bool = True) -> list[int]:
         """Return the token ids of a text. Raises ApiError."""
@@ -254,7 +250,12 @@ class Service(ServerState):
         if body.stop_token_ids:
             self.check_ids(body.stop_token_ids, "stop_token_ids")
             stop_ids |= frozenset(body.stop_token_ids)
-        return Request(tuple(prompt), self.sampling(body), limit, stop_ids, grammar, top, prompt_logprobs)
+        sampling, deadline = self.sampling(body), self.deadline(body)
+        return Request(tuple(prompt), sampling, limit, stop_ids, grammar, top, prompt_logprobs, deadline)
+
+    def deadline(self, body: Sampling) -> float | None:
+        """Return the seconds after which a reply is to end, None for any time."""
+        return self.settings.deadline if body.deadline is None else body.deadline
 
 
 def _grammar_text(response: ResponseFormat) -> tuple[str, str]:

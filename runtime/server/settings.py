@@ -40,8 +40,8 @@ class ServerSettings:
     """names: accepted as `model` in requests, the first is shown in replies; key: None to serve without a key.
 
     hosts: host names accepted besides localhost and IP addresses; origins: other sites whose pages may use the server;
-    extra_properties: replies may have properties that a JSON schema does not name; log_format: of
-    the line per request; reasoning_budget: tokens of reasoning where a request sets none, None for any number;
+    extra_properties: replies may have properties that a JSON schema does not name; log_format: of the line per request;
+    reasoning_budget, deadline: tokens of reasoning and seconds of a reply where a request sets none, None for any;
     supervised: requests come from this user's own server for several models, which has checked them; card: of the
     model, for clients of Ollama; keys: of several users, besides `key`.
     """
@@ -54,6 +54,7 @@ class ServerSettings:
     limits: ServerLimits = ServerLimits()
     log_format: LogFormat = "text"
     reasoning_budget: int | None = None
+    deadline: float | None = None
     supervised: bool = False
     card: ModelCard = ModelCard()
     keys: tuple[ApiKey, ...] = ()

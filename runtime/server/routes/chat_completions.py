@@ -12,7 +12,15 @@ from mycli.runtime.server.api_error import ApiError
 from mycli.runtime.server.encoding import event
 from mycli.runtime.server.formats import Constraints, output_format
 from mycli.runtime.server.routes.chat_spec import ChatSpec, effort_arguments, prepare_chat
-from mycli.runtime.server.routes.wire import OpenAIRendering, chat_logprobs, chat_messages, chat_tools, new_id, now
+from mycli.runtime.server.routes.wire import (
+    OpenAIRendering,
+    chat_logprobs,
+    chat_messages,
+    chat_tools,
+    new_id,
+    now,
+    strict_tools,
+)
 from mycli.runtime.server.schemas import (
     AllowedToolsChoice,
     ChatMessage,
@@ -28,6 +36,7 @@ from mycli.runtime.server.schemas import (
     ThinkingBudget,
     TokenLimit,
     ToolSpec,
+    Verbosity,
 )
 from mycli.runtime.server.service import Prepared, Service
 from mycli.runtime.server.streaming import answer, read_request
@@ -53,6 +62,7 @@ class ChatRequest(ForModel, Sampling, Constraints, ThinkingBudget):
     functions: list[FunctionSpec] | None = Field(None, max_length=128)  # the older form of tools
     function_call: Literal["auto", "none"] | FunctionName | None = None
     reasoning_effort: Effort | None = None
+    verbosity: Verbosity | None = None
     reasoning: ReasoningOptions | None = None  # of OpenRouter and SGLang
     chat_template_kwargs: dict[str, Any] | None = Field(None, max_length=16)
     documents: list[dict[str, Any]] | None = Field(None, max_length=1024)  # of vLLM: for the template
@@ -102,6 +112,8 @@ def _spec(body: ChatRequest) -> ChatSpec:
         sampling=body,
         tools=tools,
         omitted_tools=omitted,
+        omitted=["field verbosity"] if body.verbosity in ("low", "high") else (),
+        strict=strict_tools(body.tools or functions),
         choice=choice,
         named=named,
         allowed=allowed,

@@ -79,6 +79,11 @@ def chat_messages(items: Sequence[ChatMessage]) -> list[Message]:
     return messages
 
 
+def strict_tools(tools: Sequence[ToolSpec] | None) -> list[str]:
+    """Return the names of functions whose calls must match their schemas."""
+    return [tool.function.name for tool in tools or () if tool.function is not None and tool.function.strict]
+
+
 def chat_tools(tools: Sequence[ToolSpec] | None) -> tuple[list[Tool], list[str]]:
     """Convert tools of OpenAI's chat to those of templates; also return the types of tools that cannot be called."""
     functions: list[Tool] = []

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -212,7 +211,6 @@ def test_a_reply_that_was_cut_off_says_so(mycli: Mycli, monkeypatch: pytest.Monk
         (("--batch", "nowhere.jsonl"), 4, "nowhere.jsonl: no such file"),
         (("-f", "nowhere.txt"), 4, "nowhere.txt: no such file"),
         (("Hi", "--schema", "nowhere.json"), 4, "nowhere.json: no such file"),
-        (("Hi", "--json-mode"), 2, "llguidance, which is not installed"),
         (("-f", "/dev/zero"), 2, "not a regular file"),
         (("--batch", "/dev/zero"), 2, "not a regular file"),
     ],
@@ -225,7 +223,6 @@ def test_what_can_be_seen_at_once_is_said_before_loading(
         raise AssertionError("the model was loaded")
 
     monkeypatch.setattr(run_command, "load_engine", load)
-    monkeypatch.setitem(sys.modules, "llguidance", None)
     given = arguments if {"--batch", "-f", "Hi"} & {*arguments} else ("Hi", *arguments)
     done = mycli("run", "pico", *given)
     assert done.returncode == code and message in done.stderr

@@ -179,7 +179,6 @@ def test_the_footer_of_a_chat_tells_of_the_draft(mycli: Mycli) -> None:
 
 
 def test_constrained_output_is_not_speculated(mycli: Mycli) -> None:
-    pytest.importorskip("llguidance")
     call = ("run", "pico", "How old is Leo?", "--regex", "Leo is [0-9]{1,2}", "--draft", "ngram", "--json", *CPU)
     answer = json.loads(mycli(*call).stdout)
     assert answer["text"].startswith("Leo is ") and answer["draft"]["passes"] == 0
