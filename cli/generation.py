@@ -11,6 +11,7 @@ from mycli.runtime.tokenizer.chat_template import Message
 
 if TYPE_CHECKING:  # torch takes a second to import
     from mycli.runtime.engine.completion import Completion
+    from mycli.runtime.engine.reply_journal import RecordedReply
     from mycli.runtime.engine.stats import SpeculationStats, Timing
     from mycli.runtime.sampling.grammars.grammar import Grammar
     from mycli.runtime.sampling.logprobs import TokenLogprob
@@ -48,15 +49,15 @@ class Generator:
             prompt = [Message("system", self.system), *prompt]
         return tokenizer.apply_chat_template(prompt, allow_special=self.allow_special)
 
-    def _limit(self, prompt: Sequence[int]) -> int | None:
-        # The default limit is lowered to the room in the context; a limit given by the user is not, and may be refused.
+    def room(self, prompt: Sequence[int]) -> int | None:
+        """Return the limit of a reply to `prompt`: the default fits the context, one that was given may be refused."""
         from mycli.runtime.engine.sequence import reply_room
 
         room = reply_room(self.loaded.engine.context, len(prompt))
         return DEFAULT_MAX_TOKENS if self.limit is None and room > DEFAULT_MAX_TOKENS else self.limit
 
-    def reply(self, prompt: Sequence[int]) -> "Completion":
-        """Return one reply; iterating over it generates its text."""
+    def reply(self, prompt: Sequence[int], recorded: "tuple[RecordedReply, int] | None" = None) -> "Completion":
+        """Return one reply; iterating over it generates its text. `recorded`: its record and seed, if it has them."""
         from mycli.runtime.engine.completion import Completion
 
         return Completion(
@@ -64,10 +65,12 @@ class Generator:
             self.loaded.engine,
             prompt,
             self.sampling,
-            limit=self._limit(prompt),
+            limit=self.room(prompt),
             stops=self.stops,
             grammar=self.grammar,
             top=self.top,
+            recorded=None if recorded is None else recorded[0],
+            seed=None if recorded is None else recorded[1],
         )
 
     def samples(self, prompt: Sequence[int]) -> "Sequence[Completion]":
@@ -76,17 +79,18 @@ class Generator:
 
         return draw_samples(self.loaded.engine, [self.reply(prompt) for _ in range(self.count)])
 
-    def describe(self, prompt: Sequence[int]) -> dict[str, Any]:
-        """Generate the answer as a JSON object: of the reply, or with `samples` if `count` is above 1."""
-        if self.count > 1:
-            return self._sampled(self.samples(prompt))
-        reply = self.reply(prompt)
+    def describe(self, reply: "Completion") -> dict[str, Any]:
+        """Generate a reply and return it as a JSON object."""
         for _ in reply:
             pass
         return self._replied(reply)
 
+    def describe_samples(self, prompt: Sequence[int]) -> dict[str, Any]:
+        """Generate `count` replies and return them as a JSON object with `samples`."""
+        return self._sampled(self.samples(prompt))
+
     def describe_all(self, prompts: Iterable[str | Sequence[Message]]) -> "Iterator[dict[str, Any] | UserError]":
-        """Yield `describe` or the error for each prompt, in order; `TOGETHER` prompts run concurrently."""
+        """Yield the JSON object or the error of each prompt, in order; `TOGETHER` prompts run concurrently."""
         from mycli.runtime.engine.completion import complete_all
 
         for group in complete_all(self.loaded.engine, map(self._group, prompts), TOGETHER):

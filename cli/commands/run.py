@@ -2,15 +2,16 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from mycli.cli.command import Call, command
+from mycli.cli.command import Call, Terminated, command, subject_of
 from mycli.cli.flags import options
 from mycli.cli.flags.records import FULL_LENGTH, LoadFlags, PrefixCacheFlags, SamplingFlags
 from mycli.cli.generation import TOGETHER, Generator
 from mycli.cli.load import load_engine
+from mycli.cli.recorded_reply import InterruptedReply, ResumeFlags, record, without_first
 from mycli.cli.text.format import draft_statistics
 from mycli.cli.text.input import read_file, read_prompt
 from mycli.cli.text.progress import CpuContention
@@ -18,7 +19,9 @@ from mycli.runtime.errors import ExitCode, GateError, UsageError
 from mycli.runtime.utils.units import pluralize
 
 if TYPE_CHECKING:
+    from mycli.runtime.engine.completion import Completion
     from mycli.runtime.engine.loader import LoadedModel
+    from mycli.runtime.engine.reply_journal import RecordedReply
     from mycli.runtime.sampling.grammars.grammar import Grammar
 
 EXAMPLES = (
@@ -126,8 +129,9 @@ def _is_inline(schema: str) -> bool:
 @command
 def run(
     call: Call,
-    model: options.Model,
-    source: PromptFlags,
+    model: options.OptionalModel = "",
+    source: PromptFlags = PromptFlags(),  # noqa: B008  # frozen; every field has its own default
+    recording: ResumeFlags = ResumeFlags(),  # noqa: B008  # likewise
     limit: Annotated[
         int | None, options.count("-n --max-tokens", "Maximum number of new tokens.", show_default="512")
     ] = None,
@@ -156,6 +160,9 @@ def run(
     same --out tries such lines again.
     """
     began = time.perf_counter()
+    recording.check(model, prompted=(source.prompt or source.file or source.batch) is not None)
+    if recording.resume is not None:
+        return _resume(call, recording, prefix_cache, escapes)
     if logprobs is not None and not (call.out.json_mode or source.batch):
         raise UsageError("--logprobs needs --json or --batch", "add --json")
     if not 1 <= samples <= MAX_SAMPLES:
@@ -185,15 +192,56 @@ def run(
         return run_batch(call, source.batch, source.out, generator.describe_all)
     ids = generator.encode(text)
     seconds = time.perf_counter() - began
-    if call.out.json_mode:
-        answer = generator.describe(ids)
-        call.out.json({"model": loaded.source.name, **answer, "load_seconds": round(seconds, 4)})
-        _check_complete(generator, [reply["finish_reason"] for reply in answer.get("samples", [answer])])
-    elif samples > 1:
-        _show_samples(call, generator, ids)
-    else:
-        _stream(call, generator, ids, escapes, seconds)
+    if samples > 1:
+        _show_samples(call, generator, ids, seconds)
+        return ExitCode.OK
+    recorded = None
+    if not recording.no_record:
+        recorded = record(generator, model, loading, asdict(replace(grammar, schema=schema)), ids)
+    _show(call, generator, generator.reply(ids, recorded), recorded, escapes, seconds)
     return ExitCode.OK
+
+
+def _resume(call: Call, recording: ResumeFlags, prefix_cache: PrefixCacheFlags, escapes: bool) -> ExitCode:
+    began = time.perf_counter()
+    assert recording.resume is not None
+    found = InterruptedReply.find(recording.resume)
+    call.out.subject = subject_of(found.model)
+    loaded = load_engine(call, found.model, prefix_cache.resolve(found.loading.resolve()))
+    grammar = GrammarFlags(**found.header["grammar"])
+    generator = found.generator(loaded, grammar.resolve(grammar.schema, loaded.model))
+    recorded = found.reopen()
+    seconds = time.perf_counter() - began
+    _show(call, generator, generator.reply(found.prompt, recorded), recorded, escapes, seconds, recording.after)
+    return ExitCode.OK
+
+
+def _show(
+    call: Call,
+    generator: Generator,
+    reply: "Completion",
+    recorded: "tuple[RecordedReply, int] | None",
+    escapes: bool,
+    seconds: float,
+    after: int = 0,
+) -> None:
+    name = None if recorded is None else recorded[0].writer.path.stem
+    try:
+        if call.out.json_mode:
+            answer = {"model": generator.loaded.source.name, "id": name, **generator.describe(reply)}
+            call.out.json({**answer, "load_seconds": round(seconds, 4)})
+        else:
+            _stream(call, generator, reply, escapes, seconds, after)
+    except (KeyboardInterrupt, Terminated):
+        if name is not None and reply.tokens:
+            call.out.note(f"(interrupted; mycli run --resume {name} continues the reply)")
+            recorded = None
+        raise
+    finally:
+        # What was shown to its end, or failed, is not continued; a process that is killed does not get here.
+        if recorded is not None:
+            recorded[0].writer.remove()
+    _check_complete(generator, [reply.finish_reason])
 
 
 def _check_complete(generator: Generator, reasons: Sequence[str | None]) -> None:
@@ -207,7 +255,12 @@ def _check_complete(generator: Generator, reasons: Sequence[str | None]) -> None
         )
 
 
-def _show_samples(call: Call, generator: Generator, ids: list[int]) -> None:
+def _show_samples(call: Call, generator: Generator, ids: list[int], seconds: float) -> None:
+    if call.out.json_mode:
+        answer = generator.describe_samples(ids)
+        call.out.json({"model": generator.loaded.source.name, **answer, "load_seconds": round(seconds, 4)})
+        _check_complete(generator, [reply["finish_reason"] for reply in answer["samples"]])
+        return
     replies = generator.samples(ids)
     for number, sample in enumerate(replies, start=1):
         call.out.note(f"sample {number} of {len(replies)} ({sample.finish_reason})")
@@ -215,10 +268,11 @@ def _show_samples(call: Call, generator: Generator, ids: list[int]) -> None:
     _check_complete(generator, [sample.finish_reason for sample in replies])
 
 
-def _stream(call: Call, generator: Generator, ids: list[int], escapes: bool, loading: float) -> None:
-    reply, contention = generator.reply(ids), CpuContention()
+def _stream(call: Call, generator: Generator, reply: "Completion", escapes: bool, loading: float, after: int) -> None:
+    contention, prompt = CpuContention(), len(reply.request.prompt)
     with call.out.reply():
-        for piece in call.out.while_reading(iter(reply), len(ids), lambda: generator.loaded.engine.tokens_read):
+        pieces = iter(reply) if not after else without_first(reply, after)
+        for piece in call.out.while_reading(pieces, prompt, lambda: generator.loaded.engine.tokens_read):
             call.out.stream(piece, raw=escapes)
     if reply.finish_reason == "length" and generator.limit is None:
         call.out.note(f"(stopped after {pluralize(len(reply.tokens), 'token')}; -n sets another limit)")
@@ -231,4 +285,3 @@ def _stream(call: Call, generator: Generator, ids: list[int], escapes: bool, loa
     speed = f"{len(reply.tokens)} tok · {timing.tokens_per_second:.1f} tok/s"
     parts = (speed, first, f"prompt {timing.prompt}", *draft_statistics(timing), f"loaded in {loading:.1f} s")
     call.out.detail(" · ".join(parts))
-    _check_complete(generator, [reply.finish_reason])

@@ -73,6 +73,9 @@ class AddressFlags:
         str | None,
         options.words("--log-format", ("text", "json"), "Log one line per request.", show_default="text with -v"),
     ] = None
+    no_record: Annotated[
+        bool, options.flag("--no-record", "Do not record replies on disk, from which they can be resumed.")
+    ] = False
     waiting: Annotated[
         int,
         options.option("--max-waiting", "N", "Maximum queue length; further requests are refused.", min=1, max=100_000),
@@ -108,6 +111,7 @@ class AddressFlags:
             limits,
             log_format,
             self.reasoning_budget,
+            None if self.no_record else state_dir() / "replies",
         )
 
     def _key(self, call: Call) -> bytes | None:
@@ -190,6 +194,7 @@ def _refuse_own_options(engine: OtherEngine, address: AddressFlags, config: Engi
         "--max-waiting": address.waiting != default.waiting,
         "--log-format": address.log_format is not None,
         "--reasoning-budget": address.reasoning_budget is not None,
+        "--no-record": address.no_record,
         "--extra-properties": address.extra_properties,
         "--draft": config.draft is not None,
         "--adapter": config.adapter is not None,

@@ -117,6 +117,7 @@ _MODEL = (
     "config.toml."
 )
 Model = Annotated[str, argument("MODEL", _MODEL, complete_model)]
+OptionalModel = Annotated[str, argument("MODEL", _MODEL, complete_model)]
 Models = Annotated[list[str], argument("MODEL", "One or more models.", complete_model)]
 DraftName = Annotated[str, argument("DRAFT", "A small model of the same vocabulary.", complete_model)]
 Device = Annotated[

@@ -14,6 +14,7 @@ from mycli.runtime.errors import UserError
 from mycli.runtime.sampling.params import SamplingParams
 
 if TYPE_CHECKING:  # constrained replies are few, and it is a large module
+    from mycli.runtime.engine.reply_journal import RecordedReply
     from mycli.runtime.sampling.grammars.grammar import Grammar
     from mycli.runtime.sampling.logprobs import TokenLogprob
 
@@ -36,9 +37,16 @@ class Completion:
         stops: Sequence[str] = (),
         grammar: "Grammar | None" = None,
         top: int | None = None,
+        recorded: "RecordedReply | None" = None,
+        seed: int | None = None,
     ) -> None:
-        """`limit`: None for the rest of the context; `top`: number of logprobs per token, None for none."""
-        self.request = Request(tuple(prompt), sampling, limit, loaded.stop_ids, grammar, top)
+        """`limit`: None for the rest of the context; `top`: number of logprobs per token, None for none.
+
+        `recorded`: where the reply is recorded and perhaps began, with the random numbers of `seed`.
+        """
+        start = None if recorded is None or seed is None else recorded.start(seed)
+        self.request = Request(tuple(prompt), sampling, limit, loaded.stop_ids, grammar, top, start=start)
+        self._recorded = recorded
         self.text = ""
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprob] = []
@@ -54,6 +62,11 @@ class Completion:
     def take(self, output: SequenceOutput) -> str:
         """Add one output of the engine and return the text it completes. Raises nothing: see `error`."""
         _count_step(self.timing, self._engine, output)
+        if self._recorded is not None:
+            self._recorded.append(output)
+        return self._read(output)
+
+    def _read(self, output: SequenceOutput) -> str:
         piece = self._reader.feed(output)
         self.text += piece.content
         self.tokens += piece.tokens
@@ -64,6 +77,11 @@ class Completion:
         return piece.content
 
     def __iter__(self) -> Iterator[str]:
+        for output in () if self._recorded is None else self._recorded.outputs:
+            if piece := self._read(output):
+                yield piece
+        if self.finish_reason is not None:  # the record is complete
+            return
         number = self._engine.submit(self.request)
         try:
             while self.finish_reason is None:

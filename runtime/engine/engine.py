@@ -131,8 +131,7 @@ class Engine:
         The prompt is computed once, unless each reply returns the logprobs of the prompt. Raises as `submit`.
         """
         if request.prompt_logprobs:
-            samplings = [request.sampling.for_reply(index) for index in range(count)]
-            return [self.submit(replace(request, sampling=sampling)) for sampling in samplings]
+            return [self.submit(request.for_reply(index)) for index in range(count)]
         first = self.submit(request)
         return [first, *self.branch(first, count - 1)]
 
@@ -146,8 +145,7 @@ class Engine:
             raise ValueError(f"sequence {sequence} has ended")
         numbers = []
         for index in range(1, count + 1):
-            sampling = parent.request.sampling.for_reply(index)
-            request = replace(parent.request, sampling=sampling, prompt_logprobs=False)
+            request = replace(parent.request.for_reply(index), prompt_logprobs=False)
             state = self._start(request)
             numbers.append(self.scheduler.branch(parent, request).id)
             self._states[numbers[-1]] = state
@@ -308,6 +306,7 @@ class Engine:
             sequence.queued,
             drafted,
             len(sampled) - 1 if drafted else 0,
+            numbers=state.sampler.numbers.taken,
         )
         if self.speculator is not None and drafted:
             self.speculator.truncate(sequence.id, sequence.table.length)

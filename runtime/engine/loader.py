@@ -1,5 +1,7 @@
 """Loads a model: the memory plan, checks that need no weights, then tensors directly into their place."""
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -22,6 +24,7 @@ from mycli.runtime.memory.plan import DEFAULT_CONTEXT, MemoryPlan
 from mycli.runtime.models.generation_config import GenerationDefaults, stop_ids
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
+from mycli.runtime.utils import version
 
 
 def load_model(
@@ -57,13 +60,17 @@ def load_model(
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model with its tokenizer, end tokens and sampling defaults, and what was wrong with its files."""
+    """A model with its tokenizer, end tokens and sampling defaults, and what was wrong with its files.
+
+    fingerprint: of everything that decides which tokens follow a prompt.
+    """
 
     runner: ModelRunner
     tokenizer: Tokenizer
     defaults: GenerationDefaults
     stop_ids: frozenset[int]
     warnings: tuple[str | Declined, ...]
+    fingerprint: str = ""
 
     @property
     def vocabulary_size(self) -> int:
@@ -99,7 +106,15 @@ class LoadedModel:
         for text in (*dropped, *missing):
             add(text)
         runner = load_model(folder, placement, allow_nonfinite=allow_nonfinite, warn=add, expert_slots=expert_slots)
-        return cls(runner, tokenizer, defaults, frozenset(ids), tuple(warnings))
+        return cls(runner, tokenizer, defaults, frozenset(ids), tuple(warnings), _fingerprint(folder, runner))
+
+
+def _fingerprint(folder: ModelFolder, runner: ModelRunner) -> str:
+    # Files by size and time: hashing their contents would take as long as loading them.
+    files = [(path.name, (info := path.stat()).st_size, info.st_mtime_ns) for path in folder.source_files()]
+    bits = None if runner.activations is None else runner.activations.bits
+    arithmetic = [runner.device.type, str(runner.dtype), runner.kv, bits, version()]
+    return hashlib.sha256(json.dumps([sorted(files), arithmetic]).encode()).hexdigest()
 
 
 def _unpacked_every_pass(folder: ModelFolder, placement: Placement) -> list[Declined]:

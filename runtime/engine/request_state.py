@@ -12,7 +12,7 @@ from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.passes.base import TokenSteps
 from mycli.runtime.engine.scheduler import ScheduledSequence, Scheduler
 from mycli.runtime.engine.sequence import Request
-from mycli.runtime.sampling.sampler import DeviceSampling, Sampler
+from mycli.runtime.sampling.sampler import DeviceSampling, RandomNumbers, Sampler
 
 if TYPE_CHECKING:  # few requests ask for logprobs
     from mycli.runtime.sampling.logprobs import LogprobRecorder, TokenLogprob
@@ -39,8 +39,15 @@ class RequestState:
         """Create the state of a new sequence. Raises UsageError for a bias of a token that does not exist."""
         recorder = None if request.logprobs is None else _recorder(request.logprobs)
         constraint = None if request.grammar is None else request.grammar.start()
-        sampler = Sampler(request.sampling, vocab_size, device, constraint=constraint, recorder=recorder)
+        start = request.start
+        seed = request.sampling.seed if start is None else start.seed
+        numbers = RandomNumbers(seed, 0 if start is None else start.numbers)
+        sampler = Sampler(
+            request.sampling, vocab_size, device, constraint=constraint, recorder=recorder, numbers=numbers
+        )
         sampler.observe_ids(request.prompt)
+        if start is not None:
+            sampler.follow(start.tokens)
         return cls(sampler, recorder, sampler.device_sampling())
 
     def next_logprobs(self, count: int) -> "tuple[TokenLogprob, ...]":

@@ -123,7 +123,8 @@ class Scheduler:
         return sequence
 
     def _add(self, request: Request, limit: int) -> Sequence:
-        sequence = Sequence(self._next_id, request, BlockTable(self.pool), limit, self._clock(), list(request.prompt))
+        tokens = [*request.prompt, *(() if request.start is None else request.start.tokens)]
+        sequence = Sequence(self._next_id, request, BlockTable(self.pool), limit, self._clock(), tokens)
         self._sequences[sequence.id] = sequence
         self._next_id += 1
         return sequence
@@ -205,7 +206,7 @@ class Scheduler:
         if first:
             sequence.started = True
             sequence.queued = self._clock() - sequence.arrived
-            sequence.cached = table.length
+            sequence.cached = min(table.length, sequence.prompt_length)
             sequence.miss = "prompt logprobs are requested" if match is None else match.miss
             self.counts.queries += sequence.prompt_length
             self.counts.hits += sequence.cached

@@ -1,13 +1,13 @@
 """A request, the sequence that answers it, and what a step of the engine returns for it."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Literal
 
 from mycli.runtime.cache.block_table import BlockTable
 from mycli.runtime.cache.prefix_store import StoredPrefix
 from mycli.runtime.errors import UsageError, UserError
-from mycli.runtime.sampling.params import SamplingParams
+from mycli.runtime.sampling.params import SamplingParams, following_seed
 
 if TYPE_CHECKING:  # torch takes a second to import
     from mycli.runtime.sampling.grammars.grammar import Grammar
@@ -17,12 +17,26 @@ FinishReason = Literal["stop", "length", "context", "cancelled", "deadline", "er
 
 
 @dataclass(frozen=True)
+class ReplyStart:
+    """Where a reply begins or continues: the seed of its random numbers, its first tokens, the numbers they took."""
+
+    seed: int
+    tokens: tuple[int, ...] = ()
+    numbers: int = 0
+
+    def for_reply(self, index: int) -> "ReplyStart":
+        """Return the start of reply `index` to one prompt, none of which has tokens yet."""
+        return replace(self, seed=following_seed(self.seed, index))
+
+
+@dataclass(frozen=True)
 class Request:
     """A prompt and how to continue it.
 
     limit: maximum number of new tokens, None for as many as the context holds; stop_ids: tokens that end the reply and
     are not part of it; logprobs: number of alternatives at each token, None for no logprobs; prompt_logprobs: also for
-    the tokens of the prompt; deadline: seconds that the request may wait for its first pass, None for any time.
+    the tokens of the prompt; deadline: seconds that the request may wait for its first pass, None for any time; start:
+    where an interrupted reply continues, with a seed that counts instead of that of `sampling`.
     """
 
     prompt: tuple[int, ...]
@@ -33,6 +47,12 @@ class Request:
     logprobs: int | None = None
     prompt_logprobs: bool = False
     deadline: float | None = None
+    start: ReplyStart | None = None
+
+    def for_reply(self, index: int) -> "Request":
+        """Return the request for reply `index` to the same prompt, with a seed of its own."""
+        start = None if self.start is None else self.start.for_reply(index)
+        return replace(self, sampling=self.sampling.for_reply(index), start=start)
 
     def reply_limit(self, context: int, cache_tokens: int) -> int:
         """Return the maximum number of new tokens, in a context and a cache of the given sizes in tokens.
@@ -75,7 +95,8 @@ class SequenceOutput:
 
     logprobs: one for each of `tokens`, if requested; prompt_logprobs: of prompt tokens from the second on, as they are
     computed; cached_tokens: prompt tokens found in the cache, and `cache_miss` says why not more; queued: seconds
-    before the first pass; drafted, accepted: draft tokens of this step; error: set if the reason is "error".
+    before the first pass; drafted, accepted: draft tokens of this step; error: set if the reason is "error"; numbers:
+    random numbers that the sequence has taken so far.
     """
 
     sequence: int
@@ -89,6 +110,7 @@ class SequenceOutput:
     drafted: int = 0
     accepted: int = 0
     error: UserError | None = None
+    numbers: int = 0
 
 
 class Status(Enum):

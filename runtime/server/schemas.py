@@ -146,6 +146,12 @@ class ForModel(Strict):
     model: Name | None = None
 
 
+class ForReply(ForModel):
+    """A request for a reply of a model; stream: as server-sent events."""
+
+    stream: bool | None = None
+
+
 class StreamOptions(Strict):
     """Options of a stream."""
 

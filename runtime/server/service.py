@@ -13,12 +13,14 @@ from threading import Lock
 from typing import Any
 
 from mycli.runtime.engine.loader import LoadedModel
+from mycli.runtime.engine.reply_journal import ReplyJournal
 from mycli.runtime.engine.reply_reader import ReplyReader
 from mycli.runtime.engine.sequence import Request, reply_room
 from mycli.runtime.errors import ModelError, UserError
 from mycli.runtime.sampling.grammars.grammar import JSON_MODE, Alternative, Grammar, GrammarCompiler, Prelude
 from mycli.runtime.sampling.params import SamplingParams, recommended
 from mycli.runtime.server.api_error import ApiError, ContextError, from_user_error
+from mycli.runtime.server.delivery import Delivery
 from mycli.runtime.server.formats import ResponseFormat
 from mycli.runtime.server.grammar_pool import GrammarPool
 from mycli.runtime.server.item_store import ItemStore
@@ -70,6 +72,8 @@ class Service:
     def __init__(self, settings: ServerSettings, loaded: LoadedModel, worker: EngineWorker, created: int) -> None:
         self.settings, self.loaded, self.worker, self.created = settings, loaded, worker, created
         self.items = ItemStore()
+        self.journal = None if settings.replies is None else ReplyJournal(settings.replies)
+        self.recorded: dict[str, Delivery] = {}  # replies that are being recorded, by id
         self.pool = ThreadPoolExecutor(4, thread_name_prefix="text")
         # One at a time: a body of megabytes takes seconds and hundreds of megabytes, and must not fill the pool.
         self.large_bodies = ThreadPoolExecutor(1, thread_name_prefix="large")

@@ -1,6 +1,7 @@
 """The settings of a server: model names, access and limits."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from mycli.runtime.server.request_log import LogFormat
 
@@ -35,7 +36,8 @@ class ServerSettings:
 
     hosts: host names accepted besides localhost and IP addresses; origins: other sites whose pages may use the server;
     extra_properties: replies may have properties that a JSON schema does not name; log_format: of
-    the line per request; reasoning_budget: tokens of reasoning where a request sets none, None for any number.
+    the line per request; reasoning_budget: tokens of reasoning where a request sets none, None for any number;
+    replies: the folder in which replies are recorded, None for no records.
     """
 
     names: tuple[str, ...]
@@ -46,3 +48,4 @@ class ServerSettings:
     limits: ServerLimits = ServerLimits()
     log_format: LogFormat = "text"
     reasoning_budget: int | None = None
+    replies: Path | None = None

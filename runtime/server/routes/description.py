@@ -16,6 +16,7 @@ from starlette.routing import Route
 from mycli.runtime.server.routes.chat_completions import ChatRequest
 from mycli.runtime.server.routes.completions import CompletionRequest
 from mycli.runtime.server.routes.messages_request import CountRequest, MessagesRequest
+from mycli.runtime.server.routes.replies import ResumeRequest
 from mycli.runtime.server.routes.responses_request import ResponsesRequest
 from mycli.runtime.server.schemas import DetokenizeRequest, TokenizeRequest
 from mycli.runtime.server.service import Service
@@ -29,12 +30,13 @@ BODIES: Mapping[str, type[BaseModel]] = {
     "/v1/responses/input_tokens": ResponsesRequest,
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": CountRequest,
+    "/v1/replies/{id}/resume": ResumeRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
     "/apply-template": TokenizeRequest,
 }
 _MEDIA = {"/": "text/html", "/metrics": "text/plain"}
-_STREAMED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+_STREAMED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/replies/{id}/resume")
 _TEXT, _ANY = {"type": "string"}, {"type": "object"}
 _NULLABLE = {"type": ["string", "null"]}
 _ERROR = {
