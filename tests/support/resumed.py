@@ -6,11 +6,56 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
+from mycli.runtime.checkpoint.open_folder import open_model_folder
+from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.engine.engine import Engine
+from mycli.runtime.engine.loader import LoadedModel
+from mycli.runtime.engine.model_runner import CacheShape
 from mycli.runtime.engine.reply_journal import RecordedReply, ReplyJournal, new_seed
 from mycli.runtime.engine.sequence import ReplyStart, Request, SequenceOutput
+from mycli.runtime.sampling.grammars.grammar import Grammar
+from mycli.runtime.sampling.params import SamplingParams
+from mycli.runtime.speculative.draft_length import FixedDraftLength
+from mycli.runtime.speculative.proposers import PromptLookup, load_draft
+from mycli.runtime.speculative.speculator import ProposerSpeculator
+from tests.support.paths import PICO
 
+KINDS = ("greedy", "sampled", "unseeded", "schema", "draft", "ngram", "preempted", "logprobs")
 SEED = 5  # of the records, where a request has none
+
+SHAPE = CacheShape.paged(256, 1024, 16)
+SCHEMA = '{"type": "object", "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}}}'
+SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, repetition_penalty=1.1, presence_penalty=0.2)
+
+
+def load_pico() -> LoadedModel:
+    folder = open_model_folder(PICO)
+    return LoadedModel.load(folder, EngineConfig(device="cpu").place(folder.config))
+
+
+def requests(loaded: LoadedModel, kind: str) -> list[Request]:
+    """One request of a kind; several for an engine that preempts."""
+    ids = tuple(loaded.tokenizer.encode("Tell me about Leo and his dog. He", add_special=True))
+    grammar = None
+    if kind == "schema":
+        grammar = Grammar.from_schema(SCHEMA, "schema", loaded.tokenizer, loaded.stop_ids)
+    sampling = SamplingParams() if kind == "greedy" else SAMPLED
+    if kind not in ("greedy", "unseeded"):
+        sampling = SAMPLED.with_overrides({"seed": 7})
+    request = Request(ids, sampling, 40, loaded.stop_ids, grammar, logprobs=2 if kind == "logprobs" else None)
+    return [request.for_reply(index) for index in range(3 if kind == "preempted" else 1)]
+
+
+def engine_for(loaded: LoadedModel, kind: str) -> Engine:
+    proposer = None
+    if kind == "draft":
+        proposer = load_draft(open_model_folder(PICO.with_name("pico-draft")), loaded.tokenizer, loaded.runner, SHAPE)
+    elif kind == "ngram":
+        proposer = PromptLookup()
+    speculator = None if proposer is None else ProposerSpeculator(proposer, lambda: FixedDraftLength(3))
+    # 7 blocks hold two of the three replies.
+    shape = CacheShape.paged(96, 112, 16) if kind == "preempted" else SHAPE
+    return Engine(loaded.runner, shape, loaded.vocabulary_size, running=4, speculator=speculator)
 
 
 @dataclass(frozen=True)
