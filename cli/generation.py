@@ -12,6 +12,7 @@ from mycli.runtime.tokenizer.chat_template import Message
 if TYPE_CHECKING:  # torch takes a second to import
     from mycli.runtime.engine.completion import Completion
     from mycli.runtime.engine.reply_journal import RecordedReply
+    from mycli.runtime.engine.sequence import BeamOptions
     from mycli.runtime.engine.stats import SpeculationStats, Timing
     from mycli.runtime.sampling.grammars.grammar import Grammar
     from mycli.runtime.sampling.logprobs import TokenLogprob
@@ -24,7 +25,8 @@ TOGETHER = 64  # prompts of a batch file that run concurrently
 class Generator:
     """A loaded model with the settings of a command.
 
-    `count`: replies per prompt; `top`: most likely tokens to list at each position, None for no logprobs.
+    `count`: replies per prompt; `top`: most likely tokens to list at each position, None for no logprobs; `beams`:
+    search for the most likely replies instead of sampling.
     """
 
     loaded: OpenedModel
@@ -37,6 +39,7 @@ class Generator:
     grammar: "Grammar | None" = None
     count: int = 1
     top: int | None = None
+    beams: "BeamOptions | None" = None
 
     def encode(self, prompt: str | Sequence[Message]) -> list[int]:
         """Return the token ids of a prompt; a text is a user message unless `raw` or without a chat template."""
@@ -71,6 +74,7 @@ class Generator:
             top=self.top,
             recorded=None if recorded is None else recorded[0],
             seed=None if recorded is None else recorded[1],
+            beams=self.beams,
         )
 
     def samples(self, prompt: Sequence[int]) -> "Sequence[Completion]":

@@ -100,7 +100,10 @@ class InterruptedReply:
             if not name:
                 raise NotFoundError("there is no interrupted reply", "a reply that ended is not kept")
         elif not name.startswith(_KIND):
-            raise UsageError(f"--resume {name}: not a reply of mycli run", code="server-reply")
+            raise UsageError(
+                f"--resume {name}: not a reply of mycli run",
+                "a server continues its replies: POST /v1/replies/ID/resume",
+            )
         return cls(name, journal.header(name))
 
     @property

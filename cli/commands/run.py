@@ -16,12 +16,14 @@ from mycli.cli.text.format import draft_statistics
 from mycli.cli.text.input import read_file, read_prompt
 from mycli.cli.text.progress import CpuContention
 from mycli.runtime.errors import ExitCode, GateError, UsageError
+from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.utils.units import pluralize
 
 if TYPE_CHECKING:
     from mycli.runtime.engine.completion import Completion
     from mycli.runtime.engine.loader import LoadedModel
     from mycli.runtime.engine.reply_journal import RecordedReply
+    from mycli.runtime.engine.sequence import BeamOptions
     from mycli.runtime.sampling.grammars.grammar import Grammar
 
 EXAMPLES = (
@@ -32,6 +34,7 @@ EXAMPLES = (
     'mycli run pico "Hello!" --json',
     'mycli run pico "How old is Leo?" --regex "Leo is [0-9]{1,2} years old"',
     'mycli run pico "Tell me a story." -t 0.8 --samples 3 -n 32',
+    'mycli run pico "Tell me a story." --beams 4 -n 32',
     'echo \'{"id": 1, "prompt": "What is 7 times 8?"}\' | mycli run pico --batch - --out answers.jsonl',
 )
 MAX_SAMPLES = 256
@@ -121,6 +124,50 @@ class GrammarFlags:
         return Grammar.from_schema(text, source, model.tokenizer, model.stop_ids, self.extra_properties)
 
 
+@dataclass(frozen=True)
+class BeamFlags:
+    """Beam search, as typed."""
+
+    beams: Annotated[
+        int | None,
+        options.option("--beams", "N", "Search for the most likely reply with N beams instead of sampling.", min=1),
+    ] = None
+    length_penalty: Annotated[
+        float,
+        options.option("--length-penalty", "X", "With --beams: above 0 favours long replies, below 0 short ones."),
+    ] = 1.0
+    early_stopping: Annotated[
+        str,
+        options.words(
+            "--early-stopping",
+            ("off", "on", "never"),
+            "With --beams: on ends the search with N finished replies, never when no better one is possible.",
+        ),
+    ] = "off"
+
+    def resolve(
+        self, samples: int, sampling: SamplingFlags, grammar: GrammarFlags, draft: str, logprobs: int | None
+    ) -> "BeamOptions | None":
+        """Return the options of the search. Raises UsageError for options that a search does not have."""
+        early = options.choice("--early-stopping", self.early_stopping, ("off", "on", "never"))
+        if self.beams is None:
+            if self != BeamFlags():
+                raise UsageError("--length-penalty and --early-stopping need --beams", "add --beams N")
+            return None
+        from mycli.runtime.engine.sequence import BeamOptions
+
+        used = {f"--{name.replace('_', '-')}": value is not None for name, value in vars(sampling).items()}
+        formats = {"--schema": grammar.schema, "--regex": grammar.regex, "--json-mode": grammar.json_mode or None}
+        used |= {name: value is not None for name, value in formats.items()}
+        used |= {"--draft": draft != "none", "--logprobs": logprobs is not None}
+        for name, given in used.items():
+            if given:
+                raise UsageError(f"--beams and {name} exclude each other", f"omit --beams, or omit {name}")
+        if samples > self.beams:
+            raise UsageError(f"--samples {samples} of {self.beams} beams", f"use --beams {samples}")
+        return BeamOptions(self.beams, self.length_penalty, {"off": False, "on": True, "never": "never"}[early])
+
+
 def _is_inline(schema: str) -> bool:
     # A schema is an object; a file whose name begins so can be named ./{...
     return schema.lstrip().startswith("{")
@@ -146,6 +193,7 @@ def run(
     samples: Annotated[int, options.option("--samples", "N", "Number of replies; the prompt is computed once.")] = 1,
     *,
     sampling: SamplingFlags,
+    beam_flags: BeamFlags,
     grammar: GrammarFlags,
     prefix_cache: PrefixCacheFlags,
     loading: LoadFlags,
@@ -170,13 +218,15 @@ def run(
             f"--samples must be 1 to {MAX_SAMPLES}, not {samples}", f"for example: --samples {MAX_SAMPLES}"
         )
     sampling.check()
+    beams = beam_flags.resolve(samples, sampling, grammar, loading.draft, logprobs)
     schema, text = grammar.text(), source.resolve(call.out.note)
-    running = samples if source.batch is None else samples * TOGETHER
+    each = samples if beams is None else beams.width
+    running = each if source.batch is None else each * TOGETHER
     config = loading.resolve(min(running, FULL_LENGTH), None if running == 1 else running)
     loaded = load_engine(call, model, prefix_cache.resolve(config))
     generator = Generator(
         loaded,
-        sampling.resolve(loaded.model.defaults),
+        sampling.resolve(loaded.model.defaults) if beams is None else SamplingParams(),
         limit=limit,
         stops=tuple(sampling.stop or ()),
         system=system,
@@ -185,6 +235,7 @@ def run(
         grammar=grammar.resolve(schema, loaded.model),
         count=samples,
         top=logprobs,
+        beams=beams,
     )
     if source.batch is not None:
         from mycli.cli.batch_file import run_batch
@@ -196,7 +247,7 @@ def run(
         _show_samples(call, generator, ids, seconds)
         return ExitCode.OK
     recorded = None
-    if not recording.no_record:
+    if not recording.no_record and beams is None:  # the tokens of a search are known at its end only
         recorded = record(generator, model, loading, asdict(replace(grammar, schema=schema)), ids)
     _show(call, generator, generator.reply(ids, recorded), recorded, escapes, seconds)
     return ExitCode.OK

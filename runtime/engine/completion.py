@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loader import LoadedModel
 from mycli.runtime.engine.reply_reader import ReplyReader
-from mycli.runtime.engine.sequence import FinishReason, Request, SequenceOutput
+from mycli.runtime.engine.sequence import BeamOptions, FinishReason, Request, SequenceOutput
 from mycli.runtime.engine.stats import SpeculationStats, Timing
 from mycli.runtime.errors import UserError
 from mycli.runtime.sampling.params import SamplingParams
@@ -39,13 +39,14 @@ class Completion:
         top: int | None = None,
         recorded: "RecordedReply | None" = None,
         seed: int | None = None,
+        beams: BeamOptions | None = None,
     ) -> None:
         """`limit`: None for the rest of the context; `top`: number of logprobs per token, None for none.
 
         `recorded`: where the reply is recorded and perhaps began, with the random numbers of `seed`.
         """
         start = None if recorded is None or seed is None else recorded.start(seed)
-        self.request = Request(tuple(prompt), sampling, limit, loaded.stop_ids, grammar, top, start=start)
+        self.request = Request(tuple(prompt), sampling, limit, loaded.stop_ids, grammar, top, start=start, beams=beams)
         self._recorded = recorded
         self.text = ""
         self.tokens: list[int] = []

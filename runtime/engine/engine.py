@@ -15,10 +15,11 @@ from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.cache.block_pool import BlockPool
 from mycli.runtime.cache.prefix_index import PrefixIndex
 from mycli.runtime.cache.state_pool import StatePool
+from mycli.runtime.engine.beams import BeamGroup, BeamSearch, beam_room, check_beams
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.engine.request_state import RequestState, TokensAhead
 from mycli.runtime.engine.scheduler import Limits, ScheduledSequence, Scheduler
-from mycli.runtime.engine.sequence import FinishReason, Request, SequenceOutput
+from mycli.runtime.engine.sequence import BeamOptions, FinishReason, Request, SequenceOutput
 from mycli.runtime.engine.sequence import Sequence as RequestSequence
 from mycli.runtime.engine.speculation import ComputedTokens, DraftRequest, Speculator
 from mycli.runtime.engine.stats import EngineStats
@@ -120,6 +121,9 @@ class Engine:
 
         Raises UsageError for an empty prompt, a request that can never fit, or a bias of a token that does not exist.
         """
+        return self.submit_replies(request, 1)[0]
+
+    def _submit(self, request: Request) -> int:
         state = self._start(request)
         number = self.scheduler.submit(request).id
         self._states[number] = state
@@ -131,9 +135,23 @@ class Engine:
         The prompt is computed once, unless each reply returns the logprobs of the prompt. Raises as `submit`.
         """
         if request.prompt_logprobs:
-            return [self.submit(request.for_reply(index)) for index in range(count)]
-        first = self.submit(request)
+            return [self._submit(request.for_reply(index)) for index in range(count)]
+        if request.beams is not None:
+            return self._submit_beams(request, request.beams, count)
+        first = self._submit(request)
         return [first, *self.branch(first, count - 1)]
+
+    def _submit_beams(self, request: Request, beams: BeamOptions, count: int) -> list[int]:
+        pool, running = self.scheduler.pool, self.scheduler.limits.running
+        room = beam_room(request, beams, pool.blocks, pool.block_size)
+        check_beams(beams, count, running, self._vocab_size, len(request.stop_ids))
+        first = self._submit(request)
+        numbers = [first, *self.branch(first, beams.width - 1)]
+        members = [member for number in numbers if (member := self.scheduler.get(number)) is not None]
+        group = BeamGroup(BeamSearch(beams, min(members[0].limit, room), request.stop_ids), members, count)
+        for number in numbers:
+            self._states[number].beams = group
+        return numbers[:count]
 
     def branch(self, sequence: int, count: int) -> list[int]:
         """Add `count` replies to the prompt of a sequence that has not sampled yet; return their numbers.
@@ -158,7 +176,7 @@ class Engine:
         """End a sequence and free its blocks now; the next step returns its output. Does nothing if it ended."""
         running = self.scheduler.get(sequence)
         if running is not None:
-            self._finished.append(self._finish(running, "cancelled"))
+            self._finished += self._finish_all(running, "cancelled")
 
     def forget(self) -> None:
         """Drop all cached prefixes, as if the cache were new."""
@@ -184,7 +202,8 @@ class Engine:
         began = time.perf_counter()
         outputs, self._finished = self._finished, []
         for sequence in self.scheduler.expired():
-            outputs.append(self._finish(sequence, "deadline"))
+            if self.scheduler.get(sequence.id) is not None:
+                outputs += self._finish_all(sequence, "deadline")
         scheduled = self.scheduler.schedule(None if self.speculator is None else self._draft_budget)
         self._copy_blocks()
         self.step_seconds = 0.0
@@ -204,7 +223,8 @@ class Engine:
         return outputs
 
     def _draft_budget(self, sequence: RequestSequence, room: int) -> int:
-        if self.speculator is None or self._states[sequence.id].sampler.constrained:
+        state = self._states[sequence.id]
+        if self.speculator is None or state.sampler.constrained or state.beams is not None:
             return 0
         decoding = sum(running.is_decoding for running in self.scheduler.running)
         return self.speculator.draft_length(sequence.id, sequence.tokens, room, decoding)
@@ -221,6 +241,7 @@ class Engine:
             )
         logits = self.runner.run(chunks, self.cache, hook)
         samples: list[tuple[ScheduledSequence, range]] = []
+        groups: list[tuple[ScheduledSequence, BeamGroup, Tensor]] = []
         scores: dict[int, tuple[TokenLogprob, ...]] = {}
         parts, end = list(scheduled), 0
         for part, chunk in zip(scheduled, chunks, strict=True):
@@ -229,6 +250,10 @@ class Engine:
                 number = part.sequence.id
                 scores[number], rows = self._states[number].score(part, logits[rows.start : end]), rows[-1:]
             if chunk.logits and part.completes and part.sequence.limit:
+                if (group := self._states[part.sequence.id].beams) is not None:
+                    groups.append((part, group, logits[rows.start : rows.stop, : self._vocab_size]))
+                    self.scheduler.start_branches(part)
+                    continue
                 samples.append((part, rows))
                 # Branches sample from the same row, so their replies differ only by their random numbers.
                 if part.sequence.branches:
@@ -241,6 +266,7 @@ class Engine:
             number = part.sequence.id
             guesses = len(drafted.get(number, ()))
             outputs.append(self._advance(part, sampled.get(number, []), scores.get(number, ()), guesses))
+        outputs += self._advance_beams(groups)
         if speculator is not None and scheduled[0].is_decode:
             results = [(output.sequence, output.drafted, output.accepted) for output in outputs]
             speculator.observe(results, time.perf_counter() - began)
@@ -313,6 +339,35 @@ class Engine:
         if reason is not None:
             self._finish(sequence, reason)
         return output
+
+    def _advance_beams(self, computed: Sequence[tuple[ScheduledSequence, BeamGroup, Tensor]]) -> list[SequenceOutput]:
+        """Extend the searches all of whose beams are computed; return the replies of those that end."""
+        outputs: list[SequenceOutput] = []
+        for part, group, logits in computed:
+            first = group.members[0]
+            if self.scheduler.get(first.id) is None:  # ended by another of its beams in this pass
+                continue
+            try:
+                group.add_row(part.sequence.id, logits)
+            except UserError as error:
+                outputs += self._finish_all(first, "error", error)
+                continue
+            if group.ready and not group.advance():
+                ended = self._finish_all(first, "stop")
+                for output, (tokens, reason) in zip(ended, group.results(), strict=True):
+                    outputs.append(replace(output, tokens=tokens, finish_reason=reason))
+        return outputs
+
+    def _finish_all(
+        self, sequence: RequestSequence, reason: FinishReason, error: UserError | None = None
+    ) -> list[SequenceOutput]:
+        """Remove a sequence and all other beams of its search; return the outputs of those that are replies."""
+        group = self._states[sequence.id].beams
+        if group is None:
+            return [self._finish(sequence, reason, error)]
+        # The first one last: its branches would be queued as replies of their own.
+        ended = [self._finish(member, reason, error) for member in reversed(group.members)]
+        return ended[::-1][: group.replies]
 
     def _commit_states(self, part: ScheduledSequence, count: int) -> None:
         if part.sequence.table.state is not None:

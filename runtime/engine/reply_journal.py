@@ -169,7 +169,9 @@ class ReplyJournal:
         return self.folder / f"{name}{_SUFFIX}"
 
     def _missing(self, name: str) -> NotFoundError:
-        return NotFoundError(f"there is no interrupted reply {name[:64]!r}", code="interrupted-replies")
+        return NotFoundError(
+            f"there is no interrupted reply {name[:64]!r}", "replies that ended and those of yesterday are not kept"
+        )
 
     def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
         for path in self.folder.glob(f"*{_SUFFIX}"):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.cache.kv_cache import KVCache
+from mycli.runtime.engine.beams import BeamGroup
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.passes.base import TokenSteps
 from mycli.runtime.engine.scheduler import ScheduledSequence, Scheduler
@@ -26,13 +27,17 @@ def _recorder(top: int) -> "LogprobRecorder":
 
 @dataclass
 class RequestState:
-    """Sampler and logprob recorder of one sequence. scored: prompt tokens whose logprobs were returned."""
+    """Sampler and logprob recorder of one sequence.
+
+    scored: prompt tokens whose logprobs were returned; beams: the search that the sequence belongs to.
+    """
 
     sampler: Sampler
     recorder: "LogprobRecorder | None"
     device_sampling: DeviceSampling | None
     returned: int = 0  # logprobs
     scored: int = 1
+    beams: BeamGroup | None = None
 
     @classmethod
     def start(cls, request: Request, vocab_size: int, device: torch.device) -> "RequestState":
@@ -48,7 +53,7 @@ class RequestState:
         sampler.observe_ids(request.prompt)
         if start is not None:
             sampler.follow(start.tokens)
-        return cls(sampler, recorder, sampler.device_sampling())
+        return cls(sampler, recorder, None if request.beams else sampler.device_sampling())
 
     def next_logprobs(self, count: int) -> "tuple[TokenLogprob, ...]":
         if self.recorder is None:

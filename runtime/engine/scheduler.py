@@ -158,6 +158,12 @@ class Scheduler:
             scheduled = self._schedule_prefill() or self._schedule_decode(draft_budget)
         else:
             scheduled = self._schedule_decode(draft_budget) or self._schedule_prefill()
+        if not scheduled and self.waiting:
+            # Beams that wait for others of their search may hold all blocks. The oldest search fits the cache alone.
+            idle = [sequence for sequence in self.running if not sequence.uncomputed]
+            if idle:
+                self._preempt(idle[-1])
+                return self.schedule(draft_budget)
         self._prefill_next = not scheduled or scheduled[0].is_decode
         return scheduled
 

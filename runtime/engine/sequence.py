@@ -13,6 +13,8 @@ if TYPE_CHECKING:  # torch takes a second to import
     from mycli.runtime.sampling.grammars.grammar import Grammar
     from mycli.runtime.sampling.logprobs import TokenLogprob
 
+MAX_BEAMS = 64
+MAX_PENALTY = 10.0
 FinishReason = Literal["stop", "length", "context", "cancelled", "deadline", "error"]
 
 
@@ -30,13 +32,38 @@ class ReplyStart:
 
 
 @dataclass(frozen=True)
+class BeamOptions:
+    """Beam search, as in transformers' `generate`.
+
+    length_penalty: the score is divided by the length to this power; early_stopping: True ends the search with `width`
+    finished beams, False when a better one is unlikely, "never" when a better one is impossible. Raises UsageError for
+    values outside their range.
+    """
+
+    width: int
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.width <= MAX_BEAMS:
+            raise UsageError(f"{self.width} beams", f"use 1 to {MAX_BEAMS} beams", data={"setting": "beams"})
+        if not -MAX_PENALTY <= self.length_penalty <= MAX_PENALTY:  # false for NaN
+            raise UsageError(
+                f"length_penalty {self.length_penalty} is out of range",
+                f"choose between -{MAX_PENALTY:g} and {MAX_PENALTY:g}",
+                data={"setting": "length_penalty"},
+            )
+
+
+@dataclass(frozen=True)
 class Request:
     """A prompt and how to continue it.
 
     limit: maximum number of new tokens, None for as many as the context holds; stop_ids: tokens that end the reply and
     are not part of it; logprobs: number of alternatives at each token, None for no logprobs; prompt_logprobs: also for
     the tokens of the prompt; deadline: seconds that the request may wait for its first pass, None for any time; start:
-    where an interrupted reply continues, with a seed that counts instead of that of `sampling`.
+    where an interrupted reply continues, with a seed that counts instead of that of `sampling`; beams: search for the
+    most likely replies instead of sampling.
     """
 
     prompt: tuple[int, ...]
@@ -48,6 +75,7 @@ class Request:
     prompt_logprobs: bool = False
     deadline: float | None = None
     start: ReplyStart | None = None
+    beams: BeamOptions | None = None
 
     def for_reply(self, index: int) -> "Request":
         """Return the request for reply `index` to the same prompt, with a seed of its own."""

@@ -69,7 +69,8 @@ class Recorder:
 
     def begin(self, requests: Requests) -> Work:
         """Create the record of new replies; without one where the disk does not allow it."""
-        if any(request.prompt_logprobs for request, _ in requests):  # an evaluation, and short
+        # Evaluations are short, and the tokens of a beam search are known at its end only.
+        if any(request.prompt_logprobs or request.beams for request, _ in requests):
             return Work(requests)
         seeds = [new_seed(request.sampling) for request, _ in requests]
         header = {

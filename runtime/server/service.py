@@ -15,7 +15,7 @@ from typing import Any
 from mycli.runtime.engine.loader import LoadedModel
 from mycli.runtime.engine.reply_journal import ReplyJournal
 from mycli.runtime.engine.reply_reader import ReplyReader
-from mycli.runtime.engine.sequence import Request, reply_room
+from mycli.runtime.engine.sequence import BeamOptions, Request, reply_room
 from mycli.runtime.errors import ModelError, UserError
 from mycli.runtime.sampling.grammars.grammar import JSON_MODE, Alternative, Grammar, GrammarCompiler, Prelude
 from mycli.runtime.sampling.params import SamplingParams, recommended
@@ -253,15 +253,37 @@ class Service:
         grammar: Grammar | None,
         top: int | None,
         prompt_logprobs: bool = False,
+        beams: BeamOptions | None = None,
     ) -> Request:
         """Return the engine's request for replies to one prompt. Raises ApiError."""
+        if beams is not None:
+            _check_beams(body, grammar, top)
         # Evaluation harnesses score a prompt by asking for one token, and expect it even if it is an end token.
         scored = prompt_logprobs and limit == 1
         stop_ids = frozenset() if body.ignore_eos or scored else self.loaded.stop_ids
         if body.stop_token_ids:
             self.check_ids(body.stop_token_ids, "stop_token_ids")
             stop_ids |= frozenset(body.stop_token_ids)
-        return Request(tuple(prompt), self.sampling(body), limit, stop_ids, grammar, top, prompt_logprobs)
+        sampling = self.sampling(body) if beams is None else SamplingParams()
+        return Request(tuple(prompt), sampling, limit, stop_ids, grammar, top, prompt_logprobs, beams=beams)
+
+
+def _check_beams(body: Sampling, grammar: Grammar | None, top: int | None) -> None:
+    # A search takes the most likely tokens: settings that ask for others are refused, those that ask for nothing not.
+    neutral: dict[str, tuple[object, ...]] = {"temperature": (None, 0, 1), "top_k": (None, 0, -1)}
+    neutral |= dict.fromkeys(("top_p", "repetition_penalty"), (None, 1))
+    neutral |= dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty"), (None, 0))
+    neutral |= dict.fromkeys(("seed", "logit_bias", "stop"), (None,))
+    for name, values in neutral.items():
+        if getattr(body, name) not in values:
+            message = f"use_beam_search: cannot be combined with {name}"
+            raise ApiError(400, message, "unsupported_parameter", param=name)
+    if grammar is not None:
+        message = "use_beam_search: cannot be combined with a format, a required call or a thinking budget"
+        raise ApiError(400, message, "unsupported_parameter", param="use_beam_search")
+    if top is not None:
+        message = "use_beam_search: cannot be combined with logprobs"
+        raise ApiError(400, message, "unsupported_parameter", param="logprobs")
 
 
 def _grammar_text(response: ResponseFormat) -> tuple[str, str]:

@@ -15,6 +15,7 @@ from mycli.runtime.server.routes.chat_spec import ChatSpec, effort_arguments, pr
 from mycli.runtime.server.routes.wire import OpenAIRendering, chat_logprobs, chat_messages, chat_tools
 from mycli.runtime.server.schemas import (
     AllowedToolsChoice,
+    BeamFields,
     ChatMessage,
     Effort,
     ForReply,
@@ -35,7 +36,7 @@ from mycli.runtime.server.streaming import Interface, event
 FINISH = {"stop_string": "stop", "deadline": "length", "cancelled": "stop"}
 
 
-class ChatRequest(ForReply, Sampling, Constraints, ThinkingBudget):
+class ChatRequest(ForReply, Sampling, BeamFields, Constraints, ThinkingBudget):
     """The body of POST /v1/chat/completions."""
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=4096)
@@ -107,6 +108,7 @@ def _spec(body: ChatRequest) -> ChatSpec:
         thinking_budget=body.thinking_budget(reasoning.max_tokens),
         count=body.n or 1,
         limit=None if limit == -1 else limit,
+        beams=body.beams(body.n or 1),
         top=(body.top_logprobs or 0) if body.logprobs else None,
     )
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mycli.runtime.engine.reply_reader import ReplyReader
-from mycli.runtime.engine.sequence import reply_room
+from mycli.runtime.engine.sequence import BeamOptions, reply_room
 from mycli.runtime.errors import UserError
 from mycli.runtime.sampling.grammars.grammar import Grammar, Prelude
 from mycli.runtime.server.api_error import ApiError, from_user_error
@@ -30,7 +30,7 @@ class ChatSpec:
     left out; arguments: of the chat template; count: replies; limit: tokens, None for the rest of the context; clipped:
     shorten a limit that the context has no room for; top: number of logprobs per token, None for none; place: the field
     of the conversation; thinking_budget: tokens of reasoning, None for any number; continued: the reply
-    continues the last message, which is the assistant's.
+    continues the last message, which is the assistant's; beams: search instead of sampling.
     """
 
     messages: Sequence[Message]
@@ -51,6 +51,7 @@ class ChatSpec:
     place: str = "messages"
     thinking_budget: int | None = None
     continued: bool = False
+    beams: BeamOptions | None = None
 
     @property
     def constrained(self) -> bool:
@@ -102,7 +103,7 @@ def prepare_chat(service: Service, spec: ChatSpec) -> Prepared:
         for index in range(spec.count)
     ]
     omitted = [*(f"tool {kind}" for kind in dict.fromkeys(spec.omitted_tools)), *dict.fromkeys(spec.omitted)]
-    request = service.request(ids, spec.sampling, limit, grammar, spec.top)
+    request = service.request(ids, spec.sampling, limit, grammar, spec.top, beams=spec.beams)
     return Prepared([(request, readers)], [ids], clipped=limit != spec.limit, omitted=omitted)
 
 

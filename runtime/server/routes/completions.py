@@ -16,14 +16,23 @@ from mycli.runtime.server.formats import Constraints, output_format
 from mycli.runtime.server.recording import ReplyIds
 from mycli.runtime.server.routes.chat_completions import FINISH
 from mycli.runtime.server.routes.wire import OpenAIRendering, completion_logprobs
-from mycli.runtime.server.schemas import MAX_IDS, MAX_PROMPTS, ForReply, LongText, Sampling, StreamOptions, TokenId
+from mycli.runtime.server.schemas import (
+    MAX_IDS,
+    MAX_PROMPTS,
+    BeamFields,
+    ForReply,
+    LongText,
+    Sampling,
+    StreamOptions,
+    TokenId,
+)
 from mycli.runtime.server.service import Prepared, Service
 from mycli.runtime.server.streaming import Interface, event
 
 DEFAULT_TOKENS = 16  # OpenAI's
 
 
-class CompletionRequest(ForReply, Sampling, Constraints):
+class CompletionRequest(ForReply, Sampling, BeamFields, Constraints):
     """The body of POST /v1/completions."""
 
     prompt: (
@@ -33,7 +42,6 @@ class CompletionRequest(ForReply, Sampling, Constraints):
         | Annotated[list[Annotated[list[TokenId], Field(max_length=MAX_IDS)]], Field(max_length=MAX_PROMPTS)]
     )
     n: int | None = Field(None, ge=1, le=64)
-    best_of: Annotated[int, Field(ge=1, le=1)] | None = None
     echo: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=-1, le=1 << 31)  # -1: the rest of the context, as in llama.cpp
@@ -73,12 +81,14 @@ def _prepare(service: Service, body: CompletionRequest) -> Prepared:
     prompts = _prompts(service, body)
     grammar = service.grammar(output_format(body))
     scored = bool(body.echo) and body.logprobs is not None
-    numbers = count()
+    numbers, beams = count(), body.beams(body.n or 1)
     requests = []
-    for prompt, same in groupby(prompts):  # equal prompts are computed once
+    # Equal prompts are computed once; each search has its own beams.
+    for prompt, same in groupby(prompts) if beams is None else ((prompt, [prompt]) for prompt in prompts):
         service.check_fits(prompt, None if requested == -1 else requested, "prompt")
         fitting = min(limit, reply_room(service.context, len(prompt)))
-        request = service.request(prompt, body, fitting, grammar, body.logprobs, scored)
+        most = None if beams is not None and requested == -1 else fitting
+        request = service.request(prompt, body, most, grammar, body.logprobs, scored, beams)
         readers = [
             ReplyReader(service.loaded.tokenizer, body.stops, next(numbers))
             for _ in range((body.n or 1) * len(list(same)))
