@@ -40,6 +40,8 @@ class BeamSearch:
     """The state of one search: running beams, and the best finished ones with their final scores."""
 
     def __init__(self, options: BeamOptions, limit: int, stop_ids: frozenset[int]) -> None:
+        # transformers runs one beam as greedy decoding, which ends at the first end token.
+        self._early: bool | str = options.early_stopping if options.width > 1 else True
         self.options, self._limit, self._stop_ids = options, limit, stop_ids
         self.running = [Beam((), 0.0)]
         self.finished: list[Beam] = []  # the best first
@@ -71,15 +73,15 @@ class BeamSearch:
         return len(self.finished) >= self.options.width
 
     def _finish(self, ended: Sequence[Beam]) -> None:
-        if not self._improvable or (self._full and self.options.early_stopping is True):
+        if not self._improvable or (self._full and self._early is True):
             return
         self.finished = sorted([*self.finished, *ended], key=lambda beam: -beam.score)[: self.options.width]
 
     def _continues(self, length: int) -> bool:
-        if not self.running or (self._full and self.options.early_stopping is True):
+        if not self.running or (self._full and self._early is True):
             return False
         penalty = self.options.length_penalty
-        hypothetical = self._limit if self.options.early_stopping == _NEVER and penalty > 0 else length
+        hypothetical = self._limit if self._early == _NEVER and penalty > 0 else length
         best = self.running[0].score / hypothetical**penalty
         self._improvable = self._improvable and (not self._full or best > self.finished[-1].score)
         return self._improvable

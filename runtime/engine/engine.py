@@ -212,12 +212,15 @@ class Engine:
             self._cache_valid = False
             ahead = None
             # A speculator compares the time of plain passes with that of drafts, and may need their hidden states.
-            if self.speculator is None and self.runner.passes.makes_tokens:
+            if self.runner.passes.makes_tokens and (self.speculator is None or self.speculator.rests):
                 ahead = self._ahead.next(scheduled, self._states, self.scheduler)
             if ahead is None:
+                self._ahead.drop()
                 outputs += self._run_pass(scheduled, began)
             else:
                 outputs += self._advance_ahead(scheduled, *ahead)
+                if self.speculator is not None:
+                    self.speculator.observe_plain(len(ahead[0]), time.perf_counter() - began)
             self._cache_valid = True
         self.step_seconds = max(self.step_seconds, time.perf_counter() - began)
         return outputs

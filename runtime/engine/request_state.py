@@ -112,6 +112,10 @@ class TokensAhead:
             steps = None if self._steps is None else next(self._steps, None)
         return steps
 
+    def drop(self) -> None:
+        """Forget tokens made ahead: another pass has continued their sequences."""
+        self._steps = None
+
     def _start(
         self, scheduled: Sequence[ScheduledSequence], sampling: DeviceSampling, scheduler: Scheduler
     ) -> Iterator[TokenSteps] | None:

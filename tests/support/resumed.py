@@ -16,7 +16,8 @@ from mycli.runtime.engine.sequence import ReplyStart, Request, SequenceOutput
 from mycli.runtime.sampling.grammars.grammar import Grammar
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.speculative.draft_length import FixedDraftLength
-from mycli.runtime.speculative.proposers import PromptLookup, load_draft
+from mycli.runtime.speculative.lookup import PromptLookup
+from mycli.runtime.speculative.proposers import load_draft
 from mycli.runtime.speculative.speculator import ProposerSpeculator
 from tests.support.paths import PICO
 

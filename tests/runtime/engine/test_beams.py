@@ -15,7 +15,7 @@ from mycli.runtime.engine.sequence import BeamOptions, Request
 from mycli.runtime.errors import UsageError
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.speculative.draft_length import FixedDraftLength
-from mycli.runtime.speculative.proposers import PromptLookup
+from mycli.runtime.speculative.lookup import PromptLookup
 from mycli.runtime.speculative.speculator import ProposerSpeculator
 from mycli.runtime.utils.dtypes import FLOATS
 from tests.support.engines import drain
