@@ -22,7 +22,10 @@ class RequestFigures:
 
 @dataclass(frozen=True)
 class RequestRecord:
-    """One answered request. `omitted`: parts of it that were left out."""
+    """One answered request.
+
+    omitted: parts of it that were left out; missed: where and why its prompt differs from the most similar earlier one.
+    """
 
     time: datetime
     client: str
@@ -34,6 +37,7 @@ class RequestRecord:
     seconds: float
     figures: RequestFigures | None = None
     omitted: Sequence[str] = ()
+    missed: str = ""
 
     def fields(self) -> Mapping[str, Any]:
         """Return the record as an object; times in seconds, None for what the request did not have."""
@@ -53,6 +57,7 @@ class RequestRecord:
             "ttft": None if figures is None or figures.ttft is None else round(figures.ttft, 6),
             "tpot": None if figures is None or figures.tpot is None else round(figures.tpot, 6),
             "omitted": list(self.omitted),
+            "missed": self.missed or None,
         }
 
     def line(self, log_format: LogFormat) -> str:
@@ -66,5 +71,6 @@ class RequestRecord:
             words.append(f"completion {self.figures.completion}")
             words += [] if self.figures.ttft is None else [f"TTFT {self.figures.ttft * 1000:.0f} ms"]
             words += [] if self.figures.tpot is None else [f"TPOT {self.figures.tpot * 1000:.1f} ms"]
+        words += [f"cache missed at {self.missed}"] if self.missed else []
         words += [f"left out: {', '.join(self.omitted)}"] if self.omitted else []
         return " · ".join([*words, self.request_id])

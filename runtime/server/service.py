@@ -20,6 +20,7 @@ from mycli.runtime.errors import ModelError, UserError
 from mycli.runtime.sampling.grammars.grammar import JSON_MODE, Alternative, Grammar, GrammarCompiler, Prelude
 from mycli.runtime.sampling.params import SamplingParams, recommended
 from mycli.runtime.server.api_error import ApiError, ContextError, from_user_error
+from mycli.runtime.server.chat_prompt import RecentPrompts, render_chat, template_source
 from mycli.runtime.server.delivery import Delivery
 from mycli.runtime.server.formats import ResponseFormat
 from mycli.runtime.server.grammar_pool import GrammarPool
@@ -27,16 +28,16 @@ from mycli.runtime.server.item_store import ItemStore
 from mycli.runtime.server.schemas import Sampling
 from mycli.runtime.server.settings import ServerSettings
 from mycli.runtime.server.worker import EngineWorker
-from mycli.runtime.tokenizer.chat_template import ALLOWED_ARGUMENTS, Message, Tool
+from mycli.runtime.tokenizer.chat_template import Message, Tool
 from mycli.runtime.tokenizer.parsing.reasoning_parser import CLOSE, OPEN
 from mycli.runtime.tokenizer.parsing.response_template import read_response_template
 from mycli.runtime.tokenizer.parsing.tool_formats import (
     HERMES,
     ToolFormat,
     declared_tool_format,
-    describe_tools_in_system_message,
     find_tool_format,
 )
+from mycli.runtime.tokenizer.prompt_difference import Difference, PromptParts
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,14 @@ class Prepared:
     """Requests ready for the engine, with a reader for each reply; `prompts`: token ids, in the client's order.
 
     clipped: the context has no room for the requested tokens; omitted: parts of the request that were left
-    out, for the response's header and the log.
+    out, for the response's header and the log; difference: from the most similar earlier prompt.
     """
 
     requests: Sequence[tuple[Request, Sequence[ReplyReader]]]
     prompts: Sequence[Sequence[int]]
     clipped: bool = False
     omitted: Sequence[str] = ()
+    difference: Difference | None = None
 
     @property
     def grammars(self) -> Sequence[Grammar]:
@@ -73,6 +75,7 @@ class Service:
         self.settings, self.loaded, self.worker, self.created = settings, loaded, worker, created
         self.items = ItemStore()
         self.journal = None if settings.replies is None else ReplyJournal(settings.replies)
+        self.prompts = RecentPrompts()
         self.recorded: dict[str, Delivery] = {}  # replies that are being recorded, by id
         self.pool = ThreadPoolExecutor(4, thread_name_prefix="text")
         # One at a time: a body of megabytes takes seconds and hundreds of megabytes, and must not fill the pool.
@@ -110,8 +113,7 @@ class Service:
 
     @cached_property
     def _template(self) -> str:
-        template = self.loaded.tokenizer.template
-        return "" if template is None else template.source(tools=True)
+        return template_source(self.loaded.tokenizer)
 
     @cached_property
     def tool_format(self) -> ToolFormat:
@@ -141,24 +143,8 @@ class Service:
         place: str = "messages",
     ) -> list[int]:
         """Return the token ids of a conversation; `more`: open the assistant's reply. Raises ApiError about `place`."""
-        for name in arguments:
-            if name not in ALLOWED_ARGUMENTS:
-                allowed = ", ".join(sorted(ALLOWED_ARGUMENTS))
-                message = f"{name[:60]!r} is not a template argument; allowed: {allowed}"
-                raise ApiError(400, message, "invalid_value", param="chat_template_kwargs")
-        messages = list(messages)
-        if "developer" not in self._template:
-            messages = [
-                Message("system", message.content, name=message.name) if message.role == "developer" else message
-                for message in messages
-            ]
-        if tools and "tools" not in self._template:
-            messages, tools = describe_tools_in_system_message(messages, list(tools)), ()
-        try:
-            chat = self.loaded.tokenizer.apply_chat_template
-            return chat(messages, tools=list(tools) or None, add_generation_prompt=more, **arguments)
-        except UserError as error:
-            raise from_user_error(error, place) from None
+        parts = PromptParts(messages, tools, arguments)
+        return render_chat(self.loaded.tokenizer, parts, more, place, self._template)
 
     def spelled(self, ids: Sequence[int]) -> str:
         """Decode token ids with control tokens spelled out."""

@@ -364,6 +364,7 @@ async def answer(
     """Return the reply to a request, whole or as a stream."""
     leave_out = leave_out or LeaveOut(0)
     note_omitted(request, prepared.omitted)
+    request.state.difference = prepared.difference
     request.state.loosened = [path for grammar in prepared.grammars for path in grammar.loosened]
     if stream:
         return EventStream(service, request, prepared, rendering, begin, leave_out)

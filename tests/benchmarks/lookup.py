@@ -103,7 +103,6 @@ class ScriptedEngine(Engine):
             found[number] = list(right[: kept + 1])
         return found
 
-
     def _advance_ahead(
         self, scheduled: Sequence[ScheduledSequence], steps: list[list[int]], seconds: float
     ) -> list[SequenceOutput]:

@@ -17,6 +17,7 @@ from mycli.runtime.tokenizer.chat_template import Message, Tool
 from mycli.runtime.tokenizer.parsing.reasoning_parser import CLOSE, OPEN
 from mycli.runtime.tokenizer.parsing.tool_formats import HERMES, ToolFormat
 from mycli.runtime.tokenizer.parsing.tool_parser import ToolParser
+from mycli.runtime.tokenizer.prompt_difference import PromptParts
 
 ANSWER_TOKENS = 16  # that a thinking budget leaves at least, closing tag included
 
@@ -104,7 +105,10 @@ def prepare_chat(service: Service, spec: ChatSpec) -> Prepared:
     ]
     omitted = [*(f"tool {kind}" for kind in dict.fromkeys(spec.omitted_tools)), *dict.fromkeys(spec.omitted)]
     request = service.request(ids, spec.sampling, limit, grammar, spec.top, beams=spec.beams)
-    return Prepared([(request, readers)], [ids], clipped=limit != spec.limit, omitted=omitted)
+    parts = PromptParts(spec.messages, spec.offered_tools, spec.arguments)
+    difference = service.prompts.compare(service.loaded.tokenizer, ids, parts)
+    service.prompts.add(ids, parts)
+    return Prepared([(request, readers)], [ids], limit != spec.limit, omitted, difference)
 
 
 def _grammar(service: Service, spec: ChatSpec, tool_format: ToolFormat, prelude: Prelude | None) -> Grammar | None:
