@@ -15,9 +15,8 @@ if TYPE_CHECKING:
     from mycli.runtime.tokenizer.prompt_difference import PromptParts
 
 EXAMPLES = (
-    'echo \'{"messages": [{"role": "system", "content": "Today is 2026-11-23."}]}\' > a.json',
-    'echo \'{"messages": [{"role": "system", "content": "Today is 2026-11-24."}]}\' > b.json',
-    "mycli cache why a.json b.json --model pico",
+    """mycli cache why '{"messages": [{"role": "system", "content": "It is 07:10."}]}' """
+    """'{"messages": [{"role": "system", "content": "It is 07:25."}]}' --model pico""",
 )
 _MAX_BODY = 4 << 20
 _COLUMNS = (
@@ -37,8 +36,8 @@ def _quoted(text: str) -> str | None:
 @command
 def cache_why(
     call: Call,
-    first: Annotated[Path, options.argument("A.json", "The body of the earlier request.")],
-    second: Annotated[Path, options.argument("B.json", "The body of the later request.")],
+    first: Annotated[str, options.argument("A.json", "The body of the earlier request: a file, or the JSON itself.")],
+    second: Annotated[str, options.argument("B.json", "The body of the later request.")],
     model: Annotated[
         str, options.option("--model", "MODEL", "Whose tokenizer and template to use.", show_default="as in A.json")
     ] = "",
@@ -52,20 +51,21 @@ def cache_why(
     from mycli.runtime.server.api_error import ApiError
     from mycli.runtime.server.chat_prompt import difference, render_chat
 
-    bodies = [_body(path) for path in (first, second)]
+    sources = [_source(text, label) for text, label in ((first, "A.json"), (second, "B.json"))]
+    bodies = [_body(data, source) for data, source in sources]
     name = model or bodies[0].get("model")
     if not isinstance(name, str) or not name:
-        raise UsageError(f"{first}: names no model", "add --model MODEL")
+        raise UsageError(f"{sources[0][1]}: names no model", "add --model MODEL")
     tokenizer = open_config(call, name).tokenizer()
     if tokenizer.template is None:
         raise UsageError(f"{name} has no chat template", "add --model MODEL with another one")
     prompts = []
-    for path, body in zip((first, second), bodies, strict=True):
+    for (_, source), body in zip(sources, bodies, strict=True):
         try:
             parts = _parts(body)
             prompts.append((render_chat(tokenizer, parts), parts))
         except ApiError as error:
-            raise UsageError(f"{path}: {error.message}", "give the body of a chat request") from None
+            raise UsageError(f"{source}: {error.message}", "give the body of a chat request") from None
     found = difference(tokenizer, prompts[0], prompts[1])
     verdict = "the second request misses the cache from there on"
     if found.continues:
@@ -73,15 +73,22 @@ def cache_why(
     call.out.show({**found.fields(), "verdict": verdict}, _COLUMNS)
 
 
-def _body(path: Path) -> Mapping[str, Any]:
+def _source(text: str, label: str) -> tuple[bytes, str]:
+    # The body and its name in messages. A body is an object; a file whose name begins so can be named ./{...
+    if text.lstrip().startswith("{"):
+        return text.encode(), label
+    return read_input(Path(text), _MAX_BODY), text
+
+
+def _body(data: bytes, source: str) -> Mapping[str, Any]:
     from mycli.runtime.utils.json_fields import strict_json
 
     try:
-        body = strict_json(read_input(path, _MAX_BODY))
+        body = strict_json(data)
     except ValueError as error:
-        raise UsageError(f"{path}: not valid JSON: {error}", "give the body of a request") from None
+        raise UsageError(f"{source}: not valid JSON: {error}", "give the body of a request") from None
     if not isinstance(body, dict):
-        raise UsageError(f"{path}: not an object", "give the body of a request")
+        raise UsageError(f"{source}: not an object", "give the body of a request")
     return body
 
 
