@@ -1,24 +1,27 @@
 """Opens a model for a command and prints what a user should know about it."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mycli.cli.command import Call, subject_of
 from mycli.cli.text.format import experts_in_memory
-from mycli.cli.upgrade_guard import remind
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.errors import Declined, NotFoundError
 from mycli.runtime.hub.names import is_hub_name, split_file, split_name
 from mycli.runtime.hub.resolve import resolve
+from mycli.runtime.hub.store import state_dir
 from mycli.runtime.open import OpenedModel, OpenReport, add_adapter, open_model
 from mycli.runtime.utils.json_fields import MAX_JSON_BYTES, parse_object
 
 if TYPE_CHECKING:  # torch takes a second to import; light commands share this module's callers
     from mycli.runtime.device.placement import Placement
+    from mycli.runtime.diagnostics.golden_record import GoldenRecord
     from mycli.runtime.engine.model_runner import ModelRunner
     from mycli.runtime.memory.plan import MemoryPlan
 
@@ -56,6 +59,39 @@ def load_engine(call: Call, model: str, config: EngineConfig) -> OpenedModel:
     announce_passes(call, opened.model.runner)
     remind(call, opened)
     return opened
+
+
+def record_path(opened: "OpenedModel") -> Path:
+    name = re.sub(r"[^\w.-]+", "--", opened.source.label)
+    return state_dir() / "golden" / f"{name}-{opened.placement.device.type}.json"
+
+
+def due_record(opened: "OpenedModel") -> "GoldenRecord | None":
+    """Return the record of a model if another version made it and this one was not compared with it."""
+    path = record_path(opened)
+    if not path.is_file():
+        return None
+    from mycli.runtime.diagnostics.golden_record import GoldenRecord, current_version
+
+    stored = GoldenRecord.read(path)
+    return stored if stored is not None and stored.is_new(current_version()) else None
+
+
+def remind(call: Call, opened: "OpenedModel") -> None:
+    """After an update, say once for each model with a record how to compare with it."""
+    stored = due_record(opened)
+    if stored is None:
+        return
+    from mycli.runtime.diagnostics.golden_record import current_version, version_line
+
+    version = current_version()
+    if version in stored.reminded:
+        return
+    call.out.note(
+        f"this is the first run with {version}; replies and speed were saved with"
+        f" {version_line(stored.versions)}. To compare: mycli doctor {opened.source.name} --compare"
+    )
+    stored.with_reminded(version).write(record_path(opened))
 
 
 def announce_passes(call: Call, runner: "ModelRunner") -> None:

@@ -1,26 +1,17 @@
-"""Saves replies and speed of a model, and says after an update what has changed."""
+"""Saves replies and speed of a model, and compares an updated program with them."""
 
-import re
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mycli.cli.command import Call
+from mycli.cli.load import record_path
 from mycli.cli.text.progress import STEP_SECONDS, stages
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.errors import UsageError
-from mycli.runtime.hub.store import state_dir
 
 if TYPE_CHECKING:  # torch takes a second to import
     from mycli.runtime.diagnostics.golden_record import GoldenComparison, GoldenRecord, SpeedChange
     from mycli.runtime.open import OpenedModel
-
-_FOLDER = "golden"  # in the state folder, one file for each model and kind of device
-
-
-def record_path(opened: "OpenedModel") -> Path:
-    name = re.sub(r"[^\w.-]+", "--", opened.source.label)
-    return state_dir() / _FOLDER / f"{name}-{opened.placement.device.type}.json"
 
 
 def measure(call: Call, opened: "OpenedModel", before: "GoldenRecord | None" = None) -> "GoldenRecord":
@@ -88,34 +79,6 @@ def compare_saved(call: Call, opened: "OpenedModel") -> tuple[dict[str, Any], li
         "same_bits": result.same_bits,
     }
     return answer, problems
-
-
-def due_record(opened: "OpenedModel") -> "GoldenRecord | None":
-    """Return the record of a model if another version made it and this one was not compared with it."""
-    path = record_path(opened)
-    if not path.is_file():
-        return None
-    from mycli.runtime.diagnostics.golden_record import GoldenRecord, current_version
-
-    stored = GoldenRecord.read(path)
-    return stored if stored is not None and stored.is_new(current_version()) else None
-
-
-def remind(call: Call, opened: "OpenedModel") -> None:
-    """After an update, say once for each model with a record how to compare with it."""
-    stored = due_record(opened)
-    if stored is None:
-        return
-    from mycli.runtime.diagnostics.golden_record import current_version, version_line
-
-    version = current_version()
-    if version in stored.reminded:
-        return
-    call.out.note(
-        f"this is the first run with {version}; replies and speed were saved with"
-        f" {version_line(stored.versions)}. To compare: mycli doctor {opened.source.name} --compare"
-    )
-    stored.with_reminded(version).write(record_path(opened))
 
 
 def _speed(change: "SpeedChange", busy: bool = False) -> str:

@@ -8,7 +8,7 @@ import typer
 from mycli.cli import upgrade_guard
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
-from mycli.cli.load import announce_build
+from mycli.cli.load import announce_build, due_record
 from mycli.cli.output import Column
 from mycli.cli.reasons import activation_text, pass_rows, passes_json, reason
 from mycli.cli.text.progress import CpuContention
@@ -180,7 +180,7 @@ def doctor(
         choices, rounding = pass_choices(opened.model.runner), opened.model.runner.activations
         if save:
             golden = upgrade_guard.save_record(call, opened)
-        elif compare or upgrade_guard.due_record(opened) is not None:
+        elif compare or due_record(opened) is not None:
             golden, worse = upgrade_guard.compare_saved(call, opened)
     # Measured twice, and the better result counts: another program may disturb one measurement.
     bandwidth = max(before, current_bandwidth(placement.device))

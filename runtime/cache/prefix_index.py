@@ -4,9 +4,10 @@ A node is a block with its tokens; its children are the blocks that followed it.
 partly filled. Policy: idle blocks are evicted least recently used first, with their descendants.
 """
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from mycli.runtime.cache.state_pool import Snapshots, StatePool
@@ -14,6 +15,7 @@ from mycli.runtime.cache.state_pool import Snapshots, StatePool
 # Where sequences part within a block, only this number of the latest children is compared: bounds a lookup when
 # thousands of prompts share a system prompt.
 MAX_COMPARED = 32
+PIECE = 64  # tokens per file of the disk prefix cache
 MAX_EVICTED = 1 << 14  # hashes of evicted blocks, so that a miss is reported as "evicted", not "differs"
 
 
@@ -39,6 +41,31 @@ class Match:
     miss: str  # why it is not longer; "" if everything usable is cached
     cached: int = 0  # tokens with cached keys and values; more than `tokens` if no snapshot follows them
     state: int | None = None  # slot of the snapshot of the recurrent state
+
+
+@dataclass(frozen=True)
+class StoredPiece:
+    """Piece `index` of a token sequence, with the digest that names its file and its tokens as int64 bytes."""
+
+    index: int
+    name: bytes
+    tokens: bytes
+    # Nanoseconds since 1970. Earlier pieces of a sequence count as used later, so they are evicted last: the others
+    # cannot be used without them.
+    used: int = 0
+
+    @property
+    def state(self) -> "StoredPiece":
+        """The file of the recurrent state after this piece."""
+        return replace(self, name=hashlib.sha256(self.name + b"state").digest())
+
+
+@dataclass(frozen=True)
+class StoredPrefix:
+    """The leading pieces of a prompt that are stored, and why there are no more."""
+
+    pieces: tuple[StoredPiece, ...] = ()
+    miss: str = ""
 
 
 def common_prefix_length(first: Sequence[int], second: Sequence[int]) -> int:

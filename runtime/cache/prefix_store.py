@@ -19,13 +19,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
+from mycli.runtime.cache.prefix_index import PIECE, StoredPiece, StoredPrefix
 from mycli.runtime.errors import UsageError
 from mycli.runtime.utils.files import disk_errors, write_atomic
 
-PIECE = 64  # tokens per file
 MAX_PENDING = 256 << 20  # bytes queued to be written; above that, pieces are not stored instead of blocking a pass
 _MAGIC = b"mycli-kv"
 HEADER = struct.Struct("<8s32s32sQ")
@@ -38,31 +38,6 @@ _RESCAN = 1 / 16  # of the limit: after writing this share, scan the folder agai
 
 class UntrustedError(UsageError):
     """Other users can write to a folder."""
-
-
-@dataclass(frozen=True)
-class StoredPiece:
-    """Piece `index` of a token sequence, with the digest that names its file and its tokens as int64 bytes."""
-
-    index: int
-    name: bytes
-    tokens: bytes
-    # Nanoseconds since 1970. Earlier pieces of a sequence count as used later, so they are evicted last: the others
-    # cannot be used without them.
-    used: int = 0
-
-    @property
-    def state(self) -> "StoredPiece":
-        """The file of the recurrent state after this piece."""
-        return replace(self, name=hashlib.sha256(self.name + b"state").digest())
-
-
-@dataclass(frozen=True)
-class StoredPrefix:
-    """The leading pieces of a prompt that are stored, and why there are no more."""
-
-    pieces: tuple[StoredPiece, ...] = ()
-    miss: str = ""
 
 
 @dataclass(frozen=True)

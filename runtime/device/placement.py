@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import torch
 
-from mycli.runtime.device.nvml import gpus
 from mycli.runtime.device.system import memory
 from mycli.runtime.errors import Declined, ResourceError, UsageError
 from mycli.runtime.models.config import KvDtype, ModelConfig
@@ -62,6 +61,8 @@ def _cuda_problem() -> str | None:
 
 def _has_gpu() -> bool:
     # Independent of whether torch can use it.
+    from mycli.runtime.device.nvml import gpus
+
     try:
         return bool(gpus())
     except ResourceError:  # a driver is installed but does not answer

@@ -5,8 +5,7 @@ import torch
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.errors import Declined, ModelError
-from mycli.runtime.hub.integrity import MAX_RECORD_BYTES
-from mycli.runtime.hub.store import RECORD
+from mycli.runtime.hub.store import MAX_RECORD_BYTES, RECORD
 from mycli.runtime.kernels.cpu.library.build import native
 from mycli.runtime.quantization.activations import (
     ActivationChoice,

@@ -14,7 +14,8 @@ import torch
 
 from mycli.runtime.cache.block_table import BlockTable
 from mycli.runtime.cache.kv_cache import BlockSlice, KVCache
-from mycli.runtime.cache.prefix_store import PIECE, PrefixStore, StoredPiece, StoredPrefix, StoreStats
+from mycli.runtime.cache.prefix_index import PIECE, StoredPiece, StoredPrefix
+from mycli.runtime.cache.prefix_store import PrefixStore, StoreStats
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.errors import Declined

@@ -10,7 +10,6 @@ import torch
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement, free_memory
 from mycli.runtime.device.system import release_free_memory
-from mycli.runtime.engine.activations import activation_choice
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.passes import compile_passes
@@ -45,8 +44,12 @@ def load_model(
     if folder.config.tie_embeddings and checkpoint.tied_head_differs():
         warn("lm_head.weight differs from the embedding, but config.json ties them: the embedding is used")
     model = Transformer(folder.config, expert_slots)
-    activations = activation_choice(folder, placement)
-    packings = folder.packings if activations is None else activations.packings(folder.packings)
+    activations, packings = None, folder.packings
+    if packings:
+        from mycli.runtime.engine.activations import activation_choice
+
+        activations = activation_choice(folder, placement)
+        packings = packings if activations is None else activations.packings(packings)
     model.load(checkpoint, packings, placement.device, placement.dtype)
     if folder.packings and placement.unpacked:
         warn(Declined("weights-unpacked", {"reason": placement.unpacked, "dtype": placement.dtype_name}))

@@ -17,7 +17,7 @@ from typing import Protocol
 from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.cache.block_pool import BlockPool
 from mycli.runtime.cache.block_table import BlockTable
-from mycli.runtime.cache.prefix_store import PIECE, StoredPrefix
+from mycli.runtime.cache.prefix_index import PIECE, StoredPrefix
 from mycli.runtime.engine.sequence import FinishReason, Request, Sequence, Status
 
 # Blocks reserved ahead of the current token when no other sequence needs them, so that the device can produce several

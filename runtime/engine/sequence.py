@@ -5,7 +5,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Literal
 
 from mycli.runtime.cache.block_table import BlockTable
-from mycli.runtime.cache.prefix_store import StoredPrefix
+from mycli.runtime.cache.prefix_index import StoredPrefix
 from mycli.runtime.errors import UsageError, UserError
 from mycli.runtime.sampling.params import SamplingParams, following_seed
 

@@ -1,8 +1,10 @@
 """Counts and times of one generation and of an engine."""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from mycli.runtime.cache.prefix_store import StoreStats
+if TYPE_CHECKING:
+    from mycli.runtime.cache.prefix_store import StoreStats
 
 
 @dataclass
@@ -93,7 +95,7 @@ class EngineStats:
     prefix_queries: int
     prefix_hits: int
     misses: dict[str, int]
-    disk: StoreStats | None = None
+    disk: "StoreStats | None" = None
     activation_bits: int | None = None
 
     @property

@@ -17,10 +17,9 @@ from mycli.runtime.errors import ModelError, NotFoundError, UsageError
 from mycli.runtime.hub import store
 from mycli.runtime.hub.names import GGUF, is_hub_name, split_file, split_name
 from mycli.runtime.hub.resolve import Source, resolve
-from mycli.runtime.hub.store import COMMIT, DIGEST, RECORD, HubFile
+from mycli.runtime.hub.store import COMMIT, DIGEST, MAX_RECORD_BYTES, RECORD, HubFile
 from mycli.runtime.utils.json_fields import read_object
 
-MAX_RECORD_BYTES = 16 << 20
 _CHUNK = 1 << 20
 
 

@@ -18,10 +18,9 @@ from mycli.runtime.checkpoint.safetensors_header import TensorEntry, header_byte
 from mycli.runtime.errors import ModelError
 from mycli.runtime.hub.client import Hub
 from mycli.runtime.hub.download import DownloadPlan, plan_download, read_small_file
-from mycli.runtime.hub.integrity import MAX_RECORD_BYTES
 from mycli.runtime.hub.names import split_file
 from mycli.runtime.hub.resolve import Source, custom_code_warning
-from mycli.runtime.hub.store import RECORD, HubFile, has_adapter_files
+from mycli.runtime.hub.store import MAX_RECORD_BYTES, RECORD, HubFile, has_adapter_files
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.generation_config import GenerationDefaults, stop_ids
 from mycli.runtime.models.multimodal import MTP_PART

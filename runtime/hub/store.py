@@ -22,6 +22,7 @@ MAX_INDEX_BYTES = 32 << 20
 MAX_TREE_BYTES = 64 << 20
 BUILT_IN = ("pico", "pico-draft")
 RECORD = "mycli.json"  # written by `quantize`: scheme, sizes and hashes
+MAX_RECORD_BYTES = 16 << 20
 # Files a model needs besides config.json and the weights, if its commit holds them.
 ESSENTIAL = frozenset(
     {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", INDEX}

@@ -1,6 +1,7 @@
 """One decoder layer: its parts in order, each a generator of products; see `LayerSpec`."""
 
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +16,14 @@ from mycli.runtime.layers.linear import Linear, load_linears
 from mycli.runtime.layers.norm import RMSNorm, make_norm, normed
 from mycli.runtime.layers.recurrent import make_mixer
 from mycli.runtime.layers.rope import rotate
-from mycli.runtime.layers.streamed_experts import ExpertReads, StreamedExperts
 from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.models.layer_spec import LayerSpec, PerLayerSpec
 from mycli.runtime.models.part_spec import AttentionSpec, MlpSpec
 from mycli.runtime.models.recurrent_spec import RecurrentSpec
 from mycli.runtime.quantization.scheme import Packing
+
+if TYPE_CHECKING:
+    from mycli.runtime.layers.streamed_experts import ExpertReads
 
 
 class Attention(LayerPart):
@@ -182,7 +185,7 @@ class Parallel:
 class Block(nn.Module):
     """One layer: `parts` in order, `products` by name in order of execution, `norms` that have a tensor."""
 
-    def __init__(self, spec: LayerSpec, streamed: tuple[int, ExpertReads] | None = None) -> None:
+    def __init__(self, spec: LayerSpec, streamed: "tuple[int, ExpertReads] | None" = None) -> None:
         """streamed: number of experts kept in memory, and the counts of reading the others; None keeps all."""
         super().__init__()
         self.spec = spec
@@ -197,6 +200,8 @@ class Block(nn.Module):
         if isinstance(spec.mlp, MlpSpec):
             self.mlp = Mlp(spec.mlp)
         elif isinstance(spec.mlp, ExpertsSpec) and streamed is not None and streamed[0] < len(spec.mlp.experts):
+            from mycli.runtime.layers.streamed_experts import StreamedExperts
+
             self.mlp = StreamedExperts(spec.mlp, *streamed)
         else:
             self.mlp = Experts(spec.mlp)

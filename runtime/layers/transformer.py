@@ -20,7 +20,6 @@ from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.norm import RMSNorm
 from mycli.runtime.layers.recurrent import BatchStates, Mixer, clear_new_states
 from mycli.runtime.layers.rope import Rope
-from mycli.runtime.layers.streamed_experts import ExpertReads
 from mycli.runtime.layers.vocabulary import embed_tokens, finish_logits
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.part_spec import LinearSpec
@@ -41,8 +40,12 @@ class Transformer(nn.Module):
         """expert_slots: experts of each layer kept in memory, the others being read on demand; None keeps all."""
         super().__init__()
         self.config = config
-        self.expert_reads = None if expert_slots is None else ExpertReads()
-        streamed = None if expert_slots is None or self.expert_reads is None else (expert_slots, self.expert_reads)
+        self.expert_reads, streamed = None, None
+        if expert_slots is not None:
+            from mycli.runtime.layers.streamed_experts import ExpertReads
+
+            self.expert_reads = ExpertReads()
+            streamed = expert_slots, self.expert_reads
         self.embedding = torch.empty(config.vocab_size, config.hidden_size, device="meta")
         self.blocks = nn.ModuleList(Block(config.layer(index), streamed) for index in range(config.layers))
         self.per_layer = None

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
-from mycli.runtime.memory.graphs import captured_rows, graph_bytes
 from mycli.runtime.memory.layer import pass_values
 from mycli.runtime.memory.plan import MemoryPlan
 from mycli.runtime.memory.weights import embedding_bytes, linears_bytes, shadow_bytes, weight_bytes
@@ -192,6 +191,8 @@ def captured_bytes(plan: MemoryPlan) -> int:
     unread = plan.kv == "int4" and plan.config.head_dim not in FUSED_INT4_HEADS
     if not plan.gpu or unread or plan.config.has_recurrent:
         return 0
+    from mycli.runtime.memory.graphs import captured_rows, graph_bytes
+
     rows = captured_rows(plan.running or plan.batch, plan.draft is not None)
     values = max(map(pass_values, specs))
     sizes = (size for spec in specs for size in _multiplied_bytes(plan, spec, max(rows)))

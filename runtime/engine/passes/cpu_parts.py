@@ -7,6 +7,7 @@ the native code does not take.
 from collections.abc import Iterator, Sequence
 from ctypes import c_void_p
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,7 +15,6 @@ from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.attention import native_window
 from mycli.runtime.kernels.cpu.elementwise import GATE_TYPES
 from mycli.runtime.kernels.cpu.experts import DENSE_WEIGHTS, PACKED_WEIGHTS, TABLE_WEIGHTS, c_choice
-from mycli.runtime.kernels.cpu.latent import decline_latent
 from mycli.runtime.kernels.cpu.layer import (
     MAX_PRODUCTS,
     CAttentionPart,
@@ -39,7 +39,6 @@ from mycli.runtime.kernels.cpu.layer import (
 )
 from mycli.runtime.kernels.cpu.library.build import LANES, ROW_TYPES
 from mycli.runtime.kernels.cpu.matmul import CpuMatmul
-from mycli.runtime.kernels.cpu.recurrent import decline_convolution, decline_delta, decline_scan
 from mycli.runtime.kernels.cpu.table import TableMatmul
 from mycli.runtime.kernels.reference import DenseMatmul
 from mycli.runtime.kernels.routed import decline_routing
@@ -50,11 +49,13 @@ from mycli.runtime.layers.layer_part import LayerPart
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.norm import RMSNorm
 from mycli.runtime.layers.recurrent import Convolution, DeltaNet, Mamba, ShortConv
-from mycli.runtime.layers.streamed_experts import StreamedExperts
 from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.models.layer_spec import PerLayerSpec
 from mycli.runtime.models.part_spec import MlpSpec
 from mycli.runtime.quantization.packed_weight import Matmul
+
+if TYPE_CHECKING:
+    from mycli.runtime.layers.streamed_experts import StreamedExperts
 
 
 class _NotNativeError(Exception):
@@ -151,6 +152,8 @@ def _attention(part: Attention) -> CAttentionPart:
 
 
 def _latent(part: LatentAttention) -> CLatentPart:
+    from mycli.runtime.kernels.cpu.latent import decline_latent
+
     spec, weight = part.spec, part.absorbed
     _require(decline_latent(spec.rank, spec.rope_dim))
     for tensor in (weight.keys, weight.values):
@@ -195,6 +198,8 @@ def _feed(spec: MlpSpec, mlp: Mlp) -> CFeedForward:
 
 
 def _delta_net(part: Recurrent, mixer: DeltaNet) -> CDeltaPart:
+    from mycli.runtime.kernels.cpu.recurrent import decline_delta
+
     spec = mixer.spec
     _require(decline_delta(mixer.sizes))
     if mixer.norm.weight.dtype != torch.bfloat16:
@@ -218,6 +223,8 @@ def _delta_net(part: Recurrent, mixer: DeltaNet) -> CDeltaPart:
 
 
 def _mamba(part: Recurrent, mixer: Mamba) -> CMambaPart:
+    from mycli.runtime.kernels.cpu.recurrent import decline_scan
+
     spec, low_high = mixer.spec, mixer.sizes.limits
     _require(decline_scan(mixer.sizes))
     if mixer.norm.weight.dtype != torch.bfloat16:
@@ -242,6 +249,8 @@ def _mamba(part: Recurrent, mixer: Mamba) -> CMambaPart:
 
 
 def _convolution(convolution: Convolution) -> tuple[int | None, int | None]:
+    from mycli.runtime.kernels.cpu.recurrent import decline_convolution
+
     taps, channels = convolution.weight.shape
     _require(decline_convolution(channels, taps))
     return pointer(convolution.weight), pointer(convolution.bias)
@@ -342,6 +351,8 @@ def _expert_product(linears: Sequence[Linear], streamed: bool) -> CExpertProduct
 
 
 def _experts(part: Experts) -> CExpertsPart:
+    from mycli.runtime.layers.streamed_experts import StreamedExperts
+
     spec, streamed = part.spec, isinstance(part, StreamedExperts)
     if isinstance(part, StreamedExperts) and not part.uniform:
         raise _NotNativeError(Declined("mixed-experts"))
@@ -371,7 +382,7 @@ def _experts(part: Experts) -> CExpertsPart:
     return structure
 
 
-def _fetch(structure: CExpertsPart, part: StreamedExperts, hit: Sequence[int]) -> Iterator[Sequence[int]]:
+def _fetch(structure: CExpertsPart, part: "StreamedExperts", hit: Sequence[int]) -> Iterator[Sequence[int]]:
     """Yield positions in `hit` of experts that are in memory, their addresses set in `structure`."""
     for positions in part.pieces(hit):
         for expert in (hit[position] for position in positions):

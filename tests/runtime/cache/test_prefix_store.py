@@ -10,7 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mycli.runtime.cache.prefix_store import MAX_PENDING, PIECE, PrefixStore, UntrustedError
+from mycli.runtime.cache.prefix_index import PIECE
+from mycli.runtime.cache.prefix_store import MAX_PENDING, PrefixStore, UntrustedError
 from mycli.runtime.errors import UsageError
 
 ONE, OTHER = b"\1" * 32, b"\2" * 32
