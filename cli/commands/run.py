@@ -165,7 +165,7 @@ class BeamFlags:
                 raise UsageError(f"--beams and {name} exclude each other", f"omit --beams, or omit {name}")
         if samples > self.beams:
             raise UsageError(f"--samples {samples} of {self.beams} beams", f"use --beams {samples}")
-        return BeamOptions(self.beams, self.length_penalty, {"off": False, "on": True, "never": "never"}[early])
+        return BeamOptions(self.beams, self.length_penalty, "never" if early == "never" else early == "on")
 
 
 def _is_inline(schema: str) -> bool:
