@@ -58,7 +58,7 @@ def _journal() -> "ReplyJournal":
     return ReplyJournal(state_dir() / "replies")
 
 
-def record(
+def record_reply(
     generator: Generator, model: str, loading: LoadFlags, grammar: Mapping[str, Any], prompt: Sequence[int]
 ) -> "tuple[RecordedReply, int] | None":
     """Begin to record the reply to `prompt`; return it with its seed, None where the folder cannot be written.
@@ -123,7 +123,7 @@ class InterruptedReply:
         header = self.header
         if header["fingerprint"] != loaded.model.fingerprint:
             raise ModelError(
-                f"{self.model}: its files, the device or the version of mycli are not those that the reply began with",
+                f"{self.model}: its files, the device or the version have changed since the reply began",
                 "ask again",
             )
         biases = tuple((token, bias) for token, bias in header["sampling"]["logit_bias"])

@@ -20,11 +20,11 @@ EXAMPLES = (
 )
 _MAX_BODY = 4 << 20
 _COLUMNS = (
-    Column("shared", lambda found: f"{found['shared_tokens']} of {found['first_tokens']} tokens"),
-    Column("before", lambda found: _quoted(found["before"])),
-    Column("first", lambda found: _quoted(found["expected"])),
-    Column("second", lambda found: _quoted(found["found"])),
-    Column("cause", lambda found: "; ".join(found["causes"]) or None),
+    Column("shared", lambda result: f"{result['shared_tokens']} of {result['first_tokens']} tokens"),
+    Column("before", lambda result: _quoted(result["before"])),
+    Column("first", lambda result: _quoted(result["earlier"])),
+    Column("second", lambda result: _quoted(result["later"])),
+    Column("cause", lambda result: "; ".join(result["causes"]) or None),
     Column("verdict", "verdict"),
 )
 
@@ -49,7 +49,7 @@ def cache_why(
     another order, dropped reasoning, changed template arguments, edited or removed messages.
     """
     from mycli.runtime.server.api_error import ApiError
-    from mycli.runtime.server.chat_prompt import difference, render_chat
+    from mycli.runtime.server.chat_prompt import compare_prompts, render_chat
 
     sources = [_source(text, label) for text, label in ((first, "A.json"), (second, "B.json"))]
     bodies = [_body(data, source) for data, source in sources]
@@ -66,11 +66,11 @@ def cache_why(
             prompts.append((render_chat(tokenizer, parts), parts))
         except ApiError as error:
             raise UsageError(f"{source}: {error.message}", "give the body of a chat request") from None
-    found = difference(tokenizer, prompts[0], prompts[1])
+    result = compare_prompts(tokenizer, prompts[0], prompts[1])
     verdict = "the second request misses the cache from there on"
-    if found.continues:
+    if result.continues:
         verdict = "the second prompt continues the first: all of it can be reused"
-    call.out.show({**found.fields(), "verdict": verdict}, _COLUMNS)
+    call.out.show({**result.fields(), "verdict": verdict}, _COLUMNS)
 
 
 def _source(text: str, label: str) -> tuple[bytes, str]:
@@ -94,7 +94,7 @@ def _body(data: bytes, source: str) -> Mapping[str, Any]:
 
 def _parts(body: Mapping[str, Any]) -> "PromptParts":
     from mycli.runtime.server.item_store import ItemStore
-    from mycli.runtime.server.routes.chat_completions import ChatRequest, chat_spec
+    from mycli.runtime.server.routes.chat_completions import ChatRequest, completion_spec
     from mycli.runtime.server.routes.messages_request import CountRequest, counted_spec
     from mycli.runtime.server.routes.response_input import input_messages
     from mycli.runtime.server.routes.responses_request import ResponsesRequest, callable_tools, response_spec
@@ -109,5 +109,5 @@ def _parts(body: Mapping[str, Any]) -> "PromptParts":
     elif "system" in body or any("input_schema" in tool for tool in tools if isinstance(tool, dict)):
         spec = counted_spec(validated(CountRequest, body))
     else:
-        spec = chat_spec(validated(ChatRequest, body))
+        spec = completion_spec(validated(ChatRequest, body))
     return PromptParts(spec.messages, spec.offered_tools, spec.arguments)

@@ -11,7 +11,7 @@ from mycli.cli.flags import options
 from mycli.cli.flags.records import FULL_LENGTH, LoadFlags, PrefixCacheFlags, SamplingFlags
 from mycli.cli.generation import TOGETHER, Generator
 from mycli.cli.load import load_engine
-from mycli.cli.recorded_reply import InterruptedReply, ResumeFlags, record, without_first
+from mycli.cli.recorded_reply import InterruptedReply, ResumeFlags, record_reply, without_first
 from mycli.cli.text.format import draft_statistics
 from mycli.cli.text.input import read_file, read_prompt
 from mycli.cli.text.progress import CpuContention
@@ -160,8 +160,8 @@ class BeamFlags:
         formats = {"--schema": grammar.schema, "--regex": grammar.regex, "--json-mode": grammar.json_mode or None}
         used |= {name: value is not None for name, value in formats.items()}
         used |= {"--draft": draft != "none", "--logprobs": logprobs is not None}
-        for name, given in used.items():
-            if given:
+        for name, is_used in used.items():
+            if is_used:
                 raise UsageError(f"--beams and {name} exclude each other", f"omit --beams, or omit {name}")
         if samples > self.beams:
             raise UsageError(f"--samples {samples} of {self.beams} beams", f"use --beams {samples}")
@@ -220,8 +220,8 @@ def run(
     sampling.check()
     beams = beam_flags.resolve(samples, sampling, grammar, loading.draft, logprobs)
     schema, text = grammar.text(), source.resolve(call.out.note)
-    each = samples if beams is None else beams.width
-    running = each if source.batch is None else each * TOGETHER
+    sequences = samples if beams is None else beams.width
+    running = sequences if source.batch is None else sequences * TOGETHER
     config = loading.resolve(min(running, FULL_LENGTH), None if running == 1 else running)
     loaded = load_engine(call, model, prefix_cache.resolve(config))
     generator = Generator(
@@ -248,7 +248,7 @@ def run(
         return ExitCode.OK
     recorded = None
     if not recording.no_record and beams is None:  # the tokens of a search are known at its end only
-        recorded = record(generator, model, loading, asdict(replace(grammar, schema=schema)), ids)
+        recorded = record_reply(generator, model, loading, asdict(replace(grammar, schema=schema)), ids)
     _show(call, generator, generator.reply(ids, recorded), recorded, escapes, seconds)
     return ExitCode.OK
 
@@ -256,14 +256,14 @@ def run(
 def _resume(call: Call, recording: ResumeFlags, prefix_cache: PrefixCacheFlags, escapes: bool) -> ExitCode:
     began = time.perf_counter()
     assert recording.resume is not None
-    found = InterruptedReply.find(recording.resume)
-    call.out.subject = subject_of(found.model)
-    loaded = load_engine(call, found.model, prefix_cache.resolve(found.loading.resolve()))
-    grammar = GrammarFlags(**found.header["grammar"])
-    generator = found.generator(loaded, grammar.resolve(grammar.schema, loaded.model))
-    recorded = found.reopen()
+    interrupted = InterruptedReply.find(recording.resume)
+    call.out.subject = subject_of(interrupted.model)
+    loaded = load_engine(call, interrupted.model, prefix_cache.resolve(interrupted.loading.resolve()))
+    grammar = GrammarFlags(**interrupted.header["grammar"])
+    generator = interrupted.generator(loaded, grammar.resolve(grammar.schema, loaded.model))
+    recorded = interrupted.reopen()
     seconds = time.perf_counter() - began
-    _show(call, generator, generator.reply(found.prompt, recorded), recorded, escapes, seconds, recording.after)
+    _show(call, generator, generator.reply(interrupted.prompt, recorded), recorded, escapes, seconds, recording.after)
     return ExitCode.OK
 
 

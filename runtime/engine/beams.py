@@ -51,7 +51,7 @@ class BeamSearch:
         """Take log_probs fp32 [running, vocab]; return the next running beams, an empty list at the end."""
         width, length = self.options.width, len(self.running[0].tokens) + 1
         scores = log_probs + log_probs.new_tensor([beam.score for beam in self.running])[:, None]
-        # Enough candidates that `width` of them go on even if every beam could end with each of the end tokens.
+        # Enough candidates for `width` beams even if every beam could end with each of the end tokens.
         count = min(max(2, 1 + len(self._stop_ids)) * width, scores.numel())
         best, places = scores.flatten().topk(count)
         running: list[tuple[Beam, Continuation]] = []
@@ -89,7 +89,7 @@ class BeamSearch:
 
 @dataclass
 class BeamGroup:
-    """The sequences that hold the running beams of one search; the first `replies` of them return its results.
+    """The sequences that hold the running beams of one search; the first `replies` members return its results.
 
     rows: log-probabilities after the tokens of each sequence that has been computed to its end.
     """
@@ -124,11 +124,11 @@ class BeamGroup:
     def results(self) -> list[tuple[tuple[int, ...], FinishReason]]:
         """Return the tokens of each reply, without an end token, and why it ended."""
         stop_ids = self.members[0].request.stop_ids
-        found: list[tuple[tuple[int, ...], FinishReason]] = []
+        replies: list[tuple[tuple[int, ...], FinishReason]] = []
         for beam in self.search.finished[: self.replies]:
             stopped = beam.tokens[-1] in stop_ids
-            found.append((beam.tokens[:-1], "stop") if stopped else (beam.tokens, "length"))
-        return found
+            replies.append((beam.tokens[:-1], "stop") if stopped else (beam.tokens, "length"))
+        return replies
 
 
 def _reassign(
@@ -145,20 +145,22 @@ def _reassign(
     for number, table in tables.items():
         if number not in heirs:
             table.release()
-    given = _given(tables, heirs)
+    inherited = _inherited(tables, heirs)
     for member, text in zip(members, tokens, strict=True):
         member.tokens = text
         if member.id in tables:
-            member.table = given.get(member.id) or _empty(member.table)
+            member.table = inherited.get(member.id) or _empty(member.table)
 
 
-def _given(tables: Mapping[int, BlockTable], heirs: Mapping[int, Sequence[RequestSequence]]) -> dict[int, BlockTable]:
-    given: dict[int, BlockTable] = {}
+def _inherited(
+    tables: Mapping[int, BlockTable], heirs: Mapping[int, Sequence[RequestSequence]]
+) -> dict[int, BlockTable]:
+    inherited: dict[int, BlockTable] = {}
     for number, (first, *others) in heirs.items():
         if number in tables:  # otherwise the parent waits for blocks, and its heirs are computed again
-            given |= {member.id: tables[number].branch() for member in others}
-            given[first.id] = tables[number]
-    return given
+            inherited |= {member.id: tables[number].branch() for member in others}
+            inherited[first.id] = tables[number]
+    return inherited
 
 
 def _empty(table: BlockTable) -> BlockTable:
@@ -186,7 +188,7 @@ def beam_room(request: Request, beams: BeamOptions, blocks: int, block_size: int
 
 
 def check_beams(beams: BeamOptions, replies: int, running: int, vocabulary: int, stop_ids: int) -> None:
-    """Raise UsageError for more beams than sequences can run, than replies are asked for, or than tokens exist."""
+    """Raise UsageError for more beams than sequences can run or tokens exist, and for more replies than beams."""
     width = beams.width
     if replies > width:
         raise UsageError(f"{replies} replies of {width} beams", f"ask for at most {width} replies")

@@ -27,9 +27,9 @@ if TYPE_CHECKING:  # few replies have logprobs
     from mycli.runtime.sampling.logprobs import TokenLogprob
 
 VERSION = 1
-MAX_BYTES = 64 << 20  # of all files; the oldest are removed first
+MAX_JOURNAL_BYTES = 64 << 20  # of all files; the oldest are removed first
 MAX_SECONDS = 24 * 3600.0  # since a file was written last
-_SCAN_SECONDS, _SCAN_BYTES = 60.0, MAX_BYTES // 16  # until old files are looked for again
+_SCAN_SECONDS, _SCAN_BYTES = 60.0, MAX_JOURNAL_BYTES // 16  # until old files are looked for again
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _SUFFIX = ".jsonl"
 _ENDS: tuple[FinishReason, ...] = ("stop", "length", "context")  # that are the same when the reply is repeated
@@ -40,7 +40,7 @@ class RunningReplyError(Exception):
 
 
 def new_seed(sampling: SamplingParams) -> int:
-    """Return the seed of a reply that is recorded: the one that was asked for, or a random one."""
+    """Return the seed of a recorded reply: that of the request, or a random one."""
     return secrets.randbits(63) if sampling.seed is None else sampling.seed
 
 
@@ -62,7 +62,7 @@ class RecordedReply:
 
 
 class ReplyWriter:
-    """An open file of one request. A disk error ends the recording and removes the file; the reply goes on."""
+    """An open file of one request. A disk error ends the recording and removes the file; the reply continues."""
 
     def __init__(self, path: Path, file: FileIO, lines: int = 0) -> None:
         self.path, self.lines, self._file = path, lines, file
@@ -95,7 +95,7 @@ class ReplyWriter:
             self._file.close()
 
     def remove(self) -> None:
-        """Close and delete the file: nobody will continue this reply."""
+        """Close and delete the file of a reply that needs no continuation."""
         self.close()
         with suppress(OSError):
             self.path.unlink()
@@ -104,7 +104,7 @@ class ReplyWriter:
 class ReplyJournal:
     """The folder of the files, readable by this user only. Several processes may share it."""
 
-    def __init__(self, folder: Path, most_bytes: int = MAX_BYTES, most_seconds: float = MAX_SECONDS) -> None:
+    def __init__(self, folder: Path, most_bytes: int = MAX_JOURNAL_BYTES, most_seconds: float = MAX_SECONDS) -> None:
         self.folder, self._most_bytes, self._most_seconds = folder, most_bytes, most_seconds
         self._scanned, self._since = -_SCAN_SECONDS, 0
 

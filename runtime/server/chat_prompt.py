@@ -12,7 +12,7 @@ from mycli.runtime.tokenizer.parsing.tool_formats import describe_tools_in_syste
 from mycli.runtime.tokenizer.prompt_difference import AROUND, Difference, PromptParts, causes
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
-KEPT_PROMPTS, KEPT_TOKENS = 32, 1 << 18
+_RECENT_PROMPTS, _RECENT_TOKENS = 32, 1 << 18
 
 
 def template_source(tokenizer: Tokenizer) -> str:
@@ -49,7 +49,7 @@ def render_chat(
         raise from_user_error(error, place) from None
 
 
-def difference(
+def compare_prompts(
     tokenizer: Tokenizer, first: tuple[Sequence[int], PromptParts], second: tuple[Sequence[int], PromptParts]
 ) -> Difference:
     """Return where and why the second of two prompts parts from the first."""
@@ -77,14 +77,14 @@ class RecentPrompts:
     """The chat prompts that were served last. Methods may be called from any thread."""
 
     def __init__(self) -> None:
-        self._prompts: deque[tuple[Sequence[int], PromptParts]] = deque(maxlen=KEPT_PROMPTS)
+        self._prompts: deque[tuple[Sequence[int], PromptParts]] = deque(maxlen=_RECENT_PROMPTS)
         self._lock = Lock()
 
     def add(self, ids: Sequence[int], parts: PromptParts) -> None:
         """Keep a prompt, and forget the oldest ones beyond the limits."""
         with self._lock:
             self._prompts.append((ids, parts))
-            while sum(len(kept) for kept, _ in self._prompts) > KEPT_TOKENS:
+            while sum(len(recent) for recent, _ in self._prompts) > _RECENT_TOKENS:
                 self._prompts.popleft()
 
     def compare(self, tokenizer: Tokenizer, ids: Sequence[int], parts: PromptParts) -> Difference | None:
@@ -93,4 +93,5 @@ class RecentPrompts:
             earlier = list(self._prompts)
         if not earlier:
             return None
-        return difference(tokenizer, max(earlier, key=lambda kept: common_prefix_length(kept[0], ids)), (ids, parts))
+        closest = max(earlier, key=lambda recent: common_prefix_length(recent[0], ids))
+        return compare_prompts(tokenizer, closest, (ids, parts))

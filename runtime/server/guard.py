@@ -105,7 +105,7 @@ class Guard:
                 difference: Difference | None = state.get("difference")
                 if difference is not None and headers.get(_CACHE_HEADER) == "why":
                     # ASCII: other characters are escaped. The text of the earlier prompt may be another client's.
-                    fields = {name: value for name, value in difference.fields().items() if name != "expected"}
+                    fields = {name: value for name, value in difference.fields().items() if name != "earlier"}
                     answer[_CACHE_HEADER] = json.dumps(fields)
                 for name, value in {**_SECURITY, **ids, **omitted, **self._cors(headers)}.items():
                     answer.setdefault(name, value)

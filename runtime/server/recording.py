@@ -38,7 +38,7 @@ class ReplyIds:
 
 @dataclass
 class Work:
-    """What the engine still has to generate, and the pieces that a record holds already.
+    """The requests that the engine still has to run, and the pieces that a record already holds.
 
     records: by the index of a reply.
     """
@@ -49,7 +49,7 @@ class Work:
     writer: ReplyWriter | None = None
 
     def close(self) -> None:
-        """Close the record, and remove one that holds no token: nobody can have seen this reply."""
+        """Close the record, and remove one without tokens, of which no client has seen any."""
         if self.writer is not None:
             if self.writer.lines > 1:
                 self.writer.close()
@@ -58,7 +58,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Recorder:
+class ReplyRecorder:
     """Records a request to one interface. body: as the client sent it; fingerprint: of the model."""
 
     journal: ReplyJournal
@@ -169,5 +169,5 @@ def find_reply(journal: ReplyJournal | None, name: str) -> Mapping[str, Any]:
     with suppress(UserError, AttributeError):
         if journal is not None and (header := journal.header(name)).get("kind") == "server":
             return header
-    message = f"there is no recorded reply {name[:64]!r}; a server keeps them for a day, unless it was told not to"
+    message = f"there is no recorded reply {name[:64]!r}; a server keeps them for a day, unless records are off"
     raise ApiError(404, message, "reply_not_found")

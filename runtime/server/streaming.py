@@ -18,7 +18,7 @@ from mycli.runtime.engine.reply_reader import Piece
 from mycli.runtime.server.api_error import ApiError, internal_error
 from mycli.runtime.server.delivery import Delivery
 from mycli.runtime.server.fields import check_fields
-from mycli.runtime.server.recording import LeaveOut, Recorder, ReplyIds, Requests, Resumption, Work
+from mycli.runtime.server.recording import LeaveOut, ReplyIds, ReplyRecorder, Requests, Resumption, Work
 from mycli.runtime.server.request_log import RequestFigures
 from mycli.runtime.server.schemas import ForModel, ForReply, validated
 from mycli.runtime.server.service import Prepared, Service
@@ -333,12 +333,12 @@ class Interface(Generic[_ReplyBody]):
         )
         ids, begin = ReplyIds.random(self.prefix), cast(Begin, Work)
         if service.journal is not None:
-            begin = Recorder(service.journal, ids, self.name, values, service.loaded.fingerprint).begin
+            begin = ReplyRecorder(service.journal, ids, self.name, values, service.loaded.fingerprint).begin
         rendering = self.rendering(service, prepared, body, ids)
         return await answer(service, request, prepared, rendering, body.stream, begin)
 
     async def resume(self, service: Service, request: Request, resumption: Resumption, stream: bool | None) -> Response:
-        """Reply to a recorded request; the recorded part of the replies comes at once."""
+        """Reply to a recorded request; the recorded part of the replies comes first."""
         values = resumption.header["body"]
 
         def prepare() -> tuple[_ReplyBody, Prepared]:

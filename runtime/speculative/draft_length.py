@@ -64,7 +64,7 @@ def expected_tokens(acceptance_rate: float, drafted: int) -> float:
 
 @dataclass
 class _Acceptance:
-    """What is known of one class of proposals: tokens accepted and compared, and when it is tried again."""
+    """The statistics of one class of proposals: tokens accepted and compared, and when to try it again."""
 
     accepted: float = PRIOR_ACCEPTANCE[0]
     compared: float = PRIOR_ACCEPTANCE[1]

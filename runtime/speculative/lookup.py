@@ -14,7 +14,7 @@ from mycli.runtime.speculative.suffix_automaton import SuffixAutomaton, common_p
 
 SHORTEST = 2  # tokens of a match
 CLASSES = (4, 8, 16)  # lengths of matches from which they count as more reliable
-MAX_TOKENS = 1 << 17  # of an automaton; beyond them nothing is added
+MAX_INDEXED_TOKENS = 1 << 17  # of an automaton; beyond them nothing is added
 KEPT_TOKENS = 1 << 17  # of automata of replies that ended
 SAME_CONVERSATION = 16  # tokens with which the next turn begins as the last one
 _BOUNDARY = -2  # no token: between the texts of two turns
@@ -28,7 +28,7 @@ class _Text:
         self.added = 0
 
     def update(self, tokens: Sequence[int]) -> None:
-        if self.added < len(tokens) and len(self.automaton.tokens) < MAX_TOKENS:
+        if self.added < len(tokens) and len(self.automaton.tokens) < MAX_INDEXED_TOKENS:
             self.automaton.extend(tokens[self.added :])
             self.added = len(tokens)
 
@@ -57,8 +57,8 @@ class PromptLookup:
         text = self._text(request.sequence, request.tokens)
         if text.added < len(request.tokens) or text.automaton.matched < SHORTEST:
             return []
-        found = text.automaton.continuation(request.count)
-        return found[: found.index(_BOUNDARY)] if _BOUNDARY in found else found
+        continuation = text.automaton.continuation(request.count)
+        return continuation[: continuation.index(_BOUNDARY)] if _BOUNDARY in continuation else continuation
 
     def _text(self, sequence: int, tokens: Sequence[int]) -> _Text:
         text = self._texts.get(sequence)
@@ -88,7 +88,7 @@ class PromptLookup:
 
     def finish(self, sequence: int, tokens: Sequence[int]) -> None:
         text = self._texts.pop(sequence, None)
-        if text is None or len(text.automaton.tokens) >= MAX_TOKENS:
+        if text is None or len(text.automaton.tokens) >= MAX_INDEXED_TOKENS:
             return
         text.update(tokens)
         self._kept.append((list(tokens), text))

@@ -37,10 +37,10 @@ class SuffixAutomaton:
     def continuation(self, count: int) -> list[int]:
         """Return the `count` tokens that followed the matched suffix; a repetition goes round."""
         start, known = self.following, len(self.tokens)
-        found = self.tokens[start : start + count]
-        while len(found) < count:
-            found.append(found[start + len(found) - known])
-        return found
+        continuation = self.tokens[start : start + count]
+        while len(continuation) < count:
+            continuation.append(continuation[start + len(continuation) - known])
+        return continuation
 
     def _next(self, state: int, token: int) -> int:
         if self._token[state] == token:
@@ -55,7 +55,7 @@ class SuffixAutomaton:
             self._more.setdefault(state, {})[token] = target
 
     def _match(self, token: int) -> None:
-        # Before the token is appended, so that the occurrence found is an earlier one.
+        # Before the token is appended, so that the occurrence continuation is an earlier one.
         state = self._state
         while state and self._next(state, token) == _NONE:
             state = self._link[state]

@@ -33,7 +33,7 @@ class PromptParts:
 class Difference:
     """Where the second of two prompts parts from the first.
 
-    tokens: that they share; first, second: lengths in tokens; before: the shared text up to there; expected, found: the
+    tokens: that they share; first, second: lengths in tokens; before: the shared text up to there; earlier, later: the
     texts of both after it; causes: in words, the likeliest first; empty where the second continues the first.
     """
 
@@ -41,8 +41,8 @@ class Difference:
     first: int
     second: int
     before: str = ""
-    expected: str = ""
-    found: str = ""
+    earlier: str = ""
+    later: str = ""
     causes: Sequence[str] = ()
 
     @property
@@ -58,22 +58,22 @@ class Difference:
             "second_tokens": self.second,
             "continues": self.continues,
             "before": self.before,
-            "expected": self.expected,
-            "found": self.found,
+            "earlier": self.earlier,
+            "later": self.later,
             "causes": list(self.causes),
         }
 
 
 def causes(first: PromptParts, second: PromptParts) -> list[str]:
     """Return what differs between two prompts, in words, in the order in which templates write the parts."""
-    found = [
+    changes = [
         f"the template argument {name} changed"
         for name in sorted({*first.arguments, *second.arguments})
         if first.arguments.get(name) != second.arguments.get(name)
     ]
-    found += _tool_causes(first.tools, second.tools)
-    found += _message_causes(first.messages, second.messages)
-    return found
+    changes += _tool_causes(first.tools, second.tools)
+    changes += _message_causes(first.messages, second.messages)
+    return changes
 
 
 def _tool_causes(first: Sequence[Tool], second: Sequence[Tool]) -> list[str]:
@@ -82,13 +82,13 @@ def _tool_causes(first: Sequence[Tool], second: Sequence[Tool]) -> list[str]:
     before, after = ({_name(tool): tool for tool in tools} for tools in (first, second))
     # A removed tool may be another client's, so it is not named.
     removed = sum(name not in after for name in before)
-    found = ["a tool was removed" if removed == 1 else f"{removed} tools were removed"] if removed else []
-    found += [f"the tool {name} was added" for name in after if name not in before]
+    changes = ["a tool was removed" if removed == 1 else f"{removed} tools were removed"] if removed else []
+    changes += [f"the tool {name} was added" for name in after if name not in before]
     same = [name for name in before if name in after]
-    found += [f"the tool {name} changed" for name in same if before[name] != after[name]]
-    if not found and list(before) != list(after):
-        found.append("the tools are in another order")
-    return found or ["the keys of a tool are in another order"]
+    changes += [f"the tool {name} changed" for name in same if before[name] != after[name]]
+    if not changes and list(before) != list(after):
+        changes.append("the tools are in another order")
+    return changes or ["the keys of a tool are in another order"]
 
 
 def _name(tool: Tool) -> str:

@@ -64,7 +64,7 @@ class ChatRequest(ForReply, Sampling, BeamFields, Constraints, ThinkingBudget):
 
 def _prepare(service: Service, body: ChatRequest) -> Prepared:
     _check(service, body)
-    return prepare_chat(service, chat_spec(body))
+    return prepare_chat(service, completion_spec(body))
 
 
 def _check(service: Service, body: ChatRequest) -> None:
@@ -81,7 +81,7 @@ def _check(service: Service, body: ChatRequest) -> None:
         raise ApiError(400, "functions cannot be combined with tools", "invalid_value", param="functions")
 
 
-def chat_spec(body: ChatRequest) -> ChatSpec:
+def completion_spec(body: ChatRequest) -> ChatSpec:
     """Return the conversation of a request and how to continue it. Raises ApiError."""
     choice, named, allowed = _choice(body)
     limits = (body.max_completion_tokens, body.max_tokens, body.n_predict)

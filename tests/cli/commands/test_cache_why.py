@@ -37,7 +37,7 @@ def test_the_cause_is_named(kind: str, mycli: Mycli, tmp_path: Path) -> None:
     first, second = BODIES[kind]
     found = json.loads(compared(mycli, tmp_path, first, second, "--json").stdout)
     assert found["causes"] == ["a date, time or number in the system prompt changed"]
-    assert found["before"].endswith("2026-11-2") and (found["expected"][0], found["found"][0]) == ("3", "4")
+    assert found["before"].endswith("2026-11-2") and (found["earlier"][0], found["later"][0]) == ("3", "4")
     assert "continues the first" in compared(mycli, tmp_path, first, first).stdout
 
 

@@ -79,7 +79,7 @@ def test_a_changed_model_is_refused(state: dict[str, str], tmp_path: Path, mycli
     head, rest = record.read_bytes().split(b"\n", 1)
     record.write_bytes(json.dumps({**json.loads(head), "fingerprint": "other"}).encode() + b"\n" + rest)
     done = mycli("run", "--resume", "last", env=state)
-    assert done.returncode == 3 and "not those that the reply began with" in done.stderr
+    assert done.returncode == 3 and "have changed since the reply began" in done.stderr
     assert records(state)
 
 

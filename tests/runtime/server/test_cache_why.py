@@ -18,7 +18,7 @@ def test_a_request_learns_why_it_missed(served: Served) -> None:
     answer = served.ask("POST", path, body(SYSTEM.replace("-24", "-25")), header)
     found = json.loads(answer.headers["x-mycli-cache"])
     assert found["causes"] == ["a date, time or number in the system prompt changed"]
-    assert found["before"].endswith("2026-11-2") and found["found"].startswith("5.") and "expected" not in found
+    assert found["before"].endswith("2026-11-2") and found["later"].startswith("5.") and "earlier" not in found
     assert found["shared_tokens"] < found["second_tokens"] and not found["continues"]
     assert "x-mycli-cache" not in served.ask("POST", path, body(SYSTEM)).headers
     same = json.loads(served.ask("POST", path, body(SYSTEM), header).headers["x-mycli-cache"])

@@ -103,7 +103,7 @@ def test_longer_matches_are_stronger_evidence() -> None:
 
 def test_kept_texts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookup, "KEPT_TOKENS", 100)
-    monkeypatch.setattr(lookup, "MAX_TOKENS", 80)
+    monkeypatch.setattr(lookup, "MAX_INDEXED_TOKENS", 80)
     proposer = PromptLookup()
     for number in range(10):
         text = [number * 30 + token for token in range(30)]
