@@ -45,6 +45,7 @@ REMEDIES: Mapping[str, str] = {
     "continue-text": "continue a text instead: mycli run {model} PROMPT",
     "fewer-tokens-or-more-context": "use -n {tokens} or less, or a larger --ctx",
     "embedding-model": "for text: mycli run, with a generative model; for vectors: mycli embed, with modules.json",
+    "fewer-beams": "use fewer beams, a smaller -n, or a larger --ctx; a server: a larger --max-sequences",
     "more-context": "shorten the prompt, or use a larger --ctx",
     "less-context": "use a smaller --ctx",
     "larger-windows": "use a larger --ctx",

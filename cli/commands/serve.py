@@ -85,6 +85,7 @@ def serve(
 
         sequences = ["--max-sequences", str(max_sequences)]
         words = [*option_words(loading), *option_words(prefix_cache), *option_words(reasoning), *sequences]
+        words.append("--no-record")  # this server does not know which model a record belongs to
         words += ["--extra-properties"] * address.extra_properties
         serve_several(call, models or (), settings, address, several, words, log)
         return
@@ -142,6 +143,7 @@ def _refuse_own_options(
         "--log-format": address.log_format is not None,
         "--reasoning-budget": reasoning.budget is not None,
         "--deadline": reasoning.deadline is not None,
+        "--no-record": address.no_record,
         "--extra-properties": address.extra_properties,
         "--unix-socket": address.unix_socket is not None,
         "--models-dir": several.models_dir is not None,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, get_args
 from mycli.cli.command import Call
 from mycli.cli.flags import options
 from mycli.runtime.errors import UsageError
+from mycli.runtime.hub.store import state_dir
 from mycli.runtime.server.keys import ApiKey, parse_keys
 from mycli.runtime.server.request_log import LogFormat
 from mycli.runtime.server.settings import ServerLimits, ServerSettings
@@ -56,6 +57,9 @@ class AddressFlags:
         str | None,
         options.words("--log-format", ("text", "json"), "Log one line per request.", show_default="text with -v"),
     ] = None
+    no_record: Annotated[
+        bool, options.flag("--no-record", "Do not record replies on disk, from which they can be resumed.")
+    ] = False
     waiting: Annotated[
         int,
         options.option("--max-waiting", "N", "Maximum queue length; further requests are refused.", min=1, max=100_000),
@@ -97,6 +101,7 @@ class AddressFlags:
             self.extra_properties,
             limits,
             log_format,
+            replies=None if self.no_record else state_dir() / "replies",
             supervised=self.supervised,
             keys=keys,
         )

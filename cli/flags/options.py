@@ -134,6 +134,7 @@ _MODEL = (
     "config.toml."
 )
 Model = Annotated[str, argument("MODEL", _MODEL, complete_model)]
+OptionalModel = Annotated[str, argument("MODEL", _MODEL, complete_model)]
 Models = Annotated[list[str], argument("MODEL", "One or more models.", complete_model)]
 ServedModels = Annotated[
     list[str] | None,

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.cache.kv_cache import KVCache
+from mycli.runtime.engine.beams import BeamGroup
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.passes.base import TokenSteps
 from mycli.runtime.engine.scheduler import ScheduledSequence, Scheduler
 from mycli.runtime.engine.sequence import Request
-from mycli.runtime.sampling.sampler import DeviceSampling, Sampler
+from mycli.runtime.sampling.sampler import DeviceSampling, RandomNumbers, Sampler
 
 if TYPE_CHECKING:  # few requests ask for logprobs
     from mycli.runtime.sampling.logprobs import LogprobRecorder, TokenLogprob
@@ -26,7 +27,10 @@ def _recorder(top: int) -> "LogprobRecorder":
 
 @dataclass
 class RequestState:
-    """Sampler and logprob recorder of one sequence. scored: prompt tokens whose logprobs were returned."""
+    """Sampler and logprob recorder of one sequence.
+
+    scored: prompt tokens whose logprobs were returned; beams: the search that the sequence belongs to.
+    """
 
     sampler: Sampler
     recorder: "LogprobRecorder | None"
@@ -35,6 +39,7 @@ class RequestState:
     scored: int = 1
     hidden: list[Tensor] = field(default_factory=list)  # final hidden states of the prompt, if requested
     choice_logits: Tensor | None = None  # of the tokens that the request scores
+    beams: BeamGroup | None = None
 
     @classmethod
     def start(
@@ -51,9 +56,16 @@ class RequestState:
 
             ends_at = None if request.deadline is None else clock() + request.deadline
             constraint = request.grammar.start(limits=ReplyLimits(limit, ends_at, clock))
-        sampler = Sampler(request.sampling, vocab_size, device, constraint=constraint, recorder=recorder)
+        start = request.start
+        seed = request.sampling.seed if start is None else start.seed
+        numbers = RandomNumbers(seed, 0 if start is None else start.numbers)
+        sampler = Sampler(
+            request.sampling, vocab_size, device, constraint=constraint, recorder=recorder, numbers=numbers
+        )
         sampler.observe_ids(request.prompt)
-        return cls(sampler, recorder, sampler.device_sampling())
+        if start is not None:
+            sampler.resume(start.tokens)
+        return cls(sampler, recorder, None if request.beams else sampler.device_sampling())
 
     def next_logprobs(self, count: int) -> "tuple[TokenLogprob, ...]":
         if self.recorder is None:
@@ -118,6 +130,10 @@ class TokensAhead:
             self._sequences = [(part.sequence.id, tuple(part.sequence.table.blocks)) for part in scheduled]
             steps = None if self._steps is None else next(self._steps, None)
         return steps
+
+    def drop(self) -> None:
+        """Forget tokens made ahead: another pass has continued their sequences."""
+        self._steps = None
 
     def _start(
         self, scheduled: Sequence[ScheduledSequence], sampling: Sequence[DeviceSampling], scheduler: Scheduler

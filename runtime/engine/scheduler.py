@@ -129,7 +129,8 @@ class Scheduler:
         return request.reply_limit(self.limits.context, self.pool.blocks * self.pool.block_size)
 
     def _add(self, request: Request, limit: int) -> Sequence:
-        sequence = Sequence(self._next_id, request, BlockTable(self.pool), limit, self._clock(), list(request.prompt))
+        tokens = [*request.prompt, *(() if request.start is None else request.start.tokens)]
+        sequence = Sequence(self._next_id, request, BlockTable(self.pool), limit, self._clock(), tokens)
         self._sequences[sequence.id] = sequence
         self._shares.enter(sequence)
         self._next_id += 1
@@ -156,6 +157,12 @@ class Scheduler:
             scheduled = self._schedule_prefill() or self._schedule_decode(draft_budget)
         else:
             scheduled = self._schedule_decode(draft_budget) or self._schedule_prefill()
+        if not scheduled and self.waiting:
+            # Beams that wait for others of their search may hold all blocks. The oldest search fits the cache alone.
+            idle = [sequence for sequence in self.running if not sequence.uncomputed]
+            if idle:
+                self._preempt(idle[-1])
+                return self.schedule(draft_budget)
         self._prefill_next = not scheduled or scheduled[0].is_decode
         return scheduled
 
@@ -223,7 +230,7 @@ class Scheduler:
         if first:
             sequence.started = True
             sequence.queued = self._clock() - sequence.arrived
-            sequence.cached = table.length
+            sequence.cached = min(table.length, sequence.prompt_length)
             sequence.miss = "all tokens are requested" if match is None else match.miss
             self.counts.queries += sequence.prompt_length
             self.counts.hits += sequence.cached

@@ -43,14 +43,21 @@ class Recorder(Protocol):
 class RandomNumbers:
     """The uniform random numbers of one request, independent of how many are taken at a time."""
 
-    def __init__(self, seed: int | None) -> None:
+    def __init__(self, seed: int | None, taken: int = 0) -> None:
+        """taken: how many of the numbers are skipped, because an earlier part of the reply took them."""
         self.generator = torch.Generator()
         if seed is None:
             self.generator.seed()
         else:
             self.generator.manual_seed(seed)
         self._numbers, self._used = list[float](), 0
-        self.taken = 0  # numbers so far
+        self.taken = taken  # numbers so far
+        for _ in range(taken // _NUMBERS_PER_CALL):
+            self._generate(1)
+            self._used = len(self._numbers)
+        if rest := taken % _NUMBERS_PER_CALL:
+            self._generate(rest)
+            self._used += rest
 
     def take(self, count: int) -> list[float]:
         """Return the next `count` numbers in [0, 1 - 2^-50]: a sum times one does not round up to the sum."""
@@ -112,8 +119,9 @@ class Sampler:
         *,
         constraint: Constraint | None = None,
         recorder: Recorder | None = None,
+        numbers: RandomNumbers | None = None,
     ) -> None:
-        """Raises UsageError for a bias of a token that is not in the vocabulary."""
+        """numbers: None for new ones. Raises UsageError for a bias of a token that is not in the vocabulary."""
         for token, _ in sampling.logit_bias:
             if token >= vocab_size:
                 raise UsageError(
@@ -122,7 +130,7 @@ class Sampler:
                 )
         self.sampling, self.unseeded = sampling, replace(sampling, seed=None)
         self.vocab_size = vocab_size
-        self.numbers = RandomNumbers(sampling.seed)
+        self.numbers = numbers or RandomNumbers(sampling.seed)
         self.seen = SeenTokens(sampling, vocab_size, device, sequences)
         self.plain = not self.seen.needed and constraint is None and recorder is None
         self.plain_greedy = sampling.greedy and not self.seen.needed and not sampling.logit_bias
@@ -135,6 +143,17 @@ class Sampler:
 
     def observe_ids(self, tokens: Sequence[int]) -> None:
         self.seen.observe_ids(tokens)
+
+    def resume(self, tokens: Sequence[int]) -> None:
+        """Observe the tokens of a reply that were drawn before it was interrupted. Raises ModelError as grammars do."""
+        if self.seen.needed:
+            for token in tokens:
+                drawn = torch.tensor([[token]], device=self._device)
+                self.seen.observe(drawn)
+                self.seen.count(drawn)
+        if self._constraint is not None:
+            for token in tokens:
+                self._constraint.accept([token])
 
     @property
     def repeatable(self) -> bool:

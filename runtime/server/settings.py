@@ -1,6 +1,7 @@
 """The settings of a server: model names, access and limits."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from mycli.runtime.server.keys import ApiKey, KeyTable
 from mycli.runtime.server.ollama.card import ModelCard
@@ -42,8 +43,9 @@ class ServerSettings:
     hosts: host names accepted besides localhost and IP addresses; origins: other sites whose pages may use the server;
     extra_properties: replies may have properties that a JSON schema does not name; log_format: of the line per request;
     reasoning_budget, deadline: tokens of reasoning and seconds of a reply where a request sets none, None for any;
-    supervised: requests come from this user's own server for several models, which has checked them; card: of the
-    model, for clients of Ollama; keys: of several users, besides `key`.
+    replies: the folder in which replies are recorded, None for no records; supervised: requests come from this user's
+    own server for several models, which has checked them; card: of the model, for clients of Ollama; keys: of several
+    users, besides `key`.
     """
 
     names: tuple[str, ...]
@@ -55,6 +57,7 @@ class ServerSettings:
     log_format: LogFormat = "text"
     reasoning_budget: int | None = None
     deadline: float | None = None
+    replies: Path | None = None
     supervised: bool = False
     card: ModelCard = ModelCard()
     keys: tuple[ApiKey, ...] = ()

@@ -288,6 +288,10 @@ INTERFACES: Mapping[str, Mapping[str, list[str]]] = {
 }
 # The same field with another meaning, or another form, on a route: what becomes of it and a value.
 EXCEPTIONS: Mapping[tuple[str, str], tuple[str, Any]] = {
+    (CHAT, "use_beam_search"): (SERVED, True),
+    (TEXT, "use_beam_search"): (SERVED, True),
+    (CHAT, "length_penalty"): (SERVED, 2.0),
+    (TEXT, "length_penalty"): (SERVED, 2.0),
     (CHAT, "echo"): (REFUSED, True),
     (CHAT, "add_special_tokens"): (REFUSED, True),
     (TEXT, "logprobs"): (SERVED, 2),

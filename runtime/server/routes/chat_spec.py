@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mycli.runtime.engine.reply_reader import ReplyReader
-from mycli.runtime.engine.sequence import reply_room
+from mycli.runtime.engine.sequence import BeamOptions, reply_room
 from mycli.runtime.errors import UserError
 from mycli.runtime.sampling.grammars.grammar import CallGrammar, Grammar, Prelude
 from mycli.runtime.server.api_error import ApiError, from_user_error
@@ -17,6 +17,7 @@ from mycli.runtime.tokenizer.chat_template import Message, Tool
 from mycli.runtime.tokenizer.parsing.reasoning_parser import CLOSE, OPEN
 from mycli.runtime.tokenizer.parsing.tool_formats import HERMES, ToolFormat
 from mycli.runtime.tokenizer.parsing.tool_parser import ToolParser
+from mycli.runtime.tokenizer.prompt_difference import PromptParts
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,8 @@ class ChatSpec:
     left out; strict: tools whose calls must match their schemas; arguments: of the chat template; count: replies;
     limit: tokens, None for the rest of the context; clipped: shorten a limit that the context has no room for; top:
     number of logprobs per token, None for none; place: the field of the conversation; thinking_budget: tokens of
-    reasoning, None for any number; continued: the reply continues the last message, which is the assistant's.
+    reasoning, None for any number; continued: the reply continues the last message, which is the assistant's; beams:
+    search instead of sampling.
     """
 
     messages: Sequence[Message]
@@ -50,6 +52,7 @@ class ChatSpec:
     place: str = "messages"
     thinking_budget: int | None = None
     continued: bool = False
+    beams: BeamOptions | None = None
 
     @property
     def constrained(self) -> bool:
@@ -103,8 +106,11 @@ def prepare_chat(service: Service, spec: ChatSpec) -> Prepared:
     omitted = [*(f"tool {kind}" for kind in dict.fromkeys(spec.omitted_tools)), *dict.fromkeys(spec.omitted)]
     if not _calls_have_schemas(spec, tool_format):
         omitted += [f"strict of tool {name}" for name in _strict_names(spec)]
-    request = service.request(ids, spec.sampling, limit, grammar, spec.top)
-    return Prepared([(request, readers)], [ids], clipped=limit != spec.limit, omitted=omitted)
+    request = service.request(ids, spec.sampling, limit, grammar, spec.top, beams=spec.beams)
+    parts = PromptParts(spec.messages, spec.offered_tools, spec.arguments)
+    difference = service.prompts.compare(service.loaded.tokenizer, ids, parts)
+    service.prompts.add(ids, parts)
+    return Prepared([(request, readers)], [ids], limit != spec.limit, omitted, difference)
 
 
 def _grammar(service: Service, spec: ChatSpec, tool_format: ToolFormat, prelude: Prelude | None) -> Grammar | None:

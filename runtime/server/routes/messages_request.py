@@ -14,6 +14,7 @@ from mycli.runtime.server.schemas import (
     Content,
     ContentPart,
     ForModel,
+    ForReply,
     LongText,
     Name,
     Sampling,
@@ -142,12 +143,11 @@ class CountRequest(ForModel):
     context_management: ContextManagement | None = None
 
 
-class MessagesRequest(CountRequest):
+class MessagesRequest(CountRequest, ForReply):
     """The body of POST /v1/messages."""
 
     max_tokens: int = Field(ge=1, le=1 << 31)
     stop_sequences: list[StopString] | None = Field(None, max_length=MAX_STOPS)
-    stream: bool | None = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=0, le=1 << 31)

@@ -14,7 +14,7 @@ from mycli.runtime.server.schemas import (
     MAX_ITEMS,
     Content,
     ContentPart,
-    ForModel,
+    ForReply,
     LongText,
     Name,
     No,
@@ -113,13 +113,12 @@ class TextOptions(Strict):
     verbosity: Verbosity | None = None
 
 
-class ResponsesRequest(ForModel, Sampling, Constraints, ThinkingBudget):
+class ResponsesRequest(ForReply, Sampling, Constraints, ThinkingBudget):
     """The body of POST /v1/responses."""
 
     input: LongText | Annotated[list[InputItem], Field(max_length=MAX_ITEMS)]
     instructions: LongText | None = None
     max_output_tokens: TokenLimit | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     tools: list[ResponseTool] | None = Field(None, max_length=128)
     tool_choice: Literal["auto", "none", "required"] | ChosenTool | None = None

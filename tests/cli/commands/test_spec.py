@@ -18,7 +18,8 @@ from mycli.runtime.engine.loader import LoadedModel
 from mycli.runtime.engine.model_runner import CacheShape
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.sampler import Sampler
-from mycli.runtime.speculative.proposers import DraftModel, PromptLookup
+from mycli.runtime.speculative.lookup import PromptLookup
+from mycli.runtime.speculative.proposers import DraftModel
 from tests.support.command_line import Mycli
 from tests.support.paths import DRAFT, PICO
 

@@ -23,7 +23,8 @@ from mycli.runtime.sampling.grammars.grammar import JSON_MODE, MAX_SOURCE, Gramm
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.sampler import Sampler
 from mycli.runtime.speculative.draft_length import FixedDraftLength
-from mycli.runtime.speculative.proposers import PromptLookup, Proposer, load_draft
+from mycli.runtime.speculative.lookup import PromptLookup
+from mycli.runtime.speculative.proposers import Proposer, load_draft
 from mycli.runtime.speculative.speculator import ProposerSpeculator
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 from tests.support.paths import DRAFT, PICO, ROOT
