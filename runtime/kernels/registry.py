@@ -32,7 +32,6 @@ from mycli.runtime.kernels.cpu.elementwise import (
 )
 from mycli.runtime.kernels.cpu.experts import native_route, native_routed_product, native_weighted_sum
 from mycli.runtime.kernels.cpu.matmul import CpuKernel, CpuMatmul, TorchInt4Kernel, dense_product
-from mycli.runtime.kernels.cpu.table import TableKernel
 from mycli.runtime.kernels.paged import Ragged, Scoring
 from mycli.runtime.kernels.recurrent import DeltaSizes, Runs, ScanSizes
 from mycli.runtime.kernels.routed import Route
@@ -159,8 +158,12 @@ ROW_WEIGHTS = Operation("weights of rows", (_fp32_inference(native_weigh_rows), 
 
 def kernels() -> Iterator[Kernel]:
     """Yield the kernels for products of packed weights in order of preference."""
-    yield from (CpuKernel(), TorchInt4Kernel(), TableKernel())
-    from mycli.runtime.kernels.triton.product.kernel import TritonKernel  # not loaded if an earlier one is chosen
+    yield from (CpuKernel(), TorchInt4Kernel())
+    # Not loaded if an earlier one is chosen.
+    from mycli.runtime.kernels.cpu.table import TableKernel
+
+    yield TableKernel()
+    from mycli.runtime.kernels.triton.product.kernel import TritonKernel
 
     yield from (TritonKernel(), reference.UnpackedKernel(), reference.DequantizeKernel())
 
