@@ -20,9 +20,9 @@ from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.utils.units import pluralize
 
 if TYPE_CHECKING:
-    from mycli.runtime.engine.completion import Completion
-    from mycli.runtime.engine.loader import LoadedModel
-    from mycli.runtime.engine.reply_journal import RecordedReply
+    from mycli.runtime.engine.loading.loader import LoadedModel
+    from mycli.runtime.engine.replies.completion import Completion
+    from mycli.runtime.engine.replies.journal import RecordedReply
     from mycli.runtime.engine.sequence import BeamOptions
     from mycli.runtime.sampling.grammars.grammar import Grammar
 

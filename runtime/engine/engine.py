@@ -32,8 +32,8 @@ if TYPE_CHECKING:  # what most replies do without
     from mycli.runtime.cache.prefix_store import PrefixStore
     from mycli.runtime.engine.beams import BeamGroup
     from mycli.runtime.engine.disk_prefix_cache import DiskPrefixCache
+    from mycli.runtime.engine.replies.whole_texts import WholeTexts
     from mycli.runtime.engine.speculation import ComputedTokens, Speculator
-    from mycli.runtime.engine.whole_texts import WholeTexts
     from mycli.runtime.sampling.logprobs import TokenLogprob
 
 _NORMAL_ENDS = ("stop", "length", "context")  # after a pass that succeeded
@@ -81,7 +81,7 @@ class Engine:
         return DiskPrefixCache(store, self.cache, self._copy_blocks)
 
     def _whole_texts(self, chunk: int) -> "WholeTexts":
-        from mycli.runtime.engine.whole_texts import WholeTexts
+        from mycli.runtime.engine.replies.whole_texts import WholeTexts
 
         return WholeTexts(self.runner, chunk, self.shape.context)
 

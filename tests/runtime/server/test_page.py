@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mycli.runtime.engine.loader import LoadedModel
+from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.server.settings import ServerSettings
 from tests.runtime.server.conftest import Scripted
 from tests.support.browser import CHROMIUM, Browser

@@ -18,9 +18,9 @@ from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.checkpoint.reader import Checkpoint
-from mycli.runtime.engine import loader as load
 from mycli.runtime.engine import model_runner
 from mycli.runtime.engine.config import EngineConfig
+from mycli.runtime.engine.loading import loader as load
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.errors import Declined, ExitCode, ModelError, ResourceError, UsageError
 from mycli.runtime.kernels import registry
