@@ -4,20 +4,22 @@
 branches of one sequence: they share its blocks, and a block is copied when a beam writes to it.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from mycli.runtime.cache.block_table import BlockTable
-from mycli.runtime.engine.sequence import BeamOptions, FinishReason, Request, Status
+from mycli.runtime.engine.sequence import BeamOptions, FinishReason, Request, SequenceOutput, Status
 from mycli.runtime.engine.sequence import Sequence as RequestSequence
-from mycli.runtime.errors import UsageError
+from mycli.runtime.errors import UsageError, UserError
 from mycli.runtime.sampling.sampler import not_finite
 
 _NEVER: Literal["never"] = "never"
+# Removes a sequence from the engine and returns its output.
+Finish = Callable[[RequestSequence, FinishReason, UserError | None], SequenceOutput]
 
 
 @dataclass(frozen=True)
@@ -100,19 +102,39 @@ class BeamGroup:
     rows: dict[int, Tensor] = field(default_factory=dict)
     begun: bool = False
 
-    def add_row(self, number: int, logits: Tensor) -> None:
-        """Store the logits fp32 [1, vocab] after a sequence. Raises ModelError if they are not finite."""
+    @classmethod
+    def start(
+        cls, request: Request, options: BeamOptions, members: list[RequestSequence], replies: int, room: int
+    ) -> "BeamGroup":
+        """Return the group of a new search; `room`: as returned by `beam_room`."""
+        search = BeamSearch(options, min(members[0].limit, room), request.stop_ids)
+        return cls(search, members, replies)
+
+    def add(self, number: int, logits: Tensor, finish: Finish) -> list[SequenceOutput]:
+        """Store the logits fp32 [1, vocab] after a sequence, and extend the beams once all are computed.
+
+        Returns the outputs of the replies if the search has ended.
+        """
+        first = self.members[0]
+        if first.status is Status.FINISHED:  # another beam of this pass has ended the search
+            return []
         if not bool(logits.max().isfinite()):
-            raise not_finite()
+            return self.end(finish, "error", not_finite())
         self.rows[number] = logits.log_softmax(dim=-1)
+        # The first pass computes the prompt alone; all beams branch from its row.
+        if len(self.rows) < (len(self.members) if self.begun else 1) or self._advance():
+            return []
+        ended = zip(self.end(finish, "stop"), self.results(), strict=True)
+        return [replace(output, tokens=tokens, finish_reason=reason) for output, (tokens, reason) in ended]
 
-    @property
-    def ready(self) -> bool:
-        """Whether all running beams are computed. At the beginning there is only the prompt."""
-        return len(self.rows) >= (len(self.members) if self.begun else 1)
+    def end(self, finish: Finish, reason: FinishReason, error: UserError | None = None) -> list[SequenceOutput]:
+        """Remove all sequences of the search; return the outputs of those that are replies."""
+        # The first one last: its branches would be queued as replies of their own.
+        outputs = [finish(member, reason, error) for member in reversed(self.members)]
+        return outputs[::-1][: self.replies]
 
-    def advance(self) -> bool:
-        """Extend the beams by a token each; False if the search has ended."""
+    def _advance(self) -> bool:
+        # Extend the beams by a token each; False if the search has ended.
         parents = self.members if self.begun else self.members[:1]
         continuations = self.search.extend(torch.cat([self.rows[member.id] for member in parents]))
         self.rows, self.begun = {}, True

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from mycli.runtime.sampling.grammars.grammar import Grammar, GrammarCompiler, Prelude
+from mycli.runtime.sampling.grammars.grammar import Grammar, GrammarCompiler
+from mycli.runtime.sampling.grammars.lark import Prelude
 from mycli.runtime.tokenizer.parsing.reasoning_parser import CLOSE, OPEN
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
