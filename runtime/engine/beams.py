@@ -1,6 +1,6 @@
-"""Beam search: keeps the most likely sequences of a prompt, with the rules and results of transformers' `generate`.
+"""Beam search: keeps the most likely replies to a prompt, with the rules and results of transformers' `generate`.
 
-`BeamSearch` chooses continuations from log-probabilities; `BeamGroup` maps them to sequences of the engine. Beams are
+`BeamSearch` chooses continuations by their log-probabilities; `BeamGroup` maps them to sequences of the engine. Beams are
 branches of one sequence: they share its blocks, and a block is copied when a beam writes to it.
 """
 
@@ -53,7 +53,8 @@ class BeamSearch:
         """Take log_probs fp32 [running, vocab]; return the next running beams, an empty list at the end."""
         width, length = self.options.width, len(self.running[0].tokens) + 1
         scores = log_probs + log_probs.new_tensor([beam.score for beam in self.running])[:, None]
-        # Enough candidates for `width` beams even if every beam could end with each of the end tokens.
+        # Enough candidates for `width` running beams even if the best ones are all end tokens: transformers takes as
+        # many, and the number decides which beams finish.
         count = min(max(2, 1 + len(self._stop_ids)) * width, scores.numel())
         best, places = scores.flatten().topk(count)
         running: list[tuple[Beam, Continuation]] = []
@@ -63,7 +64,7 @@ class BeamSearch:
             beam = Beam((*self.running[parent].tokens, token), score)
             if token not in self._stop_ids and length < self._limit:
                 running.append((beam, Continuation(parent, token)))
-            elif rank < width:  # the candidates behind them are only a reserve
+            elif rank < width:  # lower ranks only replace running beams that ended, as in transformers
                 ended.append(Beam(beam.tokens, score / length**self.options.length_penalty))
         self._finish(ended)
         running = running[:width]
@@ -82,6 +83,8 @@ class BeamSearch:
     def _continues(self, length: int) -> bool:
         if not self.running or (self._full and self._early is True):
             return False
+        # A running beam is scored as if it ended now. "never" assumes the length at which its score would be best,
+        # which with a penalty above 0 is the limit; the search then ends only when no better reply is possible.
         penalty = self.options.length_penalty
         hypothetical = self._limit if self._early == _NEVER and penalty > 0 else length
         best = self.running[0].score / hypothetical**penalty
@@ -156,14 +159,17 @@ class BeamGroup:
 def _reassign(
     members: Sequence[RequestSequence], parents: Sequence[RequestSequence], continuations: Sequence[Continuation]
 ) -> None:
-    # A member that waits for blocks has none: it gets its tokens now and is computed again when it is admitted.
+    # Beams move between sequences, so blocks are passed on instead of copied: each parent gives its table to one
+    # continuation, and the others branch from it. A member that was preempted has no blocks: it gets its tokens now and
+    # is recomputed when it is admitted.
     tokens = [[*parents[extended.parent].tokens, extended.token] for extended in continuations]
     tables = {member.id: member.table for member in members if member.status is Status.RUNNING}
     heirs: dict[int, list[RequestSequence]] = {}
     for member, extended in zip(members, continuations, strict=True):
         if member.id in tables:
             heirs.setdefault(parents[extended.parent].id, []).append(member)
-    # Released first, so that branches find a free recurrent state.
+    # Parents without continuations release theirs first: there are as many recurrent states as running sequences, so a
+    # branch would not find a free one.
     for number, table in tables.items():
         if number not in heirs:
             table.release()
@@ -196,6 +202,8 @@ def beam_room(request: Request, beams: BeamOptions, blocks: int, block_size: int
 
     Raises UsageError if the request asks for more.
     """
+    # Full blocks of the prompt are shared; the block in which it ends is copied by each beam that writes to it. The
+    # bound ignores that beams share tokens after the prompt, too: how many is not known before.
     prompt = len(request.prompt)
     room = (blocks - prompt // block_size) // beams.width * block_size - prompt % block_size
     if room < max(request.limit or 1, 1):
