@@ -1,7 +1,7 @@
 """Beam search: keeps the most likely replies to a prompt, with the rules and results of transformers' `generate`.
 
-`BeamSearch` chooses continuations by their log-probabilities; `BeamGroup` maps them to sequences of the engine. Beams are
-branches of one sequence: they share its blocks, and a block is copied when a beam writes to it.
+`BeamSearch` chooses continuations by their log-probabilities; `BeamGroup` maps them to sequences of the engine. Beams
+are branches of one sequence: they share its blocks, and a block is copied when a beam writes to it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -118,8 +118,7 @@ class BeamGroup:
 
         Returns the outputs of the replies if the search has ended.
         """
-        first = self.members[0]
-        if first.status is Status.FINISHED:  # another beam of this pass has ended the search
+        if self.members[0].status is Status.FINISHED:  # another beam of this pass has ended the search
             return []
         if not bool(logits.max().isfinite()):
             return self.end(finish, "error", not_finite())

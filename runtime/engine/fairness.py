@@ -15,7 +15,7 @@ class FairShares:
     """The virtual times of users. With a single user the order is that of arrival."""
 
     def __init__(self) -> None:
-        # Users without sequences are dropped, so that names in requests cannot fill the memory.
+        # Only of users that have sequences; `_floor` keeps how far the others were.
         self._times: dict[str, float] = {}
         self._sequences: Counter[str] = Counter()
         self._floor = 0.0  # the virtual time of a user that arrives at an idle engine
@@ -42,7 +42,7 @@ class FairShares:
         self._times[sequence.request.user] += tokens / sequence.request.weight
 
     def ordered(self, sequences: Sequence[RequestSequence]) -> Sequence[RequestSequence]:
-        """Return sequences in the order in which their next tokens are computed; `sequences` are in order of arrival."""
+        """Return sequences in the order in which their next tokens are computed; `sequences`: in order of arrival."""
         # The usual case, one user without batch requests, skips the sort: it runs before every pass.
         if len(self._times) < 2 and not any(sequence.request.batch for sequence in sequences):
             return sequences

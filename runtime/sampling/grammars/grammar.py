@@ -55,8 +55,7 @@ class _Vocabulary:
 class Alternative:
     """A source in llguidance's format that may be generated instead of calls.
 
-    kind: its name in messages; field: of the request, that holds it; schemas: what it was made of, if it is a JSON
-    schema.
+    kind: its name in messages; field: the request field that holds it; schemas: its JSON schema, if it has one.
     """
 
     source: str
@@ -174,7 +173,7 @@ class GrammarCompiler:
             choices, bodies, schemas = self._calls(calls, source)
             rules = f"start: (FIRST | call) (call MORE?)*\ncall: {choices}\n"
         else:
-            # A mark of several tokens ends the text before it, of which it is a part.
+            # A mark that is not a control token is ordinary text, so the text before a call is matched up to the mark.
             rest = [replace(call, before=call.before.removeprefix(mark)) for call in calls]
             choices, bodies, schemas = self._calls(rest, source)
             rules = f"start: FIRST | (marked ({choices}))+ MORE?\nmarked[suffix={json.dumps(mark)}]: /(.|\\n)*/\n"
@@ -279,7 +278,8 @@ class Grammar:
         self.kind, self.loosened = kind, tuple(loosened)
         self.field = kind  # of the request that holds the source, if that is another
         self.values: int | None = None  # scalar values of a reply, if a schema bounds them
-        self.otherwise: Grammar | None = None  # the part of it that a format is, to say what is wrong with that
+        # The output format alone, if calls are an alternative to it: an error in it is reported under its own field.
+        self.otherwise: Grammar | None = None
         self._source, self._table, self._symbols = source, table, symbols
         self._reasoning, self._free = reasoning, free
         self._start: Any = None

@@ -1,4 +1,4 @@
-"""Grammars of chat replies without a format, whose reasoning a budget or a deadline closes."""
+"""Grammars for chat replies without an output format whose reasoning is limited by a budget or a deadline."""
 
 from collections.abc import Sequence
 

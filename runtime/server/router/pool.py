@@ -195,7 +195,7 @@ class ModelPool:
         model = slot.model
         if self._closed:
             raise shutting_down()
-        # Pinned models never leave, so a model that does not fit next to them would wait for ever: refuse it at once.
+        # Pinned models never leave, so a model that does not fit next to them would wait for ever: refuse it now.
         room = self.rooms.get(model.place, 0)
         pinned = sum(
             other.model.nbytes
