@@ -30,7 +30,7 @@ def rows_of(parts: list[Tensor], rows: int) -> Tensor:
 
 def join(values: Tensor, bits: int, run: int) -> Tensor:
     """Pack values below 2 ** bits [n, m]: `8 / bits * run` values fill `run` bytes, the first run in the low bits."""
-    # ggml stores values `run` apart in one byte, so that a vector register of bytes unpacks by one shift and mask.
+    # ggml joins values `run` apart in one byte, not neighbours.
     parts = values.view(len(values), -1, 8 // bits, run)
     shifts = torch.arange(0, 8, bits, dtype=torch.int16).view(1, 1, -1, 1)
     return (parts.to(torch.int16) << shifts).sum(2).flatten(1).to(torch.uint8)
@@ -38,7 +38,8 @@ def join(values: Tensor, bits: int, run: int) -> Tensor:
 
 def six_bits(scales: Tensor, minima: Tensor) -> Tensor:
     """Return the 12 bytes of eight scales and eight minima of six bits [n, 8]."""
-    # Scales and minima 0 to 3 are the low six bits of bytes 0 to 7, whose top two bits hold the high bits of 4 to 7.
+    # Scales and minima 0 to 3 are the low six bits of bytes 0 to 7, whose top two bits hold the high bits of 4 to 7;
+    # bytes 8 to 11 hold the low four bits of these.
     low = [part[:, :4] | part[:, 4:] >> 4 << 6 for part in (scales, minima)]
     return torch.cat([*low, scales[:, 4:] & 15 | (minima[:, 4:] & 15) << 4], 1).to(torch.uint8)
 

@@ -30,7 +30,7 @@ class Levels(Protocol):
     def range(self) -> tuple[float, float, int]: ...
 
     def nearest(self, values: Tensor, weights: Tensor) -> Tensor:
-        """Return levels fp32 for values [..., size] in units of the scale; `weights` [..., size] weigh squared errors."""
+        """Return levels fp32 for values [..., size] in units of the scale; `weights` [..., size] of squared errors."""
         ...
 
     def solve(self, residual: Tensor, matrix: Tensor, scales: Tensor, levels: Tensor | None) -> tuple[Tensor, Tensor]:

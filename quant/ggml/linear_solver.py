@@ -1,4 +1,4 @@
-"""Solves the linears of a product for their ggml types, with calibration data."""
+"""Solves the linears of one product for their ggml types with calibration data."""
 
 from collections.abc import Mapping
 
@@ -23,7 +23,7 @@ from mycli.runtime.quantization.scheme import Packing
 class BlockTypeSolver(LinearSolver):
     """Solves each linear for the type that a layout gives it; codes are the rows of its blocks, uint8 [N, bytes].
 
-    Blocks hold their scales, so `Quantized.scales` is empty. Columns are in the order of the file.
+    Blocks contain their scales, so `Quantized.scales` is empty. Columns are in the order of the file.
     """
 
     def __init__(self, layout: GgufLayout) -> None:
@@ -100,7 +100,7 @@ class BlockTypeSolver(LinearSolver):
 
 
 def _error(weight: Tensor, blocks: Tensor, kind: BlockType, hessian: Tensor | None = None) -> float:
-    """The squared error of the weight, or of its outputs for inputs of moments `hessian`, relative to the whole."""
+    """Return the relative squared error of the weight, or with `hessian` of its outputs."""
     lost = dequantize_blocks(blocks, kind.name).sub_(weight)
 
     def size(values: Tensor) -> float:

@@ -115,7 +115,7 @@ def _move_scales(pull: Tensor, solved: SolvedRows, kind: BlockType, hessian: Ten
 
 
 class _SuperBlock:
-    """The scales of one super-block in all rows. `move` changes them in place and sums the weight changes in `shifts`."""
+    """The scales of one super-block in all rows. `move` changes them in place; `shifts`: changes of the weights."""
 
     def __init__(
         self,

@@ -50,7 +50,7 @@ class SymbolTable:
         return token + _CONTROL
 
     def forced(self, data: bytes) -> Symbols:
-        """Return the symbols of the bytes that a parser forces, in which 0xff and an id in brackets are a control token."""
+        """Return the symbols of bytes that a parser forces, in which 0xff and an id in brackets are a control token."""
         symbols: list[int] = []
         for text, control in _FORCED.findall(data):
             symbols += text or [int(control) + _CONTROL]
@@ -174,8 +174,8 @@ class _Search:
                 return None
             path.append(order[place][0])
             left -= place + 1
-            # A chosen symbol moves to the end of the order, so that a pattern that needs several characters gets each
-            # of them in turn. Closing symbols keep their place, unless they repeat as they can only in free text.
+            # A chosen symbol moves to the end of the order, so that a pattern that needs several characters gets all.
+            # Closing symbols keep their place, unless they repeat as they can only in free text.
             closes = path[-1] in _CLOSING and path[-_TEXT_REPEATS:].count(path[-1]) < _TEXT_REPEATS
             order = fresh if closes else [*order[:place], *order[place + 1 :], order[place]]
         return None

@@ -20,7 +20,7 @@ class GrammarProbe:
         self._worker = WorkerProcess("mycli.runtime.sampling.grammars.worker", vocabulary, MEMORY, reply_bytes=1 << 14)
 
     def check(self, source: str, kind: str) -> None:
-        """Raise UsageError if compiling `source` exceeds the limits. Invalid sources pass: compiling them reports why."""
+        """Raise UsageError if compiling `source` exceeds the limits. Invalid sources pass, and fail when compiled."""
         try:
             seconds = float(self._worker.call(source, WALL_SECONDS))
         except WorkerError as error:
