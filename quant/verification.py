@@ -33,7 +33,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Verified:
-    """The result. logits: largest difference in nats, None without logits; likeliest: share of common likeliest tokens."""
+    """The result. logits: largest difference in nats, None without logits; likeliest: share of common tokens."""
 
     program: str
     weights: int
@@ -94,7 +94,7 @@ def _compare(name: str, values: Tensor, read: ReadWeight) -> Fault | None:
     wrong = [index for index, (digest, other) in enumerate(zip(ours, read.rows, strict=True)) if digest != other]
     if not wrong:
         return None
-    # The frequent mistake of a converter is a wrong permutation of rows, of q and k for example: say so.
+    # GGUF permutes the rows of some weights, so a wrong order is named as such.
     moved = sorted(ours) == sorted(read.rows)
     what = "rows in another order" if moved else "other values"
     return Fault(name, wrong[0], f"{what} in {len(wrong)} of {len(ours)} rows, first in row {wrong[0]}")

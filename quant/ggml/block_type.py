@@ -36,10 +36,10 @@ ONE = Multiples(1, 1)  # for types without super-blocks, whose scales are fp16 f
 
 @dataclass(frozen=True)
 class SolvedRows:
-    """Rows of blocks before encoding, transposed: weight = level * factor * unit * multiple - factor * minimum.
+    """Rows of blocks before encoding, transposed: level * factor * unit * multiple - factor * minimum.
 
-    levels: int8 [K, N]; multiples, minima: integers as fp32 [G, N], of the scales and of the minima; factors: fp16 values
-    as fp32 [1 or 2, blocks, N], of the scales and, if the type has them, of the minima.
+    levels: int8 [K, N]; multiples, minima: integers as fp32 [G, N]; factors: fp16 values as fp32 [1 or 2, blocks, N],
+    of the scales and, if the type has them, of the minima.
     """
 
     levels: "Tensor"

@@ -167,8 +167,8 @@ class _SuperBlock:
         ones = -self._factors[1]
         square, pull = self._hessian[rows, rows], self._pull[rows]
         sums = square.sum(1, keepdim=True)
-        # The error is quadratic in both changes: curvatures a, b, c, gradients `first` and `second`. Moving one after
-        # the other would stop early, because a scale and a minimum nearly cancel each other.
+        # The error is quadratic in both changes: curvatures a, b, c, gradients `first` and `second`. Both are
+        # moved together, because a change of one can compensate for a change of the other.
         a = (direction * (square @ direction)).sum(0)
         b = (direction * sums).sum(0) * ones
         c = sums.sum() * ones.square()

@@ -48,7 +48,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Task:
-    """A model to read. program: the Python with the package, or the folder of the binaries; None: this Python, or PATH."""
+    """A model to read. program: a Python with the package, or a folder of binaries; None: this Python, or PATH."""
 
     model: Path
     tokens: tuple[int, ...]

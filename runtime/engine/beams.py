@@ -220,8 +220,8 @@ def check_beams(beams: BeamOptions, replies: int, running: int, vocabulary: int,
     """Raise UsageError for more beams than sequences can run or tokens exist, and for more replies than beams."""
     width = beams.width
     if replies > width:
-        raise UsageError(f"{replies} replies of {width} beams", f"ask for at most {width} replies")
+        raise UsageError(f"{replies} replies need as many beams; there are {width}", f"ask for at most {width} replies")
     if width > running:
-        raise UsageError(f"{width} beams; at most {running} sequences run at the same time", code="fewer-beams")
+        raise UsageError(f"{width} beams, but at most {running} sequences run at the same time", code="fewer-beams")
     if width * max(2, 1 + stop_ids) > vocabulary:
-        raise UsageError(f"{width} beams of a vocabulary of {vocabulary} tokens", "use fewer beams")
+        raise UsageError(f"{width} beams are too many for a vocabulary of {vocabulary} tokens", "use fewer beams")
