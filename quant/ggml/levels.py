@@ -77,7 +77,7 @@ class Integers:
 
 @dataclass(frozen=True)
 class Table:
-    """Levels of a sorted table."""
+    """Levels from a table of sorted values."""
 
     values: tuple[int, ...]
     signed: bool = True
@@ -146,7 +146,7 @@ class Codebook:
         return levels.transpose(0, 1).reshape(values.shape)
 
     def _signs(self, vectors: Tensor, weights: Tensor) -> Tensor:
-        """Signs for vectors [V, N, 8]; errors count by weights [V, 8]."""
+        """Return signs for vectors [V, N, 8]; `weights` [V, 8] of squared errors."""
         signs = torch.where(vectors < 0, -1.0, 1.0)
         if self.even_signs:
             # The eighth sign is the parity of the other seven. Where the parity is wrong, flip the sign that costs

@@ -86,7 +86,7 @@ class BlockTypeSolver(LinearSolver):
         return result
 
     def round_tensor(self, name: str, weight: Tensor) -> tuple[Tensor, float]:
-        """Blocks uint8 [N, bytes] of a weight [N, K] without data, and their relative squared error."""
+        """Return blocks uint8 [N, bytes] of a weight [N, K] without data, and their relative squared error."""
         columns, kind = self._columns(name, weight.shape[1]), self.kind(name)
         original = (weight if columns is None else weight[:, columns]).float()
         try:

@@ -16,7 +16,7 @@ from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.utils.files import disk_errors, write_atomic
 from mycli.runtime.utils.json_fields import Fields, read_object
 
-if TYPE_CHECKING:  # `open` stands above this room: the caller opens the model
+if TYPE_CHECKING:  # the caller opens the model; this room may not import `open`
     from mycli.runtime.engine.replies.completion import Completion
     from mycli.runtime.open import OpenedModel
 

@@ -1,9 +1,9 @@
 """Continuous batching: chooses which sequences run in the next pass, with how many tokens, in which cache blocks.
 
-Policy: fair among users (`fairness`); first come, first served for each user. Prompt chunks and decode steps alternate,
-so a decoding sequence waits for at most one chunk (`Limits.chunk`). When blocks run out, the newest sequence of the user
-with the most is preempted: its blocks are freed, it goes back to the queue, and is recomputed later with the same
-result. The oldest sequence of a single user is never preempted, so all finish.
+Policy: fair among users (`fairness`); first come, first served for each user. Prompt chunks and decode steps
+alternate, so a decoding sequence waits for at most one chunk (`Limits.chunk`). When blocks run out, the newest
+sequence of the user with the most is preempted: its blocks are freed, it goes back to the queue, and is recomputed
+later with the same result. The oldest sequence of a single user is never preempted, so all finish.
 
 Plain Python over token counts and block numbers; tensors and sampling are elsewhere.
 """

@@ -23,7 +23,7 @@ FinishReason = Literal["stop", "length", "context", "cancelled", "deadline", "er
 
 @dataclass(frozen=True)
 class ReplyStart:
-    """Where a reply begins or continues: the seed of its random numbers, its first tokens, the numbers they took."""
+    """The start of a reply. seed: of its random numbers; tokens: its first tokens; numbers: how many they took."""
 
     seed: int
     tokens: tuple[int, ...] = ()

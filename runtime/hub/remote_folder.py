@@ -23,7 +23,7 @@ _WEIGHTS = ".safetensors"
 
 @dataclass(frozen=True)
 class RemoteModel:
-    """A model whose weights are on a hub; a context manager that ends the transfers."""
+    """A model whose weights stay on a hub; a context manager that ends the transfers."""
 
     source: Source
     folder: ModelFolder

@@ -26,7 +26,7 @@ from mycli.runtime.kernels.triton.split_k import Epilogue, add_parts
 
 
 class ResidualArguments(NamedTuple):
-    """Where a kernel writes the stream and, if there is data in `into`, the operand of the next product."""
+    """The stream that a kernel writes and, if `into` has data, the operand of the next product."""
 
     stream: Any  # [rows, size]
     size: Any

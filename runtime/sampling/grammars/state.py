@@ -226,7 +226,7 @@ class GrammarState:
         reasoning: Reasoning | None = None,
         free: bool = False,
     ) -> None:
-        """`ending`: of a reply without tokens; `free`: the grammar allows any text, which may be cut at the limit."""
+        """ending: the ending of an empty reply; free: the grammar allows any text, which may be cut at the limit."""
         self._replies = [
             _Reply(
                 kind,

@@ -209,7 +209,7 @@ async def pull_model(router: Router, request: Request) -> Response:
 
 
 async def delete_model(router: Router, request: Request) -> Response:
-    """Delete a model that was pulled or made here, if this server manages models."""
+    """Delete a model that mycli stored, if this server manages models."""
     if router.manager is None:
         return await refuse_managing(router, request)
     name = model_of(parse_body(await read_body(router.settings.limits, request)))
