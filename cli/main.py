@@ -41,7 +41,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "show": ("show", "Show what a model is, without loading it."),
     "verify": (
         "verify",
-        "Check the files of a model against their recorded hashes, or against what another program reads from them.",
+        "Check a model's files against their recorded hashes, or against another program's reading.",
     ),
     "rm": ("rm", "Delete stored models."),
     "bench": ("bench", "Measure the speed of models; see also bench serve, bench draft."),

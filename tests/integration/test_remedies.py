@@ -15,7 +15,15 @@ from tests.support.sources import name, sources, tree
 COMPILER = {
     "runtime/kernels/cpu/library/compiler.py": {"-o", "--version"},
     "runtime/kernels/cpu/library/prebuilt.py": {"--as-needed"},
-    "quant/readers/llama_cpp.py": {"--allow-requantize", "--build", "--host", "--no-webui", "--port", "--target"},
+    "quant/readers/llama_cpp.py": {
+        "--allow-requantize",
+        "--build",
+        "--host",
+        "--no-webui",
+        "--port",
+        "--target",
+        "--version",
+    },
 }  # options of other programs, not ours
 WORDS = "|".join(sorted({command.split()[0] for command in COMMANDS}))
 SLASHES = "set|system|show|retry|edit|undo|clear|save|load|bye"
