@@ -33,7 +33,7 @@ class CallGrammar:
 class LarkRules:
     """Rules for one tokenizer. control: the ids of its control tokens by their text."""
 
-    def __init__(self, control: Mapping[str, int]) -> None:
+    def __init__(self, control: Mapping[str | None, int]) -> None:
         self.control = control
 
     def literal(self, text: str) -> str:
