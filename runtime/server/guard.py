@@ -25,7 +25,9 @@ from mycli.runtime.server.request_log import RequestRecord
 from mycli.runtime.server.settings import CLIENT_HEADER, SHARE_HEADER, ServerState
 from mycli.runtime.utils.sanitize import one_line
 
-OPEN_PATHS = ("/health", "/")  # without a key: health probes, and a page without data
+# Without a key: health probes, and a page without data.
+OPEN_PATHS = ("/health", "/")
+PAGE_FILES = "/web/"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _MAX_HEADER = 1000  # characters of the keywords left out of a schema
 _SECURITY = {
@@ -159,7 +161,8 @@ class Guard:
 
     def _check(self, scope: Scope, headers: Headers) -> ApiKey | None:
         # The key among those of several users.
-        key = None if scope["path"] in OPEN_PATHS else self._check_key(headers)
+        path = scope["path"]
+        key = None if path in OPEN_PATHS or path.startswith(PAGE_FILES) else self._check_key(headers)
         if scope["method"] == "POST" and self._server.draining:
             raise shutting_down()
         return key

@@ -123,8 +123,9 @@ def test_g6_the_key_covers_every_route(keyed: Served) -> None:
     """But the probe, and the page, which holds nothing and asks for the key."""
     bare = [(method, path.removeprefix("/v1"), None) for method, path, _ in ROUTES]
     for method, path, _ in (*ROUTES, *bare):
-        answer = keyed.ask(method, path.replace("{name:path}", "pico"), b"{}" if method == "POST" else None)
-        assert answer.status == (200 if path in OPEN_PATHS else 401), path
+        file = path.replace("/web/{name:path}", "/web/page.js").replace("{name:path}", "pico")
+        answer = keyed.ask(method, file, b"{}" if method == "POST" else None)
+        assert answer.status == (200 if path in (*OPEN_PATHS, "/web/{name:path}") else 401), path
     assert keyed.ask("GET", "/nowhere").status == 401
     assert set(OPEN_PATHS) == {"/health", "/"}
 
