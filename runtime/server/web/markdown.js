@@ -11,7 +11,7 @@ const TAGS = [
 ];
 const SANITIZE = {
   ALLOWED_TAGS: TAGS, ALLOWED_ATTR: ["href", "class", "start", "align"], ALLOW_DATA_ATTR: false, ALLOW_ARIA_ATTR: false,
-  ALLOWED_URI_REGEXP: /^(?:https?:\/\/|mailto:)/i, RETURN_DOM_FRAGMENT: true,
+  ALLOWED_URI_REGEXP: /^(?:https?:\/\/|mailto:)/i, ADD_URI_SAFE_ATTR: ["start", "align"], RETURN_DOM_FRAGMENT: true,
 };
 const HIGHLIGHTED = {ALLOWED_TAGS: ["span"], ALLOWED_ATTR: ["class"], RETURN_DOM_FRAGMENT: true};
 const MAX_HIGHLIGHTED = 50_000, MAX_FORMULA = 4000;

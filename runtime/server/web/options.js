@@ -67,7 +67,8 @@ export async function showState() {
     const {status, running, waiting, cache} = await health();
     const words = {ok: [], draining: ["shutting down"], failed: ["failed"]}[status] ?? [];
     const cached = cache === undefined ? [] : [`cache ${Math.round(cache * 100)} %`];
-    at("state").textContent = [...words, `${running} running`, `${waiting} waiting`, ...cached].join(" · ");
+    const counts = [[running, "running"], [waiting, "waiting"]].filter(([count]) => count).map((pair) => pair.join(" "));
+    at("state").textContent = [...words, ...counts, ...cached].join(" · ");
   } catch { at("state").textContent = "not reachable"; }
 }
 

@@ -30,7 +30,8 @@ function renaming(item, conversation, show) {
 
 function entry(conversation, current, {onOpen, onRemove, show}) {
   const item = make("li"), title = titleOf(conversation);
-  const open = button(title, () => { openSide(false); onOpen(conversation.id); }, {kind: "title"});
+  const open = button("", () => { openSide(false); onOpen(conversation.id); }, {kind: "title"});
+  open.append(make("span", title));
   if (conversation.id === current) open.setAttribute("aria-current", "true");
   const erase = button("✕", () => {
     if (erase.textContent === "✕") {  // asked once more, in place
@@ -45,7 +46,7 @@ function entry(conversation, current, {onOpen, onRemove, show}) {
   item.append(
     open,
     button("✎", () => renaming(item, conversation, show), {label: `Rename ${title}`, kind: "icon"}),
-    button("⭳", () => download(fileName(conversation) + ".md", "text/markdown", asMarkdown(conversation)),
+    button("↓", () => download(fileName(conversation) + ".md", "text/markdown", asMarkdown(conversation)),
       {label: `Export ${title}`, kind: "icon"}),
     erase,
   );
