@@ -184,7 +184,8 @@ class Guard:
         origin = headers.get("origin")
         if origin is None or origin in self._server.settings.origins:
             return
-        if origin != f"{scope['scheme']}://{headers.get('host', '')}":
+        host = headers.get("host", "")
+        if origin not in (f"{scope['scheme']}://{host}", f"https://{host}"):  # a reverse proxy may have ended TLS
             raise ApiError(403, f"origin {origin[:100]!r} is not allowed", "origin_not_allowed")
 
     def _check_key(self, headers: Headers) -> ApiKey | None:
