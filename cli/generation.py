@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from mycli.runtime.errors import UserError
@@ -11,11 +12,17 @@ from mycli.runtime.tokenizer.chat_template import Message
 
 if TYPE_CHECKING:  # torch takes a second to import
     from mycli.runtime.engine.completion import Completion
+    from mycli.runtime.engine.reply_journal import RecordedReply
+    from mycli.runtime.engine.sequence import BeamOptions
     from mycli.runtime.engine.stats import SpeculationStats, Timing
     from mycli.runtime.sampling.grammars.grammar import Grammar
+    from mycli.runtime.sampling.grammars.reasoning import ReasoningGrammars
     from mycli.runtime.sampling.logprobs import TokenLogprob
     from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
+# The default limit of a reply with a schema whose values are all scalars: a small model writes a string without an end.
+VALUE_TOKENS = 30
+LEAST_FORMAT_TOKENS = 60
 TOGETHER = 64  # prompts of a batch file that run concurrently
 
 
@@ -23,7 +30,9 @@ TOGETHER = 64  # prompts of a batch file that run concurrently
 class Generator:
     """A loaded model with the settings of a command.
 
-    `count`: replies per prompt; `top`: most likely tokens to list at each position, None for no logprobs.
+    `count`: replies per prompt; `top`: most likely tokens to list at each position, None for no logprobs;
+    `reasoning_budget`: tokens of reasoning, None for any number; `deadline`: seconds of a reply, None for any time;
+    `beams`: search for the most likely replies instead of sampling.
     """
 
     loaded: OpenedModel
@@ -36,6 +45,9 @@ class Generator:
     grammar: "Grammar | None" = None
     count: int = 1
     top: int | None = None
+    reasoning_budget: int | None = None
+    deadline: float | None = None
+    beams: "BeamOptions | None" = None
 
     def encode(self, prompt: str | Sequence[Message]) -> list[int]:
         """Return the token ids of a prompt; a text is a user message unless `raw` or without a chat template."""
@@ -48,15 +60,19 @@ class Generator:
             prompt = [Message("system", self.system), *prompt]
         return tokenizer.apply_chat_template(prompt, allow_special=self.allow_special)
 
-    def _limit(self, prompt: Sequence[int]) -> int | None:
-        # The default limit is lowered to the room in the context; a limit given by the user is not, and may be refused.
+    def room(self, prompt: Sequence[int]) -> int | None:
+        """Return the limit of a reply to `prompt`: the default fits the context, one that was given may be refused."""
         from mycli.runtime.engine.sequence import reply_room
 
-        room = reply_room(self.loaded.engine.context, len(prompt))
-        return DEFAULT_MAX_TOKENS if self.limit is None and room > DEFAULT_MAX_TOKENS else self.limit
+        if self.limit is not None:
+            return self.limit
+        default = DEFAULT_MAX_TOKENS
+        if self.grammar is not None and self.grammar.values is not None:
+            default = min(max(self.grammar.values * VALUE_TOKENS, LEAST_FORMAT_TOKENS), default)
+        return default if reply_room(self.loaded.engine.context, len(prompt)) > default else None
 
-    def reply(self, prompt: Sequence[int]) -> "Completion":
-        """Return one reply; iterating over it generates its text."""
+    def reply(self, prompt: Sequence[int], recorded: "tuple[RecordedReply, int] | None" = None) -> "Completion":
+        """Return one reply; iterating over it generates its text. `recorded`: its record and seed, if it has them."""
         from mycli.runtime.engine.completion import Completion
 
         return Completion(
@@ -64,11 +80,26 @@ class Generator:
             self.loaded.engine,
             prompt,
             self.sampling,
-            limit=self._limit(prompt),
+            limit=self.room(prompt),
             stops=self.stops,
-            grammar=self.grammar,
+            grammar=self.grammar or self._reasoning(prompt),
             top=self.top,
+            deadline=self.deadline,
+            recorded=None if recorded is None else recorded[0],
+            seed=None if recorded is None else recorded[1],
+            beams=self.beams,
         )
+
+    def _reasoning(self, prompt: Sequence[int]) -> "Grammar | None":
+        if self.raw or (self.reasoning_budget is None and self.deadline is None):
+            return None
+        return self._reasoning_grammars.grammar(prompt)
+
+    @cached_property
+    def _reasoning_grammars(self) -> "ReasoningGrammars":
+        from mycli.runtime.sampling.grammars.reasoning import ReasoningGrammars
+
+        return ReasoningGrammars(self.loaded.model.tokenizer, self.loaded.model.stop_ids, self.reasoning_budget)
 
     def samples(self, prompt: Sequence[int]) -> "Sequence[Completion]":
         """Generate `count` replies; the prompt is computed once."""
@@ -76,17 +107,12 @@ class Generator:
 
         return draw_samples(self.loaded.engine, [self.reply(prompt) for _ in range(self.count)])
 
-    def describe(self, prompt: Sequence[int]) -> dict[str, Any]:
-        """Generate the answer as a JSON object: of the reply, or with `samples` if `count` is above 1."""
-        if self.count > 1:
-            return self._sampled(self.samples(prompt))
-        reply = self.reply(prompt)
-        for _ in reply:
-            pass
-        return self._replied(reply)
+    def describe(self, replies: "Sequence[Completion]") -> dict[str, Any]:
+        """Return the answer as a JSON object: of the reply, or with `samples` if `count` is above 1."""
+        return self._sampled(replies) if self.count > 1 else self._replied(replies[0])
 
     def describe_all(self, prompts: Iterable[str | Sequence[Message]]) -> "Iterator[dict[str, Any] | UserError]":
-        """Yield `describe` or the error for each prompt, in order; `TOGETHER` prompts run concurrently."""
+        """Yield the JSON object or the error of each prompt, in order; `TOGETHER` prompts run concurrently."""
         from mycli.runtime.engine.completion import complete_all
 
         for group in complete_all(self.loaded.engine, map(self._group, prompts), TOGETHER):
@@ -94,7 +120,7 @@ class Generator:
             if error is not None:
                 yield error
             else:
-                yield self._sampled(group) if self.count > 1 else self._replied(group[0])
+                yield self.describe(group)
 
     def _group(self, prompt: str | Sequence[Message]) -> "list[Completion]":
         try:

@@ -23,6 +23,7 @@ from mycli.runtime.errors import ExitCode
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "chat": ("chat", "Chat with a model in the terminal."),
     "run": ("run", "Answer one prompt and exit."),
+    "replay": ("replay", "Make the reply of a receipt again and compare it token by token."),
     "embed": ("embed", "Compute the vectors of texts with an embedding model."),
     "serve": ("serve", "Serve models over HTTP, with an API and a web page."),
     "launch": ("launch", "Start a coding agent on a served model."),
@@ -43,11 +44,15 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "bench": ("bench", "Measure the speed of models; see also bench serve, bench draft."),
     "bench serve": ("bench_serve", "Measure a server under load."),
     "bench draft": ("bench_draft", "Measure how much faster a draft makes a model."),
+    "cache why": ("cache_why", "Say why the prompt of one request misses the cache of another."),
     "spec check": ("spec_check", "Check that a draft has the vocabulary of its target."),
     "spec verify": ("spec_verify", "Test that a draft changes only the speed."),
     "doctor": ("doctor", "Check that everything works on this machine, and show how it runs a model."),
 }
-GROUPS = {"spec": "Check whether a small model can draft for a larger one."}  # first words that are no command
+GROUPS = {  # first words that are no command
+    "cache": "Explain the prefix cache.",
+    "spec": "Check whether a small model can draft for a larger one.",
+}
 # Options that may also stand before the name of a command.
 GLOBAL = ("--json", "-q", "--quiet", "-v", "--verbose", "--debug", "--offline", "--device", "--threads")
 # OpenMP threads by default sleep immediately after each product, and waking them takes as long as a small product; so

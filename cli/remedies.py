@@ -45,6 +45,7 @@ REMEDIES: Mapping[str, str] = {
     "continue-text": "continue a text instead: mycli run {model} PROMPT",
     "fewer-tokens-or-more-context": "use -n {tokens} or less, or a larger --ctx",
     "embedding-model": "for text: mycli run, with a generative model; for vectors: mycli embed, with modules.json",
+    "fewer-beams": "use fewer beams, a smaller -n, or a larger --ctx; a server: a larger --max-sequences",
     "more-context": "shorten the prompt, or use a larger --ctx",
     "less-context": "use a smaller --ctx",
     "larger-windows": "use a larger --ctx",
@@ -96,6 +97,7 @@ REMEDIES: Mapping[str, str] = {
     "quantize-first": "quantize it first: mycli quantize MODEL",
     # the hub and files
     "pull": "mycli pull {model}",
+    "pull-then-quantize": "download the whole model, then quantize it: mycli pull {model}; mycli quantize {model}",
     "pull-online": "run it without --offline: mycli pull {model}",
     "search-hub": "search the hub: mycli search {words}; mycli list shows the models on this machine",
     "hub-candidates": "on the hub: {candidates} (download with mycli pull NAME); mycli search {words} finds more",

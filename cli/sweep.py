@@ -72,10 +72,8 @@ def sweep_recipes(flags: RecipeFlags, texts: Sequence[str]) -> list[Recipe]:
     recipes = []
     for combination in product(*choices.values()):
         changes: dict[str, Any] = dict(zip(choices, combination, strict=True))
-        if "bits" in changes:
-            if not changes["bits"].isdecimal():
-                raise UsageError(f"--sweep bits={changes['bits']}: not a number of bits", _HINT)
-            changes["bits"] = int(changes["bits"])
+        if not changes.get("bits", "4").isdecimal():
+            raise UsageError(f"--sweep bits={changes['bits']}: not a number of bits", _HINT)
         recipes.append(replace(flags, **changes).resolve())
     if len({recipe.name for recipe in recipes}) < len(recipes):
         raise UsageError("--sweep names a combination twice", _HINT)

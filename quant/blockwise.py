@@ -25,14 +25,15 @@ from mycli.quant.linear_solver import LinearSolver, SolvedProduct, rounding_erro
 from mycli.quant.model_card import Layer
 from mycli.quant.progress import ReportNote, ReportProgress, ignore, silent
 from mycli.quant.rounding.error_compensation import Moments
-from mycli.quant.rounding.grid import Grid, Quantized, dequantize_codes
+from mycli.quant.rounding.grid import Quantized
 from mycli.quant.tuning.block import tune_block
 from mycli.quant.tuning.parameters import TunableBlock
 from mycli.quant.work_folder import Solved, WorkFolder
-from mycli.runtime.device.placement import torch_dtype
+from mycli.runtime.checkpoint.formats import EMBEDDING
 from mycli.runtime.device.system import trim_heap
 from mycli.runtime.layers.attention import PromptAttention
 from mycli.runtime.layers.linear import Linear
+from mycli.runtime.models.part_spec import LinearSpec
 from mycli.runtime.quantization.scheme import Packing
 
 Sink = Callable[[Solved], None]  # called with each solved block in order, the head last
@@ -45,14 +46,19 @@ class BlockSolver:
     # of both models lie on the host and are advanced by every call.
 
     def __init__(
-        self, model: StreamedModel, packings: Mapping[str, Packing], solver: LinearSolver, windows: Tensor
+        self,
+        model: StreamedModel,
+        packings: Mapping[str, Packing],
+        solver: LinearSolver,
+        windows: Tensor,
+        embedding: Tensor | None = None,
     ) -> None:
-        """`windows`: calibration tokens int64 [samples, seq]."""
+        """`windows`: calibration tokens int64 [samples, seq]; `embedding`: the table of the quantized model."""
         self.model = model
         self.packings = packings
         self._solver = solver
-        self._dtype = torch_dtype(model.config.dtype)
-        self._stream, self._original_stream = model.embed(windows), model.embed(windows)
+        self._original_stream = model.embed(windows)
+        self._stream = self._original_stream.clone() if embedding is None else model.embed(windows, embedding)
         self._side_inputs = model.side_inputs(windows)
         self._original_side_inputs = None if self._side_inputs is None else self._side_inputs.twin()
         self._context = model.context(windows.shape[1])
@@ -62,7 +68,13 @@ class BlockSolver:
     @property
     def count(self) -> int:
         """The number of calls that finish the model: one per block, one for a quantized head."""
-        return self.model.config.layers + (self.model.config.head().name in self.packings)
+        return self.model.config.layers + (self._head.name in self.packings)
+
+    @property
+    def _head(self) -> LinearSpec:
+        # A format that quantizes embeddings solves a tied one as the head that it is.
+        head = self.model.config.head()
+        return replace(head, name=EMBEDDING) if self.model.config.tie_embeddings else head
 
     def solve(self, index: int) -> Solved:
         """Quantize the next block, or after the last one the head."""
@@ -156,14 +168,15 @@ class BlockSolver:
 
     @torch.no_grad()
     def _solve_head(self) -> Solved:
-        model, head = self.model, self.model.config.head()
+        model, head = self.model, self._head
         fitted, held_out = (Moments.zeros(head.in_features, model.placement.device) for _ in range(2))
         for index, (ours, originals) in enumerate(zip(self._stream, self._original_stream, strict=True)):
             x, y = model.normed(ours).float(), model.normed(originals).float()
             require_finite(x)
             with reduced_precision(model.placement.device):
                 (held_out if index % HELD_OUT_EVERY == HELD_OUT_EVERY - 1 else fitted).add(x, y)
-        solved = self._solver.solve(model.weights([head]), self.packings[head.name], fitted, held_out)
+        packing, weights = self.packings[head.name], model.weights([head])
+        solved = self._solver.solve(weights, packing, fitted.complete(), held_out.complete())
         return Solved(solved.linears, {}, tuple(solved.layers))
 
     def _advance_original(self, index: int) -> None:
@@ -181,10 +194,9 @@ class BlockSolver:
             model.advance(block, self._stream, self._context, self._side_inputs)
 
     def _install(self, linear: Linear, solved: Mapping[str, Quantized]) -> None:
-        """Replace a weight by its dequantized codes, rounded to the scales' dtype as every reader rounds them."""
+        """Replace a weight by what every reader computes from its codes."""
         names = [spec.name for spec in linear.specs]
-        grid = Grid(self.packings[names[0]], self._dtype)
-        restored = [dequantize_codes(solved[name], grid).to(self._dtype) for name in names]
+        restored = [self._solver.restore(name, solved[name], self.packings[name]) for name in names]
         linear.replace(torch.cat(restored).to(linear.weight().dtype))
 
 

@@ -94,9 +94,12 @@ class StreamedModel:
         self._norm = self.final_norm()
         self._head: Linear | None = None
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """The residual stream [windows, context, hidden] of tokens int64 [windows, context], on the host."""
-        table = self.source.read(_EMBEDDING)
+    def embed(self, tokens: Tensor, table: Tensor | None = None) -> Tensor:
+        """The residual stream [windows, context, hidden] of tokens int64 [windows, context], on the host.
+
+        `table`: an embedding to use instead of the model's own.
+        """
+        table = self.source.read(_EMBEDDING) if table is None else table
         stream = torch.empty(*tokens.shape, table.shape[1], dtype=self.placement.dtype)
         for window, ids in zip(stream, tokens, strict=True):
             window.copy_(functional.embedding(ids, table))

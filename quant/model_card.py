@@ -19,7 +19,6 @@ import torch
 
 from mycli.quant.calibration.sampler import Calibration
 from mycli.quant.evaluate import Evaluation
-from mycli.quant.recipe import Recipe
 from mycli.runtime.checkpoint.adapter import Adapter
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.hub.resolve import Source
@@ -95,15 +94,20 @@ def _versions() -> dict[str, str]:
     return {"mycli": version(), "torch": torch.__version__, "python": platform.python_version()}
 
 
-def identify(recipe: Recipe, calibration: Calibration, placement: Placement, at_once: int) -> dict[str, Any]:
+def identify(recipe: Mapping[str, Any], calibration: Calibration, placement: Placement, at_once: int) -> dict[str, Any]:
     """The properties that two runs must share for one to continue the other, besides the hashes of the source."""
     return {
-        "recipe": asdict(recipe),
+        "recipe": recipe,
         "calibration": _describe(calibration),
         "versions": _versions(),
         "device": f"{placement.device.type}, {placement.dtype}",
         "tokens per pass": at_once,  # the memory limit decides it, and it changes the rounding of sums
     }
+
+
+def identify_dataless(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `identify` returns, for a method without data."""
+    return {"recipe": recipe, "versions": _versions()}
 
 
 def _describe(calibration: Calibration) -> dict[str, Any]:
@@ -113,7 +117,7 @@ def _describe(calibration: Calibration) -> dict[str, Any]:
 
 def encode(
     *,
-    recipe: Recipe,
+    recipe: Mapping[str, Any],
     calibration: Calibration | None,
     source: Source,
     stored: str | None,
@@ -127,10 +131,9 @@ def encode(
     files: Mapping[str, Any],
 ) -> bytes:
     """The bytes of the file; `source_files` and `files` are `digests`, `stored` the formats of a packed source."""
-    group = "channel" if recipe.group is None else recipe.group
     record = {
         "schema_version": CARD_VERSION,
-        "recipe": {**asdict(recipe), "group": group},
+        "recipe": recipe,
         "calibration": None if calibration is None else _describe(calibration),
         "source": {
             "name": source.label,

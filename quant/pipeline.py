@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from mycli.quant.layer_streaming import RememberedModel, StreamedModel
 from mycli.quant.linear_solver import TOO_FEW_TOKENS, LinearSolver
 from mycli.quant.mixed_precision import WINDOWS, allocate, measure_shares
 from mycli.quant.model_card import Layer, Size, Tuning
+from mycli.quant.output_work import OutputWork
 from mycli.quant.planning.memory import Need
 from mycli.quant.planning.plan import (
     QUICK_TOKENS,
@@ -57,11 +58,14 @@ class SharedWork:
     # Not the Hessians: every copy is calibrated on its own quantized inputs, so that its bytes are those of a single
     # run. On two cores they are most of the time.
 
-    def __init__(self, remembers: bool = False) -> None:
-        """`remembers`: keep the residual streams of the source that copies are measured against."""
+    def __init__(self, remembers: bool = False, digests: dict[str, Any] | None = None) -> None:
+        """`remembers`: keep the residual streams of the source that copies are measured against.
+
+        digests: of the source's files, where they are known.
+        """
         self._model = RememberedModel if remembers else StreamedModel
         self._calibrations: dict[tuple[object, ...], Calibration] = {}
-        self._digests: dict[str, Any] | None = None
+        self._digests = digests
         self._reference: StreamedModel | None = None
 
     def calibration(self, work: QuantizationPlan) -> Calibration:
@@ -135,12 +139,15 @@ def quantize(
     progress: ReportProgress = silent,
     note: ReportNote = ignore,
     shared: SharedWork | None = None,
+    in_place: bool = False,
 ) -> Outcome:
     """Carry out a plan; `placement` is where to solve, and where and in which dtype to measure.
 
     Nothing appears at `target` before everything is written, measured and flushed. Finished blocks are stored in
     `work_folder` (default: `default_work_folder`) until then, and an interrupted run continues from there unless
-    `restart`. Raises what reading, solving and measuring raise, and UsageError or ResourceError from `check_resources`.
+    `restart`. in_place: finished parts are stored in the output itself, so that the disk needs its size only; not for
+    recipes that tune. Raises what reading, solving and measuring raise, and UsageError or ResourceError from
+    `check_resources`.
     """
     check_resources(work, target, overwrite=overwrite)
     recipe, folder, shared = work.recipe, work.folder, shared or SharedWork()
@@ -150,28 +157,48 @@ def quantize(
             message = f"tuning needs at least {HELD_OUT_EVERY} calibration windows, one held out"
             raise UsageError(f"{message}; there are {len(calibration.windows)}", code="more-samples")
         finished_in = work_folder or default_work_folder(target)
-        run = {} if calibration is None else model_card.identify(recipe, calibration, placement, work.need.at_once)
+        run = (
+            {}
+            if calibration is None
+            else model_card.identify(asdict(recipe), calibration, placement, work.need.at_once)
+        )
         if not restart:
             require_same_run(finished_in, run)  # now and not only below: hashing the source may take minutes
         origin = stack.enter_context(shared.digests(folder))
-        writer = stack.enter_context(CheckpointWriter(target, work.tensors, overwrite=overwrite))
+        finished: WorkFolder | None = None
+        journal: OutputWork | None = None
+        if in_place:
+            run = {**(run or model_card.identify_dataless(asdict(recipe))), "source": origin.result()}
+            finished = journal = stack.enter_context(OutputWork(finished_in, run, restart=restart))
+        writer = stack.enter_context(
+            CheckpointWriter(
+                target,
+                work.tensors,
+                overwrite=overwrite,
+                stored_name=folder.config.stored_name,
+                resumable=None if journal is None else journal.output,
+            )
+        )
         output = TensorWriter(writer, work.packings, folder.config.dtype)
+        if journal is not None:
+            journal.attach(writer, output, folder.config)
         solver = LinearSolver.of(recipe, torch_dtype(folder.config.dtype))
         source, names = SourceWeights(folder), [name for name, _ in folder.config.tensors()]
-        finished, tuning = None, None
+        tuning = None
         if calibration is None:
-            layers = quantize_tensors(source, names, solver, output, placement.device, progress)
+            layers = quantize_tensors(source, names, solver, output, placement.device, progress, journal)
         else:
-            run["source"] = origin.result()
-            finished = stack.enter_context(WorkFolder(finished_in, run, restart=restart))
+            if finished is None:
+                run["source"] = origin.result()
+                finished = stack.enter_context(WorkFolder(finished_in, run, restart=restart))
             for name in names:
                 if not output.is_quantized(name):
-                    output.copy(source, name)
+                    (journal or output).copy(source, name)
             model = StreamedModel(folder, placement, work.need.at_once, dense=True)
             blocks: list[Solved] = []  # of a model that is tuned as a whole; others are written one by one
             layers = quantize_blocks(
                 BlockSolver(model, work.packings, solver, calibration.windows),
-                blocks.append if recipe.tune else output.write_block,
+                blocks.append if recipe.tune else output.write_block if journal is None else _is_written,
                 finished,
                 progress,
                 note,
@@ -190,10 +217,10 @@ def quantize(
         card, activations = None, None
         if work.report != "none":
             reference = shared.reference(folder, placement, work.need.at_once)
-            card, activations = _measure(reference, result, work.report, placement, work.need.at_once, progress)
+            card, activations = measure_result(reference, result, work.report, placement, work.need.at_once, progress)
         files = model_card.digests(path for path in writer.folder.iterdir() if path.is_file())
         record = model_card.encode(
-            recipe=recipe,
+            recipe={**asdict(recipe), "group": "channel" if recipe.group is None else recipe.group},
             calibration=calibration,
             source=work.source,
             stored=work.stored,
@@ -210,8 +237,12 @@ def quantize(
         writer.finish()
         if finished is not None:
             finished.clear()
-    notes = (*_source_notes(work, calibration), *_result_notes(layers, tuning, card))
+    notes = (*_source_notes(work, calibration), *result_notes(layers, tuning, card))
     return Outcome(target, work.size, layers, card, notes, activations)
+
+
+def _is_written(solved: Solved) -> None:
+    """Do nothing with a block that its work folder has written to the output."""
 
 
 def _tune(
@@ -268,20 +299,23 @@ def _config(folder: ModelFolder, output: TensorWriter) -> bytes:
     return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def _measure(
+def measure_result(
     reference: StreamedModel,
     result: ModelFolder,
     report: Report,
     placement: Placement,
     at_once: int,
     progress: ReportProgress,
+    *,
+    same_head: bool = True,
 ) -> tuple[Evaluation, ActivationKl | None]:
+    """Measure a result on held-out text; `same_head`: a head that is not packed has the reference's weights."""
     source = reference.folder
     context = min(REPORT_CONTEXT, source.config.max_context)
     text = cut(held_out_text(), source.tokenizer(), context, QUICK_TOKENS if report == "quick" else None)
     trim_heap()
     model = StreamedModel(result, placement, at_once)
-    if "lm_head" not in result.packings:
+    if same_head and "lm_head" not in result.packings:
         model.share_head(reference)
     card = evaluate(model, text, reference, progress)
     if placement.device.type != "cpu" or card.divergence is None:
@@ -302,7 +336,8 @@ def _source_notes(work: QuantizationPlan, calibration: Calibration | None) -> It
         yield f"calibrated on {calibration.tokens} tokens, fewer than the {widest} inputs of a layer; use more"
 
 
-def _result_notes(layers: tuple[Layer, ...], tuning: Tuning | None, card: Evaluation | None) -> Iterator[str]:
+def result_notes(layers: tuple[Layer, ...], tuning: Tuning | None, card: Evaluation | None) -> Iterator[str]:
+    """Yield notes about fallbacks, inputs that were never used, and collapse."""
     for reason, count in sorted(Counter(layer.fallback for layer in layers if layer.fallback).items()):
         names = [layer.name for layer in layers if layer.fallback == reason]
         some = f" ({', '.join(names[:3])}{', ...' if count > 3 else ''})" if reason == TOO_FEW_TOKENS else ""

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
 
 import torch
 
@@ -48,6 +49,18 @@ class TensorWriter:
             self._writer.write(name, tensor)
 
 
+class Journal(Protocol):
+    """Records the tensors that are written, so that a later run continues."""
+
+    def finished(self, tensor: str) -> bool: ...
+
+    def layer(self, tensor: str) -> Layer | None: ...
+
+    def copy(self, source: SourceWeights, tensor: str) -> None: ...
+
+    def write_linear(self, layer: Layer, solved: Quantized) -> None: ...
+
+
 def quantize_tensors(
     source: SourceWeights,
     names: Sequence[str],
@@ -55,17 +68,22 @@ def quantize_tensors(
     output: TensorWriter,
     device: torch.device,
     progress: ReportProgress,
+    journal: "Journal | None" = None,
 ) -> tuple[Layer, ...]:
-    """Write the tensors `names`, quantizing those that `output` has a packing for."""
+    """Write the tensors `names`, quantizing those that `output` has a packing for, except those that `journal` has."""
     # While a linear is solved, the one before it is written and the tensor after it is read ahead.
     layers: list[Layer] = []
     progress("quantizing", 0, len(output.packings))
     with ThreadPoolExecutor(1) as background:
         written: Future[None] | None = None
         for name, following in zip(names, [*names[1:], ""], strict=True):
+            if journal is not None and journal.finished(name):
+                layers += [done] if (done := journal.layer(name)) is not None else []
+                continue
             source.checkpoint.prefetch(following)
             if not output.is_quantized(name):
-                output.copy(source, name)  # not in the background: embeddings are large, and one at a time is enough
+                # Not in the background: embeddings are large, and one at a time is enough.
+                (journal or output).copy(source, name)
                 continue
             linear = name.removesuffix(".weight")
             weight = source.read(name).to(device)
@@ -73,7 +91,10 @@ def quantize_tensors(
             del weight
             if written is not None:
                 written.result()
-            written = background.submit(output.write_linear, linear, solved)
+            if journal is None:
+                written = background.submit(output.write_linear, linear, solved)
+            else:
+                written = background.submit(journal.write_linear, layer, solved)
             del solved
             layers.append(layer)
             progress("quantizing", len(layers), len(output.packings))

@@ -55,7 +55,7 @@ class WorkFolder:
                     raise UsageError(message, code="wait-or-other-work-folder") from None
                 for left in self.folder.glob(".*.tmp"):  # by a run that was killed while it wrote
                     left.unlink()
-                for old in (self.folder / _RUN, *self.folder.glob(_BLOCKS)) if self._restart else ():
+                for old in self._leftovers() if self._restart else ():
                     old.unlink(missing_ok=True)
             self._check_run()
             self._lock = entered.pop_all()
@@ -65,6 +65,9 @@ class WorkFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._lock.close()
+
+    def _leftovers(self) -> list[Path]:
+        return [self.folder / _RUN, *self.folder.glob(_BLOCKS)]
 
     def _check_run(self) -> None:
         path = self.folder / _RUN

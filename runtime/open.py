@@ -288,11 +288,13 @@ def _build(
     )
     speculator = None
     if config.draft is not None:
-        from mycli.runtime.speculative.draft_length import AdaptiveDraftLength
+        from mycli.runtime.speculative.draft_length import LENGTHS, LONG_LENGTHS, AdaptiveDraftLength
         from mycli.runtime.speculative.speculator import ProposerSpeculator
 
         proposer = _proposer(config.draft, draft, loaded, shape)
         cost = proposer.relative_cost
+        # On a GPU each length has graphs of its own, whose memory is counted for short ones.
+        lengths = LENGTHS if cost or placement.device.type == "cuda" else LONG_LENGTHS
         noted = list[str]()
 
         def note_once(text: str) -> None:  # there is a policy for each number of sequences, and all say the same
@@ -300,7 +302,7 @@ def _build(
                 noted.append(text)
                 report.note(text)
 
-        speculator = ProposerSpeculator(proposer, lambda: AdaptiveDraftLength(cost, note_once))
+        speculator = ProposerSpeculator(proposer, lambda: AdaptiveDraftLength(cost, note_once, lengths))
     store = None
     if config.prefix_folder is not None:
         store = _prefix_store(config.prefix_folder, config.prefix_bytes, folder, loaded, plan.context, report)
@@ -320,8 +322,9 @@ def _build(
 
 
 def _proposer(name: str, draft: ModelFolder | None, loaded: "LoadedModel", shape: "CacheShape") -> "Proposer":
+    from mycli.runtime.speculative.lookup import PromptLookup
     from mycli.runtime.speculative.mtp import MtpHead, MtpProposer
-    from mycli.runtime.speculative.proposers import PromptLookup, load_draft
+    from mycli.runtime.speculative.proposers import load_draft
 
     if draft is None:
         return PromptLookup()

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from mycli.cli.chat.history import Conversation, SessionFile
@@ -20,6 +21,8 @@ from mycli.runtime.utils.units import human_bytes, pluralize
 
 if TYPE_CHECKING:
     from mycli.runtime.engine.completion import Completion
+    from mycli.runtime.sampling.grammars.grammar import Grammar
+    from mycli.runtime.sampling.grammars.reasoning import ReasoningGrammars
 
 Overflow = Literal["refuse", "drop-oldest"]
 REPLY_ROOM = 256  # tokens left for a reply when old turns are dropped, at most a quarter of the context
@@ -36,7 +39,10 @@ def thinking(template: ChatTemplate, enabled: bool) -> dict[str, bool]:
 
 @dataclass
 class Chat:
-    """A conversation with a loaded model; `arguments` are passed to its chat template."""
+    """A conversation with a loaded model; `arguments` are passed to its chat template.
+
+    reasoning_budget: tokens of reasoning, None for any number; deadline: seconds of a reply, None for any time.
+    """
 
     call: Call
     loaded: OpenedModel
@@ -48,6 +54,8 @@ class Chat:
     overflow: Overflow = "refuse"
     arguments: dict[str, Any] = field(default_factory=dict)
     session_file: SessionFile | None = None
+    reasoning_budget: int | None = None
+    deadline: float | None = None
     last: "Completion | None" = None
     finished: bool = False
 
@@ -64,7 +72,15 @@ class Chat:
                 self.conversation.undo()
             self.conversation.turns.append(Message("user", message))
             prompt = self._prompt()
-            reply = Completion(self.loaded.model, self.loaded.engine, prompt, self.sampling, stops=self.stops)
+            reply = Completion(
+                self.loaded.model,
+                self.loaded.engine,
+                prompt,
+                self.sampling,
+                stops=self.stops,
+                grammar=self._grammar(prompt),
+                deadline=self.deadline,
+            )
             text = self._stream(reply, prompt)
             self.conversation.turns.append(Message("assistant", text))
             if not replace_last:
@@ -75,6 +91,17 @@ class Chat:
         else:
             self.call.out.footer(self.statistics(reply))
         self.save_session()
+
+    def _grammar(self, prompt: list[int]) -> "Grammar | None":
+        if self.reasoning_budget is None and self.deadline is None:
+            return None
+        return self._reasoning_grammars.grammar(prompt)
+
+    @cached_property
+    def _reasoning_grammars(self) -> "ReasoningGrammars":
+        from mycli.runtime.sampling.grammars.reasoning import ReasoningGrammars
+
+        return ReasoningGrammars(self.loaded.model.tokenizer, self.loaded.model.stop_ids, self.reasoning_budget)
 
     def save_session(self) -> None:
         """Write the session file if there is one; called after every change of the conversation."""

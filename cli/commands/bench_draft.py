@@ -73,8 +73,9 @@ def _subject(
     from mycli.runtime.diagnostics.prompts import prompts
     from mycli.runtime.diagnostics.speculation_benchmark import SpeculationSubject
     from mycli.runtime.engine.model_runner import CacheShape
+    from mycli.runtime.speculative.lookup import PromptLookup
     from mycli.runtime.speculative.mtp import MtpProposer
-    from mycli.runtime.speculative.proposers import DraftModel, PromptLookup, Proposer
+    from mycli.runtime.speculative.proposers import DraftModel, Proposer
     from mycli.runtime.speculative.speculator import ProposerSpeculator
 
     opened = load_engine(call, model, engine)

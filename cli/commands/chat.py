@@ -9,7 +9,7 @@ from mycli.cli.chat.slash_commands import SlashCommands
 from mycli.cli.chat.terminal import complete_commands, converse, edit_lines
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
-from mycli.cli.flags.records import LoadFlags, PrefixCacheFlags, SamplingFlags
+from mycli.cli.flags.records import LoadFlags, PrefixCacheFlags, ReasoningFlags, SamplingFlags
 from mycli.cli.load import load_engine
 from mycli.runtime.errors import ExitCode, UsageError
 from mycli.runtime.hub.store import state_dir
@@ -43,6 +43,7 @@ def chat(
     escapes: options.Escapes = False,
     *,
     sampling: SamplingFlags,
+    reasoning: ReasoningFlags,
     prefix_cache: PrefixCacheFlags,
     loading: LoadFlags,
 ) -> ExitCode:
@@ -85,6 +86,8 @@ def chat(
         overflow=overflow_policy,
         arguments={} if think is None else thinking(template, think == "on"),
         session_file=session_file,
+        reasoning_budget=reasoning.budget,
+        deadline=reasoning.deadline,
     )
     commands = SlashCommands(chat)
     if call.out.interactive:

@@ -14,6 +14,7 @@ from mycli.cli.load import adapted, announce_placement, open_config
 from mycli.cli.output import Column
 from mycli.cli.text.format import active_parameters
 from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.stable_file import RegularFile
 from mycli.runtime.device.disk import ASSUMED, read_rate
 from mycli.runtime.device.probe import Target, find_target
 from mycli.runtime.engine.config import MTP, NGRAM, EngineConfig
@@ -52,7 +53,8 @@ def _streamed(subject: EstimateSubject, engine: EngineConfig) -> EstimateSubject
         return subject
     measured = None
     with suppress(ModelError):  # without weight files there is nothing to measure
-        files = () if subject.folder.config_only else subject.folder.manifest.files.values()
+        stored = () if subject.folder.config_only else subject.folder.manifest.files.values()
+        files = [file for file in stored if isinstance(file, RegularFile)]
         measured = read_rate(max(files, key=lambda file: file.size).path) if files else None
     disk = (ASSUMED, "assumed") if measured is None else (measured, "measured")
     return replace(subject, plan=plan, disk=disk)

@@ -1,20 +1,28 @@
 """`mycli pull`: download a model into the Hugging Face cache, verified and resumable."""
 
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
+from mycli.cli.flags.recipe import RecipeFlags
 from mycli.cli.output import Column
+from mycli.cli.quantized_pull import QuantizedPull, pull_quantized
+from mycli.runtime.errors import UsageError
 from mycli.runtime.hub.client import Hub
 from mycli.runtime.hub.download import DownloadPlan, check_space, fetch_files, plan_download
 from mycli.runtime.hub.model_info import check_supported
 from mycli.runtime.hub.resolve import Source, custom_code_warning, resolve
 from mycli.runtime.utils.units import human_bytes, pluralize
 
+if TYPE_CHECKING:  # torch takes seconds to import
+    from mycli.quant.planning.plan import Report
+
 EXAMPLES = (
     "mycli pull HuggingFaceTB/SmolLM2-135M-Instruct  # needs the network",
     "mycli pull Qwen/Qwen3-0.6B --dry-run  # needs the network",
     "mycli pull Qwen/Qwen3-0.6B@main --json  # needs the network",
+    "mycli pull Qwen/Qwen3-8B --bits 4  # needs the network",
 )
 _COLUMNS = (
     Column("file", "name"),
@@ -55,17 +63,40 @@ def _show_local(call: Call, model: str) -> None:
 def pull(
     call: Call,
     model: options.Model,
+    flags: RecipeFlags,
     dry_run: Annotated[bool, options.flag("--dry-run", "Show what would be downloaded, and download nothing.")] = False,
     force: Annotated[
         bool, options.flag("--force", "Download even if the disk seems too small or mycli cannot run the model.")
     ] = False,
+    output: Annotated[
+        Path | None,
+        options.option("-o --output", "PATH", "Folder of the quantized model.", show_default="in $MYCLI_HOME"),
+    ] = None,
+    report: Annotated[
+        str, options.option("--report", "quick|full|none", "How much held-out text its quality is measured on.")
+    ] = "quick",
+    max_ram: Annotated[int | None, options.size("--max-ram", "Limit of memory for quantizing.")] = None,
+    device: options.Device = "auto",
+    threads: options.Threads = None,
+    overwrite: Annotated[bool, options.flag("--overwrite", "Replace the quantized model if it exists.")] = False,
+    restart: Annotated[bool, options.flag("--restart", "Drop the unfinished work of an earlier run.")] = False,
 ) -> None:
     """Download a model from the Hugging Face hub.
 
     Downloads the safetensors, JSON, tokenizer and template files of one commit into the Hugging Face cache, and checks
     size and hash of each. A model that mycli cannot run is refused before the download. An interrupted download
     resumes. Prints the folder.
+
+    With --bits, --method or another option of quantization the model is quantized while it is downloaded: its layers
+    come one by one, and only the quantized model is stored, with the bytes that pull and then quantize would give.
     """
+    if flags != RecipeFlags():
+        if dry_run or force or call.offline:
+            raise UsageError("quantizing while downloading excludes --dry-run, --force and --offline", "omit them")
+        held_out: Report = options.choice("--report", report, ("quick", "full", "none"))
+        settings = QuantizedPull(output, held_out, device, max_ram, overwrite, restart)
+        pull_quantized(call, model, flags, settings)
+        return
     if call.offline or "/" not in model:  # names without an organization are local
         _show_local(call, model)
         return

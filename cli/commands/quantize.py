@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
 from mycli.cli.flags.recipe import RecipeFlags
+from mycli.cli.gguf_file import GgufRun, gguf_target, quantize_to_gguf
 from mycli.cli.load import adapted, announce_build, announce_placement
 from mycli.cli.plot import LayerError, layer_error, require_svg, write_errors
 from mycli.cli.sweep import Copy, Options, run_sweep, sweep_recipes
@@ -43,13 +44,14 @@ EXAMPLES = [
     "mycli quantize pico --samples 16",
     "mycli quantize pico --method rtn --bits 8 --group channel -o pico-int8",
     "mycli quantize pico --bits 3 --group 64 --dry-run",
+    "mycli quantize pico --bits q4_k_m --samples 16 -o pico-q4_k_m.gguf",
     "mycli quantize pico --sweep bits=8,4 method=rtn --plot sweep.svg",
 ]
 
 WORST = 5  # layers to list
 
 
-def _calibration_file(call: Call, calib: str, fetch: bool) -> Path | None:
+def calibration_file(call: Call, calib: str, fetch: bool) -> Path | None:
     # None for a data set that is not downloaded: a dry run gives the same result with every text.
     if not calib.startswith("hf:"):
         return Path(calib)
@@ -66,7 +68,7 @@ def _calibration_file(call: Call, calib: str, fetch: bool) -> Path | None:
     return path
 
 
-def _steps(work: "QuantizationPlan") -> list[str]:
+def steps(work: "QuantizationPlan") -> list[str]:
     # What the command does, in order.
     from mycli.quant.planning.plan import measured_tokens
 
@@ -101,7 +103,7 @@ def _show_plan(call: Call, work: "QuantizationPlan", target: Path, seconds: floa
         ("quantized", f"{len(work.packings)} layers at {size.quantized_bits_per_weight:.3f} bits per weight"),
         ("memory", f"{human_bytes(work.need.host)} in addition to Python and torch"),
         *([("GPU memory", human_bytes(work.need.device))] if work.need.device else []),
-        ("work", "; ".join(_steps(work))),
+        ("work", "; ".join(steps(work))),
         ("time", f"about {duration(seconds)}, estimated from a short measurement"),
     ]
     call.out.card(f"{target.name} (dry run, nothing is written)", rows)
@@ -119,7 +121,7 @@ def _activations(outcome: "Outcome") -> dict[str, float] | None:
     return None if outcome.activations is None else outcome.activations.record
 
 
-def _show_outcome(call: Call, outcome: "Outcome", errors: Sequence[LayerError]) -> None:
+def show_outcome(call: Call, outcome: "Outcome", errors: Sequence[LayerError]) -> None:
     answer = {
         "folder": str(outcome.folder),
         "size": asdict(outcome.size),
@@ -143,7 +145,7 @@ def _show_outcome(call: Call, outcome: "Outcome", errors: Sequence[LayerError]) 
     call.out.card(outcome.folder.name, rows)
 
 
-def _check(outcome: "Outcome", max_kl: float | None, max_fallback: float) -> None:
+def check_outcome(outcome: "Outcome", max_kl: float | None, max_fallback: float) -> None:
     divergence = None if outcome.card is None else outcome.card.divergence
     if max_kl is not None and divergence is not None and divergence.kl.value > max_kl:
         raise GateError(
@@ -158,7 +160,7 @@ def _check(outcome: "Outcome", max_kl: float | None, max_fallback: float) -> Non
         )
 
 
-def _target(source: Source, recipe: Recipe, folder: ModelFolder) -> Path:
+def target_folder(source: Source, recipe: Recipe, folder: ModelFolder) -> Path:
     names = [source.label, *([] if folder.adapter is None else [folder.adapter.name])]
     return data_dir() / "models" / "-".join([*(name.rsplit("/", 1)[-1] for name in names), recipe.name])
 
@@ -175,11 +177,11 @@ def _with_widths(call: Call, work: "QuantizationPlan", placement: "Placement", t
         f" {low_width(mean, work.recipe.group)} bits and measures what each layer loses,"
         f" about {duration(choosing_seconds(work, placement))}"
     )
-    with _progress(call) as progress:
+    with quantization_progress(call) as progress:
         return pipeline.allocated(work, placement, target, progress)
 
 
-def _progress(call: Call) -> "AbstractContextManager[ReportProgress]":
+def quantization_progress(call: Call) -> "AbstractContextManager[ReportProgress]":
     return stages(partial(call.out.progress, line_seconds=STEP_SECONDS))
 
 
@@ -190,7 +192,17 @@ def _how_to_continue(work: "QuantizationPlan", work_folder: Path) -> str:
     return f"stopped; finished blocks are stored in {work_folder}; to continue: {again}"
 
 
-def _how_to_use(folder: ModelFolder, name: str) -> str:
+def _finish(call: Call, outcome: "Outcome", plot: Path | None, max_kl: float | None, max_fallback: float) -> None:
+    for note in outcome.notes:
+        call.out.note(note)
+    errors = [layer_error(layer) for layer in outcome.layers]
+    if plot is not None:
+        write_errors(plot, outcome.folder.name, errors)
+    show_outcome(call, outcome, errors)
+    check_outcome(outcome, max_kl, max_fallback)
+
+
+def how_to_use(folder: ModelFolder, name: str) -> str:
     with suppress(ModelError):  # without a readable template there is no chat
         if folder.chat_template() is not None:
             return f"to chat with it: mycli chat {name}"
@@ -218,7 +230,10 @@ def quantize(
     device: options.Device = "auto",
     threads: options.Threads = None,
     output: Annotated[
-        Path | None, options.option("-o --output", "PATH", "Folder to write.", show_default="in $MYCLI_HOME")
+        Path | None,
+        options.option(
+            "-o --output", "PATH", "Folder or .gguf file to write.", show_default="in $MYCLI_HOME; a file: here"
+        ),
     ] = None,
     work_dir: Annotated[
         Path | None,
@@ -256,8 +271,9 @@ def quantize(
 ) -> None:
     """Make a smaller copy of a model and measure its quality.
 
-    The copy is a Hugging Face folder that transformers and vLLM load too; its mycli.json holds recipe, quality and
-    checksums. The folder appears when all is done. After an interruption the same command continues the work.
+    The copy is a Hugging Face folder that transformers and vLLM load too, or with --format gguf a file that llama.cpp
+    loads; its mycli.json holds recipe, quality and checksums. It appears when all is done. After an interruption the
+    same command continues the work.
     """
     if max_kl is not None and report == "none":
         raise UsageError("--max-kl needs a quality measurement", "omit --report none")
@@ -265,7 +281,8 @@ def quantize(
         raise UsageError(f"--max-kl {max_kl} must be above 0", "for example: --max-kl 0.05")
     if plot is not None:
         require_svg(plot)
-    recipe = flags.resolve()
+    gguf = flags.resolve_gguf() if flags.is_gguf else None
+    recipe = Recipe() if gguf is not None else flags.resolve()
     held_out: Report = options.choice("--report", report, ("quick", "full", "none"))
     source = resolve(model, offline=call.offline)
     # Measured in float32: half precision alone moves KL by as much as 8-bit weights do.
@@ -274,8 +291,12 @@ def quantize(
         recipes = sweep_recipes(flags, sweep)
         if max_kl is not None or recipe.target_bpw is not None or work_dir is not None or held_out == "none":
             raise UsageError("--sweep excludes --max-kl, --target-bpw, --work-dir and --report none", "omit them")
-    target = output or _target(source, recipe, folder)
-    if not sweep:
+    target = output or target_folder(source, recipe, folder)
+    if gguf is not None:
+        target = gguf_target(source, gguf, output)
+        if sweep:
+            raise UsageError("--sweep excludes GGUF", "make one file after the other")
+    elif not sweep:
         check_target(target, overwrite, source.folder)
     if work_dir is not None:
         require_writable_parent(work_dir)
@@ -283,7 +304,7 @@ def quantize(
     from mycli.quant.planning import plan as planning
 
     placement = EngineConfig(device=device, dtype="float32").place(folder.config)
-    text = _calibration_file(call, flags.calib, not dry_run or recipe.target_bpw is not None) if flags.calib else None
+    text = calibration_file(call, flags.calib, not dry_run or recipe.target_bpw is not None) if flags.calib else None
     plan = partial(
         planning.plan_quantization,
         source,
@@ -294,10 +315,35 @@ def quantize(
         max_ram=max_ram,
         max_vram=max_vram,
     )
+    if gguf is not None:
+        run = GgufRun(
+            source,
+            folder,
+            target,
+            placement,
+            text,
+            held_out,
+            work_dir,
+            max_ram,
+            max_vram,
+            overwrite,
+            restart,
+            dry_run,
+        )
+        outcome_of_file = quantize_to_gguf(call, run, gguf, partial(quantization_progress, call))
+        if outcome_of_file is not None:
+            _finish(call, outcome_of_file, plot, max_kl, max_fallback)
+            if not call.out.json_mode:
+                name = f"./{target}" if target.parent == Path() else str(target)
+                call.out.note(how_to_use(folder, shlex.quote(name)))
+        return
     if sweep:
         copies = [
-            Copy(each_recipe, _target(source, each_recipe, folder) if output is None else output / each_recipe.name)
-            for each_recipe in recipes
+            Copy(
+                copy_recipe,
+                target_folder(source, copy_recipe, folder) if output is None else output / copy_recipe.name,
+            )
+            for copy_recipe in recipes
         ]
         run_sweep(call, copies, plan, placement, Options(overwrite, restart, plot, dry_run))
         return
@@ -319,9 +365,9 @@ def quantize(
         return
     announce_placement(call, placement)
     announce_build(call, placement)
-    call.out.note(f"{source.label} → {target.name}: {'; '.join(_steps(work))}")
+    call.out.note(f"{source.label} → {target.name}: {'; '.join(steps(work))}")
     try:
-        with _progress(call) as progress:
+        with quantization_progress(call) as progress:
             outcome = pipeline.quantize(
                 work,
                 target,
@@ -335,12 +381,6 @@ def quantize(
     except KeyboardInterrupt:
         call.out.note(_how_to_continue(work, work_dir or pipeline.default_work_folder(target)))
         raise
-    for note in outcome.notes:
-        call.out.note(note)
-    errors = [layer_error(layer) for layer in outcome.layers]
-    if plot is not None:
-        write_errors(plot, target.name, errors)
-    _show_outcome(call, outcome, errors)
-    _check(outcome, max_kl, max_fallback)
+    _finish(call, outcome, plot, max_kl, max_fallback)
     if output is None and not call.out.json_mode:
-        call.out.note(_how_to_use(folder, shlex.quote(target.name)))
+        call.out.note(how_to_use(folder, shlex.quote(target.name)))

@@ -2,23 +2,29 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from mycli.cli.command import Call, command
+from mycli.cli.command import Call, Terminated, command, subject_of
 from mycli.cli.flags import options
-from mycli.cli.flags.records import FULL_LENGTH, LoadFlags, PrefixCacheFlags, SamplingFlags
+from mycli.cli.flags.records import FULL_LENGTH, LoadFlags, PrefixCacheFlags, ReasoningFlags, SamplingFlags
 from mycli.cli.generation import TOGETHER, Generator
 from mycli.cli.load import load_engine
+from mycli.cli.receipts import ReplyFormat, check_receipt, with_seed, write_receipt
+from mycli.cli.recorded_reply import InterruptedReply, ResumeFlags, record_reply, without_first
 from mycli.cli.text.format import draft_statistics
 from mycli.cli.text.input import read_file, read_prompt
 from mycli.cli.text.progress import CpuContention
 from mycli.runtime.errors import ExitCode, GateError, UsageError
+from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.utils.units import pluralize
 
 if TYPE_CHECKING:
+    from mycli.runtime.engine.completion import Completion
     from mycli.runtime.engine.loader import LoadedModel
+    from mycli.runtime.engine.reply_journal import RecordedReply
+    from mycli.runtime.engine.sequence import BeamOptions
     from mycli.runtime.sampling.grammars.grammar import Grammar
 
 EXAMPLES = (
@@ -29,6 +35,8 @@ EXAMPLES = (
     'mycli run pico "Hello!" --json',
     'mycli run pico "How old is Leo?" --regex "Leo is [0-9]{1,2} years old"',
     'mycli run pico "Tell me a story." -t 0.8 --samples 3 -n 32',
+    'mycli run pico "Tell me a story." -t 0.8 -n 24 --receipt r.json',
+    'mycli run pico "Tell me a story." --beams 4 -n 32',
     'echo \'{"id": 1, "prompt": "What is 7 times 8?"}\' | mycli run pico --batch - --out answers.jsonl',
 )
 MAX_SAMPLES = 256
@@ -87,10 +95,14 @@ class GrammarFlags:
         bool, options.flag("--extra-properties", "Allow JSON properties that the schema does not name.")
     ] = False
 
+    @property
+    def used(self) -> bool:
+        return self.schema is not None or self.regex is not None or self.json_mode
+
     def text(self) -> str | None:
         """Return the text of the schema, before a model is loaded.
 
-        Raises UsageError for an unreadable schema, options that exclude each other, and a missing grammar library.
+        Raises UsageError for an unreadable schema and options that exclude each other.
         """
         formats = sum((self.schema is not None, self.regex is not None, self.json_mode))
         if formats > 1:
@@ -98,15 +110,11 @@ class GrammarFlags:
         text = self.schema
         if text is not None and not _is_inline(text):
             text = read_file(Path(text))
-        if formats:
-            from mycli.runtime.sampling.grammars.grammar import library
-
-            library()
         return text
 
     def resolve(self, schema: str | None, model: "LoadedModel") -> "Grammar | None":
         """Return the grammar for `model`, None for free text; `schema` is the result of `text`."""
-        if schema is None and self.regex is None and not self.json_mode:
+        if not self.used:
             return None
         from mycli.runtime.sampling.grammars.grammar import JSON_MODE, Grammar
 
@@ -118,6 +126,50 @@ class GrammarFlags:
         return Grammar.from_schema(text, source, model.tokenizer, model.stop_ids, self.extra_properties)
 
 
+@dataclass(frozen=True)
+class BeamFlags:
+    """Beam search, as typed."""
+
+    beams: Annotated[
+        int | None,
+        options.option("--beams", "N", "Search for the most likely reply with N beams instead of sampling.", min=1),
+    ] = None
+    length_penalty: Annotated[
+        float,
+        options.option("--length-penalty", "X", "With --beams: above 0 favours long replies, below 0 short ones."),
+    ] = 1.0
+    early_stopping: Annotated[
+        str,
+        options.words(
+            "--early-stopping",
+            ("off", "on", "never"),
+            "With --beams: on ends the search with N finished replies, never when no better one is possible.",
+        ),
+    ] = "off"
+
+    def resolve(
+        self, samples: int, sampling: SamplingFlags, grammar: GrammarFlags, draft: str, logprobs: int | None
+    ) -> "BeamOptions | None":
+        """Return the options of the search. Raises UsageError for options that a search does not have."""
+        early = options.choice("--early-stopping", self.early_stopping, ("off", "on", "never"))
+        if self.beams is None:
+            if self != BeamFlags():
+                raise UsageError("--length-penalty and --early-stopping need --beams", "add --beams N")
+            return None
+        from mycli.runtime.engine.sequence import BeamOptions
+
+        used = {f"--{name.replace('_', '-')}": value is not None for name, value in vars(sampling).items()}
+        formats = {"--schema": grammar.schema, "--regex": grammar.regex, "--json-mode": grammar.json_mode or None}
+        used |= {name: value is not None for name, value in formats.items()}
+        used |= {"--draft": draft != "none", "--logprobs": logprobs is not None}
+        for name, is_used in used.items():
+            if is_used:
+                raise UsageError(f"--beams and {name} exclude each other", f"omit --beams, or omit {name}")
+        if samples > self.beams:
+            raise UsageError(f"--samples {samples} of {self.beams} beams", f"use --beams {samples}")
+        return BeamOptions(self.beams, self.length_penalty, "never" if early == "never" else early == "on")
+
+
 def _is_inline(schema: str) -> bool:
     # A schema is an object; a file whose name begins so can be named ./{...
     return schema.lstrip().startswith("{")
@@ -126,8 +178,9 @@ def _is_inline(schema: str) -> bool:
 @command
 def run(
     call: Call,
-    model: options.Model,
-    source: PromptFlags,
+    model: options.OptionalModel = "",
+    source: PromptFlags = PromptFlags(),  # noqa: B008  # frozen; every field has its own default
+    recording: ResumeFlags = ResumeFlags(),  # noqa: B008  # likewise
     limit: Annotated[
         int | None, options.count("-n --max-tokens", "Maximum number of new tokens.", show_default="512")
     ] = None,
@@ -140,9 +193,15 @@ def run(
         options.option("--logprobs", "N", "With --json: the logprob of each token and of the N most likely."),
     ] = None,
     samples: Annotated[int, options.option("--samples", "N", "Number of replies; the prompt is computed once.")] = 1,
+    receipt: Annotated[
+        Path | None,
+        options.option("--receipt", "FILE", "Write what decided the tokens, for mycli replay; contains the prompt."),
+    ] = None,
     *,
     sampling: SamplingFlags,
+    beam_flags: BeamFlags,
     grammar: GrammarFlags,
+    reasoning: ReasoningFlags,
     prefix_cache: PrefixCacheFlags,
     loading: LoadFlags,
 ) -> ExitCode | None:
@@ -156,20 +215,32 @@ def run(
     same --out tries such lines again.
     """
     began = time.perf_counter()
+    recording.check(model, prompted=(source.prompt or source.file or source.batch) is not None)
+    if recording.resume is not None:
+        return _resume(call, recording, prefix_cache, escapes)
     if logprobs is not None and not (call.out.json_mode or source.batch):
         raise UsageError("--logprobs needs --json or --batch", "add --json")
     if not 1 <= samples <= MAX_SAMPLES:
         raise UsageError(
             f"--samples must be 1 to {MAX_SAMPLES}, not {samples}", f"for example: --samples {MAX_SAMPLES}"
         )
+    if reasoning.budget is not None and grammar.used:
+        raise UsageError("--reasoning-budget: a reply in a format has no reasoning", "omit --reasoning-budget")
     sampling.check()
+    beams = beam_flags.resolve(samples, sampling, grammar, loading.draft, logprobs)
     schema, text = grammar.text(), source.resolve(call.out.note)
-    running = samples if source.batch is None else samples * TOGETHER
+    if receipt is not None:
+        check_receipt(receipt, loading, single=source.batch is None and samples == 1 and beams is None)
+    sequences = samples if beams is None else beams.width
+    running = sequences if source.batch is None else sequences * TOGETHER
     config = loading.resolve(min(running, FULL_LENGTH), None if running == 1 else running)
     loaded = load_engine(call, model, prefix_cache.resolve(config))
+    sampled = sampling.resolve(loaded.model.defaults) if beams is None else SamplingParams()
+    if receipt is not None:
+        sampled = with_seed(sampled)
     generator = Generator(
         loaded,
-        sampling.resolve(loaded.model.defaults),
+        sampled,
         limit=limit,
         stops=tuple(sampling.stop or ()),
         system=system,
@@ -178,6 +249,9 @@ def run(
         grammar=grammar.resolve(schema, loaded.model),
         count=samples,
         top=logprobs,
+        reasoning_budget=reasoning.budget,
+        deadline=reasoning.deadline,
+        beams=beams,
     )
     if source.batch is not None:
         from mycli.cli.batch_file import run_batch
@@ -185,15 +259,64 @@ def run(
         return run_batch(call, source.batch, source.out, generator.describe_all)
     ids = generator.encode(text)
     seconds = time.perf_counter() - began
-    if call.out.json_mode:
-        answer = generator.describe(ids)
-        call.out.json({"model": loaded.source.name, **answer, "load_seconds": round(seconds, 4)})
-        _check_complete(generator, [reply["finish_reason"] for reply in answer.get("samples", [answer])])
-    elif samples > 1:
-        _show_samples(call, generator, ids)
-    else:
-        _stream(call, generator, ids, escapes, seconds)
+    if samples > 1:
+        _show_samples(call, generator, ids, seconds)
+        return ExitCode.OK
+    recorded = None
+    if not recording.no_record and beams is None:  # the tokens of a search are known at its end only
+        recorded = record_reply(generator, model, loading, asdict(replace(grammar, schema=schema)), ids)
+    reply = generator.reply(ids, recorded)
+    _show(call, generator, reply, recorded, escapes, seconds)
+    if receipt is not None:
+        reply_format = ReplyFormat(schema, grammar.regex, grammar.json_mode, grammar.extra_properties)
+        write_receipt(receipt, generator, reply, loading, reply_format)
+    _check_complete(generator, [reply.finish_reason])
     return ExitCode.OK
+
+
+def _resume(call: Call, recording: ResumeFlags, prefix_cache: PrefixCacheFlags, escapes: bool) -> ExitCode:
+    began = time.perf_counter()
+    assert recording.resume is not None
+    interrupted = InterruptedReply.find(recording.resume)
+    call.out.subject = subject_of(interrupted.model)
+    loaded = load_engine(call, interrupted.model, prefix_cache.resolve(interrupted.loading.resolve()))
+    grammar = GrammarFlags(**interrupted.header["grammar"])
+    generator = interrupted.generator(loaded, grammar.resolve(grammar.schema, loaded.model))
+    recorded = interrupted.reopen()
+    seconds = time.perf_counter() - began
+    reply = generator.reply(interrupted.prompt, recorded)
+    _show(call, generator, reply, recorded, escapes, seconds, recording.after)
+    _check_complete(generator, [reply.finish_reason])
+    return ExitCode.OK
+
+
+def _show(
+    call: Call,
+    generator: Generator,
+    reply: "Completion",
+    recorded: "tuple[RecordedReply, int] | None",
+    escapes: bool,
+    seconds: float,
+    after: int = 0,
+) -> None:
+    name = None if recorded is None else recorded[0].writer.path.stem
+    try:
+        if call.out.json_mode:
+            for _ in reply:
+                pass
+            answer = {"model": generator.loaded.source.name, "id": name, **generator.describe([reply])}
+            call.out.json({**answer, "load_seconds": round(seconds, 4)})
+        else:
+            _stream(call, generator, reply, escapes, seconds, after)
+    except (KeyboardInterrupt, Terminated):
+        if name is not None and reply.tokens:
+            call.out.note(f"(interrupted; mycli run --resume {name} continues the reply)")
+            recorded = None
+        raise
+    finally:
+        # What was shown to its end, or failed, is not continued; a process that is killed does not get here.
+        if recorded is not None:
+            recorded[0].writer.remove()
 
 
 def _check_complete(generator: Generator, reasons: Sequence[str | None]) -> None:
@@ -207,18 +330,23 @@ def _check_complete(generator: Generator, reasons: Sequence[str | None]) -> None
         )
 
 
-def _show_samples(call: Call, generator: Generator, ids: list[int]) -> None:
+def _show_samples(call: Call, generator: Generator, ids: list[int], seconds: float) -> None:
     replies = generator.samples(ids)
-    for number, sample in enumerate(replies, start=1):
-        call.out.note(f"sample {number} of {len(replies)} ({sample.finish_reason})")
-        call.out.result(sample.text)
+    if call.out.json_mode:
+        answer = {"model": generator.loaded.source.name, **generator.describe(replies)}
+        call.out.json({**answer, "load_seconds": round(seconds, 4)})
+    else:
+        for number, sample in enumerate(replies, start=1):
+            call.out.note(f"sample {number} of {len(replies)} ({sample.finish_reason})")
+            call.out.result(sample.text)
     _check_complete(generator, [sample.finish_reason for sample in replies])
 
 
-def _stream(call: Call, generator: Generator, ids: list[int], escapes: bool, loading: float) -> None:
-    reply, contention = generator.reply(ids), CpuContention()
+def _stream(call: Call, generator: Generator, reply: "Completion", escapes: bool, loading: float, after: int) -> None:
+    contention, prompt = CpuContention(), len(reply.request.prompt)
     with call.out.reply():
-        for piece in call.out.while_reading(iter(reply), len(ids), lambda: generator.loaded.engine.tokens_read):
+        pieces = iter(reply) if not after else without_first(reply, after)
+        for piece in call.out.while_reading(pieces, prompt, lambda: generator.loaded.engine.tokens_read):
             call.out.stream(piece, raw=escapes)
     if reply.finish_reason == "length" and generator.limit is None:
         call.out.note(f"(stopped after {pluralize(len(reply.tokens), 'token')}; -n sets another limit)")
@@ -231,4 +359,3 @@ def _stream(call: Call, generator: Generator, ids: list[int], escapes: bool, loa
     speed = f"{len(reply.tokens)} tok · {timing.tokens_per_second:.1f} tok/s"
     parts = (speed, first, f"prompt {timing.prompt}", *draft_statistics(timing), f"loaded in {loading:.1f} s")
     call.out.detail(" · ".join(parts))
-    _check_complete(generator, [reply.finish_reason])

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from mycli.cli.command import Call, command, subject_of
 from mycli.cli.flags import options
 from mycli.cli.flags.address import AddressFlags
-from mycli.cli.flags.records import FULL_LENGTH, LoadFlags, PrefixCacheFlags
+from mycli.cli.flags.records import FULL_LENGTH, LoadFlags, PrefixCacheFlags, ReasoningFlags
 from mycli.cli.flags.several import SeveralModelsFlags, option_words
 from mycli.cli.load import announce_slow_passes, load_engine
 from mycli.cli.other_engines import EngineFlags, OtherEngine, start
@@ -51,6 +51,7 @@ def serve(
             "--max-sequences", "N", "Replies generated concurrently; they share the cache.", min=1, max=4096
         ),
     ] = 32,
+    reasoning: ReasoningFlags,
     other: EngineFlags,
     prefix_cache: PrefixCacheFlags,
     loading: LoadFlags,
@@ -63,16 +64,18 @@ def serve(
     Several models, --models-dir and --idle start a server that loads a model when it is requested and unloads the least
     recently used one when another needs its memory. Without MODEL, it serves the [models] of config.toml.
 
+    Requests may set their own reasoning budget and deadline.
+
     On Ctrl-C or SIGTERM the server finishes its replies first; a second signal stops it immediately. Prompts and
     replies are not logged; -v prints a line for each request. mycli ps and mycli stop list and stop servers.
     """
-    settings = address.resolve(call)
+    settings = replace(address.resolve(call), reasoning_budget=reasoning.budget, deadline=reasoning.deadline)
     config = prefix_cache.resolve(loading.resolve(min(max_sequences, FULL_LENGTH), max_sequences))
     config = replace(config, memory_limit=several.memory)
     engine = other.resolve()
     if engine is not None:
         model = _single(models, engine)
-        _refuse_own_options(engine, address, several, config)
+        _refuse_own_options(engine, address, reasoning, several, config)
         named = replace(settings, names=settings.names or (Path(model).name,))
         start(call, engine, model, config, named, address.host, address.port, other.ranks)
     _require()
@@ -81,7 +84,9 @@ def serve(
         from mycli.cli.serve_several import serve_several
 
         sequences = ["--max-sequences", str(max_sequences)]
-        words = [*option_words(loading), *option_words(prefix_cache), *sequences, *_model_words(address)]
+        words = [*option_words(loading), *option_words(prefix_cache), *option_words(reasoning), *sequences]
+        words.append("--no-record")  # this server does not know which model a record belongs to
+        words += ["--extra-properties"] * address.extra_properties
         serve_several(call, models or (), settings, address, several, words, log)
         return
     (model,) = models or [""]
@@ -113,13 +118,6 @@ def _is_for_several(models: Sequence[str], several: SeveralModelsFlags) -> bool:
     return is_configured(models[0])
 
 
-def _model_words(address: AddressFlags) -> list[str]:
-    # Options of the address that each model's server must know.
-    budget = address.reasoning_budget
-    words = [] if budget is None else ["--reasoning-budget", str(budget)]
-    return words + ["--extra-properties"] * address.extra_properties
-
-
 def _single(models: Sequence[str] | None, engine: OtherEngine) -> str:
     if len(models or ()) != 1:
         raise UsageError(f"{engine.title} serves one model", "name one model, or omit --engine")
@@ -128,7 +126,11 @@ def _single(models: Sequence[str] | None, engine: OtherEngine) -> str:
 
 
 def _refuse_own_options(
-    engine: OtherEngine, address: AddressFlags, several: SeveralModelsFlags, config: EngineConfig
+    engine: OtherEngine,
+    address: AddressFlags,
+    reasoning: ReasoningFlags,
+    several: SeveralModelsFlags,
+    config: EngineConfig,
 ) -> None:
     default = AddressFlags()
     used = {
@@ -137,7 +139,9 @@ def _refuse_own_options(
         "--grace": address.grace != default.grace,
         "--max-waiting": address.waiting != default.waiting,
         "--log-format": address.log_format is not None,
-        "--reasoning-budget": address.reasoning_budget is not None,
+        "--reasoning-budget": reasoning.budget is not None,
+        "--deadline": reasoning.deadline is not None,
+        "--no-record": address.no_record,
         "--extra-properties": address.extra_properties,
         "--unix-socket": address.unix_socket is not None,
         "--socket-group": address.socket_group is not None,

@@ -122,7 +122,8 @@ def _heads(config: ModelConfig) -> str:
     shared = sum(spec.kv_source is not None for spec in config.attentions)
     rest = f"; {shared} of {config.layers} layers share the KV cache of another" if shared else ""
     if config.has_recurrent:
-        rest += f"; {config.layers - len(config.attentions)} of {config.layers} layers are recurrent"
+        recurrent = sum(spec.recurrent is not None for spec in config.layer_specs)
+        rest += f"; {recurrent} of {config.layers} layers are recurrent"
     elif len(texts) == 1:
         return texts[0][0] + rest
     return "; ".join(f"{text} in {count} of {config.layers} layers" for text, count in texts) + rest
@@ -130,6 +131,8 @@ def _heads(config: ModelConfig) -> str:
 
 def _mlp(config: ModelConfig) -> str:
     mixtures = [spec.mlp for spec in config.layer_specs if isinstance(spec.mlp, ExpertsSpec)]
+    if all(spec.mlp is None for spec in config.layer_specs):
+        return "no MLP"
     if not mixtures:
         return f"MLP {config.intermediate_size}"
     experts = mixtures[0]

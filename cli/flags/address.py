@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, get_args
 from mycli.cli.command import Call
 from mycli.cli.flags import options
 from mycli.runtime.errors import UsageError
+from mycli.runtime.hub.store import state_dir
 from mycli.runtime.server.keys import ApiKey, parse_keys
 from mycli.runtime.server.request_log import LogFormat
 from mycli.runtime.server.settings import ServerLimits, ServerSettings
@@ -52,18 +53,13 @@ class AddressFlags:
         float,
         options.option("--grace", "SECONDS", "Seconds to finish replies after Ctrl-C or SIGTERM.", min=0, max=3600),
     ] = 30.0
-    reasoning_budget: Annotated[
-        int | None,
-        options.count(
-            "--reasoning-budget",
-            "Close the reasoning of a reply after N tokens, unless the request sets a budget.",
-            show_default="no limit",
-        ),
-    ] = None
     log_format: Annotated[
         str | None,
         options.words("--log-format", ("text", "json"), "Log one line per request.", show_default="text with -v"),
     ] = None
+    no_record: Annotated[
+        bool, options.flag("--no-record", "Do not record replies on disk, from which they can be resumed.")
+    ] = False
     waiting: Annotated[
         int,
         options.option("--max-waiting", "N", "Maximum queue length; further requests are refused.", min=1, max=100_000),
@@ -111,8 +107,8 @@ class AddressFlags:
             self.extra_properties,
             limits,
             log_format,
-            self.reasoning_budget,
-            self.supervised,
+            replies=None if self.no_record else state_dir() / "replies",
+            supervised=self.supervised,
             keys=keys,
         )
 

@@ -10,6 +10,7 @@ from mycli.runtime.errors import UsageError
 
 Choice = TypeVar("Choice", bound=str)
 KEY_VARIABLE = "MYCLI_API_KEY"  # the API key of a server, read by the server and by bench serve
+_SECONDS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _FACTORS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 # A letter without B is binary, as in llama.cpp, Docker and systemd: 24G is 24GiB.
 _MEMORY = {
@@ -47,11 +48,14 @@ def parse_memory(text: str) -> int:
 
 
 def parse_duration(text: str) -> float:
-    """Parse 30s, 10m, 1h or a number of seconds. Raises typer.BadParameter."""
-    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,6})?)\s*(ms|s|m|h|d|)", str(text).strip().lower())
-    if not match:
-        raise typer.BadParameter(f"{text!r} is not a duration such as 30s, 10m or 1h")
-    return float(match[1]) * {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400, "": 1}[match[2]]
+    """Parse 30s, 500ms, 2m and 1h into seconds; a number alone is seconds. Raises typer.BadParameter."""
+    match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,6})?)\s*([a-z]*)", str(text).strip())
+    if not match or match[2] not in _SECONDS:
+        raise typer.BadParameter(f"{text!r} is not a time such as 30s or 2m")
+    seconds = float(match[1]) * _SECONDS[match[2]]
+    if not 0 < seconds <= _SECONDS["d"]:
+        raise typer.BadParameter(f"{text!r} must be above zero and at most a day")
+    return seconds
 
 
 def parse_counts(flag: str, text: str) -> tuple[int, ...]:
@@ -105,7 +109,8 @@ def flag(flags: str, text: str, **settings: Any) -> Any:
 
 def words(flags: str, allowed: Sequence[str], text: str, **settings: Any) -> Any:
     """Return an option that takes one of `allowed`; its help and shell completion show them."""
-    return option(flags, "|".join(allowed), text, autocompletion=complete_word(*allowed), **settings)
+    metavar = settings.pop("metavar", "|".join(allowed))
+    return option(flags, metavar, text, autocompletion=complete_word(*allowed), **settings)
 
 
 def count(flags: str, text: str, **settings: Any) -> Any:
@@ -129,6 +134,7 @@ _MODEL = (
     "config.toml."
 )
 Model = Annotated[str, argument("MODEL", _MODEL, complete_model)]
+OptionalModel = Annotated[str, argument("MODEL", _MODEL, complete_model)]
 Models = Annotated[list[str], argument("MODEL", "One or more models.", complete_model)]
 ServedModels = Annotated[
     list[str] | None,

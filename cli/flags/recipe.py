@@ -5,6 +5,8 @@ from typing import Annotated
 
 from mycli.cli.flags import options
 from mycli.quant import solvers
+from mycli.quant.ggml.mixes import DEFAULT_MIX, MIXES
+from mycli.quant.ggml.recipe import GgufRecipe
 from mycli.quant.recipe import Recipe, method_help, methods
 from mycli.runtime.errors import UsageError
 from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES
@@ -23,8 +25,27 @@ class RecipeFlags:
         solvers.DEFAULT
     )
     bits: Annotated[
+        str | None,
+        options.words(
+            "--bits",
+            (*map(str, BITS), *MIXES),
+            "Bits per weight, not counting scales; or the type of a GGUF file, as llama-quantize names it.",
+            metavar=f"{'|'.join(map(str, BITS))}|q4_k_m|...",
+            show_default="4",
+        ),
+    ] = None
+    format: Annotated[
+        str | None,
+        options.words(
+            "--format",
+            ("folder", "gguf"),
+            "A folder of safetensors, or one GGUF file, in K-quants and IQ types.",
+            show_default="folder; gguf for a GGUF type",
+        ),
+    ] = None
+    target_size: Annotated[
         int | None,
-        options.option("--bits", "|".join(map(str, BITS)), "Bits per weight, not counting scales.", show_default="4"),
+        options.size("--target-size", "Make a GGUF file of at most this size: more bits for sensitive layers."),
     ] = None
     target_bpw: Annotated[
         float | None,
@@ -85,11 +106,14 @@ class RecipeFlags:
         group = self.group or str(_SPECS[self.method].group if self.method in _SPECS else _DEFAULT_GROUP)
         if group != "channel" and not group.isdecimal():
             raise UsageError(f"--group {group} is not supported", f"--group takes: {', '.join(_GROUPS)}")
+        if self.bits is not None and not self.bits.isdecimal():
+            choices = ", ".join(map(str, BITS))
+            raise UsageError(f"{self.bits} bits are not supported", code="choose-bits", data={"choices": choices})
         if self.bits is not None and self.target_bpw is not None:
             raise UsageError("--bits and --target-bpw exclude each other", "use one of the two")
         return Recipe(
             method=self.method,
-            bits=4 if self.bits is None else self.bits,
+            bits=4 if self.bits is None else int(self.bits),
             group=None if group == "channel" else int(group),
             scales=options.choice("--scales", self.scales, ("mse", "absmax")),
             head=options.choice("--head", self.head, ("keep", "int8", "int4")),
@@ -99,3 +123,22 @@ class RecipeFlags:
             target_bpw=self.target_bpw,
             tune=self.tune,
         )
+
+    @property
+    def is_gguf(self) -> bool:
+        return self.format == "gguf" or self.target_size is not None or (self.bits or "") in MIXES
+
+    def resolve_gguf(self) -> GgufRecipe:
+        """Return the recipe of a GGUF file. Raises UsageError for options that it does not have."""
+        if self.format == "folder":
+            raise UsageError("--format folder excludes GGUF types and --target-size", "use --format gguf")
+        plain = RecipeFlags()
+        for flag in ("method", "target_bpw", "group", "scales", "head", "tune"):
+            if getattr(self, flag) != getattr(plain, flag):
+                name = f"--{flag.replace('_', '-')}"
+                raise UsageError(f"{name} does not apply to GGUF, whose types decide it", f"omit {name}")
+        if self.bits is not None and self.target_size is not None:
+            raise UsageError("--bits and --target-size exclude each other", "use one of the two")
+        if self.bits is not None and self.bits not in MIXES:
+            raise UsageError(f"--bits {self.bits}: not a GGUF type", f"--bits takes: {', '.join(MIXES)}")
+        return GgufRecipe(self.bits or DEFAULT_MIX, self.samples, self.seq, self.seed, self.target_size)

@@ -150,3 +150,23 @@ class SamplingFlags:
         if self.logit_bias:
             values["logit_bias"] = options.parse_biases(self.logit_bias)
         return recommended(defaults).with_overrides(values)
+
+
+@dataclass(frozen=True)
+class ReasoningFlags:
+    """The limits of reasoning and of the time for a reply, as typed."""
+
+    budget: Annotated[
+        int | None,
+        options.count(
+            "--reasoning-budget", "Close the reasoning of a reply after N tokens, then answer.", show_default="no limit"
+        ),
+    ] = None
+    deadline: Annotated[
+        float | None,
+        options.time_span(
+            "--deadline",
+            "End a reply within TIME (30s, 2m): its reasoning is closed early enough for an answer.",
+            show_default="no limit",
+        ),
+    ] = None

@@ -105,7 +105,7 @@ def product_input(
         streams[index][windows] = complete(parts[index - 1].steps(x, context)).to(streams[index].device)
         state.routes.pop(windows.start, None)
     x = streams[index][windows].to(device)
-    mlp = part.mlp if isinstance(part, Parallel) else part
+    mlp = part.other if isinstance(part, Parallel) else part
     experts = mlp if isinstance(mlp, Experts) and linear in mlp.products else None
     if experts is not None and (expert := experts.expert_of(linear)) is not None:
         entering = normed(part.attention.norm, x) if isinstance(part, Parallel) else x
@@ -170,16 +170,18 @@ def observe(
     """
     linear = quantized.block.products[product]
     device, count = model.placement.device, None
-    fitted, held_out = (Moments.zeros(linear.in_features, device) for _ in range(2))
+    weight = None if original is None else linear.weight().float()
+    fitted, held_out = (Moments.zeros(linear.in_features, device, weight) for _ in range(2))
     for windows in model.batches(quantized.streams[0]):
         with reduced_precision(device):
             value = product_input(quantized, product, windows, context, device)
-            x = y = value.x.float()
+            x, y = value.x.float(), None
             if original is not None:
                 y = product_input(original, product, windows, context, device, value.tokens).x.float()
         try:
             require_finite(x)
-            require_finite(y)
+            if y is not None:
+                require_finite(y)
         except ModelError as error:
             where = f"calibration windows {windows.start} to {windows.stop - 1}"
             raise error.with_message(f"{linear.specs[0].name}: {error.message} in {where}") from None
@@ -190,7 +192,8 @@ def observe(
         is_held_out = index % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
         with reduced_precision(device):
             for moments, chosen in ((fitted, ~is_held_out), (held_out, is_held_out)):
-                moments.add(x[chosen].flatten(0, -2), y[chosen].flatten(0, -2))
+                moments.add(x[chosen].flatten(0, -2), None if y is None else y[chosen].flatten(0, -2))
     del x, y
+    fitted, held_out = fitted.complete(), held_out.complete()
     trim_heap(mmap_threshold=4 << 20)  # few and large matrices of other sizes follow
     return Observed(fitted, held_out, count is not None and count < linear.in_features / INPUTS_PER_TOKEN)

@@ -38,7 +38,9 @@ def write_folder(
     folder = request.folder
     fields = {name: value for name, value in folder.raw.values.items() if name not in _QUANTIZED}
     source = folder.path if folder.path.is_dir() else None
-    with CheckpointWriter(request.target, tensors, overwrite=request.overwrite, source=source) as writer:
+    stored_name, overwrite = request.folder.config.stored_name, request.overwrite
+    writing = CheckpointWriter(request.target, tensors, overwrite=overwrite, source=source, stored_name=stored_name)
+    with writing as writer:
         fill(writer)
         for name, data in folder.companions().items():
             writer.add_file(name, data)

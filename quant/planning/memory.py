@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mycli.quant.evaluate import LOGITS_AT_ONCE, STREAM_BYTES
+from mycli.quant.rounding.error_compensation import drift_rows
 from mycli.quant.solvers import SOLVER_WEIGHTS
+from mycli.runtime.checkpoint.formats import EMBEDDING
 from mycli.runtime.errors import ResourceError
 from mycli.runtime.memory.layer import head_widths, hidden_width
 from mycli.runtime.models.config import ModelConfig
@@ -21,9 +23,9 @@ from mycli.runtime.utils.units import human_bytes
 LIBRARIES = 112 << 20  # buffers of BLAS and LAPACK, and what malloc retains: measured
 BATCH = 4  # windows per step of tuning
 _FLOAT = 4
-# Matrices [K, K] alive while an input's Hessian is factored: two sums of two kinds, H, its ordered copy, the reversed
-# factor, the identity and the inverse.
-_SQUARES = 10
+# Matrices [K, K] alive while an input's Hessian is factored, besides two sums of its drift: two of the Hessian, H, its
+# ordered copy, the reversed factor, the identity and the inverse.
+_SQUARES = 8
 _PIECES = 96 << 20  # the most that malloc retains of a pass through a block: its buffers are below the mmap threshold
 _SMALL = 24 << 20  # the search for scales, packing, and buffers of files
 
@@ -105,7 +107,7 @@ def _largest(config: ModelConfig) -> LayerSpec:
 def _inner_width(layer: LayerSpec) -> int:
     """Return the MLP's intermediate size, summed over the experts that one token uses."""
     if not isinstance(layer.mlp, ExpertsSpec):
-        return layer.mlp.size
+        return 0 if layer.mlp is None else layer.mlp.size
     shared = 0 if layer.mlp.shared is None else layer.mlp.shared.mlp.size
     return layer.mlp.top_k * layer.mlp.size + shared
 
@@ -114,13 +116,15 @@ def observed_values(layer: LayerSpec, product: str) -> int:
     """Return the values per token while the inputs of a product are collected in two models."""
     hidden, inner = hidden_width(layer), _inner_width(layer)
     product = product.rpartition(".")[2]  # all tokens may go to one expert
-    *_, last = layer.mixer.products().values()
-    mixed = last[0].in_features
-    if not isinstance(layer.mixer, AttentionSpec):
-        mixer = layer.mixer.forward_values()
-    else:
+    *_, last = layer.parts[0].products().values()
+    mixed, mixer = last[0].in_features, 0
+    if layer.recurrent is not None:
+        mixer, mixed = layer.recurrent.forward_values(), layer.recurrent.out.in_features
+    elif layer.latent is not None:
+        mixer = layer.latent.forward_values()
+    if isinstance(layer.mixer, AttentionSpec):
         query, key = head_widths(layer)
-        mixer = query + 2 * key + 3 * query
+        mixer += query + 2 * key + 3 * query
     per_layer = 0 if layer.per_layer is None else layer.per_layer.gate.out_features
     # Values that the product's input is computed from, and the width of that input; it is squared and summed in fp32.
     sources = {"qkv": hidden, "o": mixer, "gate_up": mixer, "down": 4 * inner, "per_layer_gate": 4 * inner}
@@ -135,10 +139,14 @@ def observed_values(layer: LayerSpec, product: str) -> int:
 def trained_values(layer: LayerSpec) -> int:
     """Return the values per token of a forward and backward pass: saved activations and the widest gradients."""
     hidden = hidden_width(layer)
-    if not isinstance(layer.mixer, AttentionSpec):
-        return 12 * hidden + layer.mixer.training_values() + 8 * _inner_width(layer)
-    query, key = head_widths(layer)
-    return 12 * hidden + 5 * query + 8 * key + 8 * _inner_width(layer)
+    values = 12 * hidden + 8 * _inner_width(layer)
+    for mixer in (layer.mixer, layer.state_space):
+        if isinstance(mixer, AttentionSpec):
+            query, key = head_widths(layer)
+            values += 5 * query + 8 * key
+        elif mixer is not None:
+            values += mixer.training_values()
+    return values
 
 
 def _side_inputs(config: ModelConfig, tokens: int) -> int:
@@ -168,15 +176,16 @@ def _solving(work: QuantizationWork, at_once: int) -> list[tuple[int, int]]:
     table = 2 * config.vocab_size * max(config.hidden_size, config.layers * config.per_layer_width)
     stages = [(streams * 2 // 3 + table, 0)]
     for product, rows, inputs in _products(work):
-        square = _FLOAT * inputs * inputs
+        square, drifts = _FLOAT * inputs * inputs, 2 * _FLOAT * drift_rows(rows, inputs) * inputs
         at_a_time = min(rows, max(1, SOLVER_WEIGHTS // inputs)) * inputs
-        stages.append((streams, blocks + 4 * square + _FLOAT * tokens * observed_values(_largest(config), product)))
-        solving = max(_SQUARES * square, 7 * square + 9 * _FLOAT * at_a_time)
+        stages.append(
+            (streams, blocks + 2 * square + drifts + _FLOAT * tokens * observed_values(_largest(config), product))
+        )
+        solving = max(_SQUARES * square + drifts, 5 * square + drifts + 9 * _FLOAT * at_a_time)
         stages.append((streams, blocks + solving + _FLOAT * rows * inputs))
-    head = config.head()
-    if head.name in work.packings:
+    if (EMBEDDING if config.tie_embeddings else config.head().name) in work.packings:
         square, weight = _FLOAT * config.hidden_size**2, _FLOAT * config.vocab_size * config.hidden_size
-        stages.append((streams, max(_SQUARES * square, 7 * square + 9 * _FLOAT * SOLVER_WEIGHTS) + 3 * weight))
+        stages.append((streams, max((_SQUARES + 2) * square, 7 * square + 9 * _FLOAT * SOLVER_WEIGHTS) + 3 * weight))
     return stages
 
 

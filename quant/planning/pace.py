@@ -111,7 +111,7 @@ def _solving(config: ModelConfig, solver: LinearSolver, packing: Packing, tokens
 
     def observe() -> float:
         with reduced_precision(placement.device):
-            moments.add(inputs, inputs)
+            moments.add(inputs, -inputs)
         return float(moments.hessian[0, 0])  # waits for a GPU
 
     observing = _seconds(observe) / (len(inputs) * width**2)

@@ -4,25 +4,61 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 # Ridge regression on calibration tokens: the first step of Qronos (arXiv 2505.11695), for all columns together.
 RIDGE = 0.01  # share of the mean of diag(H), the least damping of the solvers
+# The sums of wide inputs are most of the time of calibration, so of these only what is needed is summed: the lower
+# triangle of the Hessian, in strips of rows up to the diagonal, and of the drift its product with the weight.
+_WIDE = 2048
+_STRIPS = 8
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Sums over rows: `hessian` of x x^T, `drift` of (y - x) x^T, both fp32 [K, K]."""
+    """Sums over rows: `hessian` of x x^T, fp32 [K, K], and `drift` of (y - x) x^T [K, K] or of W (y - x) x^T [N, K].
+
+    `weight`: W, None for a drift [K, K]. The upper triangle of `hessian` is zero until `complete`.
+    """
 
     hessian: Tensor
     drift: Tensor
+    weight: Tensor | None = None
 
     @classmethod
-    def zeros(cls, size: int, device: torch.device) -> "Moments":
-        return cls(torch.zeros(size, size, device=device), torch.zeros(size, size, device=device))
+    def zeros(cls, size: int, device: torch.device, weight: Tensor | None = None) -> "Moments":
+        """Empty sums for inputs of `size`; `weight` [N, size] is what the drift will be multiplied by."""
+        rows = size if weight is None else drift_rows(len(weight), size)
+        weight = None if rows == size else weight
+        return cls(torch.zeros(size, size, device=device), torch.zeros(rows, size, device=device), weight)
 
-    def add(self, inputs: Tensor, originals: Tensor) -> None:
-        self.hessian.addmm_(inputs.T, inputs)
-        self.drift.addmm_((originals - inputs).T, inputs)
+    def add(self, inputs: Tensor, originals: Tensor | None = None) -> None:
+        """Add rows [n, K] of a model's inputs, and those of the original if drift is wanted."""
+        for start, end in self._strips():
+            self.hessian[start:end, :end].addmm_(inputs[:, start:end].T, inputs[:, :end])
+        if originals is None:
+            return
+        change = originals - inputs
+        if bool(change.any()):  # both streams enter the first block
+            change = change if self.weight is None else functional.linear(change, self.weight)
+            self.drift.addmm_(change.T, inputs)
+
+    def complete(self) -> "Moments":
+        """Fill the upper triangle of the Hessian from the lower one."""
+        for start, end in self._strips():
+            self.hessian[start:end, end:] = self.hessian[end:, start:end].T
+        return self
+
+    def _strips(self) -> list[tuple[int, int]]:
+        size = len(self.hessian)
+        step = size if size < _WIDE else -(-size // _STRIPS)
+        return [(start, min(start + step, size)) for start in range(0, size, step)]
+
+
+def drift_rows(rows: int, columns: int) -> int:
+    """The rows of the drift that is summed for a weight of `rows` x `columns`."""
+    # A token costs columns^2 multiplications for the drift itself, 2 rows x columns for its product with the weight.
+    return rows if columns >= _WIDE and 2 * rows < columns else columns
 
 
 def refit(weight: Tensor, fitted: Moments, held_out: Moments) -> tuple[Tensor, float]:
@@ -34,11 +70,13 @@ def refit(weight: Tensor, fitted: Moments, held_out: Moments) -> tuple[Tensor, f
     del damped
     if failed:
         return target, 0.0
-    step = target @ torch.cholesky_solve(fitted.drift.T, factor).T
+    solution = torch.cholesky_solve(fitted.drift.T, factor).T
+    step = target @ solution if fitted.weight is None else solution
     # The direction fits the calibration sample; its length is the best one for the held-out windows, so that noise of
     # the sample is not corrected.
     length = float(((step @ held_out.hessian) * step).sum(dtype=torch.float64))
-    agreement = float(((target @ held_out.drift) * step).sum(dtype=torch.float64))
+    drift = target @ held_out.drift if held_out.weight is None else held_out.drift
+    agreement = float((drift * step).sum(dtype=torch.float64))
     if not length > 0:
         return target, 0.0
     share = min(1.0, max(0.0, agreement / length))

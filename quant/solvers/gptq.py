@@ -25,10 +25,10 @@ class Factor:
     damping: float
 
 
-def factorize(hessian: Tensor) -> Factor | None:
-    """The factor for fp32 H [K, K]; None if no damping makes H positive definite."""
+def factorize(hessian: Tensor, order: Tensor | None = None) -> Factor | None:
+    """The factor for fp32 H [K, K], by default in the order of its diagonal; None if H is not positive definite."""
     diagonal = hessian.diagonal()
-    order = diagonal.argsort(descending=True, stable=True)
+    order = diagonal.argsort(descending=True, stable=True) if order is None else order
     ordered = hessian[order][:, order]
     mean = diagonal.mean()
     for dtype in (torch.float32, torch.float64):

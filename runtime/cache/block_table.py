@@ -136,6 +136,10 @@ class BlockTable:
             other.state = self._pool.states.branch(self.state)
         return other
 
+    def sibling(self) -> "BlockTable":
+        """Return an empty table of the same pool."""
+        return BlockTable(self._pool)
+
     def truncate(self, length: int) -> None:
         """Discard the tokens from `length` on, not their blocks. Raises ValueError if they are in an indexed block."""
         if length < self._indexed * self._pool.block_size:

@@ -4,7 +4,7 @@ Opens no pickle and follows no path that an index names out of the folder. Impor
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PureWindowsPath
 
 from mycli.runtime.checkpoint.safetensors_header import (
@@ -17,7 +17,7 @@ from mycli.runtime.checkpoint.safetensors_header import (
     header_bytes,
     parse_header,
 )
-from mycli.runtime.checkpoint.stable_file import RegularFile
+from mycli.runtime.checkpoint.stable_file import RegularFile, StoredFile
 from mycli.runtime.errors import ModelError, NotFoundError
 from mycli.runtime.utils.json_fields import parse_object
 from mycli.runtime.utils.sanitize import one_line
@@ -35,7 +35,7 @@ class Manifest:
 
     folder: Path
     tensors: Mapping[str, TensorEntry]
-    files: Mapping[str, RegularFile]
+    files: Mapping[str, StoredFile]
     warnings: tuple[str, ...] = ()
 
     @classmethod
@@ -49,7 +49,7 @@ class Manifest:
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             raise NotFoundError(f"{folder}: {reason}", code="name-or-pull") from None
-        index = _read_index(folder) if INDEX in present else None
+        index = read_index(folder) if INDEX in present else None
         if index is None and SINGLE not in present:
             raise _no_weights(present, folder)
         names = [SINGLE] if index is None else sorted(set(index.values()))
@@ -57,6 +57,19 @@ class Manifest:
         if missing:
             raise ModelError(f"{INDEX}: {listed_names(missing)} missing in {folder}", code="pull-whole")
         files = {name: RegularFile.find(folder / name) for name in names}
+        manifest = cls.from_files(folder, files, index)
+        extra = sorted(name for name in present - set(names) if name.endswith(".safetensors"))
+        warnings = [f"{listed_names(extra)} not in {INDEX if index else SINGLE}: not used"] if extra else []
+        warnings += [
+            f"{file.name} is a link to {file.path}, outside the folder" for file in _outside(folder, files.values())
+        ]
+        return replace(manifest, warnings=tuple(warnings))
+
+    @classmethod
+    def from_files(
+        cls, folder: Path, files: Mapping[str, StoredFile], index: Mapping[str, str] | None = None
+    ) -> "Manifest":
+        """Read and check the headers of `files`, whose tensors must be in the files that `index` names."""
         tensors: dict[str, TensorEntry] = {}
         for file in files.values():
             for name, entry in read_file_header(file).items():
@@ -65,12 +78,7 @@ class Manifest:
                 tensors[name] = entry
         if index is not None:
             _check_index(index, tensors)
-        extra = sorted(name for name in present - set(names) if name.endswith(".safetensors"))
-        warnings = [f"{listed_names(extra)} not in {INDEX if index else SINGLE}: not used"] if extra else []
-        warnings += [
-            f"{file.name} is a link to {file.path}, outside the folder" for file in _outside(folder, files.values())
-        ]
-        return cls(folder, tensors, files, tuple(warnings))
+        return cls(folder, tensors, files)
 
     @property
     def nbytes(self) -> int:
@@ -86,7 +94,7 @@ def listed_names(names: Sequence[str]) -> str:
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
-def read_file_header(file: RegularFile) -> dict[str, TensorEntry]:
+def read_file_header(file: StoredFile) -> dict[str, TensorEntry]:
     """Return the tensors of a safetensors file by name. Raises ModelError for any other file."""
     start = file.read(64)
     return parse_header(file.read(header_bytes(start, file.size, file.name)), file.size, file.name)
@@ -98,7 +106,8 @@ def _is_shard(name: str) -> bool:
     return plain and name.endswith(".safetensors")
 
 
-def _read_index(folder: Path) -> dict[str, str]:
+def read_index(folder: Path) -> dict[str, str]:
+    """Return the shard of each tensor by the index in `folder`. Raises ModelError naming the entry at fault."""
     file = RegularFile.find(folder / INDEX)
     data = file.read(MAX_HEADER + 1)
     if data.count(b",") > MAX_VALUES // 4:  # as many tensors as headers can have values for

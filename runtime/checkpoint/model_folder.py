@@ -96,7 +96,7 @@ class ModelFolder:
         """Return the text model's tensors, not checked against the config. Raises what `Manifest.open` raises."""
         files = self._files
         tensors = self.text_tensors(files.tensors)
-        return replace(files, tensors=tensors, warnings=(*files.warnings, *self._skipped(files.tensors)))
+        return replace(files, tensors=tensors, warnings=(*files.warnings, *self.skipped_parts(files.tensors)))
 
     @cached_property
     def _files(self) -> Manifest:
@@ -119,6 +119,7 @@ class ModelFolder:
     def text_tensors(self, tensors: Headers) -> Headers:
         """Select the text model's tensors by its own names; a stack of experts becomes one tensor per expert."""
         selected: dict[str, TensorEntry] = {}
+        shapes = dict(self.config.tensors()) if self.config.stacks else {}
         # Embedding models are stored without a head, by the class that has no prefix.
         bare = BARE_EMBEDDING in tensors and self.part is not None and self.part.outer_type is None
         for stored, entry in tensors.items():
@@ -126,11 +127,15 @@ class ModelFolder:
             if name is not None and not name.startswith(self.config.ignored_prefixes):
                 entry = replace(entry, name=name)
                 stack = self.config.stacks.get(name)
-                parts = [entry] if stack is None else entry.split(stack.parts, transposed=stack.transposed)
+                parts = [entry]
+                if stack is not None:
+                    part = shapes.get(stack.parts[0])
+                    parts = entry.split(stack.parts, transposed=stack.transposed, part=part)
                 selected |= {part.name: part for part in parts}
         return selected
 
-    def _skipped(self, tensors: Headers) -> Iterator[str]:
+    def skipped_parts(self, tensors: Headers) -> Iterator[str]:
+        """Yield a warning naming the parts of a multimodal model that are not read."""
         if self.part is None or self.part.outer_type is None:
             return
         others = [entry for name, entry in tensors.items() if self.part.local_name(name) is None]
@@ -172,7 +177,8 @@ class ModelFolder:
 
     def local_name(self, stored: str) -> str | None:
         """Return the text model's name of a tensor in the files; None for a tensor of another part."""
-        return stored if self.part is None else self.part.local_name(stored)
+        name = stored if self.part is None else self.part.local_name(stored)
+        return None if name is None else self.config.local_name(name)
 
     def tokenizer(self) -> "Tokenizer":
         from mycli.runtime.tokenizer.tokenizer import Tokenizer

@@ -53,19 +53,48 @@ class TensorEntry:
     offset: int
     nbytes: int
     transposed: bool = False  # the file holds the transpose of a matrix of `shape`
+    columns: tuple[int, int] | None = None  # of that transpose: the first column, and those of the whole stored matrix
 
-    def split(self, names: Sequence[str], *, transposed: bool = False) -> list["TensorEntry"]:
+    def split(
+        self, names: Sequence[str], *, transposed: bool = False, part: tuple[int, ...] | None = None
+    ) -> list["TensorEntry"]:
         """Split a tensor [a, b, ...] into n = len(names) tensors [a * b / n, ...] that lie one after the other.
 
-        transposed: [n, a, b] into n of [b, a]. Returns the tensor itself if it has another shape.
+        transposed: [n, a, b] into n of [b, a]. part: the expected shape [r, c] of a tensor; [e, c, r * n / e] is then
+        split into transposes too. Returns the tensor itself if it has another shape.
         """
         rows = math.prod(self.shape[:2])
+        if part is not None and not transposed and self._stacks_transposes(len(names), part):
+            return self._split_columns(names, part)
         if len(self.shape) < 2 or rows % len(names) or (transposed and self.shape[0] != len(names)):
             return [self]
         shape, size = (rows // len(names), *self.shape[2:]), self.nbytes // len(names)
         shape = shape[::-1] if transposed else shape
         return [
             TensorEntry(name, self.dtype, shape, self.file, self.offset + index * size, size, transposed)
+            for index, name in enumerate(names)
+        ]
+
+    def _stacks_transposes(self, count: int, part: tuple[int, ...]) -> bool:
+        if len(self.shape) != 3 or len(part) != 2 or not self.shape[0] or count % self.shape[0]:
+            return False
+        stacked = (part[0] * (count // self.shape[0]), part[1])
+        return self.shape[1:] == stacked[::-1] != stacked
+
+    def _split_columns(self, names: Sequence[str], part: tuple[int, ...]) -> list["TensorEntry"]:
+        stacks, _, width = self.shape
+        parts, size = len(names) // stacks, self.nbytes // stacks
+        return [
+            TensorEntry(
+                name,
+                self.dtype,
+                part,
+                self.file,
+                self.offset + index // parts * size,
+                size // parts,
+                transposed=True,
+                columns=(index % parts * part[0], width),
+            )
             for index, name in enumerate(names)
         ]
 

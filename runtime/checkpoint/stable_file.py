@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
+from typing import Protocol
 
 from mycli.runtime.device.system import memory
 from mycli.runtime.errors import ModelError
@@ -18,6 +19,24 @@ from mycli.runtime.errors import ModelError
 CHUNK = 8 << 20  # bytes
 # A pipe or link may have replaced the file since it was found: O_NONBLOCK does not hang, O_NOFOLLOW does not follow.
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+class StoredFile(Protocol):
+    """A file that tensors are read from; `read_into`, `read` and `chunks` raise ModelError if it changed."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def read_into(self, view: memoryview, offset: int) -> None: ...
+
+    def prefetch(self, offset: int, count: int) -> None: ...
+
+    def read(self, count: int, offset: int = 0) -> bytes: ...
+
+    def chunks(self, offset: int, count: int) -> Iterator[memoryview]: ...
 
 
 @dataclass(frozen=True)

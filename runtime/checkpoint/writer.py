@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -61,20 +61,27 @@ class CheckpointWriter(Staging):
         overwrite: bool = False,
         source: Path | None = None,
         max_shard_bytes: int = 5 << 30,
+        stored_name: Callable[[str], str] = lambda name: name,
+        resumable: Path | None = None,
     ) -> None:
+        """stored_name: returns the name in the files of a tensor of the plan."""
         shards = _shards(plan, max_shard_bytes)
         self._headers: dict[str, bytes] = {}
-        self._entries: dict[str, TensorEntry] = {}
+        self._entries: dict[str, TensorEntry] = {}  # by the names of the plan ...
+        self._stored: dict[str, TensorEntry] = {}  # ... and by those in the files
         for number, shard in enumerate(shards, 1):
             file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-            self._headers[file], entries = make_header(shard, file)
-            self._entries.update(entries)
+            stored = [(stored_name(name), dtype, shape) for name, dtype, shape in shard]
+            self._headers[file], entries = make_header(stored, file)
+            self._stored.update(entries)
+            self._entries.update({name: entries[stored_name(name)] for name, _, _ in shard})
         if len(self._entries) != len(plan):
             raise ValueError("the plan names a tensor twice")
         self._sizes = {file: len(header) for file, header in self._headers.items()}
         for entry in self._entries.values():
             self._sizes[entry.file] += entry.nbytes
-        super().__init__(target, sum(self._sizes.values()), overwrite=overwrite, source=source)
+        super().__init__(target, sum(self._sizes.values()), overwrite=overwrite, source=source, resumable=resumable)
+        self.continues = False  # with `resumable`: the files of an unfinished run with the same plan are there
         self._files: dict[str, int] = {}
         self._pending = set(self._entries)
 
@@ -82,17 +89,38 @@ class CheckpointWriter(Staging):
         super().__enter__()
         try:
             with disk_errors(self.target):
+                self.continues = self._resumable and all(map(self._is_begun, self._headers))
                 for file, header in self._headers.items():
+                    if self.continues:
+                        self._files[file] = os.open(self.folder / file, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+                        continue
+                    (self.folder / file).unlink(missing_ok=True)
                     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
                     self._files[file] = os.open(self.folder / file, flags, 0o666)
                     os.truncate(self._files[file], self._sizes[file])
                     _write_all(self._files[file], memoryview(header), 0)
             if len(self._headers) > 1:
-                self.add_file(INDEX, _index(self._entries))
+                self.add_file(INDEX, _index(self._stored))
         except BaseException:
             self.__exit__()
             raise
         return self
+
+    def _is_begun(self, file: str) -> bool:
+        path, header = self.folder / file, self._headers[file]
+        if path.is_symlink() or not path.is_file() or path.stat().st_size != self._sizes[file]:
+            return False
+        with path.open("rb") as stream:
+            return stream.read(len(header)) == header
+
+    def mark_written(self, name: str) -> None:
+        """Note that an earlier run wrote a tensor, or the parts of the packed weight of the linear `name`."""
+        self._pending -= {tensor for tensor in self._pending if tensor == name or tensor.startswith(f"{name}.weight")}
+
+    def flush(self) -> None:
+        with disk_errors(self.target):
+            for descriptor in self._files.values():
+                os.fsync(descriptor)
 
     def __exit__(self, *_: object) -> None:
         self._close()

@@ -83,7 +83,8 @@ def obstacles(config: ModelConfig, packings: Mapping[str, Packing], ranks: int) 
     """
     counted: dict[tuple[str, str], int] = {}
     for layer in range(config.layers):
-        size = config.layer(layer).mlp.size
+        mlp = config.layer(layer).mlp
+        size = 0 if mlp is None else mlp.size
         for key, specs in config.layer(layer).products().items():
             name = "+".join(spec.name.rpartition(".")[2] for spec in specs)
             for problem in _set_problems(config, key.rpartition(".")[2], specs, size, packings, ranks):

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loader import LoadedModel
 from mycli.runtime.engine.reply_reader import ReplyReader
-from mycli.runtime.engine.sequence import FinishReason, Request, SequenceOutput
+from mycli.runtime.engine.sequence import BeamOptions, FinishReason, Request, SequenceOutput
 from mycli.runtime.engine.stats import SpeculationStats, Timing
 from mycli.runtime.errors import UserError
 from mycli.runtime.sampling.params import SamplingParams
 
 if TYPE_CHECKING:  # constrained replies are few, and it is a large module
+    from mycli.runtime.engine.reply_journal import RecordedReply
     from mycli.runtime.sampling.grammars.grammar import Grammar
     from mycli.runtime.sampling.logprobs import TokenLogprob
 
@@ -36,9 +37,29 @@ class Completion:
         stops: Sequence[str] = (),
         grammar: "Grammar | None" = None,
         top: int | None = None,
+        deadline: float | None = None,
+        recorded: "RecordedReply | None" = None,
+        seed: int | None = None,
+        beams: BeamOptions | None = None,
     ) -> None:
-        """`limit`: None for the rest of the context; `top`: number of logprobs per token, None for none."""
-        self.request = Request(tuple(prompt), sampling, limit, loaded.stop_ids, grammar, top)
+        """`limit`: None for the rest of the context; `top`: number of logprobs per token, None for none.
+
+        `deadline`: seconds after which the reply is to end, None for any time; `recorded`: where the reply is recorded
+        and perhaps began, with the random numbers of `seed`.
+        """
+        start = None if recorded is None or seed is None else recorded.start(seed)
+        self.request = Request(
+            tuple(prompt),
+            sampling,
+            limit,
+            loaded.stop_ids,
+            grammar,
+            top,
+            deadline=deadline,
+            start=start,
+            beams=beams,
+        )
+        self._recorded = recorded
         self.text = ""
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprob] = []
@@ -54,6 +75,11 @@ class Completion:
     def take(self, output: SequenceOutput) -> str:
         """Add one output of the engine and return the text it completes. Raises nothing: see `error`."""
         _count_step(self.timing, self._engine, output)
+        if self._recorded is not None:
+            self._recorded.append(output)
+        return self._read(output)
+
+    def _read(self, output: SequenceOutput) -> str:
         piece = self._reader.feed(output)
         self.text += piece.content
         self.tokens += piece.tokens
@@ -64,6 +90,11 @@ class Completion:
         return piece.content
 
     def __iter__(self) -> Iterator[str]:
+        for output in () if self._recorded is None else self._recorded.outputs:
+            if piece := self._read(output):
+                yield piece
+        if self.finish_reason is not None:  # the record is complete
+            return
         number = self._engine.submit(self.request)
         try:
             while self.finish_reason is None:

@@ -16,10 +16,11 @@ from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.cache.block_pool import BlockPool
 from mycli.runtime.cache.prefix_index import PrefixIndex
 from mycli.runtime.cache.state_pool import StatePool
+from mycli.runtime.engine.beams import BeamGroup, BeamSearch, beam_room, check_beams
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.engine.request_state import RequestState, TokensAhead
 from mycli.runtime.engine.scheduler import Limits, ScheduledSequence, Scheduler
-from mycli.runtime.engine.sequence import FinishReason, Request, SequenceOutput
+from mycli.runtime.engine.sequence import BeamOptions, FinishReason, Request, SequenceOutput
 from mycli.runtime.engine.sequence import Sequence as RequestSequence
 from mycli.runtime.engine.speculation import ComputedTokens, DraftRequest, Speculator
 from mycli.runtime.engine.stats import EngineStats
@@ -61,7 +62,7 @@ class Engine:
         slots = state_slots(runner.config, running)
         self.cache = runner.make_cache(shape, slots)
         runner.rope(shape.context)  # built now, not during the first reply
-        self._vocab_size = vocab_size
+        self._vocab_size, self._clock = vocab_size, clock
         states = StatePool(slots) if runner.config.has_recurrent else None
         pool = BlockPool(shape.blocks, PrefixIndex(shape.block_size, kept_blocks, states))
         chunk = chunk or prefill_chunk(runner.device.type == "cuda")
@@ -124,6 +125,9 @@ class Engine:
 
         Raises UsageError for an empty prompt, a request that can never fit, or a bias of a token that does not exist.
         """
+        return self.submit_replies(request, 1)[0]
+
+    def _submit(self, request: Request) -> int:
         if self._texts is not None:
             return self._texts.submit(request)
         state = self._start(request)
@@ -137,10 +141,23 @@ class Engine:
         The prompt is computed once, unless each reply returns the logprobs of the prompt. Raises as `submit`.
         """
         if request.prompt_logprobs or self._texts is not None:
-            samplings = [request.sampling.for_reply(index) for index in range(count)]
-            return [self.submit(replace(request, sampling=sampling)) for sampling in samplings]
-        first = self.submit(request)
+            return [self._submit(request.for_reply(index)) for index in range(count)]
+        if request.beams is not None:
+            return self._submit_beams(request, request.beams, count)
+        first = self._submit(request)
         return [first, *self.branch(first, count - 1)]
+
+    def _submit_beams(self, request: Request, beams: BeamOptions, count: int) -> list[int]:
+        pool, running = self.scheduler.pool, self.scheduler.limits.running
+        room = beam_room(request, beams, pool.blocks, pool.block_size)
+        check_beams(beams, count, running, self._vocab_size, len(request.stop_ids))
+        first = self._submit(request)
+        numbers = [first, *self.branch(first, beams.width - 1)]
+        members = [member for number in numbers if (member := self.scheduler.get(number)) is not None]
+        group = BeamGroup(BeamSearch(beams, min(members[0].limit, room), request.stop_ids), members, count)
+        for number in numbers:
+            self._states[number].beams = group
+        return numbers[:count]
 
     def branch(self, sequence: int, count: int) -> list[int]:
         """Add `count` replies to the prompt of a sequence that has not sampled yet; return their numbers.
@@ -152,15 +169,15 @@ class Engine:
             raise ValueError(f"sequence {sequence} has ended")
         numbers = []
         for index in range(1, count + 1):
-            sampling = parent.request.sampling.for_reply(index)
-            request = replace(parent.request, sampling=sampling, prompt_logprobs=False)
+            request = replace(parent.request.for_reply(index), prompt_logprobs=False)
             state = self._start(request)
             numbers.append(self.scheduler.branch(parent, request).id)
             self._states[numbers[-1]] = state
         return numbers
 
     def _start(self, request: Request) -> RequestState:
-        return RequestState.start(request, self._vocab_size, self.runner.device)
+        limit = self.scheduler.reply_limit(request)
+        return RequestState.start(request, self._vocab_size, self.runner.device, limit, self._clock)
 
     def cancel(self, sequence: int) -> None:
         """End a sequence and free its blocks now; the next step returns its output. Does nothing if it ended."""
@@ -170,7 +187,7 @@ class Engine:
             return
         running = self.scheduler.get(sequence)
         if running is not None:
-            self._finished.append(self._finish(running, "cancelled"))
+            self._finished += self._finish_all(running, "cancelled")
 
     def forget(self) -> None:
         """Drop all cached prefixes, as if the cache were new."""
@@ -200,7 +217,8 @@ class Engine:
             self.step_seconds = time.perf_counter() - began
             return outputs
         for sequence in self.scheduler.expired():
-            outputs.append(self._finish(sequence, "deadline"))
+            if self.scheduler.get(sequence.id) is not None:
+                outputs += self._finish_all(sequence, "deadline")
         scheduled = self.scheduler.schedule(None if self.speculator is None else self._draft_budget)
         self._copy_blocks()
         self.step_seconds = 0.0
@@ -209,18 +227,22 @@ class Engine:
             self._cache_valid = False
             ahead = None
             # A speculator compares the time of plain passes with that of drafts, and may need their hidden states.
-            if self.speculator is None and self.runner.passes.makes_tokens:
+            if self.runner.passes.makes_tokens and (self.speculator is None or self.speculator.rests):
                 ahead = self._ahead.next(scheduled, self._states, self.scheduler)
             if ahead is None:
+                self._ahead.drop()
                 outputs += self._run_pass(scheduled, began)
             else:
                 outputs += self._advance_ahead(scheduled, *ahead)
+                if self.speculator is not None:
+                    self.speculator.observe_plain(len(ahead[0]), time.perf_counter() - began)
             self._cache_valid = True
         self.step_seconds = max(self.step_seconds, time.perf_counter() - began)
         return outputs
 
     def _draft_budget(self, sequence: RequestSequence, room: int) -> int:
-        if self.speculator is None or self._states[sequence.id].sampler.constrained:
+        state = self._states[sequence.id]
+        if self.speculator is None or state.sampler.constrained or state.beams is not None:
             return 0
         decoding = sum(running.is_decoding for running in self.scheduler.running)
         return self.speculator.draft_length(sequence.id, sequence.tokens, room, decoding)
@@ -241,6 +263,7 @@ class Engine:
         if wants_hidden:
             self._keep_hidden(scheduled, chunks, torch.cat(states, dim=-2).flatten(0, -2))
         samples: list[tuple[ScheduledSequence, range]] = []
+        groups: list[tuple[ScheduledSequence, BeamGroup, Tensor]] = []
         scores: dict[int, tuple[TokenLogprob, ...]] = {}
         parts, end = list(scheduled), 0
         for part, chunk in zip(scheduled, chunks, strict=True):
@@ -252,6 +275,10 @@ class Engine:
                 chosen = list(part.sequence.request.scored_tokens)
                 self._states[part.sequence.id].choice_logits = logits[rows[-1], chosen].clone()
             if chunk.logits and part.completes and part.sequence.limit:
+                if (group := self._states[part.sequence.id].beams) is not None:
+                    groups.append((part, group, logits[rows.start : rows.stop, : self._vocab_size]))
+                    self.scheduler.start_branches(part)
+                    continue
                 samples.append((part, rows))
                 # Branches sample from the same row, so their replies differ only by their random numbers.
                 if part.sequence.branches:
@@ -264,6 +291,7 @@ class Engine:
             number = part.sequence.id
             guesses = len(drafted.get(number, ()))
             outputs.append(self._advance(part, sampled.get(number, []), scores.get(number, ()), guesses))
+        outputs += self._advance_beams(groups)
         if speculator is not None and scheduled[0].is_decode:
             results = [(output.sequence, output.drafted, output.accepted) for output in outputs]
             speculator.observe(results, time.perf_counter() - began)
@@ -322,6 +350,8 @@ class Engine:
             self._commit_states(part, 0)
             return self._finish(sequence, "error", sampled)
         tokens, reason = self.scheduler.advance(part, sampled)
+        if reason is None and tokens and sequence.late(self._clock) and state.sampler.may_be_cut:
+            reason = "length"
         if drafted:
             self._commit_states(part, sequence.table.length - part.start)
         output = SequenceOutput(
@@ -337,12 +367,42 @@ class Engine:
             len(sampled) - 1 if drafted else 0,
             hidden=None if reason is None else state.all_hidden,
             scores=None if reason is None else state.choice_logits,
+            numbers=state.sampler.numbers.taken,
         )
         if self.speculator is not None and drafted:
             self.speculator.truncate(sequence.id, sequence.table.length)
         if reason is not None:
             self._finish(sequence, reason)
         return output
+
+    def _advance_beams(self, computed: Sequence[tuple[ScheduledSequence, BeamGroup, Tensor]]) -> list[SequenceOutput]:
+        """Extend the searches all of whose beams are computed; return the replies of those that end."""
+        outputs: list[SequenceOutput] = []
+        for part, group, logits in computed:
+            first = group.members[0]
+            if self.scheduler.get(first.id) is None:  # ended by another of its beams in this pass
+                continue
+            try:
+                group.add_row(part.sequence.id, logits)
+            except UserError as error:
+                outputs += self._finish_all(first, "error", error)
+                continue
+            if group.ready and not group.advance():
+                ended = self._finish_all(first, "stop")
+                for output, (tokens, reason) in zip(ended, group.results(), strict=True):
+                    outputs.append(replace(output, tokens=tokens, finish_reason=reason))
+        return outputs
+
+    def _finish_all(
+        self, sequence: RequestSequence, reason: FinishReason, error: UserError | None = None
+    ) -> list[SequenceOutput]:
+        """Remove a sequence and all other beams of its search; return the outputs of those that are replies."""
+        group = self._states[sequence.id].beams
+        if group is None:
+            return [self._finish(sequence, reason, error)]
+        # The first one last: its branches would be queued as replies of their own.
+        ended = [self._finish(member, reason, error) for member in reversed(group.members)]
+        return ended[::-1][: group.replies]
 
     def _commit_states(self, part: ScheduledSequence, count: int) -> None:
         if part.sequence.table.state is not None:
@@ -374,6 +434,8 @@ class Engine:
         outputs, self.step_seconds = [], seconds
         for part, column in zip(scheduled, zip(*steps, strict=True), strict=True):
             sampled = list(column) if min(column) >= 0 else list(column[: leading(token >= 0 for token in column)])
+            if sampled:
+                self._states[part.sequence.id].sampler.follow(sampled)
             output = self._advance(part, sampled) if sampled else SequenceOutput(part.sequence.id)
             if len(sampled) < len(column) and output.finish_reason is None:
                 ended = self._finish(part.sequence, "error", not_finite())

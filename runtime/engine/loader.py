@@ -1,5 +1,7 @@
 """Loads a model: the memory plan, checks that need no weights, then tensors directly into their place."""
 
+import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -22,6 +24,7 @@ from mycli.runtime.memory.fit import preflight, shortage
 from mycli.runtime.memory.plan import MemoryPlan
 from mycli.runtime.models.generation_config import GenerationDefaults, stop_ids
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
+from mycli.runtime.utils import version
 
 if TYPE_CHECKING:  # few models compute embeddings
     from mycli.runtime.engine.embedder import Embedder
@@ -64,7 +67,10 @@ def load_model(
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model with its tokenizer, end tokens and sampling defaults, and what was wrong with its files."""
+    """A model with its tokenizer, end tokens and sampling defaults, and what was wrong with its files.
+
+    fingerprint: of everything that decides which tokens follow a prompt.
+    """
 
     runner: ModelRunner
     tokenizer: Tokenizer
@@ -72,6 +78,7 @@ class LoadedModel:
     stop_ids: frozenset[int]
     warnings: tuple[str | Declined, ...]
     embedder: "Embedder | None" = None  # of a model that computes embeddings
+    fingerprint: str = ""
 
     @property
     def vocabulary_size(self) -> int:
@@ -112,7 +119,16 @@ class LoadedModel:
             from mycli.runtime.engine.embedder import Embedder
 
             embedder = Embedder(spec, config.hidden_size)
-        return cls(runner, tokenizer, defaults, frozenset(ids), tuple(warnings), embedder)
+        ends = frozenset(ids)
+        return cls(runner, tokenizer, defaults, ends, tuple(warnings), embedder, _fingerprint(folder, runner))
+
+
+def _fingerprint(folder: ModelFolder, runner: ModelRunner) -> str:
+    # Files by size and time: hashing their contents would take as long as loading them.
+    files = [(path.name, (info := path.stat()).st_size, info.st_mtime_ns) for path in folder.source_files()]
+    bits = None if runner.activations is None else runner.activations.bits
+    arithmetic = [runner.device.type, str(runner.dtype), runner.kv, bits, version()]
+    return hashlib.sha256(json.dumps([sorted(files), arithmetic]).encode()).hexdigest()
 
 
 def _unpacked_every_pass(folder: ModelFolder, placement: Placement) -> list[Declined]:

@@ -108,7 +108,12 @@ class ModelRunner:
         return chosen.logits(work)
 
     def tokens(
-        self, chunks: Sequence[Chunk], sampling: DeviceSampling, cache: KVCache, count: int, stop_ids: frozenset[int]
+        self,
+        chunks: Sequence[Chunk],
+        sampling: Sequence[DeviceSampling],
+        cache: KVCache,
+        count: int,
+        stop_ids: frozenset[int],
     ) -> Iterator[TokenSteps] | None:
         """Yield the next tokens of each sequence, up to `count`, by passes that also sample.
 

@@ -43,12 +43,12 @@ def pass_choices(runner: ModelRunner) -> list[PassChoice]:
     def decoding(sequences: int, tokens: int = 1) -> list[Chunk]:
         return [Chunk([0] * tokens, start, (slot,), tokens, slot, tokens - 1) for slot in range(sequences)]
 
-    greedy, drawn = DeviceSampling(vocab, 0.0, 0), DeviceSampling(vocab, 1.0, 0)
+    greedy, drawn = DeviceSampling(vocab), DeviceSampling(vocab, 1.0)
     work = {
         "prompt": PassInput([Chunk([0] * context, 0, (0,), 1)], cache, rope),
-        "decode": PassInput(decoding(1), cache, rope, sampling=greedy),
-        "sample": PassInput(decoding(1), cache, rope, sampling=drawn),
-        "batch": PassInput(decoding(SEQUENCES), cache, rope, sampling=greedy),
+        "decode": PassInput(decoding(1), cache, rope, sampling=[greedy]),
+        "sample": PassInput(decoding(1), cache, rope, sampling=[drawn]),
+        "batch": PassInput(decoding(SEQUENCES), cache, rope, sampling=[greedy] * SEQUENCES),
         "verify": PassInput(decoding(1, min(DRAFTS + 1, context - start)), cache, rope),
     }
     return [_choice(runner, name, request) for name, request in work.items()]

@@ -1,18 +1,19 @@
 """The sampling state of a request in the engine: sampler, logprobs, and the tokens that a device samples by itself."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from mycli.runtime.cache.kv_cache import KVCache
+from mycli.runtime.engine.beams import BeamGroup
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.passes.base import TokenSteps
 from mycli.runtime.engine.scheduler import ScheduledSequence, Scheduler
 from mycli.runtime.engine.sequence import Request
-from mycli.runtime.sampling.sampler import DeviceSampling, Sampler
+from mycli.runtime.sampling.sampler import DeviceSampling, RandomNumbers, Sampler
 
 if TYPE_CHECKING:  # few requests ask for logprobs
     from mycli.runtime.sampling.logprobs import LogprobRecorder, TokenLogprob
@@ -26,7 +27,10 @@ def _recorder(top: int) -> "LogprobRecorder":
 
 @dataclass
 class RequestState:
-    """Sampler and logprob recorder of one sequence. scored: prompt tokens whose logprobs were returned."""
+    """Sampler and logprob recorder of one sequence.
+
+    scored: prompt tokens whose logprobs were returned; beams: the search that the sequence belongs to.
+    """
 
     sampler: Sampler
     recorder: "LogprobRecorder | None"
@@ -35,15 +39,33 @@ class RequestState:
     scored: int = 1
     hidden: list[Tensor] = field(default_factory=list)  # final hidden states of the prompt, if requested
     choice_logits: Tensor | None = None  # of the tokens that the request scores
+    beams: BeamGroup | None = None
 
     @classmethod
-    def start(cls, request: Request, vocab_size: int, device: torch.device) -> "RequestState":
-        """Create the state of a new sequence. Raises UsageError for a bias of a token that does not exist."""
+    def start(
+        cls, request: Request, vocab_size: int, device: torch.device, limit: int, clock: Callable[[], float]
+    ) -> "RequestState":
+        """Create the state of a new sequence of at most `limit` tokens; its deadline is in seconds of `clock`.
+
+        Raises UsageError for a bias of a token that does not exist.
+        """
         recorder = None if request.logprobs is None else _recorder(request.logprobs)
-        constraint = None if request.grammar is None else request.grammar.start()
-        sampler = Sampler(request.sampling, vocab_size, device, constraint=constraint, recorder=recorder)
+        constraint = None
+        if request.grammar is not None:
+            from mycli.runtime.sampling.grammars.state import ReplyLimits
+
+            ends_at = None if request.deadline is None else clock() + request.deadline
+            constraint = request.grammar.start(limits=ReplyLimits(limit, ends_at, clock))
+        start = request.start
+        seed = request.sampling.seed if start is None else start.seed
+        numbers = RandomNumbers(seed, 0 if start is None else start.numbers)
+        sampler = Sampler(
+            request.sampling, vocab_size, device, constraint=constraint, recorder=recorder, numbers=numbers
+        )
         sampler.observe_ids(request.prompt)
-        return cls(sampler, recorder, sampler.device_sampling())
+        if start is not None:
+            sampler.resume(start.tokens)
+        return cls(sampler, recorder, None if request.beams else sampler.device_sampling())
 
     def next_logprobs(self, count: int) -> "tuple[TokenLogprob, ...]":
         if self.recorder is None:
@@ -90,32 +112,31 @@ class TokensAhead:
     ) -> TokenSteps | None:
         """Return the next tokens of the scheduled sequences; None if they are to be sampled from logits.
 
-        All must decode with equal settings. Several sequences must be greedy: their random numbers are the host's.
+        All must decode without drafts, with settings that a pass samples with.
         """
-        shared: DeviceSampling | None = None
-        sequences = []
+        settings, sequences = [], []
         for part in scheduled:
             sampling = states[part.sequence.id].device_sampling
             if sampling is None or not part.is_decode or part.drafts:
                 return None
-            # Each of several sequences has random numbers of its own, which only the host has.
-            if sampling.temperature and (len(scheduled) > 1 or not self._runner.passes.samples):
+            if not (sampling.plain_greedy or self._runner.passes.samples):
                 return None
-            shared = shared or sampling
-            if replace(sampling, seed=shared.seed) != shared:
-                return None
+            settings.append(sampling)
             sequences.append((part.sequence.id, tuple(part.sequence.table.blocks)))
-        assert shared is not None
         steps = next(self._steps, None) if self._steps is not None and sequences == self._sequences else None
         if steps is None:
             # Tokens made ahead for other sequences, or in other blocks, are dropped.
-            self._steps = self._start(scheduled, shared, scheduler)
+            self._steps = self._start(scheduled, settings, scheduler)
             self._sequences = [(part.sequence.id, tuple(part.sequence.table.blocks)) for part in scheduled]
             steps = None if self._steps is None else next(self._steps, None)
         return steps
 
+    def drop(self) -> None:
+        """Forget tokens made ahead: another pass has continued their sequences."""
+        self._steps = None
+
     def _start(
-        self, scheduled: Sequence[ScheduledSequence], sampling: DeviceSampling, scheduler: Scheduler
+        self, scheduled: Sequence[ScheduledSequence], sampling: Sequence[DeviceSampling], scheduler: Scheduler
     ) -> Iterator[TokenSteps] | None:
         left = min([part.sequence.limit - part.sequence.sampled for part in scheduled])
         count = scheduler.reserve_ahead(scheduled, left)

@@ -121,13 +121,16 @@ class Scheduler:
 
     def submit(self, request: Request) -> Sequence:
         """Append a request to the queue. Raises UsageError as `Request.reply_limit` does."""
-        limit = request.reply_limit(self.limits.context, self.pool.blocks * self.pool.block_size)
-        sequence = self._add(request, limit)
+        sequence = self._add(request, self.reply_limit(request))
         self.waiting.append(sequence)
         return sequence
 
+    def reply_limit(self, request: Request) -> int:
+        return request.reply_limit(self.limits.context, self.pool.blocks * self.pool.block_size)
+
     def _add(self, request: Request, limit: int) -> Sequence:
-        sequence = Sequence(self._next_id, request, BlockTable(self.pool), limit, self._clock(), list(request.prompt))
+        tokens = [*request.prompt, *(() if request.start is None else request.start.tokens)]
+        sequence = Sequence(self._next_id, request, BlockTable(self.pool), limit, self._clock(), tokens)
         self._sequences[sequence.id] = sequence
         self._shares.enter(sequence)
         self._next_id += 1
@@ -145,16 +148,7 @@ class Scheduler:
         return branch
 
     def expired(self) -> list[Sequence]:
-        if not self.waiting:
-            return []
-        now = self._clock()
-        return [
-            sequence
-            for sequence in self.waiting
-            if not sequence.started
-            and sequence.request.deadline is not None
-            and now - sequence.arrived >= sequence.request.deadline
-        ]
+        return [sequence for sequence in self.waiting if not sequence.started and sequence.late(self._clock)]
 
     def schedule(self, draft_budget: DraftBudget | None = None) -> list[ScheduledSequence]:
         """Return the work of the next pass in order of arrival; an empty list if nothing can run."""
@@ -163,6 +157,12 @@ class Scheduler:
             scheduled = self._schedule_prefill() or self._schedule_decode(draft_budget)
         else:
             scheduled = self._schedule_decode(draft_budget) or self._schedule_prefill()
+        if not scheduled and self.waiting:
+            # Beams that wait for others of their search may hold all blocks. The oldest search fits the cache alone.
+            idle = [sequence for sequence in self.running if not sequence.uncomputed]
+            if idle:
+                self._preempt(idle[-1])
+                return self.schedule(draft_budget)
         self._prefill_next = not scheduled or scheduled[0].is_decode
         return scheduled
 
@@ -230,7 +230,7 @@ class Scheduler:
         if first:
             sequence.started = True
             sequence.queued = self._clock() - sequence.arrived
-            sequence.cached = table.length
+            sequence.cached = min(table.length, sequence.prompt_length)
             sequence.miss = "all tokens are requested" if match is None else match.miss
             self.counts.queries += sequence.prompt_length
             self.counts.hits += sequence.cached

@@ -1,13 +1,14 @@
 """A request, the sequence that answers it, and what a step of the engine returns for it."""
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Literal
 
 from mycli.runtime.cache.block_table import BlockTable
 from mycli.runtime.cache.prefix_index import StoredPrefix
 from mycli.runtime.errors import UsageError, UserError
-from mycli.runtime.sampling.params import SamplingParams
+from mycli.runtime.sampling.params import SamplingParams, following_seed
 
 if TYPE_CHECKING:  # torch takes a second to import
     from torch import Tensor
@@ -15,7 +16,46 @@ if TYPE_CHECKING:  # torch takes a second to import
     from mycli.runtime.sampling.grammars.grammar import Grammar
     from mycli.runtime.sampling.logprobs import TokenLogprob
 
+MAX_BEAMS = 64
+MAX_PENALTY = 10.0
 FinishReason = Literal["stop", "length", "context", "cancelled", "deadline", "error"]
+
+
+@dataclass(frozen=True)
+class ReplyStart:
+    """Where a reply begins or continues: the seed of its random numbers, its first tokens, the numbers they took."""
+
+    seed: int
+    tokens: tuple[int, ...] = ()
+    numbers: int = 0
+
+    def for_reply(self, index: int) -> "ReplyStart":
+        """Return the start of reply `index` to one prompt, none of which has tokens yet."""
+        return replace(self, seed=following_seed(self.seed, index))
+
+
+@dataclass(frozen=True)
+class BeamOptions:
+    """Beam search, as in transformers' `generate`.
+
+    length_penalty: the score is divided by the length to this power; early_stopping: True ends the search with `width`
+    finished beams, False when a better one is unlikely, "never" when a better one is impossible. Raises UsageError for
+    values outside their range.
+    """
+
+    width: int
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.width <= MAX_BEAMS:
+            raise UsageError(f"{self.width} beams", f"use 1 to {MAX_BEAMS} beams", data={"setting": "beams"})
+        if not -MAX_PENALTY <= self.length_penalty <= MAX_PENALTY:  # false for NaN
+            raise UsageError(
+                f"length_penalty {self.length_penalty} is out of range",
+                f"choose between -{MAX_PENALTY:g} and {MAX_PENALTY:g}",
+                data={"setting": "length_penalty"},
+            )
 
 
 @dataclass(frozen=True)
@@ -24,10 +64,12 @@ class Request:
 
     limit: maximum number of new tokens, None for as many as the context holds; stop_ids: tokens that end the reply and
     are not part of it; logprobs: number of alternatives at each token, None for no logprobs; prompt_logprobs: also for
-    the tokens of the prompt; deadline: seconds that the request may wait for its first pass, None for any time;
-    hidden_states: return the final hidden states of the prompt's last token or of all; scored_tokens: return the logits
-    of these tokens after the prompt; user, weight: whose share of the machine it uses,
-    and how large that is; batch: it runs when no other request wants to.
+    the tokens of the prompt; deadline: seconds after which the reply is to end, None for any time. A request that has
+    not begun by then ends without a reply; hidden_states: return the final hidden states of the prompt's last token or
+    of all; scored_tokens: return the logits of these tokens after the prompt; user, weight: whose share of the machine
+    it uses, and how large that is; batch: it runs when no other request wants to; start: where an interrupted reply
+    continues, with a seed that counts instead of that of `sampling`; beams: search for the most likely replies instead
+    of sampling.
     """
 
     prompt: tuple[int, ...]
@@ -43,6 +85,13 @@ class Request:
     user: str = ""
     weight: float = 1.0
     batch: bool = False
+    start: ReplyStart | None = None
+    beams: BeamOptions | None = None
+
+    def for_reply(self, index: int) -> "Request":
+        """Return the request for reply `index` to the same prompt, with a seed of its own."""
+        start = None if self.start is None else self.start.for_reply(index)
+        return replace(self, sampling=self.sampling.for_reply(index), start=start)
 
     def reply_limit(self, context: int, cache_tokens: int) -> int:
         """Return the maximum number of new tokens, in a context and a cache of the given sizes in tokens.
@@ -86,7 +135,8 @@ class SequenceOutput:
     logprobs: one for each of `tokens`, if requested; prompt_logprobs: of prompt tokens from the second on, as they are
     computed; cached_tokens: prompt tokens found in the cache, and `cache_miss` says why not more; queued: seconds
     before the first pass; drafted, accepted: draft tokens of this step; error: set if the reason is "error"; hidden:
-    [rows, hidden] and scores: [tokens], if requested, with the end of the sequence.
+    [rows, hidden] and scores: [tokens], if requested, with the end of the sequence; numbers: random numbers that the
+    sequence has taken so far.
     """
 
     sequence: int
@@ -102,6 +152,7 @@ class SequenceOutput:
     error: UserError | None = None
     hidden: "Tensor | None" = None
     scores: "Tensor | None" = None
+    numbers: int = 0
 
 
 class Status(Enum):
@@ -143,6 +194,10 @@ class Sequence:
     def is_decoding(self) -> bool:
         """Whether its next pass computes only the last sampled token."""
         return len(self.tokens) > self.prompt_length and len(self.tokens) - self.table.length == 1
+
+    def late(self, clock: Callable[[], float]) -> bool:
+        deadline = self.request.deadline
+        return deadline is not None and clock() - self.arrived >= deadline
 
     @property
     def scored(self) -> bool:

@@ -42,6 +42,11 @@ class Speculator(Protocol):
     @property
     def nbytes(self) -> int: ...
 
+    @property
+    def rests(self) -> bool:
+        """Whether nothing is drafted in this step and the next ones, and no pass needs to be observed."""
+        ...
+
     def draft_length(self, sequence: int, tokens: Sequence[int], room: int, decoding: int) -> int:
         """Return how many tokens to draft after `tokens`, at most `room`, while `decoding` sequences decode."""
         ...
@@ -58,6 +63,10 @@ class Speculator(Protocol):
 
     def observe(self, results: Sequence[tuple[int, int, int]], seconds: float) -> None:
         """Record a decode step: (sequence, drafted, accepted) of each sequence, and its seconds with drafting."""
+        ...
+
+    def observe_plain(self, tokens: int, seconds: float) -> None:
+        """Record `tokens` steps that a pass made by itself while the speculator rested."""
         ...
 
     def truncate(self, sequence: int, length: int) -> None: ...

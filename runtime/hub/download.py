@@ -20,7 +20,7 @@ from mycli.runtime.checkpoint.safetensors_header import INDEX, SINGLE
 from mycli.runtime.errors import GateError, ModelError, NotFoundError
 from mycli.runtime.hub import store
 from mycli.runtime.hub.client import Hub
-from mycli.runtime.hub.names import safe_name, split_file, split_name
+from mycli.runtime.hub.names import choose_quant, safe_name, split_file, split_name, split_quant
 from mycli.runtime.hub.partial_file import PartialFile
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.hub.store import MAX_INDEX_BYTES, HubFile
@@ -68,11 +68,14 @@ def plan_files(
 
 
 def plan_download(hub: Hub, model: str) -> DownloadPlan:
-    """Return the plan for the model `org/repo[@revision][:file.gguf]`.
+    """Return the plan for the model `org/repo[@revision][:file.gguf]`, or `:QUANT` for a file as `choose_quant` does.
 
     Raises UsageError, NotFoundError for network and access failures, and ModelError without safetensors.
     """
     repo, revision = split_name(model)
+    if (quant := split_quant(model)[1]) is not None:
+        plan = plan_files(hub, model, repo, revision, lambda _, files: _select_quant(repo, quant, files))
+        return replace(plan, model=f"{split_quant(model)[0]}:{plan.files[0].name}")
     gguf = split_file(model)[1]
     if gguf is not None:
         return plan_files(hub, model, repo, revision, lambda _, files: _select_gguf(repo, gguf, files))
@@ -125,6 +128,16 @@ def _select_gguf(repo: str, name: str, files: Iterable[HubFile]) -> list[HubFile
             hint = f"it holds {', '.join(ggufs[:8])}" if ggufs else "it holds no GGUF file"
             raise NotFoundError(f"{repo} has no file {part}", hint)
     return [root[part] for part in parts]
+
+
+def _select_quant(repo: str, quant: str, files: Iterable[HubFile]) -> list[HubFile]:
+    root = {file.name: file for file in files if safe_name(file.name)}
+    ggufs = store.gguf_files(root)
+    name = choose_quant(ggufs, quant)
+    if name is None:
+        hint = f"it holds {', '.join(ggufs[:8])}" if ggufs else "it holds no GGUF file"
+        raise NotFoundError(f"{repo} has no GGUF file of {quant}", hint)
+    return _select_gguf(repo, name, root.values())
 
 
 def read_small_file(hub: Hub, repo: str, commit: str, file: HubFile) -> bytes:

@@ -51,6 +51,15 @@ def _folder(source: Source) -> Path:
     return source.folder.parent if source.folder.suffix == GGUF else source.folder
 
 
+def _record(source: Source) -> Path:
+    return store.gguf_record(source.folder) if source.folder.suffix == GGUF else source.folder / RECORD
+
+
+def has_record(source: Source) -> bool:
+    """Whether `quantize` or `export` recorded hashes of the model's files next to them."""
+    return _record(source).is_file()
+
+
 def files_to_verify(source: Source) -> dict[str, HubFile]:
     """Return the expected size and hash of each file, by name. Raises ModelError if none are known."""
     folder = _folder(source)
@@ -59,12 +68,11 @@ def files_to_verify(source: Source) -> dict[str, HubFile]:
         if folder == source.folder:
             return files
         return {name: files.get(name, HubFile(name, 0, "0" * 64)) for name in part_names(source.folder.name)}
-    hint = "models that were pulled or quantized by mycli can be verified"
-    if folder != source.folder:
-        raise ModelError(f"{source.folder}: a single file, so nothing says what it should hold", hint)
-    if not (folder / RECORD).exists():
-        raise ModelError(f"{folder}: no {RECORD}, so nothing says what its files should hold", hint)
-    entries = read_object(folder / RECORD, MAX_RECORD_BYTES).object("files")
+    record = _record(source)
+    if not record.exists():
+        hint = "models that were pulled or quantized by mycli can be verified"
+        raise ModelError(f"{source.folder}: no {record.name}, so nothing says what it should hold", hint)
+    entries = read_object(record, MAX_RECORD_BYTES).object("files")
     files = {}
     for name in entries.values:
         entry = entries.object(name)

@@ -133,7 +133,8 @@ def fetch_model_info(hub: Hub, model: str) -> ModelInfo:
         folder = open_model_folder(Path(name))
         used = folder.text_tensors(tensors)
         source = Source(model, folder.path, plan.repo, plan.commit)
-        info = _gather(source, replace(folder, headers=used), used, list(plan.warnings), remote=True)
+        warnings = [*plan.warnings, *folder.skipped_parts(tensors)]
+        info = _gather(source, replace(folder, headers=used), used, warnings, remote=True)
         head = {name: entry for name, entry in tensors.items() if MTP_PART.local_name(name) is not None}
         return replace(info, predictor_bytes=0 if folder.config.mtp is None else _bytes_of(head))
 

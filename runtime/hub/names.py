@@ -1,8 +1,10 @@
 """Model names: `org/repo[@revision][:file.gguf]`, addresses of the hub, paths, and names of other programs."""
 
 import re
+import shlex
+from collections.abc import Iterable
 
-from mycli.runtime.errors import UsageError
+from mycli.runtime.errors import NotFoundError, UsageError
 
 GGUF = ".gguf"
 DATASETS = "datasets/"  # prefix of a dataset's `org/name`, in URLs too; models have none
@@ -14,6 +16,11 @@ _ADDRESS = re.compile(
     r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?!datasets/|spaces/)([^/?#\s]+/[^/?#\s]+)"
     r"(?:/(?:tree|resolve|blob)/([^/?#\s]+))?(?:[/?#]\S*)?|hf://([^/?#\s]+/[^/?#@\s]+)"
 )
+# Quants as files are named: Q4_K_M, IQ4_XS, UD-Q4_K_XL, BF16, MXFP4_MOE.
+_QUANT = re.compile(
+    r"(?:UD-)?(?:I?Q[1-8]_\w{1,8}|TQ[12]_0|BF16|F16|F32|MXFP4(?:_MOE)?|NVFP4)", re.IGNORECASE | re.ASCII
+)
+_OLLAMA = re.compile(r"(?:https?://)?(?:www\.)?ollama\.com/(?:library/)?([\w./:-]+)/?|ollama (?:run|pull) ([\w./:-]+)")
 # Suggested for names of other programs, such as llama3 or qwen2.5:7b.
 _WELL_KNOWN = {
     "meta-llama": "Llama-3.2-1B-Instruct Llama-3.2-3B-Instruct Llama-3.1-8B-Instruct Llama-3.3-70B-Instruct "
@@ -30,8 +37,8 @@ _MAX_SUGGESTIONS = 4
 
 
 def normalize_model_name(model: str) -> str:
-    """Return `org/repo[@revision][:file.gguf]` for a browser address of the hub; anything else unchanged."""
-    match = _ADDRESS.fullmatch(model.strip())
+    """Return `org/repo[@revision][:file.gguf]` for an address of the hub, also as Ollama takes it; else `model`."""
+    match = _ADDRESS.fullmatch(re.sub(r"^ollama (?:run|pull) (?=(?:hf\.co|huggingface\.co)/)", "", model.strip()))
     if match is None:
         return model
     file = re.search(r"/(?:resolve|blob)/[^/?#\s]+/([^/?#\s]+\.gguf)(?:[?#]|$)", model.strip())
@@ -64,9 +71,40 @@ def split_file(model: str) -> tuple[str, str | None]:
     return (name, file) if file.endswith(GGUF) and is_hub_name(name) else (model, None)
 
 
+def split_quant(model: str) -> tuple[str, str | None]:
+    """Split `org/repo[@revision]:QUANT`, such as `:Q4_K_M`, into name and quant; None where there is none."""
+    name, _, quant = model.partition(":")
+    return (name, quant) if _QUANT.fullmatch(quant) and is_hub_name(name) else (model, None)
+
+
+def choose_quant(names: Iterable[str], quant: str) -> str | None:
+    """Return the GGUF file among `names` (whole files and first parts) that a quant such as Q4_K_M means.
+
+    The quant must be a word of the name, in either case. Of several files the shortest name counts, then the first in
+    order: `UD-Q4_K_M` has a word more than `Q4_K_M`.
+    """
+    word = re.compile(rf"(?:^|[-._]){re.escape(quant)}(?=[-.]|$)", re.IGNORECASE)
+    matching = [name for name in names if word.search(name.removesuffix(GGUF))]
+    return min(matching, key=lambda name: (len(name), name), default=None)
+
+
+def refuse_ollama(model: str) -> None:
+    """Raise NotFoundError for an address or a command of Ollama, naming repositories that its model may be."""
+    match = _OLLAMA.fullmatch(model.strip())
+    if match is None:
+        return
+    name = match[1] or match[2]
+    raise NotFoundError(
+        f"{model}: {name} is a name of Ollama's library, which has no folders or GGUF files by name",
+        code="hub-candidates" if (candidates := suggest_models(name)) else "search-hub",
+        data={"words": shlex.quote(re.sub(r"[:/]", " ", name)), "candidates": ", ".join(candidates)},
+    )
+
+
 def split_name(model: str) -> tuple[str, str | None]:
     """Split `org/repo[@revision]`. Raises UsageError for anything that could act as a path or alter a URL."""
-    model = split_file(model)[0]
+    refuse_ollama(model)
+    model = split_file(split_quant(model)[0])[0]
     repo, _, revision = model.partition("@")
     invalid = "--" in repo or ".." in repo or repo.endswith((".git", ".", "-"))
     if not REPO.fullmatch(repo) or invalid:

@@ -14,7 +14,17 @@ from mycli.runtime.checkpoint.adapter_config import ADAPTER_CONFIG, adapter_base
 from mycli.runtime.checkpoint.gguf.parts import part_names
 from mycli.runtime.errors import ModelError, NotFoundError, UsageError
 from mycli.runtime.hub import store
-from mycli.runtime.hub.names import GGUF, is_hub_name, is_path, split_file, split_name, suggest_models
+from mycli.runtime.hub.names import (
+    GGUF,
+    choose_quant,
+    is_hub_name,
+    is_path,
+    refuse_ollama,
+    split_file,
+    split_name,
+    split_quant,
+    suggest_models,
+)
 from mycli.runtime.hub.store import BUILT_IN
 from mycli.runtime.utils.json_fields import read_object
 
@@ -71,6 +81,8 @@ def resolve_adapter(name: str, *, offline: bool = False) -> Source:
 def _find(model: str, offline: bool) -> Source:
     if not model or "\x00" in model or len(model) > 4096:
         raise UsageError("the name of the model is empty or not a name", code="list-models")
+    refuse_ollama(model)
+    model = _named_file(model)
     try:
         is_gguf_file = model.endswith(GGUF) and ":" not in model
         if is_path(model) or model.partition("@")[0].count("/") > 1 or is_gguf_file:
@@ -96,6 +108,19 @@ def _find(model: str, offline: bool) -> Source:
         )
     except OSError as error:  # a name too long for the file system, or a folder without read permission (D13)
         raise NotFoundError(f"{model}: {error.strerror}", "check the path and its permissions") from None
+
+
+def _named_file(model: str) -> str:
+    # The file that `org/repo:Q4_K_M` means among those that are downloaded; `model` where there is none.
+    name, quant = split_quant(model)
+    if quant is None:
+        return model
+    repo, revision = split_name(name)
+    folder = store.repo_folder(repo)
+    commit = store.read_ref(folder, revision or "main")
+    snapshot = folder / "snapshots" / (commit or "none")
+    file = choose_quant(store.gguf_files(path.name for path in store.list_folder(snapshot)), quant)
+    return model if file is None else f"{name}:{file}"
 
 
 def _meanings(model: str) -> dict[str, Source | None]:

@@ -32,6 +32,11 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
+def gguf_record(file: Path) -> Path:
+    """The record of a GGUF file that was written by `quantize`, next to it."""
+    return file.with_suffix(f".{RECORD}")
+
+
 @dataclass(frozen=True)
 class HubFile:
     """A file of a commit. `digest`: sha256 (64 hex digits), or for small files git's sha1 of the blob (40)."""

@@ -17,6 +17,7 @@ from mycli.runtime.layers.norm import RMSNorm, make_norm, normed
 from mycli.runtime.layers.recurrent import make_mixer
 from mycli.runtime.layers.rope import rotate
 from mycli.runtime.models.experts_spec import ExpertsSpec
+from mycli.runtime.models.latent_spec import LatentAttentionSpec
 from mycli.runtime.models.layer_spec import LayerSpec, PerLayerSpec
 from mycli.runtime.models.part_spec import AttentionSpec, MlpSpec
 from mycli.runtime.models.recurrent_spec import RecurrentSpec
@@ -169,17 +170,42 @@ class PerLayer(LayerPart):
 
 
 class Parallel:
-    """Attention and an MLP or experts that read the same normed input; both outputs are added to the stream."""
+    """Attention, and an MLP, experts or a recurrent mixer, that read the same input; both outputs are added to it.
 
-    def __init__(self, attention: Attention, mlp: Mlp | Experts) -> None:
-        self.attention, self.mlp = attention, mlp
-        self.products = (*attention.products, *mlp.products)
+    An MLP or experts read it through the norm of attention, a recurrent mixer through a norm of its own.
+    """
+
+    def __init__(self, attention: Attention, other: Mlp | Experts | Recurrent) -> None:
+        self.attention, self.other = attention, other
+        self.products = (*attention.products, *other.products)
 
     def steps(self, x: Tensor, context: PassContext) -> Steps:
         entering = normed(self.attention.norm, x)
         attended = yield from self.attention.inner(entering, context)
-        fed = yield from self.mlp.inner(entering, context)
-        return self.mlp.sum(self.attention.sum(x, attended), fed)
+        if isinstance(self.other, Recurrent):
+            entering = normed(self.other.norm, x)
+        other = yield from self.other.inner(entering, context)
+        return self.other.sum(self.attention.sum(x, attended), other)
+
+
+def _mixer(spec: LayerSpec) -> Attention | LatentAttention | Recurrent | None:
+    if isinstance(spec.mixer, AttentionSpec):
+        return Attention(spec.mixer, spec.index)
+    if isinstance(spec.mixer, LatentAttentionSpec):
+        return LatentAttention(spec.mixer, spec.index)
+    return None if spec.mixer is None else Recurrent(spec.mixer, spec.index)
+
+
+def _second_half(
+    spec: MlpSpec | ExpertsSpec | None, streamed: "tuple[int, ExpertReads] | None"
+) -> Mlp | Experts | None:
+    if isinstance(spec, MlpSpec):
+        return Mlp(spec)
+    if spec is not None and streamed is not None and streamed[0] < len(spec.experts):
+        from mycli.runtime.layers.streamed_experts import StreamedExperts
+
+        return StreamedExperts(spec, *streamed)
+    return None if spec is None else Experts(spec)
 
 
 class Block(nn.Module):
@@ -189,32 +215,20 @@ class Block(nn.Module):
         """streamed: number of experts kept in memory, and the counts of reading the others; None keeps all."""
         super().__init__()
         self.spec = spec
-        self.mixer: Attention | LatentAttention | Recurrent
-        if spec.recurrent is not None:
-            self.mixer = Recurrent(spec.recurrent, spec.index)
-        elif spec.latent is not None:
-            self.mixer = LatentAttention(spec.latent, spec.index)
-        else:
-            self.mixer = Attention(spec.attention, spec.index)
-        self.mlp: Mlp | Experts
-        if isinstance(spec.mlp, MlpSpec):
-            self.mlp = Mlp(spec.mlp)
-        elif isinstance(spec.mlp, ExpertsSpec) and streamed is not None and streamed[0] < len(spec.mlp.experts):
-            from mycli.runtime.layers.streamed_experts import StreamedExperts
-
-            self.mlp = StreamedExperts(spec.mlp, *streamed)
-        else:
-            self.mlp = Experts(spec.mlp)
+        self.mixer = _mixer(spec)
+        self.state_space = None if spec.state_space is None else Recurrent(spec.state_space, spec.index)
+        self.mlp = _second_half(spec.mlp, streamed)
         self.per_layer = None if spec.per_layer is None else PerLayer(spec.per_layer, spec.index)
-        last = () if self.per_layer is None else (self.per_layer,)
-        self.parts: tuple[LayerPart | Parallel, ...] = (self.mixer, self.mlp, *last)
-        if spec.parallel:
-            assert isinstance(self.mixer, Attention)
-            self.parts = (Parallel(self.mixer, self.mlp), *last)
+        first: tuple[LayerPart | Parallel | None, ...] = (self.mixer, self.mlp)
+        if spec.parallel or self.state_space is not None:
+            other = self.mlp if self.state_space is None else self.state_space
+            assert isinstance(self.mixer, Attention) and other is not None
+            first = (Parallel(self.mixer, other), None if spec.parallel else self.mlp)
+        self.parts = tuple(part for part in (*first, self.per_layer) if part is not None)
         linears = [linear for part in self.parts for linear in part.products]
         self.products = dict(zip(spec.products(), linears, strict=True))
-        named = {norm.spec.name: norm for norm in self._norms()}
-        self.norms = [named[norm.name] for norm in spec.norms()]
+        named = {norm.spec: norm for norm in self._norms()}
+        self.norms = [named[norm] for norm in spec.norms()]
 
     def _norms(self) -> Iterator[RMSNorm]:
         return (module for module in self.modules() if isinstance(module, RMSNorm))
@@ -226,7 +240,8 @@ class Block(nn.Module):
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        parts = [part for part in (self.mixer, self.mlp, self.per_layer) if part is not None]
+        modules = (self.mixer, self.state_space, self.mlp, self.per_layer)
+        parts = [part for part in modules if part is not None]
         for norm in self._norms():
             norm.load(checkpoint, device, dtype)
         resident = (linear for part in parts for linear in part.resident_products)

@@ -34,6 +34,9 @@ class Mlp(LayerPart):
     def _activate(self, gate_up: Tensor) -> Tensor:
         if self.spec.activation == "xielu":
             return XIELU(gate_up, self._activation_parameters)
+        if self.spec.gate_scale != 1.0:
+            gate, up = gate_up.chunk(2, dim=-1)
+            gate_up = torch.cat((gate * self.spec.gate_scale, up), dim=-1)
         return ACTIVATION[self.spec.activation, self.spec.gated](gate_up)
 
     def inner(self, x: Tensor, context: PassContext) -> Steps:
@@ -54,7 +57,9 @@ class Experts(LayerPart):
         self.shared = None if spec.shared is None else Mlp(spec.shared.mlp)
         gate = None if spec.shared is None else spec.shared.gate
         self.shared_gate = None if gate is None else Linear((gate,))
-        self.unquantized = (self.router,) if self.shared_gate is None else (self.router, self.shared_gate)
+        self.enter, self.leave = (None if linear is None else Linear((linear,)) for linear in (spec.enter, spec.leave))
+        dense = (self.router, self.shared_gate, self.enter, self.leave)
+        self.unquantized = tuple(linear for linear in dense if linear is not None)
         self.gate_up = ExpertLinears(Linear(expert.gate_up) for expert in spec.experts)
         self.down = ExpertLinears(Linear((expert.down,)) for expert in spec.experts)
         self.shared_products = () if self.shared is None else self.shared.products
@@ -66,7 +71,7 @@ class Experts(LayerPart):
         self.expert_output_norm = make_norm(spec.expert_output_norm)
         self.scales: Tensor | None = None
         self.correction: Tensor | None = None
-        self._activate = ACTIVATION[spec.activation, True]
+        self._activate = ACTIVATION[spec.activation, spec.gated]
 
     def load_own(
         self, checkpoint: Checkpoint, packings: Mapping[str, Packing], device: torch.device, dtype: torch.dtype
@@ -106,9 +111,11 @@ class Experts(LayerPart):
         scores = self.router(normed(self.router_norm, tokens))
         route = ROUTING(scores, self.spec.routing, self.correction)
         route = route if self.scales is None else route.scaled(self.scales)
-        expert_outputs = yield from self.route_tokens(route, normed(self.expert_norm, tokens))
+        entering = normed(self.expert_norm, tokens)
+        expert_outputs = yield from self.route_tokens(route, entering if self.enter is None else self.enter(entering))
         weights = torch.ones_like(route.weights) if self.spec.weigh_inputs else route.weights
         output = WEIGHTED_SUM(expert_outputs, route.places, weights)
+        output = output if self.leave is None else self.leave(output)
         output = normed(self.expert_output_norm, output).view_as(x)
         return output if shared_output is None else output + shared_output
 

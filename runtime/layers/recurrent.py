@@ -15,9 +15,9 @@ from mycli.runtime.cache.batch import Batch, Chunk
 from mycli.runtime.cache.state_store import StateStore
 from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.kernels.recurrent import DeltaSizes, Runs, ScanSizes
-from mycli.runtime.kernels.registry import CONVOLUTION, DELTA_RULE, GATED_NORM, GROUP_NORM, SCAN
+from mycli.runtime.kernels.registry import ACTIVATION, CONVOLUTION, DELTA_RULE, GATED_NORM, GROUP_NORM, RMS_NORM, SCAN
 from mycli.runtime.layers.linear import Linear
-from mycli.runtime.layers.norm import RMSNorm
+from mycli.runtime.layers.norm import RMSNorm, make_norm
 from mycli.runtime.models.recurrent_spec import ConvolutionSpec, DeltaNetSpec, MambaSpec, RecurrentSpec, ShortConvSpec
 
 Rows = tuple[Tensor, ...]  # [rows, ...] each
@@ -205,9 +205,9 @@ class Mamba(nn.Module):
         self.widths = spec.convolution.channels, spec.heads
         self.projection = Linear((spec.projection,))
         self.convolution = Convolution(spec.convolution)
-        self.norm = RMSNorm(spec.gated_norm)
+        self.norm = make_norm(spec.gated_norm)
         self.out = Linear((spec.out,))
-        self.norms = (self.norm,)
+        self.norms = () if self.norm is None else (self.norm,)
         self.unquantized: tuple[Linear, ...] = ()
         self.rate, self.dt_bias, self.skip = (torch.empty(spec.heads, device="meta") for _ in range(3))
 
@@ -224,10 +224,25 @@ class Mamba(nn.Module):
 
     def forward(self, x: Tensor, projected: Tensor, states: RecurrentStates) -> Tensor:
         spec = self.spec
+        if spec.multipliers:
+            projected = projected * self._multipliers(projected)
         gate, mixed, steps = torch.split(projected, [spec.inner, spec.convolution.channels, spec.heads], dim=-1)
         scanned = states.advance(self._layer, spec, (mixed, steps), self.advance)
+        if self.norm is None:
+            return ACTIVATION["silu", True](torch.cat((gate, scanned), dim=-1))
+        if spec.norm_first:
+            heads = scanned.view(*scanned.shape[:-1], spec.norm_groups, -1)
+            gain = self.norm.weight.view(spec.norm_groups, -1)
+            normed = RMS_NORM(heads, torch.ones_like(gain[0]), self.norm.eps) * gain
+            return ACTIVATION["silu", True](torch.cat((gate, normed.flatten(-2)), dim=-1))
         rows = scanned.flatten(0, 1), self.norm.weight, self.norm.eps, gate.flatten(0, 1)
         return GROUP_NORM(*rows, spec.norm_groups).view_as(scanned)
+
+    def _multipliers(self, projected: Tensor) -> Tensor:
+        spec = self.spec
+        counts = torch.tensor((spec.inner, spec.inner, *2 * (spec.groups * spec.state_dim,), spec.heads))
+        values = torch.tensor(spec.multipliers, dtype=projected.dtype)
+        return values.repeat_interleave(counts).to(projected.device)
 
     def advance(self, rows: Rows, states: tuple[Tensor, ...], runs: Runs) -> Tensor:
         """Advance the states by rows of (convolution input, steps); an `Advance`."""

@@ -117,18 +117,6 @@ class Rope:
     def positions(self) -> int:
         return self._capacity
 
-    def fixed(self, capacity: int) -> tuple[Tensor, Tensor] | None:
-        """Return cosines and sines [capacity or more, dim / 2] of a model with one half-split rotation in all layers.
-
-        None for other models, and if the tables depend on the length of a sequence.
-        """
-        if len(self._tables) != 1:
-            return None
-        (spec, tables), *_ = self._tables.items()
-        if tables.interleaved or tables.query_scale is not None or capacity > self._length(spec):
-            return None
-        return tables.cos, tables.sin
-
     def every(self, length: int) -> Mapping[RopeSpec, RopeTables] | None:
         """Return the tables of all positions; None if those of a sequence of `length` tokens depend on its length."""
         return None if length > self._fixed_length else self._tables

@@ -7,6 +7,8 @@ from mycli.runtime.memory.estimate import state_bytes
 from mycli.runtime.memory.plan import MemoryPlan
 from mycli.runtime.memory.weights import head_bytes, linears_bytes, weight_bytes
 from mycli.runtime.models.experts_spec import ExpertsSpec
+from mycli.runtime.models.latent_spec import LatentAttentionSpec
+from mycli.runtime.models.part_spec import AttentionSpec
 
 
 def bytes_per_step(plan: MemoryPlan, depth: int) -> int:
@@ -14,7 +16,7 @@ def bytes_per_step(plan: MemoryPlan, depth: int) -> int:
     plan = replace(plan, expert_slots=None)
     cached = 2 * state_bytes(plan.config)  # states are read and written back
     for spec in plan.config.layer_specs:
-        if spec.recurrent is not None:
+        if not isinstance(spec.mixer, AttentionSpec | LatentAttentionSpec):
             continue
         window = source = None
         if spec.latent is None:

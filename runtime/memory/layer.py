@@ -13,21 +13,26 @@ def head_widths(layer: LayerSpec) -> tuple[int, int]:
 def pass_values(layer: LayerSpec) -> int:
     """Return the values per token at the peak of a forward pass."""
     hidden = hidden_width(layer)
-    if not isinstance(layer.mixer, AttentionSpec):
+    mixer = mlp = 0
+    if layer.mixer is not None and not isinstance(layer.mixer, AttentionSpec):
         mixer = layer.mixer.forward_values()
-    else:
+    elif layer.mixer is not None:
         query, key = head_widths(layer)
         # q, k, v as projected; q and k rotated; the output of the heads; the projected output
         mixer = (query + 2 * key) + (query + key) + query + hidden
     # MLP: gate and up; silu(gate); their product; the output
-    mlp = _expert_values(layer.mlp, hidden) if isinstance(layer.mlp, ExpertsSpec) else 4 * layer.mlp.size + hidden
-    waiting = hidden if layer.parallel else 0  # the attention output is added after the MLP
+    if layer.mlp is not None:
+        mlp = _expert_values(layer.mlp, hidden) if isinstance(layer.mlp, ExpertsSpec) else 4 * layer.mlp.size + hidden
+    if layer.state_space is not None:
+        mixer = max(mixer, layer.state_space.forward_values() + hidden)
+    # The attention output is added after the part next to it.
+    waiting = hidden if layer.parallel or layer.state_space is not None else 0
     # The residual stream, its normalized copy, and the larger of mixer and MLP: one is freed before the other begins.
     return 2 * hidden + waiting + max(mixer, mlp)
 
 
 def hidden_width(layer: LayerSpec) -> int:
-    *_, last = layer.mixer.products().values()
+    *_, last = layer.parts[0].products().values()
     return last[0].out_features
 
 

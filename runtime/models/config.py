@@ -129,6 +129,8 @@ class ModelConfig:
     per_layer_width: int = 0  # per-layer inputs (Gemma 4): columns per layer ...
     per_layer_vocab: int = 0  # ... and rows of their table
     final_norm: str | None = "model.norm"  # None: a norm without a tensor
+    # Prefixes of tensors in files and in this declaration, where they differ; the first that matches counts.
+    stored_prefixes: tuple[tuple[str, str], ...] = ()
     embedding_norm: bool = False  # embeddings pass a norm without a tensor before the first layer
     head_bias: bool = False
     # The multi-token prediction head where the family has one: one layer that reads a projection of embedding and
@@ -176,7 +178,7 @@ class ModelConfig:
 
     @cached_property
     def has_recurrent(self) -> bool:
-        return len(self.attentions) < self.layers
+        return any(layer.recurrent is not None for layer in self.layer_specs)
 
     @cached_property
     def distinct_windows(self) -> frozenset[int | None]:
@@ -223,6 +225,20 @@ class ModelConfig:
     def stacked_tensors(self) -> dict[str, tuple[str, ...]]:
         """Names of the tensors of `stacks`, each with its parts in order."""
         return {name: stack.parts for name, stack in self.stacks.items()}
+
+    def local_name(self, stored: str) -> str:
+        """Return the declaration's name of a tensor of the family's checkpoints."""
+        for prefix, local in self.stored_prefixes:
+            if stored.startswith(prefix):
+                return local + stored.removeprefix(prefix)
+        return stored
+
+    def stored_name(self, name: str) -> str:
+        """Return the checkpoints' name of a tensor; the inverse of `local_name`."""
+        for prefix, local in self.stored_prefixes:
+            if name.startswith(local):
+                return prefix + name.removeprefix(local)
+        return name
 
     def layer(self, index: int) -> LayerSpec:
         return self.layer_specs[index]

@@ -28,6 +28,8 @@ class ExpertNames:
     correction_rows: tuple[int, ...] = ()  # leading dimensions of its shape
     stacked_gate_up: str = "experts.gate_up_proj"  # for checkpoints that stack all experts in one tensor
     stacked_down: str = "experts.down_proj"
+    enter: str = "fc1_latent_proj"
+    leave: str = "fc2_latent_proj"
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,8 @@ class MoeLayers:
     """Builds layers in which `count` experts replace the MLP; a `ModelConfig.build_layer`.
 
     size, shared: intermediate sizes of an expert and of the shared expert, 0 for none, which has biases if
-    `shared_bias`. dense: layers that keep their MLP. base: builds the layers whose MLP is replaced.
+    `shared_bias`. dense: layers that keep their MLP. base: builds the layers whose MLP is replaced. width: of what
+    experts read, where it is a projection of the residual stream.
     """
 
     count: int
@@ -46,6 +49,7 @@ class MoeLayers:
     shared: int = 0
     shared_bias: bool = False
     base: Callable[[ModelConfig, int], LayerSpec] = llama_layer
+    width: int | None = None
 
     def __call__(self, config: ModelConfig, index: int) -> LayerSpec:
         return self.replace_mlp(self.base(config, index), config)
@@ -60,33 +64,46 @@ class MoeLayers:
         if self.shared:
             gate = LinearSpec(f"{block}.{names.shared_gate}", 1, config.hidden_size) if names.shared_gate else None
             shared = SharedExpertSpec(self._mlp(f"{block}.{names.shared}", self.shared, config, self.shared_bias), gate)
+        enter = leave = None
+        if self.width is not None:
+            enter = LinearSpec(f"{block}.{names.enter}", self.width, config.hidden_size, self.shared_bias)
+            leave = LinearSpec(f"{block}.{names.leave}", config.hidden_size, self.width, self.shared_bias)
+        assert layer.mlp is not None, f"layer {layer.index} has no MLP to replace"
         experts = ExpertsSpec(
             norm=layer.mlp.norm,
             router=LinearSpec(f"{block}.{names.router}", self.count, config.hidden_size),
-            experts=tuple(self._mlp(f"{block}.experts.{expert}", self.size, config) for expert in range(self.count)),
+            experts=tuple(
+                self._mlp(f"{block}.experts.{expert}", self.size, config, hidden=self.width)
+                for expert in range(self.count)
+            ),
             routing=self.routing,
-            stacks=self._stacks(block),
+            stacks=self._stacks(block, config.mlp_gate),
             shared=shared,
             output_norm=layer.mlp.output_norm,
             residual_scale=layer.mlp.residual_scale,
             correction_bias=bias if names.correction_bias else None,
+            enter=enter,
+            leave=leave,
         )
         return replace(layer, mlp=experts)
 
-    def _stacks(self, block: str) -> tuple[StackSpec, ...]:
+    def _stacks(self, block: str, gated: bool) -> tuple[StackSpec, ...]:
         names = self.names
         experts = [f"{block}.experts.{expert}" for expert in range(self.count)]
-        gate_up = tuple(f"{expert}.{linear}.weight" for expert in experts for linear in (names.gate, names.up))
+        linears = (names.gate, names.up) if gated else (names.up,)
+        gate_up = tuple(f"{expert}.{linear}.weight" for expert in experts for linear in linears)
         return (
             StackSpec(f"{block}.{names.stacked_gate_up}", gate_up),
             StackSpec(f"{block}.{names.stacked_down}", tuple(f"{expert}.{names.down}.weight" for expert in experts)),
         )
 
-    def _mlp(self, prefix: str, size: int, config: ModelConfig, bias: bool = False) -> MlpSpec:
-        names, hidden = self.names, config.hidden_size
+    def _mlp(
+        self, prefix: str, size: int, config: ModelConfig, bias: bool = False, hidden: int | None = None
+    ) -> MlpSpec:
+        names, hidden = self.names, hidden or config.hidden_size
         gate, up = (LinearSpec(f"{prefix}.{name}", size, hidden, bias) for name in (names.gate, names.up))
         down = LinearSpec(f"{prefix}.{names.down}", hidden, size, bias)
-        return MlpSpec(size, None, (gate, up), down, None, config.activation)
+        return MlpSpec(size, None, (gate, up) if config.mlp_gate else (up,), down, None, config.activation)
 
 
 def read_expert_groups(raw: Fields, count: int, top_k: int) -> tuple[int, int]:

@@ -70,6 +70,9 @@ class ExpertsSpec:
     expert_scales: str | None = None  # tensor [experts] that multiplies the weights
     weigh_inputs: bool = False  # the weight of an expert multiplies its input, not its output (Llama 4)
     correction_bias: tuple[str, Shape] | None = None  # tensor added to the scores for the selection, and its shape
+    # Experts read a projection of the input and their sum is projected back (Nemotron 3); the router reads the input.
+    enter: LinearSpec | None = None
+    leave: LinearSpec | None = None
 
     @property
     def top_k(self) -> int:
@@ -85,6 +88,10 @@ class ExpertsSpec:
         return self.experts[0].activation
 
     @property
+    def gated(self) -> bool:
+        return self.experts[0].gated
+
+    @property
     def inactive_experts(self) -> int:
         return len(self.experts) - self.top_k
 
@@ -95,8 +102,9 @@ class ExpertsSpec:
     @property
     def unquantized(self) -> tuple[LinearSpec, ...]:
         # Router and gate select experts; an error there changes the path of a token, not only its values.
+        # The projections around experts are small, and all experts read their output.
         gate = None if self.shared is None else self.shared.gate
-        return (self.router,) if gate is None else (self.router, gate)
+        return tuple(linear for linear in (self.router, gate, self.enter, self.leave) if linear is not None)
 
     def products(self) -> Mapping[str, tuple[LinearSpec, ...]]:
         """Return `shared.gate_up` and `.down`, then `experts.<index>.gate_up` and `.down` of each expert."""

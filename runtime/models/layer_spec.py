@@ -18,7 +18,7 @@ from mycli.runtime.models.part_spec import (
     PartSpec,
     Shape,
 )
-from mycli.runtime.models.recurrent_spec import RecurrentSpec
+from mycli.runtime.models.recurrent_spec import MambaSpec, RecurrentSpec
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,16 @@ class PerLayerSpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer: a token mixer (attention or a recurrent layer), an MLP or experts, and maybe per-layer inputs."""
+    """One layer: a token mixer (attention or a recurrent layer), an MLP or experts, and maybe per-layer inputs.
+
+    Layers of Nemotron-H and Mamba-2 have either a mixer or an MLP.
+    """
 
     index: int
-    mixer: AttentionSpec | LatentAttentionSpec | RecurrentSpec
-    mlp: MlpSpec | ExpertsSpec
+    mixer: AttentionSpec | LatentAttentionSpec | RecurrentSpec | None
+    mlp: MlpSpec | ExpertsSpec | None
     parallel: bool = False  # mixer and MLP both read the mixer's norm, and both are added to the layer's input
+    state_space: MambaSpec | None = None  # reads the layer's input next to attention; both are added to it (Falcon-H1)
     per_layer: PerLayerSpec | None = None
     layer_scalar: str | None = None  # tensor [1] that multiplies the layer's output
     ignored_prefixes: tuple[str, ...] = ()  # of tensors that checkpoints may contain and nothing reads
@@ -61,8 +65,8 @@ class LayerSpec:
 
     @property
     def recurrent(self) -> RecurrentSpec | None:
-        """The mixer of a layer with a recurrent state; None where it is attention."""
-        return None if isinstance(self.mixer, AttentionSpec | LatentAttentionSpec) else self.mixer
+        """The mixer with a recurrent state; None where the layer has none."""
+        return self.state_space if isinstance(self.mixer, AttentionSpec | LatentAttentionSpec) else self.mixer
 
     @property
     def latent(self) -> LatentAttentionSpec | None:
@@ -71,7 +75,8 @@ class LayerSpec:
 
     @property
     def parts(self) -> tuple[PartSpec, ...]:
-        return (self.mixer, self.mlp) if self.per_layer is None else (self.mixer, self.mlp, self.per_layer)
+        parts = (self.mixer, self.state_space, self.mlp, self.per_layer)
+        return tuple(part for part in parts if part is not None)
 
     @property
     def dense_mlp(self) -> MlpSpec:
@@ -85,11 +90,11 @@ class LayerSpec:
     @property
     def unquantized(self) -> tuple[LinearSpec, ...]:
         """Linears that are never quantized: routers, gates of heads and of recurrent layers, small and sensitive."""
-        gates = () if isinstance(self.mixer, LatentAttentionSpec) else self.mixer.unquantized
+        gates = () if self.mixer is None or isinstance(self.mixer, LatentAttentionSpec) else self.mixer.unquantized
         return (*gates, *self.mlp.unquantized) if isinstance(self.mlp, ExpertsSpec) else gates
 
     def norms(self) -> list[NormSpec]:
-        """Return the norms that have a tensor."""
+        """Return the norms that have a tensor; of two with one tensor, both."""
         streams = [norm for part in self.parts for norm in (part.norm, part.output_norm)]
         inner = [norm for part in self.parts for norm in part.inner_norms()]
         return [norm for norm in (*streams, *inner) if norm is not None and norm.name is not None]
@@ -97,14 +102,14 @@ class LayerSpec:
     def input_source(self, product: str) -> InputSource:
         """Return what produces the inputs of `product`, as `PartSpec.input_source`; None if it feeds others too."""
         source = next(part.input_source(product) for part in self.parts if product in part.products())
-        if isinstance(source, NormSpec) and (self.parallel or source.name is None):
+        shared = self.parallel or (self.state_space is not None and product in ("qkv", "recurrent_in"))
+        if isinstance(source, NormSpec) and (shared or source.name is None):
             return None  # a norm without a tensor cannot absorb a factor
         return source
 
     def tensors(self) -> Iterator[tuple[str, Shape]]:
         """Yield name and shape of each tensor of the layer in an unquantized checkpoint."""
-        for norm in self.norms():
-            yield from norm.tensors()
+        yield from dict(tensor for norm in self.norms() for tensor in norm.tensors()).items()
         if self.recurrent is not None:
             yield from self.recurrent.tensors()
         for linears in (self.unquantized, *self.products().values()):
@@ -116,7 +121,7 @@ class LayerSpec:
             yield self.mixer.sinks, (self.mixer.heads,)
         if isinstance(self.mlp, ExpertsSpec):
             yield from self.mlp.tensors()
-        else:
+        elif self.mlp is not None:
             yield from self.mlp.parameters
         if self.layer_scalar is not None:
             yield self.layer_scalar, (1,)

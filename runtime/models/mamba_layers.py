@@ -23,6 +23,7 @@ class MambaLayers:
     bias: bool
     convolution_bias: bool
     step_limits: tuple[float, float]
+    norm: str = "input_layernorm"  # of the layer
 
     def mixer(self, config: ModelConfig, index: int, name: str = "mamba") -> MambaSpec:
         """Return the mixer of a layer, whose tensors are called `model.layers.<index>.<name>`."""
@@ -33,7 +34,7 @@ class MambaLayers:
             self.groups,
             self.head_dim,
             self.state_dim,
-            norm=config.norm_spec(f"{layer}.input_layernorm"),
+            norm=config.norm_spec(f"{layer}.{self.norm}"),
             projection=LinearSpec(f"{name}.in_proj", inner + channels + self.heads, hidden, self.bias),
             convolution=ConvolutionSpec(f"{name}.conv1d", channels, self.taps, self.convolution_bias),
             decay=f"{name}.A_log",
@@ -47,10 +48,13 @@ class MambaLayers:
         )
 
 
-def read_mamba(raw: Fields) -> MambaLayers:
-    """Read the keys `mamba_*` and `time_step_limit`. Raises ModelError for sizes that do not divide."""
+def read_mamba(raw: Fields, inner: int | None = None) -> MambaLayers:
+    """Read the keys `mamba_*` and `time_step_limit`. Raises ModelError for sizes that do not divide.
+
+    inner: the width of all heads; None for `mamba_expand` times hidden_size.
+    """
     heads, groups = raw.integer("mamba_n_heads", 128, high=_MOST), raw.integer("mamba_n_groups", 1, high=_MOST)
-    inner = raw.integer("mamba_expand", 2, high=64) * raw.integer("hidden_size")
+    inner = inner or raw.integer("mamba_expand", 2, high=64) * raw.integer("hidden_size")
     if heads % groups or inner % heads:
         raise raw.fail("mamba_n_heads", f"= {heads} must divide {inner}, and be a multiple of mamba_n_groups {groups}")
     head_dim = inner // heads
@@ -65,11 +69,30 @@ def read_mamba(raw: Fields) -> MambaLayers:
         raw.integer("mamba_d_conv", 4, low=2, high=64),
         raw.boolean("mamba_proj_bias", False),
         raw.boolean("mamba_conv_bias", True),
-        _step_limits(raw),
+        read_step_limits(raw),
     )
 
 
-def _step_limits(raw: Fields) -> tuple[float, float]:
+def read_plain_mamba(raw: Fields, head_key: str = "mamba_head_dim") -> MambaLayers:
+    """Read the keys of Mamba-2 and Nemotron-H; `head_key` has the size of a head. Raises as `read_mamba`."""
+    heads, groups = raw.integer("mamba_num_heads", 128, high=_MOST), raw.integer("n_groups", 8, high=_MOST)
+    if heads % groups:
+        raise raw.fail("n_groups", f"= {groups} must divide {heads} heads")
+    return MambaLayers(
+        heads,
+        groups,
+        raw.integer(head_key, 64, high=_MOST),
+        raw.integer("ssm_state_size", 128, high=_MOST),
+        raw.integer("conv_kernel", 4, low=2, high=64),
+        raw.boolean("use_bias", False),
+        raw.boolean("use_conv_bias", True),
+        read_step_limits(raw),
+        norm="norm",
+    )
+
+
+def read_step_limits(raw: Fields) -> tuple[float, float]:
+    """Read `time_step_limit`, the smallest and the largest step; no limits where it is absent."""
     values = raw.array("time_step_limit", object, 2)
     if not values:
         return 0.0, float("inf")

@@ -8,26 +8,103 @@ from typing import Any
 
 from mycli.runtime.utils.json_fields import Fields
 
-# model_type of the outer config -> model_type of its text_config where that has none.
+# model_type of the outer config -> model_type of its text section where that has none.
 TEXT_PARTS: dict[str, str] = {
+    "aya_vision": "cohere2",
+    "cohere2_vision": "cohere2",
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
     "gemma4_unified": "gemma4_unified_text",
+    "glm4v": "glm4v_text",
+    "got_ocr2": "qwen2",
+    "idefics3": "llama",
+    "internvl": "qwen2",
+    "internvl_chat": "qwen2",
+    "lfm2_vl": "lfm2",
     "llama4": "llama4_text",
+    "llava": "llama",
+    "llava_next": "llama",
+    "llava_next_video": "llama",
+    "llava_onevision": "qwen2",
     "mistral3": "mistral",
+    "qwen2_5_vl": "qwen2_5_vl_text",
+    "qwen2_audio": "qwen2",
+    "qwen2_vl": "qwen2_vl_text",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
+    "qwen3_vl": "qwen3_vl_text",
+    "qwen3_vl_moe": "qwen3_vl_moe_text",
+    "smolvlm": "llama",
+    "video_llava": "llama",
+    "vipllava": "llama",
+    "voxtral": "llama",
+}
+_SECTIONS = ("text_config", "llm_config")  # the latter in internvl_chat
+# Published before the text model had a section of its own: its keys are those of the outer config.
+_FLAT = ("qwen2_vl", "qwen2_5_vl")
+# Text models that differ from a plain family only in M-RoPE, which rotates text as plain rope does: the three positions
+# of a token that is no image or video are equal.
+FAMILIES = {
+    "glm4v_text": "glm4",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen2_vl_text": "qwen2",
+    "qwen3_vl_moe_text": "qwen3_moe",
+    "qwen3_vl_text": "qwen3",
+}
+# transformers 4 wrote only those keys of a section that differ from the defaults of its class.
+_QWEN_VL = {
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 152064,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1000000.0,
+}
+_QWEN = {
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+}
+_LLAMA = {
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "vocab_size": 32000,
+}
+CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
+    "glm4v_text": {"partial_rotary_factor": 1.0},
+    "llama": _LLAMA,
+    "mistral": {**_LLAMA, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072},
+    "qwen2": _QWEN,
+    "qwen3": {**_QWEN, "head_dim": 128},
+    "qwen2_vl_text": _QWEN_VL,
+    "qwen2_5_vl_text": _QWEN_VL,
 }
 # model_type of the text model -> the class that transformers loads it with on its own.
 _ARCHITECTURES = {
+    "cohere2": "Cohere2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma4_text": "Gemma4ForCausalLM",
     "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
+    "glm4": "Glm4ForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
+    "llama": "LlamaForCausalLM",
     "llama4_text": "Llama4ForCausalLM",
     "mistral": "MistralForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
     "mistral4": "Mistral4ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
 }
 # Keys of the outer config that count before the text_config.
@@ -44,7 +121,12 @@ _PREFIXES = (
     ("model.language_model.", "model."),
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
+    ("model.text_model.", "model."),
     ("lm_head.", "lm_head."),
+    # Qwen 2 VL and 2.5 VL as published have no prefix for the text model.
+    ("model.embed_tokens.", "model.embed_tokens."),
+    ("model.layers.", "model.layers."),
+    ("model.norm.", "model.norm."),
 )
 
 
@@ -59,12 +141,20 @@ class TextPart:
     def from_config(cls, raw: Fields) -> "TextPart":
         """Return the text model of a parsed config.json."""
         outer_type = raw.text("model_type", "")
-        if outer_type not in TEXT_PARTS or not raw.has("text_config"):
+        key = next((name for name in _SECTIONS if raw.has(name)), None)
+        if outer_type not in TEXT_PARTS or (key is None and outer_type not in _FLAT):
             return cls(raw)
-        section = raw.object("text_config")
+        section = Fields(_without_sections(raw), raw.source) if key is None else raw.object(key)
         outer = {key: raw.values[key] for key in _OUTER if raw.has(key)}
-        model_type = section.text("model_type", TEXT_PARTS[outer_type])
-        values = {**section.values, **outer, "model_type": model_type}
+        stored = section.text("model_type", TEXT_PARTS[outer_type])
+        model_type = FAMILIES.get(stored, stored)
+        values = {**CLASS_DEFAULTS.get(stored, {}), **section.values, **outer, "model_type": model_type}
+        if stored in FAMILIES:
+            ropes = (name for name in ("rope_parameters", "rope_scaling") if name in values)
+            values |= {name: _plain_rope(values[name]) for name in ropes}
+        if stored == "qwen3_vl_moe_text":  # transformers normalizes the weights whatever the config says
+            values["norm_topk_prob"] = True
+        values.pop("architectures", None)
         if model_type in _ARCHITECTURES:
             values["architectures"] = [_ARCHITECTURES[model_type]]
         if "quantization_config" in values:
@@ -99,6 +189,17 @@ class MtpPart:
 
 
 MTP_PART = MtpPart()
+
+
+def _without_sections(raw: Fields) -> dict[str, Any]:
+    return {key: value for key, value in raw.values.items() if not key.endswith("_config") and key != "model_type"}
+
+
+def _plain_rope(rope: Any) -> Any:
+    if not isinstance(rope, dict):
+        return rope  # refused, with the name of the field, where the config is read
+    plain = {key: value for key, value in rope.items() if not key.startswith("mrope_")}
+    return {key: "default" if value == "mrope" else value for key, value in plain.items()}
 
 
 def _renamed(value: Any) -> Any:

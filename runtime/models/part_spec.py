@@ -249,6 +249,7 @@ class AttentionSpec:
 class MlpSpec:
     """An MLP: down(activation(gate(x)) * up(x)), or down(activation(up(x))) where there is no gate.
 
+    gate_scale: multiplies gate(x).
     parameters: names and shapes of the activation's tensors; those of xielu are alpha_p, alpha_n, beta and eps.
     """
 
@@ -261,6 +262,7 @@ class MlpSpec:
     residual_scale: float = 1.0
     parameters: tuple[tuple[str, Shape], ...] = ()
     inner_norm: NormSpec | None = None  # of the input of `down`
+    gate_scale: float = 1.0
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:

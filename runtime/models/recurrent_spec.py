@@ -155,10 +155,12 @@ class MambaSpec:
 
     With t = softplus(dt + dt_bias) clamped to `step_limits`: S <- exp(-exp(A) t) S + B (t x)^T, output S^T C + D x.
     Each of `heads` reads B and C of group head // (heads / groups). Outputs are multiplied by SiLU(z), normed in
-    `norm_groups` parts by `gated_norm`, and passed to `out`.
+    `norm_groups` parts by `gated_norm` if there is one, before the multiplication with `norm_first`, and passed to
+    `out`.
 
     projection: z, then x, B and C, which pass the convolution and SiLU, then dt, one value per head.
     decay, dt_bias, skip: names of the tensors A, dt_bias and D [heads].
+    multipliers: of z, x, B, C and dt as they are projected; empty for none.
     """
 
     heads: int
@@ -171,9 +173,11 @@ class MambaSpec:
     decay: str
     dt_bias: str
     skip: str
-    gated_norm: NormSpec
+    gated_norm: NormSpec | None
     norm_groups: int
     out: LinearSpec
+    norm_first: bool = False
+    multipliers: tuple[float, ...] = ()
     step_limits: tuple[float, float] = (0.0, float("inf"))
     output_norm: NormSpec | None = None
     residual_scale: float = 1.0
@@ -193,7 +197,10 @@ class MambaSpec:
         return (self.gated_norm,)
 
     def input_source(self, product: str) -> InputSource:
-        return self.norm if product == "recurrent_in" else self.gated_norm
+        if product == "recurrent_in":
+            return self.norm
+        # A gate after the norm multiplies value by value: a factor passes through it.
+        return self.gated_norm
 
     def tensors(self) -> Iterator[tuple[str, Shape]]:
         """Yield name and shape of each tensor that is neither a norm nor a linear of a product."""

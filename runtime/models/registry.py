@@ -7,7 +7,7 @@ from mycli.runtime.models import families as family_modules
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.utils.json_fields import Fields
 
-_MAMBA = "its Mamba layers are not implemented"
+_MAMBA = "its Mamba-1 layers are not implemented"
 _INDEXER = "its indexer attention, which selects keys for each query, is not implemented"
 _LIGHTNING = "its lightning attention is not implemented"
 _KDA = "its Kimi Delta Attention is not implemented"
@@ -21,7 +21,6 @@ REFUSED: dict[str, str] = {
     "deepseek_v4": _INDEXER,
     "diffllama": "its differential attention is not implemented",
     "doge": "its attention mask, which depends on the values of keys, is not implemented",
-    "falcon_h1": _MAMBA,
     "falcon_mamba": _MAMBA,
     "gemma3n": "its AltUp residual streams and Laurel blocks are not implemented",
     "gemma3n_text": "its AltUp residual streams and Laurel blocks are not implemented",
@@ -30,13 +29,13 @@ REFUSED: dict[str, str] = {
     "kimi_linear": _KDA,
     "longcat_flash": "its layers of two attentions with a shortcut mixture of experts are not implemented",
     "mamba": _MAMBA,
-    "mamba2": _MAMBA,
     "minimax": _LIGHTNING,
     "mllama": "its cross-attention to images is not implemented",
-    "nemotron_h": _MAMBA,
     "recurrent_gemma": "its RG-LRU layers are not implemented",
     "t5": _ENCODER,
     "t5gemma": _ENCODER,
+    "zamba": _MAMBA,
+    "zamba2": "its blocks that several layers share, each with an adapter of its own, are not implemented",
 }
 
 

@@ -68,7 +68,7 @@ class SamplingParams:
         """Return the parameters of reply `index` to one prompt: the seed, if set, plus `index`, modulo 2^64."""
         if self.seed is None:
             return self
-        return replace(self, seed=(self.seed + index + (1 << 63)) % (1 << 64) - (1 << 63))
+        return replace(self, seed=following_seed(self.seed, index))
 
     @property
     def counts_replies(self) -> bool:
@@ -77,6 +77,11 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
+
+
+def following_seed(seed: int, index: int) -> int:
+    """Return the seed of reply `index` to one prompt, as a signed 64-bit integer."""
+    return (seed + index + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def recommended(defaults: GenerationDefaults) -> SamplingParams:

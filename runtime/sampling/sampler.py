@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Protocol
 
@@ -22,11 +22,16 @@ _NUMBERS_PER_CALL = 256
 class Constraint(Protocol):
     """A grammar that limits which token may come next; see `runtime.sampling.grammars.grammar`."""
 
+    @property
+    def may_be_cut(self) -> bool: ...
+
     def apply(self, logits: Tensor) -> Tensor:
         """Set the logits fp32 [sequences, vocab] of forbidden tokens to -inf. Raises ModelError if none is allowed."""
         ...
 
-    def follow(self, tokens: Sequence[int]) -> None: ...
+    def accept(self, tokens: Sequence[int]) -> list[int]:
+        """Advance by the sampled tokens; return the tokens that stand, others where the limits of a reply are near."""
+        ...
 
 
 class Recorder(Protocol):
@@ -35,45 +40,66 @@ class Recorder(Protocol):
     def record(self, logits: Tensor, tokens: Tensor) -> None: ...
 
 
-@dataclass(frozen=True)
-class DeviceSampling:
-    """The settings with which a device samples by itself; see `Sampler.device_sampling`. Temperature 0 is greedy."""
-
-    vocab_size: int
-    temperature: float
-    seed: int  # signed, 64 bits
-    top_k: int = 0  # below the vocabulary size
-    top_p: float = 1.0
-    min_p: float = 0.0
-
-
 class RandomNumbers:
     """The uniform random numbers of one request, independent of how many are taken at a time."""
 
-    def __init__(self, seed: int | None) -> None:
+    def __init__(self, seed: int | None, taken: int = 0) -> None:
+        """taken: how many of the numbers are skipped, because an earlier part of the reply took them."""
         self.generator = torch.Generator()
         if seed is None:
             self.generator.seed()
         else:
             self.generator.manual_seed(seed)
         self._numbers, self._used = list[float](), 0
+        self.taken = taken  # numbers so far
+        for _ in range(taken // _NUMBERS_PER_CALL):
+            self._generate(1)
+            self._used = len(self._numbers)
+        if rest := taken % _NUMBERS_PER_CALL:
+            self._generate(rest)
+            self._used += rest
 
     def take(self, count: int) -> list[float]:
         """Return the next `count` numbers in [0, 1 - 2^-50]: a sum times one does not round up to the sum."""
-        if self._used + count > len(self._numbers):
-            self._generate(count)
+        numbers = self.peek(count)
         self._used += count
-        return self._numbers[self._used - count : self._used]
+        self.taken += count
+        return numbers
 
-    def peek(self, index: int) -> float:
-        self._generate(index + 1)
-        return self._numbers[self._used + index]
+    def peek(self, count: int, skip: int = 0) -> list[float]:
+        """Return the `count` numbers after the next `skip`, without taking them."""
+        if self._used + skip + count > len(self._numbers):
+            self._generate(skip + count)
+        return self._numbers[self._used + skip : self._used + skip + count]
 
     def _generate(self, count: int) -> None:
         while self._used + count > len(self._numbers):
             numbers = torch.rand(_NUMBERS_PER_CALL, generator=self.generator, dtype=torch.float64)
             self._numbers = self._numbers[self._used :] + (numbers * (1 - 2**-50)).tolist()
             self._used = 0
+
+
+@dataclass(frozen=True)
+class DeviceSampling:
+    """The settings with which a pass samples by itself; see `Sampler.device_sampling`. Temperature 0 is greedy.
+
+    numbers: the request's random numbers, None for greedy; seen: what penalties count, None without penalties.
+    """
+
+    vocab_size: int
+    temperature: float = 0.0
+    top_k: int = 0  # below the vocabulary size
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+    numbers: RandomNumbers | None = field(default=None, compare=False)
+    seen: SeenTokens | None = field(default=None, compare=False)
+
+    @property
+    def plain_greedy(self) -> bool:
+        return not self.temperature and self.seen is None
 
 
 class Sampler:
@@ -93,8 +119,9 @@ class Sampler:
         *,
         constraint: Constraint | None = None,
         recorder: Recorder | None = None,
+        numbers: RandomNumbers | None = None,
     ) -> None:
-        """Raises UsageError for a bias of a token that is not in the vocabulary."""
+        """numbers: None for new ones. Raises UsageError for a bias of a token that is not in the vocabulary."""
         for token, _ in sampling.logit_bias:
             if token >= vocab_size:
                 raise UsageError(
@@ -103,7 +130,7 @@ class Sampler:
                 )
         self.sampling, self.unseeded = sampling, replace(sampling, seed=None)
         self.vocab_size = vocab_size
-        self.numbers = RandomNumbers(sampling.seed)
+        self.numbers = numbers or RandomNumbers(sampling.seed)
         self.seen = SeenTokens(sampling, vocab_size, device, sequences)
         self.plain = not self.seen.needed and constraint is None and recorder is None
         self.plain_greedy = sampling.greedy and not self.seen.needed and not sampling.logit_bias
@@ -117,6 +144,17 @@ class Sampler:
     def observe_ids(self, tokens: Sequence[int]) -> None:
         self.seen.observe_ids(tokens)
 
+    def resume(self, tokens: Sequence[int]) -> None:
+        """Observe the tokens of a reply that were drawn before it was interrupted. Raises ModelError as grammars do."""
+        if self.seen.needed:
+            for token in tokens:
+                drawn = torch.tensor([[token]], device=self._device)
+                self.seen.observe(drawn)
+                self.seen.count(drawn)
+        if self._constraint is not None:
+            for token in tokens:
+                self._constraint.accept([token])
+
     @property
     def repeatable(self) -> bool:
         return self.sampling.seed is not None and not self.sampling.greedy
@@ -124,6 +162,11 @@ class Sampler:
     @property
     def constrained(self) -> bool:
         return self._constraint is not None
+
+    @property
+    def may_be_cut(self) -> bool:
+        """Whether the reply so far may end at any token: without a grammar, or under one of any text."""
+        return self._constraint is None or self._constraint.may_be_cut
 
     def sample(self, logits: Tensor) -> Tensor:
         """Draw a token from each row of fp32 logits: int64 [sequences, 1]. Raises ModelError for non-finite logits."""
@@ -136,33 +179,39 @@ class Sampler:
             raise not_finite()
         if not self.plain_greedy:
             token = self.draw(distribution(logits, self.sampling, self.seen.seen, self.seen.counts))
+        if self._constraint is not None:
+            token = token.new_tensor([[accepted] for accepted in self._constraint.accept(token[:, 0].tolist())])
         if not self.plain:
-            self._update(raw, token)
+            self.seen.observe(token)
+            self.seen.count(token)
+            if self._recorder is not None:
+                self._recorder.record(raw, token)
         return token
 
-    def _update(self, logits: Tensor, token: Tensor) -> None:
-        self.seen.observe(token)
-        self.seen.count(token)
-        if self._constraint is not None:
-            self._constraint.follow(token[:, 0].tolist())
-        if self._recorder is not None:
-            self._recorder.record(logits, token)
-
     def device_sampling(self) -> DeviceSampling | None:
-        """Return the settings for sampling on the device (`runtime.kernels.triton.sample`), or None if it cannot.
+        """Return the settings for sampling in a pass (`runtime.kernels.triton.sample`), or None if none can.
 
-        It can if a token depends on its own logits alone: no bias, penalty or grammar. The distribution is the same;
-        the random numbers are not, so a seed repeats a reply on a device, not across devices.
+        It cannot with a bias or a grammar, or if logprobs are recorded. Draws use the same random numbers as here.
         """
         params = self.sampling
-        if params.logit_bias or not self.plain:
+        if params.logit_bias or self._constraint is not None or self._recorder is not None:
             return None
-        # torch returns an unsigned seed; the device kernels take a signed one.
-        seed = (self.numbers.generator.initial_seed() + (1 << 63)) % (1 << 64) - (1 << 63)
+        penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+        numbers, seen = None if self.plain_greedy else self.numbers, self.seen if self.seen.needed else None
         if params.greedy:
-            return DeviceSampling(self.vocab_size, 0.0, seed)
+            return DeviceSampling(self.vocab_size, 0.0, 0, 1.0, 0.0, *penalties, numbers, seen)
         top_k = params.top_k if params.top_k < self.vocab_size else 0
-        return DeviceSampling(self.vocab_size, params.temperature, seed, top_k, params.top_p, params.min_p)
+        cuts = top_k, params.top_p, params.min_p
+        return DeviceSampling(self.vocab_size, params.temperature, *cuts, *penalties, numbers, seen)
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        """Take the numbers of `tokens`, which a pass drew with `device_sampling`, and count them for penalties."""
+        if not self.plain_greedy:
+            self.numbers.take(len(tokens))
+        if self.seen.needed:
+            rows = torch.tensor([tokens], device=self._device)
+            self.seen.observe(rows)
+            self.seen.count(rows)
 
     # What follows serves speculation (`runtime.speculative`): one sequence, whose rows are successive positions.
 
@@ -207,7 +256,7 @@ class Sampler:
             logits = logits if logits.shape[1] == self.vocab_size else logits[:, : self.vocab_size]
             logits = process(logits, self.sampling, *self.seen.after(1, following))
             # With a seed the draft uses the number that the token at this position will be drawn with.
-            number = self.numbers.peek(len(following)) if self.repeatable else None
+            number = self.numbers.peek(1, len(following))[0] if self.repeatable else None
             drawn = softmax_draw(logits, self.numbers.take(1)[0] if number is None else number, out)
             if isinstance(drawn, Declined):
                 weights = out.copy_(logits.softmax(dim=-1))

@@ -11,6 +11,7 @@ _REMEDIES: Mapping[str, str] = {
     "allow-special": "take the control token out of the text",
     "continue-text": "use POST /v1/completions to continue a text",
     "more-context": "shorten the prompt",
+    "fewer-beams": "ask for fewer beams or tokens",
     "fewer-tokens-or-more-context": "ask for at most {tokens} tokens",
 }
 _TYPES: Mapping[int, str] = {

@@ -25,6 +25,7 @@ from mycli.runtime.server.routes.embeddings import embeddings
 from mycli.runtime.server.routes.messages import count_tokens, messages
 from mycli.runtime.server.routes.models import list_served, show_served
 from mycli.runtime.server.routes.page import page, page_file
+from mycli.runtime.server.routes.replies import resume
 from mycli.runtime.server.routes.rerank import rerank
 from mycli.runtime.server.routes.responses import input_tokens, responses
 from mycli.runtime.server.routes.status import health, metrics, server_version
@@ -39,6 +40,7 @@ ROUTES: Sequence[tuple[str, str, Endpoint]] = (
     ("POST", "/v1/responses/input_tokens", input_tokens),
     ("POST", "/v1/messages", messages),
     ("POST", "/v1/messages/count_tokens", count_tokens),
+    ("POST", "/v1/replies/{id}/resume", resume),
     ("GET", "/v1/models", list_served),
     ("GET", "/v1/models/{name:path}", show_served),
     ("POST", "/v1/embeddings", embeddings),

@@ -7,6 +7,7 @@ server drains. The log holds no prompt and no key.
 import asyncio
 import hmac
 import ipaddress
+import json
 import re
 import secrets
 import time
@@ -23,12 +24,14 @@ from mycli.runtime.server.encoding import JsonResponse
 from mycli.runtime.server.keys import ApiKey, KeyShare
 from mycli.runtime.server.request_log import RequestRecord
 from mycli.runtime.server.settings import CLIENT_HEADER, SHARE_HEADER, ServerState
+from mycli.runtime.tokenizer.prompt_difference import Difference
 from mycli.runtime.utils.sanitize import one_line
 
 # Without a key: health probes, and a page without data.
 OPEN_PATHS = ("/health", "/")
 PAGE_FILES = "/web/"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_CACHE_HEADER = "x-mycli-cache"  # "why" in a request asks for it in the response
 _MAX_HEADER = 1000  # characters of the keywords left out of a schema
 _SECURITY = {
     "x-content-type-options": "nosniff",
@@ -37,7 +40,9 @@ _SECURITY = {
 }
 _PREFLIGHT = {
     "access-control-allow-methods": "GET, POST",
-    "access-control-allow-headers": "authorization, content-type, x-api-key, x-request-id, anthropic-version",
+    "access-control-allow-headers": (
+        "authorization, content-type, x-api-key, x-request-id, anthropic-version, x-mycli-cache"
+    ),
     "access-control-max-age": "600",
 }
 
@@ -53,6 +58,14 @@ def _listed(parts: Sequence[str]) -> str:
     # The value of a header: ASCII, and not longer than clients read.
     text = ", ".join(dict.fromkeys(parts))
     return text.encode("ascii", "replace").decode()[:1024]
+
+
+def _missed(difference: Difference | None) -> str:
+    # Where and why the cache was missed; the log has no text of a prompt.
+    if difference is None or difference.continues:
+        return ""
+    cause = ", ".join(difference.causes) or "another conversation"
+    return f"token {difference.tokens} of {difference.second}: {cause}"
 
 
 def _is_address(host: str) -> bool:
@@ -93,6 +106,11 @@ class Guard:
                 if loosened:
                     answer["x-mycli-loosened"] = loosened.encode("ascii", "backslashreplace").decode()
                     self._log(f"{request_id} left out of the schema: {loosened}")
+                difference: Difference | None = state.get("difference")
+                if difference is not None and headers.get(_CACHE_HEADER) == "why":
+                    # ASCII: other characters are escaped. The text of the earlier prompt may be another client's.
+                    fields = {name: value for name, value in difference.fields().items() if name != "earlier"}
+                    answer[_CACHE_HEADER] = json.dumps(fields)
                 for name, value in {**_SECURITY, **ids, **omitted, **self._cors(headers)}.items():
                     answer.setdefault(name, value)
             await send(message)
@@ -130,6 +148,7 @@ class Guard:
                 state.get("figures"),
                 state.get("omitted", ()),
                 state["share"].name if "share" in state else "",
+                _missed(state.get("difference")),
             )
             if not state.get("forwarded"):  # the server that answered it has logged it, with its figures
                 self._log(record.line(self._server.settings.log_format))
@@ -206,7 +225,9 @@ class Guard:
             return {}
         return {
             "access-control-allow-origin": origin,
-            "access-control-expose-headers": "x-request-id, request-id, x-mycli-omitted, x-mycli-loosened",
+            "access-control-expose-headers": (
+                "x-request-id, request-id, x-mycli-omitted, x-mycli-loosened, x-mycli-cache"
+            ),
             "vary": "origin",
             "cross-origin-resource-policy": "cross-origin",
         }

@@ -22,7 +22,11 @@ class RequestFigures:
 
 @dataclass(frozen=True)
 class RequestRecord:
-    """One answered request. omitted: parts of it that were left out; key: the name of the client's key."""
+    """One answered request.
+
+    omitted: parts of it that were left out; key: the name of the client's key; missed: where and why its prompt differs
+    from the most similar earlier one.
+    """
 
     time: datetime
     client: str
@@ -35,6 +39,7 @@ class RequestRecord:
     figures: RequestFigures | None = None
     omitted: Sequence[str] = ()
     key: str = ""
+    missed: str = ""
 
     def fields(self) -> Mapping[str, Any]:
         """Return the record as an object; times in seconds, None for what the request did not have."""
@@ -55,6 +60,7 @@ class RequestRecord:
             "tpot": None if figures is None or figures.tpot is None else round(figures.tpot, 6),
             "omitted": list(self.omitted),
             "key": self.key or None,
+            "missed": self.missed or None,
         }
 
     def line(self, log_format: LogFormat) -> str:
@@ -69,5 +75,6 @@ class RequestRecord:
             words += [] if self.figures.ttft is None else [f"TTFT {self.figures.ttft * 1000:.0f} ms"]
             words += [] if self.figures.tpot is None else [f"TPOT {self.figures.tpot * 1000:.1f} ms"]
         words += [f"key {self.key}"] if self.key else []
+        words += [f"cache missed at {self.missed}"] if self.missed else []
         words += [f"left out: {', '.join(self.omitted)}"] if self.omitted else []
         return " · ".join([*words, self.request_id])

@@ -17,6 +17,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, ErrorDetails
 
+from mycli.runtime.engine.sequence import MAX_BEAMS, MAX_PENALTY, BeamOptions
 from mycli.runtime.server.api_error import ApiError
 from mycli.runtime.tokenizer.stream import MAX_STOP_LENGTH, MAX_STOPS
 
@@ -63,6 +64,7 @@ def _false_only(value: Any) -> Any:
 
 
 No = Annotated[Literal[False], BeforeValidator(_false_only)]
+Verbosity = Literal["low", "medium", "high"]  # only "medium" can be done: no template has a switch for it
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -147,6 +149,12 @@ class ForModel(Strict):
     service_tier: Any = None  # "flex": after interactive requests; others are all the same
 
 
+class ForReply(ForModel):
+    """A request for a reply of a model; stream: as server-sent events."""
+
+    stream: bool | None = None
+
+
 class StreamOptions(Strict):
     """Options of a stream."""
 
@@ -172,10 +180,32 @@ class Sampling(Strict):
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
     ignore_eos: bool = False
+    deadline: float | None = Field(None, gt=0, le=86400)  # seconds after which the reply is to end
 
     @property
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+
+class BeamFields(Strict):
+    """Beam search, in the fields of vLLM and transformers: `best_of` beams, `n` unless it is set."""
+
+    use_beam_search: bool | None = None
+    best_of: int | None = Field(None, ge=1, le=MAX_BEAMS)
+    length_penalty: float | None = Field(None, ge=-MAX_PENALTY, le=MAX_PENALTY)
+    early_stopping: bool | Literal["never"] | None = None
+
+    def beams(self, replies: int) -> BeamOptions | None:
+        """Return the options of a search for `replies` replies, None without one. Raises ApiError."""
+        width = self.best_of or replies
+        if not self.use_beam_search:
+            if self.best_of not in (None, 1):
+                raise ApiError(400, "best_of: needs use_beam_search", "unsupported_parameter", param="best_of")
+            return None
+        if width < replies:
+            raise ApiError(400, f"best_of: at least n, which is {replies}", "invalid_value", param="best_of")
+        penalty = 1.0 if self.length_penalty is None else self.length_penalty
+        return BeamOptions(width, penalty, self.early_stopping or False)
 
 
 ThinkingTokens = Literal[-1] | Annotated[int, Field(ge=0, le=1 << 31)]  # -1: any number

@@ -13,27 +13,30 @@ from threading import Lock
 from typing import Any
 
 from mycli.runtime.engine.loader import LoadedModel
-from mycli.runtime.engine.sequence import Request, reply_room
+from mycli.runtime.engine.reply_journal import ReplyJournal
+from mycli.runtime.engine.sequence import BeamOptions, Request, reply_room
 from mycli.runtime.errors import ModelError, UserError
 from mycli.runtime.sampling.grammars.grammar import JSON_MODE, Alternative, Grammar, GrammarCompiler, Prelude
+from mycli.runtime.sampling.grammars.reasoning import reasoning_prelude
 from mycli.runtime.sampling.params import SamplingParams, recommended
 from mycli.runtime.server.api_error import ApiError, ContextError, from_user_error
+from mycli.runtime.server.chat_prompt import RecentPrompts, render_chat, template_source
+from mycli.runtime.server.delivery import Delivery
 from mycli.runtime.server.formats import ResponseFormat
 from mycli.runtime.server.grammar_pool import GrammarPool
 from mycli.runtime.server.item_store import ItemStore
 from mycli.runtime.server.schemas import Sampling
 from mycli.runtime.server.settings import ServerSettings, ServerState, untagged
 from mycli.runtime.server.worker import EngineWorker, OutputReader
-from mycli.runtime.tokenizer.chat_template import ALLOWED_ARGUMENTS, Message, Tool
-from mycli.runtime.tokenizer.parsing.reasoning_parser import CLOSE, OPEN
+from mycli.runtime.tokenizer.chat_template import Message, Tool
 from mycli.runtime.tokenizer.parsing.response_template import read_response_template
 from mycli.runtime.tokenizer.parsing.tool_formats import (
     HERMES,
     ToolFormat,
     declared_tool_format,
-    describe_tools_in_system_message,
     find_tool_format,
 )
+from mycli.runtime.tokenizer.prompt_difference import Difference, PromptParts
 
 
 @dataclass(frozen=True)
@@ -41,13 +44,14 @@ class Prepared:
     """Requests ready for the engine, with a reader for each reply; `prompts`: token ids, in the client's order.
 
     clipped: the context has no room for the requested tokens; omitted: parts of the request that were left
-    out, for the response's header and the log.
+    out, for the response's header and the log; difference: from the most similar earlier prompt.
     """
 
     requests: Sequence[tuple[Request, Sequence[OutputReader]]]
     prompts: Sequence[Sequence[int]]
     clipped: bool = False
     omitted: Sequence[str] = ()
+    difference: Difference | None = None
 
     @property
     def grammars(self) -> Sequence[Grammar]:
@@ -70,6 +74,9 @@ class Service(ServerState):
         super().__init__(settings)
         self.loaded, self.worker, self.created = loaded, worker, created
         self.items = ItemStore()
+        self.journal = None if settings.replies is None else ReplyJournal(settings.replies)
+        self.prompts = RecentPrompts()
+        self.recorded: dict[str, Delivery] = {}  # replies that are being recorded, by id
         self.pool = ThreadPoolExecutor(4, thread_name_prefix="text")
         # One at a time: a body of megabytes takes seconds and hundreds of megabytes, and must not fill the pool.
         self.large_bodies = ThreadPoolExecutor(1, thread_name_prefix="large")
@@ -100,8 +107,7 @@ class Service(ServerState):
 
     @cached_property
     def _template(self) -> str:
-        template = self.loaded.tokenizer.template
-        return "" if template is None else template.source(tools=True)
+        return template_source(self.loaded.tokenizer)
 
     @cached_property
     def tool_format(self) -> ToolFormat:
@@ -131,24 +137,8 @@ class Service(ServerState):
         place: str = "messages",
     ) -> list[int]:
         """Return the token ids of a conversation; `more`: open the assistant's reply. Raises ApiError about `place`."""
-        for name in arguments:
-            if name not in ALLOWED_ARGUMENTS:
-                allowed = ", ".join(sorted(ALLOWED_ARGUMENTS))
-                message = f"{name[:60]!r} is not a template argument; allowed: {allowed}"
-                raise ApiError(400, message, "invalid_value", param="chat_template_kwargs")
-        messages = list(messages)
-        if "developer" not in self._template:
-            messages = [
-                Message("system", message.content, name=message.name) if message.role == "developer" else message
-                for message in messages
-            ]
-        if tools and "tools" not in self._template:
-            messages, tools = describe_tools_in_system_message(messages, list(tools)), ()
-        try:
-            chat = self.loaded.tokenizer.apply_chat_template
-            return chat(messages, tools=list(tools) or None, add_generation_prompt=more, **arguments)
-        except UserError as error:
-            raise from_user_error(error, place) from None
+        parts = PromptParts(messages, tools, arguments)
+        return render_chat(self.loaded.tokenizer, parts, more, place, self._template)
 
     def spelled(self, ids: Sequence[int]) -> str:
         """Decode token ids with control tokens spelled out."""
@@ -156,11 +146,7 @@ class Service(ServerState):
 
     def prelude(self, prompt_end: str) -> Prelude | None:
         """Return what may precede a reply with a grammar: reasoning, unless the prompt has closed the block."""
-        if prompt_end.rstrip().endswith(OPEN):
-            return Prelude(OPEN, CLOSE, opened=True)
-        if OPEN in self._template and not prompt_end.rstrip().endswith(CLOSE):
-            return Prelude(OPEN, CLOSE)
-        return None
+        return reasoning_prelude(self._template, prompt_end)
 
     def text_prompt(self, text: str, add_special: bool = True) -> list[int]:
         """Return the token ids of a text. Raises ApiError."""
@@ -243,18 +229,44 @@ class Service(ServerState):
         grammar: Grammar | None,
         top: int | None,
         prompt_logprobs: bool = False,
+        beams: BeamOptions | None = None,
     ) -> Request:
         """Return the engine's request for replies to one prompt. Raises ApiError."""
         if self.loaded.runner.config.bidirectional:
             message = f"{self.name} computes embeddings and does not generate text: its attention is bidirectional"
             raise ApiError(400, message, "embedding_model", param="model")
+        if beams is not None:
+            _check_beams(body, grammar, top)
         # Evaluation harnesses score a prompt by asking for one token, and expect it even if it is an end token.
         scored = prompt_logprobs and limit == 1
         stop_ids = frozenset() if body.ignore_eos or scored else self.loaded.stop_ids
         if body.stop_token_ids:
             self.check_ids(body.stop_token_ids, "stop_token_ids")
             stop_ids |= frozenset(body.stop_token_ids)
-        return Request(tuple(prompt), self.sampling(body), limit, stop_ids, grammar, top, prompt_logprobs)
+        sampling, deadline = self.sampling(body) if beams is None else SamplingParams(), self.deadline(body)
+        return Request(tuple(prompt), sampling, limit, stop_ids, grammar, top, prompt_logprobs, deadline, beams=beams)
+
+    def deadline(self, body: Sampling) -> float | None:
+        """Return the seconds after which a reply is to end, None for any time."""
+        return self.settings.deadline if body.deadline is None else body.deadline
+
+
+def _check_beams(body: Sampling, grammar: Grammar | None, top: int | None) -> None:
+    # A search takes the most likely tokens: settings that ask for others are refused, those that ask for nothing not.
+    neutral: dict[str, tuple[object, ...]] = {"temperature": (None, 0, 1), "top_k": (None, 0, -1)}
+    neutral |= dict.fromkeys(("top_p", "repetition_penalty"), (None, 1))
+    neutral |= dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty"), (None, 0))
+    neutral |= dict.fromkeys(("seed", "logit_bias", "stop"), (None,))
+    for name, values in neutral.items():
+        if getattr(body, name) not in values:
+            message = f"use_beam_search: cannot be combined with {name}"
+            raise ApiError(400, message, "unsupported_parameter", param=name)
+    if grammar is not None:
+        message = "use_beam_search: cannot be combined with a format, a required call or a thinking budget"
+        raise ApiError(400, message, "unsupported_parameter", param="use_beam_search")
+    if top is not None:
+        message = "use_beam_search: cannot be combined with logprobs"
+        raise ApiError(400, message, "unsupported_parameter", param="logprobs")
 
 
 def _grammar_text(response: ResponseFormat) -> tuple[str, str]:

@@ -1,6 +1,7 @@
 """The settings of a server: model names, access and limits."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from mycli.runtime.server.keys import ApiKey, KeyTable
 from mycli.runtime.server.ollama.card import ModelCard
@@ -40,10 +41,11 @@ class ServerSettings:
     """names: accepted as `model` in requests, the first is shown in replies; key: None to serve without a key.
 
     hosts: host names accepted besides localhost and IP addresses; origins: other sites whose pages may use the server;
-    extra_properties: replies may have properties that a JSON schema does not name; log_format: of
-    the line per request; reasoning_budget: tokens of reasoning where a request sets none, None for any number;
-    supervised: requests come from this user's own server for several models, which has checked them; card: of the
-    model, for clients of Ollama; keys: of several users, besides `key`.
+    extra_properties: replies may have properties that a JSON schema does not name; log_format: of the line per request;
+    reasoning_budget, deadline: tokens of reasoning and seconds of a reply where a request sets none, None for any;
+    replies: the folder in which replies are recorded, None for no records; supervised: requests come from this user's
+    own server for several models, which has checked them; card: of the model, for clients of Ollama; keys: of several
+    users, besides `key`.
     """
 
     names: tuple[str, ...]
@@ -54,6 +56,8 @@ class ServerSettings:
     limits: ServerLimits = ServerLimits()
     log_format: LogFormat = "text"
     reasoning_budget: int | None = None
+    deadline: float | None = None
+    replies: Path | None = None
     supervised: bool = False
     card: ModelCard = ModelCard()
     keys: tuple[ApiKey, ...] = ()

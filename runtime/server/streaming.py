@@ -6,8 +6,8 @@ A client that disconnects cancels its sequences. A `Rendering` writes the fields
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,14 +20,16 @@ from mycli.runtime.server.delivery import Delivery
 from mycli.runtime.server.encoding import JsonResponse
 from mycli.runtime.server.fields import check_fields
 from mycli.runtime.server.keys import KeyShare
+from mycli.runtime.server.recording import LeaveOut, ReplyIds, ReplyRecorder, Requests, Resumption, Work
 from mycli.runtime.server.request_log import RequestFigures
-from mycli.runtime.server.schemas import ForModel, validated
+from mycli.runtime.server.schemas import ForModel, ForReply, validated
 from mycli.runtime.server.service import Prepared, Service
 from mycli.runtime.server.worker import Ticket
 from mycli.runtime.tokenizer.parsing.tool_parser import join_calls
 
 _T = TypeVar("_T")
 _Body = TypeVar("_Body", bound=ForModel)
+_ReplyBody = TypeVar("_ReplyBody", bound=ForReply)
 LARGE_BODY = 1 << 18  # bytes; a conversation of 65,536 tokens is as long
 
 
@@ -106,19 +108,26 @@ async def read_request(
     service: Service, request: Request, kind: type[_Body], work: Callable[[_Body], _T]
 ) -> tuple[_Body, _T]:
     """Read the body as a `kind`; return it and `work(body)`, which runs off the event loop. Raises ApiError."""
+    _, body, result = await _read_request(service, request, kind, work)
+    return body, result
+
+
+async def _read_request(
+    service: Service, request: Request, kind: type[_Body], work: Callable[[_Body], _T]
+) -> tuple[dict[str, Any], _Body, _T]:
     data = await read_body(service.settings.limits, request)
 
-    def read() -> tuple[list[str], _Body, _T]:
+    def read() -> tuple[list[str], dict[str, Any], _Body, _T]:
         values = parse_body(data)
         body = validated(kind, values)
         unknown = check_fields(values, kind.model_fields)
         service.check_model(body.model)
-        return unknown, body, work(body)
+        return unknown, values, body, work(body)
 
-    unknown, body, result = await off_loop(service, read, len(data))
+    unknown, values, body, result = await off_loop(service, read, len(data))
     note_omitted(request, [f"field {name}" for name in unknown])
     request.scope["state"]["batch"] = body.service_tier == "flex"
-    return body, result
+    return values, body, result
 
 
 def note_omitted(request: Request, parts: Sequence[str]) -> None:
@@ -140,13 +149,23 @@ async def _watch(request: Request, delivery: Delivery) -> None:
     delivery.fail(ApiError(CLIENT_GONE, "the client has disconnected", "client_gone"))
 
 
+Begin = Callable[[Requests], Work]
+
+
 @asynccontextmanager
-async def running(service: Service, request: Request, prepared: Prepared) -> AsyncIterator[AsyncIterator[list[Piece]]]:
+async def running(
+    service: Service,
+    request: Request,
+    prepared: Prepared,
+    begin: Begin | None = None,
+    leave_out: LeaveOut | None = None,
+) -> AsyncIterator[AsyncIterator[list[Piece]]]:
     """Run sequences and yield their pieces; an empty list after `ping_seconds` without any.
 
-    Leaving the block cancels what is still running. Raises ApiError: queue full, reply failed, client disconnected.
+    begin: what of the requests is left to do, None for all. Leaving the block cancels what is still running. Raises
+    ApiError: queue full, reply failed, client disconnected.
     """
-    delivery = Delivery()
+    delivery, work, leave_out = Delivery(), Work(()), leave_out or LeaveOut(0)
     figures = RequestFigures(prepared.prompt_tokens)
     request.scope["state"]["figures"] = figures
     tickets: Sequence[Ticket] = ()
@@ -156,17 +175,24 @@ async def running(service: Service, request: Request, prepared: Prepared) -> Asy
             await service.grammars.compile(grammar, watch)
         share: KeyShare = request.scope["state"].get("share", KeyShare())
         batch = share.batch or bool(request.scope["state"].get("batch"))
-        tickets = service.worker.submit(
-            [
-                (replace(item, user=share.name, weight=share.weight, batch=batch), readers)
-                for item, readers in prepared.requests
-            ],
-            delivery,
-        )
-        yield _pieces(service, delivery, len(tickets), figures)
+        shared = [
+            (replace(item, user=share.name, weight=share.weight, batch=batch), readers)
+            for item, readers in prepared.requests
+        ]
+        work = Work(shared) if begin is None else await off_loop(service, lambda: begin(shared))
+        if work.writer is not None:
+            service.recorded[work.writer.path.stem] = delivery
+        if work.pieces:
+            delivery.put(merged(work.pieces))
+        if work.requests:
+            tickets = service.worker.submit(work.requests, delivery, work.records)
+        yield _pieces(service, delivery, prepared.replies, figures, leave_out)
     finally:
         watch.cancel()
         service.worker.cancel(tickets)
+        work.close()
+        if work.writer is not None:
+            service.recorded.pop(work.writer.path.stem, None)
         _add_times(figures, tickets)
         service.worker.metrics.used(request.scope["state"].get("share", KeyShare()).name, figures)
 
@@ -184,14 +210,14 @@ def _add_times(figures: RequestFigures, tickets: Sequence[Ticket]) -> None:
 
 
 async def _pieces(
-    service: Service, delivery: Delivery, count: int, figures: RequestFigures
+    service: Service, delivery: Delivery, count: int, figures: RequestFigures, leave_out: LeaveOut
 ) -> AsyncIterator[list[Piece]]:
     limits = service.settings.limits
     ended, silent, started = 0, 0.0, False
     while ended < count:
         try:
             async with asyncio.timeout(limits.ping_seconds):
-                pieces = merged(await delivery.next())
+                pieces = [leave_out.apply(piece) for piece in merged(await delivery.next())]
         except TimeoutError:
             silent += limits.ping_seconds
             if not started and silent >= limits.queue_seconds:
@@ -213,17 +239,26 @@ class EventStream(Response):
     """A reply as a stream of events. An error after the head is sent as an event."""
 
     def __init__(
-        self, service: Service, request: Request, prepared: Prepared, rendering: Rendering, media_type: str
+        self,
+        service: Service,
+        request: Request,
+        prepared: Prepared,
+        rendering: Rendering,
+        media_type: str,
+        begin: Begin | None,
+        leave_out: LeaveOut,
     ) -> None:
         super().__init__(media_type=media_type, headers={"cache-control": "no-store", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._service, self._request, self._prepared, self._rendering = service, request, prepared, rendering
+        self._begin, self._leave_out = begin, leave_out
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def put(data: Iterable[bytes], more: bool = True) -> None:
             await send({"type": "http.response.body", "body": b"".join(data), "more_body": more})
 
-        async with running(self._service, self._request, self._prepared) as pieces:
+        work = (self._begin, self._leave_out)
+        async with running(self._service, self._request, self._prepared, *work) as pieces:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             try:
                 await put(self._rendering.begin())
@@ -239,21 +274,61 @@ class EventStream(Response):
                 raise
 
 
+@dataclass(frozen=True)
+class Interface(Generic[_ReplyBody]):
+    """A route that replies: its name in records, the prefix of its ids, its body, and how it reads and writes."""
+
+    name: str
+    prefix: str
+    body: type[_ReplyBody]
+    prepare: Callable[[Service, _ReplyBody], Prepared]
+    rendering: Callable[[Service, Prepared, _ReplyBody, ReplyIds], Rendering]
+
+    async def reply(self, service: Service, request: Request) -> Response:
+        """Read a request and reply to it."""
+        values, body, prepared = await _read_request(
+            service, request, self.body, lambda body: self.prepare(service, body)
+        )
+        ids, begin = ReplyIds.random(self.prefix), None
+        if service.journal is not None:
+            begin = ReplyRecorder(service.journal, ids, self.name, values, service.loaded.fingerprint).begin
+        rendering = self.rendering(service, prepared, body, ids)
+        return await answer(service, request, prepared, rendering, body.stream, begin=begin)
+
+    async def resume(self, service: Service, request: Request, resumption: Resumption, stream: bool | None) -> Response:
+        """Reply to a recorded request; the recorded part of the replies comes first."""
+        values = resumption.header["body"]
+
+        def prepare() -> tuple[_ReplyBody, Prepared]:
+            body = validated(self.body, values)
+            return body, self.prepare(service, body)
+
+        body, prepared = await off_loop(service, prepare)
+        rendering = self.rendering(service, prepared, body, ReplyIds(resumption.name, resumption.header["created"]))
+        stream = body.stream if stream is None else stream
+        leave_out = LeaveOut(resumption.after)
+        return await answer(service, request, prepared, rendering, stream, begin=resumption.begin, leave_out=leave_out)
+
+
 async def answer(
     service: Service,
     request: Request,
     prepared: Prepared,
     rendering: Rendering,
-    stream: bool,
+    stream: bool | None,
     media_type: str = "text/event-stream",
+    begin: Begin | None = None,
+    leave_out: LeaveOut | None = None,
 ) -> Response:
     """Return the reply to a request, whole or as a stream of `media_type`."""
+    leave_out = leave_out or LeaveOut(0)
     note_omitted(request, prepared.omitted)
+    request.state.difference = prepared.difference
     request.state.loosened = [path for grammar in prepared.grammars for path in grammar.loosened]
     if stream:
-        return EventStream(service, request, prepared, rendering, media_type)
+        return EventStream(service, request, prepared, rendering, media_type, begin, leave_out)
     received: list[Piece] = []
-    async with running(service, request, prepared) as pieces:
+    async with running(service, request, prepared, begin, leave_out) as pieces:
         async for batch in pieces:
             received += batch
     return JsonResponse(await off_loop(service, lambda: rendering.whole(merged(received))))

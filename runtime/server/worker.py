@@ -7,11 +7,13 @@ feeds each `OutputReader` and passes all new pieces of a step to the event loop 
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Protocol
 
 from mycli.runtime.engine.engine import Engine
+from mycli.runtime.engine.reply_journal import RecordedReply
 from mycli.runtime.engine.reply_reader import Piece
 from mycli.runtime.engine.sequence import Request, SequenceOutput
 from mycli.runtime.errors import UserError, summarize_error
@@ -26,7 +28,10 @@ DELIVERY_SECONDS = 0.003
 
 
 class OutputReader(Protocol):
-    """Turns the outputs of one sequence into pieces."""
+    """Turns the outputs of one sequence into pieces; `index`: of the reply."""
+
+    @property
+    def index(self) -> int: ...
 
     def feed(self, output: SequenceOutput) -> Piece:
         """Return what one output adds to the reply."""
@@ -46,6 +51,7 @@ class Ticket:
     sequence: int | None = None  # number in the engine, once submitted there
     over: bool = False
     tokens: int = 0
+    recorded: RecordedReply | None = None
 
 
 class EngineWorker:
@@ -102,14 +108,24 @@ class EngineWorker:
     def _count_waiting(self) -> int:
         return sum(ticket.first is None for ticket in self._tickets)
 
-    def submit(self, requests: Sequence[tuple[Request, Sequence[OutputReader]]], delivery: Delivery) -> list[Ticket]:
+    def submit(
+        self,
+        requests: Sequence[tuple[Request, Sequence[OutputReader]]],
+        delivery: Delivery,
+        records: Mapping[int, RecordedReply] = MappingProxyType({}),
+    ) -> list[Ticket]:
         """Queue one reply per reader to each request; the seed of reply i is the request's seed + i.
+
+        records: where replies are recorded, by the index of their reader.
 
         Raises ApiError if the queue is full or the engine has failed.
         """
         if self.failed:
             raise ApiError(503, f"the engine has failed: {self.failed}", "engine_failed")
-        groups = [[Ticket(request, reader, delivery) for reader in readers] for request, readers in requests]
+        groups = [
+            [Ticket(request, reader, delivery, recorded=records.get(reader.index)) for reader in readers]
+            for request, readers in requests
+        ]
         tickets = [ticket for group in groups for ticket in group]
         with self._lock:
             waiting = self._count_waiting()
@@ -256,6 +272,8 @@ class EngineWorker:
         if isinstance(output, ApiError):
             self._end(ticket, "error")
             return output
+        if ticket.recorded is not None:
+            ticket.recorded.append(output)  # before a client sees it
         now = time.perf_counter()
         if output.tokens or output.finish_reason is not None:
             self.metrics.stepped(ticket.submitted, ticket.first, ticket.last, now, len(output.tokens), output.queued)

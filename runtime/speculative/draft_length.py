@@ -6,9 +6,11 @@ small and grows by gains and by a share of every token, so generation is never m
 
 import statistics
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 LENGTHS = (1, 2, 3, 4, 6, 8)  # tokens per draft; few, because kernels are chosen again for each length
+LONG_LENGTHS = (*LENGTHS, 12, 16, 24, 32)  # where a drafted token costs nothing
 START_BUDGET, BUDGET_PER_TOKEN = 0.8, 0.01  # costs at most 3 % from 80 tokens on, after one wrong estimate
 MIN_GAIN = 1.02  # draft only above this expected speedup
 COST_RATE, ACCEPTANCE_MEMORY = 0.25, 0.97  # weight of the newest pass; weight of the older tokens, per token compared
@@ -27,14 +29,21 @@ class DraftLengthPolicy:
 
     step_seconds: float | None = None  # of a plain step; None before the first measurement
 
-    def length(self, room: int, lag: int) -> int:
-        """Return the number of tokens to draft, at most `room`. `lag`: tokens that the proposer must read first."""
+    def length(self, room: int, lag: int, evidence: int = 0) -> int:
+        """Return the number of tokens to draft, at most `room`. `lag`: tokens that the proposer must read first.
+
+        evidence: a class of proposals whose acceptance is learned apart.
+        """
         return 0
+
+    def stopped(self, evidence: int = 0) -> bool:
+        """Return whether no draft is made for some tokens, so that plain steps may be taken several at a time."""
+        return False
 
     def observe_plain(self, seconds: float, wasted: float = 0.0) -> None:
         """Record a token without a draft that took `seconds`, after `wasted` seconds of the proposer."""
 
-    def observe_draft(self, drafted: int, accepted: int, lag: int, seconds: float) -> None:
+    def observe_draft(self, drafted: int, accepted: int, lag: int, seconds: float, evidence: int = 0) -> None:
         """Record a pass: the first `accepted` of `drafted` tokens were right; drafting and pass took `seconds`."""
 
 
@@ -44,7 +53,7 @@ class FixedDraftLength(DraftLengthPolicy):
     def __init__(self, count: int) -> None:
         self._count = count
 
-    def length(self, room: int, lag: int) -> int:
+    def length(self, room: int, lag: int, evidence: int = 0) -> int:
         return min(self._count, room)
 
 
@@ -53,76 +62,106 @@ def expected_tokens(acceptance_rate: float, drafted: int) -> float:
     return sum(acceptance_rate**power for power in range(drafted + 1))
 
 
+@dataclass
+class _Acceptance:
+    """The statistics of one class of proposals: tokens accepted and compared, and when to try it again."""
+
+    accepted: float = PRIOR_ACCEPTANCE[0]
+    compared: float = PRIOR_ACCEPTANCE[1]
+    pause: int = 0  # plain steps to make before the next draft
+    cooldown: int = FIRST_COOLDOWN
+
+    def add(self, drafted: int, accepted: int) -> None:
+        fade = ACCEPTANCE_MEMORY**drafted
+        self.accepted = self.accepted * fade + accepted
+        self.compared = self.compared * fade + min(accepted + 1, drafted)
+
+
 class AdaptiveDraftLength(DraftLengthPolicy):
     """Chooses the length with the highest expected speedup; learns across replies. Calls `notice` at the first stop."""
 
-    def __init__(self, draft_cost: float, notice: Callable[[str], None] = lambda message: None) -> None:
+    def __init__(
+        self,
+        draft_cost: float,
+        notice: Callable[[str], None] = lambda message: None,
+        lengths: Sequence[int] = LENGTHS,
+    ) -> None:
         """`draft_cost`: the estimated cost of drafting a token, in plain steps."""
         self._draft_cost, self._notice, self._notified = draft_cost, notice, False
+        self._lengths = lengths
         self._plain: deque[float] = deque(maxlen=9)  # seconds
-        self._budget, self._cooldown, self._passes = START_BUDGET, FIRST_COOLDOWN, 0
+        self._budget, self._passes = START_BUDGET, 0
         self._pause = PLAIN_STEPS  # plain steps to make before the next draft
-        self._reset()
+        self._classes: dict[int, _Acceptance] = {}
+        self._reset_costs()
 
-    def _reset(self) -> None:
-        self._costs = {size: PASS_COST + (self._draft_cost + TOKEN_COST) * size for size in LENGTHS}  # in plain steps
+    def _reset_costs(self) -> None:
+        self._costs = {size: PASS_COST + (self._draft_cost + TOKEN_COST) * size for size in self._lengths}
         self._tried: set[int] = set()
-        self._accepted, self._compared = PRIOR_ACCEPTANCE
 
-    def length(self, room: int, lag: int) -> int:
+    def length(self, room: int, lag: int, evidence: int = 0) -> int:
         # The length with the highest speedup among those that the budget can pay even if all tokens are rejected.
-        if self._pause:
+        known = self._classes.setdefault(evidence, _Acceptance())
+        if self._pause or known.pause:
             return 0
-        rate = self._accepted / self._compared
+        rate = known.accepted / known.compared
         gains = {size: expected_tokens(rate, size) / cost for size, cost in self._costs.items()}
         if max(gains.values()) < MIN_GAIN:
-            self._stop(rate, max(gains.values()))
+            self._stop(known, rate, max(gains.values()))
             return 0
         limit = min(room, 2 * max(self._tried, default=0))  # estimates are reliable only near measured lengths
         payable = self._budget + 1 - self._lag_cost(lag)
-        sizes = [s for s in LENGTHS if s <= room and gains[s] >= MIN_GAIN and self._costs[s] <= payable]
+        sizes = [s for s in self._lengths if s <= room and gains[s] >= MIN_GAIN and self._costs[s] <= payable]
         return max([s for s in sizes if s <= limit] or sizes[:1], key=gains.__getitem__, default=0)
+
+    def stopped(self, evidence: int = 0) -> bool:
+        known = self._classes.get(evidence)
+        return known is not None and known.pause > 0
 
     def _lag_cost(self, lag: int) -> float:
         return lag * self._draft_cost * READ_COST if lag > FREE_LAG else 0.0
 
-    def _stop(self, rate: float, best: float) -> None:
+    def _stop(self, known: _Acceptance, rate: float, best: float) -> None:
         # Pause, then start again from the estimates, since conditions may have changed. The budget stays, but capped:
         # earlier gains must not pay for new losses.
+        known.pause, known.cooldown = known.cooldown, min(2 * known.cooldown, LONGEST_COOLDOWN)
+        known.accepted, known.compared = PRIOR_ACCEPTANCE
+        self._budget = min(self._budget, START_BUDGET)
+        if any(not other.pause for other in self._classes.values()):
+            return
         if self._tried and not self._notified:
             self._notified = True
             self._notice(
                 f"speculation is paused: it is not faster here ({rate:.0%} of draft tokens are accepted, "
                 f"expected speedup at most {best:.2f}x); it is tried again later"
             )
-        self._pause, self._cooldown = self._cooldown, min(2 * self._cooldown, LONGEST_COOLDOWN)
-        self._budget = min(self._budget, START_BUDGET)
-        self._reset()
+        self._reset_costs()
 
     def observe_plain(self, seconds: float, wasted: float = 0.0) -> None:
         # Every plain step adds to the budget for the next try.
         self._plain.append(seconds)
         self.step_seconds = statistics.median(self._plain)
         self._pause = max(self._pause - 1, 0)
+        for known in self._classes.values():
+            known.pause = max(known.pause - 1, 0)
         self._budget += BUDGET_PER_TOKEN - wasted / self.step_seconds
 
-    def observe_draft(self, drafted: int, accepted: int, lag: int, seconds: float) -> None:
+    def observe_draft(self, drafted: int, accepted: int, lag: int, seconds: float, evidence: int = 0) -> None:
         # The budget gains the plain cost of the tokens and pays the cost of the pass, at most twice the estimate: an
         # interruption would have hit plain steps too.
-        fade = ACCEPTANCE_MEMORY**drafted
-        self._accepted = self._accepted * fade + accepted
-        self._compared = self._compared * fade + min(accepted + 1, drafted)
-        size = next(size for size in LENGTHS if size >= drafted)
+        known = self._classes.setdefault(evidence, _Acceptance())
+        known.add(drafted, accepted)
+        size = next(size for size in self._lengths if size >= drafted)
         expected = self._costs[size] + self._lag_cost(lag)
         cost = min(seconds / self.step_seconds, 2 * expected) if self.step_seconds else expected
         if lag <= 2:  # the usual case: the last token, and at most one accepted token that the proposer has not read
             change = (cost - expected) * (COST_RATE if size in self._tried else 1.0)
             self._tried.add(size)
             # Shift the estimates of untried lengths by the same error.
-            self._costs.update((s, self._costs[s] + change) for s in LENGTHS if s == size or s not in self._tried)
+            self._costs.update((s, self._costs[s] + change) for s in self._lengths if s == size or s not in self._tried)
             cost = self._costs[size]
         self._budget += (1 + BUDGET_PER_TOKEN) * (accepted + 1) - cost
         if self._budget > START_BUDGET + 2:  # speculation pays
-            self._cooldown = FIRST_COOLDOWN
+            known.cooldown = FIRST_COOLDOWN
         self._passes += 1
         self._pause = int(self._passes % REFRESH == 0)

@@ -128,6 +128,9 @@ class MtpProposer:
         known = self._sequences.get(sequence)
         return 0 if known is None else len(known.states)
 
+    def evidence(self, sequence: int, tokens: Sequence[int]) -> int:
+        return 0
+
     def hidden_state_hook(self, parts: Iterable[ComputedTokens]) -> HiddenStateHook:
         parts = list(parts)
 

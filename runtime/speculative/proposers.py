@@ -1,4 +1,4 @@
-"""Proposers of draft tokens: a small draft model, and prompt lookup. A third, `mtp`, ships with some models."""
+"""Proposers of draft tokens: a small draft model. `lookup` and `mtp` are the others."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -23,8 +23,8 @@ from mycli.runtime.memory.plan import prefill_chunk
 from mycli.runtime.tokenizer.compatibility import check_vocabularies
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
+NO_PROPOSAL = -1  # as evidence
 _SHORT = 8  # up to this many unread tokens of several sequences are computed in one pass
-NGRAMS = (4, 3, 2)  # lengths of the n-grams looked up; the longest match predicts best
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,10 @@ class Proposer(Protocol):
 
     def lag(self, sequence: int, tokens: Sequence[int]) -> int:
         """Return how many tokens of a sequence the proposer has not computed yet."""
+        ...
+
+    def evidence(self, sequence: int, tokens: Sequence[int]) -> int:
+        """Return a class of how reliable the next proposal is, whose acceptance is learned apart; NO_PROPOSAL: none."""
         ...
 
     def hidden_state_hook(self, parts: Iterable[ComputedTokens]) -> HiddenStateHook | None: ...
@@ -114,6 +118,9 @@ class DraftModel:
 
     def lag(self, sequence: int, tokens: Sequence[int]) -> int:
         return len(tokens) - self._table(sequence, tokens).length
+
+    def evidence(self, sequence: int, tokens: Sequence[int]) -> int:
+        return 0
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         """Sample drafts for all requests together, token by token.
@@ -211,61 +218,3 @@ def load_draft(folder: ModelFolder, tokenizer: Tokenizer, target: ModelRunner, s
     check_vocabularies(tokenizer, folder.tokenizer())
     placement = Placement(target.device, target.dtype, kv=target.kv)
     return DraftModel(load_model(folder, placement), shape, target.nbytes)
-
-
-@dataclass
-class _NgramIndex:
-    indexed: int = 0  # tokens
-    after: dict[tuple[int, ...], int] = field(default_factory=dict)
-
-    def add(self, tokens: Sequence[int]) -> None:
-        for end in range(max(self.indexed, 1), len(tokens)):
-            for size in NGRAMS:
-                if size <= end:
-                    self.after[tuple(tokens[end - size : end])] = end
-        self.indexed = len(tokens)
-
-    def continuation(self, tokens: Sequence[int], count: int) -> list[int]:
-        """Return the tokens that followed the longest known n-gram at the end of `tokens`.
-
-        Proposed tokens count as part of the sequence, so that a repetition continues.
-        """
-        self.add(tokens)
-        for size in NGRAMS:
-            position = self.after.get(tuple(tokens[-size:]))
-            if position is not None and size <= len(tokens):
-                continuation: list[int] = []
-                for index in range(position, position + count):
-                    continuation.append(tokens[index] if index < len(tokens) else continuation[index - len(tokens)])
-                return continuation
-        return []
-
-
-class PromptLookup:
-    """Proposes the tokens that followed the same n-gram earlier in the sequence; it has no weights and runs no pass."""
-
-    relative_cost = 0.0
-    nbytes = 0
-
-    def __init__(self) -> None:
-        self._indices: dict[int, _NgramIndex] = {}
-
-    def lag(self, sequence: int, tokens: Sequence[int]) -> int:
-        return 0
-
-    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        indices = [self._indices.setdefault(request.sequence, _NgramIndex()) for request in requests]
-        pairs = zip(indices, requests, strict=True)
-        return [Proposal(index.continuation(request.tokens, request.count)) for index, request in pairs]
-
-    def hidden_state_hook(self, parts: Iterable[ComputedTokens]) -> None:
-        return None
-
-    def truncate(self, sequence: int, length: int) -> None:
-        """Do nothing: drafts are not indexed."""
-
-    def finish(self, sequence: int, tokens: Sequence[int]) -> None:
-        self._indices.pop(sequence, None)
-
-    def forget(self) -> None:
-        """Do nothing: nothing outlives its sequence."""

@@ -12,7 +12,7 @@ from mycli.runtime.layers.transformer import HiddenStateHook
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.sampler import Sampler
 from mycli.runtime.speculative.draft_length import DraftLengthPolicy
-from mycli.runtime.speculative.proposers import Proposal, Proposer
+from mycli.runtime.speculative.proposers import NO_PROPOSAL, Proposal, Proposer
 from mycli.runtime.speculative.rejection_sampling import rejection_sample, sample_matching
 
 _WARM_UP = -1  # a sequence number that no request has
@@ -33,9 +33,11 @@ class ProposerSpeculator:
         # must stop where they lose time.
         self._policies: dict[int, DraftLengthPolicy] = {}
         self._policy = self._policies[0] = new_policy()
-        # Of the current step: proposals and unread tokens by sequence, and the seconds of drafting.
+        # Of the current step: proposals, unread tokens and evidence by sequence, and the seconds of drafting.
         self._proposals: dict[int, Proposal] = {}
         self._lags: dict[int, int] = {}
+        self._evidence: dict[int, int] = {}
+        self._waits = False  # a sequence has a draft in this step, or may have one in the next
         self._drafting = 0.0
 
     @property
@@ -52,8 +54,18 @@ class ProposerSpeculator:
         if policy is None:
             policy = self._policies[load] = self._new_policy()
         self._policy = policy
+        evidence = self._evidence[sequence] = self.proposer.evidence(sequence, tokens)
+        if evidence == NO_PROPOSAL:
+            return 0
         lag = self._lags[sequence] = self.proposer.lag(sequence, tokens)
-        return policy.length(room, lag)
+        length = policy.length(room, lag, evidence)
+        self._waits = self._waits or bool(length) or not policy.stopped(evidence)
+        return length
+
+    @property
+    def rests(self) -> bool:
+        # Proposers that run passes need the model's hidden states, or fall behind what they have computed.
+        return self.proposer.relative_cost == 0 and not self._waits and self._policy.step_seconds is not None
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
         began = time.perf_counter()
@@ -75,8 +87,16 @@ class ProposerSpeculator:
         if not drafted:
             self._policy.observe_plain(seconds - self._drafting, wasted=self._drafting)
         for sequence, count, accepted in drafted:
-            self._policy.observe_draft(count, accepted, self._lags[sequence], seconds)
-        self._drafting, self._lags, self._proposals = 0.0, {}, {}
+            self._policy.observe_draft(count, accepted, self._lags[sequence], seconds, self._evidence[sequence])
+        self._begin_step()
+
+    def observe_plain(self, tokens: int, seconds: float) -> None:
+        for _ in range(tokens):
+            self._policy.observe_plain(seconds / tokens)
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._drafting, self._waits, self._lags, self._evidence, self._proposals = 0.0, False, {}, {}, {}
 
     def truncate(self, sequence: int, length: int) -> None:
         self.proposer.truncate(sequence, length)

@@ -31,13 +31,27 @@ def _check_target(target: Path, source: Path | None, overwrite: bool) -> None:
         raise UsageError(f"{target}: not a model folder, so it is not replaced", "choose another name")
 
 
+def _allocated(folder: Path) -> int:
+    # Files of an unfinished run have holes.
+    return sum(512 * path.stat().st_blocks for path in folder.iterdir()) if folder.is_dir() else 0
+
+
 class Staging:
     """A context that creates `folder` for writing; `commit` renames it to `target`, otherwise it is removed on exit.
 
+    resumable: the folder to write, on the disk of `target`, which stays as it is if the run ends before `commit`.
     Entering raises UsageError for an unsuitable or locked target, and ResourceError if less than `nbytes` are free.
     """
 
-    def __init__(self, target: Path, nbytes: int, *, overwrite: bool = False, source: Path | None = None) -> None:
+    def __init__(
+        self,
+        target: Path,
+        nbytes: int,
+        *,
+        overwrite: bool = False,
+        source: Path | None = None,
+        resumable: Path | None = None,
+    ) -> None:
         self.target = Path(os.path.abspath(os.path.expanduser(target)))
         self._nbytes = nbytes
         self._overwrite = overwrite
@@ -46,7 +60,8 @@ class Staging:
         # The process id is for a reader; the lock decides whether a run is alive.
         run = f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
         parent, prefix = self.target.parent, f".{self.target.name}"
-        self.folder = parent / f"{prefix}.partial-{run}"
+        self._resumable = resumable is not None
+        self.folder = resumable or parent / f"{prefix}.partial-{run}"
         self._replaced = parent / f"{prefix}.replaced-{run}"
         self._lock_path = parent / f"{prefix}.lock"
 
@@ -63,13 +78,14 @@ class Staging:
                 raise UsageError(message, "wait for it, or choose another name") from None
             self._clean()
             _check_target(self.target, self._source, self._overwrite)
-            require_space(self.target.parent, self._nbytes)
-            self.folder.mkdir()
+            require_space(self.target.parent, max(0, self._nbytes - _allocated(self.folder)))
+            self.folder.mkdir(exist_ok=self._resumable)
             self._lock = entered.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+        if not self._resumable:
+            shutil.rmtree(self.folder, ignore_errors=True)
         self._lock.close()
 
     def _clean(self) -> None:

@@ -20,15 +20,16 @@ HOSTILE = (
     f'<img src=x onerror="{RUN}"><script>{RUN}</script>',
     f"[a](javascript:{RUN}) [b](JaVaScRiPt:{RUN}) [c](data:text/html,<script>{RUN}</script>) [d](vbscript:x)",
     f"[e](&#106;avascript:{RUN}) [f](java&Tab;script:{RUN}) [g](\\x01javascript:{RUN}) [h](//evil.example/x)",
-    f"[i]: javascript:{RUN}\n\n[i] <javascript:{RUN}> [j](https://a.example/\" onclick=\"{RUN})",
-    f"![k](javascript:{RUN}) ![l](https://evil.example/x.png) ![m](x\" onerror=\"{RUN})",
+    f'[i]: javascript:{RUN}\n\n[i] <javascript:{RUN}> [j](https://a.example/" onclick="{RUN})',
+    f'![k](javascript:{RUN}) ![l](https://evil.example/x.png) ![m](x" onerror="{RUN})',
     f"<svg onload={RUN}><svg/onload={RUN}>",
-    f"<math><mtext><table><mglyph><style><!--</style><img title=\"--&gt;&lt;img src=1 onerror={RUN}&gt;\">",
+    f'<math><mtext><table><mglyph><style><!--</style><img title="--&gt;&lt;img src=1 onerror={RUN}&gt;">',
     f"<iframe srcdoc='<script>parent.{RUN}</script>'></iframe>\n\n<object data=javascript:{RUN}>",
-    f"<form action=javascript:{RUN}><button>x</button></form><base href=//evil.example/><link rel=stylesheet href=//evil.example/>",
+    f"<form action=javascript:{RUN}><button>x</button></form><base href=//evil.example/>",
+    "<link rel=stylesheet href=//evil.example/>",
     f"<a href=javascript:{RUN} id=prompt>x</a><style>*{{display:none}}</style><p style='position:fixed'>",
     f"```<script>{RUN}</script>\n<svg onload={RUN}>\n```\n\n```html\n<script>{RUN}</script><b onclick={RUN}>\n```",
-    f"```x\" onclick=\"{RUN}\n1\n```\n\n`<img src=x onerror={RUN}>`",
+    f'```x" onclick="{RUN}\n1\n```\n\n`<img src=x onerror={RUN}>`',
     f"$\\href{{javascript:{RUN}}}{{x}}$ $\\url{{javascript:{RUN}}}$ $\\includegraphics{{https://evil.example/x}}$",
     f"$\\htmlData{{x=y}}{{z}} \\htmlId{{prompt}}{{z}} \\htmlStyle{{position:fixed}}{{z}}$ $<img src=x onerror={RUN}>$",
     f"$$</span><script>{RUN}</script>$$\n\n\\[<svg onload={RUN}>\\]",
@@ -91,7 +92,8 @@ def show(browser: Browser, text: str) -> None:
     """Show a reply in a node of its own, whose id is `attacked`."""
     browser.run(
         "import('/web/markdown.js').then(({MarkdownView}) => { document.getElementById('attacked')?.remove();"
-        "const node = document.createElement('div'); node.id = 'attacked'; document.getElementById('talk').append(node);"
+        "const node = document.createElement('div'); node.id = 'attacked';"
+        "document.getElementById('talk').append(node);"
         f"new MarkdownView(node).update({json.dumps(text)}); }})"
     )
 
@@ -109,7 +111,21 @@ def check(browser: Browser, node: str) -> None:
     """Only nodes and attributes of Markdown, code and formulas; links lead to pages or mail."""
     assert browser.run("window.hacked") is None
     tags = set(browser.run(f"[...{node}.querySelectorAll('*')].map((node) => node.localName)"))
-    assert not tags & {"img", "script", "iframe", "object", "form", "base", "link", "style", "input", "u", "i", "b", "image"}
+    assert not tags & {
+        "img",
+        "script",
+        "iframe",
+        "object",
+        "form",
+        "base",
+        "link",
+        "style",
+        "input",
+        "u",
+        "i",
+        "b",
+        "image",
+    }
     addresses = browser.run(f"[...{node}.querySelectorAll('[href]')].map((node) => node.getAttribute('href'))")
     assert all(one.startswith(("https://", "http://", "mailto:")) for one in addresses), addresses
     names = browser.run(

@@ -65,6 +65,15 @@ ROUTED = {
     "moe_intermediate_size": 512,
     "first_k_dense_replace": 1,
 }
+LATENT = {
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 64,
+}
+MAMBA = {"mamba_n_heads": 32, "mamba_d_state": 128, "mamba_n_groups": 1}
+PLAIN_MAMBA = {"n_groups": 8, "conv_kernel": 4}
 NARROW = {"sliding_window": 512}
 # What differs from `SHAPE`, by model_type, behind which a `-` may say which of its kinds it is.
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
@@ -155,6 +164,28 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "cohere": {},
     "glm": {},
     "helium": {},
+    "deepseek_v2": {**LATENT, **ROUTED, "n_shared_experts": 2},
+    "deepseek_v3": {**LATENT, **ROUTED, "q_lora_rank": 512, "n_group": 4, "topk_group": 2},
+    "glm4_moe_lite": {**LATENT, **ROUTED, "q_lora_rank": 512},
+    "youtu": {**LATENT, "q_lora_rank": 512},
+    "granitemoehybrid": {
+        **MAMBA,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "intermediate_size": 512,
+        "shared_intermediate_size": 512,
+    },
+    "bamba": {**MAMBA, "attn_layer_indices": [2, 5, 8]},
+    "nemotron_h": {
+        **PLAIN_MAMBA,
+        **ROUTED,
+        "mamba_num_heads": 32,
+        "mamba_head_dim": 64,
+        "ssm_state_size": 128,
+        "moe_shared_expert_intermediate_size": 1024,
+    },
+    "falcon_h1": {**MAMBA, "mamba_d_ssm": 1536, "mamba_n_heads": 24, "mamba_d_head": 64},
+    "mamba2": {**PLAIN_MAMBA, "num_heads": 32, "head_dim": 64, "state_size": 128},
 }
 
 
@@ -163,6 +194,10 @@ def shape(family: str, layers: int) -> ModelConfig:
     fields = {**SHAPE, **FAMILIES[family], "model_type": family.partition("-")[0], "num_hidden_layers": layers}
     if family.startswith("lfm2"):
         fields["layer_types"] = ["full_attention" if index % 3 == 2 else "conv" for index in range(layers)]
+    if family == "granitemoehybrid":
+        fields["layer_types"] = ["attention" if index % 8 == 5 else "mamba" for index in range(layers)]
+    if family == "nemotron_h":
+        fields["hybrid_override_pattern"] = ("MEME*EME" * layers)[:layers]
     return parse_config(Fields(fields, "a random shape"))
 
 

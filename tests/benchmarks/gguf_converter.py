@@ -14,7 +14,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,10 @@ REASONS: dict[str, str] = {
     "minimax_m2-top1": "the converter fails: a config without rotary_dim",
     "hunyuan-alpha": "the converter fails: an alpha of other sizes than the published model's",
     "hunyuan_v1_moe-alpha": "the converter fails: an alpha of other sizes than the published model's",
+    "deepseek_v3-odd": "no key: rope_interleave",
+    "glm4_moe_lite-odd": "no key: rope_interleave",
+    "youtu-odd": "no key: rope_interleave",
+    "falcon_h1-normed": "the converter fails: biases",
     "gemma4_unified": "the converter has no such model",
     "cwm": "the converter has no such model",
     "helium": "the converter has no such model",
@@ -72,12 +76,28 @@ CHANGES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "glm-half-turned": {"rms_norm_eps": 1e-5},
+    "falcon_h1-multipliers": {"head_dim": 16},
+    "nemotron_h-every-kind": {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"]},
+    "granitemoehybrid-dense-odd-sizes-rope-biases-tied": {
+        "position_embedding_type": "nope",
+        "time_step_limit": (0.0, float("inf")),
+    },
+    "nemotron_h-groups-latent-experts-odd-sizes-biases-unnormalized": {
+        "layers_block_type": ["full_attention", "moe", "linear_attention", "moe"],
+        "n_group": 1,
+        "mamba_head_dim": 32,
+        "time_step_min": 0.001,
+        "layer_norm_epsilon": 1e-5,
+    },
+    "mamba2-2-groups": {"intermediate_size": 128},
+    "mamba2-odd-sizes-biases-tied": {"intermediate_size": 192, "time_step_limit": (0.0, float("inf"))},
     "cohere2-window7-tied": {"rotary_pct": 1.0},
+    "solar_open": {"partial_rotary_factor": 1.0},  # as published; without it the converter writes .5
     "hunyuan_v1_moe-8top2": {"moe_intermediate_size": [88] * 3, "moe_topk": [2] * 3, "num_shared_expert": [1] * 3},
 }
 
 
-_EXACT = re.compile(r"(gate|router|proj_gate|shared_expert_gate|wg|router\.layer|router\.proj|conv1d|conv)\.weight$")
+_EXACT = re.compile(r"\.(gate|router|proj_gate|shared_expert_gate|wg|router\.layer|router\.proj|conv1d|conv)\.weight$")
 
 
 def _vocabulary(model: Any) -> None:
@@ -111,7 +131,13 @@ def converter(root: Path) -> Callable[[Path, Path, str], None]:
     def write(folder: Path, path: Path, kind: str) -> None:
         logging.disable(logging.WARNING)
         settings = json.loads((folder / "config.json").read_text())
-        with mock.patch.dict(sys.modules, {"gguf": gguf, "conversion": conversion, "conversion.base": base}):
+        plain = mock.Mock(side_effect=ValueError)  # without the defaults of transformers: they name experts
+        with (
+            mock.patch.dict(sys.modules, {"gguf": gguf, "conversion": conversion, "conversion.base": base}),
+            mock.patch.object(base.AutoConfig, "from_pretrained", plain)
+            if settings["model_type"] == "nemotron_h"
+            else nullcontext(),
+        ):
             cls = conversion.get_model_class(settings["architectures"][0])
             cls.no_mtp = True  # transformers saves no MTP head
             model = cls(folder, gguf.LlamaFileType[TYPES[kind]], path)
@@ -122,16 +148,37 @@ def converter(root: Path) -> Callable[[Path, Path, str], None]:
     return write
 
 
+def _as_published(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return a config of transformers 5 with the keys and values that the converter looks for."""
+    if settings["model_type"] == "granitemoehybrid":
+        kinds = {"full_attention": "attention", "linear_attention": "mamba"}
+        settings["layer_types"] = [kinds[kind] for kind in settings["layer_types"]]
+    if settings["model_type"] in ("deepseek_v3", "glm4_moe_lite", "kimi_k2"):
+        settings["scoring_func"] = "sigmoid"  # which the published configs say and transformers' do not
+    if settings["model_type"] == "nemotron_h":
+        letters = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
+        settings["norm_eps"] = settings["layer_norm_epsilon"]
+        settings["hybrid_override_pattern"] = "".join(letters[kind] for kind in settings.pop("layers_block_type"))
+        settings["num_hidden_layers"] = len(settings["hybrid_override_pattern"])
+        if "E" not in settings["hybrid_override_pattern"]:
+            del settings["num_experts_per_tok"]
+    return settings
+
+
+def _changes(name: str) -> dict[str, Any]:
+    return next((changes for prefix, changes in CHANGES.items() if name.startswith(prefix)), {})
+
+
 def compare(name: str, write: Callable[[Path, Path, str], None], kind: str, folder: Path) -> tuple[float, Path]:
     """Return the largest difference of logits relative to the largest logit, and the file."""
     model_type, changes = CASES[name]
-    reference = make(folder / "hf", model_type, {**changes, **CHANGES.get(name, {})})
+    reference = make(folder / "hf", model_type, {**changes, **_changes(name)})
     if model_type.startswith("gemma"):  # whose converter counts the tokens of this file
         vocabulary = {"model": {"vocab": {str(token): token for token in range(97)}}, "added_tokens": []}
         (folder / "hf" / "tokenizer.json").write_text(json.dumps(vocabulary))
     settings = json.loads((folder / "hf" / "config.json").read_text())
     settings["architectures"] = [type(reference).__name__]
-    (folder / "hf" / "config.json").write_text(json.dumps(settings))
+    (folder / "hf" / "config.json").write_text(json.dumps(_as_published(settings)))
     path = folder / "model.gguf"
     write(folder / "hf", path, kind)
     if kind != "f32":
@@ -151,12 +198,22 @@ def _round(model: torch.nn.Module, kind: str) -> None:
     for name, parameter in model.named_parameters():
         if parameter.ndim < 2 or _EXACT.search(name) or model.config.model_type == "gpt_oss" and ".experts." in name:
             continue
-        if kind == "q8_0" and parameter.shape[-1] % 32 == 0:
-            stored = quants.quantize(parameter.detach().numpy(), GGMLQuantizationType.Q8_0)
-            values = torch.from_numpy(quants.dequantize(stored, GGMLQuantizationType.Q8_0))
+        if name.endswith("kv_b_proj.weight"):  # the half of the keys is stored transposed
+            settings = model.config
+            size = settings.qk_nope_head_dim, settings.v_head_dim
+            keys, values = parameter.detach().view(settings.num_attention_heads, sum(size), -1).split(size, dim=1)
+            keys = _rounded(keys.transpose(1, 2).contiguous(), kind).transpose(1, 2)
+            rounded = torch.cat((keys, _rounded(values.contiguous(), kind)), dim=1).view_as(parameter)
         else:
-            values = parameter.detach().to(torch.float16 if kind == "q8_0" else torch.bfloat16).float()
-        parameter.data.copy_(values)
+            rounded = _rounded(parameter.detach(), kind)
+        parameter.data.copy_(rounded)
+
+
+def _rounded(values: torch.Tensor, kind: str) -> torch.Tensor:
+    if kind == "q8_0" and values.shape[-1] % 32 == 0:
+        stored = quants.quantize(values.numpy(), GGMLQuantizationType.Q8_0)
+        return torch.from_numpy(quants.dequantize(stored, GGMLQuantizationType.Q8_0))
+    return values.to(torch.float16 if kind == "q8_0" else torch.bfloat16).float()
 
 
 def facts(path: Path) -> dict[str, Any]:

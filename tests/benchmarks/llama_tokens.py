@@ -1,6 +1,6 @@
 """llama-server reads GGUF files that we exported and says what we say: pico, and random models of three families.
 
-    PYTHONPATH=.links python -m tests.benchmarks.llama_tokens --llama-server PATH [--to gguf:q8_0 ...]
+    python -m tests.benchmarks.llama_tokens --llama-server PATH [--to gguf:q8_0 ...] [--cases CASE ...]
 
 Each model is written as a GGUF file and served by llama-server; it continues 20 prompts greedily, of which half are
 also sent as text, to see that both cut it into the same tokens. llama.cpp rounds activations and sums in another order,
@@ -34,6 +34,7 @@ from mycli.quant.export import ExportRequest, find_export_target
 from mycli.quant.progress import silent
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.loader import load_model
+from mycli.runtime.errors import UserError
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.kernels.reference import DenseMatmul
 from mycli.runtime.layers.linear import Linear
@@ -41,7 +42,7 @@ from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.quantization.packed_weight import Matmul
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 from tests.support.engines import whole
-from tests.support.families import make
+from tests.support.families import CASES, make
 from tests.support.models import CPU
 from tests.support.paths import PICO
 
@@ -56,6 +57,15 @@ FAMILIES = {"qwen3": {"head_dim": 64}, "olmo2": {"eos_token_id": 2, "pad_token_i
 def random_folder(folder: Path, family: str) -> Path:
     """A random model with the vocabulary of pico."""
     make(folder, family, {**_SIZE, **FAMILIES[family]})
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(PICO / name, folder / name)
+    return folder
+
+
+def case_folder(folder: Path, case: str) -> Path:
+    """The random model of a family's case, with the vocabulary of pico."""
+    model_type, changes = CASES[case]
+    make(folder, model_type, {**changes, "vocab_size": 4096, "max_position_embeddings": 256})
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(PICO / name, folder / name)
     return folder
@@ -204,6 +214,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--llama-server", default=os.environ.get("LLAMA_SERVER"))
     parser.add_argument("--to", nargs="*", default=["gguf", "gguf:q8_0", "gguf:q4_0", "gguf:q4_k"])
+    parser.add_argument("--cases", nargs="*", help="cases of tests.support.families, as gguf:f32, instead")
     given = parser.parse_args()
     if not given.llama_server or not Path(given.llama_server).exists():
         print("skipped: no llama-server (give --llama-server or set LLAMA_SERVER)")
@@ -211,6 +222,14 @@ def main() -> None:
     failed = False
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
+        for case in given.cases or ():
+            try:
+                failed |= not check(given.llama_server, case, case_folder(work / case, case), "gguf:f32", work)
+            except (OSError, UserError) as error:
+                print(f"{case} as gguf:f32: FAILED: {type(error).__name__}: {error}", flush=True)
+                failed = True
+        if given.cases is not None:
+            raise SystemExit(failed)
         folders = {"pico": PICO, **{family: random_folder(work / family, family) for family in FAMILIES}}
         for model, folder in folders.items():
             for to in given.to:

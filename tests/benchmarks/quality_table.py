@@ -14,6 +14,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -77,7 +78,7 @@ class Peer(LinearSolver):
     def solve(
         self, weights: Mapping[str, Tensor], packing: Packing, fitted: Moments, held_out: Moments
     ) -> SolvedProduct:
-        still = [Moments(each.hessian, torch.zeros_like(each.drift)) for each in (fitted, held_out)]
+        still = [replace(each, drift=torch.zeros_like(each.drift)) for each in (fitted, held_out)]
         return super().solve(weights, packing, *still)
 
 

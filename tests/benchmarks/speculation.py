@@ -116,7 +116,7 @@ class Timed(FixedDraftLength):
         self._clocks = clocks
         self.steps: list[tuple[float, float]] = []
 
-    def observe_draft(self, drafted: int, accepted: int, lag: int, seconds: float) -> None:
+    def observe_draft(self, drafted: int, accepted: int, lag: int, seconds: float, evidence: int = 0) -> None:
         """As `DraftLengthPolicy.observe_draft`."""
         if drafted == self._count:
             self.steps.append((seconds, sum(clock.seconds for clock in self._clocks)))

@@ -20,7 +20,7 @@ class Irregular(DraftLengthPolicy):
     def __init__(self, start: int) -> None:
         self._step = start
 
-    def length(self, room: int, lag: int) -> int:
+    def length(self, room: int, lag: int, evidence: int = 0) -> int:
         """No tokens to five, in a pattern that begins elsewhere each time."""
         self._step += 1
         return min(room, (0, 3, 1, 5, 0, 0, 2)[self._step * 5 % 7])

@@ -25,7 +25,9 @@ ANALYZE = shutil.which("systemd-analyze")
 def test_options_of_the_files_exist() -> None:
     options = set(re.findall(r"--[a-z][a-z-]+", (ROOT / "docs" / "commands.md").read_text()))
     for name in ("mycli.service", "Containerfile"):
-        lines = [line for line in (DEPLOY / name).read_text().splitlines() if line.startswith(("ExecStart=", "ENTRYPOINT"))]
+        lines = [
+            line for line in (DEPLOY / name).read_text().splitlines() if line.startswith(("ExecStart=", "ENTRYPOINT"))
+        ]
         assert lines and set(re.findall(r"--[a-z][a-z-]+", lines[0])) <= options, name
 
 
@@ -42,7 +44,10 @@ def test_systemd_reads_the_unit(tmp_path: Path) -> None:
     text = (DEPLOY / "mycli.service").read_text().replace("/opt/mycli/bin/mycli", sys.executable)
     (tmp_path / "mycli.service").write_text(text)
     done = subprocess.run(
-        [str(ANALYZE), "verify", "--man=no", str(tmp_path / "mycli.service")], capture_output=True, text=True, timeout=60
+        [str(ANALYZE), "verify", "--man=no", str(tmp_path / "mycli.service")],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == 0 and "mycli.service" not in done.stderr, done.stderr
 

@@ -91,6 +91,8 @@ NOT_RUN = {
     r"^mycli verify MODEL": "pico stands in for MODEL, and has no record of its files: it is part of the program",
     r"^mycli compare pico pico-gptq": "needs a quantized copy and a file of prompts; test_compare types it",
     r"^mycli rm NAME": "needs an unfinished run; test_work_folder and test_first_hour leave one",
+    r"--resume last|replies/ID/resume": "needs a reply that was killed; test_resume of both rooms types it",
+    r"^mycli cache why A\.json": "needs two request bodies; test_cache_why types it",
     r"--activations-sweep": "needs a quantized copy and its original; test_quantize types it",
 }
 SERVER = re.compile(r"^mycli serve ")

@@ -49,6 +49,9 @@ SHARED_NAMES = {
     "SOLVER",  # of a solver
     "solve",
     "handler",  # of a helper process
+    "TYPE",  # of a ggml type that is written, and what follows
+    "encode",
+    "WEIGHT_NAMES",  # of another program as a reader
 }
 # A command that does not run a model starts without these.
 HEAVY = ("torch", "huggingface_hub", "transformers", "triton")

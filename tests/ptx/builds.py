@@ -24,18 +24,23 @@ from mycli.runtime.kernels.triton.product.grouped import Routed
 from mycli.runtime.kernels.triton.product.matmul import constants, dequantize_warps
 from mycli.runtime.kernels.triton.product.tiles import Chip, Tile
 from mycli.runtime.kernels.triton.product.weight_layout import layout_of, tile_k, unpacked_k
-from mycli.runtime.kernels.triton.residual import ResidualArguments, add_epilogue, embed_kernel
-from mycli.runtime.kernels.triton.rope import RopeArguments, rope_epilogue
+from mycli.runtime.kernels.triton.product_sum import SumArguments, sum_epilogue
+from mycli.runtime.kernels.triton.residual import ResidualArguments, add_epilogue, embed_kernel, norm_add_kernel
+from mycli.runtime.kernels.triton.rope import RopeArguments, rope_epilogue, rope_kernel
 from mycli.runtime.kernels.triton.routing import choose_kernel, place_kernel, weighted_sum_kernel
-from mycli.runtime.kernels.triton.sample import VOCABULARY_BLOCK, partial_kernel, sample_kernel
+from mycli.runtime.kernels.triton.sample import VOCABULARY_BLOCK, mass_kernel, peak_kernel, sample_kernel
 from mycli.runtime.kernels.triton.split_k import Epilogue, reduce_kernel
-from mycli.runtime.kernels.triton.top_k_top_p import NARROW_WARPS, narrow_kernel, peak_kernel
+from mycli.runtime.kernels.triton.top_k_top_p import NARROW_WARPS, Limit, LogitSource, narrow_kernel
 from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
 
 TILE_ROWS = (8, 16, 32, 64)  # activation rows of a tile: the MMA's columns
 
 _RMS = triton_matmul.RmsScale("*fp32", "i32", "i32", "fp32", 32)
 _OPERAND = triton_activation.Operand("*fp16", "*fp32", "i32", "i32", 128, True)
+_ROTATED = RopeArguments(
+    *(None,) * 4, "*bf16", "*bf16", None, "*i32", "*i32", "*bf16", "*bf16", "*bf16", None, None, None, "i32",
+    *("i32",) * 7, "fp32", 64, 64, 1, 64, False, False, 1, False,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -214,34 +219,37 @@ def _mixture_builds(pdl: dict[str, Any]) -> Iterator[Build]:
         yield Build(f"score experts{how}", score_kernel, scored | {"gate": gate}, blocks, unaligned=loose)
         given = summed | {"shared": shared, "gates": gate}
         yield Build(f"add experts{how}", combine_kernel, given, {"RANKS": 8} | pdl, unaligned=loose)
-    gated = parts | {"args": SiluArguments("i32", _OPERAND, 1, 1, tl.bfloat16)}
+    gated = parts | {"args": SiluArguments("i32", _OPERAND, 1, 1, tl.bfloat16, False)}
     yield Build("SiLU of experts", silu_kernel, gated, pdl, warps=1, unaligned=loose)
 
 
 def sample_builds() -> Iterator[Build]:
     """Sampling a token of the 128,256 of Llama-3.1."""
-    blocks = {"BLOCK": VOCABULARY_BLOCK, "BLOCKS": 128}
-    pointers = {"logits": "*bf16", "best": "*fp32", "index": "*i32", "lengths": "*i32"}
-    limit = {"peaks": "*fp32", "weights": "*fp32", "lows": "*i32", "goals": "*fp32"}
-    settings = {"temperature": "*fp32", "top_k": "*fp32"}
-    sizes = {"stride": "i32", "vocab": "i32", "step": "i32"}
-    partial = {**pointers, "seed": "*i64", **limit, **settings, "min_p": "*fp32", **sizes}
-    for name, draw, filtered in (("likeliest", False, False), ("draw", True, False), ("filtered draw", True, True)):
-        chosen = {"DRAW": draw, **dict.fromkeys(("TOP_K", "TOP_P", "MIN_P"), filtered), **blocks}
-        yield Build(f"{name} of a block", partial_kernel, partial, chosen, unaligned=("step",))
-    peak = {"logits": "*bf16", "peaks": "*fp32", "stride": "i32", "vocab": "i32"}
-    yield Build("largest of a block", peak_kernel, peak, {"BLOCK": VOCABULARY_BLOCK})
-    before = {"weights_before": "*fp32", "lows_before": "*i32", "least": "*i32", "top_p": "*fp32", "step_before": "i32"}
-    narrow = {"logits": "*bf16", **limit, **settings, **before, **sizes}
+    plain = LogitSource("*bf16", "i32", "i32", None, None, None, None, None)
+    penalized = LogitSource("*bf16", "i32", "i32", "*u8", "*fp32", "*fp32", "*fp32", "*fp32")
+    searched, whole = Limit("*fp32", "*i32", "*fp32", "i32", "*i32"), Limit(*(None,) * 5)
+    block, blocks, loose = {"BLOCK": VOCABULARY_BLOCK}, {"BLOCKS": 128}, ("step", "step_before", "blocks", "vocab")
+    settings = {"temperature": "*fp32", "top_k": "*fp32", "top_p": "*fp32", "min_p": "*fp32"}
+    peaks = {"peaks": "*fp32", "index": "*i32"}
+    for how, source in (("", plain), (" with penalties", penalized)):
+        yield Build(f"largest of a block{how}", peak_kernel, peaks | {"source": source}, block, unaligned=loose)
+    narrow = {"source": plain, "peaks": "*fp32", "weights": "*fp32", "lows": "*i32", "goals": "*fp32", "step": "i32"}
+    narrow |= settings | {"weights_before": "*fp32", "lows_before": "*i32", "least": "*i32", "step_before": "i32"}
     for name, mass in (("top-k", False), ("top-p", True)):
         for place in range(3):
-            chosen = {"ROUND": place, "MASS": mass, "AFTER": True, **blocks}
-            unaligned = ("step", "step_before")
-            title = f"{name} round {place + 1}"
-            yield Build(title, narrow_kernel, narrow, chosen, NARROW_WARPS, unaligned=unaligned)
-    last = {**pointers, "chosen": "*i64", "tokens": "*i64", "blocks": "i32", "step": "i32"}
-    del last["logits"]
-    yield Build("sample", sample_kernel, last, {"NONE": -1, "BLOCKS": 128}, unaligned=("blocks", "step"))
+            constants = {"ROUND": place, "MASS": mass, "AFTER": True, **block, **blocks}
+            yield Build(f"{name} round {place + 1}", narrow_kernel, narrow, constants, NARROW_WARPS, unaligned=loose)
+    mass_types = {"peaks": "*fp32", "masses": "*i64"} | settings
+    last = {**mass_types, "index": "*i32", "numbers": "*i64", "blocks": "i32", "chosen": "*i64", "step": "i32"}
+    last |= {"tokens": "*i64", "lengths": "*i32"}
+    for how, source, limit in (("", plain, whole), (" with filters", penalized, searched)):
+        filtered = {"SEARCHED": bool(how), "MIN_P": bool(how), **block, **blocks}
+        own = {"source": source, "limit": limit}
+        yield Build(f"weight of a block{how}", mass_kernel, mass_types | own, filtered, unaligned=loose)
+        yield Build(f"draw{how}", sample_kernel, last | own, {"NONE": -1, "DRAW": True} | filtered, unaligned=loose)
+    greedy = {"NONE": -1, "DRAW": False, "SEARCHED": False, "MIN_P": False, **block, **blocks}
+    likeliest = last | {"source": plain, "limit": whole, "masses": None}
+    yield Build("likeliest", sample_kernel, likeliest, greedy, unaligned=loose)
 
 
 def _epilogues(tile: Tile, rows: int) -> Iterator[tuple[str, bool, Epilogue]]:
@@ -250,17 +258,43 @@ def _epilogues(tile: Tile, rows: int) -> Iterator[tuple[str, bool, Epilogue]]:
     rows, both = (tile.rows_at_once(rows, columns * 128 * tiles) for columns in (1, 2))
     normed = ResidualArguments("*bf16", "i32", "*bf16", "*fp32", _OPERAND, rows, tiles)
     yield "add", False, Epilogue(add_epilogue, "*i32", normed, 128 * tiles, 1)
-    gated = SiluArguments("i32", _OPERAND, both, tiles, tl.bfloat16)
+    gated = SiluArguments("i32", _OPERAND, both, tiles, tl.bfloat16, False)
     yield "SiLU", True, Epilogue(silu_epilogue, "*i32", gated, 128 * tiles, 2)
     for name, stored, scales in (
         ("rotate", "*bf16", None),
         ("rotate int8", "*i8", "*fp32"),
         ("rotate int4", "*u8", "*bf16"),
     ):
-        tables = ("*bf16", "*bf16", "*i32", "*i32", "*bf16")
-        sizes = ("i32", "i32", "i32", "i32", "i32", "i32", "i32", "fp32", 64, 64, rows)
-        rotated = RopeArguments(None, None, None, *tables, stored, stored, scales, scales, *sizes)
+        caches = {"key_cache": stored, "value_cache": stored, "key_scales": scales, "value_scales": scales}
+        rotated = _ROTATED._replace(ROWS=rows, **caches)
         yield name, True, Epilogue(rope_epilogue, "*i32", rotated, 128, 1)
+
+
+def family_builds(capability: int) -> Iterator[Build]:
+    """What families launch besides: norms after parts and over all heads, GELU, interleaved and partial rotation."""
+    packing, pdl = Packing(4, 128), {"PDL": capability >= 90}
+    loose = ("rows", "rows_padded", "pieces", "heads", "kv_heads", "tokens", "table_width")
+    for rows in (1, 16):
+        shape = triton_tiles.tile(Chip(divmod(capability, 10), 132), packing, rows)
+        at_once, both = (shape.rows_at_once(rows, width) for width in (128, 256))
+        summed = SumArguments("*bf16", "i32", None, "*fp32", "i32", 128, 128, at_once)
+        gated = SiluArguments("i32", _OPERAND, both, 1, tl.bfloat16, True)
+        normed = _ROTATED._replace(query_gain="*bf16", key_gain="*bf16", ROWS=at_once)
+        epilogues = {
+            "sum": Epilogue(sum_epilogue, "*i32", summed, 128, 1),
+            "GELU": Epilogue(silu_epilogue, "*i32", gated, 128, 2),
+            "rotate pairs": Epilogue(rope_epilogue, "*i32", normed._replace(INTERLEAVED=True), 128, 1),
+            "rotate a half": Epilogue(rope_epilogue, "*i32", normed._replace(ROTARY=32), 128, 1),
+        }
+        for name, epilogue in epilogues.items():
+            yield _multiply(capability, packing, shape, f" {name} {rows}", True, epilogue)
+    residual = ResidualArguments("*bf16", "i32", "*bf16", "*fp32", _OPERAND, 1, 1)
+    added = {"y": "*bf16", "squares": "*fp32", "gain": "*bf16", "eps": "fp32", "args": residual}
+    sizes = dict.fromkeys(("pieces", "rows", "rows_padded"), "i32")
+    yield Build("add a normed sum", norm_add_kernel, added | sizes, {"PIECES": 32} | pdl, unaligned=loose)
+    whole = _ROTATED._replace(query_gain="*bf16", key_gain="*bf16", squares="*fp32", HEADS=32)
+    turned = {"projected": "*bf16", "rows": "i32", "args": whole}
+    yield Build("rotate after norms of all heads", rope_kernel, turned, pdl, warps=1, unaligned=loose)
 
 
 def decode_builds(capability: int) -> Iterator[Build]:
@@ -316,6 +350,7 @@ def builds(capability: int) -> Iterator[Build]:
     yield from matmul_builds(capability)
     yield from sample_builds()
     yield from decode_builds(capability)
+    yield from family_builds(capability)
     if capability not in (86, 89):  # which have the tiles of 80, by their major number
         yield from expert_builds(capability)
         yield from foreign_builds(capability)

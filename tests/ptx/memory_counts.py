@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from mycli.runtime.cache.kv_cache import PACKED, Stored
+from mycli.runtime.kernels.paged import Scoring
 from mycli.runtime.kernels.triton.attention import decode_attention
 from mycli.runtime.kernels.triton.layer_cache import LayerCache
 from mycli.runtime.kernels.triton.product.matmul import TritonMatmul
@@ -67,7 +68,7 @@ def attend(launch: Launch, chip: Chip) -> None:
     product = TritonMatmul(weight(launch.packing, SIZE, COLUMNS, 0), chip)
     query = normal(launch.rows, 1, 8, 128).bfloat16()
     cache = LayerCache(*keys_and_values, *scales)
-    decode_attention(query, cache, lengths, table.view(launch.rows, -1), None, product, counters())
+    decode_attention(query, cache, lengths, table.view(launch.rows, -1), Scoring(128**-0.5), product, counters())
 
 
 def counters() -> torch.Tensor:

@@ -19,12 +19,14 @@ from tests.ptx import (
     builds,  # noqa: E402  (reason: as above)
     report,  # noqa: E402  (reason: as above)
 )
-from tests.ptx.floor import MOST_SPILLED
 
 DOCUMENT = ROOT / "docs" / "results" / "kernels.md"
 BUDGET = 2.5  # instructions per weight at which an H200 still reads 4-bit weights at full bandwidth
 SPARE = 1.5  # of the least instructions: addresses, the loop, what is moved between registers
 FOREIGN = {packing.name: packing for packing in builds.FOREIGN}
+# Two registers, on chips other than 80 and 90; ptxas keeps a block more on a multiprocessor for them.
+SPILLED = {86: ("rotate int8 8", "rotate int4 8"), 89: ("rotate int8 8", "rotate int4 8"), 120: ("add 32",)}
+SPILLED[100] = ("add 1", "rotate 8", "rotate int8 8", "rotate a half 16")
 FEW = ["multiply int4-g128 rows 8", "multiply int4-g32 rows 8", "multiply int3-g128 rows 8", "multiply int8-g64 rows 8"]
 
 
@@ -120,7 +122,8 @@ def test_every_kernel_is_documented_and_within_the_bars() -> None:
     expected = {(one.name, capability) for capability in report.CAPABILITIES for one in builds.builds(capability)}
     assert set(rows) == expected, "make the table again: python -m tests.ptx.report docs/results/kernels.md"
     for (name, capability), (ratio, _, _, _, _, _, registers, spills, _, blocks) in rows.items():
-        assert int(spills) <= MOST_SPILLED and int(registers) <= 255 and int(blocks) >= 1, (name, capability)
+        known = name.startswith("multiply int4-g128 rows") and name.endswith(SPILLED.get(capability, ()))
+        assert int(spills) <= 8 * known and int(registers) <= 255 and int(blocks) >= 1, (name, capability)
         if re.search(r"multiply .* rows 8\b", name):  # with what follows the product, or without
             assert float(ratio) <= foreign_budget(name), (name, capability)
         if capability == 90 and re.search(r"multiply .* rows \d+ (add|SiLU|rotate)", name):

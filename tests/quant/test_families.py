@@ -121,6 +121,9 @@ STACKED = (
     # Or converts their tensors' names, but not those of packed ones.
     "phimoe-window7-tied-biases",
     "olmo_hybrid-positive-tied-biases",
+    "nemotron_h-groups-latent-experts-odd-sizes-biases-unnormalized",
+    # Or reads weights of linears itself.
+    "mamba2-odd-sizes-biases-tied",
     # Or fails while it initializes them.
     "nanochat-tied-biases-low-cap",
 )
@@ -158,6 +161,9 @@ def hooked_inputs(
         x, chosen, _ = given
         for expert, linears in names[name.split(".")[2]].items():
             rows = x[(chosen == expert).any(-1)]
+            if isinstance(alone := getattr(module, "up_proj", None), Tensor):
+                found.update(zip(linears, (rows, module.act_fn(rows @ alone[expert].T)), strict=True))
+                continue
             gate, up = (rows @ module.gate_up_proj[expert].T).chunk(2, dim=-1)
             found.update(zip(linears, (rows, rows, module.act_fn(gate) * up), strict=True))
 
@@ -186,17 +192,20 @@ def unpacked(copy: Path, folder: Path) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**group["weights"]))
     compressor = BaseCompressor.get_value_from_registry("pack-quantized")
+    described = open_model_folder(copy).config
     stored, packed = load_file(copy / "model.safetensors"), dict[str, dict[str, Tensor]]()
+    stored = {described.local_name(name): each for name, each in stored.items()}
     for name in [name for name in stored if ".weight_" in name]:
         module, _, part = name.rpartition(".")
         packed.setdefault(module, {})[part] = stored.pop(name)
     for module, parts in packed.items():
         stored[f"{module}.weight"] = compressor.decompress(parts, scheme)["weight"]
-    for name, stack in open_model_folder(copy).config.stacks.items():
+    for name, stack in described.stacks.items():
         made = torch.cat([stored.pop(part) for part in stack.parts])
         experts = {part.partition(".experts.")[2].partition(".")[0] for part in stack.parts}
         made = made.view(len(experts), -1, made.shape[-1])
         stored[name] = made.transpose(1, 2).contiguous() if stack.transposed else made
+    stored = {described.stored_name(name): each for name, each in stored.items()}
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 

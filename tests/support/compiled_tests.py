@@ -26,6 +26,8 @@ from tests.runtime.kernels.test_triton_mixture import (
 )
 from tests.runtime.kernels.test_triton_sample import (
     test_a_logit_of_minus_infinity_is_never_chosen,
+    test_chosen_tokens_are_counted_for_the_next_step,
+    test_draws_are_the_hosts,
     test_the_likeliest_is_torchs_lowest_among_equals,
 )
 from tests.runtime.kernels.test_triton_top_k_top_p import test_what_is_kept_is_what_the_host_keeps
@@ -39,6 +41,8 @@ __all__ = [
     "test_bf16_of_any_magnitude",
     "test_call_rounds_once_and_repeats_itself",
     "test_choices_of_experts",
+    "test_chosen_tokens_are_counted_for_the_next_step",
+    "test_draws_are_the_hosts",
     "test_embed",
     "test_gates_of_experts",
     "test_groups_of_16",

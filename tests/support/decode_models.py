@@ -5,17 +5,22 @@ from typing import Any
 
 import torch
 
+from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.kernels.triton.product.matmul import TritonMatmul
 from mycli.runtime.kernels.triton.product.tiles import Chip
+from mycli.runtime.layers.block import Attention
 from mycli.runtime.layers.feed_forward import Experts
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.norm import RMSNorm
 from mycli.runtime.layers.transformer import Transformer
+from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.experts import ExpertNames, MoeLayers
 from mycli.runtime.models.experts_spec import RoutingSpec
 from mycli.runtime.quantization.packed_weight import PackedWeight, dequantize, pack
 from mycli.runtime.quantization.scheme import Packing
+from mycli.runtime.utils.json_fields import Fields
 from tests.support.prefix_model import CONFIG as TINY
+from tests.support.published import PUBLISHED
 from tests.support.random_tensors import generator
 
 CONFIG = replace(
@@ -39,6 +44,21 @@ CAPACITY = 128
 SEVEN = {"layers": 1, "hidden_size": 224, "heads": 7, "kv_heads": 1, "head_dim": 64, "intermediate_size": 352}
 
 
+# What a published configuration becomes: as small as CONFIG.
+SMALL = {
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 160,
+    "vocab_size": 72,
+    "max_position_embeddings": 256,
+    "torch_dtype": "float16",
+    "tie_word_embeddings": False,
+}
+
+
 @dataclass(frozen=True)
 class Case:
     changes: dict[str, Any] = field(default_factory=dict)
@@ -52,9 +72,10 @@ class Case:
     bias: bool = False
     experts: MoeLayers | None = None
     block: int = CAPACITY  # size of a cache block
+    family: str = ""  # a published model, whose configuration `changes` makes small
 
     def __str__(self) -> str:
-        options = "-".join(f"{key}{value}" for key, value in self.changes.items())
+        options = self.family or "-".join(f"{key}{value}" for key, value in self.changes.items())
         if self.experts is not None:
             options += f"{self.experts.routing.top_k}of{self.experts.count}-{self.experts.routing.scoring}"
         options += f"-blocks{self.block}" * (self.block < CAPACITY)
@@ -69,11 +90,18 @@ def packed(rows: int, columns: int, bits: int, group: int, generator: torch.Gene
     return PackedWeight(pack(codes, bits), scales.half(), Packing(bits, group), columns)
 
 
+def config_of(case: Case) -> ModelConfig:
+    if case.family:
+        raw = PUBLISHED[case.family]["config"]
+        small = {**raw.get("text_config", raw), **SMALL, **case.changes}
+        return ModelFolder.from_config(Fields(small, "config.json")).config
+    config = replace(CONFIG, **case.changes)
+    return config if case.experts is None else replace(config, build_layer=case.experts)
+
+
 def models(case: Case, device: str = "cpu", chip: Chip | None = None) -> tuple[Transformer, Transformer]:
     """Of the same weights, multiplied by Triton and dense; what decides is dense in both."""
-    config = replace(CONFIG, **case.changes)
-    if case.experts is not None:
-        config = replace(config, build_layer=case.experts)
+    config = config_of(case)
     drawing = generator()
     fused, plain = Transformer(config), Transformer(config)
     embedding = torch.randn(config.vocab_size, config.hidden_size, generator=drawing).half().to(device)
@@ -83,9 +111,8 @@ def models(case: Case, device: str = "cpu", chip: Chip | None = None) -> tuple[T
     kept = [linear for mixture in mixtures for linear in mixture.unquantized]
     for (_, ours), (_, theirs) in zip(fused.named_modules(), plain.named_modules(), strict=True):
         if isinstance(ours, RMSNorm) and isinstance(theirs, RMSNorm):
-            ours.weight = theirs.weight = (
-                (1 + 0.2 * torch.randn(ours.weight.shape, generator=drawing)).half().to(device)
-            )
+            gain = 1 + 0.2 * torch.randn(ours.weight.shape, generator=drawing)
+            ours.weight = theirs.weight = (gain if ours.spec.fp32_gain else gain.half()).to(device)
         elif isinstance(ours, Linear) and isinstance(theirs, Linear):
             weight = packed(ours.out_features, ours.in_features, case.bits, case.group, drawing)
             weight = replace(weight, packed=weight.packed.to(device), scales=weight.scales.to(device))
@@ -93,8 +120,10 @@ def models(case: Case, device: str = "cpu", chip: Chip | None = None) -> tuple[T
             ours.replace(TritonMatmul(weight, chip or Chip((9, 0), 4)))
             if ours in kept or (ours is fused.head and not case.packed_head):
                 ours.replace(theirs.weight())
-            if case.bias and ours.specs[0].name.endswith("q_proj"):
+            if any(spec.bias for spec in ours.specs) or (case.bias and ours.specs[0].name.endswith("q_proj")):
                 ours.bias = theirs.bias = torch.randn(ours.out_features, generator=drawing).half().to(device)
+        elif isinstance(ours, Attention) and isinstance(theirs, Attention) and ours.spec.sinks is not None:
+            ours.sinks = theirs.sinks = torch.randn(ours.spec.heads, generator=drawing).to(device)
         elif isinstance(ours, Experts) and isinstance(theirs, Experts) and ours.spec.correction_bias is not None:
             drawn = torch.rand(len(ours.spec.experts), generator=drawing).to(device)
             ours.correction = theirs.correction = drawn
@@ -141,4 +170,30 @@ MIXED = [
         experts=MoeLayers(6, RoutingSpec(2, True, "sigmoid", epsilon=0.1), 64, _UNGATED, shared=96),
     ),
     Case({"hidden_size": 96}, bits=3, sequences=32, new=2, experts=MoeLayers(3, RoutingSpec(3, False), 64)),
+]
+# Norms after parts and of 1 + w, softcaps, GELU, scaled embeddings and scores; windows with a rotation of their own;
+# interleaved and partial rotation; none in some layers; norms over all heads and no norm before parts; norms after the
+# rotation; multipliers; queries scaled by position; biases.
+_GEMMA3 = {"sliding_window": 40, "layer_types": ["sliding_attention", "full_attention"]}
+_GRANITE = {"residual_multiplier": 0.22, "logits_scaling": 8.0, "embedding_multiplier": 12.0}
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+_BETA = {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4}
+_GEMMA4 = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 40, "global_head_dim": 64}
+_GRANITE_EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 96}
+_SINKS = {"model_type": "granite_swa", "sliding_window": 40, "layer_rope_theta": [0, 10000.0], "num_hidden_layers": 2}
+FAMILIES = [
+    Case({"num_hidden_layers": 1, "query_pre_attn_scalar": 20}, family="gemma-2-2b", packed_head=True, new=2),
+    Case(_GEMMA3, family="gemma-3-1b", int8=True),
+    Case({**_GEMMA4, "num_global_key_value_heads": 1}, family="gemma-4-12B", new=2),
+    Case({"attention_bias": True}, family="GLM-4-9B-0414", new=3),
+    Case({"num_hidden_layers": 1, "use_bias": True}, family="ERNIE-4.5-0.3B", sequences=2),
+    Case({"no_rope_layers": [1, 0]}, family="SmolLM3-3B", packed_head=True),
+    Case({"num_hidden_layers": 1}, family="OLMo-2-7B", packed_head=True, new=2),
+    Case({"num_hidden_layers": 1}, family="OLMo-2-7B", sequences=9),
+    Case(family="Hunyuan-0.5B", int8=True),
+    Case({**_GRANITE, "attention_multiplier": 0.125}, family="granite-3.3-2b", packed_head=True),
+    Case({**_GRANITE, **_GRANITE_EXPERTS, "num_hidden_layers": 1}, family="granite-3.0-1b-a400m"),
+    Case({"num_experts": 6, "num_experts_per_tok": 2, "num_hidden_layers": 1}, family="OLMoE-1B-7B"),
+    Case(_SINKS, family="granite-3.3-2b"),
+    Case({"rope_parameters": {**_YARN, **_BETA}}, family="Ministral-3-3B"),
 ]

@@ -71,7 +71,9 @@ def make(folder: Path, model_type: str, changes: dict[str, Any]) -> transformers
 def stored_name(model_type: str, name: str) -> str:
     """The name in files of a module of transformers' model, which some families convert."""
     shared = {"hy_v3": ".shared_mlp.", "laguna": ".shared_expert."}.get(model_type, ".shared_experts.")
-    name = name.replace(".shared_experts.", shared)
+    name = name.replace(".shared_experts.", shared) if model_type != "nemotron_h" else name
+    if name.startswith("backbone."):
+        return f"model.{name.removeprefix('backbone.')}"
     if model_type == "hy_v3" and name.endswith(".mlp.gate"):
         return f"{name.removesuffix('.gate')}.router.gate"
     return name.replace(".mlp.router", ".block_sparse_moe.gate") if model_type == "phimoe" else name
@@ -110,6 +112,9 @@ def weights_of(
     found = {stored_name(reference.config.model_type, name): module.weight for name, module in linears.items()}
     for name, module in modules.items():
         for expert, linears in names[name.split(".")[2]].items() if name.endswith(".experts") else ():
+            if isinstance(up := getattr(module, "up_proj", None), Tensor):  # without gates
+                found |= zip(linears, (up[expert], module.down_proj[expert]), strict=True)
+                continue
             gate_up, down = module.gate_up_proj[expert], module.down_proj[expert]
             parts = (gate_up.T, down.T) if len(linears) == 2 else (*gate_up.chunk(2), down)
             found |= zip(linears, parts, strict=True)

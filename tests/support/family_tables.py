@@ -12,6 +12,7 @@ from mycli.runtime.engine.passes.fused import decline_config
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.multimodal import TEXT_PARTS
 from mycli.runtime.models.registry import REFUSED, families
+from tests.support.fused_launches import launches_of_layer
 from tests.support.published import PUBLISHED, published
 
 MARKS = ("<!-- from the code: make docs -->", "<!-- end -->")
@@ -27,7 +28,8 @@ def _gpu_pass(config: ModelConfig) -> str:
     """The pass that decodes a packed model of this family on a GPU, and why no faster one does."""
     fused, captured = decline_config(config), decline_captured(config)
     if fused is None:
-        return "fused"
+        counts = sorted({sum(launches_of_layer(spec).values()) for spec in config.layer_specs})
+        return f"fused, {' and '.join(map(str, counts))} launches per layer"
     name = "captured" if captured is None else "plain"
     return f"{name}: {reason(captured or fused)}"
 

@@ -32,7 +32,7 @@ class Sums:
         return sequences * tokens <= 8
 
     def rotates(self, rope: Rope, positions: int) -> bool:
-        return rope.fixed(positions) is not None
+        return rope.every(positions) is not None
 
     def __call__(self, inputs: StepInput, rope: Rope, cache: KVCache, last: bool) -> Tensor:
         self.calls += 1

@@ -10,7 +10,7 @@ from mycli.runtime.layers.block import Attention
 from mycli.runtime.layers.layer_part import LayerPart
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.norm import RMSNorm
-from mycli.runtime.layers.recurrent import Convolution, DeltaNet
+from mycli.runtime.layers.recurrent import Convolution, DeltaNet, Mamba
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.quantization.packed_weight import PackedWeight
@@ -59,6 +59,8 @@ def _fill(module: torch.nn.Module, generator: torch.Generator) -> None:
     """What is neither stored packed nor a norm."""
     if isinstance(module, Convolution):
         module.weight = torch.randn(module.weight.shape, generator=generator)
+    elif isinstance(module, Mamba):
+        module.rate, module.dt_bias, module.skip = (sign * torch.rand(module.spec.heads) for sign in (-1, 1, 1))
     elif isinstance(module, DeltaNet):
         module.rate, module.dt_bias = -torch.rand(module.rate.shape, generator=generator), torch.rand(module.rate.shape)
     elif isinstance(module, Attention) and module.spec.sinks is not None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 SERVED, REFUSED, HARMLESS = "served", "refused by name", "cannot change the reply"
+NAMED = "left out, and named in a header"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 FUNCTION = {"name": "f", "parameters": SCHEMA}
 GRAMMAR = 'root ::= "yes" | "no"'
@@ -50,7 +51,7 @@ FIELDS: Mapping[str, tuple[str, Any]] = {
     "top_logprobs": (SERVED, None),
     "top_p": (SERVED, 0.9),
     "user": (HARMLESS, "me"),
-    "verbosity": (REFUSED, "low"),
+    "verbosity": (NAMED, "low"),
     "web_search_options": (REFUSED, {"search_context_size": "low"}),
     "best_of": (REFUSED, 2),
     "echo": (SERVED, True),
@@ -287,6 +288,10 @@ INTERFACES: Mapping[str, Mapping[str, list[str]]] = {
 }
 # The same field with another meaning, or another form, on a route: what becomes of it and a value.
 EXCEPTIONS: Mapping[tuple[str, str], tuple[str, Any]] = {
+    (CHAT, "use_beam_search"): (SERVED, True),
+    (TEXT, "use_beam_search"): (SERVED, True),
+    (CHAT, "length_penalty"): (SERVED, 2.0),
+    (TEXT, "length_penalty"): (SERVED, 2.0),
     (CHAT, "echo"): (REFUSED, True),
     (CHAT, "add_special_tokens"): (REFUSED, True),
     (TEXT, "logprobs"): (SERVED, 2),

@@ -7,7 +7,8 @@ from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.speculative.draft_length import DraftLengthPolicy
-from mycli.runtime.speculative.proposers import DraftModel, PromptLookup, Proposer
+from mycli.runtime.speculative.lookup import PromptLookup
+from mycli.runtime.speculative.proposers import DraftModel, Proposer
 from mycli.runtime.speculative.speculator import ProposerSpeculator
 from tests.support.engines import tokens_of
 from tests.support.prefix_model import PrefixModel, random_function

@@ -6,7 +6,7 @@ becomes a config.json, which the family's own reader accepts or refuses. Imports
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +62,10 @@ class TensorRule:
     # Where GGUF has two tensors for one of Hugging Face: the GGUF name of the other, whose rows come after these.
     followed_by: str | None = None
     first_rows: Callable[[ModelConfig], int] | None = None  # rows of the first of the two
+    # Latent attention: GGUF has the half of the keys transposed, [heads, columns, rows], that of the values not.
+    by_head: bool = False
+    # The shape in the file, where it has more axes.
+    stored_shape: Callable[[ModelConfig], tuple[int, ...]] | None = None
     # Hugging Face's ending by the ending in GGUF.
     suffixes: Mapping[str, str] = field(default_factory=lambda: {".weight": ".weight", ".bias": ".bias"})
 
@@ -156,10 +160,14 @@ class Architecture:
     layer_tensors: Mapping[str, TensorRule] = field(default_factory=lambda: LLAMA_TENSORS)  # without "blk.N."
     model_tensors: Mapping[str, TensorRule] = field(default_factory=lambda: MODEL_TENSORS)
     keys: tuple[GgufKey, ...] = ()  # in addition to those that all architectures have
+    latent: bool = False  # heads have sizes of their own; those in the common keys are what the cache stores
     slides: Callable[[int], bool] | None = None  # whether a layer has the sliding window; None: all or none have
     pattern: bool = False  # sliding_window_pattern says which layers have the window, and `slides` where it is missing
     by_layer: tuple[str, ...] = ()  # keys that may differ by layer: the largest value counts, the rest is read_config's
     optional: tuple[str, ...] = ()  # keys that may be missing
+    # The tensors of models without experts, where the same tensors have other names there.
+    dense_tensors: Mapping[str, TensorRule] | None = None
+    writes: Callable[[ModelConfig], bool] = lambda config: True  # whether a model of `written_types` is written as this
     has_mtp_blocks: bool = False  # block_count includes those of an MTP head, nextn_predict_layers says how many
     epsilon: str = "attention.layer_norm_rms_epsilon"
     read_config: Callable[[GgufModel, Config], Config] = lambda model, config: {}
@@ -192,6 +200,10 @@ class Architecture:
             for stored, (name, rule) in self._rules.items()
             for part in (rule.name, *rule.more_names)
         }
+
+    def of_kind(self, experts: bool) -> "Architecture":
+        """Return the declaration for models with or without experts."""
+        return self if experts or self.dense_tensors is None else replace(self, layer_tensors=self.dense_tensors)
 
     def hf_name(self, stored: str) -> str | None:
         """Return the Hugging Face name of a GGUF tensor, with {expert} for a stack; None if it has no rule."""
@@ -272,6 +284,8 @@ class Architecture:
         if place is None or len(place.names) == 1:
             return (entry,)
         other = model.tensors.get(place.names[1])
+        if place.rule.by_head and entry.name != place.name:
+            return (entry,)  # older files have one matrix
         if other is None:
             raise damaged(f"{entry.file}: {place.names[1]} is missing")
         if place.expert is not None:
@@ -279,6 +293,8 @@ class Architecture:
             if len(other.shape) < 2 or other.shape[0] != experts:
                 raise damaged(f"{other.file}: {other.name} has shape {list(other.shape)}, expected {experts} experts")
             other = other.split([other.name] * experts)[place.expert]
+        if place.rule.by_head:
+            return entry, other
         if other.dtype != entry.dtype or other.file != entry.file or other.shape[1:] != entry.shape[1:]:
             raise ModelError(f"{entry.file}: {entry.name} and {other.name} differ in type, width or file", "")
         return entry, other
@@ -288,9 +304,10 @@ class Architecture:
         embedding = model.tensors.get("token_embd.weight")
         if embedding is None or len(embedding.shape) != 2:
             raise model.metadata.fail("general.architecture", "is given, but there is no matrix token_embd.weight")
-        heads, hidden = model.integer("attention.head_count", low=1), model.integer("embedding_length", low=1)
-        head_dim = model.integer("attention.key_length", max(1, hidden // heads), low=1)
-        if model.integer("attention.value_length", head_dim) != head_dim:
+        heads, hidden = self._integer(model, "attention.head_count"), model.integer("embedding_length", low=1)
+        size = "rope.dimension_count" if self.latent else "attention.key_length"
+        head_dim = model.integer(size, max(1, hidden // heads), low=1)
+        if not self.latent and model.integer("attention.value_length", head_dim) != head_dim:
             raise model.metadata.fail(model.key("attention.value_length"), "differs from key_length")
         layers, _ = self._layers(model)
         config: Config = {
@@ -308,8 +325,7 @@ class Architecture:
             "tie_word_embeddings": "output.weight" not in model.tensors,
             "hidden_act": "silu",
         }
-        if "partial_rotary_factor" in config["rope_parameters"]:
-            config["partial_rotary_factor"] = config["rope_parameters"]["partial_rotary_factor"]
+        config["partial_rotary_factor"] = config["rope_parameters"]["partial_rotary_factor"]
         # Families without experts refuse the field, so a mixture is never read as a dense model.
         if model.integer("expert_count", 0) and "expert_count" not in {key.name for key in self.keys}:
             config["num_experts"] = model.integer("expert_count")
@@ -329,8 +345,8 @@ class Architecture:
     def _integer(self, model: GgufModel, name: str, default: int | None = None) -> int:
         if name in self.by_layer and model.has(name):
             return max(model.layer_values(name))
-        if name in self.optional and not model.has(name):
-            return 1
+        if name in self.optional:
+            return model.integer(name, 1) or 1
         return model.integer(name, default, low=1)
 
     def metadata(self, config: ModelConfig) -> dict[str, Any]:

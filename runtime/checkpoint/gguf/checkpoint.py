@@ -85,6 +85,9 @@ class GgufCheckpoint(Checkpoint):
         entry, change = self.entry(name), self._rule(name).change
         if out.shape != entry.shape or not out.is_contiguous():
             raise ValueError(f"{name} is {entry.shape}, not {tuple(out.shape)}, contiguous")
+        if self._rule(name).by_head and name in self._joined:
+            self._read_by_head(name, out)
+            return
         rows, columns = out.view(entry.shape[0], -1), self.column_order(name)
         for start, data in self.row_bytes(name):
             values = dequantize_blocks(data, entry.dtype)
@@ -93,6 +96,21 @@ class GgufCheckpoint(Checkpoint):
             rows[start : start + len(data)] = values if change is None else change.load(values)
         if not self._allow_nonfinite:
             check_finite(out, f"{entry.file}: {entry.name}", code="allow-nonfinite")
+
+    def _read_by_head(self, name: str, out: Tensor) -> None:
+        keys, values = (self._dense(entry) for entry in self._joined[name])
+        if keys.shape[0] != values.shape[0] or keys.shape[1] != values.shape[2]:
+            problem = f"{keys.shape[0]} heads of {keys.shape[1]} columns, its other half {tuple(values.shape)}"
+            raise ModelError(f"{self._joined[name][0].name}: {problem}", code="pull-again")
+        out.copy_(torch.cat((keys.transpose(1, 2), values), dim=1).reshape(out.shape))
+        if not self._allow_nonfinite:
+            check_finite(out, name, code="allow-nonfinite")
+
+    def _dense(self, entry: TensorEntry) -> Tensor:
+        rows = prod(entry.shape[:-1])
+        data = torch.empty(rows, entry.nbytes // rows, dtype=torch.uint8)
+        self.manifest.files[entry.file].read_into(data.numpy().reshape(-1).data, entry.offset)
+        return dequantize_blocks(data, entry.dtype).view(entry.shape)
 
     def column_order(self, name: str) -> Tensor | None:
         """Return the column of the file for each column of the tensor, None where they are the same."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from ctypes import c_float
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -97,9 +98,14 @@ class GgufFolder(ModelFolder):
             parts = self._architecture.joined(model, name, entry)
             rows = sum(part.shape[0] for part in parts)
             shape, nbytes = (rows, *entry.shape[1:]), sum(part.nbytes for part in parts)
+            if len(parts) > 1 and len(shape) == 3 and sum(prod(part.shape) for part in parts) == prod(expected[name]):
+                shape = expected[name]
             # GGUF drops axes of length one; it adds none.
             full = expected.get(name, shape)
             if len(shape) < len(full) and _long_axes(full) == _long_axes(shape):
+                shape = full
+            # Vectors may have a second axis: Mamba's values by head, norms by group.
+            if len(full) == 1 and prod(shape) == full[0]:
                 shape = full
             tensors[name] = replace(entry, shape=shape, nbytes=nbytes)
         return Manifest(self.path, tensors, self.files)

@@ -30,7 +30,10 @@ def llama3_factors(head_dim: int, theta: float, factor: float, low: float, high:
 def rope_parameters(model: GgufModel, head_dim: int) -> dict[str, Any]:
     """Return `rope_parameters` of config.json. Raises ModelError for a scaling that is not supported."""
     theta = model.number("rope.freq_base", 10000.0, low=1e-6)
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
+    # Written out even where whole heads rotate: without the key some families rotate half of each (Solar Open as
+    # glm4moe).
+    partial_rotary = model.integer("rope.dimension_count", head_dim) / head_dim
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": partial_rotary}
     kind = model.text("rope.scaling.type", "none")
     if kind == "linear":
         rope |= {"rope_type": "linear", "factor": model.number("rope.scaling.factor")}
@@ -51,9 +54,6 @@ def rope_parameters(model: GgufModel, head_dim: int) -> dict[str, Any]:
     if _ROPE_LONG in model.tensors:
         rope |= {"rope_type": "longrope", "long_factor": list(model.floats(_ROPE_LONG))}
         rope["short_factor"] = list(model.floats(_ROPE_SHORT))
-    rotary_dim = model.integer("rope.dimension_count", head_dim)
-    if rotary_dim != head_dim:
-        rope["partial_rotary_factor"] = rotary_dim / head_dim
     return rope
 
 

@@ -161,6 +161,11 @@ class GgufWriter:
         if start + data.nbytes == entry.nbytes:
             self._pending.discard(name)
 
+    @property
+    def partial(self) -> Path:
+        """The file while it is being written."""
+        return self._partial
+
     def finish(self) -> None:
         """Flush everything and rename the file to its target. All tensors must have been written."""
         if self._pending:

@@ -22,6 +22,7 @@ TokenSteps = tuple[list[list[int]], float]  # [steps][sequences], and the second
 class PassInput:
     """The input of one pass. It asks for logits of `chunks`, or with `sampling` for the next `count` tokens of each.
 
+    sampling: the settings of each sequence.
     hook: receives the hidden states. For tokens each chunk is the last token of its sequence, blocks are reserved for
     `count` more, and nothing after a token of `stop_ids` is needed.
     """
@@ -30,7 +31,7 @@ class PassInput:
     cache: KVCache
     rope: Rope
     hook: HiddenStateHook | None = None
-    sampling: DeviceSampling | None = None
+    sampling: Sequence[DeviceSampling] | None = None
     count: int = 1
     stop_ids: frozenset[int] = frozenset()
 

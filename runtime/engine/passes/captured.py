@@ -71,6 +71,8 @@ def decline_captured(config: ModelConfig) -> Declined | None:
             return Declined("layer-recurrent")  # its states are found by the host
         if spec.latent is not None:
             return Declined("latent-attention")
+        if spec.mixer is None:
+            continue
         if spec.attention.chunk is not None:
             return Declined("attention-chunks")
         if isinstance(spec.mlp, ExpertsSpec) and spec.mlp.routing.groups > 1:

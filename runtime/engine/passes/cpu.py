@@ -248,7 +248,7 @@ class CpuPass:
             return None
         if self.tokens_declined is not None:
             return self.tokens_declined
-        if work.sampling.temperature:
+        if not all([row.plain_greedy for row in work.sampling]):
             return Declined("host-random-numbers")
         if work.rope.every(work.longest + work.count - 1) is None:
             return Declined("dynamic-rope")
@@ -287,7 +287,7 @@ class CpuPass:
         loop = CLoop(
             model.embedding.data_ptr(),
             model.config.hidden_size,
-            work.sampling.vocab_size,
+            work.sampling[0].vocab_size,
             addressof(stops),
             len(stop_ids),
             embedding_scale(model.config, model.dtype),

@@ -98,9 +98,10 @@ def _part(part: LayerPart | Parallel) -> CPart:
         case Experts():
             return _experts(part)
         case Parallel():
-            mlp = part.mlp
-            if isinstance(mlp, Experts):
-                raise _NotNativeError(Declined("parallel-experts"))
+            mlp = part.other
+            if not isinstance(mlp, Mlp):
+                code = "parallel-experts" if isinstance(mlp, Experts) else "parallel-mixers"
+                raise _NotNativeError(Declined(code))
             attention = _attention(part.attention)
             return CParallelPart(attention, CMlpPart(_gain(mlp.norm), _feed(mlp.spec, mlp), _sum(mlp)))
         case PerLayer():
@@ -183,7 +184,7 @@ def _latent(part: LatentAttention) -> CLatentPart:
 
 def _gate_type(spec: MlpSpec | ExpertsSpec | PerLayerSpec) -> int:
     """Return `GateType` of steps.h."""
-    key = spec.activation, spec.gated if isinstance(spec, MlpSpec) else True
+    key = spec.activation, isinstance(spec, PerLayerSpec) or spec.gated
     if key not in GATE_TYPES:
         raise _NotNativeError(Declined("activation", {"activation": spec.activation}))
     return GATE_TYPES[key]
@@ -192,6 +193,8 @@ def _gate_type(spec: MlpSpec | ExpertsSpec | PerLayerSpec) -> int:
 def _feed(spec: MlpSpec, mlp: Mlp) -> CFeedForward:
     if spec.inner_norm is not None:
         raise _NotNativeError(Declined("mlp-norm"))
+    if spec.gate_scale != 1.0:
+        raise _NotNativeError(Declined("gate-scale"))
     return CFeedForward(
         _linear(mlp.gate_up), _linear(mlp.down), _vectors(spec.size, "intermediate_size"), _gate_type(spec)
     )
@@ -227,6 +230,8 @@ def _mamba(part: Recurrent, mixer: Mamba) -> CMambaPart:
 
     spec, low_high = mixer.spec, mixer.sizes.limits
     _require(decline_scan(mixer.sizes))
+    if mixer.norm is None or spec.norm_first or spec.multipliers:
+        raise _NotNativeError(Declined("mamba-gate"))
     if mixer.norm.weight.dtype != torch.bfloat16:
         raise _NotNativeError(Declined("gain-dtype", {"dtype": str(mixer.norm.weight.dtype)}))
     _vectors(spec.inner // spec.norm_groups, "the width of a norm")
@@ -359,6 +364,8 @@ def _experts(part: Experts) -> CExpertsPart:
     _require(decline_routing(spec.routing))
     if spec.weigh_inputs:
         raise _NotNativeError(Declined("expert-inputs"))
+    if part.enter is not None:
+        raise _NotNativeError(Declined("expert-projections"))
     shared = part.shared
     norms = [part.norm, part.router_norm, part.expert_norm, part.expert_output_norm]
     norms += [None, None] if shared is None else [shared.norm, shared.output_norm]

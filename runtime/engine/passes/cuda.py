@@ -127,6 +127,8 @@ class CudaPass:
             return None if logit_rows in (sequences, work.rows) else Declined("some-logits")
         if self.loop is None or new > 1:
             return Declined("host-sampling")
+        if padded > self.loop.MOST_PENALIZED and any([row.seen is not None for row in work.sampling]):
+            return Declined("many-penalties", {"sequences": sequences, "most": self.loop.MOST_PENALIZED})
         return self.loop.declined if self.trusts((padded, 1)) else Declined("not-compared")
 
     @torch.inference_mode()
@@ -209,7 +211,7 @@ def compile_cuda_pass(model: Transformer, kv: KvDtype, report: OnDecline) -> Cud
         from mycli.runtime.engine.passes import fused
     except ImportError as error:
         return Declined("no-triton", {"error": summarize_error(error)})
-    step = fused.FusedStep.compile(model)
+    step = fused.FusedStep.compile(model, kv)
     return step if isinstance(step, Declined) else _compile_looping(model, step, kv, report, "cuda")
 
 

@@ -2,12 +2,12 @@
 
 A step is a fused pass (`fused`) and the sampling of its token (`triton.sample`); a launch is one step or `STEPS`,
 captured as a CUDA graph the second time that it is needed for a cache and a padded number of sequences. Tokens,
-lengths, block tables, seed and temperature are in device buffers, so the next launch starts before the tokens of this
-one are read.
+lengths, block tables, random numbers and the settings of each sequence are in device buffers, so the next launch starts
+before the tokens of this one are read.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 from weakref import WeakKeyDictionary
@@ -19,7 +19,7 @@ from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.engine.passes.base import OnDecline, PassInput, TokenSteps
 from mycli.runtime.engine.passes.graphs import Capture, Launches, Step, StepInput, block_table_width
 from mycli.runtime.errors import Declined, summarize_error
-from mycli.runtime.kernels.triton.sample import SamplingBuffers, sample_tokens
+from mycli.runtime.kernels.triton.sample import GREEDY, NUMBER_BITS, Penalties, SamplingBuffers, sample_tokens
 from mycli.runtime.kernels.triton.top_k_top_p import Filters
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer
@@ -34,6 +34,7 @@ _Kind = tuple[int, int, bool, Filters]  # steps, vocabulary, random or greedy, f
 @dataclass(frozen=True)
 class _Buffers:
     feedback: SamplingBuffers
+    penalties: list[Penalties]  # one, if any request had some
     inputs: StepInput  # its tokens and lengths are those of `feedback`
     rope: Rope  # graphs hold the addresses of its tables
     graphs: dict[_Kind, Launches | None] = field(default_factory=dict)
@@ -65,6 +66,8 @@ class DeviceLoop:
     After a failure it reports once and declines all further work; the caller then samples on the host.
     """
 
+    MOST_PENALIZED = 32  # sequences; each takes five bytes for every token of the vocabulary
+
     def __init__(self, step: Step, capture: Capture | None, report: OnDecline = lambda declined: None) -> None:
         self._step, self._capture, self._report = step, capture, report
         self.declined: Declined | None = None
@@ -78,15 +81,21 @@ class DeviceLoop:
         token are the caller's to drop: they are beyond the length it reports, and are overwritten.
         """
         assert work.sampling is not None
-        sampling, count, cache = work.sampling, work.count, work.cache
+        sampling, count, launched = work.sampling, work.count, 0
         buffers = self._buffers_of(work)
-        self._begin(buffers, work, sampling)
+        filters = filters_of(sampling)
+        self._begin(buffers, work, sampling, filters)
+        # The caller takes numbers from the requests as it accepts tokens, while launches are ahead of it.
+        first = [0 if row.numbers is None else row.numbers.taken for row in sampling]
 
         def launch() -> _Launch | None:
-            nonlocal count
-            steps = STEPS if count >= STEPS else min(count, 1)
-            count -= steps
-            return self._launch(buffers, sampling, cache, steps, len(work.chunks)) if steps else None
+            nonlocal launched
+            steps = STEPS if count - launched >= STEPS else min(count - launched, 1)
+            if not steps:
+                return None
+            self._set_numbers(buffers, sampling, [place + launched for place in first], steps)
+            launched += steps
+            return self._launch(buffers, work, filters, steps)
 
         began = time.perf_counter()
         ahead = self._or_fail(launch)
@@ -122,33 +131,73 @@ class DeviceLoop:
             feedback = SamplingBuffers.make(STEPS, padded, device)
             table = torch.zeros(padded, block_table_width(work), dtype=torch.int32, device=device)
             inputs = StepInput(feedback.tokens, feedback.lengths, table)
-            buffers = by_count[padded] = _Buffers(feedback, inputs, work.rope)
+            buffers = by_count[padded] = _Buffers(feedback, [], inputs, work.rope)
         return buffers
 
     @torch.inference_mode()
-    def _begin(self, buffers: _Buffers, work: PassInput, sampling: DeviceSampling) -> None:
-        to = buffers.feedback
+    def _begin(self, buffers: _Buffers, work: PassInput, sampling: Sequence[DeviceSampling], filters: Filters) -> None:
+        to, rows = buffers.feedback, len(sampling)
         buffers.inputs.fill(work.chunks)
-        to.seed.fill_(sampling.seed)
-        to.temperature.fill_(sampling.temperature)
-        to.top_k.fill_(sampling.top_k)
-        to.top_p.fill_(sampling.top_p)
-        to.min_p.fill_(sampling.min_p)
+        vocab = sampling[0].vocab_size
+        settings = (
+            (to.temperature, [row.temperature or 1.0 for row in sampling]),
+            (to.top_k, [float(row.top_k or vocab) for row in sampling]),
+            (to.top_p, [row.top_p for row in sampling]),
+            (to.min_p, [row.min_p for row in sampling]),
+        )
+        for buffer, values in settings:
+            buffer[:rows].copy_(torch.tensor(values), non_blocking=True)
+        if filters.penalties:
+            self._set_penalties(buffers, sampling)
+
+    def _set_penalties(self, buffers: _Buffers, sampling: Sequence[DeviceSampling]) -> None:
+        vocab, device = sampling[0].vocab_size, buffers.feedback.tokens.device
+        if not buffers.penalties:
+            buffers.penalties.append(Penalties.make(len(buffers.feedback.lengths), vocab, device))
+        to = buffers.penalties[0]
+        for place, row in enumerate(sampling):
+            seen = None if row.seen is None else row.seen.seen
+            counts = None if row.seen is None else row.seen.counts
+            for buffer, values in ((to.seen, seen), (to.counts, counts)):
+                if values is None:
+                    buffer[place].zero_()
+                else:
+                    buffer[place].copy_(values[0])
+        for buffer, factors in (
+            (to.repetition, [row.repetition for row in sampling]),
+            (to.presence, [row.presence for row in sampling]),
+            (to.frequency, [row.frequency for row in sampling]),
+        ):
+            buffer[: len(sampling)].copy_(torch.tensor(factors), non_blocking=True)
 
     @torch.inference_mode()
-    def _launch(
-        self, buffers: _Buffers, sampling: DeviceSampling, cache: KVCache, steps: int, sequences: int
-    ) -> _Launch:
-        to, random = buffers.feedback, sampling.temperature > 0
-        filters = Filters(sampling.top_k > 0, sampling.top_p < 1, sampling.min_p > 0)
+    def _set_numbers(
+        self, buffers: _Buffers, sampling: Sequence[DeviceSampling], places: Sequence[int], steps: int
+    ) -> None:
+        columns = []
+        for row, place in zip(sampling, places, strict=True):
+            if row.numbers is None or not row.temperature:
+                columns.append([GREEDY] * steps)
+            else:
+                numbers = row.numbers.peek(steps, place - row.numbers.taken)
+                columns.append([int(number * (1 << NUMBER_BITS)) for number in numbers])
+        to = buffers.feedback.numbers
+        to[:steps, : len(sampling)].copy_(torch.tensor(columns).t(), non_blocking=True)
 
-        def work() -> Tensor:
+    @torch.inference_mode()
+    def _launch(self, buffers: _Buffers, work: PassInput, filters: Filters, steps: int) -> _Launch:
+        assert work.sampling is not None
+        to, vocab, sequences = buffers.feedback, work.sampling[0].vocab_size, len(work.sampling)
+        random = any(row.temperature > 0 for row in work.sampling)
+        penalties = buffers.penalties[0] if filters.penalties else None
+
+        def run_steps() -> Tensor:
             for index in range(steps):
-                logits = self._step(buffers.inputs, buffers.rope, cache, last=True)[:, -1]
-                sample_tokens(logits, sampling.vocab_size, random, to, index, filters)
+                logits = self._step(buffers.inputs, buffers.rope, work.cache, last=True)[:, -1]
+                sample_tokens(logits, vocab, random, to, index, filters, penalties)
             return to.chosen
 
-        run = self._captured(buffers, (steps, sampling.vocab_size, random, filters), work)
+        run = self._captured(buffers, (steps, vocab, random, filters), run_steps)
         events = None
         if to.chosen.is_cuda:
             events = _event(), _event()
@@ -167,11 +216,21 @@ class DeviceLoop:
             buffers.graphs[kind] = None
             return work
         to = buffers.feedback
-        tokens, lengths = to.tokens.clone(), to.lengths.clone()
+        changed = [to.tokens, to.lengths, *(part for held in buffers.penalties for part in (held.seen, held.counts))]
+        saved = [tensor.clone() for tensor in changed]
         captured = buffers.graphs[kind] = self._capture(work)
-        to.tokens.copy_(tokens)  # capturing may have run it
-        to.lengths.copy_(lengths)
+        for tensor, before in zip(changed, saved, strict=True):
+            tensor.copy_(before)  # capturing may have run it
         return captured
+
+
+def filters_of(sampling: Sequence[DeviceSampling]) -> Filters:
+    return Filters(
+        any(row.top_k > 0 for row in sampling),
+        any(row.top_p < 1 for row in sampling),
+        any(row.min_p > 0 for row in sampling),
+        any(row.seen is not None for row in sampling),
+    )
 
 
 def compile_loop(model: Transformer, step: Step, capture: Capture | None, report: OnDecline) -> DeviceLoop | None:
@@ -199,6 +258,7 @@ def _check_sampling(model: Transformer) -> Declined | None:
         tokens = str(buffers.chosen[0].tolist())
         return Declined("greedy-differs", {"tokens": tokens, "expected": str(expected.tolist())})
     buffers.top_p.fill_(0.5)  # keeps the greedy token and its equals
+    buffers.numbers.fill_(1 << (NUMBER_BITS - 1))
     sample_tokens(logits, vocab, True, buffers, 0, Filters(top_k=True, top_p=True, min_p=True))
     drawn = buffers.chosen[0].clamp(min=0)[:, None]
     if not logits.gather(1, drawn).equal(logits.gather(1, expected[:, None])):

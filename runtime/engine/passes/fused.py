@@ -1,8 +1,9 @@
 """The fused GPU pass: decoding of up to 256 sequences and verification of drafts by fused Triton kernels.
 
 The plain pass launches some forty operations a layer. Here a layer is four products and attention, five launches that
-also do what follows them, or ten to thirteen in a mixture of experts, and nothing passes through the host. Values are
-rounded where the plain pass rounds them, except for the output of a norm (`triton.residual`).
+also do what follows them, or ten to thirteen in a mixture of experts, and nothing passes through the host. Each norm
+after a part, or over all heads, takes one more. Values are rounded where the plain pass rounds them, except for the
+output of a norm before a product (`triton.residual`).
 """
 
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from torch import Tensor
 from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.engine.passes.graphs import StepInput, longest
 from mycli.runtime.errors import Declined
+from mycli.runtime.kernels.paged import Scoring
 from mycli.runtime.kernels.reference import DenseMatmul
 from mycli.runtime.kernels.routed import decline_routing
 from mycli.runtime.kernels.triton.attention import decode_attention, head_fits
@@ -23,29 +25,38 @@ from mycli.runtime.kernels.triton.gated_silu import activate
 from mycli.runtime.kernels.triton.layer_cache import LayerCache
 from mycli.runtime.kernels.triton.mixture import FusedMixture, SharedExpert
 from mycli.runtime.kernels.triton.product.matmul import Activation, TritonMatmul
-from mycli.runtime.kernels.triton.residual import Norm, add, embed
-from mycli.runtime.kernels.triton.rope import Projection, project
+from mycli.runtime.kernels.triton.residual import Norm, Residual, add, embed
+from mycli.runtime.kernels.triton.rope import Projection, Rotation, project
 from mycli.runtime.layers.block import Attention, Block
 from mycli.runtime.layers.feed_forward import Experts, Mlp
+from mycli.runtime.layers.layer_part import LayerPart
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.streamed_experts import StreamedExperts
 from mycli.runtime.layers.transformer import Transformer
+from mycli.runtime.layers.vocabulary import embedding_scale, finish_logits
 from mycli.runtime.memory.graphs import MOST_ROWS
-from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.config import KvDtype, ModelConfig
 from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.models.layer_spec import LayerSpec
+from mycli.runtime.models.part_spec import AttentionSpec, MlpSpec, RopeSpec
 
 
 class SecondHalf(Protocol):
     def largest(self) -> int: ...
 
     def add_to(
-        self, attended: Activation, o: TritonMatmul, stream: Tensor, next_norm: Norm | None, counters: Tensor
+        self,
+        attended: Activation,
+        o: TritonMatmul,
+        residual: Residual,
+        stream: Tensor,
+        next_norm: Norm | None,
+        counters: Tensor,
     ) -> Activation | None:
         """Add the product with `o`, and then this half, to the stream [rows, size]; return it normed by `next_norm`.
 
-        counters: as in `residual.add`.
+        residual: of `o`. counters: as in `residual.add`.
         """
         ...
 
@@ -54,26 +65,37 @@ class SecondHalf(Protocol):
 class _DenseMlp:
     norm: Norm
     down: TritonMatmul
+    residual: Residual
+    gelu: bool
+    bias: Tensor | None
 
     def largest(self) -> int:
         return max(self.norm.product.n, self.down.n)
 
     def add_to(
-        self, attended: Activation, o: TritonMatmul, stream: Tensor, next_norm: Norm | None, counters: Tensor
+        self,
+        attended: Activation,
+        o: TritonMatmul,
+        residual: Residual,
+        stream: Tensor,
+        next_norm: Norm | None,
+        counters: Tensor,
     ) -> Activation | None:
-        normed = add(attended, o, stream, self.norm, counters)
+        normed = add(attended, o, stream, self.norm, counters, residual=residual)
         assert normed is not None
-        active = activate(normed, self.norm.product, stream.dtype, self.down, counters)
-        return add(active, self.down, stream, next_norm, counters)
+        active = activate(normed, self.norm.product, stream.dtype, self.down, counters, self.gelu, self.bias)
+        return add(active, self.down, stream, next_norm, counters, residual=self.residual)
 
 
 @dataclass(frozen=True)
 class _Layer:
     input_norm: Norm
     o: TritonMatmul
+    residual: Residual
     second: SecondHalf
     projection: Projection
-    window: int | None
+    scoring: Scoring
+    rope: RopeSpec | None
 
     def largest(self) -> int:
         return max(self.input_norm.product.n, self.o.n, self.second.largest())
@@ -89,18 +111,28 @@ def _matmuls(linears: Mapping[str, Linear]) -> dict[str, TritonMatmul] | Decline
         matmul = _matmul(linear)
         if matmul is None:
             return Declined("not-one-packed-product", {"linear": linear.specs[0].name})
-        if name != "qkv" and linear.bias is not None:
-            return Declined("linear-bias", {"linear": linear.specs[0].name})
         matmuls[name] = matmul
     return matmuls
+
+
+def _residual(part: LayerPart, product: Linear | None) -> Residual:
+    norm, scalar = part.output_norm, part.scalar
+    bias = None if product is None else product.bias
+    gain, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+    return Residual(bias, gain, eps, part.residual, scalar)
+
+
+def _norm_before(part: LayerPart, product: TritonMatmul) -> Norm:
+    return Norm(None, 0.0, product) if part.norm is None else Norm(part.norm.weight, part.norm.eps, product)
 
 
 def _dense_mlp(mlp: Mlp) -> SecondHalf | Declined:
     matmuls = _matmuls({"gate_up": mlp.gate_up, "down": mlp.down})
     if isinstance(matmuls, Declined):
         return matmuls
-    assert mlp.norm is not None  # checked by `decline_config`
-    return _DenseMlp(Norm(mlp.norm.weight, mlp.norm.eps, matmuls["gate_up"]), matmuls["down"])
+    gelu = mlp.spec.activation == "gelu_tanh"
+    norm = _norm_before(mlp, matmuls["gate_up"])
+    return _DenseMlp(norm, matmuls["down"], _residual(mlp, mlp.down), gelu, mlp.gate_up.bias)
 
 
 def _mixture(experts: Experts) -> SecondHalf | Declined:
@@ -124,27 +156,51 @@ def _mixture(experts: Experts) -> SecondHalf | Declined:
         shared = SharedExpert(matmuls["gate_up"], matmuls["down"], None if gate is None else gate.dequantize())
     assert experts.norm is not None  # as above
     norm = Norm(experts.norm.weight, experts.norm.eps, gate_up.weights[0])
-    return FusedMixture(norm, router.dequantize(), experts.spec.routing, experts.correction, gate_up, down, shared)
+    route = router.dequantize(), experts.spec.routing, experts.correction
+    return FusedMixture(norm, *route, gate_up, down, shared, _residual(experts, None))
+
+
+def _projection(attention: Attention) -> Projection:
+    spec = attention.spec
+    norms = attention.q_norm, attention.k_norm, attention.v_norm
+    query, key, value = (None if norm is None else norm.weight for norm in norms)
+    return Projection(
+        spec.heads,
+        attention.qkv.bias,
+        query,
+        key,
+        value,
+        eps=0.0 if attention.q_norm is None else attention.q_norm.eps,
+        norm_last=spec.norm_after_rope,
+        all_heads=_norms_all_heads(spec),
+        keys_are_values=not spec.has_v_proj,
+    )
+
+
+def _norms_all_heads(spec: AttentionSpec) -> bool:
+    return spec.q_norm is not None and spec.q_norm.size != spec.head_dim
 
 
 def _layer(block: Block) -> _Layer | Declined:
     attention, mlp = block.mixer, block.mlp
-    assert isinstance(attention, Attention) and attention.norm is not None  # as above
+    assert isinstance(attention, Attention) and mlp is not None  # checked by `decline_config`
     matmuls = _matmuls({"qkv": attention.qkv, "o": attention.o})
     if isinstance(matmuls, Declined):
         return matmuls
     second = _mixture(mlp) if isinstance(mlp, Experts) else _dense_mlp(mlp)
     if isinstance(second, Declined):
         return second
-    projection = Projection(
-        attention.spec.heads,
-        attention.qkv.bias,
-        None if attention.q_norm is None else attention.q_norm.weight,
-        None if attention.k_norm is None else attention.k_norm.weight,
-        attention.norm.eps if attention.q_norm is None else attention.q_norm.eps,
+    spec = attention.spec
+    scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
+    return _Layer(
+        _norm_before(attention, matmuls["qkv"]),
+        matmuls["o"],
+        _residual(attention, attention.o),
+        second,
+        _projection(attention),
+        Scoring(scale, spec.window, spec.softcap or 0.0, attention.sinks),
+        spec.rope,
     )
-    normed = Norm(attention.norm.weight, attention.norm.eps, matmuls["qkv"])
-    return _Layer(normed, matmuls["o"], second, projection, attention.spec.window)
 
 
 class FusedStep:
@@ -156,16 +212,17 @@ class FusedStep:
         final = None if self._head is None else Norm(model.norm.weight, model.norm.eps, self._head)
         self._next_norms = (*(layer.input_norm for layer in layers[1:]), final)
         # More than any launch has pieces; each leaves them zero. One array: launches follow each other.
-        pieces = (MOST_ROWS // 16) * max(layer.largest() for layer in layers) // 16 + MOST_ROWS * model.config.kv_heads
+        kv_heads = max(spec.kv_heads for spec in model.config.attentions)
+        pieces = (MOST_ROWS // 16) * max(layer.largest() for layer in layers) // 16 + MOST_ROWS * kv_heads
         self._counters = torch.zeros(pieces, dtype=torch.int32, device=model.device)
 
     @classmethod
-    def compile(cls, model: Transformer) -> "FusedStep | Declined":
+    def compile(cls, model: Transformer, kv: KvDtype = "auto") -> "FusedStep | Declined":
         """Build the fused pass of a loaded model, or return why it has none."""
         if model.dtype not in (torch.bfloat16, torch.float16):
             dtype = str(model.dtype).removeprefix("torch.")
             return Declined("activation-dtype", {"dtype": dtype})
-        declined = decline_config(model.config)
+        declined = decline_config(model.config, kv)
         if declined is not None:
             return declined
         layers = []
@@ -178,34 +235,42 @@ class FusedStep:
 
     def takes(self, sequences: int, tokens: int) -> bool:
         """Return whether the kernels do a pass over `tokens` new tokens of each of `sequences`."""
-        config, chip = self._model.config, self._layers[0].o.chip
-        group, element = config.heads // config.kv_heads, self._model.dtype.itemsize
+        chip, element = self._layers[0].o.chip, self._model.dtype.itemsize
+        shapes = {(spec.heads // spec.kv_heads, spec.head_dim) for spec in self._model.config.attentions}
         # Packed codes need no more shared memory than values of the model's dtype.
-        return sequences * tokens <= MOST_ROWS and head_fits(chip, group, config.head_dim, tokens, element)
+        fits = [head_fits(chip, group, head_dim, tokens, element) for group, head_dim in shapes]
+        return sequences * tokens <= MOST_ROWS and all(fits)
 
     def rotates(self, rope: Rope, positions: int) -> bool:
-        return rope.fixed(positions) is not None
+        return rope.every(positions) is not None
 
     def __call__(self, inputs: StepInput, rope: Rope, cache: KVCache, last: bool) -> Tensor:
         """Return logits [sequences, 1 if last else new, vocab] in the model's dtype; the cache takes keys and values.
 
         Logits of padding sequences mean nothing.
         """
-        tables = rope.fixed(longest(inputs.block_table, rope, cache))
+        tables = rope.every(longest(inputs.block_table, rope, cache))
         assert tables is not None  # checked by `rotates`
-        sequences, new = inputs.tokens.shape
+        rotations = {
+            spec: Rotation(table.cos, table.sin, table.interleaved, table.query_scale) for spec, table in tables.items()
+        }
+        config, (sequences, new) = self._model.config, inputs.tokens.shape
         counters, lengths, block_table = self._counters, inputs.lengths, inputs.block_table
-        stream, first = embed(inputs.tokens.reshape(-1).contiguous(), self._model.embedding, self._layers[0].input_norm)
+        flat, embedding = inputs.tokens.reshape(-1).contiguous(), self._model.embedding
+        scale = embedding_scale(config, embedding.dtype)
+        stream, first = embed(flat, embedding, self._layers[0].input_norm, scale)
         x: Activation | None = first
         for index, (layer, next_norm) in enumerate(zip(self._layers, self._next_norms, strict=True)):
             assert x is not None  # only a head that is not packed has no operand
             keys, values = cache.all(index)
             stored = LayerCache(keys.data, values.data, keys.scales, values.scales)
-            qkv = layer.input_norm.product
-            query = project(x, qkv, layer.projection, tables, lengths, block_table, stored, stream.dtype, counters)
-            attended = decode_attention(query, stored, lengths, block_table, layer.window, layer.o, counters)
-            x = layer.second.add_to(attended, layer.o, stream, next_norm, counters)
-        return self._logits(x, stream.view(sequences, new, -1), last)
+            qkv, rotation = layer.input_norm.product, None if layer.rope is None else rotations[layer.rope]
+            query = project(x, qkv, layer.projection, rotation, lengths, block_table, stored, stream.dtype, counters)
+            attended = decode_attention(query, stored, lengths, block_table, layer.scoring, layer.o, counters)
+            x = layer.second.add_to(attended, layer.o, layer.residual, stream, next_norm, counters)
+        logits = self._logits(x, stream.view(sequences, new, -1), last)
+        scaled = config.logit_scale != 1.0 or config.logit_softcap is not None
+        return finish_logits(logits, config) if scaled else logits
 
     def _logits(self, x: Activation | None, stream: Tensor, last: bool) -> Tensor:
         if self._head is None or x is None:
@@ -215,59 +280,60 @@ class FusedStep:
         return logits[:, -1:] if last else logits
 
 
+def _decline_norms(spec: LayerSpec) -> Declined | None:
+    attention, mlp = spec.attention, spec.mlp
+    if any(norm.layer_norm or norm.heads for norm in spec.norms()):
+        return Declined("norm-kind")
+    if attention.inner_norm is not None or (isinstance(mlp, MlpSpec) and mlp.inner_norm is not None):
+        return Declined("inner-norm")
+    if (attention.q_norm is None) != (attention.k_norm is None):
+        return Declined("norm-kind")
+    if attention.v_norm is not None and attention.v_norm.size != attention.head_dim:
+        return Declined("norm-kind")
+    if _norms_all_heads(attention) and attention.norm_after_rope:
+        return Declined("norm-all-heads")
+    return None
+
+
 def _decline_layer(spec: LayerSpec) -> Declined | None:
     if spec.recurrent is not None:
         return Declined("layer-recurrent")
     if spec.latent is not None:
         return Declined("latent-attention")
+    if spec.mixer is None or spec.mlp is None:
+        return Declined("layer-parts")
     attention, mlp = spec.attention, spec.mlp
-    if attention.sinks is not None:
-        return Declined("attention-sinks")
     if attention.gated or attention.gate is not None:
         return Declined("gated-attention")
     if attention.chunk is not None:
         return Declined("attention-chunks")
     if len(spec.parts) != 2 or attention.kv_source is not None:
         return Declined("layer-parts")
-    if spec.parallel or attention.norm is None or mlp.norm is None:
-        return Declined("no-input-norm")
-    if attention.output_norm is not None or mlp.output_norm is not None:
-        return Declined("output-norm")
-    if any(norm.offset or norm.layer_norm for norm in spec.norms()):
-        return Declined("norm-kind")
-    if any(norm is not None and norm.size != attention.head_dim for norm in (attention.q_norm, attention.k_norm)):
-        return Declined("norm-all-heads")
+    if spec.parallel:
+        return Declined("parallel-parts")
+    if (declined := _decline_norms(spec)) is not None:
+        return declined
     if (
-        attention.v_norm is not None
-        or attention.inner_norm is not None
-        or attention.value_dim is not None
+        attention.value_dim is not None
         or attention.value_scale != 1.0
-        or attention.norm_after_rope
         or attention.clip is not None
-        or not attention.has_v_proj
+        or (not attention.has_v_proj and attention.rope is not None and attention.rope.interleaved)
     ):
         return Declined("key-value-kind")
-    if (
-        attention.rope is None
-        or attention.rope.interleaved
-        or attention.rope.clockwise
-        or attention.rope.dim != attention.head_dim
-    ):
-        return Declined("rotation-kind")
-    if attention.rope.scaling.query_beta:
-        return Declined("query-scale")
-    if attention.scale not in (None, attention.head_dim**-0.5) or attention.softcap is not None:
-        return Declined("score-kind")
-    if (
-        mlp.activation != "silu"
-        or {attention.residual_scale, mlp.residual_scale} != {1.0}
-        or spec.layer_scalar is not None
-    ):
-        return Declined("activation-or-multiplier")
-    return _decline_experts(mlp) if isinstance(mlp, ExpertsSpec) else None
+    if isinstance(mlp, ExpertsSpec):
+        return _decline_experts(mlp)
+    if mlp.activation not in ("silu", "gelu_tanh") or not mlp.gated:
+        return Declined("activation-kind")
+    return None
 
 
 def _decline_experts(spec: ExpertsSpec) -> Declined | None:
+    if spec.norm is None:
+        return Declined("no-input-norm")
+    if spec.output_norm is not None:
+        return Declined("output-norm")
+    if spec.activation != "silu":
+        return Declined("activation-kind")
     if spec.weigh_inputs:
         return Declined("expert-inputs")
     if (declined := decline_routing(spec.routing)) is not None:
@@ -280,25 +346,24 @@ def _decline_experts(spec: ExpertsSpec) -> Declined | None:
         return Declined("expert-groups")
     if spec.expert_scales is not None or any(linear.bias for linear in spec.unquantized):
         return Declined("router-bias")
-    if any(linear.bias for linear in spec.experts[0].linears):
+    shared = () if spec.shared is None else spec.shared.mlp.linears
+    if any(linear.bias for linear in (*spec.experts[0].linears, *shared)):
         return Declined("expert-biases")
     return None
 
 
-def decline_config(config: ModelConfig) -> Declined | None:
+def decline_config(config: ModelConfig, kv: KvDtype = "auto") -> Declined | None:
     """Return what in the declaration of a model the fused kernels do not do; None if they do all of it."""
     for spec in config.layer_specs:
         if (declined := _decline_layer(spec)) is not None:
             return declined
+        rope = spec.attention.rope
+        if rope is not None and rope.dim == 0:
+            return Declined("query-scale")
+        if kv == "int4" and rope is not None and rope.dim != spec.attention.head_dim:
+            return Declined("int4-partial-rotation")
     if config.head_bias:
         return Declined("linear-bias", {"linear": config.head().name})
-    if config.embedding_norm:
+    if config.embedding_norm or config.layer_norm:
         return Declined("norm-kind")
-    if config.embedding_scale != 1.0 or config.logit_scale != 1.0 or config.logit_softcap is not None:
-        return Declined("embedding-or-logit-scale")
-    if config.norm_offset or config.layer_norm:
-        return Declined("norm-kind")
-    shapes = {(spec.attention.heads, spec.attention.kv_heads, spec.attention.head_dim) for spec in config.layer_specs}
-    if len(shapes) > 1 or len(config.distinct_ropes) > 1:
-        return Declined("layers-differ")
     return None

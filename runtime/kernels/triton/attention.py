@@ -286,7 +286,7 @@ def decode_attention(
     cache: LayerCache,
     lengths: Tensor,
     block_table: Tensor,
-    window: int | None,
+    scoring: Scoring,
     product: TritonMatmul,
     counters: Tensor,
 ) -> Activation:
@@ -298,7 +298,6 @@ def decode_attention(
     kv_heads; zero again afterwards.
     """
     into = product.activation(query.shape[0] * query.shape[1])
-    scoring = Scoring(query.shape[3] ** -0.5, window)
     launch_attention(query, cache, lengths, block_table, scoring, into.operand(), product.chip, counters)
     return into
 

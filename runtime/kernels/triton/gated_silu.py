@@ -1,4 +1,4 @@
-"""SiLU(gate) * up of a gate_up product, written as the operand of the next product."""
+"""SiLU(gate) * up or GELU(gate) * up of a gate_up product, written as the operand of the next product."""
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
 # Reason: Triton's decorators and device functions carry no types.
@@ -30,18 +30,27 @@ class SiluArguments(NamedTuple):
     ROWS: Any  # rows at a time
     TILES: Any  # tiles of a piece
     DTYPE: Any  # the model's
+    GELU: Any  # by the tanh approximation; otherwise SiLU
+    bias: Any = None  # [2 * size]
 
 
 @triton.jit
 def silu_epilogue(parts, count, piece, row, rows, args):
-    """Write SiLU(gate) * up of parts [count, rows, 2 * size], gate first."""
+    """Write SiLU(gate) * up or GELU(gate) * up of parts [count, rows, 2 * size], gate first."""
     row, tile = some_tiles(row, piece * args.TILES, args.ROWS, args.TILES)
     column = columns_of(tile, args.into)
     inside = (row[:, None] < rows) & (column < args.size)
     place, stride = row[:, None] * (2 * args.size) + column, rows * args.size * 2
     gate = add_parts(parts, place, count, stride, inside).to(args.DTYPE).to(tl.float32)
     up = add_parts(parts, place + args.size, count, stride, inside).to(args.DTYPE).to(tl.float32)
-    active = (gate / (1.0 + tl.exp(-gate))).to(args.DTYPE).to(tl.float32)
+    if args.bias is not None:
+        gate += tl.load(args.bias + column, mask=inside, other=0.0).to(tl.float32)
+        up += tl.load(args.bias + args.size + column, mask=inside, other=0.0).to(tl.float32)
+        gate, up = gate.to(args.DTYPE).to(tl.float32), up.to(args.DTYPE).to(tl.float32)
+    slope = gate  # gate * sigmoid(slope)
+    if args.GELU:  # (1 + tanh(u)) / 2 is the sigmoid of 2 u
+        slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    active = (gate / (1.0 + tl.exp(-slope))).to(args.DTYPE).to(tl.float32)
     value = (active * up).to(args.DTYPE).to(tl.float32)
     store_activation(value, row, tile, (row < rows) & (tile < args.into.tiles), args.into)
 
@@ -55,13 +64,20 @@ def silu_kernel(parts, count, rows, args, PDL: tl.constexpr):
 
 
 def activate(
-    x: Activation, product: TritonMatmul, dtype: torch.dtype, following: TritonMatmul, counters: Tensor
+    x: Activation,
+    product: TritonMatmul,
+    dtype: torch.dtype,
+    following: TritonMatmul,
+    counters: Tensor,
+    gelu: bool = False,
+    bias: Tensor | None = None,
 ) -> Activation:
-    """Return SiLU(gate) * up of the product as the operand of `following`; counters as in `residual.add`."""
+    """Return SiLU(gate) * up, or GELU, of the product as the operand of `following`; counters as in `residual.add`."""
+    check_contiguous(bias)
     rows = x.values.shape[0]
     into = following.activation(rows)
     span = max(x.tile.block_n, into.tile_k)
-    args = _arguments(into, product.n // 2, x.tile.rows_at_once(rows, 2 * span), span, dtype)
+    args = _arguments(into, product.n // 2, x.tile.rows_at_once(rows, 2 * span), span, dtype, gelu, bias)
     product.partial(x, epilogue=Epilogue(silu_epilogue, counters, args, constexpr(span), constexpr(2)))
     return into
 
@@ -78,8 +94,15 @@ def activate_parts(parts: Tensor, dtype: torch.dtype, following: TritonMatmul, t
     return into
 
 
-def _arguments(into: Activation, size: int, rows: int, span: int, dtype: torch.dtype) -> SiluArguments:
+def _arguments(
+    into: Activation,
+    size: int,
+    rows: int,
+    span: int,
+    dtype: torch.dtype,
+    gelu: bool = False,
+    bias: Tensor | None = None,
+) -> SiluArguments:
     model_dtype = tl.bfloat16 if dtype is torch.bfloat16 else tl.float16
-    return SiluArguments(
-        size, into.operand(), *(constexpr(value) for value in (rows, span // into.tile_k, model_dtype))
-    )
+    tiles = constexpr(span // into.tile_k)
+    return SiluArguments(size, into.operand(), constexpr(rows), tiles, constexpr(model_dtype), constexpr(gelu), bias)

@@ -16,7 +16,15 @@ from mycli.runtime.kernels.triton.gated_silu import activate_parts
 from mycli.runtime.kernels.triton.pdl import pdl_wait
 from mycli.runtime.kernels.triton.product.activation import columns_of, some_tiles
 from mycli.runtime.kernels.triton.product.matmul import Activation, TritonMatmul, check_contiguous
-from mycli.runtime.kernels.triton.residual import Norm, add, load_gain, residual_arguments, store_sum
+from mycli.runtime.kernels.triton.residual import (
+    PLAIN_SUM,
+    Norm,
+    Residual,
+    add,
+    load_gain,
+    residual_arguments,
+    store_sum,
+)
 from mycli.runtime.kernels.triton.split_k import add_parts
 from mycli.runtime.models.experts_spec import RoutingSpec
 
@@ -143,6 +151,7 @@ def combine(
     norm: Norm | None,
     shared: Tensor | None = None,
     gates: Tensor | None = None,
+    residual: Residual = PLAIN_SUM,
 ) -> Activation | None:
     """Add the experts' outputs to the stream [tokens, size] in place; return its norm as an operand, or None.
 
@@ -152,7 +161,7 @@ def combine(
     check_contiguous(parts, route.places, route.weights, stream, None if norm is None else norm.gain, shared)
     (count, pairs, size), (rows, top_k), pdl = parts.shape, route.places.shape, product.chip.pdl
     tile = replace(product.tile(rows), block_m=1, block_n=_SPAN)
-    args, span, into = residual_arguments(stream, norm, tile)
+    args, span, into = residual_arguments(stream, norm, tile, residual=residual)
     combine_kernel[(-(-size // span), rows)](
         *(parts, route.places, route.weights, shared, gates, count, 0 if shared is None else len(shared)),
         *(rows, pairs, top_k, 0 if gates is None else gates.stride(0), args),
@@ -193,19 +202,26 @@ class FusedMixture:
     gate_up: ExpertTable
     down: ExpertTable
     shared: SharedExpert | None = None
+    residual: Residual = PLAIN_SUM
 
     def largest(self) -> int:
         """Return the most weight rows that need counters: none here."""
         return 0
 
     def add_to(
-        self, attended: Activation, o: TritonMatmul, stream: Tensor, following: Norm | None, counters: Tensor
+        self,
+        attended: Activation,
+        o: TritonMatmul,
+        residual: Residual,
+        stream: Tensor,
+        following: Norm | None,
+        counters: Tensor,
     ) -> Activation | None:
         """Run the half layer, as `SecondHalf.add_to` of the fused pass."""
         first, last = self.norm.product, self.down.weights[0]
         count = len(stream) * self.choice.top_k
         share = -(-count // len(self.router))  # mean number of rows per expert
-        normed = add(attended, o, stream, self.norm, counters, first.tile(share))
+        normed = add(attended, o, stream, self.norm, counters, first.tile(share), residual)
         assert normed is not None
         experts, gate = len(self.router), None if self.shared is None else self.shared.gate
         scores = score(stream, normed, self.norm, self.router, gate)
@@ -214,6 +230,6 @@ class FusedMixture:
         active = activate_parts(gate_up, stream.dtype, last, last.tile(share))
         outputs = last.partial(active, routed=self.down.rows(route.starts, None, count))
         if self.shared is None:
-            return combine(outputs, route, last, stream, following)
+            return combine(outputs, route, last, stream, following, residual=self.residual)
         shared, gates = self.shared.parts(normed, stream.dtype), None if gate is None else scores[:, experts:]
-        return combine(outputs, route, last, stream, following, shared, gates)
+        return combine(outputs, route, last, stream, following, shared, gates, self.residual)

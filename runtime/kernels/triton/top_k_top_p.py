@@ -4,6 +4,7 @@
 # Reason: Triton's decorators and device functions carry no types.
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,15 +24,46 @@ ROUNDS = {torch.bfloat16: 4, torch.float16: 5, torch.float32: 8}
 
 @dataclass(frozen=True)
 class Filters:
-    """Which filters apply; their values are in device buffers, so that one captured launch serves all."""
+    """The filters that any sequence has; their values are in device buffers, so one captured launch serves all."""
 
     top_k: bool = False
     top_p: bool = False
     min_p: bool = False
+    penalties: bool = False
 
     @property
-    def any(self) -> bool:
-        return self.top_k or self.top_p or self.min_p
+    def searches(self) -> bool:
+        return self.top_k or self.top_p
+
+
+class LogitSource(NamedTuple):
+    """Logits with the penalties of each sequence, as kernel arguments; without penalties all after `vocab` are None."""
+
+    logits: Any  # [sequences, stride]
+    stride: Any
+    vocab: Any
+    seen: Any  # uint8 [sequences, vocab]: in the prompt or the reply
+    counts: Any  # fp32 [sequences, vocab]: occurrences in the reply
+    repetition: Any  # fp32 [sequences], and the next two
+    presence: Any
+    frequency: Any
+
+
+@triton.jit
+def load_logits(source, sequence, place):
+    """Load logits fp32 after penalties; -inf from `vocab` on."""
+    inside = place < source.vocab
+    at = source.logits + sequence.to(tl.int64) * source.stride + place
+    x = tl.load(at, mask=inside, other=float("-inf")).to(tl.float32)
+    if source.seen is not None:
+        entry = sequence.to(tl.int64) * source.vocab + place
+        seen = tl.load(source.seen + entry, mask=inside, other=0) != 0
+        penalty = tl.load(source.repetition + sequence)
+        x = tl.where(seen, tl.where(x > 0, tl.div_rn(x, penalty), x * penalty), x)
+        count = tl.load(source.counts + entry, mask=inside, other=0.0)
+        x = x - tl.load(source.frequency + sequence) * count
+        x = x - tl.where(count > 0, tl.load(source.presence + sequence), 0.0)
+    return x
 
 
 @triton.jit
@@ -52,29 +84,21 @@ def largest_of(peaks, sequence, blocks, BLOCKS: tl.constexpr):
 def search_bound(weights, lows, goal, top_p, step, sequence, blocks, WHOLE: tl.constexpr, BLOCKS: tl.constexpr):
     """Return the lower bound of the search of a sequence after a round in steps of `step`, and its goal.
 
-    WHOLE: the first pivot of that round weighed all tokens, and the goal is `top_p` of that.
+    WHOLE: the first pivot of that round weighed all tokens, and the goal is `top_p` of that; all stay if it is 1.
     """
     way, place = tl.arange(0, 16), tl.arange(0, BLOCKS)
     where = (sequence * blocks + place)[:, None] * 16 + way[None, :]
     total = tl.sum(tl.load(weights + where, mask=(place < blocks)[:, None], other=0.0), 0)
     if WHOLE:
         goal = tl.maximum(top_p * tl.sum(tl.where(way == 0, total, 0.0), 0), 1e-30)  # the largest logit always stays
+        goal = tl.where(top_p < 1.0, goal, float("inf"))
     reached = tl.sum((total >= goal).to(tl.int32), 0)
     return tl.load(lows + sequence) + tl.maximum(reached - 1, 0) * step, goal
 
 
-@triton.jit
-def peak_kernel(logits, peaks, stride, vocab, BLOCK: tl.constexpr):
-    """Store peaks fp32 [sequences, blocks], the largest of each block of logits [sequences, stride]."""
-    sequence, block = tl.program_id(0), tl.program_id(1)
-    place = block * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits + sequence.to(tl.int64) * stride + place, mask=place < vocab, other=float("-inf")).to(tl.float32)
-    tl.store(peaks + sequence * tl.num_programs(1) + block, tl.max(x, 0))
-
-
 @triton.jit(do_not_specialize=["step", "step_before"])
 def narrow_kernel(
-    logits,  # [sequences, stride]
+    source,  # `LogitSource`
     peaks,  # fp32 [sequences, blocks]
     weights_before,  # fp32 [sequences, blocks, 16] of the round before
     weights,  # [sequences, blocks, 16] of this round
@@ -82,11 +106,9 @@ def narrow_kernel(
     lows,  # int32 [sequences]: lower bounds before this round
     goals,  # fp32 [sequences]: goals of top-p
     least,  # int32 [sequences]: smallest key that top-k leaves
-    temperature,  # fp32 [1]
-    top_k,  # fp32 [1]
-    top_p,  # fp32 [1]
-    stride,
-    vocab,
+    temperature,  # fp32 [sequences], and the next two
+    top_k,
+    top_p,
     step_before,
     step,
     ROUND: tl.constexpr,  # 0, 1 or 2 for all that follow
@@ -101,22 +123,23 @@ def narrow_kernel(
     bound = low
     if ROUND == 0:
         if MASS and AFTER:
+            goal = tl.load(top_k + sequence)
             bound, goal = search_bound(
-                weights_before, lows_before, tl.load(top_k), 0.0, step_before, sequence, blocks, False, BLOCKS
+                weights_before, lows_before, goal, 0.0, step_before, sequence, blocks, False, BLOCKS
             )
             if block == 0:
                 tl.store(least + sequence, bound)
     else:
         if MASS and AFTER:
             bound = tl.load(least + sequence)
-        goal = tl.load(top_k)
+        goal = tl.load(top_k + sequence)
         if MASS and ROUND == 2:
             goal = tl.load(goals + sequence)
         low, goal = search_bound(
             weights_before,
             lows_before,
             goal,
-            tl.load(top_p),
+            tl.load(top_p + sequence),
             step_before,
             sequence,
             blocks,
@@ -128,55 +151,51 @@ def narrow_kernel(
     if block == 0:
         tl.store(lows + sequence, low)
     place = block * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits + sequence.to(tl.int64) * stride + place, mask=place < vocab, other=float("-inf")).to(tl.float32)
+    x = load_logits(source, sequence, place)
     key = key_of(x)
-    weight = tl.where(place < vocab, 1.0, 0.0)
+    weight = tl.where(place < source.vocab, 1.0, 0.0)
     if MASS:
-        weight = tl.exp((x - largest_of(peaks, sequence, blocks, BLOCKS)) / tl.load(temperature))
-        weight = tl.where((key >= bound) & (place < vocab), weight, 0.0)
+        weight = tl.exp((x - largest_of(peaks, sequence, blocks, BLOCKS)) / tl.load(temperature + sequence))
+        weight = tl.where((key >= bound) & (place < source.vocab), weight, 0.0)
     way = tl.arange(0, 16)
     above = key[:, None] >= (low + way * step)[None, :]
     tl.store(weights + (sequence * blocks + block) * 16 + way, tl.sum(tl.where(above, weight[:, None], 0.0), 0))
 
 
-@dataclass(frozen=True)
-class Limit:
-    """The arguments of `search_bound` for each sequence, and the largest logit of each block."""
+class Limit(NamedTuple):
+    """The arguments of `search_bound` for each sequence, as kernel arguments."""
 
-    peaks: Tensor
-    weights: Tensor
-    lows: Tensor
-    goals: Tensor
-    step: int
+    weights: Any
+    lows: Any
+    goals: Any  # of top-p, or the counts of top-k
+    step: Any
+    least: Any  # int32 [sequences], the smallest key that top-k leaves where top-p was searched after it; else None
 
 
 def find_limit(
-    logits: Tensor, vocab: int, filters: Filters, temperature: Tensor, top_k: Tensor, top_p: Tensor, block: int
+    source: LogitSource, peaks: Tensor, filters: Filters, temperature: Tensor, top_k: Tensor, top_p: Tensor, block: int
 ) -> Limit:
-    """Launch the searches that `filters` need over logits [sequences, at least vocab].
+    """Launch the searches that `filters` need; peaks: the largest logit of each `block` of the vocabulary.
 
-    temperature, top_k (1 to vocab) and top_p: fp32 [1]. block: vocabulary per program.
+    temperature, top_k (1 to vocab) and top_p: fp32 [sequences].
     """
-    sequences, device = logits.shape[0], logits.device
-    blocks = triton.cdiv(vocab, block)
+    (sequences, blocks), device = peaks.shape, peaks.device
     grid, max_blocks = (sequences, blocks), triton.next_power_of_2(blocks)
-    peaks = torch.empty(sequences, blocks, dtype=torch.float32, device=device)
     weights = torch.empty(2, sequences, blocks, WAYS, dtype=torch.float32, device=device)
     lows = torch.empty(
         2, triton.cdiv(sequences, 4) * 4, dtype=torch.int32, device=device
     )  # both rows aligned to 16 bytes
     goals = torch.empty(sequences, dtype=torch.float32, device=device)
     least = torch.empty(sequences, dtype=torch.int32, device=device)
-    peak_kernel[grid](logits, peaks, logits.stride(0), vocab, BLOCK=block)
     current, step = 0, 0
     for mass in (False, True):
         if not (filters.top_p if mass else filters.top_k):
             continue
-        for index in range(ROUNDS[logits.dtype]):
+        for index in range(ROUNDS[torch.float32 if filters.penalties else source.logits.dtype]):
             before, current = current, 1 - current
             step_before, step = step, 1 << (28 - 4 * index)
             narrow_kernel[grid](
-                logits,
+                source,
                 peaks,
                 weights[before],
                 weights[current],
@@ -187,8 +206,6 @@ def find_limit(
                 temperature,
                 top_k,
                 top_p,
-                logits.stride(0),
-                vocab,
                 step_before,
                 step,
                 ROUND=min(index, 2),
@@ -198,4 +215,5 @@ def find_limit(
                 BLOCKS=max_blocks,
                 num_warps=NARROW_WARPS,
             )
-    return Limit(peaks, weights[current], lows[current], goals, step)
+    both = filters.top_k and filters.top_p  # a sequence with top_p 1 has the limit of top-k alone
+    return Limit(weights[current], lows[current], goals if filters.top_p else top_k, step, least if both else None)

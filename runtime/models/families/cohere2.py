@@ -11,7 +11,7 @@ from mycli.runtime.utils.json_fields import Fields
 
 def layer(config: ModelConfig, index: int) -> LayerSpec:
     llama = llama_layer(config, index)
-    return replace(llama, mlp=replace(llama.mlp, norm=None), parallel=True)
+    return replace(llama, mlp=replace(llama.dense_mlp, norm=None), parallel=True)
 
 
 def read(raw: Fields) -> ModelConfig:

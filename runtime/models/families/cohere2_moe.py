@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from mycli.runtime.models import hf_config
 from mycli.runtime.models.config import ModelConfig, llama_layer
 from mycli.runtime.models.experts import EXPERT_KEYS, ExpertNames, MoeLayers, read_dense_layers, read_expert_counts
-from mycli.runtime.models.experts_spec import RoutingSpec
+from mycli.runtime.models.experts_spec import ExpertsSpec, RoutingSpec
 from mycli.runtime.models.layer_spec import LayerSpec
 from mycli.runtime.models.part_spec import RopeSpec
 from mycli.runtime.utils.json_fields import Fields
@@ -22,10 +22,13 @@ class CohereMoeLayers:
     def __call__(self, config: ModelConfig, index: int) -> LayerSpec:
         dense = index in self.mixture.dense
         llama = llama_layer(config, index, intermediate_size=self.dense_size if dense else None)
-        layer = replace(llama, mlp=replace(llama.mlp, norm=None), parallel=True)
+        layer = replace(llama, mlp=replace(llama.dense_mlp, norm=None), parallel=True)
         layer = self.mixture.replace_mlp(layer, config)
         # Half the sum of experts and shared expert: the same as half the share of this part in the stream.
-        return layer if dense or not self.halved else replace(layer, mlp=replace(layer.mlp, residual_scale=0.5))
+        if dense or not self.halved:
+            return layer
+        assert isinstance(layer.mlp, ExpertsSpec)
+        return replace(layer, mlp=replace(layer.mlp, residual_scale=0.5))
 
 
 def _mixture(raw: Fields, fields: dict[str, int]) -> CohereMoeLayers:

@@ -22,7 +22,7 @@ def layer(config: ModelConfig, index: int) -> LayerSpec:
     return LayerSpec(
         index,
         replace(llama.attention, output_norm=after_attention),
-        replace(llama.mlp, norm=before_mlp, output_norm=after_mlp),
+        replace(llama.dense_mlp, norm=before_mlp, output_norm=after_mlp),
     )
 
 

@@ -1,4 +1,4 @@
-"""gpt-oss 20B and 120B: attention sinks, biases everywhere, experts with a clamped SwiGLU, stored in MXFP4."""
+"""gpt-oss 20B and 120B: attention sinks, biases everywhere, experts with a clamped SwiGLU, in MXFP4 or 16 bits."""
 
 from dataclasses import dataclass, replace
 
@@ -50,13 +50,18 @@ class GptOssLayers:
             )
             for name in names
         )
-        # Checkpoints stack all experts of a layer, with alternating rows of gate and up, in MXFP4. The 16-bit copies,
-        # whose experts are transposed, are not supported.
-        stacks = (
+        # Checkpoints stack all experts of a layer, with alternating rows of gate and up: in MXFP4, or in 16 bits, which
+        # are transposed.
+        linears = ("gate_up_proj", "down_proj")
+        stacks = [
             StackSpec(f"{block}.experts.{linear}_{ending}", tuple(f"{name}.{linear}.{ending}" for name in names))
-            for linear in ("gate_up_proj", "down_proj")
+            for linear in linears
             for ending in _ENDINGS
-        )
+        ]
+        stacks += [
+            StackSpec(f"{block}.experts.{linear}", tuple(f"{name}.{linear}.weight" for name in names), transposed=True)
+            for linear in linears
+        ]
         router = LinearSpec(f"{block}.router", self.count, hidden, bias=True)
         return ExpertsSpec(mlp.norm, router, experts, RoutingSpec(self.top_k, normalize=True), stacks=tuple(stacks))
 

@@ -28,6 +28,7 @@ class Lfm3Layers:
         layer, prefix = self.base(config, index), f"model.layers.{index}"
         if self.sandwich:
             after, after_mlp = (config.norm_spec(f"{prefix}.post_{part}_norm") for part in ("operator", "ffn"))
+            assert layer.mixer is not None
             mixer, mlp = replace(layer.mixer, output_norm=after), replace(layer.dense_mlp, output_norm=after_mlp)
             layer = replace(layer, mixer=mixer, mlp=mlp)
         if layer.recurrent is not None:

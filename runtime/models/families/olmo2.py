@@ -18,7 +18,7 @@ def layer(config: ModelConfig, index: int) -> LayerSpec:
         output_norm=config.norm_spec(f"{prefix}.post_attention_layernorm"),
     )
     output_norm = config.norm_spec(f"{prefix}.post_feedforward_layernorm")
-    return LayerSpec(index, attention, replace(llama.mlp, norm=None, output_norm=output_norm))
+    return LayerSpec(index, attention, replace(llama.dense_mlp, norm=None, output_norm=output_norm))
 
 
 def read(raw: Fields) -> ModelConfig:

@@ -1,21 +1,18 @@
-"""Structured output: masks tokens that cannot lead to a match of a JSON schema, regular expression or grammar.
-
-Built on llguidance, an optional dependency (extra `structured`).
-"""
+"""Structured output: compiles a JSON schema, regular expression or grammar for the tokens of one model."""
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from torch import Tensor
+import llguidance
 
-from mycli.runtime.errors import ModelError, UsageError
-from mycli.runtime.sampling.grammars.json_schema import FREE_NODES, PreparedSchema, prepare
+from mycli.runtime.errors import ModelError, UsageError, UserError
+from mycli.runtime.sampling.grammars.ending import Ending, Symbols, SymbolTable
+from mycli.runtime.sampling.grammars.json_schema import FREE_NODES, PreparedSchema, count_values, prepare
 from mycli.runtime.sampling.grammars.probe import GrammarProbe
+from mycli.runtime.sampling.grammars.state import GrammarState, Reasoning, ReplyLimits
 from mycli.runtime.sampling.grammars.worker import LEXER_FUEL
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
@@ -26,23 +23,11 @@ MAX_DEPTH = 64
 STEP_ITEMS = 20_000
 # Between two tokens of JSON: one space, or a new line with indentation. Small models fill a context with whitespace.
 WHITESPACE = r" |\n {0,8}"
-_STRICT = {"lenient": False, "coerce_one_of": True}
-_FREE = {**_STRICT, "whitespace_pattern": WHITESPACE}
+_STRICT: Mapping[str, Any] = {"lenient": False, "coerce_one_of": True}
+_FREE: Mapping[str, Any] = {**_STRICT, "whitespace_pattern": WHITESPACE}
 # The JSON style in which chat templates write tool calls.
-_COMPACT = {**_STRICT, "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_COMPACT: Mapping[str, Any] = {**_STRICT, "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 JSON_MODE = '{"type": "object"}'
-
-
-def library() -> Any:
-    """Import llguidance. Raises UsageError if it is not installed."""
-    try:
-        import llguidance
-    except ImportError:
-        raise UsageError(
-            "constrained output needs llguidance, which is not installed",
-            "install it: pip install llguidance",
-        ) from None
-    return llguidance
 
 
 class _Vocabulary:
@@ -70,7 +55,7 @@ class Prelude:
     """Free text before the constrained output: the model's reasoning, up to `close`.
 
     With `opened` the prompt ends inside it; otherwise the reply may start with `open`, or have no reasoning. After
-    `budget` tokens it is closed; None: it ends where the model ends it.
+    `budget` tokens it is closed; None: where the model or a limit of the reply ends it.
     """
 
     open: str
@@ -80,13 +65,26 @@ class Prelude:
 
 
 @dataclass(frozen=True)
-class Alternative:
-    """A source in llguidance's format that may be generated instead of the parts of a sequence.
+class CallGrammar:
+    """JSON of a `schema` between two literal texts; strict: refuse keywords that are not supported."""
 
-    schemas: what it was made of, if it is a JSON schema.
+    before: str
+    schema: str
+    after: str
+    strict: bool = False
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A source in llguidance's format that may be generated instead of calls.
+
+    kind: its name in messages; field: of the request, that holds it; schemas: what it was made of, if it is a JSON
+    schema.
     """
 
     source: str
+    kind: str
+    field: str
     schemas: tuple[PreparedSchema, ...] = ()
 
 
@@ -98,18 +96,21 @@ class GrammarCompiler:
     """
 
     def __init__(self, tokenizer: Tokenizer, stop_ids: frozenset[int], extra_properties: bool = False) -> None:
-        """Build the token table. Raises UsageError without llguidance, ModelError without an end token.
+        """Build the token table. Raises ModelError without an end token.
 
         extra_properties: allow properties that a schema does not name, as JSON Schema does.
         """
         self._closed = not extra_properties
-        # Once per tokenizer: the table of a large vocabulary takes half a second.
-        self._library = library()
         if not stop_ids:
             raise ModelError("the model has no end token, so it cannot end a constrained reply", "use another model")
-        vocabulary = self._library.TokenizerWrapper(_Vocabulary(tokenizer, stop_ids))
-        self._table = self._library.LLTokenizer(
-            vocabulary, n_vocab=len(tokenizer.vocabulary), eos_token=sorted(stop_ids), slices=None
+        # Once per tokenizer: the table of a large vocabulary takes half a second.
+        vocabulary = _Vocabulary(tokenizer, stop_ids)
+        self._symbols = SymbolTable(vocabulary.tokens, vocabulary.special_token_ids, stop_ids)
+        self._table = llguidance.LLTokenizer(
+            llguidance.TokenizerWrapper(vocabulary),
+            n_vocab=len(tokenizer.vocabulary),
+            eos_token=sorted(stop_ids),
+            slices=None,
         )
         self._control = {tokenizer.vocabulary[index]: index for index in tokenizer.control_ids}
         self._stop_ids = stop_ids
@@ -120,79 +121,111 @@ class GrammarCompiler:
         strict: refuse keywords that are not supported; otherwise they are left out (`Grammar.loosened`).
         """
         prepared = self._prepare(text, source, strict)
-        return self._compile(self._schema(prepared, source, _FREE), source, prelude, [prepared])
+        grammar = self._compile(self._schema(prepared, source, _FREE), source, prelude, [prepared])
+        grammar.values = count_values(json.loads(text))
+        return grammar
 
     def regex(self, pattern: str, prelude: Prelude | None = None) -> "Grammar":
         """Compile a regular expression for the whole reply, without look-around and back-references."""
         _check_size(pattern, "regular expression")
-        return self._compile(self._library.LLMatcher.grammar_from_regex(pattern), "regular expression", prelude)
+        return self._compile(llguidance.LLMatcher.grammar_from_regex(pattern), "regular expression", prelude)
 
     def lark(self, text: str, prelude: Prelude | None = None) -> "Grammar":
         """Compile a grammar in llguidance's dialect of Lark."""
         _check_size(text, "grammar")
-        return self._compile(self._library.LLMatcher.grammar_from_lark(text), "grammar", prelude)
+        return self._compile(llguidance.LLMatcher.grammar_from_lark(text), "grammar", prelude)
 
     def gbnf(self, text: str, prelude: Prelude | None = None) -> "Grammar":
         """Compile a grammar in GBNF, the EBNF of llama.cpp and XGrammar; without `::=` it is read as Lark."""
         return self._compile(self._from_gbnf(text), "grammar", prelude)
 
     def alternative(self, kind: str, text: str, source: str, strict: bool = True) -> Alternative:
-        """Return a schema, regex, lark or gbnf (`kind`), named `source` in messages; `strict`: as in `schema`."""
+        """Return a schema, regex, lark or gbnf (`kind`) that the field `source` holds; `strict`: as in `schema`."""
         if kind == "schema":
             prepared = self._prepare(text, source, strict)
-            return Alternative(self._schema(prepared, source, _FREE), (prepared,))
+            return Alternative(self._schema(prepared, source, _FREE), source, source, (prepared,))
         if kind == "gbnf":
-            return Alternative(self._from_gbnf(text))
+            return Alternative(self._from_gbnf(text), "grammar", source)
         _check_size(text, source)
         if kind == "regex":
-            return Alternative(str(self._library.LLMatcher.grammar_from_regex(text)))
-        return Alternative(str(self._library.LLMatcher.grammar_from_lark(text)))
+            return Alternative(str(llguidance.LLMatcher.grammar_from_regex(text)), "regular expression", source)
+        return Alternative(str(llguidance.LLMatcher.grammar_from_lark(text)), "grammar", source)
 
     def any_text(self, prelude: Prelude) -> "Grammar":
         """Compile any text that is not blank, control tokens included, after reasoning within its budget."""
         others = set(self._control.values()) - self._stop_ids - {self._control.get(prelude.open)}
         tokens = sorted(str(index) for index in others - {self._control.get(prelude.close)})
         control = f" | <[{','.join(tokens)}]>" if tokens else ""
-        rules = f"start: (FIRST{control}) (MORE{control})*\nMORE: /(.|\\n)+/\n"
-        opening = json.dumps(prelude.open)
-        # An opening tag that is no control token could also be read as the beginning of the text.
-        rules += f"FIRST: /[ \\t\\r\\n]*[^ \\t\\r\\n](.|\\n)*/ & ~(/[ \\t\\r\\n]*/ {opening} /(.|\\n)*/)"
-        grammar = self._compile(rules, "reasoning budget", prelude)
+        rules = f"start: (FIRST{control}) (MORE{control})*\n{self._texts(prelude)}"
+        grammar = self._compile(rules, "reasoning budget", prelude, free=True)
         grammar.compile()  # its size depends on nothing in the request
         return grammar
 
-    def sequence(
+    def calls(
         self,
-        parts: Sequence[tuple[str, str, str]],
+        calls: Sequence[CallGrammar],
         most: int | None,
         source: str,
         prelude: Prelude | None = None,
         otherwise: Alternative | None = None,
-        strict: bool = False,
     ) -> "Grammar":
-        """Compile 1 to `most` (None: any number) of `parts`: (literal prefix, JSON schema, literal suffix).
+        """Compile 1 to `most` (None: any number) of `calls`; `otherwise`: an alternative to them.
 
-        The JSON has one space after each comma and colon, and no other whitespace. `otherwise`: an alternative to the
-        parts; `strict`: as in `schema`.
+        The JSON has one space after each comma and colon, and no other whitespace.
         """
-        grammars = []
-        prepared = [self._prepare(schema, source, strict) for _, schema, _ in parts]
-        for index, ((before, _, after), schema) in enumerate(zip(parts, prepared, strict=True)):
-            (body,) = json.loads(self._schema(schema, source, _COMPACT))["grammars"]
-            grammars.append(
-                ({**body, "name": f"part{index}"}, f"{self._literal(before)} @part{index} {self._literal(after)}")
-            )
-        choices = " | ".join(f"({rule})" for _, rule in grammars)
+        choices, bodies, schemas = self._calls(calls, source)
         repeat = "+" if most is None else f"{{1,{most}}}" if most > 1 else ""
-        start, bodies = f"part{repeat}", [body for body, _ in grammars]
+        start = f"call{repeat}"
         if otherwise is not None:
             start += " | @otherwise"
             first, *rest = _grammars(otherwise.source)
             bodies += [{**first, "name": "otherwise"}, *rest]
-        rules = f"start: {start}\npart: {choices}"
-        source_text = json.dumps({"grammars": [{"lark_grammar": rules}, *bodies]})
-        schemas = [*prepared, *(() if otherwise is None else otherwise.schemas)]
-        return self._compile(source_text, source, prelude, schemas, cheap=otherwise is None or bool(otherwise.schemas))
+            schemas += otherwise.schemas
+        text = json.dumps({"grammars": [{"lark_grammar": f"start: {start}\ncall: {choices}"}, *bodies]})
+        cheap = otherwise is None or bool(otherwise.schemas)
+        grammar = self._compile(text, source, prelude, schemas, cheap)
+        if otherwise is not None and not cheap:
+            grammar.otherwise = Grammar(otherwise.source, otherwise.kind, self._table, self._symbols)
+            grammar.otherwise.field = otherwise.field
+        return grammar
+
+    def calls_in_text(self, calls: Sequence[CallGrammar], source: str, prelude: Prelude | None = None) -> "Grammar":
+        """Compile any text that is not blank, with any number of `calls` in it; all begin with the same mark."""
+        mark = calls[0].before.strip()
+        if mark in self._control:
+            choices, bodies, schemas = self._calls(calls, source)
+            rules = f"start: (FIRST | call) (call MORE?)*\ncall: {choices}\n"
+        else:
+            # A mark of several tokens ends the text before it, of which it is a part.
+            rest = [replace(call, before=call.before.removeprefix(mark)) for call in calls]
+            choices, bodies, schemas = self._calls(rest, source)
+            rules = f"start: FIRST | (marked ({choices}))+ MORE?\nmarked[suffix={json.dumps(mark)}]: /(.|\\n)*/\n"
+        rules += self._texts(prelude, mark)
+        text = json.dumps({"grammars": [{"lark_grammar": rules}, *bodies]})
+        return self._compile(text, source, prelude, schemas, free=True)
+
+    def _calls(
+        self, calls: Sequence[CallGrammar], source: str
+    ) -> tuple[str, list[dict[str, Any]], list[PreparedSchema]]:
+        # Alternatives in Lark, the grammars that they name, and the schemas.
+        schemas = [self._prepare(call.schema, source, call.strict) for call in calls]
+        bodies, rules = [], []
+        for index, (call, schema) in enumerate(zip(calls, schemas, strict=True)):
+            (body,) = json.loads(self._schema(schema, source, _COMPACT))["grammars"]
+            bodies.append({**body, "name": f"call{index}"})
+            rules.append(f"({self._literal(call.before)} @call{index} {self._literal(call.after)})")
+        return " | ".join(rules), bodies, schemas
+
+    def _texts(self, prelude: Prelude | None, mark: str = "") -> str:
+        # Lark terminals of the text at the beginning of an answer, and of later text; neither holds `mark`. An opening
+        # tag that is no control token could also be read as the beginning of the text.
+        first, more = "/[ \\t\\r\\n]*[^ \\t\\r\\n](.|\\n)*/", "/(.|\\n)+/"
+        if prelude is not None and prelude.open not in self._control:
+            first += f" & ~(/[ \\t\\r\\n]*/ {json.dumps(prelude.open)} /(.|\\n)*/)"
+        if mark and mark not in self._control:
+            without = f" & ~(/(.|\\n)*/ {json.dumps(mark)} /(.|\\n)*/)"
+            first, more = first + without, more + without
+        return f"FIRST: {first}\nMORE: {more}"
 
     def _from_gbnf(self, text: str) -> str:
         from llguidance.gbnf_to_lark import any_to_lark
@@ -203,7 +236,7 @@ class GrammarCompiler:
         except Exception as error:  # the converter raises IndexError and RecursionError for damaged grammars
             cause = str(error) or type(error).__name__
             raise UsageError(f"grammar: not a usable GBNF grammar: {cause:.200}", "see llama.cpp's grammars") from None
-        return str(self._library.LLMatcher.grammar_from_lark(lark))
+        return str(llguidance.LLMatcher.grammar_from_lark(lark))
 
     def _prepare(self, text: str, source: str, strict: bool) -> PreparedSchema:
         _check_size(text, source)
@@ -219,9 +252,13 @@ class GrammarCompiler:
         except ValueError as error:
             raise _unusable(source, error) from None
 
-    def _schema(self, prepared: PreparedSchema, source: str, options: Mapping[str, object]) -> str:
+    def _schema(self, prepared: PreparedSchema, source: str, options: Mapping[str, Any]) -> str:
         try:
-            return str(self._library.LLMatcher.grammar_from_json_schema(dict(prepared.schema), overrides=dict(options)))
+            compiled = llguidance.LLMatcher.grammar_from_json_schema(
+                dict(prepared.schema),
+                overrides=dict(options),  # type: ignore[arg-type]  # its TypedDict exists in the stub alone
+            )
+            return str(compiled)
         except ValueError as error:
             raise _unusable(source, error) from None
 
@@ -245,12 +282,14 @@ class GrammarCompiler:
         prelude: Prelude | None,
         schemas: Sequence[PreparedSchema] = (),
         cheap: bool = True,
+        free: bool = False,
     ) -> "Grammar":
         loosened = tuple(path for schema in schemas for path in schema.loosened)
-        grammar = Grammar(self._after(prelude, source), kind, self._library, self._table, loosened)
+        whole = self._after(prelude, source)
+        grammar = Grammar(whole, kind, self._table, self._symbols, loosened, self._reasoning(prelude), free)
         # `cheap`: all that the request wrote is in `schemas`, whose cost is known; other sources are probed first.
-        free = cheap and schemas and not any(schema.patterns for schema in schemas)
-        if free and sum(schema.nodes for schema in schemas) <= FREE_NODES:
+        light = cheap and schemas and not any(schema.patterns for schema in schemas)
+        if light and sum(schema.nodes for schema in schemas) <= FREE_NODES:
             grammar.compile()
         return grammar
 
@@ -260,14 +299,7 @@ class GrammarCompiler:
         first, *rest = _grammars(source)
         body = [{**first, "name": "body"}, *rest]
         close = self._literal(prelude.close)
-        if prelude.budget is not None:
-            rules = f"thought: {'thinking? ' if prelude.budget else ''}{close}\n"
-            text = "/(.|\\n)+/"
-            if prelude.close not in self._control:
-                text += f" & ~(/(.|\\n)*/ {close} /(.|\\n)*/)"
-            if prelude.budget:
-                rules += f"thinking[max_tokens={prelude.budget}]: THINKING\nTHINKING: {text}"
-        elif prelude.close in self._control:
+        if prelude.close in self._control:
             rules = f"thought: TEXT? {close}\nTEXT: /(.|\\n)+/"
         else:
             rules = f"thought[suffix={json.dumps(prelude.close)}]: /(.|\\n)*/"
@@ -277,19 +309,43 @@ class GrammarCompiler:
         lark = f"start: {whole} SPACE? @body\n{rules}\nSPACE: /[ \\t\\r\\n]{{1,4}}/"
         return json.dumps({"grammars": [{"lark_grammar": lark}, *body]})
 
+    def _reasoning(self, prelude: Prelude | None) -> Reasoning | None:
+        if prelude is None:
+            return None
+        opening, closing = self._spelled(prelude.open), self._spelled(prelude.close)
+        return Reasoning(opening, closing, prelude.opened, prelude.budget)
+
+    def _spelled(self, text: str) -> Symbols:
+        if text in self._control:
+            return self._symbols.symbols(self._control[text])
+        return tuple(text.encode())
+
 
 class Grammar:
     """A grammar for the tokens of one model; it must be compiled before it is started."""
 
-    def __init__(self, source: str, kind: str, llguidance: Any, table: Any, loosened: Sequence[str] = ()) -> None:
-        """`source`: in the format of `llguidance`, for the tokens of `table`; `kind`: its name in messages.
+    def __init__(
+        self,
+        source: str,
+        kind: str,
+        table: Any,
+        symbols: SymbolTable,
+        loosened: Sequence[str] = (),
+        reasoning: Reasoning | None = None,
+        free: bool = False,
+    ) -> None:
+        """`source`: in llguidance's format, for the tokens of `table`; `kind`: its name in messages.
 
-        `loosened`: paths of the schema's keywords that were left out.
+        `loosened`: paths of the schema's keywords that were left out; `free`: any text that is not blank matches.
         """
         self.kind, self.loosened = kind, tuple(loosened)
         self.field = kind  # of the request that holds the source, if that is another
-        self._source, self._library, self._table = source, llguidance, table
+        self.values: int | None = None  # scalar values of a reply, if a schema bounds them
+        self.otherwise: Grammar | None = None  # the part of it that a format is, to say what is wrong with that
+        self._source, self._table, self._symbols = source, table, symbols
+        self._reasoning, self._free = reasoning, free
         self._start: Any = None
+        self._ending: Ending | None = None
 
     @property
     def ready(self) -> bool:
@@ -297,12 +353,18 @@ class Grammar:
 
     def compile(self, probe: GrammarProbe | None = None) -> None:
         """Compile the grammar; `probe`: check its cost first. Raises UsageError if it cannot be used."""
+        if self.otherwise is not None:
+            try:
+                self.otherwise.compile(probe)
+            except UserError:
+                self.field = self.otherwise.field
+                raise
         if probe is not None:
             probe.check(self._source, self.kind)
-        limits = self._library.LLParserLimits(
+        limits = llguidance.LLParserLimits(
             initial_lexer_fuel=LEXER_FUEL, step_max_items=STEP_ITEMS, verbose_errors=False
         )
-        start = self._library.LLMatcher(self._table, self._source, log_level=0, limits=limits)
+        start = llguidance.LLMatcher(self._table, self._source, log_level=0, limits=limits)
         start.compute_bitmask()  # some limits and empty grammars are only detected by the first step
         if start.is_error() or start.is_stopped():
             cause = " ".join(start.get_error().replace("<non-verbose/>", "").split())
@@ -315,6 +377,8 @@ class Grammar:
             }
             message = f"{self.kind}: {causes.get(cause, cause):.300}"
             raise UsageError(message, "use a simpler one, or one that can match")
+        closings = [] if self._reasoning is None else [self._reasoning.close]
+        self._ending = Ending(start.deep_copy(), self._symbols, closings)
         self._start = start
 
     @classmethod
@@ -338,8 +402,12 @@ class Grammar:
             self.compile(GrammarProbe(len(tokenizer.vocabulary)))
         return self
 
-    def start(self, sequences: int = 1) -> "GrammarState":
-        return GrammarState(self.kind, [self._start.deep_copy() for _ in range(sequences)])
+    def start(self, sequences: int = 1, limits: ReplyLimits | None = None) -> GrammarState:
+        """Return the state of `sequences` replies, each within `limits`."""
+        assert self._ending is not None, "the grammar is not compiled"
+        parsers = [self._start.deep_copy() for _ in range(sequences)]
+        limits = limits or ReplyLimits()
+        return GrammarState(self.kind, parsers, self._ending, self._symbols, limits, self._reasoning, self._free)
 
 
 def _grammars(source: str) -> list[dict[str, Any]]:
@@ -359,42 +427,3 @@ def _unusable(source: str, cause: object) -> UsageError:
 def _deeper_than(value: Any, depth: int) -> bool:
     children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return depth == 0 or any(_deeper_than(child, depth - 1) for child in children)
-
-
-class GrammarState:
-    """The parser state of the sequences of one generation: masks logits and advances by sampled tokens."""
-
-    def __init__(self, kind: str, matchers: Sequence[Any]) -> None:
-        self._kind = kind
-        self._matchers = list(matchers)
-
-    @property
-    def complete(self) -> bool:
-        """Whether every reply so far matches the whole grammar."""
-        return all(matcher.is_accepting() or matcher.stop_reason() == "EndOfSentence" for matcher in self._matchers)
-
-    def apply(self, logits: Tensor) -> Tensor:
-        """Set logits fp32 [sequences, vocab] of tokens that the grammar forbids to -inf; ended rows are not changed.
-
-        Raises ModelError if the vocabulary has no token that the grammar allows.
-        """
-        rows = [self._allowed(matcher, logits.shape[-1]) for matcher in self._matchers]
-        return logits.masked_fill(~torch.stack(rows).to(logits.device), -math.inf)
-
-    def _allowed(self, matcher: Any, count: int) -> Tensor:
-        if matcher.stop_reason() == "EndOfSentence":
-            return torch.ones(count, dtype=torch.bool)
-        words = torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.uint8)
-        bits = words.unsqueeze(1).bitwise_right_shift(torch.arange(8, dtype=torch.uint8)) & 1
-        allowed = bits.flatten()[:count].bool()
-        if matcher.is_error() or not bool(allowed.any()):
-            cause = matcher.get_error().split("\n")[0] or "the vocabulary has no token that continues the reply"
-            raise ModelError(f"{self._kind}: dead end: {cause:.300}", "use a simpler schema or expression")
-        return allowed
-
-    def follow(self, tokens: Sequence[int]) -> None:
-        for matcher, token in zip(self._matchers, tokens, strict=True):
-            if matcher.stop_reason() != "EndOfSentence" and not matcher.consume_token(token):
-                raise ModelError(
-                    f"{self._kind}: {matcher.get_error().splitlines()[0]:.300}", "use a simpler schema or expression"
-                )

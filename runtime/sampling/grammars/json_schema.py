@@ -63,6 +63,23 @@ def prepare(schema: Mapping[str, Any], strict: bool, closed: bool) -> PreparedSc
     return PreparedSchema(rewriter.rewrite(), tuple(rewriter.loosened), nodes, cost.patterns)
 
 
+def count_values(schema: Any) -> int | None:
+    """Return the number of scalar values in an object of `schema`; None if it does not bound them."""
+    if not isinstance(schema, Mapping) or any(key in schema for key in ("$ref", "not", *_MERGED_LISTS)):
+        return None
+    if (
+        "enum" in schema
+        or "const" in schema
+        or schema.get("type") in ("string", "integer", "number", "boolean", "null")
+    ):
+        return 1
+    properties = schema.get("properties")
+    if schema.get("type") != "object" or not isinstance(properties, Mapping) or schema.get("additionalProperties"):
+        return None
+    counts = [count_values(value) for value in properties.values()]
+    return sum(count for count in counts if count is not None) if None not in counts else None
+
+
 def _find(root: Any, reference: Any) -> Any:
     # The target of a reference inside the schema, None for others.
     if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):

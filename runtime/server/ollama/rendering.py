@@ -1,6 +1,7 @@
 """Writes replies as lines of JSON, with the counts and times of Ollama."""
 
 import json
+import secrets
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from mycli.runtime.engine.reply_reader import Piece
 from mycli.runtime.server.api_error import ApiError
 from mycli.runtime.server.encoding import dumps
 from mycli.runtime.server.ollama.request import OllamaRequest, shown_name, utc_now
-from mycli.runtime.server.routes.wire import TokenCounts, chat_logprobs, new_id
+from mycli.runtime.server.routes.wire import TokenCounts, chat_logprobs
 from mycli.runtime.server.service import Prepared, Service
 from mycli.runtime.tokenizer.parsing.tool_parser import ToolCall, join_calls
 
@@ -78,7 +79,10 @@ class OllamaRendering:
 
     def _shown_calls(self, parts: Sequence[ToolCall]) -> dict[str, Any]:
         calls = [
-            {"id": new_id("call_"), "function": {"index": call.index, "name": call.name, "arguments": _object(call)}}
+            {
+                "id": f"call_{secrets.token_hex(12)}",
+                "function": {"index": call.index, "name": call.name, "arguments": _object(call)},
+            }
             for call in join_calls(parts)
         ]
         return {**self._fields("", ""), "tool_calls": calls}

@@ -11,13 +11,21 @@ from mycli.runtime.engine.reply_reader import Piece
 from mycli.runtime.server.api_error import ApiError
 from mycli.runtime.server.encoding import event
 from mycli.runtime.server.formats import Constraints, output_format
+from mycli.runtime.server.recording import ReplyIds
 from mycli.runtime.server.routes.chat_spec import ChatSpec, effort_arguments, prepare_chat
-from mycli.runtime.server.routes.wire import OpenAIRendering, chat_logprobs, chat_messages, chat_tools, new_id, now
+from mycli.runtime.server.routes.wire import (
+    OpenAIRendering,
+    chat_logprobs,
+    chat_messages,
+    chat_tools,
+    strict_tools,
+)
 from mycli.runtime.server.schemas import (
     AllowedToolsChoice,
+    BeamFields,
     ChatMessage,
     Effort,
-    ForModel,
+    ForReply,
     FunctionName,
     FunctionSpec,
     NamedTool,
@@ -28,19 +36,19 @@ from mycli.runtime.server.schemas import (
     ThinkingBudget,
     TokenLimit,
     ToolSpec,
+    Verbosity,
 )
 from mycli.runtime.server.service import Prepared, Service
-from mycli.runtime.server.streaming import answer, read_request
+from mycli.runtime.server.streaming import Interface
 
 FINISH = {"stop_string": "stop", "deadline": "length", "cancelled": "stop"}
 
 
-class ChatRequest(ForModel, Sampling, Constraints, ThinkingBudget):
+class ChatRequest(ForReply, Sampling, BeamFields, Constraints, ThinkingBudget):
     """The body of POST /v1/chat/completions."""
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=4096)
     n: int | None = Field(None, ge=1, le=64)
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: TokenLimit | None = None
     max_completion_tokens: TokenLimit | None = None
@@ -53,6 +61,7 @@ class ChatRequest(ForModel, Sampling, Constraints, ThinkingBudget):
     functions: list[FunctionSpec] | None = Field(None, max_length=128)  # the older form of tools
     function_call: Literal["auto", "none"] | FunctionName | None = None
     reasoning_effort: Effort | None = None
+    verbosity: Verbosity | None = None
     reasoning: ReasoningOptions | None = None  # of OpenRouter and SGLang
     chat_template_kwargs: dict[str, Any] | None = Field(None, max_length=16)
     documents: list[dict[str, Any]] | None = Field(None, max_length=1024)  # of vLLM: for the template
@@ -62,16 +71,9 @@ class ChatRequest(ForModel, Sampling, Constraints, ThinkingBudget):
     echo: No | None = None
 
 
-async def chat_completions(service: Service, request: Request) -> Response:
-    """Continue a conversation."""
-
-    def prepare(body: ChatRequest) -> Prepared:
-        _check(service, body)
-        return prepare_chat(service, _spec(body))
-
-    body, prepared = await read_request(service, request, ChatRequest, prepare)
-    rendering = ChatRendering(service, prepared, body)
-    return await answer(service, request, prepared, rendering, bool(body.stream))
+def _prepare(service: Service, body: ChatRequest) -> Prepared:
+    _check(service, body)
+    return prepare_chat(service, completion_spec(body))
 
 
 def _check(service: Service, body: ChatRequest) -> None:
@@ -88,7 +90,8 @@ def _check(service: Service, body: ChatRequest) -> None:
         raise ApiError(400, "functions cannot be combined with tools", "invalid_value", param="functions")
 
 
-def _spec(body: ChatRequest) -> ChatSpec:
+def completion_spec(body: ChatRequest) -> ChatSpec:
+    """Return the conversation of a request and how to continue it. Raises ApiError."""
     choice, named, allowed = _choice(body)
     limits = (body.max_completion_tokens, body.max_tokens, body.n_predict)
     limit = next((limit for limit in limits if limit is not None), None)
@@ -102,6 +105,8 @@ def _spec(body: ChatRequest) -> ChatSpec:
         sampling=body,
         tools=tools,
         omitted_tools=omitted,
+        omitted=["field verbosity"] if body.verbosity in ("low", "high") else (),
+        strict=strict_tools(body.tools or functions),
         choice=choice,
         named=named,
         allowed=allowed,
@@ -115,6 +120,7 @@ def _spec(body: ChatRequest) -> ChatSpec:
         thinking_budget=body.thinking_budget(reasoning.max_tokens),
         count=body.n or 1,
         limit=None if limit == -1 else limit,
+        beams=body.beams(body.n or 1),
         top=(body.top_logprobs or 0) if body.logprobs else None,
     )
 
@@ -136,9 +142,10 @@ def _choice(body: ChatRequest) -> tuple[str, str | None, Sequence[str] | None]:
 class ChatRendering(OpenAIRendering):
     """Writes replies as chat.completion, whole or in chunks."""
 
-    def __init__(self, service: Service, prepared: Prepared, body: ChatRequest) -> None:
-        head = {"id": new_id("chatcmpl-"), "created": now(), "model": service.name, "object": "chat.completion.chunk"}
+    def __init__(self, service: Service, prepared: Prepared, body: ChatRequest, ids: ReplyIds) -> None:
+        head = {"id": ids.name, "created": ids.created, "model": service.name, "object": "chat.completion.chunk"}
         super().__init__(prepared.prompt_tokens, head, body.stream_options)
+        self._ids = ids
         self._tokenizer, self._logprobs = service.loaded.tokenizer, bool(body.logprobs)
         self._replies = prepared.replies
         self._as_function = bool(body.functions)  # the older form, with one call
@@ -187,9 +194,8 @@ class ChatRendering(OpenAIRendering):
         functions = [{"name": call.name, "arguments": call.arguments} for call in reply.calls]
         if self._as_function:
             return {"function_call": functions[0]}
-        return {
-            "tool_calls": [{"id": new_id("call_"), "type": "function", "function": function} for function in functions]
-        }
+        named = [{"id": self._ids.next("call_"), "type": "function", "function": function} for function in functions]
+        return {"tool_calls": named}
 
     def _call_delta(self, piece: Piece) -> dict[str, Any]:
         deltas: list[dict[str, Any]] = []
@@ -197,10 +203,18 @@ class ChatRendering(OpenAIRendering):
             function = {"name": call.name, "arguments": call.arguments} if call.name else {"arguments": call.arguments}
             if self._as_function:
                 return {"function_call": function} if call.index == 0 else {}
-            head = {"id": new_id("call_"), "type": "function"} if call.name else {}
+            head = {"id": self._ids.next("call_"), "type": "function"} if call.name else {}
             deltas.append({"index": call.index, **head, "function": function})
         return {"tool_calls": deltas} if deltas else {}
 
     def _chunk(self, index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None, end: str | None) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": end}
         return event({**self._head, "choices": [choice]})
+
+
+CHAT = Interface("chat", "chatcmpl-", ChatRequest, _prepare, ChatRendering)
+
+
+async def chat_completions(service: Service, request: Request) -> Response:
+    """Continue a conversation."""
+    return await CHAT.reply(service, request)

@@ -1,14 +1,14 @@
 """Chat requests of all interfaces in one record, and the engine requests they become: reasoning, formats, tools."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mycli.runtime.engine.reply_reader import ReplyReader
-from mycli.runtime.engine.sequence import reply_room
+from mycli.runtime.engine.sequence import BeamOptions, reply_room
 from mycli.runtime.errors import UserError
-from mycli.runtime.sampling.grammars.grammar import Grammar, Prelude
+from mycli.runtime.sampling.grammars.grammar import CallGrammar, Grammar, Prelude
 from mycli.runtime.server.api_error import ApiError, from_user_error
 from mycli.runtime.server.formats import ResponseFormat
 from mycli.runtime.server.schemas import Sampling
@@ -17,8 +17,7 @@ from mycli.runtime.tokenizer.chat_template import Message, Tool
 from mycli.runtime.tokenizer.parsing.reasoning_parser import CLOSE, OPEN
 from mycli.runtime.tokenizer.parsing.tool_formats import HERMES, ToolFormat
 from mycli.runtime.tokenizer.parsing.tool_parser import ToolParser
-
-ANSWER_TOKENS = 16  # that a thinking budget leaves at least, closing tag included
+from mycli.runtime.tokenizer.prompt_difference import PromptParts
 
 
 @dataclass(frozen=True)
@@ -27,10 +26,11 @@ class ChatSpec:
 
     choice: auto, none or required; named: the only tool that may be called, None for any; allowed: the tools that may
     be called, None for all; omitted_tools: types of tools that cannot be called here; omitted: other parts that were
-    left out; arguments: of the chat template; count: replies; limit: tokens, None for the rest of the context; clipped:
-    shorten a limit that the context has no room for; top: number of logprobs per token, None for none; place: the field
-    of the conversation; thinking_budget: tokens of reasoning, None for any number; continued: the reply
-    continues the last message, which is the assistant's.
+    left out; strict: tools whose calls must match their schemas; arguments: of the chat template; count: replies;
+    limit: tokens, None for the rest of the context; clipped: shorten a limit that the context has no room for; top:
+    number of logprobs per token, None for none; place: the field of the conversation; thinking_budget: tokens of
+    reasoning, None for any number; continued: the reply continues the last message, which is the assistant's; beams:
+    search instead of sampling.
     """
 
     messages: Sequence[Message]
@@ -41,6 +41,7 @@ class ChatSpec:
     allowed: Sequence[str] | None = None
     omitted_tools: Sequence[str] = ()
     omitted: Sequence[str] = ()
+    strict: Collection[str] = ()
     parallel: bool = True
     format: ResponseFormat | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -51,6 +52,7 @@ class ChatSpec:
     place: str = "messages"
     thinking_budget: int | None = None
     continued: bool = False
+    beams: BeamOptions | None = None
 
     @property
     def constrained(self) -> bool:
@@ -85,7 +87,7 @@ def prepare_chat(service: Service, spec: ChatSpec) -> Prepared:
     service.check_fits(ids, limit, spec.place)
     # The last characters, more than an opening tag is long, say whether the reply begins inside the reasoning.
     end = "" if spec.continued else service.spelled(ids[-16:])
-    prelude = None if spec.continued else _prelude(service, spec, end, limit or reply_room(service.context, len(ids)))
+    prelude = None if spec.continued else _prelude(service, spec, end)
     tool_format = service.tool_format
     if tools and (spec.choice == "required" or spec.constrained) and tool_format.json_syntax is None:
         tool_format = HERMES  # other syntaxes have no schema for their arguments
@@ -102,18 +104,38 @@ def prepare_chat(service: Service, spec: ChatSpec) -> Prepared:
         for index in range(spec.count)
     ]
     omitted = [*(f"tool {kind}" for kind in dict.fromkeys(spec.omitted_tools)), *dict.fromkeys(spec.omitted)]
-    request = service.request(ids, spec.sampling, limit, grammar, spec.top)
-    return Prepared([(request, readers)], [ids], clipped=limit != spec.limit, omitted=omitted)
+    if not _calls_have_schemas(spec, tool_format):
+        omitted += [f"strict of tool {name}" for name in _strict_names(spec)]
+    request = service.request(ids, spec.sampling, limit, grammar, spec.top, beams=spec.beams)
+    parts = PromptParts(spec.messages, spec.offered_tools, spec.arguments)
+    difference = service.prompts.compare(service.loaded.tokenizer, ids, parts)
+    service.prompts.add(ids, parts)
+    return Prepared([(request, readers)], [ids], limit != spec.limit, omitted, difference)
 
 
 def _grammar(service: Service, spec: ChatSpec, tool_format: ToolFormat, prelude: Prelude | None) -> Grammar | None:
-    if spec.offered_tools and (spec.choice == "required" or spec.constrained):
+    if _calls_have_schemas(spec, tool_format):
         return _calls_grammar(service, spec, tool_format, prelude)
     if spec.constrained:
         return service.grammar(spec.format, prelude)
-    if prelude is not None and prelude.budget is not None:
+    if prelude is not None and (prelude.budget is not None or service.deadline(spec.sampling) is not None):
         return service.compiler.any_text(prelude)
     return None
+
+
+def _strict_names(spec: ChatSpec) -> list[str]:
+    names = [tool["function"]["name"] for tool in spec.offered_tools]
+    return [name for name in names if name in spec.strict]
+
+
+def _calls_have_schemas(spec: ChatSpec, tool_format: ToolFormat) -> bool:
+    if not spec.offered_tools:
+        return False
+    if spec.choice == "required" or spec.constrained:
+        return True
+    # Calls in a text are found by the mark before them; other syntaxes than JSON have no schemas.
+    marked = tool_format.json_syntax is not None and bool(tool_format.json_syntax[0])
+    return marked and bool(_strict_names(spec)) and not spec.continued
 
 
 def chat_ids(service: Service, spec: ChatSpec) -> list[int]:
@@ -146,13 +168,10 @@ def _check_continued(spec: ChatSpec) -> None:
         raise ApiError(400, message, "invalid_value", param=spec.place)
 
 
-def _prelude(service: Service, spec: ChatSpec, prompt_end: str, limit: int) -> Prelude | None:
+def _prelude(service: Service, spec: ChatSpec, prompt_end: str) -> Prelude | None:
     prelude = service.prelude(prompt_end)
     budget = spec.thinking_budget if spec.thinking_budget is not None else service.settings.reasoning_budget
-    if prelude is None or budget is None:
-        return prelude
-    # Reasoning that takes all of the reply's tokens leaves none for the answer.
-    return replace(prelude, budget=max(min(budget, limit - max(limit // 4, ANSWER_TOKENS)), 0))
+    return None if prelude is None else replace(prelude, budget=budget)
 
 
 def _check_tools(spec: ChatSpec) -> None:
@@ -174,7 +193,7 @@ def _calls_grammar(service: Service, spec: ChatSpec, tool_format: ToolFormat, pr
         functions = [function for function in functions if function["name"] == spec.named]
     assert tool_format.json_syntax is not None
     before, after, name_key, arguments_key = tool_format.json_syntax
-    parts = []
+    calls = []
     for function in functions:
         parameters = {"type": "object", **(function.get("parameters") or {})}
         schema = {
@@ -185,12 +204,14 @@ def _calls_grammar(service: Service, spec: ChatSpec, tool_format: ToolFormat, pr
             # References in the parameters are relative to the root, which is now this schema.
             **{key: parameters.pop(key) for key in ("$defs", "definitions") if key in parameters},
         }
-        parts.append((before, json.dumps(schema), after))
+        calls.append(CallGrammar(before, json.dumps(schema), after, function["name"] in spec.strict))
     # Without a closing mark nothing says where one call ends and the next begins.
     single = spec.named is not None or not spec.parallel or not after
     otherwise = None if spec.choice == "required" else service.format_source(spec.format)
     try:
-        return service.compiler.sequence(parts, 1 if single else None, "tools", prelude, otherwise)
+        if spec.choice == "auto" and otherwise is None:
+            return service.compiler.calls_in_text(calls, "tools", prelude)
+        return service.compiler.calls(calls, 1 if single else None, "tools", prelude, otherwise)
     except UserError as error:
         raise from_user_error(error, "tools") from None
     except RecursionError:

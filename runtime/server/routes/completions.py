@@ -14,16 +14,26 @@ from mycli.runtime.sampling.logprobs import TokenLogprob
 from mycli.runtime.server.api_error import ApiError
 from mycli.runtime.server.encoding import event
 from mycli.runtime.server.formats import Constraints, output_format
+from mycli.runtime.server.recording import ReplyIds
 from mycli.runtime.server.routes.chat_completions import FINISH
-from mycli.runtime.server.routes.wire import OpenAIRendering, completion_logprobs, new_id, now
-from mycli.runtime.server.schemas import MAX_IDS, MAX_PROMPTS, ForModel, LongText, Sampling, StreamOptions, TokenId
+from mycli.runtime.server.routes.wire import OpenAIRendering, completion_logprobs
+from mycli.runtime.server.schemas import (
+    MAX_IDS,
+    MAX_PROMPTS,
+    BeamFields,
+    ForReply,
+    LongText,
+    Sampling,
+    StreamOptions,
+    TokenId,
+)
 from mycli.runtime.server.service import Prepared, Service
-from mycli.runtime.server.streaming import answer, read_request
+from mycli.runtime.server.streaming import Interface
 
 DEFAULT_TOKENS = 16  # OpenAI's
 
 
-class CompletionRequest(ForModel, Sampling, Constraints):
+class CompletionRequest(ForReply, Sampling, BeamFields, Constraints):
     """The body of POST /v1/completions."""
 
     prompt: (
@@ -33,21 +43,12 @@ class CompletionRequest(ForModel, Sampling, Constraints):
         | Annotated[list[Annotated[list[TokenId], Field(max_length=MAX_IDS)]], Field(max_length=MAX_PROMPTS)]
     )
     n: int | None = Field(None, ge=1, le=64)
-    best_of: Annotated[int, Field(ge=1, le=1)] | None = None
     echo: bool | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=-1, le=1 << 31)  # -1: the rest of the context, as in llama.cpp
     n_predict: int | None = Field(None, ge=-1, le=1 << 31)  # of llama.cpp
     logprobs: int | None = Field(None, ge=0, le=20)
     add_special_tokens: bool = True  # of vLLM
-
-
-async def completions(service: Service, request: Request) -> Response:
-    """Continue texts."""
-    body, prepared = await read_request(service, request, CompletionRequest, lambda body: _prepare(service, body))
-    rendering = TextRendering(service, body, prepared)
-    return await answer(service, request, prepared, rendering, bool(body.stream))
 
 
 def _prompts(service: Service, body: CompletionRequest) -> list[list[int]]:
@@ -81,12 +82,14 @@ def _prepare(service: Service, body: CompletionRequest) -> Prepared:
     prompts = _prompts(service, body)
     grammar = service.grammar(output_format(body))
     scored = bool(body.echo) and body.logprobs is not None
-    numbers = count()
+    numbers, beams = count(), body.beams(body.n or 1)
     requests = []
-    for prompt, same in groupby(prompts):  # equal prompts are computed once
+    # Equal prompts are computed once; each search has its own beams.
+    for prompt, same in groupby(prompts) if beams is None else ((prompt, [prompt]) for prompt in prompts):
         service.check_fits(prompt, None if requested == -1 else requested, "prompt")
         fitting = min(limit, reply_room(service.context, len(prompt)))
-        request = service.request(prompt, body, fitting, grammar, body.logprobs, scored)
+        most = None if beams is not None and requested == -1 else fitting
+        request = service.request(prompt, body, most, grammar, body.logprobs, scored, beams)
         readers = [
             ReplyReader(service.loaded.tokenizer, body.stops, next(numbers))
             for _ in range((body.n or 1) * len(list(same)))
@@ -98,12 +101,12 @@ def _prepare(service: Service, body: CompletionRequest) -> Prepared:
 class TextRendering(OpenAIRendering):
     """Writes replies as text_completion, whole or in chunks."""
 
-    def __init__(self, service: Service, body: CompletionRequest, prepared: Prepared) -> None:
+    def __init__(self, service: Service, prepared: Prepared, body: CompletionRequest, ids: ReplyIds) -> None:
         self._tokenizer = service.loaded.tokenizer
         self._echo, self._top = bool(body.echo), body.logprobs
         self._per_prompt = body.n or 1
         self._prompts = prepared.prompts
-        head = {"id": new_id("cmpl-"), "object": "text_completion", "created": now(), "model": service.name}
+        head = {"id": ids.name, "object": "text_completion", "created": ids.created, "model": service.name}
         super().__init__(prepared.prompt_tokens, head, body.stream_options)
         self._offsets = [0] * prepared.replies
         self._started = [False] * prepared.replies
@@ -139,3 +142,11 @@ class TextRendering(OpenAIRendering):
             logprobs, self._offsets[index] = completion_logprobs(self._tokenizer, tokens, self._offsets[index])
         end = None if piece.end is None else FINISH.get(piece.end, piece.end)
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": end}
+
+
+TEXT = Interface("completion", "cmpl-", CompletionRequest, _prepare, TextRendering)
+
+
+async def completions(service: Service, request: Request) -> Response:
+    """Continue texts."""
+    return await TEXT.reply(service, request)

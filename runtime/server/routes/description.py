@@ -21,6 +21,7 @@ from mycli.runtime.server.routes.chat_completions import ChatRequest
 from mycli.runtime.server.routes.completions import CompletionRequest
 from mycli.runtime.server.routes.embeddings import EmbeddingsRequest
 from mycli.runtime.server.routes.messages_request import CountRequest, MessagesRequest
+from mycli.runtime.server.routes.replies import ResumeRequest
 from mycli.runtime.server.routes.rerank import RerankRequest
 from mycli.runtime.server.routes.responses_request import ResponsesRequest
 from mycli.runtime.server.schemas import DetokenizeRequest, TokenizeRequest
@@ -37,6 +38,7 @@ BODIES: Mapping[str, type[BaseModel]] = {
     "/v1/messages/count_tokens": CountRequest,
     "/v1/embeddings": EmbeddingsRequest,
     "/v1/rerank": RerankRequest,
+    "/v1/replies/{id}/resume": ResumeRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
     "/apply-template": TokenizeRequest,
@@ -47,7 +49,7 @@ BODIES: Mapping[str, type[BaseModel]] = {
     "/api/show": OllamaShowRequest,
 }
 _MEDIA = {"/": "text/html", "/web/{name}": "*/*", "/metrics": "text/plain"}
-_STREAMED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+_STREAMED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/replies/{id}/resume")
 _TEXT, _ANY = {"type": "string"}, {"type": "object"}
 _NULLABLE = {"type": ["string", "null"]}
 _ERROR = {

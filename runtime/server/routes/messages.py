@@ -10,11 +10,12 @@ from starlette.responses import Response
 from mycli.runtime.engine.reply_reader import Piece
 from mycli.runtime.server.api_error import ApiError
 from mycli.runtime.server.encoding import JsonResponse, event
+from mycli.runtime.server.recording import ReplyIds
 from mycli.runtime.server.routes.chat_spec import chat_ids, prepare_chat
 from mycli.runtime.server.routes.messages_request import CountRequest, MessagesRequest, chat_spec, counted_spec
-from mycli.runtime.server.routes.wire import TokenCounts, new_id
+from mycli.runtime.server.routes.wire import TokenCounts
 from mycli.runtime.server.service import Prepared, Service
-from mycli.runtime.server.streaming import answer, read_request
+from mycli.runtime.server.streaming import Interface, read_request
 from mycli.runtime.tokenizer.parsing.tool_parser import ToolCall
 
 STOP_REASONS = {"stop": "end_turn", "stop_string": "stop_sequence", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -26,15 +27,8 @@ _NOT_COUNTED = dict.fromkeys(
 _CALLER = {"caller": {"type": "direct"}}
 
 
-async def messages(service: Service, request: Request) -> Response:
-    """Continue a conversation."""
-
-    def prepare(body: MessagesRequest) -> Prepared:
-        return prepare_chat(service, chat_spec(body))
-
-    body, prepared = await read_request(service, request, MessagesRequest, prepare)
-    rendering = MessageRendering(service, prepared, body)
-    return await answer(service, request, prepared, rendering, bool(body.stream))
+def _prepare(service: Service, body: MessagesRequest) -> Prepared:
+    return prepare_chat(service, chat_spec(body))
 
 
 async def count_tokens(service: Service, request: Request) -> Response:
@@ -50,11 +44,12 @@ async def count_tokens(service: Service, request: Request) -> Response:
 class MessageRendering:
     """Writes a reply as message, or as the events of its blocks."""
 
-    def __init__(self, service: Service, prepared: Prepared, body: MessagesRequest) -> None:
+    def __init__(self, service: Service, prepared: Prepared, body: MessagesRequest, ids: ReplyIds) -> None:
         self._counts = TokenCounts(prepared.prompt_tokens)
         self._clipped = prepared.clipped
         self._shown = body.thinking is None or body.thinking.display != "omitted"
-        self._head = {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": service.name}
+        self._head = {"id": ids.name, "type": "message", "role": "assistant", "model": service.name}
+        self._ids = ids
         self._block, self._kind = -1, ""  # index and type of the open block; "" for none
         self._end: dict[str, Any] = {}
 
@@ -79,7 +74,7 @@ class MessageRendering:
         for call in piece.calls:
             if call.name:
                 yield from self._close()
-                block = {"type": "tool_use", "id": new_id("toolu_"), "name": call.name, "input": {}, **_CALLER}
+                block = {"type": "tool_use", "id": self._ids.next("toolu_"), "name": call.name, "input": {}, **_CALLER}
                 yield from self._open("tool_use", block)
             if call.arguments:
                 yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
@@ -105,7 +100,7 @@ class MessageRendering:
         if reply.content:
             content.append({"type": "text", "text": reply.content})
         for call in reply.calls:
-            called = {"id": new_id("toolu_"), "name": call.name, "input": _input(call)}
+            called = {"id": self._ids.next("toolu_"), "name": call.name, "input": _input(call)}
             content.append({"type": "tool_use", **called, **_CALLER})
         return {**self._head, "content": content, **self._end, "usage": self._usage()}
 
@@ -144,3 +139,11 @@ def _input(call: ToolCall) -> dict[str, Any]:
 
 def _event(kind: str, **fields: Any) -> bytes:
     return event({"type": kind, **fields}, kind)
+
+
+MESSAGES = Interface("messages", "msg_", MessagesRequest, _prepare, MessageRendering)
+
+
+async def messages(service: Service, request: Request) -> Response:
+    """Continue a conversation."""
+    return await MESSAGES.reply(service, request)

@@ -14,6 +14,7 @@ from mycli.runtime.server.schemas import (
     Content,
     ContentPart,
     ForModel,
+    ForReply,
     LongText,
     Name,
     Sampling,
@@ -72,6 +73,7 @@ class InputTool(Strict):
     name: ToolName | None = None
     description: LongText | None = None
     input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
 
     @property
     def callable(self) -> bool:
@@ -141,15 +143,15 @@ class CountRequest(ForModel):
     context_management: ContextManagement | None = None
 
 
-class MessagesRequest(CountRequest):
+class MessagesRequest(CountRequest, ForReply):
     """The body of POST /v1/messages."""
 
     max_tokens: int = Field(ge=1, le=1 << 31)
     stop_sequences: list[StopString] | None = Field(None, max_length=MAX_STOPS)
-    stream: bool | None = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=0, le=1 << 31)
+    deadline: float | None = Field(None, gt=0, le=86400)  # seconds after which the reply is to end
 
 
 def _document(block: TextBlock, place: str) -> str:
@@ -266,7 +268,7 @@ def chat_spec(body: MessagesRequest) -> ChatSpec:
     choice = body.tool_choice or ToolChoice(type="auto")
     if choice.type == "tool" and choice.name is None:
         raise ApiError(400, "tool_choice.name: is required", "missing_required_parameter", param="tool_choice.name")
-    settings = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
+    settings = {name: getattr(body, name) for name in ("temperature", "top_p", "top_k", "deadline")}
     sampling = Sampling.model_validate({**settings, "stop": body.stop_sequences or None})
     messages, omitted = _block_messages(body)
     tools, omitted_tools = _input_tools(body)
@@ -278,6 +280,7 @@ def chat_spec(body: MessagesRequest) -> ChatSpec:
         named=choice.name if choice.type == "tool" else None,
         omitted_tools=omitted_tools,
         omitted=omitted,
+        strict=[tool.name for tool in body.tools or () if tool.strict and tool.name is not None],
         parallel=not choice.disable_parallel_tool_use,
         format=_format(body),
         arguments=_template_arguments(body),

@@ -7,8 +7,8 @@ from typing import Any
 
 from mycli.runtime.engine.reply_reader import Piece
 from mycli.runtime.sampling.logprobs import TokenLogprob
+from mycli.runtime.server.recording import ReplyIds
 from mycli.runtime.server.routes.responses_request import ToolIdentity
-from mycli.runtime.server.routes.wire import new_id
 from mycli.runtime.tokenizer.parsing.tool_parser import ToolCall
 
 Event = tuple[str, dict[str, Any]]
@@ -25,8 +25,8 @@ class OutputItems:
     text's tokens.
     """
 
-    def __init__(self, identities: Mapping[str, ToolIdentity], logprobs: Logprobs) -> None:
-        self._identities, self._logprobs = identities, logprobs
+    def __init__(self, identities: Mapping[str, ToolIdentity], logprobs: Logprobs, ids: ReplyIds) -> None:
+        self._identities, self._logprobs, self._ids = identities, logprobs, ids
         self._done: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None
         self._arguments = ""  # of the open call
@@ -52,7 +52,8 @@ class OutputItems:
             identity = self._identities.get(call.name, ToolIdentity(call.name))
             kind, prefix = ("custom_tool_call", "ctc_") if identity.custom else ("function_call", "fc_")
             space = {} if identity.namespace is None else {"namespace": identity.namespace}
-            item = {"type": kind, "id": new_id(prefix), "call_id": new_id("call_"), "name": identity.name, **space}
+            ids = {"id": self._ids.next(prefix), "call_id": self._ids.next("call_")}
+            item = {"type": kind, **ids, "name": identity.name, **space}
             self._open = {**item, "input" if identity.custom else "arguments": "", "status": "in_progress"}
             self._arguments = ""
             yield "response.output_item.added", {"output_index": len(self._done), "item": {**self._open}}
@@ -74,9 +75,9 @@ class OutputItems:
             part: dict[str, Any] = {"type": _PARTS[kind], "text": ""}
             if kind == "message":
                 part |= {"annotations": [], "logprobs": []}
-                self._open = {"type": kind, "id": new_id("msg_"), "role": "assistant"}
+                self._open = {"type": kind, "id": self._ids.next("msg_"), "role": "assistant"}
             else:
-                self._open = {"type": kind, "id": new_id("rs_"), "summary": []}
+                self._open = {"type": kind, "id": self._ids.next("rs_"), "summary": []}
             self._open |= {"status": "in_progress", "content": []}
             yield "response.output_item.added", {"output_index": len(self._done), "item": {**self._open}}
             self._open["content"] = [part]

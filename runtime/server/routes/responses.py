@@ -10,13 +10,14 @@ from mycli.runtime.engine.reply_reader import Piece
 from mycli.runtime.sampling.logprobs import TokenLogprob
 from mycli.runtime.server.api_error import ApiError
 from mycli.runtime.server.encoding import JsonResponse, event
+from mycli.runtime.server.recording import ReplyIds
 from mycli.runtime.server.routes.chat_spec import ChatSpec, prepare_chat
 from mycli.runtime.server.routes.response_input import input_messages
 from mycli.runtime.server.routes.response_items import OutputItems
 from mycli.runtime.server.routes.responses_request import ResponsesRequest, callable_tools, response_spec
-from mycli.runtime.server.routes.wire import TokenCounts, chat_logprobs, new_id, now
+from mycli.runtime.server.routes.wire import TokenCounts, chat_logprobs, now
 from mycli.runtime.server.service import Prepared, Service
-from mycli.runtime.server.streaming import answer, read_request
+from mycli.runtime.server.streaming import Interface, read_request
 
 
 def _spec(service: Service, body: ResponsesRequest) -> ChatSpec:
@@ -24,15 +25,8 @@ def _spec(service: Service, body: ResponsesRequest) -> ChatSpec:
     return response_spec(body, messages, omitted, callable_tools(body))
 
 
-async def responses(service: Service, request: Request) -> Response:
-    """Reply to a conversation."""
-
-    def prepare(body: ResponsesRequest) -> Prepared:
-        return prepare_chat(service, _spec(service, body))
-
-    body, prepared = await read_request(service, request, ResponsesRequest, prepare)
-    rendering = ResponseRendering(service, body, prepared)
-    return await answer(service, request, prepared, rendering, bool(body.stream))
+def _prepare(service: Service, body: ResponsesRequest) -> Prepared:
+    return prepare_chat(service, _spec(service, body))
 
 
 async def input_tokens(service: Service, request: Request) -> Response:
@@ -49,7 +43,7 @@ async def input_tokens(service: Service, request: Request) -> Response:
 class ResponseRendering:
     """Writes a reply as response, or as the events of its items."""
 
-    def __init__(self, service: Service, body: ResponsesRequest, prepared: Prepared) -> None:
+    def __init__(self, service: Service, prepared: Prepared, body: ResponsesRequest, ids: ReplyIds) -> None:
         self._counts = TokenCounts(prepared.prompt_tokens)
         tokenizer = service.loaded.tokenizer
 
@@ -57,7 +51,7 @@ class ResponseRendering:
             content: list[dict[str, Any]] = chat_logprobs(tokenizer, tokens)["content"]
             return content
 
-        self._items = OutputItems(callable_tools(body).identities, logprobs)
+        self._items = OutputItems(callable_tools(body).identities, logprobs, ids)
         self._store = None if body.store is False else service.items
         self._event_number = 0
         self._cut = False
@@ -68,9 +62,9 @@ class ResponseRendering:
         tools = [{"strict": False, **tool.model_dump(exclude_none=True)} for tool in body.tools or ()]
         choice = body.tool_choice
         self._head: dict[str, Any] = {
-            "id": new_id("resp_"),
+            "id": ids.name,
             "object": "response",
-            "created_at": now(),
+            "created_at": ids.created,
             "background": False,
             "conversation": None,
             "error": None,
@@ -162,3 +156,11 @@ class ResponseRendering:
     def _count(self, piece: Piece) -> None:
         self._counts.add(piece)
         self._cut = self._cut or piece.end == "length"
+
+
+RESPONSES = Interface("responses", "resp_", ResponsesRequest, _prepare, ResponseRendering)
+
+
+async def responses(service: Service, request: Request) -> Response:
+    """Reply to a conversation."""
+    return await RESPONSES.reply(service, request)

@@ -14,7 +14,7 @@ from mycli.runtime.server.schemas import (
     MAX_ITEMS,
     Content,
     ContentPart,
-    ForModel,
+    ForReply,
     LongText,
     Name,
     No,
@@ -25,6 +25,7 @@ from mycli.runtime.server.schemas import (
     ThinkingBudget,
     TokenLimit,
     ToolName,
+    Verbosity,
 )
 from mycli.runtime.tokenizer.chat_template import Message, Tool
 
@@ -109,16 +110,15 @@ class TextOptions(Strict):
     """Options of the text."""
 
     format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Verbosity | None = None
 
 
-class ResponsesRequest(ForModel, Sampling, Constraints, ThinkingBudget):
+class ResponsesRequest(ForReply, Sampling, Constraints, ThinkingBudget):
     """The body of POST /v1/responses."""
 
     input: LongText | Annotated[list[InputItem], Field(max_length=MAX_ITEMS)]
     instructions: LongText | None = None
     max_output_tokens: TokenLimit | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     tools: list[ResponseTool] | None = Field(None, max_length=128)
     tool_choice: Literal["auto", "none", "required"] | ChosenTool | None = None
@@ -178,13 +178,14 @@ class CallableTools:
     identities: Mapping[str, ToolIdentity]
     omitted_types: Sequence[str]
     omitted: Sequence[str]
+    strict: Sequence[str]
 
 
 def callable_tools(body: ResponsesRequest) -> CallableTools:
     """Return functions and custom tools, those of namespaces included; other types cannot be called here."""
     tools: list[Tool] = []
     identities: dict[str, ToolIdentity] = {}
-    types, omitted = [], []
+    types, omitted, strict = [], [], []
     for outer in body.tools or ():
         spaced = outer.type == "namespace"
         for tool in (outer.tools or ()) if spaced else (outer,):
@@ -197,8 +198,10 @@ def callable_tools(body: ResponsesRequest) -> CallableTools:
             identities[name] = ToolIdentity(tool.name or "", namespace, custom)
             if custom and tool.format is not None and tool.format.definition is not None:
                 omitted.append(f"grammar of tool {tool.name}")
+            if tool.strict:
+                strict.append(name)
             tools.append({"type": "function", "function": _function(name, tool)})
-    return CallableTools(tools, identities, types, omitted)
+    return CallableTools(tools, identities, types, omitted, strict)
 
 
 def _function(name: str, tool: SimpleTool) -> dict[str, Any]:
@@ -246,6 +249,7 @@ def response_spec(
     choice, named, allowed = _choice(body.tool_choice)
     limit = body.max_output_tokens
     reasoning = body.reasoning or ReasoningOptions()
+    verbosity = ["field text.verbosity"] if body.text is not None and body.text.verbosity in ("low", "high") else []
     if (
         named is not None
         and named in tools.identities
@@ -261,7 +265,8 @@ def response_spec(
         named=named,
         allowed=allowed,
         omitted_tools=tools.omitted_types,
-        omitted=[*tools.omitted, *omitted],
+        omitted=[*tools.omitted, *omitted, *verbosity],
+        strict=tools.strict,
         parallel=body.parallel_tool_calls is not False,
         format=_format(body),
         arguments=effort_arguments(reasoning.effort) | (body.chat_template_kwargs or {}),

@@ -1,7 +1,6 @@
 """JSON that several endpoints read and write: messages, usage, tokens with their log-probabilities, ids."""
 
 import math
-import secrets
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -17,11 +16,6 @@ from mycli.runtime.utils.json_fields import strict_json
 
 LEAST_LOGPROB = -9999.0  # for a probability of zero: JSON has no infinity, and OpenAI uses this number
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "reasoning_text", "summary_text")
-
-
-def new_id(prefix: str) -> str:
-    """Return a random id."""
-    return f"{prefix}{secrets.token_hex(12)}"
 
 
 def now() -> int:
@@ -77,6 +71,11 @@ def chat_messages(items: Sequence[ChatMessage]) -> list[Message]:
         content = text_of(item.content, f"{place}.content") or item.refusal or ""
         messages.append(Message(role, content, tuple(calls), reasoning, name, item.tool_call_id or ""))
     return messages
+
+
+def strict_tools(tools: Sequence[ToolSpec] | None) -> list[str]:
+    """Return the names of functions whose calls must match their schemas."""
+    return [tool.function.name for tool in tools or () if tool.function is not None and tool.function.strict]
 
 
 def chat_tools(tools: Sequence[ToolSpec] | None) -> tuple[list[Tool], list[str]]:

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -212,7 +211,6 @@ def test_a_reply_that_was_cut_off_says_so(mycli: Mycli, monkeypatch: pytest.Monk
         (("--batch", "nowhere.jsonl"), 4, "nowhere.jsonl: no such file"),
         (("-f", "nowhere.txt"), 4, "nowhere.txt: no such file"),
         (("Hi", "--schema", "nowhere.json"), 4, "nowhere.json: no such file"),
-        (("Hi", "--json-mode"), 2, "llguidance, which is not installed"),
         (("-f", "/dev/zero"), 2, "not a regular file"),
         (("--batch", "/dev/zero"), 2, "not a regular file"),
     ],
@@ -225,7 +223,32 @@ def test_what_can_be_seen_at_once_is_said_before_loading(
         raise AssertionError("the model was loaded")
 
     monkeypatch.setattr(run_command, "load_engine", load)
-    monkeypatch.setitem(sys.modules, "llguidance", None)
     given = arguments if {"--batch", "-f", "Hi"} & {*arguments} else ("Hi", *arguments)
     done = mycli("run", "pico", *given)
     assert done.returncode == code and message in done.stderr
+
+
+def test_beams_find_the_most_likely_replies(mycli: Mycli) -> None:
+    command = ("run", "pico", "Tell me a story.", "--beams", "4", "-n", "12", "--device", "cpu", "--json")
+    best = json.loads(mycli(*command).stdout)
+    samples = json.loads(mycli(*command, "--samples", "4").stdout)["samples"]
+    assert best["text"] == samples[0]["text"] and len({sample["text"] for sample in samples}) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "cause"),
+    [
+        (["--beams", "3", "-t", "0.8"], "--beams and --temperature exclude each other"),
+        (["--beams", "3", "--seed", "1"], "--beams and --seed exclude each other"),
+        (["--beams", "3", "--stop", "a"], "--beams and --stop exclude each other"),
+        (["--beams", "3", "--draft", "ngram"], "--beams and --draft exclude each other"),
+        (["--beams", "3", "--regex", "a+"], "--beams and --regex exclude each other"),
+        (["--beams", "3", "--samples", "4"], "--samples 4 of 3 beams"),
+        (["--length-penalty", "2"], "need --beams"),
+        (["--beams", "65"], "65 beams"),
+        (["--beams", "2", "--length-penalty", "nan"], "length_penalty nan is out of range"),
+    ],
+)
+def test_beams_exclude_what_samples(options: list[str], cause: str, mycli: Mycli) -> None:
+    done = mycli("run", "pico", "Hello!", *options)
+    assert done.returncode == 2 and cause in done.stderr

@@ -18,7 +18,8 @@ from mycli.runtime.engine.loader import LoadedModel
 from mycli.runtime.engine.model_runner import CacheShape
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.sampler import Sampler
-from mycli.runtime.speculative.proposers import DraftModel, PromptLookup
+from mycli.runtime.speculative.lookup import PromptLookup
+from mycli.runtime.speculative.proposers import DraftModel
 from tests.support.command_line import Mycli
 from tests.support.paths import DRAFT, PICO
 
@@ -179,7 +180,6 @@ def test_the_footer_of_a_chat_tells_of_the_draft(mycli: Mycli) -> None:
 
 
 def test_constrained_output_is_not_speculated(mycli: Mycli) -> None:
-    pytest.importorskip("llguidance")
     call = ("run", "pico", "How old is Leo?", "--regex", "Leo is [0-9]{1,2}", "--draft", "ngram", "--json", *CPU)
     answer = json.loads(mycli(*call).stdout)
     assert answer["text"].startswith("Leo is ") and answer["draft"]["passes"] == 0

@@ -1,18 +1,20 @@
 """Targets that make up for earlier losses: regression where it helps on other tokens, nothing where it does not."""
 
+import pytest
 import torch
 from torch import Tensor
 
-from mycli.quant.rounding.error_compensation import RIDGE, Moments, refit
+from mycli.quant.rounding import error_compensation
+from mycli.quant.rounding.error_compensation import RIDGE, Moments, drift_rows, refit
 
 SIZE, ROWS = 32, 12
 
 
-def moments(x: Tensor, y: Tensor) -> Moments:
-    result = Moments.zeros(SIZE, x.device)
+def moments(x: Tensor, y: Tensor, weight: Tensor | None = None) -> Moments:
+    result = Moments.zeros(SIZE, x.device, weight)
     for start in range(0, len(x), 100):
         result.add(x[start : start + 100], y[start : start + 100])
-    return result
+    return result.complete()
 
 
 def draw(tokens: int, seed: int) -> Tensor:
@@ -27,6 +29,33 @@ def test_moments_are_sums_over_rows() -> None:
     found = moments(x, y)
     assert torch.allclose(found.hessian, x.T @ x, rtol=1e-4, atol=1e-3)
     assert torch.allclose(found.drift, (y - x).T @ x, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("size", [SIZE, 27])
+def test_wide_inputs_give_the_same_sums_and_target(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strips below the diagonal and a drift of outputs, for a width that strips divide and for one they do not."""
+    fitted, held = (draw(tokens, seed)[:, :size] for tokens, seed in ((400, 0), (100, 1)))
+    others, weight = (fitted.roll(1, 1) * 1.1, held.roll(1, 1) * 1.1), WEIGHT[:4, :size]
+    expected = refit(weight, *(_sums(x, y) for x, y in zip((fitted, held), others, strict=True)))
+    monkeypatch.setattr(error_compensation, "_WIDE", size)
+    wide = [_sums(x, y, weight) for x, y in zip((fitted, held), others, strict=True)]
+    assert wide[0].drift.shape == (4, size)
+    assert torch.allclose(wide[0].hessian, fitted.T @ fitted, rtol=1e-4, atol=1e-3)
+    target, share = refit(weight, *wide)
+    assert share == pytest.approx(expected[1], abs=1e-4) and share > 0.1
+    assert torch.allclose(target, expected[0], atol=1e-4)
+
+
+def _sums(x: Tensor, y: Tensor, weight: Tensor | None = None) -> Moments:
+    result = Moments.zeros(x.shape[1], x.device, weight)
+    result.add(x, y)
+    return result.complete()
+
+
+def test_the_drift_of_outputs_is_summed_where_that_is_less_work() -> None:
+    assert drift_rows(896, 4864) == 896  # down
+    assert drift_rows(9728, 896) == 896 and drift_rows(4096, 4096) == 4096  # gate_up, o
+    assert drift_rows(64, 256) == 256  # narrow: the sums stay as they were
 
 
 def test_a_linear_loss_is_undone() -> None:

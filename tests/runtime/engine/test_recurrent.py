@@ -172,7 +172,12 @@ def test_the_least_recently_used_snapshot_makes_room() -> None:
         assert states.num_snapshots <= 3 and states.free + states.num_snapshots == 3
 
 
-@pytest.fixture(scope="module", params=["qwen3_5-delta", "lfm2-tied", "bamba-2-groups"])
+# Of Mamba-2 the mixers alone, with attention in other layers, and next to it.
+RANDOM = ["qwen3_5-delta", "lfm2-tied", "bamba-2-groups", "nemotron_h-every-kind", "mamba2-2-groups"]
+RANDOM += ["falcon_h1-multipliers"]
+
+
+@pytest.fixture(scope="module", params=RANDOM)
 def random_runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     folder: Path = tmp_path_factory.mktemp("model")
     make(folder, *CASES[request.param])

@@ -116,7 +116,7 @@ class Reading:
         return sequences * tokens <= 64
 
     def rotates(self, rope: Rope, positions: int) -> bool:
-        return rope.fixed(positions) is not None
+        return rope.every(positions) is not None
 
     def __call__(self, inputs: StepInput, rope: Rope, cache: KVCache, last: bool) -> Tensor:
         self.shapes[tuple(inputs.tokens.shape)] += 1

@@ -13,7 +13,7 @@ from mycli.runtime.checkpoint.safetensors_header import INDEX
 from mycli.runtime.errors import ExitCode, ModelError, NotFoundError, UsageError, UserError
 from mycli.runtime.hub import names as hub_names
 from mycli.runtime.hub import store
-from mycli.runtime.hub.names import normalize_model_name
+from mycli.runtime.hub.names import choose_quant, normalize_model_name, split_name, split_quant
 from mycli.runtime.hub.resolve import Source, custom_code_warning, resolve
 from mycli.runtime.hub.store import HubFile, missing_files, read_shards
 from mycli.runtime.utils.json_fields import read_object
@@ -332,3 +332,28 @@ def test_what_is_no_repository(name: str) -> None:
 )
 def test_an_address_of_a_gguf_file_names_the_file(typed: str, name: str) -> None:
     assert normalize_model_name(typed) == name
+
+
+@pytest.mark.parametrize(
+    ("quant", "file"),
+    [("Q4_K_M", "m-Q4_K_M.gguf"), ("q4_k_m", "m-Q4_K_M.gguf"), ("UD-Q4_K_M", "m-UD-Q4_K_M.gguf")]
+    + [("Q8_0", "m.q8_0-00001-of-00002.gguf"), ("Q4_K_S", None), ("BF16", None)],
+)
+def test_a_quant_names_the_file_with_that_word_and_the_shortest_name(quant: str, file: str | None) -> None:
+    files = ["m-UD-Q4_K_M.gguf", "m-Q4_K_M.gguf", "m-IQ4_XS.gguf", "m.q8_0-00001-of-00002.gguf", "m-Q4_K_M-long.gguf"]
+    assert choose_quant(files, quant) == file
+
+
+@pytest.mark.parametrize("model", ["org/m:Q4_K_M", "hf.co/org/m:Q4_K_M", "ollama run hf.co/org/m:Q4_K_M"])
+def test_a_quant_is_part_of_a_name(model: str) -> None:
+    assert split_quant(normalize_model_name(model)) == ("org/m", "Q4_K_M")
+
+
+@pytest.mark.parametrize(
+    "model", ["ollama.com/library/qwen3:8b", "https://ollama.com/library/qwen3", "ollama run qwen3:8b"]
+)
+def test_names_of_ollama_are_explained(model: str) -> None:
+    for find in (resolve, split_name):
+        with pytest.raises(NotFoundError, match="Ollama's library") as caught:
+            find(model)
+        assert "Qwen/Qwen3" in caught.value.data["candidates"]

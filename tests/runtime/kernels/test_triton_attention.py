@@ -100,9 +100,10 @@ def attention(case: Case) -> float:
     lengths = torch.tensor(case.lengths, dtype=torch.int32)
     into = product(case.heads * case.head_dim, case.packing, case.processors)
     counters = torch.zeros(sequences * case.tokens * case.kv_heads, dtype=torch.int32)
-    first = numbers(decode_attention(query, cache, lengths, table, case.window, into, counters))
+    scoring = Scoring(query.shape[3] ** -0.5, case.window)
+    first = numbers(decode_attention(query, cache, lengths, table, scoring, into, counters))
     with backwards():
-        again = numbers(decode_attention(query, cache, lengths, table, case.window, into, counters))
+        again = numbers(decode_attention(query, cache, lengths, table, scoring, into, counters))
     if counters.any() or not torch.equal(first, again):
         return float("inf")
     found, beyond = first.tensor_split([case.heads * case.head_dim], dim=1)
@@ -183,10 +184,14 @@ def test_refuses_what_the_kernels_take_for_granted() -> None:
     with pytest.raises(ValueError, match="more than 64"):
         wide = torch.zeros((1, 1, 130, 64))
         table = torch.zeros((1, 1), dtype=torch.int32)
-        decode_attention(wide, LayerCache(keys, keys), lengths, table, None, product(130 * 64, Packing(4, 32)), lengths)
+        decode_attention(
+            wide, LayerCache(keys, keys), lengths, table, Scoring(1.0), product(130 * 64, Packing(4, 32)), lengths
+        )
     with pytest.raises(ValueError, match="no multiple of 64"):
         query, table = torch.zeros((1, 1, 2, 64)), torch.zeros((1, 2), dtype=torch.int32)
-        decode_attention(query, LayerCache(keys, keys), lengths, table, None, product(128, Packing(4, 32)), lengths)
+        decode_attention(
+            query, LayerCache(keys, keys), lengths, table, Scoring(1.0), product(128, Packing(4, 32)), lengths
+        )
 
 
 def test_lots_of_tokens_are_as_few_and_as_even_as_columns_allow() -> None:

@@ -187,6 +187,7 @@ def rotation(case: Rotation) -> tuple[float, float, float, bool]:
 
     A length of 0 is a padding sequence. Blocks of the cache are in no order, and one belongs to nobody.
     """
+    from mycli.runtime.kernels.triton import rope
     from mycli.runtime.kernels.triton.layer_cache import LayerCache
     from mycli.runtime.kernels.triton.rope import Projection, project
 
@@ -210,15 +211,15 @@ def rotation(case: Rotation) -> tuple[float, float, float, bool]:
     factors = torch.zeros((2, len(order), case.kv_heads, case.block))
     cache = LayerCache(blocks[0], blocks[1], *(factors if case.int8 else (None, None)))
     lengths = torch.tensor(case.lengths, dtype=torch.int32)
-    projection = Projection(case.heads, bias, *gains, 1e-6)
+    projection = Projection(case.heads, bias, *gains, eps=1e-6)
     counters = torch.zeros(64, dtype=torch.int32)
     with backwards():
-        again = project(x, qkv, projection, (cos, sin), lengths, table, cache, case.dtype, counters)
-    query = project(x, qkv, projection, (cos, sin), lengths, table, cache, case.dtype, counters)
+        again = project(x, qkv, projection, rope.Rotation(cos, sin), lengths, table, cache, case.dtype, counters)
+    query = project(x, qkv, projection, rope.Rotation(cos, sin), lengths, table, cache, case.dtype, counters)
     kept_blocks = torch.zeros((2, *blocks.shape[1:-1], dim), dtype=case.dtype)
     if case.int4:
         dense_cache = LayerCache(kept_blocks[0], kept_blocks[1])
-        project(x, qkv, projection, (cos, sin), lengths, table, dense_cache, case.dtype, counters)
+        project(x, qkv, projection, rope.Rotation(cos, sin), lengths, table, dense_cache, case.dtype, counters)
     nobody = blocks[:, order[-1]]
 
     def contiguous(paged: torch.Tensor) -> torch.Tensor:

@@ -1,22 +1,29 @@
-"""Tokens chosen on the device: torch's maximum, or distributed as softmax (chi squared), in the interpreter."""
+"""Tokens chosen on the device: torch's maximum, or the host's draws, in the interpreter."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from scipy.stats import chisquare, kstest
 from torch import Tensor
 
+from mycli.runtime.sampling.logits_processors import SeenTokens, distribution
+from mycli.runtime.sampling.params import SamplingParams
+from mycli.runtime.sampling.sampler import tokens_at
+from tests.support.grids import chosen
 from tests.support.random_tensors import normal
 from tests.support.triton_interpreter import Interpret, interpret
 
 pytest.importorskip("triton")
 
-import triton  # noqa: E402  (only where Triton is)
-import triton.language as tl  # noqa: E402  (as above)
-
-from mycli.runtime.kernels.triton.sample import NO_NUMBER, SamplingBuffers, _gumbel, sample_tokens  # noqa: E402  (as above)
+from mycli.runtime.kernels.triton.sample import (  # noqa: E402  (only where Triton is)
+    NO_NUMBER,
+    NUMBER_BITS,
+    Penalties,
+    SamplingBuffers,
+    sample_tokens,
+)
+from mycli.runtime.kernels.triton.top_k_top_p import Filters  # noqa: E402  (as above)
 
 __all__ = ["interpret"]
 
@@ -32,6 +39,9 @@ class Case:
 
     def __str__(self) -> str:
         return f"{self.sequences}x{self.vocab}+{self.padding}-{self.dtype}".replace("torch.", "")
+
+
+DRAWN = [Case(3, 2500, padding=9), Case(2, 5000, dtype=torch.bfloat16)]
 
 
 def logits_of(case: Case, seed: int = 0) -> Tensor:
@@ -74,6 +84,7 @@ def spoiled(value: float, place: int, draw: bool) -> list[list[int]]:
     logits[1, slice(None) if place < 0 else place] = value
     to = SamplingBuffers.make(1, 3, logits.device)
     to.temperature.fill_(0.1)
+    to.numbers.fill_(1 << 62)
     sample_tokens(logits, 3000, draw, to, 0)
     return [to.chosen[0].tolist(), to.tokens[:, 0].tolist()]
 
@@ -91,68 +102,85 @@ def test_a_logit_of_minus_infinity_is_never_chosen(interpret: Interpret) -> None
         assert interpret(spoiled, -math.inf, 5, draw) == [[2000, 2000, 2000], [2000, 2000, 2000]]
 
 
-def draws(logits: Tensor, vocab: int, temperature: float, seed: int, length: int) -> Tensor:
-    """One for every row of logits."""
-    to = SamplingBuffers.make(1, len(logits), logits.device)
-    to.lengths.fill_(length)
-    to.seed.fill_(seed)
-    to.temperature.fill_(temperature)
-    sample_tokens(logits, vocab, True, to, 0)
-    return to.chosen[0].clone()
+PENALIZED = SamplingParams(
+    temperature=1.3, top_k=400, top_p=0.95, min_p=0.002, repetition_penalty=1.3, presence_penalty=0.5
+)
+SETTINGS = {
+    "warm": SamplingParams(temperature=0.7),
+    "hot": SamplingParams(temperature=2.0),
+    "cut": SamplingParams(temperature=1.5, top_k=30, top_p=0.9),
+    "penalized": PENALIZED,
+    "negative": replace(PENALIZED, temperature=1.0, repetition_penalty=0.7, frequency_penalty=-0.25),
+}
+_NUMBERS = 40  # for each row
 
 
-@triton.jit
-def noise_kernel(out, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]  # device code carries no types
-    place = tl.arange(0, COUNT)
-    tl.store(out + place, _gumbel(tl.full((), -5, tl.int64), place * 0 + 17, place * 0 + 1, place))
-
-
-def noise(count: int) -> Tensor:
-    out = torch.empty(count)
-    noise_kernel[(1,)](out, COUNT=count)
-    return out.cpu()
-
-
-def test_noise_is_gumbels_and_the_rare_large_values_have_all_their_digits(interpret: Interpret) -> None:
-    """A uniform number of 24 bits has a few values for the noise that lets a token of 1e-6 win."""
-    found = interpret(noise, 1 << 19)
-    assert isinstance(found, Tensor) and found.isfinite().all()
-    assert kstest(found.numpy(), "gumbel_r").pvalue > 1e-4
-    shares = (-found.double()).exp().sort().values[:2000]
-    assert len(shares.unique()) > 1990 and kstest((shares / shares[-1]).numpy(), "uniform").pvalue > 1e-4
-
-
-SMALL = torch.tensor([2.0, 1.0, 0.0, 1.0, -1.0, -4.0, 3.0, 0.5])
-ROWS = 40
-
-
-def counts(temperature: float, launches: int) -> list[int]:
-    logits = torch.cat((SMALL.to(torch.get_default_device()), torch.full((5,), 50.0))).expand(ROWS, -1)
-    found = [draws(logits, len(SMALL), temperature, -7, length) for length in range(launches)]
-    return torch.cat(found).bincount(minlength=len(SMALL)).tolist()
+def draws(case: Case, name: str) -> tuple[list[int], list[int]]:
+    """Of the device and of the host, with the same numbers; the first are as small and as large as numbers get."""
+    sampling, generator = SETTINGS[name], torch.Generator().manual_seed(1)
+    logits = (normal(case.sequences, case.vocab + case.padding) * 3).to(case.dtype)
+    logits[:, case.vocab :] = 99.0
+    to = SamplingBuffers.make(1, case.sequences, logits.device)
+    penalties = Penalties.make(case.sequences, case.vocab, logits.device)
+    seen = SeenTokens(sampling, case.vocab, logits.device, case.sequences)
+    drawn = torch.randint(0, case.vocab, (9, case.sequences, 1), generator=generator, device="cpu")
+    for tokens in drawn.to(logits.device):
+        seen.observe(tokens)
+        seen.count(tokens)
+    for buffer, value in (
+        (to.temperature, sampling.temperature),
+        (to.top_k, sampling.top_k or case.vocab),
+        (to.top_p, sampling.top_p),
+        (to.min_p, sampling.min_p),
+        (penalties.repetition, sampling.repetition_penalty),
+        (penalties.presence, sampling.presence_penalty),
+        (penalties.frequency, sampling.frequency_penalty),
+    ):
+        buffer.fill_(value)
+    filters = Filters(sampling.top_k > 0, sampling.top_p < 1, sampling.min_p > 0, seen.needed)
+    shares = torch.rand(_NUMBERS, case.sequences, generator=generator, dtype=torch.float64, device="cpu")
+    shares[0], shares[1] = 0.0, 1 - 2**-50
+    weights = distribution(logits[:, : case.vocab].float(), sampling, seen.seen, seen.counts)
+    found, expected = [], []
+    for row in shares:
+        to.numbers.copy_((row * 2.0**NUMBER_BITS).long())
+        if seen.needed:
+            for into, values in ((penalties.seen, seen.seen), (penalties.counts, seen.counts)):
+                into.zero_() if values is None else into.copy_(values)
+        sample_tokens(logits, case.vocab, True, to, 0, filters, penalties if seen.needed else None)
+        found += to.chosen[0].tolist()
+        expected += tokens_at(weights, row.tolist())[:, 0].tolist()
+    return found, expected
 
 
 @pytest.mark.parametrize(
-    ("temperature", "launches"),
-    [(0.7, 4), *(pytest.param(warm, 10, marks=pytest.mark.slow) for warm in (0.7, 1.7))],
+    ("case", "name"),
+    chosen(
+        [(case, name) for case in (DRAWN[0], DRAWN[1]) for name in SETTINGS],
+        quick=[(DRAWN[0], "penalized"), (DRAWN[1], "cut")],
+    ),
+    ids=str,
 )
-def test_draws_are_distributed_as_softmax(temperature: float, launches: int, interpret: Interpret) -> None:
-    """Draws of one launch differ by their sequence, launches by their position."""
-    found = interpret(counts, temperature, launches)
-    expected = (SMALL / temperature).double().softmax(-1) * ROWS * launches
-    assert chisquare(found, expected.numpy()).pvalue > 1e-4  # type: ignore[arg-type]  # a list of numbers
+def test_draws_are_the_hosts(case: Case, name: str, interpret: Interpret) -> None:
+    found, expected = interpret(draws, case, name)  # type: ignore[misc]  # the pool carries any result
+    assert found == expected and len(set(found)) > 10
 
 
-def repeats() -> list[list[int]]:
-    logits = normal(4, 300)
-    settings = [(1, 5), (1, 5), (1, 6), (2, 5), (1 + (1 << 40), 5), (-1, 5)]
-    return [draws(logits[:1].expand(4, -1), 300, 2.0, seed, length).tolist() for seed, length in settings]
+def counted() -> list[list[float]]:
+    """What penalties hold of two sequences after their tokens, one of them padding whose token counts as well."""
+    device = torch.get_default_device()
+    to, penalties = SamplingBuffers.make(1, 2, device), Penalties.make(2, 9, device)
+    penalties.repetition.fill_(4.0)
+    logits = torch.tensor([[0.0] * 7 + [3.0, 2.0], [5.0] + [0.0] * 8])
+    for _ in range(3):
+        sample_tokens(logits, 9, False, to, 0, Filters(penalties=True), penalties)
+    return [penalties.seen[0].tolist(), penalties.counts[0].tolist(), penalties.counts[1].tolist()]
 
 
-def test_a_draw_depends_on_seed_position_and_sequence_alone(interpret: Interpret) -> None:
-    first, again, *others = interpret(repeats)  # type: ignore[misc]  # the pool carries any result
-    assert first == again and len(set(first)) > 1
-    assert all(other != first for other in others) and len({str(other) for other in others}) == len(others)
+def test_chosen_tokens_are_counted_for_the_next_step(interpret: Interpret) -> None:
+    """3 / 4 is below 2, which becomes 2 / 4; the first is the likeliest again."""
+    seen, counts, others = interpret(counted)  # type: ignore[misc]  # the pool carries any result
+    assert seen == [0] * 7 + [1, 1] and counts == [0] * 7 + [2, 1] and others == [3] + [0] * 8
 
 
 def test_logits_that_do_not_fit_are_refused() -> None:

@@ -40,22 +40,23 @@ def test_queries_and_keys_meet_as_they_should(dim: int, interleaved: bool) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "kinds", "fixed"),
+    ("name", "kinds"),
     [
-        ("Llama-3.1-8B", 1, True),
-        ("Phi-4-mini", 1, True),
-        ("gemma-3-4b", 2, False),
-        ("gemma-4-E2B", 2, False),
-        ("GLM-4-9B-0414", 1, False),
-        ("Ministral-3-3B", 1, False),
+        ("Llama-3.1-8B", 1),
+        ("Phi-4-mini", 1),
+        ("gemma-3-4b", 2),
+        ("gemma-4-E2B", 2),
+        ("GLM-4-9B-0414", 1),
+        ("Ministral-3-3B", 1),
     ],
     ids=str,
 )
-def test_tables_that_a_fused_pass_may_keep(name: str, kinds: int, fixed: bool) -> None:
+def test_tables_of_published_models(name: str, kinds: int) -> None:
     config: ModelConfig = published(name)
     rope = Rope(config, 32, CPU, torch.float32)
     assert len(rope.tables(3, 4)) == kinds
-    assert (rope.fixed(32) is not None) == fixed
+    every = rope.every(32)
+    assert every is not None and set(every) == set(rope.tables(3, 4))
     for spec, tables in rope.tables(3, 4).items():
         assert tables.cos.shape == (4, spec.dim // 2)
 

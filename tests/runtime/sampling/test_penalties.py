@@ -54,11 +54,11 @@ def test_sequences_are_counted_apart() -> None:
     assert sampler.sample(rows)[:, 0].tolist() == [0, 0]  # 0.5 - 1 is below the zeros
 
 
-def test_a_device_that_does_not_count_does_not_draw() -> None:
+def test_a_pass_that_draws_is_given_what_penalties_count() -> None:
     for settings in (SamplingParams(presence_penalty=0.1), SamplingParams(frequency_penalty=-0.1)):
         sampler = Sampler(settings, VOCAB, torch.device("cpu"))
-        assert sampler.device_sampling() is None and not sampler.plain_greedy
-    assert Sampler(SamplingParams(), VOCAB, torch.device("cpu")).device_sampling() is not None
+        sampling = sampler.device_sampling()
+        assert sampling is not None and sampling.seen is sampler.seen and not sampler.plain_greedy
 
 
 @pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty"])

@@ -19,6 +19,7 @@ from tests.support.request_fields import (
     HARMLESS,
     INTERFACES,
     MESSAGES,
+    NAMED,
     REFUSED,
     RESPONSES,
     SERVED,
@@ -72,7 +73,7 @@ def test_a_field_is_served_or_refused_by_name(answering: Served, route: str, nam
         assert answer.status == 400 and str(answer.error["param"]).startswith(name), answer.body[:300]
         return
     assert answer.status == 200, answer.body[:300]
-    assert "x-mycli-omitted" not in answer.headers
+    assert answer.headers.get("x-mycli-omitted") == (f"field {name}" if fate == NAMED else None)
     assert (fate == HARMLESS) == (name in fields.HARMLESS_FIELDS and (route, name) not in EXCEPTIONS)
 
 
@@ -92,7 +93,7 @@ def test_the_table_holds_every_field_that_is_refused_or_ignored() -> None:
         *("logits_processors", "typ_p", "image_data", "input_prefix", "input_suffix", "input_extra"),
         *("thinking_budget_tokens", "anthropic_version", "anthropic_beta"),
     }
-    assert {fate for fate, _ in FIELDS.values()} == {SERVED, REFUSED, HARMLESS}
+    assert {fate for fate, _ in FIELDS.values()} == {SERVED, REFUSED, HARMLESS, NAMED}
 
 
 @pytest.mark.parametrize(

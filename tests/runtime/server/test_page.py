@@ -199,15 +199,17 @@ def test_a_conversation_that_is_deleted_while_it_streams_stays_deleted(browser: 
 
 def test_markup_is_shown(browser: Browser, scripted: Scripted) -> None:
     text = (
-        "# T\n\n**b** *i* `c` ~~d~~ [l](https://a.example/) ![p](https://b.example/x.png)\n\n- x\n- y\n  - z\n\n3. p\n\n"
-        "> q\n\n```python\ndef f(): return 'a' < b\n```\n\n```nonsense\na < b\n```\n\n|h|n|c|\n|-|-:|:-:|\n|v|1|2|\n\n"
+        "# T\n\n**b** *i* `c` ~~d~~ [l](https://a.example/) ![p](https://b.example/x.png)\n\n- x\n- y\n  - z\n\n"
+        "3. p\n\n> q\n\n```python\ndef f(): return 'a' < b\n```\n\n```nonsense\na < b\n```\n\n|h|n|c|\n|-|-:|:-:|\n|v|1|2|\n\n"
         "Costs $5 and $6. Inline $x^2$ and \\(y\\).\n\n$$\n\\frac{a}{b}\n= c\n$$\n\n\\[ z \\]\n\n$\\unknown{$\n"
     )
     with scripted(text) as served:
         meet(browser, served)
         ask(browser, "Go")
         present = {
-            **dict.fromkeys(("h1", "strong", "em", "del", "p code", "ul ul li", "ol[start='3'] li", "blockquote p", "th", "td"), 1),
+            **dict.fromkeys(
+                ("h1", "strong", "em", "del", "p code", "ul ul li", "ol[start='3'] li", "blockquote p", "th", "td"), 1
+            ),
             "td[align=right] + td[align=center]": 1,
             "a[href='https://a.example/'][rel~=noopener][target=_blank]": 1,
             "a[href='https://b.example/x.png']": 1,

@@ -18,7 +18,9 @@ def test_vendored_files_are_the_published_ones() -> None:
     listed = {f"{folder}/{file}": digest for folder, one in packages.items() for file, digest in one["files"].items()}
     present = {path.relative_to(VENDOR).as_posix() for path in VENDOR.rglob("*") if path.is_file()}
     assert present == {*listed, "packages.json"}
-    assert not [file for file, digest in listed.items() if hashlib.sha256((VENDOR / file).read_bytes()).hexdigest() != digest]
+    assert not [
+        file for file, digest in listed.items() if hashlib.sha256((VENDOR / file).read_bytes()).hexdigest() != digest
+    ]
     for folder, package in packages.items():
         assert package["version"] and package["license"] and f"{folder}/LICENSE" in listed
     assert sum((VENDOR / file).stat().st_size for file in listed) < 1_000_000
@@ -46,7 +48,9 @@ def test_own_scripts_write_no_markup_and_name_no_host() -> None:
     assert {path.suffix for path in OWN} == {".html", ".css", ".js"}
     for path in OWN:
         text = path.read_text()
-        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|\beval\(|document\.write|new Function", text), path
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|\beval\(|document\.write|new Function", text), (
+            path
+        )
         assert not re.search(r"https?://[a-z]", text), path
 
 

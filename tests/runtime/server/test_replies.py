@@ -121,7 +121,7 @@ class GrammarEngine(ScriptedEngine):
             state, kept = request.grammar.start(), []
             for token in turn.left:
                 try:
-                    state.follow([token])
+                    state.accept([token])
                 except ModelError:
                     break
                 kept.append(token)

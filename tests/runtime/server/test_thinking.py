@@ -17,7 +17,8 @@ from mycli.runtime.engine.loader import LoadedModel
 from mycli.runtime.engine.model_runner import CacheShape
 from mycli.runtime.server.settings import ServerSettings
 from mycli.runtime.utils.dtypes import FLOATS
-from tests.runtime.server.conftest import TEMPLATE
+from tests.runtime.server.conftest import TEMPLATE, Scripted
+from tests.runtime.server.test_replies import GrammarEngine
 from tests.support.agent_model import agent_model
 from tests.support.served import Served, joined, serving
 
@@ -123,3 +124,157 @@ def test_the_server_may_set_a_budget(looping: Served) -> None:
         assert own[0].strip()  # -1 leaves it to the server
     finally:
         service.settings = before
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "text": {},
+    "schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": CITY}}},
+    "call": {"tools": [{"type": "function", "function": TOOL}], "tool_choice": "required"},
+    "tools": {"tools": [{"type": "function", "function": TOOL}]},
+}
+MESSAGES_FORMS: dict[str, dict[str, Any]] = {
+    "text": {},
+    "schema": {"output_config": {"format": {"type": "json_schema", "schema": CITY}}},
+    "call": {"tools": [{"name": "f", "input_schema": TOOL["parameters"]}], "tool_choice": {"type": "any"}},
+    "tools": {"tools": [{"name": "f", "input_schema": TOOL["parameters"]}]},
+}
+RESPONSES_FORMS: dict[str, dict[str, Any]] = {
+    "text": {},
+    "schema": {"text": {"format": {"type": "json_schema", "name": "x", "schema": CITY}}},
+    "call": {"tools": [{"type": "function", **TOOL}], "tool_choice": "required"},
+    "tools": {"tools": [{"type": "function", **TOOL}]},
+}
+
+
+def answered(looping: Served, route: str, fields: dict[str, Any], stream: bool) -> str:
+    """Return the text and the calls of one reply; the reasoning is not among them."""
+    talk: dict[str, Any] = {"messages": [{"role": "user", "content": "Go"}], "max_tokens": 110}
+    if route == "/v1/responses":
+        talk = {"input": "Go", "max_output_tokens": 110}
+    answer = looping.ask("POST", route, {"model": "pico", **talk, **fields, "stream": stream})
+    assert answer.status == 200, answer.body
+    if route == "/v1/chat/completions":
+        content, _, calls, _ = joined(answer)
+        return content + "".join(arguments for _, arguments in calls)
+    if stream and route == "/v1/messages":
+        deltas = [event["delta"] for event in answer.events if event["type"] == "content_block_delta"]
+        return "".join(delta.get("text", "") + delta.get("partial_json", "") for delta in deltas)
+    if stream:
+        (last,) = [event["response"] for event in answer.events if event["type"] == "response.completed"] or [
+            event["response"] for event in answer.events if event["type"] == "response.incomplete"
+        ]
+    else:
+        last = answer.json
+    if route == "/v1/messages":
+        return "".join(
+            block.get("text", "") + (json.dumps(block["input"]) if "input" in block else "")
+            for block in last["content"]
+            if block["type"] != "thinking"
+        )
+    return "".join(
+        item.get("arguments", "") + "".join(part["text"] for part in item.get("content", ()))
+        for item in last["output"]
+        if item["type"] != "reasoning"
+    )
+
+
+ALL_FORMS = {
+    "/v1/chat/completions": FORMS,
+    "/v1/messages": MESSAGES_FORMS,
+    "/v1/responses": RESPONSES_FORMS,
+}
+LIMITS: dict[str, dict[str, Any]] = {
+    "budget": {"reasoning_budget_tokens": 30, "temperature": 1.5},
+    "deadline": {"deadline": 0.3, "temperature": 1.5},
+    "loop": {"deadline": 600, "temperature": 0},
+}
+
+
+def limited(looping: Served, route: str, limit: str, form: str, stream: bool, seed: int = 0) -> None:
+    fields = LIMITS[limit]
+    if route == "/v1/messages" and limit == "budget":
+        fields = {"thinking": {"type": "enabled", "budget_tokens": 30}, "temperature": 1}
+    seed_field = {} if route == "/v1/messages" else {"seed": seed}
+    text = answered(looping, route, {**fields, **ALL_FORMS[route][form], **seed_field}, stream)
+    assert text.strip(), (route, limit, form, stream, seed)
+    if form == "schema":
+        assert json.loads(text) == {"city": "Oslo"}
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("route", ALL_FORMS)
+def test_every_limit_leaves_an_answer(looping: Served, route: str, limit: str) -> None:
+    for stream, form in ((False, "text"), (True, "schema"), (True, "call"), (False, "tools")):
+        limited(looping, route, limit, form, stream)
+
+
+@pytest.mark.slow
+def test_a_hundred_replies_of_a_looping_model_have_an_answer(looping: Served) -> None:
+    cases = [
+        (route, limit, form, stream)
+        for route in ALL_FORMS
+        for limit in LIMITS
+        for form in FORMS
+        for stream in (True, False)
+    ]
+    for number in range(100):
+        route, limit, form, stream = cases[number * 37 % len(cases)]
+        limited(looping, route, limit, form, stream, number)
+
+
+def test_a_loop_is_cut_long_before_the_budget(looping: Served) -> None:
+    content, thought, _, _ = joined(looping.chat("Go", max_tokens=300, thinking_token_budget=1000, temperature=0))
+    assert content.strip() and 60 <= thought.count(" on") <= 90
+
+
+def test_a_deadline_ends_a_reply_without_reasoning(served: Served) -> None:
+    fields = {"deadline": 0.1, "ignore_eos": True, "max_tokens": 450, "temperature": 1.0}
+    answer = served.chat("Tell me a story.", **fields)
+    content, _, _, end = joined(answer)
+    assert content.strip() and end == "length" and answer.json["usage"]["completion_tokens"] < 450
+
+
+STRICT = {**TOOL, "strict": True}
+
+
+def test_strict_calls_match_their_schema_also_where_the_model_may_write_text(
+    scripted: Scripted, reasoning: LoadedModel
+) -> None:
+    """The grammar lets a text through, and of a call what its schema allows."""
+    tools = [{"type": "function", "function": STRICT}]
+    good = 'Hi <tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    bad = 'Hi <tool_call>\n{"name": "f", "arguments": {"a": 2}}\n</tool_call>'
+    for text, accepted in ((good, True), (bad, False), ("Only text.", True)):
+        ids = reasoning.tokenizer.encode(text, add_special=False, allow_special=True)
+        with serving(reasoning, GrammarEngine(lambda request, ids=ids: ids)) as served:  # type: ignore[misc]  # bound now
+            answer = served.chat("Go", tools=tools, max_tokens=100)
+            content, _, calls, _ = joined(answer)
+            assert "x-mycli-omitted" not in answer.headers
+            assert (calls == [("f", '{"a": 1}')]) == (text == good)
+            assert (text == "Only text.") == (content == text)
+            assert accepted or calls != [("f", '{"a": 2}')]
+
+
+def test_a_strict_tool_with_a_keyword_that_is_not_supported_is_refused(
+    scripted: Scripted, reasoning: LoadedModel
+) -> None:
+    keyed = {"type": "object", "properties": {"m": {"type": "object", "propertyNames": {"pattern": "^a"}}}}
+    for strict in (True, False):
+        tool = {"type": "function", "function": {"name": "f", "parameters": keyed, "strict": strict}}
+        with scripted("x", model=reasoning) as served:
+            answer = served.chat("Go", tools=[tool], tool_choice="required", max_tokens=100)
+            if strict:
+                assert answer.status == 400 and "propertyNames" in answer.error["message"]
+            else:
+                assert answer.status == 200 and "propertyNames" in answer.headers["x-mycli-loosened"]
+
+
+def test_a_fault_of_a_format_next_to_tools_names_the_format(served: Served) -> None:
+    tools = [{"type": "function", "function": TOOL}]
+    answer = served.chat("Go", tools=tools, regex="a[b", max_tokens=40)
+    assert answer.status == 400 and answer.error["param"] == "regex"
+
+
+def test_verbosity_is_left_out_and_named(served: Served) -> None:
+    answer = served.ask("POST", "/v1/responses", {"input": "Hi", "max_output_tokens": 2, "text": {"verbosity": "low"}})
+    assert answer.status == 200 and answer.headers["x-mycli-omitted"] == "field text.verbosity"

@@ -34,6 +34,8 @@ class Held:
 class Reader:
     """Gives an empty piece for each output."""
 
+    index = 0
+
     def feed(self, output: Any) -> Piece:
         return Piece(0, tokens=output.tokens, end="length" if output.finish_reason else None)
 

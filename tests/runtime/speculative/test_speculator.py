@@ -19,7 +19,8 @@ from mycli.runtime.errors import ModelError
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.sampler import Sampler
 from mycli.runtime.speculative.draft_length import AdaptiveDraftLength, DraftLengthPolicy, FixedDraftLength
-from mycli.runtime.speculative.proposers import DraftModel, PromptLookup, Proposal
+from mycli.runtime.speculative.lookup import PromptLookup
+from mycli.runtime.speculative.proposers import DraftModel, Proposal
 from mycli.runtime.speculative.speculator import ProposerSpeculator, warm_up
 from tests.support.engines import in_lane, kept, together
 from tests.support.grids import examples
@@ -151,13 +152,13 @@ class Watched(DraftLengthPolicy):
     def __init__(self) -> None:
         self.plain, self.drafts = 0, 0
 
-    def length(self, room: int, lag: int) -> int:
+    def length(self, room: int, lag: int, evidence: int = 0) -> int:
         return min(room, 2)
 
     def observe_plain(self, seconds: float, wasted: float = 0.0) -> None:
         self.plain += 1
 
-    def observe_draft(self, drafted: int, accepted: int, lag: int, seconds: float) -> None:
+    def observe_draft(self, drafted: int, accepted: int, lag: int, seconds: float, evidence: int = 0) -> None:
         self.drafts += 1
 
 
@@ -188,6 +189,9 @@ class Wrong:
 
     def lag(self, sequence: int, text: Sequence[int]) -> int:
         return 1
+
+    def evidence(self, sequence: int, text: Sequence[int]) -> int:
+        return 0
 
     def hidden_state_hook(self, parts: Iterable[ComputedTokens]) -> None: ...
 

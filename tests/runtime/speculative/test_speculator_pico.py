@@ -24,7 +24,8 @@ from mycli.runtime.sampling.logits_processors import distribution
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.sampler import Sampler
 from mycli.runtime.speculative.draft_length import FixedDraftLength
-from mycli.runtime.speculative.proposers import DraftModel, PromptLookup, Proposer
+from mycli.runtime.speculative.lookup import PromptLookup
+from mycli.runtime.speculative.proposers import DraftModel, Proposer
 from mycli.runtime.speculative.speculator import ProposerSpeculator
 from mycli.runtime.tokenizer.chat_template import Message
 from tests.support.engines import drain, tokens_of

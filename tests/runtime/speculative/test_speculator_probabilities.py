@@ -77,6 +77,7 @@ def check_every_outcome(sampling: SamplingParams, kind: str, length: int) -> Non
     proposer = proposers(target)[kind]
 
     def run(choose: Choose) -> tuple[int, ...]:
+        proposer.forget()  # of the outcomes before: each is one of an engine that has just begun
         engine = speculating(target, proposer, FixedDraftLength(4))
         number = engine.submit(Request(tuple(PAIRS), sampling, limit=length))
         engine._states[number].sampler = ChoosingSampler(sampling, VOCAB, choose)

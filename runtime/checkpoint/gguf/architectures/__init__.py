@@ -9,6 +9,8 @@ from collections.abc import Iterator
 
 from mycli.runtime.checkpoint.gguf.architecture import Architecture
 from mycli.runtime.errors import ModelError
+from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.utils.json_fields import Fields
 
 
@@ -33,14 +35,15 @@ def read_architecture(metadata: Fields) -> Architecture:
     if architecture is None or architecture.name != name:
         supported = ", ".join(known.name for known in architectures())
         raise metadata.fail("general.architecture", f"{name!r} is not supported", f"supported: {supported}")
-    return architecture
+    return architecture.of_kind(metadata.integer(f"{name}.expert_count", 0, low=0) > 0)
 
 
-def written_architecture(model_type: str) -> Architecture:
-    """Return the architecture that a family is exported as. Raises ModelError for a family without one."""
+def written_architecture(config: ModelConfig) -> Architecture:
+    """Return the architecture that a model is exported as. Raises ModelError for a family without one."""
+    model_type = config.model_type
     for architecture in architectures():
-        if model_type in architecture.written_types:
-            return architecture
+        if model_type in architecture.written_types and architecture.writes(config):
+            return architecture.of_kind(any(isinstance(spec.mlp, ExpertsSpec) for spec in config.layer_specs))
     written = ", ".join(sorted(family for known in architectures() for family in known.written_types))
     raise ModelError(
         f"config.json: model_type {model_type!r} cannot be written as GGUF",

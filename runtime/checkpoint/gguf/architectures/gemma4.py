@@ -77,7 +77,7 @@ def _write_keys(config: ModelConfig) -> dict[str, Any]:
     sliding = next((attention for attention in attentions if attention.window is not None), full)
     assert sliding.rope is not None
     mlps = [
-        layer.mlp.shared.mlp if isinstance(layer.mlp, ExpertsSpec) and layer.mlp.shared else layer.mlp
+        layer.mlp.shared.mlp if isinstance(layer.mlp, ExpertsSpec) and layer.mlp.shared else layer.dense_mlp
         for layer in config.layer_specs
     ]
     keys: dict[str, Any] = {

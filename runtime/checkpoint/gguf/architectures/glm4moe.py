@@ -1,4 +1,4 @@
-"""GLM 4.5 to 4.7: sigmoid-routed experts with a correction bias, a shared expert, half of each head rotated."""
+"""GLM 4.5 to 4.7 and Solar Open: sigmoid-routed experts with a correction bias, and a shared expert."""
 
 from mycli.runtime.checkpoint.gguf.architecture import LLAMA_TENSORS, Architecture, Config, GgufKey, TensorRule
 from mycli.runtime.checkpoint.gguf.experts import (
@@ -26,7 +26,7 @@ def _read_config(model: GgufModel, config: Config) -> Config:
 ARCHITECTURE = Architecture(
     name="glm4moe",
     model_type="glm4_moe",
-    written_types=("glm4_moe",),
+    written_types=("glm4_moe", "solar_open"),
     has_mtp_blocks=True,
     layer_tensors={
         **{name: rule for name, rule in LLAMA_TENSORS.items() if name != "ffn_norm"},

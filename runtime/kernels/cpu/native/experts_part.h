@@ -94,7 +94,7 @@ struct ExpertsRun {
         const auto between = [&](int64_t i) {
             const Pair& pair = pairs[size_t(i)];
             add_bias(part.gate_up, pair, both);
-            gate_row(int32_t(part.gate_type), both + pair.at * 2 * part.size, part.size, activated + pair.at * part.size);
+            gate_row(int32_t(part.gate_type), both + pair.at * part.gate_up.outputs, part.size, activated + pair.at * part.size);
         };
         if (!multiply_both(routed(part.gate_up, r, up, r.pairs, x, both), routed(part.down, r, down, nullptr, activated, pair_outputs), between,
                            int64_t(pairs.size())))

@@ -179,9 +179,10 @@ def multiply_kernel(
         columns, last = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M), rows
         x_columns = columns
     x_rows = x + x_columns[:, None] * k_padded + tl.arange(0, TILE_K)[None, :]
-    x_steps = x + x_columns[:, None] * k_padded + tl.arange(0, 32)[None, :]
-    if TILE_K >= 32:
-        x_tile = x_steps[None, :, :] + tl.arange(0, TILE_K // 32)[:, None, None] * 32
+    x_places = x_columns[:, None] * k_padded + tl.arange(0, 32)[None, :]
+    x_steps = x + x_places
+    if TILE_K >= 32:  # 32-bit places and one address: 64-bit addresses of each would spill registers with Triton 3.6
+        x_tile = x_places[None, :, :] + tl.arange(0, TILE_K // 32)[:, None, None] * 32
     factor, bias = row_terms(BITS, BLOCK_N, REPEATS, WARPS, CODES, UNIT)
     start = part * tiles_per_part
     end = tl.minimum(start + tiles_per_part, k_padded // TILE_K)
@@ -226,7 +227,7 @@ def multiply_kernel(
                     xt = tl.load(x_rows + now * TILE_K, mask=columns[:, None] < last, other=0.0)
                 else:
                     # By steps of 32 columns: with whole rows, two rows of a quarter warp would have the same banks.
-                    xt = tl.load(x_tile + now * TILE_K, mask=columns[None, :, None] < last, other=0.0)
+                    xt = tl.load(x + (x_tile + now * TILE_K), mask=columns[None, :, None] < last, other=0.0)
                     xt = xt.reshape(TILE_K // 32, BLOCK_M, 4, 2, 2, 2).permute(1, 0, 4, 2, 3, 5)
                     xt = xt.reshape(BLOCK_M, TILE_K)
             elif turn % 2 == 0:

@@ -57,7 +57,7 @@ def load_scales(scales, tile, n_padded, blocks, BLOCK_N: tl.constexpr, SCALE: tl
         words = tl.load(scales + tile * n_padded + rows)
     else:
         pairs = (blocks[:, None] * 8 + tl.arange(0, 8)[None, :]).reshape(BLOCK_N // 2)
-        words = tl.load(scales + tile * (n_padded // 2) + pairs)
+        words = tl.load(scales + (tile * (n_padded // 2) + pairs))
     return words
 
 

@@ -77,7 +77,11 @@ def max_packed_rows(chip: Chip) -> int:
 def tile(chip: Chip, packing: Packing, rows: int) -> Tile:
     """Return the tile for `rows` activation rows; more rows than the widest tile take several blocks."""
     group = packing.group_size or 128
-    rules = [rule for rule in _family(chip)["rules"] if packing.bits in rule["bits"] and group in rule["group"]]
+    rules = [
+        rule
+        for rule in _family(chip)["rules"]
+        if packing.bits in rule["bits"] and group in rule["group"] and packing.offsets >= rule.get("offsets", False)
+    ]
     rule = next((rule for rule in rules if rows <= rule["rows"]), rules[-1])
     # wgmma reads its columns from shared memory as they lie; the older MMA takes them through registers.
     permuted = chip.capability[0] == 9 and rule["rows"] > 8

@@ -53,6 +53,8 @@ def test_the_converters_names_are_read(name: str) -> None:
     original = parse_config(Fields(FACTS[name]["config"], "config.json"))
     shapes = [(layer.index, [*layer.products()]) for layer in original.layer_specs]
     assert [(layer.index, [*layer.products()]) for layer in folder.config.layer_specs] == shapes
+    rotated, expected = ([rope.dim for rope in config.distinct_ropes] for config in (folder.config, original))
+    assert rotated == expected
     assert folder.config.windows == original.windows or not any(folder.config.windows)
 
 

@@ -146,7 +146,7 @@ def decode(runner: ModelRunner, tokens: Sequence[int], stops: Sequence[int] = ()
     way = cpu.compile_cpu_pass(runner.model, "auto", lambda declined: None)
     assert isinstance(way, cpu.CpuPass)
     way._seconds[len(tokens)] = 1e-9  # as if measured: a call may have many passes
-    sampling = DeviceSampling(VOCAB, 0.0, 1)
+    sampling = [DeviceSampling(VOCAB)]
     work = PassInput(chunks, engine.cache, runner.rope(32), None, sampling, passes, frozenset(stops))
     assert way.takes(work) is None
     ((made, _),) = way.tokens(work)
@@ -192,11 +192,11 @@ def test_logits_that_are_no_numbers_end_one_reply_and_no_other(small: ModelRunne
 def test_what_is_drawn_counted_or_told_is_made_pass_by_pass(small: ModelRunner) -> None:
     """A loop takes the likeliest token alone; nobody may see a difference in what it does not take."""
     runner, made = counting(small)
-    drawn = DeviceSampling(VOCAB, 0.7, 1)
+    drawn = [DeviceSampling(VOCAB, 0.7)]
     engine = Engine(runner, CacheShape.contiguous(32), VOCAB)
     chunks = [Chunk([5], 0, (0,), 1)]
     assert small.tokens(chunks, drawn, engine.cache, 5, frozenset()) is None
-    assert small.tokens(chunks, replace(drawn, temperature=0.0), engine.cache, 5, frozenset()) is not None
+    assert small.tokens(chunks, [replace(drawn[0], temperature=0.0)], engine.cache, 5, frozenset()) is not None
     for sampling in (SamplingParams(0.7, seed=3), SamplingParams(repetition_penalty=1.5)):
         request = Request((5, 6), sampling, 8)
         assert together(engine, [request]) == together(
@@ -238,7 +238,7 @@ def test_a_call_is_as_long_as_passes_fit_its_time(small: ModelRunner, monkeypatc
     cache, chunks, greedy = (
         small.make_cache(CacheShape.contiguous(32)),
         [Chunk([5], 0, (0,), 1)],
-        DeviceSampling(VOCAB, 0.0, 1),
+        [DeviceSampling(VOCAB)],
     )
 
     def call(count: int) -> None:

@@ -1,6 +1,7 @@
 """Mamba-2: one native call has the bits of its steps, and a row those of any split of the prompt."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,22 +14,28 @@ from tests.support.families import CASES, make
 from tests.support.family_parts import SMALL
 from tests.support.native_parts import PASSES, WIDE, load_bf16, need_native_code, same_as_by_steps
 
-CASE = "granitemoehybrid-8top3"
-CHANGES = {**WIDE, "mamba_n_heads": 8, "num_local_experts": 32, "shared_intermediate_size": 64}
+GRANITE, NEMOTRON = "granitemoehybrid-8top3", "nemotron_h-every-kind"
+CHANGES: dict[str, dict[str, Any]] = {
+    GRANITE: {**WIDE, "mamba_n_heads": 8, "num_local_experts": 32, "shared_intermediate_size": 64},
+    NEMOTRON: {**WIDE, "n_routed_experts": 32},
+}
 TOKENS = 150
 
 
-@pytest.fixture
-def runner(tmp_path: Path) -> ModelRunner:
+@pytest.fixture(params=CHANGES)
+def runner(request: pytest.FixtureRequest, tmp_path: Path) -> ModelRunner:
     need_native_code()
-    model_type, changes = CASES[CASE]
-    make(tmp_path, model_type, {**changes, **CHANGES})
+    model_type, changes = CASES[request.param]
+    make(tmp_path, model_type, {**changes, **CHANGES[request.param]})
     return load_bf16(tmp_path)
 
 
 def test_the_part_has_the_bits_of_its_steps(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts included: states do not advance over those that are refused."""
-    assert same_as_by_steps(runner, "bf16", monkeypatch).count("mamba") == len(PASSES) * 3
+    mixers = sum(spec.recurrent is not None for spec in runner.config.layer_specs)
+    parts = same_as_by_steps(runner, "bf16", monkeypatch)
+    assert parts.count("mamba") == len(PASSES) * mixers
+    assert len(parts) == len(PASSES) * (1 + sum(len(spec.parts) for spec in runner.config.layer_specs)), "one call"
 
 
 def read(runner: ModelRunner, chunk: int) -> list[Tensor]:

@@ -23,7 +23,8 @@ from mycli.runtime.sampling.grammars.grammar import JSON_MODE, MAX_SOURCE, Gramm
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.sampler import Sampler
 from mycli.runtime.speculative.draft_length import FixedDraftLength
-from mycli.runtime.speculative.proposers import PromptLookup, Proposer, load_draft
+from mycli.runtime.speculative.lookup import PromptLookup
+from mycli.runtime.speculative.proposers import Proposer, load_draft
 from mycli.runtime.speculative.speculator import ProposerSpeculator
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 from tests.support.paths import DRAFT, PICO, ROOT
@@ -102,7 +103,7 @@ def test_control_tokens_are_no_text(tokenizer: Tokenizer) -> None:
     """A string may hold any characters, but no token that is markup."""
     grammar = Grammar.from_regex(r"(?s:.)+", tokenizer, frozenset(tokenizer.eos))
     constraint = grammar.start()
-    constraint.follow([tokenizer.encode("a", add_special=False)[0]])
+    constraint.accept([tokenizer.encode("a", add_special=False)[0]])
     allowed = constraint.apply(torch.zeros(1, len(tokenizer.vocabulary)))[0].isfinite()
     permitted = {index for index in tokenizer.control_ids if allowed[index]}
     assert permitted == set(tokenizer.eos)
@@ -153,12 +154,12 @@ def test_sequences_end_one_by_one(pico: Tokenizer) -> None:
     grammar = Grammar.from_regex("ab?", pico, frozenset(pico.eos))
     constraint: GrammarState = grammar.start(2)
     end, a, b = pico.eos[0], *(pico.encode(letter, add_special=False)[0] for letter in "ab")
-    constraint.follow([a, a])
+    constraint.accept([a, a])
     assert constraint.complete
-    constraint.follow([end, b])
+    constraint.accept([end, b])
     allowed = constraint.apply(torch.zeros(2, len(pico.vocabulary))).isfinite()
     assert allowed[0].all() and allowed[1].nonzero().flatten().tolist() == [end]
-    constraint.follow([17, end])
+    constraint.accept([17, end])
     assert constraint.complete
 
 
@@ -232,9 +233,10 @@ def test_a_model_that_cannot_end_is_refused(pico: Tokenizer) -> None:
 
 def test_masked_logits_are_minus_infinity(pico: Tokenizer) -> None:
     logits = torch.randn(1, len(pico.vocabulary))
-    masked = Grammar.from_regex("a", pico, frozenset(pico.eos)).start().apply(logits)
+    logits[0, list(pico.eos)] = -math.inf
+    masked = Grammar.from_regex("a|b", pico, frozenset(pico.eos)).start().apply(logits)
     kept = masked.isfinite()
-    assert torch.equal(masked[kept], logits[kept]) and (masked[~kept] == -math.inf).all() and kept.sum() >= 1
+    assert torch.equal(masked[kept], logits[kept]) and (masked[~kept] == -math.inf).all() and kept.sum() >= 2
 
 
 @pytest.mark.parametrize("name", ["ngram", "draft"])

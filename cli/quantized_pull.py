@@ -1,0 +1,96 @@
+"""`mycli pull MODEL --bits 4`: quantizes a model while it is downloaded."""
+
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mycli.cli.command import Call
+from mycli.cli.commands import quantize as quantizing
+from mycli.cli.flags.recipe import RecipeFlags
+from mycli.cli.load import announce_build, announce_placement
+from mycli.cli.plot import layer_error
+from mycli.quant.planning.target import check_target
+from mycli.runtime.engine.config import EngineConfig
+from mycli.runtime.errors import UsageError
+from mycli.runtime.hub.client import Hub
+from mycli.runtime.hub.download import plan_download
+from mycli.runtime.hub.model_info import check_supported
+from mycli.runtime.hub.remote_folder import RemoteModel
+from mycli.runtime.hub.store import data_dir
+from mycli.runtime.utils.units import human_bytes
+
+if TYPE_CHECKING:  # torch takes seconds to import
+    from mycli.quant.planning.plan import Report
+
+_SPOOL_SHARE = 0.15  # of the result: ranges of the source on disk; with headers and journal less than 0.2
+
+
+@dataclass(frozen=True)
+class QuantizedPull:
+    output: Path | None
+    report: "Report"
+    device: str
+    max_ram: int | None
+    overwrite: bool
+    restart: bool
+
+
+def pull_quantized(call: Call, model: str, flags: RecipeFlags, settings: QuantizedPull) -> None:
+    """Quantize a model of the hub layer by layer; only the result is stored. Resumes an interrupted run."""
+    recipe = flags.resolve()
+    if recipe.tune or recipe.target_bpw is not None:
+        message = "--tune and --target-bpw read the whole model several times"
+        raise UsageError(message, f"download it first: mycli pull {shlex.quote(model)}; then mycli quantize")
+    name = model.partition("@")[0].rpartition("/")[2]
+    target = settings.output or data_dir() / "models" / f"{name}-{recipe.name}"
+    check_target(target, settings.overwrite)
+    work_folder = target.with_name(f".{target.name}.work")
+    with Hub.connect(call.out.note) as hub:
+        plan = plan_download(hub, model)
+        check_supported(hub, plan)
+        with RemoteModel.open(hub, plan, work_folder / "source") as remote:
+            _quantize(call, remote, flags, settings, target)
+
+
+def _quantize(call: Call, remote: RemoteModel, flags: RecipeFlags, settings: QuantizedPull, target: Path) -> None:
+    from mycli.quant import pipeline
+    from mycli.quant.planning.plan import plan_quantization
+
+    folder, recipe = remote.folder, flags.resolve()
+    placement = EngineConfig(device=settings.device, dtype="float32").place(folder.config)
+    text = quantizing.calibration_file(call, flags.calib, True) if flags.calib else None
+    work = plan_quantization(
+        remote.source,
+        recipe,
+        text,
+        folder=folder,
+        report=settings.report,
+        gpu=placement.device.type == "cuda",
+        max_ram=settings.max_ram,
+    )
+    remote.spool.limit = int(work.size.bytes * _SPOOL_SHARE)
+    announce_placement(call, placement)
+    announce_build(call, placement)
+    source = human_bytes(folder.manifest.nbytes)
+    call.out.note(f"{remote.source.label} ({source}) → {target.name}: {human_bytes(work.size.bytes)} on disk")
+    try:
+        with quantizing.quantization_progress(call) as progress:
+            outcome = pipeline.quantize(
+                work,
+                target,
+                placement,
+                overwrite=settings.overwrite,
+                restart=settings.restart,
+                progress=progress,
+                note=call.out.note,
+                shared=pipeline.SharedWork(digests=remote.digests()),
+                in_place=True,
+            )
+    except KeyboardInterrupt:
+        call.out.note(f"stopped; to continue: {shlex.join(['mycli', *sys.argv[1:]])}")
+        raise
+    for note in outcome.notes:
+        call.out.note(note)
+    quantizing.show_outcome(call, outcome, [layer_error(layer) for layer in outcome.layers])

@@ -1,0 +1,1 @@
+"""Solves weights for the quantized types of ggml and writes them as one GGUF file."""

@@ -1,0 +1,86 @@
+"""The declaration of a ggml type that the solver writes: levels, scales, and the encoding of its blocks."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mycli.runtime.checkpoint.gguf.types import TYPES_BY_NAME, GgmlType
+
+if TYPE_CHECKING:  # the names of types are read without torch
+    from torch import Tensor
+
+    from mycli.quant.ggml.levels import Levels
+
+
+@dataclass(frozen=True)
+class Multiples:
+    """The integers that a scale may be of the factor of its super-block: `first`, `first + step`, ..., `count` many."""
+
+    first: int
+    count: int
+    step: int = 1
+
+    @property
+    def last(self) -> int:
+        return self.first + self.step * (self.count - 1)
+
+    def nearest(self, values: "Tensor") -> "Tensor":
+        if self.count == 1:
+            return values.new_full(values.shape, self.first)
+        steps = ((values - self.first) / self.step).nan_to_num(0.0).round_().clamp_(0, self.count - 1)
+        return steps.mul_(self.step).add_(self.first)
+
+
+ONE = Multiples(1, 1)  # of a type whose scales are fp16 factors
+
+
+@dataclass(frozen=True)
+class SolvedRows:
+    """Rows of blocks before encoding, transposed: weight = level * factor * unit * multiple - factor * multiple.
+
+    levels: int8 [K, N]; multiples: fp32 integers [G, N] of the scales and of the minima; factors: fp32 values of fp16
+    [1 or 2, blocks, N].
+    """
+
+    levels: "Tensor"
+    factors: "Tensor"
+    multiples: "Tensor"
+    minima: "Tensor | None" = None
+
+
+@dataclass(frozen=True)
+class BlockType:
+    """A quantized type of ggml; `encode` returns the blocks uint8 [N, blocks * nbytes] of solved rows."""
+
+    name: str
+    levels: "Callable[[], Levels]"
+    encode: "Callable[[SolvedRows], Tensor]"
+    scales: Multiples = ONE
+    minima: Multiples | None = None
+    unit: float = 1.0  # of a scale: factor * unit * multiple
+
+    @property
+    def stored(self) -> GgmlType:
+        return TYPES_BY_NAME[self.name]
+
+    @property
+    def group(self) -> int:
+        return self.stored.group
+
+    def scale_values(self, solved: SolvedRows) -> "Tensor":
+        """fp32 [G, N]; exact, because factors have 11 bits and multiples at most 8."""
+        repeats = len(solved.multiples) // solved.factors.shape[1]
+        return (solved.factors[0] * self.unit).repeat_interleave(repeats, 0) * solved.multiples
+
+    def minimum_values(self, solved: SolvedRows) -> "Tensor | None":
+        """The values that are subtracted, fp32 [G, N]."""
+        if solved.minima is None:
+            return None
+        return solved.factors[1].repeat_interleave(len(solved.minima) // solved.factors.shape[1], 0) * solved.minima
+
+    def weights(self, solved: SolvedRows) -> "Tensor":
+        """The values of solved rows as every reader computes them, fp32 [K, N]."""
+        scales = self.scale_values(solved).repeat_interleave(self.group, 0)
+        minima = self.minimum_values(solved)
+        values = solved.levels.float().mul_(scales)
+        return values if minima is None else values.sub_(minima.repeat_interleave(self.group, 0))

@@ -1,0 +1,152 @@
+"""Quantizes a model into one GGUF file, block by block; it is measured, and appears by one rename.
+
+The record of its making lies next to it: NAME.mycli.json for NAME.gguf, with the fields of a folder's mycli.json.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mycli.quant import model_card
+from mycli.quant.blockwise import BlockSolver, quantize_blocks
+from mycli.quant.calibration.sampler import Calibration, bundled, from_file
+from mycli.quant.ggml.file import GgufTensors
+from mycli.quant.ggml.linear_solver import BlockTypeSolver
+from mycli.quant.ggml.plan import GgufPlan, check_gguf_resources
+from mycli.quant.layer_streaming import StreamedModel
+from mycli.quant.model_card import Layer
+from mycli.quant.pipeline import Outcome, default_work_folder, measure_result, memory_errors, result_notes
+from mycli.quant.progress import ReportNote, ReportProgress, ignore, silent
+from mycli.quant.source_weights import SourceWeights
+from mycli.quant.work_folder import Solved, WorkFolder, require_same_run
+from mycli.runtime.checkpoint.formats import EMBEDDING
+from mycli.runtime.checkpoint.gguf.blocks import dequantize_blocks
+from mycli.runtime.checkpoint.gguf.folder import GgufFolder
+from mycli.runtime.checkpoint.gguf.types import TYPES_BY_NAME
+from mycli.runtime.checkpoint.open_folder import open_model_folder
+from mycli.runtime.device.placement import Placement, torch_dtype
+from mycli.runtime.hub.store import gguf_record
+from mycli.runtime.utils.files import disk_errors, write_atomic
+
+
+@dataclass(frozen=True)
+class _Output:
+    """Writes tensors of the plan to its file."""
+
+    work: GgufPlan
+    file: GgufTensors
+
+    def copy(self, source: SourceWeights, tensor: str) -> None:
+        """Write a tensor that is not quantized, in the type of the plan."""
+        dtype = TYPES_BY_NAME[self.work.layout.kinds[tensor]].dtype
+        assert dtype is not None
+        values, change = source.read(tensor), self.work.layout.places[tensor].rule.change
+        values = values if change is None else change.store(values.float())
+        self.file.write(tensor, _rows(values.to(torch_dtype(dtype))))
+
+    def write_block(self, solved: Solved) -> None:
+        for name, quantized in solved.linears.items():
+            self.file.write(f"{name}.weight", quantized.codes.cpu())
+
+
+def _rows(values: Tensor) -> Tensor:
+    return values.contiguous().view(len(values), -1).view(torch.uint8)
+
+
+def quantize_gguf(
+    work: GgufPlan,
+    target: Path,
+    placement: Placement,
+    *,
+    overwrite: bool = False,
+    work_folder: Path | None = None,
+    restart: bool = False,
+    progress: ReportProgress = silent,
+    note: ReportNote = ignore,
+) -> Outcome:
+    """Carry out a plan; arguments, errors and resumption are those of `pipeline.quantize`."""
+    check_gguf_resources(work, target, overwrite=overwrite)
+    folder, at_once = work.folder, work.need.at_once
+    with memory_errors(work.need), ExitStack() as stack:
+        calibration = _calibration(work)
+        finished_in = work_folder or default_work_folder(target)
+        run = model_card.identify(work.recipe.record, calibration, placement, at_once)
+        if not restart:
+            require_same_run(finished_in, run)
+        origin = stack.enter_context(model_card.digests_in_background(folder.source_files()))
+        file = stack.enter_context(work.layout.writer(target, overwrite))
+        solver, output, source = BlockTypeSolver(work.layout), _Output(work, file), SourceWeights(folder)
+        for name in work.layout.kinds:
+            if name.removesuffix(".weight") not in work.packings:
+                output.copy(source, name)
+        layers, embedding = _embedding(work, solver, source, output)
+        finished = stack.enter_context(WorkFolder(finished_in, {**run, "source": origin.result()}, restart=restart))
+        model = StreamedModel(folder, placement, at_once, dense=True)
+        blocks = BlockSolver(model, work.packings, solver, calibration.windows, embedding)
+        layers += quantize_blocks(blocks, output.write_block, finished, progress, note)
+        del model, blocks
+        # Opened as every reader will open it, while it can still be discarded.
+        result = GgufFolder.open_file(file.file.partial)
+        result.checked_manifest()
+        card, activations = None, None
+        if work.report != "none":
+            reference = StreamedModel(folder, placement, at_once)
+            card, activations = measure_result(
+                reference, result, work.report, placement, at_once, progress, same_head=False
+            )
+        record = model_card.encode(
+            recipe={**work.recipe.record, "format": "gguf"},
+            calibration=calibration,
+            source=work.source,
+            stored=work.stored,
+            adapter=folder.adapter,
+            size=work.size,
+            layers=layers,
+            tuning=None,
+            card=card,
+            activations=activations,
+            source_files=origin.result(),
+            files={target.name: next(iter(model_card.digests([file.file.partial]).values()))},
+        )
+        with disk_errors(target):
+            # First: a file without its record would be taken for another program's.
+            write_atomic(gguf_record(target), record)
+        file.file.finish()
+        finished.clear()
+    open_model_folder(target)
+    notes = (*_notes(work, calibration), *result_notes(layers, None, card))
+    return Outcome(target, work.size, layers, card, notes, activations)
+
+
+def _calibration(work: GgufPlan) -> Calibration:
+    tokenizer, recipe = work.folder.tokenizer(), work.recipe
+    if work.text is not None:
+        return from_file(work.text, tokenizer, recipe.samples, work.seq, recipe.seed)
+    return bundled(tokenizer, work.config.vocab_size, recipe.samples, work.seq, recipe.seed)
+
+
+def _embedding(
+    work: GgufPlan, solver: BlockTypeSolver, source: SourceWeights, output: _Output
+) -> tuple[tuple[Layer, ...], Tensor | None]:
+    # An embedding that is the head too is solved as the head, at the end: its inputs are known then.
+    if work.config.tie_embeddings or EMBEDDING not in work.packings:
+        return (), None
+    blocks, error = solver.round_tensor(EMBEDDING, source.read(f"{EMBEDDING}.weight"))
+    output.file.write(f"{EMBEDDING}.weight", blocks)
+    kind = solver.kind(EMBEDDING).name
+    table = dequantize_blocks(blocks, kind).to(torch_dtype(work.config.dtype))
+    return (Layer(EMBEDDING, kind, error),), table
+
+
+def _notes(work: GgufPlan, calibration: Calibration) -> Iterator[str]:
+    if work.stored is not None:
+        yield f"the source is already quantized ({work.stored}); its losses remain"
+    if work.folder.mtp_head is not None:
+        yield "the MTP head (mtp.*) is left out: GGUF has no place for it here"
+    widest = max(work.config.hidden_size, work.config.intermediate_size)
+    if calibration.tokens < widest:
+        yield f"calibrated on {calibration.tokens} tokens, fewer than the {widest} inputs of a layer; use more"

@@ -1,0 +1,170 @@
+"""Plans a GGUF file of a model: the type of every tensor, the size, disk and memory, before anything is read."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from mycli.quant.calibration.sampler import check_windows
+from mycli.quant.ggml.file import GgufLayout
+from mycli.quant.ggml.mixes import ModelShape, choose_types, load_mix
+from mycli.quant.ggml.recipe import GgufRecipe
+from mycli.quant.layer_streaming import TOKENS_AT_ONCE, TOKENS_ON_GPU
+from mycli.quant.model_card import Size
+from mycli.quant.planning.memory import Need, QuantizationWork, choose
+from mycli.quant.planning.plan import REPORT_CONTEXT, Report, measured_tokens
+from mycli.quant.recipe import DEFAULT_SEQ
+from mycli.quant.source_weights import SourceWeights, source_scheme
+from mycli.runtime.checkpoint.formats import EMBEDDING
+from mycli.runtime.checkpoint.gguf.architectures import written_architecture
+from mycli.runtime.checkpoint.gguf.types import TYPES_BY_NAME
+from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
+from mycli.runtime.device.placement import dtype_info
+from mycli.runtime.device.system import memory
+from mycli.runtime.errors import ModelError, ResourceError, UsageError
+from mycli.runtime.hub.resolve import Source
+from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.experts_spec import ExpertsSpec
+from mycli.runtime.quantization.scheme import Packing
+from mycli.runtime.utils.files import require_space
+from mycli.runtime.utils.units import distinct_sizes
+
+_SPARE_BYTES = 1 << 20  # for the card
+_HINT = "GGUF can hold it unquantized"
+
+
+@dataclass(frozen=True)
+class GgufPlan:
+    """The tensors that quantizing will write, and the memory that it needs."""
+
+    source: Source
+    recipe: GgufRecipe
+    folder: ModelFolder
+    stored: str | None  # number formats of a packed source
+    layout: GgufLayout
+    packings: Mapping[str, Packing]  # of every linear with blocks, the embedding among them
+    need: Need
+    seq: int
+    report: Report
+    text: Path | None
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.folder.config
+
+    @property
+    def size(self) -> Size:
+        shapes = dict(self.config.tensors())
+        sizes = {name: kind_bytes(shape, self.layout.kinds[name]) for name, shape in shapes.items()}
+        names = [f"{name}.weight" for name in self.packings]
+        parameters, quantized = self.config.parameters(), sum(math.prod(shapes[name]) for name in names)
+        total, packed = self.layout.nbytes, sum(sizes[name] for name in names)
+        return Size(total, parameters, 8 * total / parameters, quantized, 8 * packed / quantized)
+
+    @property
+    def kinds(self) -> Counter[str]:
+        """The number of tensors of each quantized type."""
+        return Counter(self.layout.kinds[f"{name}.weight"] for name in self.packings)
+
+
+def kind_bytes(shape: tuple[int, ...], kind: str) -> int:
+    stored = TYPES_BY_NAME[kind]
+    return math.prod(shape) // stored.block * stored.nbytes
+
+
+def plan_gguf(
+    source: Source,
+    recipe: GgufRecipe,
+    text: Path | None = None,
+    *,
+    folder: ModelFolder | None = None,
+    report: Report = "quick",
+    gpu: bool = False,
+    max_ram: int | None = None,
+    max_vram: int | None = None,
+) -> GgufPlan:
+    """Plan a GGUF file of `source`; arguments and errors are those of `planning.plan.plan_quantization`."""
+    folder = folder or open_model_folder(source.folder)
+    stored, config = source_scheme(folder, source.label), folder.config
+    kinds = _kinds(folder, recipe)
+    mix = load_mix(recipe.mix)
+    layout = GgufLayout(folder, source.label, kinds, mix.id)
+    names = [name.removesuffix(".weight") for name, kind in kinds.items() if TYPES_BY_NAME[kind].bits]
+    packings = {name: TYPES_BY_NAME[kinds[f"{name}.weight"]].packing for name in names}
+    seq = recipe.seq or min(DEFAULT_SEQ, config.max_context)
+    check_windows(recipe.samples, seq, config.max_context)
+    work = QuantizationWork(
+        config=config,
+        packings=packings,
+        tokens=recipe.samples * seq,
+        seq=seq,
+        transforms=False,
+        tunes=False,
+        measured=measured_tokens(report),
+        context=min(REPORT_CONTEXT, config.max_context),
+    )
+    need = choose(work, gpu, TOKENS_ON_GPU if gpu else TOKENS_AT_ONCE, max_ram, max_vram)
+    return GgufPlan(source, recipe, folder, stored, layout, packings, need, seq, report, text)
+
+
+def check_gguf_resources(work: GgufPlan, target: Path, *, overwrite: bool = False) -> None:
+    """Raise UsageError for a target that cannot be written, ResourceError for too little disk or memory."""
+    check_gguf_target(target, overwrite)
+    require_space(target.resolve().parent, work.layout.nbytes + _SPARE_BYTES)
+    available = memory().available
+    if work.need.host > available:
+        needed, left = distinct_sizes(work.need.host, available)
+        raise ResourceError(f"{needed} of memory needed, {left} available", code="fewer-samples")
+
+
+def check_gguf_target(target: Path, overwrite: bool) -> None:
+    """Raise UsageError unless `target` is new or, with `overwrite`, a file."""
+    if target.is_symlink() or (target.exists() and not target.is_file()):
+        raise UsageError(f"{target}: not a regular file, so it is not replaced", code="other-output")
+    if target.exists() and not overwrite:
+        raise UsageError(f"{target}: exists already", code="target-exists")
+
+
+def quantized_names(folder: ModelFolder) -> list[str]:
+    """The tensors that get a quantized type: linears, embedding and head, but none that GGUF transposes in part."""
+    config = folder.config
+    architecture = written_architecture(config)
+    names = [f"{EMBEDDING}.weight", *(f"{linear.name}.weight" for linear in config.linears())]
+    places = {name: architecture.place(name) for name in names}
+    return [name for name, place in places.items() if place is None or not place.rule.by_head]
+
+
+def _kinds(folder: ModelFolder, recipe: GgufRecipe) -> dict[str, str]:
+    config, weights = folder.config, SourceWeights(folder)
+    architecture, shapes = written_architecture(config), dict(config.tensors())
+    stored = {}
+    for name in quantized_names(folder):
+        place = architecture.place(name)
+        stored[name] = name if place is None else place.name
+    types = choose_types(recipe.mix, {stored[name]: shapes[name][1] for name in stored}.items(), _shape(config))
+    exact = {f"{linear.name}.weight" for layer in config.layer_specs for linear in layer.unquantized}
+    kinds, chosen = {}, dict(recipe.kinds)
+    for name, shape in shapes.items():
+        long_axes = [size for size in shape if size != 1]
+        if name in stored:
+            kinds[name] = chosen.get(name) or types[stored[name]]
+            if TYPES_BY_NAME[kinds[name]].dtype is not None:
+                raise ModelError(f"{name}: rows of {shape[1]} values, which no GGUF type divides", _HINT)
+        elif name in exact or len(long_axes) == 1 or len(shape) > 2:
+            kinds[name] = "F32"
+        else:
+            kinds[name] = dtype_info(weights.dtype(name)).safetensors_name
+    return kinds
+
+
+def _shape(config: ModelConfig) -> ModelShape:
+    experts = [len(spec.mlp.experts) for spec in config.layer_specs if isinstance(spec.mlp, ExpertsSpec)]
+    return ModelShape(
+        config.layers,
+        config.heads // max(1, config.kv_heads),
+        max(experts, default=0),
+        written_architecture(config).name,
+        config.tie_embeddings,
+    )

@@ -1,0 +1,35 @@
+"""The recipe of a GGUF file. Imports no torch."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mycli.quant.ggml.mixes import load_mix
+
+
+@dataclass(frozen=True)
+class GgufRecipe:
+    """Everything that decides the bytes of a GGUF file, except the source and the user's calibration text.
+
+    `mix`: a file type of `mixes`. `target_size`: bytes that the file may have; `kinds` then holds the type of each
+    linear, chosen by `sensitivity`, and replaces those of the mix. The other fields are those of `quant.recipe.Recipe`.
+    """
+
+    mix: str
+    samples: int = 128
+    seq: int | None = None
+    seed: int = 0
+    target_size: int | None = None
+    kinds: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        load_mix(self.mix)
+
+    @property
+    def name(self) -> str:
+        """The part of the file's name that describes the recipe."""
+        return self.mix if self.target_size is None else f"{self.target_size / 2**30:.3g}GiB"
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The fields as JSON holds them."""
+        return {**asdict(self), "kinds": dict(self.kinds)}

@@ -1,0 +1,135 @@
+"""Chooses the type of each linear for a file of a given size, by the loss of the output distribution (KL)."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from mycli.quant import pipeline
+from mycli.quant.calibration.sampler import bundled, from_file
+from mycli.quant.ggml import types
+from mycli.quant.ggml.plan import GgufPlan, kind_bytes, plan_gguf
+from mycli.quant.ggml.recipe import GgufRecipe
+from mycli.quant.ggml.solve import round_blocks
+from mycli.quant.layer_streaming import StreamedModel
+from mycli.quant.mixed_precision import COPY_WINDOWS, WINDOWS, low_width, measure_shares
+from mycli.quant.planning.plan import plan_quantization
+from mycli.quant.progress import ReportProgress, silent
+from mycli.quant.recipe import Recipe
+from mycli.quant.rounding.grid import Grid, relative_error, round_to_nearest
+from mycli.quant.source_weights import SourceWeights
+from mycli.runtime.checkpoint.gguf.blocks import dequantize_blocks
+from mycli.runtime.checkpoint.gguf.types import TYPES_BY_NAME
+from mycli.runtime.checkpoint.open_folder import open_model_folder
+from mycli.runtime.device.placement import Placement, torch_dtype
+from mycli.runtime.device.system import trim_heap
+from mycli.runtime.errors import UsageError
+from mycli.runtime.quantization.scheme import Packing
+
+# From the smallest; types that lose more than another of their size are left out.
+KINDS = ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS", "Q4_K", "Q5_K", "Q6_K", "Q8_0")
+_SAMPLED_ROWS = 256  # of a linear, rounded to each type to compare types
+_GROUP = 32  # of the copy of one width
+
+
+@dataclass(frozen=True)
+class KindChoice:
+    """The linears of a product, which get one type: bytes and loss (KL) of each type."""
+
+    names: tuple[str, ...]
+    bytes: dict[str, int]
+    loss: dict[str, float]
+
+    @property
+    def smallest(self) -> str:
+        return min(self.bytes, key=self.bytes.__getitem__)
+
+
+def choose_kinds(work: GgufPlan, target: Path, placement: Placement, progress: ReportProgress = silent) -> GgufRecipe:
+    """The recipe with types for its `target_size`, from a temporary copy of one low width next to `target`.
+
+    Raises UsageError for a size that the smallest types exceed.
+    """
+    assert work.recipe.target_size is not None
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=".widths-", dir=target.parent) as folder:
+        choices = _measure(work, Path(folder) / "low", placement, progress)
+    # The bytes of everything else do not depend on the choice.
+    first = {
+        f"{name}.weight": min(choice.bytes, key=choice.bytes.__getitem__) for choice in choices for name in choice.names
+    }
+    least = plan_gguf(
+        work.source, replace(work.recipe, kinds=tuple(first.items())), work.text, folder=work.folder, report=work.report
+    ).layout.nbytes
+    chosen = spend(choices, work.recipe.target_size - least)
+    kinds = tuple(
+        (f"{name}.weight", kind) for choice, kind in zip(choices, chosen, strict=True) for name in choice.names
+    )
+    return replace(work.recipe, kinds=kinds)
+
+
+def spend(choices: list[KindChoice], budget: int) -> list[str]:
+    """The type of each choice for the least loss, with `budget` bytes more than the smallest types take."""
+    if budget < 0:
+        raise UsageError(f"the smallest types take {-budget} bytes more than the target", "choose a larger size")
+    kinds = [choice.smallest for choice in choices]
+    while True:
+        step, rate = None, 0.0
+        for index, (choice, now) in enumerate(zip(choices, kinds, strict=True)):
+            for kind, size in choice.bytes.items():
+                more, gain = size - choice.bytes[now], choice.loss[now] - choice.loss[kind]
+                if 0 < more <= budget and gain / more > rate:
+                    step, rate = (index, kind, more), gain / more
+        if step is None:
+            return kinds
+        kinds[step[0]] = step[1]
+        budget -= step[2]
+
+
+def _measure(work: GgufPlan, folder: Path, placement: Placement, progress: ReportProgress) -> list[KindChoice]:
+    recipe, config = work.recipe, work.config
+    assert recipe.target_size is not None
+    bits = low_width(8 * recipe.target_size / config.parameters(), _GROUP)
+    low = Recipe(bits=bits, group=_GROUP, samples=min(recipe.samples, COPY_WINDOWS), seq=recipe.seq, seed=recipe.seed)
+    copy = plan_quantization(work.source, low, work.text, folder=work.folder, report="none")
+    pipeline.quantize(copy, folder, placement, progress=progress)
+    trim_heap(mmap_threshold=4 << 20)
+    tokenizer = work.folder.tokenizer()
+    calibration = (
+        bundled(tokenizer, config.vocab_size, low.samples, work.seq, low.seed)
+        if work.text is None
+        else from_file(work.text, tokenizer, low.samples, work.seq, low.seed)
+    )
+    windows = calibration.windows
+    order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(low.seed))[:WINDOWS]
+    original, rounded = (
+        StreamedModel(model, placement, work.need.at_once) for model in (work.folder, open_model_folder(folder))
+    )
+    shares = measure_shares(original, rounded, windows[order], progress)
+    source = SourceWeights(work.folder)
+    groups = [linears for layer in config.layer_specs for linears in layer.products().values()]
+    choices = []
+    for share, linears in zip(shares, groups, strict=True):
+        shapes = [(linear.out_features, linear.in_features) for linear in linears]
+        weights = [source.read(f"{linear.name}.weight")[:_SAMPLED_ROWS].float() for linear in linears]
+        errors = {kind: _error(weights, kind) for kind in KINDS if shapes[0][1] % TYPES_BY_NAME[kind].block == 0}
+        grid = Grid(Packing(bits, _GROUP), torch_dtype(config.dtype))
+        at_low = sum(relative_error(weight, round_to_nearest(weight, grid)[0], grid) for weight in weights) or 1.0
+        choices.append(
+            KindChoice(
+                tuple(linear.name for linear in linears),
+                {kind: sum(kind_bytes(shape, kind) for shape in shapes) for kind in errors},
+                {kind: share.loss[bits] * len(weights) * error / at_low for kind, error in errors.items()},
+            )
+        )
+    return choices
+
+
+def _error(weights: list[torch.Tensor], kind: str) -> float:
+    # The mean of relative squared errors of rounding.
+    total = 0.0
+    for weight in weights:
+        values = dequantize_blocks(round_blocks(weight, types.load(kind)), kind)
+        total += float((values - weight).square().sum() / weight.square().sum().clamp(min=1e-30))
+    return total / len(weights)

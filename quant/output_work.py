@@ -1,0 +1,117 @@
+"""Finished parts of a run in its unfinished output, with a journal: nothing is on disk twice."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mycli.quant.model_card import Layer
+from mycli.quant.rounding.grid import Quantized
+from mycli.quant.source_weights import SourceWeights
+from mycli.quant.tensorwise import TensorWriter
+from mycli.quant.work_folder import Solved, WorkFolder
+from mycli.runtime.checkpoint import formats
+from mycli.runtime.checkpoint.manifest import Manifest
+from mycli.runtime.checkpoint.reader import Checkpoint
+from mycli.runtime.checkpoint.writer import CheckpointWriter
+from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.quantization.packed_weight import unpack
+from mycli.runtime.utils.files import disk_errors
+
+_JOURNAL = "finished.jsonl"
+OUTPUT = "output"
+
+
+class OutputWork(WorkFolder):
+    """A work folder that holds the output while it is written; `attach` comes before anything is read or recorded.
+
+    A line of the journal is written after the tensors that it names are on disk, so a run that is killed at any moment
+    loses only the tensor or block it worked on.
+    """
+
+    def __init__(self, folder: Path, run: Mapping[str, Any], *, restart: bool = False) -> None:
+        super().__init__(folder, run, restart=restart)
+        self.output = folder / OUTPUT
+        self._tensors: dict[str, Layer | None] = {}
+        self._blocks: dict[int, dict[str, Any]] = {}
+        self._solved_here = False
+
+    def _leftovers(self) -> list[Path]:
+        return [*super()._leftovers(), self.folder / _JOURNAL]
+
+    def attach(self, writer: CheckpointWriter, output: TensorWriter, config: ModelConfig) -> None:
+        """Continue the output of an earlier run, or begin it."""
+        self._writer, self._target = writer, output
+        self._linears = {linear.name: linear for linear in config.linears()}
+        if not writer.continues:
+            (self.folder / _JOURNAL).unlink(missing_ok=True)
+        for record in self._records():
+            if "tensor" in record:
+                layer = record["layer"]
+                self._tensors[record["tensor"]] = None if layer is None else Layer(**layer)
+                writer.mark_written(record["tensor"].removesuffix(".weight") if layer else record["tensor"])
+            else:
+                self._blocks[record["block"]] = record
+
+    def _records(self) -> list[dict[str, Any]]:
+        path = self.folder / _JOURNAL
+        if not path.exists():
+            return []
+        lines = path.read_bytes().splitlines(keepends=True)
+        if lines and not lines[-1].endswith(b"\n"):  # the run was killed while it wrote this line
+            os.truncate(path, sum(map(len, lines[:-1])))
+            lines.pop()
+        return [json.loads(line) for line in lines]
+
+    def _record(self, **record: Any) -> None:
+        self._writer.flush()
+        with disk_errors(self.folder), (self.folder / _JOURNAL).open("ab") as file:
+            file.write(json.dumps(record).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    # Tensors of methods without data, and tensors that are copied
+
+    def finished(self, tensor: str) -> bool:
+        return tensor in self._tensors
+
+    def layer(self, tensor: str) -> Layer | None:
+        """Return the record of a finished tensor; None for a copied one."""
+        return self._tensors[tensor]
+
+    def copy(self, source: SourceWeights, tensor: str) -> None:
+        if not self.finished(tensor):
+            self._target.copy(source, tensor)
+            self._record(tensor=tensor, layer=None)
+
+    def write_linear(self, layer: Layer, solved: Quantized) -> None:
+        self._target.write_linear(layer.name, solved)
+        self._record(tensor=f"{layer.name}.weight", layer=asdict(layer))
+
+    # Blocks
+
+    def load(self, block: int) -> Solved | None:
+        record = self._blocks.get(block)
+        # The output is read only before anything is added to it.
+        if record is None or self._solved_here:
+            return None
+        layers = tuple(Layer(**layer) for layer in record["layers"])
+        checkpoint = Checkpoint(Manifest.open(self._writer.folder))
+        linears = {layer.name: self._quantized(checkpoint, layer.name) for layer in layers}
+        for name in (*linears, *record["changed"]):
+            self._writer.mark_written(name)
+        return Solved(linears, {name: checkpoint.read(name) for name in record["changed"]}, layers)
+
+    def _quantized(self, checkpoint: Checkpoint, name: str) -> Quantized:
+        linear, packing = self._linears[name], self._target.packings[name]
+        weight = formats.read_weight(checkpoint, [linear], packing, torch.device("cpu"))
+        return Quantized(unpack(weight.packed, packing.bits, linear.in_features), weight.scales)
+
+    def save(self, block: int, solved: Solved) -> None:
+        self._solved_here = True
+        self._target.write_block(solved)
+        self._record(block=block, layers=[asdict(layer) for layer in solved.layers], changed=[*solved.changed])

@@ -1,0 +1,116 @@
+"""Other programs as readers of a model's files: one file each, with the members of `ReaderModule`.
+
+A reader runs as a process of its own and returns what it read: digests of the rows of every weight, and logits.
+"""
+
+import importlib
+import json
+import pkgutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, cast
+
+from mycli.runtime.errors import ModelError, NotFoundError
+
+Names = Literal["hf", "gguf"]
+_SECONDS = 3600  # for one model; a program that hangs must not hang this one
+
+
+@dataclass(frozen=True)
+class ReadWeight:
+    """A weight as another program reads it: its dtype, and a digest of the fp32 values of each row."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    rows: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The result of a reader; no weights if the program packs them anew.
+
+    `logits`: those after the last token, all or only the likeliest, by token.
+    """
+
+    program: str  # with its version
+    weights: dict[str, ReadWeight]
+    logits: dict[int, float] | None = None
+    log_probabilities: bool = False  # `logits` are log-probabilities of the likeliest tokens
+    tolerance: float = 0.0  # of logits, in nats
+
+
+@dataclass(frozen=True)
+class Task:
+    """`program`: the Python that has the reader, or the folder of its binaries; None: this Python, or PATH."""
+
+    model: Path
+    tokens: tuple[int, ...]
+    program: Path | None
+
+
+class ReaderModule(Protocol):
+    WEIGHT_NAMES: Names  # of the weights that it returns
+
+    def read(self, task: Task) -> Reading:
+        """Read a model. Raises NotFoundError if the program is missing, ModelError if it refuses the model."""
+        ...
+
+
+def names() -> list[str]:
+    modules = [module.name for module in pkgutil.iter_modules(__path__)]
+    return sorted(name.replace("_cpp", ".cpp").replace("_", "-") for name in modules if not name.startswith("_"))
+
+
+def load(name: str) -> ReaderModule:
+    module = name.replace("-", "_").replace(".", "_")
+    return cast(ReaderModule, importlib.import_module(f"{__name__}.{module}"))
+
+
+def run_child(task: Task, python: str, script: str, packages: Sequence[str], title: str) -> dict[str, Any]:
+    """Run a script of this folder in another Python and return the JSON that it writes.
+
+    Raises NotFoundError if one of `packages` is missing there.
+    """
+    probe = f"import importlib.util as u, sys; sys.exit(any(u.find_spec(name) is None for name in {list(packages)}))"
+    try:
+        missing = subprocess.run([python, "-I", "-c", probe], capture_output=True, check=False).returncode != 0
+    except OSError as error:
+        raise NotFoundError(f"{python}: {error.strerror}", "name the Python that has the program") from None
+    if missing:
+        raise NotFoundError(f"{title} is not installed for {python}", f"{python} -m pip install {' '.join(packages)}")
+    with tempfile.TemporaryDirectory(prefix="mycli-read-") as folder:
+        answer = Path(folder) / "answer.json"
+        child = str(Path(__file__).with_name(script))
+        command = [python, "-I", child, str(task.model.absolute()), json.dumps(task.tokens), str(answer)]
+        run_program(command, title, task.model)
+        answered: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
+        return answered
+
+
+def run_program(command: Sequence[str], title: str, model: Path) -> str:
+    """Run a program to its end and return its output. Raises ModelError with its last line if it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        raise ModelError(f"{model}: {title} did not read it within {_SECONDS} s", "try a smaller model") from None
+    if done.returncode != 0:
+        lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
+        reason = lines[-1][:300] if lines else f"exit code {done.returncode}"
+        raise ModelError(f"{model}: {title} does not read it: {reason}", "the program may not support this model")
+    return done.stdout
+
+
+def parse_reading(answer: dict[str, Any], tolerance: float) -> Reading:
+    weights = {
+        name: ReadWeight(entry["dtype"], tuple(entry["shape"]), tuple(entry["rows"]))
+        for name, entry in answer["weights"].items()
+    }
+    if "likeliest" in answer:
+        likeliest = {int(token): float(value) for token, value in answer["likeliest"].items()}
+        return Reading(answer["program"], weights, likeliest, True, tolerance)
+    logits = answer.get("logits")
+    by_token = None if logits is None else dict(enumerate(map(float, logits)))
+    return Reading(answer["program"], weights, by_token, tolerance=tolerance)

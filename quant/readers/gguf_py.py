@@ -1,0 +1,17 @@
+"""The `gguf` package of llama.cpp, which decodes every type in numpy. It computes no logits."""
+
+import sys
+
+from mycli.quant.readers import Names, Reading, Task, parse_reading, run_child
+from mycli.runtime.checkpoint.gguf.parts import SUFFIX
+from mycli.runtime.errors import ModelError
+
+WEIGHT_NAMES: Names = "gguf"
+
+
+def read(task: Task) -> Reading:
+    """See `ReaderModule.read`."""
+    if task.model.suffix != SUFFIX:
+        raise ModelError(f"{task.model}: not a GGUF file, which gguf-py reads", "name the .gguf file")
+    python = str(task.program or sys.executable)
+    return parse_reading(run_child(task, python, "_gguf_child.py", ("gguf",), "the gguf package"), 0.0)

@@ -1,0 +1,27 @@
+"""transformers, with compressed-tensors: reads folders, dense and packed."""
+
+import sys
+
+from mycli.quant.readers import Names, Reading, Task, parse_reading, run_child
+from mycli.runtime.errors import ModelError
+from mycli.runtime.utils.json_fields import read_object
+
+WEIGHT_NAMES: Names = "hf"
+_TOLERANCE = 1e-3  # both compute in fp32, with other orders of sums
+_PACKAGES = {"compressed-tensors": "compressed_tensors", "gptq": "gptqmodel", "awq": "gptqmodel"}
+
+
+def read(task: Task) -> Reading:
+    """See `ReaderModule.read`."""
+    if not task.model.is_dir():
+        raise ModelError(
+            f"{task.model}: not a folder, which transformers reads", "gguf-py and llama.cpp read GGUF files"
+        )
+    raw = read_object(task.model / "config.json")
+    settings = raw.values.get("quantization_config")
+    method = settings.get("quant_method") if isinstance(settings, dict) else None
+    packages = ["transformers", "torch", *([_PACKAGES[method]] if method in _PACKAGES else [])]
+    python = str(task.program or sys.executable)
+    return parse_reading(
+        run_child(task, python, "_transformers_child.py", packages, " with ".join(packages[::2])), _TOLERANCE
+    )

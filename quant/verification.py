@@ -1,0 +1,175 @@
+"""Compares how another program reads a model with the values that it should hold, weight by weight and in logits."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mycli.quant.export._weights import Weights
+from mycli.quant.ggml.file import split_by_head
+from mycli.quant.layer_streaming import StreamedModel
+from mycli.quant.progress import ReportProgress, silent
+from mycli.quant.readers import Names, Reading, ReadWeight
+from mycli.quant.readers._digests import row_digests
+from mycli.runtime.checkpoint.gguf.architectures import written_architecture
+from mycli.runtime.checkpoint.gguf.checkpoint import GgufCheckpoint, file_order
+from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.device.placement import Placement
+from mycli.runtime.errors import ModelError
+
+TOKENS = 16  # of the passes whose logits are compared
+_SHARED = 0.8  # of the likeliest tokens of a program that gives only those
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A weight that differs; `row` is the first one, None if shapes differ. Names are those of the other program."""
+
+    weight: str
+    row: int | None
+    problem: str
+
+
+@dataclass(frozen=True)
+class Verified:
+    """`logits`: the largest difference in nats, None if the program gives none; `likeliest`: share of shared tokens."""
+
+    program: str
+    weights: int
+    faults: tuple[Fault, ...]
+    logits: float | None
+    tolerance: float
+    likeliest: float | None = None
+
+    @property
+    def logits_fail(self) -> bool:
+        too_far = self.logits is not None and not self.logits <= self.tolerance
+        return too_far or (self.likeliest is not None and self.likeliest < _SHARED)
+
+
+def tokens_to_score(vocabulary: int) -> tuple[int, ...]:
+    """The tokens whose logits are compared: the same for every model with this vocabulary."""
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randint(min(3, vocabulary - 1), vocabulary, (TOKENS,), generator=generator).tolist())
+
+
+def verify_reading(
+    reading: Reading,
+    names: Names,
+    reference: ModelFolder,
+    model: ModelFolder,
+    tokens: tuple[int, ...],
+    placement: Placement,
+    progress: ReportProgress = silent,
+) -> Verified:
+    """Compare a reading of `model` with the exact values of `reference`, rounded to the dtypes of the program."""
+    expected: Iterator[tuple[str, Tensor]] = iter(())
+    if reading.weights:
+        expected = _gguf_weights(reference) if names == "gguf" else _folder_weights(reference)
+    faults, seen = [], set()
+    total = len(reading.weights)
+    for name, values in expected:
+        read = reading.weights.get(name)
+        seen.add(name)
+        if read is None:
+            faults.append(Fault(name, None, "the program has no such weight"))
+        elif (fault := _compare(name, values, read)) is not None:
+            faults.append(fault)
+        progress("comparing weights", min(len(seen), total), total)
+    difference, likeliest = _compare_logits(reading, model, tokens, placement)
+    return Verified(reading.program, len(seen), tuple(faults), difference, reading.tolerance, likeliest)
+
+
+def _compare(name: str, values: Tensor, read: ReadWeight) -> Fault | None:
+    if tuple(values.shape) != read.shape and values.numel() == _count(read.shape) and values.dim() == len(read.shape):
+        return Fault(name, None, f"has shape {list(read.shape)}, expected {list(values.shape)}: transposed")
+    if values.numel() != _count(read.shape):
+        return Fault(name, None, f"has shape {list(read.shape)}, expected {list(values.shape)}")
+    dtype = getattr(torch, read.dtype)
+    rows = values.float().to(dtype).reshape(-1, values.shape[-1]) if values.dim() > 1 else values.to(dtype).view(1, -1)
+    if len(rows) != len(read.rows):
+        rows = rows.reshape(len(read.rows), -1)
+    ours = row_digests(rows)
+    wrong = [index for index, (digest, other) in enumerate(zip(ours, read.rows, strict=True)) if digest != other]
+    if not wrong:
+        return None
+    moved = sorted(ours) == sorted(read.rows)
+    what = "rows in another order" if moved else "other values"
+    return Fault(name, wrong[0], f"{what} in {len(wrong)} of {len(ours)} rows, first in row {wrong[0]}")
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _folder_weights(folder: ModelFolder) -> Iterator[tuple[str, Tensor]]:
+    weights = Weights(folder)
+    for name, _ in folder.config.tensors():
+        yield name, _exact(weights, name)
+
+
+def _exact(weights: Weights, name: str) -> Tensor:
+    """The fp32 values of a weight; not rounded to the model's dtype, as embeddings of GGUF files are when read."""
+    if weights.packing(name) is not None or not isinstance(weights.checkpoint, GgufCheckpoint):
+        return weights.dense(name).float()
+    values = torch.empty(weights.checkpoint.entry(name).shape)
+    weights.checkpoint.read_into(name, values)
+    return values
+
+
+def _gguf_weights(folder: ModelFolder) -> Iterator[tuple[str, Tensor]]:
+    """The weights by their names and in the order of rows and columns of a GGUF file; experts as one stack."""
+    config, weights = folder.config, Weights(folder)
+    architecture = written_architecture(config)
+    stacks: dict[str, dict[int, Tensor]] = {}
+    counts: dict[str, int] = {}
+    places = {name: architecture.place(name) for name, _ in config.tensors()}
+    for place in places.values():
+        if place is not None and place.expert is not None:
+            counts[place.name] = counts.get(place.name, 0) + 1
+    for name, place in places.items():
+        if place is None:
+            raise ModelError(f"{name}: GGUF has no tensor for it in the architecture {architecture.name}", "")
+        rule, values = place.rule, _exact(weights, name)
+        values = values if rule.change is None else rule.change.store(values)
+        values = values.squeeze() if values.dim() > 2 else values
+        if rule.column_order is not None:
+            values = values[:, file_order(rule.column_order, config, values.shape[1])]
+        if rule.row_order is not None:
+            values = values[file_order(rule.row_order, config, len(values))]
+        if place.expert is not None:
+            stack = stacks.setdefault(place.name, {})
+            stack[place.expert] = values
+            if len(stack) == counts[place.name]:
+                yield place.name, torch.stack([stack[index] for index in sorted(stack)])
+                del stacks[place.name]
+            continue
+        if rule.by_head:
+            yield from zip(place.names, split_by_head(config, values), strict=True)
+            continue
+        first = len(values) if rule.first_rows is None else rule.first_rows(config)
+        parts = [values] if first == len(values) else [values[:first], values[first:]]
+        yield from zip(place.names, parts, strict=True)
+
+
+@torch.no_grad()
+def _compare_logits(
+    reading: Reading, model: ModelFolder, tokens: tuple[int, ...], placement: Placement
+) -> tuple[float | None, float | None]:
+    if reading.logits is None:
+        return None, None
+    streamed = StreamedModel(model, placement, dense=True)
+    hidden = streamed.hidden(torch.tensor([tokens]))
+    ours = streamed.logits(hidden[0, -1:])[0].log_softmax(0).cpu()
+    indices = torch.tensor(list(reading.logits))
+    theirs = torch.tensor(list(reading.logits.values()))
+    if not reading.log_probabilities:
+        return float((ours[indices] - theirs.log_softmax(0)).abs().max()), None
+    likeliest = set(ours.topk(len(indices)).indices.tolist())
+    shared = [index for index in indices.tolist() if index in likeliest]
+    difference = max((abs(float(ours[index]) - reading.logits[index]) for index in shared), default=float("inf"))
+    return difference, len(shared) / len(indices)

@@ -1,0 +1,85 @@
+"""Granite 4 H: Mamba-2 in the layers without key-value heads, a shared MLP, maybe with experts."""
+
+from typing import Any
+
+from mycli.runtime.checkpoint.gguf.architecture import PAIRED_TENSORS, Architecture, Config, GgufKey, TensorRule
+from mycli.runtime.checkpoint.gguf.architectures.granite import GRANITE_KEYS
+from mycli.runtime.checkpoint.gguf.experts import expert_tensors
+from mycli.runtime.checkpoint.gguf.header import GgufModel
+from mycli.runtime.checkpoint.gguf.mamba import (
+    MAMBA_FIELDS,
+    expansion,
+    has_bias,
+    mamba_tensors,
+    read_mamba_keys,
+    write_mamba_keys,
+)
+from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.experts_spec import ExpertsSpec
+
+
+def _shared_size(config: ModelConfig) -> int:
+    mlp = config.layer_specs[0].mlp
+    if isinstance(mlp, ExpertsSpec):
+        return 0 if mlp.shared is None else mlp.shared.mlp.size
+    return config.layer_specs[0].dense_mlp.size
+
+
+def _experts(config: ModelConfig) -> tuple[int, int]:
+    mlp = config.layer_specs[0].mlp
+    return (len(mlp.experts), mlp.top_k) if isinstance(mlp, ExpertsSpec) else (0, 0)
+
+
+def _shared(gate: str, up: str, down: str) -> dict[str, TensorRule]:
+    # Gate and up are one tensor in Hugging Face.
+    joined = TensorRule("shared_mlp.input_linear", followed_by=up, first_rows=_shared_size)
+    return {gate: joined, down: TensorRule("shared_mlp.output_linear")}
+
+
+_TENSORS = {
+    **{name: rule for name, rule in PAIRED_TENSORS.items() if name not in ("ffn_gate", "ffn_up", "ffn_down")},
+    **mamba_tensors("mamba"),
+}
+
+
+def _read_config(model: GgufModel, config: Config) -> Config:
+    heads = model.layer_values("attention.head_count_kv", config["num_hidden_layers"])
+    return {
+        **read_mamba_keys(model, MAMBA_FIELDS, "mamba_d_head"),
+        "mamba_expand": expansion(model),
+        "mamba_conv_bias": has_bias(model, "ssm_conv1d"),
+        "mamba_proj_bias": has_bias(model, "ssm_in"),
+        "attention_bias": has_bias(model, "attn_q"),
+        "layer_types": ["attention" if count else "mamba" for count in heads],
+        "position_embedding_type": "rope" if model.boolean("rope.scaling.finetuned", False) else "nope",
+    }
+
+
+def _write_keys(config: ModelConfig) -> dict[str, Any]:
+    heads = [0 if spec.recurrent else config.kv_heads for spec in config.layer_specs]
+    rotates = bool(config.distinct_ropes)
+    return {**write_mamba_keys(config), "attention.head_count_kv": heads, "rope.scaling.finetuned": rotates}
+
+
+ARCHITECTURE = Architecture(
+    name="granitehybrid",
+    model_type="granitemoehybrid",
+    written_types=("granitemoehybrid",),
+    layer_tensors={
+        **_TENSORS,
+        **expert_tensors("block_sparse_moe", router="router.layer"),
+        **_shared("ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp"),
+    },
+    dense_tensors={**_TENSORS, **_shared("ffn_gate", "ffn_up", "ffn_down")},
+    keys=(
+        *GRANITE_KEYS,
+        GgufKey(
+            "expert_count", "num_local_experts", default=0, required=True, write=lambda config: _experts(config)[0]
+        ),
+        GgufKey("expert_used_count", "num_experts_per_tok", write=lambda config: _experts(config)[1]),
+        GgufKey("expert_shared_feed_forward_length", "shared_intermediate_size", required=True, write=_shared_size),
+    ),
+    by_layer=("attention.head_count_kv",),
+    read_config=_read_config,
+    write_keys=_write_keys,
+)

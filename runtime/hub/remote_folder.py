@@ -1,0 +1,77 @@
+"""Opens a model on a hub as a folder: small files are copied, tensors are read by byte ranges."""
+
+import hashlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+from mycli.runtime.checkpoint.manifest import Manifest, read_index
+from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.checkpoint.open_folder import open_model_folder
+from mycli.runtime.checkpoint.safetensors_header import INDEX
+from mycli.runtime.errors import ModelError
+from mycli.runtime.hub.client import Hub
+from mycli.runtime.hub.download import DownloadPlan, read_small_file
+from mycli.runtime.hub.names import split_file
+from mycli.runtime.hub.remote_file import RangeSpool, RemoteFile
+from mycli.runtime.hub.resolve import Source
+from mycli.runtime.hub.store import has_adapter_files
+from mycli.runtime.utils.files import disk_errors, write_atomic
+
+_WEIGHTS = ".safetensors"
+
+
+@dataclass(frozen=True)
+class RemoteModel:
+    """A model whose weights are on a hub; a context manager that ends the transfers."""
+
+    source: Source
+    folder: ModelFolder
+    spool: RangeSpool
+
+    @classmethod
+    def open(cls, hub: Hub, plan: DownloadPlan, folder: Path) -> Self:
+        """Copy the small files to `folder` and read the headers of the weights.
+
+        Raises ModelError for adapters, GGUF files and invalid headers, and what `read_small_file` raises.
+        """
+        names = {file.name for file in plan.files}
+        if split_file(plan.model)[1] is not None or has_adapter_files(names) or "config.json" not in names:
+            raise ModelError(f"{plan.model}: only a whole model in safetensors can be quantized while it is downloaded")
+        small = [file for file in plan.files if not file.name.endswith(_WEIGHTS)]
+        with disk_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        for file in small:
+            data = read_small_file(hub, plan.repo, plan.commit, file)
+            with disk_errors(folder):
+                write_atomic(folder / file.name, data)
+        spool = RangeSpool(hub, plan.repo, plan.commit, folder / "ranges")
+        files = {file.name: RemoteFile(file, spool) for file in plan.files if file.name.endswith(_WEIGHTS)}
+        index = read_index(folder) if (folder / INDEX).exists() else None
+        manifest = Manifest.from_files(folder, files, index)
+        opened = open_model_folder(folder)
+        opened = replace(opened, headers=opened.text_tensors(manifest.tensors), file_manifest=manifest)
+        return cls(Source(plan.model, folder, plan.repo, plan.commit), opened, spool)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.spool.close()
+
+    def digests(self) -> dict[str, dict[str, Any]]:
+        """Return size and sha256 of each file that the model is made from, by name."""
+        files = {file.name: file for file in self.folder.manifest.files.values() if isinstance(file, RemoteFile)}
+        return {path.name: _digest(path, files.get(path.name)) for path in sorted(self.folder.source_files())}
+
+
+def _digest(path: Path, remote: RemoteFile | None) -> dict[str, Any]:
+    if remote is None:
+        return {"sha256": hashlib.sha256(path.read_bytes()).hexdigest(), "bytes": path.stat().st_size}
+    if len(remote.file.digest) == 64:
+        return {"sha256": remote.file.digest, "bytes": remote.size}
+    # Git's digest of a small file is not the sha256 that a record names.
+    digest = hashlib.sha256()
+    for piece in remote.chunks(0, remote.size):
+        digest.update(piece)
+    return {"sha256": digest.hexdigest(), "bytes": remote.size}

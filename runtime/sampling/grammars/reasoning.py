@@ -1,0 +1,45 @@
+"""Grammars of chat replies without a format, whose reasoning a budget or a deadline closes."""
+
+from collections.abc import Sequence
+
+from mycli.runtime.sampling.grammars.grammar import Grammar, GrammarCompiler, Prelude
+from mycli.runtime.tokenizer.parsing.reasoning_parser import CLOSE, OPEN
+from mycli.runtime.tokenizer.tokenizer import Tokenizer
+
+_PROMPT_END = 16  # tokens at the end of a prompt that may open a reasoning tag; no tag is longer
+
+
+def prompt_end(tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
+    """Return the last characters of a prompt with control tokens spelled out."""
+    return b"".join(map(tokenizer.token_bytes, prompt[-_PROMPT_END:])).decode("utf-8", "replace")
+
+
+def reasoning_prelude(template: str, end: str) -> Prelude | None:
+    """Return what may precede the answer of a chat model with this template, to a prompt with this `prompt_end`."""
+    if end.rstrip().endswith(OPEN):
+        return Prelude(OPEN, CLOSE, opened=True)
+    if OPEN in template and not end.rstrip().endswith(CLOSE):
+        return Prelude(OPEN, CLOSE)
+    return None
+
+
+class ReasoningGrammars:
+    """The grammars of one model's chat replies; `budget`: tokens of reasoning, None for what the deadline leaves."""
+
+    def __init__(self, tokenizer: Tokenizer, stop_ids: frozenset[int], budget: int | None) -> None:
+        self._tokenizer, self._stop_ids, self._budget = tokenizer, stop_ids, budget
+        self._compiler: GrammarCompiler | None = None
+        self._grammars: dict[bool, Grammar] = {}  # by whether the prompt opens the reasoning
+
+    def grammar(self, prompt: Sequence[int]) -> Grammar | None:
+        """Return the grammar of the reply to a chat prompt; None if it has no reasoning."""
+        template = self._tokenizer.template
+        end = prompt_end(self._tokenizer, prompt)
+        prelude = None if template is None else reasoning_prelude(template.source(tools=True), end)
+        if prelude is None:
+            return None
+        if prelude.opened not in self._grammars:
+            self._compiler = self._compiler or GrammarCompiler(self._tokenizer, self._stop_ids)
+            limited = Prelude(prelude.open, prelude.close, prelude.opened, self._budget)
+            self._grammars[prelude.opened] = self._compiler.any_text(limited)
+        return self._grammars[prelude.opened]

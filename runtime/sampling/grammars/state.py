@@ -1,0 +1,270 @@
+"""The parser state of replies under a grammar: masks tokens, and leads each reply to an ending that matches in time.
+
+- What the model gives to the end token, where the grammar does not allow it yet, goes to the shortest ending: a model
+  that is done with its sentence closes the string.
+- Before the token limit or the deadline the probability of the ending rises, and at last only the ending is allowed.
+- Reasoning is closed at its budget, in a loop, and when the rest of the tokens or of the time belongs to the answer.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mycli.runtime.errors import ModelError
+from mycli.runtime.sampling.grammars.ending import Ending, Symbols, SymbolTable
+from mycli.runtime.sampling.grammars.loops import LoopDetector
+
+ANSWER_TOKENS = 16  # that reasoning leaves at least, closing tag included
+# The share of tokens and time that reasoning leaves to the answer.
+ANSWER_SHARE = 4
+# Tokens before the limit at which the probability of the ending begins to rise, at least: a string that is cut in its
+# last words is better than one cut in a word, and values that follow need tokens of their own.
+CLOSING_TOKENS = 16
+_NEGLIGIBLE = 12.0  # nats below the likeliest token: a chance of 6e-6
+_HINT = "use a simpler schema or expression"
+
+
+@dataclass(frozen=True)
+class ReplyLimits:
+    """The limits of one reply: `tokens`, the end token included; `ends_at`: seconds of `clock`; None: no limit."""
+
+    tokens: int | None = None
+    ends_at: float | None = None
+    clock: Callable[[], float] = time.monotonic
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    """The tags around reasoning as symbols, and its limits.
+
+    opened: the reply begins inside it; budget: tokens, None for what the limits of the reply leave; answered: the
+    answer needs tokens of its own.
+    """
+
+    open: Symbols
+    close: Symbols
+    opened: bool
+    budget: int | None
+
+
+class _Thought:
+    # Follows the tags of reasoning through a reply and says when it must be closed.
+
+    def __init__(self, reasoning: Reasoning, limits: ReplyLimits, closes: bool) -> None:
+        self._tags, self._limits = reasoning, limits
+        self.inside, self._over = reasoning.opened, False
+        self._recent: Symbols = ()
+        self._count = 0
+        self._loops = LoopDetector()
+        self._looping = False
+        self._began = limits.clock()
+        self._most = reasoning.budget
+        if limits.tokens is not None and (closes or reasoning.budget is not None or limits.ends_at is not None):
+            room = max(limits.tokens - max(limits.tokens // ANSWER_SHARE, ANSWER_TOKENS), 0)
+            self._most = room if self._most is None else min(self._most, room)
+
+    def add(self, token: int, symbols: Symbols) -> None:
+        if self._over:
+            return
+        if self.inside:
+            self._count += 1
+            self._looping = self._looping or self._loops.add(token)
+        tag = self._tags.close if self.inside else self._tags.open
+        recent = (*self._recent[1 - len(tag) or len(self._recent) :], *symbols)
+        if _contains(recent, tag):
+            self.inside, self._over, recent = not self.inside, self.inside, ()
+        self._recent = recent
+
+    def must_close(self, token_seconds: float, ending: int) -> bool:
+        if not self.inside:
+            return False
+        if self._looping or (self._most is not None and self._count >= self._most):
+            return True
+        ends_at = self._limits.ends_at
+        if ends_at is None:
+            return False
+        now = self._limits.clock()
+        share = (ends_at - self._began) / ANSWER_SHARE
+        return ends_at - now <= max(share, (ending + ANSWER_TOKENS) * token_seconds)
+
+
+class _Reply:
+    # One reply: its parser, its ending, its reasoning, and what is left of its limits.
+
+    def __init__(
+        self,
+        kind: str,
+        parser: Any,
+        ending: Ending,
+        table: SymbolTable,
+        free: bool,
+        thought: _Thought | None,
+        limits: ReplyLimits,
+    ) -> None:
+        self._kind, self._parser, self._ending, self._table = kind, parser, ending, table
+        self._free, self._thought, self._limits = free, thought, limits
+        self.ended = False
+        self._count = 0
+        self._last: float | None = None
+        self._token_seconds = 0.0  # a moving average
+
+    @property
+    def complete(self) -> bool:
+        return self.ended or bool(self._parser.is_accepting())
+
+    @property
+    def may_be_cut(self) -> bool:
+        return self._free and self.complete
+
+    def allowed(self, count: int) -> Tensor:
+        words = torch.frombuffer(bytearray(self._parser.compute_bitmask()), dtype=torch.uint8)
+        bits = words.unsqueeze(1).bitwise_right_shift(torch.arange(8, dtype=torch.uint8)) & 1
+        allowed = bits.flatten()[:count].bool()
+        if self._parser.is_error() or not bool(allowed.any()):
+            cause = self._parser.get_error().split("\n")[0] or "the vocabulary has no token that continues the reply"
+            raise ModelError(f"{self._kind}: dead end: {cause:.300}", _HINT)
+        return allowed
+
+    def lead(self, logits: Tensor, masked: Tensor) -> None:
+        """Move the allowed logits `masked` [vocab] towards the ending; `logits`: of all tokens."""
+        if self._ending.tokens is None or self.may_be_cut:
+            return
+        if self._must_end():
+            forced = self._ending.next_tokens[-1]
+            # The parser accepts it also where its mask, of the usual spelling, leaves it out.
+            masked.fill_(-math.inf)
+            masked[forced] = logits[forced]
+            return
+        if self.complete:
+            return
+        ends, share = [float(logits[token]) for token in self._table.ends if token < len(logits)], self._closing_share()
+        if max(ends, default=-math.inf) < float(masked.max()) - _NEGLIGIBLE and not share:
+            return
+        following = torch.tensor(self._ending.next_tokens, device=masked.device)
+        likeliest = following[masked[following].argmax()]
+        masked[likeliest] = torch.logaddexp(masked[likeliest], masked.new_tensor(ends).logsumexp(0))
+        if share:
+            floor = masked.logsumexp(0) + math.log(share / (1 - share))
+            masked[likeliest] = torch.maximum(masked[likeliest], floor)
+
+    def accept(self, token: int) -> int:
+        """Advance by a sampled token, or by the next of the ending where the token leaves too few for an ending."""
+        if self.ended:
+            return token
+        saved = self._ending.save()
+        self._consume(token)
+        if token in self._table.ends:
+            self.ended = True
+            return token
+        before, after = saved[1], self._ending.tokens
+        if before is not None and after is not None and len(after) > self._left() - 1 >= len(before) - 1:
+            self._parser.rollback(1)
+            self._ending.restore(saved)
+            token = before[0]
+            self._consume(token)
+        self._count += 1
+        if self._limits.ends_at is not None:
+            self._measure()
+        if self._thought is not None:
+            self._thought.add(token, self._table.symbols(token))
+        return token
+
+    def _consume(self, token: int) -> None:
+        if not self._parser.consume_token(token):
+            raise ModelError(f"{self._kind}: {self._parser.get_error().splitlines()[0]:.300}", _HINT)
+        self._ending.advance(token)
+
+    def _measure(self) -> None:
+        now = self._limits.clock()
+        if self._last is not None:
+            seconds = now - self._last
+            self._token_seconds = 0.7 * self._token_seconds + 0.3 * seconds if self._token_seconds else seconds
+        self._last = now
+
+    def _left(self) -> float:
+        """Return the number of tokens that the limits leave."""
+        left = math.inf if self._limits.tokens is None else self._limits.tokens - self._count
+        if self._limits.ends_at is not None and self._token_seconds:
+            left = min(left, (self._limits.ends_at - self._limits.clock()) // self._token_seconds)
+        return left
+
+    def _must_end(self) -> bool:
+        length = len(self._ending.tokens or ())
+        if self._thought is not None and self._thought.must_close(self._token_seconds, length):
+            return True
+        return self._left() <= length
+
+    def _closing_share(self) -> float:
+        """Return the least probability of the ending's next token: 0 far from the limits, towards 1 at them."""
+        length = len(self._ending.tokens or ())
+        if self._thought is not None and self._thought.inside:
+            return 0.0
+        window = max(CLOSING_TOKENS, length)
+        return max(1 - (self._left() - length) / window, 0.0) ** 2
+
+
+class GrammarState:
+    """The state of the replies of one generation: masks logits and advances by sampled tokens."""
+
+    def __init__(
+        self,
+        kind: str,
+        parsers: Sequence[Any],
+        ending: Ending,
+        table: SymbolTable,
+        limits: ReplyLimits = ReplyLimits(),  # noqa: B008  # frozen
+        reasoning: Reasoning | None = None,
+        free: bool = False,
+    ) -> None:
+        """`ending`: of a reply without tokens; `free`: the grammar allows any text, which may be cut at the limit."""
+        self._replies = [
+            _Reply(
+                kind,
+                parser,
+                ending.copy(parser),
+                table,
+                free,
+                None if reasoning is None else _Thought(reasoning, limits, not free),
+                limits,
+            )
+            for parser in parsers
+        ]
+
+    @property
+    def complete(self) -> bool:
+        """Whether every reply so far matches the whole grammar."""
+        return all(reply.complete for reply in self._replies)
+
+    @property
+    def may_be_cut(self) -> bool:
+        """Whether the grammar allows any text, and every reply has some."""
+        return all(reply.may_be_cut for reply in self._replies)
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Return logits fp32 [replies, vocab] in which forbidden tokens are -inf; ended rows are not changed.
+
+        Raises ModelError if the vocabulary has no token that the grammar allows.
+        """
+        open_rows = [row for row, reply in enumerate(self._replies) if not reply.ended]
+        if not open_rows:
+            return logits
+        forbidden = torch.zeros(logits.shape, dtype=torch.bool)
+        for row in open_rows:
+            forbidden[row] = ~self._replies[row].allowed(logits.shape[-1])
+        masked = logits.masked_fill(forbidden.to(logits.device), -math.inf)
+        for row in open_rows:
+            self._replies[row].lead(logits[row], masked[row])
+        return masked
+
+    def accept(self, tokens: Sequence[int]) -> list[int]:
+        """Advance each reply by its token; return the tokens that stand, others near a limit."""
+        return [reply.accept(token) for reply, token in zip(self._replies, tokens, strict=True)]
+
+
+def _contains(symbols: Symbols, part: Symbols) -> bool:
+    return any(symbols[start : start + len(part)] == part for start in range(len(symbols) - len(part) + 1))

@@ -1,0 +1,174 @@
+"""Records the replies to a request, so that a client can ask for them again after it or the server was killed."""
+
+import hashlib
+import json
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from mycli.runtime.engine.reply_journal import RecordedReply, ReplyJournal, ReplyWriter, RunningReplyError, new_seed
+from mycli.runtime.engine.reply_reader import Piece
+from mycli.runtime.engine.sequence import ReplyStart, Request
+from mycli.runtime.errors import UserError
+from mycli.runtime.sampling.params import following_seed
+from mycli.runtime.server.api_error import ApiError
+from mycli.runtime.server.worker import OutputReader
+
+Requests = Sequence[tuple[Request, Sequence[OutputReader]]]
+
+
+class ReplyIds:
+    """The id of a reply and of the calls and items in it, which are the same when it is sent again."""
+
+    def __init__(self, name: str, created: int) -> None:
+        self.name, self.created, self._count = name, created, 0
+
+    @classmethod
+    def random(cls, prefix: str) -> "ReplyIds":
+        return cls(f"{prefix}{secrets.token_hex(12)}", int(time.time()))
+
+    def next(self, prefix: str) -> str:
+        """Return the id of the next part of the reply."""
+        self._count += 1
+        digest = hashlib.sha256(f"{self.name} {self._count}".encode()).hexdigest()
+        return f"{prefix}{digest[:24]}"
+
+
+@dataclass
+class Work:
+    """The requests that the engine still has to run, and the pieces that a record already holds.
+
+    records: by the index of a reply.
+    """
+
+    requests: Requests
+    records: Mapping[int, RecordedReply] = field(default_factory=dict)
+    pieces: Sequence[Piece] = ()
+    writer: ReplyWriter | None = None
+
+    def close(self) -> None:
+        """Close the record, and remove one without tokens, of which no client has seen any."""
+        if self.writer is not None:
+            if self.writer.lines > 1:
+                self.writer.close()
+            else:
+                self.writer.remove()
+
+
+@dataclass(frozen=True)
+class ReplyRecorder:
+    """Records a request to one interface. body: as the client sent it; fingerprint: of the model."""
+
+    journal: ReplyJournal
+    ids: ReplyIds
+    interface: str
+    body: Mapping[str, Any]
+    fingerprint: str
+
+    def begin(self, requests: Requests) -> Work:
+        """Create the record of new replies; without one where the disk does not allow it."""
+        # Evaluations are short, and the tokens of a beam search are known at its end only.
+        if any(request.prompt_logprobs or request.beams for request, _ in requests):
+            return Work(requests)
+        seeds = [new_seed(request.sampling) for request, _ in requests]
+        header = {
+            "kind": "server",
+            "interface": self.interface,
+            "created": self.ids.created,
+            "fingerprint": self.fingerprint,
+            "prompts": _digest(requests),
+            "seeds": seeds,
+            "body": self.body,
+        }
+        writer = self.journal.begin(self.ids.name, header)
+        if writer is None:
+            return Work(requests)
+        started = [
+            (replace(request, start=ReplyStart(seed)), readers)
+            for (request, readers), seed in zip(requests, seeds, strict=True)
+        ]
+        indices = [reader.index for _, readers in requests for reader in readers]
+        return Work(started, {index: RecordedReply(writer, index) for index in indices}, writer=writer)
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """Continues the replies of a record. header: of the record; after: characters to leave out at the start."""
+
+    journal: ReplyJournal
+    name: str
+    header: Mapping[str, Any]
+    fingerprint: str
+    after: int = 0
+
+    def begin(self, requests: Requests) -> Work:
+        """Return the recorded pieces and the rest of the work. Raises ApiError."""
+        if self.header["fingerprint"] != self.fingerprint or self.header["prompts"] != _digest(requests):
+            message = f"reply {self.name}: the model, its template or its settings are not those that it began with"
+            raise ApiError(409, message, "reply_differs")
+        count = sum(len(readers) for _, readers in requests)
+        if self.after and count > 1:
+            raise ApiError(400, "after: the request has several replies", "invalid_value", param="after")
+        try:
+            records = self.journal.resume(self.name, count)
+        except RunningReplyError:
+            raise ApiError(409, f"reply {self.name} is still being sent to another client", "reply_running") from None
+        pieces: list[Piece] = []
+        rest: list[tuple[Request, Sequence[OutputReader]]] = []
+        for (request, readers), seed in zip(requests, self.header["seeds"], strict=True):
+            for number, reader in enumerate(readers):
+                recorded = records[reader.index]
+                pieces += (read := _replayed(reader, recorded))
+                if not read or read[-1].end is None:
+                    start = recorded.start(following_seed(seed, number))
+                    rest.append((replace(request.for_reply(number), start=start), [reader]))
+        return Work(rest, dict(enumerate(records)), pieces, records[0].writer)
+
+
+def _replayed(reader: OutputReader, recorded: RecordedReply) -> list[Piece]:
+    pieces: list[Piece] = []
+    for output in recorded.outputs:
+        pieces.append(reader.feed(output))
+        if pieces[-1].end is not None:
+            break
+    return pieces
+
+
+def _digest(requests: Requests) -> str:
+    # Everything that decides on the tokens and is not the model: the same body may mean something else after an update
+    # of the chat template, or with other options of the server.
+    parts = []
+    for request, readers in requests:
+        sampling = str(replace(request.sampling, seed=None))
+        parts.append([request.prompt, request.limit, sorted(request.stop_ids), sampling, len(readers)])
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+class LeaveOut:
+    """Leaves out the first characters of a reply, reasoning and content counted together; calls stay whole."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def apply(self, piece: Piece) -> Piece:
+        if not self._count:
+            return piece
+        reasoning, content = self._cut(piece.reasoning), self._cut(piece.content)
+        return replace(piece, reasoning=reasoning, content=content)
+
+    def _cut(self, text: str) -> str:
+        cut = min(self._count, len(text))
+        self._count -= cut
+        return text[cut:]
+
+
+def find_reply(journal: ReplyJournal | None, name: str) -> Mapping[str, Any]:
+    """Return the header of the record of a reply. Raises ApiError."""
+    with suppress(UserError, AttributeError):
+        if journal is not None and (header := journal.header(name)).get("kind") == "server":
+            return header
+    message = f"there is no recorded reply {name[:64]!r}; a server keeps them for a day, unless records are off"
+    raise ApiError(404, message, "reply_not_found")

@@ -1,0 +1,77 @@
+"""`mycli run --receipt` and `mycli replay`: the same tokens, or exit 6 at the first one that differs."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mycli.runtime.diagnostics.receipt import Receipt
+from tests.support.command_line import Mycli
+from tests.support.paths import PICO
+
+CPU = ("--device", "cpu")
+
+
+@pytest.fixture
+def receipt(mycli: Mycli, tmp_path: Path) -> Path:
+    """The receipt of a sampled reply of a copy of pico."""
+    copy, path = shutil.copytree(PICO, tmp_path / "copy"), tmp_path / "r.json"
+    done = mycli("run", str(copy), "Tell me a story.", "-t", "0.9", "-n", "12", "--receipt", str(path), *CPU)
+    assert done.returncode == 0, done.stderr
+    return path
+
+
+def test_a_sampled_reply_is_made_again(receipt: Path, mycli: Mycli) -> None:
+    recorded = Receipt.read(receipt)
+    assert len(recorded.tokens) == 12 and recorded.sampling.seed is not None and recorded.limit == 12
+    done = mycli("replay", str(receipt))
+    assert done.returncode == 0 and "tokens   12 of 12 are the same" in done.stdout, done.stderr
+    answer = json.loads(mycli("replay", str(receipt), "--json").stdout)
+    assert (answer["same"], answer["tokens"], answer["program_changes"]) == (True, 12, [])
+
+
+def test_a_flipped_bit_in_a_weight_is_found(receipt: Path, mycli: Mycli) -> None:
+    weights = receipt.parent / "copy" / "model.safetensors"
+    weights.chmod(0o644)
+    data = bytearray(weights.read_bytes())
+    data[len(data) // 2] ^= 1
+    weights.write_bytes(data)
+    done = mycli("replay", str(receipt))
+    assert done.returncode == 6 and "model.safetensors is not the file of the receipt" in done.stderr
+
+
+def test_it_ends_at_the_first_token_that_differs(receipt: Path, mycli: Mycli) -> None:
+    recorded = Receipt.read(receipt)
+    tokens = list(recorded.tokens)
+    tokens[7] = 5 if tokens[7] != 5 else 6
+    replace(recorded, tokens=tuple(tokens), program={**recorded.program, "torch": "1.0"}).write(receipt)
+    done = mycli("replay", str(receipt), "--json")
+    answer = json.loads(done.stdout)
+    assert done.returncode == 6 and answer["error"]["message"].startswith("token 8 of 12 differs")
+    assert answer["first_difference"]["index"] == 7 and not answer["same"]
+    assert [change.split()[0] for change in answer["program_changes"]] == ["torch"]
+    replace(recorded, tokens=recorded.tokens[:5]).write(receipt)
+    assert "token 6 of 5 differs: the end in the receipt" in mycli("replay", str(receipt)).stderr
+
+
+def test_a_format_is_part_of_the_receipt(mycli: Mycli, tmp_path: Path) -> None:
+    path = str(tmp_path / "r.json")
+    done = mycli("run", "pico", "How old is Leo?", "--regex", "Leo is [0-9]{2}", "--receipt", path, "--json", *CPU)
+    assert done.returncode == 0 and json.loads(done.stdout)["text"].startswith("Leo is ")
+    assert mycli("replay", path).returncode == 0
+
+
+@pytest.mark.parametrize("words", [("--samples", "2"), ("--draft", "pico-draft"), ("--batch", "-")])
+def test_what_a_receipt_cannot_describe_is_refused_first(words: tuple[str, ...], mycli: Mycli, tmp_path: Path) -> None:
+    prompt = () if words[0] == "--batch" else ("Hi",)
+    done = mycli("run", "pico", *prompt, *words, "--receipt", str(tmp_path / "r.json"), *CPU)
+    assert done.returncode == 2 and "--receipt" in done.stderr
+
+
+def test_a_file_that_is_no_receipt_is_refused(mycli: Mycli, tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    path.write_text('{"receipt_version": 1}')
+    assert mycli("replay", str(path)).returncode == 3
+    assert mycli("replay", str(tmp_path / "none.json")).returncode in (2, 3, 4)

@@ -1,0 +1,56 @@
+"""The types of tensors are those of llama-quantize (b11434), whose output for pico is recorded here."""
+
+import pytest
+
+from mycli.quant.ggml.mixes import GGUF_EMBEDDING, MIXES, ModelShape, choose_types
+from mycli.runtime.errors import UsageError
+
+PICO = ModelShape(layers=6, queries_per_key=2, experts=0, architecture="llama", tied=True)
+PARTS = {"attn_q": 256, "attn_k": 256, "attn_v": 256, "attn_output": 256, "ffn_gate": 256, "ffn_up": 256}
+ROWS = {**PARTS, "ffn_down": 768}
+# By file type: the embedding, the type of most tensors, and the tensors of another type.
+RECORDED = {
+    "q4_k_m": ("Q6_K", "Q4_K", {f"blk.{layer}.{part}": "Q6_K" for layer in (2, 5) for part in ("attn_v", "ffn_down")}),
+    "q6_k": ("Q6_K", "Q6_K", {}),
+    "iq4_xs": ("Q6_K", "IQ4_XS", {}),
+    "iq3_s": ("Q6_K", "IQ3_S", {}),
+    "q3_k_s": ("Q6_K", "Q3_K", {}),
+    "q2_k": (
+        "Q6_K",
+        "Q2_K",
+        {f"blk.{layer}.{part}": "Q3_K" for layer in range(6) for part in ("attn_v", "ffn_down", "attn_output")},
+    ),
+    "iq3_xxs": (
+        "Q5_K",
+        "IQ3_XXS",
+        {
+            f"blk.{layer}.{part}": "IQ3_S" if part == "attn_output" else "IQ2_S"
+            for layer in range(6)
+            for part in ("attn_q", "attn_k", "attn_output")
+        },
+    ),
+}
+
+
+def _tensors(layers: int) -> list[tuple[str, int]]:
+    inner = [(f"blk.{layer}.{part}.weight", columns) for layer in range(layers) for part, columns in ROWS.items()]
+    return [(GGUF_EMBEDDING, 256), *inner]
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_types_of_pico(name: str) -> None:
+    embedding, base, others = RECORDED[name]
+    types = choose_types(name, _tensors(6), PICO)
+    assert types.pop(GGUF_EMBEDDING) == embedding
+    assert types == {tensor: others.get(tensor.removesuffix(".weight"), base) for tensor in types}
+
+
+def test_rows_that_fill_no_super_block_get_narrow_types() -> None:
+    types = choose_types("q4_k_m", [("blk.0.ffn_up.weight", 96), ("blk.0.ffn_gate.weight", 40)], PICO)
+    assert types == {"blk.0.ffn_up.weight": "Q5_0", "blk.0.ffn_gate.weight": "F16"}
+
+
+def test_an_unknown_file_type_lists_the_choices() -> None:
+    with pytest.raises(UsageError) as error:
+        choose_types("q7_k", [], PICO)
+    assert all(name in error.value.hint for name in MIXES)

@@ -1,0 +1,167 @@
+"""A GGUF file of solved blocks: what other readers see, interruption, record, and verification with planted faults."""
+
+import json
+import shutil
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+
+from mycli.quant import readers
+from mycli.quant.export import ExportRequest, find_export_target
+from mycli.quant.ggml import linear_solver
+from mycli.quant.ggml.pipeline import quantize_gguf
+from mycli.quant.ggml.plan import plan_gguf
+from mycli.quant.ggml.recipe import GgufRecipe
+from mycli.quant.ggml.sensitivity import KindChoice, spend
+from mycli.quant.progress import silent
+from mycli.quant.verification import Verified, tokens_to_score, verify_reading
+from mycli.runtime.checkpoint.gguf.files import GgufFiles
+from mycli.runtime.checkpoint.open_folder import open_model_folder
+from mycli.runtime.errors import NotFoundError, UsageError
+from mycli.runtime.hub.integrity import files_to_verify, verify_files
+from mycli.runtime.hub.resolve import Source
+from tests.support.families import CASES, make
+from tests.support.models import CPU
+from tests.support.paths import PICO
+
+RECIPE = GgufRecipe("q4_k_m", samples=8, seq=64)
+NAME = "blk.1.attn_q.weight"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
+    folder = tmp_path_factory.mktemp("source") / "small"
+    changes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+    make(folder, "llama", {**changes, "head_dim": 64, "vocab_size": 4096, "tie_word_embeddings": False})
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(PICO / file, folder / file)
+    return Source("small", folder)
+
+
+@pytest.fixture(scope="module")
+def made(source: Source, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("made") / "small.gguf"
+    quantize_gguf(plan_gguf(source, RECIPE, report="none"), target, CPU)
+    return target
+
+
+def test_the_file_and_its_record(source: Source, made: Path) -> None:
+    work = plan_gguf(source, RECIPE, report="none")
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(made).tensors}
+    assert kinds[NAME] == "Q4_K" and kinds["output.weight"] == "Q6_K" and kinds["token_embd.weight"] == "Q4_K"
+    record = json.loads(made.with_suffix(".mycli.json").read_text())
+    assert record["recipe"]["mix"] == "q4_k_m" and record["size"]["bytes"] == work.size.bytes
+    assert all(layer["output_error"] < layer["rounding_output_error"] for layer in record["layers"] if layer["refit"])
+    stored = Source("small", made)
+    assert [file.state for file in verify_files(stored, files_to_verify(stored), lambda count: None)] == ["ok"]
+    assert sorted(path.name for path in made.parent.iterdir()) == ["small.gguf", "small.mycli.json"]
+
+
+def test_an_interrupted_run_gives_the_same_bytes(
+    source: Source, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    solve, target, solved = linear_solver.BlockTypeSolver.solve, tmp_path / "again.gguf", []
+
+    def failing(self: linear_solver.BlockTypeSolver, *arguments: object) -> object:
+        solved.append(arguments)
+        if len(solved) == 6:  # four products a block
+            raise KeyboardInterrupt
+        return solve(self, *arguments)  # type: ignore[arg-type]  # passed on
+
+    monkeypatch.setattr(linear_solver.BlockTypeSolver, "solve", failing)
+    with pytest.raises(KeyboardInterrupt):
+        quantize_gguf(plan_gguf(source, RECIPE, report="none"), target, CPU)
+    assert not target.exists()
+    quantize_gguf(plan_gguf(source, RECIPE, report="none"), target, CPU)
+    assert target.read_bytes() == made.read_bytes()
+    with pytest.raises(UsageError, match="exists already"):
+        quantize_gguf(plan_gguf(source, RECIPE, report="none"), target, CPU)
+
+
+def _verify(reader: str, model: Path, reference: Path | None = None) -> Verified:
+    folder = open_model_folder(model)
+    tokens, module = tokens_to_score(folder.config.vocab_size), readers.load(reader)
+    original = folder if reference is None else open_model_folder(reference)
+    return verify_reading(
+        module.read(readers.Task(model, tokens, None)), module.WEIGHT_NAMES, original, folder, tokens, CPU, silent
+    )
+
+
+def test_gguf_py_reads_the_same_weights(made: Path) -> None:
+    verified = _verify("gguf-py", made)
+    assert not verified.faults and verified.weights == len(gguf.GGUFReader(made).tensors) and verified.logits is None
+
+
+def _flip_scale(data: bytearray, columns: int, width: int) -> None:
+    data[0] ^= 1
+
+
+def _swap_rows(data: bytearray, columns: int, width: int) -> None:
+    data[:width], data[width : 2 * width] = data[width : 2 * width], data[:width]
+
+
+@pytest.mark.parametrize(
+    ("plant", "problem"), [(_flip_scale, "other values in 1 of"), (_swap_rows, "another order in 2")]
+)
+def test_a_planted_fault_is_named(made: Path, tmp_path: Path, plant: object, problem: str) -> None:
+    damaged = tmp_path / "damaged.gguf"
+    opened = GgufFiles.open(made)
+    entry = opened.header.tensors[NAME]
+    data = bytearray(made.read_bytes())
+    part = data[entry.offset : entry.offset + entry.nbytes]
+    plant(part, entry.shape[1], entry.nbytes // entry.shape[0])  # type: ignore[operator]  # one of the two above
+    data[entry.offset : entry.offset + entry.nbytes] = part
+    damaged.write_bytes(data)
+    verified = _verify("gguf-py", damaged, made)
+    assert [fault.weight for fault in verified.faults] == [NAME] and problem in verified.faults[0].problem
+
+
+def test_a_transposed_expert_is_named(tmp_path: Path) -> None:
+    """The second expert's square matrix is written with rows and columns exchanged."""
+    model_type, changes = CASES["qwen3_moe-8top2"]
+    sizes = {"hidden_size": 32, "moe_intermediate_size": 32, "vocab_size": 4096, "norm_topk_prob": True}
+    make(tmp_path / "hf", model_type, {**changes, **sizes})
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(PICO / file, tmp_path / "hf" / file)
+    original = open_model_folder(tmp_path / "hf")
+    module, _ = find_export_target("gguf:f32")
+    request = ExportRequest(Source("hf", tmp_path / "hf"), original, tmp_path / "a.gguf", "f32", requantize=True)
+    file = module.export(request, silent).path
+    assert not _verify("gguf-py", file, tmp_path / "hf").faults
+    name = "blk.0.ffn_up_exps.weight"
+    entry = GgufFiles.open(file).header.tensors[name]
+    count, rows, columns = entry.shape
+    assert rows == columns == 32
+    data = bytearray(file.read_bytes())
+    start = entry.offset + entry.nbytes // count
+    expert = torch.frombuffer(data[start : start + 4 * rows * columns], dtype=torch.float32).view(rows, columns)
+    data[start : start + 4 * rows * columns] = expert.T.contiguous().numpy().tobytes()
+    file.write_bytes(data)
+    fault = _verify("gguf-py", file, tmp_path / "hf").faults[0]
+    assert fault.weight == name and fault.row == rows
+
+
+@pytest.mark.slow
+def test_transformers_reads_a_folder() -> None:
+    verified = _verify("transformers", PICO)
+    assert not verified.faults and not verified.logits_fail and verified.logits is not None
+
+
+@pytest.mark.parametrize("reader", ["gguf-py", "llama.cpp"])
+def test_a_missing_program_says_how_to_install_it(reader: str, made: Path, tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError) as error:
+        readers.load(reader).read(readers.Task(made, (1,), tmp_path / "none"))
+    assert error.value.hint
+
+
+def test_the_budget_goes_where_it_gains_most() -> None:
+    choices = [
+        KindChoice(("a",), {"Q2_K": 10, "Q4_K": 20}, {"Q2_K": 1.0, "Q4_K": 0.1}),
+        KindChoice(("b",), {"Q2_K": 10, "Q4_K": 20}, {"Q2_K": 5.0, "Q4_K": 0.5}),
+    ]
+    assert spend(choices, 0) == ["Q2_K", "Q2_K"] and spend(choices, 19) == ["Q2_K", "Q4_K"]
+    assert spend(choices, 20) == ["Q4_K", "Q4_K"]
+    with pytest.raises(UsageError, match="3 bytes more"):
+        spend(choices, -3)

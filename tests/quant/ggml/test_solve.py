@@ -1,0 +1,58 @@
+"""Every type is written as all readers decode it, and solving loses less than rounding."""
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from mycli.quant.ggml import types
+from mycli.quant.ggml.solve import factor_for, round_blocks, solve
+from mycli.runtime.checkpoint.gguf.blocks import dequantize_blocks
+
+ROWS, COLUMNS = 24, 256
+
+
+def _problem() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(ROWS, COLUMNS, generator=generator) * 0.02
+    mixing = torch.eye(COLUMNS) + torch.randn(COLUMNS, COLUMNS, generator=generator) / 16
+    scales = torch.randn(COLUMNS, generator=generator).exp()
+    inputs = torch.randn(1024, COLUMNS, generator=generator) @ mixing * scales
+    return weight, inputs.T @ inputs
+
+
+def _lost(weight: Tensor, blocks: Tensor, name: str, hessian: Tensor) -> float:
+    difference = dequantize_blocks(blocks, name) - weight
+    return float(((difference @ hessian) * difference).sum())
+
+
+@pytest.mark.parametrize("name", types.names())
+def test_solved_blocks_are_read_alike_and_lose_less(name: str) -> None:
+    weight, hessian = _problem()
+    kind = types.load(name)
+    rounded, searched = round_blocks(weight, kind), solve(weight, kind, hessian, None)
+    solved = solve(weight, kind, hessian, factor_for(hessian, kind))
+    assert solved.shape == (ROWS, COLUMNS // kind.stored.block * kind.stored.nbytes)
+    theirs = gguf.dequantize(solved.numpy(), gguf.GGMLQuantizationType[name])
+    assert np.array_equal(theirs, dequantize_blocks(solved, name).numpy())
+    losses = [_lost(weight, blocks, name, hessian) for blocks in (solved, searched, rounded)]
+    assert losses[0] < 0.85 * losses[1] and losses[1] < losses[2]
+    # Rounding without data is at least as good as ggml's own, which has no importance here either.
+    if name in ("Q4_0", "Q5_0", "Q5_1", "Q8_0"):
+        theirs = gguf.dequantize(
+            gguf.quantize(weight.numpy(), gguf.GGMLQuantizationType[name]), gguf.GGMLQuantizationType[name]
+        )
+        ours = dequantize_blocks(rounded, name).numpy()
+        assert np.square(ours - weight.numpy()).sum() <= 1.001 * np.square(theirs - weight.numpy()).sum()
+
+
+@pytest.mark.parametrize("name", ["Q2_K", "Q4_K", "Q6_K", "IQ4_XS", "IQ3_S", "IQ2_XXS"])
+def test_zeros_stay_zeros_or_nearly(name: str) -> None:
+    """A super-block of zeros next to others, and inputs that calibration never used."""
+    weight, hessian = _problem()
+    weight[3] = 0
+    hessian[:, 5] = hessian[5] = 0
+    kind = types.load(name)
+    values = dequantize_blocks(solve(weight, kind, hessian, factor_for(hessian, kind)), name)
+    assert torch.isfinite(values).all() and values[3].abs().max() < 1e-6

@@ -1,0 +1,164 @@
+"""Beam search equals transformers' `generate(num_beams=N)`, alone, among others, and when blocks run out."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from mycli.runtime.checkpoint.open_folder import open_model_folder
+from mycli.runtime.engine.config import EngineConfig
+from mycli.runtime.engine.engine import Engine
+from mycli.runtime.engine.loader import LoadedModel
+from mycli.runtime.engine.model_runner import CacheShape
+from mycli.runtime.engine.sequence import BeamOptions, Request
+from mycli.runtime.errors import UsageError
+from mycli.runtime.sampling.params import SamplingParams
+from mycli.runtime.speculative.draft_length import FixedDraftLength
+from mycli.runtime.speculative.lookup import PromptLookup
+from mycli.runtime.speculative.speculator import ProposerSpeculator
+from mycli.runtime.utils.dtypes import FLOATS
+from tests.support.engines import drain
+from tests.support.grids import chosen
+from tests.support.paths import PICO
+
+PROMPTS = ("Once upon a time", "The capital of Japan is", "Leo has a dog. His dog")
+CASES: list[tuple[int, int, float, Any]] = [
+    (width, limit, penalty, early)
+    for width in (1, 2, 3, 5, 8)
+    for limit in (1, 6, 24)
+    for penalty in (1.0, 0.0, 2.0, -1.0)
+    for early in (False, True, "never")
+]
+QUICK = [(2, 6, 1.0, False), (3, 24, 1.0, True), (5, 24, 2.0, "never"), (4, 12, 0.0, False), (3, 24, -1.0, False)]
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    folder = open_model_folder(PICO)
+    return LoadedModel.load(folder, EngineConfig(device="cpu", dtype=FLOATS["fp32"]).place(folder.config))
+
+
+@pytest.fixture(scope="module")
+def reference() -> Any:
+    return AutoModelForCausalLM.from_pretrained(PICO, dtype=torch.float32)
+
+
+def engine(loaded: LoadedModel, blocks: int = 64, running: int = 8, drafts: bool = False) -> Engine:
+    speculator = ProposerSpeculator(PromptLookup(), lambda: FixedDraftLength(3)) if drafts else None
+    shape = CacheShape.paged(128, blocks * 8, 8)
+    return Engine(loaded.runner, shape, loaded.vocabulary_size, running=running, speculator=speculator)
+
+
+def ids(loaded: LoadedModel, text: str) -> tuple[int, ...]:
+    return tuple(loaded.tokenizer.encode(text, add_special=True))
+
+
+def expected(
+    reference: Any, loaded: LoadedModel, prompt: tuple[int, ...], case: tuple[int, int, float, Any]
+) -> list[list[int]]:
+    """The replies of transformers, without end tokens and padding."""
+    width, limit, penalty, early = case
+    made = reference.generate(
+        torch.tensor([prompt]),
+        num_beams=width,
+        num_return_sequences=width,
+        max_new_tokens=limit,
+        length_penalty=penalty,
+        early_stopping=early,
+        do_sample=False,
+        eos_token_id=sorted(loaded.stop_ids),
+        pad_token_id=3,
+        temperature=None,
+        top_p=None,
+    )
+    replies = []
+    for row in made[:, len(prompt) :].tolist():
+        end = next((at for at, token in enumerate(row) if token in loaded.stop_ids), len(row))
+        replies.append(row[:end])
+    return replies
+
+
+def request(loaded: LoadedModel, prompt: tuple[int, ...], case: tuple[int, int, float, Any]) -> Request:
+    width, limit, penalty, early = case
+    return Request(prompt, limit=limit, stop_ids=loaded.stop_ids, beams=BeamOptions(width, penalty, early))
+
+
+def searched(engine: Engine, requests: list[Request]) -> list[list[list[int]]]:
+    """The replies of all requests at the same time, all beams of each."""
+    groups = [engine.submit_replies(one, one.beams.width if one.beams else 1) for one in requests]
+    outputs = drain(engine)
+    assert not engine.scheduler.has_work and not engine.scheduler.running
+    return [[[token for part in outputs[number] for token in part.tokens] for number in group] for group in groups]
+
+
+@pytest.mark.parametrize("case", chosen([(case,) for case in CASES + QUICK], quick=[(case,) for case in QUICK]))
+def test_replies_are_those_of_transformers(
+    case: tuple[int, int, float, Any], loaded: LoadedModel, reference: Any
+) -> None:
+    machine = engine(loaded)
+    for text in PROMPTS:
+        prompt = ids(loaded, text)
+        assert searched(machine, [request(loaded, prompt, case)])[0] == expected(reference, loaded, prompt, case)
+
+
+@pytest.mark.parametrize(("blocks", "running"), [(64, 8), (64, 32), (24, 8), (21, 5)])
+def test_searches_beside_each_other_and_without_room_are_the_same(
+    blocks: int, running: int, loaded: LoadedModel
+) -> None:
+    cases = [(4, 20, 1.0, False), (3, 24, 2.0, True), (5, 12, 0.0, "never")]
+    requests = [request(loaded, ids(loaded, text), case) for text, case in zip(PROMPTS, cases, strict=True)]
+    alone = [searched(engine(loaded), [one])[0] for one in requests]
+    sampled = Request(requests[0].prompt, SamplingParams(temperature=0.8, seed=1), 30, loaded.stop_ids)
+    single = searched(engine(loaded), [sampled])[0]
+    machine = engine(loaded, blocks, running, drafts=True)
+    free = machine.scheduler.pool.available
+    assert searched(machine, [requests[0], sampled, *requests[1:]]) == [alone[0], single, *alone[1:]]
+    assert machine.scheduler.pool.available == free
+    if blocks == 21:
+        assert machine.stats.preemptions
+
+
+def test_beams_share_the_blocks_of_their_prompt(loaded: LoadedModel) -> None:
+    machine = engine(loaded)
+    prompt = ids(loaded, "Once upon a time there was a dog. " * 8)[:80]
+    machine.submit(request(loaded, prompt, (4, 16, 1.0, False)))
+    used = 0
+    while machine.has_work:
+        machine.step()
+        used = max(used, machine.stats.cache_used)
+    assert 10 < used <= 10 + 4 * 3  # ten of the prompt, and at most three of each beam
+
+
+def test_cancelling_one_reply_ends_its_search(loaded: LoadedModel) -> None:
+    machine = engine(loaded)
+    numbers = machine.submit_replies(request(loaded, ids(loaded, PROMPTS[0]), (4, 24, 1.0, False)), 2)
+    for _ in range(3):
+        machine.step()
+    machine.cancel(numbers[1])
+    outputs = drain(machine)
+    assert [outputs[number][-1].finish_reason for number in numbers] == ["cancelled", "cancelled"]
+    assert not machine.scheduler.running and not machine._states
+
+
+@pytest.mark.parametrize(
+    ("beams", "count", "limit", "cause"),
+    [
+        (BeamOptions(4), 5, 8, "5 replies of 4 beams"),
+        (BeamOptions(9), 1, 8, "at most 8 sequences"),
+        (BeamOptions(8), 1, 100, "8 beams of 100 tokens"),
+    ],
+)
+def test_beams_that_do_not_fit_are_refused(
+    beams: BeamOptions, count: int, limit: int, cause: str, loaded: LoadedModel
+) -> None:
+    machine = engine(loaded)
+    with pytest.raises(UsageError, match=cause):
+        machine.submit_replies(Request(ids(loaded, PROMPTS[0]), limit=limit, beams=beams), count)
+    assert not machine.has_work
+
+
+@pytest.mark.parametrize("fields", [(0,), (65,), (2, float("nan")), (2, 11.0)])
+def test_options_out_of_range_are_refused(fields: tuple[Any, ...]) -> None:
+    with pytest.raises(UsageError):
+        BeamOptions(*fields)

@@ -1,0 +1,131 @@
+"""The suffix automaton against a search by hand, and what prompt lookup proposes over the turns of a conversation."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mycli.runtime.engine.speculation import DraftRequest
+from mycli.runtime.sampling.params import SamplingParams
+from mycli.runtime.sampling.sampler import Sampler
+from mycli.runtime.speculative import lookup
+from mycli.runtime.speculative.draft_length import LONG_LENGTHS, AdaptiveDraftLength
+from mycli.runtime.speculative.lookup import PromptLookup
+from mycli.runtime.speculative.proposers import NO_PROPOSAL
+from mycli.runtime.speculative.suffix_automaton import SuffixAutomaton, common_prefix
+
+SAMPLER = Sampler(SamplingParams(), 512, torch.device("cpu"))
+
+
+def longest_match(text: Sequence[int]) -> int:
+    """The longest suffix that also ends earlier."""
+    return max(
+        (n for n in range(len(text)) if any(text[at - n : at] == text[len(text) - n :] for at in range(n, len(text)))),
+        default=0,
+    )
+
+
+@given(st.lists(st.integers(0, 2), max_size=40))
+def test_the_longest_earlier_match_is_found(text: list[int]) -> None:
+    automaton = SuffixAutomaton()
+    for end, token in enumerate(text, start=1):
+        automaton.extend([token])
+        matched = longest_match(text[:end])
+        assert automaton.matched == matched
+        if matched:
+            at = automaton.following
+            assert at < end and text[at - matched : at] == text[end - matched : end]
+
+
+def test_a_text_takes_few_states() -> None:
+    chance = random.Random(0)
+    text = [chance.randrange(50) for _ in range(20_000)]
+    automaton = SuffixAutomaton()
+    automaton.extend(text)
+    assert len(automaton._length) <= 2 * len(text)
+    automaton.extend(text[100:140])
+    assert automaton.matched == 40 and automaton.continuation(60) == text[140:200]
+
+
+@given(st.lists(st.integers(0, 3), max_size=30), st.lists(st.integers(0, 3), max_size=30))
+def test_common_prefix(first: list[int], second: list[int]) -> None:
+    same = [a == b for a, b in zip(first, second, strict=False)]
+    assert common_prefix(first, second) == (same.index(False) if False in same else len(same))
+
+
+def proposed(proposer: PromptLookup, text: list[int], count: int = 8, sequence: int = 0) -> list[int]:
+    return proposer.propose([DraftRequest(sequence, text, count, SAMPLER)])[0].tokens
+
+
+FILE = list(range(100, 140))
+
+
+def test_a_reply_that_the_next_prompt_no_longer_has_is_found() -> None:
+    proposer = PromptLookup()
+    start = list(range(20))
+    proposed(proposer, start)
+    proposer.finish(0, [*start, *FILE])  # reasoning, which the template drops
+    turn = [*start, 5, 6, 7, *FILE[3:6]]
+    assert proposed(proposer, turn, sequence=1) == FILE[6:14]
+    proposer.finish(1, turn)
+    assert proposed(proposer, [*start, 5, 6, 7, *FILE[3:8]], sequence=2) == FILE[8:16]
+
+
+def test_another_conversation_is_not_found() -> None:
+    proposer = PromptLookup()
+    proposed(proposer, [*range(20)])
+    proposer.finish(0, [*range(20), *FILE])
+    other = [*range(40, 60), *FILE[3:6]]
+    assert proposed(proposer, other, sequence=1) == [] and proposer.evidence(1, other) == NO_PROPOSAL
+    proposer.forget()
+    assert proposed(proposer, [*range(20), *FILE[3:6]], sequence=2) == []
+
+
+def test_a_proposal_does_not_cross_the_end_of_a_turn() -> None:
+    proposer = PromptLookup()
+    start = list(range(20))
+    proposed(proposer, start)
+    proposer.finish(0, [*start, 50, 51, 52])
+    assert proposed(proposer, [*start, 60, 61, 50, 51], sequence=1) == [52]
+
+
+def test_longer_matches_are_stronger_evidence() -> None:
+    proposer = PromptLookup()
+    text = [*FILE, 1]
+    found = []
+    for count in (1, 2, 4, 8, 16, 24):
+        found.append(proposer.evidence(count, [*text, *FILE[:count]]))
+    assert found == [NO_PROPOSAL, 0, 1, 2, 3, 3]
+
+
+def test_kept_texts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookup, "KEPT_TOKENS", 100)
+    monkeypatch.setattr(lookup, "MAX_INDEXED_TOKENS", 80)
+    proposer = PromptLookup()
+    for number in range(10):
+        text = [number * 30 + token for token in range(30)]
+        proposed(proposer, text, sequence=number)
+        proposer.finish(number, text)
+    assert sum(len(text.automaton.tokens) for _, text in proposer._kept) <= 100
+    long = list(range(90))
+    proposed(proposer, long[:81], sequence=20)
+    assert proposed(proposer, [*long, *long[:5]], sequence=20) == [], "beyond the limit nothing is added"
+
+
+def test_classes_of_evidence_stop_apart() -> None:
+    policy = AdaptiveDraftLength(0.0, lengths=LONG_LENGTHS)
+    for _ in range(3):
+        policy.observe_plain(1.0)
+    longest = 0
+    for _ in range(400):
+        if count := policy.length(64, 0, 0):
+            policy.observe_draft(count, 0, 0, 1 + 0.02 * count, 0)  # short matches are always wrong
+        else:
+            policy.observe_plain(1.0)
+        if count := policy.length(64, 0, 3):
+            policy.observe_draft(count, count, 0, 1 + 0.02 * count, 3)  # long ones always right
+            longest = max(longest, count)
+    assert longest == 32 and policy.length(64, 0, 0) == 0

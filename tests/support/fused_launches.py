@@ -1,0 +1,21 @@
+"""The launches of a layer in the fused pass, by its declaration; `test_fused` counts them in the interpreter."""
+
+from collections import Counter
+
+from mycli.runtime.models.experts_spec import ExpertsSpec
+from mycli.runtime.models.layer_spec import LayerSpec
+
+ROUTED = ("score_kernel", "choose_kernel", "place_kernel", "silu_kernel", "combine_kernel")  # besides, with experts
+
+
+def launches_of_layer(spec: LayerSpec) -> Counter[str]:
+    """Launches by kernel, without the sums of split products that have no epilogue."""
+    counts = Counter({"multiply_kernel": 4, "attend_kernel": 1})
+    attention, mlp = spec.attention, spec.mlp
+    counts["norm_add_kernel"] = sum(part.output_norm is not None for part in (attention, mlp))
+    counts["rope_kernel"] = int(attention.q_norm is not None and attention.q_norm.size != attention.head_dim)
+    if isinstance(mlp, ExpertsSpec):
+        counts.update(ROUTED)
+        if mlp.shared is not None:
+            counts.update({"multiply_kernel": 2, "silu_kernel": 1})
+    return +counts
