@@ -41,13 +41,13 @@ def _walk(folder: Traversable, prefix: str = "") -> Iterator[tuple[str, Traversa
 @cache
 def _files() -> Mapping[str, _File]:
     # All files of the page by name: a name of a request is looked up and never becomes a path.
-    found: dict[str, _File] = {}
+    by_name: dict[str, _File] = {}
     for name, entry in _walk(files("mycli.runtime.server").joinpath("web")):
         media = _MEDIA.get(name.rpartition(".")[2])
         if media is not None:
             content = entry.read_bytes()
-            found[name] = _File(content, media, f'"{hashlib.sha256(content).hexdigest()[:32]}"')
-    return MappingProxyType(found)
+            by_name[name] = _File(content, media, f'"{hashlib.sha256(content).hexdigest()[:32]}"')
+    return MappingProxyType(by_name)
 
 
 def _response(request: Request, name: str) -> Response:

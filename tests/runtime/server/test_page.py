@@ -200,7 +200,8 @@ def test_a_conversation_that_is_deleted_while_it_streams_stays_deleted(browser: 
 def test_markup_is_shown(browser: Browser, scripted: Scripted) -> None:
     text = (
         "# T\n\n**b** *i* `c` ~~d~~ [l](https://a.example/) ![p](https://b.example/x.png)\n\n- x\n- y\n  - z\n\n"
-        "3. p\n\n> q\n\n```python\ndef f(): return 'a' < b\n```\n\n```nonsense\na < b\n```\n\n|h|n|c|\n|-|-:|:-:|\n|v|1|2|\n\n"
+        "3. p\n\n> q\n\n"
+        "```python\ndef f(): return 'a' < b\n```\n\n```nonsense\na < b\n```\n\n|h|n|c|\n|-|-:|:-:|\n|v|1|2|\n\n"
         "Costs $5 and $6. Inline $x^2$ and \\(y\\).\n\n$$\n\\frac{a}{b}\n= c\n$$\n\n\\[ z \\]\n\n$\\unknown{$\n"
     )
     with scripted(text) as served:
