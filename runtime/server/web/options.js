@@ -41,12 +41,15 @@ function showModel() {
 export async function loadModels() {
   try {
     const listed = await models(), before = at("model").value || settings().model;
-    at("model").replaceChildren(...listed.map((model) => {
+    const options = listed.map((model) => {
       const option = make("option", describe(model));
       option.value = model.id;
       option.title = `${model.id}, context ${model.context_length} tokens`;
       return option;
-    }));
+    });
+    const texts = (nodes) => nodes.map((node) => node.textContent).join("\n");
+    // An open menu is replaced only if a state has changed, because that may close it.
+    if (texts(options) !== texts([...at("model").options])) at("model").replaceChildren(...options);
     if (listed.some((model) => model.id === before)) at("model").value = before;
     at("keyed").hidden = !apiKey();
     showModel();

@@ -96,7 +96,7 @@ export class ReplyView {
     const follow = near(), began = performance.now();
     this.content = content;
     if (reasoning) {
-      const time = seconds === undefined ? "" : seconds < 10 ? seconds.toFixed(1) : Math.round(seconds);
+      const time = typeof seconds !== "number" ? "" : seconds < 10 ? seconds.toFixed(1) : Math.round(seconds);
       const words = this.node.classList.contains("busy") && !content ? "Thinking…" : "Thought";
       this.thought.hidden = false;
       this.thought.firstElementChild.textContent = time === "" ? "Reasoning" : `${words} ${time} s`;
