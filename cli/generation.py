@@ -11,8 +11,8 @@ from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.tokenizer.chat_template import Message
 
 if TYPE_CHECKING:  # torch takes a second to import
-    from mycli.runtime.engine.completion import Completion
-    from mycli.runtime.engine.reply_journal import RecordedReply
+    from mycli.runtime.engine.replies.completion import Completion
+    from mycli.runtime.engine.replies.journal import RecordedReply
     from mycli.runtime.engine.sequence import BeamOptions
     from mycli.runtime.engine.stats import SpeculationStats, Timing
     from mycli.runtime.sampling.grammars.grammar import Grammar
@@ -73,7 +73,7 @@ class Generator:
 
     def reply(self, prompt: Sequence[int], recorded: "tuple[RecordedReply, int] | None" = None) -> "Completion":
         """Return one reply; iterating over it generates its text. `recorded`: its record and seed, if it has them."""
-        from mycli.runtime.engine.completion import Completion
+        from mycli.runtime.engine.replies.completion import Completion
 
         return Completion(
             self.loaded.model,
@@ -103,7 +103,7 @@ class Generator:
 
     def samples(self, prompt: Sequence[int]) -> "Sequence[Completion]":
         """Generate `count` replies; the prompt is computed once."""
-        from mycli.runtime.engine.completion import draw_samples
+        from mycli.runtime.engine.replies.completion import draw_samples
 
         return draw_samples(self.loaded.engine, [self.reply(prompt) for _ in range(self.count)])
 
@@ -113,7 +113,7 @@ class Generator:
 
     def describe_all(self, prompts: Iterable[str | Sequence[Message]]) -> "Iterator[dict[str, Any] | UserError]":
         """Yield the JSON object or the error of each prompt, in order; `TOGETHER` prompts run concurrently."""
-        from mycli.runtime.engine.completion import complete_all
+        from mycli.runtime.engine.replies.completion import complete_all
 
         for group in complete_all(self.loaded.engine, map(self._group, prompts), TOGETHER):
             error = next((reply.error for reply in group if reply.error is not None), None)

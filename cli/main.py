@@ -39,7 +39,10 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "pull": ("pull", "Download a model from the Hugging Face hub."),
     "list": ("list_models", "List the models on this machine."),
     "show": ("show", "Show what a model is, without loading it."),
-    "verify": ("verify", "Check the files of a model against their recorded hashes."),
+    "verify": (
+        "verify",
+        "Check a model's files against their recorded hashes, or against another program's reading.",
+    ),
     "rm": ("rm", "Delete stored models."),
     "bench": ("bench", "Measure the speed of models; see also bench serve, bench draft."),
     "bench serve": ("bench_serve", "Measure a server under load."),

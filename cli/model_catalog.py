@@ -16,11 +16,11 @@ from mycli.cli.flags.records import FULL_LENGTH, LoadFlags, PrefixCacheFlags
 from mycli.cli.flags.several import SeveralModelsFlags, setting_words
 from mycli.cli.load import adapted, open_config
 from mycli.cli.main import find_command, option_keys
-from mycli.runtime.checkpoint.gguf.parts import part_number
+from mycli.runtime.checkpoint.gguf_parts import part_number
 from mycli.runtime.device.probe import Target, find_target
 from mycli.runtime.device.system import memory
 from mycli.runtime.engine.config import MTP, NGRAM, EngineConfig
-from mycli.runtime.engine.sizing import fitting_plan, requested_plan
+from mycli.runtime.engine.loading.sizing import fitting_plan, requested_plan
 from mycli.runtime.errors import ModelError, NotFoundError, UsageError
 from mycli.runtime.hub.names import is_path
 from mycli.runtime.hub.store import BUILT_IN, state_dir

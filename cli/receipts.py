@@ -15,7 +15,7 @@ from mycli.runtime.utils.dtypes import FLOATS
 if TYPE_CHECKING:
     from mycli.cli.generation import Generator
     from mycli.runtime.diagnostics.receipt import Receipt
-    from mycli.runtime.engine.completion import Completion
+    from mycli.runtime.engine.replies.completion import Completion
     from mycli.runtime.open import OpenedModel
 
 _DRAFTS = ("none", "ngram", "mtp")  # others have files of their own

@@ -13,7 +13,7 @@ from mycli.runtime.hub.store import state_dir
 from mycli.runtime.sampling.params import SamplingParams
 
 if TYPE_CHECKING:  # only replies need them, not the help
-    from mycli.runtime.engine.reply_journal import RecordedReply, ReplyJournal
+    from mycli.runtime.engine.replies.journal import RecordedReply, ReplyJournal
     from mycli.runtime.open import OpenedModel
     from mycli.runtime.sampling.grammars.grammar import Grammar
 
@@ -53,7 +53,7 @@ class ResumeFlags:
 
 
 def _journal() -> "ReplyJournal":
-    from mycli.runtime.engine.reply_journal import ReplyJournal
+    from mycli.runtime.engine.replies.journal import ReplyJournal
 
     return ReplyJournal(state_dir() / "replies")
 
@@ -65,7 +65,7 @@ def record_reply(
 
     `grammar`: the options of the output format, with the text of the schema.
     """
-    from mycli.runtime.engine.reply_journal import RecordedReply, new_seed
+    from mycli.runtime.engine.replies.journal import RecordedReply, new_seed
 
     seed = new_seed(generator.sampling)
     header = {
@@ -140,7 +140,7 @@ class InterruptedReply:
 
     def reopen(self) -> "tuple[RecordedReply, int]":
         """Open the record to append to it; return it with its seed. Raises UsageError if it is being written."""
-        from mycli.runtime.engine.reply_journal import RunningReplyError
+        from mycli.runtime.engine.replies.journal import RunningReplyError
 
         try:
             return _journal().resume(self.name, 1)[0], self.header["seed"]

@@ -15,8 +15,8 @@ from torch import Tensor
 from mycli.quant.evaluate import STREAM_BYTES, token_divergence
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.progress import ReportProgress, silent
-from mycli.runtime.engine.completion import Completion
-from mycli.runtime.engine.reply_reader import ReplyReader
+from mycli.runtime.engine.replies.completion import Completion
+from mycli.runtime.engine.replies.reader import ReplyReader
 from mycli.runtime.engine.sequence import SequenceOutput
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.open import OpenedModel

@@ -15,7 +15,7 @@ from mycli.runtime.cache.kv_cache import Stored, cache_dtype
 from mycli.runtime.checkpoint.formats import EMBEDDING
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
-from mycli.runtime.engine.activations import activation_choice
+from mycli.runtime.engine.loading.activations import activation_choice
 from mycli.runtime.layers.attention import PromptAttention
 from mycli.runtime.layers.block import Block
 from mycli.runtime.layers.layer_part import PassContext

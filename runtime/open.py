@@ -26,10 +26,10 @@ if TYPE_CHECKING:  # torch takes a second to import
 
     from mycli.runtime.cache.prefix_store import PrefixStore
     from mycli.runtime.device.placement import Placement
-    from mycli.runtime.engine.completion import Completion
     from mycli.runtime.engine.engine import Engine
-    from mycli.runtime.engine.loader import LoadedModel
+    from mycli.runtime.engine.loading.loader import LoadedModel
     from mycli.runtime.engine.model_runner import CacheShape
+    from mycli.runtime.engine.replies.completion import Completion
     from mycli.runtime.memory.plan import MemoryPlan
     from mycli.runtime.speculative.proposers import Proposer
     from mycli.runtime.tokenizer.tokenizer import Tokenizer
@@ -196,7 +196,7 @@ class OpenedModel:
         return self._reply(self.tokenizer.apply_chat_template(conversation), options)
 
     def _reply(self, tokens: Sequence[int], options: ReplyOptions) -> "Completion":
-        from mycli.runtime.engine.completion import Completion
+        from mycli.runtime.engine.replies.completion import Completion
         from mycli.runtime.engine.sequence import reply_room
 
         limit = options.get("max_tokens")
@@ -213,7 +213,7 @@ class OpenedModel:
         )
 
     def _finish(self, replies: "list[Completion]") -> "list[Completion]":
-        from mycli.runtime.engine.completion import complete_all
+        from mycli.runtime.engine.replies.completion import complete_all
 
         for _ in complete_all(self.engine, [[reply] for reply in replies], len(replies)):
             pass
@@ -248,7 +248,7 @@ def open_model(
     with gc_paused():  # importing creates no garbage: collecting took a sixth of its time
         import torch
 
-        from mycli.runtime.engine.loader import out_of_memory, plan_memory
+        from mycli.runtime.engine.loading.loader import out_of_memory, plan_memory
     if first:
         gc_freeze()
     draft = _draft_folder(folder, config.draft, offline)
@@ -273,7 +273,7 @@ def _build(
     report: OpenReport,
 ) -> OpenedModel:
     from mycli.runtime.engine.engine import Engine
-    from mycli.runtime.engine.loader import LoadedModel
+    from mycli.runtime.engine.loading.loader import LoadedModel
     from mycli.runtime.engine.model_runner import cache_shape
 
     running = config.running or plan.batch

@@ -20,7 +20,7 @@ from mycli.runtime.tokenizer.parsing.reasoning_parser import Part, ReasoningPars
 from mycli.runtime.utils.units import human_bytes, pluralize
 
 if TYPE_CHECKING:
-    from mycli.runtime.engine.completion import Completion
+    from mycli.runtime.engine.replies.completion import Completion
     from mycli.runtime.sampling.grammars.grammar import Grammar
     from mycli.runtime.sampling.grammars.reasoning import ReasoningGrammars
 
@@ -65,7 +65,7 @@ class Chat:
 
     def ask(self, message: str, *, replace_last: bool = False) -> None:
         """Stream the reply to `message`, or to it in place of the last one. Ctrl-C ends the reply and keeps it."""
-        from mycli.runtime.engine.completion import Completion
+        from mycli.runtime.engine.replies.completion import Completion
 
         with self.conversation.attempt():
             if replace_last:

@@ -96,7 +96,7 @@ class _Subject:
 
 def _check(call: Call, model: str, engine: EngineConfig, trials: "Sequence[Trial]") -> _Subject:
     # Every check that needs no loading, for all models before the first: minutes of work must not end in a refusal.
-    from mycli.runtime.engine.loader import plan_memory
+    from mycli.runtime.engine.loading.loader import plan_memory
 
     with about(call, model):
         source = resolve(model, offline=call.offline)
@@ -129,7 +129,7 @@ def _expert_reads(reads: "ExpertReads") -> str:
 def _measure(call: Call, subject: _Subject, trials: "Sequence[Trial]", repetitions: int) -> list[Row]:
     from mycli.runtime.device.placement import dtype_info
     from mycli.runtime.diagnostics import throughput
-    from mycli.runtime.engine.loader import load_model
+    from mycli.runtime.engine.loading.loader import load_model
 
     source, folder, placement = subject.source, subject.folder, subject.placement
     announce_placement(call, placement)

@@ -16,7 +16,7 @@ from mycli.runtime.utils.units import pluralize
 
 if TYPE_CHECKING:  # torch takes a second to import
     from mycli.runtime.diagnostics.receipt import Receipt, TokenDifference
-    from mycli.runtime.engine.completion import Completion
+    from mycli.runtime.engine.replies.completion import Completion
     from mycli.runtime.open import OpenedModel
 
 EXAMPLES = (
@@ -70,7 +70,7 @@ def _replay(opened: "OpenedModel", recorded: "Receipt") -> "TokenDifference | No
 
 
 def _reply(opened: "OpenedModel", recorded: "Receipt") -> "Completion":
-    from mycli.runtime.engine.completion import Completion
+    from mycli.runtime.engine.replies.completion import Completion
 
     size = opened.model.runner.config.vocab_size
     if not all(0 <= token < size for token in (*recorded.prompt, *recorded.tokens)):

@@ -11,7 +11,6 @@ from mycli.cli.flags import options
 from mycli.cli.flags.records import FULL_LENGTH, LoadFlags, PrefixCacheFlags, ReasoningFlags, SamplingFlags
 from mycli.cli.generation import TOGETHER, Generator
 from mycli.cli.load import load_engine
-from mycli.cli.receipts import ReplyFormat, check_receipt, with_seed, write_receipt
 from mycli.cli.recorded_reply import InterruptedReply, ResumeFlags, record_reply, without_first
 from mycli.cli.text.format import draft_statistics
 from mycli.cli.text.input import read_file, read_prompt
@@ -21,9 +20,9 @@ from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.utils.units import pluralize
 
 if TYPE_CHECKING:
-    from mycli.runtime.engine.completion import Completion
-    from mycli.runtime.engine.loader import LoadedModel
-    from mycli.runtime.engine.reply_journal import RecordedReply
+    from mycli.runtime.engine.loading.loader import LoadedModel
+    from mycli.runtime.engine.replies.completion import Completion
+    from mycli.runtime.engine.replies.journal import RecordedReply
     from mycli.runtime.engine.sequence import BeamOptions
     from mycli.runtime.sampling.grammars.grammar import Grammar
 
@@ -230,6 +229,8 @@ def run(
     beams = beam_flags.resolve(samples, sampling, grammar, loading.draft, logprobs)
     schema, text = grammar.text(), source.resolve(call.out.note)
     if receipt is not None:
+        from mycli.cli.receipts import ReplyFormat, check_receipt, with_seed, write_receipt
+
         check_receipt(receipt, loading, single=source.batch is None and samples == 1 and beams is None)
     sequences = samples if beams is None else beams.width
     running = sequences if source.batch is None else sequences * TOGETHER

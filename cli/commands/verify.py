@@ -71,7 +71,7 @@ def verify(
         bool, options.flag("--drop", "Delete damaged files of a hub model, so that pull downloads them again.")
     ] = False,
 ) -> None:
-    """Check the files of a model against their recorded hashes, or against what another program reads from them.
+    """Check a model's files against their recorded hashes, or against another program's reading.
 
     Compares size and hash of every file of a model that was pulled or quantized here. With --as another program reads
     the model too: every weight is compared bit for bit, and the logits of a few tokens. Exits with 6 if something

@@ -16,10 +16,10 @@ from mycli.runtime.checkpoint.gguf.architectures import written_architecture
 from mycli.runtime.checkpoint.gguf.checkpoint import file_order
 from mycli.runtime.checkpoint.gguf.folder import GgufFolder
 from mycli.runtime.checkpoint.gguf.header import parse_gguf_header
-from mycli.runtime.checkpoint.gguf.parts import SUFFIX
 from mycli.runtime.checkpoint.gguf.rope import ROPE_FREQS, rope_factors
 from mycli.runtime.checkpoint.gguf.types import TYPES_BY_NAME
 from mycli.runtime.checkpoint.gguf.writer import GgufWriter, make_gguf_header
+from mycli.runtime.checkpoint.gguf_parts import SUFFIX
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import torch_dtype
 from mycli.runtime.errors import ModelError, UsageError

@@ -3,7 +3,7 @@
 import sys
 
 from mycli.quant.readers import Names, Reading, Task, parse_reading, run_child
-from mycli.runtime.checkpoint.gguf.parts import SUFFIX
+from mycli.runtime.checkpoint.gguf_parts import SUFFIX
 from mycli.runtime.errors import ModelError
 
 WEIGHT_NAMES: Names = "gguf"

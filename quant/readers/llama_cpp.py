@@ -16,7 +16,7 @@ from mycli.quant.readers import Names, Reading, ReadWeight, Task, run_program
 from mycli.quant.readers._digests import row_digests
 from mycli.runtime.checkpoint.gguf.blocks import dequantize_blocks
 from mycli.runtime.checkpoint.gguf.files import GgufFiles
-from mycli.runtime.checkpoint.gguf.parts import SUFFIX
+from mycli.runtime.checkpoint.gguf_parts import SUFFIX
 from mycli.runtime.errors import ModelError, NotFoundError
 
 WEIGHT_NAMES: Names = "gguf"

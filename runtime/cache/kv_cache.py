@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.cache.batch import Batch
-from mycli.runtime.cache.int4 import pack_int4, unpack_int4
 from mycli.runtime.cache.state_store import StateStore
 from mycli.runtime.models.config import KvDtype, ModelConfig
 from mycli.runtime.quantization.int4_vectors import int4_bytes
@@ -36,10 +35,16 @@ class Stored:
     def of(cls, values: Tensor, dtype: torch.dtype) -> "Stored":
         if dtype == torch.int8:
             return cls(*quantize_vectors(values))
-        return cls(pack_int4(values) if dtype == PACKED != values.dtype else values.to(dtype))
+        if dtype == PACKED != values.dtype:
+            from mycli.runtime.cache.int4 import pack_int4
+
+            return cls(pack_int4(values))
+        return cls(values.to(dtype))
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         if self.data.dtype == PACKED:
+            from mycli.runtime.cache.int4 import unpack_int4
+
             return unpack_int4(self.data, dtype)
         if self.scales is None:
             return self.data.to(dtype)

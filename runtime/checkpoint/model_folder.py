@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Self
 from mycli.runtime.checkpoint.formats import Headers, is_quantized, read_quantization
 from mycli.runtime.checkpoint.manifest import Manifest
 from mycli.runtime.checkpoint.safetensors_header import INDEX, SINGLE, TensorEntry
-from mycli.runtime.checkpoint.sentence_transformers import MODULES, EmbeddingSpec, read_embedding_spec
 from mycli.runtime.checkpoint.validation import check_tensors
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models.config import ModelConfig
@@ -27,8 +26,11 @@ from mycli.runtime.utils.units import human_bytes
 if TYPE_CHECKING:  # describing a model needs none of these
     from mycli.runtime.checkpoint.adapter import Adapter
     from mycli.runtime.checkpoint.reader import Checkpoint
+    from mycli.runtime.checkpoint.sentence_transformers import EmbeddingSpec
     from mycli.runtime.tokenizer.chat_template import ChatTemplate
     from mycli.runtime.tokenizer.tokenizer import Tokenizer
+
+EMBEDDING_MODULES = "modules.json"  # of a sentence-transformers folder
 
 # Copied with the weights: all that the model needs to run, and its terms. No README: it would describe another model.
 COMPANIONS = (
@@ -71,14 +73,18 @@ class ModelFolder:
         """Describe the model of a parsed config.json; without `path`, only what config.json says is available."""
         part = TextPart.from_config(raw)
         config = parse_config(part.config)
-        if path is not None and (path / MODULES).is_file():
+        if path is not None and (path / EMBEDDING_MODULES).is_file():
             config = replace(config, tie_embeddings=True)  # stored without a head, which an embedding does not need
         return cls(path or Path(), part.config, config, config_only=path is None, part=part)
 
     @cached_property
-    def embedding(self) -> EmbeddingSpec | None:
+    def embedding(self) -> "EmbeddingSpec | None":
         """How vectors are computed, of a sentence-transformers folder; None for others. Raises ModelError."""
-        return None if self.config_only else read_embedding_spec(self.path, self.config.hidden_size)
+        if self.config_only or not (self.path / EMBEDDING_MODULES).is_file():
+            return None
+        from mycli.runtime.checkpoint.sentence_transformers import read_embedding_spec
+
+        return read_embedding_spec(self.path, self.config.hidden_size)
 
     @cached_property
     def packings(self) -> Mapping[str, Packing]:

@@ -19,7 +19,7 @@ from mycli.runtime.device.system import cpu_wait_seconds
 from mycli.runtime.diagnostics.prompts import QUESTIONS, STORIES
 from mycli.runtime.diagnostics.selftest import versions
 from mycli.runtime.diagnostics.throughput import Trial, run_trial
-from mycli.runtime.engine.completion import Completion
+from mycli.runtime.engine.replies.completion import Completion
 from mycli.runtime.errors import ModelError
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.utils.files import disk_errors, write_atomic

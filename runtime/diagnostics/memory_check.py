@@ -17,7 +17,7 @@ from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.device.system import peak_resident, reset_peak, resident
-from mycli.runtime.engine.loader import load_model
+from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.engine.model_runner import ModelRunner, cache_shape
 from mycli.runtime.errors import GateError
 from mycli.runtime.memory.estimate import cache_positions, estimate, state_slots

@@ -17,7 +17,7 @@ from mycli.runtime.utils.files import disk_errors, write_atomic
 from mycli.runtime.utils.json_fields import Fields, read_object
 
 if TYPE_CHECKING:  # `open` stands above this room: the caller opens the model
-    from mycli.runtime.engine.completion import Completion
+    from mycli.runtime.engine.replies.completion import Completion
     from mycli.runtime.open import OpenedModel
 
 _MAX_BYTES = 64 << 20

@@ -16,24 +16,24 @@ from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.cache.block_pool import BlockPool
 from mycli.runtime.cache.prefix_index import PrefixIndex
 from mycli.runtime.cache.state_pool import StatePool
-from mycli.runtime.engine.beams import BeamGroup, BeamSearch, beam_room, check_beams
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.engine.request_state import RequestState, TokensAhead
 from mycli.runtime.engine.scheduler import Limits, ScheduledSequence, Scheduler
 from mycli.runtime.engine.sequence import BeamOptions, FinishReason, Request, SequenceOutput
 from mycli.runtime.engine.sequence import Sequence as RequestSequence
-from mycli.runtime.engine.speculation import ComputedTokens, DraftRequest, Speculator
 from mycli.runtime.engine.stats import EngineStats
-from mycli.runtime.engine.whole_texts import WholeTexts
 from mycli.runtime.errors import UserError
 from mycli.runtime.layers.transformer import HiddenStateHook
 from mycli.runtime.memory.estimate import state_slots
 from mycli.runtime.memory.plan import prefill_chunk
 from mycli.runtime.sampling.sampler import leading, not_finite, sample_rows
 
-if TYPE_CHECKING:  # needed for a disk prefix cache and logprobs alone
+if TYPE_CHECKING:  # what most replies do without
     from mycli.runtime.cache.prefix_store import PrefixStore
+    from mycli.runtime.engine.beams import BeamGroup
     from mycli.runtime.engine.disk_prefix_cache import DiskPrefixCache
+    from mycli.runtime.engine.replies.whole_texts import WholeTexts
+    from mycli.runtime.engine.speculation import ComputedTokens, Speculator
     from mycli.runtime.sampling.logprobs import TokenLogprob
 
 _NORMAL_ENDS = ("stop", "length", "context")  # after a pass that succeeded
@@ -49,7 +49,7 @@ class Engine:
         running: int | None = None,
         chunk: int | None = None,
         kept_blocks: int | None = None,
-        speculator: Speculator | None = None,
+        speculator: "Speculator | None" = None,
         store: "PrefixStore | None" = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -73,12 +73,17 @@ class Engine:
         self._ahead = TokensAhead(runner, self.cache)
         self._finished: list[SequenceOutput] = []  # cancelled since the last step
         self._cache_valid = True  # no pass was interrupted
-        self._texts = WholeTexts(runner, chunk, shape.context) if runner.config.bidirectional else None
+        self._texts = self._whole_texts(chunk) if runner.config.bidirectional else None
 
     def _disk_prefixes(self, store: "PrefixStore") -> "DiskPrefixCache":
         from mycli.runtime.engine.disk_prefix_cache import DiskPrefixCache
 
         return DiskPrefixCache(store, self.cache, self._copy_blocks)
+
+    def _whole_texts(self, chunk: int) -> "WholeTexts":
+        from mycli.runtime.engine.replies.whole_texts import WholeTexts
+
+        return WholeTexts(self.runner, chunk, self.shape.context)
 
     @property
     def context(self) -> int:
@@ -148,6 +153,8 @@ class Engine:
         return [first, *self.branch(first, count - 1)]
 
     def _submit_beams(self, request: Request, beams: BeamOptions, count: int) -> list[int]:
+        from mycli.runtime.engine.beams import BeamGroup, BeamSearch, beam_room, check_beams
+
         pool, running = self.scheduler.pool, self.scheduler.limits.running
         room = beam_room(request, beams, pool.blocks, pool.block_size)
         check_beams(beams, count, running, self._vocab_size, len(request.stop_ids))
@@ -303,7 +310,9 @@ class Engine:
             self._states[part.sequence.id].keep_hidden(part, hidden[first : first + chunk.count])
             first += chunk.count
 
-    def _propose(self, speculator: Speculator, scheduled: Sequence[ScheduledSequence]) -> dict[int, list[int]]:
+    def _propose(self, speculator: "Speculator", scheduled: Sequence[ScheduledSequence]) -> dict[int, list[int]]:
+        from mycli.runtime.engine.speculation import DraftRequest
+
         requests = [
             DraftRequest(part.sequence.id, part.sequence.tokens, part.drafts, self._states[part.sequence.id].sampler)
             for part in scheduled
@@ -375,7 +384,7 @@ class Engine:
             self._finish(sequence, reason)
         return output
 
-    def _advance_beams(self, computed: Sequence[tuple[ScheduledSequence, BeamGroup, Tensor]]) -> list[SequenceOutput]:
+    def _advance_beams(self, computed: "Sequence[tuple[ScheduledSequence, BeamGroup, Tensor]]") -> list[SequenceOutput]:
         """Extend the searches all of whose beams are computed; return the replies of those that end."""
         outputs: list[SequenceOutput] = []
         for part, group, logits in computed:
@@ -444,7 +453,9 @@ class Engine:
         return outputs
 
 
-def _computed(part: ScheduledSequence, chunk: Chunk) -> ComputedTokens:
+def _computed(part: ScheduledSequence, chunk: Chunk) -> "ComputedTokens":
+    from mycli.runtime.engine.speculation import ComputedTokens
+
     return ComputedTokens(part.sequence.id, chunk.start, chunk.count, part.sequence.tokens)
 
 

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.cache.kv_cache import KVCache
-from mycli.runtime.engine.beams import BeamGroup
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.passes.base import TokenSteps
 from mycli.runtime.engine.scheduler import ScheduledSequence, Scheduler
@@ -16,6 +15,7 @@ from mycli.runtime.engine.sequence import Request
 from mycli.runtime.sampling.sampler import DeviceSampling, RandomNumbers, Sampler
 
 if TYPE_CHECKING:  # few requests ask for logprobs
+    from mycli.runtime.engine.beams import BeamGroup
     from mycli.runtime.sampling.logprobs import LogprobRecorder, TokenLogprob
 
 
@@ -39,7 +39,7 @@ class RequestState:
     scored: int = 1
     hidden: list[Tensor] = field(default_factory=list)  # final hidden states of the prompt, if requested
     choice_logits: Tensor | None = None  # of the tokens that the request scores
-    beams: BeamGroup | None = None
+    beams: "BeamGroup | None" = None
 
     @classmethod
     def start(

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from mycli.runtime.checkpoint.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from mycli.runtime.checkpoint.gguf.parts import part_names
+from mycli.runtime.checkpoint.gguf_parts import part_names
 from mycli.runtime.checkpoint.safetensors_header import INDEX, SINGLE
 from mycli.runtime.errors import GateError, ModelError, NotFoundError
 from mycli.runtime.hub import store

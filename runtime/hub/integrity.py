@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from mycli.runtime.checkpoint.gguf.parts import part_names
+from mycli.runtime.checkpoint.gguf_parts import part_names
 from mycli.runtime.errors import ModelError, NotFoundError, UsageError
 from mycli.runtime.hub import store
 from mycli.runtime.hub.names import GGUF, is_hub_name, split_file, split_name

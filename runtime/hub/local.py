@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from mycli.runtime.checkpoint.adapter_config import ADAPTER_CONFIG, AdapterConfig, is_adapter
-from mycli.runtime.checkpoint.gguf.parts import part_names
+from mycli.runtime.checkpoint.gguf_parts import part_names
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.errors import ModelError, NotFoundError, UsageError
 from mycli.runtime.hub import store

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mycli.runtime.checkpoint.adapter_config import ADAPTER_CONFIG, adapter_base, is_adapter
-from mycli.runtime.checkpoint.gguf.parts import part_names
+from mycli.runtime.checkpoint.gguf_parts import part_names
 from mycli.runtime.errors import ModelError, NotFoundError, UsageError
 from mycli.runtime.hub import store
 from mycli.runtime.hub.names import (

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mycli.runtime.checkpoint.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_adapter
-from mycli.runtime.checkpoint.gguf.parts import part_number
+from mycli.runtime.checkpoint.gguf_parts import part_number
 from mycli.runtime.checkpoint.safetensors_header import INDEX, SINGLE
 from mycli.runtime.errors import ModelError
 from mycli.runtime.hub.names import DATASETS, GGUF, REPO, safe_name

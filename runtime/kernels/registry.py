@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mycli.runtime.cache.int4 import pack_int4
 from mycli.runtime.cache.kv_cache import Stored
 from mycli.runtime.errors import Declined, ModelError
 from mycli.runtime.kernels import recurrent, reference
@@ -32,7 +31,6 @@ from mycli.runtime.kernels.cpu.elementwise import (
 )
 from mycli.runtime.kernels.cpu.experts import native_route, native_routed_product, native_weighted_sum
 from mycli.runtime.kernels.cpu.matmul import CpuKernel, CpuMatmul, TorchInt4Kernel, dense_product
-from mycli.runtime.kernels.cpu.table import TableKernel
 from mycli.runtime.kernels.paged import Ragged, Scoring
 from mycli.runtime.kernels.recurrent import DeltaSizes, Runs, ScanSizes
 from mycli.runtime.kernels.routed import Route
@@ -85,7 +83,7 @@ def _late(module: str, name: str) -> Callable[..., Any]:
     # Imported when it is first tried: no GPU code where the native kernels compute everything, and no kernels of layers
     # that a model does not have.
     def kernel(*arguments: object) -> object:
-        return getattr(import_module(f"mycli.runtime.kernels.{module}"), name)(*arguments)
+        return getattr(import_module(f"mycli.runtime.{module}"), name)(*arguments)
 
     kernel.__name__ = name
     return kernel
@@ -120,38 +118,43 @@ ATTENTION: Operation[
 ATTENTION = Operation("attention", (attend_cached, reference.attend_dense))
 PAGED_ATTENTION: Operation[[Tensor, Stored, Stored, Ragged, Scoring], Tensor] = Operation(
     "attention over blocks",
-    (attend_paged, _late("triton.paged_attention", "triton_attend_paged"), reference.attend_gathered),
+    (attend_paged, _late("kernels.triton.paged_attention", "triton_attend_paged"), reference.attend_gathered),
 )
 LATENT_ATTENTION: Operation[[Tensor, Tensor, Stored, Stored, Ragged, float], Tensor] = Operation(
-    "latent attention over blocks", (_late("cpu.latent", "native_latent_attention"), reference.attend_latent)
+    "latent attention over blocks", (_late("kernels.cpu.latent", "native_latent_attention"), reference.attend_latent)
 )
 HEAD_PRODUCT: Operation[[Tensor, Tensor], Tensor]
 HEAD_PRODUCT = Operation(
-    "product by heads", (_fp32_inference(_late("cpu.latent", "native_head_product")), reference.head_product)
+    "product by heads", (_fp32_inference(_late("kernels.cpu.latent", "native_head_product")), reference.head_product)
 )
-VECTOR_PACKING: Operation[[Tensor], Tensor] = Operation("packing of vectors", (native_pack_int4, pack_int4))
+VECTOR_PACKING: Operation[[Tensor], Tensor] = Operation(
+    "packing of vectors", (native_pack_int4, _late("cache.int4", "pack_int4"))
+)
 CONVOLUTION: Operation[[Tensor, Tensor, Tensor | None, Tensor, Runs, bool], Tensor]
-CONVOLUTION = Operation("short convolution", (_late("cpu.recurrent", "native_convolve"), recurrent.convolve))
+CONVOLUTION = Operation("short convolution", (_late("kernels.cpu.recurrent", "native_convolve"), recurrent.convolve))
 DELTA_RULE: Operation[[Tensor, Tensor, Tensor, Tensor, Tensor, Runs, DeltaSizes], Tensor]
-DELTA_RULE = Operation("gated delta rule", (_late("cpu.recurrent", "native_delta_rule"), recurrent.delta_rule))
+DELTA_RULE = Operation("gated delta rule", (_late("kernels.cpu.recurrent", "native_delta_rule"), recurrent.delta_rule))
 GATED_NORM: Operation[[Tensor, Tensor, float, Tensor], Tensor]
-GATED_NORM = Operation("gated norm", (_late("cpu.recurrent", "native_gated_norm"), recurrent.gated_norm))
+GATED_NORM = Operation("gated norm", (_late("kernels.cpu.recurrent", "native_gated_norm"), recurrent.gated_norm))
 SCAN: Operation[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Runs, ScanSizes], Tensor]
-SCAN = Operation("state space scan", (_late("cpu.recurrent", "native_scan"), recurrent.scan))
+SCAN = Operation("state space scan", (_late("kernels.cpu.recurrent", "native_scan"), recurrent.scan))
 GROUP_NORM: Operation[[Tensor, Tensor, float, Tensor, int], Tensor]
-GROUP_NORM = Operation("gated norm of groups", (_late("cpu.recurrent", "native_group_norm"), recurrent.group_norm))
+GROUP_NORM = Operation(
+    "gated norm of groups", (_late("kernels.cpu.recurrent", "native_group_norm"), recurrent.group_norm)
+)
 
 # MoE layers: choice of experts, their products, the weighted sum of their outputs, the gate of a shared expert.
 ROUTING: Operation[[Tensor, RoutingSpec, Tensor | None], Route]
-ROUTING = Operation("routing", (native_route, _late("triton.experts", "triton_route"), reference.route))
+ROUTING = Operation("routing", (native_route, _late("kernels.triton.experts", "triton_route"), reference.route))
 ROUTED_PRODUCT: Operation[[Sequence[Matmul | Tensor], Tensor, Tensor, Tensor | None], Tensor]
 ROUTED_PRODUCT = Operation(
     "product of experts",
-    (native_routed_product, _late("triton.experts", "triton_routed_product"), reference.routed_product),
+    (native_routed_product, _late("kernels.triton.experts", "triton_routed_product"), reference.routed_product),
 )
 WEIGHTED_SUM: Operation[[Tensor, Tensor, Tensor], Tensor]
 WEIGHTED_SUM = Operation(
-    "weighted sum", (native_weighted_sum, _late("triton.experts", "triton_weighted_sum"), reference.weighted_sum)
+    "weighted sum",
+    (native_weighted_sum, _late("kernels.triton.experts", "triton_weighted_sum"), reference.weighted_sum),
 )
 ROW_WEIGHTS: Operation[[Tensor, Tensor], Tensor]
 ROW_WEIGHTS = Operation("weights of rows", (_fp32_inference(native_weigh_rows), reference.weigh_rows))
@@ -159,8 +162,12 @@ ROW_WEIGHTS = Operation("weights of rows", (_fp32_inference(native_weigh_rows), 
 
 def kernels() -> Iterator[Kernel]:
     """Yield the kernels for products of packed weights in order of preference."""
-    yield from (CpuKernel(), TorchInt4Kernel(), TableKernel())
-    from mycli.runtime.kernels.triton.product.kernel import TritonKernel  # not loaded if an earlier one is chosen
+    yield from (CpuKernel(), TorchInt4Kernel())
+    # Not loaded if an earlier one is chosen.
+    from mycli.runtime.kernels.cpu.table import TableKernel
+
+    yield TableKernel()
+    from mycli.runtime.kernels.triton.product.kernel import TritonKernel
 
     yield from (TritonKernel(), reference.UnpackedKernel(), reference.DequantizeKernel())
 

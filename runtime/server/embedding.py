@@ -7,8 +7,8 @@ import torch
 from starlette.requests import Request as HttpRequest
 from torch import Tensor
 
-from mycli.runtime.engine.embedder import Embedder
-from mycli.runtime.engine.reply_reader import Piece
+from mycli.runtime.engine.replies.embedder import Embedder
+from mycli.runtime.engine.replies.reader import Piece
 from mycli.runtime.engine.sequence import Request, SequenceOutput
 from mycli.runtime.server.api_error import ApiError
 from mycli.runtime.server.service import Prepared, Service

@@ -9,8 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mycli.runtime.engine.reply_journal import RecordedReply, ReplyJournal, ReplyWriter, RunningReplyError, new_seed
-from mycli.runtime.engine.reply_reader import Piece
+from mycli.runtime.engine.replies.journal import RecordedReply, ReplyJournal, ReplyWriter, RunningReplyError, new_seed
+from mycli.runtime.engine.replies.reader import Piece
 from mycli.runtime.engine.sequence import ReplyStart, Request
 from mycli.runtime.errors import UserError
 from mycli.runtime.sampling.params import following_seed

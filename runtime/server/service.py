@@ -12,8 +12,8 @@ from functools import cached_property
 from threading import Lock
 from typing import Any
 
-from mycli.runtime.engine.loader import LoadedModel
-from mycli.runtime.engine.reply_journal import ReplyJournal
+from mycli.runtime.engine.loading.loader import LoadedModel
+from mycli.runtime.engine.replies.journal import ReplyJournal
 from mycli.runtime.engine.sequence import BeamOptions, Request, reply_room
 from mycli.runtime.errors import ModelError, UserError
 from mycli.runtime.sampling.grammars.grammar import JSON_MODE, Alternative, Grammar, GrammarCompiler, Prelude

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from mycli.runtime.engine.reply_reader import Piece
+from mycli.runtime.engine.replies.reader import Piece
 from mycli.runtime.server.api_error import ApiError, internal_error
 from mycli.runtime.server.body import CLIENT_GONE, parse_body, read_body
 from mycli.runtime.server.delivery import Delivery

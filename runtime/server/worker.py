@@ -13,8 +13,8 @@ from types import MappingProxyType
 from typing import Protocol
 
 from mycli.runtime.engine.engine import Engine
-from mycli.runtime.engine.reply_journal import RecordedReply
-from mycli.runtime.engine.reply_reader import Piece
+from mycli.runtime.engine.replies.journal import RecordedReply
+from mycli.runtime.engine.replies.reader import Piece
 from mycli.runtime.engine.sequence import Request, SequenceOutput
 from mycli.runtime.errors import UserError, summarize_error
 from mycli.runtime.kernels.cpu.threads import release_threads

@@ -13,7 +13,7 @@ from mycli.runtime.cache.block_table import BlockTable
 from mycli.runtime.cache.prefix_index import PrefixIndex
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
-from mycli.runtime.engine.loader import load_model
+from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.engine.sequence import reply_room
 from mycli.runtime.engine.speculation import ComputedTokens, DraftRequest

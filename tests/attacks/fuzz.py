@@ -34,7 +34,7 @@ from safetensors.torch import load, save
 from mycli.runtime.checkpoint.gguf.header import parse_gguf_header
 from mycli.runtime.checkpoint.gguf.writer import make_gguf_header
 from mycli.runtime.checkpoint.open_folder import open_model_folder
-from mycli.runtime.engine.loader import load_model
+from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.errors import UserError
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.utils.files import write_atomic

@@ -8,7 +8,7 @@ import pytest
 
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.config import EngineConfig
-from mycli.runtime.engine.loader import LoadedModel
+from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.utils.dtypes import FLOATS
 from tests.support.browser import CHROMIUM, Browser
 from tests.support.paths import PICO

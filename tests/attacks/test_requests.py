@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.config import EngineConfig
-from mycli.runtime.engine.loader import LoadedModel
+from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.utils.dtypes import FLOATS
 from tests.support.paths import PICO
 from tests.support.served import ScriptedEngine, Served, serving

@@ -25,7 +25,7 @@ from gguf import GGMLQuantizationType, GGUFReader, quants
 
 from mycli.runtime.checkpoint.gguf.folder import GgufFolder
 from mycli.runtime.checkpoint.open_folder import open_model_folder
-from mycli.runtime.engine.loader import load_model
+from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.errors import UserError
 from tests.support.engines import whole
 from tests.support.families import CASES, TOKENS, make

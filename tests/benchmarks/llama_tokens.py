@@ -33,7 +33,7 @@ from mycli.quant.evaluate import held_out_text
 from mycli.quant.export import ExportRequest, find_export_target
 from mycli.quant.progress import silent
 from mycli.runtime.checkpoint.open_folder import open_model_folder
-from mycli.runtime.engine.loader import load_model
+from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.errors import UserError
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.kernels.reference import DenseMatmul

@@ -140,8 +140,12 @@ def measure(requests: int, clients: int, folder: Path) -> dict[str, Any]:
     }
 
 
-if __name__ == "__main__":
+def main() -> None:
     numbers = [int(word) for word in sys.argv[1:]]
     with tempfile.TemporaryDirectory() as scratch:
         result = measure(numbers[0] if numbers else 1000, numbers[1] if numbers[1:] else 16, Path(scratch))
         print(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()

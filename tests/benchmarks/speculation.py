@@ -28,10 +28,10 @@ from mycli.quant.recipe import Recipe
 from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
-from mycli.runtime.engine.completion import generate
 from mycli.runtime.engine.engine import Engine
-from mycli.runtime.engine.loader import load_model
+from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
+from mycli.runtime.engine.replies.completion import generate
 from mycli.runtime.engine.sequence import Request
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.layers.transformer import Transformer

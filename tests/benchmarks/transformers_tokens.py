@@ -24,7 +24,7 @@ from mycli.quant.planning.plan import plan_quantization
 from mycli.quant.progress import silent
 from mycli.quant.recipe import Recipe
 from mycli.runtime.checkpoint.open_folder import open_model_folder
-from mycli.runtime.engine.loader import load_model
+from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.layers.transformer import Transformer
 from tests.benchmarks.llama_tokens import agreement, logits_over

@@ -30,7 +30,7 @@ from mycli.quant.planning.plan import plan_quantization
 from mycli.quant.recipe import Recipe
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.open_folder import open_model_folder
-from mycli.runtime.engine.loader import load_model
+from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.hub.resolve import Source
 from tests.benchmarks.vllm_tokens import PROMPT, PROMPTS, theirs
 from tests.support.families import enliven, experts_of, packed_weights, weights_of

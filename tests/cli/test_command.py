@@ -191,7 +191,7 @@ MISTAKES = {
     "no-value": (["run", "pico", "--ctx"], "option '--ctx' requires an argument", "mycli run --help"),
     "too-many": (
         ["run", "pico", "a", "b"],
-        "unexpected 'b'; run takes MODEL [PROMPT]",
+        "unexpected 'b'; run takes [MODEL] [PROMPT]",
         "put a prompt of several words in quotes",
     ),
     "C22-escapes": (["run", "pico", "--\x1b[2J\nerror: x"], "no such option: --", "mycli run --help"),

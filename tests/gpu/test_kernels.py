@@ -12,7 +12,6 @@ from torch import Tensor
 from mycli.quant.rounding.columns import solve_block
 from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.cache.kv_cache import KVCache
-from mycli.runtime.engine.completion import stream
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.engine.passes import Passes
@@ -20,6 +19,7 @@ from mycli.runtime.engine.passes.base import PassInput
 from mycli.runtime.engine.passes.cuda import CudaPass, difference
 from mycli.runtime.engine.passes.graphs import GraphCapture, Step
 from mycli.runtime.engine.passes.plain import PlainPass
+from mycli.runtime.engine.replies.completion import stream
 from mycli.runtime.engine.sequence import Request
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing

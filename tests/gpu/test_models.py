@@ -5,7 +5,7 @@ import torch
 
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
-from mycli.runtime.engine.loader import load_model
+from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.kernels.reference import DequantizeKernel
 from mycli.runtime.quantization.packed_weight import PackedWeight, dequantize, pack
 from mycli.runtime.quantization.scheme import BITS, Packing

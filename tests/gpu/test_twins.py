@@ -12,21 +12,21 @@ pytest.importorskip("triton")
 
 from tests.runtime.kernels.test_triton_linear import test_no_rows  # noqa: E402  (only where Triton is)
 from tests.runtime.kernels.test_triton_sample import (  # noqa: E402  (as above)
-    test_a_draw_depends_on_seed_position_and_sequence_alone,
-    test_draws_are_distributed_as_softmax,
+    test_a_logit_of_minus_infinity_is_never_chosen,
+    test_chosen_tokens_are_counted_for_the_next_step,
     test_logits_that_are_no_numbers_are_told_and_token_0_is_fed_back,
-    test_noise_is_gumbels_and_the_rare_large_values_have_all_their_digits,
+    test_the_likeliest_is_torchs_lowest_among_equals,
 )
-from tests.runtime.kernels.test_triton_top_k_top_p import test_draws_are_distributed_as_on_the_host  # noqa: E402  (as above)
+from tests.runtime.kernels.test_triton_top_k_top_p import test_what_is_kept_is_what_the_host_keeps  # noqa: E402  (as above)
 from tests.support.compiled_tests import *  # noqa: E402, F403  (as above; all of its tests)
 
 __all__ = [
-    "test_a_draw_depends_on_seed_position_and_sequence_alone",
-    "test_draws_are_distributed_as_on_the_host",
-    "test_draws_are_distributed_as_softmax",
+    "test_a_logit_of_minus_infinity_is_never_chosen",
+    "test_chosen_tokens_are_counted_for_the_next_step",
     "test_logits_that_are_no_numbers_are_told_and_token_0_is_fed_back",
     "test_no_rows",
-    "test_noise_is_gumbels_and_the_rare_large_values_have_all_their_digits",
+    "test_the_likeliest_is_torchs_lowest_among_equals",
+    "test_what_is_kept_is_what_the_host_keeps",
 ]
 
 pytestmark = [

@@ -15,7 +15,16 @@ from tests.support.sources import name, sources, tree
 COMPILER = {
     "runtime/kernels/cpu/library/compiler.py": {"-o", "--version"},
     "runtime/kernels/cpu/library/prebuilt.py": {"--as-needed"},
-}  # options of the compiler, not ours
+    "quant/readers/llama_cpp.py": {
+        "--allow-requantize",
+        "--build",
+        "--host",
+        "--no-webui",
+        "--port",
+        "--target",
+        "--version",
+    },
+}  # options of other programs, not ours
 WORDS = "|".join(sorted({command.split()[0] for command in COMMANDS}))
 SLASHES = "set|system|show|retry|edit|undo|clear|save|load|bye"
 # A long option, a short one of ours, a command line, a command of the chat.

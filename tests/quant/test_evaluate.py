@@ -17,7 +17,7 @@ from mycli.quant.evaluate import TokenWindows, cut, evaluate, held_out_text, rea
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
-from mycli.runtime.engine.loader import load_model
+from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.errors import ModelError, NotFoundError, UsageError
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 from tests.support.engines import whole

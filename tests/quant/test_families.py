@@ -22,7 +22,7 @@ from mycli.quant.pipeline import quantize
 from mycli.quant.planning.plan import plan_quantization
 from mycli.quant.recipe import Recipe
 from mycli.runtime.checkpoint.open_folder import open_model_folder
-from mycli.runtime.engine.loader import load_model
+from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.hub.model_info import read_model_info
 from mycli.runtime.hub.resolve import Source
 from tests.support.engines import whole

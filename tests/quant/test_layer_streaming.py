@@ -12,7 +12,7 @@ from mycli.runtime.cache.kv_cache import cache_dtype
 from mycli.runtime.checkpoint.manifest import Manifest
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
-from mycli.runtime.engine.loader import load_model
+from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.layers.block import Block
 from mycli.runtime.models.config import KvDtype
 from tests.support.engines import whole

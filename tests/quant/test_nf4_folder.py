@@ -13,7 +13,7 @@ from mycli.quant.rounding.grid import Grid, dequantize_codes
 from mycli.quant.solvers import nf4
 from mycli.runtime.checkpoint.formats import quantizable, read_dense
 from mycli.runtime.checkpoint.open_folder import open_model_folder
-from mycli.runtime.engine.loader import load_model
+from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.hub.resolve import Source
 from tests.support.engines import whole
 from tests.support.foreign_layouts import stored

@@ -13,7 +13,7 @@ from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.cache.kv_cache import KVCache, cache_dtype
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
-from mycli.runtime.engine.loader import load_model
+from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.passes import Passes, compile_passes
 from mycli.runtime.engine.passes.plain import PlainPass

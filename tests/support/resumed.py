@@ -9,9 +9,9 @@ from random import Random
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.engine.engine import Engine
-from mycli.runtime.engine.loader import LoadedModel
+from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.engine.model_runner import CacheShape
-from mycli.runtime.engine.reply_journal import RecordedReply, ReplyJournal, new_seed
+from mycli.runtime.engine.replies.journal import RecordedReply, ReplyJournal, new_seed
 from mycli.runtime.engine.sequence import ReplyStart, Request, SequenceOutput
 from mycli.runtime.sampling.grammars.grammar import Grammar
 from mycli.runtime.sampling.params import SamplingParams

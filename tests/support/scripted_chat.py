@@ -11,7 +11,7 @@ from typing import Any
 from mycli.cli.main import main
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.engine import Engine
-from mycli.runtime.engine.loader import LoadedModel
+from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.engine.sequence import Request, SequenceOutput
 
 REPLIES = json.loads(os.environ["MYTEST_REPLIES"])

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mycli.runtime.engine.loader import LoadedModel
+from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.engine.sequence import Request, SequenceOutput
 from mycli.runtime.engine.stats import EngineStats
 from mycli.runtime.sampling.logprobs import TokenLogprob

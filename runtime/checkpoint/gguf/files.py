@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mycli.runtime.checkpoint.gguf.header import GgufHeader, parse_gguf_header
-from mycli.runtime.checkpoint.gguf.parts import part_names
+from mycli.runtime.checkpoint.gguf_parts import part_names
 from mycli.runtime.checkpoint.safetensors_header import TensorEntry, damaged
 from mycli.runtime.checkpoint.stable_file import RegularFile
 from mycli.runtime.errors import ModelError, NotFoundError

@@ -100,8 +100,9 @@ def _part(part: LayerPart | Parallel) -> CPart:
         case Parallel():
             mlp = part.other
             if not isinstance(mlp, Mlp):
-                code = "parallel-experts" if isinstance(mlp, Experts) else "parallel-mixers"
-                raise _NotNativeError(Declined(code))
+                if isinstance(mlp, Experts):
+                    raise _NotNativeError(Declined("parallel-experts"))
+                raise _NotNativeError(Declined("parallel-mixers"))
             attention = _attention(part.attention)
             return CParallelPart(attention, CMlpPart(_gain(mlp.norm), _feed(mlp.spec, mlp), _sum(mlp)))
         case PerLayer():

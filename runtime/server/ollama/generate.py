@@ -3,7 +3,7 @@
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mycli.runtime.engine.reply_reader import ReplyReader
+from mycli.runtime.engine.replies.reader import ReplyReader
 from mycli.runtime.engine.sequence import reply_room
 from mycli.runtime.server.encoding import JsonResponse
 from mycli.runtime.server.ollama.keep_alive import keep_alive_seconds

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from mycli.runtime.engine.reply_reader import Piece
+from mycli.runtime.engine.replies.reader import Piece
 from mycli.runtime.server.api_error import ApiError
 from mycli.runtime.server.encoding import dumps
 from mycli.runtime.server.ollama.request import OllamaRequest, shown_name, utc_now

@@ -212,8 +212,14 @@ async def delete_model(router: Router, request: Request) -> Response:
     return await router.manager.removed(router.pool, name or "")
 
 
+async def refuse_resuming(router: Router, request: Request) -> Response:
+    """Refuse to resume a reply: the processes of the models record none, since a record names no process."""
+    raise ApiError(404, "a server for several models records no replies", "reply_not_found")
+
+
 ROUTER_ROUTES: tuple[tuple[str, str, RouterEndpoint], ...] = (
     *(("POST", path, forward) for path in FORWARDED),
+    ("POST", "/v1/replies/{id}/resume", refuse_resuming),
     ("GET", "/v1/models", list_models_with_state),
     ("POST", "/v1/models/load", load_model_on_request),
     ("POST", "/v1/models/unload", unload_model),

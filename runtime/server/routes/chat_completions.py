@@ -7,7 +7,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mycli.runtime.engine.reply_reader import Piece
+from mycli.runtime.engine.replies.reader import Piece
 from mycli.runtime.server.api_error import ApiError
 from mycli.runtime.server.encoding import event
 from mycli.runtime.server.formats import Constraints, output_format

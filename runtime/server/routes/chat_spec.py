@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mycli.runtime.engine.reply_reader import ReplyReader
+from mycli.runtime.engine.replies.reader import ReplyReader
 from mycli.runtime.engine.sequence import BeamOptions, reply_room
 from mycli.runtime.errors import UserError
 from mycli.runtime.sampling.grammars.grammar import CallGrammar, Grammar, Prelude

@@ -8,7 +8,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mycli.runtime.engine.reply_reader import Piece, ReplyReader
+from mycli.runtime.engine.replies.reader import Piece, ReplyReader
 from mycli.runtime.engine.sequence import reply_room
 from mycli.runtime.sampling.logprobs import TokenLogprob
 from mycli.runtime.server.api_error import ApiError

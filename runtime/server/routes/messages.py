@@ -7,7 +7,7 @@ from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mycli.runtime.engine.reply_reader import Piece
+from mycli.runtime.engine.replies.reader import Piece
 from mycli.runtime.server.api_error import ApiError
 from mycli.runtime.server.encoding import JsonResponse, event
 from mycli.runtime.server.recording import ReplyIds

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from mycli.runtime.engine.reply_reader import Piece
+from mycli.runtime.engine.replies.reader import Piece
 from mycli.runtime.sampling.logprobs import TokenLogprob
 from mycli.runtime.server.recording import ReplyIds
 from mycli.runtime.server.routes.responses_request import ToolIdentity

@@ -6,7 +6,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mycli.runtime.engine.reply_reader import Piece
+from mycli.runtime.engine.replies.reader import Piece
 from mycli.runtime.sampling.logprobs import TokenLogprob
 from mycli.runtime.server.api_error import ApiError
 from mycli.runtime.server.encoding import JsonResponse, event

@@ -15,10 +15,10 @@ from mycli.cli.output import Output
 from mycli.cli.text.format import compact
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
-from mycli.runtime.engine.completion import Completion
 from mycli.runtime.engine.engine import Engine
-from mycli.runtime.engine.loader import LoadedModel
+from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.engine.model_runner import CacheShape
+from mycli.runtime.engine.replies.completion import Completion
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.memory.plan import MemoryPlan

@@ -179,7 +179,7 @@ def test_models_of_a_folder_are_found(tmp_path: Path, models_dir: Path, monkeypa
     [
         (("pico", "pico"), "two models are called pico"),
         (("pico", "pico-draft", "--pin", "nosuch"), "--pin nosuch: not one of the models"),
-        (("pico", "pico-draft", "--idle", "soon"), "--idle: 'soon' is not a duration"),
+        (("pico", "pico-draft", "--idle", "soon"), "--idle: 'soon' is not a time"),
         (("pico", "nosuch-model"), "nosuch-model"),
         ((), "no model to serve"),
         (("pico", "pico-draft", "--engine", "vllm"), "vLLM serves one model"),

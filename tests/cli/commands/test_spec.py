@@ -14,7 +14,7 @@ from mycli.runtime.device.placement import Placement
 from mycli.runtime.diagnostics.prompts import prompts
 from mycli.runtime.diagnostics.speculation_benchmark import SpeculationSubject, measure_speculation, textbook
 from mycli.runtime.diagnostics.speculation_check import chi_squared, greedy_divergences, least_certain
-from mycli.runtime.engine.loader import LoadedModel
+from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.engine.model_runner import CacheShape
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.sampler import Sampler

@@ -59,8 +59,9 @@ def test_what_is_no_memory(text: str, problem: str) -> None:
 # Every option that takes an amount of memory, wherever it stands: one that lost its parser is missed here.
 SIZES = {
     "--gpu": {"choose", "estimate"},
-    "--max-ram": {"quantize"},
+    "--max-ram": {"pull", "quantize"},
     "--max-vram": {"quantize"},
+    "--target-size": {"pull", "quantize"},
     "--prefix-cache-size": {"chat", "run", "serve"},
     "--expert-memory": {"bench", "bench draft", "bench serve", "chat", "embed", "estimate", "run", "serve"},
     "--memory": {"serve"},

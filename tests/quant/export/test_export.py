@@ -19,7 +19,7 @@ from mycli.quant.progress import silent
 from mycli.quant.recipe import Recipe
 from mycli.runtime.checkpoint.gguf.blocks import dequantize_blocks
 from mycli.runtime.checkpoint.open_folder import open_model_folder
-from mycli.runtime.engine.loader import load_model
+from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.hub.resolve import Source
 from tests.support.engines import whole

@@ -12,7 +12,7 @@ from mycli.quant.export import ExportRequest, find_export_target
 from mycli.quant.progress import silent
 from mycli.runtime.checkpoint.gguf import architectures
 from mycli.runtime.checkpoint.open_folder import open_model_folder
-from mycli.runtime.engine.loader import load_model
+from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.errors import ModelError
 from mycli.runtime.hub.resolve import Source
 from tests.support.engines import whole

@@ -71,7 +71,8 @@ def test_a_declaration_is_the_same_read_and_imported() -> None:
     assert all(transforms.spec(one) == transforms.load(one).TRANSFORM for one in transforms.names())
 
 
-OWN_FILES = ("quant/solvers/", "quant/transforms/", "quant/export/")  # exports: names of other programs' layouts
+# Exports and readers name other programs' layouts; types of GGUF are solved with GPTQ's factor of the Hessian.
+OWN_FILES = ("quant/solvers/", "quant/transforms/", "quant/export/", "quant/readers/", "quant/ggml/")
 
 
 def test_only_their_own_files_name_solvers_and_transforms() -> None:

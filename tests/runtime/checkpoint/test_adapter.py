@@ -16,7 +16,7 @@ from mycli.runtime.checkpoint.adapter import Adapter
 from mycli.runtime.checkpoint.adapter_config import AdapterConfig, is_adapter
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.open_folder import open_model_folder
-from mycli.runtime.engine.loader import load_model
+from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.errors import ModelError
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.utils.json_fields import Fields

@@ -13,7 +13,7 @@ from mycli.cli.remedies import remedy
 from mycli.quant.source_weights import SourceWeights, source_scheme
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
-from mycli.runtime.engine.loader import load_model
+from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.errors import ModelError
 from mycli.runtime.layers.transformer import Transformer
 from tests.attacks.layout_attacks import ATTACKS

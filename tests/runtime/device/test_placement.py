@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mycli.runtime.checkpoint.open_folder import open_model_folder
-from mycli.runtime.device import placement
+from mycli.runtime.device import nvml
 from mycli.runtime.device.nvml import Gpu
 from mycli.runtime.device.placement import place
 from mycli.runtime.errors import Declined, ExitCode, ResourceError, UsageError
@@ -31,7 +31,7 @@ def machine(
     log: what is made the current device.
     """
     shown = Gpu(0, "GPU", 80 << 30, 80 << 30, capability, "580.1")
-    monkeypatch.setattr(placement, "gpus", lambda: [shown])
+    monkeypatch.setattr(nvml, "gpus", lambda: [shown])
 
     def available() -> bool:
         if not driver:
@@ -74,7 +74,7 @@ def test_falls_back_with_a_notice_unless_cuda_was_asked_for(
 def test_a_machine_without_a_gpu_is_not_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only in detail, on request. A driver that does not answer is no such machine."""
     machine(monkeypatch, cuda=False)
-    monkeypatch.setattr(placement, "gpus", list)
+    monkeypatch.setattr(nvml, "gpus", list)
     found = place(replace(CONFIG, dtype="float16"))
     assert [note for note in found.notes if "CUDA" in note] == [] and len(found.notes) == 1
     assert found.details == ("running on the CPU: this build of torch has no CUDA",)
@@ -82,7 +82,7 @@ def test_a_machine_without_a_gpu_is_not_told_so(monkeypatch: pytest.MonkeyPatch)
     def broken() -> list[Gpu]:
         raise ResourceError("the NVIDIA driver does not answer")
 
-    monkeypatch.setattr(placement, "gpus", broken)
+    monkeypatch.setattr(nvml, "gpus", broken)
     assert "no CUDA" in place(CONFIG).notes[0]
 
 

@@ -13,7 +13,7 @@ from mycli.runtime.checkpoint.formats.compressed_tensors import write_quantizati
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement, torch_dtype
 from mycli.runtime.diagnostics.memory_check import MemoryPart, check_parts, measure_memory
-from mycli.runtime.engine.loader import load_model
+from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.errors import ExitCode, GateError
 from mycli.runtime.memory.fit import PackingScheme
 from mycli.runtime.memory.plan import MemoryPlan

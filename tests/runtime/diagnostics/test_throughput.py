@@ -30,7 +30,7 @@ from mycli.runtime.diagnostics.throughput import (
     percentile,
     record_device,
 )
-from mycli.runtime.engine.loader import load_model
+from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.engine.engine import Engine
-from mycli.runtime.engine.loader import LoadedModel
+from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.engine.model_runner import CacheShape
 from mycli.runtime.engine.sequence import BeamOptions, Request
 from mycli.runtime.errors import UsageError

@@ -10,10 +10,10 @@ import torch
 from mycli.runtime.cache.kv_cache import cache_dtype
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
-from mycli.runtime.engine.completion import generate, stream
 from mycli.runtime.engine.engine import Engine
-from mycli.runtime.engine.loader import load_model
+from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
+from mycli.runtime.engine.replies.completion import generate, stream
 from mycli.runtime.engine.sequence import Request
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.models.config import KvDtype

@@ -11,10 +11,10 @@ from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
-from mycli.runtime.engine.completion import Completion, complete_all, draw_samples
 from mycli.runtime.engine.engine import Engine
-from mycli.runtime.engine.loader import LoadedModel
+from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
+from mycli.runtime.engine.replies.completion import Completion, complete_all, draw_samples
 from mycli.runtime.errors import UsageError
 from mycli.runtime.sampling.grammars.grammar import Grammar
 from mycli.runtime.sampling.logprobs import LogprobRecorder

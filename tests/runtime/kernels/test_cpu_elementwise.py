@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
-from mycli.runtime.engine.loader import load_model
+from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.engine.passes.cpu import NATIVE_ROWS
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.elementwise import (

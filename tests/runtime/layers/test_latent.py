@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from mycli.runtime.cache.kv_cache import PACKED, Stored
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
-from mycli.runtime.engine.loader import load_model
+from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels import reference
 from mycli.runtime.kernels.cpu.latent import native_latent_attention

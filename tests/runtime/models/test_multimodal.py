@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mycli.runtime.checkpoint.open_folder import open_model_folder
-from mycli.runtime.engine.loader import load_model
+from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.models.multimodal import CLASS_DEFAULTS, FAMILIES, TextPart
 from mycli.runtime.models.registry import parse_config
 from mycli.runtime.utils.json_fields import Fields

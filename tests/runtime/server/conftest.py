@@ -11,7 +11,7 @@ import pytest
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.engine.engine import Engine
-from mycli.runtime.engine.loader import LoadedModel
+from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.engine.model_runner import CacheShape
 from mycli.runtime.server.ollama.card import model_card
 from mycli.runtime.server.settings import ServerSettings

@@ -8,7 +8,7 @@ import anthropic
 import openai
 import pytest
 
-from mycli.runtime.engine.loader import LoadedModel
+from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.server.settings import ServerLimits, ServerSettings
 from tests.runtime.server.conftest import Scripted
 from tests.runtime.server.test_replies import GrammarEngine

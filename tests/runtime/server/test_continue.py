@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from mycli.runtime.engine.loader import LoadedModel
+from mycli.runtime.engine.loading.loader import LoadedModel
 from tests.runtime.server.conftest import Scripted
 from tests.support.served import Served, joined
 

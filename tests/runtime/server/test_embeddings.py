@@ -15,7 +15,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.engine.engine import Engine
-from mycli.runtime.engine.loader import LoadedModel
+from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.engine.model_runner import CacheShape
 from mycli.runtime.server.routes.rerank import _AFTER, _BEFORE, INSTRUCTION
 from mycli.runtime.server.settings import ServerSettings

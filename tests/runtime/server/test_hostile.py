@@ -175,7 +175,7 @@ def test_s4_a_panic_in_a_pool_or_on_the_text_thread_fails_one_request(
             answer = served.ask("POST", "/v1/completions", {"prompt": "a"})
             assert answer.status == 500 and answer.error["type"] == "api_error"
         with monkeypatch.context() as patch:
-            patch.setattr("mycli.runtime.engine.reply_reader.ReplyReader.feed", _panics)
+            patch.setattr("mycli.runtime.engine.replies.reader.ReplyReader.feed", _panics)
             assert served.chat().status == 500
         assert served.chat().status == 200 and served.ask("GET", "/health").status == 200
 

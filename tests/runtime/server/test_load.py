@@ -12,7 +12,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from mycli.runtime.engine.loader import LoadedModel
+from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.engine.sequence import SequenceOutput
 from mycli.runtime.server.settings import ServerLimits, ServerSettings
 from tests.runtime.server.conftest import Scripted

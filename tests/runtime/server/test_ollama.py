@@ -10,7 +10,7 @@ from typing import Any
 import ollama
 import pytest
 
-from mycli.runtime.engine.loader import LoadedModel
+from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.server.ollama.keep_alive import keep_alive_seconds
 from tests.runtime.server.conftest import Scripted
 from tests.support.paths import ROOT

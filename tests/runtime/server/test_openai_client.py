@@ -8,10 +8,10 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageFunctionToolCall
 
-from mycli.runtime.engine.completion import Completion
 from mycli.runtime.engine.engine import Engine
-from mycli.runtime.engine.loader import LoadedModel
+from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.engine.model_runner import CacheShape
+from mycli.runtime.engine.replies.completion import Completion
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.tokenizer.chat_template import Message
 from tests.support.served import Served

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mycli.runtime.engine.loader import LoadedModel
+from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.engine.sequence import Request
 from mycli.runtime.server.settings import ServerSettings
 from tests.runtime.server.conftest import Scripted

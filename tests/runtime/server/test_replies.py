@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mycli.runtime.engine.loader import LoadedModel
+from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.engine.sequence import Request, SequenceOutput
 from mycli.runtime.errors import ModelError
 from tests.runtime.server.conftest import Scripted

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mycli.runtime.engine.engine import Engine
-from mycli.runtime.engine.loader import LoadedModel
+from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.engine.model_runner import CacheShape
 from mycli.runtime.server.settings import ServerSettings
 from tests.support.served import Served, serving

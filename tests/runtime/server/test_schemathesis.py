@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mycli.runtime.engine.loader import LoadedModel
+from mycli.runtime.engine.loading.loader import LoadedModel
 from tests.support.served import ScriptedEngine, serving
 
 PROGRAM = shutil.which("schemathesis")

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from mycli.runtime.engine.reply_reader import Piece, ReplyReader
+from mycli.runtime.engine.replies.reader import Piece, ReplyReader
 from mycli.runtime.engine.sequence import Request
 from mycli.runtime.server import worker
 from mycli.runtime.server.delivery import Delivery

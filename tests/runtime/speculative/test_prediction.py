@@ -14,7 +14,7 @@ from mycli.runtime.device.placement import Placement
 from mycli.runtime.diagnostics import speculation_check
 from mycli.runtime.diagnostics.speculation_benchmark import SpeculationSubject
 from mycli.runtime.engine.engine import Engine
-from mycli.runtime.engine.loader import load_model
+from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape
 from mycli.runtime.engine.sequence import Request
 from mycli.runtime.engine.speculation import DraftRequest

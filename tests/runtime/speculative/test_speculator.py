@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mycli.runtime.engine.completion import generate, stream
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
+from mycli.runtime.engine.replies.completion import generate, stream
 from mycli.runtime.engine.sequence import Request
 from mycli.runtime.engine.speculation import ComputedTokens, DraftRequest
 from mycli.runtime.engine.stats import SpeculationStats, Timing

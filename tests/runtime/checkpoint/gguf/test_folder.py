@@ -18,7 +18,7 @@ from mycli.runtime.checkpoint.gguf.architectures import architectures
 from mycli.runtime.checkpoint.gguf.checkpoint import file_order
 from mycli.runtime.checkpoint.gguf.folder import GgufFolder
 from mycli.runtime.checkpoint.open_folder import open_model_folder
-from mycli.runtime.engine.loader import load_model
+from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.errors import ModelError, NotFoundError
 from mycli.runtime.tokenizer.chat_template import Message
 from tests.support import gguf_files

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from mycli.runtime.checkpoint.gguf.files import join_headers
 from mycli.runtime.checkpoint.gguf.header import GgufHeader, parse_gguf_header
-from mycli.runtime.checkpoint.gguf.parts import part_names
 from mycli.runtime.checkpoint.gguf.writer import GgufWriter, make_gguf_header
+from mycli.runtime.checkpoint.gguf_parts import part_names
 from mycli.runtime.errors import ModelError, UsageError
 from tests.attacks import gguf_attacks as attacks
 

@@ -11,7 +11,7 @@ from mycli.cli.reasons import REASONS, pass_rows, passes_json
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.engine import Engine
-from mycli.runtime.engine.loader import load_model
+from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.engine.pass_choices import pass_choices
 from mycli.runtime.engine.passes import COMPILERS, compile_passes

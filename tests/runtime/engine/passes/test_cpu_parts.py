@@ -14,7 +14,7 @@ from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
-from mycli.runtime.engine.loader import load_model
+from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.engine.passes import compile_passes
 from mycli.runtime.engine.passes.base import PassInput
 from mycli.runtime.engine.passes.cpu import NATIVE_ROWS

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.cache.kv_cache import KVCache
-from mycli.runtime.engine.completion import generate, stream
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.engine.passes import Passes
 from mycli.runtime.engine.passes.base import PassInput
 from mycli.runtime.engine.passes.plain import PlainPass
+from mycli.runtime.engine.replies.completion import generate, stream
 from mycli.runtime.engine.sequence import Request
 from mycli.runtime.errors import Declined, ModelError
 from mycli.runtime.layers.rope import Rope

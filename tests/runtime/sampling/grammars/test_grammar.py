@@ -13,10 +13,10 @@ import torch
 
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
-from mycli.runtime.engine.completion import generate
 from mycli.runtime.engine.engine import Engine
-from mycli.runtime.engine.loader import load_model
+from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape
+from mycli.runtime.engine.replies.completion import generate
 from mycli.runtime.engine.sequence import Request
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.sampling.grammars.grammar import JSON_MODE, MAX_SOURCE, Grammar, GrammarState

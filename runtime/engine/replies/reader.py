@@ -5,16 +5,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from mycli.runtime.engine.sequence import SequenceOutput
-from mycli.runtime.tokenizer.parsing.reasoning_parser import CLOSE, OPEN, Part, ReasoningParser
 from mycli.runtime.tokenizer.stream import StopMatcher, StreamDecoder
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
-if (
-    TYPE_CHECKING
-):  # torch takes a second to import; parsing tool calls takes three modules that a reply without tools does not need
+if TYPE_CHECKING:  # torch takes a second to import, and most replies need no parsers
     from torch import Tensor
 
     from mycli.runtime.sampling.logprobs import TokenLogprob
+    from mycli.runtime.tokenizer.parsing.reasoning_parser import Part, ReasoningParser
     from mycli.runtime.tokenizer.parsing.tool_formats import ToolFormat
     from mycli.runtime.tokenizer.parsing.tool_parser import ToolCall, ToolParser
 
@@ -86,14 +84,17 @@ class ReplyReader:
         `tools` parses calls written in `tool_format`. Raises UsageError for too many or too long stop strings.
         """
         self.index = index
-        marks = [] if prompt_end is None else [OPEN, CLOSE]
+        marks, self._reasoning = list[str](), None
+        if prompt_end is not None:
+            from mycli.runtime.tokenizer.parsing.reasoning_parser import CLOSE, OPEN, ReasoningParser
+
+            marks, self._reasoning = [OPEN, CLOSE], ReasoningParser(prompt_end)
         if tool_format is not None:
             marks += [*tool_format.template_markers, *tool_format.ignored]
             for region in tool_format.regions:
                 marks += [*region.open.starts, *(region.close.starts if region.close else ())]
         self._decoder = StreamDecoder(_MarkedPieces(tokenizer, marks) if marks else tokenizer)
         self._matcher = StopMatcher(stops)
-        self._reasoning = None if prompt_end is None else ReasoningParser(prompt_end)
         self._tools = tools
         # Whether there was a reasoning block, whether it had text, and whether there was content: white space around
         # the tags belongs to neither.
@@ -137,9 +138,13 @@ class ReplyReader:
         return "length" if reason == "context" else reason
 
     def _split(self, text: str, ended: bool) -> "tuple[str, str, tuple[ToolCall, ...]]":
+        if self._reasoning is None:
+            return text, "", ()
+        from mycli.runtime.tokenizer.parsing.reasoning_parser import Part
+
         content = reasoning = ""
         calls: list[ToolCall] = []
-        for item in self._parse(text, ended):
+        for item in self._parse(self._reasoning, text, ended):
             if isinstance(item, Part):
                 self._reasoned = True
                 reasoning += self._without_tags(item.text)
@@ -152,11 +157,8 @@ class ReplyReader:
                 calls.append(item)
         return content, reasoning, _joined(calls)
 
-    def _parse(self, text: str, ended: bool) -> "Iterator[Part | str | ToolCall]":
-        if self._reasoning is None:
-            yield text
-            return
-        for part in self._reasoning.feed(text) + (self._reasoning.flush() if ended else []):
+    def _parse(self, reasoning: "ReasoningParser", text: str, ended: bool) -> "Iterator[Part | str | ToolCall]":
+        for part in reasoning.feed(text) + (reasoning.flush() if ended else []):
             if part.reasoning:
                 yield part
             elif self._tools is None:
@@ -167,6 +169,8 @@ class ReplyReader:
             yield from self._tools.flush()
 
     def _without_tags(self, text: str) -> str:
+        from mycli.runtime.tokenizer.parsing.reasoning_parser import CLOSE, OPEN
+
         text = text.removesuffix(CLOSE)
         if not self._reasoning_begun:
             text = text.lstrip().removeprefix(OPEN).lstrip()

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mycli.runtime.checkpoint.open_folder import open_model_folder
-from mycli.runtime.engine.completion import Completion
-from mycli.runtime.engine.loader import LoadedModel
+from mycli.runtime.engine.loading.loader import LoadedModel
+from mycli.runtime.engine.replies.completion import Completion
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.tokenizer.chat_template import Message

@@ -8,8 +8,8 @@ from random import Random
 
 import pytest
 
-from mycli.runtime.engine.loader import LoadedModel
-from mycli.runtime.engine.reply_journal import RecordedReply, ReplyJournal, RunningReplyError
+from mycli.runtime.engine.loading.loader import LoadedModel
+from mycli.runtime.engine.replies.journal import RecordedReply, ReplyJournal, RunningReplyError
 from mycli.runtime.engine.sequence import SequenceOutput
 from mycli.runtime.errors import NotFoundError, UsageError
 from mycli.runtime.sampling.logprobs import TokenLogprob

@@ -18,9 +18,9 @@ from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.checkpoint.reader import Checkpoint
-from mycli.runtime.engine import loader as load
 from mycli.runtime.engine import model_runner
 from mycli.runtime.engine.config import EngineConfig
+from mycli.runtime.engine.loading import loader as load
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.errors import Declined, ExitCode, ModelError, ResourceError, UsageError
 from mycli.runtime.kernels import registry
@@ -152,8 +152,8 @@ def test_an_old_gpu_has_room_counted_for_unpacked_weights(monkeypatch: pytest.Mo
     old = replace(CPU, unpacked=reason)
     packings = {linear.name: Packing(4, 128) for linear in FOLDER.config.linears()}
     packed = cast(ModelFolder, SimpleNamespace(config=FOLDER.config, packings=packings))
-    plans = [load._plan(packed, one, EngineConfig(), None) for one in (CPU, old)]
-    assert plans[1] == load._plan(FOLDER, CPU, EngineConfig(), None), "as a dense model"
+    plans = [load._requested(packed, one, EngineConfig(), None) for one in (CPU, old)]
+    assert plans[1] == load._requested(FOLDER, CPU, EngineConfig(), None), "as a dense model"
     assert estimate(plans[1]).weights > 2 * estimate(plans[0]).weights
     monkeypatch.setattr(
         load, "free_memory", lambda device: (estimate(plans[0]).needed + estimate(plans[1]).needed) // 2

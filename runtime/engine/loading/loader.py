@@ -12,9 +12,9 @@ from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement, free_memory
 from mycli.runtime.device.system import release_free_memory
 from mycli.runtime.engine.config import EngineConfig
+from mycli.runtime.engine.loading.sizing import fitting_plan, requested_plan
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.passes import compile_passes
-from mycli.runtime.engine.sizing import fitting_plan, requested_plan
 from mycli.runtime.errors import Declined, ResourceError
 from mycli.runtime.kernels.reference import DequantizeKernel
 from mycli.runtime.kernels.registry import find_kernel
@@ -27,7 +27,7 @@ from mycli.runtime.tokenizer.tokenizer import Tokenizer
 from mycli.runtime.utils import version
 
 if TYPE_CHECKING:  # few models compute embeddings
-    from mycli.runtime.engine.embedder import Embedder
+    from mycli.runtime.engine.replies.embedder import Embedder
 
 
 def load_model(
@@ -50,7 +50,7 @@ def load_model(
     model = Transformer(folder.config, expert_slots)
     activations, packings = None, folder.packings
     if packings:
-        from mycli.runtime.engine.activations import activation_choice
+        from mycli.runtime.engine.loading.activations import activation_choice
 
         activations = activation_choice(folder, placement)
         packings = packings if activations is None else activations.packings(packings)
@@ -116,7 +116,7 @@ class LoadedModel:
         runner = load_model(folder, placement, allow_nonfinite=allow_nonfinite, warn=add, expert_slots=expert_slots)
         spec, embedder = folder.embedding, None
         if spec is not None:
-            from mycli.runtime.engine.embedder import Embedder
+            from mycli.runtime.engine.replies.embedder import Embedder
 
             embedder = Embedder(spec, config.hidden_size)
         ends = frozenset(ids)

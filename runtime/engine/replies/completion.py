@@ -6,15 +6,15 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from mycli.runtime.engine.engine import Engine
-from mycli.runtime.engine.loader import LoadedModel
-from mycli.runtime.engine.reply_reader import ReplyReader
+from mycli.runtime.engine.loading.loader import LoadedModel
+from mycli.runtime.engine.replies.reader import ReplyReader
 from mycli.runtime.engine.sequence import BeamOptions, FinishReason, Request, SequenceOutput
 from mycli.runtime.engine.stats import SpeculationStats, Timing
 from mycli.runtime.errors import UserError
 from mycli.runtime.sampling.params import SamplingParams
 
 if TYPE_CHECKING:  # constrained replies are few, and it is a large module
-    from mycli.runtime.engine.reply_journal import RecordedReply
+    from mycli.runtime.engine.replies.journal import RecordedReply
     from mycli.runtime.sampling.grammars.grammar import Grammar
     from mycli.runtime.sampling.logprobs import TokenLogprob
 

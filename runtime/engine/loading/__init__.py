@@ -1,0 +1,1 @@
+"""Loads a model into the memory that is free."""
