@@ -72,7 +72,7 @@ def serve_several(
             with announced(state_dir() / "servers", record):
                 run_until_signal(server, listener, ready, pool.close)
     finally:
-        listener.close()
+        address.close(listener)
         if address.unix_socket is not None:
             address.unix_socket.expanduser().unlink(missing_ok=True)
 

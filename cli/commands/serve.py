@@ -101,9 +101,7 @@ def serve(
         announce_slow_passes(call, loaded.model.runner)
         _run(call, settings, loaded, max_sequences, listener, url, log)
     finally:
-        listener.close()
-        if address.unix_socket is not None:
-            address.unix_socket.expanduser().unlink(missing_ok=True)
+        address.close(listener)
 
 
 def _is_for_several(models: Sequence[str], several: SeveralModelsFlags) -> bool:
@@ -146,6 +144,7 @@ def _refuse_own_options(
         "--no-record": address.no_record,
         "--extra-properties": address.extra_properties,
         "--unix-socket": address.unix_socket is not None,
+        "--socket-group": address.socket_group is not None,
         "--models-dir": several.models_dir is not None,
         "--idle": several.idle is not None,
         "--pin": bool(several.pinned),

@@ -72,6 +72,10 @@ class AddressFlags:
         Path | None,
         options.option("--unix-socket", "PATH", "Listen on this socket instead, for programs of this user."),
     ] = None
+    socket_group: Annotated[
+        str | None,
+        options.option("--socket-group", "GROUP", "Open --unix-socket to this group, such as that of a reverse proxy."),
+    ] = None
     supervised: Annotated[bool, options.flag("--supervised", "Serve one of several models.", hidden=True)] = False
 
     def resolve(self, call: Call) -> ServerSettings:
@@ -84,6 +88,8 @@ class AddressFlags:
                 f"--host {self.host} allows other machines, but no API key is set",
                 "add --api-key-file FILE, or --insecure-no-auth",
             )
+        if self.socket_group is not None and self.unix_socket is None:
+            raise UsageError("--socket-group needs --unix-socket", "add --unix-socket PATH")
         for origin in self.origins or ():
             if origin.count("://") != 1 or origin.endswith("/") or origin == "*":
                 raise UsageError(f"--cors {origin}: not an origin", "for example: --cors https://example.org")
@@ -112,10 +118,16 @@ class AddressFlags:
 
         if self.unix_socket is not None:
             path = self.unix_socket.expanduser().absolute()
-            return listen_unix(path), f"unix:{path}"
+            return listen_unix(path, self.socket_group), f"unix:{path}"
         listener = listen(self.host, self.port)
         host = f"[{self.host}]" if ":" in self.host else self.host
         return listener, f"http://{host}:{listener.getsockname()[1]}"
+
+    def close(self, listener: "socket") -> None:
+        """Close what `listen` returned."""
+        listener.close()
+        if self.unix_socket is not None:
+            self.unix_socket.expanduser().unlink(missing_ok=True)
 
     def _keys(self, call: Call, path: Path) -> tuple[ApiKey, ...]:
         text = read_input(path, MAX_KEYS_BYTES).decode("utf-8", "replace")

@@ -24,7 +24,7 @@ from mycli.runtime.server.routes.description import description
 from mycli.runtime.server.routes.embeddings import embeddings
 from mycli.runtime.server.routes.messages import count_tokens, messages
 from mycli.runtime.server.routes.models import list_served, show_served
-from mycli.runtime.server.routes.page import page
+from mycli.runtime.server.routes.page import page, page_file
 from mycli.runtime.server.routes.replies import resume
 from mycli.runtime.server.routes.rerank import rerank
 from mycli.runtime.server.routes.responses import input_tokens, responses
@@ -62,6 +62,7 @@ ROUTES: Sequence[tuple[str, str, Endpoint]] = (
     ("GET", "/api/version", ollama_version),
     *((method, path, refuse_managing) for method, path in MANAGING),
     ("GET", "/", page),
+    ("GET", "/web/{name:path}", page_file),
 )
 
 

@@ -7,6 +7,7 @@ import asyncio
 import errno
 import os
 import resource
+import shutil
 import socket
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -55,8 +56,8 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def listen_unix(path: Path) -> socket.socket:
-    """Return a socket that listens at `path`, which only this user can open. Raises ResourceError or UsageError."""
+def listen_unix(path: Path, group: str | None = None) -> socket.socket:
+    """Return a socket that listens at `path` for this user, and for `group`. Raises ResourceError or UsageError."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if path.is_socket() and not _answers(path):
@@ -72,6 +73,15 @@ def listen_unix(path: Path) -> socket.socket:
         if "too long" in str(error):
             raise UsageError(f"{path}: the path of a socket may have about 100 bytes", "use a shorter path") from None
         raise _unavailable(str(path), error) from None
+    if group is not None:
+        try:
+            shutil.chown(path, group=group)
+            path.chmod(0o660)
+        except (LookupError, OSError) as error:
+            listener.close()
+            path.unlink()
+            cause = "no such group" if isinstance(error, LookupError) else error.strerror
+            raise UsageError(f"cannot open {path} to group {group}: {cause}", "name a group of this user") from None
     return listener
 
 

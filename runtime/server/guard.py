@@ -27,7 +27,9 @@ from mycli.runtime.server.settings import CLIENT_HEADER, SHARE_HEADER, ServerSta
 from mycli.runtime.tokenizer.prompt_difference import Difference
 from mycli.runtime.utils.sanitize import one_line
 
-OPEN_PATHS = ("/health", "/")  # without a key: health probes, and a page without data
+# Without a key: health probes, and a page without data.
+OPEN_PATHS = ("/health", "/")
+PAGE_FILES = "/web/"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _CACHE_HEADER = "x-mycli-cache"  # "why" in a request asks for it in the response
 _MAX_HEADER = 1000  # characters of the keywords left out of a schema
@@ -178,7 +180,8 @@ class Guard:
 
     def _check(self, scope: Scope, headers: Headers) -> ApiKey | None:
         # Return the key of a request if the server has a file of keys.
-        key = None if scope["path"] in OPEN_PATHS else self._check_key(headers)
+        path = scope["path"]
+        key = None if path in OPEN_PATHS or path.startswith(PAGE_FILES) else self._check_key(headers)
         if scope["method"] == "POST" and self._server.draining:
             raise shutting_down()
         return key
@@ -200,7 +203,8 @@ class Guard:
         origin = headers.get("origin")
         if origin is None or origin in self._server.settings.origins:
             return
-        if origin != f"{scope['scheme']}://{headers.get('host', '')}":
+        host = headers.get("host", "")
+        if origin not in (f"{scope['scheme']}://{host}", f"https://{host}"):  # a reverse proxy may have ended TLS
             raise ApiError(403, f"origin {origin[:100]!r} is not allowed", "origin_not_allowed")
 
     def _check_key(self, headers: Headers) -> ApiKey | None:

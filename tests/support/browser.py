@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -49,10 +50,11 @@ class Browser:
         self._write, self._read, self._held = our_write, our_read, b""
         self._next, self._session = 0, ""
         self.requested: list[str] = []  # every address that the page asked for
+        self.errors: list[str] = []  # exceptions, refused loads and broken rules of the content security policy
         targets = self._call("Target.getTargets")["targetInfos"]
         page = next(one["targetId"] for one in targets if one["type"] == "page")
         self._session = self._call("Target.attachToTarget", targetId=page, flatten=True)["sessionId"]
-        for domain in ("Page", "Runtime", "Network"):
+        for domain in ("Page", "Runtime", "Network", "Log"):
             self._call(f"{domain}.enable")
 
     def __enter__(self) -> Self:
@@ -87,6 +89,10 @@ class Browser:
         message: dict[str, Any] = json.loads(line)
         if message.get("method") == "Network.requestWillBeSent":
             self.requested.append(message["params"]["request"]["url"])
+        if message.get("method") == "Runtime.exceptionThrown":
+            self.errors.append(json.dumps(message["params"]["exceptionDetails"]))
+        if message.get("method") == "Log.entryAdded" and message["params"]["entry"]["level"] == "error":
+            self.errors.append(json.dumps(message["params"]["entry"]))
         return message
 
     def open(self, address: str) -> None:
@@ -123,6 +129,16 @@ class Browser:
         self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=phone)
         feature = {"name": "prefers-color-scheme", "value": scheme}
         self._call("Emulation.setEmulatedMedia", features=[feature])
+
+    def choose(self, selector: str, files: Sequence[Path]) -> None:
+        """Give files to an input of the page."""
+        root = self._call("DOM.getDocument")["root"]["nodeId"]
+        node = self._call("DOM.querySelector", nodeId=root, selector=selector)["nodeId"]
+        self._call("DOM.setFileInputFiles", nodeId=node, files=[str(file) for file in files])
+
+    def save_downloads(self, folder: Path) -> None:
+        """Save what the page downloads."""
+        self._call("Page.setDownloadBehavior", behavior="allow", downloadPath=str(folder))
 
     def picture(self, path: Path) -> None:
         """What is shown, as PNG."""

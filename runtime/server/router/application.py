@@ -23,7 +23,7 @@ from mycli.runtime.server.router.management import ModelManager, pull_response
 from mycli.runtime.server.router.metrics import router_metrics
 from mycli.runtime.server.router.pool import ModelPool, Slot
 from mycli.runtime.server.router.proxy import ForwardedResponse, keep_alive_of, model_of, relabelled
-from mycli.runtime.server.routes.page import page
+from mycli.runtime.server.routes.page import page, page_file
 from mycli.runtime.server.settings import ServerSettings, ServerState
 from mycli.runtime.utils import version
 
@@ -240,6 +240,7 @@ ROUTER_ROUTES: tuple[tuple[str, str, RouterEndpoint], ...] = (
     ("GET", "/metrics", all_metrics),
     ("GET", "/openapi.json", router_description),
     ("GET", "/", page),
+    ("GET", "/web/{name:path}", page_file),
 )
 
 

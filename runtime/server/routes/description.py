@@ -48,7 +48,7 @@ BODIES: Mapping[str, type[BaseModel]] = {
     "/api/embeddings": OllamaEmbeddingsRequest,
     "/api/show": OllamaShowRequest,
 }
-_MEDIA = {"/": "text/html", "/metrics": "text/plain"}
+_MEDIA = {"/": "text/html", "/web/{name}": "*/*", "/metrics": "text/plain"}
 _STREAMED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/replies/{id}/resume")
 _TEXT, _ANY = {"type": "string"}, {"type": "object"}
 _NULLABLE = {"type": ["string", "null"]}

@@ -1,13 +1,17 @@
 """Sockets that are slow, idle or too many."""
 
+import grp
+import os
 import socket
+import stat
 import time
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
 from mycli.runtime.errors import ResourceError, UsageError
-from mycli.runtime.server.connection import listen
+from mycli.runtime.server.connection import listen, listen_unix
 from mycli.runtime.server.settings import ServerLimits, ServerSettings
 from tests.runtime.server.conftest import Scripted
 from tests.support.served import Served
@@ -107,3 +111,18 @@ def test_g29_a_place_that_cannot_be_listened_at() -> None:
         listen("no such host", 0)
     with pytest.raises(ResourceError, match="not an address of this machine"):
         listen("192.0.2.1", 0)
+
+
+def test_a_unix_socket_is_open_to_its_user_or_to_a_group(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with listen_unix(path):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        with pytest.raises(ResourceError, match="in use"):
+            listen_unix(path)
+    group = grp.getgrgid(os.getgroups()[-1] if os.getgroups() else os.getgid())
+    with listen_unix(path, group.gr_name):  # what a dead server left is replaced
+        assert stat.S_IMODE(path.stat().st_mode) == 0o660 and path.stat().st_gid == group.gr_gid
+    path.unlink()
+    with pytest.raises(UsageError, match="no such group"):
+        listen_unix(path, "no-such-group")
+    assert not path.exists()
