@@ -1,4 +1,4 @@
-"""Asks a server on this machine, by HTTP on a port or on a Unix socket."""
+"""Sends requests to a server on this machine, by HTTP on a port or a Unix socket."""
 
 import http.client
 import json
@@ -25,7 +25,7 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 def request_json(url: str, method: str, path: str, body: Any = None, *, seconds: float) -> tuple[int, dict[str, Any]]:
-    """Return status and JSON object of a response; 0 and {} without one. The key is that of the environment."""
+    """Return status and JSON of a response; 0 and {} if there is none. Reads the API key from the environment."""
     if url.startswith("unix:"):
         connection: http.client.HTTPConnection = _UnixConnection(url.removeprefix("unix:"), seconds)
     else:

@@ -1,4 +1,4 @@
-"""Finds the models of a server for several, and plans the memory of each before anything is read."""
+"""Finds the models of a server for several, and plans the memory of each before weights are read."""
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ from mycli.runtime.server.ollama.card import ModelCard, model_card
 from mycli.runtime.server.router.model import ROUTER_BYTES, SERVER_BYTES, RoutedModel
 
 _OWN_KEYS = (MODEL, "pin", "idle")
-_FREE_SHARE = 0.9  # of free memory, for models; the rest is for the files of weights and for other programs
+_FREE_SHARE = 0.9  # share of free memory for models; the rest is for the page cache of weights and other programs
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,9 @@ def requested_models(models: Sequence[str], several: SeveralModelsFlags) -> list
     if several.models_dir is not None:
         listed = list(_models_in(several.models_dir.expanduser().absolute()))
         if not listed:
-            raise UsageError(f"{several.models_dir} holds no models", "name a folder of model folders or .gguf files")
+            raise UsageError(
+                f"{several.models_dir} contains no models", "name a folder of model folders or .gguf files"
+            )
         requests += [ModelRequest(name, str(path), tables.get(name, {}), False) for name, path in listed]
     if not requests:
         requests = [ModelRequest(name, str(table.get(MODEL, name)), table, False) for name, table in tables.items()]
@@ -105,7 +107,7 @@ class Catalog:
     sockets: Path
 
     def routed(self, requests: Sequence[ModelRequest]) -> tuple[list[RoutedModel], dict[str, int]]:
-        """Return the models and the bytes that they may use of each place. Raises UserError."""
+        """Return the models, and the memory limit of each place in bytes. Raises UserError."""
         rooms: dict[str, int] = {}
         models = [self.routed_model(request, str(index), rooms) for index, request in enumerate(requests)]
         names: dict[str, str] = {}
@@ -153,6 +155,7 @@ class Catalog:
         return words + (["--offline"] if self.call.offline else [])
 
     def _parse(self, request: ModelRequest, words: Sequence[str]) -> tuple[EngineConfig, Mapping[str, Any]]:
+        # Parsed by the command itself, so that config.toml accepts exactly the options of `serve`, with their checks.
         try:
             parameters = find_command("serve").make_context("serve", [request.source, *words]).params
         except typer.TyperException as error:

@@ -24,7 +24,9 @@ from mycli.runtime.utils.units import human_bytes
 if TYPE_CHECKING:  # torch takes seconds to import
     from mycli.quant.planning.plan import Report
 
-_SPOOL_SHARE = 0.15  # of the result: ranges of the source on disk; with headers and journal less than 0.2
+# Limit of the ranges of the source on disk, as a share of the result. With headers and the journal, the run needs less
+# than 1.2 times the result.
+_SPOOL_SHARE = 0.15
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class QuantizedPull:
 def pull_quantized(call: Call, model: str, flags: RecipeFlags, settings: QuantizedPull) -> None:
     """Quantize a model of the hub layer by layer; only the result is stored. Resumes an interrupted run."""
     recipe = flags.resolve()
+    # Each reading of the whole model would be another download.
     if recipe.tune or recipe.target_bpw is not None:
         message = "--tune and --target-bpw read the whole model several times"
         raise UsageError(message, f"download it first: mycli pull {shlex.quote(model)}; then mycli quantize")

@@ -1,4 +1,4 @@
-"""The receipts of `mycli run`, which `mycli replay` makes again: between options and `runtime.diagnostics.receipt`."""
+"""Converts between the options of `mycli run` and the receipts that `mycli replay` reads."""
 
 import secrets
 from dataclasses import asdict, dataclass, replace
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mycli.runtime.engine.replies.completion import Completion
     from mycli.runtime.open import OpenedModel
 
-_DRAFTS = ("none", "ngram", "mtp")  # others have files of their own
+_DRAFTS = ("none", "ngram", "mtp")  # a draft model has files that the receipt does not cover
 # Settings of the engine that may change a token. Threads and memory limits change none.
 _SETTINGS = ("dtype", "kv", "activations", "shadow", "draft", "context", "allow_nonfinite")
 
@@ -34,7 +34,7 @@ class ReplyFormat:
 
 
 def check_receipt(path: Path, loading: LoadFlags, single: bool) -> None:
-    """Raise UsageError, before the model is loaded, for what a receipt cannot describe or a place it cannot go."""
+    """Raise UsageError for options that a receipt cannot describe, or a path that cannot be written."""
     from mycli.runtime.utils.files import require_writable
 
     if not single:
@@ -45,7 +45,7 @@ def check_receipt(path: Path, loading: LoadFlags, single: bool) -> None:
 
 
 def with_seed(params: SamplingParams) -> SamplingParams:
-    """`params` with a random seed where one is needed and missing, so that the same numbers can be drawn again."""
+    """Return `params` with a random seed if one is needed and missing, so that `replay` draws the same numbers."""
     return params if params.greedy or params.seed is not None else replace(params, seed=secrets.randbits(62))
 
 
@@ -75,12 +75,12 @@ def _name(opened: "OpenedModel") -> str:
     source = opened.source
     if source.repo is not None:
         return f"{source.repo}@{source.revision}" if source.revision else source.repo
-    # A path as typed would be wrong in another folder.
+    # Absolute: `replay` may run in another folder.
     return str(Path(source.name).absolute()) if is_path(source.name) else source.name
 
 
 def _settings(opened: "OpenedModel", loading: LoadFlags) -> dict[str, Any]:
-    # What "auto" came to: another machine may choose otherwise.
+    # The choices that "auto" made: another machine may make others, and a difference would then have the wrong cause.
     chosen = str(opened.placement.dtype).removeprefix("torch.")
     short = next(short for short, name in FLOATS.items() if name == chosen)
     fixed = replace(loading, dtype=short, context=opened.engine.context)
@@ -88,7 +88,7 @@ def _settings(opened: "OpenedModel", loading: LoadFlags) -> dict[str, Any]:
 
 
 def loading_of(receipt: "Receipt") -> LoadFlags:
-    """The options that load a model as the receipt says. Raises ModelError for others than `write_receipt` writes."""
+    """Return the options to load the model of a receipt. Raises ModelError for values that are never written."""
     defaults = LoadFlags(context=1)
     settings: dict[str, Any] = {name: receipt.settings.get(name) for name in ("device", *_SETTINGS)}
     for name, value in settings.items():

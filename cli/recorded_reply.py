@@ -1,4 +1,4 @@
-"""Records the reply of `mycli run` while it is generated, and finds one that was interrupted."""
+"""Records the reply of `mycli run` while it is generated, and continues an interrupted one."""
 
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -87,7 +87,7 @@ def record_reply(
 
 @dataclass(frozen=True)
 class InterruptedReply:
-    """A recorded reply that can be continued, and how it began."""
+    """A recorded reply that can be continued. header: the model, prompt and settings that it began with."""
 
     name: str
     header: Mapping[str, Any]
@@ -99,7 +99,7 @@ class InterruptedReply:
         if name == LAST:
             name = next((name for name in journal.names() if name.startswith(_KIND)), "")
             if not name:
-                raise NotFoundError("there is no interrupted reply", "a reply that ended is not kept")
+                raise NotFoundError("there is no interrupted reply", "finished replies are not kept")
         elif not name.startswith(_KIND):
             raise UsageError(
                 f"--resume {name}: not a reply of mycli run",

@@ -1,4 +1,4 @@
-"""Runs a server for several models: the process that passes requests on, and its list of models."""
+"""Runs a server for several models: the router process and its list of models."""
 
 import os
 import sys
@@ -40,7 +40,7 @@ def serve_several(
     requests = requested_models(names, several)
     listener, url = address.listen()
     try:
-        # Only this user may enter: the servers behind the sockets have no key.
+        # A folder that only this user may enter: the processes behind the sockets check no key.
         with tempfile.TemporaryDirectory(prefix="mycli-") as sockets:
             catalog = Catalog(call, address, several, words, Path(sockets))
             models, rooms = catalog.routed(requests)
@@ -82,7 +82,7 @@ def _manager(catalog: Catalog, rooms: dict[str, int], environment: Mapping[str, 
     numbers = count(1)
 
     def describe(name: str) -> RoutedModel:
-        # A socket of its own: the name of another model's would be taken.
+        # A new number: the name may be that of an earlier model, whose process still has its socket.
         model = catalog.routed_model(ModelRequest(Path(name).name, name, {}), f"pulled-{next(numbers)}", rooms)
         return replace(model, created=int(time.time()))
 

@@ -194,7 +194,7 @@ class BlockSolver:
             model.advance(block, self._stream, self._context, self._side_inputs)
 
     def _install(self, linear: Linear, solved: Mapping[str, Quantized]) -> None:
-        """Replace a weight by what every reader computes from its codes."""
+        """Replace a weight by the values that every reader computes from its codes."""
         names = [spec.name for spec in linear.specs]
         restored = [self._solver.restore(name, solved[name], self.packings[name]) for name in names]
         linear.replace(torch.cat(restored).to(linear.weight().dtype))

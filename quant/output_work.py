@@ -1,4 +1,7 @@
-"""Finished parts of a run in its unfinished output, with a journal: nothing is on disk twice."""
+"""A work folder that stores finished parts of a run in the unfinished output itself, with a journal.
+
+Nothing is on disk twice, so a model can be quantized with little more disk than the result needs.
+"""
 
 import json
 import os
@@ -27,10 +30,9 @@ OUTPUT = "output"
 
 
 class OutputWork(WorkFolder):
-    """A work folder that holds the output while it is written; `attach` comes before anything is read or recorded.
+    """A work folder that contains the unfinished output. Call `attach` before anything else.
 
-    A line of the journal is written after the tensors that it names are on disk, so a run that is killed at any moment
-    loses only the tensor or block it worked on.
+    A run that is killed at any moment loses only the tensor or block it worked on.
     """
 
     def __init__(self, folder: Path, run: Mapping[str, Any], *, restart: bool = False) -> None:
@@ -47,6 +49,7 @@ class OutputWork(WorkFolder):
         """Continue the output of an earlier run, or begin it."""
         self._writer, self._target = writer, output
         self._linears = {linear.name: linear for linear in config.linears()}
+        # A journal without its output is worthless: the plan may have changed, and with it the place of every tensor.
         if not writer.continues:
             (self.folder / _JOURNAL).unlink(missing_ok=True)
         for record in self._records():
@@ -68,6 +71,7 @@ class OutputWork(WorkFolder):
         return [json.loads(line) for line in lines]
 
     def _record(self, **record: Any) -> None:
+        # Tensors reach the disk before the line that names them; the other order would record what a power cut loses.
         self._writer.flush()
         with disk_errors(self.folder), (self.folder / _JOURNAL).open("ab") as file:
             file.write(json.dumps(record).encode() + b"\n")
@@ -96,7 +100,7 @@ class OutputWork(WorkFolder):
 
     def load(self, block: int) -> Solved | None:
         record = self._blocks.get(block)
-        # The output is read only before anything is added to it.
+        # Finished blocks precede the first new one, so reading them ends before anything is added to the output.
         if record is None or self._solved_here:
             return None
         layers = tuple(Layer(**layer) for layer in record["layers"])

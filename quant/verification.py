@@ -1,4 +1,4 @@
-"""Compares how another program reads a model with the values that it should hold, weight by weight and in logits."""
+"""Compares what another program reads from a model with the expected weights, and its logits with ours."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ from mycli.runtime.device.placement import Placement
 from mycli.runtime.errors import ModelError
 
 TOKENS = 16  # of the passes whose logits are compared
-_SHARED = 0.8  # of the likeliest tokens of a program that gives only those
+_SHARED = 0.8  # least share of common tokens, for a program that returns only its likeliest ones
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A weight that differs; `row` is the first one, None if shapes differ. Names are those of the other program."""
+    """A weight that differs, by its name in the other program. row: the first one; None if shapes differ."""
 
     weight: str
     row: int | None
@@ -33,7 +33,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Verified:
-    """`logits`: the largest difference in nats, None if the program gives none; `likeliest`: share of shared tokens."""
+    """The result. logits: largest difference in nats, None without logits; likeliest: share of common tokens."""
 
     program: str
     weights: int
@@ -49,7 +49,7 @@ class Verified:
 
 
 def tokens_to_score(vocabulary: int) -> tuple[int, ...]:
-    """The tokens whose logits are compared: the same for every model with this vocabulary."""
+    """Return the tokens whose logits are compared; the same for all models with this vocabulary."""
     generator = torch.Generator().manual_seed(0)
     return tuple(torch.randint(min(3, vocabulary - 1), vocabulary, (TOKENS,), generator=generator).tolist())
 
@@ -94,6 +94,7 @@ def _compare(name: str, values: Tensor, read: ReadWeight) -> Fault | None:
     wrong = [index for index, (digest, other) in enumerate(zip(ours, read.rows, strict=True)) if digest != other]
     if not wrong:
         return None
+    # GGUF permutes the rows of some weights, so a wrong order is named as such.
     moved = sorted(ours) == sorted(read.rows)
     what = "rows in another order" if moved else "other values"
     return Fault(name, wrong[0], f"{what} in {len(wrong)} of {len(ours)} rows, first in row {wrong[0]}")
@@ -113,7 +114,7 @@ def _folder_weights(folder: ModelFolder) -> Iterator[tuple[str, Tensor]]:
 
 
 def _exact(weights: Weights, name: str) -> Tensor:
-    """The fp32 values of a weight; not rounded to the model's dtype, as embeddings of GGUF files are when read."""
+    """Return the fp32 values of a weight, without rounding to the model's dtype."""
     if weights.packing(name) is not None or not isinstance(weights.checkpoint, GgufCheckpoint):
         return weights.dense(name).float()
     values = torch.empty(weights.checkpoint.entry(name).shape)
@@ -122,7 +123,7 @@ def _exact(weights: Weights, name: str) -> Tensor:
 
 
 def _gguf_weights(folder: ModelFolder) -> Iterator[tuple[str, Tensor]]:
-    """The weights by their names and in the order of rows and columns of a GGUF file; experts as one stack."""
+    """Yield the weights by their GGUF names, with rows and columns in the order of the file; experts as one stack."""
     config, weights = folder.config, Weights(folder)
     architecture = written_architecture(config)
     stacks: dict[str, dict[int, Tensor]] = {}

@@ -30,7 +30,7 @@ EXAMPLES = (
 
 @dataclass(frozen=True)
 class Setup:
-    """The arguments and environment variables that lead an agent to a server."""
+    """The arguments and environment variables that make an agent use a server."""
 
     arguments: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -113,7 +113,7 @@ def launch(
                 call.out.result(" ".join([*values, shlex.join(line)]))
             return
         call.out.note(f"{agent} on {served} at {url}")
-        # Ctrl-C is the agent's; it reaches both, being typed at the same terminal.
+        # Ctrl-C reaches both processes of the terminal, but agents use it to cancel a reply: only the agent handles it.
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             child = subprocess.Popen(line, env={**os.environ, **setup.environment}, preexec_fn=_default_interrupt)
@@ -129,7 +129,7 @@ def _default_interrupt() -> None:
 
 @contextmanager
 def _server(call: Call, model: str | None, context: int | None) -> Iterator[tuple[str, str]]:
-    # The address and the model's name of a server that runs, or of one that runs inside this context.
+    # Yield the address and the model's name of a running server, or of one that runs inside this context.
     running = [server for server in running_servers(state_dir() / "servers") if not server.url.startswith("unix:")]
     matching = [server for server in running if model is None or Path(model).name in server.names]
     if matching:

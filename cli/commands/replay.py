@@ -46,6 +46,7 @@ def replay(
     name = model or recorded.model
     with about(call, name):
         folder = open_model_folder(resolve(name, offline=call.offline).folder)
+        # Before loading: with other weights the first difference of tokens would say nothing about its cause.
         changed = different_files(recorded.files, file_hashes(folder.source_files()))
         if changed:
             raise GateError(

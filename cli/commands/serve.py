@@ -85,7 +85,7 @@ def serve(
 
         sequences = ["--max-sequences", str(max_sequences)]
         words = [*option_words(loading), *option_words(prefix_cache), *option_words(reasoning), *sequences]
-        words.append("--no-record")  # this server does not know which model a record belongs to
+        words.append("--no-record")  # a record names no model, so the router could not route a request to resume it
         words += ["--extra-properties"] * address.extra_properties
         serve_several(call, models or (), settings, address, several, words, log)
         return

@@ -1,4 +1,4 @@
-"""The declaration of a ggml type that the solver writes: levels, scales, and the encoding of its blocks."""
+"""Declares a ggml type that the solver writes: its levels, its scales, and the encoding of its blocks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # the names of types are read without torch
 
 @dataclass(frozen=True)
 class Multiples:
-    """The integers that a scale may be of the factor of its super-block: `first`, `first + step`, ..., `count` many."""
+    """The `count` integers `first`, `first + step`, ... by which a scale may multiply the factor of its super-block."""
 
     first: int
     count: int
@@ -31,15 +31,15 @@ class Multiples:
         return steps.mul_(self.step).add_(self.first)
 
 
-ONE = Multiples(1, 1)  # of a type whose scales are fp16 factors
+ONE = Multiples(1, 1)  # for types without super-blocks, whose scales are fp16 factors
 
 
 @dataclass(frozen=True)
 class SolvedRows:
-    """Rows of blocks before encoding, transposed: weight = level * factor * unit * multiple - factor * multiple.
+    """Rows of blocks before encoding, transposed: level * factor * unit * multiple - factor * minimum.
 
-    levels: int8 [K, N]; multiples: fp32 integers [G, N] of the scales and of the minima; factors: fp32 values of fp16
-    [1 or 2, blocks, N].
+    levels: int8 [K, N]; multiples, minima: integers as fp32 [G, N]; factors: fp16 values as fp32 [1 or 2, blocks, N],
+    of the scales and, if the type has them, of the minima.
     """
 
     levels: "Tensor"
@@ -68,18 +68,20 @@ class BlockType:
         return self.stored.group
 
     def scale_values(self, solved: SolvedRows) -> "Tensor":
-        """fp32 [G, N]; exact, because factors have 11 bits and multiples at most 8."""
+        """Return the scales, fp32 [G, N]."""
+        # Exact: factors have 11 significant bits and multiples at most 8, so their product fits the 24 of fp32. Readers
+        # therefore compute the same scales whatever their order of multiplication.
         repeats = len(solved.multiples) // solved.factors.shape[1]
         return (solved.factors[0] * self.unit).repeat_interleave(repeats, 0) * solved.multiples
 
     def minimum_values(self, solved: SolvedRows) -> "Tensor | None":
-        """The values that are subtracted, fp32 [G, N]."""
+        """Return the values that are subtracted, fp32 [G, N]."""
         if solved.minima is None:
             return None
         return solved.factors[1].repeat_interleave(len(solved.minima) // solved.factors.shape[1], 0) * solved.minima
 
     def weights(self, solved: SolvedRows) -> "Tensor":
-        """The values of solved rows as every reader computes them, fp32 [K, N]."""
+        """Return the weights as every reader computes them, fp32 [K, N]."""
         scales = self.scale_values(solved).repeat_interleave(self.group, 0)
         minima = self.minimum_values(solved)
         values = solved.levels.float().mul_(scales)

@@ -1,4 +1,4 @@
-"""The GGUF file that a model becomes: types, names and places of its tensors, metadata and tokenizer."""
+"""The layout of a model's GGUF file: names, types and places of its tensors, metadata and tokenizer."""
 
 import dataclasses
 import math
@@ -26,7 +26,7 @@ from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.part_spec import Shape
 
-# The fields of a config that are not in its layers and shapes.
+# Fields of a config that are compared besides its layers and shapes.
 _COMPARED = (
     *("max_context", "layer_norm", "rms_norm_eps", "embedding_scale", "round_embedding_scale"),
     *("logit_scale", "logit_softcap", "tie_embeddings", "per_layer_width"),
@@ -46,9 +46,9 @@ def gguf_path(target: Path) -> Path:
 
 
 class GgufLayout:
-    """Where each tensor of a model lies in its GGUF file, in which type; `kinds` holds the type by tensor.
+    """The place and type of each tensor of a model in its GGUF file. kinds: the type by tensor.
 
-    Raises ModelError for a model that GGUF does not describe completely: llama.cpp would compute other logits.
+    Raises ModelError for a model that GGUF cannot describe completely, because llama.cpp would compute other logits.
     """
 
     def __init__(self, folder: ModelFolder, label: str, kinds: Mapping[str, str], file_type: int) -> None:
@@ -98,7 +98,7 @@ class GgufLayout:
 
 
 class GgufTensors:
-    """Writes the tensors of a layout, as a context manager that leaves a whole file after `finish`, else nothing."""
+    """Writes the tensors of a layout; a context manager that leaves a complete file after `finish`, otherwise none."""
 
     def __init__(self, layout: GgufLayout, writer: GgufWriter) -> None:
         self._layout, self.file = layout, writer
@@ -177,7 +177,8 @@ def _plan(config: ModelConfig, places: dict[str, Place], kinds: Mapping[str, str
 def _require_keys(
     config: ModelConfig, metadata: dict[str, Any], plan: list[tuple[str, str, Shape]], factors: list[float]
 ) -> None:
-    """Raise ModelError if a reader of the file would not find the same model: llama.cpp has no key for something."""
+    """Raise ModelError if GGUF has no key for a property of the model."""
+    # Checked by reading the header back, not by a list of unsupported properties, which would miss new ones.
     header, places = make_gguf_header(metadata, plan, "the file to write")
     stored = parse_gguf_header(
         lambda offset, count: header[offset : offset + count],
@@ -203,7 +204,7 @@ def _fields(part: Any) -> list[str]:
 
 
 def _equal(ours: Any, theirs: Any) -> bool:
-    # Keys are fp32.
+    # Keys are fp32, fields of a config are not.
     if isinstance(ours, float) and isinstance(theirs, float | int):
         return math.isclose(ours, theirs, rel_tol=1e-5)
     if isinstance(ours, tuple) and isinstance(theirs, tuple):

@@ -1,4 +1,4 @@
-"""The levels of a ggml type: integers, a table, or a codebook of vectors; rounding to them, alone and in columns."""
+"""The levels of a ggml type: integers, a table, or a codebook of vectors; rounds single values and columns to them."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,15 +9,15 @@ from torch import Tensor
 
 from mycli.quant.rounding.columns import solve_block
 
-_CANDIDATES = 4  # rows of a codebook that are compared exactly; a power of two
+_CANDIDATES = 4  # codebook rows compared with the full metric; a power of two
 _SMALLEST = 1e-20  # stands for a scale of zero, so that quotients stay finite
 _SEARCHED = 1 << 24  # distances to codebook rows at a time: 64 MB
 
 
 class Levels(Protocol):
-    """`largest`: the largest magnitude; `signed`: a negative scale gives other values; `unit`: columns in a vector.
+    """largest: the largest magnitude; signed: whether a negative scale gives other values; unit: columns in a vector.
 
-    `range`: (low, high, count), where the largest weight of a group may land, as multiples of `largest`.
+    range: (low, high, count), candidates for the level of the largest weight of a group, as multiples of `largest`.
     """
 
     @property
@@ -30,11 +30,11 @@ class Levels(Protocol):
     def range(self) -> tuple[float, float, int]: ...
 
     def nearest(self, values: Tensor, weights: Tensor) -> Tensor:
-        """The levels fp32 of values [..., size] in units of the scale; errors count by weights [..., size]."""
+        """Return levels fp32 for values [..., size] in units of the scale; `weights` [..., size] of squared errors."""
         ...
 
     def solve(self, residual: Tensor, matrix: Tensor, scales: Tensor, levels: Tensor | None) -> tuple[Tensor, Tensor]:
-        """New levels int8 and shifts fp32 [C, N] of columns in turn, as `rounding.columns.solve_block`."""
+        """Return new levels int8 and shifts fp32 [C, N], column by column, as `rounding.columns.solve_block`."""
         ...
 
 
@@ -56,7 +56,7 @@ class Integers:
 
     @property
     def range(self) -> tuple[float, float, int]:
-        # As rounding.grid: weighted columns make more clipping pay, more so with fewer bits.
+        # As in `rounding.grid`: with weighted columns more clipping pays, the more so with fewer bits.
         return {2: (0.6, 6.0, 32), 3: (0.8, 4.0, 32), 4: (0.85, 3.0, 32)}.get(self.bits, (0.95, 1.5, 24))
 
     def nearest(self, values: Tensor, weights: Tensor) -> Tensor:
@@ -67,6 +67,7 @@ class Integers:
         scales = torch.where(scales == 0, _SMALLEST, scales)
         codes = None
         if levels is None:
+            # The native solver has codes around `half`: levels from `low` on become such codes by shifting the target.
             residual = residual - (self.low + half) * scales
         else:
             codes = (levels.to(torch.int16) - self.low).to(torch.uint8).contiguous()
@@ -76,7 +77,7 @@ class Integers:
 
 @dataclass(frozen=True)
 class Table:
-    """Levels of a sorted table."""
+    """Levels from a table of sorted values."""
 
     values: tuple[int, ...]
     signed: bool = True
@@ -97,6 +98,7 @@ class Table:
         return table[torch.bucketize(values, middles)]
 
     def solve(self, residual: Tensor, matrix: Tensor, scales: Tensor, levels: Tensor | None) -> tuple[Tensor, Tensor]:
+        # In torch: the native solver has evenly spaced levels only.
         shifts, solved = torch.zeros_like(residual), torch.empty(residual.shape, dtype=torch.int8)
         scales = torch.where(scales == 0, _SMALLEST, scales)
         for index, scale in enumerate(scales):
@@ -144,10 +146,11 @@ class Codebook:
         return levels.transpose(0, 1).reshape(values.shape)
 
     def _signs(self, vectors: Tensor, weights: Tensor) -> Tensor:
-        """Signs for vectors [V, N, 8]; errors count by weights [V, 8]."""
+        """Return signs for vectors [V, N, 8]; `weights` [V, 8] of squared errors."""
         signs = torch.where(vectors < 0, -1.0, 1.0)
         if self.even_signs:
-            # An odd number: the sign that costs least is the wrong one.
+            # The eighth sign is the parity of the other seven. Where the parity is wrong, flip the sign that costs
+            # least.
             odd = signs.prod(2) < 0
             cheapest = (weights.unsqueeze(1) * vectors.square()).argmin(2, keepdim=True)
             flipped = signs.scatter(2, cheapest, -signs.gather(2, cheapest))
@@ -155,7 +158,7 @@ class Codebook:
         return signs
 
     def _rows(self, vectors: Tensor, weights: Tensor, count: int) -> list[Tensor]:
-        """Indices [V, N, count] of close rows of the codebook, for each part of the vectors [V, N, 8]."""
+        """Return indices [V, N, count] of close codebook rows for each part of the vectors [V, N, 8]."""
         width, rows = self._magnitudes.shape[1], len(self._magnitudes)
         step = max(1, _SEARCHED // (rows * vectors.shape[1]))
         table = self._magnitudes.T
@@ -166,16 +169,19 @@ class Codebook:
             for first in range(0, len(vectors), step):
                 chunk = slice(first, first + step)
                 x, w = vectors[chunk, :, part], weights[chunk, part].unsqueeze(2)
-                # Distances less what all rows have in common, as one product: x (-2 w c) + 1 (w c^2).
+                # Weighted squared distances without the term w x^2, which all rows share, as one matrix product:
+                # x (-2 w c) + 1 (w c^2).
                 factors = torch.cat([-2 * w * table, (w * table.square()).sum(1, keepdim=True)], 1)
                 distances = torch.cat([x, x.new_ones(*x.shape[:2], 1)], 2) @ factors
-                # The closest row, and for more the closest of each part of the codebook: much cheaper than sorting.
+                # For several candidates, the closest row of each of `count` parts of the codebook: not quite the
+                # closest rows, but much cheaper than a top-k.
                 nearest[chunk] = distances.view(*x.shape[:2], count, -1).argmin(3)
             parts.append(nearest + torch.arange(count) * (rows // count))
         return parts
 
     def _choose(self, target: Tensor, scale: Tensor, metric: Tensor, old: Tensor | None) -> Tensor:
-        # Levels fp32 [8, N] of least e^T metric e with e = target - scale * levels, among a few close ones and `old`.
+        # Return levels fp32 [8, N] that minimize e^T metric e, e = target - scale * levels, among a few close rows and
+        # `old`. Including `old` makes sure that descent never increases the error.
         vectors, weights = (target / scale).T.unsqueeze(0), metric.diagonal().unsqueeze(0)
         signs = self._signs(vectors, weights)
         parts = [self._magnitudes[rows[0]] for rows in self._rows(vectors * signs, weights, _CANDIDATES)]

@@ -1,4 +1,4 @@
-"""Solves the linears of a product for their ggml types, with calibration data."""
+"""Solves the linears of one product for their ggml types with calibration data."""
 
 from collections.abc import Mapping
 
@@ -23,7 +23,7 @@ from mycli.runtime.quantization.scheme import Packing
 class BlockTypeSolver(LinearSolver):
     """Solves each linear for the type that a layout gives it; codes are the rows of its blocks, uint8 [N, bytes].
 
-    Blocks hold their scales, so `Quantized.scales` is empty. Columns are in the order of the file.
+    Blocks contain their scales, so `Quantized.scales` is empty. Columns are in the order of the file.
     """
 
     def __init__(self, layout: GgufLayout) -> None:
@@ -86,7 +86,7 @@ class BlockTypeSolver(LinearSolver):
         return result
 
     def round_tensor(self, name: str, weight: Tensor) -> tuple[Tensor, float]:
-        """Blocks uint8 [N, bytes] of a weight [N, K] without data, and their relative squared error."""
+        """Return blocks uint8 [N, bytes] of a weight [N, K] without data, and their relative squared error."""
         columns, kind = self._columns(name, weight.shape[1]), self.kind(name)
         original = (weight if columns is None else weight[:, columns]).float()
         try:
@@ -100,7 +100,7 @@ class BlockTypeSolver(LinearSolver):
 
 
 def _error(weight: Tensor, blocks: Tensor, kind: BlockType, hessian: Tensor | None = None) -> float:
-    """The squared error of the weight, or of its outputs for inputs of moments `hessian`, relative to the whole."""
+    """Return the relative squared error of the weight, or with `hessian` of its outputs."""
     lost = dequantize_blocks(blocks, kind.name).sub_(weight)
 
     def size(values: Tensor) -> float:

@@ -1,7 +1,7 @@
 """The file types of llama.cpp, such as q4_k_m: which ggml type each tensor gets. Imports no torch.
 
-The rules are those of llama-quantize with an importance matrix (llama.cpp b11434, src/llama-quant.cpp), so a file has
-the size of its file. Names of tensors are GGUF's.
+The rules are those of llama-quantize with an importance matrix (llama.cpp b11434, src/llama-quant.cpp), so that files
+have the same size. Tensor names are those of GGUF.
 """
 
 import re
@@ -14,10 +14,10 @@ from mycli.runtime.errors import UsageError
 Spot = Callable[["MixPlace"], bool]
 
 GGUF_EMBEDDING, GGUF_HEAD = "token_embd.weight", "output.weight"
-# In the order in which llama-quantize compares names.
+# In the order in which llama-quantize compares names: attn_kv_b and attn_qkv contain values, and count as attn_v.
 _ROLES = ("attn_qkv", "attn_kv_b", "attn_v", "attn_k", "attn_q", "attn_output", "ffn_up", "ffn_gate", "ffn_down")
 _VALUES = ("attn_qkv", "attn_kv_b", "attn_v")
-# For rows that do not fill super-blocks of 256.
+# Replacements for rows that do not fill super-blocks of 256. The result takes more bits, never fewer.
 _NARROW = {
     **dict.fromkeys(("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS"), "IQ4_NL"),
     **dict.fromkeys(("Q2_K", "Q3_K"), "Q4_0"),
@@ -27,7 +27,8 @@ _NARROW = {
 }
 _EIGHT_EXPERTS_OUTPUT: tuple[str, ...] = ("q2_k", "iq3_xs", "iq3_xxs", "q3_k_s", "q3_k_m", "iq4_nl", "q4_k_s", "q4_k_m")
 _EIGHT_EXPERTS_OUTPUT += ("iq3_s", "iq3_m", "iq4_xs")
-_LARGE_LAYERS = 80  # llama.cpp's "70B": few heads of v, so more bits for it cost little
+# llama.cpp recognizes a 70B model by its number of layers. It has few heads of v, so more bits for v cost little.
+_LARGE_LAYERS = 80
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class MixPlace:
-    """A tensor among `count` of its role: `index` counts those before it, or layers in a model of experts."""
+    """A tensor among `count` of its role. index: the number of those before it; its layer in a mixture of experts."""
 
     index: int
     count: int
@@ -63,6 +64,7 @@ def _first(part: int) -> Spot:
 
 
 def _more(place: MixPlace) -> bool:
+    # The first and last eighth of the layers, and every third between them (use_more_bits of llama-quant.cpp).
     eighth = place.count // 8
     return place.index < eighth or place.index >= 7 * place.count // 8 or (place.index - eighth) % 3 == 2
 
@@ -91,8 +93,8 @@ class Mix:
     base: str
     rules: Mapping[str, tuple[tuple[str, Spot], ...]] = field(default_factory=dict)
     head: str = "Q6_K"
-    embedding: str | None = None  # of an embedding that is not the head too; None: the base type
-    low: bool = False  # the rules of the types below three bits: other exceptions for mixtures
+    embedding: str | None = None  # type of an embedding that is not tied to the head; None: the base type
+    low: bool = False  # a type below three bits, for which mixtures of experts have other exceptions
 
 
 def _low(base: str, id_: int, better: str, embedding: str, output: bool) -> Mix:
@@ -180,7 +182,7 @@ DEFAULT_MIX = "q4_k_m"
 def load_mix(name: str) -> Mix:
     """Return a file type by name. Raises UsageError listing the choices."""
     if name not in MIXES:
-        raise UsageError(f"{name}: not a GGUF type that can be made", f"choose from: {', '.join(MIXES)}")
+        raise UsageError(f"{name}: not a GGUF file type that mycli writes", f"choose from: {', '.join(MIXES)}")
     return MIXES[name]
 
 

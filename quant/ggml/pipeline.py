@@ -1,6 +1,6 @@
-"""Quantizes a model into one GGUF file, block by block; it is measured, and appears by one rename.
+"""Quantizes a model into one GGUF file, block by block; the file is measured and appears by one rename.
 
-The record of its making lies next to it: NAME.mycli.json for NAME.gguf, with the fields of a folder's mycli.json.
+Its record lies next to it, NAME.mycli.json for NAME.gguf, with the fields of mycli.json in a folder.
 """
 
 from collections.abc import Iterator
@@ -113,7 +113,7 @@ def quantize_gguf(
             files={target.name: next(iter(model_card.digests([file.file.partial]).values()))},
         )
         with disk_errors(target):
-            # First: a file without its record would be taken for another program's.
+            # The record first: a file without one would count as another program's.
             write_atomic(gguf_record(target), record)
         file.file.finish()
         finished.clear()
@@ -132,7 +132,7 @@ def _calibration(work: GgufPlan) -> Calibration:
 def _embedding(
     work: GgufPlan, solver: BlockTypeSolver, source: SourceWeights, output: _Output
 ) -> tuple[tuple[Layer, ...], Tensor | None]:
-    # An embedding that is the head too is solved as the head, at the end: its inputs are known then.
+    # A tied embedding is solved as the head after all blocks, when the inputs of the head are known.
     if work.config.tie_embeddings or EMBEDDING not in work.packings:
         return (), None
     blocks, error = solver.round_tensor(EMBEDDING, source.read(f"{EMBEDDING}.weight"))

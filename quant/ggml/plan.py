@@ -1,4 +1,4 @@
-"""Plans a GGUF file of a model: the type of every tensor, the size, disk and memory, before anything is read."""
+"""Plans the GGUF file of a model before weights are read: the type of every tensor, file size and memory."""
 
 import math
 from collections import Counter
@@ -31,7 +31,7 @@ from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.utils.files import require_space
 from mycli.runtime.utils.units import distinct_sizes
 
-_SPARE_BYTES = 1 << 20  # for the card
+_SPARE_BYTES = 1 << 20  # for the record next to the file
 _HINT = "GGUF can hold it unquantized"
 
 
@@ -128,7 +128,8 @@ def check_gguf_target(target: Path, overwrite: bool) -> None:
 
 
 def quantized_names(folder: ModelFolder) -> list[str]:
-    """The tensors that get a quantized type: linears, embedding and head, but none that GGUF transposes in part."""
+    """Return the tensors that get a quantized type: linears, embedding and head, except those transposed in GGUF."""
+    # kv_b of latent attention is stored as two halves, one transposed; blocks lie along rows, so it stays in floats.
     config = folder.config
     architecture = written_architecture(config)
     names = [f"{EMBEDDING}.weight", *(f"{linear.name}.weight" for linear in config.linears())]

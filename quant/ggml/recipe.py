@@ -8,10 +8,11 @@ from mycli.quant.ggml.mixes import load_mix
 
 @dataclass(frozen=True)
 class GgufRecipe:
-    """Everything that decides the bytes of a GGUF file, except the source and the user's calibration text.
+    """Everything that determines the bytes of a GGUF file, except the source and the user's calibration text.
 
-    `mix`: a file type of `mixes`. `target_size`: bytes that the file may have; `kinds` then holds the type of each
-    linear, chosen by `sensitivity`, and replaces those of the mix. The other fields are those of `quant.recipe.Recipe`.
+    mix: a file type of `mixes`; target_size: maximum size of the file in bytes; kinds: with a target size, the type of
+    each linear as chosen by `sensitivity`, which replaces the type of the mix. The other fields are those of
+    `quant.recipe.Recipe`.
     """
 
     mix: str
@@ -26,10 +27,10 @@ class GgufRecipe:
 
     @property
     def name(self) -> str:
-        """The part of the file's name that describes the recipe."""
+        """Return the part of the file's name that describes the recipe."""
         return self.mix if self.target_size is None else f"{self.target_size / 2**30:.3g}GiB"
 
     @property
     def record(self) -> dict[str, Any]:
-        """The fields as JSON holds them."""
+        """Return the fields as a JSON object."""
         return {**asdict(self), "kinds": dict(self.kinds)}

@@ -1,4 +1,7 @@
-"""Chooses the scales of ggml blocks before any level: of least squared error, weighted by a Hessian's diagonal."""
+"""Searches the scales of ggml blocks with the least squared error, weighted by a Hessian's diagonal.
+
+Scales come first, because all levels of a block depend on them; `solve` then chooses the levels.
+"""
 
 import torch
 from torch import Tensor
@@ -7,15 +10,16 @@ from mycli.quant.ggml.block_type import BlockType, Multiples, SolvedRows
 from mycli.quant.rounding.plain import SEARCH_WEIGHTS, require_representable
 
 _REFITS = 3  # least-squares refinements of the best candidate
-# Where the ends of a group may land, as shares of their distance from zero, for types with minima.
+# Candidates for types with minima: where the range of levels ends, as shares of the largest and smallest weight. Below
+# 1 the extreme weights are clipped and all others get a finer grid.
 _ENDS = (1.08, 1.0, 0.9, 0.8, 0.65, 0.5)
-# The largest scale of a super-block as a share of the largest multiple.
+# Candidates for the multiple of the largest scale of a super-block, as shares of the largest multiple.
 _FACTORS = torch.linspace(0.7, 1.06, 19)
-_STEPS = (-1, 0, 1)  # multiples that are tried next to the rounded one
+_STEPS = (-1, 0, 1)  # neighbours of the rounded multiple that are tried
 
 
 def search_scales(weight: Tensor, kind: BlockType, importance: Tensor) -> SolvedRows:
-    """Factors, multiples and nearest levels for weight fp32 [N, K]; errors of columns count by `importance` [K].
+    """Return factors, multiples and nearest levels for weight fp32 [N, K]; `importance` [K] weighs errors by column.
 
     Raises ModelError for weights that are not finite or too large for fp16 factors.
     """
@@ -34,7 +38,7 @@ def search_scales(weight: Tensor, kind: BlockType, importance: Tensor) -> Solved
 def _search_rows(weight: Tensor, kind: BlockType, importance: Tensor) -> SolvedRows:
     rows, columns = weight.shape
     groups = weight.view(rows, -1, kind.group)
-    # A column without inputs still counts a little: other data may use it.
+    # A column without inputs in calibration still counts a little: other texts may use it.
     weights = (importance + 1e-4 * importance.mean() + torch.finfo(torch.float32).tiny).view(1, -1, kind.group)
     scales, minima = _affine(groups, weights, kind) if kind.minima else (_symmetric(groups, weights, kind), None)
     blocks = columns // kind.stored.block
@@ -80,7 +84,8 @@ def _symmetric(groups: Tensor, weights: Tensor, kind: BlockType) -> Tensor:
     shares = [low * (high / low) ** (step / (count - 1)) for step in range(count)]
     best = extreme / levels.largest
     least, chosen = _error(groups, best, None, weights, kind)
-    # A negative scale needs a negative multiple, or a factor of its own.
+    # Asymmetric levels reach further on one side, so a negative scale may fit better. It takes a negative multiple, or
+    # a type whose groups have factors of their own.
     signs = (1, -1) if levels.signed and (kind.scales.first < 0 or kind.scales.count == 1) else (1,)
 
     def consider(candidate: Tensor) -> None:
@@ -100,7 +105,8 @@ def _symmetric(groups: Tensor, weights: Tensor, kind: BlockType) -> Tensor:
 
 
 def _affine(groups: Tensor, weights: Tensor, kind: BlockType) -> tuple[Tensor, Tensor]:
-    # weight = scale * level - minimum with levels from zero. Factors of single groups (Q5_1) may have any sign.
+    # weight = scale * level - minimum, with levels from zero. Multiples of minima have no sign, so the minimum is at
+    # least zero there; in types with a minimum per group (Q5_1) it may have any sign.
     top = kind.levels().largest
     high = groups.amax(-1)
     low = groups.amin(-1)
@@ -143,7 +149,7 @@ def _least_squares(groups: Tensor, levels: Tensor, weights: Tensor, kind: BlockT
 
 
 def _nest(values: Tensor, curvature: Tensor, multiples: Multiples, unit: float, blocks: int) -> tuple[Tensor, Tensor]:
-    """Factors [N, blocks] and multiples [N, G] for values [N, G], whose squared errors count by `curvature`."""
+    """Return factors [N, blocks] and multiples [N, G] for values [N, G]; `curvature` weighs their squared errors."""
     parts, weights = values.view(len(values), blocks, -1), curvature.reshape(len(values), blocks, -1)
     if multiples.count == 1:
         return (parts[..., 0] / unit).to(torch.float16).float(), torch.full_like(values, multiples.first)
@@ -164,7 +170,8 @@ def _nest(values: Tensor, curvature: Tensor, multiples: Multiples, unit: float, 
 def _adjust(
     groups: Tensor, weights: Tensor, factors: Tensor, multiples: Tensor, low: Tensor | None, kind: BlockType
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Multiples next to the rounded ones, if their own nearest levels lose less; also returns the levels."""
+    """Return the best multiples among the rounded ones and their neighbours, and the levels nearest to them."""
+    # Searched again, because `_nest` rounded the scales: with another scale other levels are nearest.
     per_block = multiples.shape[1] // factors.shape[2]
     units = factors[0].repeat_interleave(per_block, 1) * kind.unit
     second = None if low is None else factors[1].repeat_interleave(per_block, 1)

@@ -1,4 +1,4 @@
-"""Chooses the type of each linear for a file of a given size, by the loss of the output distribution (KL)."""
+"""Chooses the type of each linear for a file of a given size by its effect on the output distribution (KL)."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,15 +27,16 @@ from mycli.runtime.device.system import trim_heap
 from mycli.runtime.errors import UsageError
 from mycli.runtime.quantization.scheme import Packing
 
-# From the smallest; types that lose more than another of their size are left out.
+# By size. Types that lose more than another one of their size are left out.
 KINDS = ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS", "Q4_K", "Q5_K", "Q6_K", "Q8_0")
-_SAMPLED_ROWS = 256  # of a linear, rounded to each type to compare types
-_GROUP = 32  # of the copy of one width
+# Rows of a linear that are rounded to each type to compare the types; all rows would cost a quantization per type.
+_SAMPLED_ROWS = 256
+_GROUP = 32  # of the temporary copy
 
 
 @dataclass(frozen=True)
 class KindChoice:
-    """The linears of a product, which get one type: bytes and loss (KL) of each type."""
+    """The linears of one product, which get the same type. bytes, loss (KL): by type."""
 
     names: tuple[str, ...]
     bytes: dict[str, int]
@@ -47,7 +48,7 @@ class KindChoice:
 
 
 def choose_kinds(work: GgufPlan, target: Path, placement: Placement, progress: ReportProgress = silent) -> GgufRecipe:
-    """The recipe with types for its `target_size`, from a temporary copy of one low width next to `target`.
+    """Return the recipe with the types for its `target_size`, measured with a temporary copy next to `target`.
 
     Raises UsageError for a size that the smallest types exceed.
     """
@@ -55,7 +56,7 @@ def choose_kinds(work: GgufPlan, target: Path, placement: Placement, progress: R
     target.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=".widths-", dir=target.parent) as folder:
         choices = _measure(work, Path(folder) / "low", placement, progress)
-    # The bytes of everything else do not depend on the choice.
+    # The size of all other tensors does not depend on the choice, so it is taken from a plan with the smallest types.
     first = {
         f"{name}.weight": min(choice.bytes, key=choice.bytes.__getitem__) for choice in choices for name in choice.names
     }
@@ -70,7 +71,8 @@ def choose_kinds(work: GgufPlan, target: Path, placement: Placement, progress: R
 
 
 def spend(choices: list[KindChoice], budget: int) -> list[str]:
-    """The type of each choice for the least loss, with `budget` bytes more than the smallest types take."""
+    """Return the type of each choice; `budget`: bytes beyond the smallest types. Raises UsageError below 0."""
+    # Greedy by loss per byte. A step may skip types, because the loss need not fall evenly with the size.
     if budget < 0:
         raise UsageError(f"the smallest types take {-budget} bytes more than the target", "choose a larger size")
     kinds = [choice.smallest for choice in choices]
@@ -127,7 +129,8 @@ def _measure(work: GgufPlan, folder: Path, placement: Placement, progress: Repor
 
 
 def _error(weights: list[torch.Tensor], kind: str) -> float:
-    # The mean of relative squared errors of rounding.
+    # Mean relative squared error of rounding. The loss of a type is the measured loss of the copy times the ratio of
+    # the two errors: measuring each type in the model would take a pass over the calibration text per type and layer.
     total = 0.0
     for weight in weights:
         values = dequantize_blocks(round_blocks(weight, types.load(kind)), kind)

@@ -1,8 +1,8 @@
 """Chooses the blocks of a ggml type for a weight and a Hessian: GPTQ order, compensation, then descent.
 
-Scales are searched first, against the Hessian's diagonal, and nested in the factors of super-blocks as they are
-stored. Columns (or the vectors of a codebook) are solved in the order of falling diagonal, each error compensated in
-those that follow. Descent then moves levels, multiples and factors in turn; no step increases the error.
+Scales are searched first, against the Hessian's diagonal, as multiples of super-block factors as they are stored.
+Columns (or vectors of a codebook) are solved in the order of falling diagonal, each error compensated in later columns.
+Descent then moves levels, multiples and factors in turn; no step increases the error.
 """
 
 from dataclasses import replace
@@ -16,29 +16,34 @@ from mycli.quant.rounding.grid import BLOCK
 from mycli.quant.solvers import SOLVER_WEIGHTS
 from mycli.quant.solvers.gptq import Factor, factorize
 
-# Of descent over levels and scales. More than for plain groups, because multiples are integers: a scale moves only
-# when levels moved far enough.
+# Sweeps of descent over levels and scales. More than for plain groups, because multiples are integers: a scale moves
+# only after levels have moved far enough.
 BLOCK_SWEEPS = 4
 
 
 def solve(weight: Tensor, kind: BlockType, hessian: Tensor, factor: Factor | None) -> Tensor:
-    """Blocks uint8 [N, bytes] for weight [N, K] and the sum fp32 [K, K] of x x^T; without a factor they are rounded."""
+    """Return blocks uint8 [N, bytes] for weight [N, K], `hessian`: the sum of x x^T, fp32 [K, K].
+
+    Without a factor, weights are rounded to searched scales only.
+    """
     rows = max(1, SOLVER_WEIGHTS // weight.shape[1])
     parts = [weight[start : start + rows].float() for start in range(0, len(weight), rows)]
     if factor is None:
         return torch.cat([kind.encode(search_scales(part, kind, hessian.diagonal())) for part in parts])
+    # Descent uses the damped Hessian that was factored: with the plain one, its optimum would follow noise in
+    # directions that calibration hardly saw.
     damped = hessian.clone()
     damped.diagonal().add_(factor.damping * hessian.diagonal().mean())
     return torch.cat([kind.encode(_solve_rows(part, kind, damped, factor)) for part in parts])
 
 
 def round_blocks(weight: Tensor, kind: BlockType) -> Tensor:
-    """Blocks uint8 [N, bytes] for weight [N, K] without data: every column counts the same."""
+    """Return blocks uint8 [N, bytes] for weight [N, K] without data: every column has the same weight."""
     return solve(weight, kind, torch.ones(weight.shape[1], 1).expand(-1, weight.shape[1]), None)
 
 
 def solving_order(hessian: Tensor, kind: BlockType) -> Tensor:
-    """The order in which columns are solved: falling diagonal, vectors of a codebook as one."""
+    """Return the order in which columns are solved: by falling diagonal, the columns of a vector together."""
     unit = kind.levels().unit
     order = hessian.diagonal().view(-1, unit).sum(1).argsort(descending=True, stable=True)
     return (order.unsqueeze(1) * unit + torch.arange(unit, device=order.device)).flatten()
@@ -74,7 +79,7 @@ def _round_columns(target: Tensor, solved: SolvedRows, kind: BlockType, factor: 
 
 
 def _move_levels(pull: Tensor, solved: SolvedRows, kind: BlockType, hessian: Tensor) -> SolvedRows:
-    """Set each level in turn to the best one while all others stay; `pull`, H (W - W')^T, is kept up to date."""
+    """Set each level in turn to its optimum with all others fixed; updates `pull`, H (W - W')^T, in place."""
     levels, scales, moved = kind.levels(), kind.scale_values(solved), torch.empty_like(solved.levels)
     group_of = torch.arange(len(pull), device=pull.device) // kind.group
     for start in range(0, len(pull), BLOCK):
@@ -87,7 +92,7 @@ def _move_levels(pull: Tensor, solved: SolvedRows, kind: BlockType, hessian: Ten
 
 
 def _move_scales(pull: Tensor, solved: SolvedRows, kind: BlockType, hessian: Tensor) -> SolvedRows:
-    """Set the multiples of each group in turn, then the factors of its super-block, to the best ones."""
+    """Set the multiples of each group in turn, then the factors of its super-block, to their optimum."""
     size = kind.stored.block
     multiples = solved.multiples.clone()
     minima = None if solved.minima is None else solved.minima.clone()
@@ -110,7 +115,7 @@ def _move_scales(pull: Tensor, solved: SolvedRows, kind: BlockType, hessian: Ten
 
 
 class _SuperBlock:
-    """The scales of one super-block of all rows; `move` changes them in place and sums up the `shifts` of weights."""
+    """The scales of one super-block in all rows. `move` changes them in place; `shifts`: changes of the weights."""
 
     def __init__(
         self,
@@ -149,6 +154,7 @@ class _SuperBlock:
         curvature = (direction * (self._hessian[rows, rows] @ direction)).sum(0)
         new = multiples.nearest(old + (gradient / curvature).nan_to_num(0.0, 0.0, 0.0))
         step = new - old
+        # Rounding to an integer multiple may overshoot, so a step counts only if the quadratic error falls.
         new = torch.where(2 * gradient * step - curvature * step.square() > 0, new, old)
         self._shift(rows, direction * (new - old))
         self._multiples[group] = new
@@ -161,6 +167,8 @@ class _SuperBlock:
         ones = -self._factors[1]
         square, pull = self._hessian[rows, rows], self._pull[rows]
         sums = square.sum(1, keepdim=True)
+        # The error is quadratic in both changes: curvatures a, b, c, gradients `first` and `second`. Both are
+        # moved together, because a change of one can compensate for a change of the other.
         a = (direction * (square @ direction)).sum(0)
         b = (direction * sums).sum(0) * ones
         c = sums.sum() * ones.square()
@@ -169,7 +177,8 @@ class _SuperBlock:
         steps = ((c * first - b * second) / determinant).nan_to_num(0.0, 0.0, 0.0)
         best, best_low, most = scale, low, torch.zeros_like(scale)
         for nearby in (-1, 0, 1):
-            # The best minimum for each of the nearest multiples.
+            # The real optimum rounded in both is seldom the best pair of integers: for each of three multiples, the
+            # best minimum is computed.
             new = self._clamped(self._kind.scales, scale + steps + nearby)
             moved = new - scale
             new_low = self._clamped(self._kind.minima, low + ((second - b * moved) / c).nan_to_num(0.0, 0.0, 0.0))

@@ -1,6 +1,7 @@
-"""Other programs as readers of a model's files: one file each, with the members of `ReaderModule`.
+"""Reads a model with other programs, to compare their weights and logits with ours; one file per program.
 
-A reader runs as a process of its own and returns what it read: digests of the rows of every weight, and logits.
+Each file has the members of `ReaderModule`. The program runs in a process of its own and returns digests of the rows of
+every weight, and logits.
 """
 
 import importlib
@@ -16,12 +17,15 @@ from typing import Any, Literal, Protocol, cast
 from mycli.runtime.errors import ModelError, NotFoundError
 
 Names = Literal["hf", "gguf"]
-_SECONDS = 3600  # for one model; a program that hangs must not hang this one
+_SECONDS = 3600  # limit of a program for one model, in case it hangs
 
 
 @dataclass(frozen=True)
 class ReadWeight:
-    """A weight as another program reads it: its dtype, and a digest of the fp32 values of each row."""
+    """A weight as another program reads it. rows: a digest of the fp32 values of each row."""
+
+    # Digests instead of values, because the weights of a model do not fit a JSON answer; per row, to locate a
+    # difference.
 
     dtype: str
     shape: tuple[int, ...]
@@ -30,9 +34,9 @@ class ReadWeight:
 
 @dataclass(frozen=True)
 class Reading:
-    """The result of a reader; no weights if the program packs them anew.
+    """The result of a reader; without weights if the program repacks them when it loads them.
 
-    `logits`: those after the last token, all or only the likeliest, by token.
+    `logits`: after the last token, by token, for the whole vocabulary or the likeliest tokens only.
     """
 
     program: str  # with its version
@@ -44,7 +48,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Task:
-    """`program`: the Python that has the reader, or the folder of its binaries; None: this Python, or PATH."""
+    """A model to read. program: a Python with the package, or a folder of binaries; None: this Python, or PATH."""
 
     model: Path
     tokens: tuple[int, ...]
@@ -74,6 +78,7 @@ def run_child(task: Task, python: str, script: str, packages: Sequence[str], tit
 
     Raises NotFoundError if one of `packages` is missing there.
     """
+    # Isolated mode (-I): modules in the current folder or PYTHONPATH must not replace those of the program.
     probe = f"import importlib.util as u, sys; sys.exit(any(u.find_spec(name) is None for name in {list(packages)}))"
     try:
         missing = subprocess.run([python, "-I", "-c", probe], capture_output=True, check=False).returncode != 0

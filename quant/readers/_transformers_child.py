@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-_SEPARATE = {"compressed-tensors": "CompressedTensorsConfig"}  # read with all weights dequantized
+_SEPARATE = {"compressed-tensors": "CompressedTensorsConfig"}  # methods whose config can dequantize while loading
 
 
 def _digests(tensor: Any) -> list[str]:
@@ -31,7 +31,8 @@ def _load(model: str) -> Any:
 
 
 def _stored(model: Any) -> dict[str, Any]:
-    """The weights by the names of the files: transformers joins some, such as those of experts."""
+    """Return the weights by their names in the files."""
+    # transformers joins some when it loads them, such as those of experts; this is its own way back.
     loading = importlib.import_module("transformers.core_model_loading")
     state = {name: tensor for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
     result: dict[str, Any] = loading.revert_weight_conversion(model, state)

@@ -1,4 +1,4 @@
-"""The `gguf` package of llama.cpp, which decodes every type in numpy. It computes no logits."""
+"""Reads GGUF files with the `gguf` package of llama.cpp, which decodes all types in numpy and computes no logits."""
 
 import sys
 
@@ -12,6 +12,6 @@ WEIGHT_NAMES: Names = "gguf"
 def read(task: Task) -> Reading:
     """See `ReaderModule.read`."""
     if task.model.suffix != SUFFIX:
-        raise ModelError(f"{task.model}: not a GGUF file, which gguf-py reads", "name the .gguf file")
+        raise ModelError(f"{task.model}: gguf-py reads GGUF files only", "name the .gguf file")
     python = str(task.program or sys.executable)
     return parse_reading(run_child(task, python, "_gguf_child.py", ("gguf",), "the gguf package"), 0.0)

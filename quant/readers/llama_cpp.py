@@ -1,4 +1,4 @@
-"""llama.cpp through its binaries: llama-quantize decodes every weight to F32, llama-server computes logits."""
+"""Reads GGUF files with llama.cpp: llama-quantize decodes every weight to F32, llama-server computes logits."""
 
 import json
 import os
@@ -28,7 +28,7 @@ _START_SECONDS = 300.0
 def read(task: Task) -> Reading:
     """See `ReaderModule.read`."""
     if task.model.suffix != SUFFIX:
-        raise ModelError(f"{task.model}: not a GGUF file, which llama.cpp reads", "name a .gguf file")
+        raise ModelError(f"{task.model}: llama.cpp reads GGUF files only", "name a .gguf file")
     quantize, server = _find(task, "llama-quantize"), _find(task, "llama-server")
     with tempfile.TemporaryDirectory(prefix="mycli-read-") as folder:
         dense = Path(folder) / "dense.gguf"
@@ -74,6 +74,7 @@ def _free_port() -> int:
 
 
 def _likeliest(server: str, task: Task) -> dict[int, float]:
+    # A free port may be taken before the server binds it; the server then fails, and the command can be repeated.
     port = _free_port()
     command = [server, "-m", str(task.model), "--host", "127.0.0.1", "--port", str(port), "-c", "512", "-np", "1"]
     environment = {**os.environ, "LLAMA_ARG_NO_WARMUP": "1"}
@@ -100,7 +101,7 @@ def _wait(process: "subprocess.Popen[bytes]", address: str, model: Path) -> None
         if _is_ready(address):
             return
         time.sleep(0.1)
-    raise ModelError(f"{model}: llama-server does not start with it", "start llama-server by hand to see why")
+    raise ModelError(f"{model}: llama-server does not load it", "start llama-server by hand to see why")
 
 
 def _is_ready(address: str) -> bool:

@@ -1,4 +1,4 @@
-"""transformers, with compressed-tensors: reads folders, dense and packed."""
+"""Reads dense and packed folders with transformers."""
 
 import sys
 
@@ -7,16 +7,14 @@ from mycli.runtime.errors import ModelError
 from mycli.runtime.utils.json_fields import read_object
 
 WEIGHT_NAMES: Names = "hf"
-_TOLERANCE = 1e-3  # both compute in fp32, with other orders of sums
+_TOLERANCE = 1e-3  # nats: both compute in fp32, with sums in another order
 _PACKAGES = {"compressed-tensors": "compressed_tensors", "gptq": "gptqmodel", "awq": "gptqmodel"}
 
 
 def read(task: Task) -> Reading:
     """See `ReaderModule.read`."""
     if not task.model.is_dir():
-        raise ModelError(
-            f"{task.model}: not a folder, which transformers reads", "gguf-py and llama.cpp read GGUF files"
-        )
+        raise ModelError(f"{task.model}: transformers reads folders only", "gguf-py and llama.cpp read GGUF files")
     raw = read_object(task.model / "config.json")
     settings = raw.values.get("quantization_config")
     method = settings.get("quant_method") if isinstance(settings, dict) else None

@@ -1,4 +1,4 @@
-"""vLLM: logits only, because it packs weights anew for its kernels when it loads them."""
+"""Reads folders with vLLM; logits only, because it repacks weights for its kernels when it loads them."""
 
 import sys
 
@@ -12,6 +12,6 @@ _TOLERANCE = 0.1  # nats: vLLM computes in bf16
 def read(task: Task) -> Reading:
     """See `ReaderModule.read`."""
     if not task.model.is_dir():
-        raise ModelError(f"{task.model}: not a folder, which vLLM reads", "gguf-py and llama.cpp read GGUF files")
+        raise ModelError(f"{task.model}: vLLM reads folders only", "gguf-py and llama.cpp read GGUF files")
     python = str(task.program or sys.executable)
     return parse_reading(run_child(task, python, "_vllm_child.py", ("vllm",), "vLLM"), _TOLERANCE)

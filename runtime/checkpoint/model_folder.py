@@ -79,7 +79,7 @@ class ModelFolder:
 
     @cached_property
     def embedding(self) -> "EmbeddingSpec | None":
-        """How vectors are computed, of a sentence-transformers folder; None for others. Raises ModelError."""
+        """The modules of a sentence-transformers folder; None for other folders. Raises ModelError."""
         if self.config_only or not (self.path / EMBEDDING_MODULES).is_file():
             return None
         from mycli.runtime.checkpoint.sentence_transformers import read_embedding_spec

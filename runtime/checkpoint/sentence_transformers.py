@@ -1,7 +1,4 @@
-"""Reads what a sentence-transformers folder adds to a model: pooling, dense layers, normalization, prompts.
-
-Describes them only; nothing here imports torch.
-"""
+"""Reads the modules of a sentence-transformers folder: pooling, dense layers, normalization, prompts. Has no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,7 +11,7 @@ from mycli.runtime.utils.json_fields import Fields, read_bytes, read_object, str
 MODULES = "modules.json"
 _MAX_BYTES = 1 << 20
 PoolingMode = Literal["last", "cls", "mean", "max", "mean_sqrt_len", "weighted_mean"]
-# Keys of older versions of 1_Pooling/config.json, and names of newer ones, in the order in which vectors are joined.
+# By the keys of older versions of 1_Pooling/config.json, in the order in which sentence-transformers joins the vectors.
 _MODES: Mapping[str, PoolingMode] = {
     "cls_token": "cls",
     "max_tokens": "max",
@@ -39,10 +36,10 @@ class DenseSpec:
 
 @dataclass(frozen=True)
 class EmbeddingSpec:
-    """How a text's vector is computed from its hidden states.
+    """Describes how the vector of a text is computed from its hidden states.
 
-    pooling: modes whose vectors are joined; dense, normalize: applied after it, in this order; prompts: texts put
-    before an input, by name; default_prompt: the name that applies to inputs without one, None for no prompt.
+    pooling: modes whose vectors are joined; dense, normalize: applied after it, in this order; prompts: texts before
+    an input, by name; default_prompt: the prompt of inputs that name none; None for no prompt.
     """
 
     pooling: tuple[PoolingMode, ...]
@@ -70,6 +67,8 @@ def read_embedding_spec(folder: Path, hidden_size: int) -> EmbeddingSpec | None:
     dense: list[DenseSpec] = []
     normalize = False
     kinds = [(_kind(entry), entry) for entry in _entries(path)]
+    # Only this order of modules. One that is skipped would change every vector without a message, so others are
+    # refused.
     for position, (kind, entry) in enumerate(kinds):
         if kind == "Transformer" and position == 0:
             continue
@@ -99,11 +98,12 @@ def _entries(path: Path) -> list[Fields]:
 
 
 def _kind(entry: Fields) -> str:
-    # The class by its name: its module has moved between versions.
+    # Only the name of the class counts: its Python module differs between versions. It is never imported.
     return entry.text("type").rpartition(".")[2]
 
 
 def _folder_name(entry: Fields, path: Path) -> str:
+    # The path comes from the model: one name, so that it cannot lead out of the folder.
     name = entry.text("path", "")
     if not name or name != Path(name).name or name.startswith("."):
         raise ModelError(f"{path}: path {name!r:.60} is not a folder of the model")
@@ -115,6 +115,7 @@ def _pooling(folder: Path, hidden_size: int) -> tuple[PoolingMode, ...]:
     width = raw.integer("word_embedding_dimension", raw.integer("embedding_dimension", hidden_size))
     if width != hidden_size:
         raise raw.fail("word_embedding_dimension", f"is {width}, but hidden_size is {hidden_size}")
+    # Without it, the tokens of the prompt are left out of the mean.
     if not raw.boolean("include_prompt", True):
         raise raw.fail("include_prompt", "= false is not supported")
     if raw.has("pooling_mode"):

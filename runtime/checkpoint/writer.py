@@ -64,7 +64,7 @@ class CheckpointWriter(Staging):
         stored_name: Callable[[str], str] = lambda name: name,
         resumable: Path | None = None,
     ) -> None:
-        """stored_name: returns the name in the files of a tensor of the plan."""
+        """stored_name: returns the name of a planned tensor in the files."""
         shards = _shards(plan, max_shard_bytes)
         self._headers: dict[str, bytes] = {}
         self._entries: dict[str, TensorEntry] = {}  # by the names of the plan ...
@@ -114,7 +114,7 @@ class CheckpointWriter(Staging):
             return stream.read(len(header)) == header
 
     def mark_written(self, name: str) -> None:
-        """Note that an earlier run wrote a tensor, or the parts of the packed weight of the linear `name`."""
+        """Mark a tensor, or the parts of the packed weight of the linear `name`, as written by an earlier run."""
         self._pending -= {tensor for tensor in self._pending if tensor == name or tensor.startswith(f"{name}.weight")}
 
     def flush(self) -> None:

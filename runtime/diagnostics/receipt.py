@@ -1,4 +1,4 @@
-"""Receipts: what decided the tokens of a reply, so that it can be made again and compared token by token."""
+"""Receipts: everything that determined the tokens of a reply, so that it can be replayed and compared by token."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.utils.files import disk_errors, write_atomic
 from mycli.runtime.utils.json_fields import Fields, read_object
 
-if TYPE_CHECKING:  # `open` stands above this room: the caller opens the model
+if TYPE_CHECKING:  # the caller opens the model; this room may not import `open`
     from mycli.runtime.engine.replies.completion import Completion
     from mycli.runtime.open import OpenedModel
 
@@ -28,10 +28,10 @@ Settings = Mapping[str, str | int | bool | None]
 
 @dataclass(frozen=True)
 class Receipt:
-    """A reply, and what decided its tokens.
+    """A reply, and everything that determined its tokens.
 
-    `files`: sha256 of each file of the model by name; `template`: that of the chat template, "" without one. `settings`
-    (of the engine) and `format` (of the reply) have the caller's names and values. `prompt`, `tokens`: ids.
+    files: sha256 of each file of the model by name; template: sha256 of the chat template, "" without one; settings (of
+    the engine) and format (of the reply): with the caller's names and values; prompt, tokens: ids.
     """
 
     model: str
@@ -54,7 +54,7 @@ class Receipt:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read a receipt. Raises NotFoundError; ModelError for a file that is none or was changed; UsageError."""
+        """Read a receipt. Raises NotFoundError; ModelError for another file or a changed receipt; UsageError."""
         fields = read_object(path, _MAX_BYTES)
         if fields.integer("receipt_version") != _VERSION:
             raise fields.fail("receipt_version", f"must be {_VERSION}", "replay it with the version that wrote it")
@@ -113,7 +113,7 @@ class TokenDifference:
 
 
 def file_hashes(paths: Iterable[Path]) -> dict[str, str]:
-    """The sha256 of each file by name."""
+    """Return the sha256 of each file by name."""
     hashes = {}
     for path in sorted(paths):
         with path.open("rb") as file:
@@ -122,7 +122,7 @@ def file_hashes(paths: Iterable[Path]) -> dict[str, str]:
 
 
 def different_files(expected: Mapping[str, str], actual: Mapping[str, str]) -> list[str]:
-    """The names of files that differ or that only one side has."""
+    """Return the names of files that differ or are missing on one side."""
     return sorted(name for name in {*expected, *actual} if expected.get(name) != actual.get(name))
 
 
@@ -132,7 +132,8 @@ def template_hash(opened: "OpenedModel") -> str:
 
 
 def describe_program(opened: "OpenedModel") -> dict[str, str]:
-    """The versions, the processor or GPU, and the instruction set of the native code."""
+    """Return versions, processor or GPU, and the instruction set of the native code."""
+    # Not part of the comparison: other kernels may give the same tokens. Differences are shown as a possible cause.
     device = opened.placement.device
     if device.type == "cuda":
         import torch
@@ -145,6 +146,7 @@ def describe_program(opened: "OpenedModel") -> dict[str, str]:
 
 def replay(reply: "Completion", receipt: Receipt) -> TokenDifference | None:
     """Generate `reply` until a token differs from the receipt's; None if the whole reply is the same."""
+    # Compared while it is generated, to stop at the first difference: all later tokens follow from it.
     for _ in reply:
         difference = first_difference(receipt.tokens[: len(reply.tokens)], reply.tokens)
         if difference is not None:

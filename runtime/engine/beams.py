@@ -1,23 +1,25 @@
-"""Beam search: keeps the most likely sequences of a prompt, with the rules and results of transformers' `generate`.
+"""Beam search: keeps the most likely replies to a prompt, with the rules and results of transformers' `generate`.
 
-`BeamSearch` chooses continuations from log-probabilities; `BeamGroup` maps them to sequences of the engine. Beams are
-branches of one sequence: they share its blocks, and a block is copied when a beam writes to it.
+`BeamSearch` chooses continuations by their log-probabilities; `BeamGroup` maps them to sequences of the engine. Beams
+are branches of one sequence: they share its blocks, and a block is copied when a beam writes to it.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from mycli.runtime.cache.block_table import BlockTable
-from mycli.runtime.engine.sequence import BeamOptions, FinishReason, Request, Status
+from mycli.runtime.engine.sequence import BeamOptions, FinishReason, Request, SequenceOutput, Status
 from mycli.runtime.engine.sequence import Sequence as RequestSequence
-from mycli.runtime.errors import UsageError
+from mycli.runtime.errors import UsageError, UserError
 from mycli.runtime.sampling.sampler import not_finite
 
 _NEVER: Literal["never"] = "never"
+# Removes a sequence from the engine and returns its output.
+Finish = Callable[[RequestSequence, FinishReason, UserError | None], SequenceOutput]
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,8 @@ class BeamSearch:
         """Take log_probs fp32 [running, vocab]; return the next running beams, an empty list at the end."""
         width, length = self.options.width, len(self.running[0].tokens) + 1
         scores = log_probs + log_probs.new_tensor([beam.score for beam in self.running])[:, None]
-        # Enough candidates for `width` beams even if every beam could end with each of the end tokens.
+        # Enough candidates for `width` running beams even if the best ones are all end tokens: transformers takes as
+        # many, and the number decides which beams finish.
         count = min(max(2, 1 + len(self._stop_ids)) * width, scores.numel())
         best, places = scores.flatten().topk(count)
         running: list[tuple[Beam, Continuation]] = []
@@ -61,7 +64,7 @@ class BeamSearch:
             beam = Beam((*self.running[parent].tokens, token), score)
             if token not in self._stop_ids and length < self._limit:
                 running.append((beam, Continuation(parent, token)))
-            elif rank < width:  # the candidates behind them are only a reserve
+            elif rank < width:  # lower ranks only replace running beams that ended, as in transformers
                 ended.append(Beam(beam.tokens, score / length**self.options.length_penalty))
         self._finish(ended)
         running = running[:width]
@@ -80,6 +83,8 @@ class BeamSearch:
     def _continues(self, length: int) -> bool:
         if not self.running or (self._full and self._early is True):
             return False
+        # A running beam is scored as if it ended now. "never" assumes the length at which its score would be best,
+        # which with a penalty above 0 is the limit; the search then ends only when no better reply is possible.
         penalty = self.options.length_penalty
         hypothetical = self._limit if self._early == _NEVER and penalty > 0 else length
         best = self.running[0].score / hypothetical**penalty
@@ -100,19 +105,38 @@ class BeamGroup:
     rows: dict[int, Tensor] = field(default_factory=dict)
     begun: bool = False
 
-    def add_row(self, number: int, logits: Tensor) -> None:
-        """Store the logits fp32 [1, vocab] after a sequence. Raises ModelError if they are not finite."""
+    @classmethod
+    def start(
+        cls, request: Request, options: BeamOptions, members: list[RequestSequence], replies: int, room: int
+    ) -> "BeamGroup":
+        """Return the group of a new search; `room`: as returned by `beam_room`."""
+        search = BeamSearch(options, min(members[0].limit, room), request.stop_ids)
+        return cls(search, members, replies)
+
+    def add(self, number: int, logits: Tensor, finish: Finish) -> list[SequenceOutput]:
+        """Store the logits fp32 [1, vocab] after a sequence, and extend the beams once all are computed.
+
+        Returns the outputs of the replies if the search has ended.
+        """
+        if self.members[0].status is Status.FINISHED:  # another beam of this pass has ended the search
+            return []
         if not bool(logits.max().isfinite()):
-            raise not_finite()
+            return self.end(finish, "error", not_finite())
         self.rows[number] = logits.log_softmax(dim=-1)
+        # The first pass computes the prompt alone; all beams branch from its row.
+        if len(self.rows) < (len(self.members) if self.begun else 1) or self._advance():
+            return []
+        ended = zip(self.end(finish, "stop"), self.results(), strict=True)
+        return [replace(output, tokens=tokens, finish_reason=reason) for output, (tokens, reason) in ended]
 
-    @property
-    def ready(self) -> bool:
-        """Whether all running beams are computed. At the beginning there is only the prompt."""
-        return len(self.rows) >= (len(self.members) if self.begun else 1)
+    def end(self, finish: Finish, reason: FinishReason, error: UserError | None = None) -> list[SequenceOutput]:
+        """Remove all sequences of the search; return the outputs of those that are replies."""
+        # The first one last: its branches would be queued as replies of their own.
+        outputs = [finish(member, reason, error) for member in reversed(self.members)]
+        return outputs[::-1][: self.replies]
 
-    def advance(self) -> bool:
-        """Extend the beams by a token each; False if the search has ended."""
+    def _advance(self) -> bool:
+        # Extend the beams by a token each; False if the search has ended.
         parents = self.members if self.begun else self.members[:1]
         continuations = self.search.extend(torch.cat([self.rows[member.id] for member in parents]))
         self.rows, self.begun = {}, True
@@ -134,14 +158,17 @@ class BeamGroup:
 def _reassign(
     members: Sequence[RequestSequence], parents: Sequence[RequestSequence], continuations: Sequence[Continuation]
 ) -> None:
-    # A member that waits for blocks has none: it gets its tokens now and is computed again when it is admitted.
+    # Beams move between sequences, so blocks are passed on instead of copied: each parent gives its table to one
+    # continuation, and the others branch from it. A member that was preempted has no blocks: it gets its tokens now and
+    # is recomputed when it is admitted.
     tokens = [[*parents[extended.parent].tokens, extended.token] for extended in continuations]
     tables = {member.id: member.table for member in members if member.status is Status.RUNNING}
     heirs: dict[int, list[RequestSequence]] = {}
     for member, extended in zip(members, continuations, strict=True):
         if member.id in tables:
             heirs.setdefault(parents[extended.parent].id, []).append(member)
-    # Released first, so that branches find a free recurrent state.
+    # Parents without continuations release theirs first: there are as many recurrent states as running sequences, so a
+    # branch would not find a free one.
     for number, table in tables.items():
         if number not in heirs:
             table.release()
@@ -174,6 +201,8 @@ def beam_room(request: Request, beams: BeamOptions, blocks: int, block_size: int
 
     Raises UsageError if the request asks for more.
     """
+    # Full blocks of the prompt are shared; the block in which it ends is copied by each beam that writes to it. The
+    # bound ignores that beams share tokens after the prompt, too: how many is not known before.
     prompt = len(request.prompt)
     room = (blocks - prompt // block_size) // beams.width * block_size - prompt % block_size
     if room < max(request.limit or 1, 1):
@@ -191,8 +220,8 @@ def check_beams(beams: BeamOptions, replies: int, running: int, vocabulary: int,
     """Raise UsageError for more beams than sequences can run or tokens exist, and for more replies than beams."""
     width = beams.width
     if replies > width:
-        raise UsageError(f"{replies} replies of {width} beams", f"ask for at most {width} replies")
+        raise UsageError(f"{replies} replies need as many beams; there are {width}", f"ask for at most {width} replies")
     if width > running:
-        raise UsageError(f"{width} beams; at most {running} sequences run at the same time", code="fewer-beams")
+        raise UsageError(f"{width} beams, but at most {running} sequences run at the same time", code="fewer-beams")
     if width * max(2, 1 + stop_ids) > vocabulary:
-        raise UsageError(f"{width} beams of a vocabulary of {vocabulary} tokens", "use fewer beams")
+        raise UsageError(f"{width} beams are too many for a vocabulary of {vocabulary} tokens", "use fewer beams")

@@ -153,7 +153,7 @@ class Engine:
         return [first, *self.branch(first, count - 1)]
 
     def _submit_beams(self, request: Request, beams: BeamOptions, count: int) -> list[int]:
-        from mycli.runtime.engine.beams import BeamGroup, BeamSearch, beam_room, check_beams
+        from mycli.runtime.engine.beams import BeamGroup, beam_room, check_beams
 
         pool, running = self.scheduler.pool, self.scheduler.limits.running
         room = beam_room(request, beams, pool.blocks, pool.block_size)
@@ -161,7 +161,7 @@ class Engine:
         first = self._submit(request)
         numbers = [first, *self.branch(first, beams.width - 1)]
         members = [member for number in numbers if (member := self.scheduler.get(number)) is not None]
-        group = BeamGroup(BeamSearch(beams, min(members[0].limit, room), request.stop_ids), members, count)
+        group = BeamGroup.start(request, beams, members, count, room)
         for number in numbers:
             self._states[number].beams = group
         return numbers[:count]
@@ -298,7 +298,8 @@ class Engine:
             number = part.sequence.id
             guesses = len(drafted.get(number, ()))
             outputs.append(self._advance(part, sampled.get(number, []), scores.get(number, ()), guesses))
-        outputs += self._advance_beams(groups)
+        for part, group, rows_logits in groups:
+            outputs += group.add(part.sequence.id, rows_logits, self._finish)
         if speculator is not None and scheduled[0].is_decode:
             results = [(output.sequence, output.drafted, output.accepted) for output in outputs]
             speculator.observe(results, time.perf_counter() - began)
@@ -384,34 +385,12 @@ class Engine:
             self._finish(sequence, reason)
         return output
 
-    def _advance_beams(self, computed: "Sequence[tuple[ScheduledSequence, BeamGroup, Tensor]]") -> list[SequenceOutput]:
-        """Extend the searches all of whose beams are computed; return the replies of those that end."""
-        outputs: list[SequenceOutput] = []
-        for part, group, logits in computed:
-            first = group.members[0]
-            if self.scheduler.get(first.id) is None:  # ended by another of its beams in this pass
-                continue
-            try:
-                group.add_row(part.sequence.id, logits)
-            except UserError as error:
-                outputs += self._finish_all(first, "error", error)
-                continue
-            if group.ready and not group.advance():
-                ended = self._finish_all(first, "stop")
-                for output, (tokens, reason) in zip(ended, group.results(), strict=True):
-                    outputs.append(replace(output, tokens=tokens, finish_reason=reason))
-        return outputs
-
     def _finish_all(
         self, sequence: RequestSequence, reason: FinishReason, error: UserError | None = None
     ) -> list[SequenceOutput]:
         """Remove a sequence and all other beams of its search; return the outputs of those that are replies."""
         group = self._states[sequence.id].beams
-        if group is None:
-            return [self._finish(sequence, reason, error)]
-        # The first one last: its branches would be queued as replies of their own.
-        ended = [self._finish(member, reason, error) for member in reversed(group.members)]
-        return ended[::-1][: group.replies]
+        return [self._finish(sequence, reason, error)] if group is None else group.end(self._finish, reason, error)
 
     def _commit_states(self, part: ScheduledSequence, count: int) -> None:
         if part.sequence.table.state is not None:

@@ -74,7 +74,7 @@ class RequestState:
         return tuple(self.recorder.rows[0][self.returned - count : self.returned])
 
     def keep_hidden(self, part: ScheduledSequence, hidden: Tensor) -> None:
-        """Keep the requested ones of the hidden states of `part`, [tokens, hidden]."""
+        """Store the requested rows of the hidden states of `part`, [tokens, hidden]."""
         request = part.sequence.request
         if request.hidden_states == "all":
             self.hidden.append(hidden.clone())
@@ -132,7 +132,7 @@ class TokensAhead:
         return steps
 
     def drop(self) -> None:
-        """Forget tokens made ahead: another pass has continued their sequences."""
+        """Drop tokens that were sampled ahead: another pass has continued their sequences."""
         self._steps = None
 
     def _start(

@@ -1,9 +1,9 @@
 """Continuous batching: chooses which sequences run in the next pass, with how many tokens, in which cache blocks.
 
-Policy: fair among users, and for one user first come, first served (`fairness`). Prompt chunks and decode steps
-alternate, so a decoding sequence waits for at most one chunk (`Limits.chunk`). When blocks run out, the newest sequence
-of the user with most is preempted: its blocks are freed, it goes back to the queue, and is recomputed later with the
-same result. The oldest sequence of a single user is never preempted, so all finish.
+Policy: fair among users (`fairness`); first come, first served for each user. Prompt chunks and decode steps
+alternate, so a decoding sequence waits for at most one chunk (`Limits.chunk`). When blocks run out, the newest
+sequence of the user with the most is preempted: its blocks are freed, it goes back to the queue, and is recomputed
+later with the same result. The oldest sequence of a single user is never preempted, so all finish.
 
 Plain Python over token counts and block numbers; tensors and sampling are elsewhere.
 """
@@ -110,7 +110,7 @@ class Scheduler:
         self._next_id = 0
         self._prefill_next = True
         self._shares = FairShares()
-        self._in_pass: set[int] = set()  # sequences in the pass that is being built: not preempted
+        self._in_pass: set[int] = set()  # sequences in the pass that is being built; never preempted
 
     @property
     def has_work(self) -> bool:
@@ -158,7 +158,8 @@ class Scheduler:
         else:
             scheduled = self._schedule_decode(draft_budget) or self._schedule_prefill()
         if not scheduled and self.waiting:
-            # Beams that wait for others of their search may hold all blocks. The oldest search fits the cache alone.
+            # Beams that are computed wait for the others of their search, and may hold all blocks. Preempting the
+            # newest resolves that: `beam_room` makes sure that the oldest search fits the cache alone.
             idle = [sequence for sequence in self.running if not sequence.uncomputed]
             if idle:
                 self._preempt(idle[-1])
@@ -216,8 +217,7 @@ class Scheduler:
     def _admit(self, sequence: Sequence) -> bool:
         """Start the first waiting sequence if all blocks of its tokens are available, reusing cached prefix blocks."""
         table, pool, request = sequence.table, self.pool, sequence.request
-        # Prompt logprobs need the logits of every position, which a cache hit would skip.
-        # So do hidden states of all tokens.
+        # Prompt logprobs and hidden states need a pass over every position, which a cache hit would skip.
         whole = request.prompt_logprobs or request.hidden_states == "all"
         match = None if whole else table.match(sequence.tokens)
         if pool.available < pool.blocks_for(len(sequence.tokens)) - len(table.blocks):

@@ -23,7 +23,7 @@ FinishReason = Literal["stop", "length", "context", "cancelled", "deadline", "er
 
 @dataclass(frozen=True)
 class ReplyStart:
-    """Where a reply begins or continues: the seed of its random numbers, its first tokens, the numbers they took."""
+    """The start of a reply. seed: of its random numbers; tokens: its first tokens; numbers: how many they took."""
 
     seed: int
     tokens: tuple[int, ...] = ()
@@ -49,7 +49,9 @@ class BeamOptions:
 
     def __post_init__(self) -> None:
         if not 1 <= self.width <= MAX_BEAMS:
-            raise UsageError(f"{self.width} beams", f"use 1 to {MAX_BEAMS} beams", data={"setting": "beams"})
+            raise UsageError(
+                f"{self.width} beams are out of range", f"use 1 to {MAX_BEAMS} beams", data={"setting": "beams"}
+            )
         if not -MAX_PENALTY <= self.length_penalty <= MAX_PENALTY:  # false for NaN
             raise UsageError(
                 f"length_penalty {self.length_penalty} is out of range",
@@ -64,12 +66,12 @@ class Request:
 
     limit: maximum number of new tokens, None for as many as the context holds; stop_ids: tokens that end the reply and
     are not part of it; logprobs: number of alternatives at each token, None for no logprobs; prompt_logprobs: also for
-    the tokens of the prompt; deadline: seconds after which the reply is to end, None for any time. A request that has
-    not begun by then ends without a reply; hidden_states: return the final hidden states of the prompt's last token or
-    of all; scored_tokens: return the logits of these tokens after the prompt; user, weight: whose share of the machine
-    it uses, and how large that is; batch: it runs when no other request wants to; start: where an interrupted reply
-    continues, with a seed that counts instead of that of `sampling`; beams: search for the most likely replies instead
-    of sampling.
+    the tokens of the prompt; deadline: seconds after which the reply is to end, None for any time; a request that has
+    not begun by then ends without a reply; hidden_states: return the final hidden states of the last token of the
+    prompt, or of all; scored_tokens: return the logits of these tokens after the prompt; user, weight: the user whose
+    share of the machine it uses, and the size of that share; batch: it runs only when no other request is waiting;
+    start: where an interrupted reply continues, with a seed that replaces that of `sampling`; beams: search for the
+    most likely replies instead of sampling.
     """
 
     prompt: tuple[int, ...]
@@ -133,7 +135,7 @@ class SequenceOutput:
     """The output of one step for a sequence: new tokens, and why it ended, None while it continues.
 
     logprobs: one for each of `tokens`, if requested; prompt_logprobs: of prompt tokens from the second on, as they are
-    computed; cached_tokens: prompt tokens found in the cache, and `cache_miss` says why not more; queued: seconds
+    computed; cached_tokens: prompt tokens found in the cache; cache_miss: why no more were found; queued: seconds
     before the first pass; drafted, accepted: draft tokens of this step; error: set if the reason is "error"; hidden:
     [rows, hidden] and scores: [tokens], if requested, with the end of the sequence; numbers: random numbers that the
     sequence has taken so far.

@@ -1,4 +1,4 @@
-"""Reads files of a commit on a hub by byte ranges. Recent ranges stay on disk, within a limit."""
+"""Reads the files of a commit on a hub by byte ranges, and caches recent ranges on disk within a limit."""
 
 import hashlib
 import threading
@@ -28,6 +28,7 @@ def fetch_range(hub: Hub, repo: str, commit: str, name: str, offset: int, view: 
     def attempt() -> None:
         nonlocal done
         with hub.open(repo, commit, name, offset + done, offset + len(view) - 1) as response:
+            # 200 means that the server ignores ranges: every tensor would cost a transfer of the whole file.
             if response.status_code != 206:
                 message = f"{response.url.host} does not send parts of {name}"
                 raise ModelError(message, code="pull-then-quantize")
@@ -45,9 +46,9 @@ def fetch_range(hub: Hub, repo: str, commit: str, name: str, offset: int, view: 
 
 
 class RangeSpool:
-    """Ranges of the files of one commit, in `folder`: at most `limit` bytes, the least recently read deleted first.
+    """A disk cache of ranges of the files of one commit: at most `limit` bytes, least recently read ones deleted first.
 
-    Safe to use from several threads. Raises GateError if a range that is fetched again has other contents.
+    Safe to use from several threads. Raises GateError if a range has other contents when it is fetched again.
     """
 
     def __init__(self, hub: Hub, repo: str, commit: str, folder: Path) -> None:
@@ -57,14 +58,14 @@ class RangeSpool:
         self._coming: dict[_Key, Future[None]] = {}
         self._digests: dict[_Key, bytes] = {}
         self._lock = threading.Lock()
-        self._background = ThreadPoolExecutor(1)
+        self._background = ThreadPoolExecutor(1)  # one transfer ahead hides the latency; more would share the bandwidth
 
     def read_into(self, file: HubFile, view: memoryview, offset: int) -> None:
         key = (file.digest, offset, len(view))
         with self._lock:
             coming = self._coming.get(key)
         if coming is not None:
-            with suppress(UserError):  # the read below tries again, and has the error if it lasts
+            with suppress(UserError):  # the fetch below tries again, and raises an error that persists
                 coming.result()
         if not self._read_stored(key, view):
             self._fetch(file, key, view)
@@ -73,6 +74,7 @@ class RangeSpool:
         """Start fetching a range in the background, unless the limit leaves no room for it."""
         key = (file.digest, offset, count)
         with self._lock:
+            # At most half of the limit is fetched ahead, so that it does not push out ranges that are still to be read.
             waiting = sum(size for _, _, size in self._coming)
             if key in self._stored or key in self._coming or waiting + count > self.limit // 2:
                 return
@@ -87,7 +89,8 @@ class RangeSpool:
 
     def _fetch(self, file: HubFile, key: _Key, view: memoryview) -> None:
         fetch_range(self._hub, self._repo, self._commit, file.name, key[1], view)
-        # A part has no hash on the hub. That a second transfer equals the first at least excludes damage on the way.
+        # The hub has hashes of whole files only. Comparing a range with its first transfer at least detects a server
+        # that changes the file during the run.
         digest = hashlib.blake2b(view, digest_size=16).digest()
         with self._lock:
             if self._digests.setdefault(key, digest) != digest:
@@ -124,7 +127,7 @@ class RangeSpool:
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file on a hub, read like a `RegularFile`."""
+    """A file on a hub with the interface of `RegularFile`."""
 
     file: HubFile
     spool: RangeSpool

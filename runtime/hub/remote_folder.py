@@ -1,4 +1,4 @@
-"""Opens a model on a hub as a folder: small files are copied, tensors are read by byte ranges."""
+"""Opens a model on a hub like a local folder: small files are copied, weights are read by byte ranges."""
 
 import hashlib
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ _WEIGHTS = ".safetensors"
 
 @dataclass(frozen=True)
 class RemoteModel:
-    """A model whose weights are on a hub; a context manager that ends the transfers."""
+    """A model whose weights stay on a hub; a context manager that ends the transfers."""
 
     source: Source
     folder: ModelFolder
@@ -60,7 +60,7 @@ class RemoteModel:
         self.spool.close()
 
     def digests(self) -> dict[str, dict[str, Any]]:
-        """Return size and sha256 of each file that the model is made from, by name."""
+        """Return size and sha256 of each source file by name."""
         files = {file.name: file for file in self.folder.manifest.files.values() if isinstance(file, RemoteFile)}
         return {path.name: _digest(path, files.get(path.name)) for path in sorted(self.folder.source_files())}
 
@@ -70,7 +70,7 @@ def _digest(path: Path, remote: RemoteFile | None) -> dict[str, Any]:
         return {"sha256": hashlib.sha256(path.read_bytes()).hexdigest(), "bytes": path.stat().st_size}
     if len(remote.file.digest) == 64:
         return {"sha256": remote.file.digest, "bytes": remote.size}
-    # Git's digest of a small file is not the sha256 that a record names.
+    # Files outside LFS have a Git blob hash (SHA-1) on the hub, but the record names a sha256: read the file once more.
     digest = hashlib.sha256()
     for piece in remote.chunks(0, remote.size):
         digest.update(piece)

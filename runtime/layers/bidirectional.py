@@ -1,4 +1,4 @@
-"""Attention of models in which every token sees the whole text, as embedding models have it, and their forward pass."""
+"""Bidirectional attention, in which every token attends to the whole text, and the forward pass of embedding models."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ from mycli.runtime.models.part_spec import AttentionSpec
 
 
 class BidirectionalAttention:
-    """Attention within whole texts, without a cache. `lengths`: tokens of each text, one after another."""
+    """Attention within whole texts, without a KV cache. lengths: tokens of each text in the pass, in order."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self._lengths = list(lengths)
@@ -29,7 +29,8 @@ class BidirectionalAttention:
         if new is None or sinks is not None or spec.softcap or spec.chunk or spec.kv_source is not None:
             raise NotImplementedError("no embedding model has this attention")
         outputs = []
-        # Each text is a call of its own, so its bits do not depend on the others.
+        # One call per text instead of a padded batch: padding and batch size change the order of sums, and with it the
+        # last bits of a vector. A text has the same vector alone and in a batch.
         parts = [torch.split(part, self._lengths, dim=1) for part in (query, *new)]
         for q, k, v in zip(*parts, strict=True):
             mask = self._mask(q.shape[1], spec.window, q.device)
@@ -45,7 +46,7 @@ class BidirectionalAttention:
         if window is None or window >= length:
             return None
         if (length, window) not in self._masks:
-            at = torch.arange(length, device=device)
+            at = torch.arange(length, device=device)  # the window extends to both sides
             self._masks[length, window] = (at[:, None] - at).abs() < window
         return self._masks[length, window]
 

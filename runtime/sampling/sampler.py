@@ -30,7 +30,7 @@ class Constraint(Protocol):
         ...
 
     def accept(self, tokens: Sequence[int]) -> list[int]:
-        """Advance by the sampled tokens; return the tokens that stand, others where the limits of a reply are near."""
+        """Advance by the sampled tokens; return the accepted tokens, which near the limits of a reply may be others."""
         ...
 
 
@@ -44,7 +44,7 @@ class RandomNumbers:
     """The uniform random numbers of one request, independent of how many are taken at a time."""
 
     def __init__(self, seed: int | None, taken: int = 0) -> None:
-        """taken: how many of the numbers are skipped, because an earlier part of the reply took them."""
+        """taken: how many numbers to skip, because an earlier part of the reply took them."""
         self.generator = torch.Generator()
         if seed is None:
             self.generator.seed()
@@ -52,6 +52,7 @@ class RandomNumbers:
             self.generator.manual_seed(seed)
         self._numbers, self._used = list[float](), 0
         self.taken = taken  # numbers so far
+        # Generated in whole calls, as `take` generates them, and dropped.
         for _ in range(taken // _NUMBERS_PER_CALL):
             self._generate(1)
             self._used = len(self._numbers)

@@ -12,7 +12,7 @@ from mycli.runtime.tokenizer.parsing.tool_formats import describe_tools_in_syste
 from mycli.runtime.tokenizer.prompt_difference import AROUND, Difference, PromptParts, causes
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
-_RECENT_PROMPTS, _RECENT_TOKENS = 32, 1 << 18
+_RECENT_PROMPTS, _RECENT_TOKENS = 32, 1 << 18  # every new prompt is compared with all of these
 
 
 def template_source(tokenizer: Tokenizer) -> str:
@@ -52,7 +52,7 @@ def render_chat(
 def compare_prompts(
     tokenizer: Tokenizer, first: tuple[Sequence[int], PromptParts], second: tuple[Sequence[int], PromptParts]
 ) -> Difference:
-    """Return where and why the second of two prompts parts from the first."""
+    """Return the first difference of two prompts, given as tokens and parts."""
     shared = common_prefix_length(first[0], second[0])
     if shared == len(first[0]):
         return Difference(shared, len(first[0]), len(second[0]))
@@ -60,7 +60,7 @@ def compare_prompts(
     def spelled(ids: Sequence[int]) -> str:
         return b"".join(map(tokenizer.token_bytes, ids)).decode("utf-8", "replace")
 
-    # A token has at least a character, mostly.
+    # As many tokens as characters are needed, because nearly every token has a character.
     after = slice(shared, shared + AROUND)
     return Difference(
         shared,
@@ -81,14 +81,14 @@ class RecentPrompts:
         self._lock = Lock()
 
     def add(self, ids: Sequence[int], parts: PromptParts) -> None:
-        """Keep a prompt, and forget the oldest ones beyond the limits."""
+        """Store a prompt, and drop the oldest ones beyond the limits."""
         with self._lock:
             self._prompts.append((ids, parts))
             while sum(len(recent) for recent, _ in self._prompts) > _RECENT_TOKENS:
                 self._prompts.popleft()
 
     def compare(self, tokenizer: Tokenizer, ids: Sequence[int], parts: PromptParts) -> Difference | None:
-        """Return how a prompt differs from the earlier one that begins most alike; None if it is the first."""
+        """Return the difference to the earlier prompt with the longest shared prefix; None if there is none."""
         with self._lock:
             earlier = list(self._prompts)
         if not earlier:

@@ -1,4 +1,4 @@
-"""Runs texts for their vectors, and pairs of query and document for their scores, as sequences of the engine."""
+"""Computes vectors of texts, and scores of query and document pairs, as sequences of the engine."""
 
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -14,11 +14,12 @@ from mycli.runtime.server.api_error import ApiError
 from mycli.runtime.server.service import Prepared, Service
 from mycli.runtime.server.streaming import running
 
-TEXTS_TOGETHER = 32  # texts of a request in the queue at a time, so that other clients' requests come between
+# Texts of one request that are queued at a time. A request may have 2,048, and other clients' requests run in between.
+TEXTS_TOGETHER = 32
 
 
 class VectorReader:
-    """Turns the output of one sequence into its vector, or with `embedder` None into its scores."""
+    """Converts the output of a sequence to its vector, or to its scores if `embedder` is None."""
 
     def __init__(self, index: int, embedder: Embedder | None, dimensions: int | None = None) -> None:
         self.index, self._embedder, self._dimensions = index, embedder, dimensions
@@ -42,7 +43,7 @@ class VectorReader:
 
 
 def embedder_of(service: Service) -> Embedder:
-    """Return what computes the model's vectors. Raises ApiError for a model that does not embed texts."""
+    """Return the embedder of the model. Raises ApiError if it has none."""
     if service.loaded.embedder is None:
         message = f"{service.name} computes no embeddings: its folder has no modules.json of sentence-transformers"
         raise ApiError(400, message, "not_an_embedding_model", param="model")
@@ -53,14 +54,14 @@ def embedding_ids(service: Service, text: str, prompt: str, truncate: bool, plac
     """Return the token ids of a text with its prompt. Raises ApiError for a text that does not fit."""
     ids = service.text_prompt(prompt + text)
     if truncate and len(ids) > service.context:
-        # The last token is the one that the tokenizer adds, which many models are trained to end with.
+        # The last token stays: models that pool the last token are trained with the end token that the tokenizer adds.
         ids = [*ids[: service.context - 1], ids[-1]]
     service.check_fits(ids, None, place)
     return ids
 
 
 def vector_requests(embedder: Embedder, texts: Sequence[Sequence[int]], dimensions: int | None) -> list[Prepared]:
-    """Return the requests for the vectors of `texts`, given as token ids, in groups that are run one after another."""
+    """Return requests for the vectors of `texts`, which are token ids, in groups to run one after another."""
     if dimensions is not None and dimensions > embedder.size:
         message = f"dimensions: the vectors of this model have {embedder.size} values"
         raise ApiError(400, message, "invalid_value", param="dimensions")

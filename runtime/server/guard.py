@@ -61,7 +61,7 @@ def _listed(parts: Sequence[str]) -> str:
 
 
 def _missed(difference: Difference | None) -> str:
-    # Where and why the cache was missed; the log has no text of a prompt.
+    # The position and cause of a cache miss, without the text: the log never contains prompts.
     if difference is None or difference.continues:
         return ""
     cause = ", ".join(difference.causes) or "another conversation"
@@ -179,7 +179,7 @@ class Guard:
         self._check_origin(scope, headers)
 
     def _check(self, scope: Scope, headers: Headers) -> ApiKey | None:
-        # The key among those of several users.
+        # Return the key of a request if the server has a file of keys.
         path = scope["path"]
         key = None if path in OPEN_PATHS or path.startswith(PAGE_FILES) else self._check_key(headers)
         if scope["method"] == "POST" and self._server.draining:

@@ -1,4 +1,4 @@
-"""API keys with names, shares of the machine and limits: the file that lists them, and what each has under way.
+"""API keys with names, shares of the machine and limits: reads the file of keys and counts the requests of each.
 
 One line a key: NAME KEY [weight=N] [concurrent=N] [rpm=N] [batch]. Empty lines and lines that begin with # are skipped.
 """
@@ -22,8 +22,8 @@ _MINUTE = 60.0
 
 @dataclass(frozen=True)
 class KeyShare:
-    """The part of the machine that a request may use. name: of the key; weight: its share under load, compared with
-    other keys; batch: it runs when no interactive request wants to.
+    """The share of the machine for a request. name: of the key; weight: its share under load relative to other keys;
+    batch: it runs only when no interactive request is waiting.
     """
 
     name: str = ""
@@ -36,7 +36,7 @@ class KeyShare:
 
     @classmethod
     def decode(cls, text: str) -> "KeyShare":
-        """Read the value of a header from this user's own server for several models."""
+        """Read the value of a header. Only the router sends it, so it is not validated."""
         name, _, rest = text.partition(";")
         weight, _, batch = rest.partition(";")
         return cls(name, float(weight), batch == "1") if rest else cls()
@@ -106,7 +106,7 @@ class KeyTable:
 
     def find(self, sent: bytes) -> ApiKey | None:
         """Return the key that a client sent; None for no key of this server."""
-        # Without an early end, so that the time does not tell how many keys were compared.
+        # All keys are compared, so that the time does not reveal the position of a matching key.
         matching = [key for key in self._keys if hmac.compare_digest(sent, key.secret)]
         return matching[0] if matching else None
 
@@ -118,7 +118,7 @@ class KeyTable:
         while times and now - times[0] >= _MINUTE:
             times.popleft()
         if key.concurrent is not None and self._active[name] >= key.concurrent:
-            message = f"key {name} has {self._active[name]} requests under way, at most {key.concurrent} may be"
+            message = f"key {name} has {self._active[name]} running requests; its limit is {key.concurrent}"
             raise ApiError(429, message, "key_limit", headers={"retry-after": "1"})
         if key.rpm is not None and len(times) >= key.rpm:
             seconds = int(times[0] + _MINUTE - now) + 1

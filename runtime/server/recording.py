@@ -1,4 +1,4 @@
-"""Records the replies to a request, so that a client can ask for them again after it or the server was killed."""
+"""Records the replies to a request, so that a client can resume them after a lost connection or a killed server."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ Requests = Sequence[tuple[Request, Sequence[OutputReader]]]
 
 
 class ReplyIds:
-    """The id of a reply and of the calls and items in it, which are the same when it is sent again."""
+    """The id of a reply and of the calls and items in it; a resumed reply has the same ids."""
 
     def __init__(self, name: str, created: int) -> None:
         self.name, self.created, self._count = name, created, 0
@@ -32,6 +32,8 @@ class ReplyIds:
 
     def next(self, prefix: str) -> str:
         """Return the id of the next part of the reply."""
+        # Derived from the name and a counter, not random: the record then holds no ids, and a resumed reply repeats
+        # them.
         self._count += 1
         digest = hashlib.sha256(f"{self.name} {self._count}".encode()).hexdigest()
         return f"{prefix}{digest[:24]}"
@@ -41,7 +43,7 @@ class ReplyIds:
 class Work:
     """The requests that the engine still has to run, and the pieces that a record already holds.
 
-    records: by the index of a reply.
+    records: the record of each reply, by its index.
     """
 
     requests: Requests
@@ -50,7 +52,7 @@ class Work:
     writer: ReplyWriter | None = None
 
     def close(self) -> None:
-        """Close the record, and remove one without tokens, of which no client has seen any."""
+        """Close the record; remove it if it has no tokens, because there is nothing to resume."""
         if self.writer is not None:
             if self.writer.lines > 1:
                 self.writer.close()
@@ -69,10 +71,12 @@ class ReplyRecorder:
     fingerprint: str
 
     def begin(self, requests: Requests) -> Work:
-        """Create the record of new replies; without one where the disk does not allow it."""
-        # Evaluations are short, and the tokens of a beam search are known at its end only.
+        """Create the record of new replies. If the disk does not allow it, they run without one."""
+        # Not worth a record: evaluations are short, and a beam search has no tokens before its end.
         if any(request.prompt_logprobs or request.beams for request, _ in requests):
             return Work(requests)
+        # Drawn here if the client sent none: with an unknown seed the reply could not be continued with the same
+        # tokens.
         seeds = [new_seed(request.sampling) for request, _ in requests]
         header = {
             "kind": "server",
@@ -96,7 +100,7 @@ class ReplyRecorder:
 
 @dataclass(frozen=True)
 class Resumption:
-    """Continues the replies of a record. header: of the record; after: characters to leave out at the start."""
+    """Continues the replies of a record. header: its first line; after: characters that the client has already."""
 
     journal: ReplyJournal
     name: str
@@ -107,7 +111,7 @@ class Resumption:
     def begin(self, requests: Requests) -> Work:
         """Return the recorded pieces and the rest of the work. Raises ApiError."""
         if self.header["fingerprint"] != self.fingerprint or self.header["prompts"] != _digest(requests):
-            message = f"reply {self.name}: the model, its template or its settings are not those that it began with"
+            message = f"reply {self.name}: the model, its template or the server's options have changed since it began"
             raise ApiError(409, message, "reply_differs")
         count = sum(len(readers) for _, readers in requests)
         if self.after and count > 1:
@@ -119,6 +123,8 @@ class Resumption:
         pieces: list[Piece] = []
         rest: list[tuple[Request, Sequence[OutputReader]]] = []
         for (request, readers), seed in zip(requests, self.header["seeds"], strict=True):
+            # Each reply is a request of its own now: they stopped at different tokens, so they cannot branch off one
+            # prompt.
             for number, reader in enumerate(readers):
                 recorded = records[reader.index]
                 pieces += (read := _replayed(reader, recorded))
@@ -138,8 +144,8 @@ def _replayed(reader: OutputReader, recorded: RecordedReply) -> list[Piece]:
 
 
 def _digest(requests: Requests) -> str:
-    # Everything that decides on the tokens and is not the model: the same body may mean something else after an update
-    # of the chat template, or with other options of the server.
+    # Everything besides the model that determines the tokens. The body alone does not: an updated chat template or
+    # other server options give another prompt for it.
     parts = []
     for request, readers in requests:
         sampling = str(replace(request.sampling, seed=None))
@@ -148,7 +154,7 @@ def _digest(requests: Requests) -> str:
 
 
 class LeaveOut:
-    """Leaves out the first characters of a reply, reasoning and content counted together; calls stay whole."""
+    """Drops the first characters of a reply, reasoning and content counted together; tool calls stay whole."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -170,5 +176,7 @@ def find_reply(journal: ReplyJournal | None, name: str) -> Mapping[str, Any]:
     with suppress(UserError, AttributeError):
         if journal is not None and (header := journal.header(name)).get("kind") == "server":
             return header
-    message = f"there is no recorded reply {name[:64]!r}; a server keeps them for a day, unless records are off"
+    message = (
+        f"reply {name[:64]!r} is not recorded: records are kept for a day, unless the server was started without them"
+    )
     raise ApiError(404, message, "reply_not_found")

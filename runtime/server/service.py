@@ -16,7 +16,8 @@ from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.engine.replies.journal import ReplyJournal
 from mycli.runtime.engine.sequence import BeamOptions, Request, reply_room
 from mycli.runtime.errors import ModelError, UserError
-from mycli.runtime.sampling.grammars.grammar import JSON_MODE, Alternative, Grammar, GrammarCompiler, Prelude
+from mycli.runtime.sampling.grammars.grammar import JSON_MODE, Alternative, Grammar, GrammarCompiler
+from mycli.runtime.sampling.grammars.lark import Prelude
 from mycli.runtime.sampling.grammars.reasoning import reasoning_prelude
 from mycli.runtime.sampling.params import SamplingParams, recommended
 from mycli.runtime.server.api_error import ApiError, ContextError, from_user_error

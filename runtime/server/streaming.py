@@ -45,7 +45,7 @@ class Rendering(Protocol):
         ...
 
     def keep_alive(self) -> Iterable[bytes]:
-        """Return the events of a silent stream: clients do not count comments as signs of life."""
+        """Return the events that keep a silent stream alive. Not comments: they do not reset the timeout of clients."""
         ...
 
     def finish(self) -> Iterable[bytes]:
@@ -162,7 +162,7 @@ async def running(
 ) -> AsyncIterator[AsyncIterator[list[Piece]]]:
     """Run sequences and yield their pieces; an empty list after `ping_seconds` without any.
 
-    begin: what of the requests is left to do, None for all. Leaving the block cancels what is still running. Raises
+    begin: returns the requests that are left to run; None for all. Leaving the block cancels running sequences. Raises
     ApiError: queue full, reply failed, client disconnected.
     """
     delivery, work, leave_out = Delivery(), Work(()), leave_out or LeaveOut(0)

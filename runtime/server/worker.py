@@ -28,7 +28,7 @@ DELIVERY_SECONDS = 0.003
 
 
 class OutputReader(Protocol):
-    """Turns the outputs of one sequence into pieces; `index`: of the reply."""
+    """Converts the outputs of one sequence to pieces; `index`: number of the reply."""
 
     @property
     def index(self) -> int: ...

@@ -18,10 +18,8 @@ PLAIN_STEPS, REFRESH = 3, 32  # plain steps before the first draft; passes betwe
 FIRST_COOLDOWN, LONGEST_COOLDOWN = 32, 512  # tokens until the next try, doubling
 # Estimates before any measurement: tokens (accepted, compared); the cost of a pass and of each token in it.
 PRIOR_ACCEPTANCE, PASS_COST, TOKEN_COST = (3.0, 4.0), 1.04, 0.02
-FREE_LAG, READ_COST = (
-    32,
-    1 / 16,
-)  # up to 32 unread tokens cost the proposer as much as one; above, each costs 1/16 draft token
+# Up to 32 unread tokens cost the proposer as much as one; above, each costs 1/16 of a draft token.
+FREE_LAG, READ_COST = 32, 1 / 16
 
 
 class DraftLengthPolicy:
@@ -32,12 +30,12 @@ class DraftLengthPolicy:
     def length(self, room: int, lag: int, evidence: int = 0) -> int:
         """Return the number of tokens to draft, at most `room`. `lag`: tokens that the proposer must read first.
 
-        evidence: a class of proposals whose acceptance is learned apart.
+        evidence: a class of proposals whose acceptance is learned separately.
         """
         return 0
 
     def stopped(self, evidence: int = 0) -> bool:
-        """Return whether no draft is made for some tokens, so that plain steps may be taken several at a time."""
+        """Return whether drafting pauses for some tokens, so that a pass may take several plain steps in one call."""
         return False
 
     def observe_plain(self, seconds: float, wasted: float = 0.0) -> None:

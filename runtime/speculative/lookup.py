@@ -1,8 +1,8 @@
 """Prompt lookup: proposes the tokens that followed the same text earlier in the conversation.
 
-A suffix automaton finds the longest match at every token. That of a reply is kept when it ends: the next turn of the
-conversation begins with the same tokens, continues it, and also finds what its prompt no longer has, such as dropped
-reasoning.
+A suffix automaton finds the longest match at every token. When a reply ends, its automaton stays for the next turn of
+the conversation, whose prompt begins with the same tokens. That saves building it again, and finds text that the new
+prompt no longer contains, such as dropped reasoning.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,16 +12,19 @@ from mycli.runtime.layers.transformer import HiddenStateHook
 from mycli.runtime.speculative.proposers import NO_PROPOSAL, Proposal
 from mycli.runtime.speculative.suffix_automaton import SuffixAutomaton, common_prefix
 
-SHORTEST = 2  # tokens of a match
-CLASSES = (4, 8, 16)  # lengths of matches from which they count as more reliable
-MAX_INDEXED_TOKENS = 1 << 17  # of an automaton; beyond them nothing is added
-KEPT_TOKENS = 1 << 17  # of automata of replies that ended
-SAME_CONVERSATION = 16  # tokens with which the next turn begins as the last one
-_BOUNDARY = -2  # no token: between the texts of two turns
+SHORTEST = 2  # tokens of a match that is used
+# Match lengths at which a class of its own begins: acceptance is learned separately for each class, because a long
+# match is right more often. Agents that return edited files have long matches (docs/speculation.md).
+CLASSES = (4, 8, 16)
+# Bounds on memory: tokens of one automaton, which is not extended beyond them, and of all automata of finished replies.
+MAX_INDEXED_TOKENS = 1 << 17
+KEPT_TOKENS = 1 << 17
+SAME_CONVERSATION = 16  # shared first tokens from which two prompts count as one conversation
+_BOUNDARY = -2  # between the texts of two turns; equal to no token, so that no match crosses it
 
 
 class _Text:
-    """The automaton of a sequence. added: how many of its tokens are in it; earlier: texts before them may be, too."""
+    """The automaton of a sequence, maybe with earlier text before it. added: number of its tokens in the automaton."""
 
     def __init__(self) -> None:
         self.automaton = SuffixAutomaton()
@@ -68,8 +71,8 @@ class PromptLookup:
         return text
 
     def _take(self, tokens: Sequence[int]) -> _Text:
-        # The automaton of the conversation's last turn, if there is one. Where its text went on differently, the new
-        # one continues behind a boundary.
+        # Return the automaton of the conversation's last turn, if there is one. If the new prompt departs from that
+        # text, the rest of it is added after a boundary: states cannot be removed from a suffix automaton.
         shared = [common_prefix(known, tokens) for known, _ in self._kept]
         longest = max(shared, default=0)
         if longest < min(SAME_CONVERSATION, len(tokens)) or not longest:

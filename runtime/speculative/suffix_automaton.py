@@ -1,7 +1,7 @@
-"""Finds, for every token of a growing text, the longest suffix that occurred earlier, in constant amortized time.
+"""Finds the longest suffix of a growing text that occurred earlier, in constant amortized time per token.
 
-A suffix automaton (Blumer et al., 1985) has a state for each set of substrings with the same end positions. Most states
-have one transition; it is stored in arrays, which take a fifth of the memory of a dictionary for each state.
+A suffix automaton (Blumer et al., 1985) has one state for each set of substrings with the same end positions. Most
+states have one transition, which is stored in arrays: a fifth of the memory of a dictionary per state.
 """
 
 from array import array
@@ -13,7 +13,7 @@ _NONE = -1
 class SuffixAutomaton:
     """A text, its automaton, and the longest earlier occurrence of the text's end.
 
-    matched: tokens of that occurrence; following: position of the token after it; the latest occurrence counts.
+    matched: its length in tokens; following: position of the token after it. Of several occurrences the latest counts.
     """
 
     def __init__(self) -> None:
@@ -32,10 +32,11 @@ class SuffixAutomaton:
         for token in tokens:
             self._match(token)
             self._append(token)
-            self._settle()
+            self._update_match()
 
     def continuation(self, count: int) -> list[int]:
-        """Return the `count` tokens that followed the matched suffix; a repetition goes round."""
+        """Return the `count` tokens that followed the matched suffix, repeated where the text ends."""
+        # A match that overlaps the end of the text is a cycle, so its continuation repeats the cycle.
         start, known = self.following, len(self.tokens)
         continuation = self.tokens[start : start + count]
         while len(continuation) < count:
@@ -55,7 +56,7 @@ class SuffixAutomaton:
             self._more.setdefault(state, {})[token] = target
 
     def _match(self, token: int) -> None:
-        # Before the token is appended, so that the occurrence continuation is an earlier one.
+        # Before the token is appended: afterwards the longest suffix that occurs would be the whole text.
         state = self._state
         while state and self._next(state, token) == _NONE:
             state = self._link[state]
@@ -89,6 +90,8 @@ class SuffixAutomaton:
         return len(self._length) - 1
 
     def _split(self, state: int, token: int, target: int) -> int:
+        # The substrings of `target` no longer have the same end positions: the shorter ones move to a clone, which all
+        # states that reach them are redirected to.
         clone = self._new(self._length[state] + 1, self._end[target])
         self._link[clone], self._link[target] = self._link[target], clone
         self._token[clone], self._target[clone] = self._token[target], self._target[target]
@@ -99,12 +102,14 @@ class SuffixAutomaton:
             state = self._link[state]
         return clone
 
-    def _settle(self) -> None:
-        # The matched state may have been split: the suffix then belongs to the shorter part.
+    def _update_match(self) -> None:
+        # If appending split the matched state, the suffix belongs to the shorter part.
         if self.matched and self._length[self._link[self._state]] >= self.matched:
             self._state = self._link[self._state]
         position = len(self.tokens) - 1
         if self.matched:
+            # Only this state gets the new end position. Its suffixes end here, too, but updating them all would make a
+            # token cost its whole suffix path; an older occurrence gives a draft, too.
             self.following = self._end[self._state] + 1
             self._end[self._state] = position
 

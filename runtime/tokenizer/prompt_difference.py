@@ -1,6 +1,6 @@
-"""Says why the prompt of a request begins differently from that of an earlier one, so that its cache is of no use.
+"""Explains why a prompt cannot reuse the cache of an earlier one: where the two differ first, and the cause.
 
-The recurring causes are found by comparing the parts of both prompts: tools, template arguments and messages.
+Causes are found by comparing the parts of both prompts: tools, template arguments and messages.
 """
 
 import json
@@ -31,10 +31,11 @@ class PromptParts:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where the second of two prompts parts from the first.
+    """The first difference of two prompts.
 
-    tokens: that they share; first, second: lengths in tokens; before: the shared text up to there; earlier, later: the
-    texts of both after it; causes: in words, the likeliest first; empty where the second continues the first.
+    tokens: number of shared tokens; first, second: lengths in tokens; before: the end of the shared text; earlier,
+    later: the text of each prompt after it; causes: in words, the likeliest first; empty if the second continues the
+    first.
     """
 
     tokens: int
@@ -65,7 +66,7 @@ class Difference:
 
 
 def causes(first: PromptParts, second: PromptParts) -> list[str]:
-    """Return what differs between two prompts, in words, in the order in which templates write the parts."""
+    """Return the differences of two prompts in words, in the order in which templates render the parts."""
     changes = [
         f"the template argument {name} changed"
         for name in sorted({*first.arguments, *second.arguments})

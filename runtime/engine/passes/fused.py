@@ -1,9 +1,9 @@
 """The fused GPU pass: decoding of up to 256 sequences and verification of drafts by fused Triton kernels.
 
-The plain pass launches some forty operations a layer. Here a layer is four products and attention, five launches that
-also do what follows them, or ten to thirteen in a mixture of experts, and nothing passes through the host. Each norm
-after a part, or over all heads, takes one more. Values are rounded where the plain pass rounds them, except for the
-output of a norm before a product (`triton.residual`).
+The plain pass launches some forty operations per layer. Here a layer takes five launches, four products and attention,
+each with the operations that follow it; a mixture of experts takes ten to thirteen. Each norm after a part, or over all
+heads, takes one more. The host is not involved between launches. Values are rounded where the plain pass rounds them,
+except for the output of a norm before a product (`triton.residual`).
 """
 
 from collections.abc import Mapping
@@ -43,6 +43,8 @@ from mycli.runtime.models.part_spec import AttentionSpec, MlpSpec, RopeSpec
 
 
 class SecondHalf(Protocol):
+    """The MLP or mixture of experts of a layer, with the output product of attention before it."""
+
     def largest(self) -> int: ...
 
     def add_to(
@@ -54,9 +56,9 @@ class SecondHalf(Protocol):
         next_norm: Norm | None,
         counters: Tensor,
     ) -> Activation | None:
-        """Add the product with `o`, and then this half, to the stream [rows, size]; return it normed by `next_norm`.
+        """Add the product with `o`, and then the MLP, to the stream [rows, size]; return it normed by `next_norm`.
 
-        residual: of `o`. counters: as in `residual.add`.
+        residual: bias, norm and factors of `o`. counters: as in `residual.add`.
         """
         ...
 
@@ -154,7 +156,7 @@ def _mixture(experts: Experts) -> SecondHalf | Declined:
         if matmuls["gate_up"].packing != gate_up.weights[0].packing:
             return Declined("shared-expert-packing", {"linear": experts.shared.gate_up.specs[0].name})
         shared = SharedExpert(matmuls["gate_up"], matmuls["down"], None if gate is None else gate.dequantize())
-    assert experts.norm is not None  # as above
+    assert experts.norm is not None  # checked by `_decline_experts`
     norm = Norm(experts.norm.weight, experts.norm.eps, gate_up.weights[0])
     route = router.dequantize(), experts.spec.routing, experts.correction
     return FusedMixture(norm, *route, gate_up, down, shared, _residual(experts, None))
@@ -211,7 +213,8 @@ class FusedStep:
         self._head = _matmul(model.head)
         final = None if self._head is None else Norm(model.norm.weight, model.norm.eps, self._head)
         self._next_norms = (*(layer.input_norm for layer in layers[1:]), final)
-        # More than any launch has pieces; each leaves them zero. One array: launches follow each other.
+        # At least as many as any launch has pieces. One array for all, because launches run one after another and each
+        # resets its counters to zero.
         kv_heads = max(spec.kv_heads for spec in model.config.attentions)
         pieces = (MOST_ROWS // 16) * max(layer.largest() for layer in layers) // 16 + MOST_ROWS * kv_heads
         self._counters = torch.zeros(pieces, dtype=torch.int32, device=model.device)
@@ -237,7 +240,7 @@ class FusedStep:
         """Return whether the kernels do a pass over `tokens` new tokens of each of `sequences`."""
         chip, element = self._layers[0].o.chip, self._model.dtype.itemsize
         shapes = {(spec.heads // spec.kv_heads, spec.head_dim) for spec in self._model.config.attentions}
-        # Packed codes need no more shared memory than values of the model's dtype.
+        # Checked with the model's dtype: a quantized KV cache needs no more shared memory.
         fits = [head_fits(chip, group, head_dim, tokens, element) for group, head_dim in shapes]
         return sequences * tokens <= MOST_ROWS and all(fits)
 
@@ -261,7 +264,7 @@ class FusedStep:
         stream, first = embed(flat, embedding, self._layers[0].input_norm, scale)
         x: Activation | None = first
         for index, (layer, next_norm) in enumerate(zip(self._layers, self._next_norms, strict=True)):
-            assert x is not None  # only a head that is not packed has no operand
+            assert x is not None  # None only before a head that is not packed, after the last layer
             keys, values = cache.all(index)
             stored = LayerCache(keys.data, values.data, keys.scales, values.scales)
             qkv, rotation = layer.input_norm.product, None if layer.rope is None else rotations[layer.rope]
@@ -353,7 +356,7 @@ def _decline_experts(spec: ExpertsSpec) -> Declined | None:
 
 
 def decline_config(config: ModelConfig, kv: KvDtype = "auto") -> Declined | None:
-    """Return what in the declaration of a model the fused kernels do not do; None if they do all of it."""
+    """Return the first property of a model that the fused kernels do not support; None if they support all."""
     for spec in config.layer_specs:
         if (declined := _decline_layer(spec)) is not None:
             return declined

@@ -1,4 +1,4 @@
-"""Turns the hidden states of a text into its vector: pooling, dense layers, normalization, in fp32."""
+"""Computes the vector of a text from its hidden states: pooling, dense layers, normalization, in fp32."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -21,7 +21,7 @@ _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 class Embedder:
-    """Computes vectors as `spec` says. Raises ModelError for dense weights that are missing or misshaped."""
+    """Computes vectors as described by `spec`. Raises ModelError for missing or misshaped dense weights."""
 
     def __init__(self, spec: EmbeddingSpec, hidden_size: int) -> None:
         self.spec = spec
@@ -36,7 +36,7 @@ class Embedder:
         states = states.to("cpu", torch.float32)
         x = torch.cat([_pooled(states, mode) for mode in self.spec.pooling])
         for weight, bias, activation in self._dense:
-            # Alone, never in a batch: the bits of a vector must not depend on other texts.
+            # One vector at a time: in a batch its last bits would depend on the number of texts.
             x = activation(functional.linear(x[None], weight, bias)[0])
         if self.spec.normalize:
             x = functional.normalize(x, dim=0)

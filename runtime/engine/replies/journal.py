@@ -1,8 +1,8 @@
-"""Keeps replies on disk while they are generated, so that one that was interrupted continues with the same tokens.
+"""Records replies on disk while they are generated, so that an interrupted one continues with the same tokens.
 
-A file holds the request and then a line for each step: its tokens, and how many random numbers the reply has taken. The
-line is written before the text is shown, so no client has seen more than the file. A killed process loses nothing; a
-power cut may lose the last seconds.
+A file holds the request and then one line per step: its tokens, and the number of random numbers that the reply has
+taken. The line is written before the text is shown, so no client has seen more than the file holds. A killed process
+loses nothing; a power cut may lose the last seconds.
 """
 
 import json
@@ -28,15 +28,17 @@ if TYPE_CHECKING:  # few replies have logprobs
 
 VERSION = 1
 MAX_JOURNAL_BYTES = 64 << 20  # of all files; the oldest are removed first
-MAX_SECONDS = 24 * 3600.0  # since a file was written last
-_SCAN_SECONDS, _SCAN_BYTES = 60.0, MAX_JOURNAL_BYTES // 16  # until old files are looked for again
+MAX_SECONDS = 24 * 3600.0  # since the last write to a file
+# Time and bytes written between two scans of the folder for old files; a scan for every request reads all entries.
+_SCAN_SECONDS, _SCAN_BYTES = 60.0, MAX_JOURNAL_BYTES // 16
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _SUFFIX = ".jsonl"
-_ENDS: tuple[FinishReason, ...] = ("stop", "length", "context")  # that are the same when the reply is repeated
+# Ends that follow from the tokens. A reply that was cancelled or failed has no end in the record, so it can continue.
+_ENDS: tuple[FinishReason, ...] = ("stop", "length", "context")
 
 
 class RunningReplyError(Exception):
-    """Another process, or another request, still writes this reply."""
+    """Another process or another request is still writing this reply."""
 
 
 def new_seed(sampling: SamplingParams) -> int:
@@ -46,7 +48,7 @@ def new_seed(sampling: SamplingParams) -> int:
 
 @dataclass(frozen=True)
 class RecordedReply:
-    """One reply of a file. outputs: those of the engine that the file holds already."""
+    """One reply of a file. outputs: the outputs of the engine that the file already holds."""
 
     writer: "ReplyWriter"
     number: int = 0
@@ -69,7 +71,7 @@ class ReplyWriter:
         self._lock = Lock()  # a file must not be closed, and its number reused, while another thread writes to it
 
     def append(self, reply: int, output: SequenceOutput) -> None:
-        """Write what a step added to a reply; nothing for a step that added nothing or failed."""
+        """Write the output of a step; nothing for a step without tokens, or one that failed."""
         end = output.finish_reason if output.finish_reason in _ENDS else None
         if not output.tokens and end is None:
             return
@@ -78,7 +80,8 @@ class ReplyWriter:
 
     def write(self, record: object) -> None:
         """Write one line."""
-        # One call for each line: a process that is killed leaves whole lines, and `_lines` ignores a part of one.
+        # One unbuffered write per line: a killed process leaves whole lines, and `resume` cuts off a partial one. No
+        # fsync: it would cost a disk access per token to protect from power cuts only.
         try:
             data = f"{json.dumps(record, separators=(',', ':'))}\n".encode()
             with self._lock:
@@ -95,7 +98,7 @@ class ReplyWriter:
             self._file.close()
 
     def remove(self) -> None:
-        """Close and delete the file of a reply that needs no continuation."""
+        """Close and delete the file, because the reply cannot or need not be continued."""
         self.close()
         with suppress(OSError):
             self.path.unlink()
@@ -118,7 +121,7 @@ class ReplyJournal:
         except OSError:
             return None
         file = FileIO(descriptor, "ab")
-        try_lock(descriptor)
+        try_lock(descriptor)  # released by the system when the process ends, however it ends
         writer = ReplyWriter(path, file)
         writer.write({"version": VERSION, **header})
         self._since += path.stat().st_size if path.exists() else 0
@@ -140,7 +143,7 @@ class ReplyJournal:
             raise RunningReplyError
         data = path.read_bytes()
         whole = data.rfind(b"\n") + 1
-        os.ftruncate(descriptor, whole)  # a line that was cut off
+        os.ftruncate(descriptor, whole)  # remove a partial last line
         outputs: list[list[SequenceOutput]] = [[] for _ in range(replies)]
         for number, output in _records(data[:whole]):
             if number < replies:
@@ -170,7 +173,7 @@ class ReplyJournal:
 
     def _missing(self, name: str) -> NotFoundError:
         return NotFoundError(
-            f"there is no interrupted reply {name[:64]!r}", "replies that ended and those of yesterday are not kept"
+            f"there is no interrupted reply {name[:64]!r}", "finished replies and those older than a day are not kept"
         )
 
     def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
@@ -194,7 +197,7 @@ class ReplyJournal:
 
 
 def _records(data: bytes) -> Iterator[tuple[int, SequenceOutput]]:
-    # Only this program writes the files; a damaged line ends what can be continued.
+    # Lines after a damaged one are dropped: the reply continues from the last step that is certain.
     for line in data.splitlines()[1:]:
         try:
             number, tokens, numbers, end, logprobs = json.loads(line)

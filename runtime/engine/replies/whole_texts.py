@@ -1,4 +1,7 @@
-"""Answers requests for hidden states with a model whose attention is bidirectional: whole texts, several in a pass."""
+"""Computes the hidden states of texts with a bidirectional model: each text whole, several in a pass.
+
+Such a model has no KV cache and no chunks: the states of all tokens change with every token that is added.
+"""
 
 from collections import deque
 

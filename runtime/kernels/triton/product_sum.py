@@ -1,4 +1,4 @@
-"""A product with sums of squares of its rows by piece, for a norm that follows it."""
+"""A product that also returns sums of squares of its rows by piece, for a norm that follows it."""
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
 # Reason: Triton's decorators and device functions carry no types.
@@ -47,7 +47,7 @@ def sum_epilogue(parts, count, piece, first, rows, args):
 def sum_parts(
     x: Activation, product: TritonMatmul, dtype: torch.dtype, span: int, counters: Tensor, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the product [rows, n] in `dtype` and the squares of its rows, fp32 [pieces of `span`, padded rows].
+    """Return the product [rows, n] in `dtype` and sums of squares, fp32 [pieces of `span` columns, padded rows].
 
     counters: int32 zeros, one per block of rows and piece; zeros afterwards.
     """

@@ -20,12 +20,13 @@ from mycli.runtime.kernels.triton.product.tiles import Tile
 from mycli.runtime.kernels.triton.product_sum import sum_parts
 from mycli.runtime.kernels.triton.split_k import Epilogue, add_parts
 
-# A program has a piece of a row, so RMSNorm is split: the operand is the stream times the gain, stored with the sum
-# of squares of each piece; the product that reads it divides by the root of their mean (`RmsScale`).
+# A program has only a piece of a row, so RMSNorm is split: the operand is the stream times the gain, stored with the
+# sum of squares of each piece; the product that reads it divides by the root of their mean (`RmsScale`). A launch for
+# the norm alone would read and write the stream once more.
 
 
 class ResidualArguments(NamedTuple):
-    """Where a kernel writes the stream and, if there is data in `into`, the operand of the next product."""
+    """The stream that a kernel writes and, if `into` has data, the operand of the next product."""
 
     stream: Any  # [rows, size]
     size: Any
@@ -228,7 +229,8 @@ def _add_normed(
     residual: Residual,
     gain: Tensor,
 ) -> Activation | None:
-    # A norm of the product needs whole rows, which no program of it has: the sum is a second launch, as wide as others.
+    # A norm of the product needs whole rows, which no program of the product sees. The product is therefore stored with
+    # sums of squares, and a second launch adds its norm to the stream.
     y, squares = sum_parts(x, product, stream.dtype, max(128, x.tile.block_n), counters, residual.bias)
     writer = replace(x.tile, block_m=1, block_n=128, warps=4)
     args, span, into = residual_arguments(stream, norm, writer, tile, replace(residual, bias=None))

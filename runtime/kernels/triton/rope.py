@@ -19,9 +19,9 @@ from mycli.runtime.kernels.triton.product.matmul import Activation, TritonMatmul
 from mycli.runtime.kernels.triton.product_sum import sum_parts
 from mycli.runtime.kernels.triton.split_k import Epilogue, add_parts
 
-# Rounds where the plain pass rounds. Keys and values may be stored as int8 with a scale per token and head, or as
-# int4 vectors. It is an epilogue of the product; a norm over all heads takes a launch of its own, because no program of
-# the product sees all heads.
+# An epilogue of the product, which rounds where the plain pass rounds. Keys and values may be stored as int8 with a
+# scale per token and head, or as int4 vectors. With a norm over all heads it is a launch of its own, because no program
+# of the product sees all heads.
 
 
 class RopeArguments(NamedTuple):
@@ -108,7 +108,7 @@ def _norm_query_or_key(first, second, head, row, known, low, high, present, args
 
 @triton.jit
 def _store_int4_halves(first, second, cache, scales, row, position, known, args):
-    # Each half of a head is rotated alone, then both together.
+    # A Hadamard transform of the whole head: of each half, then one butterfly between the halves.
     HALF: tl.constexpr = args.HALF
     ROWS: tl.constexpr = args.ROWS
     FACTOR: tl.constexpr = (2 * HALF) ** -0.5
@@ -190,9 +190,9 @@ def rope_epilogue(parts, count, head, first_row, rows, args):
                 first, second, head, row, known, source, other, present, args, DTYPE
             )  # fmt: skip
         if args.cos is not None:
-            at, turned = position[:, None] * args.ROTARY + lane[None, :], stored & (lane < args.ROTARY)[None, :]
-            c = tl.load(args.cos + at, mask=turned, other=1.0).to(tl.float32)
-            s = tl.load(args.sin + at, mask=turned, other=0.0).to(tl.float32)
+            at, rotated = position[:, None] * args.ROTARY + lane[None, :], stored & (lane < args.ROTARY)[None, :]
+            c = tl.load(args.cos + at, mask=rotated, other=1.0).to(tl.float32)
+            s = tl.load(args.sin + at, mask=rotated, other=0.0).to(tl.float32)
             first, second = first * c - second * s, second * c + first * s
         if args.query_gain is not None and args.NORM_LAST:
             first, second = first.to(DTYPE).to(tl.float32), second.to(DTYPE).to(tl.float32)

@@ -1,4 +1,4 @@
-"""Samples the next token of every sequence on the device: greedy, or drawn with the settings of each."""
+"""Samples the next token of every sequence on the device: greedy, or random with the settings of each."""
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
 # Reason: Triton's decorators and device functions carry no types.
@@ -25,8 +25,10 @@ from mycli.runtime.kernels.triton.top_k_top_p import (
 # writes what the next pass reads. To draw, one more sums the weights of each block, and top-k and top-p need others
 # (`triton.top_k_top_p`). Nothing is read back, so a CUDA graph can contain all of it.
 #
-# A draw is the host's: the token at which the sum of probabilities passes the request's next random number. Weights are
-# integers (exp times 2^40), whose sums are exact in any order; the host's sums have 53 bits.
+# A draw gives the same token as on the host: the one at which the sum of probabilities passes the request's next random
+# number. Gumbel noise would need no sums, but the token would depend on where it is sampled. Weights are integers (exp
+# times 2^40), because their sums are exact in any order; sums of fp32 would depend on the blocks. The host's sums have
+# 53 bits.
 
 NO_NUMBER = -1  # in place of a token if logits are NaN or infinite
 GREEDY = -1  # in place of a random number: the largest logit
@@ -132,7 +134,8 @@ def sample_kernel(
         number = tl.load(numbers + step * count + sequence)
         if number >= 0:
             mass = tl.load(masses + sequence * blocks + place, mask=inside, other=0)
-            # The upper half of 128 bits; both factors are positive, so signs do not matter.
+            # total * number / 2^63, as the upper half of the 128-bit product of 2 * total and the number. Both are
+            # positive, so the unsigned product is right.
             goal = tl.umulhi(2 * tl.sum(mass, 0), number)
             block = tl.sum((tl.cumsum(mass, 0) <= goal).to(tl.int32), 0)
             before = tl.sum(tl.where(place < block, mass, 0), 0)
@@ -155,7 +158,7 @@ def sample_kernel(
 
 @dataclass(frozen=True)
 class Penalties:
-    """The state of penalties: seen uint8 and counts fp32 [sequences, vocab], and factors fp32 [sequences]."""
+    """State and settings of penalties: seen uint8 and counts fp32 [sequences, vocab], factors fp32 [sequences]."""
 
     seen: Tensor
     counts: Tensor

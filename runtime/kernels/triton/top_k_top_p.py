@@ -1,4 +1,4 @@
-"""Finds the smallest logit that top-k and top-p leave, on the device and without sorting."""
+"""Finds the smallest logit that passes top-k and top-p, on the device and without sorting."""
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
 # Reason: Triton's decorators and device functions carry no types.
@@ -11,13 +11,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# A search over the bits of the logits, four at a time: each program weighs its block of the vocabulary from `WAYS`
-# pivots on, by count (top-k) or by probability (top-p, of what top-k left); the next launch sums the weights and
-# resumes at the largest pivot that reaches the goal. No atomics, so the same logits give the same limit. Equal logits
-# stay or go together, as in `runtime.sampling.logits_processors`.
+# A search over the bits of the logits, four bits per round. Each program sums, for each of `WAYS` pivots, the weight of
+# the tokens of its block that are not below the pivot: their count for top-k, their probability for top-p (of the
+# tokens that top-k left). The next launch adds up the blocks and resumes at the largest pivot that reaches the goal.
+# There are no atomics, so the same logits give the same limit. Equal logits stay or go together, as in
+# `runtime.sampling.logits_processors`.
 
 WAYS = 16
-NARROW_WARPS = 8  # with 4, the sums of Triton 3.6 do not stay in registers
+NARROW_WARPS = 8  # with 4 warps, Triton 3.6 spills the sums
 # Rounds until a pivot separates any two values of the dtype.
 ROUNDS = {torch.bfloat16: 4, torch.float16: 5, torch.float32: 8}
 
@@ -69,6 +70,7 @@ def load_logits(source, sequence, place):
 @triton.jit
 def key_of(x):
     """Return int32 keys in the order of fp32 x; both zeros are equal."""
+    # The bits of a positive float are ordered like integers; those of a negative one in reverse, so they are flipped.
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -84,7 +86,7 @@ def largest_of(peaks, sequence, blocks, BLOCKS: tl.constexpr):
 def search_bound(weights, lows, goal, top_p, step, sequence, blocks, WHOLE: tl.constexpr, BLOCKS: tl.constexpr):
     """Return the lower bound of the search of a sequence after a round in steps of `step`, and its goal.
 
-    WHOLE: the first pivot of that round weighed all tokens, and the goal is `top_p` of that; all stay if it is 1.
+    WHOLE: the first pivot of that round included all tokens, so the goal is `top_p` of its weight; with 1 all stay.
     """
     way, place = tl.arange(0, 16), tl.arange(0, BLOCKS)
     where = (sequence * blocks + place)[:, None] * 16 + way[None, :]

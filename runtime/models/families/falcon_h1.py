@@ -13,11 +13,13 @@ from mycli.runtime.utils.json_fields import Fields
 
 @dataclass(frozen=True)
 class FalconLayers:
-    """Builds the layers. Factors: of the input and output of attention and of Mamba-2, of gate and output of MLPs."""
+    """Builds the layers. attention, state_space: factors of input and output; mlp: factors of gate and output."""
 
+    # Factors become fields that other families have, too: of the norm before a product, and of the addition to the
+    # residual stream after it.
     mamba: MambaLayers
-    normed: bool  # the output of Mamba-2 passes a norm ...
-    norm_first: bool  # ... before its gate
+    normed: bool  # Mamba-2 normalizes its output
+    norm_first: bool  # before the gate, not after it
     out_bias: bool
     attention: tuple[float, float]
     state_space: tuple[float, float]
@@ -86,6 +88,7 @@ def read(raw: Fields) -> ModelConfig:
         **fields,
         **hf_config.attention_biases(raw),
         mlp_bias=raw.boolean("mlp_bias", False),
+        # Scores are linear in the keys, so their multiplier goes into the scale.
         attention_scale=_factor(raw, "key_multiplier") * fields["head_dim"] ** -0.5,
         embedding_scale=_factor(raw, "embedding_multiplier"),
         logit_scale=_factor(raw, "lm_head_multiplier"),

@@ -8,7 +8,8 @@ from mycli.runtime.models.layer_spec import LayerSpec
 from mycli.runtime.models.mamba_layers import MambaLayers, read_plain_mamba
 from mycli.runtime.utils.json_fields import Fields
 
-_CONTEXT = 1 << 20  # the state has no limit; transformers names none, llama.cpp this one
+# A recurrent state has no longest context. transformers names none either; llama.cpp takes this one.
+_CONTEXT = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ def read(raw: Fields) -> ModelConfig:
     inner = raw.integer("expand", 2, high=64) * raw.integer("hidden_size")
     if mamba.heads * mamba.head_dim != inner:
         raise raw.fail("num_heads", f"= {mamba.heads} times head_dim {mamba.head_dim} must be {inner}")
-    # Fields about attention and MLPs that the model does not have.
+    # `common` requires fields of attention and MLPs. The model has neither, so their values are never used.
     fields = hf_config.common(
         Fields(
             {

@@ -12,7 +12,7 @@ from mycli.runtime.utils.json_fields import Fields
 _PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 _KINDS = {**{kind: kind for kind in _PATTERN.values()}, "linear_attention": "mamba", "full_attention": "attention"}
 _DEFAULT = ("mamba", "moe", "attention", "mlp")
-# Names that older configs have for the same fields; they count first, as in transformers.
+# Field names of older configs, which take precedence, as in transformers.
 _OLDER = {
     "n_groups": "mamba_n_groups",
     "conv_kernel": "mamba_d_conv",
@@ -48,6 +48,7 @@ class NemotronLayers:
                 for linear in (*base.attention.qkv, base.attention.o)
             )
             return LayerSpec(index, replace(base.attention, norm=norm, qkv=parts[:3], o=parts[3]), None)
+        # Also the base of a mixture, whose builder replaces the MLP of a layer by experts.
         up, down = (replace(linear, name=linear.name.replace(".mlp.", ".mixer.")) for linear in base.dense_mlp.linears)
         layer = LayerSpec(index, None, replace(base.dense_mlp, norm=norm, gate_up=(up,), down=down))
         return self.mixture.replace_mlp(layer, config) if kind == "moe" else layer
@@ -66,7 +67,8 @@ def _read_kinds(raw: Fields) -> tuple[str, ...]:
 
 
 def _read_mamba(raw: Fields) -> MambaLayers:
-    # transformers limits steps by time_step_min and ignores time_step_limit; vLLM and llama.cpp limit none.
+    # As transformers, which clamps steps to time_step_min and ignores time_step_limit; vLLM and llama.cpp clamp
+    # nothing.
     return replace(read_plain_mamba(raw), step_limits=(raw.number("time_step_min", 0.001, low=0.0), float("inf")))
 
 

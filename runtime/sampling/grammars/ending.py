@@ -1,7 +1,8 @@
-"""Finds the shortest ending of a reply under a grammar, and keeps it up to date as the reply grows.
+"""Finds a short ending of a reply under a grammar, and updates it as the reply grows.
 
-The parser only says which tokens may come next, so the ending is searched: what the grammar forces, else what closes
-strings and brackets, else the shortest value. An ending that is found is an ending, though not always the shortest.
+The parser only lists the tokens that may come next, so the ending is searched greedily: text that the grammar forces,
+else what closes strings and brackets, else the first value that is allowed. The result always matches the grammar, but
+is not always the shortest ending.
 """
 
 import copy
@@ -9,11 +10,13 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-_FIRST_TRIES, _LATER_TRIES = 5_000, 1_000  # of a token in one search; a try takes 1 to 10 microseconds
-_RETRY_TOKENS = 32  # after a search that found nothing; doubled each time
-_TEXT_REPEATS = 4
-# In order of preference; a second search has the quote last, where it would begin a string. Escapes and white space
-# follow: they never end anything.
+# Tokens tried in one search, 1 to 10 microseconds each. The first search runs once per grammar, later ones between two
+# tokens of a reply, where every other sequence waits.
+_FIRST_TRIES, _LATER_TRIES = 5_000, 1_000
+_RETRY_TOKENS = 32  # tokens after a search without result until the next; doubled each time
+_TEXT_REPEATS = 4  # closing characters in a row that only free text can have
+# Bytes in order of preference. A second search puts the quote last, because it begins a string where none is open.
+# Escapes and white space come after all others: they end nothing.
 _CLOSING = b'"}]),'
 _VALUES = b"0123456789@.:-TZ/_#+abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSUVWXY;=[{(<>|&!?*^%$'`~"
 _CONTROL = 256  # symbols of control tokens are their ids plus this; those below are bytes
@@ -47,7 +50,7 @@ class SymbolTable:
         return token + _CONTROL
 
     def forced(self, data: bytes) -> Symbols:
-        """Return the symbols of what a parser forces: text, and 0xff with the id in brackets for a control token."""
+        """Return the symbols of bytes that a parser forces, in which 0xff and an id in brackets are a control token."""
         symbols: list[int] = []
         for text, control in _FORCED.findall(data):
             symbols += text or [int(control) + _CONTROL]
@@ -65,7 +68,7 @@ class SymbolTable:
         return tokens
 
     def prefixes(self, symbols: Symbols) -> list[int]:
-        """Return the tokens whose symbols `symbols` begins with, from short to long."""
+        """Return the tokens that spell a beginning of `symbols`, the shortest first."""
         if not symbols:
             return [self.end]
         if symbols[0] >= _CONTROL:
@@ -77,10 +80,10 @@ class SymbolTable:
 
 
 class Ending:
-    """The ending of one reply: `tokens`, up to and with the end token, None if none was found."""
+    """The ending of one reply. tokens: including the end token; None if no ending was found."""
 
     def __init__(self, parser: Any, table: SymbolTable, closings: Sequence[Symbols] = ()) -> None:
-        """`closings`: texts of the grammar that end a part of it, such as the closing tag of reasoning."""
+        """`closings`: texts that end a part of the grammar, such as the closing tag of reasoning."""
         self._parser, self._table = parser, table
         self._closings = [(symbols, table.tokens(symbols)) for symbols in closings]
         self._symbols: Symbols = ()  # of `tokens` without the end token
@@ -98,12 +101,12 @@ class Ending:
         return self._symbols, self.tokens
 
     def restore(self, saved: tuple[Symbols, list[int] | None]) -> None:
-        """Go back to what `save` returned, as the parser has done."""
+        """Restore the result of `save`, after the parser was rolled back."""
         self._symbols, self.tokens = saved
 
     @property
     def next_tokens(self) -> list[int]:
-        """The tokens that the ending may begin with: several where one spells a longer part of it than another."""
+        """The tokens with which the ending may begin; several if tokens are prefixes of each other."""
         return [] if self.tokens is None else self._table.prefixes(self._symbols)
 
     def advance(self, token: int) -> None:
@@ -138,7 +141,8 @@ class Ending:
 
 
 class _Search:
-    # Looks for an ending, or for a way to where the last one, `tail`, can follow: it closes what was open before.
+    # Searches an ending, or a path to a state from which the previous ending, `tail`, can follow: it closes all that
+    # was open before the last token, so mostly only the few things opened since are left.
 
     def __init__(
         self,
@@ -170,8 +174,8 @@ class _Search:
                 return None
             path.append(order[place][0])
             left -= place + 1
-            # Another symbol is preferred next time, so a pattern gets all its characters at some time. What closes
-            # something is not, unless it repeats itself as only text does.
+            # A chosen symbol moves to the end of the order, so that a pattern that needs several characters gets all.
+            # Closing symbols keep their place, unless they repeat as they can only in free text.
             closes = path[-1] in _CLOSING and path[-_TEXT_REPEATS:].count(path[-1]) < _TEXT_REPEATS
             order = fresh if closes else [*order[:place], *order[place + 1 :], order[place]]
         return None

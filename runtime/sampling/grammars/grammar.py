@@ -11,6 +11,7 @@ import llguidance
 from mycli.runtime.errors import ModelError, UsageError, UserError
 from mycli.runtime.sampling.grammars.ending import Ending, Symbols, SymbolTable
 from mycli.runtime.sampling.grammars.json_schema import FREE_NODES, PreparedSchema, count_values, prepare
+from mycli.runtime.sampling.grammars.lark import CallGrammar, LarkRules, Prelude, grammars_of
 from mycli.runtime.sampling.grammars.probe import GrammarProbe
 from mycli.runtime.sampling.grammars.state import GrammarState, Reasoning, ReplyLimits
 from mycli.runtime.sampling.grammars.worker import LEXER_FUEL
@@ -51,35 +52,10 @@ class _Vocabulary:
 
 
 @dataclass(frozen=True)
-class Prelude:
-    """Free text before the constrained output: the model's reasoning, up to `close`.
-
-    With `opened` the prompt ends inside it; otherwise the reply may start with `open`, or have no reasoning. After
-    `budget` tokens it is closed; None: where the model or a limit of the reply ends it.
-    """
-
-    open: str
-    close: str
-    opened: bool = False
-    budget: int | None = None
-
-
-@dataclass(frozen=True)
-class CallGrammar:
-    """JSON of a `schema` between two literal texts; strict: refuse keywords that are not supported."""
-
-    before: str
-    schema: str
-    after: str
-    strict: bool = False
-
-
-@dataclass(frozen=True)
 class Alternative:
     """A source in llguidance's format that may be generated instead of calls.
 
-    kind: its name in messages; field: of the request, that holds it; schemas: what it was made of, if it is a JSON
-    schema.
+    kind: its name in messages; field: the request field that holds it; schemas: its JSON schema, if it has one.
     """
 
     source: str
@@ -113,6 +89,7 @@ class GrammarCompiler:
             slices=None,
         )
         self._control = {tokenizer.vocabulary[index]: index for index in tokenizer.control_ids}
+        self._rules = LarkRules(self._control)
         self._stop_ids = stop_ids
 
     def schema(self, text: str, source: str, prelude: Prelude | None = None, strict: bool = True) -> "Grammar":
@@ -156,7 +133,7 @@ class GrammarCompiler:
         others = set(self._control.values()) - self._stop_ids - {self._control.get(prelude.open)}
         tokens = sorted(str(index) for index in others - {self._control.get(prelude.close)})
         control = f" | <[{','.join(tokens)}]>" if tokens else ""
-        rules = f"start: (FIRST{control}) (MORE{control})*\n{self._texts(prelude)}"
+        rules = f"start: (FIRST{control}) (MORE{control})*\n{self._rules.texts(prelude)}"
         grammar = self._compile(rules, "reasoning budget", prelude, free=True)
         grammar.compile()  # its size depends on nothing in the request
         return grammar
@@ -178,7 +155,7 @@ class GrammarCompiler:
         start = f"call{repeat}"
         if otherwise is not None:
             start += " | @otherwise"
-            first, *rest = _grammars(otherwise.source)
+            first, *rest = grammars_of(otherwise.source)
             bodies += [{**first, "name": "otherwise"}, *rest]
             schemas += otherwise.schemas
         text = json.dumps({"grammars": [{"lark_grammar": f"start: {start}\ncall: {choices}"}, *bodies]})
@@ -196,11 +173,11 @@ class GrammarCompiler:
             choices, bodies, schemas = self._calls(calls, source)
             rules = f"start: (FIRST | call) (call MORE?)*\ncall: {choices}\n"
         else:
-            # A mark of several tokens ends the text before it, of which it is a part.
+            # A mark that is not a control token is ordinary text, so the text before a call is matched up to the mark.
             rest = [replace(call, before=call.before.removeprefix(mark)) for call in calls]
             choices, bodies, schemas = self._calls(rest, source)
             rules = f"start: FIRST | (marked ({choices}))+ MORE?\nmarked[suffix={json.dumps(mark)}]: /(.|\\n)*/\n"
-        rules += self._texts(prelude, mark)
+        rules += self._rules.texts(prelude, mark)
         text = json.dumps({"grammars": [{"lark_grammar": rules}, *bodies]})
         return self._compile(text, source, prelude, schemas, free=True)
 
@@ -213,19 +190,8 @@ class GrammarCompiler:
         for index, (call, schema) in enumerate(zip(calls, schemas, strict=True)):
             (body,) = json.loads(self._schema(schema, source, _COMPACT))["grammars"]
             bodies.append({**body, "name": f"call{index}"})
-            rules.append(f"({self._literal(call.before)} @call{index} {self._literal(call.after)})")
+            rules.append(f"({self._rules.literal(call.before)} @call{index} {self._rules.literal(call.after)})")
         return " | ".join(rules), bodies, schemas
-
-    def _texts(self, prelude: Prelude | None, mark: str = "") -> str:
-        # Lark terminals of the text at the beginning of an answer, and of later text; neither holds `mark`. An opening
-        # tag that is no control token could also be read as the beginning of the text.
-        first, more = "/[ \\t\\r\\n]*[^ \\t\\r\\n](.|\\n)*/", "/(.|\\n)+/"
-        if prelude is not None and prelude.open not in self._control:
-            first += f" & ~(/[ \\t\\r\\n]*/ {json.dumps(prelude.open)} /(.|\\n)*/)"
-        if mark and mark not in self._control:
-            without = f" & ~(/(.|\\n)*/ {json.dumps(mark)} /(.|\\n)*/)"
-            first, more = first + without, more + without
-        return f"FIRST: {first}\nMORE: {more}"
 
     def _from_gbnf(self, text: str) -> str:
         from llguidance.gbnf_to_lark import any_to_lark
@@ -262,19 +228,6 @@ class GrammarCompiler:
         except ValueError as error:
             raise _unusable(source, error) from None
 
-    def _literal(self, text: str) -> str:
-        # Control tokens are written by id: their characters would match ordinary tokens.
-        pieces, rest = [], text
-        while rest:
-            places = [(at, -len(token), token) for token in self._control if token and (at := rest.find(token)) >= 0]
-            at, _, token = min(places, default=(len(rest), 0, ""))
-            if at:
-                pieces.append(json.dumps(rest[:at], ensure_ascii=False))
-            if token:
-                pieces.append(f"<[{self._control[token]}]>")
-            rest = rest[at + len(token) :]
-        return " ".join(pieces)
-
     def _compile(
         self,
         source: str,
@@ -285,29 +238,13 @@ class GrammarCompiler:
         free: bool = False,
     ) -> "Grammar":
         loosened = tuple(path for schema in schemas for path in schema.loosened)
-        whole = self._after(prelude, source)
+        whole = self._rules.after(prelude, source)
         grammar = Grammar(whole, kind, self._table, self._symbols, loosened, self._reasoning(prelude), free)
         # `cheap`: all that the request wrote is in `schemas`, whose cost is known; other sources are probed first.
         light = cheap and schemas and not any(schema.patterns for schema in schemas)
         if light and sum(schema.nodes for schema in schemas) <= FREE_NODES:
             grammar.compile()
         return grammar
-
-    def _after(self, prelude: Prelude | None, source: str) -> str:
-        if prelude is None:
-            return source
-        first, *rest = _grammars(source)
-        body = [{**first, "name": "body"}, *rest]
-        close = self._literal(prelude.close)
-        if prelude.close in self._control:
-            rules = f"thought: TEXT? {close}\nTEXT: /(.|\\n)+/"
-        else:
-            rules = f"thought[suffix={json.dumps(prelude.close)}]: /(.|\\n)*/"
-        whole = "thought" if prelude.opened else f"({self._literal(prelude.open)} thought)?"
-        if not prelude.opened:
-            whole = f"SPACE? {whole}"  # before the opening tag
-        lark = f"start: {whole} SPACE? @body\n{rules}\nSPACE: /[ \\t\\r\\n]{{1,4}}/"
-        return json.dumps({"grammars": [{"lark_grammar": lark}, *body]})
 
     def _reasoning(self, prelude: Prelude | None) -> Reasoning | None:
         if prelude is None:
@@ -341,7 +278,8 @@ class Grammar:
         self.kind, self.loosened = kind, tuple(loosened)
         self.field = kind  # of the request that holds the source, if that is another
         self.values: int | None = None  # scalar values of a reply, if a schema bounds them
-        self.otherwise: Grammar | None = None  # the part of it that a format is, to say what is wrong with that
+        # The output format alone, if calls are an alternative to it: an error in it is reported under its own field.
+        self.otherwise: Grammar | None = None
         self._source, self._table, self._symbols = source, table, symbols
         self._reasoning, self._free = reasoning, free
         self._start: Any = None
@@ -408,11 +346,6 @@ class Grammar:
         parsers = [self._start.deep_copy() for _ in range(sequences)]
         limits = limits or ReplyLimits()
         return GrammarState(self.kind, parsers, self._ending, self._symbols, limits, self._reasoning, self._free)
-
-
-def _grammars(source: str) -> list[dict[str, Any]]:
-    # The grammars of a source in llguidance's format: JSON, or Lark alone.
-    return list(json.loads(source)["grammars"]) if source.startswith("{") else [{"lark_grammar": source}]
 
 
 def _check_size(text: str, source: str, most: int = MAX_SOURCE) -> None:

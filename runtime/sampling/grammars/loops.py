@@ -1,12 +1,12 @@
-"""Detects that a sequence of tokens repeats itself."""
+"""Detects that a reply repeats one cycle of tokens."""
 
-_GRAM = 8  # tokens by which an earlier place is found
-COPIES = 4
-LEAST_TOKENS = 64  # that repeat: short cycles occur in tables and lists of a sound reply
+_GRAM = 8  # tokens of an n-gram by which the earlier copy is found
+COPIES = 4  # of the cycle
+LEAST_TOKENS = 64  # repeated tokens: tables and lists of a sound reply have short cycles, too
 
 
 class LoopDetector:
-    """Finds an exact cycle of any length at the end of the tokens added so far, in constant time a token."""
+    """Finds an exact cycle of any length at the end of the tokens added so far, in constant time per token."""
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
@@ -20,6 +20,8 @@ class LoopDetector:
         tokens.append(token)
         count = len(tokens)
         gram = hash(tuple(tokens[-_GRAM:]))
+        # A period is followed as long as it holds. Only when it breaks is the last n-gram looked up for another one,
+        # and compared, because hashes of different n-grams may be equal.
         if self._period and token == tokens[-1 - self._period]:
             self._repeated += 1
         else:

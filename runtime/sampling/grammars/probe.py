@@ -1,7 +1,7 @@
-"""Compiles a grammar in a worker process first: a hostile one ends there, at a limit of time and memory.
+"""Compiles a grammar in a worker process first, with limits of time and memory, to find out whether it is too costly.
 
-llguidance has limits of its own, which do not cover merged patterns and deep schemas, and a compilation cannot be
-interrupted in this process.
+llguidance's limits do not cover merged patterns and deep schemas, and a compilation in this process cannot be
+interrupted.
 """
 
 from mycli.runtime.errors import UsageError
@@ -20,7 +20,7 @@ class GrammarProbe:
         self._worker = WorkerProcess("mycli.runtime.sampling.grammars.worker", vocabulary, MEMORY, reply_bytes=1 << 14)
 
     def check(self, source: str, kind: str) -> None:
-        """Raise UsageError unless `source` compiles within the limits; its mistakes are found by compiling it here."""
+        """Raise UsageError if compiling `source` exceeds the limits. Invalid sources pass, and fail when compiled."""
         try:
             seconds = float(self._worker.call(source, WALL_SECONDS))
         except WorkerError as error:

@@ -1,8 +1,9 @@
-"""Grammars of chat replies without a format, whose reasoning a budget or a deadline closes."""
+"""Grammars for chat replies without an output format whose reasoning is limited by a budget or a deadline."""
 
 from collections.abc import Sequence
 
-from mycli.runtime.sampling.grammars.grammar import Grammar, GrammarCompiler, Prelude
+from mycli.runtime.sampling.grammars.grammar import Grammar, GrammarCompiler
+from mycli.runtime.sampling.grammars.lark import Prelude
 from mycli.runtime.tokenizer.parsing.reasoning_parser import CLOSE, OPEN
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 

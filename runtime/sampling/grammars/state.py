@@ -1,9 +1,9 @@
-"""The parser state of replies under a grammar: masks tokens, and leads each reply to an ending that matches in time.
+"""The parser state of replies under a grammar: masks tokens, and steers each reply to a matching end within its limits.
 
-- What the model gives to the end token, where the grammar does not allow it yet, goes to the shortest ending: a model
-  that is done with its sentence closes the string.
-- Before the token limit or the deadline the probability of the ending rises, and at last only the ending is allowed.
-- Reasoning is closed at its budget, in a loop, and when the rest of the tokens or of the time belongs to the answer.
+- Where the grammar does not allow the end token yet, its probability is given to the next token of the shortest
+  ending: a model that has finished its sentence closes the string.
+- Towards the token limit or the deadline the probability of the ending rises; finally only the ending is allowed.
+- Reasoning is closed at its budget, in a loop, and when the remaining tokens or time are reserved for the answer.
 """
 
 import math
@@ -19,11 +19,12 @@ from mycli.runtime.errors import ModelError
 from mycli.runtime.sampling.grammars.ending import Ending, Symbols, SymbolTable
 from mycli.runtime.sampling.grammars.loops import LoopDetector
 
-ANSWER_TOKENS = 16  # that reasoning leaves at least, closing tag included
-# The share of tokens and time that reasoning leaves to the answer.
+# Reasoning leaves one part in `ANSWER_SHARE` of the tokens and of the time to the answer, and at least `ANSWER_TOKENS`
+# tokens, the closing tag included.
+ANSWER_TOKENS = 16
 ANSWER_SHARE = 4
-# Tokens before the limit at which the probability of the ending begins to rise, at least: a string that is cut in its
-# last words is better than one cut in a word, and values that follow need tokens of their own.
+# Minimum number of tokens before the limit at which the probability of the ending begins to rise: a string that ends
+# between words is better than one cut inside a word, and later values need tokens of their own.
 CLOSING_TOKENS = 16
 _NEGLIGIBLE = 12.0  # nats below the likeliest token: a chance of 6e-6
 _HINT = "use a simpler schema or expression"
@@ -42,8 +43,7 @@ class ReplyLimits:
 class Reasoning:
     """The tags around reasoning as symbols, and its limits.
 
-    opened: the reply begins inside it; budget: tokens, None for what the limits of the reply leave; answered: the
-    answer needs tokens of its own.
+    opened: the reply begins inside it; budget: tokens, None for as many as the limits of the reply allow.
     """
 
     open: Symbols
@@ -53,7 +53,7 @@ class Reasoning:
 
 
 class _Thought:
-    # Follows the tags of reasoning through a reply and says when it must be closed.
+    # Tracks whether a reply is inside its reasoning, and when that must be closed.
 
     def __init__(self, reasoning: Reasoning, limits: ReplyLimits, closes: bool) -> None:
         self._tags, self._limits = reasoning, limits
@@ -94,7 +94,7 @@ class _Thought:
 
 
 class _Reply:
-    # One reply: its parser, its ending, its reasoning, and what is left of its limits.
+    # One reply: its parser, ending, reasoning, and remaining limits.
 
     def __init__(
         self,
@@ -136,13 +136,15 @@ class _Reply:
             return
         if self._must_end():
             forced = self._ending.next_tokens[-1]
-            # The parser accepts it also where its mask, of the usual spelling, leaves it out.
+            # The logit is not taken from `masked`: the mask has only the usual tokenization of forced text, but the
+            # parser accepts others as well.
             masked.fill_(-math.inf)
             masked[forced] = logits[forced]
             return
         if self.complete:
             return
         ends, share = [float(logits[token]) for token in self._table.ends if token < len(logits)], self._closing_share()
+        # Most tokens return here: the model wants to continue, and no limit is near.
         if max(ends, default=-math.inf) < float(masked.max()) - _NEGLIGIBLE and not share:
             return
         following = torch.tensor(self._ending.next_tokens, device=masked.device)
@@ -153,7 +155,7 @@ class _Reply:
             masked[likeliest] = torch.maximum(masked[likeliest], floor)
 
     def accept(self, token: int) -> int:
-        """Advance by a sampled token, or by the next of the ending where the token leaves too few for an ending."""
+        """Advance by a sampled token, or by the next one of the ending if the sampled token leaves no room to end."""
         if self.ended:
             return token
         saved = self._ending.save()
@@ -161,6 +163,8 @@ class _Reply:
         if token in self._table.ends:
             self.ended = True
             return token
+        # A token may open something whose ending is longer than all tokens that are left. The ending before it still
+        # fits.
         before, after = saved[1], self._ending.tokens
         if before is not None and after is not None and len(after) > self._left() - 1 >= len(before) - 1:
             self._parser.rollback(1)
@@ -200,7 +204,8 @@ class _Reply:
         return self._left() <= length
 
     def _closing_share(self) -> float:
-        """Return the least probability of the ending's next token: 0 far from the limits, towards 1 at them."""
+        """Return the minimum probability of the ending's next token: 0 far from the limits, 1 at them."""
+        # Squared, so that the first tokens of the window are hardly changed.
         length = len(self._ending.tokens or ())
         if self._thought is not None and self._thought.inside:
             return 0.0
@@ -221,7 +226,7 @@ class GrammarState:
         reasoning: Reasoning | None = None,
         free: bool = False,
     ) -> None:
-        """`ending`: of a reply without tokens; `free`: the grammar allows any text, which may be cut at the limit."""
+        """ending: the ending of an empty reply; free: the grammar allows any text, which may be cut at the limit."""
         self._replies = [
             _Reply(
                 kind,
@@ -262,7 +267,7 @@ class GrammarState:
         return masked
 
     def accept(self, tokens: Sequence[int]) -> list[int]:
-        """Advance each reply by its token; return the tokens that stand, others near a limit."""
+        """Advance each reply by its token; return the accepted tokens, which near a limit may be others."""
         return [reply.accept(token) for reply, token in zip(self._replies, tokens, strict=True)]
 
 

@@ -15,7 +15,9 @@ NEVER = "2318-01-01T00:00:00Z"  # about what Ollama shows for a model that is ne
 
 @dataclass(frozen=True)
 class ModelCard:
-    """modified: ISO 8601; digest: of names and sizes of the files, not of their contents."""
+    """The description of a model. modified: ISO 8601; digest: sha256 over names and sizes of the files."""
+
+    # Not over the contents: hashing the weights of all listed models would read every byte from disk.
 
     nbytes: int = 0
     modified: str = "1970-01-01T00:00:00Z"
@@ -37,7 +39,7 @@ class ModelCard:
         }
 
     def shown(self) -> dict[str, Any]:
-        """Return all about the model."""
+        """Return the response of /api/show."""
         return {
             "modelfile": "",
             "parameters": "",

@@ -1,4 +1,4 @@
-"""POST /api/show: what is known of a model."""
+"""POST /api/show: the description of a model."""
 
 from pydantic import Field
 from starlette.requests import Request

@@ -1,4 +1,4 @@
-"""The routes of a server of several models: what it answers itself, and what it passes on."""
+"""The routes of a server for several models: those it answers itself, and those it forwards."""
 
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
@@ -27,7 +27,8 @@ from mycli.runtime.server.routes.page import page, page_file
 from mycli.runtime.server.settings import ServerSettings, ServerState
 from mycli.runtime.utils import version
 
-# What a model's server answers; a test compares them with its table of routes.
+# Routes of a model's server; a test compares them with its table. Listed here, because importing that table would load
+# torch into a process that only forwards requests.
 FORWARDED = (
     "/v1/chat/completions",
     "/v1/completions",
@@ -48,7 +49,7 @@ FORWARDED = (
 
 
 class Router(ServerState):
-    """A server of several models. `created`: seconds since 1970."""
+    """The state of a server for several models."""
 
     def __init__(self, settings: ServerSettings, pool: ModelPool, manager: ModelManager | None = None) -> None:
         super().__init__(settings)
@@ -118,7 +119,9 @@ async def _slot_in_body(router: Router, request: Request) -> tuple[Slot, bytes]:
 
 
 async def forward(router: Router, request: Request) -> Response:
-    """Pass a request on to the server of its model."""
+    """Forward a request to the process of its model."""
+    # Parsed for the model's name only. The bytes are forwarded as they came, and the model's process validates them:
+    # two validations of a field could disagree.
     data = await read_body(router.settings.limits, request)
     values = parse_body(data)
     keep = keep_alive_of(values) if request.url.path.startswith("/api/") else ()
@@ -126,7 +129,7 @@ async def forward(router: Router, request: Request) -> Response:
 
 
 async def load_model_on_request(router: Router, request: Request) -> Response:
-    """Load a model, and answer when it is loaded."""
+    """Load a model; the response is sent once it is loaded."""
     slot, _ = await _slot_in_body(router, request)
     async with router.pool.use(slot):
         pass
@@ -134,7 +137,7 @@ async def load_model_on_request(router: Router, request: Request) -> Response:
 
 
 async def unload_model(router: Router, request: Request) -> Response:
-    """Unload a model after its requests."""
+    """Unload a model once its requests have ended."""
     slot, _ = await _slot_in_body(router, request)
     router.pool.unload(slot)
     return JsonResponse(_described(slot, slot.model.name))
@@ -161,6 +164,7 @@ async def all_metrics(router: Router, request: Request) -> Response:
 
 async def router_description(router: Router, request: Request) -> Response:
     """Return the OpenAPI description of the interfaces; a model is loaded for it if none is."""
+    # The description depends on the interfaces, not on the model, so any process will do; a loaded one costs nothing.
     slots = list(router.pool.slots.values())
     slot = next((slot for slot in slots if slot.state == "loaded"), slots[0])
     async with router.pool.use(slot) as process:
@@ -205,7 +209,7 @@ async def pull_model(router: Router, request: Request) -> Response:
 
 
 async def delete_model(router: Router, request: Request) -> Response:
-    """Delete a model that was pulled or made here, if this server manages models."""
+    """Delete a model that mycli stored, if this server manages models."""
     if router.manager is None:
         return await refuse_managing(router, request)
     name = model_of(parse_body(await read_body(router.settings.limits, request)))
@@ -255,12 +259,12 @@ def router_application(router: Router, log: Callable[[str], None]) -> ASGIApp:
         for spelled in spellings(path)
     ]
     app = Starlette(routes=routes, exception_handlers=exception_handlers())
-    app.router.redirect_slashes = False
+    app.router.redirect_slashes = False  # an unknown path is 404, as in the server of one model
     return Guard(app, router, log)
 
 
 def spellings(path: str) -> tuple[str, ...]:
-    """Return a path, and the one that clients of llama.cpp and of OpenAI with another base URL send."""
+    """Return a path and its spelling without /v1, as clients of llama.cpp and others with such a base URL send it."""
     if path.startswith("/v1/") and not path.startswith("/v1/messages"):
         return path, path.removeprefix("/v1")
     return (path,)

@@ -1,4 +1,4 @@
-"""POST /api/pull and DELETE /api/delete of a server that may change the models of its machine."""
+"""POST /api/pull and DELETE /api/delete, for a server started with permission to download and delete models."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ _MAX_OUTPUT = 1 << 22
 class ModelManager:
     """Downloads and deletes models by child processes.
 
-    pull, remove: the command for a name, which prints JSON; describe: the model of a name, as it is then served.
+    pull, remove: return the command for a name, which prints JSON; describe: returns the model to serve for a name.
     """
 
     pull: Callable[[str], Sequence[str]]
@@ -35,7 +35,7 @@ class ModelManager:
 
     async def pulled(self, pool: ModelPool, name: str) -> AsyncIterator[dict[str, Any]]:
         """Download a model and add it to `pool`; yield the states of the download."""
-        yield {"status": "pulling manifest"}
+        yield {"status": "pulling manifest"}  # Ollama's first line
         task = asyncio.create_task(_run(self.pull(name), self.environment))
         try:
             while not (await asyncio.wait({task}, timeout=_LINE_SECONDS))[0]:
@@ -46,15 +46,15 @@ class ModelManager:
             yield {"error": error.message}
             return
         finally:
-            task.cancel()
+            task.cancel()  # also when the client disconnects
         pool.add(model)
         yield {"status": "success"}
 
     async def removed(self, pool: ModelPool, name: str) -> Response:
-        """Unload and delete a model. Raises ApiError for one that was not pulled or made here, or is in use."""
+        """Unload and delete a model. Raises ApiError for a model that is in use, or that mycli did not store."""
         slot = pool.find(name)
         if not slot.model.removable:
-            message = f"{slot.model.name} was not pulled or made here, so it is not deleted"
+            message = f"{slot.model.name} was not pulled or quantized by mycli, so it is not deleted"
             raise ApiError(403, message, "not_removable", param="model")
         await pool.remove(slot)
         await _run(self.remove(slot.model.removable), self.environment)
@@ -81,7 +81,8 @@ def pull_response(manager: ModelManager, pool: ModelPool, values: object, name: 
 
 
 async def _run(command: Sequence[str], environment: Mapping[str, str]) -> None:
-    # The error of a command is in the JSON that it prints.
+    # A process, because a thread cannot be ended when the client disconnects. stderr holds progress only; the error of
+    # the command is in the JSON that it prints.
     process = await asyncio.create_subprocess_exec(
         *command,
         stdin=asyncio.subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""Prometheus metrics of a server of several models: its own, and those of each loaded model with a label."""
+"""Prometheus metrics of a server for several models: those of the router, and of each loaded model with a label."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
@@ -27,9 +27,10 @@ class _Families(Collector):
 
 async def router_metrics(pool: ModelPool) -> bytes:
     """Return all metrics in Prometheus' text format."""
+    # Parsed and merged, not concatenated: a family may occur only once in Prometheus' text format.
     loaded = [slot for slot in pool.slots.values() if slot.state == "loaded"]
     texts = await asyncio.gather(*map(_fetch, loaded))
-    families = {family.name: family for family in _own(pool)}
+    families = {family.name: family for family in _router_families(pool)}
     for slot, text in zip(loaded, texts, strict=True):
         for family in text_string_to_metric_families(text):
             known = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
@@ -52,7 +53,7 @@ async def _fetch(slot: Slot) -> str:
     return answer.text if answer.status_code == 200 else ""
 
 
-def _own(pool: ModelPool) -> Iterable[Metric]:
+def _router_families(pool: ModelPool) -> Iterable[Metric]:
     slots = pool.slots.values()
     state = GaugeMetricFamily(_PREFIX + "model_state", "1 for the state of a model.", labels=["model", "state"])
     for slot in slots:
@@ -72,7 +73,7 @@ def _own(pool: ModelPool) -> Iterable[Metric]:
         yield gauge
     counters: Mapping[str, tuple[str, Callable[[Slot], float]]] = {
         "model_loads": ("Loads of a model.", lambda slot: slot.loads),
-        "model_evictions": ("Times a model left for another one.", lambda slot: slot.evictions),
+        "model_evictions": ("Times a model was unloaded to make room for another one.", lambda slot: slot.evictions),
         "model_process_ends": ("Times the process of a model ended by itself.", lambda slot: slot.deaths),
     }
     for name, (text, value) in counters.items():
@@ -84,4 +85,6 @@ def _own(pool: ModelPool) -> Iterable[Metric]:
     for place, nbytes in pool.rooms.items():
         rooms.add_metric([place], float(nbytes))
     yield rooms
-    yield GaugeMetricFamily(_PREFIX + "router_resident_bytes", "Memory of this process.", value=float(resident()))
+    yield GaugeMetricFamily(
+        _PREFIX + "router_resident_bytes", "Resident memory of the router process.", value=float(resident())
+    )

@@ -1,4 +1,4 @@
-"""A model of a server of several: its names, its process and its memory."""
+"""One model of a server for several: its names, the command of its process, and its memory."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,7 +7,7 @@ from mycli.runtime.server.ollama.card import ModelCard
 
 # Memory of the server around a model: HTTP, tokenizer, grammars and two helper processes; see docs/server.md.
 SERVER_BYTES = 96 << 20
-ROUTER_BYTES = 64 << 20  # of the process that passes requests on
+ROUTER_BYTES = 64 << 20  # of the router process
 
 
 @dataclass(frozen=True)
@@ -17,8 +17,8 @@ class RoutedModel:
     names: accepted in requests, the first is shown; command: starts its server on `socket`; place: the memory it uses,
     cpu or cuda:N; nbytes: its estimated use of that memory, server process included; context: tokens; pinned: loaded at
     start, never unloaded for another model; idle: seconds without a request until it is unloaded, None: never; problem:
-    why it cannot be loaded, "" if nothing is known; card: for clients of
-    Ollama; removable: the name under which it is stored, if it may be deleted.
+    why it cannot be loaded, "" if no reason is known; card: for clients of Ollama; removable: the name under which it
+    is stored, "" if it must not be deleted.
     """
 
     names: tuple[str, ...]

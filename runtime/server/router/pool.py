@@ -1,6 +1,7 @@
-"""Decides which models are loaded: on request, within the memory, the least recently used one makes room.
+"""Loads models on request within a memory limit; the least recently used model is unloaded to make room.
 
-Everything runs on one event loop. `_schedule` is called after every change; it starts what can start.
+Everything runs on one event loop. `_schedule` is called after every change of state, and starts the loads and unloads
+that have become possible.
 """
 
 import asyncio
@@ -19,15 +20,17 @@ from mycli.runtime.utils.units import human_bytes
 
 SlotState = Literal["unloaded", "loading", "loaded", "unloading"]
 Start = Callable[[RoutedModel], Awaitable[ModelProcess]]
-RETRY_SECONDS = 10.0  # a model that could not be loaded is not tried again before: each try takes seconds of CPU
+# Requests for a model that failed to load are refused for this long: each attempt takes seconds of CPU.
+RETRY_SECONDS = 10.0
 
 
 @dataclass(eq=False)
 class Slot:
     """A model and its process. Times are seconds of the pool's clock.
 
-    active: requests in the process; leaving: takes no more requests, because another model needs its memory; used: the
-    last request began; rested: the last request ended; idle: as in `RoutedModel`, or as the last request asked.
+    active: requests in the process; leaving: takes no more requests, because another model needs its memory; used: time
+    at which the last request began; rested: time at which it ended; idle: as in `RoutedModel`, or the keep_alive of the
+    last request.
     """
 
     model: RoutedModel
@@ -54,7 +57,7 @@ class Slot:
 
 
 class ModelPool:
-    """The models of a server. rooms: bytes for the models of each place; start: starts the process of a model."""
+    """The models of a server. rooms: memory limit in bytes by place; start: starts the process of a model."""
 
     def __init__(
         self,
@@ -100,6 +103,7 @@ class ModelPool:
             slot = self.slots[model.name] = Slot(model, model.idle)
             self._by_name |= {name: slot for name in model.names if name not in self._by_name}
         elif slot.state == "unloaded":
+            # A loaded model is left as it is: its process may have requests.
             slot.model, slot.failure, slot.retry_at = model, "", 0.0
 
     async def remove(self, slot: Slot) -> None:
@@ -156,6 +160,8 @@ class ModelPool:
 
     async def _enter(self, slot: Slot) -> None:
         self._check(slot)
+        # A model that is leaving takes no new requests, even while it is loaded: under steady load it would never
+        # leave.
         if slot.state == "loaded" and not slot.leaving:
             self._admit(slot)
             return
@@ -168,9 +174,10 @@ class ModelPool:
         slot.waiters.append(future)
         self._schedule()
         try:
+            # Shielded: the future is cancelled below, where it is known whether the request was admitted meanwhile.
             async with asyncio.timeout(self._limits.queue_seconds):
                 await asyncio.shield(future)
-        except BaseException as error:
+        except BaseException as error:  # also when the client disconnects, which cancels this task
             if not future.done():
                 future.cancel()
                 slot.waiters.remove(future)
@@ -188,6 +195,7 @@ class ModelPool:
         model = slot.model
         if self._closed:
             raise shutting_down()
+        # Pinned models never leave, so a model that does not fit next to them would wait for ever: refuse it now.
         room = self.rooms.get(model.place, 0)
         pinned = sum(
             other.model.nbytes
@@ -214,10 +222,10 @@ class ModelPool:
         if self._closed:
             return
         for slot in self.slots.values():
-            slot.leaving = False
+            slot.leaving = False  # decided anew each time: the request that needed the memory may be gone
         missing = [slot for slot in self.slots.values() if slot.waiters and slot.state == "unloaded"]
         for slot in sorted(missing, key=lambda slot: slot.waiting_since):
-            # In the order of arrival: a large model would wait for ever if small ones passed it.
+            # In order of arrival: a large model would wait for ever if smaller ones were loaded first.
             if not self._make_room(slot):
                 break
             slot.state = "loading"
@@ -231,18 +239,21 @@ class ModelPool:
                 self._spawn(self._unload(slot))
 
     def _make_room(self, slot: Slot) -> bool:
-        # Whether `slot` fits now; if not, the least recently used models take no more requests and leave.
+        # Return whether `slot` fits now. If not, mark the least recently used models as leaving; idle ones come first.
         place, now = slot.model.place, self._clock()
         others = [other for other in self.slots.values() if other.model.place == place and other.state != "unloaded"]
         free = self.rooms[place] - sum(other.model.nbytes for other in others)
         if free >= slot.model.nbytes:
             return True
+        # Memory that is about to be free counts, so that no further model is unloaded for it. A loading model is
+        # never chosen: its requests came first.
         free += sum(other.model.nbytes for other in others if other.state == "unloading")
         victims = [other for other in others if other.state == "loaded" and not other.model.pinned]
         for victim in sorted(victims, key=lambda victim: (victim.active > 0, victim.used)):
             if free >= slot.model.nbytes:
                 break
-            # A busy model works for at least as long as loading it took: else the machine would only load.
+            # A busy model stays for at least as long as its load took; otherwise clients of two models that do not fit
+            # together would spend all time on loading.
             stays = victim.loaded_at + victim.load_seconds - now
             if victim.active and stays > 0:
                 asyncio.get_running_loop().call_later(stays, self._schedule)
@@ -259,7 +270,8 @@ class ModelPool:
                 future.set_result(None)
 
     def _rest(self, slot: Slot) -> None:
-        # Unload an idle model now or when its time has come.
+        # Unload an idle model, or check again at the end of its idle time. A request in between moves `rested`, so an
+        # earlier timer finds time left and does nothing but set the next one.
         if slot.state != "loaded" or slot.active or slot.idle is None or slot.model.pinned or self._closed:
             return
         left = slot.rested + slot.idle - self._clock()
@@ -287,7 +299,7 @@ class ModelPool:
         else:
             slot.process, slot.state, slot.failure = process, "loaded", ""
             slot.loads, slot.loaded_at = slot.loads + 1, self._clock()
-            slot.rested = slot.used = slot.loaded_at
+            slot.rested = slot.used = slot.loaded_at  # the idle time counts from now: loading may take longer
             slot.load_seconds = slot.loaded_at - began
             self._spawn(self._watch(slot, process))
             self._admit_all(slot)
@@ -295,18 +307,19 @@ class ModelPool:
         self._schedule()
 
     async def _watch(self, slot: Slot, process: ModelProcess) -> None:
+        # Only a request or a pin starts it again: a crash may repeat.
         reason = await process.ended()
         if slot.process is not process or slot.state != "loaded":
             return
         slot.process, slot.state, slot.failure = None, "unloaded", reason
         slot.deaths += 1
-        self._log(f"{slot.model.name}: {reason}; it is started again on request")
+        self._log(f"{slot.model.name}: {reason}; the next request loads it again")
         await process.kill()
         self._revive(slot)
         self._schedule()
 
     def _revive(self, slot: Slot) -> None:
-        # A pinned model is loaded again; after a failed try no sooner than a request would try it.
+        # Load a pinned model again, after a failed attempt not before `RETRY_SECONDS`, as for a request.
         if slot.model.pinned and not self._closed:
             delay = max(slot.retry_at - self._clock(), 0.0)
             asyncio.get_running_loop().call_later(delay, lambda: self._spawn(self.load(slot)))

@@ -1,6 +1,7 @@
-"""The process that serves one model on a socket, from its start to its end.
+"""The process that serves one model on a Unix socket, from start to end.
 
-The process holds the reading end of a pipe as its standard input: it ends when this process does, however that ends.
+Its standard input is a pipe from this process. It ends when the pipe closes, so it also ends when this process is
+killed.
 """
 
 import asyncio
@@ -17,12 +18,12 @@ import httpx2
 from mycli.runtime.server.router.model import RoutedModel
 from mycli.runtime.utils.sanitize import one_line
 
-_LINE_BYTES = 1 << 20  # the line that announces a server names all its passes
-_TERM_SECONDS = 10.0  # to end after SIGTERM; nothing is under way then
+_LINE_BYTES = 1 << 20  # longest line of output: the line with the address also describes all passes
+_TERM_SECONDS = 10.0  # from SIGTERM to SIGKILL; no request is running then
 
 
 class LoadError(Exception):
-    """A process that ended before it served; the message is its own error."""
+    """A process ended before it served; the message is the error that it printed."""
 
 
 class ModelProcess:
@@ -33,7 +34,8 @@ class ModelProcess:
         transport = httpx2.AsyncHTTPTransport(
             uds=str(model.socket), limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64)
         )
-        # A reply may take any time; the process itself bounds what is silent.
+        # No limits here: a reply may take any time, and queueing and silence are bounded in the model's process. A pool
+        # limit would let slow replies block /metrics.
         self.client = httpx2.AsyncClient(transport=transport, base_url="http://localhost", timeout=None)
         self._readers: set[asyncio.Task[None]] = set()
 
@@ -67,14 +69,14 @@ class ModelProcess:
                 cause = problem.get("message") if isinstance(problem, dict) else None
                 raise LoadError(one_line(str(cause or started.exit_reason), 500))
             started._relay(process.stdout, log)
-        except BaseException:
+        except BaseException:  # also when loading is cancelled at shutdown: no process may outlive the attempt
             await started.kill()
             raise
         return started
 
     def _relay(self, stream: asyncio.StreamReader, log: Callable[[str], None]) -> None:
         async def read() -> None:
-            # A line longer than the limit is dropped; the pipe must never fill.
+            # Read on after a line beyond the limit, which is dropped: a full pipe would block the model's process.
             while True:
                 with suppress(ValueError):
                     if not (line := await stream.readline()):

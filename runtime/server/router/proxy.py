@@ -1,4 +1,4 @@
-"""Passes a request on to the process of its model, and the response back as it comes."""
+"""Forwards a request to the process of its model, and streams the response back."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ from mycli.runtime.server.ollama.keep_alive import keep_alive_seconds
 from mycli.runtime.server.router.pool import ModelPool, Slot
 from mycli.runtime.server.settings import CLIENT_HEADER, SHARE_HEADER
 
-# Of the connection to the client, or checked already: the process has no key, and its own address.
+# Headers of the connection to the client, and those that were checked here: the process has no key and another address.
 _NOT_FORWARDED = frozenset(
     (
         "host",
@@ -39,9 +39,9 @@ _NOT_RETURNED = frozenset(("connection", "keep-alive", "transfer-encoding", "dat
 
 
 class ForwardedResponse(Response):
-    """The response of a model's process to `body`. A client that disconnects ends the request there, too.
+    """The response of a model's process to `body`. If the client disconnects, the request is cancelled there, too.
 
-    keep: seconds that the model stays loaded after this request, None for ever; empty to leave that as it is.
+    keep: a tuple of the seconds that the model stays loaded after this request, None for ever; empty: unchanged.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ForwardedResponse(Response):
         finally:
             watch.cancel()
             work.cancel()
-            await asyncio.wait({work})  # it may still hold the model
+            await asyncio.wait({work})  # until it has released the model
 
     async def _forward(self, send: Send) -> None:
         started = False
@@ -72,8 +72,9 @@ class ForwardedResponse(Response):
                 async with process.client.stream(
                     self._request.method, self._url(), content=self._body, headers=self._forwarded_headers()
                 ) as answer:
-                    self._request.scope["state"]["forwarded"] = True  # that process logs it
-                    # A reply that is not streamed is sent whole, so that one cut in the middle is still an error.
+                    self._request.scope["state"]["forwarded"] = True  # the guard leaves the log line to that process
+                    # A reply with a length is read whole before the head is sent, so that a process that dies meanwhile
+                    # still gives status 502 and not a truncated body with status 200.
                     whole = await answer.aread() if "content-length" in answer.headers else None
                     head = [pair for pair in answer.headers.raw if pair[0].decode().lower() not in _NOT_RETURNED]
                     started = True
@@ -85,12 +86,13 @@ class ForwardedResponse(Response):
                     return
             except httpx2.TransportError:
                 pass
-            # The connection breaks a moment before the process is known to have ended.
+            # The connection breaks before the exit code is known, and the message should contain it.
             await asyncio.wait({ended := asyncio.ensure_future(process.ended())}, timeout=1)
             ended.cancel()
             error = ApiError(502, f"{self._slot.model.name} failed: {process.exit_reason}", "model_process_ended")
         if not started:
             raise error
+        # The status is sent already: the stream ends with an error event, which clients report.
         body = stream_failure(self._request.url.path, error)
         await send({"type": "http.response.body", "body": body})
 
@@ -115,7 +117,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 def stream_failure(path: str, error: ApiError) -> bytes:
-    """Return the end of a stream that has failed, in the form of the interface that `path` belongs to."""
+    """Return the last bytes of a failed stream, in the format of the interface that `path` belongs to."""
     if path.startswith("/api/"):
         return (dumps({"error": error.message}) + "\n").encode()
     if path.startswith("/v1/messages"):
@@ -137,14 +139,14 @@ def model_of(values: object) -> str | None:
 
 
 def keep_alive_of(values: object) -> tuple[float | None] | tuple[()]:
-    """Return `keep` of `ForwardedResponse` from a parsed body of Ollama's interface."""
+    """Return the argument `keep` of `ForwardedResponse` for a body of Ollama's interface."""
     value = values.get("keep_alive") if isinstance(values, dict) else None
     if value is None:
         return ()
     try:
         return (keep_alive_seconds(value),)
     except ValueError:
-        return ()  # the model's server refuses it
+        return ()  # refused by the model's process, with the message of that interface
 
 
 def relabelled(document: bytes, names: list[str]) -> bytes:

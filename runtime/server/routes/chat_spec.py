@@ -8,7 +8,8 @@ from typing import Any
 from mycli.runtime.engine.replies.reader import ReplyReader
 from mycli.runtime.engine.sequence import BeamOptions, reply_room
 from mycli.runtime.errors import UserError
-from mycli.runtime.sampling.grammars.grammar import CallGrammar, Grammar, Prelude
+from mycli.runtime.sampling.grammars.grammar import Grammar
+from mycli.runtime.sampling.grammars.lark import CallGrammar, Prelude
 from mycli.runtime.server.api_error import ApiError, from_user_error
 from mycli.runtime.server.formats import ResponseFormat
 from mycli.runtime.server.schemas import Sampling

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: the vectors of texts, in OpenAI's form."""
+"""POST /v1/embeddings: vectors of texts, in OpenAI's format."""
 
 import base64
 from collections.abc import Sequence
@@ -63,7 +63,7 @@ def _texts(service: Service, body: EmbeddingsRequest) -> list[Sequence[int]]:
 
 
 def prompt_text(service: Service, name: str | None, input_type: str | None = None) -> str:
-    """Return the text before an input; `input_type` counts where the model has such a prompt. Raises ApiError."""
+    """Return the prompt before an input, by name or else by `input_type` if the model has one. Raises ApiError."""
     embedder = embedder_of(service)
     if name is None and input_type is not None:
         names = ("document", "passage") if input_type != "query" else ("query",)

@@ -21,7 +21,7 @@ from mycli.runtime.server.streaming import Interface, read_request
 INTERFACES: Mapping[str, Interface[Any]] = {
     interface.name: interface for interface in (CHAT, TEXT, MESSAGES, RESPONSES)
 }
-_RELEASE_TRIES, _RELEASE_SECONDS = 100, 0.05  # to wait until the connection that has the reply lets go of it
+_RELEASE_TRIES, _RELEASE_SECONDS = 100, 0.05  # up to 5 s for the old connection to release the record
 
 
 class ResumeRequest(ForReply):
@@ -41,7 +41,8 @@ async def resume(service: Service, request: Request) -> Response:
 
 
 async def _release(service: Service, name: str) -> None:
-    # The client that lost its connection comes back before the server has noticed, and takes the reply over.
+    # A client may come back before the server has noticed that its connection was lost. The new connection then takes
+    # the reply over; refusing it would make the client wait for a timeout.
     for _ in range(_RELEASE_TRIES):
         delivery = service.recorded.get(name)
         if delivery is None:

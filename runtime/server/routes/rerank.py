@@ -1,7 +1,7 @@
-"""POST /v1/rerank: the relevance of documents to a query, in the form of Jina and Cohere.
+"""POST /v1/rerank: the relevance of documents to a query, in the format of Jina and Cohere.
 
-An embedding model compares vectors. A generative model that was trained for it, such as Qwen3-Reranker, answers
-whether a document meets the query: the score is the probability of "yes" against "no".
+With an embedding model the score is the cosine similarity of the vectors; with a generative model such as
+Qwen3-Reranker, the probability of "yes" against "no" after a prompt with query and document.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from mycli.runtime.server.schemas import ForModel, LongText, Strict
 from mycli.runtime.server.service import Prepared, Service
 from mycli.runtime.server.streaming import read_request
 
-# The prompt of Qwen3-Reranker's model card.
+# The prompt of Qwen3-Reranker's model card, word for word: the model was trained with it.
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 _BEFORE = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
@@ -107,7 +107,8 @@ def _scored_work(service: Service, body: RerankRequest) -> _Work:
     texts = []
     for document in body.documents:
         pair = f"<Instruct>: {instruction}\n<Query>: {body.query}\n<Document>: {_text(document)}"
-        # The text of a client is never markup.
+        # Control tokens in a client's text stay text, so that a document cannot end the prompt and answer for the
+        # model.
         ids = [*before, *service.text_prompt(pair, False), *after]
         service.check_fits(ids, None, "documents")
         texts.append(ids)

@@ -144,7 +144,7 @@ def test_cancelling_one_reply_ends_its_search(loaded: LoadedModel) -> None:
 @pytest.mark.parametrize(
     ("beams", "count", "limit", "cause"),
     [
-        (BeamOptions(4), 5, 8, "5 replies of 4 beams"),
+        (BeamOptions(4), 5, 8, "5 replies need as many beams"),
         (BeamOptions(9), 1, 8, "at most 8 sequences"),
         (BeamOptions(8), 1, 100, "8 beams of 100 tokens"),
     ],

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from mycli.runtime.sampling.grammars.grammar import Grammar, GrammarCompiler, Prelude
+from mycli.runtime.sampling.grammars.grammar import Grammar, GrammarCompiler
+from mycli.runtime.sampling.grammars.lark import Prelude
 from mycli.runtime.sampling.grammars.loops import COPIES, LEAST_TOKENS, LoopDetector
 from mycli.runtime.sampling.grammars.state import ReplyLimits
 from mycli.runtime.sampling.params import SamplingParams

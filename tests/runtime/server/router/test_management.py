@@ -63,7 +63,7 @@ def test_errors_of_the_command_are_the_answer(tmp_path: Path) -> None:
         assert (await states(pull_response(chosen, pool, {"stream": False}, "org/repo"))) == [
             {"error": "the disk is full"}
         ]
-        with pytest.raises(ApiError, match="was not pulled or made here"):
+        with pytest.raises(ApiError, match="was not pulled or quantized by mycli"):
             await chosen.removed(pool, "first")
         with pytest.raises(ApiError, match="the disk is full"):
             await chosen.removed(pool, "stored")
