@@ -51,10 +51,10 @@ class Work:
     pieces: Sequence[Piece] = ()
     writer: ReplyWriter | None = None
 
-    def close(self) -> None:
-        """Close the record; remove it if it has no tokens, because there is nothing to resume."""
+    def close(self, submitted: bool) -> None:
+        """Close the record, and remove one of a request that was refused, whose id no client has seen."""
         if self.writer is not None:
-            if self.writer.lines > 1:
+            if submitted or self.writer.lines > 1:
                 self.writer.close()
             else:
                 self.writer.remove()

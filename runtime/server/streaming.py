@@ -190,7 +190,7 @@ async def running(
     finally:
         watch.cancel()
         service.worker.cancel(tickets)
-        work.close()
+        work.close(submitted=bool(tickets))
         if work.writer is not None:
             service.recorded.pop(work.writer.path.stem, None)
         _add_times(figures, tickets)
