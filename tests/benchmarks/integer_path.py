@@ -1,4 +1,4 @@
-"""Measures the KL and perplexity cost of 16-bit integer activations on the CPU for a packed model.
+"""Measures the KL and top-1 cost of 16-bit integer activations on the CPU for a packed model.
 
     python -m tests.benchmarks.integer_path MODEL [--tokens 24k]
 

@@ -6,10 +6,9 @@ Each model is written as a GGUF file and served by llama-server; it continues 20
 also sent as text to compare the tokenization. llama.cpp rounds activations and sums in another order, so two almost
 equally likely tokens may swap: each of its tokens must be ours, or within `TIE` standard deviations of our logits below
 ours, in our fp32 pass over its reply. llama.cpp's products of quantized weights round their inputs to 8 bits. Where a
-token is further below, our pass is repeated with inputs rounded in the same way, to see whether that alone changes our
-own choices as often and by as much; the case fails if it does not. The two cannot agree token by token: a difference in
-the last place of an input, from attention, becomes a full step after rounding. The path may also be set in
-$LLAMA_SERVER.
+token is further below, the case fails, and our pass is repeated with inputs rounded in the same way, to show how many
+of our own choices that alone changes and by how much. The two cannot agree token by token: a difference in the last
+place of an input, from attention, becomes a full step after rounding. The path may also be set in $LLAMA_SERVER.
 """
 
 import argparse

@@ -1,7 +1,4 @@
-"""A headless Chromium, driven over the pipe of its debugging protocol: no driver, no web socket.
-
-Knows pages and keys; does not know what is shown.
-"""
+"""Drives a headless Chromium over the pipe of its debugging protocol, without a driver or a web socket."""
 
 import base64
 import json
@@ -19,15 +16,15 @@ SECONDS = 60.0
 
 
 class Browser:
-    """One page. Use as a context."""
+    """Controls one page; use it as a context manager."""
 
     def __init__(self, width: int = 1000, height: int = 760) -> None:
         assert CHROMIUM is not None
         read_end, our_write = os.pipe()
         our_read, write_end = os.pipe()
-        self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)  # its processes may write to the last
+        self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)  # its processes may write until the end
 
-        def place() -> None:  # the protocol's two ends are the descriptors 3 and 4
+        def place() -> None:  # the protocol uses the descriptors 3 and 4
             os.dup2(os.dup(read_end), 13)
             os.dup2(os.dup(write_end), 14)
             os.dup2(13, 3)
@@ -48,7 +45,7 @@ class Browser:
         os.close(write_end)
         self._write, self._read, self._held = our_write, our_read, b""
         self._next, self._session = 0, ""
-        self.requested: list[str] = []  # every address that the page asked for
+        self.requested: list[str] = []  # every address that the page requested
         targets = self._call("Target.getTargets")["targetInfos"]
         page = next(one["targetId"] for one in targets if one["type"] == "page")
         self._session = self._call("Target.attachToTarget", targetId=page, flatten=True)["sessionId"]
@@ -95,35 +92,35 @@ class Browser:
         self.wait("document.readyState === 'complete'")
 
     def run(self, script: str) -> Any:
-        """The value of a JavaScript expression."""
+        """Return the value of a JavaScript expression."""
         found = self._call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
     def wait(self, script: str, seconds: float = SECONDS) -> None:
-        """Until a JavaScript expression is true."""
+        """Wait until a JavaScript expression is true."""
         end = time.monotonic() + seconds
         while not self.run(script):
             assert time.monotonic() < end, script
             time.sleep(0.02)
 
     def type(self, text: str) -> None:
-        """Type a text where the focus is."""
+        """Type a text into the focused element."""
         self._call("Input.insertText", text=text)
 
     def press(self, key: str, number: int, text: str = "", *, code: str = "", modifiers: int = 0) -> None:
-        """Press a key; `number` is its virtual code, `code` its place where that is not `key`; modifiers: 1 is Alt."""
+        """Press a key; `number` is its virtual code, `code` its physical key if not `key`; modifiers: 1 is Alt."""
         shared = {"key": key, "code": code or key, "windowsVirtualKeyCode": number, "modifiers": modifiers}
         self._call("Input.dispatchKeyEvent", type="keyDown", text=text, **shared)
         self._call("Input.dispatchKeyEvent", type="keyUp", **shared)
 
     def resize(self, width: int, height: int, scheme: str = "light") -> None:
-        """As on a screen of that size; 500 and narrower is a phone."""
+        """Emulate a screen of this size; a width of up to 500 is a phone."""
         phone = width <= 500
         self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=phone)
         feature = {"name": "prefers-color-scheme", "value": scheme}
         self._call("Emulation.setEmulatedMedia", features=[feature])
 
     def picture(self, path: Path) -> None:
-        """What is shown, as PNG."""
+        """Save a screenshot as PNG."""
         path.write_bytes(base64.b64decode(self._call("Page.captureScreenshot")["data"]))
