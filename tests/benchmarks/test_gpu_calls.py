@@ -1,4 +1,4 @@
-"""The tests of the GPU calls without a GPU: order, limits and reports; a part runs on the emulator, slow tests run all."""
+"""The tests of the GPU calls without a GPU: order, limits and reports, with some on the emulator."""
 
 import json
 import subprocess

@@ -157,7 +157,7 @@ def differing_weights(folder: ModelFolder, reference: nn.Module) -> list[str]:
 
 @torch.no_grad()
 def judged(path: Path, prompts: list[list[int]], replies: list[list[int]]) -> tuple[Judgement, list[str]]:
-    """Return the judgement of vLLM's replies from the copy in `path`, and the names of weights that differ."""
+    """Return the verdict on vLLM's replies from the copy in `path`, and the names of weights that differ."""
     folder = open_model_folder(path)
     model = unpacked_model(path)
     differing = differing_weights(folder, model)

@@ -73,6 +73,6 @@ def run_here(arguments: tuple[str, ...], environment: Mapping[str, str], input: 
 
 
 def default_signals() -> None:
-    """Restore default signal handlers in a child, whatever the test runner inherited in the background or under nohup."""
+    """Restore default signal handlers in a child, which pytest may have lost in the background or under nohup."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)

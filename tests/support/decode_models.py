@@ -1,4 +1,4 @@
-"""Builds models of packed weights for the fused pass, each paired with a dense one of the same weights. Needs Triton."""
+"""Builds models of packed weights for the fused pass, each paired with an equal dense model. Needs Triton."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -70,7 +70,7 @@ class EmulatedArm:
         return self._call("dense_matmul", kind, weight, outputs, inputs, given, rows, out, threads)
 
     def attend(self, task: Any, threads: int) -> int:
-        """As `Native.attend`; `task` is the result of ctypes.byref."""
+        """Call `Native.attend`; `task` is the result of ctypes.byref."""
         return self._call("attend", _attention(task._obj), threads)
 
     def _call(self, name: str, *arguments: int | Buffer) -> int:

@@ -200,7 +200,7 @@ def mlx() -> Iterator[tuple[str, Case]]:
 
 
 def bitsandbytes() -> Iterator[tuple[str, Case]]:
-    """Yield cases by bitsandbytes with its plain torch code, since its CPU code needs inputs in multiples of the block."""
+    """Yield cases by bitsandbytes in plain torch; its CPU code needs inputs in multiples of the block."""
     import bitsandbytes.functional as maker
     from bitsandbytes.backends.default.ops import _dequantize_4bit_compute
 

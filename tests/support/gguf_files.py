@@ -137,7 +137,7 @@ def byte_tokenizer(vocab_size: int) -> dict[str, Any]:
 
 
 def published_tokenizer(folder: Path, rule: str) -> dict[str, Any]:
-    """Return the byte-level BPE vocabulary of a folder as a converter writes it, with the pre-tokenizer named `rule`."""
+    """Return a folder's byte-level BPE vocabulary as a converter writes it, with pre-tokenizer `rule`."""
     raw = json.loads((folder / "tokenizer.json").read_text("utf-8"))
     settings = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
     special = {token["id"]: token for token in raw["added_tokens"]}

@@ -1,4 +1,4 @@
-"""Runs passes over models whose layers native code can run in one call, and step by step; both must be bit-identical."""
+"""Runs passes in native calls for whole layers, and step by step; both must be bit-identical."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -80,7 +80,7 @@ NAMES = {
 
 
 class OnlyCalled:
-    """A weight that is multiplied only by its own `__call__`."""
+    """Wraps a weight that is multiplied only by its own `__call__`."""
 
     def __init__(self, weight: Tensor) -> None:
         self._weight = weight

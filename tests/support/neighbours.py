@@ -25,7 +25,7 @@ class Attack:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Holds the statuses of an attack, its seconds, the longest wait of another client, and the memory growth in bytes."""
+    """Holds an attack's statuses and seconds, the longest wait of another client, and the memory growth in bytes."""
 
     statuses: Sequence[int]
     seconds: float

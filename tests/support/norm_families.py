@@ -1,4 +1,4 @@
-"""Dense families with norms, MLPs, gates or token mixers that differ from Llama's: small configurations of every kind."""
+"""Dense families with norms, MLPs, gates or token mixers unlike Llama's: small configurations of every kind."""
 
 from typing import Any
 

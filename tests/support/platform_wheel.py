@@ -43,7 +43,7 @@ def headers(library: Path) -> str:
 
 
 def build(folder: Path, names: Iterable[str] = tuple(isa.portable_flags())) -> Path:
-    """Build the wheel in `folder`, with a library for each of `names`. Raises SystemExit if a library is not portable."""
+    """Build the wheel in `folder`, with a library for each of `names`. Raises SystemExit if one is not portable."""
     folder.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory() as work:
         source = Path(work) / "source"

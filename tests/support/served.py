@@ -42,7 +42,7 @@ class Answer:
 
     @property
     def error(self) -> dict[str, Any]:
-        """Return the error in the body, and check that it has all four fields."""
+        """Return the error in the body; it must have all four fields."""
         found: dict[str, Any] = self.json["error"]
         assert set(found) == {"message", "type", "param", "code"} and found["message"]
         return found
@@ -147,7 +147,7 @@ class _Turn:
 class ScriptedEngine:
     """Generates scripted replies: `script` returns the tokens, one for each step.
 
-    `pause`: seconds of a step; `fails`: the sequence whose step raises.
+    `pause`: seconds of a step; `error`: raised by the next step; clearing `held` blocks steps.
     """
 
     shares_cores = True

@@ -38,7 +38,7 @@ def summed(before: tuple[int, int], tokens: list[int]) -> tuple[int, int]:
 
 
 class StatefulModel(PrefixModel):
-    """Like `PrefixModel`; every pass compares the state of each sequence with its tokens in the cache, and advances it."""
+    """Extends `PrefixModel`: a pass compares each sequence's state with its cached tokens, and advances it."""
 
     def __init__(self, function: Function, vocab_size: int, max_context: int = 64) -> None:
         super().__init__(function, vocab_size, max_context, replace(CONFIG, layers=2, build_layer=declare))

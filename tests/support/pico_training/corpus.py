@@ -370,7 +370,7 @@ def documents(count: int, seed: int = 0) -> Iterator[str]:
 
 
 def books(folder: Path) -> Iterator[str]:
-    """Yield the books of `folder` (*.txt, UTF-8) in documents of whole paragraphs; the rest at a book's end is dropped."""
+    """Yield the books of `folder` (*.txt, UTF-8) in documents of whole paragraphs, without the rest at a book's end."""
     for path in sorted(folder.glob("*.txt")):
         text = path.read_text(encoding="utf-8").replace("\r", "").replace("_", "")
         if path.name not in IN_VERSE:

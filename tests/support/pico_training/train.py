@@ -84,7 +84,7 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> Tensor:
 
 
 def optimizers(model: LlamaForCausalLM) -> list[tuple[torch.optim.Optimizer, float]]:
-    """Return Muon for the matrices of the blocks and AdamW for norms and embeddings, each with its peak learning rate."""
+    """Return Muon for the matrices of the blocks and AdamW for the rest, each with its peak learning rate."""
     named = list(model.named_parameters())
     matrices = [p for name, p in named if p.ndim == 2 and "embed" not in name]
     rest = [p for name, p in named if p.ndim != 2 or "embed" in name]
