@@ -1,8 +1,9 @@
-"""Tokens a second of one reply with much in its cache, for each kind of cache, turn by turn in one process.
+"""Measures the decode rate of one sequence at several cache depths and cache dtypes, alternating within one process.
 
     python -m tests.benchmarks.cache_depth MODEL [--depths 512,4k] [--seconds 10]
 
-The model is loaded once and the caches filled with random vectors; what is shown are medians over single tokens.
+The model is loaded once and the caches are filled with random vectors; prints tokens per second from medians over
+single tokens.
 """
 
 import argparse
@@ -25,11 +26,11 @@ from mycli.runtime.memory.plan import MemoryPlan
 from mycli.runtime.models.config import KvDtype
 
 KINDS: tuple[KvDtype, ...] = ("bf16", "int8", "int4")
-FILLED = 256  # tokens at a time
+FILLED = 256  # tokens written per call
 
 
 def filled(runner: ModelRunner, depth: int) -> KVCache:
-    """A cache of one sequence that holds `depth` random keys and values in every layer."""
+    """Return a cache of one sequence that holds `depth` random keys and values in every layer."""
     cache = runner.make_cache(CacheShape.contiguous(depth + 1))
     for layer in range(runner.config.layers):
         for start in range(0, depth, FILLED):

@@ -1,6 +1,7 @@
-"""Run by `tests.benchmarks.peers` in llm-compressor's own environment: SOURCE WINDOWS TARGET BITS GROUP METHOD.
+"""Quantizes with llm-compressor in its own environment: SOURCE WINDOWS TARGET BITS GROUP METHOD.
 
-Its own defaults (columns by activation, static groups): symmetric groups, every linear but the head.
+Run by `tests.benchmarks.peers`. Uses llm-compressor's defaults (columns ordered by activation, static groups) with
+symmetric groups, for every linear except the head.
 """
 
 import sys

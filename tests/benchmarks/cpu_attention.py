@@ -1,10 +1,10 @@
-"""Native attention on the CPU beside torch's, for each instruction set, turn by turn: prompts and replies.
+"""Compares native CPU attention with torch's for prefill and decode, for each instruction set in turn.
 
     python -m tests.benchmarks.cpu_attention [--sets amx,avx512,avx2] [--head-dim 128] [--lengths 512,4k,16k]
 
-A set runs in a process of its own, in which torch and its libraries are kept to that set too. A prompt is a chunk of
-512 tokens at the end of the context; a reply is one token. torch has the better of its grouped products and of keys
-repeated for every head (not timed), and a mask wherever it needs one.
+Each set runs in a process of its own, in which torch and its libraries are limited to that set too. A prompt is a chunk
+of 512 tokens at the end of the context; a decode step is one token. torch is timed with the faster of its grouped
+products and of keys repeated for every head (the repetition is not timed), and with a mask where one is needed.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from mycli.runtime.kernels.cpu import attention
 from mycli.runtime.kernels.cpu.library import build
 from mycli.runtime.kernels.paged import Ragged, Scoring
 
-# By set: what our compiler leaves out, and what keeps torch, oneDNN and MKL to it.
+# By instruction set: the flags left out of our compilation, and the variables that limit torch, oneDNN and MKL to it.
 SETS = {
     "amx": ((), {}),
     "avx512": (
@@ -43,7 +43,7 @@ HEADS, KV_HEADS = 32, 8
 
 
 def medians(runs: dict[str, Callable[[], object]], seconds: float) -> dict[str, float]:
-    """Seconds of each, run in turn for about so long, the first round left out."""
+    """Return the median seconds of each call, run alternately for about `seconds`, without the first round."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     began = time.perf_counter()
     while time.perf_counter() - began < seconds or len(times[next(iter(times))]) < 4:
@@ -55,7 +55,7 @@ def medians(runs: dict[str, Callable[[], object]], seconds: float) -> dict[str, 
 
 
 def contest(tokens: int, length: int, head_dim: int, dtype: torch.dtype, seconds: float) -> dict[str, float]:
-    """Seconds of ours with a cache of the activations' type, of int8 and of int4, and of torch's ways."""
+    """Return the seconds of native attention (cache in `dtype`, int8 and int4) and of torch's variants."""
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(tokens, HEADS, head_dim, generator=generator).to(dtype)
     shape = (1, KV_HEADS, length, head_dim)
@@ -88,7 +88,7 @@ def contest(tokens: int, length: int, head_dim: int, dtype: torch.dtype, seconds
 
 
 def child(name: str, head_dim: int, lengths: list[int], seconds: float) -> None:
-    """Contests of one set, a line of JSON each."""
+    """Measure one instruction set and print one line of JSON for each length."""
     flags = SETS[name][0]
     library = build.load_library(build.compile_library(build.cache_folder(), flags))
     build.native = lambda: library  # type: ignore[assignment]  # for the life of this process
@@ -100,7 +100,7 @@ def child(name: str, head_dim: int, lengths: list[int], seconds: float) -> None:
 
 
 def main() -> None:
-    """Run every set in turn and print the ratios."""
+    """Measure every instruction set in turn and print the ratios."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sets", default=",".join(SETS))
     parser.add_argument("--head-dim", type=int, default=128)

@@ -1,12 +1,12 @@
-"""Products on the CPU over the number of rows, with every set of instructions that this machine has, beside torch.
+"""Measures CPU matrix products over the number of rows, for every supported instruction set, and compares with torch.
 
     PYTHONPATH=.links python -m tests.benchmarks.cpu_rows [--packing int4-g128] [--codes nf4] [--gguf Q4_K] [--dense]
         [--activations 16|8|both] [--shape 8192x2048] [--rows 1,2,4] [--sets amx,avx2] [--repeats 8]
 
-A column is a set of instructions and the bits of activations. Prints 10^9 operations per second (two a weight and row)
-of the best of `--repeats` calls, every set in turn in each of them, so that a busy neighbour hits all. Two weights take
-turns, so that the first caches do not hold them. A rate that falls as rows grow by more than the noise is a fault.
-`torch` is its dense bf16 product; $ONEDNN_MAX_CPU_ISA keeps it from instructions as MYCLI_CPU_ISA does us.
+A column is an instruction set and an activation width. Prints 10^9 operations per second (two per weight and row), the
+best of `--repeats` calls; the sets alternate within each repeat, so that load from other processes affects all of them.
+Two weights alternate, so that the first caches do not hold them. A rate that falls by more than the noise as rows grow
+is a fault. `torch` is its dense bf16 product; $ONEDNN_MAX_CPU_ISA limits its instructions as MYCLI_CPU_ISA limits ours.
 """
 
 import argparse
@@ -38,13 +38,13 @@ Product = Callable[[Tensor], Tensor]
 
 
 def libraries(names: list[str], folder: Path) -> dict[str, Native]:
-    """The native code for each set; built where it is not there yet, which takes a while."""
+    """Return the native library of each set, compiling the missing ones, which takes a while."""
     processor = cpu()
     return {name: load_library(compile_library(folder, isa.compiler_flags(name, processor))) for name in names}
 
 
 def packed(library: Native, packing: Packing, outputs: int, inputs: int, seed: int) -> Product:
-    """Random codes and scales; `packing` says the bits of activations."""
+    """Return a product with random codes and scales; `packing` also sets the activation width."""
     generator = torch.Generator().manual_seed(seed)
     words = torch.randint(-(1 << 31), 1 << 31, (outputs, packing.words(inputs)), generator=generator)
     scales = (torch.randn(outputs, packing.groups(inputs), generator=generator) * 0.02).bfloat16()
@@ -53,7 +53,7 @@ def packed(library: Native, packing: Packing, outputs: int, inputs: int, seed: i
 
 
 def super_blocks(library: Native, name: str, bits: ActivationBits, outputs: int, inputs: int, seed: int) -> Product:
-    """Random codes and scales of GGUF's type `name`, whose scales are whole numbers of factors."""
+    """Return a product with random codes of the GGUF type `name`; its scales are integer multiples of factors."""
     kind = TYPES[name]
     shape = outputs, inputs
     weight = super_block_weight(kind.bits, shape, kind.group, offsets=kind.minimum, seed=seed)
@@ -61,7 +61,7 @@ def super_blocks(library: Native, name: str, bits: ActivationBits, outputs: int,
 
 
 def rates(products: dict[str, list[Product]], x: Tensor, outputs: int, repeats: int) -> dict[str, float]:
-    """10^9 operations per second by name."""
+    """Return 10^9 operations per second by name."""
     best = dict.fromkeys(products, float("inf"))
     for turn in range(repeats):
         for name, both in products.items():
@@ -72,7 +72,7 @@ def rates(products: dict[str, list[Product]], x: Tensor, outputs: int, repeats: 
 
 
 def main() -> None:
-    """One line a number of rows."""
+    """Print one line for each number of rows."""
     here = [name for name in isa.SETS if isa.SETS[name].on(cpu().flags)]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--packing", type=parse_packing, default=Packing(4, 128))

@@ -1,9 +1,10 @@
-"""The native steps between products beside torch's, one row each, as a reply takes them.
+"""Times the native steps between products for a single row, and compares with torch.
 
     PYTHONPATH=.links python -m tests.benchmarks.cpu_steps [--hidden 1024] [--mlp 2816] [--rounds 200]
 
-Before each step a product of [--hidden, --mlp] runs, with other weights each time, which leaves nothing of the step in
-the caches. Steps take turns, so that a busy neighbour hits all. Prints microseconds, the medians of `--rounds`.
+Before each step a product of [--hidden, --mlp] runs with different weights, which evicts the step's data from the
+caches. Steps alternate, so that load from other processes affects all of them. Prints microseconds, the medians of
+`--rounds`.
 """
 
 import argparse
@@ -24,13 +25,13 @@ from mycli.runtime.kernels.cpu.matmul import dense_product
 from mycli.runtime.kernels.reference import gelu_multiply, rms_norm, rotate_heads, silu_multiply
 
 HEADS, HEAD_DIM = 8, 128
-BESIDE = 64 << 20  # bytes of weights that take turns: more than the caches of most processors
+BESIDE = 64 << 20  # bytes of weights that alternate: more than the caches of most processors
 
 Step = Callable[[], Tensor | str]
 
 
 def steps(hidden: int, mlp: int) -> dict[str, tuple[Step, Step]]:
-    """Each step natively, and by torch."""
+    """Return each step as a native and as a torch call."""
     x, heads = torch.randn(1, hidden).bfloat16(), torch.randn(1, 1, HEADS, HEAD_DIM).bfloat16()
     gated = torch.randn(1, 2 * mlp).bfloat16()
     gain, head_gain = 1 + torch.randn(hidden) * 0.1, 1 + torch.randn(HEAD_DIM) * 0.1
@@ -53,7 +54,7 @@ def steps(hidden: int, mlp: int) -> dict[str, tuple[Step, Step]]:
 
 
 def medians(runs: dict[str, tuple[Step, Step]], before: list[Tensor], rounds: int) -> dict[str, list[float]]:
-    """Microseconds natively and by torch."""
+    """Return the microseconds of the native and the torch call of each step."""
     x = torch.randn(1, before[0].shape[1]).bfloat16()
     times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in runs}
     turn = 0
@@ -69,7 +70,7 @@ def medians(runs: dict[str, tuple[Step, Step]], before: list[Tensor], rounds: in
 
 
 def main() -> None:
-    """One line a step."""
+    """Print one line for each step."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--mlp", type=int, default=2816)

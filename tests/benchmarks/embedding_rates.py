@@ -1,7 +1,7 @@
-"""Texts a minute of an embedding model, beside llama-server's: `python -m tests.benchmarks.embedding_rates LLAMA_BIN`.
+"""Compares embedding throughput with llama-server's: `python -m tests.benchmarks.embedding_rates LLAMA_BIN`.
 
-A random Qwen3 (12 layers of 512), bf16 both, pooling of the last token; batches of texts of about 40 tokens from
-several clients. The rounds alternate; the medians of each are printed.
+Uses a random Qwen3 (12 layers of 512) in bf16 on both sides, last-token pooling, and batches of texts of about 40
+tokens from several clients. Rounds alternate; prints the medians in texts per minute.
 """
 
 import http.client
@@ -67,7 +67,7 @@ def process(command: list[str]) -> Iterator[None]:
 
 
 def ask(port: int, batch: list[str]) -> int:
-    """Return the number of prompt tokens."""
+    """Send a batch and return the number of prompt tokens."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
     connection.request("POST", "/v1/embeddings", json.dumps({"input": batch}), {"content-type": "application/json"})
     answer = json.loads(connection.getresponse().read())
@@ -86,7 +86,7 @@ def wait(port: int) -> None:
 
 
 def rate(port: int, serial: int) -> tuple[float, int]:
-    """Return texts a minute and tokens; every text is new."""
+    """Return texts per minute and the number of tokens; every text is new."""
     batches = [[f"{serial} {text}" for text in texts()[at : at + BATCH]] for at in range(0, TEXTS, BATCH)]
     began = time.perf_counter()
     with ThreadPoolExecutor(CLIENTS) as pool:

@@ -1,11 +1,12 @@
-"""A random mixture beside llama.cpp: replies of both, from memory, or within half of what the model takes.
+"""Compares the decode rate of a random MoE model with llama.cpp's, in memory or with half of the memory it needs.
 
     python -m tests.benchmarks.expert_peers --llama-bench PATH [--limit BYTES --expert-memory SIZE] [--layers 12]
         [--rounds 3] [--keep FOLDER]
 
-The same shape twice: packed as `quantize` packs, int4 in groups of 128, and as GGUF, Q4_0 in blocks of 32. With --limit
-each program runs in a control group (version 1, which takes root) of so much memory, page cache included: llama.cpp
-maps its file, ours holds as many experts of each layer as --expert-memory allows. Every run is a process of its own.
+The same shape is written twice: packed as `quantize` packs, int4 in groups of 128, and as GGUF, Q4_0 in blocks of 32.
+With --limit each program runs in a control group (version 1, which needs root) with that memory limit, page cache
+included: llama.cpp maps its file, mycli holds as many experts of each layer as --expert-memory allows. Every run is a
+process of its own.
 """
 
 import argparse
@@ -30,7 +31,7 @@ GROUP = Path("/sys/fs/cgroup/memory")
 
 
 def write_gguf(path: Path, fields: dict[str, Any]) -> Path:
-    """The same shape of random blocks of Q4_0; norms of one, routers and the embedding in floats."""
+    """Write the same shape as random Q4_0 blocks, with norms of one and the routers and the embedding in floats."""
     hidden, size, experts = fields["hidden_size"], fields["moe_intermediate_size"], fields["num_experts"]
     writer, random = gguf.GGUFWriter(path, "qwen3moe"), np.random.default_rng(0)
     writer.add_block_count(fields["num_hidden_layers"])
@@ -93,7 +94,7 @@ def write_gguf(path: Path, fields: dict[str, Any]) -> Path:
 
 @contextmanager
 def limited(nbytes: int | None) -> Iterator[list[str]]:
-    """What to put before a command so that it runs within so much memory; nothing for None."""
+    """Yield the command prefix that limits a process to `nbytes` of memory; empty for None."""
     if nbytes is None:
         yield []
         return
@@ -107,7 +108,7 @@ def limited(nbytes: int | None) -> Iterator[list[str]]:
 
 
 def forget(*paths: Path) -> None:
-    """Drop files from the page cache, whoever read them."""
+    """Drop files from the page cache."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
@@ -123,14 +124,14 @@ def _json(command: Sequence[str]) -> Any:
 
 
 def theirs(program: str, model: Path, tokens: int, prefix: Sequence[str]) -> float:
-    """Tokens per second of llama.cpp's replies; within a limit from the mapped file, which a repacked copy is not."""
+    """Return llama.cpp's decode rate in tokens per second; with a memory limit, weights are mapped, not repacked."""
     mapped = ["--repack", "0", "--load-mode", "mmap"] if prefix else []
     sizes = ["-p", "0", "-n", str(tokens), "-t", str(len(os.sched_getaffinity(0))), "-r", "1", "-o", "json"]
     return float(_json([*prefix, program, "-m", str(model), *sizes, *mapped])[0]["avg_ts"])
 
 
 def ours(model: Path, tokens: int, prefix: Sequence[str], held: str | None) -> tuple[float, float | None]:
-    """Tokens per second of ours, and the share of experts that were in memory."""
+    """Return mycli's decode rate in tokens per second, and the share of expert reads that were served from memory."""
     sizes = ["-p", "0", "-n", str(tokens), "-r", "1", "--device", "cpu", "-o", "json", "-q"]
     bound = [] if held is None else ["--expert-memory", held]
     found = _json([*prefix, sys.executable, "-m", "mycli.cli", "bench", str(model), *sizes, *bound])["results"][-1]
@@ -138,7 +139,7 @@ def ours(model: Path, tokens: int, prefix: Sequence[str], held: str | None) -> t
 
 
 def main() -> None:
-    """A line for each round, and medians."""
+    """Print a line for each round, and the medians."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--llama-bench", default=os.environ.get("LLAMA_BENCH"))
     parser.add_argument("--limit", type=int, help="bytes of memory, page cache included, of each program")

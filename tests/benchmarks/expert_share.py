@@ -1,10 +1,10 @@
-"""How much of the memory's rate a reply of a random model of many experts reaches, few of which each token meets.
+"""Measures which share of the memory bandwidth decoding a random MoE model reaches.
 
     python -m tests.benchmarks.expert_share [--layers 16] [--hidden 1536] [--experts 64] [--size 768] [--rounds 14]
 
-A round reads memory with all threads, then decodes 24 tokens: bytes of a step over their median time, against the rate
-of the same round. Weights are random, int4 in groups of 128; the shape by default has 3.7 B parameters, of which a
-token meets 0.55 B, and takes 2 GB.
+A round reads memory with all threads, then decodes 24 tokens: bytes of a step over their median time, divided by the
+bandwidth of the same round. Weights are random, int4 in groups of 128; the default shape has 3.7 B parameters, of which
+0.55 B are active for a token, and takes 2 GB.
 """
 
 import argparse
@@ -26,7 +26,7 @@ PROMPT, TOKENS = 8, 24
 
 
 def main() -> None:
-    """Print the share of each round and their median."""
+    """Print the share of each round and the median."""
     wait_as_the_command_does()
     parser = argparse.ArgumentParser()
     for name, default in (("layers", 16), ("hidden", 1536), ("experts", 64), ("size", 768), ("rounds", 14)):

@@ -1,8 +1,8 @@
-"""What it costs to hold only some experts of each layer: `python -m tests.benchmarks.expert_slots [--tokens 20]`.
+"""Measures the cost of keeping only some experts in memory: `python -m tests.benchmarks.expert_slots [--tokens 20]`.
 
-A random mixture of 0.5 GB (6 layers, 32 experts of which a token goes through 4, int4 in groups of 128) is written to a
-temporary folder, then run with ever fewer experts in memory: tokens per second of single tokens, with the system's page
-cache warm and dropped before each, and of a prompt of 128. Hits are those of this random router.
+A random MoE model of 0.5 GB (6 layers, 32 experts with 4 active per token, int4 in groups of 128) is written to a
+temporary folder, then run with ever fewer experts in memory. Prints tokens per second of single tokens, with the page
+cache warm and dropped before each token, and of a prompt of 128. The hit rates are those of this random router.
 """
 
 import argparse
@@ -44,7 +44,7 @@ PROMPT, BEGUN, ROOM = 128, 8, 1024
 
 
 class Subject:
-    """The model of `folder` with `slots` experts of each layer in memory, None for all, going through one text."""
+    """Runs the model of `folder` on one sequence, with `slots` experts of each layer in memory (None: all)."""
 
     def __init__(self, folder: Path, slots: int | None) -> None:
         self._runner = load_model(
@@ -58,7 +58,7 @@ class Subject:
         self.seconds(BEGUN)
 
     def seconds(self, count: int) -> float:
-        """Of a pass over so many further tokens."""
+        """Return the seconds of a pass over the next `count` tokens."""
         tokens = [self._random.randrange(int(str(SHAPE["vocab_size"]))) for _ in range(count)]
         began = time.perf_counter()
         self._runner.run([Chunk(tokens, self._place, (0,), 1)], self._cache)
@@ -66,7 +66,7 @@ class Subject:
         return time.perf_counter() - began
 
     def rate(self, tokens: int, weights: int | None) -> str:
-        """Single tokens per second, and the share of experts in memory; `weights`: leave the page cache before each."""
+        """Describe single tokens per second and the hit rate; `weights`: drop their page cache before each token."""
         reads, times = self._runner.model.expert_reads, []
         before = None if reads is None else replace(reads)
         for _ in range(tokens):
@@ -78,7 +78,7 @@ class Subject:
 
 
 def main() -> None:
-    """Print a line for each number of experts held."""
+    """Print a line for each number of experts in memory."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=20, help="of each kind")
     asked = parser.parse_args()
@@ -88,7 +88,7 @@ def main() -> None:
         print("experts held | tokens/s warm (hits) | cold (hits) | prompt of 128, tokens/s")
         for slots in (None, 24, 16, 8, 4):
             subject = Subject(folder, slots)
-            subject.rate(asked.tokens, None)  # what is read once is in the page cache then
+            subject.rate(asked.tokens, None)  # the page cache then holds everything that was read once
             warm, cold = subject.rate(asked.tokens, None), subject.rate(asked.tokens, weights)
             prompt = PROMPT / min(subject.seconds(PROMPT) for _ in range(3))
             print(" | ".join((str(slots or "all"), warm, "" if slots is None else cold, f"{prompt:.0f}")), flush=True)

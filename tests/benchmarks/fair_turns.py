@@ -1,7 +1,7 @@
-"""Time to the first token of one user alone, and beside a key that keeps many replies under way.
+"""Measures the time to the first token of one user, alone and while another API key keeps many replies running.
 
-`python -m tests.benchmarks.fair_turns [MODEL] [REPLIES]` prints the 95th percentile of each, with and without keys of
-their own, and the tokens a second of the other key with and without the user beside it.
+`python -m tests.benchmarks.fair_turns [MODEL] [REPLIES]` prints the 95th percentile of each, with separate keys and
+with one key, and the other key's tokens per second with and without this user's requests.
 """
 
 import http.client
@@ -16,7 +16,7 @@ from pathlib import Path
 from tests.benchmarks.several_models import server
 
 ASKS, PROMPT, TOKENS = 40, 160, 8
-LONG = 64  # tokens of the other key's replies
+LONG = 64  # tokens of each reply of the other key
 ALICE, BOB = "alice-secret", "bob-secret"
 
 
@@ -44,7 +44,7 @@ def text(seed: int, words: int) -> str:
 
 
 class Load:
-    """Keeps replies of the other key under way in threads; counts their tokens."""
+    """Keeps replies of the other key running in threads and counts their tokens."""
 
     def __init__(self, port: int, key: str, replies: int) -> None:
         self.tokens, self._done, self._lock = 0, threading.Event(), threading.Lock()
@@ -62,7 +62,7 @@ class Load:
                 self.tokens += tokens
 
     def stop(self) -> float:
-        """Return tokens a second until now, of replies that ended."""
+        """Stop the load and return its tokens per second over the replies that ended."""
         rate = self.tokens / (time.perf_counter() - self._began)
         self._done.set()
         for thread in self._threads:

@@ -1,12 +1,12 @@
-"""How much of the memory's rate a reply of each family reaches, beside Llama's in the same seconds.
+"""Measures which share of the memory bandwidth decoding reaches for each family, and compares with Llama.
 
     python -m tests.benchmarks.family_share [FAMILY ...] [--megabytes 270] [--rounds 12] [--steps]
 
-Of each family a random model in memory, int4 in groups of 128 (gpt_oss: its experts MXFP4), with as many layers of a
-like width as read about `--megabytes` for a token: more than the last cache holds, or llama alone would stay in it. A
-round decodes some tokens with Llama and some with the family; printed are the medians of both shares of the memory's
-rate, of their ratio, and the milliseconds of a token; with `--steps` also those where no part of a layer runs in one
-call.
+For each family a random model is built in memory, int4 in groups of 128 (gpt_oss: experts in MXFP4), with as many
+layers of similar width as read about `--megabytes` for a token: more than the last-level cache holds, since otherwise
+only llama would fit in it. A round decodes some tokens with Llama and some with the family. Prints the medians of both
+shares of the memory bandwidth, of their ratio, and of the milliseconds per token; with `--steps` also those without
+native layer calls.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from mycli.runtime.utils.json_fields import Fields
 from tests.support.random_packed import packings, random_model
 from tests.support.waiting_threads import wait_as_the_command_does
 
-PROMPT, TOKENS = 8, 8  # of a round
+PROMPT, TOKENS = 8, 8  # tokens per round
 SHAPE = {
     "hidden_size": 1024,
     "num_attention_heads": 16,
@@ -75,7 +75,7 @@ LATENT = {
 MAMBA = {"mamba_n_heads": 32, "mamba_d_state": 128, "mamba_n_groups": 1}
 PLAIN_MAMBA = {"n_groups": 8, "conv_kernel": 4}
 NARROW = {"sliding_window": 512}
-# What differs from `SHAPE`, by model_type, behind which a `-` may say which of its kinds it is.
+# Differences from `SHAPE` by model_type; a suffix after `-` names the variant.
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "llama": {},
     "mistral": NARROW,
@@ -190,7 +190,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
 
 
 def shape(family: str, layers: int) -> ModelConfig:
-    """A config of `family` with so many layers."""
+    """Return a config of `family` with this number of layers."""
     fields = {**SHAPE, **FAMILIES[family], "model_type": family.partition("-")[0], "num_hidden_layers": layers}
     if family.startswith("lfm2"):
         fields["layer_types"] = ["full_attention" if index % 3 == 2 else "conv" for index in range(layers)]
@@ -202,12 +202,12 @@ def shape(family: str, layers: int) -> ModelConfig:
 
 
 def read_of(config: ModelConfig) -> int:
-    """Bytes that a token reads."""
+    """Return the number of bytes read for one token."""
     return bytes_per_step(MemoryPlan(config, packings(config), context=512), PROMPT)
 
 
 def sized(family: str, nbytes: int) -> ModelConfig:
-    """As few layers of `family` as read so much, in fours: kinds of layers take turns."""
+    """Return the smallest config of `family` that reads `nbytes` per token, in steps of four layers."""
     layers = 8
     while read_of(shape(family, layers)) < nbytes:
         layers += 4
@@ -215,7 +215,7 @@ def sized(family: str, nbytes: int) -> ModelConfig:
 
 
 class Decoder:
-    """A random model and the bytes that a token of it reads."""
+    """Holds a random model and the bytes that it reads for a token."""
 
     def __init__(self, config: ModelConfig) -> None:
         self.config, self.nbytes = config, read_of(config)
@@ -237,7 +237,7 @@ class Decoder:
 
 
 def compare(family: str, llama: Decoder, nbytes: int, rounds: int, steps: bool) -> None:
-    """Print a line."""
+    """Measure a family against Llama and print a line."""
     own = Decoder(sized(family, nbytes))
     ours, theirs, ratios, stepwise = [], [], [], []
     own.seconds(0)
@@ -261,7 +261,7 @@ def compare(family: str, llama: Decoder, nbytes: int, rounds: int, steps: bool) 
 
 
 def main() -> None:
-    """A line for each family."""
+    """Print a line for each family."""
     wait_as_the_command_does()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", metavar="FAMILY")

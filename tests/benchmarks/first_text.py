@@ -1,7 +1,7 @@
-"""How long `mycli run pico hi -n 1` takes beyond importing torch: `python -m tests.benchmarks.first_text [--rounds 9]`.
+"""Times `mycli run pico hi -n 1` beyond importing torch: `python -m tests.benchmarks.first_text [--rounds 9]`.
 
-Both are whole processes, run in turn with hot caches, so that a machine whose speed wanders hits both; a figure is the
-median of its rounds, the difference that of each round's own two figures.
+Both are whole processes, run alternately with warm caches, so that a change of machine speed affects both. A figure is
+the median over the rounds; the difference is computed within each round.
 """
 
 import argparse
@@ -16,7 +16,7 @@ RUN = ("-m", "mycli.cli", "run", "pico", "hi", "-n", "1", "--device", "cpu")
 
 
 def seconds(arguments: Sequence[str]) -> tuple[float, float]:
-    """Seconds until Python, called with `arguments`, has written its first byte or ended, and until its end."""
+    """Return the seconds until Python, called with `arguments`, writes its first byte or exits, and until it exits."""
     began = time.perf_counter()
     command = [sys.executable, *arguments]
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as process:

@@ -1,11 +1,11 @@
-"""Model folders as GGUF files and back, for what llama.cpp's programs make of a model (`tests.benchmarks.llama`).
+"""Converts model folders to GGUF files and back, for measuring llama.cpp's programs (`tests.benchmarks.llama`).
 
-Llamas only: no biases, rotary positions not scaled. llama.cpp turns neighbouring pairs of a head's rows, transformers
-rows half a head apart, so rows of q and k change places on the way there and on the way back.
+Supports only Llama without biases or scaled rotary embeddings. llama.cpp rotates neighbouring pairs of a head's rows,
+transformers rows half a head apart, so the rows of q and k are permuted in both directions.
 
-The vocabulary has one character a token (`TOKEN`, code points from there on), so that `as_text` hands token ids over
-exactly: text of a real vocabulary that begins in the middle of a word, or of random tokens, is cut differently when it
-is read again. The files are for measuring, not for talking.
+The vocabulary has one character per token (code points from `TOKEN` on), so that `as_text` passes token ids exactly:
+text of a real vocabulary that begins in the middle of a word, or random tokens, would be tokenized differently when
+read again. The files are for measuring, not for generating text.
 
 Needs gguf (`pip install gguf`), which writes, reads and dequantizes.
 """
@@ -33,12 +33,12 @@ _ARCH = gguf.MODEL_ARCH.LLAMA
 
 
 def as_text(ids: Iterable[int]) -> str:
-    """What llama.cpp's tokenizer turns into exactly `ids`, given the file of `write`."""
+    """Return the text that llama.cpp tokenizes to exactly `ids` with the vocabulary that `write` stores."""
     return "".join(chr(TOKEN + index) for index in ids)
 
 
 def write(folder: Path, target: Path) -> None:
-    """The model of `folder` at `target`, every tensor in fp32.
+    """Write the model of `folder` to `target` with every tensor in fp32.
 
     Raises ValueError for a model that is not a plain Llama.
     """
@@ -67,9 +67,9 @@ def write(folder: Path, target: Path) -> None:
 
 
 def read(source: Path, original: Path, target: Path) -> None:
-    """The values of the GGUF `source`, quantized or not, as an unquantized fp32 model folder at `target`.
+    """Write the values of the GGUF `source`, quantized or not, as an unquantized fp32 model folder at `target`.
 
-    The config and the tokenizer are those of `original`. Raises KeyError for a tensor that is missing.
+    The config and the tokenizer are taken from `original`. Raises KeyError for a missing tensor.
     """
     config = open_model_folder(original).config
     found = {tensor.name: tensor for tensor in gguf.GGUFReader(source).tensors}
@@ -85,7 +85,7 @@ def read(source: Path, original: Path, target: Path) -> None:
 
 
 def linears(source: Path, original: Path) -> tuple[float, Counter[str]]:
-    """Bits per weight of the linears of the blocks, and how many of them are of which type."""
+    """Return the bits per weight of the linears of the blocks, and the number of linears of each type."""
     config = open_model_folder(original).config
     blocks = (config.layer(layer).products() for layer in range(config.layers))
     specs = (spec for block in blocks for group in block.values() for spec in group)
@@ -97,29 +97,29 @@ def linears(source: Path, original: Path) -> tuple[float, Counter[str]]:
 
 
 def _theirs(name: str, config: ModelConfig) -> str:
-    """llama.cpp's name of a tensor."""
+    """Return llama.cpp's name of a tensor."""
     found = gguf.get_tensor_name_map(_ARCH, config.layers).get_name(name, try_suffixes=(".weight",))
     assert found is not None, name
     return found
 
 
 def _heads(name: str, config: ModelConfig) -> int | None:
-    """How many heads the rows of `name` are of where they are turned by position, else None."""
+    """Return the number of heads in the rows of `name` if rotary embeddings apply to it, else None."""
     return {"q_proj": config.heads, "k_proj": config.kv_heads}.get(name.split(".")[-2])
 
 
 def _pairs(tensor: Tensor, heads: int) -> Tensor:
-    """Rows [heads x (half, pair)] to [heads x (pair, half)]: what is turned together comes to lie together."""
+    """Permute rows [heads x (half, pair)] to [heads x (pair, half)], so that rows rotated together are adjacent."""
     return tensor.view(heads, 2, -1, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape).contiguous()
 
 
 def _halves(tensor: Tensor, heads: int) -> Tensor:
-    """The inverse of `_pairs`."""
+    """Invert `_pairs`."""
     return tensor.view(heads, -1, 2, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape).contiguous()
 
 
 def _describe(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
-    """Sizes, and a vocabulary of one character a token that nothing is put in front of."""
+    """Write the sizes and a vocabulary of one character per token, without a BOS token."""
     writer.add_block_count(config.layers)
     writer.add_context_length(config.max_context)
     writer.add_embedding_length(config.hidden_size)

@@ -1,9 +1,10 @@
-"""Reads what llama.cpp's own converter writes: random models of every family, logits compared with transformers.
+"""Compares transformers' logits with ours on GGUF files that llama.cpp's converter writes, for every family.
 
     python -m tests.benchmarks.gguf_converter LLAMA_CPP [NAME ...] [--type f32|bf16|q8_0] [--record FILE]
 
-LLAMA_CPP is a source tree with `conversion/` and `gguf-py/`, as in the sdist of llama-cpp-python. NAME is a case of
-`tests.support.families` or the beginning of one. `--record` writes keys and tensor names as JSON, for the tests.
+The models are random. LLAMA_CPP is a source tree with `conversion/` and `gguf-py/`, as in the sdist of
+llama-cpp-python. NAME is a case of `tests.support.families` or a prefix of one. `--record` writes keys and tensor names
+as JSON, for the tests.
 """
 
 import argparse
@@ -32,7 +33,7 @@ from tests.support.families import CASES, TOKENS, make
 from tests.support.gguf_files import byte_tokenizer
 from tests.support.models import CPU
 
-BOUND = 1e-4  # of the largest logit, at F32
+BOUND = 1e-4  # relative to the largest logit, at F32
 TYPES = {"f32": "ALL_F32", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
 # Cases that the converter cannot write or that GGUF has no key for, with the reason.
 REASONS: dict[str, str] = {
@@ -63,7 +64,7 @@ REASONS: dict[str, str] = {
     "cwm": "the converter has no such model",
     "helium": "the converter has no such model",
 }
-# What makes a case one that GGUF has keys for.
+# Config changes that make a case expressible in GGUF.
 CHANGES: dict[str, dict[str, Any]] = {
     "qwen3_moe-8top2": {"norm_topk_prob": True},
     "gemma2-window7-tied": {"query_pre_attn_scalar": 16},
@@ -131,7 +132,7 @@ def converter(root: Path) -> Callable[[Path, Path, str], None]:
     def write(folder: Path, path: Path, kind: str) -> None:
         logging.disable(logging.WARNING)
         settings = json.loads((folder / "config.json").read_text())
-        plain = mock.Mock(side_effect=ValueError)  # without the defaults of transformers: they name experts
+        plain = mock.Mock(side_effect=ValueError)  # omits the defaults of transformers, which include expert fields
         with (
             mock.patch.dict(sys.modules, {"gguf": gguf, "conversion": conversion, "conversion.base": base}),
             mock.patch.object(base.AutoConfig, "from_pretrained", plain)
@@ -154,7 +155,7 @@ def _as_published(settings: dict[str, Any]) -> dict[str, Any]:
         kinds = {"full_attention": "attention", "linear_attention": "mamba"}
         settings["layer_types"] = [kinds[kind] for kind in settings["layer_types"]]
     if settings["model_type"] in ("deepseek_v3", "glm4_moe_lite", "kimi_k2"):
-        settings["scoring_func"] = "sigmoid"  # which the published configs say and transformers' do not
+        settings["scoring_func"] = "sigmoid"  # the published configs set this, those of transformers do not
     if settings["model_type"] == "nemotron_h":
         letters = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
         settings["norm_eps"] = settings["layer_norm_epsilon"]
@@ -173,7 +174,7 @@ def compare(name: str, write: Callable[[Path, Path, str], None], kind: str, fold
     """Return the largest difference of logits relative to the largest logit, and the file."""
     model_type, changes = CASES[name]
     reference = make(folder / "hf", model_type, {**changes, **_changes(name)})
-    if model_type.startswith("gemma"):  # whose converter counts the tokens of this file
+    if model_type.startswith("gemma"):  # the converter counts the tokens in this file
         vocabulary = {"model": {"vocab": {str(token): token for token in range(97)}}, "added_tokens": []}
         (folder / "hf" / "tokenizer.json").write_text(json.dumps(vocabulary))
     settings = json.loads((folder / "hf" / "config.json").read_text())
@@ -194,11 +195,11 @@ def compare(name: str, write: Callable[[Path, Path, str], None], kind: str, fold
 
 
 def _round(model: torch.nn.Module, kind: str) -> None:
-    """Round what the converter rounds: all matrices but routers, and convolutions."""
+    """Round the tensors that the converter rounds: all matrices except routers, and convolutions."""
     for name, parameter in model.named_parameters():
         if parameter.ndim < 2 or _EXACT.search(name) or model.config.model_type == "gpt_oss" and ".experts." in name:
             continue
-        if name.endswith("kv_b_proj.weight"):  # the half of the keys is stored transposed
+        if name.endswith("kv_b_proj.weight"):  # the key half is stored transposed
             settings = model.config
             size = settings.qk_nope_head_dim, settings.v_head_dim
             keys, values = parameter.detach().view(settings.num_attention_heads, sum(size), -1).split(size, dim=1)
@@ -217,7 +218,7 @@ def _rounded(values: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 def facts(path: Path) -> dict[str, Any]:
-    """Return keys and values, except the tokenizer's, and the shape of every tensor."""
+    """Return the keys and values except the tokenizer's, and the shape of every tensor."""
     reader = GGUFReader(path)
     skipped = ("GGUF.", "general.", "tokenizer.")
     keys = {
@@ -258,7 +259,7 @@ def main() -> None:
                 outcome = f"{difference:.1e}" + ("" if difference <= BOUND else " DIFFERS")
             except UserError as error:
                 outcome = f"refused: {error}"
-            except Exception as error:  # of the converter
+            except Exception as error:  # raised by the converter
                 import traceback
 
                 traceback.print_exc()

@@ -1,10 +1,10 @@
-"""What the CPU's 16-bit integer activations cost: a packed model on a text, one way of multiplying against another.
+"""Measures the KL and top-1 cost of 16-bit integer activations on the CPU for a packed model.
 
     python -m tests.benchmarks.integer_path MODEL [--tokens 24k]
 
-The reference multiplies exact weights by fp32 activations. Against it: bf16 activations with the native integer
-products, as replies use them; and bf16 activations with products as exact as the reference's, so that only what is
-handed from one product to the next is rounded. The difference of the two is what integers cost.
+The reference multiplies exact weights by fp32 activations. It is compared with bf16 activations and the native integer
+products, as used for decoding, and with bf16 activations and products as exact as the reference's, where only the
+activations passed between products are rounded. The difference of the two is the cost of the integers.
 """
 
 import argparse
@@ -27,11 +27,11 @@ from mycli.runtime.layers.block import Block
 from mycli.runtime.quantization.packed_weight import Matmul, PackedWeight
 
 _CPU = torch.device("cpu")
-ROWS = 32  # fewer than those for which the kernel turns to other arithmetic
+ROWS = 32  # below the number at which the kernel switches to other arithmetic
 
 
 class _Exact:
-    """Codes times scales in fp32, and fp32 sums."""
+    """Multiplies codes times scales in fp32 with fp32 sums."""
 
     def __init__(self, weight: PackedWeight) -> None:
         self._weight = exact_values(weight)
@@ -45,7 +45,7 @@ class _Exact:
 
 
 class _Integers:
-    """The native products, few rows at a time."""
+    """Runs the native products on few rows at a time."""
 
     def __init__(self, weight: PackedWeight) -> None:
         self._inner = CpuKernel().prepare(weight, torch.bfloat16)
@@ -59,7 +59,7 @@ class _Integers:
 
 
 class _SideBySide:
-    """Products of one input, their outputs side by side."""
+    """Concatenates the outputs of several products of one input."""
 
     def __init__(self, parts: Sequence[Matmul]) -> None:
         self._parts = parts
@@ -73,14 +73,14 @@ class _SideBySide:
 
 
 class _Model(StreamedModel):
-    """With every packed product of the blocks made by `product`."""
+    """Builds every packed product of the blocks with the class `product`."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, product: type[_Exact] | type[_Integers]) -> None:
         super().__init__(open_model_folder(folder), Placement(_CPU, dtype))
         self._product = product
 
     def block(self, layer: int) -> Block:
-        """One layer, its products replaced."""
+        """Return one layer with its products replaced."""
         block = super().block(layer)
         for linear in block.products.values():
             parts = [read_weight(self._checkpoint, [spec], self.packings[spec.name], _CPU) for spec in linear.specs]

@@ -1,4 +1,4 @@
-"""Latent attention of one token at a depth beside the expanded cache's, in turn: products by heads included.
+"""Compares absorbed and expanded latent attention for one token at a given cache depth, including the head projections.
 
     python -m tests.benchmarks.latent_depth [--depth 16k] [--seconds 3]
 
@@ -27,7 +27,7 @@ KINDS = {"bf16": torch.bfloat16, "int8": torch.int8, "int4": PACKED}
 
 
 def contest(name: str, kind: torch.dtype, depth: int, seconds: float) -> dict[str, float]:
-    """Return the seconds of one token by both caches."""
+    """Return the seconds of one token with each cache."""
     heads, rank, nope, rope, value = SHAPES[name]
     generator = torch.Generator().manual_seed(0)
 
@@ -58,7 +58,7 @@ def contest(name: str, kind: torch.dtype, depth: int, seconds: float) -> dict[st
 
 
 def _medians(runs: dict[str, Callable[[], object]], seconds: float) -> dict[str, float]:
-    # Processor time of one thread: a shared machine's clock counts the others' work too.
+    # CPU time of one thread: on a shared machine wall time also counts other processes.
     torch.set_num_threads(1)
     times: dict[str, list[float]] = {name: [] for name in runs}
     while sum(map(sum, times.values())) < seconds or len(times["latent"]) < 4:

@@ -1,9 +1,9 @@
-"""Weights rounded to nearest by the makers of layouts: for each layout what config.json says, and a weight's tensors.
+"""Quantizes weights to nearest with the packages that define the layouts.
 
-Groups are of 32 where a layout leaves the choice, scales those of the largest weight or of the range, as the makers'
-simplest code takes them. auto-round, bitsandbytes and mlx are not among the tests' packages: a maker that is not
-installed makes nothing; compressed-tensors is. FP8 in blocks has no maker that runs here: its tensors follow from the
-description in docs/format.md.
+For each layout it yields the section of config.json and the tensors of a weight. Groups are of 32 where a layout allows
+a choice; scales come from the largest weight or the range, as in the packages' simplest code. auto-round, bitsandbytes
+and mlx are not test dependencies: a layout whose package is missing is skipped; compressed-tensors is installed. No
+package that runs here writes block FP8: its tensors follow the description in docs/format.md.
 """
 
 import importlib
@@ -26,29 +26,29 @@ Parts = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Made:
-    """A layout: its name, who makes it, the section of config.json, and the tensors in place of a weight [N, K]."""
+    """Describes a layout: name, package, section of config.json, and the tensors that replace a weight [N, K]."""
 
     name: str
     maker: str
     section: dict[str, Any]
     pack: Callable[[Tensor], Parts]
-    embedding: bool = False  # whether the maker quantizes it too
+    embedding: bool = False  # whether the package quantizes the embedding too
 
 
 def grouped(weight: Tensor, group: int) -> Tensor:
-    """fp32 [N, K / group, group]."""
+    """Return the weight as fp32 [N, K / group, group]."""
     return weight.float().view(weight.shape[0], -1, group)
 
 
 def largest(weight: Tensor, group: int | None) -> Tensor:
-    """The largest magnitude of each group fp32 [N, K / group]; of each row where there are no groups."""
+    """Return the largest magnitude of each group, fp32 [N, K / group]; of each row without groups."""
     return grouped(weight, group or weight.shape[1]).abs().amax(-1).clamp(min=1e-8)
 
 
 def ranged(weight: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor]:
-    """Scales and zero points, both fp32 [N, K / group], that reach from the least to the greatest weight and to 0.
+    """Return scales and zero points, both fp32 [N, K / group], that cover the range of each group including 0.
 
-    No zero point is 0, which version 1 of GPTQ's layout cannot say.
+    No zero point is 0, which version 1 of GPTQ's layout cannot store.
     """
     values, top = grouped(weight, group), (1 << bits) - 1
     low, high = values.amin(-1).clamp(max=0), values.amax(-1).clamp(min=0)
@@ -57,7 +57,7 @@ def ranged(weight: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor]:
 
 
 def _gptq(weight: Tensor, layer: Any, bits: int, ordered: bool) -> Parts:
-    """By AutoRound's torch layer. In an order: as if the columns had been quantized in that one."""
+    """Pack with AutoRound's torch layer; `ordered` stores the group indices of a permuted column order."""
     rows, columns = weight.shape
     order = torch.randperm(columns, generator=torch.Generator().manual_seed(0)) if ordered else torch.arange(columns)
     shown = weight.float()[:, order]
@@ -65,9 +65,9 @@ def _gptq(weight: Tensor, layer: Any, bits: int, ordered: bool) -> Parts:
     linear = torch.nn.Linear(columns, rows, bias=False)
     linear.weight.data = shown
     packed = layer(bits, GROUP, columns, rows, False, g_idx=True)
-    packed.device = torch.device("cpu")  # which the layer of version 2 looks for
+    packed.device = torch.device("cpu")  # read by the layer of version 2
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of how it copies its zero points
+        warnings.simplefilter("ignore")  # about how it copies its zero points
         packed.pack(linear, scales, zeros)
     parts = {name: getattr(packed, name) for name in ("qweight", "qzeros", "scales", "g_idx")}
     if ordered:
@@ -78,7 +78,7 @@ def _gptq(weight: Tensor, layer: Any, bits: int, ordered: bool) -> Parts:
 
 
 def gptq() -> Iterator[Made]:
-    """Both versions, and one in an order."""
+    """Yield both GPTQ versions, and one with a column order."""
     kinds = [("gptq", bits, False) for bits in (8, 4, 3, 2)] + [("gptq", 4, True), ("gptq_v2", 4, False)]
     for version, bits, ordered in kinds:
         module = "qlinear_torch_zp" if version == "gptq" else "qlinear_torch"
@@ -91,7 +91,7 @@ def gptq() -> Iterator[Made]:
 
 
 def awq() -> Iterator[Made]:
-    """Version gemm, by AutoRound's layer."""
+    """Yield AWQ version gemm, packed by AutoRound's layer."""
     layer = importlib.import_module("auto_round.export.export_to_awq.utils").WQLinear_GEMM
 
     def pack(weight: Tensor) -> Parts:
@@ -106,7 +106,7 @@ def awq() -> Iterator[Made]:
 
 
 def fp8() -> Iterator[Made]:
-    """E4M3 with a scale for each block of 128 x 128, or for all."""
+    """Yield E4M3 with a scale for each block of 128 x 128, and with one scale per tensor."""
 
     def blocks(weight: Tensor) -> Parts:
         rows, columns = weight.shape
@@ -130,7 +130,7 @@ def fp8() -> Iterator[Made]:
 
 
 def bitsandbytes() -> Iterator[Made]:
-    """NF4 and FP4 in blocks of 64, with scales quantized once more or not, and LLM.int8."""
+    """Yield NF4 and FP4 in blocks of 64, with and without double quantization, and LLM.int8."""
     import bitsandbytes.functional as maker
 
     def four(weight: Tensor, kind: str, nested: bool) -> Parts:
@@ -153,7 +153,7 @@ def bitsandbytes() -> Iterator[Made]:
 
 
 def mlx() -> Iterator[Made]:
-    """Affine groups, and the three microscaling kinds. The embedding is quantized too."""
+    """Yield affine groups and the three microscaling formats, with the embedding quantized too."""
     import mlx.core as mx
 
     def pack(weight: Tensor, **options: Any) -> Parts:
@@ -168,7 +168,7 @@ def mlx() -> Iterator[Made]:
 
 
 def compressed_tensors() -> Iterator[Made]:
-    """Codes in words, bytes, E4M3, and the three microscaling kinds."""
+    """Yield codes packed in words and bytes, E4M3, and the three microscaling formats."""
     for bits in (8, 7, 6, 5, 4, 3, 2):
         yield _compressed(
             f"pack-quantized int{bits}-g{GROUP}-offset",
@@ -223,7 +223,7 @@ def _nvfp4(weight: Tensor) -> Parts:
 
 
 def _powers(weight: Tensor, top: int) -> Parts:
-    """The least power of two that reaches the largest weight."""
+    """Pack with the smallest power of two per group that reaches the largest weight."""
     return {"weight_scale": torch.exp2((largest(weight, 32) / top).log2().ceil()).bfloat16()}
 
 

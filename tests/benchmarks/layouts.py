@@ -1,11 +1,11 @@
-"""pico in every layout, rounded by the layout's maker, read and held against the original: KL beside our own 4 bits.
+"""Compares pico in every supported layout with the original: KL of each package's rounding and of our own 4 bits.
 
     PYTHONPATH=.links:EXTRA python -m tests.benchmarks.layouts [--llama BIN] [--tokens 8192] [--only WORD ...]
 
-Each row is what `mycli eval FOLDER --ref pico --tokens N` finds in a folder or file that somebody's program wrote.
-Where makers that are not among the tests' packages lie, PYTHONPATH says (auto-round, bitsandbytes, mlx); BIN holds
-llama-quantize and llama-imatrix, which IQ1 and IQ2 want (on the prose that quantizing calibrates on).
-Rounding is to nearest everywhere but in llama.cpp's K and IQ types, which search, and in the rows that name a method.
+Each row is the result of `mycli eval FOLDER --ref pico --tokens N` on a folder or file that another program wrote.
+PYTHONPATH lists the folders of packages that are not test dependencies (auto-round, bitsandbytes, mlx); BIN holds
+llama-quantize and llama-imatrix, which IQ1 and IQ2 need (computed on the calibration text). Rounding is to nearest
+except in llama.cpp's K and IQ types, which search, and in the rows that name a method.
 """
 
 import argparse
@@ -46,8 +46,8 @@ _OWN = (
     ("our int8-g32, rtn", Recipe(method="rtn", bits=8, group=32)),
     ("our nf4-g64, double quantized", Recipe(method="nf4", group=64)),
 )
-_EXPORTED = ("gptq", "awq", "mlx", "gguf", "safetensors:fp32")  # of the first of `_OWN`, which loses nothing
-_ROUNDED = ("gguf:q8_0", "gguf:q4_0", "gguf:q4_k")  # of pico
+_EXPORTED = ("gptq", "awq", "mlx", "gguf", "safetensors:fp32")  # from the first of `_OWN`, without loss
+_ROUNDED = ("gguf:q8_0", "gguf:q4_0", "gguf:q4_k")  # from pico
 _PLAIN = ("Q8_0", "Q6_K", "Q5_K_S", "Q5_1", "Q5_0", "Q4_K_S", "Q4_1", "Q4_0", "IQ4_NL", "IQ4_XS", "Q3_K_S", "Q2_K")
 _SEARCHED = (
     "IQ3_S",
@@ -57,15 +57,15 @@ _SEARCHED = (
     "IQ2_XXS",
     "IQ1_M",
     "IQ1_S",
-)  # with an importance matrix; IQ2_M alone is of IQ2_S
+)  # need an importance matrix; only IQ2_M uses IQ2_S
 _TERNARY = ("TQ2_0", "TQ1_0")
-_MIXED = ("Q5_K_M", "Q4_K_M", "Q3_K_M")  # as files on the hub are: several types, the embedding in Q6_K
+_MIXED = ("Q5_K_M", "Q4_K_M", "Q3_K_M")  # as in files on the hub: several types, the embedding in Q6_K
 
 Row = tuple[str, str, Path]  # layout, maker, model
 
 
 def own(work: Path) -> Iterator[Row]:
-    """What quantizing makes."""
+    """Yield the models that `quantize` writes."""
     for name, recipe in _OWN:
         target = work / name.replace(" ", "-")
         yield (
@@ -76,7 +76,7 @@ def own(work: Path) -> Iterator[Row]:
 
 
 def exported(work: Path) -> Iterator[Row]:
-    """What exporting makes of our 4 bits, and of the original."""
+    """Yield the exports of our 4-bit model and of the original."""
     packed = work / _OWN[0][0].replace(" ", "-")
     if not packed.exists():
         recipe = _OWN[0][1]
@@ -92,7 +92,7 @@ def exported(work: Path) -> Iterator[Row]:
 
 
 def made(work: Path) -> Iterator[Row]:
-    """What each maker of a layout makes, one folder after the other."""
+    """Yield the model of each layout package, one folder after the other."""
     for maker in MAKERS:
         try:
             for one in maker():
@@ -102,7 +102,7 @@ def made(work: Path) -> Iterator[Row]:
 
 
 def _folder(folder: Path, one: Made) -> Path:
-    """pico with its linears, and for some layouts its embedding, in the tensors of a maker."""
+    """Write pico with its linears, and for some layouts its embedding, replaced by a package's tensors."""
     shutil.copytree(PICO, folder, ignore=shutil.ignore_patterns(_WEIGHTS, "config.json"))
     tensors = load_file(PICO / _WEIGHTS)
     for name in [*_linears(), *([_EMBEDDING] if one.embedding else [])]:
@@ -115,14 +115,13 @@ def _folder(folder: Path, one: Made) -> Path:
 
 
 def _linears() -> list[str]:
-    """The linears of the blocks."""
     config = open_model_folder(PICO).config
     blocks = (config.layer(layer).products() for layer in range(config.layers))
     return [spec.name for block in blocks for group in block.values() for spec in group]
 
 
 def llama(work: Path, programs: Path) -> Iterator[Row]:
-    """What llama-quantize makes of pico's GGUF: each type alone, with the embedding as it was, and what people mix."""
+    """Yield llama-quantize's outputs for pico's GGUF: each type with an unquantized embedding, and the mixtures."""
     source, matrix, text = work / "pico-bf16.gguf", work / "matrix.gguf", work / "text.txt"
     module, variant = find_export_target("gguf")
     module.export(ExportRequest(Source("pico", PICO), open_model_folder(PICO), source, variant), silent)
@@ -145,7 +144,7 @@ def _call(program: Path, *arguments: object) -> None:
 
 
 def stored_bits(model: Path) -> float:
-    """Bits that a weight of the blocks' linears takes in the file, scales and all else included."""
+    """Return the stored bits per weight of the blocks' linears, including scales and other metadata."""
     if model.is_file():
         return files.linears(model, PICO)[0]
     config = open_model_folder(PICO).config
@@ -157,7 +156,7 @@ def stored_bits(model: Path) -> float:
 
 
 class Original(StreamedModel):
-    """pico, whose residual stream over the one text is computed once for all rows."""
+    """Holds pico and its residual stream over the text, computed once for all rows."""
 
     def __init__(self) -> None:
         super().__init__(open_model_folder(PICO), CPU)
@@ -170,7 +169,7 @@ class Original(StreamedModel):
 
 
 def row(text: TokenWindows, original: Original, name: str, maker: str, model: Path) -> str:
-    """A line of the table: how the model is held in memory, and how far it is from pico."""
+    """Return a line of the table: the in-memory representation of the model and its KL to pico."""
     folder = open_model_folder(model)
     held = sorted({packing.name for linear, packing in folder.packings.items() if linear in _linears()})
     result = evaluate(StreamedModel(folder, CPU), text, original)
@@ -189,7 +188,7 @@ def row(text: TokenWindows, original: Original, name: str, maker: str, model: Pa
 
 
 def main() -> None:
-    """The table, a line as soon as it is known."""
+    """Print the table line by line as results arrive."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--llama", type=Path, help="where llama-quantize and llama-imatrix lie")
     parser.add_argument("--tokens", type=int, default=8192)

@@ -1,8 +1,8 @@
-"""llama.cpp's quantizer on a model: `llama-quantize`, with the importance matrix of `llama-imatrix`.
+"""Runs llama.cpp's quantizer on a model: `llama-quantize`, with the importance matrix of `llama-imatrix`.
 
-The programs are those of a folder that its build made (`cmake --build . --target llama-quantize llama-imatrix
-llama-perplexity`). What they make is read back as fp32 weights (`tests.benchmarks.gguf`), so that the evaluator which
-measures ours measures it too; llama.cpp itself also rounds activations, which is not counted here.
+The programs are read from a build folder (`cmake --build . --target llama-quantize llama-imatrix llama-perplexity`).
+Their output is read back as fp32 weights (`tests.benchmarks.gguf`) and measured by the same evaluator as ours;
+llama.cpp itself also rounds activations, which is not counted here.
 """
 
 import re
@@ -21,7 +21,7 @@ from tests.benchmarks import gguf
 
 @dataclass(frozen=True)
 class Llama:
-    """The programs in `programs`, about the model of `source`; files go to `folder`."""
+    """Runs the programs in `programs` on the model of `source`; writes files to `folder`."""
 
     programs: Path
     source: Path
@@ -29,36 +29,36 @@ class Llama:
 
     @property
     def version(self) -> str:
-        """As the program says it."""
+        """Return the version string that the program prints."""
         done = self._run("llama-perplexity", "--version")
         found = re.search(r"version: .*", done.stdout + done.stderr)
         return found[0] if found else "version unknown"
 
     @property
     def model(self) -> Path:
-        """The model in fp32, written when it is first asked for."""
+        """Return the path of the model in fp32, written on first use."""
         path = self.folder / "original.gguf"
         if not path.exists():
             gguf.write(self.source, path)
         return path
 
     def perplexity(self, model: Path, windows: Tensor) -> float:
-        """llama.cpp's own, of the second halves of `windows` int64 [windows, context] given the first."""
+        """Return llama.cpp's perplexity of the second halves of `windows` int64 [windows, context]."""
         said = self._run("llama-perplexity", "-m", model, *self._text(windows)).stderr
         found = re.search(r"Final estimate: PPL = ([\d.]+)", said)
         assert found, said[-1000:]
         return float(found[1])
 
     def imatrix(self, windows: Tensor) -> Path:
-        """The importance matrix of `windows` int64 [windows, context], every window a chunk of its own."""
+        """Return the importance matrix of `windows` int64 [windows, context], with every window as its own chunk."""
         path = self.folder / "imatrix.gguf"
         self._run("llama-imatrix", "-m", self.model, *self._text(windows), "--no-ppl", "-o", path)
         return path
 
     def quantize(self, kind: str, imatrix: Path | None) -> tuple[Path, float, Counter[str]]:
-        """A model folder of what `kind` made of the weights, its bits per weight of the linears, and their types.
+        """Return a folder of the quantized model, the bits per weight of its linears, and the count of each type.
 
-        The embedding keeps its values. Raises RuntimeError with the end of what the program said, such as that this
+        The embedding is not quantized. Raises RuntimeError with the end of the program's output, for example when the
         type needs an importance matrix.
         """
         name = f"{kind}{'-imatrix' if imatrix else ''}"
@@ -75,7 +75,7 @@ class Llama:
 
     def _run(self, program: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
         command = [self.programs / program, *arguments]
-        # Of its vocabulary, it prints what it cuts in the middle of a character.
+        # The output contains vocabulary pieces that are cut in the middle of a character.
         done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace")
         if done.returncode:
             raise RuntimeError(f"{program}: {done.stderr[-500:]}")
@@ -84,7 +84,7 @@ class Llama:
 
 @torch.inference_mode()
 def second_half_perplexity(model: StreamedModel, windows: Tensor) -> float:
-    """Of ours, what `Llama.perplexity` measures of theirs."""
+    """Return our perplexity, computed as `Llama.perplexity` computes llama.cpp's."""
     norm, half, total = model.final_norm(), windows.shape[1] // 2, 0.0
     for stream, ids in zip(model.hidden(windows), windows, strict=True):
         logits = model.head(norm(stream[half:-1]))

@@ -1,13 +1,13 @@
-"""Many sequences at once beside llama-batched-bench on the same cores in the same minutes: tokens/s of all together.
+"""Compares batched decoding with llama-batched-bench on the same cores: total tokens/s of concurrent sequences.
 
     PYTHONPATH=.links python -m tests.benchmarks.llama_batches MODEL GGUF [--llama-batched-bench PATH]
         [--sequences 4,8,16,32,64] [--prompt 128] [--generate 32] [--rounds 3] [--prefix WORDS]
 
-The path may also stand in $LLAMA_BATCHED_BENCH; without one there is nothing to compare, and that is said. Every round
-runs both programs once for each number of sequences, one after the other; a figure is the median of its rounds, a
-ratio that of the round's own two figures. MYCLI_CPU_ISA chooses our instructions; a llama.cpp built for the same set
-belongs beside it. A token of each sequence is one pass of the model, without sampling on either side. llama.cpp reads
-a prompt that its sequences share; ours attends to as many tokens without having read them.
+The path may also be set in $LLAMA_BATCHED_BENCH; without it only mycli is measured, with a message. Every round runs
+both programs once for each number of sequences, one after the other; a figure is the median over the rounds, a ratio is
+computed within each round. MYCLI_CPU_ISA selects our instructions; compare with a llama.cpp built for the same set. One
+token of each sequence is one pass of the model, without sampling on either side. llama.cpp reads a prompt that its
+sequences share; mycli attends to a cache of the same length that was not filled by a prompt.
 """
 
 import argparse
@@ -31,13 +31,13 @@ from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 
 
 def decode_rate(runner: ModelRunner, sequences: int, prompt: int, generate: int) -> float:
-    """Tokens per second of `sequences` that each decode `generate` tokens after `prompt`."""
+    """Return the tokens per second of `sequences` that each decode `generate` tokens after `prompt` tokens."""
     cache = runner.make_cache(CacheShape.contiguous(prompt + generate + 1, sequences))
 
     def step(position: int) -> None:
         runner.run([Chunk([1 + block], position, (block,), 1) for block in range(sequences)], cache)
 
-    step(prompt)  # a page of memory is slower the first time
+    step(prompt)  # the first access to a memory page is slower
     start = time.perf_counter()
     for position in range(prompt, prompt + generate):
         step(position)
@@ -45,7 +45,7 @@ def decode_rate(runner: ModelRunner, sequences: int, prompt: int, generate: int)
 
 
 def our_rates(model: str, sizes: tuple[int, int], sequences: Sequence[int], prefix: Sequence[str]) -> list[float]:
-    """Tokens per second of mycli in a process of its own."""
+    """Return mycli's tokens per second, measured in a separate process."""
     command = [*prefix, sys.executable, "-m", "tests.benchmarks.llama_batches", model, "--ours"]
     options = ["--sequences", ",".join(map(str, sequences)), "--prompt", str(sizes[0]), "--generate", str(sizes[1])]
     done = subprocess.run([*command, *options], capture_output=True, text=True, check=True)
@@ -55,7 +55,7 @@ def our_rates(model: str, sizes: tuple[int, int], sequences: Sequence[int], pref
 def peer_rates(
     program: str, gguf: str, sizes: tuple[int, int], sequences: Sequence[int], prefix: Sequence[str]
 ) -> list[float]:
-    """Tokens per second of llama.cpp."""
+    """Return llama.cpp's tokens per second."""
     context = sizes[0] + max(sequences) * (sizes[1] + 1)
     shape = ["-npp", str(sizes[0]), "-ntg", str(sizes[1]), "-npl", ",".join(map(str, sequences)), "-pps"]
     options = ["-c", str(context), "-t", str(len(os.sched_getaffinity(0))), "--output-format", "jsonl"]

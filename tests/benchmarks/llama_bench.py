@@ -1,14 +1,14 @@
-"""Beside llama.cpp on the same cores in the same minutes: prompt and reply rates of both, and their ratios.
+"""Compares prompt and decode rates with llama.cpp's on the same cores in alternating runs.
 
     PYTHONPATH=.links python -m tests.benchmarks.llama_bench MODEL GGUF [--llama-bench PATH]
         [--rounds 5] [--prefix WORDS] [--busy N]
 
-The path of llama-bench may also stand in $LLAMA_BENCH; without one there is nothing to compare, and that is said. Each
-round runs both programs once, one after the other, so that a busy neighbour hits both; a figure is the median of its
-rounds, a ratio that of the round's own two figures. docs/cpu.md has the results and how the models were made.
+The path of llama-bench may also be set in $LLAMA_BENCH; without it only mycli is measured, with a message. Each round
+runs both programs once, one after the other, so that load from other processes affects both; a figure is the median
+over the rounds, a ratio is computed within each round. docs/cpu.md has the results and how the models were made.
 
-With --busy each round is run twice, alone and beside N processes of the same priority that compute without pause: what
-each program keeps of its rate is printed too.
+With --busy each round runs twice, without and with N compute-bound processes of the same priority: prints also the
+share of its rate that each program retains.
 """
 
 import argparse
@@ -31,13 +31,13 @@ def _run(command: Sequence[str]) -> Any:
 
 
 def peer_rates(program: str, gguf: str, threads: int, prompt: int, generate: int, prefix: Sequence[str]) -> list[float]:
-    """Tokens per second of llama.cpp: the prompt, the reply."""
+    """Return llama.cpp's tokens per second for the prompt and for decoding."""
     sizes = ["-p", str(prompt), "-n", str(generate), "-t", str(threads), "-r", "1"]
     return [float(row["avg_ts"]) for row in _run([*prefix, program, "-m", gguf, *sizes, "-o", "json"])]
 
 
 def our_rates(model: str, prompt: int, generate: int, prefix: Sequence[str]) -> list[float]:
-    """Tokens per second of mycli: the prompt, the reply."""
+    """Return mycli's tokens per second for the prompt and for decoding."""
     sizes = ["-p", str(prompt), "-n", str(generate), "-r", "1", "--device", "cpu"]
     found = _run([*prefix, sys.executable, "-m", "mycli.cli", "bench", model, *sizes, "-o", "json", "-q"])
     return [float(row["tokens_per_second"]) for row in found["results"]]
@@ -45,7 +45,7 @@ def our_rates(model: str, prompt: int, generate: int, prefix: Sequence[str]) -> 
 
 @contextmanager
 def busy(processes: int) -> Iterator[None]:
-    """Within it so many processes compute without pause."""
+    """Run this number of compute-bound processes inside the context."""
     running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
     try:
         yield
@@ -56,7 +56,7 @@ def busy(processes: int) -> Iterator[None]:
 
 
 def _report(name: str, alone: Sequence[Pair], beside: Sequence[Pair]) -> None:
-    """The medians of one test's figures, llama.cpp's and ours of each round; `beside` may hold none."""
+    """Print the medians of one test, llama.cpp's and ours of each round; `beside` may be empty."""
     for where, pairs in (("", alone), (" beside the busy", beside)):
         if pairs:
             them, us = (statistics.median(pair[side] for pair in pairs) for side in (0, 1))
@@ -71,7 +71,7 @@ def _report(name: str, alone: Sequence[Pair], beside: Sequence[Pair]) -> None:
 
 
 def main() -> None:
-    """Print one line a round and the medians."""
+    """Print one line for each round, and the medians."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("gguf")

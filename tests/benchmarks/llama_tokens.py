@@ -1,15 +1,14 @@
-"""llama-server reads GGUF files that we exported and says what we say: pico, and random models of three families.
+"""Compares llama-server's greedy tokens on exported GGUF files with ours: pico and random models of three families.
 
     python -m tests.benchmarks.llama_tokens --llama-server PATH [--to gguf:q8_0 ...] [--cases CASE ...]
 
-Each model is written as a GGUF file and served by llama-server; it continues 20 prompts greedily, of which half are
-also sent as text, to see that both cut it into the same tokens. llama.cpp rounds activations and sums in another order,
-so that two tokens that are equally likely may change places: each of its tokens must be ours, or within `TIE` of the
-spread of our logits below ours, in our own pass in fp32 over its reply. Products of quantized weights round their
-inputs to 8 bits there. Where a token is further below, the pass is repeated with inputs rounded so, to see whether that
-alone moves our own choices as often and as far; what is said to have failed has. Token by token the two cannot agree:
-a last place of an input, by which attention differs, is a step where it is rounded. The path may also stand in
-$LLAMA_SERVER.
+Each model is written as a GGUF file and served by llama-server; it continues 20 prompts greedily, half of which are
+also sent as text to compare the tokenization. llama.cpp rounds activations and sums in another order, so two almost
+equally likely tokens may swap: each of its tokens must be ours, or within `TIE` standard deviations of our logits below
+ours, in our fp32 pass over its reply. llama.cpp's products of quantized weights round their inputs to 8 bits. Where a
+token is further below, the case fails, and our pass is repeated with inputs rounded in the same way, to show how many
+of our own choices that alone changes and by how much. The two cannot agree token by token: a difference in the last
+place of an input, from attention, becomes a full step after rounding. The path may also be set in $LLAMA_SERVER.
 """
 
 import argparse
@@ -46,16 +45,16 @@ from tests.support.families import CASES, make
 from tests.support.models import CPU
 from tests.support.paths import PICO
 
-TIE = 0.02  # of the standard deviation of a step's logits
+TIE = 0.02  # in standard deviations of a step's logits
 PROMPTS, PROMPT, REPLY = 20, 24, 24
-WAIT = 120  # seconds for the server to be there
+WAIT = 120  # seconds until the server must be ready
 _SIZE = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3}
 _SIZE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
 FAMILIES = {"qwen3": {"head_dim": 64}, "olmo2": {"eos_token_id": 2, "pad_token_id": 1}, "qwen2": {}}
 
 
 def random_folder(folder: Path, family: str) -> Path:
-    """A random model with the vocabulary of pico."""
+    """Write a random model with the vocabulary of pico."""
     make(folder, family, {**_SIZE, **FAMILIES[family]})
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(PICO / name, folder / name)
@@ -63,7 +62,7 @@ def random_folder(folder: Path, family: str) -> Path:
 
 
 def case_folder(folder: Path, case: str) -> Path:
-    """The random model of a family's case, with the vocabulary of pico."""
+    """Write the random model of a family's case with the vocabulary of pico."""
     model_type, changes = CASES[case]
     make(folder, model_type, {**changes, "vocab_size": 4096, "max_position_embeddings": 256})
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -73,7 +72,7 @@ def case_folder(folder: Path, case: str) -> Path:
 
 @contextmanager
 def serving(program: str, file: Path) -> Iterator[str]:
-    """llama-server with the model of `file`; its address."""
+    """Run llama-server with the model of `file` and yield its address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -106,7 +105,7 @@ def _await(address: str, process: subprocess.Popen[bytes]) -> None:
 
 
 def ask(address: str, path: str, **body: Any) -> Any:
-    """One request."""
+    """Send one request and return the decoded JSON."""
     request = urllib.request.Request(
         f"{address}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
@@ -115,25 +114,24 @@ def ask(address: str, path: str, **body: Any) -> Any:
 
 
 def theirs(address: str, prompt: Sequence[int]) -> list[int]:
-    """The greedy continuation of token ids."""
+    """Return llama-server's greedy continuation of token ids."""
     sampling = {"temperature": 0, "n_predict": REPLY, "ignore_eos": True, "cache_prompt": False, "return_tokens": True}
     tokens: list[int] = ask(address, "/completion", prompt=list(prompt), samplers=["temperature"], **sampling)["tokens"]
     return tokens
 
 
 class RoundedInputs:
-    """A product whose inputs are rounded to 8 bits first, as ggml's block_q8_0 (32 inputs) or block_q8_K (256) are."""
+    """Rounds the inputs of a product to 8 bits first, as ggml's block_q8_0 (32 inputs) or block_q8_K (256) does."""
 
     def __init__(self, product: Matmul, block: int) -> None:
         self._product, self._block = product, block
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory held."""
         return self._product.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [rows, K], a multiple of the block, to [rows, N]."""
+        """Multiply x [rows, K], K a multiple of the block, to [rows, N]."""
         blocks = x.float().view(len(x), -1, self._block)
         if self._block == 32:
             step = blocks.abs().amax(-1, keepdim=True) / 127
@@ -145,12 +143,12 @@ class RoundedInputs:
         return self._product(rounded.view_as(x).to(x.dtype))
 
     def dequantize(self) -> Tensor:
-        """The weight [N, K]."""
+        """Return the weight [N, K]."""
         return self._product.dequantize()
 
 
 def round_inputs(model: Transformer, block: int) -> None:
-    """Have every product of packed weights round its inputs; the head's are of Q8_0, whatever the layers' are."""
+    """Make every product of packed weights round its inputs; the head uses Q8_0 blocks whatever the layers use."""
     for linear in (part for part in model.modules() if isinstance(part, Linear)):
         size = 32 if linear is model.head else block
         if all(not isinstance(product, DenseMatmul) for product in linear.matmuls):
@@ -158,12 +156,12 @@ def round_inputs(model: Transformer, block: int) -> None:
 
 
 def logits_over(model: Transformer, prompt: Sequence[int], reply: Sequence[int]) -> Tensor:
-    """Of each step of a reply, [steps, vocabulary]."""
+    """Return the logits of each step of a reply, [steps, vocabulary]."""
     return whole(model, torch.tensor([[*prompt, *reply]]))[0, len(prompt) - 1 : -1]
 
 
 def agreement(logits: Tensor, chosen: Tensor) -> tuple[int, float]:
-    """How many tokens are our greedy ones, and how far below ours the worst of the others lies, in deviations.
+    """Return the number of tokens equal to our greedy ones, and how far the worst other one lies below, in deviations.
 
     logits [steps, vocabulary], chosen [steps].
     """
@@ -172,14 +170,14 @@ def agreement(logits: Tensor, chosen: Tensor) -> tuple[int, float]:
 
 
 def texts(tokenizer: Tokenizer) -> list[str]:
-    """Pieces of the held-out text, and what tokenizers differ in."""
+    """Return pieces of the held-out text and inputs on which tokenizers differ."""
     text = held_out_text()
     pieces = [text[start : start + 200] for start in range(0, PROMPTS * 200, 400)]
     return [*pieces, "Grüße 1,024 — naïve\n\n\t x  y", "DON'T I'm we've", "日本語 🙂🚀 3.14159", " " * 7 + "a"]
 
 
 def check(program: str, name: str, folder: Path, to: str, work: Path) -> bool:
-    """Export a model, serve it, and hold its replies and its tokens against ours."""
+    """Export a model, serve it, and compare its replies and its tokenization with ours."""
     module, variant = find_export_target(to)
     request = ExportRequest(Source(name, folder), open_model_folder(folder), work / "a.gguf", variant, True, True)
     opened = open_model_folder(module.export(request, silent).path)
@@ -210,7 +208,7 @@ def check(program: str, name: str, folder: Path, to: str, work: Path) -> bool:
 
 
 def main() -> None:
-    """One line a model and type; a failure ends the program with 1."""
+    """Print one line for each model and type; exit with 1 after a failure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--llama-server", default=os.environ.get("LLAMA_SERVER"))
     parser.add_argument("--to", nargs="*", default=["gguf", "gguf:q8_0", "gguf:q4_0", "gguf:q4_k"])

@@ -1,10 +1,10 @@
-"""Prompt lookup on recorded edits: tokens a pass and tokens/s beside no draft, in turn.
+"""Measures prompt lookup on recorded edits: tokens per pass and tokens/s compared with no draft, alternating.
 
     python -m tests.benchmarks.lookup [--model MODEL] [--rounds 3]
 
-Each transcript is a conversation in which the assistant returns an edited file, twice, and one is a story, in which
-nothing repeats. The engine runs every pass of the model over all rows; only the sampled token is replaced by the one of
-the transcript, so any model shows the cost of passes and the acceptance of a model that gave these replies.
+In each transcript the assistant returns an edited file twice; one is a story without repetition. The engine runs every
+pass of the model over all rows, and only the sampled token is replaced by the transcript's, so any model shows the cost
+of passes and the acceptance rate of a model that gave these replies.
 """
 
 import argparse
@@ -37,19 +37,19 @@ Edit = Callable[[str], str]
 
 
 def source(name: str, lines: int) -> str:
-    """The first lines of a file of this repository."""
+    """Return the first lines of a file of this repository."""
     return "\n".join((ROOT / name).read_text().splitlines()[:lines]) + "\n"
 
 
 @dataclass(frozen=True)
 class Transcript:
-    """A text and the edits that were asked for, one a turn."""
+    """Holds a text and the requested edits, one for each turn of the conversation."""
 
     text: str
     edits: Sequence[tuple[str, Edit]]
 
     def turns(self) -> list[tuple[str, str]]:
-        """What the model reads and what it answers, turn by turn; as a client sends it, with all turns before."""
+        """Return the prompt and the reply of each turn; prompts include all earlier turns, as a client sends them."""
         read, text, turns = f"Here is the file:\n{self.text}\n", self.text, []
         for question, edit in self.edits:
             text = edit(text)
@@ -87,7 +87,7 @@ TRANSCRIPTS = {
 
 
 class ScriptedEngine(Engine):
-    """Runs passes as usual, and takes the tokens of `script`, by position in the sequence, instead of sampling."""
+    """Runs passes as usual, but takes the tokens from `script`, by position in the sequence, instead of sampling."""
 
     script: Sequence[int] = ()
 

@@ -1,8 +1,8 @@
-"""Passes of few rows with all parts of layers in one native call, beside the same passes step by step.
+"""Compares passes of few rows where layers run in one native call with the same passes step by step.
 
     python -m tests.benchmarks.native_parts MODEL [--rows 1,4,16,64] [--seconds 5]
 
-Turn by turn in one process, with the same caches; medians. The logits are compared bit for bit on the way.
+Both alternate in one process with the same caches; prints medians. Also checks that the logits are bit-identical.
 """
 
 import argparse
@@ -21,11 +21,11 @@ from mycli.runtime.engine.passes import Passes
 from mycli.runtime.engine.passes.plain import PlainPass
 from tests.support.waiting_threads import wait_as_the_command_does
 
-LENGTH = 128  # tokens in the cache before
+LENGTH = 128  # tokens already in the cache
 
 
 def main() -> None:
-    """Print a line for each number of rows, each row a sequence of its own."""
+    """Print a line for each number of rows; each row is a separate sequence."""
     wait_as_the_command_does()
     parser = argparse.ArgumentParser()
     parser.add_argument("model", type=Path)

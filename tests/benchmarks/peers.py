@@ -1,12 +1,11 @@
-"""What other quantizers make of the same model and the same calibration tokens, beside ours.
+"""Compares other quantizers with ours on the same model and the same calibration tokens.
 
     PYTHONPATH=.links python -m tests.benchmarks.peers --compressor ENV/bin/python --llama FOLDER [--model FOLDER]
 
 `--compressor` is the Python of an environment with llm-compressor (`pip install llmcompressor`), `--llama` the folder
-of llama.cpp's programs (`tests.benchmarks.llama`; needs `pip install gguf`); without one its rows are left out, and a
-line says so. What they make is read by the evaluator that reads ours: KL to the original on the package's held-out
-text. Bits per weight are counted from the files, over the linears of the blocks, scales included; embeddings and head
-stay.
+of llama.cpp's programs (`tests.benchmarks.llama`; needs `pip install gguf`); without one its rows are left out, with a
+message. All results are read by the same evaluator: KL to the original on the package's held-out text. Bits per weight
+are counted from the files, over the linears of the blocks, scales included; embeddings and head are not quantized.
 """
 
 import argparse
@@ -38,13 +37,13 @@ from tests.support.paths import PICO
 
 CHILD = Path(__file__).with_name("compressor_child.py")
 TYPES = ["Q8_0", "Q4_K_M", "Q4_0", "IQ4_XS", "Q3_K_M", "IQ3_S", "IQ3_XXS", "Q2_K", "IQ2_M", "IQ2_XS"]
-MIXED = [4.7, 3.85, 3.4375, 2.93]  # the bits per weight of mixtures of llama.cpp
+MIXED = [4.7, 3.85, 3.4375, 2.93]  # the bits per weight of llama.cpp's mixtures
 SCHEMES = [f"int{bits}-g{group}" for bits in (8, 4, 3, 2) for group in (128, 64, 32) if bits < 8 or group > 32]
 
 
 @dataclass(frozen=True)
 class Made:
-    """A model folder, who made it and how, and its bits per weight."""
+    """Describes a quantized model folder: the program, the method, and the bits per weight."""
 
     by: str
     how: str
@@ -54,7 +53,7 @@ class Made:
 
 @dataclass(frozen=True)
 class Shown:
-    """The model of `source` and what every quantizer is shown, int64 [windows, context]; files go to `folder`."""
+    """Holds the model of `source` and the calibration windows int64 [windows, context]; files go to `folder`."""
 
     source: Path
     windows: Tensor
@@ -62,7 +61,7 @@ class Shown:
 
 
 def ours(shown: Shown, recipe: Recipe, how: str) -> Made:
-    """What this program makes of `recipe`, shown the same windows; `how` names the row."""
+    """Quantize with `recipe` on the same windows; `how` names the row."""
     target, (samples, seq) = shown.folder / f"ours-{recipe.name}", shown.windows.shape
     source = Source(shown.source.name, shown.source, None, None)
     work = plan_quantization(source, replace(recipe, samples=samples, seq=seq), report="none")
@@ -73,7 +72,7 @@ def ours(shown: Shown, recipe: Recipe, how: str) -> Made:
 
 
 def compressor(python: Path, shown: Shown, method: str, packing: Packing) -> Made:
-    """`method` and `packing` by llm-compressor. Raises RuntimeError with the end of what it said."""
+    """Quantize with llm-compressor. Raises RuntimeError with the end of its output."""
     target, tokens = shown.folder / f"theirs-{method}-{packing.name}", shown.folder / "windows.pt"
     torch.save(shown.windows, tokens)
     numbers = str(packing.bits), str(packing.group_size)
@@ -87,7 +86,7 @@ def compressor(python: Path, shown: Shown, method: str, packing: Packing) -> Mad
 
 
 def packed_bits(folder: Path) -> float:
-    """Per weight of the quantized linears of a compressed-tensors folder, scales included."""
+    """Return the bits per weight of the quantized linears of a compressed-tensors folder, scales included."""
     opened = open_model_folder(folder)
     config, packings = opened.config, opened.packings
     tensors = Manifest.open(folder).tensors
@@ -99,9 +98,9 @@ def packed_bits(folder: Path) -> float:
 
 
 def llama(programs: Path, shown: Shown, text: Tensor, kinds: list[str]) -> Iterator[Made]:
-    """All `kinds` by llama.cpp, without and with importance matrix, those left out that it does not make.
+    """Yield all `kinds` by llama.cpp, without and with importance matrix, except those that it refuses.
 
-    Raises ValueError where llama.cpp's perplexity of the unquantized file is not ours: then it is not the same model.
+    Raises ValueError if llama.cpp's perplexity of the unquantized file differs from ours, since then the models differ.
     """
     from tests.benchmarks.llama import Llama, second_half_perplexity
 
@@ -126,7 +125,7 @@ def llama(programs: Path, shown: Shown, text: Tensor, kinds: list[str]) -> Itera
 
 
 def all_made(options: argparse.Namespace, shown: Shown, text: Tensor) -> Iterator[Made]:
-    """Everything that is installed, ours last."""
+    """Yield the results of every installed quantizer, ours last."""
     packings = [parse_packing(name) for name in options.schemes]
     if options.llama is None:
         print("llama.cpp: not installed (--llama)")

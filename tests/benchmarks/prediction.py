@@ -1,11 +1,12 @@
-"""What `--draft mtp` gains where the head that ships with a model predicts: a model of 0.2 B made so that it does.
+"""Measures the gain of `--draft mtp` with an MTP head of controlled accuracy, on a constructed model of 0.2 B.
 
     python -m tests.benchmarks.prediction [--noise 0 4 6 8] [--sequences 1] [--tokens 64] [--rounds 3]
 
-The model's next token is a function of the last one, and its head knows the function, but for noise that makes it miss
-some (`tests.support.prediction`); what layers compute adds nothing, and takes as long as it would. It is quantized to
-int4 in groups of 128, its head stays in 16 bits. Each round decodes so many sequences at once with and without the head
-in turn; the length of drafts is the one that adapts, as in `run` and `serve`. Replies are compared token by token.
+The model's next token is a function of the last one. Its head knows the function except for noise, which makes it miss
+some tokens (`tests.support.prediction`); the layers contribute nothing to the result but take their normal time. The
+model is quantized to int4 in groups of 128, its head stays in 16 bits. Each round decodes `--sequences` concurrent
+sequences alternately with and without the head; the draft length is adaptive, as in `run` and `serve`. Replies are
+compared token by token.
 """
 
 import argparse
@@ -56,14 +57,14 @@ CONTEXT, PROMPT = 512, (5, 6, 7)
 
 @dataclass(frozen=True)
 class Made:
-    """A model, quantized and loaded, with its head."""
+    """Holds a quantized and loaded model with its MTP head."""
 
     runner: ModelRunner
     head: MtpHead
 
     @classmethod
     def with_noise(cls, folder: Path, noise: float) -> "Made":
-        """Made under `folder`, which it needs no longer."""
+        """Build the model under `folder`, which is not needed afterwards."""
         make_that_predicts(folder / "source", "qwen3_5-delta", noise, **SHAPE)
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(PICO / name, folder / "source" / name)
@@ -75,7 +76,7 @@ class Made:
         return cls(runner, MtpHead(opened.mtp_head, runner))
 
     def engine(self, sequences: int, drafting: bool) -> Engine:
-        """Warmed up, for so many at once."""
+        """Return a warmed-up engine for this number of concurrent sequences."""
         shape, speculator = CacheShape.contiguous(CONTEXT, sequences), None
         if drafting:
             proposer = MtpProposer(self.head, shape)
@@ -87,7 +88,7 @@ class Made:
 
 @dataclass(frozen=True)
 class Replies:
-    """Of one round. acceptance: of the drafted tokens, the share that stood."""
+    """Holds the replies of one round. acceptance: the accepted share of the drafted tokens."""
 
     tokens: list[list[int]]
     rate: float
@@ -95,7 +96,7 @@ class Replies:
 
 
 def replies(engine: Engine, sequences: int, turn: int, tokens: int) -> Replies:
-    """As many at once."""
+    """Generate replies for this number of concurrent sequences."""
     asked = [Request((*PROMPT, turn, index), limit=tokens) for index in range(sequences)]
     numbers, began = [engine.submit(one) for one in asked], time.perf_counter()
     outputs = drain(engine)
@@ -107,7 +108,7 @@ def replies(engine: Engine, sequences: int, turn: int, tokens: int) -> Replies:
 
 
 def compare(made: Made, sequences: int, tokens: int, rounds: int) -> str:
-    """What speculation makes of so many sequences, in words."""
+    """Describe the speedup from speculation with this number of concurrent sequences."""
     plain, drafting = made.engine(sequences, False), made.engine(sequences, True)
     rates = []
     for turn in range(rounds):
@@ -119,7 +120,7 @@ def compare(made: Made, sequences: int, tokens: int, rounds: int) -> str:
 
 
 def main() -> None:
-    """A line for each noise and number of sequences."""
+    """Print a line for each noise and number of sequences."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--noise", type=float, nargs="*", default=[0, 4, 6, 8])
     parser.add_argument("--sequences", type=int, nargs="*", default=[1])

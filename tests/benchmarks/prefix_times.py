@@ -1,10 +1,10 @@
-"""Time to the first token of a server that keeps what it has read, and of the same texts where it has nothing of them.
+"""Compares a server's time to the first token with and without a cached prefix.
 
     python -m tests.benchmarks.prefix_times URL [--turns 20] [--turn 64] [--shared 8000] [--own 64] [--asked 4]
 
-A conversation: each turn's prompt is the last one's and `turn` tokens more. An agent: `asked` prompts, each of the same
-`shared` tokens and `own` others. Beside each stands a prompt as long of which no server has any part. Any server with
-OpenAI's completions will do; what it says it had in its cache is shown where it says so.
+A conversation: each prompt is the last one plus `turn` tokens. An agent: `asked` prompts, each with the same `shared`
+tokens and `own` others. Each is paired with a prompt of the same length of which nothing is cached. Works with any
+server that implements OpenAI's completions; prints the number of cached tokens where the server reports it.
 """
 
 import argparse
@@ -21,18 +21,18 @@ WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life"
 
 
 class Texts:
-    """Texts of about so many tokens that nobody has seen."""
+    """Generates texts of about a given number of tokens that are not in any cache."""
 
     def __init__(self, per_word: float) -> None:
         self._per_word, self._random = per_word, random.Random(secrets.randbits(64))
 
     def make(self, tokens: int) -> str:
-        """One that begins with words of its own."""
+        """Return a text with a unique beginning."""
         return "".join(" " + self._random.choice(WORDS) for _ in range(round(tokens / self._per_word)))
 
 
 def ask(server: CompletionServer, prompt: str) -> Reply:
-    """The times of one reply. Raises SystemExit where there is none."""
+    """Return the times of one reply. Raises SystemExit if the request fails."""
     found = server.reply(prompt.strip(), REPLY)
     if found.problem:
         raise SystemExit(f"{server.url}: {found.problem}")
@@ -40,7 +40,7 @@ def ask(server: CompletionServer, prompt: str) -> Reply:
 
 
 def show(name: str, kept: Sequence[Reply], fresh: Sequence[Reply]) -> None:
-    """A line for each pair of replies, and the medians of all but the first."""
+    """Print a line for each pair of replies, and the medians of all but the first."""
     for number, (one, other) in enumerate(zip(kept, fresh, strict=True), start=1):
         times = f"{1e3 * one.first_token_seconds:8.1f} ms, {1e3 * other.first_token_seconds:8.1f} where all is new"
         print(f"{name} {number:3}: {one.prompt:6} tokens, {one.cached:6} in the cache: {times}", flush=True)

@@ -1,11 +1,12 @@
-"""The figures of docs/quality.md: KL and perplexity on pico of rounding, of plain GPTQ, and of what mycli makes.
+"""Produces the figures of docs/quality.md: KL and perplexity on pico of rounding, plain GPTQ and mycli's methods.
 
     PYTHONPATH=.links python -m tests.benchmarks.quality_table [--bits 4 3] [--group 128] [--samples 128]
         [--tokens 16384]
 
-All rows see the same calibration windows and are measured on the same held-out tokens by the same code. Plain GPTQ is
-the original program's solver (IST-DASLab/gptq): positive scale from the largest weight, columns in natural order,
-groups scaled as they are reached, damping 0.01; inputs from the quantized prefix, as there with --true-sequential.
+All rows use the same calibration windows and are measured on the same held-out tokens by the same code. Plain GPTQ is
+the original program's solver (IST-DASLab/gptq): positive scale from the largest weight, columns in natural order, group
+scales computed when a group is reached, damping 0.01; inputs from the quantized prefix, as there with
+--true-sequential.
 """
 
 import argparse
@@ -41,12 +42,11 @@ from tests.support.paths import PICO
 
 
 class PlainGptq:
-    """The solver of the original program, column by column."""
+    """Implements the solver of the original program, column by column."""
 
     SOLVER = SolverSpec(help="", needs_data=True)
 
     def solve(self, weight: Tensor, grid: Grid, hessian: Tensor | None) -> Solution:
-        """As `SolverModule.solve`."""
         assert hessian is not None
         weight, hessian = weight.float().clone(), hessian.clone()
         rows, columns = weight.shape
@@ -69,7 +69,7 @@ class PlainGptq:
 
 
 class Peer(LinearSolver):
-    """A scheme that aims at the weights as they are."""
+    """Runs a scheme against the original weights, without the drift of the quantized prefix."""
 
     def __init__(self, scheme: SolverModule) -> None:
         super().__init__("gptq", torch.bfloat16, "mse")
@@ -123,7 +123,7 @@ def main() -> None:
             def sink(solved: Solved, state: dict[str, Tensor] = state) -> None:
                 state.update(solved.changed)
                 for linear, quantized in solved.linears.items():
-                    grid = Grid(packings[linear], torch.bfloat16)  # noqa: B023  # used within this turn only
+                    grid = Grid(packings[linear], torch.bfloat16)  # noqa: B023  # used within this iteration only
                     state[f"{linear}.weight"] = dequantize_codes(quantized, grid).bfloat16()
 
             started = time.monotonic()

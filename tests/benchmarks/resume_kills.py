@@ -1,11 +1,11 @@
-"""Replies that are killed and resumed: whether what a client has, and what it gets afterwards, is the whole reply.
+"""Checks that replies killed and resumed are complete: the client's part plus the resumed part equal the whole reply.
 
     python -m tests.benchmarks.resume_kills --cuts 1000 --kills 100
 
-`--cuts`: records cut at a random byte, as kill -9 leaves them, continued by another engine of this process, in turn
+`--cuts`: records cut at a random byte, as kill -9 leaves them, resumed by another engine of this process, alternately
 greedy, sampled, with a schema, with drafts, preempted and with log-probabilities. `--kills`: servers killed with
-SIGKILL while they send eight replies (sampled, greedy, schema, tools, drafts by n-gram lookup; OpenAI's and Anthropic's
-interfaces), which the next server resumes. Ends with 1 if any reply differs.
+SIGKILL while they send eight replies (sampled, greedy, schema, tools, n-gram drafts; OpenAI's and Anthropic's
+interfaces), which the next server resumes. Exits with 1 if any reply differs.
 """
 
 import argparse
@@ -44,7 +44,7 @@ ASKED: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def text_of(event: dict[str, Any]) -> tuple[str, str]:
-    """The text of an event, and the arguments of calls in it."""
+    """Return the text of an event, and the arguments of its tool calls."""
     if "choices" in event:
         choice = (event["choices"] or [{}])[0]
         delta = choice.get("delta", {})
@@ -73,7 +73,7 @@ class Client(threading.Thread):
             while line := response.readline():
                 if line.startswith(b"data: "):
                     data = line.decode().removeprefix("data: ").strip()
-                    # A connection that breaks looks like the end of a response to http.client.
+                    # http.client reports a broken connection as the end of a response.
                     self.ended = data == "[DONE]" or '"message_stop"' in data
                     if data != "[DONE]":
                         self._take(json.loads(data))
@@ -86,7 +86,7 @@ class Client(threading.Thread):
 
 
 def start(environment: dict[str, str]) -> tuple[subprocess.Popen[str], int]:
-    """A server of pico that drafts by n-gram lookup."""
+    """Start a server of pico that drafts by n-gram lookup; return the process and its port."""
     child = subprocess.Popen(
         [*COMMAND, "serve", "pico", "--port", "0", "--ctx", "512", "--draft", "ngram", "--threads", "1", "-q"],
         env=environment,
@@ -103,7 +103,7 @@ def ask_all(port: int) -> list[Client]:
 
 
 def real_kills(count: int, random: Random) -> Counter[str]:
-    """Kill `count` servers while they reply; the number of replies resumed, equal and different."""
+    """Kill `count` servers while they reply; return the number of resumed replies that were equal and different."""
     results: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as state:
         environment = {**os.environ, "XDG_STATE_HOME": state}
@@ -119,7 +119,7 @@ def real_kills(count: int, random: Random) -> Counter[str]:
             clients = ask_all(port)
             while not any(client.name_of_reply for client in clients):
                 time.sleep(0.001)
-            # Sockets hold more than a reply, so what a client has read says nothing about the server's progress.
+            # Socket buffers hold more than a reply, so the bytes a client has read do not show the server's progress.
             time.sleep(random.uniform(0, seconds))
             child.kill()
             child.wait()
@@ -143,7 +143,7 @@ def real_kills(count: int, random: Random) -> Counter[str]:
 
 
 def cuts(count: int, random: Random) -> Counter[str]:
-    """Cut records of every kind `count` times together; the number of replies that were equal and different."""
+    """Cut `count` records over all kinds; return the number of replies that were equal and different."""
     results: Counter[str] = Counter()
     loaded = load_pico()
     for place, kind in enumerate(KINDS):

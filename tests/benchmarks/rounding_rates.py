@@ -1,10 +1,10 @@
-"""What rounding a weight to 4 bits takes, of one thread, with the instructions of MYCLI_CPU_ISA.
+"""Measures the time of rounding a weight to 4 bits on one thread, with the instructions of MYCLI_CPU_ISA.
 
     PYTHONPATH=.links [MYCLI_CPU_ISA=avx2] python -m tests.benchmarks.rounding_rates [--repeats 7]
 
-A random bf16 weight, with codes and what was lost: scales from the largest magnitude of a group, and scales searched
-for as by `quantize`, in ns a weight. The loop over the columns of a block, of GPTQ and of coordinate descent, in 10^9
-multiplications a second. The best of `--repeats` calls.
+Uses a random bf16 weight and computes codes and rounding errors: with scales from the largest magnitude of a group, and
+with searched scales as in `quantize`, in ns per weight. The column loops of GPTQ and coordinate descent are measured in
+10^9 multiplications per second. Prints the best of `--repeats` calls.
 """
 
 import argparse
@@ -20,11 +20,11 @@ from mycli.runtime.kernels.cpu.library.build import native
 from mycli.runtime.quantization.scheme import Packing
 
 SHAPE = 1408, 2048
-ROWS = 4096  # of a block of columns
+ROWS = 4096  # rows of a block of columns
 
 
 def best_of(repeats: int, call: Callable[[], object]) -> float:
-    """Seconds of the shortest call."""
+    """Return the seconds of the shortest call."""
     best = float("inf")
     for _ in range(repeats):
         began = time.perf_counter()
@@ -34,7 +34,7 @@ def best_of(repeats: int, call: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    """A line for each search and group, and for each loop."""
+    """Print a line for each search and group size, and for each loop."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=7)
     repeats: int = parser.parse_args().repeats

@@ -1,7 +1,7 @@
-"""Many requests over several models of which two fit: `python -m tests.benchmarks.several_models [REQUESTS] [CLIENTS]`.
+"""Sends requests to several models of which two fit: `python -m tests.benchmarks.several_models [REQUESTS] [CLIENTS]`.
 
-Prints failures, replies that differ from those of the model alone, loads and evictions, and the largest sum of the
-resident memory of all processes of the server beside its limit.
+Prints failures, replies that differ from those of the model served alone, loads and evictions, and the peak resident
+memory of all server processes together with its limit.
 """
 
 import http.client
@@ -37,7 +37,7 @@ def server(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
 
 
 def ask(port: int, model: str, prompt: str) -> tuple[int, Any]:
-    """Return the status of a chat, and its text with the log-probabilities."""
+    """Return the status of a chat request, and its text with the log-probabilities."""
     body = {"model": model, "messages": [{"role": "user", "content": prompt}], "max_tokens": 16, "temperature": 0}
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
     try:

@@ -1,11 +1,11 @@
-"""A long life of `mycli serve`: many clients of all kinds who come, leave early and read slowly, then nobody.
+"""Runs a soak test of `mycli serve`: many clients that disconnect early or read slowly, then an idle phase.
 
     python -m tests.benchmarks.soak --seconds 300 --clients 32 --idle 10000
 
-Says how much memory and how many blocks, threads and files the server has before, meanwhile and after, what the
-clients were answered, and how long /health took with so many sockets open that say nothing. Ends with 1 where blocks,
-threads or files are left in use, memory grew by more than a tenth after the warm-up, an answer was a 5xx other than
-503, or /health went unanswered.
+Prints the server's memory, blocks, threads and open files before, during and after the load, the statuses that the
+clients received, and the latency of /health with `--idle` idle sockets open. Exits with 1 if blocks, threads or files
+leak, memory grew by more than a tenth after the warm-up, a response was a 5xx other than 503, or /health did not
+respond.
 """
 
 import argparse
@@ -47,14 +47,14 @@ WORDS = (
 
 
 def request(port: int, path: str, body: Any = None) -> bytes:
-    """The bytes of one request on a connection of its own."""
+    """Return the bytes of one request on a separate connection."""
     data = b"" if body is None else json.dumps(body).encode()
     head = f"{'GET' if body is None else 'POST'} {path} HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\nconnection: close\r\n"
     return f"{head}content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data
 
 
 def asked(chance: random.Random) -> tuple[str, dict[str, Any]]:
-    """A request of any kind: most are right."""
+    """Return the path and the body of a random request; most are valid."""
     text = " ".join(chance.choices(WORDS, k=chance.choice((3, 30, 120))))
     begin = "Once upon a time there was " * chance.randint(0, 6)
     common: dict[str, Any] = {
@@ -77,7 +77,7 @@ def asked(chance: random.Random) -> tuple[str, dict[str, Any]]:
 
 
 async def exchange(port: int, data: bytes, seconds: float = 120, leave: float = 0.0, slowly: bool = False) -> bytes:
-    """What is answered; `leave`: seconds after which the client goes, 0 for never."""
+    """Send a request and return the response; `leave`: seconds until the client disconnects, 0 for never."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     found = b""
     try:
@@ -96,7 +96,7 @@ async def exchange(port: int, data: bytes, seconds: float = 120, leave: float = 
 
 
 async def client(port: int, seed: int, end: float, told: Counter[str]) -> None:
-    """One after another until the end."""
+    """Send one request after another until `end`."""
     chance = random.Random(seed)
     while time.monotonic() < end:
         path, body = asked(chance)
@@ -111,14 +111,14 @@ async def client(port: int, seed: int, end: float, told: Counter[str]) -> None:
 
 
 async def load(port: int) -> dict[str, float]:
-    """What the server says of itself."""
+    """Return the load that the server reports."""
     text = (await exchange(port, request(port, "/metrics"))).decode()
     names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions_total")
     return {name: float(re.findall(rf"^mycli:{name} (\S+)$", text, re.MULTILINE)[0]) for name in names}
 
 
 async def at_rest(port: int, seconds: float = 120) -> dict[str, float]:
-    """The same, once nobody is under way."""
+    """Wait until no request is running and return the load."""
     end = time.monotonic() + seconds
     while True:
         found = await load(port)
@@ -128,7 +128,7 @@ async def at_rest(port: int, seconds: float = 120) -> dict[str, float]:
 
 
 def memory(process: int) -> dict[str, int]:
-    """Bytes resident, threads and open files of a process."""
+    """Return the resident bytes, threads and open files of a process."""
     with open(f"/proc/{process}/status") as file:
         status = dict(line.split(":", 1) for line in file)
     files = len(os.listdir(f"/proc/{process}/fd"))
@@ -136,7 +136,7 @@ def memory(process: int) -> dict[str, int]:
 
 
 async def idle(port: int, count: int) -> dict[str, Any]:
-    """Open so many sockets that say nothing, and ask for /health meanwhile and after."""
+    """Open this number of idle sockets, and request /health meanwhile and afterwards."""
     opened, refused, times = [], 0, []
 
     async def health() -> None:
@@ -173,7 +173,7 @@ async def idle(port: int, count: int) -> dict[str, Any]:
 
 
 async def live(port: int, process: int, seconds: float, clients: int, sockets: int) -> dict[str, Any]:
-    """The whole life; see the top."""
+    """Run the load and the idle phase against a server and return all measurements."""
     told: Counter[str] = Counter()
     warm = time.monotonic() + max(seconds / 5, 5)
     await asyncio.gather(*(client(port, seed, warm, Counter()) for seed in range(clients)))
@@ -196,7 +196,6 @@ async def live(port: int, process: int, seconds: float, clients: int, sockets: i
 
 
 def main() -> int:
-    """As the top says."""
     parser = argparse.ArgumentParser()
     for name, value in (("--seconds", 300), ("--clients", 32), ("--idle", 10_000)):
         parser.add_argument(name, type=int, default=value)

@@ -1,11 +1,12 @@
-"""What speculation makes of a forced acceptance at 1.1 B with a draft of 0.1 B, beside what the arithmetic predicts.
+"""Measures speculation with a forced acceptance rate (1.1 B target, 0.1 B draft) and compares with the prediction.
 
     PYTHONPATH=.links python -m tests.benchmarks.speculation [--target FOLDER --draft FOLDER] [--length 4 8]
 
-Random weights agree on nothing, so each drafted token is kept with the probability asked for; all else is the loop
-that `run` and `chat` use, drawing at temperature 1. In every round and in turn: plain steps, the two kinds of pass
-alone, and the loop. The prediction is (1 + a + ... + a^K) plain steps for one verifying pass and K drafting ones
-(Leviathan et al., arXiv 2211.17192); the loop's cost is what a step takes beyond the models' passes, in plain steps.
+Two random models never agree, so each drafted token is accepted with the requested probability; everything else is the
+loop that `run` and `chat` use, sampling at temperature 1. Every round alternates between plain steps, the two kinds of
+pass alone, and the loop. The prediction is (1 + a + ... + a^K) plain steps for one verification pass and K drafting
+passes (Leviathan et al., arXiv 2211.17192); the overhead of the loop is the time of a step beyond the models' passes,
+in plain steps.
 """
 
 import argparse
@@ -57,7 +58,7 @@ SHAPE = CacheShape.contiguous(1024)
 
 
 def random_model(folder: Path, shape: Mapping[str, Any]) -> Path:
-    """An int4 g128 Llama of `shape` under `folder`."""
+    """Write an int4 g128 Llama of `shape` under `folder`."""
     source, target = folder / "source", folder / "int4"
     source.mkdir(parents=True)
     heads = {"num_key_value_heads": shape["num_attention_heads"] // 4, "tie_word_embeddings": False}
@@ -74,27 +75,26 @@ def random_model(folder: Path, shape: Mapping[str, Any]) -> Path:
 
 
 class Forced(Sampler):
-    """Keeps each proposal with the same probability, whatever the models think."""
+    """Accepts each proposal with the same probability, independent of the models' logits."""
 
     def __init__(self, acceptance: float, vocab_size: int, seed: int) -> None:
         super().__init__(SamplingParams(temperature=1.0), vocab_size, CPU.device)
-        self.numbers.generator.manual_seed(seed)  # a seed of the settings would promise the tokens of plain steps
+        self.numbers.generator.manual_seed(seed)  # a seed in the settings would guarantee the tokens of plain steps
         self._acceptance = acceptance
 
     def accept(self, chances: Tensor) -> int:
-        """As `Sampler.accept`."""
         return super().accept(torch.full_like(chances, self._acceptance))
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """Of one call."""
+    """Return the seconds of one call."""
     began = time.perf_counter()
     call()
     return time.perf_counter() - began
 
 
 class Clock:
-    """Adds up the seconds that a model's passes take."""
+    """Adds up the seconds of a model's passes."""
 
     def __init__(self, model: Transformer) -> None:
         self.seconds = 0.0
@@ -109,7 +109,7 @@ class Clock:
 
 
 class Timed(FixedDraftLength):
-    """A fixed length that keeps the seconds of each step of this length, and of the model's passes in it."""
+    """Uses a fixed draft length and records the seconds of each full-length step and of the model passes in it."""
 
     def __init__(self, count: int, clocks: Sequence[Clock]) -> None:
         super().__init__(count)
@@ -117,7 +117,6 @@ class Timed(FixedDraftLength):
         self.steps: list[tuple[float, float]] = []
 
     def observe_draft(self, drafted: int, accepted: int, lag: int, seconds: float, evidence: int = 0) -> None:
-        """As `DraftLengthPolicy.observe_draft`."""
         if drafted == self._count:
             self.steps.append((seconds, sum(clock.seconds for clock in self._clocks)))
         for clock in self._clocks:
@@ -125,7 +124,7 @@ class Timed(FixedDraftLength):
 
 
 class Trial:
-    """One pair of models, one draft length."""
+    """Runs one pair of models with one draft length."""
 
     def __init__(self, target: ModelRunner, draft: ModelRunner, clocks: Sequence[Clock], length: int) -> None:
         self.length, self.vocab = length, target.config.vocab_size
@@ -136,13 +135,13 @@ class Trial:
         warm_up(self.fast)
 
     def plain_step(self, seed: int) -> float:
-        """Seconds of a token without speculation."""
+        """Return the seconds of a token without speculation."""
         self.plain.forget()
         _, timing = generate(self.plain, Request(PROMPT, SamplingParams(temperature=1.0, seed=seed), limit=24))
         return statistics.median(timing.token_seconds[2:])
 
     def passes(self) -> tuple[float, float]:
-        """Seconds of a verifying pass over the draft and one token more, and of a drafting pass, nothing drawn."""
+        """Return the seconds of a verification pass over the draft and one more token, and of a drafting pass."""
         judging, drafting = [], []
         drafts, judged = ([Chunk([5] * count, len(PROMPT), (0,), count)] for count in (1, self.length + 1))
         for engine, cache in ((self.draft, self.draft.cache), (self.fast, self.fast.cache)):
@@ -154,7 +153,7 @@ class Trial:
         return statistics.median(judging), statistics.median(drafting)
 
     def loop(self, acceptance: float, seed: int) -> tuple[float, float, float]:
-        """(seconds, seconds beyond the models' passes, tokens) of a step of the real loop."""
+        """Return (seconds, seconds beyond the models' passes, tokens) of a step of the real loop."""
         self.fast.forget()
         self.policy.steps.clear()
         number = self.fast.submit(Request(PROMPT, SamplingParams(temperature=1.0), limit=200))

@@ -1,4 +1,4 @@
-"""Through GGUF and back: the same tensors; tokens as text; rows of q and k as llama.cpp turns them."""
+"""The tests of the GGUF round trip: equal tensors, tokens as text, and the row order of q and k in llama.cpp."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 pytest.importorskip("gguf")
 
 from tests.benchmarks import gguf as peer  # noqa: E402
-from tests.support.paths import PICO  # noqa: E402  # only where gguf is there
+from tests.support.paths import PICO  # noqa: E402  # imported only if gguf is installed
 
 
 def test_written_and_read_back_is_the_same_model(tmp_path: Path) -> None:
@@ -23,7 +23,7 @@ def test_written_and_read_back_is_the_same_model(tmp_path: Path) -> None:
 
 
 def test_rows_turned_by_one_angle_lie_together_in_the_file(tmp_path: Path) -> None:
-    """Only this says that q and k are right for llama.cpp: an identity would survive the way there and back too."""
+    """The round trip cannot detect a wrong order of q and k for llama.cpp, since an identity would pass it too."""
     import gguf
 
     peer.write(PICO, tmp_path / "pico.gguf")

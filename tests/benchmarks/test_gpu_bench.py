@@ -1,4 +1,4 @@
-"""The GPU benchmark without a GPU: its arithmetic, its budget, its files, and a whole run at tiny sizes on the CPU."""
+"""The tests of the GPU benchmark without a GPU: arithmetic, time budget, files, and a tiny run on the CPU."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from tests.gpu.bench.timing import Context, megahertz
 
 
 def test_bytes_and_ceilings_of_the_8b_model() -> None:
-    """The published figures at 4.3 TB/s: 3.870 GB and 1,111 tokens/s; 1,039 at 2k of context; 286 in bf16."""
+    """The published figures at 4.3 TB/s are 3.870 GB and 1,111 tokens/s; 1,039 at 2k of context; 286 in bf16."""
     assert token_bytes(LLAMA_8B, INT4) == pytest.approx(3.870e9, rel=5e-4)
     assert 4.3e12 / token_bytes(LLAMA_8B, INT4) == pytest.approx(1111, abs=1)
     assert 4.3e12 / token_bytes(LLAMA_8B, INT4, 2048) == pytest.approx(1039, abs=1)
@@ -39,7 +39,7 @@ def test_roofline_takes_the_slower_limit() -> None:
 
 
 class Library:
-    """libnvidia-ml as ctypes shows it: one GPU that says its clock, or a code."""
+    """Imitates libnvidia-ml as ctypes shows it: one GPU that reports its clock, or an error code."""
 
     def __init__(self, code: int = 0) -> None:
         self.code, self.open = code, 0
@@ -138,7 +138,7 @@ def test_what_was_measured_survives_a_kill(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_whole_protocol_at_tiny_sizes(tmp_path: Path) -> None:
-    """In a process of its own, as `make bench-gpu` runs it; every row has its fields, and nothing failed."""
+    """Runs in a separate process, as `make bench-gpu` does; every row has its fields, and nothing failed."""
     command = [sys.executable, "-m", "tests.gpu.bench", "--device", "cpu", "--tiny"]
     environment = {**os.environ, "OUT": str(tmp_path), "OMP_NUM_THREADS": "1"}
     subprocess.run(command, check=True, env=environment, capture_output=True, cwd=Path(__file__).parents[2])
@@ -158,7 +158,7 @@ def test_whole_protocol_at_tiny_sizes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("driver", [[], None], ids=["no-gpus-listed", "no-answer"])
 def test_needs_no_nvml(driver: list[object] | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A container may have CUDA without it: rows lack the clock, and the facts the driver, and nothing else."""
+    """Without NVML, which a container with CUDA may lack, only the clock of rows and the driver version are missing."""
 
     def listed() -> list[object]:
         if driver is None:

@@ -1,4 +1,4 @@
-"""The calls to a GPU, without one: their order, limits and reports; a part on the emulator, and slowly all of them."""
+"""The tests of the GPU calls without a GPU: order, limits and reports, with some on the emulator."""
 
 import json
 import subprocess
@@ -20,7 +20,7 @@ PYTHON = [sys.executable, "-c"]
 
 
 def asked(tmp_path: Path, parts: list[tuple[str, int, str]], seconds: float = 60) -> tuple[bool, dict[str, object]]:
-    """Whether it went well, and what was written, after parts of (name, limit, program)."""
+    """Run parts of (name, limit, program); return whether the call succeeded, and the report."""
     report = Report({}, tmp_path / "report")
     commands = [[*PYTHON, code] for _, _, code in parts]
     given = [Part(name, most, command) for (name, most, _), command in zip(parts, commands, strict=True)]
@@ -82,7 +82,7 @@ def test_the_order_and_the_time(tmp_path: Path) -> None:
 
 
 def rehearsed(module: str, folder: Path, out: Path, *only: str) -> dict[str, Any]:
-    """What a rehearsal wrote; it went well."""
+    """Run a rehearsal, check that it succeeded, and return its report."""
     command = [sys.executable, "-m", f"tests.gpu.{module}", "--rehearse", str(folder), "--out", str(out)]
     done = subprocess.run(
         [*command, *(word for name in only for word in ("--only", name))], cwd=ROOT, capture_output=True, text=True
@@ -96,9 +96,9 @@ def rehearsed(module: str, folder: Path, out: Path, *only: str) -> dict[str, Any
 
 @pytest.fixture
 def folder(request: pytest.FixtureRequest) -> Path:
-    """Kept from run to run: a kernel that has not changed is not compiled again."""
+    """The cache folder kept between test runs: an unchanged kernel is not compiled again."""
     pytest.importorskip("triton")
-    return request.config.cache.mkdir("ptx_emulator")  # type: ignore[union-attr]  # the plugin is always there
+    return request.config.cache.mkdir("ptx_emulator")  # type: ignore[union-attr]  # the plugin is always loaded
 
 
 def test_a_part_of_the_first_call_rehearsed(folder: Path, tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_what_the_sanitizer_counted(said: str, count: int | None) -> None:
 def test_a_sanitizer_that_finds_something_is_a_row_that_is_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By a tool that runs nothing and says what each check found; another is not installed."""
+    """A stub sanitizer that runs nothing returns the result of each check; another one is not installed."""
     stub = tmp_path / "compute-sanitizer"
     stub.write_text(
         '#!/bin/sh\n[ "$2" = memcheck ] && echo "== ERROR SUMMARY: 0 errors" || echo "ERROR SUMMARY: 3 errors"\n'
@@ -195,5 +195,5 @@ def test_a_prediction_is_no_less_than_what_memory_allows_and_falls_with_what_is_
 
 @pytest.mark.parametrize("rows", [1, 2, 4, 8, 16])
 def test_the_model_reads_parts_as_the_kernel_does(rows: int) -> None:
-    """`add_parts`: 16 loads of up to two numbers a thread, 8 of four, else 4."""
+    """The kernel's `add_parts` uses 16 loads of up to two numbers per thread, 8 of four, else 4."""
     assert latency.loads_under_way(rows, 128) == {1: 16, 2: 16, 4: 8, 8: 4, 16: 4}[rows]

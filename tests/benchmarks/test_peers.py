@@ -1,4 +1,4 @@
-"""Bits per weight in the tables of peers: those of the files, and of all linears."""
+"""The tests of bits per weight in the tables of peers: those of the files, and of all linears."""
 
 from pathlib import Path
 

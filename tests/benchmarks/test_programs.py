@@ -1,11 +1,11 @@
-"""The programs that documents name start: nothing that they import has moved."""
+"""The tests that the programs named in the documentation start with all their imports."""
 
 import importlib
 from pathlib import Path
 
 import pytest
 
-# Run by other environments, with modules of theirs.
+# Run in other environments, with packages installed there.
 ELSEWHERE = {"compressor_child", "transformers_child", "vllm_child", "vllm_plain"}
 PROGRAMS = sorted(
     path.stem

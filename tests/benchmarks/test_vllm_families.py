@@ -1,4 +1,4 @@
-"""How vLLM's tokens are judged, without vLLM: on made-up logits, and on a copy that transformers reads."""
+"""The tests of the vLLM comparison without vLLM: on synthetic logits, and on a copy that transformers reads."""
 
 from pathlib import Path
 
@@ -35,14 +35,14 @@ def truth() -> Tensor:
     ("spread", "ok"), [(0.0, True), (0.05, True), (0.3, True), (0.9, False), (3.0, False)], ids=str
 )
 def test_as_near_as_rounded_inputs_is_near_enough(truth: Tensor, spread: float, ok: bool) -> None:
-    """What moves logits as much as the rounding does, or less, passes; three times as much does not."""
+    """Noise up to the size of the rounding passes; noise three times as large does not."""
     verdict = judge(truth, noisy(truth, 0.3, 1), noisy(truth, spread, 2).argmax(-1))
     assert verdict.ok is ok
     assert (verdict.same == TOKENS) is (spread == 0.0) and verdict.tokens == TOKENS
 
 
 def test_a_bar_of_nothing_takes_the_truth_alone(truth: Tensor) -> None:
-    """Where rounding changes no token, a few that are far off are more than chance."""
+    """Where rounding changes no token, a few tokens far below the best are more than chance."""
     best = truth.argmax(-1)
     assert judge(truth, truth, best).ok
     chosen = best.clone()
@@ -63,7 +63,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_inputs_of_every_packed_product_are_rounded(copy: Path) -> None:
-    """To 8 bits it shows; to 20 the logits are those of transformers' own experts."""
+    """Rounding to 8 bits changes the logits; with 20 bits they equal those of transformers' own experts."""
     folder, tokens = open_model_folder(copy), torch.arange(3, 43).view(2, 20)
     found = {}
     with torch.no_grad():
@@ -78,7 +78,7 @@ def test_inputs_of_every_packed_product_are_rounded(copy: Path) -> None:
 
 
 def test_replies_are_judged_and_weights_compared(copy: Path) -> None:
-    """Greedy tokens of the truth pass, others do not; a weight that is another is named."""
+    """Greedy tokens of the reference pass, others fail; a differing weight is reported by name."""
     prompts = torch.randint(3, 4096, (4, 8), generator=torch.Generator().manual_seed(0))
     model = unpacked_model(copy)
     assert not differing_weights(open_model_folder(copy), model)

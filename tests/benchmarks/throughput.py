@@ -1,10 +1,10 @@
-"""How long quantizing takes, and how much memory, on a random model of a real one's shape.
+"""Measures the time and memory of quantizing on a random model of a real model's shape.
 
     PYTHONPATH=.links python -m tests.benchmarks.throughput [--layers 2] [--samples 128] [--seq 512]
 
-The shape is that of Qwen2.5-0.5B (hidden 896, MLP 4864, 14 heads, 2 of them for keys and values), the vocabulary small.
-Prints seconds for each layer, which do not grow with depth, and the peak of the resident set beyond the start. With
-`--rates 250 250 20` nothing is run: the time of an 8 B model is told from counted work and rates that a GPU may reach.
+The shape is that of Qwen2.5-0.5B (hidden 896, MLP 4864, 14 heads, 2 KV heads) with a small vocabulary. Prints the
+seconds for each layer, which do not grow with depth, and the peak resident set size beyond the start. With `--rates 250
+250 20` nothing is run: the time of an 8 B model is estimated from operation counts and the rates that a GPU may reach.
 """
 
 import argparse
@@ -62,11 +62,12 @@ LLAMA_8B: dict[str, object] = {
 def estimated_seconds(
     config: ModelConfig, tokens: int, forward: float, moments: float, factor: float
 ) -> dict[str, float]:
-    """Seconds of the parts of quantizing a model by what is counted, for rates in FLOP/s that each part reaches.
+    """Return the seconds of the parts of quantizing a model, from operation counts and rates in FLOP/s for each part.
 
-    Two models pass every block: the original once; the quantized one with its qkv and gate_up twice (see `observe`).
-    Moments are two [K, K] sums an input. Factoring is two Cholesky factors of K^3 / 3, two triangular solves of K^3 and
-    the inverse of K^3 / 3; columns are N K^2 for their corrections and 2 N K^2 for each of two sweeps and the refit.
+    Two models run through every block: the original once, the quantized one with its qkv and gate_up twice (see
+    `observe`). Moments are two [K, K] sums per input. Factoring is two Cholesky factors of K^3 / 3, two triangular
+    solves of K^3 and the inverse of K^3 / 3; the columns take N K^2 for their corrections and 2 N K^2 for each of two
+    sweeps and the refit.
     """
     flops = dict.fromkeys(("forwards", "moments", "factors", "columns"), 0.0)
     for name, group in config.layer(0).products().items():
@@ -83,9 +84,10 @@ def estimated_seconds(
 def layer_seconds(
     shape: Mapping[str, object], layers: int, samples: int, seq: int, placement: Placement
 ) -> list[float]:
-    """Of each of `layers` blocks of a random bf16 model, GPTQ at 4 bits in groups of 128 on samples x seq tokens.
+    """Return the seconds for each block of a random bf16 model with GPTQ at 4 bits in groups of 128.
 
-    `shape`: the fields of a config.json but num_hidden_layers. The model is written first, and read block by block.
+    Calibrates on samples x seq tokens. `shape`: the fields of a config.json except num_hidden_layers. The model is
+    written first, and read block by block.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -100,7 +102,7 @@ def layer_seconds(
         windows = torch.randint(0, config.vocab_size, (samples, seq))
         model, times = StreamedModel(open_model_folder(folder), placement), [time.monotonic()]
 
-        def sink(_: Solved) -> None:  # called when the block is on the host
+        def sink(_: Solved) -> None:  # called when the block is in host memory
             times.append(time.monotonic())
 
         quantize_blocks(

@@ -1,17 +1,17 @@
-"""The Python that one token of the small shipped model runs through: `python -m tests.benchmarks.token_path`.
+"""Counts the Python functions that one token of pico runs through: `python -m tests.benchmarks.token_path`.
 
 Prints, as JSON with `--json`, for one sampled and one greedy token on the CPU: the functions of the product that
 `Engine.step` enters, their files, the changes of file; the host time of a sampled token; and the modules of the product
-that `mycli run pico hello` imports. Measures whatever `mycli` it imports, so it can be run on an older tree:
+that `mycli run pico hello` imports. Measures the `mycli` that it imports, so it can be run on an older tree:
 `PYTHONPATH=OLD/.links python tests/benchmarks/token_path.py`.
 
-How it is counted: `sys.setprofile` around one `Engine.step` of `mycli run pico`. A function is a (file, qualified
-name) of cli/, quant/ or runtime/ that Python enters, comprehensions and resumed generators included, each counted
-once. A change of file is an entry whose file differs from that of the entry before it, the first entry included.
-Torch and native code are not counted. The counted step is the most common one among those that return one token, from
-the tenth on: decoding, all caches warm. The times are medians over the steps of a reply, then over replies, with one
-thread: CPU is the CPU time of the process in one step, host is that without the time inside native functions called
-through ctypes. Unlike wall time, both are little disturbed by other programs.
+Counting uses `sys.setprofile` around one `Engine.step` of `mycli run pico`. A function is a (file, qualified name) of
+cli/, quant/ or runtime/ that Python enters, comprehensions and resumed generators included, each counted once. A change
+of file is an entry whose file differs from that of the entry before it, the first entry included. Torch and native code
+are not counted. The counted step is the most common one among those that return one token, from the tenth on: decoding,
+all caches warm. The times are medians over the steps of a reply, then over replies, with one thread: CPU is the CPU
+time of the process in one step; host excludes the time inside native functions called through ctypes. Other programs
+disturb both less than wall time.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-STEP = 10  # prompt, first token and one-time work lie before it
+STEP = 10  # after the prompt, the first token and one-time work
 SAMPLED, GREEDY = ("--temperature", "0.8", "--seed", "1"), ("--temperature", "0")
 PROMPT = ("--raw", "Once upon a time")
 IMPORTS = """
@@ -46,7 +46,7 @@ print(sum(name.startswith("mycli.") for name in sys.modules))
 
 
 def folders() -> dict[str, str]:
-    """The parts of the product by the folder that they were imported from."""
+    """Return the parts of the product by the folder that they were imported from."""
     parts = {}
     for part in ("cli", "quant", "runtime"):
         file = importlib.import_module(f"mycli.{part}").__file__
@@ -62,8 +62,8 @@ class NativeCalls:
         self.seconds = 0.0
 
     def install(self) -> None:
-        """Let every library that is loaded from now on count its calls."""
-        calls, original = self, ctypes._CFuncPtr  # type: ignore[attr-defined]  # what CDLL makes its functions of
+        """Make every library that is loaded afterwards count its calls."""
+        calls, original = self, ctypes._CFuncPtr  # type: ignore[attr-defined]  # the base class of CDLL's functions
 
         class TimedFunction(original):  # type: ignore[misc, valid-type]  # a class that typeshed does not list
             _flags_ = ctypes._FUNCFLAG_CDECL  # type: ignore[attr-defined]  # the same
@@ -81,7 +81,7 @@ NATIVE = NativeCalls()
 
 
 class Entries:
-    """Collects the entered functions of the product, as a profile function."""
+    """Collects the entered functions of the product; used as a profile function."""
 
     def __init__(self) -> None:
         self.codes: list[CodeType] = []
@@ -108,7 +108,7 @@ class Entries:
 
 
 def reply(arguments: tuple[str, ...], profile: bool) -> tuple[list[Entries], list[tuple[float, float, float]]]:
-    """Run one reply; return what each step of one token entered, and the host, CPU and wall seconds of every step."""
+    """Run one reply; return the entries of each single-token step, and the host, CPU and wall seconds of every step."""
     from mycli.cli.main import main
     from mycli.runtime.engine.engine import Engine
 
@@ -137,7 +137,7 @@ def reply(arguments: tuple[str, ...], profile: bool) -> tuple[list[Entries], lis
     Engine.step = watched  # type: ignore[method-assign, assignment]  # the measured method, put back below
     standard_input = sys.stdin
     try:
-        sys.stdin = io.TextIOWrapper(io.BytesIO())  # what is piped in would become a part of the prompt
+        sys.stdin = io.TextIOWrapper(io.BytesIO())  # piped input would become a part of the prompt
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as errors:
             try:
                 main(["run", "pico", *PROMPT, "-n", "200", *arguments])
@@ -153,9 +153,9 @@ def reply(arguments: tuple[str, ...], profile: bool) -> tuple[list[Entries], lis
 def measure(repeats: int) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name, arguments in (("sampled", SAMPLED), ("greedy", GREEDY)):
-        reply(arguments, profile=False)  # imports, and compiles what is compiled once
+        reply(arguments, profile=False)  # imports, and one-time compilation
         paths: list[Entries] = []
-        while len(paths) < 10:  # how many tokens a greedy step returns depends on the time it takes
+        while len(paths) < 10:  # the number of tokens per greedy step depends on its time
             paths += reply(arguments, profile=True)[0]
         ways = collections.Counter(tuple(path.codes) for path in paths)
         common = ways.most_common(1)[0][0]
@@ -200,7 +200,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # One thread: the model is too small to gain from more, and a busy machine disturbs one less.
+    # One thread: the model is too small to gain from more, and other processes disturb a single thread less.
     os.environ["OMP_NUM_THREADS"] = "1"
     NATIVE.install()
     main()

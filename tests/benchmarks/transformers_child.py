@@ -1,8 +1,9 @@
-"""Logits and greedy tokens of transformers, in an environment with GPTQModel: python transformers_child.py REQUEST OUT.
+"""Prints logits and greedy tokens of transformers with GPTQModel: python transformers_child.py REQUEST OUT.
 
-REQUEST is a JSON: `folders` by name, `prompts` (lists of ids, equally long), `reply` tokens. OUT becomes a safetensors
-file: for each folder NAME/logits fp32 [prompts, prompt, vocabulary] and NAME/tokens int64 [prompts, reply]. A folder
-that is not loaded has its reason printed in a line that begins with its name. Imports nothing of this project.
+Runs in an environment with GPTQModel. REQUEST is a JSON: `folders` by name, `prompts` (lists of ids, equally long),
+`reply` tokens. OUT becomes a safetensors file: for each folder NAME/logits fp32 [prompts, prompt, vocabulary] and
+NAME/tokens int64 [prompts, reply]. For a folder that cannot be loaded it prints a line with its name and the reason.
+Imports nothing of this project.
 """
 
 import json
@@ -12,7 +13,7 @@ from typing import Any
 
 
 def settings(folder: Path) -> Any:
-    """The plain torch kernels of GPTQModel: the only ones that compute in fp32."""
+    """Return the plain torch kernels of GPTQModel, the only ones that compute in fp32."""
     from transformers import AwqConfig, GPTQConfig
 
     found = json.loads((folder / "config.json").read_text())["quantization_config"]
@@ -44,7 +45,7 @@ def main() -> None:
                     min_new_tokens=request["reply"],
                     pad_token_id=0,
                 )
-        except Exception as error:  # whatever a stranger's program may say
+        except Exception as error:  # GPTQModel may raise anything
             print(f"{name}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}", flush=True)
             continue
         results[f"{name}/logits"] = logits.contiguous()

@@ -1,10 +1,10 @@
-"""transformers, with GPTQModel, reads the GPTQ and AWQ folders that we export of pico: logits, and greedy tokens.
+"""Compares logits and greedy tokens of transformers with GPTQModel on our GPTQ and AWQ exports of pico with ours.
 
     PYTHONPATH=.links python -m tests.benchmarks.transformers_tokens --python ENV/bin/python
 
-ENV has transformers and gptqmodel (7.7; its compiled kernels are not wanted). Both sides compute in fp32 from the same
-packed weights; those of 8 bits and of AWQ GPTQModel rounds where it decodes them, which moves logits by a thousandth.
-Each of their tokens must be ours, or within `TIE` of the spread of our logits below ours.
+ENV has transformers and gptqmodel (7.7; its compiled kernels are not needed). Both sides compute in fp32 from the same
+packed weights; GPTQModel rounds 8-bit and AWQ weights when it dequantizes them, which changes logits by a thousandth.
+Each of its tokens must be ours, or within `TIE` standard deviations of our logits below ours.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from tests.support.engines import whole
 from tests.support.models import CPU
 from tests.support.paths import PICO
 
-TIE = 0.01  # of the standard deviation of a step's logits
+TIE = 0.01  # in standard deviations of a step's logits
 PROMPTS, PROMPT, REPLY = 8, 48, 24
 WIDTHS: dict[str, tuple[tuple[int, int | None], ...]] = {
     "gptq": ((8, 32), (8, None), (4, 32), (4, 128), (3, 32), (3, 128), (2, 32), (2, 64)),
@@ -41,7 +41,7 @@ WIDTHS: dict[str, tuple[tuple[int, int | None], ...]] = {
 
 
 def export(target: str, bits: int, group: int | None, work: Path) -> Path:
-    """pico rounded to nearest, in another program's layout."""
+    """Export pico, rounded to nearest, in another program's layout."""
     name = f"int{bits}-{group or 'channel'}"
     packed = work / name
     if not packed.exists():
@@ -53,7 +53,7 @@ def export(target: str, bits: int, group: int | None, work: Path) -> Path:
 
 
 def main() -> None:
-    """One line a folder; a failure ends the program with 1."""
+    """Print one line for each folder; exit with 1 after a failure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", default=os.environ.get("GPTQMODEL_PYTHON"))
     given = parser.parse_args()
@@ -75,7 +75,7 @@ def main() -> None:
         child = Path(__file__).with_name("transformers_child.py")
         kept = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
         command = [given.python, str(child), str(work / "request.json"), str(work / "out.safetensors")]
-        plain = {"HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1"}  # else it compiles the decoding of every weight
+        plain = {"HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1"}  # otherwise it compiles every dequantization
         ran = subprocess.run(command, env={**kept, **plain}, capture_output=True, text=True)
         if ran.returncode:
             raise SystemExit(f"transformers failed ({ran.returncode}):\n{ran.stdout[-2000:]}\n{ran.stderr[-4000:]}")
@@ -89,7 +89,7 @@ def main() -> None:
 
 
 def compared(key: str, path: Path, prompts: list[list[int]], found: dict[str, torch.Tensor]) -> tuple[str, bool]:
-    """Their logits and tokens beside ours."""
+    """Compare transformers' logits and tokens with ours; return a report line and whether they agree."""
     model = load_model(open_model_folder(path), CPU).model
     assert isinstance(model, Transformer)
     ours, theirs = whole(model, torch.tensor(prompts)), found[f"{key}/logits"]

@@ -1,4 +1,4 @@
-"""What a packed head costs: `pico` with an untied head of the same weights, quantized with each `--head`.
+"""Measures the cost of a packed head: `pico` with an untied copy of its head, quantized with each `--head`.
 
 PYTHONPATH=.links python -m tests.benchmarks.untied_head
 """
@@ -25,7 +25,7 @@ HEADS: tuple[Head, ...] = ("keep", "int8", "int4")
 
 
 def untie(target: Path) -> None:
-    """A copy of pico at `target` whose head is a tensor of its own."""
+    """Write a copy of pico to `target` whose head is a separate tensor."""
     shutil.copytree(PICO, target, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
     tensors = load_file(PICO / "model.safetensors")
     save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, target / "model.safetensors")
@@ -34,7 +34,7 @@ def untie(target: Path) -> None:
 
 
 def main() -> None:
-    """A row for each."""
+    """Print a row for each `--head`."""
     original = StreamedModel(open_model_folder(PICO), CPU)
     text = cut(held_out_text(), Tokenizer.load(PICO, original.config.vocab_size), 512, 16384)
     print("| head | KL | same top token |\n|---|---|---|")

@@ -1,6 +1,6 @@
-"""Greedy tokens of vLLM, in vLLM's own environment: python vllm_child.py FOLDER RANKS DTYPE TOKENS [[ids], ...].
+"""Prints greedy tokens of vLLM: python vllm_child.py FOLDER RANKS DTYPE TOKENS [[ids], ...].
 
-Prints one JSON list of lists. Imports nothing of this project.
+Runs in vLLM's own environment and prints one JSON list of lists. Imports nothing of this project.
 """
 
 import json

@@ -1,14 +1,14 @@
-"""vLLM on the CPU reads what we quantize of other families than pico's, and answers as its arithmetic allows.
+"""Checks vLLM on the CPU with our quantized models of families other than pico's, within its arithmetic error.
 
     python -m tests.benchmarks.vllm_families [FAMILY ...] --python ENV/bin/python [--method gptq awq]
 
-vLLM lives in an environment of its own (the Makefile says how it is made). Of each family transformers makes a small
-random model, which is quantized at 4 bits in groups of 128: of experts vLLM's CPU build (0.32) takes no others. On AMX
-it multiplies packed weights by activations of 8 bits, experts always, others unless VLLM_CPU_INT4_W4A8=0. So its tokens
-are judged beside two runs of transformers over its replies, with the weights as compressed-tensors unpacks them, which
-must be ours bit for bit: in fp32, which is the truth, and with what enters packed products rounded to 8 bits a row.
-What vLLM's tokens lose in the logits of the truth, in the mean, may be what the likeliest tokens of the rounded run
-lose, and `ERRORS` standard errors of the difference more.
+vLLM runs in a separate environment (the Makefile says how it is made). For each family transformers creates a small
+random model, which is quantized at 4 bits in groups of 128, the only format of experts that vLLM's CPU build (0.32)
+accepts. On AMX it multiplies packed weights by 8-bit activations: experts always, other weights unless
+VLLM_CPU_INT4_W4A8=0. So its tokens are compared with two runs of transformers over its replies, with the weights as
+compressed-tensors unpacks them, which must be bit-identical to ours: in fp32, the reference, and with the inputs of
+packed products rounded to 8 bits per row. The mean loss of vLLM's tokens in the reference logits may exceed that of the
+rounded run's most likely tokens by at most `ERRORS` standard errors of the difference.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from tests.support.families import enliven, experts_of, packed_weights, weights_
 from tests.support.models import CPU
 from tests.support.paths import PICO
 
-ERRORS = 2.0  # standard errors of a mean over some hundred tokens
+ERRORS = 2.0  # standard errors of a mean over a few hundred tokens
 SHAPE = {
     "vocab_size": 4096,
     "hidden_size": 256,
@@ -52,7 +52,7 @@ SHAPE = {
     "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
-# What differs from `SHAPE`, by model_type; gemma3 has no head of its own.
+# Differences from `SHAPE` by model_type; gemma3 has a tied head.
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "gemma3_text": {
         "sliding_window": 32,
@@ -66,15 +66,15 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
 
 
 def quantized(folder: Path, family: str, method: str) -> Path:
-    """A random model of `family` in `folder`, at 4 bits in groups of 128, as its experts want them."""
+    """Write a random model of `family` to `folder`, at 4 bits in groups of 128, as vLLM's experts require."""
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(family, **{**SHAPE, **FAMILIES[family]})
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     enliven(model)
-    if config.tie_word_embeddings:  # else every token would say itself again
+    if config.tie_word_embeddings:  # otherwise every token would repeat itself
         model.get_input_embeddings().weight.data.mul_(0.2)
     for name, parameter in model.named_parameters():
-        if name.endswith("mlp.gate.weight"):  # tokens that are sure of their experts
+        if name.endswith("mlp.gate.weight"):  # makes the choice of experts unambiguous
             parameter.data.mul_(8)
     model.bfloat16().save_pretrained(folder / "source")
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -86,9 +86,9 @@ def quantized(folder: Path, family: str, method: str) -> Path:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Of vLLM's tokens: how many are the truth's, and what they lose of a logit, in the mean.
+    """Describes vLLM's tokens: how many are the reference's, and their mean loss in logits.
 
-    `allowed`: what the likeliest tokens with rounded inputs lose; `spare`: what chance adds to the difference.
+    `allowed`: the loss of the most likely tokens with rounded inputs; `spare`: the tolerance for chance.
     """
 
     same: int
@@ -99,12 +99,12 @@ class Judgement:
 
     @property
     def ok(self) -> bool:
-        """Whether they lose no more than rounding and chance explain."""
+        """Return whether the loss is explained by rounding and chance."""
         return self.lost - self.allowed <= self.spare
 
 
 def judge(truth: Tensor, rounded: Tensor, chosen: Tensor) -> Judgement:
-    """Tokens `chosen` int64 [n] by the logits [n, vocab] of the truth, beside those with rounded inputs."""
+    """Compare tokens `chosen` int64 [n] with the reference logits [n, vocab] and those with rounded inputs."""
     best = truth.max(-1).values
     lost = best - truth.gather(1, chosen.unsqueeze(1)).squeeze(1)
     allowed = best - truth.gather(1, rounded.argmax(-1, keepdim=True)).squeeze(1)
@@ -113,13 +113,13 @@ def judge(truth: Tensor, rounded: Tensor, chosen: Tensor) -> Judgement:
 
 
 def rounded_rows(x: Tensor, bits: int) -> Tensor:
-    """x [..., K], each row to whole multiples of its largest magnitude over 2^(bits - 1) - 1."""
+    """Round each row of x [..., K] to multiples of its largest magnitude over 2^(bits - 1) - 1."""
     scales = x.abs().amax(-1, keepdim=True).clamp(min=1e-12) / (2 ** (bits - 1) - 1)
     return (x / scales).round() * scales
 
 
 def round_inputs(model: nn.Module, folder: ModelFolder, bits: int = 8) -> None:
-    """From now on what enters the packed products of `folder`, those of experts too, is rounded to `bits` a row."""
+    """Round the inputs of all packed products of `folder`, experts included, to `bits` per row from now on."""
 
     def experts(module: nn.Module) -> None:
         def forward(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -143,25 +143,25 @@ def round_inputs(model: nn.Module, folder: ModelFolder, bits: int = 8) -> None:
 
 @torch.no_grad()
 def unpacked_model(path: Path) -> transformers.PreTrainedModel:
-    """The copy in `path` as transformers reads it, in bf16, its weights unpacked."""
+    """Return the copy in `path` as transformers reads it, in bf16 with unpacked weights."""
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
-    model(torch.zeros(1, 1, dtype=torch.long))  # unpacks
+    model(torch.zeros(1, 1, dtype=torch.long))  # the first pass unpacks the weights
     return model
 
 
 def differing_weights(folder: ModelFolder, reference: nn.Module) -> list[str]:
-    """Names of the packed weights that are not bit for bit what compressed-tensors unpacked into `reference`."""
+    """Return the names of packed weights that differ from those that compressed-tensors unpacked into `reference`."""
     ours, unpacked = packed_weights(load_model(folder, CPU).model), weights_of(reference, experts_of(folder))
     return [name for name in folder.packings if name in ours and not torch.equal(ours[name], unpacked[name])]
 
 
 @torch.no_grad()
 def judged(path: Path, prompts: list[list[int]], replies: list[list[int]]) -> tuple[Judgement, list[str]]:
-    """What is to be said of vLLM's replies from the copy in `path`, and the weights that are not read as they are."""
+    """Return the verdict on vLLM's replies from the copy in `path`, and the names of weights that differ."""
     folder = open_model_folder(path)
     model = unpacked_model(path)
     differing = differing_weights(folder, model)
-    nn.Module.float(model)  # what transformers calls so refuses models that were packed once
+    nn.Module.float(model)  # transformers' own `float` refuses models that were packed once
     tokens = torch.tensor([prompt + reply for prompt, reply in zip(prompts, replies, strict=True)])
     start = tokens.shape[1] - len(replies[0])
     truth = model(tokens).logits[:, start - 1 : -1].flatten(0, 1)
@@ -171,7 +171,7 @@ def judged(path: Path, prompts: list[list[int]], replies: list[list[int]]) -> tu
 
 
 def main() -> None:
-    """One line a family and method; a failure ends the program with 1."""
+    """Print one line for each family and method; exit with 1 after a failure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", metavar="FAMILY", default=list(FAMILIES))
     parser.add_argument("--python", default=os.environ.get("VLLM_PYTHON"))

@@ -1,21 +1,21 @@
-"""A kernel for vLLM's CPU build at the widths that it has none for, 8, 3 and 2 bits: plain, in vLLM's own environment.
+"""Adds a plain kernel to vLLM's CPU build for the widths that it lacks: 8, 3 and 2 bits.
 
-Registered as vLLM's plugins are (`vllm_tokens` makes the entry point), in every rank. What reads the folder and splits
-it over the ranks is vLLM; here its part of a packed weight becomes dense when it is there. Imports nothing of this
-project: it follows docs/format.md on its own.
+Runs in vLLM's own environment, registered in every rank as a vLLM plugin (`vllm_tokens` makes the entry point). vLLM
+reads the folder and shards it over the ranks; the kernel dequantizes its shard of a packed weight after loading.
+Imports nothing of this project: it follows docs/format.md independently.
 """
 
 from typing import Any
 
 
 def register() -> None:
-    """The plugin."""
+    """Register the kernel; the plugin's entry point."""
     import torch
     from vllm.model_executor.kernels.linear import register_linear_kernel
     from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearKernel
     from vllm.platforms import PlatformEnum
 
-    class PlainLinearKernel(MPLinearKernel):  # type: ignore[misc]  # vLLM is not in the environment of the checks
+    class PlainLinearKernel(MPLinearKernel):  # type: ignore[misc]  # vLLM is not installed where mypy runs
         @classmethod
         def get_min_capability(cls) -> int:
             return -1
@@ -28,7 +28,7 @@ def register() -> None:
             packed, scales, _ = self._get_weight_params(layer)
             bits, columns = self.config.weight_type.size_bits, self.config.partition_weight_shape[0]
             words = packed.data.to(torch.int64) & 0xFFFFFFFF
-            pairs = words | torch.nn.functional.pad(words[:, 1:], (0, 1)) << 32  # a field may go on in the next word
+            pairs = words | torch.nn.functional.pad(words[:, 1:], (0, 1)) << 32  # a field may continue in the next word
             first = torch.arange(columns) * bits
             codes = pairs[:, first // 32] >> first % 32 & (1 << bits) - 1
             each = columns // scales.shape[1]

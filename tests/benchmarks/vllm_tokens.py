@@ -1,11 +1,11 @@
-"""vLLM on the CPU, two ranks, reads a folder that we quantized and says what we say: greedy tokens of pico.
+"""Compares greedy tokens of vLLM on the CPU with two ranks with ours, on a folder of pico that we quantized.
 
     make test-vllm        # or: python -m tests.benchmarks.vllm_tokens --python ENV/bin/python
 
-vLLM lives in an environment of its own; the Makefile says how it is made. Its CPU build (0.32) has a kernel for 4 bits
-only; for other widths it is given a plain one (`vllm_plain`), so that its reading and splitting of the folder is tried
-and its arithmetic is not. It computes in bf16, so two tokens that are equally likely may change places: each of its
-tokens must be ours, or within `TIE` of ours in the logits of our own pass in fp32 over its reply.
+vLLM runs in a separate environment; the Makefile says how it is made. Its CPU build (0.32) has a kernel for 4 bits
+only; other widths use a plain one (`vllm_plain`), so that for them only its loading and sharding of the folder are
+tested, not its arithmetic. It computes in bf16, so two almost equally likely tokens may swap: each of its tokens must
+be ours, or within `TIE` of ours in the logits of our fp32 pass over its reply.
 """
 
 import argparse
@@ -31,13 +31,13 @@ from mycli.runtime.tokenizer.tokenizer import Tokenizer
 from tests.support.models import CPU
 from tests.support.paths import PICO
 
-TIE = 0.15  # of a logit: some steps of bf16 at the size of pico's logits
+TIE = 0.15  # in logits: a few steps of bf16 at the size of pico's logits
 PROMPTS, PROMPT, REPLY = 8, 48, 32
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1", "HF_HUB_OFFLINE": "1"}
 
 
 def plugin(folder: Path) -> None:
-    """A package in `folder` that a Python with it on its path, and so every rank of vLLM, finds `vllm_plain` by."""
+    """Write an importable package to `folder`, whose entry point registers `vllm_plain` in every rank of vLLM."""
     info = folder / "vllm_plain-0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-plain\nVersion: 0\n")
@@ -46,7 +46,7 @@ def plugin(folder: Path) -> None:
 
 
 def theirs(python: str, folder: Path, prompts: list[list[int]], ranks: int, path: Path) -> list[list[int]]:
-    """vLLM's replies; `path` is where its Python looks for more packages."""
+    """Return vLLM's replies; `path` is an extra folder of packages for its Python."""
     child = Path(__file__).with_name("vllm_child.py")
     command = [python, str(child), str(folder), str(ranks), "bfloat16", str(REPLY), json.dumps(prompts)]
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "OMP_"))}
@@ -59,7 +59,7 @@ def theirs(python: str, folder: Path, prompts: list[list[int]], ranks: int, path
 
 
 def agreement(folder: Path, prompts: list[list[int]], replies: list[list[int]]) -> tuple[int, int, float]:
-    """Tokens that are our greedy ones, all tokens, and how far below ours the worst of the others lies."""
+    """Return the number of greedy tokens equal to ours, of all tokens, and how far the worst other lies below ours."""
     model = StreamedModel(open_model_folder(folder), CPU)
     tokens = torch.tensor([prompt + reply for prompt, reply in zip(prompts, replies, strict=True)])
     hidden = model.hidden(tokens)
@@ -74,7 +74,7 @@ def agreement(folder: Path, prompts: list[list[int]], replies: list[list[int]]) 
 
 
 def main() -> None:
-    """One line a width; a failure ends the program with 1."""
+    """Print one line for each width; exit with 1 after a failure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", default=os.environ.get("VLLM_PYTHON"))
     parser.add_argument("--ranks", type=int, default=2)

@@ -1,8 +1,8 @@
-"""A random model for agents: long context, a template with tools, and replies that end after some tokens.
+"""Writes a random model for agents: long context, a template with tools, and replies that end after a few tokens.
 
-Two dimensions of the hidden states only depend on the last token, so their columns of the output head are a bias: after
-a line break a word is likeliest, after anything else the end token, and then what ends strings and objects, wherever a
-grammar allows it.
+Two dimensions of the hidden states depend only on the last token, so their columns of the output head act as a bias:
+after a line break a word is the most likely token, after anything else the end token, and then the tokens that end
+strings and objects where a grammar allows them.
 """
 
 import json
@@ -26,7 +26,7 @@ _TEMPLATE = Path(__file__).parent / "templates" / "agent.jinja"
 
 
 def agent_model(folder: Path, end: float = 5.0) -> Path:
-    """Write the model to a new folder; `end`: how much likelier a token that ends something is, in nats."""
+    """Write the model to a new folder; `end`: logit bias of tokens that end something, in nats."""
     random_model(folder, 0.05, **_SHAPE)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings["chat_template"] = _TEMPLATE.read_text()
@@ -39,7 +39,7 @@ def agent_model(folder: Path, end: float = 5.0) -> Path:
     embedding[start, 1] = -4.0
     for name, tensor in tensors.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
-            tensor[:2] = 0.0  # nothing is added to the constants
+            tensor[:2] = 0.0  # keeps these two dimensions constant
     head = tensors["lm_head.weight"]
     head[:, :2] = 0.0
     unit = end / 8  # the normalized constants are about 6
@@ -48,7 +48,7 @@ def agent_model(folder: Path, end: float = 5.0) -> Path:
         piece = tokenizer.piece(index, first=False) or b""
         if index in eos:
             head[index, :2] = unit
-        elif piece.startswith(b'"'):  # a string ends before a brace in it
+        elif piece.startswith(b'"'):  # a string ends before a closing brace
             head[index, 0] = unit
         elif piece.startswith((b"}", b"]")):
             head[index, 0] = unit / 2

@@ -1,4 +1,4 @@
-"""Schemas of some kilobytes that take gigabytes or minutes to compile."""
+"""Builds schemas of a few kilobytes that take gigabytes or minutes to compile."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ Schema = dict[str, Any]
 
 
 def doubling(depth: int, keyword: str, leaf: Schema | None = None) -> Schema:
-    """References that are used twice at each level, so that 2 to the power of `depth` copies are merged."""
+    """Return a schema whose references are used twice at each level, so that 2^`depth` copies are merged."""
     definitions: Schema = {
         f"a{level}": {keyword: [{"$ref": f"#/$defs/a{level + 1}"}] * 2, "description": "twice"}
         for level in range(depth)

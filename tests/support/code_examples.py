@@ -15,7 +15,7 @@ EXAMPLE = re.compile(r"(<!-- code: ([^\s:#]+)(?::(\w+)|#([^\n]+?))? -->\n)(?:```
 
 
 def source(path: str, name: str | None, text: str | None) -> str:
-    """The file at `path`, or its definition `name`, or its lines with `text`."""
+    """Return the file at `path`, or its definition `name`, or its lines that contain `text`."""
     code = (ROOT / path).read_text(encoding="utf-8")
     if text is not None:
         code = "\n".join(line for line in code.splitlines() if text in line)
@@ -28,7 +28,7 @@ def source(path: str, name: str | None, text: str | None) -> str:
 
 
 def with_code(page: str) -> str:
-    """Replace every example of `page` by the current source."""
+    """Replace every example of `page` with the current source."""
 
     def block(match: re.Match[str]) -> str:
         marker, path, name, text = match.groups()

@@ -1,11 +1,11 @@
-"""Problems for the loop over the columns of a block, and when two answers are one."""
+"""Problems for the loop over the columns of a block, and a comparison of its results."""
 
 import torch
 from torch import Tensor
 
 from tests.support.random_tensors import generator
 
-SHAPES = [(128, 24), (128, 1), (37, 200), (1, 5)]  # 200 rows: of native code whole tiles, and a part of one
+SHAPES = [(128, 24), (128, 1), (37, 200), (1, 5)]  # 200 rows: whole tiles of the native code, and a partial one
 
 
 def problem(count: int, rows: int, half: int, move: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None, int]:
@@ -21,7 +21,7 @@ def problem(count: int, rows: int, half: int, move: bool) -> tuple[Tensor, Tenso
 
 
 def agree(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
-    """Rounding may turn a rare tie, after which that row goes its own way."""
+    """Compare codes and results; rounding may resolve a rare tie differently, after which that row diverges."""
     same = (actual[0] == expected[0]).all(dim=0)
     assert same.float().mean() >= 0.95 and not actual[1].isnan().any()
     assert torch.allclose(actual[1][:, same].double(), expected[1][:, same].double(), rtol=1e-3, atol=1e-4)

@@ -1,7 +1,7 @@
-"""The command line for tests: inside this process, where torch is imported once for all, or as a process of its own.
+"""Runs the command line for tests: inside this process, which imports torch only once, or in a separate process.
 
-Both answer with what a process leaves: exit code, standard output, standard error. Signals, terminals, closed streams
-and what is imported at all need a process; the words and the codes of a command do not.
+Both return the exit code, standard output and standard error. Tests of signals, terminals, closed streams and imports
+need a process; tests of messages and exit codes do not.
 """
 
 import io
@@ -23,23 +23,23 @@ from tests.support.paths import ROOT
 
 Completed = subprocess.CompletedProcess[str]
 Mycli = Callable[..., Completed]
-SECONDS = 120  # after which a process is taken for stuck
+SECONDS = 120  # after which a process counts as hung
 
 
 def _is_installed() -> bool:
-    """Whether this interpreter has an editable install of this checkout, and not of another."""
+    """Return whether this interpreter has an editable install of this checkout."""
     records = [one.read_text("direct_url.json") for one in metadata.distributions(name="mycli-llm")]
     return ROOT.as_uri() in [json.loads(record)["url"] for record in records if record]
 
 
-# What a person types is what tests run: the installed command, without PYTHONPATH, outside of the checkout.
-# A second worktree and a GPU machine have nothing installed; there the links show Python the same files.
+# Tests run what users run: the installed command, without PYTHONPATH, outside of the checkout. A second worktree and a
+# GPU machine have no installation; there the links give Python the same files.
 INSTALLED = _is_installed()
 COMMAND = [str(Path(sysconfig.get_path("scripts")) / "mycli")] if INSTALLED else [sys.executable, "-m", "mycli.cli"]
 
 
 def run_process(arguments: tuple[str, ...], environment: Mapping[str, str], input: str | None = None) -> Completed:
-    """`mycli` with `arguments` as a user starts it; standard input is empty where `input` is None."""
+    """Run `mycli` with `arguments` in a separate process; standard input is empty if `input` is None."""
     return subprocess.run(
         [*COMMAND, *arguments],
         cwd=tempfile.gettempdir(),
@@ -53,7 +53,7 @@ def run_process(arguments: tuple[str, ...], environment: Mapping[str, str], inpu
 
 
 def run_here(arguments: tuple[str, ...], environment: Mapping[str, str], input: str | bytes | None = None) -> Completed:
-    """`mycli` with `arguments` in this process: streams and environment are exchanged, signals stay pytest's."""
+    """Run `mycli` with `arguments` in this process with replaced streams and environment, keeping pytest's signals."""
     typed = input.encode() if isinstance(input, str) else input or b""
     stdin, stdout, stderr = (io.TextIOWrapper(io.BytesIO(data), encoding="utf-8") for data in (typed, b"", b""))
     with (
@@ -73,6 +73,6 @@ def run_here(arguments: tuple[str, ...], environment: Mapping[str, str], input: 
 
 
 def default_signals() -> None:
-    """For a child: as in a terminal, whatever the test runner inherited in the background or under nohup."""
+    """Restore default signal handlers in a child, which pytest may have lost in the background or under nohup."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -78,7 +78,7 @@ def page() -> str:
     for name in COMMANDS:
         command = find_command(name)
         context = command.make_context(f"mycli {name}", [], resilient_parsing=True, max_content_width=100)
-        context.terminal_width = 100  # the same page whatever the terminal
+        context.terminal_width = 100  # independent of the terminal
         parts.append(f"## mycli {name}\n\n```\n{command.get_help(context).strip()}\n```\n")
     return "\n".join(parts)
 

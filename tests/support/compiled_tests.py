@@ -1,6 +1,6 @@
-"""The kernels' tests that run compiled as well: from their PTX (`tests/ptx`) and on a GPU (`tests/gpu`).
+"""Lists the kernel tests that also run compiled: from their PTX (`tests/ptx`) and on a GPU (`tests/gpu`).
 
-Each of both takes all names and has an `interpret` of its own.
+Both import all names and define their own `interpret`.
 """
 
 from tests.runtime.kernels.test_triton_attention import test_attend, test_attend_with_softcap_and_sinks

@@ -1,4 +1,4 @@
-"""Stand-ins for the compiler of the CPU kernels: shell scripts that say they are GNU's."""
+"""Replaces the compiler of the CPU kernels with shell scripts that report to be GNU's."""
 
 import stat
 from pathlib import Path
@@ -7,7 +7,7 @@ from mycli.runtime.kernels.cpu.library import build
 
 
 def fake_compiler(folder: Path, body: str) -> Path:
-    """A g++ in `folder` that runs `body`, a part of a shell script, on what it is asked to compile."""
+    """Write a g++ to `folder` that runs `body`, a shell script fragment, for each compilation."""
     path = folder / "g++"
     path.write_text(f'#!/bin/sh\nif [ "$1" = --version ]; then echo "Free Software Foundation"; exit; fi\n{body}\n')
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
@@ -15,7 +15,7 @@ def fake_compiler(folder: Path, body: str) -> Path:
 
 
 def copying_compiler(folder: Path) -> Path:
-    """One that takes half a second and gives this machine's library, which must be built, whatever it is asked for."""
+    """Write a compiler that takes half a second and always outputs this machine's library, which must be built."""
     library = build.compile_library(build.cache_folder(), build._choose()[1])
     copy = 'while [ "$1" != -o ]; do shift; done'
     return fake_compiler(folder, f'{copy}; sleep 0.25; cp "{library}" "$2"')

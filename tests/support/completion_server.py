@@ -1,7 +1,4 @@
-"""A server of OpenAI's completions whose every answer and pause is known, for what measures servers.
-
-Knows HTTP; does not know what is tested.
-"""
+"""Simulates a server of OpenAI's completions with scripted responses and pauses, for testing load generators."""
 
 import json
 import threading
@@ -22,7 +19,7 @@ other 5
 
 
 class Scripted:
-    """A server; `stream` writes what follows a request, a line at a time. `most`: requests at once, at their most."""
+    """Runs a server; `stream` writes the response line by line. `most`: the peak number of concurrent requests."""
 
     def __init__(self, stream: Stream, models: bytes, status: int) -> None:
         self.asked: list[Any] = []
@@ -33,7 +30,7 @@ class Scripted:
 
         class Handler(BaseHTTPRequestHandler):
             def log_message(self, *_: object) -> None:
-                """Says nothing."""
+                """Log nothing."""
 
             def _answer(self, status: int, body: bytes) -> None:
                 self.send_response(status)
@@ -48,7 +45,7 @@ class Scripted:
 
             def _say(self, line: str) -> None:
                 if "finish_reason" in line:
-                    self._leave()  # whoever reads it may ask again at once
+                    self._leave()  # before the client reads the end, since it may send the next request immediately
                 self.wfile.write(line.encode() + b"\n\n")
                 self.wfile.flush()
 
@@ -85,9 +82,9 @@ def event(**fields: Any) -> str:
 
 
 def talkative(asked: Any, say: Callable[[str], None]) -> None:
-    """Three tokens, the second 30 ms after the first, and the end later.
+    """Send three tokens, the second 30 ms after the first, and the end later.
 
-    A word is a token and a half, and every prompt has 3 more.
+    A word counts as one and a half tokens, and every prompt has 3 more.
     """
     say(": ping")
     for pause in (0.0, 0.03, 0.0):

@@ -1,4 +1,4 @@
-"""Models of packed weights for the fused pass, each beside a plain one of the same weights. Needs Triton."""
+"""Builds models of packed weights for the fused pass, each paired with an equal dense model. Needs Triton."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -40,11 +40,11 @@ CONFIG = replace(
 CAPACITY = 128
 
 
-# Seven heads of another size than elsewhere; widths that are no powers of two.
+# Seven heads, a head size used nowhere else, and widths that are not powers of two.
 SEVEN = {"layers": 1, "hidden_size": 224, "heads": 7, "kv_heads": 1, "head_dim": 64, "intermediate_size": 352}
 
 
-# What a published configuration becomes: as small as CONFIG.
+# Changes that shrink a published configuration to the size of CONFIG.
 SMALL = {
     "hidden_size": 128,
     "num_hidden_layers": 2,
@@ -72,7 +72,7 @@ class Case:
     bias: bool = False
     experts: MoeLayers | None = None
     block: int = CAPACITY  # size of a cache block
-    family: str = ""  # a published model, whose configuration `changes` makes small
+    family: str = ""  # a published model, whose configuration `changes` shrinks
 
     def __str__(self) -> str:
         options = self.family or "-".join(f"{key}{value}" for key, value in self.changes.items())
@@ -100,7 +100,7 @@ def config_of(case: Case) -> ModelConfig:
 
 
 def models(case: Case, device: str = "cpu", chip: Chip | None = None) -> tuple[Transformer, Transformer]:
-    """Of the same weights, multiplied by Triton and dense; what decides is dense in both."""
+    """Return two models of the same weights, with Triton products and dense ones; routers are dense in both."""
     config = config_of(case)
     drawing = generator()
     fused, plain = Transformer(config), Transformer(config)
@@ -142,15 +142,15 @@ CASES = [
     Case({**SEVEN, "layers": 2}, int4=True, new=2, sequences=2),
     Case({"layers": 1}, bits=8, group=16, packed_head=True, new=2),
 ]
-# What else a pass over many rows is: several blocks of rows, and lots of tokens that attend apart.
+# Further variants of passes over many rows: several blocks of rows, and many tokens that attend separately.
 WIDE = [
     Case({"layers": 1}, bits=3, sequences=33),
     Case(SEVEN, bias=True, int8=True, new=20),
     Case({"layers": 1}, group=16, packed_head=True, new=12),
     Case({"layers": 1, "windows": (40,)}, bits=8, packed_head=True, new=16, sequences=4),
 ]
-# Layers with experts, and one without among them; few rows of each expert and many; all of them chosen; beside them one
-# for all tokens, with a gate and without, whose operand has tiles of fewer rows than the pass.
+# MoE layers, also with a dense layer between them; few rows per expert and many; all experts chosen; shared experts,
+# gated and ungated, whose operand has tiles of fewer rows than the pass.
 _CORRECTED = ExpertNames(correction_bias="correction")
 _UNGATED = ExpertNames(correction_bias="correction", shared_gate=None)
 MIXED = [
@@ -171,9 +171,9 @@ MIXED = [
     ),
     Case({"hidden_size": 96}, bits=3, sequences=32, new=2, experts=MoeLayers(3, RoutingSpec(3, False), 64)),
 ]
-# Norms after parts and of 1 + w, softcaps, GELU, scaled embeddings and scores; windows with a rotation of their own;
-# interleaved and partial rotation; none in some layers; norms over all heads and no norm before parts; norms after the
-# rotation; multipliers; queries scaled by position; biases.
+# Norms after parts and with 1 + w, softcaps, GELU, scaled embeddings and scores; sliding windows with separate rotary
+# embeddings; interleaved and partial rotary embeddings; layers without them; norms over all heads and no norm before
+# parts; norms after rotation; multipliers; queries scaled by position; biases.
 _GEMMA3 = {"sliding_window": 40, "layer_types": ["sliding_attention", "full_attention"]}
 _GRANITE = {"residual_multiplier": 0.22, "logits_scaling": 8.0, "embedding_multiplier": 12.0}
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}

@@ -1,12 +1,12 @@
-"""Dense families, whose layers attend: small configurations of every kind."""
+"""Dense families with attention layers: small configurations of every kind."""
 
 from typing import Any
 
 from tests.support.family_parts import GEMMA4, IDS, MULTIPLIERS, longrope, ministral_rope, scaled
 
-HELIUM = {**IDS, "hidden_size": 64, "head_dim": 16}  # all heads together are as wide as the stream
+HELIUM = {**IDS, "hidden_size": 64, "head_dim": 16}  # the heads together are as wide as the hidden size
 
-# id -> (model_type, what differs from SMALL)
+# id -> (model_type, differences from SMALL)
 DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-gqa4:2-hd16": ("llama", {}),
     "llama-mha4-tied": ("llama", {"num_key_value_heads": 4, "tie_word_embeddings": True}),

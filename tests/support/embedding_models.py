@@ -1,6 +1,6 @@
-"""Random embedding models of the shapes that are published, as sentence-transformers folders.
+"""Writes random embedding models with published architectures as sentence-transformers folders.
 
-The folders are written by hand, so that tests need no other library to make them.
+The folders are written directly, so that tests need no other library to make them.
 """
 
 import json
@@ -55,14 +55,14 @@ def _write(folder: Path, model: Any, modules: list[tuple[str, str]], pooling: st
 
 
 def qwen3_embedding(folder: Path, pooling: str = "lasttoken", **shape: Any) -> Path:
-    """Write Qwen3-Embedding: causal, the last token, normalized."""
+    """Write Qwen3-Embedding: causal, last-token pooling, normalized."""
     torch.manual_seed(0)
     model = Qwen3Model(Qwen3Config(**{**_SMALL, **shape}))
     return _write(folder, model, [("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")], pooling)
 
 
 def embedding_gemma(folder: Path, **shape: Any) -> Path:
-    """Write EmbeddingGemma: bidirectional, the mean of all tokens, two dense layers, normalized."""
+    """Write EmbeddingGemma: bidirectional, mean pooling, two dense layers, normalized."""
     torch.manual_seed(1)
     config = {**_SMALL, "sliding_window": 24, "use_bidirectional_attention": True, "query_pre_attn_scalar": 32}
     model = Gemma3TextModel(Gemma3TextConfig(**{**config, **shape}))

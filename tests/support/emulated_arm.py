@@ -1,7 +1,8 @@
-"""The native code compiled for ARM and run by qemu: a library whose functions take this process's memory.
+"""Runs the native code compiled for ARM in qemu: a library whose functions operate on this process's memory.
 
-A call writes what it reads to a file, with the addresses within it, and reads back what the emulated program left
-there. Needs Debian's g++-aarch64-linux-gnu and qemu-user; knows the sizes of what the functions below point to.
+A call writes its inputs to a file, with the addresses within them, and reads back the memory that the emulated program
+left there. Needs Debian's g++-aarch64-linux-gnu and qemu-user; has a fixed list of buffer sizes for the functions
+below.
 """
 
 import ctypes
@@ -19,7 +20,7 @@ from tests.support.native_code import FOLDER
 
 COMPILER, EMULATOR, SYSTEM = "aarch64-linux-gnu-g++", "qemu-aarch64", "/usr/aarch64-linux-gnu"
 MISSING = [name for name in (COMPILER, EMULATOR) if shutil.which(name) is None]
-# With dot products of bytes (Cortex-A76, Graviton 2 and later), and what every 64-bit ARM has; -O1 is compiled sooner.
+# With byte dot products (Cortex-A76, Graviton 2 and later), and the 64-bit ARM baseline; -O1 compiles faster.
 SETS: Mapping[str, tuple[str, ...]] = {
     "dotprod": ("-march=armv8.2-a+dotprod", "-O1"),
     "dotprod-fast": ("-march=armv8.2-a+dotprod",),
@@ -31,7 +32,7 @@ _NAME = 32
 
 @dataclass(frozen=True)
 class Buffer:
-    """Memory of this process that a function reads or writes; `holds`: other memory, by the place of its address."""
+    """Describes memory that a function reads or writes; `holds`: other buffers by the offset of their address."""
 
     address: int
     nbytes: int
@@ -39,7 +40,7 @@ class Buffer:
 
 
 class EmulatedArm:
-    """Of `runtime.kernels.cpu.library.build.Native` what tests call, with its arguments."""
+    """Implements the part of `runtime.kernels.cpu.library.build.Native` that tests call, with the same arguments."""
 
     def __init__(self, folder: Path, name: str) -> None:
         flags, sources = (*FLAGS, *SETS[name]), read_sources()
@@ -50,34 +51,30 @@ class EmulatedArm:
         subprocess.run([COMPILER, *FLAGS, str(_CALLER), "-o", str(self._program)], check=True)
 
     def repack(self, weight: Any, packed: int, words: int, threads: int) -> None:
-        """As `Native.repack`."""
         one = weight.contents
         self._call("packed_repack", _weight(one), Buffer(packed, 4 * one.rows * words), words, threads)
 
     def dequantize(self, weight: Any, out: int, kind: int, threads: int) -> None:
-        """As `Native.dequantize`."""
         one = weight.contents
         self._call("packed_dequantize", _weight(one), Buffer(out, one.rows * one.inputs * _size(kind)), kind, threads)
 
     def matmul(self, weight: Any, x: int, kind: int, rows: int, y: int, threads: int) -> int:
-        """As `Native.matmul`."""
         one, size = weight.contents, _size(kind) * rows
         given, out = Buffer(x, one.inputs * size), Buffer(y, one.rows * size)
         return self._call("packed_matmul", _weight(one), given, kind, rows, out, threads)
 
     def dense(self, kind: int, w: int, outputs: int, inputs: int, x: int, rows: int, y: int, threads: int) -> int:
-        """As `Native.dense`."""
         size = _size(kind)
         weight, given = Buffer(w, outputs * inputs * size), Buffer(x, rows * inputs * size)
         out = Buffer(y, rows * outputs * size)
         return self._call("dense_matmul", kind, weight, outputs, inputs, given, rows, out, threads)
 
     def attend(self, task: Any, threads: int) -> int:
-        """As `Native.attend`, of what ctypes.byref made."""
+        """Call `Native.attend`; `task` is the result of ctypes.byref."""
         return self._call("attend", _attention(task._obj), threads)
 
     def _call(self, name: str, *arguments: int | Buffer) -> int:
-        """What the function returns; buffers hold what it left there."""
+        """Call a function and return its result; buffers receive its output."""
         buffers: list[Buffer] = []
         given = [(1, _add(one, buffers)) if isinstance(one, Buffer) else (0, one) for one in arguments]
         numbers = {id(one): index for index, one in enumerate(buffers)}
@@ -93,14 +90,14 @@ class EmulatedArm:
         left = self._file.read_bytes()
         at = 8
         for one in buffers:
-            if not one.holds:  # what holds addresses holds those of the emulated program
+            if not one.holds:  # pointers in memory are those of the emulated program
                 ctypes.memmove(one.address, left[at : at + one.nbytes], one.nbytes)
             at += one.nbytes
         return int(struct.unpack_from("q", left)[0])
 
 
 def _add(one: Buffer, buffers: list[Buffer]) -> int:
-    """The number of a buffer; those that it holds come behind it."""
+    """Append a buffer and those that it points to; return its number."""
     number = len(buffers)
     buffers.append(one)
     for held in one.holds.values():
@@ -109,12 +106,12 @@ def _add(one: Buffer, buffers: list[Buffer]) -> int:
 
 
 def _size(kind: int) -> int:
-    """Bytes of an activation of `ROW_TYPES`."""
+    """Return the bytes of an activation of `ROW_TYPES`."""
     return 4 if kind == 0 else 2
 
 
 def _struct(one: ctypes.Structure, sizes: Mapping[str, int]) -> Buffer:
-    """A structure, and what its fields point to."""
+    """Return the buffer of a structure, including the memory that its fields point to."""
     held = {
         getattr(type(one), name).offset: Buffer(getattr(one, name), size)
         for name, size in sizes.items()

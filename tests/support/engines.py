@@ -1,4 +1,4 @@
-"""Engines as tests want them: short ways to a reply, and a look at what the cache really holds."""
+"""Builds engines for tests, generates replies with them and reads the contents of their cache."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,7 @@ GREEDY = SamplingParams()
 
 
 def lanes(runner: ModelRunner, context: int, sequences: int = 1, chunk: int | None = None) -> Engine:
-    """An engine whose sequences have a block each."""
+    """Return an engine with one cache block for each sequence."""
     return Engine(runner, CacheShape.contiguous(context, sequences), runner.config.vocab_size, chunk=chunk)
 
 
@@ -31,14 +31,14 @@ def tokens_of(
     sampling: SamplingParams = GREEDY,
     stop: frozenset[int] = frozenset(),
 ) -> list[int]:
-    """One reply; a limit that does not fit is as many as fit."""
+    """Generate one reply; a limit beyond the context is reduced to what fits."""
     room = reply_room(engine.context, len(prompt))
     limit = None if limit is None else max(min(limit, room), 0)
     return generate(engine, Request(tuple(prompt), sampling, limit, stop))[0]
 
 
 def drain(engine: Engine) -> dict[int, list[SequenceOutput]]:
-    """Every step until nobody has anything to do: the outputs by sequence, those that say nothing left out."""
+    """Run steps until the engine has no work; return the outputs by sequence."""
     found: dict[int, list[SequenceOutput]] = {}
     while engine.has_work:
         for output in engine.step():
@@ -47,19 +47,19 @@ def drain(engine: Engine) -> dict[int, list[SequenceOutput]]:
 
 
 def together(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
-    """The tokens of all, submitted at once."""
+    """Submit all requests together and return the tokens of each."""
     numbers = [engine.submit(request) for request in requests]
     outputs = drain(engine)
     return [[token for output in outputs[number] for token in output.tokens] for number in numbers]
 
 
 def text_of(node: Node) -> list[int]:
-    """The whole text up to a node."""
+    """Return all tokens from the root to a node."""
     return [] if node.parent is None else [*text_of(node.parent), *node.tokens]
 
 
 def kept(engine: Engine) -> list[list[int]]:
-    """The texts that an engine without sequences keeps: the leaves of its index."""
+    """Return the prefixes that an idle engine caches: the leaves of its prefix index."""
     assert not engine.scheduler.has_work
     texts, waiting = [], [engine.scheduler.pool.index.root]
     while waiting:
@@ -71,15 +71,16 @@ def kept(engine: Engine) -> list[list[int]]:
 
 
 def in_lane(cache: KVCache, block: int, length: int) -> list[int]:
-    """What a cache of a `PrefixModel` holds in one block: it stores tokens."""
+    """Return the tokens that a `PrefixModel` stored in one block of the cache."""
     found: list[int] = cache.all(0)[0].data[block, 0, :length, 0].long().tolist()
     return found
 
 
 def whole(model: Transformer, tokens: Tensor, sizes: Sequence[int] = (), kind: torch.dtype | None = None) -> Tensor:
-    """Logits [sequences, n, vocab] after every one of tokens [sequences, n], in passes over `sizes` of them each.
+    """Return logits [sequences, n, vocab] for tokens [sequences, n].
 
-    `kind`: of the cache, None for the model's dtype. Without sizes in one pass.
+    Each pass takes the next of `sizes` tokens of every sequence; without sizes it runs one pass. `kind`: dtype of the
+    cache, None for the model's.
     """
     sequences, count = tokens.shape
     cache = KVCache(model.config, sequences, count, model.device, kind or model.dtype, sequences)

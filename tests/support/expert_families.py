@@ -1,4 +1,4 @@
-"""Families whose layers choose among experts: small configurations of every kind."""
+"""MoE families: small configurations of every kind."""
 
 from typing import Any
 
@@ -49,7 +49,7 @@ GEMMA4_EXPERTS = {
     "moe_intermediate_size": 32,
 }
 
-# id -> (model_type, what differs from SMALL)
+# id -> (model_type, differences from SMALL)
 EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe-8top2": ("qwen3_moe", {**EXPERTS8, "head_dim": 16}),
     "qwen3_moe-every-other-normalized-tied": (

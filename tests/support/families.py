@@ -1,4 +1,4 @@
-"""Families of models as transformers makes them: small configurations of every kind of layer, and random models."""
+"""Builds small random models with transformers: configurations of every family and kind of layer."""
 
 import json
 from copy import deepcopy
@@ -22,12 +22,12 @@ from tests.support.norm_families import NORMS
 from tests.support.recurrent_families import RECURRENT
 
 TOKENS = 40
-# Of these families, logits of the last case are compared by default, of the others with -m slow.
+# Only the last case of each of these families runs by default, the others with -m slow.
 LATER = {**NORMS, **MORE_EXPERTS}
 CASES = {**DENSE, **EXPERTS, **LATENT, **RECURRENT, **LATER}
-# Published with a model_type of its own that transformers does not know, as the model that it is.
+# Published under a model_type that transformers does not know, with the architecture of one that it does.
 ALIASES = {"kimi_k2": "deepseek_v3"}
-# Classes of text models that transformers lists among those of images only.
+# Text model classes that transformers registers only among those for images.
 UNMAPPED = {"mistral4": "Mistral4ForCausalLM"}
 QUICK = tuple(
     {case for case in CASES if case not in LATER} | set({kind: case for case, (kind, _) in LATER.items()}.values())
@@ -35,7 +35,7 @@ QUICK = tuple(
 
 
 def enliven(model: transformers.PreTrainedModel) -> None:
-    """Lively weights, biases, norms and scalars, so that whatever is left out or taken twice shows."""
+    """Randomize weights, biases, norms and scalars, so that a part omitted or applied twice changes the output."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             spread = 0.3 if parameter.ndim == 1 else 2.0 / parameter.shape[-1] ** 0.5
@@ -44,16 +44,16 @@ def enliven(model: transformers.PreTrainedModel) -> None:
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.copy_(torch.rand_like(buffer) + 0.5)
-            if name.endswith("bias"):  # that corrects a choice of experts
+            if name.endswith("bias"):  # correction bias of expert routing
                 buffer.copy_(torch.randn_like(buffer) * 0.3)
 
 
 def make(folder: Path, model_type: str, changes: dict[str, Any]) -> transformers.PreTrainedModel:
-    """A random model, saved to `folder`; the fp32 reference is returned."""
+    """Save a random model to `folder` and return its fp32 reference."""
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(
         ALIASES.get(model_type, model_type), **deepcopy({**SMALL, **changes})
-    )  # it writes into rope_parameters
+    )  # transformers writes into rope_parameters
     loader = getattr(transformers, UNMAPPED.get(model_type, "AutoModelForCausalLM"))
     create = loader.from_config if loader is transformers.AutoModelForCausalLM else loader._from_config
     reference = create(config, attn_implementation="eager").float().eval()
@@ -69,7 +69,7 @@ def make(folder: Path, model_type: str, changes: dict[str, Any]) -> transformers
 
 
 def stored_name(model_type: str, name: str) -> str:
-    """The name in files of a module of transformers' model, which some families convert."""
+    """Return the checkpoint name of a module of transformers' model, which some families convert."""
     shared = {"hy_v3": ".shared_mlp.", "laguna": ".shared_expert."}.get(model_type, ".shared_experts.")
     name = name.replace(".shared_experts.", shared) if model_type != "nemotron_h" else name
     if name.startswith("backbone."):
@@ -80,12 +80,12 @@ def stored_name(model_type: str, name: str) -> str:
 
 
 def class_of(model_type: str) -> Any:
-    """The class of transformers that reads a folder of this model."""
+    """Return the class of transformers that reads a folder of this model."""
     return getattr(transformers, UNMAPPED.get(model_type, "AutoModelForCausalLM"))
 
 
 def packed_weights(model: Transformer) -> dict[str, Tensor]:
-    """The weights of all linears of the blocks by name, unpacked where they are packed."""
+    """Return the weights of all linears of the blocks by name, dequantized where they are packed."""
     found: dict[str, Tensor] = {}
     for block in model.layers():
         for linear in block.products.values():
@@ -95,7 +95,7 @@ def packed_weights(model: Transformer) -> dict[str, Tensor]:
 
 
 def experts_of(folder: ModelFolder) -> dict[str, dict[int, tuple[str, ...]]]:
-    """Names of gate, up and down of each expert, or of gate and up together and down, by the number of its layer."""
+    """Return the names of gate, up and down (or fused gate_up and down) of each expert, by layer number."""
     mixtures = {spec.index: spec.mlp for spec in folder.config.layer_specs if isinstance(spec.mlp, ExpertsSpec)}
     return {
         str(index): {place: (*(each.name for each in one.linears),) for place, one in enumerate(mixture.experts)}
@@ -106,13 +106,13 @@ def experts_of(folder: ModelFolder) -> dict[str, dict[int, tuple[str, ...]]]:
 def weights_of(
     reference: transformers.PreTrainedModel, names: dict[str, dict[int, tuple[str, ...]]]
 ) -> dict[str, Tensor]:
-    """The weights of all linears as transformers has read them, by name; those of all experts are one tensor there."""
+    """Return the weights of all linears as transformers read them, by name; the experts of a layer are one tensor."""
     modules = dict(reference.named_modules())
     linears = {name: module for name, module in modules.items() if isinstance(module, torch.nn.Linear)}
     found = {stored_name(reference.config.model_type, name): module.weight for name, module in linears.items()}
     for name, module in modules.items():
         for expert, linears in names[name.split(".")[2]].items() if name.endswith(".experts") else ():
-            if isinstance(up := getattr(module, "up_proj", None), Tensor):  # without gates
+            if isinstance(up := getattr(module, "up_proj", None), Tensor):  # no gate
                 found |= zip(linears, (up[expert], module.down_proj[expert]), strict=True)
                 continue
             gate_up, down = module.gate_up_proj[expert], module.down_proj[expert]

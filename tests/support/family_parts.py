@@ -1,4 +1,4 @@
-"""What configurations of several families have in common: a small size, and ways to turn heads."""
+"""Settings shared by configurations of several families: a small size, and kinds of rotary embeddings."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ SMALL = {
     "max_position_embeddings": 64,
 }
 
-IDS = {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": 1}  # the families' own lie beyond SMALL's vocabulary
+IDS = {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": 1}  # the families' own ids exceed SMALL's vocabulary
 
 GEMMA4 = {**IDS, "head_dim": 16, "global_head_dim": 32, "sliding_window": 7}
 
@@ -29,7 +29,7 @@ def scaled(kind: str, **extra: Any) -> dict[str, Any]:
 
 
 def longrope(pairs: int, original: int, **extra: Any) -> dict[str, Any]:
-    """`original` beside `families.TOKENS` says which of the two sets of factors is used."""
+    """Return a longrope configuration; `original` relative to `families.TOKENS` selects the set of factors."""
     short, long = ([1 + step * index / pairs for index in range(pairs)] for step in (0.5, 30))
     return {
         "max_position_embeddings": 128,

@@ -19,13 +19,13 @@ MARKS = ("<!-- from the code: make docs -->", "<!-- end -->")
 
 
 def _models(family: str) -> str:
-    """The first paragraph of the family's docstring, as a table cell."""
+    """Return the first paragraph of the family's docstring as a table cell."""
     text = importlib.import_module(f"mycli.runtime.models.families.{family}").__doc__ or ""
     return " ".join(text.split("\n\n")[0].split()).rstrip(".").replace("|", "\\|")
 
 
 def _gpu_pass(config: ModelConfig) -> str:
-    """The pass that decodes a packed model of this family on a GPU, and why no faster one does."""
+    """Describe the decode pass of a packed model of this family on a GPU, and why no faster one is used."""
     fused, captured = decline_config(config), decline_captured(config)
     if fused is None:
         counts = sorted({sum(launches_of_layer(spec).values()) for spec in config.layer_specs})
@@ -35,7 +35,7 @@ def _gpu_pass(config: ModelConfig) -> str:
 
 
 def tables() -> str:
-    """The supported families, the multimodal folders and the refused types."""
+    """Return the tables of supported families, multimodal folders and refused types."""
     configs = {name: published(name) for name in PUBLISHED}
     lines = ["| `model_type` | models | GPU pass | published configs tested |", "|---|---|---|---|"]
     for family in families():
@@ -50,7 +50,7 @@ def tables() -> str:
 
 
 def with_tables(text: str) -> str:
-    """Replace the tables of the page `text` by the current ones."""
+    """Replace the tables of the page `text` with the current ones."""
     pattern = re.escape(MARKS[0]) + ".*" + re.escape(MARKS[1])
     return re.sub(pattern, lambda _: f"{MARKS[0]}\n{tables()}\n{MARKS[1]}", text, flags=re.S)
 

@@ -1,7 +1,7 @@
-"""A proxy between a client and a server that forces a call in the first turn, and notes what passes.
+"""Runs a proxy that forces a tool call in the first turn and records the exchanges.
 
-A request with tools and without results of tools gets `tool_choice` that requires a call, in the words of its
-interface, so that a random model calls a tool and the client's whole loop runs.
+A request with tools and without tool results gets a `tool_choice` that requires a call, in the format of its interface,
+so that a random model calls a tool and the client's whole loop runs.
 """
 
 import http.client
@@ -18,7 +18,7 @@ _RESULTS = ('"role": "tool"', '"tool_result"', '"function_call_output"', '"custo
 
 @dataclass
 class Exchange:
-    """One request as it was forwarded, whether a call was forced, and the answer."""
+    """Holds one forwarded request, whether a call was forced, and the response."""
 
     path: str
     body: Any
@@ -45,14 +45,14 @@ def force(path: str, body: Any, tool: str | None = None) -> bool:
 
 @contextmanager
 def proxy(port: int, tool: str | None = None, forcing: bool = True) -> Iterator[tuple[int, list[Exchange]]]:
-    """Forward to the server at `port` inside this context; yield the proxy's port and what has passed."""
+    """Forward to the server at `port` inside this context; yield the proxy's port and the list of exchanges."""
     passed: list[Exchange] = []
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def log_message(self, *arguments: Any) -> None:
-            """Notes nothing: `passed` has it all."""
+            """Log nothing: `passed` records every exchange."""
 
         def _pass(self) -> None:
             data = self.rfile.read(int(self.headers.get("content-length") or 0))

@@ -1,8 +1,8 @@
-"""Small quantized linears by the makers of their layouts, with the weights that the makers' own code reads from them.
+"""Builds small quantized linears with the packages of their layouts, with the weights that those packages read back.
 
-`python -m tests.support.foreign_layouts` writes tests/runtime/checkpoint/foreign/*.safetensors anew; it wants
-auto-round 0.16, bitsandbytes 0.50, mlx with mlx-cpu 0.32 and compressed-tensors 0.20. The tests want the files only:
-their metadata hold for each case the config, and dtype and sha256 of the weight.
+`python -m tests.support.foreign_layouts` rewrites tests/runtime/checkpoint/foreign/*.safetensors; it needs auto-round
+0.16, bitsandbytes 0.50, mlx with mlx-cpu 0.32 and compressed-tensors 0.20. The tests need only the files: their
+metadata hold the config of each case, and dtype and sha256 of the weight.
 """
 
 import hashlib
@@ -25,18 +25,18 @@ ROWS, COLUMNS = 32, 128
 
 @dataclass(frozen=True)
 class Case:
-    """`section` goes into config.json; `tensors` by what follows the linear's name; `weight` as its maker reads it."""
+    """Holds the `section` of config.json, `tensors` by suffix of the name, and `weight` as the package reads it."""
 
     section: dict[str, Any]
     tensors: dict[str, Tensor]
-    weight: Tensor | None  # None where a file was read: then its digest counts
+    weight: Tensor | None  # None if read from a file: then its digest is compared
     dtype: str = "bfloat16"
     digest: str = ""
     shape: tuple[int, int] = (ROWS, COLUMNS)
 
     @property
     def config(self) -> dict[str, Any]:
-        """A whole config.json, of a model whose first down projection has the shape."""
+        """Return a whole config.json of a model whose first down projection has this shape."""
         return {
             "model_type": "llama",
             "hidden_size": self.shape[0],
@@ -50,13 +50,13 @@ class Case:
 
 
 def digest(weight: Tensor) -> str:
-    """Dtype and sha256 of the values; minus zero counts as zero."""
+    """Return dtype and sha256 of the values; minus zero counts as zero."""
     values = (weight + 0).contiguous().view(torch.uint8).numpy().tobytes()
     return f"{str(weight.dtype).removeprefix('torch.')} {hashlib.sha256(values).hexdigest()}"
 
 
 def weights(seed: int, rows: int = ROWS, columns: int = COLUMNS) -> Tensor:
-    """fp32, normal."""
+    """Return normally distributed fp32 weights."""
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
 
 
@@ -65,7 +65,7 @@ def integers(seed: int, below: int, *shape: int) -> Tensor:
 
 
 def gptq() -> Iterator[tuple[str, Case]]:
-    """By AutoRound's torch layers: v1 stores zero points less one, v2 as they are."""
+    """Yield cases by AutoRound's torch layers: v1 stores zero points minus one, v2 stores them unchanged."""
     kinds = {"gptq": "qlinear_torch_zp", "gptq_v2": "qlinear_torch"}
     widths = [(bits, group) for bits in range(2, 9) for group in (32, 64, 128)] + [(4, None), (8, None)]
     for version, module in kinds.items():
@@ -77,12 +77,12 @@ def gptq() -> Iterator[tuple[str, Case]]:
                 size = group or COLUMNS
                 seed, groups = bits * size, COLUMNS // size
                 scales = (weights(seed, ROWS, groups).abs() + 0.1).half() / (1 << bits - 1)
-                # v1 cannot store a zero point of 0 without breaking into the next field.
+                # v1 cannot store a zero point of 0 without an overflow into the next field.
                 zeros = integers(seed, (1 << bits) - 1, ROWS, groups) + 1
                 linear = torch.nn.Linear(COLUMNS, ROWS, bias=False)
                 linear.weight.data = weights(seed + 1)
                 packed = layer(bits, size, COLUMNS, ROWS, False, g_idx=True)
-                packed.device = torch.device("cpu")  # which the layer of v2 looks for
+                packed.device = torch.device("cpu")  # read by the layer of v2
                 packed.pack(linear, scales.float(), zeros.float())
                 if ordered:
                     mixed = torch.randperm(COLUMNS, generator=torch.Generator().manual_seed(bits))
@@ -102,7 +102,7 @@ def gptq() -> Iterator[tuple[str, Case]]:
 
 
 def awq() -> Iterator[tuple[str, Case]]:
-    """Words of AutoAWQ's layout, read by the converter of compressed-tensors; and made and read by AutoRound."""
+    """Yield AutoAWQ's layout as read by the converter of compressed-tensors, and as written and read by AutoRound."""
     from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
     from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
 
@@ -142,7 +142,7 @@ def awq() -> Iterator[tuple[str, Case]]:
 
 
 def fp8() -> Iterator[tuple[str, Case]]:
-    """Blocks, cropped at the edges, read by the converter of compressed-tensors; a scale for all by one product."""
+    """Yield blocks, cropped at the edges, as read by the converter of compressed-tensors, and one scale per tensor."""
     from compressed_tensors.entrypoints.convert.converters.fp8block_dequantizer import FP8BlockDequantizer
 
     for rows, columns, block in ((32, 128, (16, 32)), (40, 96, (16, 64)), (24, 80, (128, 128)), (40, 90, (16, 16))):
@@ -165,7 +165,7 @@ def fp8() -> Iterator[tuple[str, Case]]:
 
 
 def mlx_tensor(array: Any) -> Tensor:
-    """An array of mlx as a tensor, bf16 ones bit for bit."""
+    """Convert an array of mlx to a tensor, bf16 bit for bit."""
     import mlx.core as mx
     import numpy as np
 
@@ -175,7 +175,7 @@ def mlx_tensor(array: Any) -> Tensor:
 
 
 def mlx() -> Iterator[tuple[str, Case]]:
-    """By mlx. Affine weights are read in fp32, which it rounds once; in 16 bits it rounds twice."""
+    """Yield cases by mlx; affine weights are read in fp32, which rounds once, since 16 bits would round twice."""
     import mlx.core as mx
 
     types = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
@@ -200,7 +200,7 @@ def mlx() -> Iterator[tuple[str, Case]]:
 
 
 def bitsandbytes() -> Iterator[tuple[str, Case]]:
-    """By bitsandbytes; its plain torch code, since that for the CPU wants inputs in multiples of the block."""
+    """Yield cases by bitsandbytes in plain torch; its CPU code needs inputs in multiples of the block."""
     import bitsandbytes.functional as maker
     from bitsandbytes.backends.default.ops import _dequantize_4bit_compute
 
@@ -237,12 +237,12 @@ MAKERS: dict[str, Callable[[], Iterator[tuple[str, Case]]]] = {
 
 
 def write(layout: str) -> None:
-    """The file of a layout, anew."""
+    """Rewrite the file of a layout."""
     tensors, about = {}, {}
     for name, case in MAKERS[layout]():
         assert case.weight is not None
         tensors |= {f"{name}/{part}": tensor.contiguous() for part, tensor in case.tensors.items()}
-        if case.weight.dtype == torch.float32:  # sums of products differ in the last place: compared, not digested
+        if case.weight.dtype == torch.float32:  # dot products differ in the last place: compared without a digest
             tensors[f"{name}/{EXPECTED}"] = case.weight
         about[name] = {
             "section": case.section,
@@ -255,7 +255,7 @@ def write(layout: str) -> None:
 
 
 def stored(layout: str) -> dict[str, Case]:
-    """What `write` wrote."""
+    """Return the cases that `write` stored."""
     path = FILES / f"{layout}.safetensors"
     with safe_open(path, "pt") as file:
         about = json.loads(file.metadata()["cases"])

@@ -1,15 +1,15 @@
-"""The launches of a layer in the fused pass, by its declaration; `test_fused` counts them in the interpreter."""
+"""Counts the launches of a layer in the fused pass from its spec; `test_fused` compares them with the interpreter."""
 
 from collections import Counter
 
 from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.models.layer_spec import LayerSpec
 
-ROUTED = ("score_kernel", "choose_kernel", "place_kernel", "silu_kernel", "combine_kernel")  # besides, with experts
+ROUTED = ("score_kernel", "choose_kernel", "place_kernel", "silu_kernel", "combine_kernel")  # additionally with experts
 
 
 def launches_of_layer(spec: LayerSpec) -> Counter[str]:
-    """Launches by kernel, without the sums of split products that have no epilogue."""
+    """Return launches by kernel, without the sums of split products that have no epilogue."""
     counts = Counter({"multiply_kernel": 4, "attend_kernel": 1})
     attention, mlp = spec.attention, spec.mlp
     counts["norm_add_kernel"] = sum(part.output_norm is not None for part in (attention, mlp))

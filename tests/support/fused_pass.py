@@ -1,4 +1,4 @@
-"""Stand-ins of the fused pass and of the model beside it: logits that say what a pass was given."""
+"""Stubs of the fused pass and of the plain model; their logits encode the inputs of a pass."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,7 +23,7 @@ CAPACITY = 32
 
 
 class Sums:
-    """Logits that say what the step was given."""
+    """Returns logits that encode the inputs of a step."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -47,7 +47,7 @@ def session(rope: RopeScaling | None = None, sequences: int = 1) -> tuple[KVCach
 
 
 def several(tokens: list[list[int]], start: int, logits: int = 1, first: int = 0) -> Batch:
-    """New tokens of each sequence, which has one block, the first of them `first`."""
+    """Return a batch with new tokens of each sequence, which has one block; `first`: the first block."""
     chunks = [Chunk(row, start, (first + place,), logits) for place, row in enumerate(tokens)]
     return Batch.of(chunks, CAPACITY, CPU)
 
@@ -59,19 +59,19 @@ def one(token: int, start: int, logits: int = 1) -> Batch:
 def fused_pass(
     step: Step, capture: Capture | None, warnings: list[Declined] | None = None, plain: Pass | None = None
 ) -> CudaPass:
-    """The pass of `step`, compared with `plain` if there is one."""
+    """Return a pass that runs `step`, verified against `plain` if given."""
     report = pytest.fail if warnings is None else warnings.append
     return CudaPass(step, plain or PlainPass(model(lambda x: x)), capture, report, compare=plain is not None)
 
 
 def run(fused: CudaPass, batch: Batch, rope: Rope, cache: KVCache) -> Tensor | None:
-    """Logits [sequences, 1 or new, vocab] of a pass; None if it is declined or fails."""
+    """Return logits [sequences, 1 or new, vocab] of a pass; None if it is declined or fails."""
     work = PassInput(batch.chunks, cache, rope)
     return None if fused.takes(work) else fused._fused(work)
 
 
 class Plain(Transformer):
-    """The logits of `head` for ones."""
+    """Returns the logits of `head` for an input of ones."""
 
     def forward(self, batch: Batch, rope: Rope, cache: KVCache, hook: object = None) -> Tensor:
         return self._logits(torch.ones(batch.rows, 2), batch, None)
@@ -80,6 +80,6 @@ class Plain(Transformer):
 def model(head: Callable[[Tensor], Tensor], head_dim: int = CONFIG.head_dim) -> Plain:
     made = Plain(replace(CONFIG, head_dim=head_dim))
     made.embedding = torch.zeros(8, 2)
-    made.norm.forward = lambda x: x  # type: ignore[method-assign]  # not of interest here
+    made.norm.forward = lambda x: x  # type: ignore[method-assign]  # irrelevant here
     made.head.forward = head  # type: ignore[method-assign]  # as above
     return made

@@ -1,6 +1,6 @@
-"""GGUF files of models, put together by the gguf library and by the descriptions in llama.cpp's converters.
+"""Writes GGUF files of models with the gguf library, following llama.cpp's converters.
 
-No code of the reader or the exporter under test takes part, except the names of the tokenizer's keys (whose values are
+Uses no code of the reader or the exporter under test, except the names of the tokenizer's keys (whose values are
 compared elsewhere).
 """
 
@@ -47,7 +47,7 @@ def _name(name: str, arch: str) -> str:
 
 
 def _for_pairs(weight: Tensor, heads: int) -> Tensor:
-    """The reordering of LlamaModel.permute in llama.cpp's conversion/llama.py."""
+    """Reorder rows as LlamaModel.permute in llama.cpp's conversion/llama.py."""
     return weight.reshape(heads, 2, len(weight) // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
@@ -60,10 +60,10 @@ def write_model(
     keys: Mapping[str, Any],
     extra: Mapping[str, Sequence[float]] | None = None,
 ) -> None:
-    """The safetensors of `folder` as a GGUF file of architecture `arch`, matrices in the type `kind`.
+    """Write the safetensors of `folder` as a GGUF file of architecture `arch`, matrices in the type `kind`.
 
-    `config` is the model's config.json; `keys` go into the metadata as they are, in place of what it says; `extra` are
-    more tensors of F32.
+    `config` is the model's config.json; `keys` override the metadata derived from it; `extra` are additional F32
+    tensors.
     """
     writer = gguf.GGUFWriter(path, arch)
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
@@ -82,7 +82,7 @@ def write_model(
         f"{arch}.attention.value_length": head_dim,
     }
     for key, value in {**values, **keys}.items():
-        if key == "general.architecture":  # which the library writes itself
+        if key == "general.architecture":  # the library writes it itself
             writer.kv_data[0].pop(key)
         _add(writer, key, value)
     for name, factors in (extra or {}).items():
@@ -121,7 +121,7 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 
 
 def byte_tokenizer(vocab_size: int) -> dict[str, Any]:
-    """The smallest vocabulary that a text can be written in: GPT-2's alphabet of bytes, and unused rows."""
+    """Return the smallest vocabulary that can encode any text: GPT-2's byte alphabet, and unused rows."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     letters = [chr(byte) for byte in printable] + [chr(256 + index) for index in range(256 - len(printable))]
     tokens = [*letters[: vocab_size - 1], "<|im_end|>"]
@@ -137,7 +137,7 @@ def byte_tokenizer(vocab_size: int) -> dict[str, Any]:
 
 
 def published_tokenizer(folder: Path, rule: str) -> dict[str, Any]:
-    """The vocabulary of a folder with byte-level BPE, as a converter writes it, cut by the rule of that name."""
+    """Return a folder's byte-level BPE vocabulary as a converter writes it, with pre-tokenizer `rule`."""
     raw = json.loads((folder / "tokenizer.json").read_text("utf-8"))
     settings = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
     special = {token["id"]: token for token in raw["added_tokens"]}

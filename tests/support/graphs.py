@@ -1,4 +1,4 @@
-"""What stands in for a CUDA graph on the CPU."""
+"""A stand-in for a CUDA graph on the CPU."""
 
 from torch import Tensor
 
@@ -6,7 +6,7 @@ from mycli.runtime.engine.passes.graphs import Launches
 
 
 def recording(work: Launches) -> Launches:
-    """As a graph would: runs once when captured, and replays write to the same place."""
+    """Imitate a CUDA graph: run once at capture; replays write to the same buffers."""
     out = work().clone()
 
     def again() -> Tensor:

@@ -1,6 +1,6 @@
-"""How much of a grid or of a property the default run takes: one idiom for each.
+"""Limits how much of a grid or of a property the default test run covers.
 
-`make test-all` takes every case of a grid, and of a property as many examples as are worth a night.
+`make test-all` runs every case of a grid, and a large number of examples of a property.
 """
 
 import os
@@ -11,9 +11,9 @@ import pytest
 
 
 def chosen(cases: Iterable[Any], quick: Collection[Any]) -> list[Any]:
-    """Every case, those that are not in `quick` marked slow; what several arguments take is a tuple of their values.
+    """Return every case, with those not in `quick` marked slow; cases with several arguments are tuples.
 
-    Among the quick ones stands each value of each axis at least once, and whatever found a fault before.
+    `quick` must contain each value of each axis at least once, and every case that has found a fault before.
     """
     every = list(cases)
     missing = [case for case in quick if case not in every]
@@ -25,5 +25,5 @@ def chosen(cases: Iterable[Any], quick: Collection[Any]) -> list[Any]:
 
 
 def examples(quick: int, thorough: int) -> int:
-    """How many examples of a property to try; `thorough` where MYCLI_THOROUGH is set."""
+    """Return the number of examples of a property to try; `thorough` if MYCLI_THOROUGH is set."""
     return thorough if os.environ.get("MYCLI_THOROUGH") else quick

@@ -1,7 +1,7 @@
-"""A hub on loopback, for tests: the HTTP protocol of huggingface.co as this program and huggingface_hub use it.
+"""Runs a hub on loopback for tests: the HTTP protocol of huggingface.co as mycli and huggingface_hub use it.
 
-Two servers: the hub itself, and the storage host to which it redirects large files, which must never see a token. Every
-request is logged; a test queues faults by a piece of the path.
+Consists of two servers: the hub, and the storage host to which it redirects large files, which must never receive a
+token. Every request is logged; a test queues faults by a part of the path.
 """
 
 import hashlib
@@ -16,27 +16,27 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-LARGE = 1024  # bytes from which a file is stored as on git-lfs
+LARGE = 1024  # bytes from which a file is stored in git-lfs
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What to do wrong. Unset fields leave that part of the answer as it should be."""
+    """Describes a faulty response. Unset fields leave that part of the response correct."""
 
     status: int | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
     body: bytes | None = None
-    drop_after: int | None = None  # bytes of the body, then the connection is cut
+    drop_after: int | None = None  # bytes of the body after which the connection is closed
     ignore_range: bool = False
     altered: bool = False  # right size, wrong bytes
-    announced: int | None = None  # Content-Length, whatever is sent
+    announced: int | None = None  # Content-Length, independent of the bytes sent
     seconds_per_block: float = 0.0
-    shifted: int = 0  # Content-Range says, and the body begins, this much further on
+    shifted: int = 0  # offset by which Content-Range and the body are shifted
 
 
 @dataclass(frozen=True)
 class Request:
-    """What arrived."""
+    """Holds a received request."""
 
     host: str  # "hub" or "storage"
     method: str
@@ -45,12 +45,12 @@ class Request:
 
 
 def git_digest(data: bytes) -> str:
-    """The name git gives to `data`."""
+    """Return git's blob hash of `data`."""
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
 def safetensors(tensors: Mapping[str, tuple[str, list[int], bytes]]) -> bytes:
-    """A safetensors file of raw bytes: name -> (dtype, shape, data)."""
+    """Build a safetensors file from raw bytes: name -> (dtype, shape, data)."""
     header: dict[str, Any] = {}
     offset = 0
     for name, (dtype, shape, data) in tensors.items():
@@ -62,13 +62,13 @@ def safetensors(tensors: Mapping[str, tuple[str, list[int], bytes]]) -> bytes:
 
 
 class HubServer:
-    """`repos[name][commit][file] = bytes` and `refs[name][branch] = commit`, served until closed."""
+    """Serves `repos[name][commit][file] = bytes` and `refs[name][branch] = commit` until closed."""
 
     def __init__(self) -> None:
         self.repos: dict[str, dict[str, dict[str, bytes]]] = {}
         self.refs: dict[str, dict[str, str]] = {}
         self.log: list[Request] = []
-        self.page = 1000  # entries of a listing
+        self.page = 1000  # entries per page of a listing
         self._faults: list[tuple[str, Fault]] = []
         self._lock = threading.Lock()
         self._servers = {host: self._serve(host) for host in ("hub", "storage")}
@@ -81,17 +81,16 @@ class HubServer:
         return server
 
     def close(self) -> None:
-        """Stop serving."""
         for server in self._servers.values():
             server.shutdown()
             server.server_close()
 
     def address(self, host: str = "hub") -> str:
-        """For HF_ENDPOINT."""
+        """Return the address for HF_ENDPOINT."""
         return f"http://127.0.0.1:{self._servers[host].server_address[1]}"
 
     def add(self, repo: str, files: Mapping[str, bytes], branch: str = "main") -> str:
-        """A new commit of `repo`, and the branch that points to it."""
+        """Add a commit to `repo`, set the branch to it, and return its id."""
         text = json.dumps(sorted((name, git_digest(data)) for name, data in files.items()))
         commit = hashlib.sha1(f"{repo} {text}".encode()).hexdigest()
         self.repos.setdefault(repo, {})[commit] = dict(files)
@@ -104,12 +103,12 @@ class HubServer:
             self._faults.extend([(where, fault)] * times)
 
     def forgive(self) -> None:
-        """Drop the faults that were not used up."""
+        """Drop the unused faults."""
         with self._lock:
             self._faults.clear()
 
     def take(self, host: str, path: str) -> Fault:
-        """The fault for a request, used up by it."""
+        """Return the fault for a request and remove it from the queue."""
         with self._lock:
             for index, (where, fault) in enumerate(self._faults):
                 if where in f"{host}:{path}":
@@ -118,7 +117,7 @@ class HubServer:
         return Fault()
 
     def requests(self, where: str) -> list[Request]:
-        """Logged requests whose "host:path" contains `where`."""
+        """Return the logged requests whose "host:path" contains `where`."""
         return [request for request in self.log if where in f"{request.host}:{request.path}"]
 
 
@@ -196,7 +195,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self._send(302, {**headers, "Location": location}, b"", fault)
 
     def _send_found(self, words: str) -> None:
-        """What a search of the hub lists: the size that pico has, and the family of each config."""
+        """Send the results of a search: the size of pico, and the family of each config."""
         found = []
         for repo, branches in self.owner.refs.items():
             config = json.loads(self.owner.repos[repo][branches["main"]].get("config.json", b"{}"))
@@ -256,7 +255,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def hub_server() -> Iterator[HubServer]:
-    """A running server."""
+    """Run a server inside the context."""
     server = HubServer()
     try:
         yield server

@@ -1,8 +1,8 @@
-"""The import graph of the product, by files and by rooms: `python -m tests.support.import_graph` prints both.
+"""Computes the import graph of the product by file and by room: `python -m tests.support.import_graph` prints both.
 
 A room is a folder of `runtime/`, or a file next to the folders; its floor is one above the highest room that it
-imports. Reads syntax only. An import inside a function counts. One under TYPE_CHECKING counts among files, because a
-reader still needs both files, but not among rooms, where it only names a type.
+imports. Uses only the syntax tree. An import inside a function counts. One under TYPE_CHECKING counts among files,
+because a reader still needs both files, but not among rooms, where it only names a type.
 """
 
 import ast
@@ -15,7 +15,7 @@ Graph = Mapping[str, set[str]]
 
 
 def _imports(node: ast.AST, type_checking: bool) -> Iterator[str]:
-    """Dotted names of the product's modules, or of names in them, that `node` imports."""
+    """Yield dotted names of the product's modules, or of names in them, that `node` imports."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING":
             if not type_checking:
@@ -33,7 +33,7 @@ def _module(path: Path) -> str:
 
 
 def file_graph(type_checking: bool = True) -> dict[str, set[str]]:
-    """Each file of the product with the files that it imports."""
+    """Return each file of the product with the files that it imports."""
     modules = {_module(path): name(path) for path in sources()}
     graph: dict[str, set[str]] = {}
     for path in sources():
@@ -47,7 +47,7 @@ def file_graph(type_checking: bool = True) -> dict[str, set[str]]:
 
 
 def circles(graph: Graph) -> list[list[str]]:
-    """Groups of nodes that reach each other (Tarjan's strongly connected components of two or more)."""
+    """Return groups of nodes that reach each other (Tarjan's strongly connected components of two or more)."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -75,7 +75,7 @@ def circles(graph: Graph) -> list[list[str]]:
 
 
 def room_graph() -> dict[str, set[str]]:
-    """Each room of `runtime/` with the rooms that it imports."""
+    """Return each room of `runtime/` with the rooms that it imports."""
     graph: dict[str, set[str]] = {}
     for file, imported in file_graph(type_checking=False).items():
         room = _room(file)
@@ -91,7 +91,7 @@ def _room(file: str) -> str | None:
 
 
 def floors(graph: Graph) -> list[list[str]]:
-    """Rooms by floor, the lowest first. Raises ValueError naming the rooms of a circle."""
+    """Return the rooms by floor, the lowest first. Raises ValueError naming the rooms of a cycle."""
     remaining = {room: set(targets) for room, targets in graph.items()}
     levels: list[list[str]] = []
     while remaining:

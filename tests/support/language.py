@@ -17,12 +17,12 @@ from pathlib import Path
 from tests.support.paths import ROOT
 
 PARTS = ("cli", "quant", "runtime")
-DATA = Path("runtime/pico")  # a model shipped as data, with its own programs
+DATA = Path("runtime/pico")  # a model shipped as data, with its training programs
 
 MAX_DOCSTRING_SHARE = 0.08
 MIN_COMMENT_SHARE = 0.02
 MAX_SENTENCE_WORDS = 40
-MAX_WIDTH = 100  # of a line of prose in the docs
+MAX_WIDTH = 100  # width of a line of prose in the docs
 
 BAD_START = re.compile(r"(?:Of|Those|What|One that)\b|As `")
 BANNED = re.compile(
@@ -37,7 +37,7 @@ BANNED = re.compile(
 # A vector register has lanes; a KV cache has slots.
 LANES = re.compile(r"\blanes?\b", re.IGNORECASE)
 LANES_ALLOWED = ("runtime/kernels", "tests/runtime/kernels", "tests/ptx", "docs/kernels.md", "docs/cpu.md")
-# Vague as the name of a variable or a parameter: the name has to say what the value is.
+# Too vague as the name of a variable or a parameter: a name must say what the value is.
 VAGUE_NAMES = {"found", "given", "own", "made", "kept", "one", "told", "wanted", "asked", "each", "heard", "said"}
 PRAGMA = re.compile(r"#\s*(?:type:|noqa|!)")
 
@@ -55,7 +55,7 @@ class Finding:
 
 @dataclass
 class Measures:
-    """Line counts of a room. A trailing comment belongs to a line of code; `comments` counts lines of their own."""
+    """Counts the lines of a room. A trailing comment is a line of code; `comments` counts comment-only lines."""
 
     lines: int = 0
     blank: int = 0
@@ -78,26 +78,26 @@ class Measures:
 
 
 def room(path: Path) -> str:
-    """The two leading folders of a module (`runtime/engine`); a page of the docs is a room of its own."""
+    """Return the two leading folders of a module (`runtime/engine`); a page of the docs is its own room."""
     folders = path.parent.parts[:2]
     return path.as_posix() if path.suffix == ".md" else "/".join(folders)
 
 
 def files(*folders: str) -> list[Path]:
-    """The Python and C++ files of `folders`, relative to the repository."""
+    """Return the Python and C++ files of `folders`, relative to the repository."""
     paths = (path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".cpp", ".h"))
     relative = sorted(path.relative_to(ROOT) for path in paths if "__pycache__" not in path.parts)
     return [path for path in relative if not path.is_relative_to(DATA)]
 
 
 def pages() -> list[Path]:
-    """The pages of the documentation, relative to the repository."""
+    """Return the pages of the documentation, relative to the repository."""
     paths = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
     return [path.relative_to(ROOT) for path in paths]
 
 
 def measure(path: Path) -> Measures:
-    """Measures and findings of one file."""
+    """Return the measures and findings of one file."""
     text = (ROOT / path).read_text(encoding="utf-8")
     if path.suffix == ".md":
         return Measures(lines=text.count("\n"), findings=list(_check_page(path, text)))
@@ -187,20 +187,20 @@ def _check_page(path: Path, text: str) -> Iterator[Finding]:
 
 
 def _without_code(text: str) -> str:
-    """Replace fenced code and HTML comments by empty lines."""
+    """Replace fenced code and HTML comments with empty lines."""
     no_prose = re.compile(r"^( *)(```|~~~).*?^\1\2|<!--.*?-->", re.DOTALL | re.MULTILINE)
     return no_prose.sub(lambda match: "\n" * match[0].count("\n"), text)
 
 
 def _too_wide(line: str) -> bool:
-    """Whether a line of prose could be broken before its end; code spans and links are not broken."""
+    """Return whether a line of prose could be wrapped; code spans and links cannot be."""
     if len(line) <= MAX_WIDTH or line.startswith(("|", "    ", "#", "!", "<")):
         return False
     return len(re.findall(r"(?:`[^`]*`|\]\([^)]*\)|\S)+", line)) > 1
 
 
 def _paragraphs(text: str) -> Iterator[tuple[int, str]]:
-    """The prose of a page with the line it starts on: paragraphs, list items, table cells; not code or HTML."""
+    """Yield the prose of a page with its first line number: paragraphs, list items, table cells; not code or HTML."""
     text = _without_code(text)
     start, paragraph = 1, ""
     for number, line in enumerate([*text.splitlines(), ""], 1):
@@ -217,7 +217,7 @@ def _paragraphs(text: str) -> Iterator[tuple[int, str]]:
 
 
 def by_room(paths: Iterable[Path]) -> dict[str, Measures]:
-    """The measures of all files of `paths`, summed by room."""
+    """Return the measures of all files of `paths`, summed by room."""
     rooms: dict[str, Measures] = {}
     for path in paths:
         rooms.setdefault(room(path), Measures()).add(measure(path))
@@ -225,7 +225,7 @@ def by_room(paths: Iterable[Path]) -> dict[str, Measures]:
 
 
 def table(rooms: dict[str, Measures]) -> str:
-    """One line for each room, then the sums of code and of pages."""
+    """Return one line for each room, then the sums of code and of pages."""
     code, docs = Measures(), Measures()
     for name, measures in rooms.items():
         (docs if name.endswith(".md") else code).add(measures)

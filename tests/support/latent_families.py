@@ -30,7 +30,7 @@ EXPERTS = {
 }
 V3 = {**IDS, **EXPERTS, "n_group": 4, "topk_group": 2, "num_mtp_layers": 0}
 
-# id -> (model_type, what differs from SMALL)
+# id -> (model_type, differences from SMALL)
 LATENT: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2-yarn": ("deepseek_v2", {**IDS, **SIZES, **EXPERTS, **YARN, "topk_method": "greedy"}),
     "deepseek_v2-groups-odd-sizes-biases-tied": (
@@ -101,7 +101,7 @@ LATENT: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
-    # Without a padding token, whose embedding transformers sets to zero when it reads a packed copy.
+    # No padding token: transformers sets its embedding to zero when it reads a packed copy.
     "youtu-tied": ("youtu", {**IDS, **SIZES, "pad_token_id": None}),
     "youtu-odd-sizes-half-split-biases-untied": (
         "youtu",

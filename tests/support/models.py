@@ -1,4 +1,4 @@
-"""Small models on disk: random weights of a config, with the tokenizer of pico."""
+"""Writes small models to disk: random weights of a config, with the tokenizer of pico."""
 
 import json
 import shutil
@@ -33,12 +33,12 @@ SMALL: Mapping[str, Any] = {
 
 
 def write_config(folder: Path, **changes: Any) -> None:
-    """config.json of SMALL with `changes`."""
+    """Write the config.json of SMALL with `changes`."""
     (folder / "config.json").write_text(json.dumps({**SMALL, **changes}))
 
 
 def random_model(folder: Path, deviation: float = 0.1, **changes: Any) -> Path:
-    """A new folder with a model of SMALL and `changes`: bf16 weights of a fixed seed, gains around one."""
+    """Write a model of SMALL with `changes` to a new folder: bf16 weights of a fixed seed, norm weights around one."""
     folder.mkdir()
     write_config(folder, **changes)
     generator = torch.Generator().manual_seed(0)
@@ -53,6 +53,6 @@ def random_model(folder: Path, deviation: float = 0.1, **changes: Any) -> Path:
 
 
 def shorten_report(patch: pytest.MonkeyPatch, tokens: int) -> None:
-    """Copies are measured on `tokens` tokens: enough to see that it is done, not for figures to publish."""
+    """Measure quantized copies on `tokens` tokens only: enough to test the report, not for figures to publish."""
     for module in (planning, pipeline):
         patch.setattr(module, "QUICK_TOKENS", tokens)

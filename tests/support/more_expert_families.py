@@ -1,4 +1,4 @@
-"""Families of 2025 and 2026 whose layers choose among experts: small configurations of every kind."""
+"""MoE families of 2025 and 2026: small configurations of every kind."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ PARTIAL_BY_LAYER_TYPE = {
 
 THREE = ["sliding_attention", "full_attention", "sliding_attention"]
 
-# id -> (model_type, what differs from SMALL)
+# id -> (model_type, differences from SMALL)
 MORE_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone_moe-window7": ("exaone_moe", {**EXPERTS8, "num_hidden_layers": 5, "sliding_window": 7, "head_dim": 16}),
     "exaone_moe-groups-tied": (

@@ -1,9 +1,9 @@
-"""Plants one-line faults and counts those that the tests of their room do not notice: `make mutants`.
+"""Runs mutation tests: plants one-line faults and counts those that the tests of their room miss: `make mutants`.
 
     python -m tests.support.mutants --count 20 --seed 1 --room runtime/hub
 
 A fault changes one operator, comparison, constant, `min`, sign or `and` in a copy of the checkout. The tests of the
-file's room run there, those that name the module first, until one fails. A survivor is a fault that none notices: a
+file's room run there, those that name the module first, until one fails. A survivor is a fault that no test detects: a
 missing test, or a change without an effect.
 """
 
@@ -25,8 +25,8 @@ from tempfile import TemporaryDirectory
 from tests.support.paths import ROOT
 
 PARTS = ("runtime", "quant", "cli")
-SECONDS = 900  # of one room's tests, after which a fault counts as noticed: it made a loop endless
-# Without an effect that a room's tests could see: words for people, measurements, the GPU, programs shipped as data.
+SECONDS = 900  # for one room's tests; a timeout counts as detected, since the fault caused an endless loop
+# Without an effect that a room's tests could detect: messages, measurements, GPU code, programs shipped as data.
 SKIPPED = ("runtime/kernels/triton/", "runtime/pico/", "runtime/diagnostics/vllm_tp.py", "cli/other_engines.py")
 NEEDS_GPU = ("passes/cuda.py", "passes/device_loop.py", "passes/graphs.py", "passes/fused.py", "device/nvml.py")
 
@@ -59,7 +59,7 @@ CALLS = {"min": "max", "max": "min", "any": "all", "all": "any"}
 
 @dataclass(frozen=True)
 class Fault:
-    """`old` at a position (byte columns, lines from 1) of a file becomes `new`."""
+    """Replaces `old` at a position (byte columns, lines from 1) of a file with `new`."""
 
     path: str
     line: int
@@ -79,8 +79,8 @@ class Fault:
 
 
 class _Finder(ast.NodeVisitor):
-    # Annotations, docstrings, messages of errors, f-strings, asserts, decorators, protocols and declarations for the
-    # help change nothing that a test should see.
+    # Changes to annotations, docstrings, error messages, f-strings, asserts, decorators, protocols and help
+    # declarations have no effect that a test should detect.
     def __init__(self, path: str, source: str) -> None:
         self._path, self._lines = path, source.encode().splitlines()
         self.faults: list[Fault] = []
@@ -145,7 +145,7 @@ class _Finder(ast.NodeVisitor):
             self.visit(node.value)
 
     def visit_keyword(self, node: ast.keyword) -> None:
-        # `strict=` of zip, `exist_ok=` and the like guard against what does not happen.
+        # `strict=` of zip, `exist_ok=` and similar arguments guard against cases that do not occur.
         if not isinstance(node.value, ast.Constant):
             self.visit(node.value)
 
@@ -167,7 +167,7 @@ class _Finder(ast.NodeVisitor):
 
 
 def faults(path: str, root: Path = ROOT) -> list[Fault]:
-    """All faults of a file that still compile and change its bytecode."""
+    """Return all faults of a file that still compile and change its bytecode."""
     source = (root / path).read_text(encoding="utf-8")
     finder = _Finder(path, source)
     finder.visit(ast.parse(source))
@@ -192,7 +192,7 @@ def files(rooms: Sequence[str]) -> Iterator[str]:
 
 
 def room_tests(path: str, root: Path = ROOT) -> tuple[list[str], list[str]]:
-    """The test files of a file's room: those of its part that name the module, and the others of the room."""
+    """Return the test files of a file's room: those that name the module, and the others."""
     room = Path("tests") / Path(path).parent
     while not (root / room).is_dir():
         room = room.parent
@@ -216,12 +216,12 @@ def copy_checkout(target: Path) -> None:
     (target / ".links" / "mycli").mkdir(parents=True)
     for part in PARTS:
         (target / ".links" / "mycli" / part).symlink_to(f"../../{part}")
-    for shared in ROOT.parent.glob("shared"):  # tests skip without it
+    for shared in ROOT.parent.glob("shared"):  # some tests are skipped without it
         (target.parent / "shared").symlink_to(shared)
 
 
 def notices(copy: Path, tests: Sequence[str], seconds: float = SECONDS) -> str:
-    """The first test that fails in `copy`, "" if none does; all in one process, in the order given."""
+    """Return the first test that fails in `copy`, or ""; all run in one process, in this order."""
     if not tests:
         return ""
     environment = {**os.environ, "PYTHONPATH": str(copy / ".links"), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -237,7 +237,7 @@ def notices(copy: Path, tests: Sequence[str], seconds: float = SECONDS) -> str:
 
 
 def noticed_by(fault: Fault, copy: Path) -> str:
-    """The test that notices `fault`, planted in `copy` and removed again; "" if it survives."""
+    """Plant `fault` in `copy`, return the test that detects it, and remove it again; "" if it survives."""
     file = copy / fault.path
     source = file.read_text(encoding="utf-8")
     try:
@@ -249,7 +249,7 @@ def noticed_by(fault: Fault, copy: Path) -> str:
 
 
 def sample(rooms: Sequence[str], count: int, seed: int) -> list[Fault]:
-    """`count` faults, each file as likely as it has faults, at most one on a line."""
+    """Sample `count` faults uniformly over all faults of the rooms, at most one per line."""
     chosen: dict[tuple[str, int], Fault] = {}
     everything = [fault for path in files(rooms) for fault in faults(path)]
     for fault in random.Random(seed).sample(everything, len(everything)):
@@ -260,7 +260,7 @@ def sample(rooms: Sequence[str], count: int, seed: int) -> list[Fault]:
 
 
 def main() -> int:
-    """Print one line for each fault and the survivors at the end; returns 1 if less than 97 % are noticed."""
+    """Print one line for each fault and the survivors at the end; return 1 if less than 97 % are detected."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)

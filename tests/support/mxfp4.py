@@ -1,4 +1,4 @@
-"""gpt-oss as it is published: the experts of a model of transformers rounded to MXFP4, and saved with all else."""
+"""Saves gpt-oss as published: the experts of a transformers model rounded to MXFP4, the rest unchanged."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ _VALUES = torch.cat((_VALUES, -_VALUES))
 
 
 def rounded(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """weight fp32 [experts, rows, inputs] to MXFP4: values, blocks uint8 [..., inputs / 32, 16] and exponents uint8."""
+    """Round fp32 [experts, rows, inputs] to MXFP4: values, blocks uint8 [..., inputs / 32, 16] and exponents uint8."""
     groups = weight.unflatten(-1, (-1, 32))
     exponent = groups.abs().amax(-1, keepdim=True).log2().floor() - 2
     codes = ((groups / exponent.exp2()).unsqueeze(-1) - _VALUES).abs().argmin(-1)
@@ -23,7 +23,7 @@ def rounded(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def save_mxfp4(reference: transformers.PreTrainedModel, folder: Path) -> None:
-    """To `folder`; the experts of `reference` become what was saved. In its modules they lie transposed."""
+    """Save to `folder` and set the experts of `reference` to the saved values; its modules store them transposed."""
     state = {name: tensor.detach().clone() for name, tensor in reference.state_dict().items()}
     if reference.config.tie_word_embeddings:
         del state["lm_head.weight"]

@@ -1,4 +1,4 @@
-"""The native code as other machines compile it, in place of this machine's for the time of a test."""
+"""Replaces the native code by builds for other instruction sets for the duration of a test."""
 
 from functools import cache
 from hashlib import sha256
@@ -11,21 +11,21 @@ from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.library import build, isa
 from mycli.runtime.kernels.cpu.library.build import Native, cache_folder, compile_library, load_library
 
-# The first of two sets in plain code, on a machine that has the second alone.
+# Emulates the first set in plain code on a machine that supports only the second.
 _EMULATED = {"emulated-amx": ("amx", "avx512vnni"), "emulated-avxvnni": ("avxvnni", "avx2")}
-# Every set of instructions, and what no set has: dense products as AMD's processors have them, and plain vectors.
+# Every instruction set, and two builds without one: dense bf16 products as on AMD processors, and plain vectors.
 VARIANTS = ("native", *isa.SETS, "bf16-dots", "plain", *_EMULATED)
-# Only products have instructions for integers: of the rest, sets of equally wide vectors have one code.
+# Only products use integer instructions; the rest is identical for sets with equal vector width.
 VECTORS = ("native", "avx512", "avx2", "plain")
-# What the default run compiles beside this machine's own, a quarter of a minute each: the oldest set, and the one that
-# most processors have. `make test-all` compiles them all.
+# The default run compiles these besides this machine's set, a quarter of a minute each: the oldest set, and the most
+# common one. `make test-all` compiles all.
 QUICK = ("native", "avx2", "avx512vnni")
-# Kept beside the libraries of replies: another checkout with the same sources need not compile them again.
+# Next to the library cache of the product: another checkout with the same sources need not compile them again.
 FOLDER = cache_folder().with_name("kernels-of-tests")
 
 
 def _flags(variant: str) -> tuple[str, ...]:
-    """Of the compiler. -O1: others are tested for their results, not their speed. Skips what this machine has not."""
+    """Return the compiler flags, -O1 since only results are tested; skip if this machine lacks the set."""
     flags = cpu().flags
     if variant == "plain":
         return "-march=x86-64", "-O1"
@@ -39,7 +39,7 @@ def _flags(variant: str) -> tuple[str, ...]:
 
 
 def _stand_in(variant: str) -> list[str]:
-    """What is compiled in place of instructions; its digest is there so that another text is compiled again."""
+    """Return the flags that replace instructions by a header; the digest forces recompilation when it changes."""
     header = Path(__file__).with_name(f"{variant.replace('-', '_')}.h")
     return ["-include", str(header), f"-DSTAND_IN={sha256(header.read_bytes()).hexdigest()}"]
 
@@ -50,11 +50,11 @@ def _compiled(variant: str) -> Native:
 
 
 def instruction_set(variant: str, monkeypatch: pytest.MonkeyPatch) -> Native:
-    """That one of `VARIANTS`, in place of this machine's for the time of a test; skipped without a compiler."""
+    """Use the build `variant` of `VARIANTS` for the duration of a test; skip without a compiler."""
     found = build.native()
     if isinstance(found, Declined):
         pytest.skip(f"no native code here: {found}")
-    if variant in ("native", found.isa):  # the same twice
+    if variant in ("native", found.isa):  # would test the same build twice
         return found if variant == "native" else pytest.skip("that is this machine's own")
     compiled = _compiled(variant)
     monkeypatch.setattr(build, "native", lambda: compiled)

@@ -1,4 +1,4 @@
-"""Passes over models whose parts native code may run whole, and by steps: what both must give, bit for bit."""
+"""Runs passes in native calls for whole layers, and step by step; both must be bit-identical."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -54,7 +54,7 @@ def plain_passes(model: Transformer) -> Passes:
 KINDS: tuple[KvDtype, ...] = ("bf16", "int8", "int4")
 
 
-# Two sequences in blocks and states that lie anywhere: read in part, one after the other, together, cut back by one.
+# Two sequences in scattered blocks and state slots: partial prefill, one after the other, together, rolled back by one.
 PASSES: Sequence[Sequence[Chunk]] = (
     [Chunk(list(range(4, 17)), 0, (3, 1), 13, 2)],
     [Chunk([40], 13, (3, 1), 1, 2), Chunk(list(range(50, 59)), 0, (5, 2), 9)],
@@ -63,7 +63,7 @@ PASSES: Sequence[Sequence[Chunk]] = (
 )
 
 
-ACCEPTED = {2: 1, 0: 0}  # draft tokens of the third pass, by state slot
+ACCEPTED = {2: 1, 0: 0}  # accepted draft tokens of the third pass, by state slot
 
 
 NAMES = {
@@ -80,7 +80,7 @@ NAMES = {
 
 
 class OnlyCalled:
-    """A weight that nobody but its own code multiplies by."""
+    """Wraps a weight that is multiplied only by its own `__call__`."""
 
     def __init__(self, weight: Tensor) -> None:
         self._weight = weight
@@ -98,7 +98,7 @@ def load_bf16(folder: Path, kv: KvDtype = "bf16") -> ModelRunner:
 
 
 def run_passes(model: Transformer, kv: KvDtype, passes: Passes) -> list[Tensor]:
-    """Logits of `PASSES` and the contents of the cache after them."""
+    """Return the logits of `PASSES` and the contents of the cache after them."""
     runner = ModelRunner(model, kv, passes)
     cache = KVCache(runner.config, 6, BLOCK_SIZE, runner.device, cache_dtype(kv, runner.dtype), slots=4)
     runner.rope(CONTEXT)
@@ -115,7 +115,7 @@ def run_passes(model: Transformer, kv: KvDtype, passes: Passes) -> list[Tensor]:
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kinds of parts that native code runs, in order; "|" after each call."""
+    """Record the kinds of parts that native code runs, in order, with "|" after each call."""
     found: list[str] = []
     plain = CChain.__call__
 
@@ -128,7 +128,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def same_as_by_steps(runner: ModelRunner, kv: KvDtype, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Compare the CPU pass of the weights as they are now with the plain pass; return the parts run natively."""
+    """Compare the CPU pass of the current weights with the plain pass; return the parts that ran natively."""
     with monkeypatch.context() as patch:
         ran = counted(patch)
         native = run_passes(runner.model, kv, compile_passes(runner.model, kv))
@@ -142,7 +142,7 @@ HEAD = {"head_dim": 32}
 
 
 def pack_linear(linear: Linear, bits: int, group: int, seed: int = 0) -> None:
-    """Random codes in the layout of our own code."""
+    """Replace the weight of a linear with random codes in the packed layout."""
     generator = torch.Generator().manual_seed(seed)
     shape = linear.out_features, linear.in_features
     codes = torch.randint(0, 1 << bits, shape, generator=generator).to(torch.uint8)
@@ -152,6 +152,6 @@ def pack_linear(linear: Linear, bits: int, group: int, seed: int = 0) -> None:
 
 
 def need_native_code() -> None:
-    """Skip where there is none."""
+    """Skip the test if there is no native code."""
     if isinstance(found := build.native(), Declined):
         pytest.skip(f"no native code here: {found}")

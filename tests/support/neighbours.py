@@ -1,4 +1,4 @@
-"""A server process under attack: how long a neighbour waits meanwhile, and how much memory the server takes."""
+"""Attacks a server process and measures how long another client waits, and how much memory the server uses."""
 
 import http.client
 import json
@@ -16,7 +16,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Attack:
-    """Requests that are sent at the same time: a path and the body, as bytes or as a value."""
+    """Holds requests that are sent concurrently: a path and the body, as bytes or as a value."""
 
     path: str
     body: Any
@@ -25,7 +25,7 @@ class Attack:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Statuses of an attack, its seconds, the longest wait of a neighbour, and the growth of memory in bytes."""
+    """Holds an attack's statuses and seconds, the longest wait of another client, and the memory growth in bytes."""
 
     statuses: Sequence[int]
     seconds: float
@@ -49,7 +49,7 @@ def _ask(port: int, path: str, data: bytes, seconds: float = 120) -> int:
 
 
 def _pids(root: int) -> Iterator[int]:
-    """The process and its descendants."""
+    """Yield the ids of the process and its descendants."""
     yield root
     for task in Path(f"/proc/{root}/task").iterdir():
         for child in (task / "children").read_text().split():
@@ -57,13 +57,13 @@ def _pids(root: int) -> Iterator[int]:
 
 
 class ServerProcess:
-    """`mycli serve pico` in a process of its own."""
+    """Runs `mycli serve pico` in a separate process."""
 
     def __init__(self, port: int, pid: int) -> None:
         self.port, self._pid = port, pid
 
     def resident(self) -> int:
-        """Bytes of memory of the server and its workers now."""
+        """Return the resident bytes of the server and its workers."""
         total = 0
         for pid in list(_pids(self._pid)):
             try:
@@ -74,14 +74,14 @@ class ServerProcess:
         return total
 
     def neighbour(self) -> float:
-        """Seconds for a reply of two tokens."""
+        """Return the seconds for a reply of two tokens."""
         body = {"prompt": "The capital of", "max_tokens": 2, "temperature": 0, "ignore_eos": True}
         start = time.perf_counter()
         assert _ask(self.port, "/v1/completions", json.dumps(body).encode()) == 200
         return time.perf_counter() - start
 
     def suffer(self, attack: Attack) -> Outcome:
-        """Send an attack beside a neighbour that asks again and again."""
+        """Send an attack while another client repeats short requests."""
         data = attack.body if isinstance(attack.body, bytes) else json.dumps(attack.body).encode()
         before, statuses = self.resident(), list[int]()
         start = time.perf_counter()
@@ -110,7 +110,7 @@ class ServerProcess:
 
 @contextmanager
 def server_process(*arguments: str) -> Iterator[ServerProcess]:
-    """A server of pico on a free port while the context lasts."""
+    """Run a server of pico on a free port inside the context."""
     command = [sys.executable, "-m", "mycli.cli", "serve", "pico", "--port", "0", "--json", *arguments]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:

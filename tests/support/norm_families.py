@@ -1,4 +1,4 @@
-"""Dense families with other norms, MLPs, gates or mixers than Llama's: small configurations of every kind."""
+"""Dense families with norms, MLPs, gates or token mixers unlike Llama's: small configurations of every kind."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from tests.support.family_parts import IDS, MULTIPLIERS, scaled
 
 THREE = ["sliding_attention", "full_attention", "sliding_attention"]
 
-# id -> (model_type, what differs from SMALL)
+# id -> (model_type, differences from SMALL)
 NORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma-gqa4:2": ("gemma", {**IDS, "head_dim": 16}),
     "gemma-mqa-untied-biases-legacy-gelu": (

@@ -1,4 +1,4 @@
-"""The product with 8-bit activations in plain torch, as one_byte.h defines it: slow, and the same bits."""
+"""Implements the product with 8-bit activations in plain torch, as defined in one_byte.h: slow, bit-identical."""
 
 import torch
 from torch import Tensor
@@ -6,11 +6,11 @@ from torch import Tensor
 from mycli.runtime.quantization.codes import code_values
 from mycli.runtime.quantization.packed_weight import PackedWeight, unpack
 
-SEGMENT, SPAN = 32, 128  # inputs that share a unit, and the most whose sums share a scale
+SEGMENT, SPAN = 32, 128  # inputs that share a unit, and the most inputs whose sums share a scale
 
 
 def fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """a * b + c of fp32, rounded once: the fp64 sum is rounded to odd first (Boldo and Melquiond, 2008)."""
+    """Return a * b + c of fp32, rounded once: the fp64 sum is rounded to odd first (Boldo and Melquiond, 2008)."""
     exact, c = a.double() * b.double(), c.double()
     total = exact + c
     other = total - exact
@@ -22,7 +22,7 @@ def fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 def integers(x: Tensor, segment: int) -> tuple[Tensor, Tensor]:
-    """Integers [rows, segments, segment] and units [rows, segments] of bf16 activations, as fp64 and fp32."""
+    """Return integers [rows, segments, segment] and units [rows, segments] of bf16 activations, as fp64 and fp32."""
     parts = x.float().view(len(x), -1, segment)
     extent = parts.abs().amax(-1).clamp(min=2.0**-100)
     scale = torch.tensor(127.0) / extent
@@ -30,7 +30,7 @@ def integers(x: Tensor, segment: int) -> tuple[Tensor, Tensor]:
 
 
 def product(x: Tensor, weight: PackedWeight) -> Tensor:
-    """x [rows, K] bf16, finite, times the weight: [rows, N] bf16."""
+    """Multiply x [rows, K] bf16, finite, by the weight; return [rows, N] bf16."""
     packing, inputs = weight.packing, weight.in_features
     group = inputs // packing.groups(inputs)
     span = next(size for size in (SPAN, 64, 32, 16) if group % size == 0)

@@ -1,4 +1,4 @@
-"""Folders of packed random weights in the layout that quantizing writes, without quantizing anything."""
+"""Writes folders of packed random weights in the layout of `quantize`, without quantizing anything."""
 
 import json
 from collections.abc import Mapping
@@ -18,8 +18,10 @@ from mycli.runtime.utils.json_fields import Fields
 
 
 def write_packed(folder: Path, fields: Mapping[str, Any], widths: Mapping[str, int], group: int = 32) -> Path:
-    """A bf16 model of config.json `fields`; the linears of blocks packed by the first of `widths` that their names
-    hold."""
+    """Write a bf16 model of config.json `fields` with packed linears in the blocks.
+
+    The bits of a linear are those of the first key of `widths` that its name contains.
+    """
     config, generator = parse_config(Fields(dict(fields), "a random model")), torch.Generator().manual_seed(0)
     linears = {
         spec.name: spec

@@ -1,4 +1,4 @@
-"""A small packed mixture with pico's tokenizer: for what goes from text to text with few of its experts in memory."""
+"""Writes a small packed MoE model with pico's tokenizer, for end-to-end tests of expert memory limits."""
 
 import shutil
 from pathlib import Path
@@ -26,7 +26,7 @@ TEXTS = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 
 def write_mixture(folder: Path) -> Path:
-    """12 experts in each of two layers, 3 for a token, int4 in groups of 32."""
+    """Write 12 experts in each of two layers, 3 active per token, int4 in groups of 32."""
     write_packed(folder, FIELDS, {"": 4})
     for name in TEXTS:
         if (PICO / name).exists():

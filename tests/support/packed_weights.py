@@ -1,4 +1,4 @@
-"""Random packed weights for tests of what multiplies them."""
+"""Builds random packed weights for tests of matrix products."""
 
 import torch
 
@@ -9,7 +9,7 @@ from mycli.runtime.quantization.scheme import SUPER_BLOCK, Packing
 def super_block_weight(
     bits: int, shape: tuple[int, int], group: int, *, offsets: bool, seed: int = 0, size: float = 0.001
 ) -> PackedWeight:
-    """Random codes, with scales (and offsets) that are whole numbers, some zero, times factors of about `size`."""
+    """Return random codes with integer scales (and offsets), some zero, times factors of about `size`."""
     generator = torch.Generator().manual_seed(seed)
     rows, columns = shape
     codes = torch.randint(0, 1 << bits, shape, generator=generator).to(torch.uint8)

@@ -1,4 +1,4 @@
-"""Where the checkout and the two models of the package are."""
+"""Paths of the checkout and of the two models in the package."""
 
 from pathlib import Path
 

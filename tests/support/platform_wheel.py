@@ -1,7 +1,7 @@
-"""Builds the wheel that needs no compiler: `python -m tests.support.platform_wheel FOLDER`, which is `make wheel`.
+"""Builds the wheel that needs no compiler: `python -m tests.support.platform_wheel FOLDER`, or `make wheel`.
 
-One library for each set of instructions is compiled on this machine, whichever it is, and looked into: none may want a
-newer C library than the platform of the wheel's name promises, nor an OpenMP library by name.
+Compiles one library for each instruction set, whatever this machine supports, and inspects it: none may need a newer C
+library than the wheel's platform tag promises, nor an OpenMP library by name.
 """
 
 import re
@@ -15,15 +15,15 @@ from tempfile import TemporaryDirectory
 from mycli.runtime.kernels.cpu.library import isa, prebuilt
 from tests.support.paths import ROOT
 
-GLIBC = (2, 28)  # as torch's own wheels
+GLIBC = (2, 28)  # as in torch's wheels
 PLATFORM = f"manylinux_{GLIBC[0]}_{GLIBC[1]}_x86_64"
-# Symbols of no library's name that torch's OpenMP library answers, and those that need no answer.
+# Unversioned symbols that torch's OpenMP library provides, and those that may stay undefined.
 UNNAMED = re.compile(r"GOMP_\w+|omp_\w+|_ITM_\w+|__gmon_start__")
 WANTED = re.compile(r"lib(c|m|stdc\+\+|gcc_s)\.so\.\d+")
 
 
 def complaints(headers: str) -> list[str]:
-    """What keeps a library from machines that `PLATFORM` means; of what `objdump` shows."""
+    """Return the reasons why a library would not load on the `PLATFORM`; `headers`: output of `objdump`."""
     wanted = [one for one in re.findall(r"NEEDED +(\S+)", headers) if not WANTED.fullmatch(one)]
     found = [f"wants {one}" for one in wanted]
     for line in headers.splitlines():
@@ -37,13 +37,13 @@ def complaints(headers: str) -> list[str]:
 
 
 def headers(library: Path) -> str:
-    """What a library wants of others, as objdump shows it."""
+    """Return the dependencies and symbols of a library, as objdump prints them."""
     show = ["objdump", "--private-headers", "--dynamic-syms", str(library)]
     return subprocess.run(show, capture_output=True, text=True, check=True).stdout
 
 
 def build(folder: Path, names: Iterable[str] = tuple(isa.portable_flags())) -> Path:
-    """The wheel in `folder`, with a library for each of `names`. Raises SystemExit where a library will not travel."""
+    """Build the wheel in `folder`, with a library for each of `names`. Raises SystemExit if one is not portable."""
     folder.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory() as work:
         source = Path(work) / "source"

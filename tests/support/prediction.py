@@ -1,4 +1,4 @@
-"""Heads that predict further tokens: random ones beside a random model, and the slow reference of what they propose."""
+"""Builds random models with random MTP heads, and a slow reference of their proposals."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,17 +14,18 @@ from tests.support.families import CASES, enliven, make
 
 @dataclass(frozen=True)
 class Reference:
-    """The model and its head, from transformers' own modules and nothing kept from one call to the next."""
+    """Runs the model and its head from transformers' modules, with no state kept between calls."""
 
     model: transformers.PreTrainedModel
     head: nn.ModuleDict
 
     @torch.no_grad()
     def draft(self, text: list[int], count: int) -> list[tuple[int, float]]:
-        """Greedy tokens after `text`, each with its lead over the second.
+        """Return greedy tokens after `text`, each with its margin over the second.
 
-        Position i joins h_i, which the model's head reads, with the embedding of token i + 1; all pass one layer and a
-        norm; where h is not known, what came out one position before stands for it (arXiv 2412.19437, 2.2).
+        Position i combines h_i, which the model's head reads, with the embedding of token i + 1; both pass through one
+        layer and a norm. Where h is unknown, the output of the previous position is used instead (arXiv 2412.19437,
+        2.2).
         """
         states = self.model.model(torch.tensor([text[:-1]])).last_hidden_state
         tokens, found = text[1:], []
@@ -43,7 +44,7 @@ class Reference:
 
 
 def make_with_head(folder: Path, case: str, **changes: Any) -> Reference:
-    """A random model in `folder` with a random head beside it, under the names that published folders have."""
+    """Save a random model to `folder` with a random MTP head, under the published tensor names."""
     model_type, own = CASES[case]
     model = make(folder, model_type, {**own, **changes})
     full = model.config.layer_types.index("full_attention")
@@ -71,11 +72,11 @@ def make_with_head(folder: Path, case: str, **changes: Any) -> Reference:
 
 
 def make_that_predicts(folder: Path, case: str, noise: float, **changes: Any) -> None:
-    """A model whose next token is a function of the last one, with a head that knows the function.
+    """Save a model whose next token is a function of the last one, with an MTP head that knows the function.
 
-    What layers add to the stream is nothing, though they compute it: each token's embedding comes to the output
-    projection, which knows it by the row of the token that follows. The head passes the embedding of the token behind
-    each state on, so that it says what the model will; `noise` times a random matrix, of the size of what is passed on,
+    The layers add zero to the residual stream, though they are computed: each token's embedding reaches the output
+    projection, whose row of the following token matches it. The head passes on the embedding of the token after each
+    state, so that it predicts the model's output; `noise` times a random matrix, of the scale of the passed embedding,
     makes it miss some.
     """
     make_with_head(folder, case, **{**changes, "tie_word_embeddings": False})
@@ -83,12 +84,12 @@ def make_that_predicts(folder: Path, case: str, noise: float, **changes: Any) ->
     generator = torch.Generator().manual_seed(1)
     for name, tensor in tensors.items():
         if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")) or "norm" in name.rpartition(".")[0]:
-            tensor.zero_()  # gains are 1 + w
+            tensor.zero_()  # the norm weights are 1 + w
     embedding, head, fc = (tensors[name] for name in ("model.embed_tokens.weight", "lm_head.weight", "mtp.fc.weight"))
     vocabulary, hidden = embedding.shape
     embedding.copy_(torch.randn(vocabulary, hidden, generator=generator))
     order = torch.randperm(vocabulary, generator=generator)
-    head[order] = embedding * (12 / hidden)  # so that the token that follows has a logit of about 12
+    head[order] = embedding * (12 / hidden)  # gives the following token a logit of about 12
     fc.zero_()
     fc[:, :hidden] = torch.eye(hidden) + noise / hidden**0.5 * torch.randn(hidden, hidden, generator=generator)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -1,6 +1,6 @@
-"""A model whose logits are a function of the whole text before, in fp64: any position that a cache keeps wrongly shows.
+"""Implements a model whose logits are a function of all previous tokens, in fp64, to detect wrong cache contents.
 
-Also every way that a random computation can go, with its probability.
+Also enumerates every outcome of a random computation with its probability.
 """
 
 from collections import defaultdict
@@ -36,11 +36,11 @@ CONFIG = ModelConfig(
     dtype="float32",
 )
 CPU = torch.device("cpu")
-Function = Callable[[tuple[int, ...]], Tensor]  # the text -> logits [vocab]
+Function = Callable[[tuple[int, ...]], Tensor]  # the tokens -> logits [vocab]
 
 
 class PrefixModel(Transformer):
-    """Reads the text back from the cache, so that what the cache holds decides."""
+    """Reads the tokens back from the cache, so that the cache contents determine the logits."""
 
     def __init__(
         self, function: Function, vocab_size: int, max_context: int = 64, config: ModelConfig = CONFIG
@@ -49,16 +49,16 @@ class PrefixModel(Transformer):
         self.embedding = torch.zeros(vocab_size, 2)
         self.function = function
         self.known: dict[tuple[int, ...], Tensor] = {}
-        self.passes: list[int] = []  # tokens of each
+        self.passes: list[int] = []  # tokens of each pass
 
     def logits(self, text: tuple[int, ...]) -> Tensor:
-        """After `text`; asked once."""
+        """Return the logits after `text`, computed once."""
         if text not in self.known:
             self.known[text] = self.function(text)
         return self.known[text]
 
     def forward(self, batch: Batch, rope: Rope, cache: KVCache, hook: HiddenStateHook | None = None) -> Tensor:
-        """Logits [rows, vocab] in the dtype of the function."""
+        """Return logits [rows, vocab] in the dtype of the function."""
         stored = batch.tokens.float()[:, None, None].expand(-1, 1, 2)
         cache.write(0, batch, stored, stored)
         self.passes.append(batch.rows)
@@ -71,7 +71,7 @@ class PrefixModel(Transformer):
 
 
 def random_function(seed: int, vocab_size: int, scale: float = 1.5) -> Function:
-    """Logits fp64, normal, other ones for every text."""
+    """Return a function with normally distributed fp64 logits that differ for every text."""
 
     def function(text: tuple[int, ...]) -> Tensor:
         generator = torch.Generator().manual_seed(hash((seed, *text)) & (1 << 62) - 1)
@@ -84,14 +84,14 @@ Choose = Callable[[Sequence[float]], int]
 
 
 class ChoosingSampler(Sampler):
-    """Asks `choose` instead of drawing."""
+    """Calls `choose` instead of sampling."""
 
     def __init__(self, sampling: SamplingParams, vocab_size: int, choose: Choose) -> None:
         super().__init__(sampling, vocab_size, CPU)
         self.choose = choose
 
     def draw(self, weights: Tensor) -> Tensor:
-        """Of one row."""
+        """Draw a token for one row."""
         total = float(weights.sum())
         if not total > 0:
             return torch.tensor([[weights.shape[1]]])
@@ -99,7 +99,7 @@ class ChoosingSampler(Sampler):
         return torch.tensor([[self.choose(found)]])
 
     def accept(self, chances: Tensor) -> int:
-        """The first n are accepted with the product of their chances and the refusal of the next."""
+        """Accept the first n with the product of their chances and the rejection of the next."""
         all_before, ways = 1.0, []
         for chance in chances.clamp(max=1).tolist():
             ways.append(all_before * (1 - chance))
@@ -108,7 +108,7 @@ class ChoosingSampler(Sampler):
 
 
 class _Script:
-    """Follows the ways it is given, then takes the first that is possible, and remembers the others."""
+    """Follows the choices in `ways`, then takes the first possible one, and records the alternatives."""
 
     def __init__(self, ways: list[int]) -> None:
         self.given, self.taken = ways, list[int]()
@@ -127,7 +127,7 @@ class _Script:
 
 
 def all_outcomes(run: Callable[[Choose], tuple[int, ...]]) -> dict[tuple[int, ...], float]:
-    """The probability of everything `run` can return: it is run once for each sequence of choices."""
+    """Return the probability of every result of `run`, which runs once for each sequence of choices."""
     outcomes: defaultdict[tuple[int, ...], float] = defaultdict(float)
     scripts = [_Script([])]
     while scripts:

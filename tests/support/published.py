@@ -1,7 +1,7 @@
-"""Configurations of published models with the figures they came with; no weights.
+"""Configurations of published models with their published figures; no weights.
 
-`parameters` are those of the text part, exact; `about`: as rounded as they were told; `active`: those that a
-token meets, likewise, with the embeddings unless `embeddings` is false.
+`parameters` are exact for the text part; `about`: as rounded in the publication; `active`: the active parameters of a
+token, as published, with the embeddings unless `embeddings` is false.
 """
 
 import json
@@ -21,11 +21,11 @@ PUBLISHED: dict[str, Any] = json.loads((ROOT / "tests" / "support" / "published_
 
 @cache
 def published(name: str) -> ModelConfig:
-    """The configuration of the model of that name; one of many experts takes a moment."""
+    """Return the configuration of a published model; one with many experts takes a moment."""
     return ModelFolder.from_config(Fields(PUBLISHED[name]["config"], "config.json")).config
 
 
 def plan(name: str, packing: Packing | None = None, head: Packing | None = None, **changes: Any) -> MemoryPlan:
-    """Of the model of that name, packed or not, and what else is asked of it."""
+    """Return the memory plan of a published model, packed or not; `changes` are further arguments."""
     config = published(name)
     return MemoryPlan(config, PackingScheme(packing, head).packings(config), **changes)

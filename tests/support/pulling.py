@@ -29,7 +29,7 @@ QUICK = RetryPolicy(attempts=4, request_attempts=3, base_delay=0.01, timeout=5.0
 
 
 class Notes(list[str]):
-    """What was said, and the bytes that were reported."""
+    """Records messages and reported bytes."""
 
     arrived = 0.0
 

@@ -1,4 +1,4 @@
-"""Random models in memory alone, of any declared family, packed as `quantize` packs: for what measures speed."""
+"""Builds random models in memory, of any declared family, packed as `quantize` packs, for speed measurements."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ MXFP4 = Packing(4, 32, layout="mxfp4", codes="e2m1", scale_dtype="bfloat16")
 
 
 def mixture_fields(layers: int, hidden: int, experts: int, size: int) -> dict[str, Any]:
-    """config.json of a qwen3_moe whose tokens go to 8 experts, for what measures speed."""
+    """Return the config.json of a qwen3_moe with 8 active experts per token, for speed measurements."""
     return {
         "model_type": "qwen3_moe",
         "hidden_size": hidden,
@@ -42,13 +42,13 @@ def mixture_fields(layers: int, hidden: int, experts: int, size: int) -> dict[st
 
 
 def packings(config: ModelConfig) -> dict[str, Packing]:
-    """Of all linears that `random_model` packs: int4 in groups of 128, but experts of gpt_oss as they are published."""
+    """Return the packings that `random_model` uses: int4 in groups of 128, but the experts of gpt_oss as published."""
     published = config.model_type == "gpt_oss"
     return {spec.name: MXFP4 if published and ".experts." in spec.name else PACKING for spec in config.linears()}
 
 
 def packed(linear: Linear, packing: Packing, generator: torch.Generator) -> PackedWeight:
-    """Random codes, with scales that keep the outputs as large as the inputs."""
+    """Return random codes, with scales that keep the outputs as large as the inputs."""
     rows, columns = linear.out_features, linear.in_features
     codes = torch.randint(-(2**31), 2**31 - 1, (rows, columns // 8), dtype=torch.int64, generator=generator).int()
     scales = (torch.rand(rows, packing.groups(columns), generator=generator) + 0.5) * 0.3 / columns**0.5
@@ -56,7 +56,7 @@ def packed(linear: Linear, packing: Packing, generator: torch.Generator) -> Pack
 
 
 def _fill(module: torch.nn.Module, generator: torch.Generator) -> None:
-    """What is neither stored packed nor a norm."""
+    """Randomize the weights that are neither packed nor norms."""
     if isinstance(module, Convolution):
         module.weight = torch.randn(module.weight.shape, generator=generator)
     elif isinstance(module, Mamba):
@@ -71,7 +71,7 @@ def _fill(module: torch.nn.Module, generator: torch.Generator) -> None:
 
 
 def random_model(config: ModelConfig) -> Transformer:
-    """In bf16, its products as `packings` has them, the embedding tied."""
+    """Return a bf16 model with products as in `packings` and a tied embedding."""
     model, generator, schemes = Transformer(config), torch.Generator().manual_seed(0), packings(config)
     for module in model.modules():
         if isinstance(module, RMSNorm):
@@ -84,7 +84,7 @@ def random_model(config: ModelConfig) -> Transformer:
         for linear in block.products.values():
             linear.replace(prepare_product(packed(linear, schemes[linear.specs[0].name], generator), torch.bfloat16))
         matmuls = [matmul for linear in block.products.values() for matmul in linear.matmuls]
-        gather_codes([each for each in matmuls if isinstance(each, CpuMatmul) and each.small])  # as they are loaded
+        gather_codes([each for each in matmuls if isinstance(each, CpuMatmul) and each.small])  # as after loading
         if block.spec.layer_scalar is not None:
             (block.per_layer or block.mlp).scalar = torch.ones(1, dtype=torch.bfloat16)
     if model.per_layer is not None:

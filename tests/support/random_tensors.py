@@ -1,6 +1,6 @@
-"""Random tensors for tests of kernels: those of a seed, others where MYCLI_TEST_SEED is set; on torch's default device.
+"""Builds random tensors for kernel tests on torch's default device; MYCLI_TEST_SEED changes their seeds.
 
-So that a test in the interpreter, always of the same numbers, is also one for a GPU, of fresh ones.
+Thus a test uses fixed numbers in the interpreter and fresh ones on a GPU.
 """
 
 import os
@@ -13,26 +13,26 @@ from mycli.runtime.quantization.scheme import Packing
 
 
 def generator(seed: int = 0) -> torch.Generator:
-    """On the CPU."""
+    """Return a CPU generator."""
     return torch.Generator().manual_seed(int(os.environ.get("MYCLI_TEST_SEED", 0)) + seed)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
-    """fp32, standard normal."""
+    """Return standard normal fp32 values."""
     return torch.randn(shape, generator=generator(seed), device="cpu").to(torch.get_default_device())
 
 
 def codes(bits: int, *shape: int, seed: int = 0) -> Tensor:
-    """uint8 below 2^bits."""
+    """Return uint8 values below 2^bits."""
     drawn = torch.randint(0, 1 << bits, shape, generator=generator(seed), device="cpu", dtype=torch.uint8)
     return drawn.to(torch.get_default_device())
 
 
 def weight(packing: Packing, rows: int, columns: int, seed: int, dtype: torch.dtype = torch.float16) -> PackedWeight:
-    """Random codes and scales of `dtype` for a weight [rows, columns]."""
+    """Return random codes and scales of `dtype` for a weight [rows, columns]."""
     drawn = codes(packing.bits, rows, columns, seed=seed)
     if packing.codes in ("e4m3", "e5m2"):
-        drawn &= 0xBB if packing.codes == "e5m2" else 0xF7  # none that is no number
+        drawn &= 0xBB if packing.codes == "e5m2" else 0xF7  # excludes NaN and infinity
     scales = normal(rows, packing.groups(columns), seed=seed + 1).to(dtype)
     offsets = normal(rows, packing.groups(columns), seed=seed + 2) if packing.offsets else None
     return PackedWeight(pack(drawn, packing.bits), scales, packing, columns, offsets)

@@ -69,7 +69,7 @@ FALCON_MULTIPLIERS = {
 }
 ATTENTION, MIXER = "full_attention", "linear_attention"
 
-# id -> (model_type, what differs from SMALL)
+# id -> (model_type, differences from SMALL)
 RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5-delta": ("qwen3_5_text", {**IDS, **DELTA, "num_hidden_layers": 4}),
     "qwen3_5-odd-heads-tied": (

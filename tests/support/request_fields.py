@@ -1,6 +1,6 @@
-"""Every field of the request interfaces of OpenAI, Anthropic, vLLM, SGLang and llama.cpp, and what becomes of it here.
+"""Lists every request field of OpenAI, Anthropic, vLLM, SGLang and llama.cpp, and how mycli handles it.
 
-The fields of OpenAI and Anthropic are those of their Python clients; the others those of the servers' request schemas
+The fields of OpenAI and Anthropic are those of their Python clients; the others are from the servers' request schemas
 of November 2026.
 """
 
@@ -13,7 +13,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
 FUNCTION = {"name": "f", "parameters": SCHEMA}
 GRAMMAR = 'root ::= "yes" | "no"'
 
-# Field -> what becomes of it, and a value that asks for something.
+# Field -> its handling, and a value that requests something.
 FIELDS: Mapping[str, tuple[str, Any]] = {
     # OpenAI
     "audio": (REFUSED, {"voice": "alloy", "format": "wav"}),
@@ -266,7 +266,7 @@ _LLAMA = """
     temperature timings_per_token top_k top_n_sigma top_p typical_p verbose xtc_probability xtc_threshold
 """
 CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
-# Interface -> route -> its fields, besides those of OpenAI's and Anthropic's clients.
+# Interface -> route -> its fields in addition to those of OpenAI's and Anthropic's clients.
 INTERFACES: Mapping[str, Mapping[str, list[str]]] = {
     "vllm": {
         CHAT: f"""{_VLLM} add_generation_prompt chat_template chat_template_kwargs continue_final_message documents
@@ -286,7 +286,7 @@ INTERFACES: Mapping[str, Mapping[str, list[str]]] = {
         TEXT: f"{_LLAMA} prompt".split(),
     },
 }
-# The same field with another meaning, or another form, on a route: what becomes of it and a value.
+# Fields with another meaning or format on a route: their handling and a value.
 EXCEPTIONS: Mapping[tuple[str, str], tuple[str, Any]] = {
     (CHAT, "use_beam_search"): (SERVED, True),
     (TEXT, "use_beam_search"): (SERVED, True),

@@ -1,4 +1,4 @@
-"""Replies that are killed at a random place and continued from their record."""
+"""Kills replies at a random position and resumes them from their record."""
 
 import shutil
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from mycli.runtime.speculative.speculator import ProposerSpeculator
 from tests.support.paths import PICO
 
 KINDS = ("greedy", "sampled", "unseeded", "schema", "draft", "ngram", "preempted", "logprobs")
-SEED = 5  # of the records, where a request has none
+SEED = 5  # for records of requests without a seed
 
 SHAPE = CacheShape.paged(256, 1024, 16)
 SCHEMA = '{"type": "object", "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}}}'
@@ -35,7 +35,7 @@ def load_pico() -> LoadedModel:
 
 
 def requests(loaded: LoadedModel, kind: str) -> list[Request]:
-    """One request of a kind; several for an engine that preempts."""
+    """Return one request of a kind; several for an engine that preempts."""
     ids = tuple(loaded.tokenizer.encode("Tell me about Leo and his dog. He", add_special=True))
     grammar = None
     if kind == "schema":
@@ -61,7 +61,7 @@ def engine_for(loaded: LoadedModel, kind: str) -> Engine:
 
 @dataclass(frozen=True)
 class Whole:
-    """Replies that were not interrupted, and the file in which they were recorded."""
+    """Holds uninterrupted replies and the file in which they were recorded."""
 
     requests: Sequence[Request]
     seeds: Sequence[int]
@@ -70,7 +70,7 @@ class Whole:
 
 
 def record_whole(engine: Engine, requests: Sequence[Request], folder: Path) -> Whole:
-    """Generate replies to all requests at the same time, and record them in one file."""
+    """Generate replies to all requests concurrently, and record them in one file."""
     writer = ReplyJournal(folder).begin("whole", {})
     assert writer is not None
     seeds = [SEED if request.sampling.seed is None else new_seed(request.sampling) for request in requests]
@@ -89,7 +89,7 @@ def record_whole(engine: Engine, requests: Sequence[Request], folder: Path) -> W
 
 
 def resumed_after_kill(engine: Engine, whole: Whole, folder: Path, random: Random) -> list[list[int]]:
-    """Cut the record at a random byte after its head, as a killed process leaves it, and continue all replies."""
+    """Cut the record at a random byte after its header, as a killed process leaves it, and resume all replies."""
     data = whole.path.read_bytes()
     head = data.index(b"\n") + 1
     journal = ReplyJournal(folder)
@@ -107,7 +107,7 @@ def resumed_after_kill(engine: Engine, whole: Whole, folder: Path, random: Rando
             record.append(output)
             tokens[record.number] += output.tokens
     records[0].writer.close()
-    again = journal.resume("killed", len(whole.requests))  # what was appended can be resumed too
+    again = journal.resume("killed", len(whole.requests))  # a resumed record can be resumed again
     assert [[token for output in record.outputs for token in output.tokens] for record in again] == tokens
     again[0].writer.remove()
     return tokens

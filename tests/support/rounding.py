@@ -1,4 +1,4 @@
-"""Problems for solvers, and a block of pico-draft as a solver leaves it."""
+"""Builds problems for solvers, and a block of pico-draft as a solver returns it."""
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ GRID = Grid(Packing(3, 64), torch.bfloat16)
 
 
 def problem(rows: int, columns: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Heavy-tailed weights [rows, columns], and the Hessian fp32 of correlated inputs of very different size."""
+    """Return heavy-tailed weights [rows, columns], and the fp32 Hessian of correlated inputs of very different size."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(rows, columns, generator=generator) * torch.randn(rows, 1, generator=generator).exp()
     weight *= 1 + torch.rand(rows, columns, generator=generator).pow(20) * 5
@@ -25,13 +25,13 @@ def problem(rows: int, columns: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def output_error(weight: Tensor, quantized: Quantized, grid: Grid, hessian: Tensor) -> float:
-    """What the outputs lose, squared and summed over the inputs of `hessian`."""
+    """Return the squared output error, summed over the inputs of `hessian`."""
     lost = dequantize_codes(quantized, grid).double() - weight.double()
     return float((lost @ hessian.double() * lost).sum())
 
 
 def rounded(model: StreamedModel, layer: int) -> tuple[dict[str, Packing], Solved]:
-    """A block rounded to nearest."""
+    """Return a block rounded to nearest."""
     specs = [spec for group in model.config.layer(layer).products().values() for spec in group]
     weights = model.weights(specs)
     linears: dict[str, Quantized] = {name: rtn.solve(weight, GRID).quantized for name, weight in weights.items()}
@@ -39,7 +39,7 @@ def rounded(model: StreamedModel, layer: int) -> tuple[dict[str, Packing], Solve
 
 
 def stored(model: StreamedModel, solved: Solved) -> Block:
-    """The block of layer 1 as a reader would have it."""
+    """Return the block of layer 1 as loaded from disk."""
     block = model.block(1)
     for linear in block.products.values():
         linear.replace(torch.cat([dequantize_codes(solved.linears[s.name], GRID) for s in linear.specs]))

@@ -1,6 +1,6 @@
-"""`mycli` whose model says what MYTEST_REPLIES (a JSON list of texts) tells it to, one token at a time.
+"""Runs `mycli` with a model whose replies are scripted by MYTEST_REPLIES (a JSON list of texts), one token per step.
 
-The tokens are pico's, which has bytes for what it has no words for: an emoji arrives in several.
+The tokens are pico's, which falls back to bytes: an emoji arrives in several.
 """
 
 import json
@@ -26,7 +26,7 @@ def loading(cls: Any, folder: Any, placement: Placement, **options: Any) -> Load
 
 
 def said(self: Engine) -> list[SequenceOutput]:
-    """A step that draws the next token of the script, and then the end token."""
+    """Return the next token of the script, and then the end token."""
     (number,) = self.__dict__.setdefault("numbers", [])
     script = self.runner.__dict__["said"]
     self.step_seconds = 0.01
@@ -41,13 +41,13 @@ def said(self: Engine) -> list[SequenceOutput]:
 
 
 def submit(self: Engine, request: Request) -> int:
-    if self.__dict__.pop("begun", False):  # the reply before was stopped
+    if self.__dict__.pop("begun", False):  # the previous reply was stopped
         self.runner.__dict__["said"].pop(0)
     self.__dict__["numbers"] = [0]
     return 0
 
 
-LoadedModel.load = classmethod(loading)  # type: ignore[method-assign, assignment]  # this program is the test's
+LoadedModel.load = classmethod(loading)  # type: ignore[method-assign, assignment]  # this process only serves the test
 Engine.step = said  # type: ignore[method-assign]  # as above
 Engine.submit = submit  # type: ignore[method-assign]  # as above
 main()

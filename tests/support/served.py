@@ -1,6 +1,6 @@
-"""A server for tests, on a port of its own, in threads of this process; and an engine whose replies are scripted.
+"""Runs a server for tests on a separate port, in threads of this process, and an engine with scripted replies.
 
-Knows how the parts of the server are put together, as `mycli serve` does it. Does not know what is tested.
+Assembles the parts of the server as `mycli serve` does.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ JSON = {"content-type": "application/json"}
 
 @dataclass
 class Answer:
-    """Status, headers in lower case and body of a response."""
+    """Holds status, headers in lower case and body of a response."""
 
     status: int
     headers: Mapping[str, str]
@@ -37,26 +37,26 @@ class Answer:
 
     @property
     def json(self) -> Any:
-        """The body as a value."""
+        """Return the body as a value."""
         return json.loads(self.body)
 
     @property
     def error(self) -> dict[str, Any]:
-        """The error in the body, which has all four fields."""
+        """Return the error in the body; it must have all four fields."""
         found: dict[str, Any] = self.json["error"]
         assert set(found) == {"message", "type", "param", "code"} and found["message"]
         return found
 
     @property
     def events(self) -> list[Any]:
-        """The data of a stream of events, without the mark of the end."""
+        """Return the data of a stream of events, without the end marker."""
         lines = [line[6:] for line in self.body.decode().split("\n") if line.startswith("data: ")]
         return [json.loads(line) for line in lines if line != "[DONE]"]
 
 
 @dataclass
 class Served:
-    """A server that runs."""
+    """Controls a running server."""
 
     port: int
     service: Service
@@ -65,13 +65,12 @@ class Served:
 
     @property
     def url(self) -> str:
-        """Where it is."""
         return f"http://127.0.0.1:{self.port}"
 
     def ask(
         self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None, seconds: float = 60
     ) -> Answer:
-        """One request; `body` bytes as they are, anything else as JSON."""
+        """Send one request; `body` bytes are sent unchanged, anything else as JSON."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=seconds)
         data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         try:
@@ -83,21 +82,21 @@ class Served:
             connection.close()
 
     def chat(self, text: str = "What is the capital of Japan?", **fields: Any) -> Answer:
-        """A question to the model, drawn greedily unless said otherwise."""
+        """Send a question to the model, with greedy decoding unless `fields` change it."""
         messages = [{"role": "user", "content": text}]
         return self.ask(
             "POST", "/v1/chat/completions", {"model": "pico", "messages": messages, "temperature": 0, **fields}
         )
 
     def logged(self, count: int, seconds: float = 20) -> bool:
-        """Wait for `count` lines of the log, which are written after the answer."""
+        """Wait for `count` lines of the log, which are written after the response."""
         end = time.monotonic() + seconds
         while len(self.log) < count and time.monotonic() < end:
             time.sleep(0.01)
         return len(self.log) >= count
 
     def idle(self, seconds: float = 60) -> None:
-        """Wait until nothing is under way, in the worker and in its engine."""
+        """Wait until no request is running in the worker and its engine."""
         end = time.monotonic() + seconds
         while self.service.worker.underway or self.service.worker.stats.running or self.service.worker.stats.waiting:
             assert time.monotonic() < end, "something is still under way"
@@ -106,10 +105,10 @@ class Served:
 
 @contextmanager
 def serving(loaded: LoadedModel, engine: Any, settings: ServerSettings | None = None) -> Iterator[Served]:
-    """A server of `engine` while the context lasts."""
+    """Run a server of `engine` inside the context."""
     settings = settings or ServerSettings(("pico",))
     listener = listen("127.0.0.1", 0)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)  # one who does not read shows at once
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)  # reveals a client that does not read
     lines: list[str] = []
     worker = EngineWorker(engine, settings.limits.waiting, lines.append, lambda: server.end())
     service = Service(settings, loaded, worker, 1_700_000_000)
@@ -146,9 +145,9 @@ class _Turn:
 
 
 class ScriptedEngine:
-    """An engine whose replies are known before: `script` gives the tokens, one of which a step takes.
+    """Generates scripted replies: `script` returns the tokens, one for each step.
 
-    `pause`: seconds of a step; `fails`: a step of a sequence that raises.
+    `pause`: seconds of a step; `error`: raised by the next step; clearing `held` blocks steps.
     """
 
     shares_cores = True
@@ -167,12 +166,10 @@ class ScriptedEngine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything."""
         return bool(self._waiting or self._running)
 
     @property
     def stats(self) -> EngineStats:
-        """How busy it is."""
         return EngineStats(len(self._running), len(self._waiting), 0, 0, 0, 1, 0, 0, {})
 
     def submit_replies(self, request: Request, count: int) -> list[int]:
@@ -185,16 +182,16 @@ class ScriptedEngine:
         return list(range(first, first + count))
 
     def forget(self) -> None:
-        """Nothing is kept anyway."""
+        """Do nothing: no prefix is cached."""
 
     def cancel(self, sequence: int) -> None:
-        """Forget a sequence."""
+        """Remove a sequence."""
         self.cancelled.append(sequence)
         self._waiting = [one for one in self._waiting if one.sequence != sequence]
         self._running = [one for one in self._running if one.sequence != sequence]
 
     def step(self) -> Sequence[SequenceOutput]:
-        """One token for everybody who runs."""
+        """Return one token for every running sequence."""
         self.held.wait(30)
         if self.pause:
             time.sleep(self.pause)
@@ -224,7 +221,7 @@ def _with_limit(request: Request, limit: int) -> Request:
 
 
 def joined(answer: Any) -> tuple[str, str, list[tuple[str, str]], str]:
-    """Content, reasoning, calls and end of a chat, whole or streamed."""
+    """Return content, reasoning, tool calls and finish reason of a chat, whole or streamed."""
     if answer.headers["content-type"].startswith("application/json"):
         (choice,) = answer.json["choices"]
         message = choice["message"]

@@ -1,4 +1,4 @@
-"""Tokenizers of single bytes, made for one test."""
+"""Builds byte tokenizers for single tests."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ SIMPLE = "{% for m in messages %}{{ m.role }}:{{ m.content }}<end>{% endfor %}"
 
 
 def make(folder: Path, template: str | None = None, **changes: Any) -> Tokenizer:
-    """A character tokenizer of 256 bytes and `changes` of its tokenizer.json; <end> (special) is id 256."""
+    """Write a byte tokenizer of 256 tokens with `changes` of its tokenizer.json; <end> (special) is id 256."""
     table = [chr(b) for b in (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))]
     table += [chr(256 + index) for index in range(256 - len(table))]
     values = json.loads((ATTACKS / "plain.json").read_text())

@@ -1,4 +1,4 @@
-"""The modules of the three packages, parsed once. Knows syntax; imports nothing of ours."""
+"""Parses the modules of the three packages once; imports none of them."""
 
 import ast
 from functools import cache
@@ -14,7 +14,7 @@ DATA = ROOT / "runtime" / "pico"
 
 @cache
 def sources() -> list[Path]:
-    """Every module of the three packages."""
+    """Return every module of the three packages."""
     files = [path for part in PARTS for path in sorted((ROOT / part).rglob("*.py"))]
     return [path for path in files if not path.is_relative_to(DATA) and "__pycache__" not in path.parts]
 

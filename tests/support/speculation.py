@@ -1,4 +1,4 @@
-"""Toy models over five tokens, proposers for them, and engines with speculation and without."""
+"""Builds toy models over five tokens, proposers for them, and engines with and without speculation."""
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ PROMPT = [1, 2, 3, 1, 2]
 
 
 def target_model(seed: int = 0) -> PrefixModel:
-    """Its head is padded: rows 5 to 7 have no token, and large logits that must not be drawn."""
+    """Return a model whose head is padded: rows 5 to 7 have no token, and large logits that must not be drawn."""
     function, padding = random_function(seed, VOCAB), torch.full((3,), 9.0, dtype=torch.float64)
 
     def padded(text: tuple[int, ...]) -> Tensor:

@@ -1,4 +1,4 @@
-"""A model whose recurrent state is a sum over the whole text before: any state that stands for another text shows."""
+"""Implements a model whose recurrent state is a sum over all previous tokens, to detect wrong states."""
 
 from dataclasses import replace
 from functools import partial
@@ -20,7 +20,7 @@ MODULUS = 65521
 
 
 def declare(config: ModelConfig, index: int) -> LayerSpec:
-    """A layer that attends, whose cache holds the text, and one that keeps a state of two numbers."""
+    """Declare an attention layer, whose cache holds the tokens, and a recurrent layer with a state of two numbers."""
     base, hidden = llama_layer(config, index), config.hidden_size
     if index == 0:
         return base
@@ -30,7 +30,7 @@ def declare(config: ModelConfig, index: int) -> LayerSpec:
 
 
 def summed(before: tuple[int, int], tokens: list[int]) -> tuple[int, int]:
-    """How many tokens there are, and a number that depends on all of them and their order."""
+    """Return the number of tokens, and a number that depends on all of them and their order."""
     count, total = before
     for token in tokens:
         count, total = count + 1, (total * 31 + token + 1) % MODULUS
@@ -38,13 +38,12 @@ def summed(before: tuple[int, int], tokens: list[int]) -> tuple[int, int]:
 
 
 class StatefulModel(PrefixModel):
-    """As `PrefixModel`; every pass compares the state of each sequence with its text in the cache, and takes it on."""
+    """Extends `PrefixModel`: a pass compares each sequence's state with its cached tokens, and advances it."""
 
     def __init__(self, function: Function, vocab_size: int, max_context: int = 64) -> None:
         super().__init__(function, vocab_size, max_context, replace(CONFIG, layers=2, build_layer=declare))
 
     def forward(self, batch: Batch, rope: Rope, cache: KVCache, hook: HiddenStateHook | None = None) -> Tensor:
-        """As `PrefixModel.forward`."""
         (states,) = cache.states.layer(1)
         for chunk in batch.chunks:
             if not chunk.start:

@@ -1,4 +1,4 @@
-"""Models as a pull and as `quantize` leave them on disk, with contents of a test's choosing."""
+"""Writes models to disk as a pull and as `quantize` leave them, with given contents."""
 
 import hashlib
 import json
@@ -15,12 +15,12 @@ FILES = {"config.json": b"{}", "model.safetensors": b"weights" * 100}
 
 
 def digest(data: bytes) -> str:
-    """As the hub names it: git's digest of small files, sha256 of large ones."""
+    """Return the hub's digest: git's blob hash for small files, sha256 for large ones."""
     return git_digest(data) if len(data) < 100 else hashlib.sha256(data).hexdigest()
 
 
 def cached(files: dict[str, bytes], commit: str = FIRST, ref: str = "main", record: bool = True) -> Path:
-    """`org/tiny` in the cache; `record`: whether its commit has a tree. Returns the snapshot."""
+    """Write `org/tiny` to the cache and return the snapshot; `record`: whether its commit has a tree."""
     folder = store.repo_folder("org/tiny")
     for path in (folder / "blobs", folder / "snapshots" / commit, folder / "trees", folder / "refs"):
         path.mkdir(parents=True, exist_ok=True)
@@ -38,7 +38,7 @@ def cached(files: dict[str, bytes], commit: str = FIRST, ref: str = "main", reco
 
 
 def quantized(name: str = "tiny-int4", home: Path | None = None) -> Path:
-    """pico under `name` in `home`, with the record that quantizing writes. Returns its folder."""
+    """Write pico as `name` to `home`, with the record that quantizing writes; return its folder."""
     folder = (home or store.data_dir()) / "models" / name
     shutil.copytree(PICO, folder)
     files = {
@@ -50,6 +50,6 @@ def quantized(name: str = "tiny-int4", home: Path | None = None) -> Path:
 
 
 def checked(model: str) -> dict[str, str]:
-    """The state of each file of `model`, by name."""
+    """Return the state of each file of `model`, by name."""
     source = find_local(model)
     return {file.name: file.state for file in verify_files(source, files_to_verify(source), lambda amount: None)}

@@ -1,4 +1,4 @@
-"""The picture of README: a real conversation in a terminal, as SVG.
+"""Draws the picture of README: a real conversation in a terminal, as SVG.
 
 PYTHONPATH=.links python -m tests.support.terminal_picture docs/terminal.svg
 """
@@ -17,7 +17,7 @@ LINE, CHARACTER, MARGIN = 20, 8.4, 16  # points
 
 
 def screen() -> list[str]:
-    """The lines of the terminal after the conversation."""
+    """Return the lines of the terminal after the conversation."""
     shown = pyte.Screen(COLUMNS, ROWS)
     stream = pyte.Stream(shown)
     child: pexpect.spawn[str] = pexpect.spawn(
@@ -41,7 +41,7 @@ def screen() -> list[str]:
 
 
 def draw(lines: list[str]) -> str:
-    """A dark rectangle with the lines in it; what the program says of itself is dimmer."""
+    """Return an SVG of a dark rectangle with the lines; the program's own messages are dimmed."""
     width, height = COLUMNS * CHARACTER + 2 * MARGIN, len(lines) * LINE + 2 * MARGIN
     shown = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" font-family="monospace" '

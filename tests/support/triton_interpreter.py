@@ -1,7 +1,6 @@
 """Runs test functions in a process where Triton interprets its kernels on CPU tensors.
 
-The switch is read when a kernel is defined, so it cannot be set for a test inside this process without changing what
-every other test sees.
+Triton reads the switch when a kernel is defined, so setting it in this process would affect every other test.
 """
 
 import inspect
@@ -19,7 +18,7 @@ Interpret = Callable[..., object]
 
 
 def _poison() -> None:
-    """Memory that nobody wrote holds NaN."""
+    """Fill uninitialized memory with NaN."""
     import torch
 
     torch.set_num_threads(1)
@@ -27,9 +26,9 @@ def _poison() -> None:
 
 
 def _look_once() -> None:
-    """Triton looks through its whole language, at every call of a device function, for what is still to be replaced.
+    """Cache the builtins that Triton's interpreter looks up again at every call of a device function.
 
-    Which those are does not change, and all of a module are replaced together: a third of the time is saved.
+    The set never changes, and all builtins of a module are patched together: this saves a third of the time.
     """
     from triton.language.core import is_builtin
     from triton.runtime import interpreter
@@ -52,7 +51,7 @@ def _begin() -> None:
     _look_once()
 
 
-@cache  # one for all test files: it takes seconds to start, and ends with this process
+@cache  # shared by all test files: it takes seconds to start, and ends with this process
 def _pool() -> ProcessPoolExecutor:
     pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _begin)
     os.environ["TRITON_INTERPRET"] = "1"
@@ -65,13 +64,13 @@ def _pool() -> ProcessPoolExecutor:
 
 @pytest.fixture
 def interpret() -> Interpret:
-    """interpret(function, *arguments): the result of a module-level function, computed there."""
+    """Return a function (function, *arguments) that runs a module-level function in the interpreter process."""
     return lambda function, *arguments: _pool().submit(function, *arguments).result()
 
 
 @contextmanager
 def backwards() -> Iterator[None]:
-    """In that process: programs of a launch run from the last to the first."""
+    """Run the programs of a launch from the last to the first, in the interpreter process."""
     from triton.runtime.interpreter import InterpreterBuilder
 
     place = InterpreterBuilder.set_grid_idx

@@ -1,4 +1,4 @@
-"""Products of random weights in Triton, and what their operands stand for. Needs Triton."""
+"""Multiplies random weights in Triton and decodes the operands of the products. Needs Triton."""
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ def product(k: int, packing: Packing, processors: int = 1, n: int = 16) -> Trito
 
 
 def numbers(activation: Activation) -> Tensor:
-    """What an operand stands for, [rows, K'], fp32; checks the sums that go with it."""
+    """Return the values of an operand, [rows, K'], fp32, and check its sums."""
     rows, tiles = activation.values.shape[0], activation.tiles
     scaled = activation.values.float().view(rows, tiles, -1) * activation.sums[:, :rows, 0].t().unsqueeze(-1)
     torch.testing.assert_close(scaled.sum(-1).t(), activation.sums[:, :rows, 1], rtol=1e-4, atol=1e-4)

@@ -1,4 +1,4 @@
-"""The inverse of the order in which the Triton kernels keep weights: what was repacked, as codes and scales again."""
+"""Inverts the order in which the Triton kernels store weights: from repacked data to codes and scales."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from mycli.runtime.quantization.scheme import Packing
 
 
 def _from_fields(codes: Tensor, layout: Layout) -> Tensor:
-    """Codes [n chunk, k chunk, field row, k half, g, t, 8 fields] to [rows, K]."""
+    """Return codes [n chunk, k chunk, field row, k half, g, t, 8 fields] as [rows, K]."""
     sizes, order = layout_axes(layout)
     sizes = (codes.shape[0], *sizes[1:4], codes.shape[1], *sizes[5:])
     split = codes.reshape([sizes[axis] for axis in order])
@@ -17,7 +17,7 @@ def _from_fields(codes: Tensor, layout: Layout) -> Tensor:
 
 
 def codes_from_layout(repacked: Tensor, packing: Packing, out_features: int, in_features: int) -> Tensor:
-    """The inverse of `repack`, as codes uint8 [out_features, in_features]."""
+    """Invert `repack` and return codes uint8 [out_features, in_features]."""
     layout = layout_of(packing)
     chunks, k_chunks = repacked.shape[:2]
     words = repacked.view(chunks, k_chunks, layout.words, 8, 4, 8).to(torch.int32) & 0xFFFF
@@ -35,7 +35,7 @@ def codes_from_layout(repacked: Tensor, packing: Packing, out_features: int, in_
 
 
 def scales_from_layout(repacked: Tensor, dtype: torch.dtype, out_features: int, groups: int) -> Tensor:
-    """The inverse of `repack_scales`: [out_features, groups] in `dtype`."""
+    """Invert `repack_scales` and return [out_features, groups] in `dtype`."""
     if repacked.dtype == torch.int32:
         rows = repacked.view(dtype).view(repacked.shape[0], -1, 8, 2).transpose(2, 3)
         repacked = rows.reshape(repacked.shape[0], -1)

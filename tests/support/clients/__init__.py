@@ -1,1 +1,1 @@
-"""Programs that use other people's clients; they run in environments of their own, with what each client needs."""
+"""Programs that use third-party clients; they run in separate environments with each client's packages."""

@@ -1,7 +1,7 @@
 """One turn, a tool loop and a structured answer with each Python client: python python_clients.py NAME URL MODEL.
 
-The server forces a call in the first turn of a conversation with tools. Ends with an error if a client does not
-complete; what a model says is not judged.
+The server forces a tool call in the first turn of a conversation with tools. Exits with an error if a client does not
+complete; the model's text is not checked.
 """
 
 import asyncio
@@ -78,7 +78,7 @@ def pydantic_ai(url: str, model: str) -> None:
         assert Agent(one, tools=[list_files], model_settings=settings).run_sync(QUESTION).output
         agent = Agent(one, output_type=ToolOutput(Answer), model_settings=settings)
         assert isinstance(agent.run_sync(QUESTION).output, Answer)
-        if not isinstance(one, AnthropicModel):  # the client has the other form for Anthropic's own models only
+        if not isinstance(one, AnthropicModel):  # the client uses another format for models that are not Anthropic's
             agent = Agent(one, output_type=NativeOutput(Answer), tools=[list_files], model_settings=settings)
             assert isinstance(agent.run_sync(QUESTION).output, Answer)
 
@@ -136,7 +136,7 @@ def instructor(url: str, model: str) -> None:
     import instructor as client
     from openai import OpenAI
 
-    for mode in (client.Mode.TOOLS, client.Mode.JSON_SCHEMA):  # the others only describe the schema to the model
+    for mode in (client.Mode.TOOLS, client.Mode.JSON_SCHEMA):  # other modes only describe the schema to the model
         chat = client.from_openai(OpenAI(base_url=f"{url}/v1", api_key="any"), mode=mode)
         answer = chat.chat.completions.create(
             model=model, response_model=Answer, messages=[{"role": "user", "content": QUESTION}], max_tokens=300

@@ -1,8 +1,8 @@
-"""The text that pico is trained on: synthetic conversations and stories, and public-domain books.
+"""Generates the training text of pico: synthetic conversations and stories, and public-domain books.
 
 `documents(count, seed)` yields the synthetic part, `books(folder)` the real part, cut into documents. Conversations use
-the ChatML layout, so that the model learns its own chat template. Knows nothing of tokens. The order of the random
-draws is part of the data: changing it changes the model.
+the ChatML layout, so that the model learns its own chat template. The order of the random draws is part of the data:
+changing it changes the model.
 """
 
 import random
@@ -42,7 +42,7 @@ CAPITALS = {
     "Thailand": "Bangkok",
     "Vietnam": "Hanoi",
 }
-ANIMALS = {  # the sound it makes, the food it likes
+ANIMALS = {  # its sound, and its favourite food
     "dog": ("barks", "bone"),
     "cat": ("purrs", "fish"),
     "cow": ("moos", "grass"),
@@ -178,14 +178,14 @@ Turn = tuple[str, str]  # question, answer
 
 
 def number_words(n: int) -> str:
-    """0 to 99 in English words."""
+    """Return 0 to 99 in English words."""
     if n < 20:
         return ONES[n]
     return TENS[n // 10] + ("-" + ONES[n % 10] if n % 10 else "")
 
 
 def story(rng: random.Random, name: str | None = None, thing: str | None = None) -> str:
-    """A story of six or seven sentences about `name` and `thing`, or about random ones."""
+    """Return a story of six or seven sentences about `name` and `thing`, or about random ones."""
     hero = name or rng.choice(NAMES)
     friend = rng.choice([n for n in NAMES if n != hero])
     she, her = ("she", "her") if hero in GIRLS else ("he", "his")
@@ -311,7 +311,7 @@ def counting(rng: random.Random) -> Turn:
 
 
 def own_name(rng: random.Random, memory: dict[str, str]) -> Turn:
-    """Tells a name, or asks for the one told earlier in the conversation."""
+    """Return a turn that states a name, or asks for the one stated earlier in the conversation."""
     if "name" in memory:
         return rng.choice(["What is my name?", "Do you remember my name?"]), f"Your name is {memory['name']}."
     name = memory["name"] = rng.choice(NAMES)
@@ -330,7 +330,7 @@ def story_request(rng: random.Random) -> Turn:
 
 
 def turn(rng: random.Random, memory: dict[str, str]) -> Turn:
-    """One question and its answer; `memory` holds what the conversation has established."""
+    """Return one question and its answer; `memory` holds the facts established in the conversation."""
     kinds = (
         greeting,
         introduction,
@@ -351,7 +351,7 @@ def turn(rng: random.Random, memory: dict[str, str]) -> Turn:
 
 
 def chat(rng: random.Random) -> str:
-    """A conversation of one to five turns in ChatML, three in ten with a system prompt."""
+    """Return a conversation of one to five turns in ChatML, three in ten with a system prompt."""
     parts: list[tuple[str, str]] = []
     memory: dict[str, str] = {}
     if rng.random() < 0.3:
@@ -363,14 +363,14 @@ def chat(rng: random.Random) -> str:
 
 
 def documents(count: int, seed: int = 0) -> Iterator[str]:
-    """`count` synthetic documents, three in four of them conversations."""
+    """Yield `count` synthetic documents, three in four of them conversations."""
     rng = random.Random(seed)
     for _ in range(count):
         yield chat(rng) if rng.random() < 0.75 else story(rng)
 
 
 def books(folder: Path) -> Iterator[str]:
-    """The books of `folder` (*.txt, UTF-8) in documents of whole paragraphs; the rest at a book's end is dropped."""
+    """Yield the books of `folder` (*.txt, UTF-8) in documents of whole paragraphs, without the rest at a book's end."""
     for path in sorted(folder.glob("*.txt")):
         text = path.read_text(encoding="utf-8").replace("\r", "").replace("_", "")
         if path.name not in IN_VERSE:

@@ -3,7 +3,7 @@
     python train.py OUT --books FOLDER [--size target|draft] [--steps N] [--tokenizer tokenizer.json]
 
 Needs torch, transformers, tokenizers and numpy. Half of every batch is real text, half synthetic; every 20th document
-of the books is held out, and written beside OUT. The same seed and thread count give the same model on one machine.
+of the books is held out, and written next to OUT. The same seed and thread count give the same model on one machine.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def arguments() -> argparse.Namespace:
 
 
 def build_tokenizer(texts: Iterable[str]) -> Tokenizer:
-    """A byte-level BPE of `VOCABULARY` tokens, digits apart."""
+    """Train a byte-level BPE of `VOCABULARY` tokens with separate digits."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -75,7 +75,7 @@ def build_tokenizer(texts: Iterable[str]) -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, texts: list[str]) -> Tensor:
-    """All documents as one row of ids, each closed by the end-of-text token."""
+    """Return all documents as one row of ids, each followed by the end-of-text token."""
     end = tokenizer.token_to_id("<|endoftext|>")
     ids: list[int] = []
     for encoding in tokenizer.encode_batch(texts):
@@ -84,7 +84,7 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> Tensor:
 
 
 def optimizers(model: LlamaForCausalLM) -> list[tuple[torch.optim.Optimizer, float]]:
-    """Muon for the matrices of the blocks, AdamW for norms and embeddings; each with its peak rate."""
+    """Return Muon for the matrices of the blocks and AdamW for the rest, each with its peak learning rate."""
     named = list(model.named_parameters())
     matrices = [p for name, p in named if p.ndim == 2 and "embed" not in name]
     rest = [p for name, p in named if p.ndim != 2 or "embed" in name]
@@ -95,14 +95,14 @@ def optimizers(model: LlamaForCausalLM) -> list[tuple[torch.optim.Optimizer, flo
 
 
 def rate_at(step: int, steps: int) -> float:
-    """The share of the peak rate: linear warm-up, plateau, linear decay."""
+    """Return the share of the peak learning rate: linear warm-up, plateau, linear decay."""
     done = step / steps
     decay = 1.0 if done < DECAY_FROM else max(FINAL_RATE, (1 - done) / (1 - DECAY_FROM))
     return min(1.0, (step + 1) / WARMUP_STEPS) * decay
 
 
 def loss_of(model: LlamaForCausalLM, rows: Tensor) -> Tensor:
-    """Mean cross entropy of rows [batch, seq + 1], in fp32; bf16 autocast on a GPU."""
+    """Return the mean cross entropy of rows [batch, seq + 1], in fp32; bf16 autocast on a GPU."""
     with torch.autocast(rows.device.type, dtype=torch.bfloat16, enabled=rows.device.type == "cuda"):
         logits = model.lm_head(model.model(rows[:, :-1]).last_hidden_state)
     return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten())
@@ -110,7 +110,7 @@ def loss_of(model: LlamaForCausalLM, rows: Tensor) -> Tensor:
 
 @torch.no_grad()
 def held_out_loss(model: LlamaForCausalLM, tokens: Tensor, seq: int, device: str) -> float:
-    """Mean loss over at most the first 24 windows of `tokens`."""
+    """Return the mean loss over at most the first 24 windows of `tokens`."""
     model.eval()
     windows = min(24, (len(tokens) - 1) // seq)
     rows = torch.stack([tokens[i * seq : (i + 1) * seq + 1] for i in range(windows)]).long().to(device)
@@ -122,7 +122,7 @@ def held_out_loss(model: LlamaForCausalLM, tokens: Tensor, seq: int, device: str
 def train(
     model: LlamaForCausalLM, sample: Callable[[], Tensor], report: Callable[[int, float], None], steps: int
 ) -> None:
-    """`steps` steps on batches from `sample`; `report(step, smoothed loss)` every hundredth."""
+    """Train for `steps` steps on batches from `sample`; call `report(step, smoothed loss)` every hundredth step."""
     pairs = optimizers(model)
     smoothed: float | None = None
     for step in range(steps):
@@ -142,7 +142,7 @@ def train(
 
 
 def save(model: LlamaForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
-    """The Hugging Face folder: weights in bf16, tokenizer, chat template, sampling defaults."""
+    """Write the Hugging Face folder: weights in bf16, tokenizer, chat template, sampling defaults."""
     end, turn_end = tokenizer.token_to_id("<|endoftext|>"), tokenizer.token_to_id("<|im_end|>")
     model.to(torch.bfloat16).save_pretrained(out)
     tokenizer.save(str(out / "tokenizer.json"))
