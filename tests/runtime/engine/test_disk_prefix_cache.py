@@ -129,7 +129,7 @@ def recurrent(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @exact
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[3]], ids=["lane", "blocks"])
 def test_states_are_kept_over_a_restart(tmp_path: Path, recurrent: Path, shape: CacheShape) -> None:
-    """States are stored at the last piece boundary before the prompt's end; a prompt that diverges earlier is recomputed."""
+    """The last piece boundary before the prompt's end has states; a prompt that diverges earlier is recomputed."""
     runner, chance = watched(torch.bfloat16, "auto", recurrent), random.Random(4)
     text = [chance.randrange(3, 97) for _ in range(2 * PIECE + 30)]
     ends = PIECE + 9, 2 * PIECE, 150, 158

@@ -123,9 +123,7 @@ class Drawing(Engine):
 
     def step(self) -> list[SequenceOutput]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                TokensAhead, "next", lambda *_: None
-            )  # a call with several passes returns tokens without logits
+            patch.setattr(TokensAhead, "next", lambda *_: None)  # a call with several passes returns no logits
             outputs = super().step()
         self.put_back |= {one.id for one in self.scheduler.waiting if one.started}
         return outputs

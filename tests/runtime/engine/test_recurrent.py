@@ -110,7 +110,7 @@ def prompts(chance: random.Random, count: int) -> list[tuple[int, ...]]:
 def test_a_state_is_always_that_of_the_text(
     seed: int, block_size: int, blocks: int, running: int, chunk: int, wrong: int
 ) -> None:
-    """Each pass checks states under batches, chunks, preemptions, prefixes, branches, cancellations and rejected drafts."""
+    """Each pass checks states under batches, chunks, preemptions, branches, cancellations and rejected drafts."""
     chance, runner = random.Random(seed), stateful(seed)
     asked = prompts(chance, 6)
     replies = {prompt: expected(runner, prompt, 12) for prompt in asked}

@@ -112,7 +112,7 @@ class World:
         return found
 
     def drafted(self, turn: ScheduledSequence, guess: "random.Random | None", ahead: int) -> list[int]:
-        """Return what is written after the scheduled tokens: drafts, or tokens of a multi-step call, possibly past an end."""
+        """Return what is written after the scheduled tokens: drafts, or tokens of a multi-step call."""
         text, drafted = tuple(turn.sequence.tokens), list[int]()
         for _ in range(ahead - 1):
             drafted.append(following((*text, *drafted)))

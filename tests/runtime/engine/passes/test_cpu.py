@@ -1,4 +1,4 @@
-"""Test several passes per native call against single passes: the same tokens, ends and keys in every supported family."""
+"""Test several passes per native call against single passes: the same tokens, ends and keys in each family."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace

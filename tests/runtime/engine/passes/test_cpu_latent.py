@@ -63,7 +63,7 @@ CASE = "deepseek_v3-groups-yarn"
 
 
 def read(runner: ModelRunner, chunk: int) -> list[Tensor]:
-    """Return the logits of a prompt read `chunk` tokens at a time in shuffled blocks, and the cache contents afterwards."""
+    """Return the logits of a prompt read `chunk` tokens at a time in shuffled blocks, and the cache afterwards."""
     cache = KVCache(runner.config, len(BLOCKS), BLOCK_SIZE, runner.device, cache_dtype(runner.kv, runner.dtype))
     tokens = [4 + index * 7919 % (SMALL["vocab_size"] - 4) for index in range(TOKENS)]
     parts = [tokens[start : start + chunk] for start in range(0, TOKENS, chunk)]

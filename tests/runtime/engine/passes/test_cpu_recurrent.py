@@ -62,7 +62,7 @@ def test_recurrent_parts_have_the_bits_of_their_steps(
 def test_a_recurrent_layer_that_native_code_does_not_take_stands_between_two_calls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The states of this layer and its neighbours start with a prompt and wait for the number of accepted draft tokens."""
+    """The states of this layer and its neighbours start with a prompt and wait for the accepted draft tokens."""
     model_type, changes = CASES["qwen3_5-delta"]
     make(tmp_path, model_type, {**WIDE, **changes, **QUARTER})
     runner = load_bf16(tmp_path)

@@ -119,7 +119,7 @@ def outcome(
     take: int = 999,
     sampling: SamplingParams = SamplingParams(),  # noqa: B008  (frozen)
 ) -> Outcome:
-    """Return the visible result of replies of which `take` tokens are read, and the state that the next turn depends on."""
+    """Return the visible result of replies of which `take` tokens are read, and the state for the next turn."""
     limit = min(limit, engine.context - len(prompt) + 1)
     sequences = engine.shape.blocks
     numbers = [engine.submit(Request((place, *prompt[1:]), sampling, limit, stop)) for place in range(sequences)]
@@ -184,7 +184,7 @@ def test_passes_that_nobody_has_compared_are_the_hosts(interpret: Interpret) -> 
 
 
 def ends(capture: str, sequences: int) -> int:
-    """End at a stop token or by a leaving consumer at every position, then run a next turn with that reply as prefix."""
+    """End at a stop token or by a leaving consumer at every position, then run a turn with that reply as prefix."""
     looped, plain, _ = engines(capture, 64, sequences)
     limit = 1 + 2 * STEPS + 1  # the first is the prompt; two launches of several steps, one of a single step
     reply = outcome(plain, PROMPT, limit)[0][0]
@@ -263,7 +263,7 @@ DRAWN = [
 
 
 def drawn(capture: str) -> int:
-    """Check that sampled replies of every limit equal the host's, including random state and penalties, over two turns."""
+    """Check that sampled replies of every limit equal the host's, with random state and penalties, over two turns."""
     looped, plain, step = engines(capture)
     for sampling in DRAWN:
         for limit in (1 + STEPS, 13):

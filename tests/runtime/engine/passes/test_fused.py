@@ -109,7 +109,7 @@ def test_a_pass_is_the_plain_models(case: Case, interpret: Interpret) -> None:
 
 
 def early(case: Case) -> set[tuple[str, bool, bool]]:
-    """Return for each kernel, on a chip where launches overlap, whether it was launched early and all its programs waited."""
+    """Return per kernel, on a chip where launches overlap: name, whether launched early, whether all programs waited."""
     import triton
 
     from mycli.runtime.kernels.triton import attention, gated_silu, mixture, residual, routing
@@ -178,7 +178,7 @@ def test_says_what_it_cannot_do(spoil: Callable[[Transformer], None], reason: st
     ids=lambda value: "" if isinstance(value, dict) else value,
 )
 def test_says_what_of_experts_it_does_not_do(changed: dict[str, Any], reason: str) -> None:
-    """The message names the unsupported expert feature next to the supported ones; the rest of the layer is unchanged."""
+    """The message names the unsupported expert feature but no supported ones."""
     config = replace(CONFIG, build_layer=MIXED[0].experts)
     assert decline_config(config) is None
 
