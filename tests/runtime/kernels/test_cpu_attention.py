@@ -1,4 +1,4 @@
-"""Test CPU attention over a contiguous cache against fp64: dtypes, head groups, windows, instruction sets; same bits."""
+"""Test CPU attention over a contiguous cache against fp64: dtypes, head groups, windows, instruction sets."""
 
 from dataclasses import dataclass
 

@@ -169,7 +169,7 @@ def test_steps_in_fp32(shape: tuple[int, ...], scale: float) -> None:
 def test_rotation_has_torchs_bits(
     sequences: int, tokens: int, head_dim: int, dim: int, heads: int, interleaved: bool
 ) -> None:
-    """The input is a slice of the projection, as in attention; the tables are a slice of positions and rotate part of a head."""
+    """The input is a slice of the projection; the tables cover a slice of positions and part of a head."""
     x = normal(sequences, tokens, heads + 2, head_dim).bfloat16()[:, :, :heads]
     cos, sin = (normal(40, dim // 2, seed=seed).bfloat16()[5 : 5 + tokens] for seed in (1, 2))
     same(native_rotate(x, cos, sin, interleaved), rotate_heads(x, cos, sin, interleaved))

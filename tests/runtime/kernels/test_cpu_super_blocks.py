@@ -1,4 +1,4 @@
-"""Test super-block scales on the CPU: stored as bytes and factors, summed as integers, equal to the rule bit for bit."""
+"""Test super-block scales on the CPU: stored as bytes and factors, summed as integers, bit for bit by the rule."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -34,7 +34,7 @@ def as_float(number: Fraction) -> Fraction:
 def as_integers(row: Tensor, span: int, kept: int) -> tuple[Tensor, list[Fraction]]:
     """Return bf16 [K] as integers per span with `kept` bits below the largest's leading bit, and the units."""
     spans = row.view(-1, span)
-    beyond = (spans.abs().amax(1).view(torch.int16) + 1).view(torch.bfloat16)  # otherwise the largest may round up to one more bit
+    beyond = (spans.abs().amax(1).view(torch.int16) + 1).view(torch.bfloat16)  # or the largest may round up by one bit
     units = [Fraction(2) ** (int(one) - 1 - kept) for one in torch.frexp(beyond.float()).exponent]
     return torch.cat([torch.round(one.float() / float(unit)) for one, unit in zip(spans, units, strict=True)]), units
 

@@ -25,7 +25,7 @@ __all__ = ["interpret"]
 
 @dataclass(frozen=True)
 class Case:
-    """Describes random logits: multiples of `unit`, so that many are equal (0: continuous), with a spread of `spread`."""
+    """Describes random logits: multiples of `unit`, so that many are equal (0: continuous); `spread`: about 1."""
 
     sampling: SamplingParams
     vocab: int = 2500

@@ -1,4 +1,4 @@
-"""The page in a real browser: streaming, stopping, a hostile reply, a phone, the keyboard; nothing from elsewhere."""
+"""Test the web page in a real browser: streaming, stopping, hostile replies, mobile, keyboard, no external requests."""
 
 import json
 import time
@@ -49,7 +49,7 @@ def test_a_conversation_streams_and_goes_on(browser: Browser, served: Served) ->
     assert "tokens/s" in note and "first after" in note
     ask(browser, "What is 7 times 8?")
     browser.wait(IDLE.format(2))
-    assert browser.run("history.length") == 4  # both questions were sent with both answers before them
+    assert browser.run("history.length") == 4  # both questions were sent with both previous answers
     browser.wait("/running · \\d+ waiting · cache \\d+ %/.test(document.getElementById('state').textContent)")
     assert {one.removeprefix(served.url) for one in browser.requested} <= {
         "/", "/v1/models", "/health", "/v1/chat/completions", "data:,",
@@ -155,7 +155,7 @@ def test_reasoning_is_folded(browser: Browser, scripted: Scripted) -> None:
 
 
 def test_a_long_reply_does_not_stall_the_page(browser: Browser, served: Served) -> None:
-    """20,000 characters of every kind are laid out in a moment, and unmatched markers cost nothing."""
+    """A reply of 20,000 mixed characters renders in a moment, and unmatched markers cost nothing."""
     meet(browser, served)
     for text in (
         "word **bold** `code` [l](https://a.b) \n" * 500,
@@ -167,7 +167,7 @@ def test_a_long_reply_does_not_stall_the_page(browser: Browser, served: Served) 
     ):
         began = time.monotonic()
         browser.run(f"document.createElement('div').append(markdown({json.dumps(text)}))")
-        assert time.monotonic() - began < 20  # a hang, not a speed: each takes milliseconds
+        assert time.monotonic() - began < 20  # detects a hang, not slowness: each takes milliseconds
 
 
 def test_of_a_long_conversation_the_talk_scrolls_and_not_the_page(browser: Browser, scripted: Scripted) -> None:
@@ -179,7 +179,7 @@ def test_of_a_long_conversation_the_talk_scrolls_and_not_the_page(browser: Brows
         assert browser.run(f"{BODY}.textContent.length") > 19_990
         assert browser.run("document.documentElement.scrollHeight") <= 760
         talk = "document.getElementById('talk')"
-        assert browser.run(f"{talk}.scrollHeight - {talk}.scrollTop - {talk}.clientHeight") < 80  # its end is seen
+        assert browser.run(f"{talk}.scrollHeight - {talk}.scrollTop - {talk}.clientHeight") < 80  # its end is visible
 
 
 def test_settings_are_sent(browser: Browser, loaded: LoadedModel) -> None:

@@ -109,7 +109,7 @@ def test_a_pass_is_the_plain_models(case: Case, interpret: Interpret) -> None:
 
 
 def early(case: Case) -> set[tuple[str, bool, bool]]:
-    """Return per kernel, on a chip where launches overlap: name, whether launched early, whether all programs waited."""
+    """Return per kernel, on a chip where launches overlap: name, whether launched early, whether all programs wait."""
     import triton
 
     from mycli.runtime.kernels.triton import attention, gated_silu, mixture, residual, routing
