@@ -26,7 +26,7 @@ def machine(
     devices: int = 1,
     log: list[torch.device] | None = None,
 ) -> None:
-    """Simulate a machine with GPUs of `capability`, a torch build with or without `cuda`, and a recent `driver`.
+    """Simulate a machine with a GPU of `capability`; `cuda`: torch is built with it, `driver`: it is new enough.
 
     log: receives each device that is made current.
     """
@@ -72,7 +72,7 @@ def test_falls_back_with_a_notice_unless_cuda_was_asked_for(
 
 
 def test_a_machine_without_a_gpu_is_not_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A missing GPU is reported only in detail, on request; a driver that does not answer is an error."""
+    """Check that a missing GPU is reported only in `details`, and a driver that does not answer in `notes`."""
     machine(monkeypatch, cuda=False)
     monkeypatch.setattr(nvml, "gpus", list)
     found = place(replace(CONFIG, dtype="float16"))

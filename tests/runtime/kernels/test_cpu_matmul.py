@@ -174,7 +174,7 @@ def test_every_number_of_rows_gives_a_row_its_bits(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_set_of_instructions_gives_the_same_bits(library: Native, kind: Kind) -> None:
-    """The bits equal those of this machine's default; plain vectors lack fused multiply-add and are not compared."""
+    """The bits equal those of this machine's default; plain vectors lack fused multiply-add and get a tolerance."""
     own = native()
     assert isinstance(own, Native)
     for group, dtype in product(GROUPS, (torch.bfloat16, torch.float32)):
@@ -252,7 +252,7 @@ def test_no_second_copy() -> None:
 
 
 def test_small_weights_lie_together(library: Native) -> None:
-    """Small weights share a huge page, keep their products, and release their memory."""
+    """Small weights become contiguous on a huge page, with unchanged products and sizes."""
     weights = [CpuMatmul(library, packed_weight(8, (1024, 768), 64, seed=seed)) for seed in range(3)]
     x = activations(2, 768, torch.bfloat16)
     before, nbytes = [weight(x) for weight in weights], [weight.nbytes for weight in weights]

@@ -262,7 +262,7 @@ def rotation(case: Rotation) -> tuple[float, float, float, bool]:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(Rotation(4, 2, 64, (5,)), marks=pytest.mark.slow),  # what the other cases have in addition
+        pytest.param(Rotation(4, 2, 64, (5,)), marks=pytest.mark.slow),  # the other cases cover this and more
         Rotation(4, 4, 32, (9, 3), tokens=3, bias=True),
         pytest.param(Rotation(2, 1, 128, (24, 1), norm=True, dtype=torch.bfloat16), marks=pytest.mark.slow),
         Rotation(3, 1, 80, (4,), tokens=2, int8=True),

@@ -134,7 +134,7 @@ def test_what_experts_make_is_added(case: Tokens, interpret: Interpret) -> None:
 
 
 def activated(case: Tokens) -> float:
-    """Return the error of SiLU(gate) * up, and the values past the end of its rows."""
+    """Return the error of SiLU(gate) * up plus the absolute sum of the values past the end of its rows."""
     from mycli.runtime.kernels.triton.gated_silu import activate_parts
 
     following, pairs = product(case.size, case.into or Packing(4, 32)), case.rows * case.top_k

@@ -132,7 +132,7 @@ def test_experts_of_different_widths_go_step_by_step(tmp_path: Path) -> None:
 
 
 def test_what_is_chosen_again_is_found(packed: Path) -> None:
-    """The same token is repeated: after the first pass nothing is read, for any sufficient number of slots."""
+    """The same token is repeated: nothing is read after the first pass."""
     runner = load(packed, 3)
     cache = runner.make_cache(CacheShape.contiguous(64))
     runner.run([Chunk([7], 0, (0,), 1)], cache)
@@ -190,7 +190,7 @@ def test_reading_that_fails_costs_neither_bits_nor_memory(
 
 def test_nobody_is_told_of_experts_where_all_are_in_memory(packed: Path) -> None:
     assert load(packed, None).model.expert_reads is None
-    runner = load(packed, 12)  # as many as exist
+    runner = load(packed, 12)  # as many as there are experts
     run(runner)
     assert reads_of(runner) == ExpertReads()
     assert all(isinstance(block.mlp, Experts) for block in runner.model.layers())

@@ -35,7 +35,7 @@ def test_reasoning_before_the_message_stays_reasoning(scripted: Scripted, reason
         text = served.service.spelled(prompt)
         assert text.endswith("assistant\n<think>\nThink <|im_end|>.\n</think>\n\nIt is ")
         end = reasoning.tokenizer.encode("<|im_end|>", add_special=False, allow_special=True)
-        assert prompt.count(end[0]) == 1  # the one of the question: control tokens spelled in a message are text
+        assert prompt.count(end[0]) == 1  # the one after the question: control tokens spelled in a message are text
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,7 @@ def test_sequences_that_the_pass_does_not_take(interpret: Interpret) -> None:
 
 
 def denied() -> tuple[int, int]:
-    """Return the loop's passes for two unsupported sequences and for a supported one."""
+    """Return the loop's number of passes with two sequences and with one, if it is trusted only with one."""
     calls = []
     for sequences in (2, 1):
         model = Sequences()

@@ -178,7 +178,7 @@ def test_says_what_it_cannot_do(spoil: Callable[[Transformer], None], reason: st
     ids=lambda value: "" if isinstance(value, dict) else value,
 )
 def test_says_what_of_experts_it_does_not_do(changed: dict[str, Any], reason: str) -> None:
-    """The message names the unsupported expert feature but no supported ones."""
+    """Change one property of a supported expert layer and check the reason for declining."""
     config = replace(CONFIG, build_layer=MIXED[0].experts)
     assert decline_config(config) is None
 
