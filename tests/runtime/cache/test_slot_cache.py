@@ -52,7 +52,7 @@ def test_what_was_dropped_is_missing_and_leaves_a_free_slot(slots: int, patterns
 
 @pytest.mark.parametrize("slots", [1, 4, 8])
 def test_going_through_all_over_and_over_finds_as_many_as_there_are_slots(slots: int) -> None:
-    """Cyclic access gets one hit per slot, where LRU would get none: prompts cycle through all experts of a layer."""
+    """Check that cyclic access, as of prompts using all experts, gets one hit per slot, where LRU would get none."""
     cache, used = SlotCache(slots), list[int]()
     hits = [go_through(cache, list(range(THINGS)), used) for _ in range(5)]
     assert hits == [0, *[slots] * 4]

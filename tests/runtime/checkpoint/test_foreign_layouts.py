@@ -168,7 +168,7 @@ def test_the_weights_are_those_of_compressed_tensors(name: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("bits", [3, 5, 6, 7])
 def test_words_of_whole_codes(bits: int, tmp_path: Path) -> None:
-    """compressed-tensors up to 0.17 stored floor(32 / bits) codes per word and padded the end of a row."""
+    """Read the format of compressed-tensors up to 0.17: floor(32 / bits) codes per word, row ends padded."""
     codes, scales = integers(bits, 1 << bits, ROWS, COLUMNS), torch.rand(ROWS, 4).bfloat16()
     per = 32 // bits
     words = torch.zeros(ROWS, -(-COLUMNS // per), dtype=torch.int64)
@@ -186,7 +186,7 @@ def test_words_of_whole_codes(bits: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
 @pytest.mark.parametrize(("bits", "size"), [(4, 32), (4, 64), (8, 32), (8, 64)], ids=str)
 def test_compressed_tensors_in_an_order(bits: int, size: int, zeros: bool, tmp_path: Path) -> None:
-    """compressed-tensors up to 0.19 wrote `weight_g_idx`, the group of each input, for 4 and 8 bits."""
+    """Read `weight_g_idx`, the group of each input, from compressed-tensors up to 0.19, for 4 and 8 bits."""
     levels, groups = 1 << bits, COLUMNS // size
     codes, scales = integers(1, levels, ROWS, COLUMNS), torch.rand(ROWS, groups).bfloat16()
     points = integers(2, levels, ROWS, groups) if zeros else torch.full((ROWS, groups), levels // 2, dtype=torch.int32)

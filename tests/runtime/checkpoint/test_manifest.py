@@ -351,7 +351,7 @@ def test_packed_model_that_config_calls_dense(tmp_path: Path) -> None:
 
 
 def test_three_bit_words_of_whole_codes_pass(tmp_path: Path) -> None:
-    """compressed-tensors up to 0.17 stored ten 3-bit codes per word."""
+    """Accept ten 3-bit codes per word, the format of compressed-tensors up to 0.17."""
     packings = {Q: Packing(3, 32)}
     tensors = packed(config(), packings)
     tensors[f"{Q}.weight_packed"] = blank("I32", 64, 7)

@@ -207,7 +207,7 @@ def names(folder: Path) -> list[str]:
 
 
 def test_shards_and_index(tmp_path: Path) -> None:
-    """Tensors stay in order, and one larger than the limit gets its own shard."""
+    """Check that tensors stay in order and that one larger than the limit gets its own shard."""
     plan: Plan = [(f"t{i}", torch.uint8, (size,)) for i, size in enumerate([250, 40, 60, 1, 0, 100])]
     with CheckpointWriter(tmp_path / "out", plan, max_shard_bytes=100) as writer:
         write_all(writer, plan)
@@ -253,7 +253,7 @@ def test_threads_write_at_once(tmp_path: Path) -> None:
 
 
 def test_copy_keeps_every_bit(tmp_path: Path) -> None:
-    """NaN payloads and tensors of several chunks are copied unchanged."""
+    """Check that NaN payloads and tensors of several chunks are copied unchanged."""
     odd = torch.tensor([0x7FC00001, -1, 0x7F800000], dtype=torch.int32).view(torch.float32)
     large = content(torch.uint8, (9 << 20,), 1)
     source = saved(tmp_path, {"odd": odd, "large": large})
@@ -298,7 +298,7 @@ def test_other_files_have_plain_names(name: str, tmp_path: Path) -> None:
 
 
 def test_finish_reads_what_it_wrote(tmp_path: Path) -> None:
-    """A folder that the project's reader refuses is not renamed to its final name."""
+    """Check that a folder that the project's reader refuses is not renamed to its final name."""
     with pytest.raises(ModelError, match="truncated"), CheckpointWriter(tmp_path / "out", PLAN) as writer:
         write_all(writer)
         os.truncate(next(tmp_path.glob(f".out.partial-*/{SINGLE}")), 300)

@@ -120,7 +120,7 @@ def test_made_header_is_read_by_us_and_by_the_library(plan: dict[str, tuple[str,
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=40), st.integers(0, 120), st.integers(0, 255))
 def test_no_damage_escapes_as_another_exception(noise: bytes, position: int, byte: int) -> None:
-    """Any bytes either raise ModelError or parse to the same result as in the safetensors library."""
+    """Check that any bytes raise ModelError or parse as in the safetensors library."""
     good = bytearray(simple(a=("F32", (2,), bytes(8)), b=("U8", (3,), b"abc")))
     good[position % len(good)] = byte
     for data in (bytes(good), noise, bytes(good) + noise):

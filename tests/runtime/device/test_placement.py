@@ -125,7 +125,7 @@ def test_what_is_no_device_is_a_usage_error(monkeypatch: pytest.MonkeyPatch, nam
 
 
 def test_the_chosen_device_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernel launches and CUDA graphs use the current device, wherever the tensors are."""
+    """The current device receives kernel launches and CUDA graphs, wherever the tensors are."""
     log: list[torch.device] = []
     machine(monkeypatch, devices=2, log=log)
     assert place(CONFIG, "cuda:1").device == torch.device("cuda", 1)

@@ -118,7 +118,7 @@ def test_machine_does_not_import_torch() -> None:
 
 
 def test_what_a_process_holds_grows_with_what_it_touches() -> None:
-    """Runs in a fresh process: an old one may free as much memory between the readings as it allocates."""
+    """Run in a fresh process: an old one may free as much memory between the readings as it allocates."""
     code = (
         "import mycli.runtime.device.system as m; "
         "able = m.reset_peak(); before = m.resident(); "

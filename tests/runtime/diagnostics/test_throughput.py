@@ -176,7 +176,7 @@ def test_bandwidth_is_plausible() -> None:
 
 
 def test_bandwidth_is_that_of_the_best_repetition(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without native code: reads of 4 MiB that take 9, 2 and 5 ms."""
+    """The machine has no native code; reads of 4 MiB take 9, 2 and 5 ms."""
     moments = itertools.accumulate([0, 9e-3, 1, 2e-3, 1, 5e-3])
     monkeypatch.setattr(bench, "memory_bandwidth", lambda nbytes, repetitions: None)
     monkeypatch.setattr(time, "perf_counter", lambda: next(moments))

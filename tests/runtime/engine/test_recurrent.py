@@ -110,7 +110,7 @@ def prompts(chance: random.Random, count: int) -> list[tuple[int, ...]]:
 def test_a_state_is_always_that_of_the_text(
     seed: int, block_size: int, blocks: int, running: int, chunk: int, wrong: int
 ) -> None:
-    """Each pass checks states under batches, chunks, preemptions, branches, cancellations and rejected drafts."""
+    """Check states in each pass under batches, chunks, preemptions, branches, cancels and rejected drafts."""
     chance, runner = random.Random(seed), stateful(seed)
     asked = prompts(chance, 6)
     replies = {prompt: expected(runner, prompt, 12) for prompt in asked}
@@ -141,7 +141,7 @@ def test_a_state_is_always_that_of_the_text(
 
 
 def test_what_is_kept_is_found_again() -> None:
-    """Snapshots exist at the end of a sequence, shortly before a prompt's end, and where another prompt diverged."""
+    """The snapshots are at the end of a sequence, shortly before a prompt's end, and where a prompt diverged."""
     chance, runner = random.Random(1), stateful()
     begin = tuple(chance.randrange(VOCAB) for _ in range(21))
     engine = Engine(runner, CacheShape(CONTEXT, 60, 4), VOCAB, running=2, chunk=64)

@@ -304,7 +304,7 @@ def test_a_request_larger_than_the_pool_is_refused_with_the_numbers() -> None:
 
 
 def test_prompts_and_replies_take_turns() -> None:
-    """A decoding sequence waits for at most one prompt chunk."""
+    """Check that a decoding sequence waits for at most one prompt chunk."""
     busy = scheduler(blocks=20, size=4, context=40, chunk=5)
     first = busy.submit(Request((1, 2), limit=30))
     (turn,) = busy.schedule()

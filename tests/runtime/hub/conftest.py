@@ -1,4 +1,4 @@
-"""Fixtures of the download tests: a hub on loopback and an empty cache."""
+"""Provide the fixtures of the download tests: a hub on loopback and an empty cache."""
 
 import os
 from collections.abc import Iterator

@@ -81,7 +81,7 @@ def test_d9_an_odd_answer_while_resuming(fault: Fault, server: HubServer) -> Non
 
 @pytest.mark.parametrize("size", [0, 1, 4000, len(WEIGHTS), len(WEIGHTS) + 7])
 def test_what_lies_there_already_may_be_anything(size: int, server: HubServer, folders: Path) -> None:
-    """Wrong contents of a partial file from another program or a crash are discarded when the hash differs."""
+    """Check that wrong contents of a partial file are discarded when the hash differs."""
     server.add(REPO, FILES)
     partial = blob(folders, WEIGHTS).with_name(blob(folders, WEIGHTS).name + ".mycli.incomplete")
     partial.parent.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Fixtures for the native library of this machine and for other instruction sets."""
+"""Provide the native library for this machine and for other instruction sets."""
 
 import pytest
 

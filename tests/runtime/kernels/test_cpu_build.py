@@ -47,7 +47,7 @@ def test_memory_bandwidth_is_that_of_the_best_reading(monkeypatch: pytest.Monkey
 
 @pytest.mark.usefixtures("library")
 def test_threads_are_torchs() -> None:
-    """Two OpenMP libraries in a process would keep their threads spinning against each other."""
+    """The reason: two OpenMP libraries in a process would keep their threads spinning against each other."""
     loaded = set(re.findall(r"/\S*/lib(?:gomp|iomp5|omp)[^/\s]*\.so\S*", Path("/proc/self/maps").read_text()))
     assert len(loaded) == 1, loaded
 

@@ -56,7 +56,7 @@ def same(found: Tensor | str, expected: Tensor, differing: float = 0.0) -> None:
 @pytest.mark.parametrize("scale", [1e-18, 1e-3, 1.0, 1e15])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_norm(shape: tuple[int, ...], scale: float, gain_type: torch.dtype) -> None:
-    """Gains of fp32 are 1 + w with a small w, so rounding them to bf16 would be visible."""
+    """The gains of fp32 are 1 + w with a small w, so rounding them to bf16 would be visible."""
     x, gain = (normal(*shape) * scale).bfloat16(), normal(shape[-1], seed=1)
     gain = gain.bfloat16() if gain_type is torch.bfloat16 else 1 + gain * 2**-6
     same(native_rms_norm(x, gain, 1e-5), rms_norm(x, gain, 1e-5), 0.002)
@@ -79,7 +79,7 @@ def test_layer_norm(shape: tuple[int, ...], offset: float, dtype: torch.dtype) -
 
 
 def test_layer_norm_with_a_gain_of_fp32() -> None:
-    """A gain of 1 + w and its bias stay in fp32 (Nemotron)."""
+    """Check that a gain of 1 + w and its bias stay in fp32 (Nemotron)."""
     x, gain, bias = normal(3, 48).bfloat16(), 1 + normal(48, seed=1) * 2**-6, normal(48, seed=2) * 2**-6
     same(native_layer_norm(x, gain, 1e-5, bias), layer_norm(x, gain, 1e-5, bias), 0.002)
 
@@ -109,7 +109,7 @@ def test_weights_of_values(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("shape", [(1, 16), (1, 5, 128), (1, 40, 48)], ids=str)
 def test_weights_of_rows(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Each row has the same bits alone; non-finite values are detected in their own row only."""
+    """Check that each row has the same bits alone and that non-finite values are detected in their own row only."""
     x, gate = normal(*shape).to(dtype), (normal(*shape[:-1], 1, seed=1) * 6).to(dtype)
     gate.view(-1)[-1] = torch.nan
     found = native_weigh_rows(x, gate)
@@ -133,7 +133,7 @@ def test_activation(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 8.0, 1e15])
 @pytest.mark.parametrize("shape", [(3, 32), (1, 1, 32), (1, 5, 512), (2, 40, 512), (2, 8, 22016)], ids=str)
 def test_gelu(shape: tuple[int, ...], scale: float) -> None:
-    """torch's 1 + tanh loses gates below -3 and ours does not, so both are compared with the exact value there."""
+    """Compare with the exact value below -3, where torch's 1 + tanh loses gates and ours does not."""
     x = (normal(*shape) * scale).bfloat16()
     found, size = native_gelu_multiply(x), shape[-1] // 2
     kept = x[..., :size] > -2
@@ -212,7 +212,7 @@ def test_what_is_no_number_stays_one(value: float) -> None:
 
 
 def test_a_reply_is_made_with_them(vectors: Native, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Norms, rotary and activations of every layer run in bf16, with more rows than one native call takes."""
+    """Run norms, rotary and activations of every layer in bf16, with more rows than one native call takes."""
     taken: Counter[str] = Counter()
 
     def counting(name: str) -> Any:

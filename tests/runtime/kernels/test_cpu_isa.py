@@ -32,7 +32,7 @@ def test_best(name: str) -> None:
 
 @pytest.mark.parametrize("name", isa.SETS)
 def test_a_set_leaves_out_what_it_has_not(name: str) -> None:
-    """Old compilers need not know the name of an instruction set that the machine lacks."""
+    """The compiler, if old, need not know the name of an instruction set that the machine lacks."""
     flags = isa.compiler_flags(name, Cpu("Some processor", 1, SAPPHIRE_RAPIDS))
     assert ("-mno-amx-tile" in flags) == (name != "amx")
     assert ("-mno-avx512f" in flags) == (name in ("avxvnni", "avx2"))

@@ -188,7 +188,7 @@ def test_every_set_of_instructions_gives_the_same_bits(library: Native, kind: Ki
 
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
 def test_activations_of_any_size(library: Native, size: float) -> None:
-    """One value in a hundred is 1000 times larger, as in real models; some segments are all zero."""
+    """The activations have one value in a hundred that is 1000 times larger, as in real models, and zero segments."""
     weight = packed_weight(4, (64, 1024), 128)
     x = activations(4, 1024, torch.float32) * size
     x[:, ::100] *= 1000
@@ -210,7 +210,7 @@ def test_what_is_not_finite_is_not_hidden(library: Native, value: float, rows: i
 
 
 def test_exact_where_integers_suffice(library: Native) -> None:
-    """With small integers and scales of one, no path may round."""
+    """Check that no path rounds with small integers and scales of one."""
     codes = torch.randint(0, 16, (48, 256), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
     weight = PackedWeight(pack(codes, 4), torch.ones(48, 2, dtype=torch.bfloat16), Packing(4, 128), 256)
     matmul = CpuKernel().prepare(weight, torch.bfloat16)
@@ -236,7 +236,7 @@ def test_sums_of_the_largest_numbers_fit(library: Native, kind: Kind) -> None:
 
 
 def test_halves_of_scales_that_their_type_has_not(library: Native) -> None:
-    """E2M1 codes are multiplied by half their scale, and the smallest fp16 has no half."""
+    """The kernel multiplies E2M1 codes by half their scale, and the smallest fp16 has no half."""
     weight = packed_weight("e2m1", (20, 64), 32, torch.float16)
     weight.scales[:, 0] = 2.0**-24
     matmul, x = CpuKernel().prepare(weight, torch.bfloat16), activations(3, 64, torch.bfloat16)
@@ -252,7 +252,7 @@ def test_no_second_copy() -> None:
 
 
 def test_small_weights_lie_together(library: Native) -> None:
-    """Small weights become contiguous on a huge page, with unchanged products and sizes."""
+    """Check that small weights become contiguous on a huge page, with unchanged products and sizes."""
     weights = [CpuMatmul(library, packed_weight(8, (1024, 768), 64, seed=seed)) for seed in range(3)]
     x = activations(2, 768, torch.bfloat16)
     before, nbytes = [weight(x) for weight in weights], [weight.nbytes for weight in weights]

@@ -122,7 +122,7 @@ def test_fp32_activations_are_not_rounded(library: Native) -> None:
 
 
 def test_an_error_of_half_a_step() -> None:
-    """Each activation is at most half a unit from its integer, and the largest of a segment is 127 units."""
+    """The error of an activation is at most half a unit, where 127 units are the largest of its segment."""
     x: Tensor = activations(50, 256, torch.bfloat16)
     numbers, units = one_byte.integers(x, 32)
     values = numbers * units.unsqueeze(-1)

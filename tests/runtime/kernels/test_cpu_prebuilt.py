@@ -56,7 +56,7 @@ def test_there_is_a_reason_where_there_is_none(tmp_path: Path) -> None:
 
 
 def test_a_library_that_cannot_be_loaded_is_built_instead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loading fails if the C library is older or the file is truncated."""
+    """The load fails if the C library is older or the file is truncated."""
     monkeypatch.setattr(prebuilt, "FOLDER", tmp_path)
     monkeypatch.setattr(prebuilt.find, "__defaults__", (tmp_path,))
     monkeypatch.setattr(build, "cpu", lambda: Cpu("Some processor", 1, HASWELL))

@@ -68,7 +68,7 @@ def by_the_rule(weight: PackedWeight, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("bits, group, offsets", KINDS, ids=str)
 def test_products_are_by_the_rule(library: Native, bits: int, group: int, offsets: bool) -> None:
-    """One value in a hundred is an outlier, and the row counts cover the register kernel and the panel kernel."""
+    """The activations have outliers, and the row counts cover the register kernel and the panel kernel."""
     weight = super_block_weight(bits, (19, 512), group, offsets=offsets)
     x = torch.randn(7, 512, generator=torch.Generator().manual_seed(bits))
     x[:, ::97] *= 100
@@ -95,7 +95,7 @@ def test_a_row_does_not_know_its_neighbours(library: Native, bits: int, group: i
 
 @pytest.mark.parametrize("bits, group, offsets", KINDS, ids=str)
 def test_the_largest_sums_fit(library: Native, bits: int, group: int, offsets: bool) -> None:
-    """Codes, integer scales and activations at their limits with one sign must not overflow."""
+    """Check that codes, integer scales and activations at their limits with one sign do not overflow."""
     weight = super_block_weight(bits, (16, 512), group, offsets=offsets)
     factor = torch.full_like(weight.factors, 2.0**-10) if weight.factors is not None else None
     scales = torch.full_like(weight.scales, (63 if offsets else -128) * 2.0**-10)
@@ -117,7 +117,7 @@ def test_what_is_held_is_what_is_counted(library: Native, bits: int, group: int,
 
 
 def test_scales_that_factors_do_not_give_are_held_whole(library: Native) -> None:
-    """Scales between integers, and integers or groups that the integer kernels do not support, are stored in full."""
+    """The others are scales between integers, and integers or groups that the integer kernels do not support."""
     weight, x = super_block_weight(4, (32, 256), 32, offsets=True), torch.randn(3, 256).bfloat16()
     assert weight.offsets is not None
     larger = replace(weight, scales=weight.scales * 2, offsets=weight.offsets + weight.scales * 8)

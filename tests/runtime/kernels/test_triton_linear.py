@@ -179,7 +179,7 @@ def test_product_of_foreign_layouts(case: Case, interpret: Interpret) -> None:
 
 @pytest.mark.parametrize("case", SIXTEENS, ids=str)
 def test_groups_of_16(case: Case, interpret: Interpret) -> None:
-    """Two groups are unpacked together and multiplied separately."""
+    """The kernel unpacks two groups together and multiplies them separately."""
     unrounded, dense = interpret(product, case)  # type: ignore[misc]  # the pool carries any result
     assert unrounded < 1e-4
     assert dense <= ulp(case.scale or case.dtype) * (1 if case.scale is None else 8)
@@ -339,7 +339,7 @@ def test_is_not_used_where_it_fails_or_is_wrong(
 
 
 def test_is_checked_once_however_many_threads_ask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several threads load layers, and the check compiles and launches a kernel."""
+    """The check compiles and launches a kernel, and several threads load layers."""
     rows_tried: list[int] = []
 
     def product(device: object, packing: object, chip: object, rows: int) -> float:

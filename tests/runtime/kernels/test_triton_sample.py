@@ -178,7 +178,7 @@ def counted() -> list[list[float]]:
 
 
 def test_chosen_tokens_are_counted_for_the_next_step(interpret: Interpret) -> None:
-    """3 / 4 is below 2, which becomes 2 / 4, so the first token is the likeliest again."""
+    """The likeliest token is the first again, since 3 / 4 is below 2, which becomes 2 / 4."""
     seen, counts, others = interpret(counted)  # type: ignore[misc]  # the pool carries any result
     assert seen == [0] * 7 + [1, 1] and counts == [0] * 7 + [2, 1] and others == [3] + [0] * 8
 

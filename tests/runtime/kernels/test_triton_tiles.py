@@ -35,7 +35,7 @@ def test_parts_cover_k_once(packing: Packing, size: tuple[int, int]) -> None:
 
 
 def test_speculation_costs_the_same_tile() -> None:
-    """One to eight rows use one kernel, so verifying draft tokens is free up to that number."""
+    """Check that one to eight rows use one kernel, so that verifying draft tokens is free up to that number."""
     for chip in CHIPS:
         for packing in PACKINGS:
             assert len({tile(chip, packing, rows) for rows in range(1, 9)}) == 1

@@ -61,7 +61,7 @@ def test_logits_equal_transformers(case: str, made: Made) -> None:
 
 
 def test_dynamic_scaling_step_by_step_equals_transformers(tmp_path: Path) -> None:
-    """Keys keep the rotation they were stored with, in transformers' cache and in ours."""
+    """The keys keep the rotation they were stored with, in transformers' cache and in ours."""
     reference = make(tmp_path, *CASES["llama-rope-dynamic-beyond"])  # its frequencies change with the tokens read
     model = load_model(open_model_folder(tmp_path), Placement(torch.device("cpu"), torch.float32)).model
     tokens = torch.randint(0, SMALL["vocab_size"], (1, TOKENS), generator=torch.Generator().manual_seed(1))
@@ -76,7 +76,7 @@ def test_dynamic_scaling_step_by_step_equals_transformers(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("case", chosen(CASES, quick=CASES.keys() - LATER.keys()), ids=str)
 def test_tensors_are_those_of_the_reference(case: str, made: Made) -> None:
-    """`ModelConfig.tensors` names every tensor of the model with its shape, and the parameter count is exact."""
+    """Check that `ModelConfig.tensors` has every tensor with its shape and that the parameter count is exact."""
     reference, folder = made(case)
     config = open_model_folder(folder).config
     tied = "lm_head.weight" if config.tie_embeddings else None
@@ -133,7 +133,7 @@ def test_every_family_has_a_case() -> None:
 
 
 def test_gpt_oss_with_experts_in_16_bits(tmp_path: Path) -> None:
-    """transformers without MXFP4 saves stacks of transposed weights."""
+    """Read stacks of transposed weights, which transformers saves without MXFP4."""
     config = transformers.AutoConfig.for_model("gpt_oss", **{**SMALL, **CASES["gpt_oss-window7-gqa4:2"][1]})
     reference = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     enliven(reference)

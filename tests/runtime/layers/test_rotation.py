@@ -27,7 +27,7 @@ def turned(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "pairs"])
 @pytest.mark.parametrize("dim", [16, 12, 2], ids=lambda dim: f"turned{dim}of16")
 def test_queries_and_keys_meet_as_they_should(dim: int, interleaved: bool) -> None:
-    """Only dot products matter: pairs may be in another order if queries and keys agree."""
+    """Compare dot products only: pairs may be in another order if queries and keys agree."""
     generator = torch.Generator().manual_seed(0)
     query, key = (torch.randn(1, 5, 3, 16, generator=generator) for _ in range(2))
     angles = torch.rand(5, dim // 2, generator=generator) * 6

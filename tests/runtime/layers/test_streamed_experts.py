@@ -168,7 +168,7 @@ def test_a_file_that_changes_is_an_error(harm: str, sizes: Sequence[int], tmp_pa
 def test_reading_that_fails_costs_neither_bits_nor_memory(
     error: BaseException, sizes: Sequence[int], packed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of the first reads fails in turn; the experts whose slots were overwritten are read again."""
+    """Fail each of the first reads in turn; the experts whose slots were overwritten are read again."""
     expected, runner = run(load(packed, None)), load(packed, 2)
     held = runner.nbytes
     for good in (0, 1, 2, 5, 9):

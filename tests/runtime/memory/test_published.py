@@ -33,7 +33,7 @@ def test_published_active_parameters(name: str) -> None:
 
 
 def test_experts_read_by_a_batch() -> None:
-    """Two tokens choose 8 of 128 experts each: 15.5 are read on average; with infinitely many tokens all are read."""
+    """The two tokens choose 8 of 128 experts each, 15.5 on average; with infinitely many tokens all are read."""
     one, two, many = (plan("Qwen3-30B-A3B", batch=batch) for batch in (1, 2, 1 << 20))
     expert = 48 * 3 * 2048 * 768 * 2
     assert bytes_per_step(two, 0) - bytes_per_step(one, 0) == pytest.approx(7.5 * expert)
@@ -116,7 +116,7 @@ def test_the_cache_of_a_token(name: str, layers: int, of_each: int) -> None:
 
 
 def test_the_cache_of_layers_that_differ() -> None:
-    """Full attention has longer heads, fewer of them in 31B; layers that share another's keys store nothing."""
+    """The layers with full attention have longer heads, fewer in 31B; layers with shared keys store nothing."""
     small = 12 * 2 * 1 * 256 + 3 * 2 * 1 * 512  # 15 of 35 layers store keys and values, every fifth with full attention
     middle = 20 * 2 * 2 * 256 + 4 * 2 * 2 * 512  # 24 of 42 layers, every sixth with full attention
     large = 50 * 2 * 16 * 256 + 10 * 2 * 4 * 512
@@ -133,7 +133,7 @@ def test_the_cache_of_layers_that_differ() -> None:
 
 
 def test_what_is_told_beside_is_read_by_rows() -> None:
-    """Half of E2B's 4.6 billion parameters are a per-layer embedding table, of which a token reads one row."""
+    """The per-layer embedding table has half of E2B's 4.6 billion parameters, and a token reads one row of it."""
     model = plan("gemma-4-E2B")
     table = 262144 * 35 * 256
     assert embedding_bytes(model) > 2 * table

@@ -153,7 +153,7 @@ def test_the_text_part_is_transformers(name: str, tmp_path: Path) -> None:
 
 
 def test_a_folder_quantized_in_training_loads_as_it_is(tmp_path: Path) -> None:
-    """compressed-tensors writes a random Gemma 4 like Google's: 4 bits, symmetric, groups of 32, text part only."""
+    """Load a random Gemma 4 in the format of Google's: compressed-tensors, int4, groups of 32, text part only."""
     model = make_folder(tmp_path / "source", "gemma4")
     weights = QuantizationArgs(num_bits=4, type="int", symmetric=True, strategy="group", group_size=32)
     others = ("re:.*vision_tower.*", "re:.*embed_vision.*", "re:.*per_layer_model_projection.*")
@@ -184,7 +184,7 @@ def test_a_folder_quantized_in_training_loads_as_it_is(tmp_path: Path) -> None:
 
 
 def test_names_of_transformers_4(tmp_path: Path) -> None:
-    """transformers 4 wrote language_model.model.* and language_model.lm_head.*."""
+    """Accept language_model.model.* and language_model.lm_head.*, as written by transformers 4."""
     part = TextPart.from_config(
         Fields({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}, "config.json")
     )

@@ -48,7 +48,7 @@ def test_auto_leaves_wide_weights_at_16_bits() -> None:
 
 
 def test_stored_packings_are_found_with_any_activations() -> None:
-    """File layouts are compared by packing, and files do not specify activations."""
+    """The file layouts are compared by packing, and files do not specify activations."""
     eight = choose_activations("8", None, tiles=False).packings(WIDTHS)
     assert eight == WIDTHS and len({*eight.values(), *WIDTHS.values()}) == len(WIDTHS)
 

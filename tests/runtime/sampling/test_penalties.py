@@ -33,7 +33,7 @@ def test_greedy_draws_are_those_of_the_formula(presence: float, frequency: float
 
 
 def test_a_draft_sees_the_tokens_before_it() -> None:
-    """Each row of `probabilities` counts exactly the draft tokens before it; `commit` makes the counts permanent."""
+    """The rows of `probabilities` count exactly the draft tokens before them; `commit` makes the counts permanent."""
     settings = SamplingParams(temperature=1.0, presence_penalty=0.5, frequency_penalty=0.25, seed=1)
     sampler = Sampler(settings, VOCAB, torch.device("cpu"))
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(2))

@@ -258,7 +258,7 @@ def test_no_weights_draw_no_token(weight: float) -> None:
 
 
 def test_every_token_takes_one_number_of_the_stream() -> None:
-    """A token alone, in a batch with equal settings, and as an unseeded draft: otherwise seeds would not reproduce."""
+    """Draw alone, in a batch with equal settings, and as an unseeded draft; seeds would not reproduce otherwise."""
     logits, params = random_logits(3, 2), SamplingParams(temperature=1.0, seed=5)
     alone = Sampler(params, VOCAB, torch.device("cpu"))
     expected = [int(alone.sample(logits[:1])) for _ in range(8)]
@@ -274,7 +274,7 @@ def test_every_token_takes_one_number_of_the_stream() -> None:
 
 
 def test_numbers_of_tokens_drawn_elsewhere_are_not_drawn_again() -> None:
-    """Numbers drawn by a multi-step pass count as drawn here."""
+    """The random numbers used by a multi-step pass count as drawn here."""
     sampling = SamplingParams(temperature=1.0, seed=5, frequency_penalty=0.5)
     rows = torch.randn(7, VOCAB, generator=torch.Generator().manual_seed(0))
     ours, theirs = (Sampler(sampling, VOCAB, torch.device("cpu")) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Fixtures: a server of pico shared by the tests of this folder, and one with scripted replies."""
+"""Provide a server of pico shared by the tests of this folder, and one with scripted replies."""
 
 import dataclasses
 import json

@@ -41,7 +41,7 @@ def dribble(served: Served, begin: bytes, drop: bytes, seconds: float) -> bytes:
     "begin, drop", [(b"", b"G"), (b"GET / HTTP/1.1\r\n", b"x"), (HEAD, b" ")], ids=["line", "head", "body"]
 )
 def test_g8_a_slow_request_is_given_up(scripted: Scripted, begin: bytes, drop: bytes) -> None:
-    """Single bytes do not extend the deadline."""
+    """Check that single bytes do not extend the deadline."""
     limits = ServerLimits(header_seconds=0.4, body_seconds=0.4)
     with scripted("Hi", settings=ServerSettings(("pico",), limits=limits)) as served:
         answer = dribble(served, begin, drop, 15)
@@ -76,7 +76,7 @@ def test_a_long_reply_is_no_slow_request(scripted: Scripted) -> None:
 
 
 def test_g35_idle_sockets_make_room(scripted: Scripted) -> None:
-    """A socket beyond the limit closes the one that has been idle longest."""
+    """Check that a socket beyond the limit closes the one that has been idle longest."""
     limits = ServerLimits(connections=20)
     with scripted("Hi", settings=ServerSettings(("pico",), limits=limits)) as served, ExitStack() as links:
         idle = [links.enter_context(socket.create_connection(("127.0.0.1", served.port))) for _ in range(30)]

@@ -162,7 +162,7 @@ def test_g10_what_is_no_request_is_refused(served: Served, data: bytes) -> None:
 
 
 def test_g10_a_second_request_is_not_smuggled(served: Served) -> None:
-    """With both lengths given the server refuses or reads one request, and never sends two answers."""
+    """The server, given both lengths, refuses or reads one request and never sends two answers."""
     inner = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
     data = (
         b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "

@@ -185,7 +185,7 @@ def _panics(*_: object, **__: object) -> Any:
 
 
 def test_s6_a_request_that_is_prepared_counts_as_under_way(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A signal gives it the grace period."""
+    """Check that it gets the grace period after a signal."""
     at_work, go_on = threading.Event(), threading.Event()
 
     def slow(*_: object) -> list[int]:

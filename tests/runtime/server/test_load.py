@@ -64,7 +64,7 @@ class Flood(ScriptedEngine):
 
 
 def test_g21_g42_a_reader_that_does_not_read_is_dropped(loaded: LoadedModel) -> None:
-    """Other clients do not wait for it."""
+    """Check that other clients do not wait for it."""
     engine = Flood(lambda request: [5] * 20_000 if len(request.prompt) > 12 else [5])
     settings = ServerSettings(("pico",), limits=ServerLimits(stall_seconds=0.5))
     with serving(loaded, engine, settings) as served:
@@ -170,7 +170,7 @@ def test_g33_no_reply_holds_what_another_was_asked(loaded: LoadedModel) -> None:
 
 
 def test_g36_the_loop_is_free_while_a_long_text_is_read(served: Served) -> None:
-    """A megabyte is parsed, rendered and encoded in threads, so a probe in the meantime does not wait."""
+    """The megabyte is parsed, rendered and encoded in threads, so a probe in the meantime does not wait."""
     began, slow = threading.Event(), []
 
     def long() -> None:

@@ -191,7 +191,7 @@ def test_an_object_an_expression_and_a_grammar_are_kept(client: openai.OpenAI) -
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "population"}}])
 def test_tools_are_called_where_they_must_be(client: openai.OpenAI, choice: object) -> None:
-    """Pico's template does not support tools, so they are added to the prompt and a grammar enforces the call."""
+    """The template of pico does not support tools; they are added to the prompt and a grammar enforces the call."""
     arguments = {"model": "pico", "messages": question(), "tools": TOOLS, "tool_choice": choice, "temperature": 0}
     found = client.chat.completions.create(**arguments, parallel_tool_calls=False, max_tokens=120)
     (call,) = found.choices[0].message.tool_calls or []
@@ -232,7 +232,7 @@ def test_prompts_of_a_completion(client: openai.OpenAI, loaded: LoadedModel) -> 
 
 
 def test_an_echo_scores_the_prompt_as_the_harness_reads_it(client: openai.OpenAI, loaded: LoadedModel) -> None:
-    """lm-eval's contract: [[ids]], one token, echo; the sum over the continuation equals that of single steps."""
+    """Follow lm-eval's contract: [[ids]], one token, echo; the continuation's sum equals that of single steps."""
     ids = loaded.tokenizer.encode("The capital of Japan is Tokyo.", add_special=False)
     found = client.completions.create(
         model="pico", prompt=[ids], max_tokens=1, logprobs=1, echo=True, temperature=0, seed=1234
@@ -258,7 +258,7 @@ def test_an_echo_scores_the_prompt_as_the_harness_reads_it(client: openai.OpenAI
 
 
 def test_a_streamed_echo_of_a_long_prompt_has_every_logprob(client: openai.OpenAI, loaded: LoadedModel) -> None:
-    """A scored prompt is computed in several chunks, each of which is an event."""
+    """The scored prompt is computed in several chunks, each of which is an event."""
     ids = loaded.tokenizer.encode("The capital of Japan is Tokyo. " * 40, add_special=False)
     asked = {"model": "pico", "prompt": [ids], "max_tokens": 1, "logprobs": 0, "echo": True, "temperature": 0}
     (whole,) = client.completions.create(**asked).choices

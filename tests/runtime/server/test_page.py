@@ -155,7 +155,7 @@ def test_reasoning_is_folded(browser: Browser, scripted: Scripted) -> None:
 
 
 def test_a_long_reply_does_not_stall_the_page(browser: Browser, served: Served) -> None:
-    """A reply of 20,000 mixed characters renders in a moment, and unmatched markers cost nothing."""
+    """The reply of 20,000 mixed characters renders in a moment, and unmatched markers cost nothing."""
     meet(browser, served)
     for text in (
         "word **bold** `code` [l](https://a.b) \n" * 500,

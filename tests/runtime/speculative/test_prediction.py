@@ -144,7 +144,7 @@ def test_what_verifying_asks_of_the_head_is_the_reference_s(folder: tuple[ModelF
 def test_draws_from_the_head_leave_the_model_s_distribution(
     folder: tuple[ModelFolder, Reference], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rule that accepts every draft does change it, and the test detects that."""
+    """The test also detects that a rule that accepts every draft changes the distribution."""
     drafts = proposer(folder[0], CacheShape.contiguous(CONTEXT))
     prompt = [random.Random(4).randrange(4, SMALL["vocab_size"]) for _ in range(9)]
     subject = SpeculationSubject(

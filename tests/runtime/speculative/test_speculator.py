@@ -163,7 +163,7 @@ class Watched(DraftLengthPolicy):
 
 
 def test_every_load_has_a_policy_of_its_own() -> None:
-    """Drafting stops for batch sizes where it is slower, and resumes when the batch is smaller again."""
+    """The policy stops drafting for batch sizes where it is slower, and resumes with smaller batches."""
     target, policies = target_model(), list[Watched]()
 
     def policy() -> Watched:
@@ -180,7 +180,7 @@ def test_every_load_has_a_policy_of_its_own() -> None:
 
 
 class Wrong:
-    """A proposer whose proposals are never the next token."""
+    """Proposes only tokens that are not the next token."""
 
     relative_cost, nbytes = 0.1, 0
 

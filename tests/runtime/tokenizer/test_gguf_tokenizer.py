@@ -144,7 +144,7 @@ def sentencepiece(**more: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("architecture", ["phi3", "gemma2", "gemma3"])
 def test_sentencepiece_is_cut_as_transformers_cuts_it(architecture: str) -> None:
-    """transformers builds the same tokenizer from the same metadata, by its own tables."""
+    """The reference is the tokenizer that transformers builds from the same metadata."""
     metadata = sentencepiece(**{"tokenizer.ggml.add_space_prefix": architecture == "phi3"})
     reference, _ = theirs.convert_gguf_tokenizer(
         architecture,

@@ -322,7 +322,7 @@ def test_interrupted_process_cleans_up(holder: "subprocess.Popen[str]", tmp_path
 
 
 def test_only_own_leftovers_are_removed(tmp_path: Path) -> None:
-    """Files of another target whose name has the same prefix, its lock and unfinished folder, remain."""
+    """The files of another target whose name has the same prefix, its lock and unfinished folder, remain."""
     run = "partial-1-0123456789ab"
     others = [".out.partial-x.lock", f".out.{run}.{run}", f".out2.{run}"]
     for name in [*others, f".out.{run}"]:

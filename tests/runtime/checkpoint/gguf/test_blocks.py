@@ -102,7 +102,7 @@ def test_values_are_those_of_the_reference(name: str) -> None:
 
 @pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: f"{kind.name}-{kind.packing.name}")
 def test_packed_groups_mean_the_same(kind: GgmlType) -> None:
-    """Packed values are exact, or off by one fp32 rounding where a minimum becomes part of the offset."""
+    """The values are exact, or off by one fp32 rounding where a minimum becomes part of the offset."""
     data = random_blocks(kind.name, 24, 8)
     expected, actual = torch.from_numpy(_reference(data.numpy(), kind.name)), pack_rows(data, TYPES_BY_NAME[kind.name])
     values = dequantize(actual)
@@ -125,7 +125,7 @@ def test_scales_of_sixteen_bits_stay_exact(kind: GgmlType) -> None:
 
 @pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: kind.name)
 def test_scales_of_super_blocks_are_whole_numbers_of_their_factors(kind: GgmlType) -> None:
-    """Otherwise the scales would be stored in full, and the memory estimate would be too low."""
+    """The memory estimate assumes it: other scales would be stored in full."""
     actual = pack_rows(random_blocks(kind.name, 8, 4, seed=3), kind)
     assert (scale_codes(actual) is not None) is kind.super_blocks is actual.packing.super_blocks
 

@@ -144,7 +144,7 @@ def test_tensor_names_are_the_librarys(architecture: Architecture) -> None:
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
 def test_weights_are_what_the_library_reads(kind: str, tmp_path: Path) -> None:
-    """Every linear, packed or dense, has the gguf library's values in Hugging Face row order."""
+    """Check that every linear, packed or dense, has the gguf library's values in Hugging Face row order."""
     changes = {"hidden_size": 128, "intermediate_size": 192}
     make(tmp_path / "hf", "llama", changes)
     config = json.loads((tmp_path / "hf" / "config.json").read_text())

@@ -202,7 +202,7 @@ def test_names_of_parts_that_no_model_begins_with(name: str) -> None:
 
 
 def test_arrays_are_numbers_not_objects() -> None:
-    """Lists of Python floats would take thirty times the memory for a vocabulary's scores."""
+    """The alternative, lists of Python floats, would take thirty times the memory for a vocabulary's scores."""
     data = attacks.gguf((attacks.key(b"f", attacks.ARRAY, attacks.array(attacks.F32, 1000, bytes(4000))),))
     assert isinstance(parse(data).metadata.values["f"], array)
 

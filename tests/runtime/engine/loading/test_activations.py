@@ -46,7 +46,7 @@ def logits(runner: ModelRunner, cuts: list[int]) -> torch.Tensor:
 
 
 def test_a_row_has_its_bits_in_any_pass(folder: Path) -> None:
-    """A prompt of 70 tokens gives the same bits whole, in chunks near the kernel limits, and token by token."""
+    """Read a prompt of 70 tokens whole, in chunks near the kernel limits, and token by token."""
     runner = load(folder, "8")
     whole = logits(runner, [70])
     assert torch.equal(whole, logits(runner, [1, 9, 33, 58, 70]))
@@ -63,7 +63,7 @@ def test_without_a_card_nothing_changes(folder: Path) -> None:
 
 
 def test_auto_follows_the_card(folder: Path, tmp_path: Path) -> None:
-    """Activations are 8-bit next to the 4-bit experts and 16-bit next to the 8-bit attention."""
+    """Check for 8-bit activations next to the 4-bit experts and 16-bit ones next to the 8-bit attention."""
     copy = tmp_path / "copy"
     copy.mkdir()
     for path in folder.iterdir():

@@ -116,7 +116,7 @@ def test_no_memory_at_all_is_an_error_not_a_tiny_context(free: int) -> None:
 def test_memory_that_runs_out_all_the_same_is_told_with_numbers(
     free: int, fault: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On out of memory the error reports needed and free bytes and a remedy, with exit code 5."""
+    """The out-of-memory error reports needed and free bytes and a remedy, with exit code 5."""
 
     def full(*_: object) -> None:
         monkeypatch.setattr(load, "free_memory", lambda device: needed(512))
@@ -135,7 +135,7 @@ def test_memory_that_runs_out_all_the_same_is_told_with_numbers(
 
 
 def test_of_several_damaged_tensors_the_first_is_named(tmp_path: Path) -> None:
-    """Layers load concurrently, but the error does not depend on which finishes first."""
+    """The error does not depend on which of the concurrently loading layers finishes first."""
     tensors = load_file(PICO / "model.safetensors")
     for layer in (5, 2, 3):
         tensors[f"model.layers.{layer}.mlp.down_proj.weight"][0, 0] = torch.nan
@@ -147,7 +147,7 @@ def test_of_several_damaged_tensors_the_first_is_named(tmp_path: Path) -> None:
 
 
 def test_an_old_gpu_has_room_counted_for_unpacked_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loading reports why weights are unpacked; if they do not fit, the model is refused."""
+    """The loader reports why weights are unpacked; if they do not fit, the model is refused."""
     reason = "kernels for packed weights need compute capability 8.0, this device has 7.5"
     old = replace(CPU, unpacked=reason)
     packings = {linear.name: Packing(4, 128) for linear in FOLDER.config.linears()}
@@ -210,7 +210,7 @@ def test_threads_that_load_layers_are_on_the_models_device(monkeypatch: pytest.M
 
 
 def test_a_pass_is_launched_on_the_models_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server runs passes on another thread than the one that loaded the model."""
+    """The server runs passes on another thread than the one that loaded the model."""
     log: list[tuple[str, object]] = []
     device = torch.device("cuda", 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda one: log.append((threading.current_thread().name, one)))

@@ -47,7 +47,7 @@ def test_a_pass_that_differs_is_not_used() -> None:
 
 
 def test_experts_with_about_equal_scores_may_be_others() -> None:
-    """With experts, logits may differ by more than rounding, within bounds."""
+    """The logits of a MoE model may differ by more than rounding, within bounds."""
     plain = model(lambda x: torch.ones(*x.shape[:-1], 3))
     plain.config = replace(plain.config, build_layer=MoeLayers(3, RoutingSpec(2, normalize=True), 2))
 

@@ -102,7 +102,7 @@ def _tokens(outputs: Sequence[SequenceOutput]) -> Iterator[int]:
 @pytest.mark.parametrize("case", TAKEN)
 @pytest.mark.parametrize("kv", chosen(["bf16", "int8", "int4"], ["int8"]))
 def test_tokens_and_keys_are_those_of_pass_by_pass(case: str, kv: KvDtype, tmp_path: Path) -> None:
-    """Three sequences of several blocks run together; the tokens computed after the end of one are discarded."""
+    """Run three sequences of several blocks and discard the tokens computed after the end of one."""
     model_type, changes = CASES[case]
     make(tmp_path, model_type, {**WIDE, **changes, **TAKEN[case]})
     runner, made = counting(load_bf16(tmp_path, kv))
@@ -125,7 +125,7 @@ def test_tokens_and_keys_are_those_of_pass_by_pass(case: str, kv: KvDtype, tmp_p
 
 
 def test_with_too_few_blocks_every_reply_is_the_reply_alone() -> None:
-    """Requests share prefixes, mix greedy and sampled decoding, and half of them are preempted."""
+    """The requests share prefixes, are greedy or sampled, and half of them are preempted."""
     runner, made = counting(load_bf16(PICO, "auto"))
     asked = requests(9)
     lane = CacheShape.contiguous(96)

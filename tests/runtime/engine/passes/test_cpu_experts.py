@@ -63,7 +63,7 @@ def test_experts_have_the_bits_of_their_steps(
 
 @pytest.mark.parametrize("changed", ("expert", "bias", "shape", "parts"))
 def test_experts_of_other_layouts(changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Experts of one layout run in one call, others product by product, both with the same bits."""
+    """Run experts of one layout in one call and others product by product, with the same bits."""
     model_type, changes = CASES["qwen2_moe-shared"]
     make(tmp_path, model_type, {**WIDE, **changes, "num_hidden_layers": 1})
     runner = load_bf16(tmp_path)

@@ -121,7 +121,7 @@ def test_vectors_that_are_not_finite_are_stored_as_the_cache_stores_them(
 
 @pytest.mark.parametrize("bits", (8, 4, 3, 2))
 def test_products_of_several_parts(bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Queries are packed while keys and values are dense; their outputs are still contiguous."""
+    """The queries are packed while keys and values are dense; their outputs are still contiguous."""
     runner = load_bf16(random_model(tmp_path / "model", model_type="qwen2"))
     generator = torch.Generator().manual_seed(bits)
     for block in runner.model.layers():
@@ -136,7 +136,7 @@ def test_products_of_several_parts(bits: int, tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("kind", (Attention, Mlp, Experts))
 def test_a_part_is_gone_when_nobody_holds_it(kind: type[Attention] | type[Mlp] | type[Experts], tmp_path: Path) -> None:
-    """A part is freed immediately with its weights: reading layer by layer must not hold two layers in memory."""
+    """The part frees its weights immediately: reading layer by layer must not hold two layers in memory."""
     model_type, changes = CASES["qwen3_moe-every-other-normalized-tied"]
     make(tmp_path, model_type, {**WIDE, **changes, **HEAD})
     runner = load_bf16(tmp_path)

@@ -51,7 +51,7 @@ def test_the_first_pass_runs_the_second_is_captured_the_others_replayed() -> Non
 
 
 def test_a_pass_waits_for_nothing_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading values of a GPU tensor on the host would synchronize."""
+    """Reject reading values of a GPU tensor on the host, which would synchronize."""
     fast, (cache, rope), batches = fused_pass(Sums(), recording), session(), [one(7, start) for start in range(3)]
 
     def waits(*_: object) -> None:
@@ -194,7 +194,7 @@ def test_a_runner_uses_the_fused_pass_and_keeps_a_copy_of_the_logits() -> None:
 
 
 def test_a_capture_launches_what_the_first_pass_compiled() -> None:
-    """Triton specializes on addresses that are multiples of 16, and must not compile during a capture."""
+    """The cause: Triton specializes on addresses that are multiples of 16, and must not compile during a capture."""
 
     class Addresses(Sums):
         seen: list[tuple[bool, ...]] = []
@@ -263,7 +263,7 @@ def test_a_shape_that_cannot_be_launched_is_the_plain_models_and_others_go_on() 
 
 
 def test_graphs_share_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stub of torch's graphs logs the pools: the first graph creates one, the others reuse it."""
+    """The first graph creates a pool and the others reuse it, according to the log of a stub of torch's graphs."""
     log: list[tuple[str, object]] = []
 
     class Graph:

@@ -221,7 +221,7 @@ def test_logits_that_are_no_numbers_end_the_reply(interpret: Interpret) -> None:
 
 
 def joined(capture: str) -> int:
-    """Other requests start and end during a reply: the loop restarts and the tokens stay the same."""
+    """Start and end other requests during a reply: the loop restarts and the tokens stay the same."""
     looped, plain, step = engines(capture, 64, 3)
     texts = []
     for engine in (looped, plain):

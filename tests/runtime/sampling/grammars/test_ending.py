@@ -143,7 +143,7 @@ def test_what_the_model_gives_to_the_end_closes_the_string(pico: Tokenizer) -> N
 
 
 def test_limits_count_the_time(pico: Tokenizer) -> None:
-    """Each token takes one second of a fake clock, and the reply ends by the 40th."""
+    """The fake clock advances one second per token, and the reply ends by the 40th."""
     ticks = iter(range(10_000))
     now = [0.0]
 

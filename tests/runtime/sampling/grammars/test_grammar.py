@@ -100,7 +100,7 @@ def test_what_is_drawn_is_of_the_schema(tokenizer: Tokenizer) -> None:
 
 
 def test_control_tokens_are_no_text(tokenizer: Tokenizer) -> None:
-    """A string may contain any characters, but no control token."""
+    """Check that a string may contain any characters, but no control token."""
     grammar = Grammar.from_regex(r"(?s:.)+", tokenizer, frozenset(tokenizer.eos))
     constraint = grammar.start()
     constraint.accept([tokenizer.encode("a", add_special=False)[0]])

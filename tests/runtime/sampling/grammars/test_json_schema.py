@@ -106,7 +106,7 @@ def test_integers_have_the_range_of_exact_json_integers() -> None:
 
 
 def test_s1_what_only_compiling_shows_ends_in_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A merged pattern is below the node limit, so the worker's limits apply and the error states them."""
+    """The merged pattern is below the node limit, so the worker's limits apply and the error states them."""
     monkeypatch.setattr(probe, "WALL_SECONDS", 0.001)
     grammar_probe = probe.GrammarProbe(300)
     with pytest.raises(UsageError, match="S: compiling it takes more than 0.001 s"):

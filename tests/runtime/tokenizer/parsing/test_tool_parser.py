@@ -243,7 +243,7 @@ def test_declared_elements_are_read_as_transformers_reads_them() -> None:
     ids=lambda field: json.dumps(field)[:40],
 )
 def test_a_hostile_template_is_refused(field: dict[str, Any]) -> None:
-    """An untrusted pattern never runs where it could take long."""
+    """Check that an untrusted pattern never runs where it could take long."""
     with pytest.raises(ModelError):
         read_response_template(Fields({"fields": {"tool_calls": field}}, "t"))
 
