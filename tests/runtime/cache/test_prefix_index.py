@@ -69,7 +69,7 @@ def test_the_end_of_a_text_is_forgotten_before_its_beginning() -> None:
 def test_equal_hashes_are_told_apart_by_their_tokens() -> None:
     """G34: children are compared token by token; hashes only explain why something is missing."""
 
-    class Same(tuple):  # type: ignore[arg-type]  # of tokens
+    class Same(tuple):  # type: ignore[type-arg]  # of tokens
         def __hash__(self) -> int:
             return 0
 

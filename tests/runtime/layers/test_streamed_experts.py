@@ -175,7 +175,7 @@ def test_reading_that_fails_costs_neither_bits_nor_memory(
         plain, left = Checkpoint.read_into, [good]
 
         def failing(self: Checkpoint, name: str, out: Tensor) -> None:
-            if not left[0]:  # noqa: B023  # used within this iteration
+            if not left[0]:  # noqa: B023  # of this round
                 raise error
             left[0] -= 1  # noqa: B023
             plain(self, name, out)  # noqa: B023
