@@ -1,4 +1,4 @@
-"""Vectors of 4-bit codes against sums and roundings written out one by one."""
+"""Test vectors of 4-bit codes against sums and roundings written out one by one."""
 
 import math
 
@@ -12,18 +12,18 @@ from mycli.runtime.quantization.int4_vectors import int4_bytes
 from tests.support.random_tensors import normal
 
 SIZES = (16, 48, 64, 80, 96, 112, 128, 192)
-BLOCKS = {16: 16, 48: 16, 64: 64, 80: 16, 96: 32, 112: 16, 128: 128, 192: 64}  # of the rotation
+BLOCKS = {16: 16, 48: 16, 64: 64, 80: 16, 96: 32, 112: 16, 128: 128, 192: 64}  # error of the rotation
 
 
 def matrix(head_dim: int) -> list[list[float]]:
-    """The rotation written out: Sylvester's matrices down the diagonal, entry (i, j) by the bits that i and j share."""
+    """Return the rotation matrix: Sylvester matrices on the diagonal, entry (i, j) from the bits that i and j share."""
     block = BLOCKS[head_dim]
     entry = lambda i, j: (-1) ** (i % block & j % block).bit_count() / math.sqrt(block)  # noqa: E731  (reason: a formula)
     return [[entry(i, j) if i // block == j // block else 0.0 for j in range(head_dim)] for i in range(head_dim)]
 
 
 def slow_bytes(values: list[float]) -> list[int]:
-    """A vector that is rotated already, group by group and code by code."""
+    """Pack a rotated vector group by group and code by code."""
     codes, scales = list[int](), list[int]()
     for first in range(0, len(values), 32):
         group = values[first : first + 32]
@@ -65,7 +65,7 @@ def test_bytes_are_those_of_codes_rounded_one_by_one(head_dim: int) -> None:
 )
 @settings(max_examples=40, deadline=None)
 def test_values_are_within_a_step(seed: int, magnitude: float, head_dim: int, dtype: torch.dtype) -> None:
-    """Half of one for all that 16 codes reach; the end that -8 does not stand for is cut by up to one."""
+    """The error is at most half a step, or one step at the end that lacks the code -8."""
     values = (magnitude * normal(3, head_dim, seed=seed)).to(dtype)
     unpacked = unpack_int4(pack_int4(values), torch.float64)
     for error, exact in zip(hadamard(unpacked - values), hadamard(values.double()), strict=True):
@@ -73,11 +73,11 @@ def test_values_are_within_a_step(seed: int, magnitude: float, head_dim: int, dt
             step = float(group.abs().max()) / 8
             assert float(part.abs().max()) <= 1.01 * step
             inside = group.abs() < 7.4 * step
-            assert float(part[inside].abs().max()) <= 0.53 * step  # of a scale rounded to bf16
+            assert float(part[inside].abs().max()) <= 0.53 * step  # rounding of a scale to bf16
 
 
 def test_one_large_dimension_does_not_take_the_codes_of_the_others() -> None:
-    """As keys have them: rounded as they are, what is not large would be lost."""
+    """Check that one outlier dimension, common in keys, does not cost the other dimensions their precision."""
     values = normal(200, 64, seed=3)
     values[:, 5] *= 40
     rotated = unpack_int4(pack_int4(values), torch.float32) - values

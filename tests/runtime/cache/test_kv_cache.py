@@ -1,4 +1,4 @@
-"""The cache against the obvious: lists that are cut and extended."""
+"""Test the KV cache against lists that are extended and truncated."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ def make(kind: torch.dtype, blocks: int, block_size: int) -> KVCache:
 
 
 def write(cache: KVCache, parts: list[tuple[int, tuple[int, ...], torch.Tensor]]) -> None:
-    """(start, blocks, values [layers, 2, tokens, kv_heads, head_dim]) of each sequence, in one pass."""
+    """Write each sequence's (start, blocks, values [layers, 2, tokens, kv_heads, head_dim]) in one pass."""
     count = [values.shape[2] for *_, values in parts]
     chunks = [Chunk([0] * n, start, blocks, 0) for n, (start, blocks, _) in zip(count, parts, strict=True)]
     batch = Batch.of(chunks, cache.block_size, CPU)
@@ -47,7 +47,7 @@ def write(cache: KVCache, parts: list[tuple[int, tuple[int, ...], torch.Tensor]]
 def test_any_writes_and_cuts_of_sequences_in_any_blocks(
     steps: list[list[tuple[int, int, int]]], block_size: int, kind: torch.dtype, seed: int
 ) -> None:
-    """Three sequences of up to 20 tokens in shuffled blocks, against lists that are cut and extended."""
+    """Write and truncate three sequences of up to 20 tokens in shuffled blocks and compare with plain lists."""
     generator = torch.Generator().manual_seed(seed)
     needed = -(-20 // block_size)
     cache = make(kind, 3 * needed, block_size)

@@ -1,6 +1,6 @@
-"""Prefix index and block tables: matches, reasons of misses, eviction and sharing of blocks.
+"""Test prefix index and block tables: matches, reasons for misses, eviction and block sharing.
 
-Any history of scheduler and pool together is in tests/runtime/engine/test_scheduler.py.
+tests/runtime/engine/test_scheduler.py tests scheduler and pool together on random histories.
 """
 
 import pytest
@@ -67,7 +67,7 @@ def test_the_end_of_a_text_is_forgotten_before_its_beginning() -> None:
 
 
 def test_equal_hashes_are_told_apart_by_their_tokens() -> None:
-    """G34: a child is compared token by token; keys only tell why something is missing."""
+    """G34: children are compared token by token; hashes only explain why something is missing."""
 
     class Same(tuple):  # type: ignore[type-arg]  # of tokens
         def __hash__(self) -> int:

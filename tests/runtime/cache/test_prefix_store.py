@@ -1,4 +1,4 @@
-"""A store against a dictionary, and against everything that can be wrong with its files."""
+"""Test the disk prefix store against a dictionary and against damaged files."""
 
 import hashlib
 import os
@@ -53,7 +53,7 @@ def test_what_was_written_is_there_after_a_restart_for_texts_that_begin_alike(tm
 
 
 def test_another_model_finds_nothing_and_takes_no_file_for_its_own(tmp_path: Path) -> None:
-    """G41: neither by the name nor where a file is put under the name that is looked for."""
+    """G41: files of another model are rejected even if renamed to the expected name."""
     filled(tmp_path)
     other = PrefixStore(tmp_path, OTHER, LIMIT)
     assert other.find(TEXT, NBYTES).pieces == ()
@@ -65,11 +65,11 @@ def test_another_model_finds_nothing_and_takes_no_file_for_its_own(tmp_path: Pat
 
 
 def test_a_file_under_the_name_of_another_text_is_told_by_its_tokens(tmp_path: Path) -> None:
-    """G34: names that collide hand out nothing."""
+    """G34: a file whose name collides is rejected because its tokens differ."""
     store = filled(tmp_path)
     first, second, _ = store.find(TEXT, NBYTES).pieces
     body = (tmp_path / f"{second.name.hex()}.kv").read_bytes()[:-32]
-    forged = body[:40] + first.name + body[72:]  # whole, and with a checksum that is right
+    forged = body[:40] + first.name + body[72:]  # complete, with a correct checksum
     (tmp_path / f"{first.name.hex()}.kv").write_bytes(forged + hashlib.sha256(forged).digest())
     assert held(store) == [None, values(1), values(2)] and store.stats.ignored == {"written for other tokens": 1}
 

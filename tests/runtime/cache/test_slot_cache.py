@@ -1,4 +1,4 @@
-"""The slots of a few among many, over any pattern of use, against a list in the order of use."""
+"""Test the slot cache against a list ordered by last use, for any access pattern."""
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +15,7 @@ def go_through(cache: SlotCache, items: list[int], used: list[int]) -> int:
     resident = [item for item in items if item in used]
     groups = cache.plan(items)
     assert sorted(item for group in groups for item in group) == sorted(items)
-    assert not items or groups[0][: len(resident)] == resident  # before anything takes their place
+    assert not items or groups[0][: len(resident)] == resident  # before any of them is evicted
     for group in groups:
         assert 0 < len(group) <= cache.slots
         loads = cache.load(group)
@@ -52,7 +52,7 @@ def test_what_was_dropped_is_missing_and_leaves_a_free_slot(slots: int, patterns
 
 @pytest.mark.parametrize("slots", [1, 4, 8])
 def test_going_through_all_over_and_over_finds_as_many_as_there_are_slots(slots: int) -> None:
-    """Where the plain order of use would find none: prompts go through all experts of a layer."""
+    """Check that cyclic access, as of prompts using all experts, gets one hit per slot, where LRU would get none."""
     cache, used = SlotCache(slots), list[int]()
     hits = [go_through(cache, list(range(THINGS)), used) for _ in range(5)]
     assert hits == [0, *[slots] * 4]

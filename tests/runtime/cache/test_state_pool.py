@@ -1,4 +1,4 @@
-"""Slots of recurrent states: one snapshot for a place, the least recently used one evicted, copies in order."""
+"""Test the slots of recurrent states: one snapshot per position, LRU eviction, ordered copies."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""LoRA adapters: weights are W + s B A of the original's, by PEFT too, or the adapter is refused by field or tensor."""
+"""Test LoRA adapters: weights equal W + s B A as in PEFT, or the adapter is refused naming field or tensor."""
 
 import json
 from pathlib import Path
@@ -29,24 +29,24 @@ from tests.support.paths import PICO
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """bf16, with a head of its own."""
+    """Return a bf16 model with an untied head."""
     return random_model(tmp_path_factory.mktemp("base") / "model", num_hidden_layers=2)
 
 
 def read(folder: ModelFolder) -> dict[str, Tensor]:
-    """All weights as loading a model reads them."""
+    """Read all weights the way a model load does."""
     checkpoint = folder.checkpoint()
     return {name: checkpoint.read(name) for name, _ in folder.config.tensors()}
 
 
 def merged(weight: Tensor, tensors: dict[str, Tensor], module: str, scale: float) -> Tensor:
-    """The sum, in float64 and rounded once."""
+    """Return the merged weight, computed in float64 and rounded once."""
     a, b = (tensors[f"base_model.model.{module}.lora_{part}.weight"].double() for part in "AB")
     return (weight.double() + scale * (b @ a)).to(weight.dtype)
 
 
 def assert_close(actual: Tensor, expected: Tensor) -> None:
-    """Equal but for single roundings of fp32 sums near the middle of two values."""
+    """Assert equality up to single roundings of fp32 sums near a tie."""
     steps = (actual.view(torch.int16).int() - expected.view(torch.int16).int()).abs()
     assert steps.max() <= 1 and (steps > 0).float().mean() < 1e-3
 
@@ -60,7 +60,7 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
         ({"alpha_pattern": {"q_proj": 2}}, {QUERIES: 0.5, DOWN: 2.0}),
         ({"alpha_pattern": {r"^model\.layers\.1\.mlp\.down_proj$": 1, "down_proj": 16}}, {QUERIES: 2.0, DOWN: 0.25}),
         ({"alpha_pattern": {"^down_proj": 16, "layers.1.mlp.down_proj": 4}}, {QUERIES: 2.0, DOWN: 1.0}),
-        ({"fan_in_fan_out": True}, {QUERIES: 2.0, DOWN: 2.0}),  # of linears stored as [in, out], which no family has
+        ({"fan_in_fan_out": True}, {QUERIES: 2.0, DOWN: 2.0}),  # for linears stored as [in, out], which no family uses
     ],
     ids=["plain", "rank-stabilized", "negative", "by-end", "by-whole-name", "whole-name-only", "fan-in-ignored"],
 )

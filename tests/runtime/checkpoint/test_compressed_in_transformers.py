@@ -1,8 +1,8 @@
-"""Folders of compressed-tensors in transformers and here: the same weights, and where logits differ, why.
+"""Compare compressed-tensors folders loaded by transformers and by this project.
 
-transformers loads such a folder in two ways. Told to dequantize, it multiplies dense weights; else it decompresses them
-at the first pass, and then also rounds activations as the config says. That rounding, which is not done here, is all
-that the two ways differ by: weights are equal bit for bit, whatever the kind.
+Weights are equal bit for bit. transformers loads such a folder in two ways: with `dequantize` it multiplies dense
+weights; otherwise it decompresses them at the first pass and also rounds activations as the config says. This project
+does not round activations, so only that causes different logits.
 """
 
 from pathlib import Path
@@ -27,7 +27,7 @@ from tests.support.grids import chosen
 
 FLOAT: dict[str, Any] = {"num_bits": 8, "type": "float"}
 FOUR: dict[str, Any] = {"num_bits": 4, "type": "float"}
-# id -> format, what weights are rounded to
+# id -> format, dtype that weights are rounded to
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "pack-int4-g32": ("pack-quantized", {"num_bits": 4, "strategy": "group", "group_size": 32}),
     "pack-int8-channel": ("pack-quantized", {"num_bits": 8, "strategy": "channel"}),
@@ -49,7 +49,7 @@ DYNAMIC = {"num_bits": 8, "strategy": "token", "dynamic": True}
 
 
 def _set_scales(module: torch.nn.Module, kind: str) -> None:
-    """Scales from the largest weights of each group, so that codes of all sizes occur; powers of two for MX formats."""
+    """Set scales from each group's largest weight so that codes of all sizes occur; powers of two for MX formats."""
     shape = module.weight_scale.shape
     weight: Tensor = module.weight.float()
     largest = weight.abs().amax().expand(shape)
@@ -64,7 +64,7 @@ def _set_scales(module: torch.nn.Module, kind: str) -> None:
 
 
 def compressed(folder: Path, kind: str, activations: dict[str, Any] | None) -> Path:
-    """A small bf16 Llama of that kind."""
+    """Write a small bf16 Llama of the given kind."""
     layout, arguments = KINDS[kind]
     torch.manual_seed(0)
     shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 96}
@@ -114,5 +114,5 @@ def test_weights_are_equal_and_activations_explain_the_rest(
         ours = read_dense(opened.checkpoint(), spec, opened.packings, torch.device("cpu")).bfloat16()
         assert torch.equal(ours, dense.get_submodule(spec.name).weight), spec.name
         assert torch.equal(ours, lazy.get_submodule(spec.name).weight), spec.name
-        lazy.get_submodule(spec.name).quantization_enabled = False  # of activations: nothing else is left to round
+        lazy.get_submodule(spec.name).quantization_enabled = False  # disables activation quantization
     assert torch.equal(logits(lazy), expected)

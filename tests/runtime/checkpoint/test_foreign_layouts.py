@@ -1,7 +1,7 @@
-"""Other people's layouts: what their makers wrote is read to the same weights, bit for bit.
+"""Test other projects' layouts: the weights read equal those of the original library, bit for bit.
 
-The files of `tests/support/foreign_layouts.py` were written, and read, by the makers' own libraries; compressed-tensors
-is at hand and asked now.
+`tests/support/foreign_layouts.py` holds files written and read by those libraries; compressed-tensors is installed
+and called directly.
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 
 def opened(folder: Path, case: Case) -> tuple[Checkpoint, LinearSpec, Packing]:
-    """The one linear of a case, its tensors being exactly those that its layout promises."""
+    """Read the only linear of a case and check that exactly the tensors of its layout are used."""
     tensors = {f"{LINEAR}.{part}": tensor.contiguous() for part, tensor in case.tensors.items()}
     save_file(tensors, folder / "model.safetensors")
     manifest, raw = Manifest.open(folder), Fields(case.config, "config.json")
@@ -80,10 +80,11 @@ def test_the_weights_are_those_of_the_maker(name: str, tmp_path: Path) -> None:
 
 
 def require_product(weight: PackedWeight, rows: int) -> None:
-    """Kernels multiply by weights that are not rounded to the stored type, and round activations to 16 bits.
+    """Compare a product with the exact one within the error of 16-bit activations.
 
-    So each activation is off by at most 2^-16 of the largest in its row, and the sums of fp32 by less than that. Of 7
-    bits no kernel of the CPU knows: weights are decoded, and so rounded to the stored type.
+    Kernels multiply by weights that are not rounded to the stored dtype. Each activation is off by at most 2^-16 of the
+    largest in its row, and fp32 sums by less. No CPU kernel supports 7 bits: those weights are decoded and so rounded
+    to the stored dtype.
     """
     x = torch.randn(rows, weight.in_features, generator=torch.Generator().manual_seed(rows))
     decoded = weight.packing.codes == "int" and weight.packing.bits == 7
@@ -94,7 +95,7 @@ def require_product(weight: PackedWeight, rows: int) -> None:
 
 
 def compressed() -> Iterator[tuple[str, tuple[str, dict, dict[str, Tensor]]]]:
-    """id -> format, the arguments of the weights, and what is to be compressed."""
+    """Map each id to format, weight arguments and the modules to compress."""
     weight = weights(1)
 
     def scales(*shape: int) -> Tensor:
@@ -167,7 +168,7 @@ def test_the_weights_are_those_of_compressed_tensors(name: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("bits", [3, 5, 6, 7])
 def test_words_of_whole_codes(bits: int, tmp_path: Path) -> None:
-    """As compressed-tensors wrote until 0.17: floor(32 / bits) codes in a word, the last ones of a row with room."""
+    """Read the format of compressed-tensors up to 0.17: floor(32 / bits) codes per word, row ends padded."""
     codes, scales = integers(bits, 1 << bits, ROWS, COLUMNS), torch.rand(ROWS, 4).bfloat16()
     per = 32 // bits
     words = torch.zeros(ROWS, -(-COLUMNS // per), dtype=torch.int64)
@@ -185,7 +186,7 @@ def test_words_of_whole_codes(bits: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
 @pytest.mark.parametrize(("bits", "size"), [(4, 32), (4, 64), (8, 32), (8, 64)], ids=str)
 def test_compressed_tensors_in_an_order(bits: int, size: int, zeros: bool, tmp_path: Path) -> None:
-    """`weight_g_idx`, which compressed-tensors wrote until 0.19, of 4 and 8 bits: the group of each input."""
+    """Read `weight_g_idx`, the group of each input, from compressed-tensors up to 0.19, for 4 and 8 bits."""
     levels, groups = 1 << bits, COLUMNS // size
     codes, scales = integers(1, levels, ROWS, COLUMNS), torch.rand(ROWS, groups).bfloat16()
     points = integers(2, levels, ROWS, groups) if zeros else torch.full((ROWS, groups), levels // 2, dtype=torch.int32)
@@ -210,7 +211,7 @@ def test_compressed_tensors_in_an_order(bits: int, size: int, zeros: bool, tmp_p
 
 
 def formats_pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes of 4 or 8 bits, as many to a word as fill it."""
+    """Pack codes of 4 or 8 bits into full words."""
     parts = codes.to(torch.int64).view(codes.shape[0], -1, 32 // bits)
     words = sum(parts[:, :, place] << bits * place for place in range(32 // bits))
     assert isinstance(words, Tensor)

@@ -1,4 +1,4 @@
-"""`quantization_config`: written as engines expect it, read back to the same, and refused by name otherwise (B14)."""
+"""Test `quantization_config`: written as engines expect it, read back unchanged, refused by name otherwise (B14)."""
 
 import copy
 from typing import Any
@@ -42,7 +42,7 @@ MIXED = {name: Packing(8 if name == "lm_head" else 2 + (".1." in name), 64) for 
 def test_what_is_written_is_read_back(packings: dict[str, Packing]) -> None:
     section = write_quantization(packings, [name for name in NAMES if name not in packings], "bfloat16")
     assert read(section) == packings
-    QuantizationConfig.model_validate(copy.deepcopy(section))  # the reference's own, strict schema
+    QuantizationConfig.model_validate(copy.deepcopy(section))  # the strict schema of the reference
 
 
 def test_mixed_targets_are_disjoint_exact_names() -> None:

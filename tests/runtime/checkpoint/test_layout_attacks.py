@@ -1,4 +1,4 @@
-"""Whole models with a linear in another maker's layout: they answer, or are refused by file, tensor or field."""
+"""Test whole models with one linear in a foreign layout: they generate, or the error names file, tensor or field."""
 
 import copy
 import json
@@ -31,7 +31,7 @@ ONE_OF_EACH = {
 
 
 def model_folder(folder: Path, case: Case) -> Path:
-    """A whole model, dense but for the linear of the case."""
+    """Write a whole model, dense except for the linear of the case."""
     (folder / "config.json").write_text(json.dumps(case.config))
     dense = replace(case, section={})
     (folder / "dense").mkdir()

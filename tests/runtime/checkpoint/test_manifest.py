@@ -1,4 +1,4 @@
-"""A folder's tensors against hostile indexes and links (A12, A19 to A24), and against its config (A22, A29 to A32)."""
+"""Test a folder's tensors against hostile indexes and links (A12, A19 to A24) and its config (A22, A29 to A32)."""
 
 import json
 import os
@@ -28,7 +28,7 @@ A, B = {"a": ("F32", (2,), bytes(8))}, {"b": ("F32", (1,), bytes(4))}
 
 
 def sharded(folder: Path, **weight_map: Any) -> Path:
-    """a in the first shard, b in the second; `weight_map` changes the index."""
+    """Write tensor a to the first shard and b to the second; `weight_map` changes the index."""
     (folder / SHARDS[0]).write_bytes(simple(**A))
     (folder / SHARDS[1]).write_bytes(simple(**B))
     index = {"metadata": {"total_size": 12}, "weight_map": {"a": SHARDS[0], "b": SHARDS[1], **weight_map}}
@@ -115,7 +115,7 @@ def test_folder_rejected(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt", "model.ckpt", "model.pkl"])
 def test_pickles_alone_are_refused(name: str, tmp_path: Path) -> None:
-    """A19: the pickle is not opened, whatever it holds."""
+    """A19: the pickle file is never opened."""
     (tmp_path / name).write_bytes(b"cos\nsystem\n(S'touch opened'\ntR.")
     with pytest.raises(ModelError, match=f"only as pickles .*{name}") as caught:
         Manifest.open(tmp_path)
@@ -138,7 +138,7 @@ def test_no_folder(name: str, tmp_path: Path) -> None:
 
 
 def test_extra_shard_is_a_warning(tmp_path: Path) -> None:
-    """A22: a file that the index does not name is no part of the model, and is not even read."""
+    """A22: a file missing from the index is not part of the model and is not read."""
     (sharded(tmp_path) / "old.safetensors").write_bytes(b"junk")
     manifest = Manifest.open(tmp_path)
     assert set(manifest.tensors) == {"a", "b"}
@@ -146,7 +146,7 @@ def test_extra_shard_is_a_warning(tmp_path: Path) -> None:
 
 
 def test_links_of_the_hugging_face_cache_are_legal(tmp_path: Path) -> None:
-    """A23: a snapshot is nothing but links to blobs."""
+    """A23: a snapshot contains only links to blobs."""
     snapshot, blobs = tmp_path / "models--o--m/snapshots/abc", tmp_path / "models--o--m/blobs"
     snapshot.mkdir(parents=True)
     blobs.mkdir()
@@ -159,7 +159,7 @@ def test_links_of_the_hugging_face_cache_are_legal(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("outside", [True, False])
 def test_link_out_of_the_folder_is_a_warning(outside: bool, tmp_path: Path) -> None:
-    """A23: outside a cache such a link may be what the user wants, but not unknowingly."""
+    """A23: outside a cache such a link may be intended, so it is reported but allowed."""
     folder = tmp_path / "model"
     folder.mkdir()
     target = (tmp_path if outside else folder) / "elsewhere"
@@ -259,7 +259,7 @@ def _rename(old: str, new: str) -> Callable[[Tensors], object]:
     return lambda tensors: tensors.update({new: tensors.pop(old)})
 
 
-# Changes to the packed model, and what the error must say.
+# Changes to the packed model, and the expected error text.
 MISMATCHES: dict[str, tuple[Callable[[Tensors], object], str]] = {
     "A22-norm-missing": (lambda t: t.pop("model.norm.weight"), "model.norm.weight: missing"),
     "A22-unexpected": (_put(extra__weight=blank("BF16", 4)), "extra.weight: not part of the model"),
@@ -322,7 +322,7 @@ def test_model_rejected(case: str, tmp_path: Path) -> None:
     assert remedy(caught.value)
 
 
-# A good dense model under a config that does not fit it.
+# A valid dense model with a config that does not fit it.
 CLAIMS: dict[str, tuple[dict[str, Any], dict[str, Packing], str]] = {
     "B4-more-layers": ({"num_hidden_layers": 4000}, {}, r"model.layers.2.* and \d+ more: missing"),
     "B4-fewer-layers": ({"num_hidden_layers": 1}, {}, "model.layers.1.* more: not part of the model"),
@@ -351,7 +351,7 @@ def test_packed_model_that_config_calls_dense(tmp_path: Path) -> None:
 
 
 def test_three_bit_words_of_whole_codes_pass(tmp_path: Path) -> None:
-    """Ten 3-bit codes per word, as compressed-tensors wrote until 0.17."""
+    """Accept ten 3-bit codes per word, the format of compressed-tensors up to 0.17."""
     packings = {Q: Packing(3, 32)}
     tensors = packed(config(), packings)
     tensors[f"{Q}.weight_packed"] = blank("I32", 64, 7)
@@ -383,7 +383,7 @@ def test_harmless_leftovers_pass(tmp_path: Path) -> None:
 
 
 def test_three_megabytes_of_header(tmp_path: Path) -> None:
-    """A13: a header of an honest large model costs no more than its parsing."""
+    """A13: the header of a large valid model costs no more than its parsing."""
     tensors = {f"model.layers.{i}.self_attn.q_proj.weight_packed": ("I32", (0, 8), b"") for i in range(30_000)}
     assert len(manifest(tmp_path, tensors).tensors) == 30_000
 

@@ -1,4 +1,4 @@
-"""A folder is opened once, and says what its files say."""
+"""Test that a model folder is opened once and reports the contents of its files."""
 
 import json
 import shutil
@@ -14,7 +14,7 @@ from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.errors import ModelError
 from tests.support.paths import PICO
 
-# Prints the folders whose config.json is opened, one a line, while `mycli run` works.
+# Prints each folder whose config.json is opened, one per line, during `mycli run`.
 WATCHED = """
 import os, sys
 opened = []

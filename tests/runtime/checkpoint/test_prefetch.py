@@ -1,4 +1,4 @@
-"""Weights are prefetched before torch is imported, and only if they fit into memory."""
+"""Test that weights are prefetched before torch is imported, and only if they fit into memory."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Layouts under the `quant_method` of another program: the same tensors are read, or refused by name."""
+"""Test layouts stored under another program's `quant_method`: the same tensors are read, or refused by name."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,7 @@ def quark(scheme: str, dtype: str = "fp8_e4m3") -> dict[str, Any]:
 
 
 def renamed() -> dict[str, Case]:
-    """Cases of other layouts, which keep their tensors, with the section that another program gives them."""
+    """Return cases of other layouts with the same tensors under another program's config section."""
     cases: dict[str, tuple[Case, dict[str, Any]]] = {}
     for name, case in stored("gptq").items():
         if "ordered" in name:
@@ -68,7 +68,7 @@ def test_another_name_changes_no_weight(name: str, tmp_path: Path) -> None:
 
 
 def nvfp4() -> tuple[Case, Tensor]:
-    """Codes and scales at random, and what they mean in double precision."""
+    """Return random codes and scales, and their values in float64."""
     codes, scales = integers(1, 16, ROWS, COLUMNS), (weights(2, ROWS, COLUMNS // 16) * 50).to(torch.float8_e4m3fn)
     shared = torch.tensor(0.00123)
     tensors = {
@@ -90,7 +90,7 @@ def test_nvfp4_of_modelopt_is_code_times_both_scales(method: str, tmp_path: Path
     section = {**case.section["quantization_config"], "quant_method": method}
     weight, dense = read(tmp_path, replace(case, section={"quantization_config": section}))
     assert weight.packing.name == "e2m1-g16" and dense.dtype == torch.float32
-    # One rounding of fp32 for the product of the scales and one for the weight.
+    # One fp32 rounding for the product of the scales and one for the weight.
     assert ((dense.double() - expected).abs() <= 2.0**-23 * expected.abs()).all()
 
 

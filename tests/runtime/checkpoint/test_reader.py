@@ -1,4 +1,4 @@
-"""Tensors to files and back, against the safetensors library; values, damage and kills on the way (A25 to D16)."""
+"""Test writing and reading tensors against the safetensors library; values, damage and killed writers (A25 to D16)."""
 
 import errno
 import json
@@ -34,7 +34,7 @@ Plan = list[tuple[str, torch.dtype, Shape]]
 
 
 def content(dtype: torch.dtype, shape: Shape, seed: int) -> Tensor:
-    """Random bytes as a tensor, without NaN and infinity."""
+    """Return random bytes as a tensor without NaN and infinity."""
     generator = torch.Generator().manual_seed(seed)
     if dtype.is_floating_point:
         return torch.randn(shape, generator=generator).to(dtype)
@@ -43,13 +43,13 @@ def content(dtype: torch.dtype, shape: Shape, seed: int) -> Tensor:
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Equal in dtype, shape and every bit."""
+    """Return whether dtype, shape and every bit are equal."""
     bits = [x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b)]
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*bits)
 
 
 def saved(folder: Path, tensors: dict[str, Tensor], **options: Any) -> Checkpoint:
-    """`tensors` as the library writes them."""
+    """Save `tensors` with the safetensors library."""
     save_file(tensors, folder / SINGLE)
     return Checkpoint(Manifest.open(folder), **options)
 
@@ -126,7 +126,7 @@ def test_threads_read_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", ["A25-replaced", "A25-truncated", "A25-removed"])
 def test_file_that_changes_after_opening(case: str, tmp_path: Path) -> None:
-    """No crash (a mapped file would end the process by SIGBUS) and no mixture of two models."""
+    """The reader neither crashes (a mapped file would raise SIGBUS) nor mixes two models."""
     checkpoint = saved(tmp_path, {"a": torch.ones(1000), "b": torch.ones(1000)})
     checkpoint.read("a")
     path = tmp_path / SINGLE
@@ -145,7 +145,7 @@ def test_file_that_changes_after_opening(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("size", [1, 7, 100, 4099])
 def test_nonfinite_values_are_counted(dtype: torch.dtype, value: float, size: int) -> None:
-    """A26: wherever it stands, also in the tail that vector instructions do not reach, also next to its opposite."""
+    """A26: at any position, including the tail that vector instructions skip and next to its opposite."""
     for place in {0, size // 2, size - 1}:
         tensor = torch.linspace(-3, 3, size).to(dtype)
         tensor[place] = value
@@ -158,7 +158,7 @@ def test_nonfinite_values_are_counted(dtype: torch.dtype, value: float, size: in
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_largest_values_are_finite(dtype: torch.dtype) -> None:
-    """A26: a sum of the values would overflow, the values do not."""
+    """A26: the values are finite although their sum would overflow."""
     top = torch.finfo(dtype).max
     check_finite(torch.tensor([top, top, -top, -top, -0.0]), "w", "")
     check_finite(torch.empty(0, 3, dtype=dtype), "w", "")
@@ -207,7 +207,7 @@ def names(folder: Path) -> list[str]:
 
 
 def test_shards_and_index(tmp_path: Path) -> None:
-    """Tensors stay in order; one larger than the limit has a shard of its own."""
+    """Check that tensors stay in order and that one larger than the limit gets its own shard."""
     plan: Plan = [(f"t{i}", torch.uint8, (size,)) for i, size in enumerate([250, 40, 60, 1, 0, 100])]
     with CheckpointWriter(tmp_path / "out", plan, max_shard_bytes=100) as writer:
         write_all(writer, plan)
@@ -253,7 +253,7 @@ def test_threads_write_at_once(tmp_path: Path) -> None:
 
 
 def test_copy_keeps_every_bit(tmp_path: Path) -> None:
-    """Also of NaN, and of more than one chunk."""
+    """Check that NaN payloads and tensors of several chunks are copied unchanged."""
     odd = torch.tensor([0x7FC00001, -1, 0x7F800000], dtype=torch.int32).view(torch.float32)
     large = content(torch.uint8, (9 << 20,), 1)
     source = saved(tmp_path, {"odd": odd, "large": large})
@@ -270,7 +270,7 @@ def test_copy_keeps_every_bit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_nonfinite_values_are_not_written(value: float, tmp_path: Path) -> None:
-    """A26, A28: a scale that overflowed float16 is infinite; the model would be lost."""
+    """A26, A28: a scale that overflowed float16 is infinite and would make the model unusable."""
     with pytest.raises(ModelError, match="c: 1 of 5 values"), CheckpointWriter(tmp_path / "out", PLAN) as writer:
         writer.write("c", torch.tensor([1, 2, value, 4, 5], dtype=torch.bfloat16))
     assert names(tmp_path) == []
@@ -298,7 +298,7 @@ def test_other_files_have_plain_names(name: str, tmp_path: Path) -> None:
 
 
 def test_finish_reads_what_it_wrote(tmp_path: Path) -> None:
-    """A folder that our own reader would refuse is never given its name."""
+    """Check that a folder that the project's reader refuses is not renamed to its final name."""
     with pytest.raises(ModelError, match="truncated"), CheckpointWriter(tmp_path / "out", PLAN) as writer:
         write_all(writer)
         os.truncate(next(tmp_path.glob(f".out.partial-*/{SINGLE}")), 300)
@@ -311,7 +311,7 @@ def test_finish_reads_what_it_wrote(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("after", [0, 2])
 def test_disk_error_while_writing(code: int, after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """D2: the old output stays, the new one leaves nothing, no descriptor stays open."""
+    """D2: the old output remains, the new one is removed, and no descriptor stays open."""
     write(tmp_path / "out")
     before = (tmp_path / "out" / SINGLE).read_bytes()
     descriptors = len(os.listdir("/proc/self/fd"))
@@ -332,7 +332,7 @@ def test_disk_error_while_writing(code: int, after: int, tmp_path: Path, monkeyp
 
 
 def test_space_is_checked_with_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """D1: exactly the size of the weight files."""
+    """D1: the check uses the exact size of the weight files."""
     write(tmp_path / "out")
     size = (tmp_path / "out" / SINGLE).stat().st_size
     for free, fits in ((size, True), (size - 1, False)):
@@ -345,7 +345,7 @@ def test_space_is_checked_with_headers(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_overwrite_and_source(tmp_path: Path) -> None:
-    """D5: the rules of Staging hold for the writer."""
+    """D5: the writer follows the rules of Staging."""
     write(tmp_path / "out")
     with pytest.raises(UsageError, match="exists already"):
         write(tmp_path / "out")
@@ -368,7 +368,7 @@ with CheckpointWriter(pathlib.Path(sys.argv[1]), plan, max_shard_bytes=4000) as 
 
 @pytest.fixture
 def half_done(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
-    """A process that has written half of tmp_path/out."""
+    """Start a process that has written half of tmp_path/out."""
     process = subprocess.Popen([sys.executable, "-c", HALF, str(tmp_path / "out")], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     yield process
@@ -378,7 +378,7 @@ def half_done(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
 
 
 def test_kill_in_the_middle(half_done: "subprocess.Popen[str]", tmp_path: Path) -> None:
-    """D3, D7, D8: first a rival is refused, then the process is killed, then the next writer cleans up and succeeds."""
+    """D3, D7, D8: a concurrent writer is refused; after the kill the next writer cleans up and succeeds."""
     with pytest.raises(UsageError, match=f"process {half_done.pid} is writing"):
         write(tmp_path / "out")
     half_done.send_signal(signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The header parser against hostile bytes (A1 to A18), and against the library that everyone else reads with."""
+"""Test the header parser against hostile bytes (A1 to A18) and against the safetensors library."""
 
 import tracemalloc
 
@@ -86,7 +86,7 @@ def test_more_tensors_than_layers_of_experts_have_are_read() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Qwen3-235B-A22B", "Qwen3-Next-80B-A3B"])
 def test_the_header_of_packed_experts_is_read(name: str) -> None:
-    """All of a large model in one file: codes, scales and a shape for each linear of each expert."""
+    """The file holds all packed experts of a large model: codes, scales and shape per expert linear."""
     config = published(name)
     packings = PackingScheme(Packing(4, 128)).packings(config)
     expected = formats.expected_tensors(config, packings, {})
@@ -120,7 +120,7 @@ def test_made_header_is_read_by_us_and_by_the_library(plan: dict[str, tuple[str,
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=40), st.integers(0, 120), st.integers(0, 255))
 def test_no_damage_escapes_as_another_exception(noise: bytes, position: int, byte: int) -> None:
-    """Any bytes are a ModelError, or hold what the library finds in them too."""
+    """Check that any bytes raise ModelError or parse as in the safetensors library."""
     good = bytearray(simple(a=("F32", (2,), bytes(8)), b=("U8", (3,), b"abc")))
     good[position % len(good)] = byte
     for data in (bytes(good), noise, bytes(good) + noise):

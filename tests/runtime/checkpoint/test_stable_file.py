@@ -1,4 +1,4 @@
-"""Files that are no files, links, and files that change under the reader (A23 to A25)."""
+"""Test special files, links, and files that change while being read (A23 to A25)."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""Data-sheet bandwidth by name, and the notes of measurements."""
+"""Test data-sheet bandwidth by device name, and stored measurements."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""How fast a disk is read: a rate where there is something to read, None where there is not."""
+"""Test disk read speed: a rate if there is a file to read, None otherwise."""
 
 from pathlib import Path
 

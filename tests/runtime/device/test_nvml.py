@@ -1,4 +1,4 @@
-"""GPUs as a made-up driver reports them."""
+"""Test GPU detection against a fake NVML driver."""
 
 import ctypes
 from typing import Any
@@ -12,7 +12,7 @@ GIB = 1 << 30
 
 
 class FakeNvml:
-    """libnvidia-ml as ctypes shows it: functions that fill what they are handed and return a code."""
+    """Fakes libnvidia-ml as ctypes exposes it: functions that fill their arguments and return a code."""
 
     def __init__(self, names: list[str], failing: dict[str, int] | None = None) -> None:
         self.names = names

@@ -1,4 +1,4 @@
-"""Where a model runs, on machines that are not at hand: torch says what it would say there."""
+"""Test device placement on simulated machines by patching torch."""
 
 import warnings
 from dataclasses import replace
@@ -26,9 +26,9 @@ def machine(
     devices: int = 1,
     log: list[torch.device] | None = None,
 ) -> None:
-    """One with GPUs of `capability`, a build of torch with or without `cuda`, and a `driver` that is new enough.
+    """Simulate a machine with a GPU of `capability`; `cuda`: torch is built with it, `driver`: it is new enough.
 
-    log: what is made the current device.
+    log: receives each device that is made current.
     """
     shown = Gpu(0, "GPU", 80 << 30, 80 << 30, capability, "580.1")
     monkeypatch.setattr(nvml, "gpus", lambda: [shown])
@@ -60,7 +60,7 @@ def test_falls_back_with_a_notice_unless_cuda_was_asked_for(
 ) -> None:
     machine(monkeypatch, **fault)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # what torch warns of is said once, by us
+        warnings.simplefilter("error")  # torch's own warning is suppressed, so there is only one message
         found = place(CONFIG)
     assert found.device.type == "cpu" and len(found.notes) == 1
     assert found.notes[0].startswith("running on the CPU: ") and reason in found.notes[0]
@@ -72,7 +72,7 @@ def test_falls_back_with_a_notice_unless_cuda_was_asked_for(
 
 
 def test_a_machine_without_a_gpu_is_not_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only in detail, on request. A driver that does not answer is no such machine."""
+    """Check that a missing GPU is reported only in `details`, and a driver that does not answer in `notes`."""
     machine(monkeypatch, cuda=False)
     monkeypatch.setattr(nvml, "gpus", list)
     found = place(replace(CONFIG, dtype="float16"))
@@ -125,7 +125,7 @@ def test_what_is_no_device_is_a_usage_error(monkeypatch: pytest.MonkeyPatch, nam
 
 
 def test_the_chosen_device_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launches and graphs go to it, wherever tensors lie."""
+    """The current device receives kernel launches and CUDA graphs, wherever the tensors are."""
     log: list[torch.device] = []
     machine(monkeypatch, devices=2, log=log)
     assert place(CONFIG, "cuda:1").device == torch.device("cuda", 1)

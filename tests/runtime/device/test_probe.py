@@ -1,4 +1,4 @@
-"""The words of --device, without torch."""
+"""Test the values of --device without torch."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the machine is said to have, against made-up /proc and /sys."""
+"""Test system information against a fake /proc and /sys."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ GIB = 1 << 30
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What stands for / in this test."""
+    """Return the folder used as / in this test."""
     monkeypatch.setattr(machine, "_PROC", tmp_path / "proc")
     monkeypatch.setattr(machine, "_CGROUP", tmp_path / "sys/fs/cgroup")
     return tmp_path
@@ -118,7 +118,7 @@ def test_machine_does_not_import_torch() -> None:
 
 
 def test_what_a_process_holds_grows_with_what_it_touches() -> None:
-    """In a process of its own: one with a past may give back as much as is taken, between the readings."""
+    """Run in a fresh process: an old one may free as much memory between the readings as it allocates."""
     code = (
         "import mycli.runtime.device.system as m; "
         "able = m.reset_peak(); before = m.resident(); "

@@ -1,4 +1,4 @@
-"""The upgrade guard: which changes of speed are found, which noise is not, and what a record holds."""
+"""Test the upgrade guard: which speed changes are detected, which noise is ignored, and what a record holds."""
 
 import random
 from dataclasses import replace
@@ -17,7 +17,7 @@ SAMPLES = 20
 
 
 def session(source: random.Random, rate: float, interrupted: float = 0.0) -> list[float]:
-    """Samples of one session: each with noise of 5 %, all with an offset of up to 2.5 %; some at half the speed."""
+    """Return samples of one session: 5 % noise each, a common offset of up to 2.5 %, some at half the speed."""
     offset = rate * (1 + source.uniform(-0.025, 0.025))
     slow = [0.5 if source.random() < interrupted else 1.0 for _ in range(SAMPLES)]
     return [offset * source.gauss(1, 0.05) * factor for factor in slow]
@@ -36,7 +36,7 @@ def test_a_fifth_is_found_and_noise_of_5_percent_is_not(factor: float, verdict: 
 
 
 def test_the_interval_holds_the_true_change() -> None:
-    """In about 95 of 100 comparisons without an offset of the session."""
+    """The interval holds the true change in about 95 of 100 comparisons without a session offset."""
     source, held = random.Random(5), 0
     for _ in range(100):
         before, after = ([rate * source.gauss(1, 0.05) for _ in range(SAMPLES)] for rate in (100.0, 90.0))

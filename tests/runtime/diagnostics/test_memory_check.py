@@ -1,4 +1,4 @@
-"""The estimate against what a real process allocates, on pico."""
+"""Test the memory estimate against what a real process allocates, on pico."""
 
 import json
 import math
@@ -51,14 +51,14 @@ def test_weights_and_cache_are_what_was_predicted(dtype: Dtype, batch: int, kv: 
     for part in parts:
         if part.name in EXACT:
             assert abs(part.error) <= 0.001, part
-    assert parts[0].actual > 0  # the workspace may be nothing in a process that has freed memory to use again
+    assert parts[0].actual > 0  # the workspace may be zero in a process that can reuse freed memory
     total = parts[-1]
     assert total.actual >= sum(part.actual for part in parts[:-1]), "loading may take more"
 
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of random codes at int4-g128 with an int8 head of its own, large enough for layouts to show."""
+    """Write a model of random int4-g128 codes with an untied int8 head, large enough for layouts to matter."""
     folder = tmp_path_factory.mktemp("packed")
     config = replace(
         open_model_folder(FOLDER).config, tie_embeddings=False, layers=2, hidden_size=512, intermediate_size=1024
@@ -131,7 +131,7 @@ def test_a_wrong_prediction_is_caught() -> None:
         (MemoryPart("cache", 100, 104, True), False),
         (MemoryPart("cache", 100, 96, True), False),
         (MemoryPart("total", 100, 98, False), True),
-        (MemoryPart("total", 100, 50, False), False),  # what is promised and not needed is wrong too
+        (MemoryPart("total", 100, 50, False), False),  # an overestimate is an error too
         (MemoryPart("total", 100, 104, False), False),
         (MemoryPart("workspace", 100, 300, False), True),  # only as part of the total
         (MemoryPart("cache", 0, 1, True), False),

@@ -1,4 +1,4 @@
-"""Receipts: what is written is read again, changed ones are refused, the first different token is found."""
+"""Test receipts: they round-trip, changed ones are refused, and the first different token is located."""
 
 import json
 from collections.abc import Callable
@@ -76,7 +76,7 @@ def _set(receipt: Receipt, **values: Any) -> Receipt:
 
 @pytest.mark.parametrize("name", _HOSTILE)
 def test_values_that_no_run_writes_are_refused_by_name(name: str, tmp_path: Path) -> None:
-    _HOSTILE[name](RECEIPT).write(tmp_path / "r.json")  # with the right sha256
+    _HOSTILE[name](RECEIPT).write(tmp_path / "r.json")  # with a correct sha256
     with pytest.raises(UserError):
         receipt = Receipt.read(tmp_path / "r.json")
         loading_of(receipt)

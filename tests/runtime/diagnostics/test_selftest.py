@@ -1,4 +1,4 @@
-"""The doctor finds this installation healthy, and finds a kernel that is not."""
+"""Test that the self-test passes on this installation and detects a wrong kernel."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 class Twisted:
-    """A kernel that reads the scales of the wrong rows."""
+    """Implements a kernel that reads the scales of the wrong rows."""
 
     name = "twisted"
 
@@ -65,4 +65,4 @@ def test_golden_reply(dtype: Dtype) -> None:
 
 def test_versions_name_python_and_torch() -> None:
     found = doctor.versions()
-    assert {"python", "torch"} <= set(found)  # this one is absent where it runs from a checkout
+    assert {"python", "torch"} <= set(found)  # absent when run from a checkout

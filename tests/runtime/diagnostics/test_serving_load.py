@@ -1,4 +1,4 @@
-"""The client that times, against servers whose every answer and pause is known; and loads."""
+"""Test the load generator against servers with known replies and delays."""
 
 import socket
 import time

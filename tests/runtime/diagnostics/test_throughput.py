@@ -1,4 +1,4 @@
-"""The benchmark times what it says it times, and its statistics are the textbook's."""
+"""Test that the benchmark measures the intended work and computes standard statistics."""
 
 import itertools
 import math
@@ -49,7 +49,7 @@ def pico() -> ModelRunner:
 
 @pytest.fixture
 def passes(pico: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> Passes:
-    """Every pass as (sequences, start, new tokens of each)."""
+    """Return every pass as (sequences, start, new tokens per sequence)."""
     seen: Passes = []
     forward = Transformer.forward
 
@@ -63,7 +63,7 @@ def passes(pico: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> Passes:
 
 def test_a_prompt_is_prefilled_whole_each_time(pico: ModelRunner, passes: Passes) -> None:
     result = bench.run_trial(pico, Trial(prompt=20, generate=0), repetitions=3)
-    assert passes == [(1, 0, 20)] * 4  # once to warm up
+    assert passes == [(1, 0, 20)] * 4  # one warm-up run
     assert len(result.rates) == len(result.first_token_seconds) == 3 and not result.token_seconds
 
 
@@ -157,7 +157,7 @@ def test_interval_is_welchs_or_a_little_wider(old: list[float], new: list[float]
         ([100.0, 101, 99], [80.0, 81, 79], True),
         ([100.0, 101, 99], [97.0, 98, 96], False),  # less than the limit
         ([100.0, 150, 50], [80.0, 130, 30], False),  # within the noise
-        ([100.0], [50.0], False),  # one run proves nothing
+        ([100.0], [50.0], False),  # a single run is not significant
         ([100.0, 100], [90.0, 90], True),
         ([100.0, 101], [120.0, 121], False),
     ],
@@ -176,7 +176,7 @@ def test_bandwidth_is_plausible() -> None:
 
 
 def test_bandwidth_is_that_of_the_best_repetition(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where our own code cannot be built: readings of 4 MiB that take 9, 2 and 5 ms."""
+    """The machine has no native code; reads of 4 MiB take 9, 2 and 5 ms."""
     moments = itertools.accumulate([0, 9e-3, 1, 2e-3, 1, 5e-3])
     monkeypatch.setattr(bench, "memory_bandwidth", lambda nbytes, repetitions: None)
     monkeypatch.setattr(time, "perf_counter", lambda: next(moments))

@@ -1,4 +1,4 @@
-"""The shape rules of tensor parallelism against models whose fate is known."""
+"""Test the shape rules of tensor parallelism against models with known results."""
 
 from dataclasses import replace
 
@@ -68,7 +68,7 @@ def test_outputs_per_rank() -> None:
     assert found["gate_proj+up_proj"].startswith("2080 outputs")
     narrow = replace(published("Llama-3.1-8B"), head_dim=16)
     found = {one.where: one.problem for one in obstacles(narrow, PackingScheme(Packing(4, None)).packings(narrow), 16)}
-    # 2 heads and a copied kv head for k and for v: 64 outputs; at 32 ranks 48.
+    # 2 heads plus a copied kv head each for k and v: 64 outputs; 48 at 32 ranks.
     assert "q_proj+k_proj+v_proj" not in found
     found = {one.where: one.problem for one in obstacles(narrow, PackingScheme(Packing(4, None)).packings(narrow), 32)}
     assert found["q_proj+k_proj+v_proj"].startswith("48 outputs")

@@ -1,4 +1,4 @@
-"""Beam search equals transformers' `generate(num_beams=N)`, alone, among others, and when blocks run out."""
+"""Test beam search against transformers' `generate(num_beams=N)`, alone, batched, and when blocks run out."""
 
 from typing import Any
 
@@ -57,7 +57,7 @@ def ids(loaded: LoadedModel, text: str) -> tuple[int, ...]:
 def expected(
     reference: Any, loaded: LoadedModel, prompt: tuple[int, ...], case: tuple[int, int, float, Any]
 ) -> list[list[int]]:
-    """The replies of transformers, without end tokens and padding."""
+    """Return transformers' replies without end tokens and padding."""
     width, limit, penalty, early = case
     made = reference.generate(
         torch.tensor([prompt]),
@@ -85,7 +85,7 @@ def request(loaded: LoadedModel, prompt: tuple[int, ...], case: tuple[int, int, 
 
 
 def searched(engine: Engine, requests: list[Request]) -> list[list[list[int]]]:
-    """The replies of all requests at the same time, all beams of each."""
+    """Run all requests concurrently and return all beams of each."""
     groups = [engine.submit_replies(one, one.beams.width if one.beams else 1) for one in requests]
     outputs = drain(engine)
     assert not engine.scheduler.has_work and not engine.scheduler.running
@@ -127,7 +127,7 @@ def test_beams_share_the_blocks_of_their_prompt(loaded: LoadedModel) -> None:
     while machine.has_work:
         machine.step()
         used = max(used, machine.stats.cache_used)
-    assert 10 < used <= 10 + 4 * 3  # ten of the prompt, and at most three of each beam
+    assert 10 < used <= 10 + 4 * 3  # ten for the prompt, and at most three per beam
 
 
 def test_cancelling_one_reply_ends_its_search(loaded: LoadedModel) -> None:

@@ -1,4 +1,4 @@
-"""Pico with a folder of prefixes: after a restart a reply has hits, and the bits that it has without."""
+"""Test pico with a disk prefix cache: after a restart a reply has hits and unchanged bits."""
 
 import random
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ exact = pytest.mark.skipif(isinstance(build.native(), str), reason="torch's prod
 
 
 class Watched(ModelRunner):
-    """Keeps the logits of every pass, and counts the tokens it reads."""
+    """Records the logits of every pass and counts the tokens read."""
 
     def run(self, chunks: Sequence[Chunk], cache: KVCache, hook: HiddenStateHook | None = None) -> Tensor:
         logits = super().run(chunks, cache, hook)
@@ -78,7 +78,7 @@ CASES = [
 
 
 def reply(runner: Watched, engine: Engine, prompt: Sequence[int]) -> tuple[list[int], int, list[Tensor], int]:
-    """Tokens, how many were cached, what the tokens were drawn from, and how many tokens were read."""
+    """Return tokens, cached token count, the logits each token was drawn from, and the number of tokens read."""
     runner.seen, runner.tokens = [], 0
     tokens, timing = generate(engine, Request(tuple(prompt), limit=5))
     return tokens, timing.cached, [one[-1] for one in runner.seen if len(one)], runner.tokens
@@ -92,7 +92,7 @@ def engine(runner: ModelRunner, shape: CacheShape, folder: Path | None, chunk: i
 @exact
 @pytest.mark.parametrize(("dtype", "kv"), CASES)
 def test_after_a_restart_a_reply_has_hits_and_the_same_bits(tmp_path: Path, dtype: torch.dtype, kv: KvDtype) -> None:
-    """Written and read with any blocks; texts that end in a piece, at its end, and one that parted before."""
+    """The block sizes differ between write and read; prompts end inside a piece, at its end, and diverge earlier."""
     runner, chance, fresh = watched(dtype, kv), random.Random(1), count(300)
     text = [chance.randrange(300, 4000) for _ in range(2 * PIECE + 30)]
     expected = {end: reply(runner, engine(runner, SHAPES[0], None), text[:end]) for end in (PIECE, 2 * PIECE, 158)}
@@ -119,7 +119,7 @@ def test_after_a_restart_a_reply_has_hits_and_the_same_bits(tmp_path: Path, dtyp
 
 @pytest.fixture(scope="module")
 def recurrent(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with states of both kinds beside keys and values."""
+    """Write a model with both kinds of recurrent states next to keys and values."""
     folder = tmp_path_factory.mktemp("recurrent")
     model_type, changes = FAMILIES["qwen3_5-delta"]
     make(folder, model_type, {**SMALL, **changes, "max_position_embeddings": CONTEXT})
@@ -129,7 +129,7 @@ def recurrent(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @exact
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[3]], ids=["lane", "blocks"])
 def test_states_are_kept_over_a_restart(tmp_path: Path, recurrent: Path, shape: CacheShape) -> None:
-    """At the last end of a piece before a prompt's end; a text that parts before it is read from its beginning."""
+    """The last piece boundary before the prompt's end has states; a prompt that diverges earlier is recomputed."""
     runner, chance = watched(torch.bfloat16, "auto", recurrent), random.Random(4)
     text = [chance.randrange(3, 97) for _ in range(2 * PIECE + 30)]
     ends = PIECE + 9, 2 * PIECE, 150, 158
@@ -274,7 +274,7 @@ def test_an_identity_is_of_weights_formats_and_what_rotates(tmp_path: Path) -> N
 
 
 class Lists:
-    """What is kept of texts, as lists in memory: some of it cannot be had when it is asked for."""
+    """Stores prefixes in memory as lists; some of them are unavailable when they are requested."""
 
     def __init__(self, chance: random.Random) -> None:
         self.texts: set[tuple[int, ...]] = set()
@@ -308,7 +308,7 @@ class Lists:
 
 
 class Keeping(World):
-    """A world in which what ends is kept."""
+    """Simulates a scheduler whose ended sequences are stored."""
 
     def __init__(self, chance: random.Random, source: Lists) -> None:
         size = chance.randint(1, 6)
@@ -330,7 +330,7 @@ class Keeping(World):
 def test_whatever_is_brought_back_a_pass_reads_what_its_own_text_wrote(
     piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the lives of `test_scheduler`, which check every position that is read and written."""
+    """The histories are those of `test_scheduler`, which checks every position that is read and written."""
     monkeypatch.setattr(restore, "PIECE", piece)
     restored = refused = preempted = 0
     for seed in range(6):

@@ -1,4 +1,4 @@
-"""The engine on pico: a reply is the same whole, in chunks, from a prefix, among others, preempted; and how it ends."""
+"""Test the engine on pico: a reply is the same whole, chunked, batched, preempted and after a prefix hit."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -40,7 +40,7 @@ def paged(runner: ModelRunner, tokens: int, block_size: int = 4, running: int = 
 
 @pytest.fixture(scope="module")
 def expected(pico: ModelRunner) -> list[int]:
-    """The reply to PROMPT without a cache: the whole sequence again for every token."""
+    """Return the reply to PROMPT without a cache, recomputing the whole sequence for every token."""
     tokens, kind = list(PROMPT), cache_dtype(pico.kv, torch.float32)
     for _ in range(12):
         tokens.append(int(whole(pico.model, torch.tensor([tokens]), kind=kind)[0, -1].argmax()))
@@ -107,7 +107,7 @@ def test_the_context_fills_to_its_last_position_and_ends(pico: ModelRunner) -> N
 
 @pytest.mark.parametrize("limit, reason", [(0, "length"), (1, "length"), (3, "length")])
 def test_limits(pico: ModelRunner, limit: int, reason: str) -> None:
-    """F4: none is legal."""
+    """F4: a limit of None is valid."""
     outputs = drain(submitted(lanes(pico, 64), Request(tuple(PROMPT), limit=limit)))[0]
     assert sum(len(one.tokens) for one in outputs) == limit and outputs[-1].finish_reason == reason
 
@@ -145,7 +145,7 @@ MIXED = [
 
 @pytest.fixture(scope="module")
 def alone(pico: ModelRunner) -> list[list[int]]:
-    """The replies to MIXED, one by one."""
+    """Return the replies to MIXED, generated one at a time."""
     return [tokens_of(lanes(pico, 64), one.prompt, one.limit, one.sampling) for one in MIXED]
 
 
@@ -162,7 +162,7 @@ def test_replies_together_are_the_replies_alone(
 
 
 def test_what_others_left_in_a_block_is_read_by_nobody(pico: ModelRunner, alone: list[list[int]]) -> None:
-    """G33: replies from blocks full of what somebody else wrote are those of a new cache."""
+    """G33: replies in blocks that hold stale data equal those in a new cache."""
     engine = paged(pico, 68)
     for layer in range(pico.config.layers):
         for stored in engine.cache.all(layer):
@@ -186,7 +186,7 @@ def test_cancelling_frees_within_a_step_and_others_go_on(pico: ModelRunner) -> N
     assert numbers[1] not in rest and {rest[number][-1].finish_reason for number in (numbers[0], numbers[2])} == {
         "length"
     }
-    engine.cancel(numbers[0])  # it has ended: nothing
+    engine.cancel(numbers[0])  # already ended: no effect
     assert not engine.has_work
 
 
@@ -227,7 +227,7 @@ def test_logprobs_of_a_prompt_are_those_of_the_whole_text(pico: ModelRunner, chu
     kind = cache_dtype(pico.kv, torch.float32)
     expected = whole(pico.model, torch.tensor([PROMPT]), kind=kind)[0].log_softmax(-1)
     engine = lanes(pico, 64, chunk=chunk)
-    tokens_of(engine, PROMPT)  # what is in the cache has no logits: it is read again
+    tokens_of(engine, PROMPT)  # cached tokens have no logits, so they are recomputed
     outputs = drain(submitted(engine, Request(tuple(PROMPT), limit=0, logprobs=2, prompt_logprobs=True)))[1]
     found = [one for output in outputs for one in output.prompt_logprobs]
     assert [one.token for one in found] == PROMPT[1:]
@@ -237,7 +237,7 @@ def test_logprobs_of_a_prompt_are_those_of_the_whole_text(pico: ModelRunner, chu
 
 
 def test_logits_that_are_no_numbers_end_one_reply_and_no_other() -> None:
-    """F5, and what was read is of no use to anybody."""
+    """F5: the cached tokens of the failed reply are not reused either."""
     random = random_function(0, 8)
 
     def function(text: tuple[int, ...]) -> torch.Tensor:
@@ -252,7 +252,7 @@ def test_logits_that_are_no_numbers_end_one_reply_and_no_other() -> None:
 
 
 def test_a_cache_of_its_own_size_is_taken_once(pico: ModelRunner) -> None:
-    """F11: the blocks are taken when the engine is made, so a reply cannot run out of them half way."""
+    """F11: blocks are allocated with the engine, so memory cannot run out during a reply."""
     engine = lanes(pico, 64)
 
     def addresses() -> list[tuple[int, int]]:

@@ -1,7 +1,7 @@
-"""A reply has the same bits alone, among others, after a prefix hit, after a preemption: pico, and slowly 0.1 B.
+"""Test that a reply has the same bits alone, batched, after a prefix hit and after a preemption.
 
-However a text is read (in other chunks, beside other prompts, from where another began alike, again after a
-preemption), the logits are those of the reply alone, bit for bit, in bf16 and in fp32, with any kind of cache.
+Logits are compared bit for bit for any chunking and batch, in bf16 and fp32 and with any kind of cache, on pico and
+(slow) on a model of 0.1 B parameters.
 """
 
 import random
@@ -36,13 +36,13 @@ from tests.support.paths import PICO
 
 CPU = torch.device("cpu")
 CONTEXT = 96
-LONG = 640  # positions: attention cuts them into chunks of 256
+LONG = 640  # positions: attention processes them in chunks of 256
 
 pytestmark = pytest.mark.skipif(isinstance(build.native(), str), reason="torch's products have no promise of bits")
 
 
 class Recorded(ModelRunner):
-    """Keeps the logits that tokens were drawn from, by the first block of the sequence, in order."""
+    """Records the logits that tokens were drawn from, by the sequence's first block, in order."""
 
     seen: dict[int, list[Tensor]]
 
@@ -64,7 +64,7 @@ def recorded(dtype: torch.dtype, kv: KvDtype, folder: Path = PICO) -> Recorded:
 
 
 def requests(count: int, seed: int = 0, most: int = 20) -> list[Request]:
-    """Mixed lengths, greedy and seeded, half of them with beginnings that others have."""
+    """Return greedy and seeded requests of mixed lengths, half of them with shared prefixes."""
     chance = random.Random(seed)
     begins = [[chance.randrange(300, 4000) for _ in range(24)] for _ in range(3)]
     made = []
@@ -106,8 +106,9 @@ def test_tokens_are_those_of_the_reply_alone(dtype: torch.dtype, kv: KvDtype) ->
 
 
 class Drawing(Engine):
-    """Keeps a hash of the logits that each token was drawn from, by sequence and place in its text; and who was put
-    back for want of blocks."""
+    """Records a hash of the logits of each drawn token by sequence and position, and which sequences were preempted for
+    lack of blocks.
+    """
 
     drawn_from: dict[int, dict[int, int]]
     put_back: set[int]
@@ -117,12 +118,12 @@ class Drawing(Engine):
             places = self.drawn_from.setdefault(part.sequence.id, {})
             for place, row in enumerate(rows, start=len(part.sequence.tokens)):
                 bits = logits[row].contiguous().view(torch.uint8)
-                places[place] = hash(bits.numpy().tobytes())  # of a refused token: written over by the next
+                places[place] = hash(bits.numpy().tobytes())  # a rejected token: overwritten by the next
         return super()._sample(samples, drafted, logits)
 
     def step(self) -> list[SequenceOutput]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(TokensAhead, "next", lambda *_: None)  # tokens of several passes at once have no logits
+            patch.setattr(TokensAhead, "next", lambda *_: None)  # a call with several passes returns no logits
             outputs = super().step()
         self.put_back |= {one.id for one in self.scheduler.waiting if one.started}
         return outputs
@@ -139,7 +140,7 @@ def drawing(runner: ModelRunner, shape: CacheShape, running: int, draft: ModelRu
 
 
 def with_logits(engine: Drawing, asked: Sequence[Request]) -> list[tuple[list[int], list[int]]]:
-    """The tokens of each reply, and what each of them was drawn from."""
+    """Return the tokens of each reply, and the logits each was drawn from."""
     numbers = [engine.submit(one) for one in asked]
     outputs = drain(engine)
     found = []
@@ -154,7 +155,7 @@ def with_logits(engine: Drawing, asked: Sequence[Request]) -> list[tuple[list[in
 def each_alone(
     dtype: torch.dtype, kv: KvDtype, folder: Path, most: int, count: int
 ) -> tuple[Recorded, list[Request], list[tuple[list[int], list[int]]]]:
-    """A model, `count` requests, and what each of them gets alone."""
+    """Return a model, `count` requests, and the result of each request alone."""
     runner, asked = recorded(dtype, kv, folder), requests(count, seed=1, most=most)
     return runner, asked, [with_logits(drawing(runner, CacheShape.contiguous(CONTEXT), 1), [one])[0] for one in asked]
 
@@ -164,7 +165,7 @@ DRAFTS = [pytest.param(False, id="plain"), pytest.param(True, id="drafted")]
 
 @pytest.mark.parametrize("drafts", DRAFTS)
 def test_a_few_replies_have_the_bits_of_each_alone(drafts: bool) -> None:
-    """As below, so that what they look at is looked at every time."""
+    """Run a small version of the test below by default, so that its checks always run."""
     compare_with_each_alone(torch.bfloat16, "auto", PICO, 30, drafts, blocks=10, count=24, hits=4)
 
 
@@ -172,7 +173,7 @@ def test_a_few_replies_have_the_bits_of_each_alone(drafts: bool) -> None:
 @pytest.mark.parametrize(("dtype", "kv"), CASES)
 @pytest.mark.parametrize("drafts", DRAFTS)
 def test_two_hundred_replies_have_the_bits_of_each_alone(dtype: torch.dtype, kv: KvDtype, drafts: bool) -> None:
-    """G43: 32 at a time, half of them put back for want of blocks, begun where others did, with drafts and without."""
+    """G43: 32 concurrent, half of them preempted, with shared prefixes, with and without drafts."""
     compare_with_each_alone(dtype, kv, PICO, 44, drafts, blocks=20)
 
 
@@ -198,7 +199,7 @@ def compare_with_each_alone(
 
 @pytest.fixture(scope="module")
 def tenth(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model of 0.1 B, whose products are as wide as those that kernels split."""
+    """Write a random model of 0.1 B parameters, wide enough for kernels to split its products."""
     layers = {"num_hidden_layers": 14, "num_attention_heads": 12, "num_key_value_heads": 4}
     folder = tmp_path_factory.mktemp("tenth") / "model"
     return random_model(folder, 0.03, hidden_size=768, intermediate_size=2048, max_position_embeddings=2048, **layers)
@@ -215,7 +216,7 @@ def test_two_hundred_replies_of_100_million_weights_have_the_bits_of_each_alone(
 
 
 def logits_of(runner: Recorded, engine: Engine, prompt: tuple[int, ...]) -> list[Tensor]:
-    """What each of four tokens after `prompt` was drawn from."""
+    """Return the logits of each of four tokens after `prompt`."""
     runner.seen = {}
     together(engine, [Request(prompt, limit=4)])
     ((_, logits),) = runner.seen.items()
@@ -226,7 +227,7 @@ def logits_of(runner: Recorded, engine: Engine, prompt: tuple[int, ...]) -> list
 
 @pytest.mark.parametrize(("dtype", "kv"), CASES)
 def test_logits_after_a_prefix_hit_are_those_of_the_prompt_alone(dtype: torch.dtype, kv: KvDtype) -> None:
-    """Prompts below and above what attention takes at once; where they were cut, and in which blocks, is no matter."""
+    """The prompts are below and above the attention chunk size; chunk boundaries and block numbers do not matter."""
     runner, chance = recorded(dtype, kv), random.Random(4)
     for length, chunk, block in ((33, 5, 0), (300, 77, 64), (530, 512, 16)):
         prompt = tuple(chance.randrange(300, 4000) for _ in range(length))
@@ -247,7 +248,7 @@ def test_logits_after_a_prefix_hit_are_those_of_the_prompt_alone(dtype: torch.dt
     [pytest.param(torch.float32, id="fp32"), pytest.param(torch.bfloat16, id="bf16")],
 )
 def test_decoding_beside_others_has_the_same_bits(dtype: torch.dtype) -> None:
-    """Of prompts that were read alone: their replies side by side."""
+    """The prompts are read alone, then the replies are decoded as a batch."""
     runner = recorded(dtype, "auto")
     asked = [Request((300 + place, 5, 17), limit=12) for place in range(6)]
     logits: list[list[Tensor]] = []

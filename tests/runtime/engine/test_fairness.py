@@ -1,4 +1,4 @@
-"""Turns are fair among users: by weight, whoever has more requests, and interactive before batch."""
+"""Test fair scheduling among users: by weight, independent of the number of requests, interactive before batch."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def submit(
 
 
 def step(engine: Scheduler) -> Counter[str]:
-    """Run a pass; return the tokens that were computed for each user."""
+    """Run a pass and return the number of tokens computed for each user."""
     tokens: Counter[str] = Counter()
     for part in engine.schedule():
         tokens[part.sequence.request.user] += part.count

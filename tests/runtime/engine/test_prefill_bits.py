@@ -1,7 +1,7 @@
-"""A whole model reads a prompt in chunks of any size to the same bits, of its logits and of all that its cache holds.
+"""Test that a whole model reads a prompt in chunks of any size with the same bits, in logits and cache.
 
-Passes of up to 64 rows run parts of layers natively, longer ones step by step, and attention cuts positions into chunks
-of 256: the sizes are below and above each.
+Passes of up to 64 rows run parts of layers natively, longer ones step by step, and attention processes positions in
+chunks of 256: the sizes are below and above each.
 """
 
 import pytest
@@ -24,7 +24,7 @@ KINDS: tuple[KvDtype, ...] = ("bf16", "int8", "int4")
 
 
 def read(runner: ModelRunner, chunk: int) -> tuple[Tensor, list[Tensor]]:
-    """Logits [TOKENS, vocab] of a text that is read `chunk` tokens at a time, and what the cache holds after it."""
+    """Return logits [TOKENS, vocab] of a prompt read `chunk` tokens at a time, and the cache contents afterwards."""
     cache = KVCache(runner.config, len(BLOCKS), BLOCK_SIZE, runner.device, cache_dtype(runner.kv, runner.dtype))
     text = [(index * 7919 + 13) % runner.config.vocab_size for index in range(TOKENS)]
     parts = [text[start : start + chunk] for start in range(0, TOKENS, chunk)]

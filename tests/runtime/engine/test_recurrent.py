@@ -1,4 +1,4 @@
-"""States of recurrent layers in the engine: always those of the text, whatever became of the sequences meanwhile."""
+"""Test recurrent states in the engine: they always match the tokens of their sequence."""
 
 import random
 from collections.abc import Iterable, Sequence
@@ -32,7 +32,7 @@ VOCAB, CONTEXT = 8, 64
 
 
 class Scripted:
-    """A speculator that knows what follows, and says so but for every `wrong`-th token."""
+    """Proposes the true next tokens, except for every `wrong`-th token."""
 
     step_seconds, nbytes = None, 0
 
@@ -76,7 +76,7 @@ def stateful(seed: int = 0) -> ModelRunner:
 
 
 def expected(runner: ModelRunner, prompt: Sequence[int], limit: int) -> list[int]:
-    """Greedy, from the function itself."""
+    """Return the greedy reply, computed from the function itself."""
     model, text = runner.model, list(prompt)
     assert isinstance(model, StatefulModel)
     for _ in range(limit):
@@ -85,7 +85,7 @@ def expected(runner: ModelRunner, prompt: Sequence[int], limit: int) -> list[int
 
 
 def prompts(chance: random.Random, count: int) -> list[tuple[int, ...]]:
-    """Some begin as others do."""
+    """Return prompts, some of which share a prefix."""
     begins = [[chance.randrange(VOCAB) for _ in range(20)] for _ in range(2)]
     return [
         (
@@ -105,19 +105,19 @@ def prompts(chance: random.Random, count: int) -> list[tuple[int, ...]]:
     chunk=st.sampled_from([2, 5, 64]),
     wrong=st.sampled_from([0, 1, 2, 3, 100]),
 )
-# A snapshot whose text was forgotten while its sequence ran.
+# A snapshot whose prefix was evicted while its sequence ran.
 @example(seed=1192, block_size=4, blocks=0, running=3, chunk=5, wrong=1)
 def test_a_state_is_always_that_of_the_text(
     seed: int, block_size: int, blocks: int, running: int, chunk: int, wrong: int
 ) -> None:
-    """Batches, chunks, preemptions, prefixes, branches, cancellations, refused drafts: each pass looks at states."""
+    """Check states in each pass under batches, chunks, preemptions, branches, cancels and rejected drafts."""
     chance, runner = random.Random(seed), stateful(seed)
     asked = prompts(chance, 6)
     replies = {prompt: expected(runner, prompt, 12) for prompt in asked}
     speculator = Scripted(replies, 3, wrong) if wrong else None
     shape = CacheShape(CONTEXT, -(-42 // block_size) + blocks, block_size)
     engine = Engine(runner, shape, VOCAB, running=running, chunk=chunk, speculator=speculator)
-    for _ in range(2):  # again, when texts are kept
+    for _ in range(2):  # again, with the prefix cache enabled
         numbers = {}
         for prompt in asked:
             number = engine.submit(Request(prompt, limit=chance.randint(1, 12)))
@@ -141,7 +141,7 @@ def test_a_state_is_always_that_of_the_text(
 
 
 def test_what_is_kept_is_found_again() -> None:
-    """The end of a text, a place before the end of a prompt, and where another text parted from it."""
+    """The snapshots are at the end of a sequence, shortly before a prompt's end, and where a prompt diverged."""
     chance, runner = random.Random(1), stateful()
     begin = tuple(chance.randrange(VOCAB) for _ in range(21))
     engine = Engine(runner, CacheShape(CONTEXT, 60, 4), VOCAB, running=2, chunk=64)
@@ -172,7 +172,7 @@ def test_the_least_recently_used_snapshot_makes_room() -> None:
         assert states.num_snapshots <= 3 and states.free + states.num_snapshots == 3
 
 
-# Of Mamba-2 the mixers alone, with attention in other layers, and next to it.
+# Mamba-2 layers alone, with attention in other layers, and in the same layer.
 RANDOM = ["qwen3_5-delta", "lfm2-tied", "bamba-2-groups", "nemotron_h-every-kind", "mamba2-2-groups"]
 RANDOM += ["falcon_h1-multipliers"]
 
@@ -194,7 +194,7 @@ def some_prompts(count: int, seed: int = 0) -> list[tuple[int, ...]]:
 
 
 def test_replies_are_the_same_alone_and_among_others(random_runner: ModelRunner) -> None:
-    """With so few blocks that some are read again, greedy and seeded, and from prefixes that others left."""
+    """The cache has so few blocks that some sequences are recomputed; greedy and seeded, with shared prefixes."""
     vocab = random_runner.config.vocab_size
     asked = [Request(p, SamplingParams(0.8 * (i % 2), seed=i), limit=14) for i, p in enumerate(some_prompts(6))]
     alone = [together(lanes(random_runner, CONTEXT), [one])[0] for one in asked]

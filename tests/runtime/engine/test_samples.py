@@ -1,4 +1,4 @@
-"""Samples of one prompt, and prompts of one file, are what single replies are; logprobs are the model's own."""
+"""Test that samples of one prompt and prompts of one file equal single replies, and that logprobs are the model's."""
 
 import math
 from collections.abc import Sequence
@@ -58,7 +58,7 @@ def test_greedy_samples_are_the_greedy_reply(pico: LoadedModel) -> None:
 
 @pytest.fixture(scope="module")
 def stories(pico: LoadedModel) -> list[str]:
-    """One reply to each of four seeds that follow each other, round the largest there is."""
+    """Return one reply to each of four consecutive seeds around the largest seed."""
     ids = prompt(pico, "Tell me a story.")
     return [
         "".join(Completion(pico, lanes(pico.runner, 128), ids, SamplingParams(1.0, seed=seed), limit=60))
@@ -68,7 +68,7 @@ def stories(pico: LoadedModel) -> list[str]:
 
 @pytest.mark.parametrize("tokens", [1024, 208], ids=["room", "preempted"])
 def test_a_sample_is_the_reply_to_its_seed(pico: LoadedModel, stories: list[str], tokens: int) -> None:
-    """The first has the seed that was given, the others the ones after it."""
+    """The first sample has the given seed, the others the following ones."""
     ids = prompt(pico, "Tell me a story.")
     engine = paged(pico, tokens, 128)
     samples = drawn(pico, engine, ids, SamplingParams(1.0, seed=(1 << 63) - 2), 4, limit=60)

@@ -1,7 +1,7 @@
-"""Scheduler and pool against a cache of plain lists, where every position says which text it belongs to.
+"""Test scheduler and block pool against a cache of lists in which every position stores its token prefix.
 
-Whatever is submitted, branched, cancelled, guessed or preempted: a pass reads what its own text wrote, nothing is
-written that another can see, no block is lost, and everybody ends with the tokens that they would have alone.
+On random histories of submits, branches, cancels, drafts and preemptions: a pass reads only its own sequence's data,
+writes nothing that another sequence can see, no block leaks, and every reply equals the reply alone.
 """
 
 import random
@@ -23,13 +23,13 @@ STOP = frozenset((7,))
 
 
 def following(text: tuple[int, ...]) -> int:
-    """The token that comes next; sometimes the end."""
+    """Return the next token, which is sometimes the end token."""
     value = hash(text) % 31
     return 7 if value == 0 else value % VOCAB
 
 
 def alone(prompt: tuple[int, ...], limit: int) -> tuple[int, ...]:
-    """The whole reply, by the definition."""
+    """Return the whole reply by definition."""
     text = prompt
     while len(text) - len(prompt) < limit and (token := following(text)) not in STOP:
         text = (*text, token)
@@ -37,7 +37,7 @@ def alone(prompt: tuple[int, ...], limit: int) -> tuple[int, ...]:
 
 
 class World:
-    """A scheduler, a cache that is a list of texts, and what everybody is owed."""
+    """Simulates a scheduler with a cache of token lists and tracks the expected replies."""
 
     def __init__(self, blocks: int, block_size: int, context: int, chunk: int, running: int, kept: int | None) -> None:
         self.now = 0.0
@@ -50,7 +50,7 @@ class World:
         self.users = False
 
     def submit(self, prompt: tuple[int, ...], limit: int | None, deadline: float | None = None) -> Sequence | None:
-        # Users with different shares, in every mixture; all requests of one user where the world has just one.
+        # Users with different shares in random proportions; one user for all requests if the world has just one.
         kind = hash(prompt) % 7 if self.users else 0
         user, weight = ("", "heavy", "light")[kind % 3], (1.0, 4.0, 0.5)[kind % 3]
         request = Request(
@@ -84,7 +84,7 @@ class World:
             assert drawn == expected[: len(drawn)]
 
     def step(self, guess: "random.Random | None" = None) -> None:
-        """One pass; with `guess` tokens are drafted, some of them wrong."""
+        """Run one pass; with `guess`, tokens are drafted, some of them wrong."""
         self.steps += 1
         for sequence in self.scheduler.expired():
             self.end(sequence, "deadline")
@@ -102,7 +102,7 @@ class World:
             self.draw(turn, drafts[turn.sequence.id])
 
     def ahead(self, turns: list[ScheduledSequence]) -> int:
-        """Tokens that each may be given at once, for which nobody is put back."""
+        """Return how many tokens each sequence may get in one call without a preemption."""
         if not all(turn.is_decode and not turn.drafts for turn in turns) or not turns:
             return 1
         before = self.scheduler.counts.preemptions
@@ -112,7 +112,7 @@ class World:
         return found
 
     def drafted(self, turn: ScheduledSequence, guess: "random.Random | None", ahead: int) -> list[int]:
-        """What is written behind the tokens of a turn: guesses, or what a loop makes ahead, past an end too."""
+        """Return what is written after the scheduled tokens: drafts, or tokens of a multi-step call."""
         text, drafted = tuple(turn.sequence.tokens), list[int]()
         for _ in range(ahead - 1):
             drafted.append(following((*text, *drafted)))
@@ -122,7 +122,7 @@ class World:
         return drafted
 
     def write(self, turn: ScheduledSequence, drafted: list[int]) -> None:
-        """Every position is marked with its whole text; those before must be of this one, whoever wrote them."""
+        """Mark every position with its whole prefix, and check that earlier positions hold this sequence's prefix."""
         chunk, size = turn.chunk(drafted), self.pool.block_size
         text = (*turn.sequence.tokens[: turn.start], *chunk.tokens)
         for at in range(turn.start):
@@ -148,7 +148,7 @@ class World:
                 self.end(one.sequence, reason)
 
     def check(self) -> None:
-        """The books agree with each other, and the index with the cache."""
+        """Check that scheduler, pool, prefix index and cache agree."""
         pool, scheduler = self.pool, self.scheduler
         held = [block for one in self.under_way.values() for block in one.table.blocks]
         for block in range(pool.blocks):
@@ -170,7 +170,7 @@ class World:
             assert one.status is Status.WAITING and not one.table.blocks
 
     def finish(self) -> None:
-        """Everybody ends, without anybody's help, and all blocks are free or kept."""
+        """Run until every sequence has ended, then check that all blocks are free or cached."""
         for _ in range(20_000):
             if not self.scheduler.has_work:
                 break
@@ -246,7 +246,7 @@ TestAnyHistory.settings = settings(
 
 
 def history(seed: int, steps: int) -> Scheduler:
-    """A long life of one scheduler: mixed lengths, texts that begin alike, and too little room."""
+    """Run a long history of one scheduler: mixed lengths, shared prefixes and too few blocks."""
     chance = random.Random(seed)
     size = chance.randint(1, 6)
     context = chance.randint(8, 40)
@@ -304,7 +304,7 @@ def test_a_request_larger_than_the_pool_is_refused_with_the_numbers() -> None:
 
 
 def test_prompts_and_replies_take_turns() -> None:
-    """Who is being answered waits for one chunk at most, whoever comes."""
+    """Check that a decoding sequence waits for at most one prompt chunk."""
     busy = scheduler(blocks=20, size=4, context=40, chunk=5)
     first = busy.submit(Request((1, 2), limit=30))
     (turn,) = busy.schedule()
@@ -320,7 +320,7 @@ def test_prompts_and_replies_take_turns() -> None:
 
 
 def test_the_newest_gives_way_and_goes_on_later() -> None:
-    """G40: both want their last block at once."""
+    """G40: both sequences need their last block in the same pass."""
     tight = scheduler(blocks=4, size=2, context=8)
     one, two = (tight.submit(Request((token, token), limit=6)) for token in (1, 2))
     order = []

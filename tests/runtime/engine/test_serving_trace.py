@@ -1,7 +1,7 @@
-"""Which passes of a busy server the fused GPU pass takes, by its own answer: nearly all that decode.
+"""Test which passes of a busy server the fused GPU pass accepts: nearly all decode passes.
 
-A scheduler and a block pool run without a model: requests of random lengths arrive, share prefixes, branch, end, are
-cancelled and preempted. And an engine whose fused pass stands in for kernels gives the replies of one without.
+Scheduler and block pool run without a model: random requests arrive, share prefixes, branch, end, are cancelled and
+preempted. Also, an engine with a stand-in for the fused kernels gives the replies of one without.
 """
 
 import random
@@ -40,7 +40,7 @@ CONTEXT = 512
 
 
 class Server:
-    """Requests come until `load` of them are under way; each pass is answered with random tokens."""
+    """Keeps `load` requests running; each pass is answered with random tokens."""
 
     def __init__(self, running: int, load: int, blocks: int, seed: int) -> None:
         self.random, self.load = random.Random(seed), load
@@ -75,7 +75,7 @@ class Server:
         return work
 
 
-# Running, load, blocks of the cache: some have room for all, in others requests wait, or are preempted.
+# Running, load, blocks of the cache: enough for all, or so few that requests wait or are preempted.
 TRACES = [(4, 3, 32), (4, 6, 8), (8, 8, 18), (16, 24, 40), (64, 48, 220), (64, 90, 130), (256, 300, 500)]
 ROOMY = [TRACES[0], TRACES[4]]
 
@@ -107,7 +107,7 @@ def test_cache_blocks_are_whole_turns_of_the_kernel() -> None:
 
 
 class Reading:
-    """Writes tokens where the block table says, and reads each text back from there."""
+    """Writes tokens where the block table points, and reads each sequence back from there."""
 
     def __init__(self, model: PrefixModel) -> None:
         self.model, self.shapes = model, Counter[tuple[int, ...]]()
@@ -133,7 +133,7 @@ class Reading:
 
 
 class Noting(CudaPass):
-    """Counts decode passes, by who runs them."""
+    """Counts decode passes by backend."""
 
     counts: Counter[str]
 
@@ -145,7 +145,7 @@ class Noting(CudaPass):
 
 
 def replies(fused: bool, blocks: int) -> tuple[dict[int, list[int]], Counter[str], int]:
-    """The tokens of requests that arrive, share a prefix, are cancelled and preempted; who ran the decode passes."""
+    """Return the tokens of requests that arrive, share a prefix, are cancelled and preempted, and the backends used."""
     model = PrefixModel(random_function(3, 97), 97, max_context=256)
     step = Reading(model)
     way = Noting(step, PlainPass(model), recording, compare=False)

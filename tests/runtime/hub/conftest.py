@@ -1,4 +1,4 @@
-"""Fixtures of the download tests: a hub on loopback and an empty cache."""
+"""Provide the fixtures of the download tests: a hub on loopback and an empty cache."""
 
 import os
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ def server() -> Iterator[HubServer]:
 
 @pytest.fixture
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache, without configuration, in another working directory."""
+    """Create an empty cache without configuration, in another working directory."""
     for name in list(os.environ):
         if name.startswith("HF_") or name.lower().endswith("_proxy"):
             monkeypatch.delenv(name)

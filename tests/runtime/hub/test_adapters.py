@@ -1,4 +1,4 @@
-"""LoRA adapters of a hub: fetched like models, listed as what they are, and never taken for a model."""
+"""Test LoRA adapters of a hub: downloaded like models, listed as adapters, and never loaded as a model."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ NAMES = ("adapter_config.json", "adapter_model.safetensors")
 
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, bytes]:
-    """A repository as PEFT and its trainers leave it."""
+    """Return the files of a repository as PEFT and its trainers write them."""
     folder = write_adapter(tmp_path / "adapter", low_rank("model.layers.0.mlp.down_proj", (8, 16)))
     extra = {
         "README.md": b"# tuned",

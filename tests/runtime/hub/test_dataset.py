@@ -1,4 +1,4 @@
-"""Datasets of a hub on loopback: which file a name means, what lands in the cache, and the words of each failure."""
+"""Test datasets of a hub on loopback: which file a name means, what is cached, and the error messages."""
 
 import os
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Pulling from a real server on loopback: what lands in the cache, and what is refused before anything does."""
+"""Test downloads from a server on loopback: what is cached, and what is refused beforehand."""
 
 import errno
 import hashlib
@@ -38,7 +38,7 @@ def test_only_what_a_model_needs_is_fetched(server: HubServer, folders: Path) ->
 def test_a_listing_with_a_digest_that_is_none_is_refused(
     server: HubServer, folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such a name would become a path of the cache."""
+    """The digest would become a path in the cache."""
     server.add(REPO, FILES)
     monkeypatch.setattr("tests.support.hub_server.git_digest", lambda data: "../../x")
     error = failing(server)

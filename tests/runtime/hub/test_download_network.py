@@ -1,4 +1,4 @@
-"""Downloads over a network that drops, alters, delays and repeats, and resuming after each failure."""
+"""Test downloads over a network that drops, alters, delays and repeats data, and resuming after each failure."""
 
 import hashlib
 import json
@@ -81,7 +81,7 @@ def test_d9_an_odd_answer_while_resuming(fault: Fault, server: HubServer) -> Non
 
 @pytest.mark.parametrize("size", [0, 1, 4000, len(WEIGHTS), len(WEIGHTS) + 7])
 def test_what_lies_there_already_may_be_anything(size: int, server: HubServer, folders: Path) -> None:
-    """A partial file that another program, or a crash, left with wrong contents: thrown away when the hash says so."""
+    """Check that wrong contents of a partial file are discarded when the hash differs."""
     server.add(REPO, FILES)
     partial = blob(folders, WEIGHTS).with_name(blob(folders, WEIGHTS).name + ".mycli.incomplete")
     partial.parent.mkdir(parents=True)
@@ -175,7 +175,7 @@ def test_a_server_that_says_nothing(server: HubServer) -> None:
 
 
 def test_a_file_that_is_complete_but_has_no_name_yet_is_not_fetched_again(server: HubServer, folders: Path) -> None:
-    """A process that was killed between the last byte and the rename."""
+    """The process was killed between the last byte and the rename."""
     server.add(REPO, FILES)
     partial = blob(folders, WEIGHTS).with_name(blob(folders, WEIGHTS).name + ".mycli.incomplete")
     partial.parent.mkdir(parents=True)

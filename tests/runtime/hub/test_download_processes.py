@@ -1,4 +1,4 @@
-"""Several processes that pull the same model, and one that is killed."""
+"""Test several processes that pull the same model, and one that is killed."""
 
 import contextlib
 import errno
@@ -38,7 +38,7 @@ say("done")
 def await_partial(folders: Path, least: int) -> None:
     for _ in range(500):
         for path in folders.rglob("*.incomplete"):
-            with contextlib.suppress(FileNotFoundError):  # complete by now, under its own name
+            with contextlib.suppress(FileNotFoundError):  # complete by now, under its final name
                 if path.stat().st_size >= least:
                     return
         time.sleep(0.02)

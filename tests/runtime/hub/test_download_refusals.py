@@ -1,4 +1,4 @@
-"""Who may not pull, what a server answers that is none, and where the token goes."""
+"""Test refused downloads, invalid server answers, and which hosts receive the token."""
 
 import json
 from pathlib import Path

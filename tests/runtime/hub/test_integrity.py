@@ -1,4 +1,4 @@
-"""Stored models are verified by size and hash, and damaged files can be dropped."""
+"""Test that stored models are verified by size and hash, and that damaged files can be removed."""
 
 import json
 import os
@@ -124,7 +124,7 @@ def test_find_local_is_resolve_for_everything_else() -> None:
 
 
 def test_only_a_commit_below_snapshots_is_a_cached_model() -> None:
-    """A quantized model may lie in any folder of any name; its record is mycli.json."""
+    """The folder of a quantized model may have any name; its record is mycli.json."""
     folder = quantized()
     for parent, name in (("snapshots", "mine"), ("others", FIRST)):
         Path(parent).mkdir()

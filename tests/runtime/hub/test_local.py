@@ -1,4 +1,4 @@
-"""Stored models are listed with their problems, and removed without touching anything else."""
+"""Test that stored models are listed with their problems, and removed without touching other files."""
 
 import shutil
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The metadata of a model is the same from a folder, the cache, and byte ranges of a hub."""
+"""Test that a model's metadata is the same from a folder, the cache, and byte ranges of a hub."""
 
 import json
 import os
@@ -102,7 +102,7 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 def test_a_gguf_file_of_a_hub_is_looked_at_fetched_found_and_checked(
     gguf_file: bytes, server: HubServer, tmp_path: Path
 ) -> None:
-    """Only the file that is named: not the other sizes of the same model that a repository holds."""
+    """Check that only the named file is fetched, not the model's other sizes in the repository."""
     repo = {"pico-q8_0.gguf": gguf_file, "pico-q4_0.gguf": b"x" * 5000, "README.md": b"#", "config.json": b"{}"}
     server.add("org/files", repo)
     model = "org/files:pico-q8_0.gguf"

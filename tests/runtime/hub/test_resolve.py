@@ -1,4 +1,4 @@
-"""Names to folders: what each spelling means, what is refused, and what an unfinished or foreign cache is worth."""
+"""Test how names resolve to folders: each spelling, refused ones, and unfinished or foreign caches."""
 
 import json
 import os
@@ -238,7 +238,7 @@ def test_an_entry_without_a_hash_is_left_out_of_a_record() -> None:
 
 
 def test_folders_that_may_not_be_read_hold_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the home of another user: what is a part of the program is there all the same."""
+    """Check that an unreadable folder, such as another user's home, does not hide the bundled models."""
 
     def refuse(self: Path, pattern: str) -> list[Path]:
         raise PermissionError(13, "Permission denied", str(self))

@@ -1,4 +1,4 @@
-"""The native code of this machine, and as other machines compile it."""
+"""Provide the native library for this machine and for other instruction sets."""
 
 import pytest
 
@@ -9,11 +9,11 @@ from tests.support.native_code import QUICK, VARIANTS, VECTORS, instruction_set
 
 @pytest.fixture(params=chosen(VARIANTS, QUICK))
 def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Native:
-    """Each set of instructions, for products."""
+    """Return the library for each instruction set, for products."""
     return instruction_set(request.param, monkeypatch)
 
 
 @pytest.fixture(params=chosen(VECTORS, QUICK[:2]))
 def vectors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Native:
-    """Each width of vectors, for what multiplies no integers."""
+    """Return the library for each vector width, for kernels without integer products."""
     return instruction_set(request.param, monkeypatch)

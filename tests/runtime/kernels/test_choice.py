@@ -1,4 +1,4 @@
-"""How scores choose experts, against transformers' own routers, by both codes that run on the CPU."""
+"""Test both CPU implementations of expert routing against transformers' routers."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,11 +20,11 @@ from mycli.runtime.models.experts_spec import RoutingSpec, ScoringName
 
 EXPERTS, TOKENS = 24, 50
 ROUTES = {"plain": reference.route, "native": native_route}
-Router = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # of scores and a correction: what is chosen, and weights
+Router = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # from scores and a correction: chosen experts and weights
 
 
 def _loaded(router: nn.Module) -> nn.Module:
-    """Whose scores are what it is given."""
+    """Return a router whose scores are its input."""
     router.load_state_dict({"weight": torch.eye(EXPERTS)}, strict=False)
     return router
 
@@ -92,7 +92,7 @@ CHOICES: dict[str, tuple[Callable[[RoutingSpec], Router], RoutingSpec]] = {
 @pytest.mark.parametrize("code", ROUTES)
 @pytest.mark.parametrize("case", CHOICES)
 def test_tokens_go_where_transformers_sends_them(case: str, code: str) -> None:
-    """With the same weights, in scores of any size; the correction decides for most tokens."""
+    """The weights are equal too, for scores of any size; the correction decides for most tokens."""
     if code == "native" and isinstance(native(), Declined):
         pytest.skip(f"no native code here: {native()}")
     theirs, choice = CHOICES[case]
@@ -116,7 +116,7 @@ def test_tokens_go_where_transformers_sends_them(case: str, code: str) -> None:
 @pytest.mark.parametrize("groups", [1, 4], ids=["whole", "groups"])
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
 def test_a_margin_and_a_factor_are_of_the_weights(scores: ScoringName, groups: int, code: str) -> None:
-    """Larger than families have them, so that they show; the experts of a token stay the same."""
+    """The margin and factor exceed those of real families to be visible; the chosen experts stay the same."""
     if code == "native" and isinstance(native(), Declined):
         pytest.skip(f"no native code here: {native()}")
     given = torch.randn(TOKENS, EXPERTS, generator=torch.Generator().manual_seed(2))
@@ -135,7 +135,7 @@ def test_a_margin_and_a_factor_are_of_the_weights(scores: ScoringName, groups: i
 @pytest.mark.skipif(isinstance(native(), Declined), reason=f"no native code here: {native()}")
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")], ids=str)
 def test_what_is_no_number_stays_within_the_experts(bad: float) -> None:
-    """Scores or a correction; a token's experts are distinct, and other tokens do not notice."""
+    """The scores or the correction contain NaN; a token's experts stay distinct and other tokens are unaffected."""
     choice = RoutingSpec(6, normalize=True, scoring="sigmoid", groups=4, top_groups=2)
     scores = torch.randn(TOKENS, EXPERTS, generator=torch.Generator().manual_seed(1))
     damaged, correction = scores.clone(), torch.zeros(EXPERTS)

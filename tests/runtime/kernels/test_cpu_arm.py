@@ -1,4 +1,4 @@
-"""The native code compiled for ARM, under emulation: the bits of this machine's own."""
+"""Test the native code compiled for ARM, under emulation: the bits equal this machine's."""
 
 from dataclasses import replace
 from typing import cast
@@ -64,7 +64,7 @@ def here() -> Native:
 def test_products_have_the_bits_of_this_machine(
     arm: Native, here: Native, packing: Packing, bits: ActivationBits
 ) -> None:
-    """Few rows and many, of bf16, whose sums are of integers."""
+    """The products have few rows and many, in bf16, whose sums use integers."""
     given = weight(packing)
     given = replace(given, packing=replace(given.packing, activations=bits))
     ours, theirs = CpuMatmul(here, given), CpuMatmul(arm, given)
@@ -89,7 +89,7 @@ def test_dense_products(arm: Native, here: Native, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "int8", "int4"])
 def test_attention(arm: Native, here: Native, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt whose beginning is there, and one token, over blocks that lie anywhere; few rows and many."""
+    """The cases are a prompt with a cached prefix and a single token, over scattered blocks; few rows and many."""
     draw = torch.Generator().manual_seed(4)
     query = torch.randn(41, 4, 32, generator=draw)
     dense = torch.randn(2, 6, 2, 16, 32, generator=draw)  # keys and values [blocks, kv_heads, block_size, head_dim]

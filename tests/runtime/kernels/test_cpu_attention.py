@@ -1,4 +1,4 @@
-"""Attention over a cache in one piece on the CPU against fp64: caches, groups, windows, machines; the same bits."""
+"""Test CPU attention over a contiguous cache against fp64: dtypes, head groups, windows, instruction sets."""
 
 from dataclasses import dataclass
 
@@ -14,8 +14,8 @@ from mycli.runtime.kernels.reference import attend_dense
 from mycli.runtime.layers.attention import attention_mask
 
 CPU = torch.device("cpu")
-SPARE = 7  # positions of the cache that are not filled: whatever lies there must not be read
-# Of the result, relative RMS: what sums in fp32 cost.
+SPARE = 7  # unfilled positions of the cache, whose contents must not be read
+# Relative RMS error of the result, caused by fp32 sums.
 ERROR = {torch.float32: 2e-6, torch.bfloat16: 2e-6, torch.int8: 2e-6, PACKED: 3e-6}
 
 
@@ -38,7 +38,7 @@ CASES = [
     Case(3, 1, 2, 8, 96, 1030),
     Case(1, 2, 2, 8, 64, 8),
     Case(1, 1, 4, 1, 256, 90),
-    Case(2, 2, 4, 1, 64, 1100, 100),  # a window that begins within the second chunk of 512
+    Case(2, 2, 4, 1, 64, 1100, 100),  # a window that starts within the second chunk of 512
     Case(1, 2, 2, 8, 64, 1026, 512),
     Case(1, 1, 1, 4, 32, 40, 1),
     Case(1, 1, 5, 3, 48, 60, 4096),
@@ -46,7 +46,7 @@ CASES = [
 
 
 def stored(values: Tensor, dtype: torch.dtype) -> Stored:
-    """A view of a larger cache, of which the rest is not a number."""
+    """Return a view of a larger cache that is filled with NaN elsewhere."""
     *outer, length, head_dim = values.shape
     if dtype == PACKED:
         return Stored(pack_int4(torch.nn.functional.pad(values, (0, 0, 0, SPARE), value=torch.nan))[:, :, :length])
@@ -95,8 +95,8 @@ def test_as_in_fp64(case: Case, dtype: torch.dtype) -> None:
     half = query.bfloat16()
     rounded, expected = few(case, half, keys, values), exact(case, half, keys, values)
     assert rounded.dtype == torch.bfloat16
-    # Of rounding weights and the result to bf16: 2^-8 each at most, of which much is lost among several positions.
-    # Products of codes and scales are rounded to bf16 as well, and rotated queries.
+    # Error of rounding weights and the result to bf16: at most 2^-8 each, much of which averages out over positions.
+    # Products of codes and scales, and rotated queries, are rounded to bf16 as well.
     bound = 0.003 if case.length > 1 else 2**-7
     assert float((rounded - expected).norm() / expected.norm()) < bound * (2.5 if dtype == PACKED else 1)
 

@@ -1,4 +1,4 @@
-"""Native attention over a cache in blocks against its twin in fp64; the same bits however a batch is put together."""
+"""Test native paged attention against its reference in fp64; the same bits for any composition of a batch."""
 
 import random
 from collections.abc import Iterator
@@ -21,14 +21,14 @@ from mycli.runtime.kernels.paged import Ragged, Scoring
 from mycli.runtime.kernels.reference import attend_gathered as twin
 from tests.support.random_tensors import normal
 
-# Of the result, relative RMS: what sums in fp32 cost.
+# Relative RMS error of the result, caused by fp32 sums.
 ERROR = 3e-6
 KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8, "int4": PACKED}
 
 
 @dataclass(frozen=True)
 class Case:
-    """Sequences as (new tokens, length after them)."""
+    """Lists sequences as (new tokens, length after them)."""
 
     sequences: tuple[tuple[int, int], ...]
     kv_heads: int
@@ -70,11 +70,11 @@ CASES = [
 
 @dataclass(frozen=True)
 class Pool:
-    """Random sequences, and a way to lay them out in blocks."""
+    """Holds random sequences and lays them out in blocks."""
 
     case: Case
     kind: str
-    query: tuple[Tensor, ...]  # of each sequence [tokens, heads, head_dim]
+    query: tuple[Tensor, ...]  # per sequence [tokens, heads, head_dim]
     keys: tuple[Tensor, ...]  # [kv_heads, length, head_dim]
     values: tuple[Tensor, ...]
     scoring: Scoring
@@ -98,10 +98,10 @@ class Pool:
         )
 
     def lay_out(self, block_size: int, lengths: list[int], shuffle: int = 0) -> tuple[Stored, Stored, Tensor]:
-        """Keys, values and block table of the first `lengths` positions; what lies beside them is not a number."""
+        """Return keys, values and block table of the first `lengths` positions; everything else in the pool is NaN."""
         case, dtype = self.case, KINDS[self.kind]
         wide = max((length + block_size - 1) // block_size for length in lengths)
-        order = list(range(len(lengths) * wide + 3))  # three that nobody uses
+        order = list(range(len(lengths) * wide + 3))  # three unused blocks
         random.Random(shuffle).shuffle(order)
         table = torch.tensor(order[: len(lengths) * wide], dtype=torch.int32).view(len(lengths), wide)
         shape = (len(order), case.kv_heads, block_size)
@@ -123,12 +123,12 @@ class Pool:
 
     @cached_property
     def _held(self) -> tuple[tuple[Stored, ...], tuple[Stored, ...]]:
-        """Keys and values as the cache holds them, of all sequences."""
+        """Return keys and values of all sequences as the cache stores them."""
         dtype = KINDS[self.kind]
         return tuple(Stored.of(one, dtype) for one in self.keys), tuple(Stored.of(one, dtype) for one in self.values)
 
     def inputs(self, **changed: int) -> tuple[Tensor, Stored, Stored, Ragged, Scoring]:
-        """All sequences in one batch."""
+        """Return all sequences in one batch."""
         lengths = [length for _, length in self.case.sequences]
         keys, values, table = self.lay_out(
             changed.get("block_size", self.case.block_size), lengths, changed.get("shuffle", 0)
@@ -200,12 +200,12 @@ def test_as_the_twin_in_fp64(case: Case, kind: str) -> None:
     half = query.bfloat16()
     rounded, expected = native(half, *rest), twin(half.double(), *rest)
     assert rounded.dtype == torch.bfloat16
-    # Of rounding weights and the result to bf16; of int4 also products of codes and scales, and rotated queries.
+    # Error of rounding weights and the result to bf16; for int4 also products of codes and scales, and rotated queries.
     assert away(rounded, expected) < (0.0065 if kind == "int4" else 0.0025)
 
 
 def cut(pool: Pool, pieces: list[list[int]], block_size: int, shuffle: int) -> list[Tensor]:
-    """Every sequence's rows, from passes of which pass i takes pieces[s][i] tokens of sequence s."""
+    """Return every sequence's rows, computed in passes of which pass i has pieces[s][i] tokens of sequence s."""
     rows: list[list[Tensor]] = [[] for _ in pieces]
     done = [0] * len(pieces)
     for taken in zip(*pieces, strict=True):
@@ -237,7 +237,7 @@ def test_a_prompt_in_chunks_has_the_bits_of_one_go(kind: str, dtype: torch.dtype
     whole = native(*pool.inputs())
     for chunk in (7, 64, 512):
         pieces = [min(chunk, 530 - done) for done in range(0, 530, chunk)]
-        if chunk == 7:  # the first hundred, and across the second chunk of positions
+        if chunk == 7:  # the first hundred, and across the boundary of the second chunk of positions
             pieces = [7] * 14 + [130] + [7] * 14 + [204]
         assert same_bits(cut(pool, [pieces], 16, 0)[0], whole), chunk
     steps = cut(pool, [[1] * 40 + [200] + [1] * 40 + [250]], 530, 0)[0]
@@ -279,7 +279,7 @@ def test_what_is_no_number_concerns_the_rows_that_see_it(tokens: int, kind: str)
     pool = Pool.make(Case(((tokens, 290), (tokens, 290)), 2, 2, 64, 16), kind, torch.bfloat16)
     query, keys, values, ragged, scoring = pool.inputs()
     clean = native(query, keys, values, ragged, scoring).view(2, tokens, 2, -1)
-    position = 288  # the last token but one: only the last two rows of its sequence see it
+    position = 288  # the second-to-last token: only the last two rows of its sequence attend to it
     block, inside = ragged.block_table[0, position // 16], position % 16
     for stored in (values, keys):
         bad = stored.data if stored.scales is None else stored.scales

@@ -1,4 +1,4 @@
-"""The library of native code: compiled once whoever asks, or a reason why not; its threads, and the memory it reads."""
+"""Test building the native library: compiled once across processes, or an error; its threads, and memory bandwidth."""
 
 import itertools
 import os
@@ -39,7 +39,7 @@ def test_memory_bandwidth() -> None:
 
 
 def test_memory_bandwidth_is_that_of_the_best_reading(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Readings of a MiB that take 9, 2 and 5 ms: other programs had the memory in the first and the last."""
+    """The readings of a MiB take 9, 2 and 5 ms: the first and last are slowed by other programs."""
     moments = itertools.accumulate([0, 9e-3, 1, 2e-3, 1, 5e-3])
     monkeypatch.setattr(time, "perf_counter", lambda: next(moments))
     assert memory_bandwidth(1 << 20, 3) == pytest.approx((1 << 20) / 2e-3)
@@ -47,7 +47,7 @@ def test_memory_bandwidth_is_that_of_the_best_reading(monkeypatch: pytest.Monkey
 
 @pytest.mark.usefixtures("library")
 def test_threads_are_torchs() -> None:
-    """One OpenMP library in the process: two would keep their threads spinning against each other."""
+    """The reason: two OpenMP libraries in a process would keep their threads spinning against each other."""
     loaded = set(re.findall(r"/\S*/lib(?:gomp|iomp5|omp)[^/\s]*\.so\S*", Path("/proc/self/maps").read_text()))
     assert len(loaded) == 1, loaded
 
@@ -67,7 +67,7 @@ def test_processes_may_race(tmp_path: Path) -> None:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache folder with this machine's library in it; compiling it again is counted in `tmp_path / "builds"`."""
+    """Return a cache folder with the compiled library; further builds are counted in `tmp_path / "builds"`."""
     compiler = copying_compiler(tmp_path)
     compiler.write_text(compiler.read_text().replace("sleep 0.25", f"echo >> '{tmp_path}/builds'"))
     monkeypatch.setenv("CXX", str(compiler))

@@ -1,4 +1,4 @@
-"""The native steps between products against torch, for every instruction set the library is built for."""
+"""Test the native elementwise steps against torch, for every instruction set of the library."""
 
 from collections import Counter
 from dataclasses import replace
@@ -45,7 +45,7 @@ SHAPES = [(5, 64), (1, 1, 16), (1, 50, 96), (1, 3, 256), (2, 8, 2048), (1, 1, 51
 
 
 def same(found: Tensor | str, expected: Tensor, differing: float = 0.0) -> None:
-    """Equal but for a share of values that lie at a tie of bf16, one unit in the last place away."""
+    """Assert equality except for a share of values at a bf16 tie, which may differ by one unit in the last place."""
     assert isinstance(found, Tensor) and found.shape == expected.shape and found.dtype == expected.dtype
     away = found != expected
     assert away.float().mean() <= differing
@@ -56,7 +56,7 @@ def same(found: Tensor | str, expected: Tensor, differing: float = 0.0) -> None:
 @pytest.mark.parametrize("scale", [1e-18, 1e-3, 1.0, 1e15])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_norm(shape: tuple[int, ...], scale: float, gain_type: torch.dtype) -> None:
-    """Gains of fp32 are 1 + w of a small w: what of it bf16 has no place for is seen."""
+    """The gains of fp32 are 1 + w with a small w, so rounding them to bf16 would be visible."""
     x, gain = (normal(*shape) * scale).bfloat16(), normal(shape[-1], seed=1)
     gain = gain.bfloat16() if gain_type is torch.bfloat16 else 1 + gain * 2**-6
     same(native_rms_norm(x, gain, 1e-5), rms_norm(x, gain, 1e-5), 0.002)
@@ -66,7 +66,7 @@ def test_norm(shape: tuple[int, ...], scale: float, gain_type: torch.dtype) -> N
 @pytest.mark.parametrize("offset", [0.0, 100.0])
 @pytest.mark.parametrize("shape", [(1, 16), (3, 40, 48), (1, 1, 4096)], ids=str)
 def test_layer_norm(shape: tuple[int, ...], offset: float, dtype: torch.dtype) -> None:
-    """Far from zero the mean is taken away before anything is squared."""
+    """The mean is subtracted before squaring, so that values far from zero keep their precision."""
     x, gain = (normal(*shape) + offset).to(dtype), normal(shape[-1], seed=1).to(dtype)
     found, expected = native_layer_norm(x, gain, 1e-5), layer_norm(x.double(), gain.double(), 1e-5)
     assert isinstance(found, Tensor) and found.dtype == dtype
@@ -79,7 +79,7 @@ def test_layer_norm(shape: tuple[int, ...], offset: float, dtype: torch.dtype) -
 
 
 def test_layer_norm_with_a_gain_of_fp32() -> None:
-    """A gain of 1 + w and its bias stay in fp32 (Nemotron)."""
+    """Check that a gain of 1 + w and its bias stay in fp32 (Nemotron)."""
     x, gain, bias = normal(3, 48).bfloat16(), 1 + normal(48, seed=1) * 2**-6, normal(48, seed=2) * 2**-6
     same(native_layer_norm(x, gain, 1e-5, bias), layer_norm(x, gain, 1e-5, bias), 0.002)
 
@@ -96,7 +96,7 @@ def test_activations_without_or_with_another_gate(shape: tuple[int, ...]) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_weights_of_values(dtype: torch.dtype) -> None:
-    """A gate for each value, not for the row."""
+    """The gate is per value, not per row."""
     x, gate = normal(3, 5, 48).to(dtype), (normal(3, 5, 48, seed=1) * 6).to(dtype)
     found, expected = native_weigh_rows(x, gate), weigh_rows(x, gate)
     if dtype == torch.bfloat16:
@@ -109,7 +109,7 @@ def test_weights_of_values(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("shape", [(1, 16), (1, 5, 128), (1, 40, 48)], ids=str)
 def test_weights_of_rows(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """A row's bits are its own; what is not finite is seen in its row alone."""
+    """Check that each row has the same bits alone and that non-finite values are detected in their own row only."""
     x, gate = normal(*shape).to(dtype), (normal(*shape[:-1], 1, seed=1) * 6).to(dtype)
     gate.view(-1)[-1] = torch.nan
     found = native_weigh_rows(x, gate)
@@ -133,7 +133,7 @@ def test_activation(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 8.0, 1e15])
 @pytest.mark.parametrize("shape", [(3, 32), (1, 1, 32), (1, 5, 512), (2, 40, 512), (2, 8, 22016)], ids=str)
 def test_gelu(shape: tuple[int, ...], scale: float) -> None:
-    """torch's 1 + tanh loses gates below -3, which ours keeps: there both are held to the true value."""
+    """Compare with the exact value below -3, where torch's 1 + tanh loses gates and ours does not."""
     x = (normal(*shape) * scale).bfloat16()
     found, size = native_gelu_multiply(x), shape[-1] // 2
     kept = x[..., :size] > -2
@@ -148,7 +148,7 @@ def test_gelu(shape: tuple[int, ...], scale: float) -> None:
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 8.0])
 @pytest.mark.parametrize("shape", [(3, 32), (1, 1, 32), (2, 40, 512)], ids=str)
 def test_steps_in_fp32(shape: tuple[int, ...], scale: float) -> None:
-    """Against torch in fp64."""
+    """The reference is torch in fp64."""
     x, gain = normal(*shape) * scale, normal(shape[-1], seed=1)
     wide = x.double()
     for found, expected in (
@@ -169,14 +169,14 @@ def test_steps_in_fp32(shape: tuple[int, ...], scale: float) -> None:
 def test_rotation_has_torchs_bits(
     sequences: int, tokens: int, head_dim: int, dim: int, heads: int, interleaved: bool
 ) -> None:
-    """A part of the projection, as attention gets it; tables are a part of all positions, and turn a part of a head."""
+    """The input is a slice of the projection; the tables cover a slice of positions and part of a head."""
     x = normal(sequences, tokens, heads + 2, head_dim).bfloat16()[:, :, :heads]
     cos, sin = (normal(40, dim // 2, seed=seed).bfloat16()[5 : 5 + tokens] for seed in (1, 2))
     same(native_rotate(x, cos, sin, interleaved), rotate_heads(x, cos, sin, interleaved))
 
 
 def test_a_row_has_the_same_bits_alone_and_among_others() -> None:
-    """Of as many as one thread takes, and of those that are shared."""
+    """The row counts cover one thread and work shared by several."""
     tokens = 40
     x, gain = normal(1, tokens, 256).bfloat16(), normal(256, seed=1)
     cos, sin = normal(tokens, 16, seed=2).bfloat16(), normal(tokens, 16, seed=3).bfloat16()
@@ -212,7 +212,7 @@ def test_what_is_no_number_stays_one(value: float) -> None:
 
 
 def test_a_reply_is_made_with_them(vectors: Native, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Norms, rotations and activations of every layer, in bf16: of more rows than one native call takes a part for."""
+    """Run norms, rotary and activations of every layer in bf16, with more rows than one native call takes."""
     taken: Counter[str] = Counter()
 
     def counting(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Which instructions are used: all that the processor has, or those that are asked for."""
+"""Test which instruction set is used: all that the processor supports, or the requested one."""
 
 import pytest
 
@@ -32,7 +32,7 @@ def test_best(name: str) -> None:
 
 @pytest.mark.parametrize("name", isa.SETS)
 def test_a_set_leaves_out_what_it_has_not(name: str) -> None:
-    """On the machine that has everything; of what a machine lacks, an old compiler need not know the name."""
+    """The compiler, if old, need not know the name of an instruction set that the machine lacks."""
     flags = isa.compiler_flags(name, Cpu("Some processor", 1, SAPPHIRE_RAPIDS))
     assert ("-mno-amx-tile" in flags) == (name != "amx")
     assert ("-mno-avx512f" in flags) == (name in ("avxvnni", "avx2"))
@@ -83,5 +83,5 @@ def test_this_machines_own_is_its_best(monkeypatch: pytest.MonkeyPatch) -> None:
     if isinstance(found, Declined):
         pytest.skip(f"no native code here: {found}")
     asked = isa.requested_set(cpu().flags)
-    # A system may refuse the registers of AMX; a compiler may not know what is new.
+    # The kernel may deny access to AMX registers, and a compiler may not know new instruction sets.
     assert found.isa == asked or list(isa.SETS).index(found.isa) >= list(isa.SETS).index(isa.best_set(cpu().flags))

@@ -1,4 +1,4 @@
-"""Packed products on the CPU against fp64: every width, group, type and instruction set; the same bits every time."""
+"""Test packed products on the CPU against fp64: every width, group, dtype and instruction set; always the same bits."""
 
 import ctypes
 from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 ERROR = {torch.bfloat16: 0.0028, torch.float16: 0.0004, torch.float32: 1e-6}
 ROWS = (1, 4, 5, 13, 40)
 WIDTHS = (8, 6, 5, 4, 3, 2)
-Kind = int | Codes  # bits of integers, or what else codes are
+Kind = int | Codes  # bits of integer codes, or another code type
 KINDS: tuple[Kind, ...] = (*WIDTHS, "e2m1")
 GROUPS = (16, 32, 64, 128, None)
 
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.skipif(isinstance(native(), Declined), reason=f"no nati
 
 
 def packing_of(kind: Kind, group: int | None, offsets: bool = False) -> Packing:
-    """Codes of a table have no offsets."""
+    """Return the packing; table codes have no offsets."""
     return Packing(kind, group, offsets=offsets) if isinstance(kind, int) else Packing(4, group, codes=kind)
 
 
@@ -51,7 +51,7 @@ def packed_weight(
     seed: int = 0,
     offsets: bool = False,
 ) -> PackedWeight:
-    """Random codes; scales of both signs, some of them zero."""
+    """Return random codes with scales of both signs, some of them zero."""
     generator = torch.Generator().manual_seed(seed)
     packing = packing_of(kind, group, offsets)
     codes = torch.randint(0, 1 << packing.bits, shape, generator=generator).to(torch.uint8)
@@ -62,7 +62,7 @@ def packed_weight(
 
 
 def exact(weight: PackedWeight) -> Tensor:
-    """The weight in fp64: codes times scales and offsets, nothing rounded."""
+    """Return the weight in fp64: codes times scales plus offsets, without rounding."""
     plain = replace(weight.packing, offsets=False)
     scaled = dequantize(PackedWeight(weight.packed, weight.scales.double(), plain, weight.in_features))
     if weight.offsets is None:
@@ -80,7 +80,7 @@ def relative(found: Tensor, wanted: Tensor) -> float:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_product(library: Native, kind: Kind) -> None:
-    """Odd numbers of outputs, 1 to 40 rows, scales in the type of the activations and in the others, offsets."""
+    """The cases have odd output counts, 1 to 40 rows, scales in several dtypes, and offsets."""
     for index, (group, scale_type) in enumerate(product(GROUPS, ERROR)):
         shape = (16, 128) if index % 3 == 0 else (37, 384)
         weight = packed_weight(kind, shape, group, scale_type, offsets=index % 2 == 0)
@@ -130,13 +130,13 @@ def threads(count: int) -> Iterator[None]:
 
 
 def alone(matmul: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Every row by itself."""
+    """Multiply every row separately."""
     return torch.cat([matmul(row[None]) for row in x])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_has_the_same_bits_alone_and_with_any_number_of_threads(library: Native, kind: Kind) -> None:
-    """Wherever one way of multiplying gives over to another, and at the ends of tiles."""
+    """The row counts are at the switches between kernels and at tile boundaries."""
     for group, dtype in product((16, 32, 128), (torch.bfloat16, torch.float32)):
         matmul = CpuKernel().prepare(packed_weight(kind, (70, 256), group, offsets=group == 32), dtype)
         x = activations(70, 256, dtype)
@@ -149,7 +149,7 @@ def test_a_row_has_the_same_bits_alone_and_with_any_number_of_threads(library: N
 
 
 def test_rows_of_several_parts_have_their_bits(library: Native) -> None:
-    """More rows of more inputs than are multiplied at a time, and an odd number of row blocks."""
+    """The case has more rows and inputs than one block, and an odd number of row blocks."""
     matmul = CpuKernel().prepare(packed_weight(4, (48, 4096), 64), torch.bfloat16)
     x = activations(290, 4096, torch.bfloat16)
     some = torch.tensor([0, 1, 127, 128, 129, 255, 256, 289])
@@ -174,7 +174,7 @@ def test_every_number_of_rows_gives_a_row_its_bits(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_set_of_instructions_gives_the_same_bits(library: Native, kind: Kind) -> None:
-    """As this machine's own; plain vectors have no fused addition, and need not."""
+    """The bits equal those of this machine's default; plain vectors lack fused multiply-add and get a tolerance."""
     own = native()
     assert isinstance(own, Native)
     for group, dtype in product(GROUPS, (torch.bfloat16, torch.float32)):
@@ -188,7 +188,7 @@ def test_every_set_of_instructions_gives_the_same_bits(library: Native, kind: Ki
 
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
 def test_activations_of_any_size(library: Native, size: float) -> None:
-    """One in a hundred is 1000 times the others, as in real models; some segments are all zero."""
+    """The activations have one value in a hundred that is 1000 times larger, as in real models, and zero segments."""
     weight = packed_weight(4, (64, 1024), 128)
     x = activations(4, 1024, torch.float32) * size
     x[:, ::100] *= 1000
@@ -210,7 +210,7 @@ def test_what_is_not_finite_is_not_hidden(library: Native, value: float, rows: i
 
 
 def test_exact_where_integers_suffice(library: Native) -> None:
-    """Small whole numbers and scales of one: nothing may be rounded, on any path."""
+    """Check that no path rounds with small integers and scales of one."""
     codes = torch.randint(0, 16, (48, 256), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
     weight = PackedWeight(pack(codes, 4), torch.ones(48, 2, dtype=torch.bfloat16), Packing(4, 128), 256)
     matmul = CpuKernel().prepare(weight, torch.bfloat16)
@@ -222,7 +222,7 @@ def test_exact_where_integers_suffice(library: Native) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_sums_of_the_largest_numbers_fit(library: Native, kind: Kind) -> None:
-    """The largest codes and activations of a segment, all of one sign: the sums are the largest there are."""
+    """The largest codes and activations of a segment, all of one sign, give the largest possible sums."""
     packing = packing_of(kind, 128)
     for code in (7, 15) if packing.codes == "e2m1" else (0, (1 << packing.bits) - 1):
         codes = torch.full((33, 256), code, dtype=torch.uint8)
@@ -236,7 +236,7 @@ def test_sums_of_the_largest_numbers_fit(library: Native, kind: Kind) -> None:
 
 
 def test_halves_of_scales_that_their_type_has_not(library: Native) -> None:
-    """Codes of E2M1 are multiplied by halves of their scales; the smallest fp16 has none."""
+    """The kernel multiplies E2M1 codes by half their scale, and the smallest fp16 has no half."""
     weight = packed_weight("e2m1", (20, 64), 32, torch.float16)
     weight.scales[:, 0] = 2.0**-24
     matmul, x = CpuKernel().prepare(weight, torch.bfloat16), activations(3, 64, torch.bfloat16)
@@ -252,7 +252,7 @@ def test_no_second_copy() -> None:
 
 
 def test_small_weights_lie_together(library: Native) -> None:
-    """Side by side on a huge page, with the products that they had; what is taken away of them is given back."""
+    """Check that small weights become contiguous on a huge page, with unchanged products and sizes."""
     weights = [CpuMatmul(library, packed_weight(8, (1024, 768), 64, seed=seed)) for seed in range(3)]
     x = activations(2, 768, torch.bfloat16)
     before, nbytes = [weight(x) for weight in weights], [weight.nbytes for weight in weights]
@@ -327,7 +327,7 @@ def test_torch_int4(group: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("shape", [(77, 352), (20, 64), (256, 2048)], ids=str)
 def test_dense_product(library: Native, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """Right, and a row has the same bits alone, with any number of threads and where tiles and parts end."""
+    """The product is correct, and a row has the same bits alone, with any thread count and at tile boundaries."""
     weight = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 0.05).to(dtype)
 
     def multiply(x: Tensor) -> Tensor:

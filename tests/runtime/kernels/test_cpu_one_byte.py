@@ -1,4 +1,4 @@
-"""Products with 8-bit activations: the bits of the plain twin for every width, group, row count and instruction set."""
+"""Test products with 8-bit activations: bits equal the reference for every width, group, row count, instruction set."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,7 +19,7 @@ from tests.support.packed_weights import super_block_weight
 
 pytestmark = pytest.mark.skipif(isinstance(native(), Declined), reason=f"no native code here: {native()}")
 
-# The super-blocks of GGUF: bits, group, offsets.
+# GGUF super-blocks: bits, group, offsets.
 SUPER_BLOCKS = {"Q2_K": (2, 16, True), "Q3_K": (3, 16, False), "Q4_K": (4, 32, True), "Q5_K": (5, 32, True)}
 FEW_ROWS = (1, 2, 3, 5, 7, 8, 9, 13, 20)
 MANY_ROWS = (*range(1, 97), 128, 512)
@@ -30,7 +30,7 @@ def of_one_byte(weight: PackedWeight) -> PackedWeight:
 
 
 def weights(kind: Kind, shape: tuple[int, int]) -> Iterator[PackedWeight]:
-    """Every group; widths of integers with offsets and without, each once."""
+    """Return every group size and each integer width once, with offsets and without."""
     for index, group in enumerate(GROUPS):
         yield packed_weight(kind, shape, group, offsets=index % 2 == 0, seed=index)
 
@@ -38,7 +38,7 @@ def weights(kind: Kind, shape: tuple[int, int]) -> Iterator[PackedWeight]:
 def check(library: Native, weight: PackedWeight, rows: tuple[int, ...]) -> None:
     matmul, x = CpuMatmul(library, of_one_byte(weight)), activations(max(rows), weight.in_features, torch.bfloat16)
     wanted = one_byte.product(x, weight)
-    if library.isa == "plain":  # it has no fused multiplication and addition
+    if library.isa == "plain":  # it has no fused multiply-add
         assert (matmul(x) - wanted).abs().max() <= wanted.abs().max() * 2**-7
         return
     for count in rows:
@@ -66,7 +66,7 @@ def test_every_number_of_rows(library: Native, kind: Kind, group: int | None, of
 
 
 def test_more_inputs_than_a_panel_holds(library: Native) -> None:
-    """Several panels, several parts of the rows, an odd number of row blocks, and three threads."""
+    """The case covers several panels, several row parts, an odd number of row blocks, and three threads."""
     weight = packed_weight(4, (48, 4096), 64)
     matmul, x = CpuMatmul(library, of_one_byte(weight)), activations(290, 4096, torch.bfloat16)
     wanted = one_byte.product(x[::17], weight)
@@ -78,7 +78,7 @@ def test_more_inputs_than_a_panel_holds(library: Native) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_sums_of_the_largest_numbers_fit(library: Native, kind: Kind) -> None:
-    """The largest codes and activations, all of one sign: sums of 16 bits must not overflow."""
+    """The largest codes and activations, all of one sign, must not overflow 16-bit sums."""
     bits = 4 if kind == "e2m1" else int(kind)
     packing = Packing(4, 128, codes="e2m1") if kind == "e2m1" else Packing(bits, 128)
     for code in (7, 15) if kind == "e2m1" else (0, (1 << bits) - 1):
@@ -94,7 +94,7 @@ def test_sums_of_the_largest_numbers_fit(library: Native, kind: Kind) -> None:
 
 @pytest.mark.parametrize("size", [1e-37, 1e-30, 1.0, 1e30])
 def test_activations_of_any_size(library: Native, size: float) -> None:
-    """Some segments are all zero, and some values 1000 times their neighbours."""
+    """The case has segments that are all zero and values 1000 times their neighbours."""
     weight = packed_weight(4, (64, 1024), 128)
     x = activations(10, 1024, torch.float32) * size
     x[:, ::100] *= 1000
@@ -122,7 +122,7 @@ def test_fp32_activations_are_not_rounded(library: Native) -> None:
 
 
 def test_an_error_of_half_a_step() -> None:
-    """Each activation is at most half a unit away from its integer, and the largest of a segment is 127 units."""
+    """The error of an activation is at most half a unit, where 127 units are the largest of its segment."""
     x: Tensor = activations(50, 256, torch.bfloat16)
     numbers, units = one_byte.integers(x, 32)
     values = numbers * units.unsqueeze(-1)
@@ -139,7 +139,7 @@ def test_refilled_weights_keep_their_precision(library: Native, rows: int) -> No
 
 
 def test_groups_and_rows_agree_on_tables_of_both_precisions() -> None:
-    """The 16-bit path is as close to exact weights as before, the 8-bit path within a hundredth."""
+    """The 16-bit path keeps its previous error, and the 8-bit path stays within a hundredth."""
     own = native()
     assert isinstance(own, Native)
     for bits, group in product((4, 3), (32, 128)):

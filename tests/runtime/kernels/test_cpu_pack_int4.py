@@ -1,4 +1,4 @@
-"""Vectors packed by native code are those that torch packs, byte by byte, on every set of instructions."""
+"""Test that native int4 packing equals torch's byte by byte, on every instruction set."""
 
 import pytest
 import torch

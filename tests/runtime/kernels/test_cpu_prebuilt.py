@@ -1,4 +1,4 @@
-"""Libraries that a wheel carries: which one is taken, and that it is taken for what it is."""
+"""Test prebuilt libraries in a wheel: which one is selected, and that its identity is checked."""
 
 import shutil
 from functools import cache
@@ -16,7 +16,7 @@ from tests.support.platform_wheel import complaints, headers
 
 
 def empty(folder: Path, name: str) -> Path:
-    """A file of the name that `find` looks for."""
+    """Create an empty file with the name that `find` expects."""
     folder.mkdir(exist_ok=True)
     path = folder / prebuilt._file_name(name)
     path.touch()
@@ -40,7 +40,7 @@ def test_processors_on_which_dot_products_of_bf16_are_fast() -> None:
 
 @pytest.mark.parametrize("name", isa.SETS)
 def test_a_library_uses_nothing_its_processors_lack(name: str) -> None:
-    """What the compiler may use is what `InstructionSet.on` has seen, by their two names."""
+    """The compiler flags match the features that `InstructionSet.on` checks."""
     allowed = {flag.removeprefix("-m").replace("-", "").replace("_", "") for flag in isa.portable_flags()[name]}
     assert allowed == {need.replace("_", "") for need in isa.SETS[name].needs}
     assert isa.SETS[name].on(BEST[name])
@@ -56,7 +56,7 @@ def test_there_is_a_reason_where_there_is_none(tmp_path: Path) -> None:
 
 
 def test_a_library_that_cannot_be_loaded_is_built_instead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where the C library is older, or the file was cut short."""
+    """The load fails if the C library is older or the file is truncated."""
     monkeypatch.setattr(prebuilt, "FOLDER", tmp_path)
     monkeypatch.setattr(prebuilt.find, "__defaults__", (tmp_path,))
     monkeypatch.setattr(build, "cpu", lambda: Cpu("Some processor", 1, HASWELL))
@@ -82,10 +82,10 @@ def _compiled(folder: Path) -> Path:
 
 @pytest.fixture
 def compiled(request: pytest.FixtureRequest) -> Path:
-    """This machine's best set, as a wheel carries it; kept between runs."""
+    """Return this machine's best instruction set compiled as in a wheel; cached between runs."""
     if shutil.which("g++") is None or isa.best_set(cpu().flags) == "plain":
         pytest.skip("no compiler, or no instructions to compile for")
-    return _compiled(request.config.cache.mkdir("portable_cpu"))  # type: ignore[union-attr]  # the plugin is always there
+    return _compiled(request.config.cache.mkdir("portable_cpu"))  # type: ignore[union-attr]  # the plugin always exists
 
 
 @pytest.mark.slow

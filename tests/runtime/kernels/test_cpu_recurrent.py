@@ -1,4 +1,4 @@
-"""What recurrent layers do with their states: native against the twins in torch, and those against the recurrence."""
+"""Test native recurrent kernels against their torch references, and those against the recurrence."""
 
 import itertools
 from typing import Any
@@ -27,9 +27,9 @@ def close(found: Tensor | str, expected: Tensor, tolerance: float = 2e-6) -> Non
 
 
 def delta_case(sizes: DeltaSizes, dtype: torch.dtype = torch.float32, rows: int = ROWS) -> tuple[Any, ...]:
-    """qkv, gates, rate, dt_bias, state."""
+    """Return qkv, gates, rate, dt_bias and state."""
     width = 2 * sizes.key_heads * sizes.key_dim + sizes.heads * sizes.value_dim
-    gates = normal(rows, 2 * sizes.heads + 5, seed=1).to(dtype)[:, 3 : 3 + 2 * sizes.heads] * 2  # not side by side
+    gates = normal(rows, 2 * sizes.heads + 5, seed=1).to(dtype)[:, 3 : 3 + 2 * sizes.heads] * 2  # not contiguous
     rate = -normal(sizes.heads, seed=2).exp()
     state = normal(5, sizes.heads, sizes.key_dim, sizes.value_dim, seed=4)
     return normal(rows, width).to(dtype), gates, rate, normal(sizes.heads, seed=3), state
@@ -38,7 +38,7 @@ def delta_case(sizes: DeltaSizes, dtype: torch.dtype = torch.float32, rows: int 
 def one_by_one(
     qkv: Tensor, gates: Tensor, rate: Tensor, dt_bias: Tensor, state: Tensor, runs: Runs, sizes: DeltaSizes
 ) -> Tensor:
-    """The recurrence as arXiv 2412.06464 writes it, in fp64, one token and head at a time."""
+    """Compute the recurrence of arXiv 2412.06464 in fp64, one token and head at a time."""
     width, copies, out = sizes.key_heads * sizes.key_dim, sizes.heads // sizes.key_heads, []
     for (first, end), slot in zip(itertools.pairwise(runs.starts), runs.slots, strict=True):
         for row, gate in zip(qkv[first:end].double(), gates[first:end].double(), strict=True):
@@ -108,7 +108,7 @@ def test_the_convolution_is_that_of_torch() -> None:
 @pytest.mark.usefixtures("library")
 @DTYPES
 def test_a_row_has_the_same_bits_however_its_text_is_cut(dtype: torch.dtype) -> None:
-    """And whoever is beside it, on however many threads."""
+    """The bits also do not depend on the batch or the thread count."""
     sizes, cuts = DeltaSizes(4, 2, 32, 32), (0, 1, 2, 9, 40, 50)
     qkv, gates, rate, dt_bias, state = delta_case(sizes, dtype, rows=50)
     weight, before = normal(4, qkv.shape[1], seed=5), normal(5, 3, qkv.shape[1], seed=6)
@@ -134,7 +134,7 @@ def test_a_row_has_the_same_bits_however_its_text_is_cut(dtype: torch.dtype) -> 
 
 
 def test_what_the_native_code_does_not_take() -> None:
-    """Nothing is read or written outside of what was handed over."""
+    """The call must not read or write outside of its arguments."""
     sizes = DeltaSizes(2, 1, 16, 16)
     *given, state = delta_case(sizes, rows=4)
     one = Runs.alike(1, 4)

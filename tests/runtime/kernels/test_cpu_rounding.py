@@ -1,4 +1,4 @@
-"""Rounding, columns and packing by native code, bit by bit against plain torch."""
+"""Test native rounding, columns and packing bit by bit against plain torch."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ needs_native = pytest.mark.skipif(isinstance(native(), Declined), reason=f"no na
 
 
 def weights(rows: int, columns: int, seed: int = 0) -> Tensor:
-    """Rows of quite other sizes: of zeros, of the smallest numbers, of one value, with ties for the largest."""
+    """Return rows of very different sizes: zeros, the smallest numbers, constants, ties for the largest."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(rows, columns, generator=generator) * torch.logspace(-6, 2, max(rows, 1))[:rows, None]
     if rows > 4:
@@ -58,7 +58,7 @@ def test_the_bits_are_torchs(library: Native, shape: tuple[int, int, int | None]
 @needs_native
 @pytest.mark.parametrize("move", [False, True], ids=["gptq", "descent"])
 def test_columns_are_summed_in_turn(vectors: Native, move: bool) -> None:
-    """So that no set of instructions rounds otherwise, nor another place of a row."""
+    """The fixed order gives the same rounding on every instruction set and at every row position."""
     residual, matrix, scales, codes, half = problem(128, 150, 8, move)
     found = native_columns(residual, matrix, scales, codes, half)
     assert not isinstance(found, Declined)

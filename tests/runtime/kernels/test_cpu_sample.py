@@ -1,4 +1,4 @@
-"""The native softmax and draw against torch and the definition, for every instruction set the library is built for."""
+"""Test native softmax and sampling against torch and the definition, for every instruction set of the library."""
 
 import math
 
@@ -35,7 +35,7 @@ def test_the_softmax_is_torchs_and_the_draw_its_running_sum(size: int) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_the_likeliest_is_the_first_of_the_largest(size: int) -> None:
-    """Rows apart, with equals, zeros of either sign, and rows that are no numbers."""
+    """The rows are strided, with equal values, zeros of either sign, and NaN."""
     rows = torch.full((6, size + 3), math.inf)
     rows[:, :size] = logits_of(size).bfloat16().float()
     rows[1, :size] = -math.inf
@@ -69,7 +69,7 @@ def test_what_is_no_number_is_told(bad: float, place: int) -> None:
 def test_does_not_read_or_write_beyond_the_row() -> None:
     given, out = torch.full((1, 64), math.nan), torch.full((1, 64), 7.0)
     given[0, 10:43] = logits_of(33)
-    assert softmax_draw(given[:, 10:43], 0.5, out[:, 10:43]) < 33  # type: ignore[operator]  # fp32 is taken
+    assert softmax_draw(given[:, 10:43], 0.5, out[:, 10:43]) < 33  # type: ignore[operator]  # fp32 is accepted
     assert (out[0, :10] == 7).all() and (out[0, 43:] == 7).all()
 
 

@@ -1,4 +1,4 @@
-"""Scales of super-blocks on the CPU: held as bytes and factors, in sums of integers, to the bit what the rule says."""
+"""Test super-block scales on the CPU: stored as bytes and factors, summed as integers, bit for bit by the rule."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -22,28 +22,28 @@ pytestmark = pytest.mark.skipif(isinstance(native(), Declined), reason=f"no nati
 
 
 def whole(weight: PackedWeight) -> PackedWeight:
-    """The same numbers, scales and offsets in fp32."""
+    """Return the same numbers with scales and offsets in fp32."""
     return replace(weight, factors=None, packing=replace(weight.packing, super_blocks=False))
 
 
 def as_float(number: Fraction) -> Fraction:
-    """`number` rounded to fp32."""
+    """Return `number` rounded to fp32."""
     return Fraction(torch.tensor(float(number), dtype=torch.float64).float().item())
 
 
 def as_integers(row: Tensor, span: int, kept: int) -> tuple[Tensor, list[Fraction]]:
-    """bf16 [K] in units of its spans, of `kept` bits behind the first of the largest; and the units."""
+    """Return bf16 [K] as integers per span with `kept` bits below the largest's leading bit, and the units."""
     spans = row.view(-1, span)
-    beyond = (spans.abs().amax(1).view(torch.int16) + 1).view(torch.bfloat16)  # or the largest may round to a bit more
+    beyond = (spans.abs().amax(1).view(torch.int16) + 1).view(torch.bfloat16)  # or the largest may round up by one bit
     units = [Fraction(2) ** (int(one) - 1 - kept) for one in torch.frexp(beyond.float()).exponent]
     return torch.cat([torch.round(one.float() / float(unit)) for one, unit in zip(spans, units, strict=True)]), units
 
 
 def by_the_rule(weight: PackedWeight, x: Tensor) -> Tensor:
-    """bf16 [M, K] times `weight`, in fp32, by the rule of packed_cpu.cpp, one number at a time.
+    """Multiply bf16 [M, K] by `weight` in fp32 by the rule of packed_cpu.cpp, one number at a time.
 
-    Activations of a span are integers of its unit; their sum with codes times whole numbers is exact, and scaled once;
-    then come the offsets of the groups.
+    Activations of a span are integer multiples of its unit; their sum with codes times integer scales is exact and is
+    scaled once; the offsets of the groups are added afterwards.
     """
     levels, packing, inputs = scale_codes(weight), weight.packing, weight.in_features
     group, factors, offsets = packing.group_size, weight.factors, weight.offsets
@@ -68,7 +68,7 @@ def by_the_rule(weight: PackedWeight, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("bits, group, offsets", KINDS, ids=str)
 def test_products_are_by_the_rule(library: Native, bits: int, group: int, offsets: bool) -> None:
-    """One outlier in a hundred, and rows for each way of multiplying: in registers, and of panels."""
+    """The activations have outliers, and the row counts cover the register kernel and the panel kernel."""
     weight = super_block_weight(bits, (19, 512), group, offsets=offsets)
     x = torch.randn(7, 512, generator=torch.Generator().manual_seed(bits))
     x[:, ::97] *= 100
@@ -79,7 +79,7 @@ def test_products_are_by_the_rule(library: Native, bits: int, group: int, offset
 
 @pytest.mark.parametrize("bits, group, offsets", KINDS, ids=str)
 def test_a_row_does_not_know_its_neighbours(library: Native, bits: int, group: int, offsets: bool) -> None:
-    """A row block that is not full, two spans of columns of threads, and what a product of fp32 is."""
+    """The case has a partial row block and two column spans per thread; the result also equals an fp32 product."""
     weight = super_block_weight(bits, (85, 768), group, offsets=offsets)
     nested, plain = CpuMatmul(library, weight), CpuMatmul(library, whole(weight))
     assert torch.equal(nested.dequantize(), dequantize(weight))
@@ -95,7 +95,7 @@ def test_a_row_does_not_know_its_neighbours(library: Native, bits: int, group: i
 
 @pytest.mark.parametrize("bits, group, offsets", KINDS, ids=str)
 def test_the_largest_sums_fit(library: Native, bits: int, group: int, offsets: bool) -> None:
-    """Codes, whole numbers and activations at their ends, of one sign: nothing wraps."""
+    """Check that codes, integer scales and activations at their limits with one sign do not overflow."""
     weight = super_block_weight(bits, (16, 512), group, offsets=offsets)
     factor = torch.full_like(weight.factors, 2.0**-10) if weight.factors is not None else None
     scales = torch.full_like(weight.scales, (63 if offsets else -128) * 2.0**-10)
@@ -117,7 +117,7 @@ def test_what_is_held_is_what_is_counted(library: Native, bits: int, group: int,
 
 
 def test_scales_that_factors_do_not_give_are_held_whole(library: Native) -> None:
-    """Neither numbers between whole ones, nor whole numbers or groups that sums of integers are not made for."""
+    """The others are scales between integers, and integers or groups that the integer kernels do not support."""
     weight, x = super_block_weight(4, (32, 256), 32, offsets=True), torch.randn(3, 256).bfloat16()
     assert weight.offsets is not None
     larger = replace(weight, scales=weight.scales * 2, offsets=weight.offsets + weight.scales * 8)

@@ -1,4 +1,4 @@
-"""Experts on the CPU against their plain twins, and each expert's rows against the same rows alone, bit for bit."""
+"""Test CPU experts against their plain references, and each expert's rows against the same rows alone, bit for bit."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,7 +28,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def scores(tokens: int, experts: int, seed: int = 0) -> Tensor:
-    """No two of a token's are equal."""
+    """Return scores without ties within a token."""
     generator = torch.Generator().manual_seed(seed)
     return torch.stack([torch.randperm(experts, generator=generator) for _ in range(tokens)]).float() * 0.37 - 3
 
@@ -68,7 +68,7 @@ def test_routes_are_the_twins(tokens: int, experts: int, share: float, normalize
 
 
 def test_a_route_sends_each_token_to_its_highest_scores() -> None:
-    """Written out for three tokens: pairs by expert, then by token; weights by rank."""
+    """The expected route is written out for three tokens: pairs by expert, then by token; weights by rank."""
     route = native_route(
         torch.tensor([[0.0, 2.0, 1.0], [5.0, 1.0, 4.0], [0.0, 3.0, 1.0]]), RoutingSpec(2, normalize=True)
     )
@@ -99,7 +99,7 @@ def test_scores_that_are_no_numbers_stay_within_the_experts(bad: float) -> None:
 @pytest.mark.parametrize("codes", [4, 3, 8, "e2m1"])
 @pytest.mark.parametrize("tokens", [1, 2, 7, 60], ids=lambda tokens: f"{tokens}-tokens")
 def test_packed_products_are_those_of_each_expert_alone(tokens: int, codes: int | Codes, dtype: str) -> None:
-    """37 outputs, so that the last block is not full; experts of one row, of few, and of many."""
+    """The 37 outputs leave the last block partial; experts have one row, few rows, and many."""
     kind = DTYPES[dtype]
     experts = [packed(37, 96, codes, seed, kind) for seed in range(9)]
     check(experts, tokens, 96, kind)
@@ -112,7 +112,7 @@ def test_dense_products_are_those_of_each_expert_alone(tokens: int, outputs: int
 
 
 def check(experts: Sequence[Matmul | Tensor], tokens: int, inputs: int, dtype: torch.dtype) -> None:
-    """Both ways of naming rows; and widths that differ between experts of one shape."""
+    """Check both ways of indexing rows, and widths that differ between experts of one shape."""
     route = reference.route(scores(tokens, len(experts)), RoutingSpec(2, normalize=True))
     chosen = [experts[expert] for expert in route.hit]
     x = torch.randn(tokens, inputs, generator=torch.Generator().manual_seed(5)).to(dtype)
@@ -134,7 +134,7 @@ def test_experts_may_have_different_widths() -> None:
 
 @pytest.mark.parametrize("tokens", [1, 7], ids=lambda tokens: f"{tokens}-tokens")
 def test_experts_may_cut_their_inputs_differently(tokens: int) -> None:
-    """Super-blocks of two kinds, one whose scales its factors do not give, and no super-blocks."""
+    """The experts have two kinds of super-blocks, one stored in full, and no super-blocks."""
     nested = [super_block_weight(bits, (32, 256), 32, offsets=True) for bits in (4, 5)]
     nested.append(replace(nested[0], scales=nested[0].scales * 1.001))
     experts = [prepare_product(weight, torch.bfloat16) for weight in nested]
@@ -172,7 +172,7 @@ def test_weighted_sums_are_the_twins(shape: tuple[int, int, int], dtype: str) ->
 @pytest.mark.parametrize("codes", ["fp4", "nf4", "e4m3"])
 @pytest.mark.parametrize("tokens", [1, 3, 21], ids=lambda tokens: f"{tokens}-tokens")
 def test_products_in_codes_of_tables_are_those_of_each_expert_alone(tokens: int, codes: Codes, dtype: str) -> None:
-    """37 outputs, which no task divides; an expert of more rows than are decoded each is declined."""
+    """The 37 outputs do not divide evenly among tasks; an expert with too many rows is declined."""
     kind, bits = DTYPES[dtype], 8 if codes == "e4m3" else 4
     experts = []
     for seed in range(9):
@@ -190,7 +190,7 @@ def test_products_in_codes_of_tables_are_those_of_each_expert_alone(tokens: int,
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_clamped_swiglu_is_the_twin(dtype: str) -> None:
-    """Beyond its clamps too; to a step of bf16, or of fp32."""
+    """The inputs exceed the clamps; the tolerance is one step of bf16 or fp32."""
     gate_up = torch.randn(19, 2 * 48, generator=torch.Generator().manual_seed(0)) * 6
     gate_up[0, :4] = torch.tensor([30.0, -30.0, -90.0, 30.0])
     given = gate_up.to(DTYPES[dtype])

@@ -1,4 +1,4 @@
-"""The plain twins that no other test looks at alone, against arithmetic written out."""
+"""Test the plain reference kernels that no other test checks directly against written-out arithmetic."""
 
 import math
 
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 def written_out(
     query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float, softcap: float | None
 ) -> Tensor:
-    """One query, head and sequence at a time, in double."""
+    """Compute one query, head and sequence at a time in fp64."""
     batch, tokens, heads, head_dim = query.shape
     length, copies = key.shape[2], heads // key.shape[1]
     out = torch.zeros(batch, tokens, heads, head_dim, dtype=torch.float64)
@@ -55,7 +55,7 @@ def test_scores_are_scaled_and_capped(
 
 
 def test_capped_scores_have_gradients() -> None:
-    """Tuning differentiates them."""
+    """The tuning code differentiates through them."""
     query, key, value = (torch.randn(1, 3, 2, 8).requires_grad_() for _ in range(3))
     out = attend_dense(query, Stored(key.transpose(1, 2)), Stored(value.transpose(1, 2)), None, None, 0.3, 0.7)
     out.square().sum().backward()  # type: ignore[no-untyped-call]  # torch's stub
@@ -74,7 +74,7 @@ def test_activations_and_norms() -> None:
 
 
 def test_a_gain_in_fp32_is_not_rounded_first() -> None:
-    """Gains of 1 + w in bf16 would lose most of w."""
+    """The rounding of a gain 1 + w to bf16 would lose most of w."""
     x, gain = torch.ones(1, 1, 64, dtype=torch.bfloat16) * 300, 1 + torch.full((64,), 0.0021)
     assert rms_norm(x * 3, gain, 1e-6).dtype == torch.bfloat16
     exact = 3 * 300 / math.sqrt(900**2 + 1e-6) * gain

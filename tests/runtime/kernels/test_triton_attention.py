@@ -1,4 +1,4 @@
-"""Attention to the paged cache against plain torch, in the interpreter: grouped heads, windows, lots, int8, int4."""
+"""Test Triton paged attention against plain torch in the interpreter: grouped heads, windows, splits, int8, int4."""
 
 from dataclasses import dataclass
 
@@ -42,7 +42,7 @@ class Case:
     dtype: torch.dtype = torch.float16
     processors: int = 8
     packing: Packing = Packing(4, 128)
-    block: int = 640  # size of a cache block; that of every sequence by default
+    block: int = 640  # cache block size, and the default for every sequence
 
     def __str__(self) -> str:
         options = f"-window{self.window}" * (self.window is not None) + "-int8" * self.int8
@@ -54,7 +54,7 @@ class Case:
 
 
 def paged(tensor: torch.Tensor, block: int, table: torch.Tensor) -> torch.Tensor:
-    """Cut [sequences, kv_heads, positions, ..] into blocks of a cache, where `table` says; 0xFF or NaN elsewhere."""
+    """Cut [sequences, kv_heads, positions, ..] into cache blocks as `table` says; fill the rest with 0xFF or NaN."""
     sequences, heads, positions, *rest = tensor.shape
     empty = torch.nan if tensor.is_floating_point() else -1 if tensor.dtype == torch.int8 else 0xFF
     shape = (int(table.max()) + 2, heads, block, *rest)
@@ -65,13 +65,13 @@ def paged(tensor: torch.Tensor, block: int, table: torch.Tensor) -> torch.Tensor
 
 
 def shuffled(sequences: int, width: int) -> torch.Tensor:
-    """A block table whose blocks are in no order, with a block of nobody among them."""
+    """Return a block table in shuffled order with an unused block in it."""
     order = torch.randperm(sequences * width + 1, generator=torch.Generator().manual_seed(3))
     return order[: sequences * width].reshape(sequences, width).to(torch.int32)
 
 
 def filled(case: Case) -> tuple[LayerCache, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A cache with NaN or rubbish where nothing was written, its block table, and what it holds as fp32."""
+    """Return a cache with NaN or garbage in unwritten places, its block table, and its contents as fp32."""
     capacity = 640
     table = shuffled(len(case.lengths), capacity // case.block)
     shape = (2, len(case.lengths), case.kv_heads, capacity, case.head_dim)
@@ -150,7 +150,7 @@ def attention(case: Case) -> float:
         Case((100,), head_dim=80, heads=2, kv_heads=1, packing=Packing(4, 32)),
         Case((300, 9), heads=3, kv_heads=3, packing=Packing(4, None), processors=64),
         Case((70,), heads=2, kv_heads=2, tokens=12, packing=Packing(8, 64)),
-        Case((90, 35), heads=16, kv_heads=2, tokens=17, window=50, packing=Packing(4, 64)),  # in three lots
+        Case((90, 35), heads=16, kv_heads=2, tokens=17, window=50, packing=Packing(4, 64)),  # in three splits
         pytest.param(Case((400,), heads=4, kv_heads=1, tokens=64, int8=True), marks=pytest.mark.slow),
         pytest.param(Case((130, 67), heads=4, kv_heads=1, tokens=17, int4=True, head_dim=256), marks=pytest.mark.slow),
     ],
@@ -175,7 +175,7 @@ def test_refuses_what_the_kernels_take_for_granted() -> None:
         lambda: LayerCache(keys, keys.transpose(2, 3).contiguous().transpose(2, 3)),
         lambda: LayerCache(keys.to(torch.int8), keys.to(torch.int8)),
         lambda: LayerCache(keys, keys, scales, scales),
-        lambda: LayerCache(*[torch.zeros((1, 2, 8, 46), dtype=torch.uint8)] * 2),  # a head of 80
+        lambda: LayerCache(*[torch.zeros((1, 2, 8, 46), dtype=torch.uint8)] * 2),  # a head size of 80
         lambda: LayerCache(keys.to(torch.int8), keys.to(torch.int8), scales, scales[:, :, :4]),
     ):
         with pytest.raises(ValueError, match="cache"):
@@ -201,7 +201,7 @@ def test_lots_of_tokens_are_as_few_and_as_even_as_columns_allow() -> None:
 
 @dataclass(frozen=True)
 class Scored:
-    """Attention with another scale, a softcap, sinks, a window; the result as plain values."""
+    """Runs attention with a custom scale, softcap, sinks or window and returns plain values."""
 
     lengths: tuple[int, ...]
     heads: int = 4

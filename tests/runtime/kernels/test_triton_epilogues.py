@@ -1,4 +1,4 @@
-"""What products do besides multiplying, against plain torch, in the interpreter."""
+"""Test the epilogues of Triton products against plain torch in the interpreter."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -20,13 +20,13 @@ from tests.support.triton_products import difference, numbers, product  # noqa: 
 
 __all__ = ["interpret"]
 
-# The interpreter cuts bf16 off where a GPU rounds, at each of a few steps.
+# The interpreter truncates to bf16 where a GPU rounds, at each of a few steps.
 TOLERANCE = {torch.bfloat16: 4 * 2**-8, torch.float16: 4 * 2**-11}
 
 
 @dataclass(frozen=True)
 class Sum:
-    """A product of `k` columns added to a stream of `size`, and the norm for one of `into`."""
+    """Describes a product of `k` columns added to a residual of `size`, and the norm for a product to `into`."""
 
     k: int
     size: int
@@ -41,7 +41,7 @@ class Sum:
 
 
 def summed(case: Sum) -> tuple[float, float, bool]:
-    """Errors of the stream and of a product of its norm; whether counters are zero, any order of programs the same."""
+    """Return errors of residual and next product, whether counters are zero and program order does not matter."""
     from mycli.runtime.kernels.triton.residual import Norm, add
 
     first = product(case.k, case.packing, 8, n=case.size)
@@ -79,7 +79,7 @@ def summed(case: Sum) -> tuple[float, float, bool]:
         Sum(512, 200, 8, torch.float16, Packing(8, None), Packing(8, None)),
         Sum(512, 96, 2, torch.bfloat16, Packing(2, 64), Packing(4, 32)),
         Sum(512, 200, 2, torch.float16, Packing(4, 128), None),
-        Sum(256, 192, 20, torch.float16, Packing(3, 64), Packing(4, 32)),  # two blocks, each done rows by rows
+        Sum(256, 192, 20, torch.float16, Packing(3, 64), Packing(4, 32)),  # two blocks, each computed in row groups
         pytest.param(Sum(2048, 256, 12, torch.bfloat16, Packing(8, 64), Packing(4, 128)), marks=pytest.mark.slow),
         pytest.param(Sum(2944, 96, 17, torch.float16, Packing(3, 64), None), marks=pytest.mark.slow),
         pytest.param(Sum(2304, 128, 33, torch.float16, Packing(8, 128), Packing(3, 128)), marks=pytest.mark.slow),
@@ -131,7 +131,7 @@ def silu(size: int, rows: int, dtype: torch.dtype, packing: Packing, into: Packi
     [
         (256, 1, torch.bfloat16, Packing(4, 128), Packing(4, 128)),
         (320, 3, torch.float16, Packing(4, 64), Packing(4, 64)),  # a block has rows of gate and of up
-        (40, 2, torch.float16, Packing(4, 64), Packing(3, None)),  # and of one piece of them, both
+        (40, 2, torch.float16, Packing(4, 64), Packing(3, None)),  # and both in one piece of them
         (160, 8, torch.float16, Packing(8, 32), Packing(2, 32)),
         (192, 19, torch.float16, Packing(3, 64), Packing(4, 64)),  # two blocks of rows
         pytest.param(256, 61, torch.bfloat16, Packing(4, 128), Packing(4, 128), marks=pytest.mark.slow),
@@ -183,9 +183,9 @@ class Rotation:
 
 
 def rotation(case: Rotation) -> tuple[float, float, float, bool]:
-    """Errors of queries, keys and values; whether nothing else of the cache was touched.
+    """Return errors of queries, keys and values, and whether the rest of the cache is unchanged.
 
-    A length of 0 is a padding sequence. Blocks of the cache are in no order, and one belongs to nobody.
+    A length of 0 is a padding sequence. Cache blocks are in shuffled order, and one is unused.
     """
     from mycli.runtime.kernels.triton import rope
     from mycli.runtime.kernels.triton.layer_cache import LayerCache
@@ -223,7 +223,7 @@ def rotation(case: Rotation) -> tuple[float, float, float, bool]:
     nobody = blocks[:, order[-1]]
 
     def contiguous(paged: torch.Tensor) -> torch.Tensor:
-        """[2, sequences, kv_heads, capacity, ..] of what lies in blocks."""
+        """Return [2, sequences, kv_heads, capacity, ..] gathered from the blocks."""
         return paged[:, table.long()].transpose(2, 3).flatten(3, 4)
 
     layers, scales, dense = contiguous(blocks), contiguous(factors), contiguous(kept_blocks)
@@ -262,7 +262,7 @@ def rotation(case: Rotation) -> tuple[float, float, float, bool]:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(Rotation(4, 2, 64, (5,)), marks=pytest.mark.slow),  # what the others have beside more
+        pytest.param(Rotation(4, 2, 64, (5,)), marks=pytest.mark.slow),  # the other cases cover this and more
         Rotation(4, 4, 32, (9, 3), tokens=3, bias=True),
         pytest.param(Rotation(2, 1, 128, (24, 1), norm=True, dtype=torch.bfloat16), marks=pytest.mark.slow),
         Rotation(3, 1, 80, (4,), tokens=2, int8=True),

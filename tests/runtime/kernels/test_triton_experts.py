@@ -1,4 +1,4 @@
-"""Experts in Triton against the plain loop, in the interpreter: products, routes and sums, and how many launches."""
+"""Test Triton experts against the plain loop in the interpreter: products, routes, sums and number of launches."""
 
 from dataclasses import dataclass
 
@@ -69,14 +69,14 @@ CASES = [
 
 
 def scores(tokens: int, experts: int, seed: int = 0) -> Tensor:
-    """No two of a token's are equal; the last expert is seldom chosen, and the first often."""
+    """Return scores without ties within a token; the last expert is rarely chosen and the first often."""
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.stack([torch.randperm(experts, generator=generator) for _ in range(tokens)]).float()
     return drawn - 2.37 * torch.arange(experts)
 
 
 def products(case: Routes) -> tuple[float, bool]:
-    """Relative error of pairs, gathered and not, against fp64; whether a second time, backwards, is the same."""
+    """Return relative errors against fp64, gathered and not, and whether a run in reverse order is equal."""
     stored = [weight(case.packing, case.n, case.k, seed=seed, dtype=case.dtype) for seed in range(case.experts)]
     chip = Chip(case.capability, case.processors, case.pdl)
     table = ExpertTable.from_weights([TritonMatmul(one, chip) for one in stored])
@@ -123,7 +123,7 @@ def test_routes(tokens: int, experts: int, top_k: int, normalized: bool, interpr
     interpret(routed, tokens, experts, RoutingSpec(top_k, normalized))
 
 
-# Sigmoids, corrected or not, and a softmax that is corrected; weights of the chosen, or as they are.
+# Sigmoid scores, corrected or not, and corrected softmax scores; weights normalized or not.
 CHOICES = {
     "sigmoid": (RoutingSpec(3, normalize=False, scoring="sigmoid"), False),
     "sigmoid-corrected-scaled": (RoutingSpec(4, normalize=True, scoring="sigmoid", epsilon=0.5, scale=2.5), True),
@@ -138,7 +138,7 @@ def test_choices_of_experts(case: str, interpret: Interpret) -> None:
 
 
 def many_pairs() -> None:
-    """More than a program looks at together."""
+    """Test more pairs than one program handles."""
     routed(700, 3, RoutingSpec(2, normalize=True))
 
 
@@ -148,7 +148,7 @@ def test_a_route_of_many_pairs(interpret: Interpret) -> None:
 
 
 def strange_scores() -> tuple[list[int], list[int], list[int]]:
-    """What is chosen where scores are equal, and the pairs where one is no number."""
+    """Return the chosen experts for tied scores, and the pairs with NaN scores."""
     equal = route_tokens(torch.zeros(1, 6), RoutingSpec(3, normalize=True))
     bad = scores(20, 6)
     bad[3], bad[4, 2], bad[5, 1] = torch.nan, torch.inf, -torch.inf
@@ -211,7 +211,7 @@ def test_declines_what_others_do_sooner() -> None:
 
 @pytest.mark.parametrize(("pairs", "experts", "rows"), [(8, 128, 8), (512, 4, 64), (65, 3, 16), (1, 1, 8)])
 def test_there_are_tiles_enough_for_any_route(pairs: int, experts: int, rows: int) -> None:
-    """The most that any split of the pairs takes, tried on the worst: one pair for each expert, the rest for one."""
+    """The bound is tested on the worst split: one pair for each expert, the rest for one expert."""
     one = ExpertTable.from_weights([TritonMatmul(weight(Packing(4, 128), 16, 128, 0), Chip((9, 0), 1))] * experts)
     assert isinstance(one, ExpertTable)
     hit = min(pairs, experts)

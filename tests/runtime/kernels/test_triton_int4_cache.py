@@ -1,4 +1,4 @@
-"""Vectors of 4-bit codes on the device against their twin, `runtime.cache.int4`, in the interpreter: bit by bit."""
+"""Test int4 cache vectors in Triton against `runtime.cache.int4` in the interpreter, bit by bit."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ __all__ = ["interpret"]
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
 def _round_trip(x, codes, scales, y, rotated, rows, ROWS: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]  # as above
-    """x fp32 [rows, SIZE] into a cache, and what is read of it, still rotated, fp32."""
+    """Write x fp32 [rows, SIZE] to a cache and return what is read back, still rotated, in fp32."""
     row, lane = tl.arange(0, ROWS), tl.arange(0, SIZE)
     at, known = row[:, None] * SIZE + lane[None, :], row < rows
     turned = hadamard_rows(tl.load(x + at, mask=known[:, None], other=0.0), ROWS, SIZE) * SIZE**-0.5
@@ -37,7 +37,7 @@ def _round_trip(x, codes, scales, y, rotated, rows, ROWS: tl.constexpr, SIZE: tl
 
 
 def packed(size: int, extraordinary: bool) -> tuple[bool, bool, bool]:
-    """Whether the rotation, the packed bytes, and what is read of them are the twin's."""
+    """Return whether the rotation, the packed bytes and the values read equal the reference's."""
     x = normal(5, size)
     x[0, 3] = 40.0
     x[1] = 0.0

@@ -1,4 +1,4 @@
-"""The Triton product against fp64 in the interpreter: every packing, dtype, tile and awkward size."""
+"""Test Triton linear products against fp64 in the interpreter: every packing, dtype, tile and awkward size."""
 
 import math
 import time
@@ -46,7 +46,7 @@ class Case:
 
 
 def few_rows() -> list[Case]:
-    """Every packing with 1 to 8 rows."""
+    """Test every packing with 1 to 8 rows."""
     cases = []
     for index, (bits, group) in enumerate((bits, group) for bits in BITS for group in (*GROUP_SIZES, None)):
         dtype = (torch.bfloat16, torch.float16)[index % 2]
@@ -132,19 +132,19 @@ def exact(stored: PackedWeight, x: torch.Tensor) -> torch.Tensor:
 
 
 def exactly(stored: PackedWeight) -> torch.Tensor:
-    """The weight in fp64, whatever it is to be rounded to."""
+    """Return the weight in fp64 without the rounding to its dtype."""
     offsets = None if stored.offsets is None else stored.offsets.double()
     found = dequantize(replace(stored, scales=stored.scales.double(), offsets=offsets))
     return found.double()
 
 
 def error(y: torch.Tensor, expected: torch.Tensor) -> float:
-    """Relative RMSE."""
+    """Return the relative RMSE."""
     return float((y.double() - expected).norm() / expected.norm())
 
 
 def product(case: Case) -> tuple[float, float]:
-    """Errors of the product before it is rounded to the dtype, and of the unpacked weight."""
+    """Return the errors of the product before rounding to its dtype, and of the unpacked weight."""
     from mycli.runtime.kernels.triton.product.matmul import TritonMatmul
 
     stored, x = build(case)
@@ -156,7 +156,7 @@ def product(case: Case) -> tuple[float, float]:
 
 
 def ulp(dtype: torch.dtype) -> float:
-    """Of a number just below a power of two. The interpreter cuts bf16 off where a GPU rounds to nearest."""
+    """Return the ulp just below a power of two, since the interpreter truncates to bf16 where a GPU rounds."""
     return torch.finfo(dtype).eps
 
 
@@ -172,14 +172,14 @@ def test_product(case: Case, interpret: Interpret) -> None:
 @pytest.mark.parametrize("case", chosen(FOREIGN, FOREIGN[:4]), ids=str)
 def test_product_of_foreign_layouts(case: Case, interpret: Interpret) -> None:
     unrounded, dense = interpret(product, case)  # type: ignore[misc]  # the pool carries any result
-    rounded = 2**-11 if case.packing.codes == "nf4" else 0.0  # its values, to fp16
+    rounded = 2**-11 if case.packing.codes == "nf4" else 0.0  # its values, rounded to fp16
     assert unrounded < 1e-4 + rounded
     assert dense <= rounded + ulp(case.scale or case.dtype) * (1 if case.scale is None else 8)
 
 
 @pytest.mark.parametrize("case", SIXTEENS, ids=str)
 def test_groups_of_16(case: Case, interpret: Interpret) -> None:
-    """Two of them are unpacked at once, and multiplied apart."""
+    """The kernel unpacks two groups together and multiplies them separately."""
     unrounded, dense = interpret(product, case)  # type: ignore[misc]  # the pool carries any result
     assert unrounded < 1e-4
     assert dense <= ulp(case.scale or case.dtype) * (1 if case.scale is None else 8)
@@ -206,7 +206,7 @@ def magnitudes(scale: float, dtype: torch.dtype) -> float:
 
     stored, x = build(Case(Packing(4, 128), rows=2, n=16, k=512, dtype=dtype))
     x *= scale
-    x[0, 7] *= 300  # one large activation must not cost its neighbours their digits
+    x[0, 7] *= 300  # one large activation must not reduce the precision of its neighbours
     x[:, 128:256] = 0
     matmul = TritonMatmul(stored, Chip((9, 0), 1))
     return error(matmul.multiply(matmul.prepare(x), torch.float32), exact(stored, x))
@@ -214,7 +214,7 @@ def magnitudes(scale: float, dtype: torch.dtype) -> float:
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-4, 1.0, 1e5, 1e30], ids="x{:g}".format)
 def test_bf16_of_any_magnitude(scale: float, interpret: Interpret) -> None:
-    """The kernel multiplies in fp16, which ends at 65504; a power of two per group makes room."""
+    """The kernel multiplies in fp16, whose maximum is 65504; a power-of-two scale per group avoids overflow."""
     # 5.8e-5 at most with AVX2, below 5e-5 with AVX-512; see `test_product`.
     assert interpret(magnitudes, scale, torch.bfloat16) < 6e-5  # type: ignore[operator]  # the pool carries any result
 
@@ -302,7 +302,7 @@ def test_on_a_gpu(
 def test_foreign_layouts_but_groups_of_16_are_taken(
     packing: Packing, reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And checked in the packing that they are multiplied in."""
+    """The accepted layouts are checked in the packing that the kernel multiplies."""
     checked: list[Packing] = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(triton_packed, "self_check", lambda device, packing: checked.append(packing))
@@ -339,7 +339,7 @@ def test_is_not_used_where_it_fails_or_is_wrong(
 
 
 def test_is_checked_once_however_many_threads_ask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers are loaded by several, and the check compiles and launches."""
+    """The check compiles and launches a kernel, and several threads load layers."""
     rows_tried: list[int] = []
 
     def product(device: object, packing: object, chip: object, rows: int) -> float:

@@ -1,4 +1,4 @@
-"""What a layer with experts does in the fused pass beside its products, against plain torch, in the interpreter."""
+"""Test the expert-layer kernels of the fused pass other than products against plain torch in the interpreter."""
 
 from dataclasses import dataclass
 
@@ -19,15 +19,15 @@ from tests.support.triton_products import difference, numbers, product  # noqa: 
 
 __all__ = ["interpret"]
 
-# The interpreter cuts bf16 off where a GPU rounds, at each of a few steps.
+# The interpreter truncates to bf16 where a GPU rounds, at each of a few steps.
 TOLERANCE = {torch.bfloat16: 4 * 2**-8, torch.float16: 4 * 2**-11}
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Of `rows` tokens of `size` numbers, each of whom `top_k` of `experts` see.
+    """Describes `rows` tokens of `size` numbers, each routed to `top_k` of `experts`.
 
-    shared: parts of what an expert makes that all go through, 0 where there is none; gated: it has a gate.
+    shared: number of parts of the shared expert, 0 without one; gated: the shared expert has a gate.
     """
 
     rows: int
@@ -60,7 +60,7 @@ QUICK = CASES[4:5]
 
 
 def scored(case: Tokens) -> tuple[float, bool]:
-    """Error of the scores, of a norm whose operand lies in tiles of another number of rows too; whether they repeat."""
+    """Return the errors of scores and norm, also with another tile height, and whether they repeat."""
     from mycli.runtime.kernels.triton.mixture import score
     from mycli.runtime.kernels.triton.residual import Norm, add, embed
 
@@ -91,7 +91,7 @@ def test_scores_of_a_router(case: Tokens, interpret: Interpret) -> None:
 
 
 def combined(case: Tokens) -> tuple[float, float, bool]:
-    """Errors of the stream and of a product of its norm; whether any order of programs gives the same."""
+    """Return errors of residual and next product, and whether program order does not matter."""
     from mycli.runtime.kernels.triton.mixture import combine
     from mycli.runtime.kernels.triton.residual import Norm
 
@@ -134,7 +134,7 @@ def test_what_experts_make_is_added(case: Tokens, interpret: Interpret) -> None:
 
 
 def activated(case: Tokens) -> float:
-    """Error of SiLU(gate) * up, and what stands past the end of its rows."""
+    """Return the error of SiLU(gate) * up plus the absolute sum of the values past the end of its rows."""
     from mycli.runtime.kernels.triton.gated_silu import activate_parts
 
     following, pairs = product(case.size, case.into or Packing(4, 32)), case.rows * case.top_k

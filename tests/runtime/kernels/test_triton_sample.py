@@ -1,4 +1,4 @@
-"""Tokens chosen on the device: torch's maximum, or the host's draws, in the interpreter."""
+"""Test token selection on the device against torch's argmax and the host's draws, in the interpreter."""
 
 import math
 from dataclasses import dataclass, replace
@@ -45,13 +45,13 @@ DRAWN = [Case(3, 2500, padding=9), Case(2, 5000, dtype=torch.bfloat16)]
 
 
 def logits_of(case: Case, seed: int = 0) -> Tensor:
-    """Coarse, so that many are equal; the padding is the largest."""
+    """Return coarse logits, so that many are equal; the padding is the largest."""
     logits = (normal(case.sequences, case.vocab, seed=seed) * 2).round()
     return torch.cat((logits, torch.full((case.sequences, case.padding), 99.0)), dim=1).to(case.dtype)
 
 
 def most_likely(case: Case) -> bool:
-    """Whether tokens are torch's, step by step, and fed back with lengths one larger."""
+    """Return whether tokens equal torch's step by step and are fed back with lengths increased by one."""
     to = SamplingBuffers.make(STEPS, case.sequences, torch.get_default_device())
     to.lengths.copy_(torch.arange(case.sequences) + 5)
     for step in range(STEPS):
@@ -78,7 +78,7 @@ def test_the_likeliest_is_torchs_lowest_among_equals(case: Case, interpret: Inte
 
 
 def spoiled(value: float, place: int, draw: bool) -> list[list[int]]:
-    """The tokens chosen and fed back where a logit of the second of three sequences is `value`."""
+    """Return the tokens chosen and fed back if a logit of the second of three sequences is `value`."""
     logits = torch.zeros(3, 3000)
     logits[:, 2000] = 9.0
     logits[1, slice(None) if place < 0 else place] = value
@@ -116,7 +116,7 @@ _NUMBERS = 40  # for each row
 
 
 def draws(case: Case, name: str) -> tuple[list[int], list[int]]:
-    """Of the device and of the host, with the same numbers; the first are as small and as large as numbers get."""
+    """Return draws of device and host with the same random numbers, including the smallest and the largest."""
     sampling, generator = SETTINGS[name], torch.Generator().manual_seed(1)
     logits = (normal(case.sequences, case.vocab + case.padding) * 3).to(case.dtype)
     logits[:, case.vocab :] = 99.0
@@ -167,7 +167,7 @@ def test_draws_are_the_hosts(case: Case, name: str, interpret: Interpret) -> Non
 
 
 def counted() -> list[list[float]]:
-    """What penalties hold of two sequences after their tokens, one of them padding whose token counts as well."""
+    """Return the penalty counts of two sequences after their tokens, one of them a padding row that counts too."""
     device = torch.get_default_device()
     to, penalties = SamplingBuffers.make(1, 2, device), Penalties.make(2, 9, device)
     penalties.repetition.fill_(4.0)
@@ -178,7 +178,7 @@ def counted() -> list[list[float]]:
 
 
 def test_chosen_tokens_are_counted_for_the_next_step(interpret: Interpret) -> None:
-    """3 / 4 is below 2, which becomes 2 / 4; the first is the likeliest again."""
+    """The likeliest token is the first again, since 3 / 4 is below 2, which becomes 2 / 4."""
     seen, counts, others = interpret(counted)  # type: ignore[misc]  # the pool carries any result
     assert seen == [0] * 7 + [1, 1] and counts == [0] * 7 + [2, 1] and others == [3] + [0] * 8
 

@@ -1,4 +1,4 @@
-"""The table of tiles: complete, within what the kernels take for granted, and a split of K that covers it once."""
+"""Test the tile table: complete, within the kernels' assumptions, and K splits that cover it once."""
 
 import pytest
 
@@ -35,7 +35,7 @@ def test_parts_cover_k_once(packing: Packing, size: tuple[int, int]) -> None:
 
 
 def test_speculation_costs_the_same_tile() -> None:
-    """One to eight rows are one kernel: a verified guess is free until then."""
+    """Check that one to eight rows use one kernel, so that verifying draft tokens is free up to that number."""
     for chip in CHIPS:
         for packing in PACKINGS:
             assert len({tile(chip, packing, rows) for rows in range(1, 9)}) == 1

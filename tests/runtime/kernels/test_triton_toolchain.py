@@ -1,4 +1,4 @@
-"""A machine without a C compiler or the headers of Python is told which package to install."""
+"""Test that the error on a machine without a C compiler or Python headers names the package to install."""
 
 import shutil
 import sysconfig

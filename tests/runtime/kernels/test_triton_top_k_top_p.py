@@ -1,4 +1,4 @@
-"""The limit that top-k and top-p leave, against the definition on the host, value by value, in the interpreter."""
+"""Test the top-k and top-p threshold against the host's definition, value by value, in the interpreter."""
 
 import math
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ __all__ = ["interpret"]
 
 @dataclass(frozen=True)
 class Case:
-    """`unit`: logits are multiples of it, so that many are equal; 0 for as they come. `spread`: about one."""
+    """Describes random logits: multiples of `unit`, so that many are equal (0: continuous); `spread`: about 1."""
 
     sampling: SamplingParams
     vocab: int = 2500
@@ -40,7 +40,7 @@ class Case:
         return f"{self.sequences}x{self.vocab}-{cut}-{self.dtype}-{self.unit}-{self.spread}".replace("torch.", "")
 
     def logits(self) -> Tensor:
-        """Padded by what is larger than all."""
+        """Return logits whose padding is larger than all of them."""
         logits = normal(self.sequences, self.vocab, seed=3) * self.spread + 1
         if self.unit:
             logits = (logits / self.unit).round() * self.unit
@@ -73,7 +73,7 @@ def kept_kernel(  # type: ignore[no-untyped-def]  # device code carries no types
 
 
 def kept(case: Case) -> tuple[list[list[bool]], list[list[bool]]]:
-    """Which tokens the device keeps, and which the host."""
+    """Return the tokens kept by the device and by the host."""
     logits = case.logits()
     to, filters = settings(case.sampling, case.sequences, case.vocab)
     source = LogitSource(logits, logits.stride(0), case.vocab, *(None,) * 5)
@@ -123,7 +123,7 @@ def test_what_is_kept_is_what_the_host_keeps(case: Case, interpret: Interpret) -
 
 
 def spoiled() -> list[int]:
-    """The tokens of a sequence whose logits are fine, and of three with NaN, +inf and -inf among them."""
+    """Return the tokens of a sequence with finite logits next to three with NaN, +inf and -inf."""
     logits = torch.zeros(4, 3000)
     logits[:, 2000] = 9.0
     logits[1:, 5] = torch.tensor([math.nan, math.inf, -math.inf])

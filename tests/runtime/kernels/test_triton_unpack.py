@@ -1,4 +1,4 @@
-"""The inline PTX of the unpacking, run by a small emulator: it must find each code where the layout put it."""
+"""Test the inline PTX of the unpacking with a small emulator: each code is found where the layout stores it."""
 
 import re
 from types import ModuleType
@@ -19,7 +19,7 @@ TEXT = {8: triton_unpack.ASM8, 4: triton_unpack.ASM4, 3: triton_unpack.ASM3, 2: 
 
 
 def run(text: str, inputs: list[int], outputs: int) -> list[int]:
-    """Execute shr.u32, lop3.b32 and prmt.b32 on 32-bit registers; the inputs follow the outputs in number."""
+    """Execute shr.u32, lop3.b32 and prmt.b32 on 32-bit registers; inputs are numbered after outputs."""
     registers = {f"${outputs + place}": value for place, value in enumerate(inputs)}
 
     def value(name: str) -> int:
@@ -49,7 +49,7 @@ def field(words: list[int], layout: Layout, row: int, half: int) -> int:
 
 
 def step(bits: int, row: int) -> int:
-    """The power of two that the kernels take off: `_row_steps` in Python."""
+    """Return the power of two that the kernels divide by: `_row_steps` in Python."""
     return {8: 1, 4: 16**row, 3: 8 ** (row // 3), 2: 4**row}[bits]
 
 
@@ -80,7 +80,7 @@ CLOBBERING += [(name, 8 if name in ("E4M3", "E5M2") else 4, text, tables) for na
 def test_no_output_may_share_a_register_with_an_input_that_is_read_later(
     bits: int, text: str, module: ModuleType
 ) -> None:
-    """The compiler is told so ("&"), or is free to put both into one register (GCC manual, early clobber)."""
+    """The constraint "&" declares it; otherwise both may share a register (GCC manual, early clobber)."""
     constraints = getattr(module, f"_OUT{bits}").value.split(",")[: OUTPUTS[bits]]
     outputs, inputs = (
         [f"${place}" for place in range(OUTPUTS[bits])],

@@ -1,4 +1,4 @@
-"""The order of weights in kernels: a bijection with the file, for every packing and size; fill decodes to zero."""
+"""Test the kernel weight layout: a bijection with the file for every packing and size; padding decodes to zero."""
 
 import pytest
 import torch
@@ -58,7 +58,7 @@ def test_no_bit_is_wasted_and_fill_is_zero(packing: Packing) -> None:
 def test_a_lane_holds_the_operand_registers_of_an_mma(packing: Packing) -> None:
     """mma.m16n8k16: lane 4g + t holds rows g and g + 8, columns 2t, 2t + 1 and 8 more; here 8t .. 8t + 7 of 32.
 
-    Of groups of 16 it is 4t .. 4t + 3 of each.
+    For groups of 16 it is 4t .. 4t + 3 of each.
     """
     layout, wide = layout_of(packing), 4 if packing.group_size == 16 else 8
     seen: dict[int, set[tuple[int, int]]] = {}

@@ -1,4 +1,4 @@
-"""Every family against transformers in fp32, from the same files: in one go, in chunks, and token by token."""
+"""Test every family against transformers in fp32 with the same files: whole, in chunks, and token by token."""
 
 from collections.abc import Callable
 from functools import cache
@@ -35,7 +35,7 @@ Made = Callable[[str], tuple[transformers.PreTrainedModel, Path]]
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """The reference of a case and the folder it was saved to, made once for all tests: nobody writes to either."""
+    """Return the reference model of a case and its folder, shared by all tests and read-only."""
 
     @cache
     def make_once(case: str) -> tuple[transformers.PreTrainedModel, Path]:
@@ -54,15 +54,15 @@ def test_logits_equal_transformers(case: str, made: Made) -> None:
         expected = reference(tokens).logits
     for way, sizes in WAYS.items():
         if model.config.rope_scaling.kind == "dynamic" and way != "prefill":
-            continue  # its frequencies depend on the length so far: the next test walks step by step
+            continue  # its frequencies depend on the length so far: the next test goes step by step
         actual = whole(model, tokens, sizes)
         assert (actual - expected).abs().max() <= 2e-5 * expected.abs().max(), way
         assert torch.equal(actual.argmax(-1), expected.argmax(-1)), way
 
 
 def test_dynamic_scaling_step_by_step_equals_transformers(tmp_path: Path) -> None:
-    """Keys keep the rotation they were stored with, in transformers' cache and in ours."""
-    reference = make(tmp_path, *CASES["llama-rope-dynamic-beyond"])  # its frequencies move with what it has read
+    """The keys keep the rotation they were stored with, in transformers' cache and in ours."""
+    reference = make(tmp_path, *CASES["llama-rope-dynamic-beyond"])  # its frequencies change with the tokens read
     model = load_model(open_model_folder(tmp_path), Placement(torch.device("cpu"), torch.float32)).model
     tokens = torch.randint(0, SMALL["vocab_size"], (1, TOKENS), generator=torch.Generator().manual_seed(1))
     past, parts = None, []
@@ -76,15 +76,15 @@ def test_dynamic_scaling_step_by_step_equals_transformers(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("case", chosen(CASES, quick=CASES.keys() - LATER.keys()), ids=str)
 def test_tensors_are_those_of_the_reference(case: str, made: Made) -> None:
-    """`ModelConfig.tensors` names every tensor of the model with its shape, and the parameter count is exact."""
+    """Check that `ModelConfig.tensors` has every tensor with its shape and that the parameter count is exact."""
     reference, folder = made(case)
     config = open_model_folder(folder).config
     tied = "lm_head.weight" if config.tie_embeddings else None
-    with safe_open(folder / "model.safetensors", "pt") as file:  # experts have names of their own in files
+    with safe_open(folder / "model.safetensors", "pt") as file:  # experts have different names in files
         names = list(file.keys())
         stored = {config.local_name(name): tuple(file.get_slice(name).get_shape()) for name in names}
     ours = dict(config.tensors())
-    if not config.stacked_tensors.keys().isdisjoint(stored):  # one tensor of all experts: reading them is what compares
+    if not config.stacked_tensors.keys().isdisjoint(stored):  # all experts are one tensor, which the load test compares
         ours = {name: shape for name, shape in ours.items() if ".experts." not in name}
     expected = {name: shape for name, shape in stored.items() if name != tied and name not in config.stacked_tensors}
     assert ours == expected
@@ -92,24 +92,24 @@ def test_tensors_are_those_of_the_reference(case: str, made: Made) -> None:
 
 
 STEPS, BEGUN = 64, 9
-# Of these greedy replies are compared by default, of the others with -m slow: windows that the text outgrows and a cap
-# on logits, layers that lend, attention beside the MLP.
+# Greedy replies are compared by default for these, for the others with -m slow: windows shorter than the text and a
+# logit cap, shared keys and values, parallel attention and MLP.
 REPLIES = ("gemma2-mqa-low-caps-untied", "gemma4-told-lent-double", "cohere2-window7-tied")
-# Rotations that depend on the length: transformers turns the first tokens otherwise than those that follow.
+# Length-dependent rotary: transformers rotates the first tokens differently from the following ones.
 LENGTHS = (
     "llama-rope-dynamic-beyond",
     "phi3-longrope-beyond-tied",
     "phi3-longrope-within-partial",
     "minicpm3-longrope-odd-sizes-biases-untied",
 )
-# The cached steps of transformers differ from its own prompts for some of their cases, by up to .36 of the largest
-# logit (bamba-2-groups): the whole text is computed at each step.
+# Cached steps of transformers differ from its own prompt pass in some of these cases, by up to .36 of the largest
+# logit (bamba-2-groups), so the whole text is recomputed at each step.
 UNCACHED = {"bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h"}
 
 
 @pytest.mark.parametrize("case", chosen((case for case in CASES if case not in LENGTHS), quick=REPLIES), ids=str)
 def test_greedy_replies_equal_transformers(case: str, tmp_path: Path) -> None:
-    """64 steps, each from the cache; where two tokens are as good as equal the comparison ends."""
+    """Compare 64 cached steps; the comparison ends where the two best tokens are nearly tied."""
     reference = make(tmp_path, *CASES[case])
     model = load_model(open_model_folder(tmp_path), Placement(torch.device("cpu"), torch.float32)).model
     prompt = torch.randint(4, SMALL["vocab_size"], (1, BEGUN), generator=torch.Generator().manual_seed(2))
@@ -133,7 +133,7 @@ def test_every_family_has_a_case() -> None:
 
 
 def test_gpt_oss_with_experts_in_16_bits(tmp_path: Path) -> None:
-    """As transformers saves it without MXFP4: stacks of transposed weights."""
+    """Read stacks of transposed weights, which transformers saves without MXFP4."""
     config = transformers.AutoConfig.for_model("gpt_oss", **{**SMALL, **CASES["gpt_oss-window7-gqa4:2"][1]})
     reference = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     enliven(reference)

@@ -1,4 +1,4 @@
-"""Latent attention: the kernel against its reference, absorbed against expanded products, published FP8 blocks."""
+"""Test latent attention: the kernel against its reference, absorbed against expanded products, published FP8 blocks."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ from tests.support.grids import chosen
 
 FP32 = Placement(torch.device("cpu"), torch.float32)
 CACHES = (torch.float32, torch.bfloat16, torch.int8, PACKED)
-# heads, rank, rope_dim: below and above the rows of a key head at which threads share rows instead of positions
+# heads, rank, rope_dim: below and above the rows per key head at which threads split rows instead of positions
 SHAPES = ((4, 32, 16), (40, 64, 32), (16, 512, 64))
 
 
@@ -35,7 +35,7 @@ SHAPES = ((4, 32, 16), (40, 64, 32), (16, 512, 64))
     ids=str,
 )
 def test_kernel_equals_the_reference(cache: torch.dtype, shape: tuple[int, int, int]) -> None:
-    """Three sequences in scattered blocks: a token, a prompt from its start, and drafts after a long text."""
+    """The three sequences in scattered blocks are a token, a prompt from its start, and drafts after a long prefix."""
     heads, rank, rope_dim = shape
     torch.manual_seed(0)
     lengths, counts, size = (300, 20, 77), (1, 20, 3), 16
@@ -71,7 +71,7 @@ def test_absorbed_and_expanded_products_agree(case: str, tmp_path: Path) -> None
 
 
 def test_blocks_of_fp8_as_published(tmp_path: Path) -> None:
-    """Blocks that the rows of kv_a_proj_with_mqa do not fill: the logits are those of the decoded weights."""
+    """The rows of kv_a_proj_with_mqa do not fill the blocks; the logits equal those of the decoded weights."""
     make(tmp_path, *CASES["deepseek_v3-groups-yarn"])
     dense, side = load_file(tmp_path / "model.safetensors"), 32
     packed = {}

@@ -1,4 +1,4 @@
-"""Attention of prompt chunks sequence by sequence, as on a GPU, against one pass over whole prompts."""
+"""Test sequence-by-sequence attention of prompt chunks, as on a GPU, against one pass over whole prompts."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ TOKENS, HEADS, KV_HEADS, HEAD_DIM = 50, 4, 2, 16
 @pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
 @pytest.mark.parametrize("window", [None, 1, 7, 20, 64], ids=str)
 def test_chunks_see_what_whole_prompts_see(window: int | None, sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And no mask is wider than what the window shows; without a window torch gets none."""
+    """The mask is never wider than the window, and torch gets no mask without a window."""
     qkv, o = LinearSpec("qkv", 1, 1), LinearSpec("o", 1, 1)
     spec = AttentionSpec(HEADS, KV_HEADS, HEAD_DIM, window, None, (qkv,), None, None, o)
     config = replace(CONFIG, heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM)

@@ -1,4 +1,4 @@
-"""Rotation by neighbouring pairs and of a part of a head, against complex numbers; and which tables a pass may keep."""
+"""Test interleaved and partial rotary embeddings against complex numbers, and which tables a pass may reuse."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 
 
 def turned(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
-    """x [tokens, heads, head_dim] by angles [tokens, dim / 2]: each pair is a complex number, turned by its angle."""
+    """Rotate x [tokens, heads, head_dim] by angles [tokens, dim / 2], each pair as a complex number."""
     dim = 2 * angles.shape[1]
     out = x.double().clone()
     for token in range(x.shape[0]):
@@ -27,7 +27,7 @@ def turned(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "pairs"])
 @pytest.mark.parametrize("dim", [16, 12, 2], ids=lambda dim: f"turned{dim}of16")
 def test_queries_and_keys_meet_as_they_should(dim: int, interleaved: bool) -> None:
-    """What matters is what they make of each other: pairs may come out in another order, alike in both."""
+    """Compare dot products only: pairs may be in another order if queries and keys agree."""
     generator = torch.Generator().manual_seed(0)
     query, key = (torch.randn(1, 5, 3, 16, generator=generator) for _ in range(2))
     angles = torch.rand(5, dim // 2, generator=generator) * 6
@@ -62,7 +62,7 @@ def test_tables_of_published_models(name: str, kinds: int) -> None:
 
 
 def test_the_short_factors_are_those_of_a_short_context() -> None:
-    """However long the text is so far: keys stay as they were turned."""
+    """The text length so far does not matter: keys keep their rotation."""
     from dataclasses import replace
 
     from mycli.runtime.models.part_spec import RopeScaling

@@ -1,4 +1,4 @@
-"""Experts read into slots when they are chosen: the bits of a model all in memory, however few slots there are."""
+"""Test experts streamed into slots on demand: the bits of a fully resident model for any number of slots."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ from tests.support.native_parts import plain_passes
 from tests.support.packed_folder import write_packed
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-SIZES = (80, 1, 1, 7, 1)  # of passes: beyond what a native part takes, single tokens, and a few
+SIZES = (80, 1, 1, 7, 1)  # pass sizes: above the row limit of native calls, single tokens, and a few
 MIXTURES = [
     case
     for case, (_, changes) in CASES.items()
@@ -46,7 +46,7 @@ WIDE = {
     "tie_word_embeddings": True,
     "dtype": "bfloat16",
 }
-EVEN, MIXED = {"": 4}, {"experts.3.": 8, "": 4}  # widths of weights by parts of names
+EVEN, MIXED = {"": 4}, {"experts.3.": 8, "": 4}  # bit widths of weights by parts of names
 
 
 def load(folder: Path, slots: int | None, dtype: str = "bf16") -> ModelRunner:
@@ -54,7 +54,7 @@ def load(folder: Path, slots: int | None, dtype: str = "bf16") -> ModelRunner:
 
 
 def run(runner: ModelRunner, sizes: Sequence[int] = SIZES) -> Tensor:
-    """The logits of all tokens of a random text, in passes of `sizes`."""
+    """Return the logits of all tokens of a random prompt, in passes of `sizes`."""
     cache = runner.make_cache(CacheShape.contiguous(sum(sizes)))
     tokens = torch.randint(4, SMALL["vocab_size"], (sum(sizes),), generator=torch.Generator().manual_seed(0)).tolist()
     parts, start = [], 0
@@ -98,7 +98,7 @@ def test_every_family_has_the_bits_of_all_in_memory(case: str, dtype: str, made:
         runner = load(folder, slots, dtype)
         assert torch.equal(run(runner), expected), slots
         reads = reads_of(runner)
-        assert reads.resident < reads.requested and reads.nbytes > 0  # some were read while it ran
+        assert reads.resident < reads.requested and reads.nbytes > 0  # some were read during the run
         assert runner.nbytes < whole.nbytes
 
 
@@ -106,7 +106,7 @@ def test_every_family_has_the_bits_of_all_in_memory(case: str, dtype: str, made:
 def test_packed_experts_are_native_parts_with_the_bits_of_all_in_memory(
     slots: int, packed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fewer slots than a token chooses, as many, and more; in native parts and by steps."""
+    """The slots are fewer than a token's experts, as many, and more; experts run natively and step by step."""
     if isinstance(found := build.native(), Declined):
         pytest.skip(f"no native code here: {found}")
     ran, plain = list[int](), Fetch._fetch
@@ -120,10 +120,10 @@ def test_packed_experts_are_native_parts_with_the_bits_of_all_in_memory(
     held = runner.nbytes
     assert torch.equal(run(runner), expected)
     assert ran.count(0) == (len(SIZES) - 1) * runner.config.layers
-    assert max(ran) > 0 or slots > 3  # a token chooses 3: passes hit more experts than there are slots
+    assert max(ran) > 0 or slots > 3  # a token has 3 experts: passes use more experts than there are slots
     runner.passes = plain_passes(runner.model)
     assert torch.equal(run(runner), expected)
-    assert runner.nbytes == held  # what is read takes the place of what was
+    assert runner.nbytes == held  # new experts replace old ones
 
 
 def test_experts_of_different_widths_go_step_by_step(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_experts_of_different_widths_go_step_by_step(tmp_path: Path) -> None:
 
 
 def test_what_is_chosen_again_is_found(packed: Path) -> None:
-    """One token over and over: after the first time nothing is read, whatever the number of slots beyond those."""
+    """The same token is repeated: nothing is read after the first pass."""
     runner = load(packed, 3)
     cache = runner.make_cache(CacheShape.contiguous(64))
     runner.run([Chunk([7], 0, (0,), 1)], cache)
@@ -168,7 +168,7 @@ def test_a_file_that_changes_is_an_error(harm: str, sizes: Sequence[int], tmp_pa
 def test_reading_that_fails_costs_neither_bits_nor_memory(
     error: BaseException, sizes: Sequence[int], packed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At any of the first reads; what was in the slots of those that were not read is read again."""
+    """Fail each of the first reads in turn; the experts whose slots were overwritten are read again."""
     expected, runner = run(load(packed, None)), load(packed, 2)
     held = runner.nbytes
     for good in (0, 1, 2, 5, 9):
@@ -190,7 +190,7 @@ def test_reading_that_fails_costs_neither_bits_nor_memory(
 
 def test_nobody_is_told_of_experts_where_all_are_in_memory(packed: Path) -> None:
     assert load(packed, None).model.expert_reads is None
-    runner = load(packed, 12)  # as many as there are
+    runner = load(packed, 12)  # as many as there are experts
     run(runner)
     assert reads_of(runner) == ExpertReads()
     assert all(isinstance(block.mlp, Experts) for block in runner.model.layers())

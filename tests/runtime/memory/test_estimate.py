@@ -1,4 +1,4 @@
-"""Memory and bandwidth predictions against figures that others have published, and against each other."""
+"""Test memory and bandwidth predictions against published figures, and against each other."""
 
 import subprocess
 import sys
@@ -53,7 +53,7 @@ def test_175b_cache_is_nine_gib_at_2048() -> None:
 
 
 def test_grouped_queries_make_the_cache_smaller() -> None:
-    assert cache_bytes(plan("Llama-3.1-8B", context=1024)) == 128 * 1024 * 1024  # 128 KiB a token
+    assert cache_bytes(plan("Llama-3.1-8B", context=1024)) == 128 * 1024 * 1024  # 128 KiB per token
 
 
 @pytest.mark.parametrize("context", [1, 15, 16, 17, 8192])
@@ -143,7 +143,7 @@ def test_only_a_chunk_that_is_not_the_first_needs_a_mask() -> None:
 
 
 def test_on_a_gpu_only_windows_and_written_scores_need_a_mask() -> None:
-    """Of the keys that a chunk of 2,048 tokens sees; with heads repeated, since torch's kernel for masks needs that."""
+    """The mask covers the keys of a 2,048-token chunk; heads are repeated because torch's masked kernel needs that."""
     for context in (2048, 8192, 131072):
         assert mask_bytes(plan("Llama-3.1-8B", context=context, gpu=True)) == 0
     windowed, keys = plan("Mistral-7B-v0.1", context=32768, gpu=True), 4096 + 2047
@@ -169,7 +169,7 @@ def test_capped_scores_are_those_of_the_layer_with_the_most_query_heads_per_kv_h
 def test_workspace_counts_the_largest_product_once() -> None:
     result = estimate(plan("Llama-3.1-8B", INT4, gpu=True))
     assert result.workspace.dequantization == 2 * 14336 * 4096 * 2  # gate and up, as one matrix of bf16
-    assert estimate(plan("Llama-3.1-8B", INT4)).workspace.dequantization == 0  # the CPU takes them as they are
+    assert estimate(plan("Llama-3.1-8B", INT4)).workspace.dequantization == 0  # the CPU supports them directly
     assert estimate(plan("Llama-3.1-8B")).workspace.dequantization == 0
     small = estimate(plan("Qwen2.5-0.5B")).workspace
     assert small.allocator == small.activations == 512 * (2 * 896 + 4 * 4864 + 896) * 2
@@ -181,13 +181,13 @@ def test_a_gpu_holds_codes_of_6_bits_in_bytes() -> None:
     six, eight = (plan("Llama-3.1-8B", Packing(bits, 32, offsets=True)) for bits in (6, 8))
     assert estimate(six).weights < estimate(eight).weights
     assert estimate(replace(six, gpu=True)).weights == estimate(replace(eight, gpu=True)).weights
-    odd = plan("Llama-3.1-8B", Packing(6, 8), gpu=True)  # which its kernels do not multiply
+    odd = plan("Llama-3.1-8B", Packing(6, 8), gpu=True)  # not supported by its kernels
     assert estimate(odd).weights == estimate(replace(odd, gpu=False)).weights
 
 
 @pytest.mark.parametrize("bits, group, offsets", [(6, 16, False), (4, 32, True)], ids=["Q6_K", "Q4_K"])
 def test_a_gpu_holds_scales_of_super_blocks_whole(bits: int, group: int, offsets: bool) -> None:
-    """A word each, beside codes in bytes or in half bytes."""
+    """The scales take a word each, next to codes in bytes or half bytes."""
     whole = Packing(bits, group, offsets=offsets, scale_dtype="float32")
     kept, plain = (plan("Llama-3.1-8B", replace(whole, super_blocks=one)) for one in (True, False))
     assert estimate(replace(kept, gpu=True)).weights == estimate(replace(plain, gpu=True)).weights
@@ -195,10 +195,10 @@ def test_a_gpu_holds_scales_of_super_blocks_whole(bits: int, group: int, offsets
 
 
 def test_captured_passes_hold_their_logits_and_share_a_pool() -> None:
-    """Written out for Llama-3.1-8B: logits of 128,256 bf16; the pool is for the widest pass, which may sample."""
+    """The sizes are written out for Llama-3.1-8B: logits of 128,256 bf16; the pool fits the widest sampling pass."""
     one = plan("Llama-3.1-8B", INT4, gpu=True)
     row, values = 128256 * 2, (2 * 4096 + 4 * 14336 + 4096) * 2
-    parts = 2 * 14336 * 4096 * 33 // 64 // 8  # gate and up: 4 bits, and 2 bytes for 128
+    parts = 2 * 14336 * 4096 * 33 // 64 // 8  # gate and up: 4 bits each, and 2 bytes per 128
     assert captured_bytes(one) == (1 + 1) * row + values + parts
     assert captured_bytes(replace(one, batch=3)) == (1 + 2 + 4 + 4) * row + 4 * values + parts, "padded to 4"
     assert captured_bytes(replace(one, batch=2, running=3)) == captured_bytes(replace(one, batch=3))
@@ -219,7 +219,7 @@ def test_captured_passes_hold_their_logits_and_share_a_pool() -> None:
 
 
 def test_captured_passes_hold_the_partial_sums_of_all_experts_that_are_hit() -> None:
-    """Written out for Qwen3-30B-A3B: 8 of 128 experts for a token, of which 16 tokens may go to all."""
+    """The sizes are written out for Qwen3-30B-A3B: 8 of 128 experts per token, so 16 tokens may use all of them."""
     one = plan("Qwen3-30B-A3B", INT4, gpu=True)
     row, expert = 151936 * 2, 2 * 768 * 2048 * 33 // 64
     values = (2 * 2048 + 2 * 128 + 8 * (768 + 2048) + 2048) * 2

@@ -1,4 +1,4 @@
-"""What is proposed when memory is short: it must be true, and the smallest change of its kind."""
+"""Test the suggestions for a model that does not fit: each is correct and the smallest change of its kind."""
 
 from dataclasses import replace
 

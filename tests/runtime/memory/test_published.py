@@ -1,4 +1,4 @@
-"""What is counted of published models: parameters, weights, what a token reads, caches and states."""
+"""Test counts of published models: parameters, weights, bytes read per token, caches and states."""
 
 import math
 from dataclasses import replace
@@ -16,14 +16,14 @@ from tests.support.published import PUBLISHED, plan, published
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_parameter_counts(name: str) -> None:
-    """Exact where the number is told whole; else as it was rounded."""
+    """The count is exact if published exactly, otherwise equal after rounding."""
     found, told = published(name).parameters(), PUBLISHED[name]
     assert found == told["parameters"] if "parameters" in told else found == pytest.approx(told["about"], rel=0.02)
 
 
 @pytest.mark.parametrize("name", [name for name, told in PUBLISHED.items() if "active" in told])
 def test_published_active_parameters(name: str) -> None:
-    """What a token meets, as published; and a token reads no more than that, an embedding's rows aside."""
+    """The active parameters are as published, and a token reads no more than these plus an embedding row."""
     config, told = published(name), PUBLISHED[name]["active"]
     tables = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size
     counted = config.active_parameters() - (0 if PUBLISHED[name].get("embeddings", True) else tables)
@@ -33,7 +33,7 @@ def test_published_active_parameters(name: str) -> None:
 
 
 def test_experts_read_by_a_batch() -> None:
-    """Two tokens choose 8 of 128 experts each: by lot 15.5 of them are read; so many tokens as never end, all."""
+    """The two tokens choose 8 of 128 experts each, 15.5 on average; with infinitely many tokens all are read."""
     one, two, many = (plan("Qwen3-30B-A3B", batch=batch) for batch in (1, 2, 1 << 20))
     expert = 48 * 3 * 2048 * 768 * 2
     assert bytes_per_step(two, 0) - bytes_per_step(one, 0) == pytest.approx(7.5 * expert)
@@ -42,7 +42,7 @@ def test_experts_read_by_a_batch() -> None:
 
 @pytest.mark.parametrize("packing", [Packing(4, 128), Packing(8, None)], ids=lambda packing: packing.name)
 def test_memory_of_experts_is_that_of_all_of_them(packing: Packing) -> None:
-    """Counted linear by linear, router and norms dense, whatever a token reads."""
+    """The bytes are counted linear by linear with dense router and norms, independent of the experts a token uses."""
     model = plan("OLMoE-1B-7B", packing)
     linears = [linear for linear in model.config.linears() if linear.name != "lm_head"]
     assert len(linears) == 16 * (4 + 64 * 3)
@@ -51,7 +51,7 @@ def test_memory_of_experts_is_that_of_all_of_them(packing: Packing) -> None:
     assert weight_bytes(model) == packed + 2 * dense
 
 
-# Types of transformers whose published configuration, if there is one, is not recorded here.
+# Types of transformers without a published configuration recorded here.
 UNPUBLISHED = {
     "cohere2_moe",
     "flex_olmo",
@@ -116,9 +116,9 @@ def test_the_cache_of_a_token(name: str, layers: int, of_each: int) -> None:
 
 
 def test_the_cache_of_layers_that_differ() -> None:
-    """Full attention has longer heads, fewer of them in 31B; layers that read another's keep nothing."""
-    small = 12 * 2 * 1 * 256 + 3 * 2 * 1 * 512  # of 35 layers 15 keep something, every fifth with full attention
-    middle = 20 * 2 * 2 * 256 + 4 * 2 * 2 * 512  # of 42 layers 24, every sixth with full attention
+    """The layers with full attention have longer heads, fewer in 31B; layers with shared keys store nothing."""
+    small = 12 * 2 * 1 * 256 + 3 * 2 * 1 * 512  # 15 of 35 layers store keys and values, every fifth with full attention
+    middle = 20 * 2 * 2 * 256 + 4 * 2 * 2 * 512  # 24 of 42 layers, every sixth with full attention
     large = 50 * 2 * 16 * 256 + 10 * 2 * 4 * 512
     many = 25 * 2 * 8 * 256 + 5 * 2 * 2 * 512
     unified = 40 * 2 * 8 * 256 + 8 * 2 * 1 * 512
@@ -133,7 +133,7 @@ def test_the_cache_of_layers_that_differ() -> None:
 
 
 def test_what_is_told_beside_is_read_by_rows() -> None:
-    """Of E2B's 4.6 billion parameters, half are a table of which a token reads one row."""
+    """The per-layer embedding table has half of E2B's 4.6 billion parameters, and a token reads one row of it."""
     model = plan("gemma-4-E2B")
     table = 262144 * 35 * 256
     assert embedding_bytes(model) > 2 * table
@@ -151,7 +151,7 @@ def test_dense_weights_are_every_parameter_once(name: str) -> None:
 
 
 def _beside(config: ModelConfig) -> int:
-    """Bytes of a bf16 model that are not two for each parameter: gains and others in fp32, gains of one."""
+    """Return the bytes of a bf16 model beyond two per parameter: gains and other fp32 tensors, gains of one."""
     specs = config.layer_specs
     sums = [norm for spec in specs for norm in spec.norms()] + [config.norm()]
     inner = [norm for spec in specs for part in spec.parts for norm in part.inner_norms() if norm is not None]
@@ -173,7 +173,7 @@ def _beside(config: ModelConfig) -> int:
     ],
 )
 def test_the_states_of_sequences(name: str, state: int) -> None:
-    """In fp32, whatever the context; two for each sequence and one more, and read and written once a step."""
+    """The states are fp32 and independent of the context; two per sequence plus one, read and written once per step."""
     short, long = (plan(name, context=context) for context in (CACHE_BLOCK, 10 * CACHE_BLOCK))
     assert state_bytes(short.config) == 4 * state
     for sequences in (1, 4):

@@ -1,4 +1,4 @@
-"""Which experts stay in memory: as many as fit, at least what a token goes through, and never more than is allowed."""
+"""Test which experts stay in memory: as many as fit, at least those of one token, and at most the limit."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ GIB = 1 << 30
 CONFIG = published("Qwen3-30B-A3B")
 MIXTURE = MemoryPlan(CONFIG, PackingScheme(Packing(4, 128)).packings(CONFIG))
 EXPERTS, CHOSEN, LAYERS = 128, 8, 48
-# Of int4 in groups of 128 with scales of 2 bytes: three products of 768 by 2048.
+# int4 in groups of 128 with 2-byte scales: three products of 768 by 2048.
 EXPERT = 3 * 768 * 2048 * (4 + 16 / 128) / 8
 
 

@@ -1,4 +1,4 @@
-"""config.json of every family: refused (B2 to B15) and ignored (B15, B18) fields, and the resulting numbers."""
+"""Test config.json of every family: refused (B2 to B15) and ignored (B15, B18) fields, and the resulting numbers."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Families: refused fields, defaults of absent fields, and the declared layers."""
+"""Test families: refused fields, defaults of absent fields, and the declared layers."""
 
 from typing import Any
 
@@ -194,7 +194,7 @@ def test_absent_fields_take_the_family_defaults() -> None:
 
 
 def test_input_source_of_a_product() -> None:
-    """A factor on inputs can be taken back only where each is made alone, and for this product only."""
+    """The input factor can be undone only if each input is computed separately and used by this product alone."""
     assert isinstance(parse("gemma2").layer(0).input_source("qkv"), NormSpec)
     fused = parse("phi3").layer(0)
     assert fused.input_source("o") == OutputRows("qkv", 6 * 16, 2, 2, 16)
@@ -212,6 +212,6 @@ def test_input_source_of_a_product() -> None:
 
 @pytest.mark.parametrize("model_type", ["gemma2", "gemma3_text"])
 def test_gemma_rounds_the_factor_of_its_embeddings_to_their_dtype(model_type: str) -> None:
-    """sqrt(72) is no number of bf16; transformers computes it in the dtype of the embeddings."""
+    """The factor sqrt(72) is inexact in bf16; transformers computes it in the dtype of the embeddings."""
     config = parse(model_type, hidden_size=72, head_dim=16, query_pre_attn_scalar=16)
     assert config.embedding_scale == 72**0.5 and config.round_embedding_scale

@@ -1,4 +1,4 @@
-"""generation_config.json: every field is read or dropped with a warning; stop ids are the union of three sources."""
+"""Test generation_config.json: every field is read or dropped with a warning; stop ids come from three sources."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Multimodal folders: the text part is found, named and run as transformers runs it; skipped parts are named."""
+"""Test multimodal folders: the text part runs as in transformers, and skipped parts are named."""
 
 import json
 import re
@@ -51,7 +51,7 @@ MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_s
 GLM_ROPE = {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}}
 LLAVAS = {"llava": "llama", "llava_next": "llama", "llava_next_video": "llama", "llava_onevision": "qwen2"}
 LLAVAS |= {"vipllava": "llama", "video_llava": "llama"}
-# id -> (outer type, text type, what differs from SMALL in the text, vision, what else the outer config says)
+# id -> (outer type, text type, differences of the text config from SMALL, vision, other fields of the outer config)
 FOLDERS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "gemma3": (
         "gemma3",
@@ -131,7 +131,7 @@ def make_folder(folder: Path, name: str) -> transformers.PreTrainedModel:
 
 
 def _publish_experts(path: Path) -> None:
-    # Published files stack the transposed weights; transformers transposes them where it reads them.
+    # Published files stack the transposed weights; transformers transposes them on load.
     tensors = load_file(path)
     stacks = {name: tensor.mT.contiguous() for name, tensor in tensors.items() if ".experts." in name}
     save_file({**tensors, **stacks}, path)
@@ -147,13 +147,13 @@ def test_the_text_part_is_transformers(name: str, tmp_path: Path) -> None:
     tokens = torch.randint(4, 90, (2, 24), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected: Tensor = reference(tokens).logits
-    expected *= getattr(reference.config.get_text_config(), "logit_scale", 1)  # left out with images: the same tokens
+    expected *= getattr(reference.config.get_text_config(), "logit_scale", 1)  # called without images: the same tokens
     assert (whole(model, tokens) - expected).abs().max() <= 1e-4 * expected.abs().max()
     assert len(heard) == 1 and "only its text part is used, not " in heard[0] and re.search("vis|image|audio", heard[0])
 
 
 def test_a_folder_quantized_in_training_loads_as_it_is(tmp_path: Path) -> None:
-    """compressed-tensors writes a random Gemma 4 as Google's are: 4 bits, symmetric, groups of 32, the text only."""
+    """Load a random Gemma 4 in the format of Google's: compressed-tensors, int4, groups of 32, text part only."""
     model = make_folder(tmp_path / "source", "gemma4")
     weights = QuantizationArgs(num_bits=4, type="int", symmetric=True, strategy="group", group_size=32)
     others = ("re:.*vision_tower.*", "re:.*embed_vision.*", "re:.*per_layer_model_projection.*")
@@ -174,7 +174,7 @@ def test_a_folder_quantized_in_training_loads_as_it_is(tmp_path: Path) -> None:
     ours = load_model(folder, CPU).model
     tokens = torch.randint(4, 90, (2, 24), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        expected: Tensor = theirs(tokens).logits  # which unpacks theirs
+        expected: Tensor = theirs(tokens).logits  # which unpacks its weights
     found = packed_weights(ours)
     assert found.keys() == folder.packings.keys() and len(found) == 25
     for name, weight in found.items():
@@ -184,7 +184,7 @@ def test_a_folder_quantized_in_training_loads_as_it_is(tmp_path: Path) -> None:
 
 
 def test_names_of_transformers_4(tmp_path: Path) -> None:
-    """transformers 4 wrote language_model.model.* and language_model.lm_head.*."""
+    """Accept language_model.model.* and language_model.lm_head.*, as written by transformers 4."""
     part = TextPart.from_config(
         Fields({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}, "config.json")
     )
@@ -225,7 +225,7 @@ def test_a_text_model_is_unchanged() -> None:
 
 
 def test_qwen_2_vl_as_published(tmp_path: Path) -> None:
-    """The config has the text model's keys outside of any section, M-RoPE by its own name, and tensors no prefix."""
+    """The config has the text model's keys at top level, M-RoPE under its own name, and tensors without a prefix."""
     reference = make_folder(tmp_path, "qwen2_vl")
     raw = json.loads((tmp_path / "config.json").read_text())
     text = raw.pop("text_config")

@@ -1,4 +1,4 @@
-"""When 8-bit activations are used: as requested, or next to narrow weights where the model's card allows it."""
+"""Test when 8-bit activations are used: on request, or next to narrow weights if the model card allows it."""
 
 import pytest
 
@@ -48,7 +48,7 @@ def test_auto_leaves_wide_weights_at_16_bits() -> None:
 
 
 def test_stored_packings_are_found_with_any_activations() -> None:
-    """The layouts of files compare packings, and files say nothing about activations."""
+    """The file layouts are compared by packing, and files do not specify activations."""
     eight = choose_activations("8", None, tiles=False).packings(WIDTHS)
     assert eight == WIDTHS and len({*eight.values(), *WIDTHS.values()}) == len(WIDTHS)
 

@@ -1,4 +1,4 @@
-"""Sizes of vectors in an int4 cache."""
+"""Test the sizes of vectors in an int4 cache."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Scales that are quantized themselves: bitsandbytes' table and codes bit for bit, the nearest of any scales."""
+"""Test nested quantization of scales: bitsandbytes' table and codes bit for bit, and the nearest code for any scale."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ THEIRS = {name: case for name, case in stored("bitsandbytes").items() if name.en
 
 @pytest.mark.parametrize("name", THEIRS)
 def test_table_codes_and_scales_of_scales_are_the_makers(name: str) -> None:
-    """Of the largest weights of blocks, which is what bitsandbytes nests."""
+    """The scales are the largest weights of blocks, which is what bitsandbytes nests."""
     case, block = THEIRS[name], int(name.split("-")[1][1:])
     flat = weights(block + 1, *case.shape).bfloat16().float().flatten()
     scales = torch.nn.functional.pad(flat, (0, -len(flat) % block)).view(-1, block).abs().amax(1)

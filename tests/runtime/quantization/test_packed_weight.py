@@ -1,4 +1,4 @@
-"""The packed layout: a bijection, the stream of the specification bit by bit, and exact dequantization."""
+"""Test the packed layout: a bijection, the specified bit stream, and exact dequantization."""
 
 import numpy as np
 import pytest
@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from mycli.runtime.quantization.packed_weight import PackedWeight, dequantize, pack, unpack
 from mycli.runtime.quantization.scheme import Packing
 
-WIDTHS = range(2, 9)  # those that are read, too
+WIDTHS = range(2, 9)  # including those that are read
 
 
 def stream_of(codes: np.ndarray, bits: int) -> np.ndarray:
-    """The specification taken literally, one bit at a time: code i occupies bits [i*bits, (i+1)*bits) of its row."""
+    """Implement the specification bit by bit: code i occupies bits [i*bits, (i+1)*bits) of its row."""
     rows, columns = codes.shape
     words = (columns * bits + 31) // 32
     out = np.zeros((rows, words), dtype=np.uint32)
@@ -38,7 +38,7 @@ def test_pack_is_the_specified_stream_and_a_bijection(bits: int, rows: int, colu
 
 @pytest.mark.parametrize("bits", WIDTHS)
 def test_every_word_is_reachable(bits: int) -> None:
-    """Surjective too: any 32-bit words unpack to codes that pack to the same words."""
+    """Check that packing is surjective: any 32-bit words unpack to codes that pack to the same words."""
     words = torch.randint(-(1 << 31), 1 << 31, (3, bits * 4), generator=torch.Generator().manual_seed(0)).to(
         torch.int32
     )
@@ -63,7 +63,7 @@ def test_dequantize_is_code_minus_half_range_times_scale(bits: int, group: int |
 
 
 def test_offsets_shift_each_group() -> None:
-    """With zero points z the weight is (u - z) * s."""
+    """The weight with zero points z is (u - z) * s."""
     codes = torch.randint(0, 16, (5, 64), dtype=torch.uint8)
     zeros, scales = torch.randint(0, 17, (5, 2)), torch.rand(5, 2)
     packing = Packing(4, 32, offsets=True)

@@ -1,4 +1,4 @@
-"""Sizes of a number format, and which shapes it fits."""
+"""Test the sizes of a number format, and which shapes it fits."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Scales of super-blocks as whole numbers: those that were there, or none."""
+"""Test conversion of super-block scales to integers: the original ones, or None."""
 
 from dataclasses import replace
 

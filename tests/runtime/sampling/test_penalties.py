@@ -1,4 +1,4 @@
-"""Presence and frequency penalties against their definition, counted token by token; and drafts that see them."""
+"""Test presence and frequency penalties against their definition, counted token by token, also for draft tokens."""
 
 from collections import Counter
 
@@ -14,7 +14,7 @@ VOCAB = 12
 
 
 def reference(logits: list[float], reply: list[int], presence: float, frequency: float) -> list[float]:
-    """OpenAI's formula: mu[j] - c[j] * frequency - (c[j] > 0) * presence."""
+    """Compute OpenAI's formula: mu[j] - c[j] * frequency - (c[j] > 0) * presence."""
     counts = Counter(reply)
     return [mu - counts[token] * frequency - (counts[token] > 0) * presence for token, mu in enumerate(logits)]
 
@@ -33,7 +33,7 @@ def test_greedy_draws_are_those_of_the_formula(presence: float, frequency: float
 
 
 def test_a_draft_sees_the_tokens_before_it() -> None:
-    """Rows of `probabilities` count those assumed to come before, and only they; `commit` then counts for good."""
+    """The rows of `probabilities` count exactly the draft tokens before them; `commit` makes the counts permanent."""
     settings = SamplingParams(temperature=1.0, presence_penalty=0.5, frequency_penalty=0.25, seed=1)
     sampler = Sampler(settings, VOCAB, torch.device("cpu"))
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(2))

@@ -1,4 +1,4 @@
-"""Sampling: the distribution against transformers' own processors, the draws against the distribution (chi squared)."""
+"""Test sampling: the distribution against transformers' processors, and draws against the distribution."""
 
 import math
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ def random_logits(seed: int, rows: int = 1) -> Tensor:
 
 
 def expected(logits: Tensor, sampling: SamplingParams) -> Tensor:
-    """What transformers' generate would draw from."""
+    """Return the distribution that transformers' generate would sample from."""
     processors: list[Any] = []
     if sampling.logit_bias:
         biases = {(token,): bias for token, bias in sampling.logit_bias}
@@ -101,7 +101,7 @@ def test_seed_reproduces_and_no_seed_varies() -> None:
 
 
 class Told:
-    """A constraint and a recorder that do nothing."""
+    """Implements a constraint and a recorder that do nothing."""
 
     def apply(self, logits: Tensor) -> Tensor:
         return logits
@@ -232,7 +232,7 @@ def test_a_bias_is_bounded(biases: tuple[tuple[int, float], ...]) -> None:
 )
 @settings(max_examples=60, deadline=None)
 def test_only_tokens_of_some_weight_are_drawn(vocab: int, seed: int, share: float) -> None:
-    """Weights of any total, most of them zero, the first and the last token among them."""
+    """The weights have any total and are mostly zero; the first and the last token are included."""
     generator = torch.Generator().manual_seed(seed)
     weights = torch.rand(64, vocab, generator=generator) ** 8
     weights *= torch.rand(64, vocab, generator=generator) < share
@@ -258,7 +258,7 @@ def test_no_weights_draw_no_token(weight: float) -> None:
 
 
 def test_every_token_takes_one_number_of_the_stream() -> None:
-    """Alone, with others of equal settings, and as a draft without a seed: else a seed repeats nothing."""
+    """Draw alone, in a batch with equal settings, and as an unseeded draft; seeds would not reproduce otherwise."""
     logits, params = random_logits(3, 2), SamplingParams(temperature=1.0, seed=5)
     alone = Sampler(params, VOCAB, torch.device("cpu"))
     expected = [int(alone.sample(logits[:1])) for _ in range(8)]
@@ -274,7 +274,7 @@ def test_every_token_takes_one_number_of_the_stream() -> None:
 
 
 def test_numbers_of_tokens_drawn_elsewhere_are_not_drawn_again() -> None:
-    """What a pass drew ahead with the request's numbers is as if it had been drawn here."""
+    """The random numbers used by a multi-step pass count as drawn here."""
     sampling = SamplingParams(temperature=1.0, seed=5, frequency_penalty=0.5)
     rows = torch.randn(7, VOCAB, generator=torch.Generator().manual_seed(0))
     ours, theirs = (Sampler(sampling, VOCAB, torch.device("cpu")) for _ in range(2))

@@ -1,4 +1,4 @@
-"""A server of pico for all tests of this folder, and one whose replies are scripted."""
+"""Provide a server of pico shared by the tests of this folder, and one with scripted replies."""
 
 import dataclasses
 import json
@@ -38,7 +38,7 @@ def loaded() -> LoadedModel:
 
 @pytest.fixture(scope="session")
 def served(loaded: LoadedModel) -> Iterator[Served]:
-    """Pico, as `mycli serve pico` serves it, under a second name, too."""
+    """Serve pico as `mycli serve pico` does, also under a second name."""
     engine = Engine(loaded.runner, CacheShape.paged(512, 2048, 16), loaded.vocabulary_size, running=8)
     with serving(
         loaded, engine, ServerSettings(("pico", "alias/of-it"), card=model_card(open_model_folder(PICO)))
@@ -48,7 +48,7 @@ def served(loaded: LoadedModel) -> Iterator[Served]:
 
 @pytest.fixture(scope="session")
 def reasoning(loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    """Pico with a template that knows tools and reasoning."""
+    """Serve pico with a template that supports tools and reasoning."""
     folder = tmp_path_factory.mktemp("reasoning")
     shutil.copy(PICO / "tokenizer.json", folder)
     settings = json.loads((PICO / "tokenizer_config.json").read_text())
@@ -58,7 +58,7 @@ def reasoning(loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture
 def scripted(loaded: LoadedModel) -> Scripted:
-    """A server that answers with a given text: scripted(text, engine=..., settings=...)."""
+    """Return a server that answers with a given text: scripted(text, engine=..., settings=...)."""
 
     def start(
         text: str = "", *, model: LoadedModel | None = None, settings: ServerSettings | None = None, **engine: object

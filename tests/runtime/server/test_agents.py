@@ -1,4 +1,4 @@
-"""What coding agents send: tools of other kinds, items of earlier turns, formats beside tools; and what they get."""
+"""Test requests as coding agents send them: other tool kinds, items of earlier turns, formats next to tools."""
 
 import json
 import threading
@@ -162,7 +162,7 @@ def test_a_format_beside_tools_allows_either(
     content: str,
     called: list[tuple[str, str]],
 ) -> None:
-    """One grammar: a call of a tool, or the format; after reasoning or without."""
+    """The grammar allows either a tool call or the format, with or without reasoning before it."""
     tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": ANSWER}}
     for thought in ("", "<think>\nhm\n</think>\n\n"):
@@ -230,7 +230,7 @@ def test_anthropic_server_tools_and_documents(scripted: Scripted, reasoning: Loa
 
 
 def test_arguments_arrive_while_the_model_writes(scripted: Scripted, reasoning: LoadedModel) -> None:
-    """Half of a call is written: name and half of its arguments have arrived, on every route."""
+    """Check that half of the arguments have arrived when half a call is generated, on every route."""
     written = f'<tool_call>\n{{"name": "read", "arguments": {{"path": "{"word " * 40}'
     chat_tool = {"type": "function", "function": {"name": "read", "parameters": PATH}}
     talk = {"model": "pico", "messages": [{"role": "user", "content": "Go"}], "max_tokens": 400, "stream": True}
@@ -251,7 +251,7 @@ def test_arguments_arrive_while_the_model_writes(scripted: Scripted, reasoning: 
 
 @pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"])
 def test_a_silent_stream_sends_events_of_its_interface(scripted: Scripted, route: str) -> None:
-    """Clients that watch a stream count events, not comments."""
+    """The events are needed because clients that monitor a stream ignore comments."""
     settings = ServerSettings(("pico",), limits=ServerLimits(ping_seconds=0.05))
     talk = {"messages": [{"role": "user", "content": "Go"}], "prompt": "Go", "input": "Go"}
     field = {"/v1/completions": "prompt", "/v1/responses": "input"}.get(route, "messages")

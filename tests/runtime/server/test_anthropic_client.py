@@ -1,4 +1,4 @@
-"""Anthropic's own client, unmodified."""
+"""Test with Anthropic's own client, unmodified."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.served import Served
 
-GREEDY = {"temperature": 0}  # the client no longer has a field for it
+GREEDY = {"temperature": 0}  # the client dropped the field
 JAPAN = [{"role": "user", "content": "What is the capital of Japan?"}]
 TOOL = {
     "name": "weather",

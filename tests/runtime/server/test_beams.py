@@ -1,4 +1,4 @@
-"""Beam search over HTTP, in the fields of vLLM, and what cannot be combined with it."""
+"""Test beam search over HTTP with vLLM's fields, and what cannot be combined with it."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The header x-mycli-cache and the log say where and why a prompt misses the cache, without another client's text."""
+"""Test that x-mycli-cache and the log say where and why a prompt misses the cache, without other clients' text."""
 
 import json
 

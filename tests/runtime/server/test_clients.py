@@ -1,6 +1,6 @@
-"""Other people's clients complete their turns: installed from their registries, against a random model (-m slow).
+"""Test third-party agents from their registries against a random model (-m slow).
 
-A proxy forces a call in the first turn, so that the whole loop of each client runs.
+A proxy forces a tool call in the first turn, so that the whole loop of each client runs.
 """
 
 import json
@@ -29,7 +29,7 @@ from tests.support.served import Served, serving
 
 pytestmark = pytest.mark.slow
 SCRIPTS = ROOT / "tests" / "support" / "clients"
-INSTALL_SECONDS = 180  # a client that takes longer on a busy machine is left out
+INSTALL_SECONDS = 180  # a client that takes longer on a busy machine is skipped
 JAVASCRIPT = (
     "openai",
     "@anthropic-ai/sdk",
@@ -38,7 +38,7 @@ JAVASCRIPT = (
     "@ai-sdk/openai-compatible",
     "@ai-sdk/anthropic",
 )
-# Agent -> its package, its command, and the tool that is forced (None: any of its tools).
+# Agent -> its package, its command, and the forced tool (None: any of its tools).
 AGENTS: dict[str, tuple[str, list[str], str | None]] = {
     "codex": ("@openai/codex", ["codex", "exec", "--skip-git-repo-check", "--sandbox", "read-only"], None),
     "claude": ("@anthropic-ai/claude-code", ["claude", "--output-format", "json", "-p"], "Read"),
@@ -81,7 +81,7 @@ def install(command: Sequence[str], folder: Path) -> None:
 
 
 def check(passed: Sequence[Exchange], forced: bool) -> None:
-    assert passed and {exchange.status for exchange in passed} <= {200, 404}  # some look for pages that only hosts have
+    assert passed and {exchange.status for exchange in passed} <= {200, 404}  # some request pages of hosted services
     assert not forced or any(exchange.forced for exchange in passed)
 
 
@@ -95,7 +95,7 @@ def test_a_python_client(agent_server: Served, tmp_path: Path, name: str) -> Non
         address = f"http://127.0.0.1:{port}"
         done = run([python, str(SCRIPTS / "python_clients.py"), name, address, "agent"], tmp_path, 180)
         assert done.returncode == 0 and "completed" in done.stdout, done.stderr[-2000:]
-        if not name.startswith("litellm"):  # which also looks for the error of a long prompt
+        if not name.startswith("litellm"):  # which also checks for the error of a long prompt
             check(passed, loops)
 
 

@@ -1,4 +1,4 @@
-"""Sockets that are slow, idle or too many."""
+"""Test slow, idle and too many sockets."""
 
 import grp
 import os
@@ -20,7 +20,7 @@ HEAD = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application
 
 
 def dribble(served: Served, begin: bytes, drop: bytes, seconds: float) -> bytes:
-    """Send `begin`, then a byte now and then; what the server says before it closes."""
+    """Send `begin`, then a byte now and then; return what the server sends before it closes."""
     with socket.create_connection(("127.0.0.1", served.port), timeout=seconds) as link:
         link.sendall(begin)
         end = time.monotonic() + seconds
@@ -45,7 +45,7 @@ def dribble(served: Served, begin: bytes, drop: bytes, seconds: float) -> bytes:
     "begin, drop", [(b"", b"G"), (b"GET / HTTP/1.1\r\n", b"x"), (HEAD, b" ")], ids=["line", "head", "body"]
 )
 def test_g8_a_slow_request_is_given_up(scripted: Scripted, begin: bytes, drop: bytes) -> None:
-    """A byte now and then does not extend the deadline."""
+    """Check that single bytes do not extend the deadline."""
     limits = ServerLimits(header_seconds=0.4, body_seconds=0.4)
     with scripted("Hi", settings=ServerSettings(("pico",), limits=limits)) as served:
         answer = dribble(served, begin, drop, 15)
@@ -58,7 +58,7 @@ def test_g8_a_second_slow_request_on_a_connection_is_given_up_too(scripted: Scri
     with scripted("Hi", settings=ServerSettings(("pico",), limits=limits)) as served:
         request = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
         with socket.create_connection(("127.0.0.1", served.port), timeout=15) as link:
-            for _ in range(3):  # it may rest between whole requests for longer than a head may take
+            for _ in range(3):  # it may idle between requests for longer than the header timeout
                 link.sendall(request)
                 answer = b""
                 while not answer.endswith(b"}"):
@@ -73,14 +73,14 @@ def test_g8_a_second_slow_request_on_a_connection_is_given_up_too(scripted: Scri
 
 
 def test_a_long_reply_is_no_slow_request(scripted: Scripted) -> None:
-    """The deadlines are for what a client sends, not for what it waits for."""
+    """The deadlines apply to what a client sends, not to its waiting."""
     limits = ServerLimits(header_seconds=0.2, body_seconds=0.2)
     with scripted("a b c d e f g h i j k l", settings=ServerSettings(("pico",), limits=limits), pause=0.05) as served:
         assert served.chat().status == 200 and served.chat(stream=True).body.endswith(b"[DONE]\n\n")
 
 
 def test_g35_idle_sockets_make_room(scripted: Scripted) -> None:
-    """Sockets beyond the limit close the one that has been idle longest."""
+    """Check that a socket beyond the limit closes the one that has been idle longest."""
     limits = ServerLimits(connections=20)
     with scripted("Hi", settings=ServerSettings(("pico",), limits=limits)) as served, ExitStack() as links:
         idle = [links.enter_context(socket.create_connection(("127.0.0.1", served.port))) for _ in range(30)]

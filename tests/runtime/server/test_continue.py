@@ -1,4 +1,4 @@
-"""A reply that continues the assistant's last message: with it, the reply as it would have been."""
+"""Test replies that continue the last assistant message: the text equals the uninterrupted reply."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def test_reasoning_before_the_message_stays_reasoning(scripted: Scripted, reason
         text = served.service.spelled(prompt)
         assert text.endswith("assistant\n<think>\nThink <|im_end|>.\n</think>\n\nIt is ")
         end = reasoning.tokenizer.encode("<|im_end|>", add_special=False, allow_special=True)
-        assert prompt.count(end[0]) == 1  # that of the question: what a message spells is text
+        assert prompt.count(end[0]) == 1  # the one after the question: control tokens spelled in a message are text
 
 
 @pytest.mark.parametrize(

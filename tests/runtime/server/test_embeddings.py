@@ -1,4 +1,4 @@
-"""Embeddings and reranking over HTTP: as transformers computes them, with the same bits alone and in a batch."""
+"""Test embeddings and reranking over HTTP: equal to transformers, with the same bits alone and in a batch."""
 
 import base64
 import json
@@ -51,7 +51,7 @@ def servers(folders: dict[str, Path]) -> Iterator[dict[str, Served]]:
 
 @torch.no_grad()
 def reference(folder: Path, name: str, ids: list[int]) -> torch.Tensor:
-    """The vector as the modules of the folder define it, by transformers."""
+    """Compute the vector with transformers, following the modules of the folder."""
     states = AutoModel.from_pretrained(folder, dtype=torch.float32)(torch.tensor([ids])).last_hidden_state[0]
     x = states[-1] if name == "qwen3" else states.mean(0)
     if name == "gemma3":
@@ -202,7 +202,7 @@ def test_damaged_folders_are_refused(tmp_path: Path, folders: dict[str, Path]) -
 @pytest.mark.parametrize("shape", [{}, {"hidden_size": 256, "num_hidden_layers": 8, "intermediate_size": 512}])
 @pytest.mark.parametrize("name", ["qwen3", "gemma3"])
 def test_vectors_are_those_of_sentence_transformers(tmp_path: Path, name: str, shape: dict[str, int]) -> None:
-    """Of the folder as made here, and as that library writes it."""
+    """The folder is written by the test, and by sentence-transformers."""
     library = pytest.importorskip("sentence_transformers")
     folder = MAKERS[name](tmp_path / "made", **shape)  # type: ignore[operator]  # all take a shape
     model = library.SentenceTransformer(str(folder), device="cpu")

@@ -1,4 +1,4 @@
-"""A server of a mixture with few experts in memory, whose weights cannot be read in the middle of a reply."""
+"""Test a server of a MoE model with few resident experts, whose weights become unreadable during a reply."""
 
 import errno
 import os
@@ -19,12 +19,12 @@ from mycli.runtime.utils.dtypes import FLOATS
 from tests.support.packed_mixture import write_mixture
 from tests.support.served import Answer, Served, serving
 
-GOOD_STEPS = 5  # of a reply, after which reading fails
+GOOD_STEPS = 5  # in a reply, after which reads fail
 TOKENS = 24
 
 
 class BreakingEngine(Engine):
-    """One under which the disk may break."""
+    """Wraps an engine whose disk reads can fail."""
 
     breaks = False
     steps = 0
@@ -66,7 +66,7 @@ def failures(served: Served) -> list[str]:
 def test_a_disk_that_fails_ends_the_reply_and_not_the_server(
     engine: tuple[BreakingEngine, LoadedModel, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was told stays, then comes an error; when the disk answers again, replies are what they were."""
+    """The text sent before stays, then an error follows; once the disk works again, replies are as before."""
     made, loaded, folder = engine
     plain = os.preadv
 
@@ -82,7 +82,7 @@ def test_a_disk_that_fails_ends_the_reply_and_not_the_server(
         for _ in range(2):
             made.steps, made.breaks = 0, True
             cut = ask(served)
-            assert cut.status == 200  # it had begun
+            assert cut.status == 200  # the reply had started
             assert 0 < len(told(cut)) < len(told(whole)) and told(whole).startswith(told(cut))
             assert cut.events[-1]["error"]["code"] == "internal_error" and str(folder) not in cut.body.decode()
         assert ask(served, stream=False).status == 500

@@ -1,4 +1,4 @@
-"""Requests that are wrong, hostile or from elsewhere: each is refused with an error that says what is at fault."""
+"""Test wrong, hostile and foreign requests: each is refused with an error that names the cause."""
 
 import json
 from typing import Any
@@ -43,7 +43,7 @@ def test_g11_g12_what_is_no_json_object_is_refused(served: Served, path: str, na
     if path.startswith("/v1/messages"):
         assert answer.json["type"] == "error"
     assert len(answer.body) < 1000
-    if path.startswith("/api/"):  # Ollama's errors are a text
+    if path.startswith("/api/"):  # Ollama's errors are strings
         assert answer.json["error"]
     else:
         assert answer.error["type"] == "invalid_request_error"
@@ -207,7 +207,7 @@ def test_g16_an_endpoint_that_is_not_there(served: Served) -> None:
         answer = served.ask(method, path, b"{}" if method == "POST" else None)
         assert answer.status == status and answer.error
     for method, path, other in (("POST", "/health", "GET"), ("GET", "/tokenize", "POST")):
-        answer = served.ask(method, path, headers={"content-length": "0"})  # of a body that says nothing of its kind
+        answer = served.ask(method, path, headers={"content-length": "0"})  # for a body that does not state its type
         assert answer.status == 405 and other in answer.headers["allow"]
 
 

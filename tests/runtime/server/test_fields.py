@@ -1,4 +1,4 @@
-"""Every field of the request interfaces of other servers is served, refused by name, or cannot change the reply."""
+"""Test that every request field of other servers is supported, refused by name, or irrelevant to the reply."""
 
 from typing import Any
 
@@ -89,7 +89,7 @@ def test_a_field_of_no_interface_is_ignored_and_named(answering: Served) -> None
 
 def test_the_table_holds_every_field_that_is_refused_or_ignored() -> None:
     assert {*fields.UNSUPPORTED_FIELDS, *fields.HARMLESS_FIELDS} - set(FIELDS) <= {
-        # of earlier versions of these servers
+        # in earlier versions of these servers
         *("logits_processors", "typ_p", "image_data", "input_prefix", "input_suffix", "input_extra"),
         *("thinking_budget_tokens", "anthropic_version", "anthropic_beta"),
     }
@@ -117,7 +117,7 @@ def test_a_constraint_in_any_servers_words_is_kept(served: Served, constraint: d
 
 
 def test_a_stop_token_of_the_request_ends_the_reply(scripted: Scripted) -> None:
-    """The engine gets it besides the model's own."""
+    """The engine gets it in addition to the model's own stop tokens."""
     with scripted("one two") as served:
         assert served.chat(stop_token_ids=[7]).status == 200
         worker = served.service.worker

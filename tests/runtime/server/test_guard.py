@@ -1,4 +1,4 @@
-"""Who may come, from where, with what key and in what shape; and what the log says of it."""
+"""Test access control: hosts, origins, keys and request shapes; and what is logged."""
 
 import json
 import socket
@@ -17,7 +17,7 @@ KEY = "s3cret-key"
 
 
 def raw(served: Served, data: bytes, seconds: float = 20) -> bytes:
-    """What comes back for bytes on a socket, to its end."""
+    """Send bytes to a socket and return all that comes back."""
     with socket.create_connection(("127.0.0.1", served.port), timeout=seconds) as link:
         link.sendall(data)
         link.shutdown(socket.SHUT_WR)
@@ -79,7 +79,7 @@ def test_g3_listed_pages_may_and_only_they(scripted: Scripted) -> None:
             assert served.ask("GET", "/v1/models", None, own).status == 200
 
 
-# Ollama's interface takes a type more, see test_ollama.
+# Ollama's interface accepts one more type, see test_ollama.
 @pytest.mark.parametrize("path", [p for method, p, _ in ROUTES if method == "POST" and not p.startswith("/api/")])
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
 def test_g4_a_form_of_another_site_is_no_json(served: Served, path: str, kind: str) -> None:
@@ -121,7 +121,7 @@ def test_g5_the_key_is_taken_in_both_forms(keyed: Served) -> None:
 
 
 def test_g6_the_key_covers_every_route(keyed: Served) -> None:
-    """But the probe, and the page, which holds nothing and asks for the key."""
+    """The exceptions are the health probe and the page, which holds no data and asks for the key."""
     bare = [(method, path.removeprefix("/v1"), None) for method, path, _ in ROUTES]
     for method, path, _ in (*ROUTES, *bare):
         file = path.replace("/web/{name:path}", "/web/page.js").replace("{name:path}", "pico")
@@ -164,7 +164,7 @@ def test_g10_what_is_no_request_is_refused(served: Served, data: bytes) -> None:
 
 
 def test_g10_a_second_request_is_not_smuggled(served: Served) -> None:
-    """Both lengths given: one request, refused or read one way, and never two answers."""
+    """The server, given both lengths, refuses or reads one request and never sends two answers."""
     inner = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
     data = (
         b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "

@@ -1,4 +1,4 @@
-"""Requests that are cheap to send and costly to answer, and failures of the threads that answer them."""
+"""Test requests that are cheap to send and expensive to answer, and failing worker threads."""
 
 import json
 import re
@@ -54,7 +54,7 @@ def test_s2_the_first_wrong_item_of_a_list_ends_the_check(name: str) -> None:
 
 
 def lists(schema: Any) -> Iterator[dict[str, Any]]:
-    """The lists and objects of a core schema, except objects of any JSON."""
+    """Yield the lists and objects of a core schema, except objects with arbitrary JSON."""
     if isinstance(schema, dict):
         any_json = schema.get("type") == "dict" and schema.get("values_schema", {}).get("type") == "any"
         if schema.get("type") in ("list", "dict") and not any_json:
@@ -128,7 +128,7 @@ def test_f9_the_response_says_what_was_left_out_of_a_schema(served: Served) -> N
 
 
 class Panic(BaseException):
-    """As a panic of a Rust library arrives in Python."""
+    """Simulates a panic of a Rust library in Python."""
 
 
 def _together(served: Served, count: int) -> list[int]:
@@ -145,9 +145,9 @@ def test_s4_a_panic_on_the_engine_thread_fails_every_request_and_ends_the_server
     scripted: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with scripted("a b c d", pause=0.05) as served:
-        monkeypatch.setattr(served.server, "end", lambda: None)  # it is looked at before it ends
+        monkeypatch.setattr(served.server, "end", lambda: None)  # it is checked before it ends
         worker = served.service.worker
-        worker._on_death = ended = threading.Event().set  # type: ignore[method-assign]  # in place of the server's
+        worker._on_death = ended = threading.Event().set  # type: ignore[method-assign]  # replaces the server's
         worker.engine.error = Panic("index out of bounds")  # type: ignore[attr-defined]  # of the scripted engine
         assert _together(served, 4).count(500) >= 1
         assert served.ask("GET", "/health").status == 503
@@ -185,7 +185,7 @@ def _panics(*_: object, **__: object) -> Any:
 
 
 def test_s6_a_request_that_is_prepared_counts_as_under_way(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A signal gives it the grace period."""
+    """Check that it gets the grace period after a signal."""
     at_work, go_on = threading.Event(), threading.Event()
 
     def slow(*_: object) -> list[int]:
@@ -234,7 +234,7 @@ def test_s6_after_the_grace_period_the_answer_is_still_json(
 
 
 def raw(served: Served, data: bytes) -> bytes:
-    """The answer to bytes on a socket, to its end."""
+    """Send bytes to a socket and return all that comes back."""
     with socket.create_connection(("127.0.0.1", served.port), timeout=20) as link:
         link.sendall(data)
         parts = []

@@ -1,4 +1,4 @@
-"""Keys with names, shares and limits: their file, what they let in, and what is counted of each."""
+"""Test API keys with names, shares and limits: their file, what they permit, and per-key counters."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What lm-eval's `local-completions` asks and reads: the loglikelihoods of `eval`, to 1e-4."""
+"""Test the requests of lm-eval's `local-completions`: loglikelihoods equal those of `eval` to 1e-4."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Clients that leave, that do not read, that wait, that are too many: none of them is another's trouble."""
+"""Test clients that disconnect, do not read, wait, or are too many: none affects the others."""
 
 import dataclasses
 import http.client
@@ -20,7 +20,7 @@ from tests.support.served import ScriptedEngine, Served, joined, serving
 
 
 def leave(served: Served, stream: bool, wait: float) -> None:
-    """Ask, wait, and go away without reading to the end."""
+    """Send a request, wait, and disconnect without reading to the end."""
     body = {"model": "pico", "messages": [{"role": "user", "content": "Go"}], "stream": stream, "ignore_eos": True}
     connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=20)
     connection.request("POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"})
@@ -35,7 +35,7 @@ def leave(served: Served, stream: bool, wait: float) -> None:
 def test_a_client_that_leaves_frees_its_sequence(loaded: LoadedModel, stream: bool) -> None:
     engine = ScriptedEngine(lambda request: [5] * 100_000, pause=0.002)
     with serving(loaded, engine) as served:
-        leave(served, stream, 0.1 if stream else 0.6)  # read, and under way
+        leave(served, stream, 0.1 if stream else 0.6)  # read, and in progress
         served.idle()
         assert engine.cancelled == [1]
         assert 'request_success_total{finished_reason="cancelled"} 1.0' in served.ask("GET", "/metrics").body.decode()
@@ -55,7 +55,7 @@ def test_a_client_that_leaves_gives_its_blocks_back(served: Served, stream: bool
 
 
 class Flood(ScriptedEngine):
-    """Thousands of tokens a step for a long prompt, without end."""
+    """Generates thousands of tokens per step for a long prompt, without end."""
 
     def step(self) -> list[SequenceOutput]:
         return [
@@ -64,7 +64,7 @@ class Flood(ScriptedEngine):
 
 
 def test_g21_g42_a_reader_that_does_not_read_is_dropped(loaded: LoadedModel) -> None:
-    """Nobody else waits for it."""
+    """Check that other clients do not wait for it."""
     engine = Flood(lambda request: [5] * 20_000 if len(request.prompt) > 12 else [5])
     settings = ServerSettings(("pico",), limits=ServerLimits(stall_seconds=0.5))
     with serving(loaded, engine, settings) as served:
@@ -83,7 +83,7 @@ def test_g21_g42_a_reader_that_does_not_read_is_dropped(loaded: LoadedModel) -> 
 
 @pytest.mark.slow
 def test_g42_who_reads_is_answered_to_the_end_while_255_others_do_not_read(loaded: LoadedModel) -> None:
-    """They read a byte now and then of replies that have filled what a socket holds."""
+    """The slow clients read a byte now and then of replies that have filled the socket buffer."""
     replies = {True: [5] * 300, False: [5] * 20_000}
     engine = ScriptedEngine(lambda request: replies[len(request.prompt) < 12], running=256, pause=0.01)
     limits = ServerLimits(waiting=1000, stall_seconds=3600)
@@ -158,7 +158,7 @@ def test_g27_while_it_drains_nothing_new_begins(scripted: Scripted) -> None:
 
 
 def test_g33_no_reply_holds_what_another_was_asked(loaded: LoadedModel) -> None:
-    """64 secrets at once, each echoed: every client gets its own, whatever shares the steps."""
+    """The server echoes 64 secrets concurrently: every client gets its own, whatever is batched."""
     engine = ScriptedEngine(lambda request: list(request.prompt), running=16)
     with serving(loaded, engine) as served, ThreadPoolExecutor(32) as pool:
         secrets = [f"secret {number * 7919:07d}." for number in range(64)]
@@ -170,7 +170,7 @@ def test_g33_no_reply_holds_what_another_was_asked(loaded: LoadedModel) -> None:
 
 
 def test_g36_the_loop_is_free_while_a_long_text_is_read(served: Served) -> None:
-    """A megabyte is parsed, rendered and encoded in threads: a probe in the meantime does not wait for it."""
+    """The megabyte is parsed, rendered and encoded in threads, so a probe in the meantime does not wait."""
     began, slow = threading.Event(), []
 
     def long() -> None:
@@ -186,4 +186,4 @@ def test_g36_the_loop_is_free_while_a_long_text_is_read(served: Served) -> None:
         assert served.ask("GET", "/health").status == 200
         probes += 1
     thread.join()
-    assert probes >= 2  # where the loop waits, the first is answered when all is over
+    assert probes >= 2  # if the event loop blocks, the first is answered last

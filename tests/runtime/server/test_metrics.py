@@ -1,4 +1,4 @@
-"""What is counted, against sums made by hand."""
+"""Test metrics against sums computed by hand."""
 
 from mycli.runtime.engine.stats import EngineStats
 from mycli.runtime.server.metrics import Metrics

@@ -1,4 +1,4 @@
-"""Ollama's interface: with Ollama's own Python client, and what a client can ask for beyond it."""
+"""Test Ollama's interface with its own Python client, and requests that the client cannot send."""
 
 import json
 import os
@@ -153,7 +153,7 @@ def test_logprobs(served: Served) -> None:
 
 
 def test_curl_without_a_content_type_is_served_and_a_page_is_not(served: Served) -> None:
-    """Ollama's examples are lines of curl; a form of another site has the same type, and names its origin."""
+    """The form content type is that of Ollama's curl examples; a cross-site form also sends its origin."""
     body = json.dumps({"model": "pico", "prompt": "a", "options": OPTIONS}).encode()
     form = {"content-type": "application/x-www-form-urlencoded"}
     assert served.ask("POST", "/api/generate", body, form).status == 200

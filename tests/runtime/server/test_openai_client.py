@@ -1,4 +1,4 @@
-"""OpenAI's own client, unmodified: what it sends is understood, and it understands what it is sent."""
+"""Test with OpenAI's own client, unmodified: it understands the replies and the server its requests."""
 
 import json
 import re
@@ -47,7 +47,7 @@ def question(text: str = JAPAN) -> list[dict[str, str]]:
 
 
 def test_a_reply_is_the_one_of_the_engine_alone(client: openai.OpenAI, loaded: LoadedModel) -> None:
-    """Whole and streamed, token by token what a plain completion gives."""
+    """The tokens equal those of a plain completion, whole and streamed."""
     prompt = loaded.tokenizer.apply_chat_template([Message("user", JAPAN)])
     engine = Engine(loaded.runner, CacheShape.contiguous(512), loaded.vocabulary_size)
     alone = Completion(loaded, engine, prompt, SamplingParams(), limit=40)
@@ -81,10 +81,10 @@ def test_a_seed_repeats_and_choices_differ(client: openai.OpenAI) -> None:
         assert [choice.index for choice in found.choices] == list(range(n))
         return [choice.message.content for choice in found.choices]
 
-    draw(7, 1)  # what is in the cache is then the same each time
+    draw(7, 1)  # the cache contents are then the same each time
     first = draw(7, 3)
     assert len(set(first)) == 3 and draw(7, 3) == first
-    assert draw(8, 2) == first[1:]  # each choice has its own seed, the next
+    assert draw(8, 2) == first[1:]  # each choice has the next seed
 
 
 def test_choices_of_a_stream_are_told_apart(client: openai.OpenAI) -> None:
@@ -167,7 +167,7 @@ def test_an_object_of_a_schema_is_kept_as_llama_cpp_takes_it(client: openai.Open
             messages=question("How old is Leo?"),
             temperature=0,
             max_tokens=400,
-            response_format=form,  # type: ignore[call-overload]  # the client knows no schema there
+            response_format=form,  # type: ignore[call-overload]  # the client has no type for a schema there
         )
         value = json.loads(found.choices[0].message.content or "")
         assert value == "42" or set(value) == {"name", "age"}
@@ -191,7 +191,7 @@ def test_an_object_an_expression_and_a_grammar_are_kept(client: openai.OpenAI) -
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "population"}}])
 def test_tools_are_called_where_they_must_be(client: openai.OpenAI, choice: object) -> None:
-    """Pico's template knows no tools: it is told of them, and a grammar sees to the call."""
+    """The template of pico does not support tools; they are added to the prompt and a grammar enforces the call."""
     arguments = {"model": "pico", "messages": question(), "tools": TOOLS, "tool_choice": choice, "temperature": 0}
     found = client.chat.completions.create(**arguments, parallel_tool_calls=False, max_tokens=120)
     (call,) = found.choices[0].message.tool_calls or []
@@ -217,7 +217,7 @@ def test_tools_are_called_where_they_must_be(client: openai.OpenAI, choice: obje
 
 
 def test_prompts_of_a_completion(client: openai.OpenAI, loaded: LoadedModel) -> None:
-    """A text, several, ids, and lists of ids; two replies of each are numbered in order."""
+    """The prompt is a text, several, ids, or lists of ids; two replies of each are numbered in order."""
     texts = ["Once upon", "The capital of"]
     ids = [loaded.tokenizer.encode(text, add_special=True) for text in texts]
 
@@ -232,7 +232,7 @@ def test_prompts_of_a_completion(client: openai.OpenAI, loaded: LoadedModel) -> 
 
 
 def test_an_echo_scores_the_prompt_as_the_harness_reads_it(client: openai.OpenAI, loaded: LoadedModel) -> None:
-    """lm-eval's contract: [[ids]], one token, echo; the sum over the continuation is that of single steps."""
+    """Follow lm-eval's contract: [[ids]], one token, echo; the continuation's sum equals that of single steps."""
     ids = loaded.tokenizer.encode("The capital of Japan is Tokyo.", add_special=False)
     found = client.completions.create(
         model="pico", prompt=[ids], max_tokens=1, logprobs=1, echo=True, temperature=0, seed=1234
@@ -258,7 +258,7 @@ def test_an_echo_scores_the_prompt_as_the_harness_reads_it(client: openai.OpenAI
 
 
 def test_a_streamed_echo_of_a_long_prompt_has_every_logprob(client: openai.OpenAI, loaded: LoadedModel) -> None:
-    """A scored prompt is computed in several chunks, each of which is an event."""
+    """The scored prompt is computed in several chunks, each of which is an event."""
     ids = loaded.tokenizer.encode("The capital of Japan is Tokyo. " * 40, add_special=False)
     asked = {"model": "pico", "prompt": [ids], "max_tokens": 1, "logprobs": 0, "echo": True, "temperature": 0}
     (whole,) = client.completions.create(**asked).choices

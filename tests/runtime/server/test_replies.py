@@ -1,4 +1,4 @@
-"""What a model writes becomes text, reasoning and calls, whole and streamed alike; and what goes wrong on the way."""
+"""Test that model output becomes text, reasoning and tool calls, whole and streamed alike, including failures."""
 
 import dataclasses
 import json
@@ -61,7 +61,7 @@ def test_the_other_protocols_tell_the_same(scripted: Scripted, reasoning: Loaded
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_every_protocol_counts_tokens_alike(served: Served, stream: bool) -> None:
     text = "Tell me a story of a small boat that went out to the open sea at night."
-    served.chat(text, max_tokens=1)  # its prompt is in the cache from now on
+    served.chat(text, max_tokens=1)  # its prompt is cached from now on
     turns = [{"role": "user", "content": text}]
     told = {"include_usage": True} if stream else None
     wishes: dict[str, dict[str, Any]] = {
@@ -96,7 +96,7 @@ def test_a_template_sees_calls_and_answers(scripted: Scripted, reasoning: Loaded
     with scripted("ok", model=reasoning) as served:
         written = served.ask("POST", "/apply-template", {"messages": messages, "tools": [TOOL]}).json["prompt"]
         assert '<tool_call>f:{"a": 1}</tool_call>' in written and '"name": "f"' in written
-        # What a tool answered is text, whatever it spells: the control tokens are the template's own.
+        # Control tokens spelled in a tool's answer are text; only the template's own count.
         ids = served.ask("POST", "/tokenize", {"messages": messages, "tools": [TOOL]}).json["tokens"]
         assert ids.count(1) == 5 and ids.count(2) == 4
         bad = [{**messages[1], "tool_calls": [{**call, "function": {"name": "f", "arguments": "{"}}]}]
@@ -111,7 +111,7 @@ def test_reasoning_that_is_turned_off_leaves_no_room_for_it(scripted: Scripted, 
 
 
 class GrammarEngine(ScriptedEngine):
-    """Writes the script as far as the request's grammar lets it; ends where it does not."""
+    """Writes the script as far as the request's grammar allows, and ends there."""
 
     def submit_replies(self, request: Request, count: int) -> list[int]:
         numbers = super().submit_replies(request, count)
@@ -140,7 +140,7 @@ def test_g39_reasoning_that_never_ends_under_a_schema_ends_with_its_limit(reason
 
 @pytest.mark.parametrize("thought", ["<think>a { b</think>", "<think>\nfree text, 日本\n</think>\n\n", ""])
 def test_a_schema_holds_after_the_reasoning(reasoning: LoadedModel, thought: str) -> None:
-    """Free text until the reasoning ends; what is not of the schema does not get through after it."""
+    """The text is free until the reasoning ends; after it, everything must match the schema."""
     good, bad = '{"a": 1}', "no JSON"
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
 
@@ -164,7 +164,7 @@ def test_g25_an_error_inside_a_stream_is_an_event(scripted: Scripted) -> None:
         assert [line for line in served.log if "secret detail" in line]
         engine.error = RuntimeError("again")
         assert served.chat().status == 500
-        assert served.chat().status == 200  # the engine's thread lives
+        assert served.chat().status == 200  # the engine's thread is alive
         served.idle()
 
 

@@ -1,4 +1,4 @@
-"""POST /v1/replies/{id}/resume: an interrupted reply is sent again and continued, on every interface."""
+"""Test POST /v1/replies/{id}/resume: an interrupted reply is sent again and continued, on every interface."""
 
 import json
 from collections.abc import Iterator
@@ -50,7 +50,7 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "messages": ("/v1/messages", {"messages": MESSAGES, "max_tokens": 24, "temperature": 0.9}),
     "responses": ("/v1/responses", {"input": "Tell me about Leo.", "max_output_tokens": 24, "temperature": 0.9}),
 }
-# Times, and counts of tokens that were found in the cache, may differ.
+# Times and counts of cached tokens may differ.
 VOLATILE = ("completed_at", "prompt_tokens_details", "input_tokens_details", "cache_read_input_tokens", "input_tokens")
 
 
@@ -74,7 +74,7 @@ def stable(value: Any) -> Any:
 
 
 def kill(served: Served, name: str, data: bytes, random: Random) -> None:
-    """Leave what a server that is killed at a random time leaves."""
+    """Create the files that a server killed at a random time leaves."""
     head = data.index(b"\n") + 1
     record_of(served, name).write_bytes(data[: random.randint(head, len(data))])
 

@@ -1,6 +1,6 @@
-"""schemathesis and our description: requests made from it are answered as it says, and never by a 500.
+"""Test the OpenAPI description with schemathesis: generated requests are answered as described, and never by a 500.
 
-Runs where its program is on PATH: it wants libraries of its own.
+Runs if its program is on PATH, since it has dependencies of its own.
 """
 
 import shutil
@@ -13,7 +13,7 @@ from mycli.runtime.engine.loading.loader import LoadedModel
 from tests.support.served import ScriptedEngine, serving
 
 PROGRAM = shutil.which("schemathesis")
-# A request can be of its schema and yet refused: for the context, the vocabulary, or what two fields say together.
+# A request may match its schema and still be refused: for the context, the vocabulary, or a combination of fields.
 CHECKS = ("--checks", "all", "--exclude-checks", "positive_data_acceptance", "--max-response-time", "60")
 
 
@@ -27,7 +27,7 @@ def test_requests_made_from_the_description_are_answered_as_it_says(loaded: Load
             + ["--max-examples", "25", "--continue-on-failure", "--suppress-health-check", "all"],
             capture_output=True,
             text=True,
-            cwd=tmp_path,  # where it keeps what it found
+            cwd=tmp_path,  # where it stores its results
         )
         assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
         assert not [line for line in served.log if "failed:" in line or "Error:" in line]

@@ -1,4 +1,4 @@
-"""A budget of reasoning on every route: a model that never closes its reasoning still answers."""
+"""Test the reasoning budget on every route: a model that never closes its reasoning still answers."""
 
 import dataclasses
 import json
@@ -33,7 +33,7 @@ THINKS = TEMPLATE.replace("assistant\n{% if enable", "assistant\n<think>\n{% if 
 
 
 def looping_model(folder: Path, template: str) -> LoadedModel:
-    """A model that begins with <think> after a line break and then repeats one word: it never closes anything."""
+    """Write a model that begins with <think> after a line break, then repeats one word without closing."""
     agent_model(folder, end=0.0)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": template}))
@@ -147,7 +147,7 @@ RESPONSES_FORMS: dict[str, dict[str, Any]] = {
 
 
 def answered(looping: Served, route: str, fields: dict[str, Any], stream: bool) -> str:
-    """Return the text and the calls of one reply; the reasoning is not among them."""
+    """Return the text and tool calls of one reply, without the reasoning."""
     talk: dict[str, Any] = {"messages": [{"role": "user", "content": "Go"}], "max_tokens": 110}
     if route == "/v1/responses":
         talk = {"input": "Go", "max_output_tokens": 110}
@@ -240,7 +240,7 @@ STRICT = {**TOOL, "strict": True}
 def test_strict_calls_match_their_schema_also_where_the_model_may_write_text(
     scripted: Scripted, reasoning: LoadedModel
 ) -> None:
-    """The grammar lets a text through, and of a call what its schema allows."""
+    """The grammar allows free text, and calls only as their schema allows."""
     tools = [{"type": "function", "function": STRICT}]
     good = 'Hi <tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
     bad = 'Hi <tool_call>\n{"name": "f", "arguments": {"a": 2}}\n</tool_call>'

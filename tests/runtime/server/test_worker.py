@@ -1,4 +1,4 @@
-"""The threads between requests and engine: when a step begins, and what it does not wait for."""
+"""Test the threads between requests and engine: when a step starts, and what it does not wait for."""
 
 import threading
 import time
@@ -16,7 +16,7 @@ from tests.support.served import ScriptedEngine
 
 
 class Held:
-    """A delivery whose loop is busy until it is told to go on."""
+    """Simulates a delivery whose event loop is busy until it is released."""
 
     def __init__(self) -> None:
         self.pieces: list[Any] = []
@@ -32,7 +32,7 @@ class Held:
 
 
 class Reader:
-    """Gives an empty piece for each output."""
+    """Returns an empty piece for each output."""
 
     index = 0
 
@@ -54,7 +54,7 @@ def test_a_step_on_the_cores_of_others_waits_until_the_one_before_is_told(
         for told in range(1, 5):
             assert held.put_once.acquire(timeout=20)
             if shares:
-                time.sleep(0.02)  # another step would have come
+                time.sleep(0.02)  # otherwise another step would have run
                 assert len(held.pieces) == told
                 held.waiting[-1]()
         assert [len(piece.tokens) for piece in held.pieces] == [1, 1, 1, 1]
@@ -65,7 +65,7 @@ def test_a_step_on_the_cores_of_others_waits_until_the_one_before_is_told(
 
 
 def test_a_loop_that_is_busy_does_not_stop_the_engine() -> None:
-    """Nobody says that anything was told."""
+    """The loop need not confirm a delivery."""
     engine, held = ScriptedEngine(lambda request: [5] * 4), Held()
     threads = EngineWorker(engine, 8, lambda text: None)
     threads.start()

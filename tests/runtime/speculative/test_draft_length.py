@@ -1,4 +1,4 @@
-"""The policy on a machine made up of numbers: never much slower than without, near the best where it pays."""
+"""Test the draft length policy on a simulated machine: never much slower than plain decoding, near the optimum."""
 
 import random
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import pytest
 from mycli.runtime.speculative.draft_length import LENGTHS, AdaptiveDraftLength, FixedDraftLength, expected_tokens
 
 STEP = 0.01
-# Cost of drafting k tokens and verifying them, in plain steps, and what was expected of a drafted token beforehand.
+# Cost of drafting and verifying k tokens in plain steps, and the prior expectation for a drafted token.
 MACHINES: dict[str, tuple[Callable[[int], float], float]] = {
     "small-draft": (lambda k: 1.04 + 0.12 * k, 0.1),
     "draft-dearer-than-expected": (lambda k: 1.05 + 0.34 * k, 0.16),
@@ -19,7 +19,7 @@ MACHINES: dict[str, tuple[Callable[[int], float], float]] = {
 
 
 class Machine:
-    """Runs a policy: `speed` is the time of plain steps over the time it took."""
+    """Runs a policy: `speed` is the time of plain steps divided by its time."""
 
     def __init__(self, name: str, acceptance: float, seed: int) -> None:
         self.cost, weight = MACHINES[name]
@@ -59,7 +59,7 @@ def test_what_pays_comes_close_to_the_best_length(name: str, acceptance: float) 
     cost, _ = MACHINES[name]
     best = max(1.0, *(expected_tokens(acceptance, k) / cost(k) for k in LENGTHS))
     speeds = sorted(Machine(name, acceptance, seed).make(3000) for seed in range(5))
-    # Where several rows cost twice, short drafts lose, and long ones are dear to try: a small gain may stay unfound.
+    # Where several rows cost twice, short drafts lose and long ones are expensive to try: a small gain may be missed.
     assert speeds[2] > (0.98 if name == "several-rows-cost-twice" and best < 1.5 else 0.85 * best)
 
 

@@ -1,4 +1,4 @@
-"""The suffix automaton against a search by hand, and what prompt lookup proposes over the turns of a conversation."""
+"""Test the suffix automaton against a naive search, and prompt lookup over the turns of a conversation."""
 
 import random
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ SAMPLER = Sampler(SamplingParams(), 512, torch.device("cpu"))
 
 
 def longest_match(text: Sequence[int]) -> int:
-    """The longest suffix that also ends earlier."""
+    """Return the longest suffix that also ends earlier."""
     return max(
         (n for n in range(len(text)) if any(text[at - n : at] == text[len(text) - n :] for at in range(n, len(text)))),
         default=0,

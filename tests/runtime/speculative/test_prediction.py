@@ -1,4 +1,4 @@
-"""Heads that predict further tokens: what they propose is the reference's, and what stands is what the model says."""
+"""Test MTP heads: the proposals equal the reference's, and accepted tokens equal the model's."""
 
 import random
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ CONTEXT, COUNT = 64, 3
 
 
 class Recorded(MtpProposer):
-    """Keeps what was asked and said."""
+    """Records hidden states and proposals."""
 
     def propose(self, asked: Sequence[DraftRequest]) -> list[Proposal]:
         said = super().propose(asked)
@@ -75,10 +75,10 @@ def engine(drafts: MtpProposer, shape: CacheShape, chunk: int, running: int = 1)
 
 @pytest.mark.parametrize("chunk", [5, 64])
 def test_proposals_are_the_reference_s(folder: tuple[ModelFolder, Reference], chunk: int) -> None:
-    """After each text of a reply, whatever the chunks of the prompt, and however many of the drafts before stood."""
+    """The proposals are compared after each token, for any prompt chunks and any number of accepted drafts."""
     shape = CacheShape.contiguous(CONTEXT)
     drafts = proposer(folder[0], shape)
-    drafts._chunk = chunk  # so that short prompts are read in pieces too
+    drafts._chunk = chunk  # so that short prompts are chunked too
     prompt = tuple(random.Random(1).randrange(4, SMALL["vocab_size"]) for _ in range(17))
     reply = together(engine(drafts, shape, chunk), [Request(prompt, limit=16)])[0]
     assert reply == together(lanes(drafts.head.target, CONTEXT), [Request(prompt, limit=16)])[0]
@@ -94,7 +94,7 @@ def test_proposals_are_the_reference_s(folder: tuple[ModelFolder, Reference], ch
 
 
 def test_replies_are_the_model_s_whoever_runs_beside(folder: tuple[ModelFolder, Reference]) -> None:
-    """Greedy and seeded, in few blocks so that some are read again, from prefixes that others left, and branches."""
+    """The replies are greedy and seeded, in few blocks to force recomputation, with shared prefixes and branches."""
     chance = random.Random(2)
     begin = [chance.randrange(4, SMALL["vocab_size"]) for _ in range(18)]
     prompts = [(*begin[: chance.choice([0, 18])], *begin[: 2 + 3 * index]) for index in range(5)]
@@ -113,14 +113,14 @@ def test_replies_are_the_model_s_whoever_runs_beside(folder: tuple[ModelFolder, 
     ("noise", "least", "most"), [(0.0, 1.0, 1.0), (3.0, 0.2, 0.95)], ids=["knows-it-all", "misses-some"]
 )
 def test_what_a_head_that_predicts_says_stands(noise: float, least: float, most: float, tmp_path: Path) -> None:
-    """Replies stay the model's, greedy and seeded; those of a head that is always right take a pass for four tokens."""
+    """The replies stay the model's, greedy and seeded; a head that is always right needs one pass per four tokens."""
     make_that_predicts(tmp_path, "qwen3_5-delta", noise)
     drafts = proposer(open_model_folder(tmp_path), CacheShape.contiguous(CONTEXT))
     asked = [Request((5, 6, 7 + i), SamplingParams(0.7 * (i % 2), seed=i), limit=40) for i in range(4)]
     many = engine(drafts, CacheShape.contiguous(CONTEXT, 4), 64, running=4)
     replies = together(many, asked)
     assert replies == [together(lanes(drafts.head.target, CONTEXT), [one])[0] for one in asked]
-    assert all(len(set(reply)) > 5 for reply in replies[::2])  # not one token for ever
+    assert all(len(set(reply)) > 5 for reply in replies[::2])  # not the same token forever
     greedy = SpeculationSubject(drafts.head.target, lambda: drafts, 97, frozenset(), CONTEXT)
     for request in asked[::2]:
         _, timing = greedy.reply(engine(drafts, CacheShape.contiguous(CONTEXT), 64), request.prompt, 40)
@@ -129,7 +129,7 @@ def test_what_a_head_that_predicts_says_stands(noise: float, least: float, most:
 
 
 def test_what_verifying_asks_of_the_head_is_the_reference_s(folder: tuple[ModelFolder, Reference]) -> None:
-    """After a prompt, and after its own first tokens: in whatever order it is asked."""
+    """The calls come after a prompt and after its own first tokens, in any order."""
     drafts = proposer(folder[0], CacheShape.contiguous(CONTEXT))
     prompt = [random.Random(3).randrange(4, SMALL["vocab_size"]) for _ in range(13)]
     wanted = [token for token, _ in folder[1].draft(prompt, COUNT)]
@@ -144,7 +144,7 @@ def test_what_verifying_asks_of_the_head_is_the_reference_s(folder: tuple[ModelF
 def test_draws_from_the_head_leave_the_model_s_distribution(
     folder: tuple[ModelFolder, Reference], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And a rule that keeps whatever is drafted does not: the test sees it."""
+    """The test also detects that a rule that accepts every draft changes the distribution."""
     drafts = proposer(folder[0], CacheShape.contiguous(CONTEXT))
     prompt = [random.Random(4).randrange(4, SMALL["vocab_size"]) for _ in range(9)]
     subject = SpeculationSubject(
@@ -170,7 +170,7 @@ def test_a_model_without_a_head_has_none(tmp_path: Path) -> None:
 
 
 def test_the_head_of_a_published_model() -> None:
-    """Qwen3.5-27B: names and shapes of its 15 tensors, as its folder has them; of 9B what it adds to the parameters."""
+    """Check names and shapes of the 15 tensors of Qwen3.5-27B's head, and the parameters that 9B's head adds."""
     head, small = published("Qwen3.5-27B").mtp, published("Qwen3.5-9B").mtp
     assert head is not None and small is not None and small.parameters() == 9197093888 - 8953803264
     layer = "model.layers.0"

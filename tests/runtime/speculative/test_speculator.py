@@ -1,4 +1,4 @@
-"""Speculation changes nothing: the same tokens, the same caches, the same errors; and its record says what it did."""
+"""Test that speculation changes nothing: the same tokens, caches and errors; and that its statistics are correct."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,7 +27,7 @@ from tests.support.grids import examples
 from tests.support.prefix_model import CPU, Function, PrefixModel, random_function
 from tests.support.speculation import PROMPT, VOCAB, plainly, proposers, reply, speculating, target_model
 
-# Of a target, and of a proposer: its kind, and whether it is of the target's own function.
+# For a target and a proposer: its kind, and whether it uses the target's own function.
 PAIRS = {"seed": st.integers(0, 10**6), "kind": st.sampled_from(["draft", "ngram"]), "alike": st.booleans()}
 
 
@@ -52,7 +52,7 @@ def test_tokens_are_the_same_whatever_the_lengths(
     penalty: float,
     temperature: float,
 ) -> None:
-    """F15, F16: greedy ones and those of a seed, with a draft longer than the room left, or of a shorter context."""
+    """F15, F16: greedy and seeded, with a draft longer than the remaining room, or a shorter draft context."""
     target = target_model(seed)
     proposer = proposers(target, seed if alike else seed + 1, draft_context)[kind]
     shape = CacheShape.contiguous(capacity)
@@ -61,7 +61,7 @@ def test_tokens_are_the_same_whatever_the_lengths(
     expected = reply(plain, PROMPT, limit, sampling)
     assert reply(ours, PROMPT, limit, sampling) == expected
     assert kept(ours) == kept(plain)
-    # Prefix hit: the next turn goes on from there.
+    # Prefix hit: the next turn resumes there.
     turn = [*PROMPT, *expected, 4][:capacity]
     request = Request(tuple(turn), sampling, limit=min(limit, capacity - len(turn) + 1))
     (ours_said, ours_timing), (said, timing) = generate(ours, request), generate(plain, request)
@@ -102,7 +102,7 @@ def test_many_together_are_the_replies_alone(
 @pytest.mark.parametrize("taken", range(1, 9))
 def test_a_consumer_that_stops_early_leaves_both_caches_as_it_found_the_text(kind: str, taken: int) -> None:
     target = target_model()
-    proposer = proposers(target, seed=0)[kind]  # always right, so that tokens wait in the middle of a pass
+    proposer = proposers(target, seed=0)[kind]  # always right, so that tokens are pending in the middle of a pass
     engine = speculating(target, proposer, FixedDraftLength(5))
     consumer: Iterator[int] = stream(engine, Request(tuple(PROMPT), limit=20))
     start = list(islice(consumer, taken))
@@ -147,7 +147,7 @@ def recorded(timing: Timing) -> SpeculationStats:
 
 
 class Watched(DraftLengthPolicy):
-    """Drafts two tokens, and keeps what it is told."""
+    """Drafts two tokens and records its inputs."""
 
     def __init__(self) -> None:
         self.plain, self.drafts = 0, 0
@@ -163,7 +163,7 @@ class Watched(DraftLengthPolicy):
 
 
 def test_every_load_has_a_policy_of_its_own() -> None:
-    """So that drafts stop where a batch makes them lose, and go on when it is over."""
+    """The policy stops drafting for batch sizes where it is slower, and resumes with smaller batches."""
     target, policies = target_model(), list[Watched]()
 
     def policy() -> Watched:
@@ -180,7 +180,7 @@ def test_every_load_has_a_policy_of_its_own() -> None:
 
 
 class Wrong:
-    """A proposer whose proposals are never the next token."""
+    """Proposes only tokens that are not the next token."""
 
     relative_cost, nbytes = 0.1, 0
 
@@ -233,7 +233,7 @@ def test_wrong_drafts_change_nothing() -> None:
 
 
 def broken(function: Function, when: int) -> Function:
-    """NaN after texts of `when` tokens."""
+    """Return NaN after sequences of `when` tokens."""
     return lambda text: function(text) * (math.nan if len(text) == when else 1)
 
 
@@ -267,7 +267,7 @@ def test_a_target_that_is_not_a_number_fails_exactly_where_it_does_without_specu
 
 
 def test_adaptive_lengths_change_no_token() -> None:
-    """F16: on, off, and switching between; those of a seed too."""
+    """F16: on, off, and switching between; seeded ones too."""
     target = target_model()
     engine = speculating(target, proposers(target, seed=0)["draft"], AdaptiveDraftLength(0.1))
     for sampling in (SamplingParams(), SamplingParams(1.0, seed=4)):
@@ -290,7 +290,7 @@ def test_lookup_proposes_what_followed_and_goes_round() -> None:
 
 
 class Costs(DraftLengthPolicy):
-    """Writes down what it is told."""
+    """Records its inputs."""
 
     def __init__(self) -> None:
         self.plain: list[tuple[float, float]] = []

@@ -1,4 +1,4 @@
-"""Speculation on real weights: greedy tokens and the drawn distribution of pico with pico-draft, and with the lookup.
+"""Test speculation on real weights: greedy tokens and sampled distribution of pico with pico-draft and lookup.
 
 The complete versions take minutes: `pytest -m slow tests/runtime/speculative/test_decode_pico.py`.
 """
@@ -45,7 +45,7 @@ def loaded(name: str, kv: KvDtype = "auto") -> LoadedModel:
 
 
 def prompts(count: int) -> list[list[int]]:
-    """Questions, stories, book text and repetitions, a quarter each."""
+    """Return prompts: questions, stories, book text and repetitions, a quarter each."""
     tokenizer = loaded("pico").tokenizer
     book = (PICO.parent / "held-out.txt").read_text(encoding="utf-8")
     made = []
@@ -78,7 +78,7 @@ def engine(runner: ModelRunner, guess: Proposer | None = None, length: int = 0) 
 
 
 def differences(count: int, kind: str, lengths: range, kv: KvDtype = "auto") -> list[tuple[int, int]]:
-    """Prompt and length of every reply that is not the one without speculation."""
+    """Return prompt and length of every reply that differs from the one without speculation."""
     runner = loaded("pico", kv).runner
     plain = engine(runner)
     wanted = [tokens_of(plain, prompt, LIMIT) for prompt in prompts(count)]
@@ -107,7 +107,7 @@ def test_greedy_tokens_are_the_same_for_200_prompts_and_every_length(kind: str) 
 
 @cache
 def remembered(name: str) -> PrefixModel:
-    """The model, asked only once for each text: so that hundreds of thousands of draws take seconds."""
+    """Return the model with its outputs cached per sequence, so that hundreds of thousands of draws take seconds."""
     runner = loaded(name).runner
     prefix = PrefixLogits(runner, CAPACITY)
 
@@ -118,7 +118,7 @@ def remembered(name: str) -> PrefixModel:
 
 
 def p_value(draws: int, kind: str, sampling: SamplingParams, length: int = 4) -> float:
-    """Chi squared of `draws` replies of `length` tokens against the product of the target's own distributions."""
+    """Return the chi-squared p-value of `draws` replies of `length` tokens against the target's joint distribution."""
     target, size = remembered("pico"), loaded("pico").vocabulary_size
     prompt = loaded("pico").tokenizer.encode(BEGINNINGS[kind], add_special=True)
 
@@ -141,7 +141,7 @@ def p_value(draws: int, kind: str, sampling: SamplingParams, length: int = 4) ->
     compared = 0
     for seed in range(draws):
         number = drafting.submit(Request(tuple(prompt), sampling, length))
-        drafting._states[number].sampler.numbers.generator.manual_seed(seed)  # without the promise of a seed
+        drafting._states[number].sampler.numbers.generator.manual_seed(seed)  # not reproducible by seed
         outputs = drain(drafting)[number]
         counts[tuple(token for output in outputs for token in output.tokens)] += 1
         compared += sum(min(output.accepted + 1, output.drafted) for output in outputs)
@@ -161,7 +161,7 @@ def p_value(draws: int, kind: str, sampling: SamplingParams, length: int = 4) ->
 
 
 BEGINNINGS = {
-    "draft": "The old man looked at her and said that",  # many ways to go on, on which the models do not agree
+    "draft": "The old man looked at her and said that",  # many possible continuations, on which the models disagree
     "ngram": "The capital of Japan is Tokyo. The capital of Japan is",
 }
 SAMPLINGS = {
@@ -183,6 +183,6 @@ def test_200000_draws_follow_the_target(name: str, kind: str) -> None:
 
 
 def test_the_test_sees_a_wrong_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is refused."""
+    """The wrong variant accepts every draft."""
     monkeypatch.setattr(Sampler, "accept", lambda sampler, chances: len(chances))
     assert p_value(2000, "draft", SAMPLINGS["temperature"]) < 1e-3

@@ -1,4 +1,4 @@
-"""Outputs of speculation have exactly the probabilities of the target: every random choice is enumerated."""
+"""Test that speculative outputs have exactly the target's probabilities by enumerating every random choice."""
 
 from collections import defaultdict
 from itertools import product
@@ -18,7 +18,7 @@ from tests.support.grids import chosen
 from tests.support.prefix_model import Choose, ChoosingSampler, PrefixModel, all_outcomes
 from tests.support.speculation import PROMPT, VOCAB, proposers, speculating, target_model
 
-PAIRS = [2, 0, 2, 1, 2, 2, 3, 2, 4, 2]  # whatever comes next, the pair occurred before
+PAIRS = [2, 0, 2, 1, 2, 2, 3, 2, 4, 2]  # for any next token, the pair occurred before
 SETTINGS = {
     "greedy": SamplingParams(),
     "greedy-penalty": SamplingParams(repetition_penalty=1.6),
@@ -38,14 +38,14 @@ SETTINGS = {
 
 
 def next_probabilities(model: PrefixModel, text: tuple[int, ...], sampling: SamplingParams) -> Tensor:
-    """By the definition alone."""
+    """Compute the next token's probabilities by definition."""
     seen = torch.zeros(1, VOCAB, dtype=torch.bool)
     seen[0, list(text)] = True
     return distribution(model.logits(text)[None, :VOCAB], sampling, seen)[0]
 
 
 def exact(model: PrefixModel, prompt: list[int], length: int, sampling: SamplingParams) -> dict[tuple[int, ...], float]:
-    """The probability of every output of `length` tokens."""
+    """Return the probability of every output of `length` tokens."""
     found = {}
     for output in product(range(VOCAB), repeat=length):
         found[output] = 1.0
@@ -63,12 +63,12 @@ def exact(model: PrefixModel, prompt: list[int], length: int, sampling: Sampling
     ),
 )
 def test_outputs_have_exactly_the_probabilities_of_the_target(name: str, kind: str) -> None:
-    """Every random choice of the loop is enumerated: three tokens, the second and third speculated."""
+    """Enumerate every random choice of the loop: three tokens, the second and third speculated."""
     check_every_outcome(SETTINGS[name], kind, 3)
 
 
 def test_four_tokens_have_exactly_the_probabilities_of_the_target() -> None:
-    """With refusals at every place of a pass, the bonus, and passes after passes."""
+    """The runs include rejections at every position, the bonus token, and several passes."""
     check_every_outcome(SamplingParams(temperature=1.0, top_k=3, repetition_penalty=1.3), "draft", 4)
 
 
@@ -77,7 +77,7 @@ def check_every_outcome(sampling: SamplingParams, kind: str, length: int) -> Non
     proposer = proposers(target)[kind]
 
     def run(choose: Choose) -> tuple[int, ...]:
-        proposer.forget()  # of the outcomes before: each is one of an engine that has just begun
+        proposer.forget()  # from earlier outcomes: each is one of a fresh engine
         engine = speculating(target, proposer, FixedDraftLength(4))
         number = engine.submit(Request(tuple(PAIRS), sampling, limit=length))
         engine._states[number].sampler = ChoosingSampler(sampling, VOCAB, choose)
@@ -92,7 +92,7 @@ def check_every_outcome(sampling: SamplingParams, kind: str, length: int) -> Non
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_pass_over_several_drafts_has_exactly_the_probabilities_of_the_target(name: str) -> None:
-    """Two drafted tokens and the bonus; what a pass leaves open is completed by the definition."""
+    """The pass has two draft tokens and the bonus token; the remaining tokens follow the definition."""
     target, sampling = target_model(), SETTINGS[name]
     proposer = proposers(target)["draft"]
 

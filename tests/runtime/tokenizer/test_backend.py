@@ -1,4 +1,4 @@
-"""Which tokenizers run in this process, and that the ones that do cannot hang it."""
+"""Test which tokenizers run in this process, and that these cannot hang it."""
 
 from typing import Any
 
@@ -76,7 +76,7 @@ def test_interrupt_passes_through() -> None:  # C2
 
 @pytest.mark.parametrize("pattern", sorted(encoding.KNOWN_PATTERNS))
 def test_known_pattern_is_quick(pattern: str) -> None:
-    """No long run of one class, or of two in turn, makes a known pattern backtrack until the library gives up."""
+    """Check that long runs of one or two alternating classes do not make a known pattern backtrack excessively."""
     split: Any = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
     for run in ("a", "A", "aA", "1", " ", "\n", " \n", "!", " !", "é", "日", "'s", "\u0301"):
         for end in ("", "a", "!", "\n"):

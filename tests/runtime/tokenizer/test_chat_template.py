@@ -1,4 +1,4 @@
-"""Chat templates render as transformers renders them, and a hostile one costs two seconds, not the machine."""
+"""Test chat templates against transformers; a hostile one is stopped after two seconds."""
 
 import json
 from collections.abc import Iterator
@@ -62,7 +62,7 @@ def shared_child() -> ChatTemplate:
 
 
 def with_source(child: ChatTemplate, source: str) -> ChatTemplate:
-    child._sources["default"] = source  # the helper process is kept: only the text changes
+    child._sources["default"] = source  # the helper process is reused: only the text changes
     return child
 
 
@@ -80,7 +80,7 @@ def test_renders_as_transformers(path: Path, shared_child: ChatTemplate) -> None
                         render(template, turns, prompt, **arguments)
                     continue
                 text = render(template, turns, prompt, **arguments)
-                again = reference(source, turns, prompt, **arguments)  # a date may change between the two
+                again = reference(source, turns, prompt, **arguments)  # the date may change between the two
                 assert text in (expected, again), name
                 rendered += 1
     assert rendered >= 10
@@ -116,7 +116,7 @@ def test_hostile_template(name: str, kinds: tuple[str, ...], short_deadline: Non
     template = ChatTemplate({"default": (HOSTILE / f"{name}.jinja").read_text()}, TOKENS)
     with pytest.raises(ModelError, match=f"chat template: ({'|'.join(kinds)}): "):
         render(template, CONVERSATIONS["one"])
-    # The next question is answered, by a new helper if the old one had to be killed.
+    # The next template is rendered, by a new helper if the old one was killed.
     assert render(with_source(template, "{{ messages[0].content }}"), CONVERSATIONS["one"]) == "Hi there"
 
 
@@ -206,7 +206,7 @@ def test_arguments_reach_the_template() -> None:
 
 def test_role_is_an_enumeration() -> None:  # C12
     with pytest.raises(UsageError, match="role"):
-        Message("system<|im_end|>", "x")  # type: ignore[arg-type]  # what a careless caller would pass
+        Message("system<|im_end|>", "x")  # type: ignore[arg-type]  # a wrong type on purpose
 
 
 def test_token_texts() -> None:

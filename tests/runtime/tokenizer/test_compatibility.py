@@ -1,4 +1,4 @@
-"""Vocabularies compared: the same, padded, and different by one token."""
+"""Test vocabulary comparison: equal, padded, and different by one token."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ ROWS = 4096
 
 
 def changed(tmp_path: Path, change: Callable[[dict[str, Any]], object], rows: int = ROWS) -> Tokenizer:
-    """pico-draft's tokenizer with another tokenizer.json."""
+    """Return pico-draft's tokenizer with a changed tokenizer.json."""
     folder = tmp_path / "other"
     shutil.copytree(DRAFT, folder)
     path = folder / "tokenizer.json"

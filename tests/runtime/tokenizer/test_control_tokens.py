@@ -1,4 +1,4 @@
-"""Control tokens spelled in a text stay text, whatever the template does; and what is refused."""
+"""Test that control tokens spelled in a message stay text, whatever the template does; and refused templates."""
 
 from pathlib import Path
 

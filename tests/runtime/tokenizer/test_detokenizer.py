@@ -1,4 +1,4 @@
-"""Token bytes: SentencePiece decoders against the library's own, byte tokens, and what is refused."""
+"""Test token bytes: SentencePiece decoders against the library's own, byte tokens, and refused decoders."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Tokenizers through GGUF metadata and back: the ids of the tokenizer.json that they came from, and of llama.cpp."""
+"""Test tokenizers converted to GGUF metadata and back: the ids of the original tokenizer.json, and of llama.cpp."""
 
 import json
 import random
@@ -49,7 +49,7 @@ _WORDS = ("Hello", "world", "the", "I'm", "DON'T", "<|im_start|>", "3.14159", "f
 
 
 def strings(count: int, seed: int = 0) -> Iterator[str]:
-    """Texts of words, letters of many scripts, blanks, digits and characters from anywhere."""
+    """Generate texts of words, letters of many scripts, blanks, digits and arbitrary characters."""
     rng = random.Random(seed)
     for _ in range(count):
         parts = []
@@ -75,7 +75,7 @@ def as_read(metadata: dict[str, Any], architecture: str = "llama") -> Fields:
 
 @cache
 def _made(name: str) -> tuple[tokenizers.Tokenizer, tokenizers.Tokenizer]:
-    """A published tokenizer through metadata and back, and as it is."""
+    """Return a published tokenizer converted to metadata and back, and the original."""
     path, rule = REAL[name]
     raw = Fields(json.loads(path.read_text("utf-8")), path.name)
     ids = [*raw.object("model").values["vocab"].values(), *(token["id"] for token in raw.array("added_tokens", dict))]
@@ -123,7 +123,7 @@ SENTENCEPIECE_TYPES = [2, 3, 3, *[6] * 256]
 
 
 def sentencepiece(**more: Any) -> dict[str, Any]:
-    """A small SentencePiece vocabulary: bytes, letters and words, with the scores of their order."""
+    """Return a small SentencePiece vocabulary of bytes, letters and words, scored by order."""
     words = ["▁t", "he", "▁the", "in", "er", "▁a", "▁w", "▁in", "re", "on", "▁▁"]
     words += ["the", "▁wor", "or", "ld", "world", "▁world"]
     letters = ["▁", *"abcdefghijklmnopqrstuvwxyzABC.,!éß"]
@@ -144,7 +144,7 @@ def sentencepiece(**more: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("architecture", ["phi3", "gemma2", "gemma3"])
 def test_sentencepiece_is_cut_as_transformers_cuts_it(architecture: str) -> None:
-    """transformers builds the same tokenizer from the same metadata, by its own tables."""
+    """The reference is the tokenizer that transformers builds from the same metadata."""
     metadata = sentencepiece(**{"tokenizer.ggml.add_space_prefix": architecture == "phi3"})
     reference, _ = theirs.convert_gguf_tokenizer(
         architecture,

@@ -1,4 +1,4 @@
-"""The recurring causes of cache misses, in words."""
+"""Test the messages for common causes of cache misses."""
 
 from dataclasses import replace
 from typing import Any

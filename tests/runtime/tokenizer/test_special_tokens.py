@@ -1,4 +1,4 @@
-"""Sentinels around spelled control tokens: chosen unforgeable, found again, and safe when one of a pair is lost."""
+"""Test sentinels around spelled control tokens: unforgeable, located again, and safe if one of a pair is lost."""
 
 import pytest
 

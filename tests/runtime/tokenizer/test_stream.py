@@ -1,4 +1,4 @@
-"""Streamed text equals whole text, characters are never broken, stop strings are found wherever tokens end."""
+"""Test that streamed text equals whole text, characters are never split, and stop strings match across tokens."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from mycli.runtime.tokenizer.stream import MAX_STOP_LENGTH, MAX_STOPS, StopMatch
 
 
 class Bytes:
-    """Pieces whose ids are byte values; 256 shows nothing."""
+    """Provides tokens whose ids are byte values; 256 has no text."""
 
     def __init__(self, strip_spaces: int = 0) -> None:
         self.strip_spaces = strip_spaces
@@ -87,7 +87,7 @@ def cut_anywhere(stops: Sequence[str], text: str, cuts: Sequence[int]) -> tuple[
 
 
 def first_completed(stops: Sequence[str], text: str) -> tuple[str, bool]:
-    """The definition: read character by character, stop at the first end of a stop, the longest of those."""
+    """Implement the definition: read by character, stop at the first end of a stop string, prefer the longest."""
     for end in range(1, len(text) + 1):
         endings = [stop for stop in stops if text[:end].endswith(stop)]
         if endings:

@@ -1,4 +1,4 @@
-"""Tokenizers that people use: text survives, conversations and streams are those of transformers."""
+"""Test popular tokenizers: text round-trips; conversations and streams equal transformers'."""
 
 import json
 import shutil
@@ -64,7 +64,7 @@ PICO = pytest.mark.parametrize("pair", existing("pico"), indirect=True)
 Pair = tuple[Tokenizer, PreTrainedTokenizerFast]
 
 
-# Text that is likely to meet control tokens, blanks, joined characters and characters of several bytes.
+# Text likely to contain control tokens, blanks, joined characters and multi-byte characters.
 fragments = st.sampled_from(
     ["<|im_end|>", "<|im_start|>", "<|eot_id|>", "<|begin_of_text|>", "<tool_call>", "[PAD151646]", "<|im_", "end|>"]
     + ["<", "|", ">", "user", "system", "\n", "\n\n", "  ", "\t", "é", "e\u0301", "🎉", "日本", "'s", "12345", "Ġ", "▁"]
@@ -118,12 +118,12 @@ def control_ids(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:
 
 
 @ALL
-# Two conversations each, through the process that renders templates.
+# Two conversations each, through the template helper process.
 @settings(max_examples=examples(20, 200), deadline=None)
 @given(text=hostile, system=hostile)
 def test_control_tokens_come_from_the_template_alone(pair: Pair, text: str, system: str) -> None:  # C12, C13
     ours, _ = pair
-    content = text.replace("[PAD151646]", "")  # not special: in what the assistant said it is a token
+    content = text.replace("[PAD151646]", "")  # not special: in an assistant message it is a token
     parts = {"system": system, "user": text, "assistant": content, "tool": text}
     spelled = [Message(role, part) for role, part in parts.items()]  # type: ignore[arg-type]  # keys are roles
     harmless = [Message(message.role, "x") for message in spelled]

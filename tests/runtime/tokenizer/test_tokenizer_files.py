@@ -1,4 +1,4 @@
-"""Damaged, hostile and unusual tokenizer files: refused, or run where they can do no harm."""
+"""Test damaged, hostile and unusual tokenizer files: refused, or run in a sandbox."""
 
 import json
 import shutil
@@ -111,7 +111,7 @@ def test_unusual_tokenizer_works_the_same_in_its_helper(tmp_path: Path) -> None:
 def test_a_panic_of_the_library_writes_nothing_to_the_terminal(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Merges shorter than the prefix of a continued word: the library slices beyond them."""
+    """The merges are shorter than the prefix of a continued word, so the library slices beyond them."""
     values = json.loads((ATTACKS / "plain.json").read_text())
     values["model"]["continuing_subword_prefix"] = "#" * 13
     (tmp_path / "tokenizer.json").write_text(json.dumps(values))

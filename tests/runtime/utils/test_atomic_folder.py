@@ -1,4 +1,4 @@
-"""A folder that appears whole or not at all: full disks, kills, rivals, targets not to be touched (D1 to D16)."""
+"""Test that a folder appears whole or not at all: full disks, kills, concurrent writers, targets (D1 to D16)."""
 
 import errno
 import os
@@ -39,7 +39,7 @@ def test_appears_only_at_commit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("failure", [ValueError, KeyboardInterrupt, SystemExit])
 def test_failure_leaves_nothing(failure: type[BaseException], tmp_path: Path) -> None:
-    """D16: also when it is Ctrl-C, or the exception that a SIGTERM becomes."""
+    """D16: the same after Ctrl-C, or the exception raised for a SIGTERM."""
     with pytest.raises(failure), Staging(tmp_path / "out", 10) as staging:
         (staging.folder / "f").write_text("x")
         raise failure
@@ -65,7 +65,7 @@ def test_modes_follow_the_umask(umask: int, tmp_path: Path) -> None:
 
 
 def test_everything_is_flushed_before_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """D4: the order of system calls is what a power cut would see."""
+    """D4: the order of system calls determines what survives a power failure."""
     log: list[str] = []
     flush, rename = os.fsync, Path.rename
 
@@ -88,7 +88,7 @@ def test_everything_is_flushed_before_the_rename(tmp_path: Path, monkeypatch: py
     assert log[2:] == ["flush .out.partial", "rename", f"flush {tmp_path.name}"]
 
 
-# What stands in the way
+# Existing files at the target
 
 
 def test_existing_target(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_beside_the_input_is_fine(tmp_path: Path) -> None:
 
 
 def test_too_little_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """D1: to the byte."""
+    """D1: exact to the byte."""
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with Staging(tmp_path / "out", 1000):
@@ -181,7 +181,7 @@ def test_too_little_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_disk_fills_at_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """D2: network file systems say so only at fsync. The old output stays."""
+    """D2: network file systems report it only at fsync; the old output remains."""
     fill(tmp_path / "out", "old")
 
     def full(descriptor: int) -> None:
@@ -238,7 +238,7 @@ def test_impossible_path(case: str, tmp_path: Path) -> None:
     "code", [errno.EACCES, errno.EROFS, errno.EPERM], ids=lambda code: f"D13-{errno.errorcode[code]}"
 )
 def test_folder_that_cannot_be_written(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a patch: the tests may run as root, who may write anywhere."""
+    """The failure is patched in, since root may write anywhere."""
 
     def refuse(*_: object) -> int:
         raise OSError(code, os.strerror(code))
@@ -257,13 +257,13 @@ def test_names_that_are_no_utf8(tmp_path: Path) -> None:
 
 
 def test_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """D13: --out=~/model reaches us as it is."""
+    """D13: the shell passes --out=~/model unexpanded."""
     monkeypatch.setenv("HOME", str(tmp_path))
     fill(Path("~/out"), "x")
     assert names(tmp_path) == ["out"]
 
 
-# Rivals and the dead
+# Concurrent and killed writers
 
 HOLD = """
 import sys, time, pathlib
@@ -277,7 +277,7 @@ with Staging(pathlib.Path(sys.argv[1]), 10) as staging:
 
 @pytest.fixture
 def holder(tmp_path: Path) -> "subprocess.Popen[str]":
-    """A process in the middle of making tmp_path/out."""
+    """Start a process that is in the middle of writing tmp_path/out."""
     process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "out")], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     yield process
@@ -287,7 +287,7 @@ def holder(tmp_path: Path) -> "subprocess.Popen[str]":
 
 
 def test_second_writer_fails_at_once(holder: "subprocess.Popen[str]", tmp_path: Path) -> None:
-    """D7: and does not disturb the first, whose unfinished folder is not taken for a leftover."""
+    """D7: it does not disturb the first, whose unfinished folder is not treated as a leftover."""
     with pytest.raises(UsageError, match=f"process {holder.pid} is writing it"):
         fill(tmp_path / "out", "x")
     assert [name for name in names(tmp_path) if ".partial-" in name]
@@ -302,7 +302,7 @@ def test_second_writer_in_one_process(tmp_path: Path) -> None:
 
 
 def test_kill_leaves_what_the_next_run_removes(holder: "subprocess.Popen[str]", tmp_path: Path) -> None:
-    """D3, D8: nothing under the target's name, and no lock outlives its process."""
+    """D3, D8: the target's name does not exist, and the lock is released with its process."""
     holder.send_signal(signal.SIGKILL)
     holder.wait()
     assert not (tmp_path / "out").exists()
@@ -322,7 +322,7 @@ def test_interrupted_process_cleans_up(holder: "subprocess.Popen[str]", tmp_path
 
 
 def test_only_own_leftovers_are_removed(tmp_path: Path) -> None:
-    """Another target whose name begins alike, its lock and its unfinished folder are not ours."""
+    """The files of another target whose name has the same prefix, its lock and unfinished folder, remain."""
     run = "partial-1-0123456789ab"
     others = [".out.partial-x.lock", f".out.{run}.{run}", f".out2.{run}"]
     for name in [*others, f".out.{run}"]:
@@ -333,7 +333,7 @@ def test_only_own_leftovers_are_removed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("renamed", [False, True], ids=["between-renames", "after-renames"])
 def test_kill_while_replacing(renamed: bool, tmp_path: Path) -> None:
-    """D3: a folder moved aside is put back if its successor never came, and removed if it did."""
+    """D3: a folder moved aside is restored if its replacement is missing, and removed otherwise."""
     if renamed:
         fill(tmp_path / "out", "new")
     fill(tmp_path / ".out.replaced-1-0123456789ab", "old")
@@ -346,7 +346,7 @@ def test_kill_while_replacing(renamed: bool, tmp_path: Path) -> None:
 
 
 def test_many_writers_one_winner(tmp_path: Path) -> None:
-    """D7: whichever process wins the race, exactly one folder appears, and its lock goes with it."""
+    """D7: whichever process wins the race, exactly one folder appears, and its lock is removed."""
     code = (
         "import sys, pathlib, mycli.runtime.utils.atomic_folder as s, mycli.runtime.errors as e\n"
         "try:\n"

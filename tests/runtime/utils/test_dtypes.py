@@ -1,4 +1,4 @@
-"""The table of number types against torch, and the names that config.json may use."""
+"""Test the dtype table against torch, and the names that config.json may use."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Files that appear whole, locks between processes, the space on a disk: what a reader, a rival and a full disk see."""
+"""Test atomic file writes, locks between processes and free disk space, as seen by readers and other writers."""
 
 import errno
 import os
@@ -137,7 +137,7 @@ def test_where_there_are_no_locks_only_whoever_would_wait_goes_on(
 
 
 def test_space_is_asked_of_the_disk_where_the_folder_will_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """D1: to the byte."""
+    """D1: exact to the byte."""
     paths: list[Path] = []
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: paths.append(path) or usage)

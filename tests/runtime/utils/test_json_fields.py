@@ -1,4 +1,4 @@
-"""JSON from strangers: B1 and the types and ranges of B3, each refused with the file and the key."""
+"""Test JSON fields of untrusted files: B1 and the types and ranges of B3, each refused naming file and key."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The garbage collector held back: only within, as it was before, and never again over what was exempted."""
+"""Test pausing the garbage collector: only within the context, then restored, without scanning frozen objects."""
 
 import gc
 import subprocess

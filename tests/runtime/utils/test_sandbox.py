@@ -1,4 +1,4 @@
-"""The helper process: answers, errors, deadlines, death, and a fresh one afterwards. It runs the template renderer."""
+"""Test the helper process with the template renderer: answers, errors, deadlines, crashes, and restart."""
 
 import os
 import signal
@@ -121,7 +121,7 @@ def handler(setup):
 
 
 def test_finds_modules_as_its_owner_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A zip file and the name of an import hook go over as they stand; the working folder does not go over."""
+    """The child gets a zip file and an import hook's name unchanged, but not the working folder."""
     work, eggs = tmp_path / "work", tmp_path / "probe.egg"
     work.mkdir()
     (work / "probe.py").write_text("raise ValueError('not this one')")

@@ -1,4 +1,4 @@
-"""C21, C22: nothing that can act on a terminal passes; ordinary text of any language does."""
+"""Test C21, C22: text that can control a terminal is removed, ordinary text of any language is kept."""
 
 import unicodedata
 

@@ -1,4 +1,4 @@
-"""Sizes have units, different sizes read differently, and nouns have plurals."""
+"""Test that sizes have units, different sizes are displayed differently, and nouns have plurals."""
 
 import pytest
 from hypothesis import given

@@ -1,6 +1,6 @@
-"""Keys and tensor names as llama.cpp's converter writes them, recorded for one model of each architecture.
+"""Test keys and tensor names recorded from llama.cpp's converter, one model per architecture.
 
-`python -m tests.benchmarks.gguf_converter LLAMA_CPP --record FILE` records them.
+Record them with `python -m tests.benchmarks.gguf_converter LLAMA_CPP --record FILE`.
 """
 
 import json
@@ -24,7 +24,7 @@ FACTS: dict[str, Any] = json.loads(Path(__file__).with_name("converter_facts.jso
 
 
 def _typed(value: Any) -> Any:
-    """As `parse_gguf_header` returns it: numbers in an array."""
+    """Convert lists to the types that `parse_gguf_header` returns: numbers in an array."""
     return array("i", value) if isinstance(value, list) and type(value[0]) is int else value
 
 
@@ -47,7 +47,6 @@ def test_every_architecture_is_recorded() -> None:
 
 @pytest.mark.parametrize("name", FACTS)
 def test_the_converters_names_are_read(name: str) -> None:
-    """Every tensor has a place and the shape that the model expects; none is missing."""
     folder = _folder(FACTS[name])
     assert set(folder.checked_manifest().tensors) == {name for name, _ in folder.config.tensors()}
     original = parse_config(Fields(FACTS[name]["config"], "config.json"))
@@ -59,7 +58,7 @@ def test_the_converters_names_are_read(name: str) -> None:
 
 
 def _with_a_block_more(blocks: int, predicted: int) -> GgufFolder:
-    """The recorded GLM 4.5, whose layers are blocks 0 to 2, with one tensor of an MTP head in block 3."""
+    """Return the recorded GLM 4.5 (layers are blocks 0 to 2) with one tensor of an MTP head in block 3."""
     facts = FACTS["glm4_moe-8top3-scaled"]
     counts = {"glm4moe.block_count": blocks, "glm4moe.nextn_predict_layers": predicted}
     head = {"blk.3.nextn.eh_proj.weight": [128, 64]}

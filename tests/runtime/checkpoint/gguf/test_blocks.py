@@ -1,4 +1,4 @@
-"""Every quantized type: the values of the library or of a plain reference, dense and as packed groups."""
+"""Test every quantized type against the gguf library or a plain reference, dense and as packed groups."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ from mycli.runtime.quantization.packed_weight import dequantize
 from mycli.runtime.quantization.super_blocks import scale_codes
 
 
-# Types of llama.cpp that the library may not decode, and the loops of ggml-quants.c for one block.
+# Types of llama.cpp that the gguf library may not decode, with the loops of ggml-quants.c for one block.
 def _q1_0(scale: np.float32, data: list[int]) -> list[np.float32]:
     return [scale if data[j // 8] >> j % 8 & 1 else -scale for j in range(128)]
 
@@ -30,7 +30,7 @@ KNOWN = [name for name in READABLE_NAMES if name not in REFERENCES]
 
 
 def _dequantizable() -> set[str]:
-    """The types that the library has a decoder for."""
+    """Return the types that the library can decode."""
     reached = set()
     for kind in GGMLQuantizationType:
         block, nbytes = GGML_QUANT_SIZES[kind]
@@ -55,11 +55,11 @@ def test_sizes_are_the_librarys() -> None:
 
 
 def random_blocks(name: str, rows: int, blocks: int, seed: int = 0) -> Tensor:
-    """Random blocks whose scales are finite and of either sign; all other bits are anything."""
+    """Return random blocks with finite scales of either sign; all other bits are random."""
     kind = TYPES_BY_NAME[name]
     rng = np.random.default_rng(seed)
     data = rng.integers(0, 256, (rows, blocks * kind.nbytes), dtype=np.uint8)
-    if name == "TQ2_0":  # of four levels, three are used
+    if name == "TQ2_0":  # three of four levels are used
         view = data.reshape(-1, kind.nbytes)
         fields = rng.integers(0, 3, (len(view), 64, 4), dtype=np.uint8)
         view[:, :64] = (fields << np.array([0, 2, 4, 6], dtype=np.uint8)).sum(-1)
@@ -102,7 +102,7 @@ def test_values_are_those_of_the_reference(name: str) -> None:
 
 @pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: f"{kind.name}-{kind.packing.name}")
 def test_packed_groups_mean_the_same(kind: GgmlType) -> None:
-    """Exactly; where a minimum becomes part of the offset, to one rounding of fp32 of the larger of the two."""
+    """The values are exact, or off by one fp32 rounding where a minimum becomes part of the offset."""
     data = random_blocks(kind.name, 24, 8)
     expected, actual = torch.from_numpy(_reference(data.numpy(), kind.name)), pack_rows(data, TYPES_BY_NAME[kind.name])
     values = dequantize(actual)
@@ -110,7 +110,7 @@ def test_packed_groups_mean_the_same(kind: GgmlType) -> None:
     if actual.offsets is not None and packing.group_size is not None:
         largest = (actual.offsets.abs() + 16 * actual.scales.abs()).repeat_interleave(packing.group_size, dim=1)
         assert ((values - expected).abs() <= largest * 2.0**-23).all()
-        assert (values != expected).float().mean() < 0.7  # most need no rounding at all
+        assert (values != expected).float().mean() < 0.7  # most need no rounding
     else:
         assert torch.equal(values, expected)
     assert packing == TYPES_BY_NAME[kind.name].packing and actual.in_features == expected.shape[1]
@@ -125,7 +125,7 @@ def test_scales_of_sixteen_bits_stay_exact(kind: GgmlType) -> None:
 
 @pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: kind.name)
 def test_scales_of_super_blocks_are_whole_numbers_of_their_factors(kind: GgmlType) -> None:
-    """Else they would be held whole, and what estimates count would not be what is held."""
+    """The memory estimate assumes it: other scales would be stored in full."""
     actual = pack_rows(random_blocks(kind.name, 8, 4, seed=3), kind)
     assert (scale_codes(actual) is not None) is kind.super_blocks is actual.packing.super_blocks
 

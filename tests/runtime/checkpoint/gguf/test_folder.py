@@ -1,4 +1,4 @@
-"""A GGUF file as a model: the logits of transformers, its tokenizer and template, and every lie in it an error."""
+"""Test GGUF files as models: logits equal transformers', tokenizer and template load, and false fields are errors."""
 
 import json
 import math
@@ -29,7 +29,7 @@ from tests.support.models import CPU
 from tests.support.paths import PICO
 
 LLAMA3 = scaled("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
-# architecture there, model_type, changes, keys
+# architecture in GGUF, model_type, config changes, keys
 MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "llama-gqa4:2": ("llama", "llama", {}, {}),
     "llama-mha4-tied": ("llama", "llama", {"num_key_value_heads": 4, "tie_word_embeddings": True}, {}),
@@ -78,7 +78,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 
 
 def llama3_factors(config: dict[str, Any]) -> list[float]:
-    """As LlamaModel.generate_extra_tensors of llama.cpp's converter writes them."""
+    """Return the RoPE factors as LlamaModel.generate_extra_tensors of llama.cpp's converter writes them."""
     rope = config["rope_parameters"]
     dim, old = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"], 16
     factors = []
@@ -128,7 +128,7 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     ids=lambda architecture: architecture.name,
 )
 def test_tensor_names_are_the_librarys(architecture: Architecture) -> None:
-    """gguf knows the name of every tensor that transformers has in a model of the architecture."""
+    """The gguf library names every tensor that transformers has in a model of the architecture."""
     if architecture.model_type not in CONFIG_MAPPING:
         pytest.skip("transformers has no such model")
     config = AutoConfig.for_model(architecture.model_type, **{**SMALL, "num_hidden_layers": 2, **IDS})
@@ -144,7 +144,7 @@ def test_tensor_names_are_the_librarys(architecture: Architecture) -> None:
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
 def test_weights_are_what_the_library_reads(kind: str, tmp_path: Path) -> None:
-    """Every linear, packed or dense, in the order of Hugging Face, with the values of the library."""
+    """Check that every linear, packed or dense, has the gguf library's values in Hugging Face row order."""
     changes = {"hidden_size": 128, "intermediate_size": 192}
     make(tmp_path / "hf", "llama", changes)
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
@@ -164,9 +164,9 @@ def test_weights_are_what_the_library_reads(kind: str, tmp_path: Path) -> None:
         parts = block.products["qkv"].weight().split([spec.out_features for spec in block.products["qkv"].specs])
         for part, actual in zip(("q", "k", "v"), parts, strict=True):
             expected = library(f"blk.{index}.attn_{part}.weight")
-            if part in heads:  # undo the pairs: row 2 i + j of a head is its row j * half + i
+            if part in heads:  # undo llama.cpp's permutation: row 2 i + j of a head is its row j * half + i
                 expected = expected.view(heads[part], -1, 2, 128).transpose(1, 2).reshape(expected.shape)
-            # A packed weight asked for densely is rounded once, to the dtype of its scales.
+            # Dequantizing rounds a packed weight once, to the dtype of its scales.
             torch.testing.assert_close(actual.float(), expected, rtol=2**-11 if folder.packings else 0, atol=2**-24)
     table = library("token_embd.weight")
     assert torch.equal(model.embedding, table if kind == "F16" else table.bfloat16().float())
@@ -183,7 +183,7 @@ def test_rows_of_heads_are_paired_as_in_llama_cpp(rows: int, heads: int) -> None
 
 @pytest.fixture(scope="module")
 def pico_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """pico in BF16, by the library, with its own vocabulary."""
+    """Write pico in BF16 with the gguf library, with its own vocabulary."""
     path = tmp_path_factory.mktemp("gguf") / "pico.gguf"
     config = json.loads((PICO / "config.json").read_text())
     gguf_files.write_model(PICO, path, "llama", "BF16", config, gguf_files.published_tokenizer(PICO, "smollm"))

@@ -1,4 +1,4 @@
-"""The header of a GGUF file: what the library writes is read, what an attacker writes is an error that names it."""
+"""Test the GGUF header parser: it reads what the library writes, and errors name the fault in hostile files."""
 
 import io
 import struct
@@ -22,7 +22,7 @@ from tests.attacks import gguf_attacks as attacks
 
 def parse(data: bytes) -> GgufHeader:
     def read(offset: int, count: int) -> bytes:
-        assert 0 <= offset <= len(data) and count > 0  # never asked past the end
+        assert 0 <= offset <= len(data) and count > 0  # never reads past the end
         return data[offset : offset + count]
 
     return parse_gguf_header(read, len(data), "x.gguf")
@@ -80,7 +80,7 @@ def test_what_we_write_the_library_reads(tmp_path: Path) -> None:
     first, second = reader.tensors
     assert np.array_equal(first.data, np.arange(6, dtype=np.float32).reshape(2, 3))
     assert second.tensor_type.name == "Q4_0" and np.array_equal(second.data.ravel(), blocks)
-    assert list(tmp_path.iterdir()) == [tmp_path / "a.gguf"]  # no lock, nothing half written
+    assert list(tmp_path.iterdir()) == [tmp_path / "a.gguf"]  # no lock and no partial file
 
 
 def test_a_file_that_is_not_finished_never_appears(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_an_attack_is_an_error_that_says_what_is_wrong(name: str) -> None:
     try:
         with pytest.raises(ModelError, match=message):
             parse(data)
-        assert tracemalloc.get_traced_memory()[1] < 4 * len(data) + (1 << 21)  # nothing is taken on a file's word
+        assert tracemalloc.get_traced_memory()[1] < 4 * len(data) + (1 << 21)  # sizes in the file are not trusted
     finally:
         tracemalloc.stop()
 
@@ -123,7 +123,7 @@ _PIECES = st.sampled_from(
 
 @st.composite
 def _damaged(draw: st.DrawFn) -> bytes:
-    """A small valid file with bytes changed, cut out, doubled or cut off."""
+    """Return a small valid file with bytes changed, removed, duplicated or truncated."""
     keys = tuple({piece[8:9]: piece for piece in draw(st.lists(_PIECES, max_size=4))}.values())
     tensors = (attacks.ONE, attacks.info(b"b", (32, 2), 2, 32))
     data = bytearray(attacks.gguf(keys, tensors, bytes(96)))
@@ -202,7 +202,7 @@ def test_names_of_parts_that_no_model_begins_with(name: str) -> None:
 
 
 def test_arrays_are_numbers_not_objects() -> None:
-    """A vocabulary's scores would take thirty times the memory as Python floats."""
+    """The alternative, lists of Python floats, would take thirty times the memory for a vocabulary's scores."""
     data = attacks.gguf((attacks.key(b"f", attacks.ARRAY, attacks.array(attacks.F32, 1000, bytes(4000))),))
     assert isinstance(parse(data).metadata.values["f"], array)
 

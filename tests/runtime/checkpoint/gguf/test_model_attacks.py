@@ -1,4 +1,4 @@
-"""GGUF models that lie are refused by name; every class of what was published of other readers is among them."""
+"""Test that GGUF models with false fields are refused by name, covering the published attacks on other readers."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from tests.attacks.fuzz import FILE, use
 
 
 def written(folder: Path, attack: attacks.Attack) -> Path:
-    """A folder with the file that is attacked with."""
+    """Return a folder that contains the attack file."""
     (folder / FILE).write_bytes(attacks.model(*attack[:2]))
     return folder
 

@@ -1,4 +1,4 @@
-"""Models with 8-bit activations: chosen from the card, and the same bits of a row in any pass."""
+"""Test models with 8-bit activations: enabled by the model card, with the same bits per row in any pass."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ TOKENS = [int(token) for token in torch.randint(0, 4096, (70,), generator=torch.
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Experts of 4 bits, attention of 8."""
+    """Write a model with 4-bit experts and 8-bit attention."""
     fields = mixture_fields(layers=2, hidden=128, experts=8, size=64)
     fields |= {"num_attention_heads": 2, "num_key_value_heads": 2}
     return write_packed(tmp_path_factory.mktemp("model") / "out", fields, {"mlp": 4, "self_attn": 8})
@@ -36,7 +36,7 @@ def load(folder: Path, kind: Activations = "auto", dtype: torch.dtype = torch.bf
 
 
 def logits(runner: ModelRunner, cuts: list[int]) -> torch.Tensor:
-    """Of all tokens, read in pieces that end at `cuts`."""
+    """Return the logits of all tokens, read in chunks that end at `cuts`."""
     cache = runner.make_cache(CacheShape.contiguous(len(TOKENS)))
     parts, start = [], 0
     for end in cuts:
@@ -46,7 +46,7 @@ def logits(runner: ModelRunner, cuts: list[int]) -> torch.Tensor:
 
 
 def test_a_row_has_its_bits_in_any_pass(folder: Path) -> None:
-    """As a prompt of 70, in pieces around the limits of the kernels, and token by token."""
+    """Read a prompt of 70 tokens whole, in chunks near the kernel limits, and token by token."""
     runner = load(folder, "8")
     whole = logits(runner, [70])
     assert torch.equal(whole, logits(runner, [1, 9, 33, 58, 70]))
@@ -63,7 +63,7 @@ def test_without_a_card_nothing_changes(folder: Path) -> None:
 
 
 def test_auto_follows_the_card(folder: Path, tmp_path: Path) -> None:
-    """8 bits next to the 4-bit experts, 16 next to the 8-bit attention."""
+    """Check for 8-bit activations next to the 4-bit experts and 16-bit ones next to the 8-bit attention."""
     copy = tmp_path / "copy"
     copy.mkdir()
     for path in folder.iterdir():
@@ -79,7 +79,7 @@ def test_auto_follows_the_card(folder: Path, tmp_path: Path) -> None:
     else:
         assert auto.activations.bits == 8 and auto.activations.widest == 6
         assert not torch.equal(found, logits(sixteen, [70])) and not torch.equal(found, logits(eight, [70]))
-    (copy / RECORD).write_text("{")  # a damaged card keeps no model from running
+    (copy / RECORD).write_text("{")  # a damaged model card does not prevent loading
     assert torch.equal(logits(load(copy), [70]), logits(sixteen, [70]))
 
 

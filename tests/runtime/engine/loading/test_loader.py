@@ -1,4 +1,4 @@
-"""Memory is planned before it is taken."""
+"""Test that memory is planned before it is allocated."""
 
 import io
 import shutil
@@ -90,7 +90,7 @@ FEW = estimate(MemoryPlan(MIXTURE.config, context=1024, dtype="float32", expert_
 
 @pytest.mark.parametrize("free", [FEW], indirect=True)
 def test_of_experts_that_do_not_fit_as_many_are_kept_as_do(free: int) -> None:
-    """With the context that the model has, which is not given up for experts."""
+    """The number of resident experts is reduced; the context length is not."""
     plan = load.plan_memory(MIXTURE, CPU, EngineConfig())
     assert (plan.expert_slots, plan.context) == (2, 1024)
     with pytest.raises(ResourceError, match=r"needed .* free"):
@@ -116,7 +116,7 @@ def test_no_memory_at_all_is_an_error_not_a_tiny_context(free: int) -> None:
 def test_memory_that_runs_out_all_the_same_is_told_with_numbers(
     free: int, fault: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Another process took it, or a GPU's allocator wants more than the sum: needed, free, what to do, exit 5."""
+    """The out-of-memory error reports needed and free bytes and a remedy, with exit code 5."""
 
     def full(*_: object) -> None:
         monkeypatch.setattr(load, "free_memory", lambda device: needed(512))
@@ -135,7 +135,7 @@ def test_memory_that_runs_out_all_the_same_is_told_with_numbers(
 
 
 def test_of_several_damaged_tensors_the_first_is_named(tmp_path: Path) -> None:
-    """Layers are read at once, and what is said does not depend on which is done first."""
+    """The error does not depend on which of the concurrently loading layers finishes first."""
     tensors = load_file(PICO / "model.safetensors")
     for layer in (5, 2, 3):
         tensors[f"model.layers.{layer}.mlp.down_proj.weight"][0, 0] = torch.nan
@@ -147,7 +147,7 @@ def test_of_several_damaged_tensors_the_first_is_named(tmp_path: Path) -> None:
 
 
 def test_an_old_gpu_has_room_counted_for_unpacked_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And loading says why they are unpacked; where they do not fit, the sizes are refused as any."""
+    """The loader reports why weights are unpacked; if they do not fit, the model is refused."""
     reason = "kernels for packed weights need compute capability 8.0, this device has 7.5"
     old = replace(CPU, unpacked=reason)
     packings = {linear.name: Packing(4, 128) for linear in FOLDER.config.linears()}
@@ -192,7 +192,7 @@ def test_why_weights_are_decoded_is_told_at_load(monkeypatch: pytest.MonkeyPatch
 
 
 def test_threads_that_load_layers_are_on_the_models_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The current device is a thread's own, and a kernel's first launches are made while layers load."""
+    """The current device is per thread, and kernels are first launched while layers load."""
     current, log = threading.local(), dict[str, object]()
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(current, "device", device))
 
@@ -210,13 +210,13 @@ def test_threads_that_load_layers_are_on_the_models_device(monkeypatch: pytest.M
 
 
 def test_a_pass_is_launched_on_the_models_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever thread asks for it: a server's is not the one that loaded."""
+    """The server runs passes on another thread than the one that loaded the model."""
     log: list[tuple[str, object]] = []
     device = torch.device("cuda", 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda one: log.append((threading.current_thread().name, one)))
 
     def no_batch(*_: object, **__: object) -> None:
-        raise LookupError  # as far as a machine without a device goes
+        raise LookupError  # as far as testable without a GPU
 
     monkeypatch.setattr(model_runner, "PassInput", no_batch)
     runner = ModelRunner(cast(Transformer, SimpleNamespace(device=device)))

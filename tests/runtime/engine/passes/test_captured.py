@@ -1,6 +1,6 @@
-"""The captured plain pass against the plain pass on the CPU: the same bits for any family, sequences and cache.
+"""Test that the captured plain pass equals the plain pass on the CPU bit for bit, for any family and cache.
 
-A recording stands in for the CUDA graph, and the native kernel for the GPU's attention.
+A recording replaces the CUDA graph, and the native kernel the GPU's attention.
 """
 
 from pathlib import Path
@@ -27,8 +27,8 @@ from tests.support.grids import chosen
 from tests.support.native_parts import WIDE, load_bf16, need_native_code
 from tests.support.recurrent_families import RECURRENT
 
-# Softcaps, norms around parts; sinks, biases; partial and interleaved rotation; layers without it; per-layer inputs and
-# keys of other layers; queries scaled by position; multipliers; norms over all heads; parallel parts; a dense Llama.
+# Softcaps, post-norms; sinks, biases; partial and interleaved rotary; layers without rotary; per-layer inputs and
+# shared keys; queries scaled by position; multipliers; norms over all heads; parallel attention and MLP; a dense Llama.
 QUICK = [
     "gemma2-mqa-low-caps-untied",
     "gpt_oss-window7-gqa4:2",
@@ -41,15 +41,15 @@ QUICK = [
     "cohere2-window7-tied",
     "llama-gqa4:2-hd16",
 ]
-# Without those whose tables depend on the length, and whose factors are for narrower heads than native code takes.
+# Without families whose tables depend on the length or whose heads are too narrow for native code.
 LEFT_OUT = ("dynamic", "alpha", "groups", "longrope-beyond")
 FIXED = [case for case in CASES if case not in RECURRENT and not any(word in case for word in LEFT_OUT)]
-LENGTHS = (61, 5, 64)  # tokens before the compared passes: blocks of 64 are begun and crossed
+LENGTHS = (61, 5, 64)  # tokens before the compared passes: blocks of 64 are started and crossed
 TABLES = ((5, 2), (4,), (1, 3))
 
 
 def passes_of(runner: ModelRunner, kind: KvDtype) -> tuple[list[Tensor], list[Tensor]]:
-    """Logits of decode steps and of verified drafts, and what the caches then hold."""
+    """Return the logits of decode steps and of verified drafts, and the cache contents afterwards."""
     cache = KVCache(runner.config, 6, KEY_BLOCK, runner.device, cache_dtype(kind, runner.dtype))
     runner.rope(2 * KEY_BLOCK)
     generator, vocab = torch.Generator().manual_seed(1), runner.config.vocab_size
@@ -85,7 +85,7 @@ def test_with_quantized_caches(kind: KvDtype, tmp_path: Path) -> None:
 
 
 def check(model: Transformer, kind: KvDtype) -> None:
-    """The same logits and caches, and every pass after the prompts by the captured step."""
+    """Check that logits and caches are equal and that the captured step ran every pass after the prompts."""
     step = CapturedStep.compile(model)
     assert isinstance(step, CapturedStep)
     plain = PlainPass(model)
@@ -107,7 +107,7 @@ def test_what_cannot_be_captured_has_its_reason(tmp_path: Path) -> None:
 
 
 def test_it_is_compiled_where_the_fused_pass_is_not(tmp_path: Path) -> None:
-    """And its work is what the fused pass would take, so never both."""
+    """The captured pass is compiled only where the fused pass is not, since both serve the same work."""
     make(tmp_path, "llama", {**WIDE})
     model = load_bf16(tmp_path).model
     assert {"captured"} == FALLBACKS

@@ -1,4 +1,4 @@
-"""Which pass runs which work: a further backend from outside, and the reasons of those that decline."""
+"""Test which pass runs which work: an external backend, and the reasons why others decline."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +28,7 @@ from tests.support.paths import PICO
 
 
 class CountingBackend:
-    """A backend of one file: it takes passes of one token, and counts them."""
+    """Implements a backend that accepts passes of one token and counts them."""
 
     name, samples = "counting", False
 
@@ -62,7 +62,7 @@ def test_a_reply_runs_through_a_backend_that_is_registered_from_outside() -> Non
         together(Engine(each, CacheShape.contiguous(32), model.config.vocab_size), [request])
         for each in (runner, ModelRunner(model))
     ]
-    assert replies[0] == replies[1] and made[0].passes == 5  # the first token comes from the pass over the prompt
+    assert replies[0] == replies[1] and made[0].passes == 5  # the prompt pass yields the first token
 
 
 def test_a_model_that_native_code_takes_says_which_pass_runs_what() -> None:

@@ -1,4 +1,4 @@
-"""A fused pass is compared with the model's own before it is used, and told where it differs."""
+"""Test that a fused pass is compared with the plain model before use and that a difference is reported."""
 
 from dataclasses import replace
 
@@ -47,7 +47,7 @@ def test_a_pass_that_differs_is_not_used() -> None:
 
 
 def test_experts_with_about_equal_scores_may_be_others() -> None:
-    """With experts logits differ by more than rounding alone; not without bounds."""
+    """The logits of a MoE model may differ by more than rounding, within bounds."""
     plain = model(lambda x: torch.ones(*x.shape[:-1], 3))
     plain.config = replace(plain.config, build_layer=MoeLayers(3, RoutingSpec(2, normalize=True), 2))
 
@@ -65,7 +65,7 @@ def test_experts_with_about_equal_scores_may_be_others() -> None:
 
 
 def test_a_pass_that_replays_otherwise_than_it_launches_is_not_used() -> None:
-    """Or that cannot be captured at all, as with a driver too old for what its launches ask for."""
+    """The pass is also rejected if it cannot be captured, for example because the driver is too old."""
     plain, warnings = model(lambda x: torch.ones(*x.shape[:-1], 3)), list[Declined]()
 
     class Right(Sums):
@@ -116,7 +116,7 @@ def test_a_pass_that_fails_is_told_in_a_line() -> None:
 
 
 class Wide(Sums):
-    """Right, but for passes of 12 tokens, where `wrong`; keeps what it did in what order."""
+    """Returns correct logits except for passes of 12 tokens if `wrong`; records its calls in order."""
 
     def __init__(self, log: list[str], wrong: bool = False) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class Wide(Sums):
 
 @pytest.mark.parametrize("wrong", [False, True], ids=["right", "wrong"])
 def test_the_first_pass_of_many_rows_is_compared_with_the_plain_models(wrong: bool) -> None:
-    """Once for each shape, and before, so that the cache holds what the fused pass writes."""
+    """The comparison runs once per shape and first, so that the cache holds the fused pass's values."""
     log: list[str] = []
     warnings: list[Declined] = []
 
@@ -160,9 +160,9 @@ def test_the_first_pass_of_many_rows_is_compared_with_the_plain_models(wrong: bo
 
 
 def test_the_check_reaches_into_several_parts_of_the_keys() -> None:
-    """Attention to a short cache is one part; and in a model that is not so long, what there is.
+    """The comparison reads keys of several attention splits, or all keys of a short model.
 
-    In one block, and in several that are in no order, beside a sequence that is padding.
+    It covers one block, and several in shuffled order next to a padding sequence.
     """
     seen: list[tuple[int, int]] = []
 

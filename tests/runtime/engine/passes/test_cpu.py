@@ -1,4 +1,4 @@
-"""Several passes a native call against pass by pass: the same tokens, ends and keys, in families that have the code."""
+"""Test several passes per native call against single passes: the same tokens, ends and keys in each family."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -28,7 +28,7 @@ from tests.support.native_parts import HEAD, WIDE, load_bf16, need_native_code
 from tests.support.paths import PICO
 
 VOCAB = 512
-# What a loop has of a family: nothing; factors on embeddings and logits, and a factor that is rounded; experts.
+# Family features that the loop handles: none; embedding and logit factors, one of them rounded; experts.
 TAKEN: Mapping[str, Mapping[str, Any]] = {
     "llama-biases": {},
     "granite-multipliers": {},
@@ -40,13 +40,13 @@ DECLINED: Mapping[str, Mapping[str, Any]] = {"gemma2-mqa-low-caps-untied": HEAD,
 
 @pytest.fixture(autouse=True)
 def unbounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call may have as many passes as there are blocks for, after the first, which is measured."""
+    """Allow a call as many passes as there are free blocks for, after the first call, which is measured."""
     need_native_code()
     monkeypatch.setattr(cpu, "CALL_SECONDS", 1e6)
 
 
 def plain(runner: ModelRunner) -> ModelRunner:
-    """By passes one after another: the CPU pass without its token loop."""
+    """Run passes one at a time: the CPU pass without its token loop."""
     native, *others = runner.passes.passes
     return ModelRunner(runner.model, runner.kv, Passes((LogitsOnly(native), *others), {}))
 
@@ -67,7 +67,7 @@ def keys(engine: Engine) -> list[Tensor]:
 
 
 class Counting:
-    """The CPU pass, recording how many steps each call made."""
+    """Records how many steps each call of the CPU pass made."""
 
     name, samples = "counting", False
 
@@ -102,7 +102,7 @@ def _tokens(outputs: Sequence[SequenceOutput]) -> Iterator[int]:
 @pytest.mark.parametrize("case", TAKEN)
 @pytest.mark.parametrize("kv", chosen(["bf16", "int8", "int4"], ["int8"]))
 def test_tokens_and_keys_are_those_of_pass_by_pass(case: str, kv: KvDtype, tmp_path: Path) -> None:
-    """Three sequences of several blocks, one of which ends before the others; what was made behind it is nobody's."""
+    """Run three sequences of several blocks and discard the tokens computed after the end of one."""
     model_type, changes = CASES[case]
     make(tmp_path, model_type, {**WIDE, **changes, **TAKEN[case]})
     runner, made = counting(load_bf16(tmp_path, kv))
@@ -125,7 +125,7 @@ def test_tokens_and_keys_are_those_of_pass_by_pass(case: str, kv: KvDtype, tmp_p
 
 
 def test_with_too_few_blocks_every_reply_is_the_reply_alone() -> None:
-    """Beginnings that others have, drawn and greedy ones mixed, half of them put back meanwhile."""
+    """The requests share prefixes, are greedy or sampled, and half of them are preempted."""
     runner, made = counting(load_bf16(PICO, "auto"))
     asked = requests(9)
     lane = CacheShape.contiguous(96)
@@ -140,12 +140,12 @@ def test_with_too_few_blocks_every_reply_is_the_reply_alone() -> None:
 
 
 def decode(runner: ModelRunner, tokens: Sequence[int], stops: Sequence[int] = (), passes: int = 5) -> list[list[int]]:
-    """The greedy tokens of one call."""
+    """Return the greedy tokens of one call."""
     engine = Engine(runner, CacheShape.contiguous(32, len(tokens)), VOCAB)
     chunks = [Chunk([token], 0, (place,), 1) for place, token in enumerate(tokens)]
     way = cpu.compile_cpu_pass(runner.model, "auto", lambda declined: None)
     assert isinstance(way, cpu.CpuPass)
-    way._seconds[len(tokens)] = 1e-9  # as if measured: a call may have many passes
+    way._seconds[len(tokens)] = 1e-9  # as if measured, so a call may have many passes
     sampling = [DeviceSampling(VOCAB)]
     work = PassInput(chunks, engine.cache, runner.rope(32), None, sampling, passes, frozenset(stops))
     assert way.takes(work) is None
@@ -169,7 +169,7 @@ def test_a_call_ends_after_a_stop_of_any(small: ModelRunner) -> None:
 
 
 def test_logits_that_are_no_numbers_end_one_reply_and_no_other(small: ModelRunner) -> None:
-    """The token that the second sequence draws third has an embedding that is none."""
+    """The third token drawn by the second sequence has a NaN embedding."""
     every = decode(small, [5, 9])
     broken = every[2][1]
     assert all(broken not in row for row in every[:2]) and broken not in (every[2][0], 5, 9)
@@ -190,7 +190,7 @@ def test_logits_that_are_no_numbers_end_one_reply_and_no_other(small: ModelRunne
 
 
 def test_what_is_drawn_counted_or_told_is_made_pass_by_pass(small: ModelRunner) -> None:
-    """A loop takes the likeliest token alone; nobody may see a difference in what it does not take."""
+    """The loop supports only greedy tokens, so sampling, penalties and logprobs must use single passes."""
     runner, made = counting(small)
     drawn = [DeviceSampling(VOCAB, 0.7)]
     engine = Engine(runner, CacheShape.contiguous(32), VOCAB)
@@ -221,7 +221,7 @@ def test_what_native_code_does_not_take_whole_is_left_to_passes(case: str, tmp_p
 
 
 def test_a_call_is_as_long_as_passes_fit_its_time(small: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By how long they took: the first call of so many sequences has one, a slow one is followed by one."""
+    """The first call for a batch size makes one pass, and so does the call after a slow one."""
     now = [0.0]
     monkeypatch.setattr(cpu, "CALL_SECONDS", 5 / 1024)
     monkeypatch.setattr(cpu.time, "perf_counter", lambda: now[0])

@@ -1,4 +1,4 @@
-"""Experts in one native call with the parts around them: the bits of the plain pass."""
+"""Test expert layers fused into one native call: the bits equal those of the plain pass."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,9 +25,9 @@ def compiled() -> None:
     need_native_code()
 
 
-# Experts, and which layers have them: weighted over all scores, or among the chosen beside layers without; a shared one
-# behind a gate; factors on what is added; norms for router, experts and the shared one, and factors of their weights;
-# a shared one without a gate, a correction of sigmoids or of a softmax, groups, a factor of all weights.
+# Experts and the layers that have them: weights from all scores, or from the chosen ones with dense layers between;
+# a gated shared expert; output factors; norms for router, experts and shared expert, with weight factors; an ungated
+# shared expert; corrections of sigmoid or softmax scores, expert groups, a factor for all weights.
 EXPERTS: Mapping[str, tuple[Mapping[str, Any], Sequence[str]]] = {
     "qwen3_moe-8top2": (HEAD, ["experts"] * 3),
     "qwen3_moe-every-other-normalized-tied": (HEAD, ["mlp", "experts", "mlp", "mlp"]),
@@ -46,12 +46,12 @@ EXPERTS: Mapping[str, tuple[Mapping[str, Any], Sequence[str]]] = {
 def test_experts_have_the_bits_of_their_steps(
     case: str, bits: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Passes in which an expert has no, one, few and many rows, packed or dense."""
+    """The passes give an expert no, one, few and many rows, packed or dense."""
     model_type, changes = CASES[case]
     more, parts = EXPERTS[case]
     make(tmp_path, model_type, {**WIDE, **changes, **more})
     runner = load_bf16(tmp_path)
-    packed = bits is not None and model_type != "gpt_oss"  # whose experts are in MXFP4 from the start
+    packed = bits is not None and model_type != "gpt_oss"  # experts are stored in MXFP4
     for index, block in enumerate(runner.model.layers()):
         for seed, linear in enumerate(block.mlp.products if packed else ()):
             pack_linear(linear, bits or 4, 32, seed + 100 * index)
@@ -63,7 +63,7 @@ def test_experts_have_the_bits_of_their_steps(
 
 @pytest.mark.parametrize("changed", ("expert", "bias", "shape", "parts"))
 def test_experts_of_other_layouts(changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Experts of one layout run in one call, others product by product, both with the same bits."""
+    """Run experts of one layout in one call and others product by product, with the same bits."""
     model_type, changes = CASES["qwen2_moe-shared"]
     make(tmp_path, model_type, {**WIDE, **changes, "num_hidden_layers": 1})
     runner = load_bf16(tmp_path)

@@ -1,4 +1,4 @@
-"""Latent attention: one native call has the bits of its steps, and a row those of any split, batch, block and cache."""
+"""Test latent attention: a native call equals its steps bit for bit under any chunking, batch, block size and cache."""
 
 import random
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ from tests.support.native_parts import KINDS, PASSES, WIDE, load_bf16, need_nati
 
 ROPE = {"qk_rope_head_dim": 32, "q_lora_rank": 64, "max_position_embeddings": 1024}
 WHOLE_VECTORS = {**ROPE, "q_lora_rank": None, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
-# Experts run natively where there are whole vectors of them.
+# Experts run natively only if their sizes are multiples of the vector width.
 CHANGES: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v2-groups-odd-sizes-biases-tied": {**WHOLE_VECTORS, "n_routed_experts": 32, "mlp_bias": False},
     "deepseek_v3-groups-yarn": {**ROPE, "n_routed_experts": 32},
@@ -63,7 +63,7 @@ CASE = "deepseek_v3-groups-yarn"
 
 
 def read(runner: ModelRunner, chunk: int) -> list[Tensor]:
-    """Logits of a text read `chunk` tokens at a time, in blocks of any order, and what the cache holds after it."""
+    """Return the logits of a prompt read `chunk` tokens at a time in shuffled blocks, and the cache afterwards."""
     cache = KVCache(runner.config, len(BLOCKS), BLOCK_SIZE, runner.device, cache_dtype(runner.kv, runner.dtype))
     tokens = [4 + index * 7919 % (SMALL["vocab_size"] - 4) for index in range(TOKENS)]
     parts = [tokens[start : start + chunk] for start in range(0, TOKENS, chunk)]
@@ -77,7 +77,7 @@ def read(runner: ModelRunner, chunk: int) -> list[Tensor]:
     ("kv", "heads"), chosen([(kv, heads) for kv in KINDS for heads in (4, 40)], quick=[("int8", 4)]), ids=str
 )
 def test_a_prompt_in_chunks_has_the_bits_of_one_pass(kv: KvDtype, heads: int, tmp_path: Path) -> None:
-    """Below and above the rows of native parts and the positions of a chunk of attention; few heads and many."""
+    """The chunks are below and above the row limit of native calls and the attention chunk size; few and many heads."""
     model_type, changes = CASES[CASE]
     make(tmp_path, model_type, {**WIDE, **changes, **CHANGES[CASE], "num_attention_heads": heads})
     runner = load_bf16(tmp_path, kv)
@@ -94,7 +94,7 @@ def test_a_prompt_in_chunks_has_the_bits_of_one_pass(kv: KvDtype, heads: int, tm
     ids=str,
 )
 def test_replies_are_the_same_alone_and_among_others(dtype: torch.dtype, kv: KvDtype, tmp_path: Path) -> None:
-    """With so few blocks that some are preempted, and from prefixes that others computed."""
+    """There are so few blocks that some requests are preempted, and prefixes are shared."""
     placement = Placement(torch.device("cpu"), dtype, kv=kv)
     runner = load_model(open_model_folder(saved(tmp_path, CASE)), placement)
     chance, vocab, context = random.Random(0), runner.config.vocab_size, 96

@@ -1,4 +1,4 @@
-"""Mamba-2: one native call has the bits of its steps, and a row those of any split of the prompt."""
+"""Test Mamba-2: a native call equals its steps bit for bit, for any chunking of the prompt."""
 
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ def runner(request: pytest.FixtureRequest, tmp_path: Path) -> ModelRunner:
 
 
 def test_the_part_has_the_bits_of_its_steps(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts included: states do not advance over those that are refused."""
+    """The case includes drafts: states do not advance over rejected tokens."""
     mixers = sum(spec.recurrent is not None for spec in runner.config.layer_specs)
     parts = same_as_by_steps(runner, "bf16", monkeypatch)
     assert parts.count("mamba") == len(PASSES) * mixers
@@ -39,7 +39,7 @@ def test_the_part_has_the_bits_of_its_steps(runner: ModelRunner, monkeypatch: py
 
 
 def read(runner: ModelRunner, chunk: int) -> list[Tensor]:
-    """Logits of a text read `chunk` tokens at a time, and the states after it."""
+    """Return the logits of a prompt read `chunk` tokens at a time, and the states afterwards."""
     cache = KVCache(runner.config, 1, TOKENS, runner.device, torch.bfloat16)
     tokens = [4 + index * 7919 % (SMALL["vocab_size"] - 4) for index in range(TOKENS)]
     parts = [tokens[start : start + chunk] for start in range(0, TOKENS, chunk)]

@@ -1,4 +1,4 @@
-"""Parts of layers in one native call: the bits of their steps one by one, in every family, and what is declined."""
+"""Test layer parts fused into one native call: bits equal to separate steps in every family, and declined cases."""
 
 import gc
 import weakref
@@ -50,9 +50,9 @@ def compiled() -> None:
     need_native_code()
 
 
-# Those that have everything: biases; norms before and after, caps and windows; layers that lend, factors on the sum,
-# norms of values; norms of all heads at once; factors on what is added; norms after the rotation; neighbours turned;
-# heads turned in part; attention and MLP side by side after a LayerNorm; an MLP without a gate; factors of queries.
+# Families with all features: biases; pre- and post-norms, caps and windows; shared keys and values, residual factors,
+# value norms; norms over all heads; output factors; norms after rotary; interleaved rotary; partial rotary; parallel
+# attention and MLP after a LayerNorm; an ungated MLP; query factors.
 WHOLE: Mapping[str, Mapping[str, Any]] = {
     "llama-biases": {},
     "gemma2-mqa-low-caps-untied": HEAD,
@@ -81,7 +81,7 @@ def test_parts_have_the_bits_of_their_steps(
 
 
 def test_sinks_have_the_bits_of_their_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside experts that are not taken: a call for each attention."""
+    """The experts are declined here, so each attention is a call of its own."""
     model_type, changes = CASES["gpt_oss-window7-gqa4:2"]
     make(tmp_path, model_type, {**WIDE, **changes, **HEAD})
     runner = load_bf16(tmp_path)
@@ -95,7 +95,7 @@ def test_sinks_have_the_bits_of_their_steps(tmp_path: Path, monkeypatch: pytest.
 def test_families_have_the_bits_of_their_steps(
     case: str, kv: KvDtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever of them is run natively, beside what is not."""
+    """The parts that native code supports run natively, the others in torch."""
     model_type, changes = CASES[case]
     make(tmp_path, model_type, {**WIDE, **changes})
     runner = load_bf16(tmp_path, kv)
@@ -109,7 +109,7 @@ def test_families_have_the_bits_of_their_steps(
 def test_vectors_that_are_not_finite_are_stored_as_the_cache_stores_them(
     kv: KvDtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Infinity and NaN in some heads' keys, and values so small that a step of their scale is no normal number."""
+    """The keys contain infinity and NaN in some heads, and values so small that their scale is subnormal."""
     runner = load_bf16(random_model(tmp_path / "model"), kv)
     attention = next(runner.model.layers()).mixer
     weight, heads, dim = attention.qkv.weight().clone(), attention.spec.heads, attention.spec.head_dim
@@ -121,7 +121,7 @@ def test_vectors_that_are_not_finite_are_stored_as_the_cache_stores_them(
 
 @pytest.mark.parametrize("bits", (8, 4, 3, 2))
 def test_products_of_several_parts(bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Queries packed, keys and values dense: their outputs lie side by side all the same."""
+    """The queries are packed while keys and values are dense; their outputs are still contiguous."""
     runner = load_bf16(random_model(tmp_path / "model", model_type="qwen2"))
     generator = torch.Generator().manual_seed(bits)
     for block in runner.model.layers():
@@ -136,7 +136,7 @@ def test_products_of_several_parts(bits: int, tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("kind", (Attention, Mlp, Experts))
 def test_a_part_is_gone_when_nobody_holds_it(kind: type[Attention] | type[Mlp] | type[Experts], tmp_path: Path) -> None:
-    """At once, and its weights with it: of a model that is read layer by layer two would be in memory."""
+    """The part frees its weights immediately: reading layer by layer must not hold two layers in memory."""
     model_type, changes = CASES["qwen3_moe-every-other-normalized-tied"]
     make(tmp_path, model_type, {**WIDE, **changes, **HEAD})
     runner = load_bf16(tmp_path)

@@ -1,4 +1,4 @@
-"""Recurrent mixers in one native call with what stands around them: the bits of their steps, and their states."""
+"""Test recurrent layers in one native call with the parts around them: bits equal to separate steps, and states too."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,9 +29,9 @@ def compiled() -> None:
     need_native_code()
 
 
-# Heads that share keys, what is projected in order, of two products or key head by key head, beside gated attention;
-# and convolutions, with biases.
-QUARTER = {"head_dim": 128}  # of which a quarter is turned
+# Heads that share keys; projections in order, from two products or grouped by key head, next to gated attention;
+# convolutions with biases.
+QUARTER = {"head_dim": 128}  # a quarter of it is rotated
 
 
 RECURRENT: Mapping[str, tuple[Mapping[str, Any], Sequence[str]]] = {
@@ -48,7 +48,7 @@ RECURRENT: Mapping[str, tuple[Mapping[str, Any], Sequence[str]]] = {
 def test_recurrent_parts_have_the_bits_of_their_steps(
     case: str, bits: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And their states, which go on by what stands of a draft."""
+    """The states are equal too; they advance by the accepted draft tokens."""
     model_type, changes = CASES[case]
     more, parts = RECURRENT[case]
     make(tmp_path, model_type, {**WIDE, **changes, **more})
@@ -62,7 +62,7 @@ def test_recurrent_parts_have_the_bits_of_their_steps(
 def test_a_recurrent_layer_that_native_code_does_not_take_stands_between_two_calls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its states, and those of the layers before and after, begin with a text and wait for what stands of a draft."""
+    """The states of this layer and its neighbours start with a prompt and wait for the accepted draft tokens."""
     model_type, changes = CASES["qwen3_5-delta"]
     make(tmp_path, model_type, {**WIDE, **changes, **QUARTER})
     runner = load_bf16(tmp_path)
@@ -73,7 +73,7 @@ def test_a_recurrent_layer_that_native_code_does_not_take_stands_between_two_cal
 
 
 def test_slots_that_there_are_not_are_refused(tmp_path: Path) -> None:
-    """Nothing is read or written outside of the states."""
+    """The call must not read or write outside of the states."""
     model_type, changes = CASES["lfm2-tied"]
     make(tmp_path, model_type, {**WIDE, **changes, **HEAD})
     runner = load_bf16(tmp_path)

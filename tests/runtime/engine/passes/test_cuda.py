@@ -1,4 +1,4 @@
-"""When a pass is captured and replayed, and that buffers carry what changes; a recording stands in for a CUDA graph."""
+"""Test when a pass is captured and replayed, and that buffers carry the inputs; a recording replaces the CUDA graph."""
 
 import gc
 from collections.abc import Iterator
@@ -51,7 +51,7 @@ def test_the_first_pass_runs_the_second_is_captured_the_others_replayed() -> Non
 
 
 def test_a_pass_waits_for_nothing_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever reads the numbers of a tensor on a GPU waits until they are there."""
+    """Reject reading values of a GPU tensor on the host, which would synchronize."""
     fast, (cache, rope), batches = fused_pass(Sums(), recording), session(), [one(7, start) for start in range(3)]
 
     def waits(*_: object) -> None:
@@ -89,7 +89,7 @@ def test_other_passes_are_the_plain_models(batch: Batch) -> None:
 
 
 class Seen(Sums):
-    """Keeps copies of what it was given."""
+    """Records copies of its inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Seen(Sums):
 
 
 def test_one_graph_serves_any_sequences_of_a_padded_number() -> None:
-    """Lengths and blocks are each sequence's own; what is left of the number is padding, and returned to nobody."""
+    """The lengths and blocks are per sequence; the remaining rows are padding and not returned."""
     captures: list[Launches] = []
 
     def capture(work: Launches) -> Launches:
@@ -127,7 +127,7 @@ def test_one_graph_serves_any_sequences_of_a_padded_number() -> None:
 
 
 def test_a_new_rotary_table_takes_new_graphs() -> None:
-    """A graph holds the address of the one it was captured with."""
+    """The graph holds the address of the table it was captured with."""
     fast, (cache, rope) = fused_pass(Sums(), recording), session()
     for _ in range(3):
         assert run(fast, one(3, 0), rope, cache) is not None
@@ -166,7 +166,7 @@ def test_tables_that_depend_on_the_length_are_the_plain_models() -> None:
 
 def test_graphs_go_with_their_cache_and_are_limited() -> None:
     def capture(work: Launches) -> Launches:
-        """A graph keeps addresses, not what was captured."""
+        """Record the call with its buffers: a graph stores addresses, not values."""
         out = work()
         return lambda: out
 
@@ -194,7 +194,7 @@ def test_a_runner_uses_the_fused_pass_and_keeps_a_copy_of_the_logits() -> None:
 
 
 def test_a_capture_launches_what_the_first_pass_compiled() -> None:
-    """Triton compiles apart for addresses that are multiples of 16, and inside a capture it must compile nothing."""
+    """The cause: Triton specializes on addresses that are multiples of 16, and must not compile during a capture."""
 
     class Addresses(Sums):
         seen: list[tuple[bool, ...]] = []
@@ -263,7 +263,7 @@ def test_a_shape_that_cannot_be_launched_is_the_plain_models_and_others_go_on() 
 
 
 def test_graphs_share_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the log of a stub of torch's graphs: the first has a pool of its own, which the others are given."""
+    """The first graph creates a pool and the others reuse it, according to the log of a stub of torch's graphs."""
     log: list[tuple[str, object]] = []
 
     class Graph:

@@ -1,7 +1,7 @@
-"""Several steps a launch against the loop of one: the same tokens, and the same cache for whatever comes next.
+"""Test several decode steps per launch against single steps: the same tokens and the same cache afterwards.
 
-In the interpreter, for the choice of tokens. A step that reads the text back from the cache stands in for the fused
-pass, except in one test; a recording, or nothing, for a CUDA graph.
+Token selection runs in the Triton interpreter. A step that reads the tokens back from the cache replaces the fused
+pass, except in one test; a recording, or nothing, replaces the CUDA graph.
 """
 
 import gc
@@ -45,7 +45,7 @@ Outcome = tuple[list[list[int]], list[str | None], list[list[int]], list[list[in
 
 
 class Sequences(PrefixModel):
-    """Other logits for every text; the rows that pad the head are the largest. NaN after `broken` tokens."""
+    """Returns different logits for every token sequence; head padding has the largest. NaN after `broken` tokens."""
 
     def __init__(self, seed: int = 0, broken: int = 99) -> None:
         random = random_function(seed, VOCAB + PADDING)
@@ -58,7 +58,7 @@ class Sequences(PrefixModel):
         super().__init__(function, VOCAB + PADDING)
 
     def after(self, cache: KVCache, inputs: StepInput) -> Tensor:
-        """Logits [sequences, 1, vocab + padding] of what the blocks of `cache` hold."""
+        """Return logits [sequences, 1, vocab + padding] for the tokens in the blocks of `cache`."""
         rows = []
         for length, blocks in zip(inputs.lengths.tolist(), inputs.block_table.tolist(), strict=True):
             held = [token for block in blocks for token in in_lane(cache, block, cache.block_size)]
@@ -67,7 +67,7 @@ class Sequences(PrefixModel):
 
 
 class Step:
-    """What the fused pass does, with the tokens and lengths of its buffers."""
+    """Replaces the fused pass, using the tokens and lengths in its buffers."""
 
     def __init__(self, model: Sequences) -> None:
         self.model, self.calls = model, 0
@@ -89,7 +89,7 @@ class Step:
 
 
 def engines(capture: str, capacity: int = 64, sequences: int = 1, broken: int = 99) -> tuple[Engine, Engine, Step]:
-    """With the loop and without, of equal models."""
+    """Return engines with and without the loop, on equal models."""
     looped, plain = Sequences(broken=broken), Sequences(broken=broken)
     step = Step(looped)
     passes = looping(looped, step, DeviceLoop(step, CAPTURES[capture]))
@@ -98,14 +98,14 @@ def engines(capture: str, capacity: int = 64, sequences: int = 1, broken: int = 
 
 
 class TokensOnly(CudaPass):
-    """Leaves logits to the plain pass."""
+    """Declines passes that return logits, leaving them to the plain pass."""
 
     def takes(self, work: PassInput) -> Declined | None:
         return Declined("some-logits") if work.sampling is None else super().takes(work)
 
 
 def looping(model: PrefixModel, step: "Step", loop: DeviceLoop, compare: bool = False) -> Passes:
-    """The loop for tokens, the plain pass for logits."""
+    """Build an engine with the loop for tokens and the plain pass for logits."""
     way = TokensOnly(step, PlainPass(model), None, compare=compare)
     way.loop = loop
     return Passes((way, PlainPass(model)), {})
@@ -119,7 +119,7 @@ def outcome(
     take: int = 999,
     sampling: SamplingParams = SamplingParams(),  # noqa: B008  (frozen)
 ) -> Outcome:
-    """All that a caller sees of replies of which it reads `take` tokens, and all that the next turn depends on."""
+    """Return the visible result of replies of which `take` tokens are read, and the state for the next turn."""
     limit = min(limit, engine.context - len(prompt) + 1)
     sequences = engine.shape.blocks
     numbers = [engine.submit(Request((place, *prompt[1:]), sampling, limit, stop)) for place in range(sequences)]
@@ -140,7 +140,7 @@ def outcome(
 
 
 def limits(capture: str, capacity: int, sequences: int) -> int:
-    """Every limit, on one session each, whose cache is reused from turn to turn. Steps done."""
+    """Run every limit in one session each, reusing the cache between turns, and return the number of steps."""
     looped, plain, step = engines(capture, capacity, sequences)
     for limit in (*range(11), 60):
         for prompt in (PROMPT, [*PROMPT, 7, limit]):
@@ -165,7 +165,7 @@ def test_sequences_that_the_pass_does_not_take(interpret: Interpret) -> None:
 
 
 def denied() -> tuple[int, int]:
-    """Passes of the loop for two sequences that are not trusted to it, and for one that is."""
+    """Return the loop's number of passes with two sequences and with one, if it is trusted only with one."""
     calls = []
     for sequences in (2, 1):
         model = Sequences()
@@ -184,9 +184,9 @@ def test_passes_that_nobody_has_compared_are_the_hosts(interpret: Interpret) -> 
 
 
 def ends(capture: str, sequences: int) -> int:
-    """A stop token, or a consumer that leaves, at every place; then the next turn, which begins with what was said."""
+    """End at a stop token or by a leaving consumer at every position, then run a turn with that reply as prefix."""
     looped, plain, _ = engines(capture, 64, sequences)
-    limit = 1 + 2 * STEPS + 1  # the first is of the prompt; two launches of several, one of one
+    limit = 1 + 2 * STEPS + 1  # the first is the prompt; two launches of several steps, one of a single step
     reply = outcome(plain, PROMPT, limit)[0][0]
     for place, token in enumerate(reply):
         for stop, take in ((frozenset((token,)), 999), (frozenset[int](), place + 1)):
@@ -221,7 +221,7 @@ def test_logits_that_are_no_numbers_end_the_reply(interpret: Interpret) -> None:
 
 
 def joined(capture: str) -> int:
-    """Others come and go while one is being answered: the loop begins anew, and nobody is told other words."""
+    """Start and end other requests during a reply: the loop restarts and the tokens stay the same."""
     looped, plain, step = engines(capture, 64, 3)
     texts = []
     for engine in (looped, plain):
@@ -242,7 +242,7 @@ def test_others_that_come_and_go(interpret: Interpret) -> None:
     assert interpret(joined, "runs-when-captured") > 10
 
 
-# Each filter, and all of them with penalties; penalties of the likeliest token.
+# Each filter, and all of them with penalties; penalties with greedy decoding.
 DRAWN = [
     SamplingParams(temperature=1.0, seed=1),
     SamplingParams(temperature=1.5, seed=2, top_k=20),
@@ -263,7 +263,7 @@ DRAWN = [
 
 
 def drawn(capture: str) -> int:
-    """Replies of every limit are the host's: its random numbers, settings and penalties, from turn to turn."""
+    """Check that sampled replies of every limit equal the host's, with random state and penalties, over two turns."""
     looped, plain, step = engines(capture)
     for sampling in DRAWN:
         for limit in (1 + STEPS, 13):
@@ -280,7 +280,7 @@ def test_draws_are_the_hosts(capture: str, interpret: Interpret) -> None:
 
 
 def mixed(capture: str) -> tuple[int, bool]:
-    """Sequences with settings of their own in one pass, one of them greedy, that end at different times."""
+    """Run sequences with different settings in one pass, one of them greedy, that end at different times."""
     looped, plain, step = engines(capture, sequences=4)
     replies = []
     for engine in (looped, plain):
@@ -301,7 +301,7 @@ def test_each_sequence_of_a_pass_has_its_settings(interpret: Interpret) -> None:
 
 
 def left_out() -> tuple[int, int]:
-    """Biases are the host's, and so is everything where rotary tables move."""
+    """Check that the host handles logit biases, and everything if rotary tables change with the length."""
     looped, plain, step = engines("none")
     biased = SamplingParams(temperature=1.0, seed=1, logit_bias=((3, 2.0),))
     assert outcome(looped, PROMPT, 9, sampling=biased) == outcome(plain, PROMPT, 9, sampling=biased)
@@ -332,7 +332,7 @@ def graphs() -> tuple[int, int, int]:
     captures: list[Launches] = []
 
     def capture(work: Launches) -> Launches:
-        """A graph keeps addresses, not what was captured."""
+        """Record the call with its buffers: a graph stores addresses, not values."""
         captures.append(work)
         out = work()
         return lambda: out
@@ -356,7 +356,7 @@ def test_the_second_launch_of_a_kind_is_captured_and_goes_with_its_cache(interpr
 
 
 def fused() -> list[list[list[int]]]:
-    """TokenSteps of the real pass: several a launch, one a launch, and by the host."""
+    """Return TokenSteps of the real pass: several per launch, one per launch, and on the host."""
     from mycli.runtime.engine.passes.fused import FusedStep
     from tests.support.decode_models import Case, models
 
@@ -379,7 +379,7 @@ def test_the_fused_pass_in_a_loop(interpret: Interpret) -> None:
 
 
 def compiled(trouble: str) -> tuple[bool, list[Declined]]:
-    """Whether a model then has a loop, and what was reported."""
+    """Return whether a model gets a loop, and the reported messages."""
     model, reported = Sequences(), list[Declined]()
     patch = pytest.MonkeyPatch()
     if trouble == "wrong":
@@ -393,12 +393,12 @@ def test_a_loop_is_used_where_the_device_chooses_as_torch_does(interpret: Interp
     assert interpret(compiled, "") == (True, [])
     loop, reported = interpret(compiled, "wrong")  # type: ignore[misc]  # the pool carries any result
     assert not loop and reported[0].code == "greedy-differs"
-    loop, reported = compiled("no kernel for this device")  # Triton has none for a CPU
+    loop, reported = compiled("no kernel for this device")  # Triton has no CPU target
     assert not loop and reported[0].code == "device-loop-failed" and "\n" not in str(reported[0].data["error"])
 
 
 def failing(when: int) -> list[Declined]:
-    """The replies of a loop whose `when`-th launch fails, while captured or replayed, are those of the host's."""
+    """Check that replies equal the host's if the `when`-th launch fails, during capture or replay."""
     warnings: list[Declined] = []
     calls = 0
 

@@ -1,4 +1,4 @@
-"""The fused pass against the plain model, in the interpreter; how many kernels it launches; what it does not take."""
+"""Test the fused pass against the plain model in the interpreter, its number of kernels, and what it declines."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -36,7 +36,7 @@ NORM = NormSpec("norm", 128, 1e-5)
 
 
 def compare(case: Case) -> tuple[float, float, dict[str, int]]:
-    """Of the logits, and of the cache afterwards; launches."""
+    """Return the errors of logits and cache, and the number of launches."""
     import triton
 
     fused, plain = models(case)
@@ -46,7 +46,7 @@ def compare(case: Case) -> tuple[float, float, dict[str, int]]:
     block = min(case.block, CAPACITY) if CAPACITY % case.block == 0 else CAPACITY
     pages, size = CAPACITY // block, case.sequences
     caches = [KVCache(config, size * pages, block, plain.device, kind) for _ in range(2)]
-    tables_of = [list(reversed(range(place, size * pages, size))) for place in range(size)]  # of blocks in no order
+    tables_of = [list(reversed(range(place, size * pages, size))) for place in range(size)]  # blocks in shuffled order
     rope = Rope(config, CAPACITY, plain.device, torch.float16)
 
     def run(cache: KVCache, start: int, rows: torch.Tensor, logits: int) -> torch.Tensor:
@@ -87,12 +87,12 @@ def compare(case: Case) -> tuple[float, float, dict[str, int]]:
     return difference(found, expected), worst, {name: count // 2 for name, count in counts.items()}
 
 
-# Without those that others have in them, of one token, of a packed head and of int8 caches alone.
+# Without cases that others include, single-token cases, packed heads and plain int8 caches.
 QUICK = [*CASES[2:5], *CASES[6:], MIXED[1], FAMILIES[0], FAMILIES[4], FAMILIES[6]]
 
 
 def launches_of(case: Case) -> dict[str, int]:
-    """Of each kernel, in a pass; whatever the route."""
+    """Return the number of launches of each kernel in a pass, independent of the route."""
     expected = Counter({"embed_kernel": 1, "multiply_kernel": int(case.packed_head)})
     for spec in config_of(case).layer_specs:
         expected.update(launches_of_layer(spec))
@@ -102,14 +102,14 @@ def launches_of(case: Case) -> dict[str, int]:
 @pytest.mark.parametrize("case", chosen([*CASES, *WIDE, *MIXED, *FAMILIES], QUICK), ids=str)
 def test_a_pass_is_the_plain_models(case: Case, interpret: Interpret) -> None:
     logits, cache, launches = interpret(compare, case)  # type: ignore[misc]  # the pool carries any result
-    # What is rounded otherwise before it is stored is another code now and then: a step of 1/127, or of 1/8.
+    # A value rounded differently before storing can be off by one code: a step of 1/127, or of 1/8.
     assert logits < 1e-2 and cache < (2e-2 if case.int4 or case.int8 else 5e-3)
     launches.pop("reduce_kernel", None)
     assert launches == launches_of(case), "launches a token"
 
 
 def early(case: Case) -> set[tuple[str, bool, bool]]:
-    """Of a pass on a chip where launches overlap: kernel, whether launched so, whether each of its programs waited."""
+    """Return per kernel, on a chip where launches overlap: name, whether launched early, whether all programs wait."""
     import triton
 
     from mycli.runtime.kernels.triton import attention, gated_silu, mixture, residual, routing
@@ -131,7 +131,7 @@ def early(case: Case) -> set[tuple[str, bool, bool]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton.runtime.interpreter.GridExecutor, "__call__", watched)
-        patch.setattr(gemm, "prefetch_weights", lambda *_: None)  # the interpreter knows no PTX
+        patch.setattr(gemm, "prefetch_weights", lambda *_: None)  # the interpreter does not run PTX
         for module in (attention, residual, gemm, gated_silu, mixture, routing):
             patch.setattr(module, "pdl_wait", lambda: waits.update(["pdl_wait"]))
         inputs = StepInput.zeros(1, 1, 1, plain.device)
@@ -178,7 +178,7 @@ def test_says_what_it_cannot_do(spoil: Callable[[Transformer], None], reason: st
     ids=lambda value: "" if isinstance(value, dict) else value,
 )
 def test_says_what_of_experts_it_does_not_do(changed: dict[str, Any], reason: str) -> None:
-    """Beside what it does: all else of the layer is alike."""
+    """Change one property of a supported expert layer and check the reason for declining."""
     config = replace(CONFIG, build_layer=MIXED[0].experts)
     assert decline_config(config) is None
 

@@ -1,4 +1,4 @@
-"""A model that speaks, on pico: replies as text, stop strings, the union of end tokens, warnings about its files."""
+"""Test text generation with pico: stop strings, the union of end tokens, and warnings about the model's files."""
 
 import json
 import shutil
@@ -28,7 +28,7 @@ def pico() -> LoadedModel:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """A folder like pico's, to be damaged."""
+    """Copy pico's folder so that a test can damage it."""
     folder = tmp_path / "pico"
     shutil.copytree(PICO, folder)
     return folder
@@ -78,7 +78,7 @@ def test_a_consumer_that_leaves_does_not_spoil_the_engine(pico: LoadedModel) -> 
 
 
 def test_every_source_of_end_tokens_counts(copy: Path) -> None:
-    """Union of generation_config, config and tokenizer: a token that only one of them names ends the reply."""
+    """The end tokens are the union of generation_config, config and tokenizer."""
     (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": 300}))
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**config, "eos_token_id": [301, 302]}))
@@ -86,7 +86,7 @@ def test_every_source_of_end_tokens_counts(copy: Path) -> None:
 
 
 def test_a_stored_head_that_differs_from_the_embedding_it_is_tied_to(copy: Path) -> None:
-    """A32: the tie counts, and a person is told."""
+    """A32: the tied embedding is used, and a warning is shown."""
     tensors = load_file(copy / "model.safetensors")
     save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, copy / "model.safetensors")
     assert LoadedModel.load(open_model_folder(copy), CPU).warnings == ()
@@ -97,7 +97,7 @@ def test_a_stored_head_that_differs_from_the_embedding_it_is_tied_to(copy: Path)
 
 
 def test_weights_that_are_no_numbers(copy: Path) -> None:
-    """A26: refused naming the tensor; loaded when asked for, and then the request ends with an error (F5)."""
+    """A26: refused naming the tensor; if loaded on request, generation ends with an error (F5)."""
     tensors = load_file(copy / "model.safetensors")
     tensors["model.layers.0.mlp.up_proj.weight"][3, 5] = torch.nan
     save_file(tensors, copy / "model.safetensors")

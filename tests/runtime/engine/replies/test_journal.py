@@ -1,4 +1,4 @@
-"""Replies that are killed and continued have the tokens of one that was not, and records are private and bounded."""
+"""Test that killed and resumed replies have the tokens of uninterrupted ones; records are private and bounded."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def test_a_record_holds_what_was_generated(journal: ReplyJournal) -> None:
     logprobs = (TokenLogprob(3, -0.125, ((3, -0.125), (9, float("-inf")))),)
     for part in (output(3, numbers=1, logprobs=logprobs), output(), output(4, 5, numbers=3, finish_reason="length")):
         RecordedReply(writer, 1).append(part)
-    RecordedReply(writer, 0).append(output(finish_reason="cancelled"))  # is no end: it can be continued
+    RecordedReply(writer, 0).append(output(finish_reason="cancelled"))  # not an end: it can be resumed
     writer.close()
     assert journal.header("a") == {"version": 1, "kind": "test"}
     first, second = journal.resume("a", 2)
@@ -70,7 +70,7 @@ def test_a_running_reply_is_not_continued(journal: ReplyJournal) -> None:
     with pytest.raises(RunningReplyError):
         journal.resume("a", 1)
     writer.close()
-    RecordedReply(writer).append(output(1))  # late: dropped
+    RecordedReply(writer).append(output(1))  # too late, so dropped
     assert not journal.resume("a", 1)[0].outputs
 
 
@@ -125,6 +125,6 @@ def test_a_full_disk_ends_the_record_and_not_the_reply(journal: ReplyJournal) ->
 
         def close(self) -> None: ...
 
-    writer._file = Full()  # type: ignore[assignment]  # as a full disk behaves
+    writer._file = Full()  # type: ignore[assignment]  # simulates a full disk
     RecordedReply(writer).append(output(1))
     assert not writer.path.exists() and json.dumps(journal.names()) == "[]"

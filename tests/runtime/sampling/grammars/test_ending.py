@@ -1,4 +1,4 @@
-"""Replies under a grammar end in a form that matches before their limits, whatever a model prefers."""
+"""Test that replies under a grammar end in a matching state before their limits, whatever the model prefers."""
 
 import json
 import math
@@ -53,7 +53,7 @@ def grammar_of(schema: dict[str, Any], pico: Tokenizer) -> Grammar:
 
 
 def draw(pico: Tokenizer, grammar: Grammar, limits: ReplyLimits, seed: int = 0, dislike: str = '"}]') -> list[int]:
-    """Return the tokens of a model that dislikes the end, and the characters `dislike`."""
+    """Return the tokens of a model with low logits for the end and for the characters `dislike`."""
     noise = torch.Generator().manual_seed(seed)
     params = SamplingParams(temperature=1.0, seed=seed)
     state = grammar.start(limits=limits)
@@ -74,15 +74,15 @@ def draw(pico: Tokenizer, grammar: Grammar, limits: ReplyLimits, seed: int = 0, 
 
 
 def shortest(grammar: Grammar) -> int:
-    """Return the number of tokens of the shortest ending found, the end token included."""
-    ending = grammar._ending  # of a reply without tokens
+    """Return the number of tokens of the shortest ending, including the end token."""
+    ending = grammar._ending  # for a reply without tokens
     assert ending is not None and ending.tokens is not None
     return len(ending.tokens)
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_a_reply_parses_at_every_limit_that_has_room_for_one(pico: Tokenizer, name: str) -> None:
-    """The limit includes the end token; a model that opens arrays and never closes a string is led to the end."""
+    """The limit includes the end token; a model that opens arrays and never closes a string is forced to end."""
     grammar = grammar_of(SCHEMAS[name], pico)
     least = shortest(grammar)
     for limit in (least, least + 1, least + 7, least + 30, least + 80):
@@ -144,7 +144,7 @@ def test_what_the_model_gives_to_the_end_closes_the_string(pico: Tokenizer) -> N
 
 
 def test_limits_count_the_time(pico: Tokenizer) -> None:
-    """Each token takes a second of a clock, and the reply ends by the 40th."""
+    """The fake clock advances one second per token, and the reply ends by the 40th."""
     ticks = iter(range(10_000))
     now = [0.0]
 
@@ -190,5 +190,5 @@ def test_reasoning_leaves_tokens_to_the_answer(pico: Tokenizer, budget: int | No
     ids = draw(pico, grammar, ReplyLimits(limit), dislike='"<')
     thought, answer = pico.decode(ids[:-1]).split("</think>")
     assert answer.strip() == '"yes"'
-    assert len(pico.encode(thought, add_special=False)) <= 2 * most  # drawn tokens are not the tokenizer's
+    assert len(pico.encode(thought, add_special=False)) <= 2 * most  # drawn tokens are no canonical tokenization
     assert not most or thought

@@ -1,4 +1,4 @@
-"""Constrained output: what is drawn is a text of the grammar, on real vocabularies; hostile grammars are refused."""
+"""Test constrained output: every sampled reply matches the grammar on real vocabularies; bad grammars are refused."""
 
 import contextlib
 import json
@@ -62,7 +62,7 @@ def pico() -> Tokenizer:
 
 
 def draw(tokenizer: Tokenizer, grammar: Grammar, seed: int, limit: int = 400) -> tuple[str, bool]:
-    """A reply drawn from random logits that favour short tokens and ends a little, and whether it ended."""
+    """Return a reply from random logits that slightly favour short tokens and ends, and whether it ended."""
     size = len(tokenizer.vocabulary)
     noise = torch.Generator().manual_seed(seed)
     sampler = Sampler(
@@ -100,7 +100,7 @@ def test_what_is_drawn_is_of_the_schema(tokenizer: Tokenizer) -> None:
 
 
 def test_control_tokens_are_no_text(tokenizer: Tokenizer) -> None:
-    """A string may hold any characters, but no token that is markup."""
+    """Check that a string may contain any characters, but no control token."""
     grammar = Grammar.from_regex(r"(?s:.)+", tokenizer, frozenset(tokenizer.eos))
     constraint = grammar.start()
     constraint.accept([tokenizer.encode("a", add_special=False)[0]])
@@ -110,7 +110,7 @@ def test_control_tokens_are_no_text(tokenizer: Tokenizer) -> None:
 
 
 def test_endless_whitespace_is_bounded(pico: Tokenizer) -> None:
-    """F17: a model that loves blanks has to go on."""
+    """F17: a model that prefers blanks must continue."""
     blanks = [
         index
         for index, token in enumerate(pico.vocabulary)
@@ -135,7 +135,7 @@ def test_endless_whitespace_is_bounded(pico: Tokenizer) -> None:
     "sampling", [SamplingParams(), SamplingParams(1.0, 1, 0.01, 1.0, seed=1)], ids=["greedy", "narrow"]
 )
 def test_one_token_stays_under_every_filter(pico: Tokenizer, sampling: SamplingParams) -> None:
-    """F7: what top-k, top-p and min-p would choose is forbidden, yet something allowed is drawn."""
+    """F7: top-k, top-p and min-p would keep only forbidden tokens, yet an allowed one is drawn."""
     grammar = Grammar.from_regex("[xyz]", pico, frozenset(pico.eos))
     logits = torch.full((1, len(pico.vocabulary)), -30.0)
     logits[0, pico.encode("a", add_special=False)] = 30.0
@@ -144,7 +144,7 @@ def test_one_token_stays_under_every_filter(pico: Tokenizer, sampling: SamplingP
 
 
 def test_a_dead_end_is_an_error(pico: Tokenizer) -> None:
-    """F7: no token can continue, because the tail of the vocabulary that holds it is cut off."""
+    """F7: no token can continue because the end of the vocabulary that holds it is cut off."""
     grammar = Grammar.from_regex("é", pico, frozenset(pico.eos))
     with pytest.raises(ModelError, match="dead end"):
         grammar.start().apply(torch.zeros(1, 3))
@@ -214,7 +214,7 @@ def test_what_is_wrong_with_an_expression_is_said_without_the_library_s_grammar(
 
 @pytest.mark.parametrize("pattern", ["a{100000000}", "(a{1000}){1000}", "(.*a.{20}){20}", "(x+x+)+y"])
 def test_expressions_that_explode_elsewhere_take_their_steps(pico: Tokenizer, pattern: str) -> None:
-    """They are refused or they work; what counts is that neither takes for ever."""
+    """The patterns may be refused or work, but must not run without end."""
     with contextlib.suppress(ModelError):
         text, _ = draw(pico, Grammar.from_regex(pattern, pico, frozenset(pico.eos)), seed=0, limit=10)
         assert text
@@ -241,7 +241,7 @@ def test_masked_logits_are_minus_infinity(pico: Tokenizer) -> None:
 
 @pytest.mark.parametrize("name", ["ngram", "draft"])
 def test_a_draft_does_not_loosen_a_constraint(name: str, pico: Tokenizer) -> None:
-    """The same tokens as without a draft, drawn ones too: what may come depends on the text, so nothing is drafted."""
+    """The tokens equal those without a draft, also sampled: allowed tokens depend on the text, so none are drafted."""
     placement = Placement(torch.device("cpu"), torch.float32)
     runner = load_model(open_model_folder(PICO), placement)
     shape = CacheShape.contiguous(128)

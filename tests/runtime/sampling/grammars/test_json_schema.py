@@ -1,4 +1,4 @@
-"""Schemas before they are compiled: what is too large, what is left out, and what is closed."""
+"""Test JSON schemas before compilation: which are too large, which keywords are dropped, which objects are closed."""
 
 import json
 import time
@@ -106,7 +106,7 @@ def test_integers_have_the_range_of_exact_json_integers() -> None:
 
 
 def test_s1_what_only_compiling_shows_ends_in_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A merged pattern below the limit of nodes: the worker's limits hold, and say what they are."""
+    """The merged pattern is below the node limit, so the worker's limits apply and the error states them."""
     monkeypatch.setattr(probe, "WALL_SECONDS", 0.001)
     grammar_probe = probe.GrammarProbe(300)
     with pytest.raises(UsageError, match="S: compiling it takes more than 0.001 s"):

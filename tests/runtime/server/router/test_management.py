@@ -1,4 +1,4 @@
-"""Pulling and deleting models over Ollama's interface: by commands, with their errors as the client's."""
+"""Test pulling and deleting models over Ollama's interface: commands run it, and their errors reach the client."""
 
 import asyncio
 import json

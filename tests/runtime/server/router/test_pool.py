@@ -1,4 +1,4 @@
-"""Which models are loaded: within the memory, least recently used out, nobody waits for ever."""
+"""Test which models are loaded: within the memory limit, LRU eviction, no endless waiting."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -15,7 +15,7 @@ from mycli.runtime.server.settings import ServerLimits
 
 
 class FakeProcess:
-    """A process that only ends when it is stopped or `die` is called."""
+    """Simulates a process that ends only when it is stopped or `die` is called."""
 
     def __init__(self, model: RoutedModel, events: list[str]) -> None:
         self.model, self._events, self.over = model, events, asyncio.Event()
@@ -39,7 +39,7 @@ def model(name: str, nbytes: int = 1, **fields: Any) -> RoutedModel:
 
 
 class Bench:
-    """A pool of models with fake processes; `events`: loads (+name) and unloads (-name) in order."""
+    """Holds a model pool with fake processes; `events`: loads (+name) and unloads (-name) in order."""
 
     def __init__(self, *models: RoutedModel, room: int = 2, load: float = 0.0, **limits: Any) -> None:
         self.events: list[str] = []

@@ -1,4 +1,4 @@
-"""Arguments of a call are passed on while they arrive, and are together what the whole call gives."""
+"""Test that streamed tool call arguments, joined, equal those of the whole call."""
 
 import json
 from typing import Any

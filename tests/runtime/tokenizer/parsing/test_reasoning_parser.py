@@ -1,4 +1,4 @@
-"""Reasoning is separated from content however the reply is split, and nothing of the reply is lost."""
+"""Test that reasoning is separated from content for any chunking of the reply, without losing text."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Calls are read from what models write, however the text is cut; what is no call stays the text it is."""
+"""Test tool call parsing for any chunking of the text; everything else remains text."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,7 @@ TOOLS = [
         },
     }
 ]
-# format -> (text, what is in it)
+# format -> (text, parsed contents)
 WRITTEN: dict[str, tuple[str, list[Any]]] = {
     "hermes": (
         'Sure.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n'
@@ -135,7 +135,7 @@ def test_a_bare_object_is_a_call_only_of_a_tool(text: str) -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_plain_text_comes_through_whole(data: st.DataObject) -> None:
-    """Any text of fragments that look like markup, without a whole call: the same text, but for blanks at its end."""
+    """The text mixes fragments of markup without a complete call and stays equal except for trailing blanks."""
     form = data.draw(st.sampled_from(TOOL_FORMATS))
     parts = ["<", "tool", "_call", " ", "\n", "x", "{", "}", '"', "[TOOL", "|>", "<|", "</", "=", "é", "<tool_cal", "["]
     text = "x" + "".join(data.draw(st.lists(st.sampled_from(parts), max_size=30)))
@@ -243,7 +243,7 @@ def test_declared_elements_are_read_as_transformers_reads_them() -> None:
     ids=lambda field: json.dumps(field)[:40],
 )
 def test_a_hostile_template_is_refused(field: dict[str, Any]) -> None:
-    """A stranger's pattern never runs where it could take long."""
+    """Check that an untrusted pattern never runs where it could take long."""
     with pytest.raises(ModelError):
         read_response_template(Fields({"fields": {"tool_calls": field}}, "t"))
 
