@@ -1,4 +1,4 @@
-"""`--expert-memory` as a user types it: what is held is said, replies stay, and what cannot be is refused."""
+"""`--expert-memory` on the command line: the limit is reported, replies stay the same, bad values are refused."""
 
 import json
 
