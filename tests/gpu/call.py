@@ -72,7 +72,7 @@ class Part:
 
 
 def bounded(command: Sequence[str], seconds: float, more: Mapping[str, str]) -> tuple[int | None, str]:
-    """Run a command; return its output and its exit status, None if it was killed with its children after `seconds`."""
+    """Run a command; return its exit status (None: killed with its children after `seconds`) and its output."""
     child = subprocess.Popen(
         command,
         env={**os.environ, **more},

@@ -9,7 +9,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def fresh_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seed torch at random; a failing test prints the seed, and setting it beforehand repeats the numbers."""
+    """Set a random seed; a failing test prints it, and MYCLI_TEST_SEED repeats its numbers."""
     seed = os.environ.get("MYCLI_TEST_SEED") or str(int.from_bytes(os.urandom(6)))
     print(f"MYCLI_TEST_SEED={seed}")
     monkeypatch.setenv("MYCLI_TEST_SEED", seed)

@@ -1,4 +1,4 @@
-"""Every reason that a kernel or a pass gives has a message with exactly its values, and every message is used."""
+"""Every reason for declining a kernel or a pass has a message with exactly its values, and every message is used."""
 
 import ast
 from collections.abc import Iterator

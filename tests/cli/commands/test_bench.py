@@ -43,7 +43,7 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_ceiling_that_was_beaten_is_dropped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stored memory bandwidth that a reply exceeded is dropped, also from the estimates."""
+    """A measured memory bandwidth that a reply exceeded is dropped, also from the estimates."""
     monkeypatch.setattr(bench, "measure_bandwidth", lambda device, nbytes: 1e-3)
     monkeypatch.setattr(bench, "MEASURED_BYTES", 1 << 20)  # as if pico exceeded every cache
     assert call(*SHORT, "--json") == ExitCode.OK

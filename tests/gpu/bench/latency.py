@@ -29,7 +29,7 @@ CACHE = 0.27  # us of L2 cache latency, atomics included
 TAIL = 0.2  # us of instructions after the partial sums
 ISSUE = 0.7  # share of issue slots that are used
 INSTRUCTIONS = {8: 1.75, 16: 2.05, 32: 2.95, 64: 4.1}  # instructions per 4-bit weight, by tile rows (kernels.md)
-KEYS = 64  # per iteration of attention
+KEYS = 64  # keys per iteration of attention
 
 
 @dataclass(frozen=True)
