@@ -1,4 +1,4 @@
-"""Shared fixtures: an isolated environment, and mycli called in it, in this process or as a child."""
+"""Define shared fixtures: an isolated environment, and mycli called in it, in this process or as a child."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Language rules of product and docs: `python -m tests.support.language PATH` prints the findings of a package."""
+"""Check the language of product and docs: `python -m tests.support.language PATH` prints a package's findings."""
 
 from functools import cache
 

@@ -1,4 +1,4 @@
-"""Planted faults are one token, change the program, and skip what no test should detect."""
+"""Check that planted faults are one token, change the program, and skip what no test should detect."""
 
 from pathlib import Path
 

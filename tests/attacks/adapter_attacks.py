@@ -1,4 +1,4 @@
-"""Hostile and malformed LoRA adapters: a valid adapter of a small model with one change, and the expected error.
+"""Build hostile and malformed LoRA adapters: a valid adapter with one change, and the expected error.
 
 `ATTACKS` maps a name to the changes of adapter_config.json, the change of the tensors, and a pattern of the message.
 """

@@ -66,7 +66,7 @@ _JUNK: tuple[Any, ...] = (
 
 
 class TooSlowError(Exception):
-    """A case exceeded the time limit."""
+    """The case exceeded its time limit."""
 
 
 def _other(value: Any, draw: random.Random) -> Any:
@@ -238,7 +238,7 @@ def _too_slow(*_: object) -> None:
 
 @dataclass
 class Sums:
-    """Counts of a layout so far; the next case is `seed`."""
+    """The counts of a layout so far; the next case is `seed`."""
 
     seed: int
     seconds: float = 0.0
@@ -252,7 +252,7 @@ class Sums:
 
 
 class Record:
-    """Counts by layout, stored in a file if there is one."""
+    """The counts by layout, stored in a file if there is one."""
 
     def __init__(self, path: Path | None, seed: int) -> None:
         self.path, self.seed, self.sums = path, seed, dict[str, Sums]()

@@ -1,4 +1,4 @@
-"""Small valid models of every layout, which `fuzz` damages: file name -> bytes for each."""
+"""Build small valid models of every layout, which `fuzz` damages: file name -> bytes for each."""
 
 import json
 import tempfile

@@ -1,4 +1,4 @@
-"""Hostile GGUF files, built at run time: `ATTACKS` maps a fault to its bytes and the expected error.
+"""Build hostile GGUF files: `ATTACKS` maps a fault to its bytes and the expected error.
 
 The bytes are assembled by hand from the format's description, without code of the reader under test. The faults are
 those that ggml's own parser has had (counts and lengths that overflow or allocate without checking the file size, types

@@ -1,4 +1,4 @@
-"""Hostile GGUF models: a small valid model with one key or tensor changed, and the expected error.
+"""Build hostile GGUF models: a small valid model with one key or tensor changed, and the expected error.
 
 As in `gguf_attacks`, the bytes are assembled by hand. Both modules cover published vulnerabilities of GGUF readers:
 `ADVISORIES` names each publication and the attacks of its class here.

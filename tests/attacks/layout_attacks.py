@@ -1,4 +1,4 @@
-"""Hostile quantized checkpoints: a valid third-party checkpoint with one change, and the expected error.
+"""Build hostile quantized checkpoints: a valid third-party checkpoint with one change, and the expected error.
 
 `ATTACKS` maps a name to the layout and case of `tests/support/foreign_layouts.py`, the change of `quantization_config`,
 the changes of tensors by their suffix after the linear's name, and a pattern of the message.

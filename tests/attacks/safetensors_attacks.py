@@ -1,4 +1,4 @@
-"""Hostile safetensors files, built at run time: `ATTACKS` maps a fault to its bytes and the expected error.
+"""Build hostile safetensors files: `ATTACKS` maps a fault to its bytes and the expected error.
 
 The bytes are assembled by hand from the format's description, without code of the reader under test.
 """

@@ -1,4 +1,4 @@
-"""Damaged checkpoints of every layout are read, or refused with a message; `fuzz` runs for any length of time."""
+"""Check that damaged checkpoints of every layout are read, or refused with a message; `fuzz` runs longer."""
 
 import json
 from pathlib import Path

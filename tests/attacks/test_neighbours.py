@@ -1,4 +1,4 @@
-"""Costly requests are answered within a memory limit and do not delay concurrent requests."""
+"""Check that costly requests are answered within a memory limit and do not delay concurrent requests."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Invalid request bodies: every route returns a reply or an error in its own format, never an internal error.
+"""Check that every route answers an invalid body with a reply or an error in its own format.
 
 Fields of valid requests are replaced by arbitrary JSON, removed or added; the engine's replies are scripted, so that
 only parsing and validation are under test.

@@ -1,4 +1,4 @@
-"""Batches: order of results, invalid lines, and a second run; the model is a function."""
+"""Test batches: order of results, invalid lines, and a second run; the model is a function."""
 
 import fcntl
 import io

@@ -1,4 +1,4 @@
-"""Behaviour shared by all commands: exit codes, signals, failing streams, and command line errors."""
+"""Test behaviour shared by all commands: exit codes, signals, failing streams, and command line errors."""
 
 import errno
 import json

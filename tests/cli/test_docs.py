@@ -1,4 +1,4 @@
-"""docs/commands.md and the man page match the generated text."""
+"""Check that docs/commands.md and the man page match the generated text."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""Regression tests for problems of new users."""
+"""Test for problems that new users reported."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Command line errors: the message, and our equivalent of another program's option."""
+"""Test command line errors: the message, and our equivalent of another program's option."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Model names: addresses, names of other programs, presets, and supported models of the Hub."""
+"""Test model names: addresses, names of other programs, presets, and supported models of the Hub."""
 
 import json
 from collections.abc import Iterator

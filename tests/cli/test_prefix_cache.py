@@ -1,4 +1,4 @@
-"""`--prefix-cache-dir` on the command line: what is stored, warnings and refusals."""
+"""Test `--prefix-cache-dir` on the command line: what is stored, warnings and refusals."""
 
 from pathlib import Path
 

@@ -15,7 +15,7 @@ KINDS = {"greedy": ("-t", "0"), "seeded": ("--seed", "3")}
 
 
 class Irregular(DraftLengthPolicy):
-    """Draft lengths that differ between runs, as measured time would choose them."""
+    """Proposes draft lengths that differ between runs, as measured time would choose them."""
 
     def __init__(self, start: int) -> None:
         self._step = start

@@ -1,4 +1,4 @@
-"""Terminal output: word wrap, notices after replies, progress, and columns that fit."""
+"""Test terminal output: word wrap, notices after replies, progress, and columns that fit."""
 
 import io
 import re
@@ -13,7 +13,7 @@ from mycli.runtime.errors import ModelError, UsageError
 
 
 class Terminal(io.StringIO):
-    """A stream whose `isatty` is true."""
+    """The stream claims to be a terminal."""
 
     def isatty(self) -> bool:
         return True

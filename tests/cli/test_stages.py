@@ -1,4 +1,4 @@
-"""Stages of work are shown as consecutive progress bars."""
+"""Check that stages of work are shown as consecutive progress bars."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""`doctor --save` and `--compare`: changes after an update are reported once, without being requested."""
+"""Test `doctor --save` and `--compare`: changes after an update are reported once, without being requested."""
 
 import json
 from collections.abc import Iterator

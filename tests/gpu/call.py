@@ -28,7 +28,7 @@ SLOWER = 10  # time factor of a rehearsal: the emulator compiles each kernel aga
 
 @dataclass(frozen=True)
 class Asked:
-    """Where parts run: on CUDA, or with `rehearse` on the emulator."""
+    """The device of the parts: CUDA, or with `rehearse` the emulator."""
 
     rehearse: Path | None = None
 
@@ -62,7 +62,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Part:
-    """`run`: a function that yields rows in its own process, or a command. lacks: what its rehearsal does not show."""
+    """The part to run. `run`: a function that yields rows, or a command. lacks: what its rehearsal does not show."""
 
     name: str
     seconds: int

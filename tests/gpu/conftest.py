@@ -1,4 +1,4 @@
-"""Fresh random numbers for every test on a GPU, and NaN in uninitialized memory."""
+"""Set fresh random numbers for every test on a GPU, and NaN in uninitialized memory."""
 
 import os
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Triton kernels on CUDA: products against fp64, the fused pass against the plain model, graphs against launches.
+"""Test Triton kernels on CUDA: products against fp64, the fused pass against the plain model, graphs against launches.
 
 Inputs are random and memory is filled with NaN (see conftest). `make test-gpu` runs these tests.
 """

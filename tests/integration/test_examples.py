@@ -1,4 +1,4 @@
-"""Every example of every --help runs, in its order on the page, with one home folder for each command."""
+"""Run every example of every --help, in its order on the page, with one home folder for each command."""
 
 import io
 import re
@@ -22,7 +22,7 @@ NETWORK = re.compile("# needs the (network|program)")  # or a model from the Hub
 
 
 def parse(line: str) -> tuple[str, list[str]]:
-    """Standard input and arguments of `mycli ...` or `echo TEXT | mycli ...`."""
+    """Return standard input and arguments of `mycli ...` or `echo TEXT | mycli ...`."""
     words = shlex.split(line)
     typed = ""
     if words[0] == "echo":

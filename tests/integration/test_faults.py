@@ -1,4 +1,4 @@
-"""Faults from their origin to the exit code; every fault of the table has a test."""
+"""Test faults from their origin to the exit code, and that every fault of the table has a test."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Commands and options that hints recommend exist: in strings of `cli/` and in real errors."""
+"""Check that commands and options in hints exist: in strings of `cli/` and in real errors."""
 
 import ast
 import json

@@ -1,4 +1,4 @@
-"""No module outside `cli/` names a flag or a command; every remedy code has a message and is used."""
+"""Check that no module outside `cli/` names a flag or a command; every remedy code has a message and is used."""
 
 import ast
 import re
@@ -46,7 +46,7 @@ def texts(path: Path) -> Iterator[str]:
 
 
 def coded(path: Path) -> Iterator[tuple[str, set[str], int]]:
-    """Each literal error code of a call with the names of its data, and the line."""
+    """Yield each literal error code of a call with the names of its data, and the line."""
     for node in ast.walk(tree(path)):
         if not isinstance(node, ast.Call):
             continue

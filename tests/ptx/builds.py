@@ -1,4 +1,4 @@
-"""Every Triton kernel with its compilation arguments, as the runtime launches it; `report` compiles and counts them.
+"""List every Triton kernel with its compilation arguments, as the runtime launches it, for `report`.
 
 Needs no GPU. Shapes are those of Llama-3.1-8B where a kernel depends on them.
 """
@@ -45,7 +45,7 @@ _ROTATED = RopeArguments(
 
 @dataclass(frozen=True)
 class Build:
-    """A kernel with its compilation arguments. `weights`: number per iteration of its main loop, 0 if none.
+    """The kernel and its compilation arguments. `weights`: number per iteration of its main loop, 0 if none.
 
     types: of each argument that is not in `constants`; for a named tuple, a tuple of types and constants.
     """

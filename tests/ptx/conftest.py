@@ -1,4 +1,4 @@
-"""A cache of compiled kernels for this test run."""
+"""Set a cache of compiled kernels for this test run."""
 
 import os
 

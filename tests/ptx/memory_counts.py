@@ -31,7 +31,7 @@ GROUPS = ("shared", "global reads", "global writes")
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel and its launch. rows: of activations, or sequences; kv: of the cache."""
+    """The kernel and its launch. rows: of activations, or sequences; kv: of the cache."""
 
     name: str
     packing: Packing = Packing(4, 128)

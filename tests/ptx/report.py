@@ -32,7 +32,7 @@ _REGISTERS = 65536
 
 @dataclass(frozen=True)
 class Measured:
-    """Counts of one compiled kernel. Bytes are of one thread, in one iteration of the main loop."""
+    """The counts of one compiled kernel. Bytes are of one thread, in one iteration of the main loop."""
 
     loop: int  # instructions
     per_weight: float

@@ -92,7 +92,7 @@ def worked() -> float:
 
 
 class Record:
-    """A pytest plugin that selects the cases of some capabilities and writes the page of their results."""
+    """The pytest plugin that selects the cases of some capabilities and writes the page of their results."""
 
     def __init__(self, path: Path, version: str, capabilities: Iterable[str]) -> None:
         self._path, self._version, self._capabilities = path, version, frozenset(capabilities)

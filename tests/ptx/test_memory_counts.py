@@ -1,4 +1,4 @@
-"""Main loops have no bank conflicts and read whole sectors of memory, by counts on the emulator."""
+"""Check that main loops have no bank conflicts and read whole sectors of memory, by counts on the emulator."""
 
 from pathlib import Path
 

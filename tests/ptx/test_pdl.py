@@ -1,4 +1,4 @@
-"""Programmatic dependent launch: no memory access before the previous launch has ended, checked in PTX and SASS."""
+"""Check that a dependent launch accesses no memory before the previous launch has ended, in PTX and SASS."""
 
 import re
 from itertools import product

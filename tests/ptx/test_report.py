@@ -1,4 +1,4 @@
-"""Limits of the compiled kernels, checked without a GPU; the documented table matches the compiled kernels."""
+"""Check the limits of compiled kernels without a GPU, and that the documented table matches them."""
 
 import re
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Arrival of programs: the compiled code orders memory as the last program needs it.
+"""Check that the compiled code orders memory at arrival as the last program needs it.
 
 The interpreter runs programs one after the other and so hides a missing barrier; here the PTX is checked. The results
 are tested with each epilogue.

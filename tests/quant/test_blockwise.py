@@ -1,4 +1,4 @@
-"""Block-by-block calibration and solving: which inputs are observed, in which order, and what is reported."""
+"""Test block-by-block calibration and solving: which inputs are observed, in which order, and what is reported."""
 
 from threading import Event
 

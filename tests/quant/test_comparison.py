@@ -1,4 +1,4 @@
-"""Two models on the same prompts: the divergence is that of their logits, and differing replies are named."""
+"""Test two models on the same prompts: the divergence is that of their logits, and differing replies are named."""
 
 from collections.abc import Iterator, Sequence
 

@@ -1,4 +1,4 @@
-"""Scores against their definitions in float64 on the logits of the whole model, and the known score of pico."""
+"""Test scores against their definitions in float64 on the logits of the whole model, and the known score of pico."""
 
 import json
 import math

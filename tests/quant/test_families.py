@@ -1,4 +1,4 @@
-"""Quantizing each kind of layer: calibration observes the inputs of transformers' modules; the copy is checked."""
+"""Test quantizing each kind of layer: calibration observes the inputs of transformers' modules."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""A streamed model computes the same as the whole model, with one layer in memory."""
+"""Check that a streamed model computes the same as the whole model, with one layer in memory."""
 
 import os
 import weakref

@@ -1,4 +1,4 @@
-"""Mixed widths: each layer's share of the divergence, and the choice of widths for a budget."""
+"""Test mixed widths: each layer's share of the divergence, and the choice of widths for a budget."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""A folder written by method nf4: equal values when read, the planned size, and bitsandbytes' format."""
+"""Test a folder written by method nf4: equal values when read, the planned size, and bitsandbytes' format."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Quantizing a whole model: the solved values are written, other readers agree, and no partial output appears."""
+"""Test quantizing a whole model: solved values are written, other readers agree, no partial output appears."""
 
 import json
 import shutil

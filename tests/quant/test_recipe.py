@@ -1,4 +1,4 @@
-"""Recipes: their effect on a model, and the requests that are refused."""
+"""Test recipes: their effect on a model, and the requests that are refused."""
 
 from dataclasses import replace
 from typing import Any

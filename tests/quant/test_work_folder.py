@@ -1,4 +1,4 @@
-"""Work folders: written atomically, resumed, never mixed; after a kill at any moment, the final bytes are the same."""
+"""Test work folders: written atomically, resumed, never mixed; after a kill, the final bytes are the same."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""Chat history: undo, and files that are written atomically and parsed strictly."""
+"""Test chat history: undo, and files that are written atomically and parsed strictly."""
 
 import json
 import os

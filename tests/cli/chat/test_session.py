@@ -1,4 +1,4 @@
-"""Chat decisions that need no terminal: template switches, and the history after a failed or stopped reply."""
+"""Test chat decisions that need no terminal: template switches, and the history after a failed or stopped reply."""
 
 import io
 from collections.abc import Iterator

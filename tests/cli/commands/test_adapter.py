@@ -1,4 +1,4 @@
-"""`--adapter` on each command that takes it: replies change, exports contain the adapter, refusals are explained."""
+"""Test `--adapter` on each command that takes it: replies change, exports contain the adapter, errors explain."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`mycli bench`: formats, records and the regression gate, on pico with short tests."""
+"""Test `mycli bench`: formats, records and the regression gate, on pico with short tests."""
 
 import csv
 import io

@@ -1,4 +1,4 @@
-"""`mycli chat` in a pseudo-terminal, and with input from a pipe."""
+"""Test `mycli chat` in a pseudo-terminal, and with input from a pipe."""
 
 import io
 import json

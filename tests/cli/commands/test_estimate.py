@@ -1,4 +1,4 @@
-"""`mycli estimate` as text and as JSON."""
+"""Test `mycli estimate` as text and as JSON."""
 
 import json
 import shlex

@@ -1,4 +1,4 @@
-"""`--expert-memory` on the command line: the limit is reported, replies stay the same, bad values are refused."""
+"""Test `--expert-memory`: the limit is reported, replies stay the same, bad values are refused."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""`mycli launch`: agents get address, model and key; for a missing agent the error has the command that installs it."""
+"""Test `mycli launch`: agents get address, model and key; for a missing agent the error says how to install it."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""`mycli serve --engine`: the arguments and environment of the other server, and that it replaces this process."""
+"""Test `mycli serve --engine`: arguments and environment of the other server, which replaces this process."""
 
 import json
 import os

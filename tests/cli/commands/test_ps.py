@@ -1,4 +1,4 @@
-"""`mycli ps` and `mycli stop`: servers register themselves in files, and files of killed servers are recognized."""
+"""Test `mycli ps` and `mycli stop`: servers register in files, and files of killed servers are recognized."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""`mycli pull`, `list`, `show`, `verify` and `rm` against a local server, in child processes where needed."""
+"""Test `mycli pull`, `list`, `show`, `verify` and `rm` against a local server, in child processes where needed."""
 
 import json
 import signal

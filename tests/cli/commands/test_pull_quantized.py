@@ -1,4 +1,4 @@
-"""`mycli pull MODEL --bits 4`: the same bytes as pull and quantize, with little disk space, resumable after a kill."""
+"""Test `mycli pull MODEL --bits 4`: the same bytes as pull and quantize, little disk space, resumable after a kill."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""`mycli quantize` and `mycli eval`: text and JSON output."""
+"""Test `mycli quantize` and `mycli eval`: text and JSON output."""
 
 import json
 from pathlib import Path

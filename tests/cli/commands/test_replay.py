@@ -1,4 +1,4 @@
-"""`mycli run --receipt` and `mycli replay`: the same tokens, or exit 6 at the first one that differs."""
+"""Test `mycli run --receipt` and `mycli replay`: the same tokens, or exit 6 at the first one that differs."""
 
 import json
 import shutil

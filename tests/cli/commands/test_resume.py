@@ -1,4 +1,4 @@
-"""`mycli run --resume`: a killed command continues, and its output file equals that of an uninterrupted run."""
+"""Test `mycli run --resume`: a killed command continues, and its output file equals that of an uninterrupted run."""
 
 import json
 import signal

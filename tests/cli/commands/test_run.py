@@ -1,4 +1,4 @@
-"""`mycli run` without a terminal: replies, prompt sources, constraints, samples and batches."""
+"""Test `mycli run` without a terminal: replies, prompt sources, constraints, samples and batches."""
 
 import importlib
 import json

@@ -1,4 +1,4 @@
-"""`mycli serve` as a process: one line when ready, one line per error, and a clean shutdown."""
+"""Test `mycli serve` as a process: one line when ready, one line per error, and a clean shutdown."""
 
 import http.client
 import json

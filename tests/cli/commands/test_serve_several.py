@@ -1,4 +1,4 @@
-"""`mycli serve` with several models, as processes: states, failures of one model, and clean shutdown."""
+"""Test `mycli serve` with several models, as processes: states, failures of one model, and clean shutdown."""
 
 import http.client
 import json

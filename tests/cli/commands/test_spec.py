@@ -1,4 +1,4 @@
-"""`spec check`, `spec verify`, and --draft on run, chat and bench."""
+"""Test `spec check`, `spec verify`, and --draft on run, chat and bench."""
 
 import json
 import shutil

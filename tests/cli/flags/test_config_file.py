@@ -1,4 +1,4 @@
-"""config.toml: flags and environment override it, it overrides defaults, and errors name file and key."""
+"""Test config.toml: flags and environment override it, it overrides defaults, and errors name file and key."""
 
 import json
 import os

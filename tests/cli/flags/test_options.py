@@ -1,4 +1,4 @@
-"""Parsing of counts and memory sizes."""
+"""Test parsing of counts and memory sizes."""
 
 import pytest
 import typer

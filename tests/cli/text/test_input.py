@@ -1,4 +1,4 @@
-"""Standard input as part of the prompt: pipes that end, are silent or never end, and other kinds of files."""
+"""Test standard input as part of the prompt: pipes that end, are silent or never end, and other kinds of files."""
 
 import os
 import socket

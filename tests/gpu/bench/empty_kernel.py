@@ -1,4 +1,4 @@
-"""Triton kernels that do nothing but depend on each other."""
+"""Define Triton kernels that do nothing but depend on each other."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""Tokens per second of whole random models through the generator, as `mycli bench` measures them."""
+"""Measure tokens per second of whole random models through the generator, as `mycli bench` does."""
 
 import statistics
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Packed products compared with bf16 cuBLAS and torch's tinygemm: checked against fp64, then timed."""
+"""Compare packed products with bf16 cuBLAS and torch's tinygemm: checked against fp64, then timed."""
 
 import statistics
 from collections.abc import Callable, Iterator

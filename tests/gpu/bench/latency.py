@@ -34,7 +34,7 @@ KEYS = 64  # keys per iteration of attention
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU. read: achievable GB/s; clock: GHz of its multiprocessors."""
+    """The GPU of a prediction. read: achievable GB/s; clock: GHz of its multiprocessors."""
 
     chip: Chip
     read: float
@@ -57,7 +57,7 @@ def cards() -> Mapping[str, Card]:
 
 @dataclass(frozen=True)
 class Launch:
-    """Microseconds of one launch, and how its programs split K."""
+    """The microseconds of one launch, and how its programs split K."""
 
     name: str
     parts: int

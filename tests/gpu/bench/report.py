@@ -16,12 +16,12 @@ SCHEMA = 1
 
 
 class NotInstalled(Exception):
-    """A compared library is not installed: noted in the table, not an error."""
+    """The compared library is not installed: noted in the table, not an error."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One measurement; `seconds` is its estimated duration, used for the time budget."""
+    """The description of one measurement; `seconds` is its estimated duration, used for the time budget."""
 
     name: str
     seconds: float
@@ -30,7 +30,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Part:
-    """Cases that share what their generator builds; `seconds` is the estimated time of building it."""
+    """The cases that share what their generator builds; `seconds` is the estimated time of building it."""
 
     name: str
     seconds: float
@@ -39,7 +39,7 @@ class Part:
 
 @dataclass
 class Report:
-    """Facts of the machine and the rows of each part; `notes` are (part, case, kind, text)."""
+    """The facts of the machine and the rows of each part; `notes` are (part, case, kind, text)."""
 
     facts: dict[str, Any]
     target: Path  # without suffix
@@ -91,7 +91,7 @@ def _table(rows: Sequence[Row]) -> list[str]:
 
 
 class Budget:
-    """A time limit in seconds from now; work that is estimated not to fit is not started."""
+    """The time limit in seconds from now; work that is estimated not to fit is not started."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -1,4 +1,4 @@
-"""Random weights and models generated on the device, without host memory or files."""
+"""Generate random weights and models on the device, without host memory or files."""
 
 import torch
 

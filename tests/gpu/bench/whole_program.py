@@ -1,4 +1,4 @@
-"""Times other than tokens: quantizing an 8B model, first token of a new process, transformers' bf16 decoding."""
+"""Measure times other than tokens: quantizing an 8B model, a new process, transformers' bf16 decoding."""
 
 import os
 import statistics

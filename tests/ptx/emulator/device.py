@@ -1,4 +1,4 @@
-"""A Triton device in this process, on CPU tensors: Triton's compiler and launcher over a stub of the driver.
+"""Emulate a Triton device on CPU tensors in this process: Triton's compiler and launcher over a driver stub.
 
 It must be set up before any kernel is launched, in a process of its own: Triton has one active driver.
 """

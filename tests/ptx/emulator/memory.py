@@ -1,4 +1,4 @@
-"""Memory instructions of one lane: loads, stores, atomics, asynchronous copies, prefetches.
+"""Translate memory instructions of one lane: loads, stores, atomics, asynchronous copies, prefetches.
 
 Addresses of global memory are the host's; those of shared memory are offsets into a program's. Every access must be
 aligned and within the shared memory of the launch. Each function returns the C++ statement of one lane.

@@ -37,7 +37,7 @@ class UnknownInstruction(Exception):
 
 @dataclass(frozen=True)
 class Register:
-    """A register. name: of its 32 lanes in C++; size: bytes per lane."""
+    """The register of 32 lanes. name: in C++; size: bytes per lane."""
 
     name: str
     size: int

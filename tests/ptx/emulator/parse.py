@@ -13,7 +13,7 @@ _ENDS_BLOCK = re.compile(r"^(@\S+\s+)?(bra|ret)\b")
 
 @dataclass(frozen=True)
 class Instruction:
-    """An instruction. guard: predicate, "!" before it if negated; parts: the opcode split at dots; operands: text."""
+    """The parsed instruction. guard: predicate, "!" before it if negated; parts: the opcode split at dots."""
 
     guard: str | None
     parts: tuple[str, ...]
@@ -33,7 +33,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Function:
-    """A function. blocks: of statements, "{" and "}" among them; labels: the block at which each begins."""
+    """The parsed function. blocks: of statements, "{" and "}" among them; labels: the block at which each begins."""
 
     name: str
     entry: bool

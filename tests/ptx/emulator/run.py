@@ -15,7 +15,7 @@ WINDOW = 64  # programs that run concurrently
 
 
 class LaunchFailed(Exception):
-    """A kernel did something that is an error on a GPU, or whose result differs between runs there."""
+    """The kernel did something that is an error on a GPU, or whose result differs between runs there."""
 
 
 class _Cost(ctypes.Structure):

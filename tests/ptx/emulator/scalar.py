@@ -1,4 +1,4 @@
-"""Instructions of one lane that touch no memory: arithmetic, logic, comparison and conversion (PTX ISA, chapter 9.7).
+"""Translate instructions of one lane that touch no memory: arithmetic, logic, conversion (PTX ISA, chapter 9.7).
 
 Each function returns the C++ statement of one lane. Floats are computed in fp32 and rounded once; approximations
 (`ex2`, `rsqrt`, ..) are as exact as the host's.

@@ -22,7 +22,7 @@ _WAITS = ("commit_group", "wait_group", "wait_all")
 
 @dataclass(frozen=True)
 class Access:
-    """An instruction that accesses memory. size: bytes per lane; main_loop: in the smallest loop with a product."""
+    """The instruction that accesses memory. size: bytes per lane; main_loop: in the smallest loop with a product."""
 
     text: str
     size: int

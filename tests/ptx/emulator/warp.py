@@ -1,4 +1,4 @@
-"""Instructions of a whole warp: barriers, waits, shuffles, votes, and matrix products (PTX ISA, 9.7.9 to 9.7.15).
+"""Translate instructions of a whole warp: barriers, shuffles, votes, matrix products (PTX ISA, 9.7.9 to 9.7.15).
 
 Each function returns the C++ statement of a warp, in which `m` is the mask of the lanes that execute it.
 """

@@ -1,4 +1,4 @@
-"""Calibration files: each layout is read, and each invalid file is refused with its row."""
+"""Test calibration files: each layout is read, and each invalid file is refused with its row."""
 
 import gzip
 import json

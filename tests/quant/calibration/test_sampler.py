@@ -1,4 +1,4 @@
-"""Calibration windows: their sources and number, reproducible by seed, never from evaluation data."""
+"""Test calibration windows: their sources and number, reproducible by seed, never from evaluation data."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Exports are read back with equal weights, refused where that is impossible, and rounded on request."""
+"""Check that exports are read back with equal weights, refused where that is impossible, and rounded on request."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A GGUF architecture is one file, which is enough to export a family and read it back."""
+"""Check that a GGUF architecture is one file, which is enough to export a family and read it back."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Every family that is exported to GGUF is read back as the same model."""
+"""Check that every family that is exported to GGUF is read back as the same model."""
 
 import shutil
 from pathlib import Path

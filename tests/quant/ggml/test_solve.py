@@ -1,4 +1,4 @@
-"""Every type is written as all readers decode it, and solving loses less than rounding."""
+"""Check that every type is written as all readers decode it, and solving loses less than rounding."""
 
 import gguf
 import numpy as np

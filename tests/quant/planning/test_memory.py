@@ -1,4 +1,4 @@
-"""Predicted memory against the measured memory of a process, and the batch that limits choose."""
+"""Test predicted memory against the measured memory of a process, and the batch that limits choose."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Coordinate descent and the refit of scales: each step is optimal and none increases the error."""
+"""Test coordinate descent and the refit of scales: each step is optimal and none increases the error."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Error compensation: regression is applied where it helps on held-out tokens, and skipped otherwise."""
+"""Test error compensation: regression is applied where it helps on held-out tokens, and skipped otherwise."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A solver is one file: recipes, help and layouts use only what it declares."""
+"""Check that a solver is one file: recipes, help and layouts use only what it declares."""
 
 import ast
 import json

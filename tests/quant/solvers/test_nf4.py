@@ -1,4 +1,4 @@
-"""NF4: codes are the nearest table entries for the stored scales, with less error than bitsandbytes."""
+"""Test NF4: codes are the nearest table entries for the stored scales, with less error than bitsandbytes."""
 
 from pathlib import Path
 

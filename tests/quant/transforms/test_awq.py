@@ -1,4 +1,4 @@
-"""Folding of input scales: the block's output is unchanged, with grouped queries and biases."""
+"""Test folding of input scales: the block's output is unchanged, with grouped queries and biases."""
 
 import pytest
 import torch

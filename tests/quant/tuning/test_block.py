@@ -1,4 +1,4 @@
-"""Block tuning: borderline roundings match the solver's problem, and the output comes nearer to the original's."""
+"""Test block tuning: roundings match the solver's problem, and the output comes nearer to the original's."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""A trained block computes the same as the stored one; every scale, gain and, if enabled, code gets a gradient."""
+"""Check that a trained block computes the same as the stored one, and that each parameter gets a gradient."""
 
 import torch
 
