@@ -1,4 +1,4 @@
-"""What several test files need: an environment of its own, and mycli called in it, here or as a process."""
+"""Define shared fixtures: an isolated environment, and mycli called in it, in this process or as a child."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from tests.support.paths import ROOT
 # Small models gain nothing from a second thread, and threads that wait for each other stall on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# What was started in the background of a shell ignores Ctrl-C, and all that it starts: a reply could not be stopped.
+# Background jobs of a shell and their children ignore Ctrl-C: a reply could not be stopped.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -29,7 +29,7 @@ SHORT_TEXT = 50_000  # characters
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """Folders of its own for every test, no terminal habits, no network."""
+    """Set temporary folders for every test, no terminal settings, no network."""
     others = ("MYCLI_", "HF_", "XDG_", "PYTHONPATH")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(others)}
     return {
@@ -41,7 +41,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
         "XDG_DATA_HOME": str(tmp_path / "data"),
         "HF_HOME": str(tmp_path / "hf"),
         "HF_HUB_OFFLINE": "1",
-        # The compiled kernel is the same for all: building it again for every test would take most of the time.
+        # All tests share the compiled kernel: building it for every test would take most of the time.
         "XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache")),
         "COLUMNS": "80",
     }
@@ -62,13 +62,13 @@ def mycli(environment: dict[str, str]) -> Mycli:
 
 @pytest.fixture
 def mycli_process(environment: dict[str, str]) -> Mycli:
-    """`mycli` as a process of its own, for what only a process shows. It takes two seconds with torch."""
+    """Run `mycli` as a child process, for tests that need one. It takes two seconds with torch."""
     return _bound(run_process, environment)
 
 
 @pytest.fixture
 def short_calibration_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calibration sees the beginning of its texts: to encode them whole takes longer than to solve a small model."""
+    """Shorten the calibration texts: encoding all of them takes longer than solving a small model."""
     from mycli.quant.calibration import sampler
 
     whole = sampler._bundled

@@ -1,4 +1,4 @@
-"""Holds the language of product and docs: `python -m tests.support.language PATH` prints the findings of a room."""
+"""Check the language of product and docs: `python -m tests.support.language PATH` prints a package's findings."""
 
 from functools import cache
 
@@ -12,9 +12,9 @@ from tests.support.language import (
     pages,
 )
 
-# room -> findings that stay: `found` is a key of `bench draft --json`.
+# package -> allowed findings: `found` is a key of `bench draft --json`.
 ALLOWED: dict[str, int] = {"runtime/diagnostics": 1}
-# Small rooms of many short public functions, each with shapes: their own largest share of docstring lines.
+# Small packages of many short public functions, each with shapes: their own maximum share of docstring lines.
 DENSE: dict[str, float] = {
     "runtime": 0.10,
     "runtime/cache": 0.10,

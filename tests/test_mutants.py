@@ -1,4 +1,4 @@
-"""The planted faults are of one token, change the program, and leave out what no test should see."""
+"""Check that planted faults are one token, change the program, and skip what no test should detect."""
 
 from pathlib import Path
 

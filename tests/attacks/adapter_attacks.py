@@ -1,4 +1,4 @@
-"""Hostile and foreign LoRA adapters: a good one of a small model, changed in one place, and what the error must say.
+"""Build hostile and malformed LoRA adapters: a valid adapter with one change, and the expected error.
 
 `ATTACKS` maps a name to the changes of adapter_config.json, the change of the tensors, and a pattern of the message.
 """
@@ -16,11 +16,11 @@ _A, _B = f"{_Q}.lora_A.weight", f"{_Q}.lora_B.weight"
 
 
 def _nothing(tensors: Tensors) -> None:
-    """Only the config is changed."""
+    """Change no tensors: only the config is attacked."""
 
 
 def _put(**parts: Tensor) -> Callable[[Tensors], object]:
-    """Tensors with dots written as two underscores, behind PEFT's prefix."""
+    """Replace tensors; names have dots written as two underscores and lack PEFT's prefix."""
     return lambda tensors: tensors.update({f"base_model.model.{k.replace('__', '.')}": v for k, v in parts.items()})
 
 

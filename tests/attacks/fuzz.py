@@ -1,14 +1,14 @@
-"""Damaged checkpoints without end: each is read and answers, or is refused with a message; anything else is a fault.
+"""Fuzz checkpoints: each damaged model must run or be refused with a message; anything else is a fault.
 
-    PYTHONPATH=.links python -m tests.attacks.fuzz [LAYOUT ...] [--seconds 60] [--seed 0] [--record FILE]
-        [--keep FOLDER]
+PYTHONPATH=.links python -m tests.attacks.fuzz [LAYOUT ...] [--seconds 60] [--seed 0] [--record FILE]
+    [--keep FOLDER]
 
-A case is a good model of a layout with a few changes: of a config's fields, of tensors (missing, shorter, of another
-type), of what they hold, or of bytes wherever they are. It is opened as a command does and loaded, and runs a few
-tokens. Its seed alone makes it, so that a fault is seen again by `--seed N --seconds 0`. Seconds are of the process's
-own time. A case may take 20 s of it, and a gigabyte beyond what the program has; files of faults stay in `--keep`.
-With `--record` each layout continues after the last seed that FILE names for it (a JSON of sums, written again every
-ten seconds), so that time may be added at any time, and an interrupted run loses as much.
+A case is a valid model of a layout with a few changes: config fields, tensors (missing, shorter, of another type),
+tensor values, or arbitrary bytes. It is opened as a command opens it, loaded, and run for a few tokens. The seed alone
+determines the case, so `--seed N --seconds 0` reproduces a fault. Seconds are CPU time of the process. A case may take
+20 s and 1 GiB more than the program already uses; the files of faults are saved in `--keep`. With `--record`, each
+layout continues after the last seed that FILE (JSON counts, rewritten every ten seconds) names for it, so runs can be
+extended at any time and an interrupted run loses at most ten seconds.
 """
 
 import argparse
@@ -42,9 +42,9 @@ from tests.attacks.fuzz_models import LAYOUTS
 from tests.support.engines import whole
 from tests.support.models import CPU
 
-Files = dict[str, bytes]  # of a model's folder, by name
+Files = dict[str, bytes]  # file name -> bytes of a model folder
 WEIGHTS, FILE = "model.safetensors", "model.gguf"
-SECONDS, ROOM = 20, 1 << 30  # for one case
+SECONDS, ROOM = 20, 1 << 30  # per case
 SAVE_SECONDS = 10
 _EDGES = (0, 1, 2, 3, 7, 31, 32, 255, 1 << 15, (1 << 31) - 1, 1 << 31, 1 << 32, 1 << 62, 1 << 63, (1 << 64) - 1)
 _JUNK: tuple[Any, ...] = (
@@ -66,11 +66,11 @@ _JUNK: tuple[Any, ...] = (
 
 
 class TooSlowError(Exception):
-    """A case took longer than any file of its size may."""
+    """The case exceeded its time limit."""
 
 
 def _other(value: Any, draw: random.Random) -> Any:
-    """A JSON value changed in one place, or another in its stead."""
+    """Change a JSON value in one place or replace it by another value."""
     if isinstance(value, dict) and value and draw.random() < 0.85:
         key, changed = draw.choice(list(value)), dict(value)
         if draw.random() < 0.15:
@@ -90,7 +90,7 @@ def _other(value: Any, draw: random.Random) -> Any:
 
 
 def _bytes(data: bytes, draw: random.Random) -> bytes:
-    """Bytes changed, cut out, doubled or cut off; the beginning, where headers are, more often than the rest."""
+    """Change, cut out, duplicate or truncate bytes; the beginning, where headers are, more often than the rest."""
     changed = bytearray(data)
     for _ in range(draw.choice((1, 1, 1, 2, 4))):
         reach = draw.choice((64, 1024, len(changed)))
@@ -111,7 +111,7 @@ def _bytes(data: bytes, draw: random.Random) -> bytes:
 
 
 def _tensors(data: bytes, draw: random.Random) -> bytes:
-    """A safetensors file with a tensor missing, of another name, size or type, or of other bits."""
+    """Remove, rename, resize or retype a tensor of a safetensors file, or flip bits of it."""
     tensors = load(data)
     name = draw.choice(sorted(tensors))
     tensor, kind = tensors[name], draw.random()
@@ -135,7 +135,7 @@ def _tensors(data: bytes, draw: random.Random) -> bytes:
 
 
 def _damaged_folder(files: Files, draw: random.Random) -> Files:
-    """A folder with one or two changes."""
+    """Apply one or two changes to a folder."""
     changed = dict(files)
     for _ in range(draw.choice((1, 1, 2))):
         kind = draw.random()
@@ -153,7 +153,7 @@ def _damaged_folder(files: Files, draw: random.Random) -> Files:
 
 
 def _damaged_file(data: bytes, draw: random.Random) -> bytes:
-    """A GGUF file with its metadata or its table changed and all else as the format asks, or with bytes changed."""
+    """Change the metadata or the tensor table of a GGUF file that stays valid otherwise, or change bytes."""
     if draw.random() < 0.5:
         return _bytes(data, draw)
     stream = io.BytesIO(data)
@@ -191,7 +191,7 @@ def _damaged_file(data: bytes, draw: random.Random) -> bytes:
             parts[name] = _bytes(parts[name], draw)
     try:
         head, entries = make_gguf_header(metadata, table, "a.gguf")
-    except Exception:  # the format cannot say such a value
+    except Exception:  # the format cannot express such a value
         return _bytes(data, draw)
     changed = bytearray(head)
     for name, entry in entries.items():
@@ -201,7 +201,7 @@ def _damaged_file(data: bytes, draw: random.Random) -> bytes:
 
 
 def damaged(files: Files, seed: str) -> Files:
-    """The model `files` with the changes that `seed` stands for."""
+    """Return `files` with the changes that `seed` determines."""
     draw = random.Random(seed)
     return {FILE: _damaged_file(files[FILE], draw)} if FILE in files else _damaged_folder(files, draw)
 
@@ -220,7 +220,7 @@ def use(folder: Path) -> None:
 
 
 def attempt(files: Mapping[str, bytes]) -> str:
-    """Return the class of the case's UserError, or "read"; other errors are raised."""
+    """Run a case; return the class of its UserError, or "read"; other errors are raised."""
     with tempfile.TemporaryDirectory() as name:
         for file, data in files.items():
             (Path(name) / file).write_bytes(data)
@@ -238,7 +238,7 @@ def _too_slow(*_: object) -> None:
 
 @dataclass
 class Sums:
-    """The results of a layout so far; the next case is `seed`."""
+    """The counts of a layout so far; the next case is `seed`."""
 
     seed: int
     seconds: float = 0.0
@@ -247,13 +247,12 @@ class Sums:
     outcomes: dict[str, int] = field(default_factory=dict)
 
     def line(self, layout: str) -> str:
-        """One line that says all of it."""
         cases = f"{self.cases} cases in {self.seconds / 60:.1f} minutes of the processor"
         return f"{layout}: {cases}, {len(self.faults)} faults; {self.outcomes}; continue with --seed {self.seed}"
 
 
 class Record:
-    """Sums by layout, kept in a file or nowhere."""
+    """The counts by layout, stored in a file if there is one."""
 
     def __init__(self, path: Path | None, seed: int) -> None:
         self.path, self.seed, self.sums = path, seed, dict[str, Sums]()
@@ -262,18 +261,18 @@ class Record:
                 self.sums[layout] = Sums(**saved)
 
     def of(self, layout: str) -> Sums:
-        """The sums of a layout, new ones where it was never tried."""
+        """Return the counts of a layout, zero for a layout that was never run."""
         return self.sums.setdefault(layout, Sums(self.seed))
 
     def write(self) -> None:
-        """Replaces the file as a whole."""
+        """Replace the file atomically."""
         if self.path is not None:
             written = json.dumps({layout: asdict(sums) for layout, sums in self.sums.items()}, indent=1)
             write_atomic(self.path, written.encode())
 
 
 def run(layout: str, seconds: float, record: Record, keep: Path) -> int:
-    """Cases of a layout for `seconds` of the processor, one at least; the number of different faults."""
+    """Run cases of a layout for `seconds` of CPU time, at least one; return the number of different faults."""
     good = LAYOUTS[layout]()
     for name, files in good.items():
         assert attempt(files) == "read", name
@@ -319,7 +318,7 @@ def _keep(folder: Path, files: Files) -> None:
 
 
 def main() -> None:
-    """One line a layout, and a trace for each fault, which ends the program with 1."""
+    """Print one line per layout and a traceback per fault; exit with 1 after a fault."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("layouts", nargs="*", default=list(LAYOUTS), metavar="LAYOUT", help=", ".join(LAYOUTS))
     parser.add_argument("--seconds", type=float, default=60.0)

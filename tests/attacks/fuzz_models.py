@@ -1,4 +1,4 @@
-"""Small good models of every layout, whose damaged copies `fuzz` tries: the files of each by name."""
+"""Build small valid models of every layout, which `fuzz` damages: file name -> bytes for each."""
 
 import json
 import tempfile
@@ -62,7 +62,7 @@ def _published() -> Models:
 
 
 def _ours() -> Models:
-    """Folders that this program writes: packed words of several widths, and NF4."""
+    """Return folders that this program writes: packed words of several widths, and NF4."""
     models: Models = {}
     with tempfile.TemporaryDirectory() as folder:
         base = Path(folder)
@@ -76,7 +76,7 @@ def _ours() -> Models:
 
 
 def _gguf() -> Models:
-    """Architectures, types, and kinds of tokenizer, each at least once."""
+    """Return GGUF models that cover every architecture, type and kind of tokenizer."""
     models: Models = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, kind, vocabulary in _GGUF:
@@ -94,7 +94,7 @@ def _gguf() -> Models:
 
 
 def _in_blocks(path: Path, kind: str) -> bytes:
-    """The file with its matrices in a type that no library writes: any blocks whose values are finite."""
+    """Return the file with its matrices in a type that no library writes: random blocks with finite values."""
     if kind not in QUANTIZED_NAMES:
         return path.read_bytes()
     header = GgufFiles.open(path).header

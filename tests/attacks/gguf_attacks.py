@@ -1,9 +1,9 @@
-"""Hostile GGUF files, made rather than stored: `ATTACKS` maps a fault to its bytes and what the error must say.
+"""Build hostile GGUF files: `ATTACKS` maps a fault to its bytes and the expected error.
 
-The bytes are put together by hand, from the format's description: no code of the reader under test takes part. The
-faults are those that ggml's own parser has had (counts and lengths that overflow or allocate without a look at the
-file, types and dimensions out of range, tensors beyond the data, zero sizes and alignments, duplicate names), and what
-the format leaves open.
+The bytes are assembled by hand from the format's description, without code of the reader under test. The faults are
+those that ggml's own parser has had (counts and lengths that overflow or allocate without checking the file size, types
+and dimensions out of range, tensors beyond the data, zero sizes and alignments, duplicate names), and those that the
+format leaves undefined.
 """
 
 import struct
@@ -14,22 +14,22 @@ U8, I8, U16, I16, U32, I32, F32, BOOL, STRING, ARRAY, U64, I64, F64 = range(13)
 
 
 def text(value: bytes) -> bytes:
-    """A string as the format has it."""
+    """Encode a string as GGUF does."""
     return struct.pack("<Q", len(value)) + value
 
 
 def key(name: bytes, kind: int, value: bytes) -> bytes:
-    """One entry of the metadata."""
+    """Encode one metadata entry."""
     return text(name) + struct.pack("<I", kind) + value
 
 
 def array(kind: int, count: int, values: bytes = b"") -> bytes:
-    """An array's type, length and values."""
+    """Encode an array: type, length and values."""
     return struct.pack("<IQ", kind, count) + values
 
 
 def info(name: bytes, shape: tuple[int, ...] = (2,), kind: int = 0, offset: int = 0, dimensions: int = -1) -> bytes:
-    """One entry of the tensor table; dimensions in ggml's order."""
+    """Encode one entry of the tensor table; dimensions are in ggml's order."""
     count = len(shape) if dimensions < 0 else dimensions
     return text(name) + struct.pack(f"<I{len(shape)}QIQ", count, *shape, kind, offset)
 
@@ -44,7 +44,7 @@ def gguf(
     tensor_count: int | None = None,
     alignment: int = 32,
 ) -> bytes:
-    """A file of any entries."""
+    """Assemble a file from any entries."""
     counts = len(tensors) if tensor_count is None else tensor_count, len(keys) if key_count is None else key_count
     head = b"GGUF" + struct.pack("<IQQ", version, *counts) + b"".join(keys) + b"".join(tensors)
     return head + bytes(-len(head) % alignment) + data

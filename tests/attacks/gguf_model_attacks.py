@@ -1,7 +1,7 @@
-"""Whole GGUF models that lie: a small good one, changed in one key or one tensor, and what the error must say.
+"""Build hostile GGUF models: a small valid model with one key or tensor changed, and the expected error.
 
-As in `gguf_attacks` the bytes are put together by hand. Both stand for what has been published of programs that
-read such files: `ADVISORIES` names each publication, and the attacks that are its class here.
+As in `gguf_attacks`, the bytes are assembled by hand. Both modules cover published vulnerabilities of GGUF readers:
+`ADVISORIES` names each publication and the attacks of its class here.
 """
 
 import struct
@@ -51,7 +51,7 @@ TENSORS: dict[str, Stored] = {
 
 
 def _value(value: Any) -> tuple[int, bytes]:
-    """Type and bytes; what is a pair of those already stays."""
+    """Return type and bytes of a value; a pair of both is returned unchanged."""
     if isinstance(value, tuple):
         return value
     if isinstance(value, bool):
@@ -70,7 +70,7 @@ def _value(value: Any) -> tuple[int, bytes]:
 
 
 def model(metadata: Mapping[str, Any], tensors: Mapping[str, Stored | None]) -> bytes:
-    """The good model with other values, None for none; all weights are 0."""
+    """Return the valid model with replaced values; None removes an entry; all weights are 0."""
     keys = {name: item for name, item in {**METADATA, **metadata}.items() if item is not None}
     table = {name: item for name, item in {**TENSORS, **tensors}.items() if item is not None}
     entries, offset = [], 0
@@ -85,7 +85,7 @@ def _vocabulary(**more: Any) -> dict[str, Any]:
 
 
 def _named(architecture: str) -> dict[str, Any]:
-    """The good model's keys under another architecture's name."""
+    """Return the valid model's keys under another architecture's name."""
     llama = {name: value for name, value in METADATA.items() if name.startswith("llama.")}
     renamed = {f"{architecture}.{name.removeprefix('llama.')}": value for name, value in llama.items()}
     return {"general.architecture": architecture, **renamed}
@@ -150,7 +150,7 @@ MODEL_ATTACKS: dict[str, Attack] = {
     "weight-missing": ({}, {"blk.0.ffn_up.weight": None}, "missing"),
     "weight-of-another-layer": ({}, {"blk.1.ffn_up.weight": _matrix(_SIZE, _SIZE)}, "not part of the model"),
 }
-# What other programs read or write out of bounds by, and what is nothing here: the file is a model like any other.
+# Inputs that make other programs read or write out of bounds and are harmless here: the model is read as usual.
 HARMLESS: dict[str, Attack] = {
     "byte-token-negative": (_vocabulary(tokens=[*TOKENS[:3], "<0x-1>", *TOKENS[4:]]), {}, ""),
     "byte-token-of-300": (_vocabulary(tokens=[*TOKENS[:3], "<0x12C>", *TOKENS[4:]]), {}, ""),
@@ -158,7 +158,7 @@ HARMLESS: dict[str, Attack] = {
     "no-special-ids": (_vocabulary(bos_token_id=None, eos_token_id=None), {}, ""),
     "an-empty-array": ({"general.tags": (ARRAY, array(STRING, 0))}, {}, ""),
 }
-# The template that a file brings is run in a child process without a way out (`tests/attacks/templates`).
+# The template of a file is run in a sandboxed child process (`tests/attacks/templates`).
 ESCAPE = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
 
 # Publication -> attacks of its class, by their names in `gguf_attacks.ATTACKS`, `MODEL_ATTACKS` and `HARMLESS`.

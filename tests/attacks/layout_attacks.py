@@ -1,7 +1,7 @@
-"""Hostile quantized checkpoints: a good one of a maker's, changed in one place, and what the error must say.
+"""Build hostile quantized checkpoints: a valid third-party checkpoint with one change, and the expected error.
 
-`ATTACKS` maps a name to the layout and the case of `tests/support/foreign_layouts.py` that is changed, the change of
-`quantization_config` and of the tensors by what follows the linear's name, and a pattern of the message.
+`ATTACKS` maps a name to the layout and case of `tests/support/foreign_layouts.py`, the change of `quantization_config`,
+the changes of tensors by their suffix after the linear's name, and a pattern of the message.
 """
 
 import json
@@ -18,7 +18,7 @@ STATE = "weight.quant_state.bitsandbytes__nf4"
 
 
 def put(part: str, tensor: Tensor | Callable[[Tensor], Tensor] | None) -> Change:
-    """Another tensor, a changed one, or none."""
+    """Replace, change or remove a tensor."""
 
     def change(section: Section, tensors: Tensors) -> None:
         if tensor is None:
@@ -30,12 +30,12 @@ def put(part: str, tensor: Tensor | Callable[[Tensor], Tensor] | None) -> Change
 
 
 def say(**values: Any) -> Change:
-    """Other words in the config."""
+    """Replace fields of the config."""
     return lambda section, tensors: section.update(values)
 
 
 def fill(*values: Any) -> Callable[[Tensor], Tensor]:
-    """The first values replaced."""
+    """Replace the first values of a tensor."""
 
     def change(tensor: Tensor) -> Tensor:
         tensor.view(-1)[: len(values)] = torch.tensor(values).to(tensor.dtype)
@@ -45,7 +45,7 @@ def fill(*values: Any) -> Callable[[Tensor], Tensor]:
 
 
 def described(**values: Any) -> Callable[[Tensor], Tensor]:
-    """bitsandbytes' description of a weight with other values."""
+    """Replace values of the quant state that bitsandbytes stores with a weight."""
 
     def change(tensor: Tensor) -> Tensor:
         merged = {**json.loads(bytes(tensor.tolist())), **values}
@@ -59,7 +59,7 @@ def text(content: bytes) -> Tensor:
 
 
 def byte(value: int) -> Callable[[Tensor], Tensor]:
-    """The first byte replaced."""
+    """Replace the first byte of a tensor."""
 
     def change(tensor: Tensor) -> Tensor:
         tensor.view(torch.uint8).view(-1)[0] = value

@@ -1,6 +1,6 @@
-"""Hostile safetensors files, made rather than stored: `ATTACKS` maps a fault to its bytes and what the error must say.
+"""Build hostile safetensors files: `ATTACKS` maps a fault to its bytes and the expected error.
 
-The bytes are put together by hand, from the format's description: no code of the reader under test takes part.
+The bytes are assembled by hand from the format's description, without code of the reader under test.
 """
 
 import json
@@ -12,22 +12,22 @@ Attack = tuple[Callable[[], bytes], str]
 
 
 def raw(header: bytes, data: bytes = b"") -> bytes:
-    """A file of any header text."""
+    """Assemble a file from any header text."""
     return struct.pack("<Q", len(header)) + header + data
 
 
 def file(tensors: dict[str, Any], data: bytes = b"") -> bytes:
-    """A file of any header object."""
+    """Assemble a file from any header object."""
     return raw(json.dumps(tensors).encode(), data)
 
 
 def tensor(begin: Any = 0, end: Any = 8, shape: Any = (2,), dtype: Any = "F32", **more: Any) -> dict[str, Any]:
-    """One tensor of a header; by default two float32."""
+    """Return the header entry of one tensor, by default two float32."""
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end], **more}
 
 
 def simple(**tensors: tuple[str, tuple[int, ...], bytes]) -> bytes:
-    """A valid file of tensors given as dtype, shape and bytes."""
+    """Assemble a valid file from tensors given as dtype, shape and bytes."""
     header, data = {}, b""
     for name, (dtype, shape, content) in tensors.items():
         header[name] = tensor(len(data), len(data) + len(content), shape, dtype)
@@ -136,12 +136,12 @@ ATTACKS: dict[str, Attack] = {
     "A18-pickle-2": (lambda: b"\x80\x02}q\0X\x06\0\0\0weight" + bytes(64), "a Python pickle"),
     "A18-pickle-4": (lambda: b"\x80\x04\x95\x10\0\0\0\0\0\0\0}" + bytes(64), "a Python pickle"),
     "A18-gzip": (lambda: b"\x1f\x8b\x08\0\0\0\0\0\x02\xff" + bytes(600_000), "a gzip archive"),
-    # A header of 640 bytes begins with the bytes of a pickle: cut short, it is still a truncated safetensors file.
+    # A header of 640 bytes begins with the same bytes as a pickle; when truncated, it must be reported as safetensors.
     "A18-truncated-640": (lambda: raw(b'{"a":' + b" " * 634 + b"}")[:300], "truncated: header of 640"),
 }
 
 
-# Names of shards in an index that must never be opened.
+# Shard names in an index that must never be opened.
 SHARD_NAMES = {
     "A20-traversal": "../../etc/passwd",
     "A20-traversal-safetensors": "../model.safetensors",

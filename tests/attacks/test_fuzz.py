@@ -1,4 +1,4 @@
-"""Damaged checkpoints of every layout: read, or refused with a message. The program `fuzz` runs for any given time."""
+"""Check that damaged checkpoints of every layout are read, or refused with a message; `fuzz` runs longer."""
 
 import json
 from pathlib import Path
@@ -27,14 +27,14 @@ def test_a_seed_is_a_case() -> None:
 
 @pytest.mark.parametrize("kind", [[], {}, 7, ["llama"], {"llama": 1}], ids=repr)
 def test_a_kind_of_model_that_is_no_text(kind: object) -> None:
-    """Found by `fuzz`: it was looked up in a table before anything looked at it."""
+    """Regression of a `fuzz` finding: the value was looked up in a table before its type was checked."""
     files = dict(LAYOUTS["awq"]()["gemm-g32"])
     files["config.json"] = json.dumps({**json.loads(files["config.json"]), "model_type": kind}).encode()
     assert fuzz.attempt(files) == "ModelError"
 
 
 def test_a_record_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each case once: seeds of a second run follow those of the first, and sums are of both."""
+    """A second run continues with the next seed, and the counts cover both runs."""
     good = LAYOUTS["awq"]()["gemm-g32"]
     monkeypatch.setattr(fuzz, "LAYOUTS", {"awq": lambda: {"gemm-g32": good}})
     tried: list[str] = []

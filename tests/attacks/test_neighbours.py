@@ -1,4 +1,4 @@
-"""Costly requests beside a neighbour: answered, without making others wait, within a limit of memory."""
+"""Check that costly requests are answered within a memory limit and do not delay concurrent requests."""
 
 import json
 from collections.abc import Iterator
@@ -10,15 +10,15 @@ from tests.support.bombs import BOMBS, doubling
 from tests.support.grids import chosen
 from tests.support.neighbours import Attack, ServerProcess, server_process
 
-WAIT = 2.0  # seconds of a neighbour for two tokens
-MEMORY = 1 << 30  # growth of server and workers
+WAIT = 2.0  # seconds until a concurrent request has two tokens
+MEMORY = 1 << 30  # memory growth of server and workers
 SIZE = (4 << 20) - 1000
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 AMBIGUOUS = 'start: a\na: "x" | a a a | a a | b\nb: a b a | "x"'
 
 
 def repeated(before: str, item: str, after: str) -> bytes:
-    """A body of 4 MiB with a list of one item."""
+    """Return a body of 4 MiB with a list that repeats one item."""
     return (before + ",".join([item] * ((SIZE - len(before) - len(after)) // (len(item) + 1))) + after).encode()
 
 
@@ -38,7 +38,7 @@ def keys(count: int) -> str:
     return json.dumps({f"k{index}": "" for index in range(count)})
 
 
-# The status that is expected; 0: a reply or a refusal.
+# The expected status; 0 accepts a reply or a refusal.
 ATTACKS: dict[str, tuple[Attack, int]] = {
     **{f"schema {name}": (Attack(CHAT, schema(bomb())), 400) for name, bomb in BOMBS.items()},
     "schema allOf 40, 8 times": (Attack(CHAT, schema(doubling(40, "allOf")), 8), 400),

@@ -1,7 +1,7 @@
-"""Invalid request bodies: every route answers with a reply or an error of its own kind, never with a failure.
+"""Check that every route answers an invalid body with a reply or an error in its own format.
 
-Valid requests in which fields are replaced by any JSON, dropped or added; the engine's replies are scripted, so that
-what is tried is reading and refusing.
+Fields of valid requests are replaced by arbitrary JSON, removed or added; the engine's replies are scripted, so that
+only parsing and validation are under test.
 """
 
 import json
@@ -59,7 +59,7 @@ def server() -> Iterator[Served]:
 
 
 def places(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
-    """The way to every value in a body."""
+    """Yield the path of every value in a body."""
     if path:
         yield path
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -68,7 +68,7 @@ def places(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str |
 
 
 def replaced(body: Any, path: tuple[str | int, ...], value: Any) -> Any:
-    """A copy of `body` with another value at `path`; `...` for none at all."""
+    """Return a copy of `body` with another value at `path`; `...` removes it."""
     copy = json.loads(json.dumps(body))
     at = copy
     for key in path[:-1]:

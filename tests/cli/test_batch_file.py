@@ -1,4 +1,4 @@
-"""Batches: order, bad lines, and what a second run does; the model is a function here."""
+"""Test batches: order of results, invalid lines, and a second run; the model is a function."""
 
 import fcntl
 import io
@@ -41,7 +41,7 @@ BAD = {
 
 
 class Model:
-    """Answers with what it was asked, and remembers it."""
+    """Echoes each prompt and records it."""
 
     def __init__(self, fails: str = "") -> None:
         self.asked: list[Prompt] = []
@@ -57,7 +57,7 @@ class Model:
 
 
 def run(source: Path, out: Path | None, model: Model, code: int = 0) -> tuple[list[dict[str, Any]], str]:
-    """The lines on standard output and what was said beside it."""
+    """Run a batch; return the lines of standard output and the other messages."""
     stdout, stderr = io.StringIO(), io.StringIO()
     assert run_batch(Call(Output(stdout=stdout, stderr=stderr), offline=True), str(source), out, model) == code
     return [json.loads(line) for line in stdout.getvalue().splitlines()], stderr.getvalue()
@@ -116,7 +116,7 @@ def test_a_second_run_asks_only_what_was_not_answered(tmp_path: Path) -> None:
     run(source, out, Model(fails="p1"), code=3)
     assert [line["id"] for line in read(out)] == [0, 2, 3, 1], "an error is tried again, not told again"
     complete = out.read_bytes()
-    out.write_bytes(complete[:-5])  # killed while it wrote the last line
+    out.write_bytes(complete[:-5])  # killed while writing the last line
     model = Model()
     _, said = run(source, out, model)
     assert model.asked == ["p1"] and "skipped 3 lines already answered in" in said

@@ -1,4 +1,4 @@
-"""What every command has in common: exit codes, signals, streams that fail, and mistakes on the command line."""
+"""Test behaviour shared by all commands: exit codes, signals, failing streams, and command line errors."""
 
 import errno
 import json
@@ -15,7 +15,7 @@ from mycli.cli.main import GLOBAL, reorder
 from mycli.runtime.errors import ExitCode, GateError, NotFoundError
 from tests.support.command_line import Mycli, default_signals
 
-# A command of its own in a process of its own: `do` is what it does with its Call.
+# A child process with its own command; `do` receives the command's Call.
 PROBE = """
 import sys, types
 import mycli.cli.main as program
@@ -32,7 +32,7 @@ program.main(["probe", *sys.argv[1:]])
 
 
 def start(do: str, environment: dict[str, str], *arguments: str, **streams: object) -> "subprocess.Popen[str]":
-    return subprocess.Popen(  # type: ignore[call-overload, no-any-return]  # streams are Popen's own keywords
+    return subprocess.Popen(  # type: ignore[call-overload, no-any-return]  # streams are Popen's keywords
         [sys.executable, "-c", PROBE.format(do=do), *arguments],
         env=environment,
         **{"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **streams},
@@ -70,7 +70,7 @@ def test_how_a_command_ends(case: str, environment: dict[str, str]) -> None:
 
 
 def assert_ended(done: tuple[int, str, str], code: int, message: str) -> None:
-    """An error is exactly two lines, and the exit code is as documented."""
+    """Assert the documented exit code and an error of exactly two lines."""
     assert (done[0], done[1]) == (code, "")
     lines = done[2].splitlines()
     if message:
@@ -102,7 +102,7 @@ def test_debug_shows_the_traceback_of_the_cause(environment: dict[str, str]) -> 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 143), (signal.SIGINT, 130)])
 def test_signals_let_a_command_clean_up(number: int, code: int, environment: dict[str, str], tmp_path: Path) -> None:
-    """D16, D17: contexts end as for any exception, so temporary files go."""
+    """D16, D17: context managers exit as for any exception, so temporary files are removed."""
     do = """
     import contextlib, pathlib, time
     with contextlib.ExitStack() as stack:
@@ -145,7 +145,7 @@ def test_closed_streams_do_no_harm(close_fds: str, environment: dict[str, str]) 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
 def test_no_character_is_too_strange(encoding: str, environment: dict[str, str]) -> None:
-    r"""D13: text beyond the terminal's encoding, and a file name that is not UTF-8."""
+    """D13: text that the terminal's encoding lacks, and a file name that is not UTF-8."""
     do = r"call.out.result('é · \udcff'); call.out.json({'name': 'é \udcff'}); call.out.note('·')"
     code, out, _ = probe(do, {**environment, "PYTHONIOENCODING": encoding}, encoding="latin-1")
     assert code == 0
@@ -206,7 +206,7 @@ def test_a_mistake_is_two_lines_or_one_object(case: str, mycli: Mycli) -> None:
     assert first.startswith(f"error: {message}") and second == f"hint: {hint}"
     assert (done.returncode, done.stdout) == (2, "") and "\x1b" not in done.stderr
     found = json.loads(mycli(*words, "--json").stdout)["error"]
-    if case != "no-value":  # which takes --json for its value
+    if case != "no-value":  # which takes --json as its value
         assert found["message"].startswith(message) and found["exit_code"] == 2
 
 

@@ -1,4 +1,4 @@
-"""docs/commands.md and the man page are what the code says."""
+"""Check that docs/commands.md and the man page match the generated text."""
 
 import shutil
 import subprocess

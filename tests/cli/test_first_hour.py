@@ -1,4 +1,4 @@
-"""What people met in their first hour with the program, and what it does there now."""
+"""Test for problems that new users reported."""
 
 import json
 import os
@@ -64,7 +64,7 @@ def test_tab_offers_commands_settings_and_files(tmp_path: Path, monkeypatch: pyt
     assert complete_path("nowhere/x") == []
 
 
-# Refused before the work
+# Refused before any work starts
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_bench_serve_names_what_is_no_model(mycli: Mycli) -> None:
     assert done.returncode == 4 and "nosuch: no model of that name" in done.stderr
 
 
-# Completion, and the machine
+# Completion and the machine
 
 
 @pytest.mark.parametrize(
@@ -310,7 +310,7 @@ def test_threads_are_told_to_torch_before_it_is_imported(monkeypatch: pytest.Mon
 
 
 def test_threads_wait_for_work_so_shortly_that_a_neighbour_gets_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A turn of the wait is some 10 ns: a tenth of a millisecond at most."""
+    """One spin iteration takes about 10 ns, so that waiting threads yield after 0.1 ms at most."""
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     with pytest.raises(SystemExit):
         main(["list"])

@@ -1,4 +1,4 @@
-"""The program as a whole: the table of commands, exit codes, signals, pipes, and what is imported when."""
+"""The program as a whole: command table, exit codes, signals, pipes, and imports per command."""
 
 import importlib
 import json
@@ -103,7 +103,7 @@ def test_debug_shows_where(mycli: Mycli, tmp_path: Path) -> None:
 
 
 def test_a_reader_that_leaves_is_141_without_a_word(environment: dict[str, str]) -> None:
-    """D18: `mycli ... | head` in a shell that reports the first command's code."""
+    """D18: `mycli ... | head` in a shell that reports the exit code of the first command."""
     command = f"{shlex.quote(sys.executable)} -m mycli.cli run pico 'Tell me a story.' -q | head -c 5 >/dev/null; "
     done = subprocess.run(
         ["bash", "-c", command + "exit ${PIPESTATUS[0]}"], env=environment, capture_output=True, text=True
@@ -113,7 +113,7 @@ def test_a_reader_that_leaves_is_141_without_a_word(environment: dict[str, str])
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_signals(number: signal.Signals, code: int, environment: dict[str, str]) -> None:
-    """D15, D17: in the middle of a reply, with torch and a helper process; test_command has every signal."""
+    """D15, D17: signals during a reply, with torch and a helper process; test_command covers every signal."""
     child = subprocess.Popen(
         [sys.executable, "-m", "mycli.cli", "run", "pico", "--raw", "Once", "-n", "2000", "--device", "cpu"],
         env=environment,

@@ -1,4 +1,4 @@
-"""Errors of the command line: the message, and our command for one of another program."""
+"""Test command line errors: the message, and our equivalent of another program's option."""
 
 import os
 import re
@@ -45,7 +45,7 @@ def test_verbs_of_other_programs_lead_to_ours(mycli: Mycli, word: str) -> None:
 
 @pytest.mark.parametrize("word", FOREIGN_OPTIONS)
 def test_options_of_other_programs_lead_to_ours(mycli: Mycli, word: str) -> None:
-    """What the hint names is an option of `run`, a command, or said to need no option; and `run` has no such option."""
+    """The hint names an option of `run`, a command, or states that none is needed; `run` lacks the foreign option."""
     done = mycli("run", "pico", word, "1")
     assert done.returncode == 2
     error, hint = done.stderr.splitlines()
@@ -63,4 +63,4 @@ def test_what_a_locale_could_not_decode_is_utf8() -> None:
         decode_argument("grüß".encode().decode("ascii", "surrogateescape")) == "grüß"
         or os.fsencode("ü") != "ü".encode()
     )
-    assert decode_argument("\udcff") == "\udcff"  # which is no UTF-8 either: refused where it is used
+    assert decode_argument("\udcff") == "\udcff"  # not UTF-8 either: refused where it is used

@@ -1,4 +1,4 @@
-"""How models are asked for: addresses, names of other programs, presets, and what the hub has that runs here."""
+"""Test model names: addresses, names of other programs, presets, and supported models of the Hub."""
 
 import json
 from collections.abc import Iterator

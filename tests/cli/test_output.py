@@ -1,4 +1,4 @@
-"""The printer: what goes where, what is hidden from whom, and that nothing raw reaches a terminal."""
+"""The printer: streams, verbosity, and escaping of text for terminals."""
 
 import io
 import json
@@ -23,7 +23,7 @@ def streams(terminal: bool = False) -> tuple[io.StringIO, io.StringIO]:
 
 @pytest.mark.parametrize("terminal", [False, True], ids=["pipe", "terminal"])
 def test_a_model_writes_escape_sequences(terminal: bool) -> None:
-    """C21: cleaned for a terminal, byte for byte in a pipe, raw only when asked for."""
+    """C21: escape sequences are cleaned for a terminal, kept in a pipe, and raw on a terminal only on request."""
     out, err = streams(terminal)
     output = Output(stdout=out, stderr=err)
     for piece in ("\x1b", "]0;owned", "\x07", "ok\n"):
@@ -34,7 +34,7 @@ def test_a_model_writes_escape_sequences(terminal: bool) -> None:
 
 
 def test_json_has_no_raw_bidirectional_characters() -> None:
-    """The value is the same; a terminal that shows the line does not act on it."""
+    """The parsed value is unchanged, and a terminal that prints the line does not interpret it."""
     out, err = streams()
     text = "a\u202eb\u2066\x7f\U000e0041é"
     Output(stdout=out, stderr=err, json_mode=True).json_record({"text": text})
@@ -75,7 +75,7 @@ def test_in_json_mode_stdout_is_json_even_for_errors_and_bugs() -> None:
 
 
 def test_a_gate_that_fails_adds_its_error_to_the_answer() -> None:
-    """One object, whenever the answer was given; as text the object and the error go their own ways."""
+    """With --json, error and result are one object regardless of order; as text they go to separate streams."""
     out, err = streams()
     output = Output(json_mode=True, stdout=out, stderr=err)
     output.json({"kl": 0.5})
@@ -203,7 +203,7 @@ def test_colour_that_is_forced_does_not_make_a_pipe_move() -> None:
 
 @pytest.mark.parametrize("columns", [20, 40, 80])
 def test_a_bar_stays_on_one_line_of_a_narrow_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """D19. Square brackets in a name are not Rich's markup."""
+    """D19: square brackets in a name are not Rich markup."""
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("TERM", "xterm")
     _, err = streams(terminal=True)
@@ -216,7 +216,7 @@ def test_a_bar_stays_on_one_line_of_a_narrow_terminal(columns: int, monkeypatch:
 
 
 def test_progress_in_lines_says_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """D21: by a clock that nobody can set back."""
+    """D21: the remaining time uses a monotonic clock."""
     now = [100.0]
     monkeypatch.setattr("mycli.cli.text.progress.time.monotonic", lambda: now[0])
     _, err = streams()
@@ -247,7 +247,7 @@ def test_wide_characters_are_aligned() -> None:
 
 
 def test_json_is_json_whatever_it_holds() -> None:
-    """C21: an object on a terminal cannot act on it either, and stays readable by a program."""
+    """C21: JSON on a terminal cannot control it and stays parseable."""
     value = {"text": "é\x1b\x7f\x9b2J\u202e", "perplexity": math.inf, "list": [math.nan, (1.5,)]}
     for terminal in (False, True):
         out, _ = streams(terminal)
@@ -276,7 +276,7 @@ def test_input_that_is_not_text(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
 @pytest.mark.parametrize("way", ["stream", "json_record", "result"])
 def test_an_answer_that_does_not_fit_names_where_it_went(way: str) -> None:
-    """A reply fails at its first piece, what is held until the end when that is written."""
+    """A full disk is reported at the first chunk of a stream, or when buffered output is written."""
     with open("/dev/full", "w") as full:
         out = Output(stdout=full, stderr=io.StringIO())
         with pytest.raises(ResourceError, match="standard output: No space left"):

@@ -1,4 +1,4 @@
-"""The picture of errors: well-formed whatever the names are, one mark a linear, higher where the error is larger."""
+"""The error plot: valid SVG for any names, one mark per linear, higher for a larger error."""
 
 from pathlib import Path
 from xml.etree import ElementTree

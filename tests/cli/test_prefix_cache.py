@@ -1,4 +1,4 @@
-"""`--prefix-cache-dir` as it is typed: what is kept, what is warned of, what is refused."""
+"""Test `--prefix-cache-dir` on the command line: what is stored, warnings and refusals."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ def test_a_second_run_goes_on_from_what_the_first_kept(mycli: Mycli, tmp_path: P
 
 
 def test_a_folder_of_everybody_is_not_used_and_the_reply_comes_nevertheless(mycli: Mycli, tmp_path: Path) -> None:
-    """G41."""
+    """G41: a world-writable folder is not used, and the reply is still produced."""
     folder = tmp_path / "kept"
     folder.mkdir()
     folder.chmod(0o777)

@@ -1,4 +1,4 @@
-"""The same command prints the same reply: greedy and seeded, whatever is drafted and however many are drawn at once."""
+"""The same command prints the same reply, greedy and seeded, for any draft model and any number of samples."""
 
 import json
 from collections.abc import Callable
@@ -15,19 +15,19 @@ KINDS = {"greedy": ("-t", "0"), "seeded": ("--seed", "3")}
 
 
 class Irregular(DraftLengthPolicy):
-    """Other lengths in each run, as measured time would choose them."""
+    """Proposes draft lengths that differ between runs, as measured time would choose them."""
 
     def __init__(self, start: int) -> None:
         self._step = start
 
     def length(self, room: int, lag: int, evidence: int = 0) -> int:
-        """No tokens to five, in a pattern that begins elsewhere each time."""
+        """Return zero to five tokens in a pattern with a different start in each run."""
         self._step += 1
         return min(room, (0, 3, 1, 5, 0, 0, 2)[self._step * 5 % 7])
 
 
 def answer(mycli: Mycli, *options: str) -> dict[str, Any]:
-    """What a run prints with `options`."""
+    """Return the output of a run with `options`."""
     done = mycli(*ASKED, *options)
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout))
@@ -35,7 +35,7 @@ def answer(mycli: Mycli, *options: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_draft_changes_no_reply_that_is_repeatable(kind: str, mycli: Mycli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A draft model that is right half of the time, and lengths as on a quick, a slow and a busy machine."""
+    """The draft model is right half of the time; lengths are those of a fast, a slow and a busy machine."""
     plain = answer(mycli, *KINDS[kind])
     policies: list[Callable[[], DraftLengthPolicy]] = [
         lambda: FixedDraftLength(6),

@@ -1,4 +1,4 @@
-"""What a person sees on a terminal: words whole at its edge, notices after replies, signs of life, columns that fit."""
+"""Test terminal output: word wrap, notices after replies, progress, and columns that fit."""
 
 import io
 import re
@@ -13,14 +13,14 @@ from mycli.runtime.errors import ModelError, UsageError
 
 
 class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
+    """The stream claims to be a terminal."""
 
     def isatty(self) -> bool:
         return True
 
 
 def test_values_of_a_card_are_broken_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a terminal; a pipe has them whole. A path longer than the line stays whole too."""
+    """Card values wrap between words on a terminal and not in a pipe; a path longer than the line is not broken."""
     monkeypatch.setenv("COLUMNS", "40")
     value, path = "temperature, top_k, top_p, min_p, repetition_penalty, seed", "/tmp/" + "x" * 60
     shown, piped = Terminal(), io.StringIO()
@@ -36,7 +36,7 @@ def test_values_of_a_card_are_broken_between_words(monkeypatch: pytest.MonkeyPat
 def test_what_is_said_is_broken_between_words_and_never_in_a_command(
     columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of errors, hints, warnings, notes and the line below a reply; a pipe has each as one line."""
+    """Errors, hints, warnings, notes and the line below a reply wrap on a terminal and are one line each in a pipe."""
     monkeypatch.setenv("COLUMNS", str(columns))
     typed = "mycli quantize 'my model, the first; and only' --bits 4 --group 64"
     error = ModelError(
@@ -101,7 +101,7 @@ def test_a_long_prompt_shows_how_far_it_is_and_a_short_one_nothing(monkeypatch: 
     stream, counts = io.StringIO(), iter(range(0, 10_000, 10))
 
     def slow() -> Iterator[str]:
-        while "of 512 tokens" not in stream.getvalue():  # ends only where the line is shown
+        while "of 512 tokens" not in stream.getvalue():  # wraps only where the line is shown
             pass
         yield "a"
         yield "b"

@@ -1,4 +1,4 @@
-"""Stages of work become one bar after another."""
+"""Check that stages of work are shown as consecutive progress bars."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from mycli.cli.text.progress import stages
 
 
 class Recorded(Output):
-    """Writes down what bars are asked to show."""
+    """Records what bars display."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""`doctor --save` and `--compare`: what an update changed is said, once without being asked."""
+"""Test `doctor --save` and `--compare`: changes after an update are reported once, without being requested."""
 
 import json
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     small = {"SECONDS": 0.01, "SAMPLE_SECONDS": 0.005, "TIMED_TOKENS": 16, "REPLY_TOKENS": 6, "FEWEST_SAMPLES": 2}
     for name, value in small.items():
         monkeypatch.setattr(golden_record, name, value)
-    monkeypatch.setattr(golden_record, "BUSY", 1e9)  # the tests beside this one are other programs
+    monkeypatch.setattr(golden_record, "BUSY", 1e9)  # the tests next to this one are other programs
     monkeypatch.setattr(selftest, "PACKINGS", (Packing(4, 128),))
     monkeypatch.setattr(throughput, "measure_bandwidth", lambda device, nbytes: 20.0)
     yield

@@ -1,8 +1,8 @@
-"""A call to a GPU: parts that run one after the other, each a process with a limit of its own, written as each ends.
+"""Run the parts of a GPU session one after the other, each in a process with a time limit, and write each result.
 
-One that hangs or dies takes no other along. A part is a function that yields rows, or a command; `first_call` and
-`second_call` say which, and this knows none of them. A rehearsal runs kernels on the emulator (`tests.ptx.emulator`),
-which keeps what it compiles in its folder; what it cannot show is noted beside each part.
+A part that hangs or crashes does not affect the others. A part is a function that yields rows, or a command;
+`first_call` and `second_call` define the parts. A rehearsal runs kernels on the emulator (`tests.ptx.emulator`), which
+caches what it compiles in its folder; what the emulator cannot show is noted with each part.
 """
 
 import argparse
@@ -22,18 +22,18 @@ from typing import Any
 from tests.gpu.bench.report import Report
 
 Rows = Iterator[dict[str, Any]]
-_ROW = "row: "  # before a line of a child that is a row of its part
-SLOWER = 10  # times a rehearsal may take: the emulator compiles each kernel once more, and is none too fast
+_ROW = "row: "  # prefix of a child's output line that is a row of its part
+SLOWER = 10  # time factor of a rehearsal: the emulator compiles each kernel again and is slow
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Where parts run: on CUDA, or with `rehearse` on the emulator."""
+    """The device of the parts: CUDA, or with `rehearse` the emulator."""
 
     rehearse: Path | None = None
 
     def chip(self) -> Any:
-        """Of the device; the emulator is set up."""
+        """Return the chip of the device; sets up the emulator."""
         import torch
 
         from mycli.runtime.kernels.triton.product.matmul import chip_of
@@ -49,13 +49,12 @@ class Asked:
         return Chip((9, 0), 132, pdl=True)
 
     def device(self) -> Any:
-        """The torch device."""
         import torch
 
         return torch.device("cpu" if self.rehearse else "cuda")
 
     def capture(self) -> Any:
-        """A graph, or what stands in for one."""
+        """Return a CUDA graph or its emulation."""
         from mycli.runtime.engine.passes.graphs import GraphCapture
 
         return (lambda work: work) if self.rehearse else GraphCapture()
@@ -63,7 +62,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Part:
-    """`run`: rows of a function in a process of its own, or a command. lacks: what its rehearsal does not show."""
+    """The part to run. `run`: a function that yields rows, or a command. lacks: what its rehearsal does not show."""
 
     name: str
     seconds: int
@@ -73,7 +72,7 @@ class Part:
 
 
 def bounded(command: Sequence[str], seconds: float, more: Mapping[str, str]) -> tuple[int | None, str]:
-    """The exit status of a command, None where it was ended after `seconds` with all that it started; its output."""
+    """Run a command; return its exit status (None: killed with its children after `seconds`) and its output."""
     child = subprocess.Popen(
         command,
         env={**os.environ, **more},
@@ -91,7 +90,7 @@ def bounded(command: Sequence[str], seconds: float, more: Mapping[str, str]) -> 
 
 
 def ask(report: Report, parts: Iterable[tuple[Part, Sequence[str]]], seconds: float) -> bool:
-    """Runs the parts, by these commands; whether all went well. What no longer fits is dropped, from the end."""
+    """Run the parts by these commands; return whether all succeeded. Parts that do not fit are dropped from the end."""
     end, good = time.monotonic() + seconds, True
     for part, command in parts:
         left = end - time.monotonic()
@@ -123,9 +122,9 @@ def main(
     minutes: float,
     targets: Mapping[str, Callable[[Asked], Rows]] = MappingProxyType({}),
 ) -> int:
-    """The command of a call: its exit status. about: what it does; module: how it is started; minutes: it may take.
+    """Run the command of a session and return its exit status.
 
-    targets: what parts start with `--part`, besides the parts themselves.
+    about: what it does; module: how it is started; minutes: time limit; targets: further names for `--part`.
     """
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, help=f"it may take; {minutes:g}, a rehearsal {SLOWER} times that")

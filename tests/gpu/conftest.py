@@ -1,4 +1,4 @@
-"""Fresh random numbers for every test on a GPU, and NaN in memory that nobody wrote."""
+"""Set fresh random numbers for every test on a GPU, and NaN in uninitialized memory."""
 
 import os
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def fresh_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The seed is printed where a test fails; set beforehand, it repeats the numbers."""
+    """Set a random seed; a failing test prints it, and MYCLI_TEST_SEED repeats its numbers."""
     seed = os.environ.get("MYCLI_TEST_SEED") or str(int.from_bytes(os.urandom(6)))
     print(f"MYCLI_TEST_SEED={seed}")
     monkeypatch.setenv("MYCLI_TEST_SEED", seed)
@@ -17,9 +17,9 @@ def fresh_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def poison() -> Iterator[None]:
-    """Deterministic torch fills what it hands out; the fills stand between launches, so that none of them overlap.
+    """Fill uninitialized memory with NaN by deterministic torch; the fills separate launches, so that none overlap.
 
-    MYCLI_TEST_POISON=0 leaves memory as it comes.
+    MYCLI_TEST_POISON=0 leaves memory uninitialized.
     """
     torch.use_deterministic_algorithms(os.environ.get("MYCLI_TEST_POISON") != "0", warn_only=True)
     yield

@@ -1,11 +1,12 @@
-"""What a GPU is asked first, in the order in which answers matter.
+"""The first checks on a GPU, by decreasing importance.
 
-    PYTHONPATH=.links python -m tests.gpu.first_call [--minutes 9] [--out FOLDER]
-    PYTHONPATH=.links python -m tests.gpu.first_call --rehearse FOLDER    without a GPU, at sizes that measure nothing
+PYTHONPATH=.links python -m tests.gpu.first_call [--minutes 9] [--out FOLDER]
+PYTHONPATH=.links python -m tests.gpu.first_call --rehearse FOLDER    without a GPU, at sizes that measure nothing
 
-Versions and clocks; small products of every packing; the fused pass of two layers of an 8B model, launched and
-replayed, for few rows and many; many replays, bit by bit, with launches that overlap and without; the GPU's tests, with
-memory of NaN and as it comes; the benchmark. How parts are run and written is `call`'s.
+Runs, in this order: versions and clocks; small products of every packing; the fused pass of two layers of an 8B model,
+launched and replayed, for few rows and many; many replays compared bit by bit, with and without overlapping launches;
+the GPU tests, with NaN-filled and with uninitialized memory; the benchmark. `call` runs the parts and writes their
+results.
 """
 
 import sys
@@ -20,7 +21,7 @@ from tests.gpu.call import SLOWER, Asked, Part, Rows, main
 
 
 def versions(asked: Asked) -> Rows:
-    """Of everything that is involved, and the clock."""
+    """Yield the versions of all software and the clock."""
     import torch
     import triton
 
@@ -35,7 +36,7 @@ def versions(asked: Asked) -> Rows:
 
 
 def products(asked: Asked) -> Rows:
-    """The relative error of each packing, at few rows and at more."""
+    """Yield the relative error of each packing, at few rows and at more."""
     from mycli.runtime.kernels.triton.product.kernel import small_product
     from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
 
@@ -47,7 +48,7 @@ def products(asked: Asked) -> Rows:
 
 
 def layers(asked: Asked, chip: Any) -> Any:
-    """Two layers of the 8B model with random weights, the same every time."""
+    """Return two layers of the 8B model with the same random weights every time."""
     import torch
 
     from mycli.runtime.kernels.triton.product.matmul import TritonMatmul
@@ -74,7 +75,7 @@ def layers(asked: Asked, chip: Any) -> Any:
 
 
 def fused(asked: Asked) -> Rows:
-    """The fused pass against the plain one, launched and replayed, for each kind of cache."""
+    """Compare the fused pass, launched and replayed, with the plain one, for each kind of cache."""
     from mycli.runtime.engine.passes.cuda import difference
     from mycli.runtime.engine.passes.fused import FusedStep
     from mycli.runtime.errors import Declined
@@ -83,13 +84,13 @@ def fused(asked: Asked) -> Rows:
     step, counts = FusedStep.compile(model), (1, 12) if asked.rehearse else (1, 4, 8, 12, 24, 48, 64)
     kinds: tuple[KvDtype, ...] = ("auto",) if asked.rehearse else ("auto", "int8", "int4")
     for kv in kinds:
-        for count in counts if kv != "int4" else counts[:3]:  # what differs is compiled again, and that takes time
+        for count in counts if kv != "int4" else counts[:3]:  # each difference is compiled again, which takes time
             found = step if isinstance(step, Declined) else difference(model, step, kv, asked.capture(), (count,))
             yield {"cache": kv, "tokens": count, "trouble": str(found or ""), "ok": found is None}
 
 
 def soak(asked: Asked) -> Rows:
-    """Replays that give other bits than the first, with launches that overlap and without; and whether both agree."""
+    """Count replays whose bits differ from the first, with and without overlapping launches; compare the two modes."""
     import torch
 
     from mycli.runtime.cache.batch import Chunk
@@ -129,7 +130,6 @@ def soak(asked: Asked) -> Rows:
 
 
 def parts(asked: Asked, out: Path) -> Sequence[Part]:
-    """Every part, in order."""
     python, rehearsed = sys.executable, asked.rehearse is not None
     slower = SLOWER if rehearsed else 1
     workers = ["-n", "2" if rehearsed else "12"] if find_spec("xdist") else []

@@ -1,11 +1,11 @@
-"""What a GPU is asked next, once `first_call` went well: what is wrong that no result shows, and where the time goes.
+"""The checks on a GPU after `first_call`: faults that no result shows, and a profile of the time.
 
-    PYTHONPATH=.links python -m tests.gpu.second_call [--minutes 9] [--out FOLDER]
-    PYTHONPATH=.links python -m tests.gpu.second_call --rehearse FOLDER    without a GPU, at sizes that measure nothing
+PYTHONPATH=.links python -m tests.gpu.second_call [--minutes 9] [--out FOLDER]
+PYTHONPATH=.links python -m tests.gpu.second_call --rehearse FOLDER    without a GPU, at sizes that measure nothing
 
-The four tools of compute-sanitizer over small products and a fused pass; what ncu counts of O and of gate and up; and
-the products of a layer at other numbers of parts of K and with narrower tiles, beside what `bench.latency` predicts.
-A tool that is not there is said, and what it would have watched is run without it.
+Runs the four tools of compute-sanitizer on small products and a fused pass; profiles the O and the gate and up products
+with ncu; and times the products of a layer with other numbers of K splits and narrower tiles, next to the predictions
+of `bench.latency`. If a tool is not installed, this is reported and its workload runs without it.
 """
 
 import csv
@@ -26,7 +26,7 @@ from unittest.mock import patch
 from tests.gpu.call import SLOWER, Asked, Part, Rows, main
 
 CHECKS = ("memcheck", "racecheck", "synccheck", "initcheck")
-METRICS = {  # of ncu, and what they are called here
+METRICS = {  # metric of ncu -> column name here
     "gpu__time_duration.sum": "time",
     "dram__throughput.avg.pct_of_peak_sustained_elapsed": "% of memory",
     "smsp__issue_active.avg.pct_of_peak_sustained_active": "% of issue",
@@ -39,12 +39,12 @@ FOLDERS = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer", "/opt/nvi
 
 
 def tool(name: str) -> str | None:
-    """Where a tool of the CUDA toolkit lies, None where it is not installed."""
+    """Return the path of a CUDA toolkit command, None if it is not installed."""
     return shutil.which(name) or shutil.which(name, path=os.pathsep.join(FOLDERS))
 
 
 def _run(asked: Asked, before: Sequence[str], part: str, more: Mapping[str, str]) -> tuple[int, str]:
-    """Exit status and output of a part of this module, with a tool's command before it."""
+    """Run a part of this module under a tool's command; return exit status and output."""
     rehearsed = ["--rehearse", str(asked.rehearse)] if asked.rehearse else []
     command = [*before, sys.executable, "-m", "tests.gpu.second_call", "--part", part, *rehearsed]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | more)
@@ -52,7 +52,7 @@ def _run(asked: Asked, before: Sequence[str], part: str, more: Mapping[str, str]
 
 
 def watched(asked: Asked) -> Rows:
-    """What the sanitizers watch: a product for few rows and for more, and a fused pass launched once for either."""
+    """Run the sanitizers' workload: products for few rows and for more, and a fused pass launched once for each."""
     from mycli.runtime.engine.passes.cuda import difference
     from mycli.runtime.engine.passes.fused import FusedStep
     from mycli.runtime.errors import Declined
@@ -69,13 +69,13 @@ def watched(asked: Asked) -> Rows:
 
 
 def summary(output: str) -> int | None:
-    """Errors and hazards that compute-sanitizer counted; None where it gives no sum, so that none were looked for."""
+    """Return the errors and hazards that compute-sanitizer counted; None without a summary: nothing was checked."""
     sums = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)", output)
     return int(sums[-1]) if sums else None
 
 
 def sanitized(asked: Asked) -> Rows:
-    """Each of the checks, until time is up; every allocation is the driver's own, so that its end is known."""
+    """Run each sanitizer until time is up; torch's caching allocator is off, so that out-of-bounds accesses show."""
     found = tool("compute-sanitizer")
     for check in CHECKS if found else CHECKS[:1]:
         before = [found, "--tool", check, "--kernel-name-exclude", "kns=at::native"] if found else []
@@ -88,7 +88,7 @@ def sanitized(asked: Asked) -> Rows:
 
 
 def large(asked: Asked) -> Rows:
-    """O, and gate and up, of the 8B model with what follows each: twice, the first time to be compiled."""
+    """Run the O and the gate and up products of the 8B model with their epilogues twice, the first time to compile."""
     import torch
 
     from mycli.runtime.kernels.triton.gated_silu import activate
@@ -112,7 +112,7 @@ def large(asked: Asked) -> Rows:
 
 
 def parse_ncu(output: str) -> list[dict[str, Any]]:
-    """The rows of `ncu --csv --page raw`: names, then units, then a line a launch; what stands around it is no part."""
+    """Parse the rows of `ncu --csv --page raw`: names, then units, then a line per launch; other lines are skipped."""
     lines = [line for line in output.splitlines() if line.startswith('"')]
     table = list(csv.DictReader(io.StringIO("\n".join(lines))))
     if not table:
@@ -126,7 +126,7 @@ def parse_ncu(output: str) -> list[dict[str, Any]]:
 
 
 def profiled(asked: Asked) -> Rows:
-    """What ncu counts of each product's second launch."""
+    """Yield the ncu metrics of each product's second launch."""
     found = tool("ncu")
     before = [found, "--csv", "--page", "raw", "--metrics", ",".join(METRICS), "-k", "multiply_kernel"] if found else []
     status, said = _run(asked, before, "large", {})
@@ -137,15 +137,15 @@ def profiled(asked: Asked) -> Rows:
     for place, row in enumerate(rows):
         if place // 2 % 2:  # O, gate and up; then both again
             yield row
-    if status or not rows:  # counters may be for administrators alone: it says so
+    if status or not rows:  # ncu's output says if counters need administrator rights
         print(said[-4000:])
         yield {"kernel": "ncu counted nothing", "ok": False}
 
 
 def sweep(asked: Asked) -> Rows:
-    """Each product of a layer with an addition behind it, for other numbers of parts and narrower tiles; microseconds.
+    """Time each product of a layer with a residual add, for other splits and narrower tiles, in microseconds.
 
-    The first row of each is what the table of tiles chooses. All parts of one product are timed in turns.
+    The first row of each product is the choice of the tile table. All variants of a product are timed interleaved.
     """
     import torch
 
@@ -188,7 +188,6 @@ def sweep(asked: Asked) -> Rows:
 
 
 def parts(asked: Asked, out: Path) -> Sequence[Part]:
-    """Every part, in order."""
     slower = SLOWER if asked.rehearse is not None else 1
     return [
         Part("compute-sanitizer", slower * 240, sanitized, "compute-sanitizer, and all of its checks but one"),
@@ -197,7 +196,7 @@ def parts(asked: Asked, out: Path) -> Sequence[Part]:
     ]
 
 
-TARGETS = {"watched": watched, "large": large}  # what tools watch
+TARGETS = {"watched": watched, "large": large}  # workloads of the tools
 
 if __name__ == "__main__":
     sys.exit(main(str(__doc__), "tests.gpu.second_call", parts, 9, TARGETS))

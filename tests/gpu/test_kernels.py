@@ -1,6 +1,6 @@
-"""Every Triton kernel on CUDA: products against fp64, the fused pass against the plain model, graphs against launches.
+"""Test Triton kernels on CUDA: products against fp64, the fused pass against the plain model, graphs against launches.
 
-Of fresh numbers, into memory of NaN (see conftest). What `make test-gpu` runs.
+Inputs are random and memory is filled with NaN (see conftest). `make test-gpu` runs these tests.
 """
 
 from itertools import islice
@@ -60,7 +60,7 @@ def fused(case: Case) -> Step:
 
 @pytest.mark.parametrize("case", [*CASES, *WIDE, *MIXED], ids=str)
 def test_a_replayed_pass_is_the_launched_one(case: Case) -> None:
-    """The same kernels on the same numbers: the same bits, with tokens and lengths that change."""
+    """A graph replay gives the same bits as launches, with tokens and lengths that change."""
     _, plain = models(case, "cuda")
     step = fused(case)
     rope = Rope(plain.config, CAPACITY, plain.device, torch.float16)
@@ -95,7 +95,7 @@ def test_columns_of_a_block(half: int, move: bool) -> None:
 @pytest.mark.parametrize("case", [case for case in CASES if case.new == 1], ids=str)
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "drawn"])
 def test_several_tokens_a_launch_are_those_of_one(case: Case, temperature: float) -> None:
-    """Captured and launched, with a reader that leaves early; greedy, also those of the host's loop: the same bits."""
+    """Several tokens per launch equal single steps bit by bit: captured, launched, stopped early, host loop."""
     from mycli.runtime.engine.passes.device_loop import DeviceLoop
 
     step, found = fused(case), []

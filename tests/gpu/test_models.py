@@ -1,4 +1,4 @@
-"""Whole models on CUDA against the CPU in fp32: dense and packed, prefill and decoding. What `make test-gpu` runs."""
+"""Test whole models on CUDA against the CPU in fp32: dense and packed, prefill and decoding; run by `make test-gpu`."""
 
 import pytest
 import torch

@@ -1,6 +1,6 @@
-"""The kernels' tests in the interpreter once more, compiled and on CUDA: other numbers every time, the same bounds.
+"""The interpreter's kernel tests, compiled and on CUDA: new random numbers in every run, the same bounds.
 
-There programs run one after the other; here, where a result is asked for twice, a race would show.
+The interpreter runs programs one after the other; here, a test that runs a kernel twice can show a race.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ pytestmark = [
 
 @pytest.fixture
 def interpret() -> Callable[..., object]:
-    """What `tests.support.triton_interpreter` gives: here the function runs on the GPU."""
+    """Replace the fixture of `tests.support.triton_interpreter`: the function runs on the GPU."""
 
     def run(function: Callable[..., object], *arguments: object) -> object:
         with torch.device("cuda"):

@@ -207,7 +207,7 @@ def _stock(hub: HubServer, folder: Path) -> None:
 
 
 class Reader:
-    """A shell in an empty folder with the files that a page assumes."""
+    """The reader of a page: a shell in an empty folder with the files that the page assumes."""
 
     def __init__(self, folder: Path, environment: dict[str, str], hub: HubServer) -> None:
         self.folder = folder / "empty"

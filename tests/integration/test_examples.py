@@ -1,4 +1,4 @@
-"""Every example of every --help runs, in the order in which it stands there, in one home folder for each command."""
+"""Run every example of every --help, in its order on the page, with one home folder for each command."""
 
 import io
 import re
@@ -18,11 +18,11 @@ from tests.support.models import shorten_report
 
 pytestmark = pytest.mark.usefixtures("short_calibration_text")
 
-NETWORK = re.compile("# needs the (network|program)")  # or a model that comes from there
+NETWORK = re.compile("# needs the (network|program)")  # or a model from the Hub
 
 
 def parse(line: str) -> tuple[str, list[str]]:
-    """Standard input and arguments of `mycli ...` or `echo TEXT | mycli ...`."""
+    """Return standard input and arguments of `mycli ...` or `echo TEXT | mycli ...`."""
     words = shlex.split(line)
     typed = ""
     if words[0] == "echo":
@@ -34,7 +34,7 @@ def parse(line: str) -> tuple[str, list[str]]:
 
 @pytest.fixture
 def terminal(environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The environment of a user, in this process: torch is imported once for all examples."""
+    """Set a user's environment in this process: torch is imported once for all examples."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     for key, value in environment.items():
         monkeypatch.setenv(key, value)
@@ -42,7 +42,7 @@ def terminal(environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.Mo
     shorten_report(monkeypatch, 1024)
     monkeypatch.setattr(throughput, "MEASURED_BYTES", 1 << 24)  # reading more takes longer than all examples
     monkeypatch.setattr(golden_record, "SECONDS", 0.01)  # as above
-    monkeypatch.setattr(golden_record, "BUSY", -1.0)  # so short a measurement proves nothing
+    monkeypatch.setattr(golden_record, "BUSY", -1.0)  # so short a measurement is not significant
     config = Path(environment["XDG_CONFIG_HOME"]) / "mycli" / "config.toml"
     config.parent.mkdir(parents=True)
     config.write_text("[quantize]\nseq = 128\n")  # shorter calibration windows; no example sets them
@@ -55,7 +55,7 @@ def terminal(environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def serve(words: list[str]) -> None:
-    """Start a server, at a free port, and end it when it is ready."""
+    """Start a server at a free port and stop it once it is ready."""
     line = [sys.executable, "-m", "mycli.cli", *words, "--port", "0"]
     with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
@@ -65,7 +65,7 @@ def serve(words: list[str]) -> None:
 
 
 def stop(words: list[str]) -> None:
-    """Start a server, at a free port, and stop it."""
+    """Start a server at a free port and stop it by the command `words`."""
     line = [sys.executable, "-m", "mycli.cli", "serve", "pico", "--port", "0"]
     with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None and server.stdout.readline().startswith("http://127.0.0.1:")
@@ -80,7 +80,7 @@ def test_examples_run(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     lines = import_module(f"mycli.cli.commands.{COMMANDS[name][0]}").EXAMPLES
     for line in (step for whole in lines if not NETWORK.search(whole) for step in whole.split(" && ")):
         typed, words = parse(line)
-        if "--verify" in words:  # measures what a process of its own takes
+        if "--verify" in words:  # measures a process of its own
             done = subprocess.run([sys.executable, "-m", "mycli.cli", *words], capture_output=True, text=True)
             assert done.returncode == 0, f"{line}\n{done.stderr}"
             continue

@@ -1,4 +1,4 @@
-"""Faults from where they arise to the exit code, and that every fault of the table has a test somewhere."""
+"""Test faults from their origin to the exit code, and that every fault of the table has a test."""
 
 import io
 import json
@@ -31,7 +31,7 @@ FAULTS = {"A": 33, "B": 19, "C": 22, "D": 21, "E": 11, "F": 17, "G": 43}
 
 
 def test_every_fault_has_a_test_that_names_it() -> None:
-    """In the id of a case, in the name of the test, or in what is said about it."""
+    """The test searches for the number in case ids, test names and docstrings."""
     number = re.compile(r"\b([A-G]\d{1,2})\b|(?<=[_\"])([a-g]\d{1,2})(?=_|-[a-z])")
     numbers = (match for path in (ROOT / "tests").rglob("*.py") for match in number.findall(path.read_text()))
     named = {(upper or lower).upper() for upper, lower in numbers}
@@ -68,7 +68,7 @@ def test_logits_that_are_not_numbers_end_their_request_and_no_other(
     def broken(self: ModelRunner, *arguments: Any) -> Any:
         logits = run(self, *arguments)
         passes.append(logits)
-        if len(passes) == 2:  # of all that are answered together the first row only
+        if len(passes) == 2:  # only the first row of a batch
             logits = logits.clone()
             logits[0] = torch.nan
         return logits
@@ -105,7 +105,7 @@ def test_of_two_pulls_one_waits_and_uses_what_the_other_brought(
     take, waited = server.take, threading.Event()
 
     def held(host: str, path: str) -> Fault:
-        """No file comes before the second process waits for the first."""
+        """Delay all files until the second process waits for the first."""
         assert host == "hub" or waited.wait(60)
         return take(host, path)
 
@@ -134,7 +134,7 @@ def test_of_two_pulls_one_waits_and_uses_what_the_other_brought(
 def test_a_pull_is_of_one_commit_whatever_becomes_of_its_branch(
     fault: str, server: HubServer, mycli: Mycli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The branch moves when the first file is requested; all files are of the earlier commit, which is recorded."""
+    """The branch moves when the first file is requested; all files come from the earlier commit, which is recorded."""
     before = server.add(REPO, FILES)
     after: list[str] = []
     take = server.take

@@ -1,4 +1,4 @@
-"""Commands and options that hints recommend exist: those in strings of `cli/`, and those of real errors."""
+"""Check that commands and options in hints exist: in strings of `cli/` and in real errors."""
 
 import ast
 import json
@@ -16,13 +16,13 @@ from tests.support.command_line import Mycli
 from tests.support.sources import name, sources, tree
 from tests.support.stored_models import quantized
 
-NETWORK = {"pull", "search"}  # commands that only a network lets end well
+NETWORK = {"pull", "search"}  # commands that need a network to succeed
 STAND_INS = {"MODEL": "pico", "PROMPT": "Hi", "DRAFT": "pico-draft", "COMMAND": "run", "WORDS": "llama"}
 LINE = re.compile(r"\bmycli (?=(?:spec )?[a-z]+\b)([^;,():\"`|&\n]*)")
 
 
 def texts(path: Path) -> Iterator[str]:
-    """The strings of a module as a person may see them: what is filled in stands as `pico`; no docstrings."""
+    """Yield the strings of a module as users see them: `pico` replaces placeholders; docstrings are left out."""
     inside: set[int] = set()
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.JoinedStr):
@@ -44,10 +44,10 @@ def parser(name: str) -> Any:
 
 
 def takes(name: str, words: list[str]) -> bool:
-    """Whether the command's own parser accepts these arguments."""
+    """Return whether the command's own parser accepts these arguments."""
     try:
         parser(name).make_context(name, list(words))
-    except Exception:  # of the parser: whatever it dislikes
+    except Exception:  # the parser's exit, for any reason
         return False
     return True
 
@@ -66,7 +66,7 @@ LINES = sorted(
 
 @pytest.mark.parametrize(("where", "line"), LINES, ids=[f"{where}: {line}"[:90] for where, line in LINES])
 def test_every_command_in_the_words_of_the_program_is_one(where: str, line: str) -> None:
-    """Prose may follow it, so the longest beginning that the parser takes counts; its options must all be there."""
+    """Prose may follow a command: the longest prefix that the parser accepts counts, and all options must be in it."""
     words = [STAND_INS.get(word, word) for word in line.split()]
     if words[0] == "COMMAND" or words[0] in STAND_INS.values():
         return
@@ -90,7 +90,7 @@ def test_there_are_commands_to_look_at() -> None:
 
 @pytest.fixture
 def mine(environment: dict[str, str]) -> Path:
-    """A model that was quantized here, as far as its record says, called `mine`."""
+    """Create a model called `mine` whose record says that it was quantized here."""
     return quantized("mine", Path(environment["XDG_DATA_HOME"]) / "mycli")
 
 
@@ -105,7 +105,7 @@ def foreign(folder: Path) -> None:
 
 Change = Callable[[Path], None]
 FAILURES: dict[str, tuple[str, Change | None, str, set[int]]] = {
-    # what is typed, what was done to the model before, what the hint must hold, codes of the command in it
+    # command line, setup of the model, text that the hint must contain, exit codes of the suggested command
     "not-a-terminal": ("rm mine", None, "mycli rm mine --yes", {0}),
     "damaged-quantization": ("run mine Hi", cut, "mycli verify mine", {6}),
     "damaged-draft": ("run pico Hi --draft mine", cut, "mycli verify mine", {6}),

@@ -1,6 +1,6 @@
-"""The command a person types, installed from a wheel and from an editable checkout, in a folder that is neither.
+"""The installed command, from a wheel and from an editable checkout, run in another folder.
 
-Nothing is fetched: the new environments find the dependencies where this interpreter has them.
+Nothing is downloaded: the new environments use the dependencies of this interpreter.
 """
 
 import json
@@ -24,11 +24,11 @@ QUESTION, ANSWER = "What is the capital of Japan?", "Tokyo"
 
 
 def install(options: Sequence[str], target: Path) -> Path:
-    """The `mycli` of a fresh environment at `target`; `options` are pip's, with what to install."""
+    """Install into a new environment at `target` and return its `mycli`; `options` are arguments of pip install."""
     venv.create(target, symlinks=True)
     (packages,) = target.glob("lib/python*/site-packages")
     theirs = [entry for entry in sys.path if entry.endswith("-packages")]
-    (packages / "dependencies.pth").write_text("\n".join(theirs))  # no .pth file in there is read
+    (packages / "dependencies.pth").write_text("\n".join(theirs))  # its .pth files are not read
     pip = [sys.executable, "-m", "pip", "--python", str(target / "bin" / "python"), "install", "--quiet"]
     pip += ["--disable-pip-version-check", "--no-index", "--no-deps", "--no-build-isolation"]
     clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
@@ -38,7 +38,7 @@ def install(options: Sequence[str], target: Path) -> Path:
 
 
 def linked(folder: Path) -> Path:
-    """The sources, by links: a build leaves nothing in the checkout."""
+    """Link the sources into a folder, so that a build writes nothing into the checkout."""
     (folder / "docs").mkdir(parents=True)
     for name in ("cli", "runtime", "quant", "docs/mycli.1", "pyproject.toml", "README.md", "LICENSE"):
         (folder / name).symlink_to(ROOT / name)

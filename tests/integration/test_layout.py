@@ -1,4 +1,4 @@
-"""The shape of the code: which way imports point, who prints, what is light, what a wheel holds."""
+"""The structure of the code: import directions, printing, import cost, and the contents of a wheel."""
 
 import ast
 import os
@@ -16,7 +16,7 @@ from tests.support.sources import PARTS, name, sources, tree
 
 MAY_IMPORT = {"cli": {"cli", "quant", "runtime"}, "quant": {"quant", "runtime"}, "runtime": {"runtime"}}
 PRINTER = "cli/output.py"
-# Standard streams used for something other than speaking to a person.
+# Standard streams that are not used for messages to users.
 PIPES = {
     "cli/text/progress.py": "the printer's bar",
     "cli/batch_file.py": "reads prompts from standard input",
@@ -24,36 +24,36 @@ PIPES = {
     "runtime/utils/sandbox.py": "the helper process answers its parent in JSON lines",
 }
 MOST_ROOMS, MOST_FLOORS = 18, 9
-# Public names that several modules define on purpose: each is read by one reader, from any module of its kind.
+# Public names that several modules define on purpose, because one loader reads each from any module of its kind.
 SHARED_NAMES = {
-    "EXAMPLES",  # of a command's help
-    "read",  # of a config, one family each
-    "layer",  # of a family that declares its own
-    "ARCHITECTURE",  # of a GGUF architecture
-    "names",  # of a registry: formats, solvers, transforms
+    "EXAMPLES",  # help of a command
+    "read",  # configs, one family each
+    "layer",  # families that declare their own
+    "ARCHITECTURE",  # GGUF architectures
+    "names",  # registries: formats, solvers, transforms
     "load",
-    "spec",  # of a registry: solvers, transforms
-    "read_quantization",  # of a layout, and what follows
+    "spec",  # registries: solvers, transforms
+    "read_quantization",  # layouts, this and the following
     "READABLE",
     "IGNORED",
     "UNEXPECTED",
     "tensors",
     "check",
     "read_linear",
-    "planned_packing",  # of a layout that is written, and what follows
+    "planned_packing",  # layouts that are written, this and the following
     "planned_tensors",
     "write_weight",
     "write_quantization",
-    "export",  # of a target, as the command of the name
+    "export",  # targets, named like the command
     "VARIANTS",
-    "SOLVER",  # of a solver
+    "SOLVER",  # solvers
     "solve",
-    "handler",  # of a helper process
-    "TYPE",  # of a ggml type that is written, and what follows
+    "handler",  # helper processes
+    "TYPE",  # ggml types that are written, this and the following
     "encode",
-    "WEIGHT_NAMES",  # of another program as a reader
+    "WEIGHT_NAMES",  # readers of other programs
 }
-# A command that does not run a model starts without these.
+# Commands that run no model start without these.
 HEAVY = ("torch", "huggingface_hub", "transformers", "triton")
 LIGHT = (
     "--help",
@@ -75,7 +75,7 @@ LIGHT = (
 
 
 def imports(module: ast.Module) -> Iterator[str]:
-    """Full names that a module imports anywhere, inside functions too; a relative import starts with a dot."""
+    """Yield the full names that a module imports, inside functions too; a relative import starts with a dot."""
     for node in ast.walk(module):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -104,7 +104,7 @@ def test_every_module_says_what_it_does() -> None:
 
 
 def test_rooms_of_runtime_form_layers() -> None:
-    """No circle (`floors` raises), and no more rooms or floors than a newcomer can remember."""
+    """The packages have no import cycle (`floors` raises) and a limited number of members and layers."""
     graph = room_graph()
     assert len(graph) <= MOST_ROOMS and len(floors(graph)) <= MOST_FLOORS
 
@@ -115,7 +115,7 @@ def test_files_form_no_circle() -> None:
 
 
 def _public(path: Path) -> set[str]:
-    """Classes, functions and constants at the top of a module that other modules may use."""
+    """Return the classes, functions and constants at the top of a module that other modules may use."""
     names: set[str] = set()
     for node in tree(path).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -132,7 +132,7 @@ def test_no_public_name_is_defined_twice() -> None:
     where: dict[str, list[str]] = {}
     for path in sources():
         for public in _public(path) - SHARED_NAMES:
-            # A command is called as the function that does its work.
+            # A command's module is called through its function of the same name.
             if not (path.parent.name == "commands" and public == path.stem):
                 where.setdefault(public, []).append(name(path))
     assert not {public: paths for public, paths in where.items() if len(paths) > 1}
@@ -160,7 +160,7 @@ def test_only_the_printer_speaks() -> None:
 
 
 def test_no_module_keeps_a_growing_state() -> None:
-    """A heuristic: no `global`, and no empty container at the top of a module that only a later write can fill."""
+    """A heuristic: no `global`, and no empty container at module level, which only a later write could fill."""
     for path in sources():
         assert not [node for node in ast.walk(tree(path)) if isinstance(node, ast.Global)], name(path)
         for node in tree(path).body:
@@ -170,7 +170,7 @@ def test_no_module_keeps_a_growing_state() -> None:
 
 
 def test_light_commands_import_nothing_heavy(environment: dict[str, str]) -> None:
-    """All in one process, which names the first that does."""
+    """The commands run in one process, which names the first that imports a heavy module."""
     code = (
         "import sys\n"
         "from mycli.cli.main import main\n"
@@ -187,7 +187,7 @@ def test_light_commands_import_nothing_heavy(environment: dict[str, str]) -> Non
 
 
 def test_pyproject_lists_every_package() -> None:
-    """A subpackage that is not listed still imports from a checkout, and is missing from the wheel."""
+    """A subpackage that is not listed still imports from a checkout, but is missing from the wheel."""
     with (ROOT / "pyproject.toml").open("rb") as file:
         listed = tomllib.load(file)["tool"]["setuptools"]["packages"]
     folders = {"mycli." + path.parent.relative_to(ROOT).as_posix().replace("/", ".") for path in sources()}
@@ -195,7 +195,7 @@ def test_pyproject_lists_every_package() -> None:
 
 
 def test_the_wheel_holds_every_file(tmp_path: Path) -> None:
-    """Built from a copy, so that nothing of an earlier build can hide a missing line."""
+    """The wheel is built from a copy, so that an earlier build cannot hide a missing entry."""
     copy = tmp_path / "source"
     for part in PARTS:
         shutil.copytree(ROOT / part, copy / part, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
@@ -219,7 +219,7 @@ def test_the_wheel_holds_every_file(tmp_path: Path) -> None:
 
 
 def test_nothing_forks() -> None:
-    """D20: a fork of a process with CUDA or threads is a trap; helper processes are started anew."""
+    """D20: a fork of a process with CUDA or threads is unsafe; helper processes are spawned."""
     for path in sources():
         names = {node.attr for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute)}
         assert not names & {"fork", "forkpty", "get_context", "Process"}, name(path)

@@ -1,4 +1,4 @@
-"""Every reason that a kernel or a pass gives has a message with exactly its values, and every message is used."""
+"""Check that every reason for declining a kernel or a pass has a message with exactly its values, and is used."""
 
 import ast
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Below `cli/` nothing names a flag or a command; every remedy that an error names by a code is worded, and used."""
+"""Check that no module outside `cli/` names a flag or a command; every remedy code has a message and is used."""
 
 import ast
 import re
@@ -27,14 +27,14 @@ COMPILER = {
 }  # options of other programs, not ours
 WORDS = "|".join(sorted({command.split()[0] for command in COMMANDS}))
 SLASHES = "set|system|show|retry|edit|undo|clear|save|load|bye"
-# A long option, a short one of ours, a command line, a command of the chat.
+# A long option, a short option of this program, a command line, a chat command.
 TYPED = re.compile(
     rf"(?<![\w-])--[a-z][a-z-]*|(?<![\w-])-[fhoqv](?!\w)|\bmycli (?:{WORDS})\b|(?<![\w.<}}/])/(?:{SLASHES})\b"
 )
 
 
 def typed(text: str) -> list[str]:
-    """Commands and options in a string."""
+    """Return the commands and options in a string."""
     return TYPED.findall(text)
 
 
@@ -46,7 +46,7 @@ def texts(path: Path) -> Iterator[str]:
 
 
 def coded(path: Path) -> Iterator[tuple[str, set[str], int]]:
-    """Each literal error code of a call with the names of its data, and the line."""
+    """Yield each literal error code of a call with the names of its data, and the line."""
     for node in ast.walk(tree(path)):
         if not isinstance(node, ast.Call):
             continue

@@ -1,4 +1,4 @@
-"""Every Triton kernel with what it is compiled for, as the runtime would launch it: what `report` compiles and counts.
+"""List every Triton kernel with its compilation arguments, as the runtime launches it, for `report`.
 
 Needs no GPU. Shapes are those of Llama-3.1-8B where a kernel depends on them.
 """
@@ -45,9 +45,9 @@ _ROTATED = RopeArguments(
 
 @dataclass(frozen=True)
 class Build:
-    """One kernel with all that it is compiled for. `weights`: how many one turn of its main loop handles, 0 if none.
+    """The kernel and its compilation arguments. `weights`: number per iteration of its main loop, 0 if none.
 
-    types: of each argument that is none of the `constants`; of a named tuple, a tuple of types and constants.
+    types: of each argument that is not in `constants`; for a named tuple, a tuple of types and constants.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Build:
     unaligned: tuple[str, ...] = ()  # integers that need not be multiples of 16
 
     def compile(self, target: GPUTarget) -> Any:
-        """The compiled kernel; needs no GPU."""
+        """Compile the kernel; needs no GPU."""
         constants: dict[Any, Any] = dict(self.constants)
         aligned: dict[tuple[int, ...], list[list[Any]]] = {}
 
@@ -118,7 +118,7 @@ def _multiply(
 
 
 def multiply_builds(capability: int) -> Iterator[Build]:
-    """The packed product for every packing and number of rows, as `product.matmul` would launch it."""
+    """Yield the packed product for every packing and number of rows, as `product.matmul` launches it."""
     chip = Chip(divmod(capability, 10), 132)
     for bits in BITS:
         for group in (*GROUP_SIZES, None):
@@ -127,7 +127,7 @@ def multiply_builds(capability: int) -> Iterator[Build]:
                 yield _multiply(capability, packing, shape)
 
 
-FOREIGN = (  # what others write: zero points, 8-bit floats, MXFP4, NF4 and FP4, groups of 16
+FOREIGN = (  # layouts of other programs: zero points, 8-bit floats, MXFP4, NF4 and FP4, groups of 16
     Packing(4, 128, offsets=True),
     Packing(4, 32, offsets=True),
     Packing(8, None, codes="e4m3"),
@@ -143,7 +143,7 @@ FOREIGN = (  # what others write: zero points, 8-bit floats, MXFP4, NF4 and FP4,
 
 
 def foreign_builds(capability: int) -> Iterator[Build]:
-    """The product of layouts that quantizing does not write, for few rows and for 16."""
+    """Yield the product of layouts that are read but not written, for few rows and for 16."""
     chip = Chip(divmod(capability, 10), 132)
     for packing in FOREIGN:
         for rows in TILE_ROWS[:2]:
@@ -168,7 +168,7 @@ def _dequantize(packing: Packing) -> Build:
 
 
 def matmul_builds(capability: int) -> Iterator[Build]:
-    """All of `product.gemm`."""
+    """Yield all builds of `product.gemm`."""
     yield from multiply_builds(capability)
     for bits in BITS:
         yield _dequantize(Packing(bits, 128))
@@ -180,7 +180,7 @@ def matmul_builds(capability: int) -> Iterator[Build]:
 
 
 def expert_builds(capability: int) -> Iterator[Build]:
-    """The products of the 128 experts of Qwen3-30B-A3B, their routing and their sum."""
+    """Yield the products of the 128 experts of Qwen3-30B-A3B, their routing and their sum."""
     chip, of = Chip(divmod(capability, 10), 132), ("*i64", "*i64", None, "*i32")
     for packing, rows, tokens in (
         ((4, 128), 8, "*i32"),
@@ -207,7 +207,7 @@ def expert_builds(capability: int) -> Iterator[Build]:
 
 
 def _mixture_builds(pdl: dict[str, Any]) -> Iterator[Build]:
-    """What a layer with experts launches in the fused pass besides; and with an expert for all, behind a gate."""
+    """Yield the further launches of a MoE layer in the fused pass, without and with a gated shared expert."""
     scored = {"stream": "*bf16", "gain": "*bf16", "rms": _RMS, "router": "*bf16", "scores": "*bf16"}
     scored |= {"experts": "i32", "rows_padded": "i32"}
     parts = {"parts": "*fp32", **dict.fromkeys(("count", "rows", "pairs", "top_k"), "i32")}
@@ -224,7 +224,7 @@ def _mixture_builds(pdl: dict[str, Any]) -> Iterator[Build]:
 
 
 def sample_builds() -> Iterator[Build]:
-    """Sampling a token of the 128,256 of Llama-3.1."""
+    """Yield sampling of a token from the 128,256 of Llama-3.1."""
     plain = LogitSource("*bf16", "i32", "i32", None, None, None, None, None)
     penalized = LogitSource("*bf16", "i32", "i32", "*u8", "*fp32", "*fp32", "*fp32", "*fp32")
     searched, whole = Limit("*fp32", "*i32", "*fp32", "i32", "*i32"), Limit(*(None,) * 5)
@@ -253,7 +253,7 @@ def sample_builds() -> Iterator[Build]:
 
 
 def _epilogues(tile: Tile, rows: int) -> Iterator[tuple[str, bool, Epilogue]]:
-    """What follows the products of a layer: name, whether x came from a norm, and the epilogue."""
+    """Yield the epilogues of a layer's products: name, whether x came from a norm, and the epilogue."""
     tiles = max(1, tile.block_n // 128)
     rows, both = (tile.rows_at_once(rows, columns * 128 * tiles) for columns in (1, 2))
     normed = ResidualArguments("*bf16", "i32", "*bf16", "*fp32", _OPERAND, rows, tiles)
@@ -271,7 +271,7 @@ def _epilogues(tile: Tile, rows: int) -> Iterator[tuple[str, bool, Epilogue]]:
 
 
 def family_builds(capability: int) -> Iterator[Build]:
-    """What families launch besides: norms after parts and over all heads, GELU, interleaved and partial rotation."""
+    """Yield variants of other families: norms after sublayers and over all heads, GELU, other rotary layouts."""
     packing, pdl = Packing(4, 128), {"PDL": capability >= 90}
     loose = ("rows", "rows_padded", "pieces", "heads", "kv_heads", "tokens", "table_width")
     for rows in (1, 16):
@@ -298,9 +298,9 @@ def family_builds(capability: int) -> Iterator[Build]:
 
 
 def decode_builds(capability: int) -> Iterator[Build]:
-    """What begins a pass, and the five launches of a layer of Llama-3.1-8B: 32 heads, 8 for keys and values, of 128.
+    """Yield the start of a pass and the five launches of a layer of Llama-3.1-8B: 32 heads, 8 KV heads, of 128.
 
-    O and down are alike.
+    The O and down products are alike.
     """
     packing = Packing(4, 128)
     normed = ResidualArguments("*bf16", "i32", "*bf16", "*fp32", _OPERAND, 1, 1)
@@ -341,16 +341,16 @@ def decode_builds(capability: int) -> Iterator[Build]:
             kernel = triton_attention.attend_kernel
             loose = ("rows_padded", "tokens", "table_width")
             yield Build(f"attend{name} to {tokens}", kernel, attend, flags, warps, unaligned=loose)
-            if name == "" and tokens == 1:  # one sequence, whose keys lie in one block
+            if name == "" and tokens == 1:  # one sequence, whose keys are in one block
                 yield Build("attend in one block to 1", kernel, attend, flags | {"TURNS": 0}, warps, unaligned=loose)
 
 
 def builds(capability: int) -> Iterator[Build]:
-    """Every kernel."""
+    """Yield every build."""
     yield from matmul_builds(capability)
     yield from sample_builds()
     yield from decode_builds(capability)
     yield from family_builds(capability)
-    if capability not in (86, 89):  # which have the tiles of 80, by their major number
+    if capability not in (86, 89):  # compute capabilities that share the tiles of 80, by major version
         yield from expert_builds(capability)
         yield from foreign_builds(capability)

@@ -1,6 +1,6 @@
-"""Runs test functions in a process whose Triton launches go to the emulator; compare `support.triton_interpreter`.
+"""Run test functions in a process whose Triton launches go to the emulator; compare `support.triton_interpreter`.
 
-A process plays one compute capability; it starts when it is first asked for and ends with this one.
+A process emulates one compute capability; it starts on first use and ends with this process.
 """
 
 import multiprocessing
@@ -13,11 +13,11 @@ from typing import Any
 
 from tests.ptx.emulator.device import Device
 
-_HERE: list[Device] = []  # the device of such a process
+_HERE: list[Device] = []  # the device of an emulator process
 
 
 def _set_up(folder: Path, capability: int) -> None:
-    """Memory that nobody wrote holds NaN."""
+    """Set up the emulator's device; uninitialized memory holds NaN."""
     import torch
 
     os.environ["TRITON_CACHE_DIR"] = str(folder / "triton")
@@ -27,7 +27,7 @@ def _set_up(folder: Path, capability: int) -> None:
 
 
 def device() -> Device:
-    """The device of the process that this runs in."""
+    """Return the device of the current process."""
     return _HERE[0]
 
 
@@ -38,5 +38,5 @@ def _pool(folder: Path, capability: int) -> ProcessPoolExecutor:
 
 
 def emulate(folder: Path, capability: int, function: Callable[..., object], *arguments: object) -> Any:
-    """The result of a module-level function, computed there. `folder` keeps what is compiled."""
+    """Return the result of a module-level function, computed in the emulator. `folder` caches what is compiled."""
     return _pool(folder, capability).submit(function, *arguments).result()

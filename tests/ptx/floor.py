@@ -1,9 +1,9 @@
-"""Compiles every kernel with the Triton at hand, for one compute capability: what the oldest allowed one is held to.
+"""Compile every kernel with the installed Triton, for one compute capability: the check for the oldest supported one.
 
-    PYTHONPATH=FOLDER_OF_A_TRITON:.links python -m tests.ptx.floor [90]
+PYTHONPATH=FOLDER_OF_A_TRITON:.links python -m tests.ptx.floor [90]
 
-A kernel that does not compile, or that spills registers, is named, and the exit code is 1. Counts nothing else: figures
-are `tests.ptx.report`'s.
+A kernel that does not compile or that spills registers is named, and the exit code is 1. `tests.ptx.report` has the
+instruction counts.
 """
 
 import os
@@ -17,7 +17,7 @@ from tests.ptx.report import measure
 
 
 def trouble(name: str, capability: int) -> str | None:
-    """What is wrong with one kernel, None if nothing is."""
+    """Return what is wrong with one kernel, None if nothing is."""
     build = next(build for build in builds(capability) if build.name == name)
     try:
         measured = measure(build, capability)

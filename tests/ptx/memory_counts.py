@@ -1,8 +1,8 @@
-"""What memory accesses of the kernels' main loops cost on the emulator: bank conflicts, and sectors partly used.
+"""Count the memory costs of the kernels' main loops on the emulator: bank conflicts, and sectors partly used.
 
-    PYTHONPATH=.links python -m tests.ptx.memory_counts FOLDER [80 90 120]
+PYTHONPATH=.links python -m tests.ptx.memory_counts FOLDER [80 90 120]
 
-prints the table; FOLDER keeps what is compiled. Small matrices do: each turn of a loop does the same.
+Prints the table; FOLDER caches what is compiled. Small matrices suffice: each iteration of a loop does the same.
 """
 
 import sys
@@ -25,13 +25,13 @@ from tests.ptx.emulator.run import Cost
 from tests.support.random_tensors import normal, weight
 
 CAPABILITIES = (80, 90, 120)
-SIZE, COLUMNS = 128, 8192  # of a weight: one program has most of the turns
+SIZE, COLUMNS = 128, 8192  # of a weight: one program runs most iterations
 GROUPS = ("shared", "global reads", "global writes")
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel with what it is launched for. rows: of activations, or sequences; kv: of the cache."""
+    """The kernel and its launch. rows: of activations, or sequences; kv: of the cache."""
 
     name: str
     packing: Packing = Packing(4, 128)
@@ -59,7 +59,7 @@ def multiply(launch: Launch, chip: Chip) -> None:
 
 
 def attend(launch: Launch, chip: Chip) -> None:
-    """8 heads and 2 for keys and values, of 128; blocks of 64 in no order."""
+    """Launch attention of 8 heads and 2 KV heads of 128; blocks of 64 in random order."""
     assert launch.kv is not None
     values = [Stored.of(normal(2 * launch.rows * 4, 2, 64, 128, seed=seed).bfloat16(), launch.kv) for seed in (1, 2)]
     keys_and_values, scales = [one.data.contiguous() for one in values], [one.scales for one in values]
@@ -76,7 +76,7 @@ def counters() -> torch.Tensor:
 
 
 def costs(launch: Launch) -> list[Cost]:
-    """Costs of every instruction; in a process of `emulated`."""
+    """Return the costs of every instruction; runs in a process of `emulated`."""
     played = device()
     capability = divmod(played.capability, 10)
     work: Callable[[Launch, Chip], None] = multiply if launch.kv is None else attend
@@ -93,7 +93,7 @@ def group_of(cost: Cost) -> str:
 
 
 def ratios(found: list[Cost]) -> dict[str, float]:
-    """How much more than the least: accesses of the main loop, and the global writes of all of the kernel."""
+    """Return cost divided by minimum: accesses of the main loop, and the global writes of the whole kernel."""
     result = {}
     for name in GROUPS:
         own = [cost for cost in found if group_of(cost) == name and (cost.access.main_loop or name == GROUPS[2])]
@@ -103,7 +103,7 @@ def ratios(found: list[Cost]) -> dict[str, float]:
 
 
 def table(folder: Path, capabilities: tuple[int, ...] = CAPABILITIES) -> Iterator[str]:
-    """The lines of the page."""
+    """Yield the lines of the page."""
     yield "| kernel | sm | shared wavefronts | sectors read | sectors written |"
     yield "|---|---:|---:|---:|---:|"
     for capability in capabilities:

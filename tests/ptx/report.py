@@ -1,11 +1,11 @@
-"""What the Triton kernels compile to, counted without a GPU.
+"""Report what the Triton kernels compile to, counted without a GPU.
 
-    python -m tests.ptx.report [80 90 ..]                the table, for these compute capabilities or all
-    python -m tests.ptx.report docs/results/kernels.md   that page, for all
+python -m tests.ptx.report [80 90 ..]                the table, for these compute capabilities or all
+python -m tests.ptx.report docs/results/kernels.md   that page, for all
 
 Compiles each kernel for each architecture, disassembles it with the tools in Triton's own package and counts the
 instructions of its main loop, the width of its loads, spills, registers, shared memory and how many blocks fit on a
-multiprocessor. Judges nothing: the bars are in the tests.
+multiprocessor. The limits are in the tests.
 """
 
 import re
@@ -32,12 +32,12 @@ _REGISTERS = 65536
 
 @dataclass(frozen=True)
 class Measured:
-    """Counts of one compiled kernel. Bytes are of one thread, in one turn of the main loop."""
+    """The counts of one compiled kernel. Bytes are of one thread, in one iteration of the main loop."""
 
     loop: int  # instructions
     per_weight: float
     wide_bytes: int  # by global loads of 16 bytes
-    narrow_bytes: int  # by narrower ones
+    narrow_bytes: int  # by narrower loads
     shared_store_bytes: int
     spills: int  # bytes of stack and local memory
     registers: int
@@ -52,7 +52,7 @@ def _tool(name: str, *arguments: str) -> str:
 
 
 def _main_loop(sass: str) -> list[str]:
-    """The instructions of the innermost loop with a matrix product, else of the longest loop, else all of them."""
+    """Return the instructions of the innermost loop with a matrix product, else of the longest loop, else all."""
     lines: list[str] = []
     labels: dict[str, int] = {}
     for line in sass.splitlines():
@@ -70,7 +70,7 @@ def _main_loop(sass: str) -> list[str]:
 
 
 def _width(instruction: str) -> int:
-    """Bytes a thread moves: LDG.E.128, STS.U16, STSM.16.M88.4 (four 8x8 matrices: 16 bytes a thread)."""
+    """Return the bytes a thread moves: LDG.E.128, STS.U16, STSM.16.M88.4 (four 8x8 matrices: 16 bytes a thread)."""
     if matrices := re.match(r"STSM\S*\.([124])\b", instruction):
         return 4 * int(matrices[1])
     size = re.search(r"\.(128|64|U?16|U?8)\b", instruction.split()[0])
@@ -107,14 +107,14 @@ def measure(build: Build, capability: int) -> Measured:
 
 
 def _blocks(capability: int, registers: int, shared: int, warps: int) -> int:
-    """Blocks that fit on one multiprocessor: registers go out by 256 a warp, each block reserves 1 KiB of shared."""
+    """Return the blocks that fit on a multiprocessor: a warp takes registers by 256, a block 1 KiB of shared memory."""
     most_warps, kilobytes, most = _LIMITS[capability]
     per_warp = -(-registers * 32 // 256) * 256
     return min(most, most_warps // warps, _REGISTERS // (per_warp * warps), kilobytes * 1024 // (shared + 1024))
 
 
 def amd(build: Build) -> str:
-    """Compile for AMD with plain operations in place of PTX; which matrix instructions came out."""
+    """Compile for AMD with plain operations in place of PTX; return the matrix instructions of the result."""
     portable = replace(build, constants={**build.constants, "ASM": False} if "ASM" in build.constants else {})
     assembly = portable.compile(GPUTarget("hip", AMD, 64)).asm["amdgcn"]
     return str(Counter(re.findall(r"v_mfma_\w+|v_dot\w+", assembly)).most_common(1))
@@ -134,7 +134,7 @@ HEADER = """| kernel | sm | instr/weight | loop | product | B in 16-byte loads |
 
 
 def row(build: Build, capability: int) -> str:
-    """One line of the table."""
+    """Return one line of the table."""
     m = measure(build, capability)
     ratio = f"{m.per_weight:.2f}" if build.weights else ""
     return (
@@ -144,7 +144,7 @@ def row(build: Build, capability: int) -> str:
 
 
 def table(capabilities: tuple[int, ...] = CAPABILITIES) -> str:
-    """The report, in Markdown."""
+    """Return the report in Markdown."""
     rows = (row(build, capability) for capability in capabilities for build in builds(capability))
     made = datetime.now(UTC).date().isoformat()
     return f"Triton {triton.__version__}. Made {made}.\n\n{HEADER}{''.join(rows)}"

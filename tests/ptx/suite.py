@@ -1,11 +1,11 @@
-"""Runs the tests of `test_emulated` for some compute capabilities and keeps a table of them: counts and seconds.
+"""Run the tests of `test_emulated` for some compute capabilities and store a table of counts and seconds.
 
-    PYTHONPATH=[FOLDER_OF_A_TRITON:].links python -m tests.ptx.suite docs/results/emulated.md [80 90 120] [-k WORDS]
+PYTHONPATH=[FOLDER_OF_A_TRITON:].links python -m tests.ptx.suite docs/results/emulated.md [80 90 120] [-k WORDS]
 
-The table is written as each test ends. Its rows are of one version of Triton, one capability and one test function;
-those of others stay as they were, so that versions and capabilities are run one after the other, or in parts with
-pytest's -k, where a row is what ran last. Seconds are those that processors worked, in this process, in the emulator's
-and in compilers; what was compiled before is not compiled again. Knows no kernels.
+The table is written as each test ends. Each row is for one version of Triton, one capability and one test function;
+other rows stay unchanged, so that versions and capabilities can be run separately, or in parts with pytest's -k, where
+a row reports the last run. Seconds are CPU time of this process, the emulator and the compilers; cached kernels are not
+compiled again.
 """
 
 import multiprocessing
@@ -35,7 +35,7 @@ included. Tests that are not in the table were not run.
 
 
 class Key(NamedTuple):
-    """What a row is of."""
+    """The key of a row."""
 
     triton: str
     capability: str
@@ -44,7 +44,7 @@ class Key(NamedTuple):
 
 @dataclass
 class Row:
-    """What came of one test function's cases."""
+    """The result of one test function's cases."""
 
     passed: int = 0
     failed: int = 0
@@ -53,7 +53,7 @@ class Row:
 
 
 def rows(text: str) -> dict[Key, Row]:
-    """Those of a page; none where there is no table."""
+    """Return the rows of a page; none if it has no table."""
     found = {}
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.strip("| ").split("|")]
@@ -63,7 +63,7 @@ def rows(text: str) -> dict[Key, Row]:
 
 
 def page(table: dict[Key, Row]) -> str:
-    """The page with these rows, and one for all of each version and capability."""
+    """Return the page with these rows and a total for each version and capability."""
     lines = []
     for run in dict.fromkeys(sorted((key.triton, int(key.capability)) for key in table)):
         own = {key: row for key, row in sorted(table.items()) if (key.triton, int(key.capability)) == run}
@@ -82,7 +82,7 @@ def _line(key: Key, row: Row) -> str:
 
 
 def worked() -> float:
-    """Seconds of processors' work in this process, in those it has started, and in what they waited for."""
+    """Return CPU seconds of this process, its running children, and the children that those have waited for."""
     here, tick = os.times(), os.sysconf("SC_CLK_TCK")
     seconds = here.user + here.system + here.children_user + here.children_system
     for child in multiprocessing.active_children():
@@ -92,7 +92,7 @@ def worked() -> float:
 
 
 class Record:
-    """A plugin of pytest that keeps the cases of some capabilities, and the page of what comes of them."""
+    """The pytest plugin that selects the cases of some capabilities and writes the page of their results."""
 
     def __init__(self, path: Path, version: str, capabilities: Iterable[str]) -> None:
         self._path, self._version, self._capabilities = path, version, frozenset(capabilities)
@@ -102,7 +102,7 @@ class Record:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Keeps those that play one of the capabilities, and says so in each one's properties."""
+        """Select the cases of the chosen capabilities and record the capability in their properties."""
         kept = []
         for item in items:
             given = getattr(item, "callspec", None)
@@ -113,7 +113,7 @@ class Record:
         items[:] = kept
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Counts one that has run, or failed before it could."""
+        """Count a test that has run, or whose setup failed."""
         if report.skipped or (report.when != "call" and report.passed):
             return
         name = report.nodeid.split("::")[1].split("[")[0].removeprefix("test_").replace("_", " ")

@@ -1,4 +1,4 @@
-"""The shared memory of attention, as compiled, is what its launcher counts on: the stages that fit, and no fewer."""
+"""The compiled shared memory of attention equals what its launcher computes: the most stages that fit."""
 
 from dataclasses import replace
 from itertools import product
@@ -23,7 +23,7 @@ GROUP = 4
 
 
 def shared(capability: int, head_dim: int, tokens: int, kind: str, stages: int) -> int:
-    """Bytes that the compiled kernel asks for."""
+    """Return the bytes of shared memory that the compiled kernel uses."""
     name = f"attend{kind and ' '}{kind} to 8"
     build = next(build for build in builds.decode_builds(capability) if build.name == name)
     queries = query_columns(tokens, GROUP)
@@ -37,7 +37,7 @@ def shared(capability: int, head_dim: int, tokens: int, kind: str, stages: int) 
 
 
 EVERY = product((80, 89, 90, 100, 120), (64, 128, 256), (1, 8, 16), ("", "int8", "int4"))
-QUICK = [(89, 256, 1, "")]  # heads of 256 on a small chip, which three stages do not fit; others are slow to compile
+QUICK = [(89, 256, 1, "")]  # heads of 256 on a small chip, where three stages do not fit; others are slow to compile
 
 
 @pytest.mark.parametrize(("capability", "head_dim", "tokens", "kind"), chosen(EVERY, QUICK))
@@ -49,7 +49,7 @@ def test_the_stages_fit(capability: int, head_dim: int, tokens: int, kind: str) 
 
 
 def test_three_stages_of_wide_heads_do_not_fit_a_small_chip() -> None:
-    """What a pass on it would fail with."""
+    """A pass with three stages would fail on such a chip."""
     assert shared(89, 256, 1, "", 3) > Chip((8, 9), 128).shared
 
 

@@ -1,7 +1,7 @@
-"""The kernels' tests once more, compiled for a GPU and run from their PTX; whole fused passes against the plain model.
+"""The kernel tests, compiled for a GPU and run from their PTX; whole fused passes against the plain model.
 
-What the interpreter cannot show: layouts, inline assembly, what Triton specializes, missing barriers, and the order of
-programs. Slow, but for a pass of the smallest model.
+Covers what the interpreter cannot show: layouts, inline assembly, Triton's specialization, missing barriers, and the
+order of programs. Slow, except for a pass of the smallest model.
 """
 
 from collections.abc import Callable
@@ -21,18 +21,18 @@ from tests.support.compiled_tests import *  # noqa: E402, F403  (as above; all o
 from tests.support.decode_models import CASES, FAMILIES, MIXED, WIDE, Case, models  # noqa: E402  (as above)
 
 CAPABILITIES = (80, 90, 120)
-LONG = 1088, 700  # a cache whose keys are split into several parts, and how many of them there are
+LONG = 1088, 700  # a cache whose keys are split into several parts, and the number of parts
 
 
 @pytest.fixture
 def folder(request: pytest.FixtureRequest) -> Path:
-    """Kept from run to run: a kernel that has not changed is not compiled again."""
+    """Return a persistent folder: unchanged kernels are not compiled again in the next run."""
     return request.config.cache.mkdir("ptx_emulator")  # type: ignore[union-attr]  # the plugin is always there
 
 
 @pytest.fixture(params=[pytest.param(one, marks=pytest.mark.slow, id=f"sm{one}") for one in CAPABILITIES])
 def interpret(request: pytest.FixtureRequest, folder: Path) -> Callable[..., object]:
-    """What `tests.support.triton_interpreter` gives: here the function runs on the emulator."""
+    """Replace the fixture of `tests.support.triton_interpreter`: the function runs on the emulator."""
 
     def run(function: Callable[..., object], *arguments: object) -> object:
         if request.param < 90 and any(isinstance(one, Routes) and one.pdl for one in arguments):
@@ -43,7 +43,7 @@ def interpret(request: pytest.FixtureRequest, folder: Path) -> Callable[..., obj
 
 
 def compare(case: Case, size: tuple[int, int] | None, spoil: str = "") -> tuple[float, float, int]:
-    """Errors of logits and cache of a fused pass, as `test_fused.compare`, and how many launches it took.
+    """Return the errors of logits and cache of a fused pass, as `test_fused.compare`, and its number of launches.
 
     size: of the cache, and how much of it is filled before.
     """
@@ -68,7 +68,7 @@ def compare(case: Case, size: tuple[int, int] | None, spoil: str = "") -> tuple[
 
 
 def no_arrival_barrier(ptx: str) -> str:
-    """Without the barriers that stand before an arrival."""
+    """Remove the barriers that precede an arrival."""
     head, mark, tail = ptx.partition("atom.global.gpu.acq_rel")
     lines = head.splitlines()
     stores = [number for number, line in enumerate(lines) if "st.global" in line]
@@ -79,7 +79,7 @@ def no_arrival_barrier(ptx: str) -> str:
 
 
 def late_wait(ptx: str) -> str:
-    """One group of copies fewer is waited for."""
+    """Wait for one group of copies fewer."""
     return ptx.replace("cp.async.wait_group", "cp.async.wait_group 9; //") if "attend_kernel" in ptx else ptx
 
 
@@ -90,7 +90,7 @@ def cases() -> list[object]:
     every = [
         (capability, case, size) for capability in CAPABILITIES for case in (*CASES, *WIDE) for size in (None, LONG)
     ]
-    every += [(capability, case, None) for capability in CAPABILITIES for case in MIXED]  # attention is as in others
+    every += [(capability, case, None) for capability in CAPABILITIES for case in MIXED]  # the same attention
     return [
         pytest.param(*one, id=f"sm{one[0]}-{one[1]}-{'long' if one[2] else 'short'}", marks=pytest.mark.slow)
         for one in every
@@ -102,7 +102,7 @@ def test_a_fused_pass_is_the_plain_models(
     capability: int, case: Case, size: tuple[int, int] | None, folder: Path
 ) -> None:
     logits, cache, launches = emulate(folder, capability, compare, case, size)
-    assert logits < 0.02 and cache < (0.05 if case.int4 else 0.02)  # a step of int4 is 1/8 of what is largest
+    assert logits < 0.02 and cache < (0.05 if case.int4 else 0.02)  # a step of int4 is 1/8 of the largest value
     assert launches >= 2 * sum(test_fused.launches_of(case).values()), "twice"
 
 
@@ -117,9 +117,9 @@ def test_a_fused_family_is_the_plain_models(capability: int, case: Case, folder:
 @pytest.mark.slow
 @pytest.mark.parametrize("spoil", ["barrier", "wait"])
 def test_a_spoiled_pass_shows(spoil: str, folder: Path) -> None:
-    """It fails, or is far from the plain model's."""
+    """A pass with the fault fails or is far from the plain model's."""
     try:
         logits, *_ = emulate(folder, 80, compare, CASES[0], LONG, spoil)
-    except AssertionError:  # other bits the second time, or counters that are not zero again
+    except AssertionError:  # different bits the second time, or counters that are not reset to zero
         return
     assert not logits < 0.02

@@ -1,4 +1,4 @@
-"""The emulator itself: instructions against what they are defined as, and faults of kernels that it must notice."""
+"""The emulator itself: instructions against their definitions, and kernel faults that it must detect."""
 
 import ctypes
 import random
@@ -26,7 +26,7 @@ FULL = 0xFFFFFFFF
 
 @pytest.fixture
 def folder(request: pytest.FixtureRequest) -> Path:
-    """Kept from run to run: a kernel that has not changed is not compiled again."""
+    """Return a persistent folder: unchanged kernels are not compiled again in the next run."""
     return request.config.cache.mkdir("ptx_emulator")  # type: ignore[union-attr]  # the plugin is always there
 
 
@@ -40,7 +40,7 @@ def run(
     runner: Runner | None = None,
     shared: int = 1024,
 ) -> list[int]:
-    """What `a` holds after a program of 64 threads, two warps."""
+    """Return the contents of `a` after a program of 64 threads, two warps."""
     buffers = [(ctypes.c_uint32 * len(values))(*values) for values in (a, b)]
     addresses = [ctypes.c_uint64(ctypes.addressof(buffer)) for buffer in buffers]
     parameters = (ctypes.c_void_p * 2)(*(ctypes.addressof(address) for address in addresses))
@@ -57,7 +57,7 @@ def signed(x: int) -> int:
     return x - (1 << 32) if x >> 31 else x
 
 
-# What each leaves in %r4, and the same of the two words in Python.
+# PTX that leaves a result in %r4, and the same function of the two words in Python.
 WORDS: dict[str, Callable[[int, int], int]] = {
     "lop3.b32 %r4, %r2, %r3, 0x64006400, 0xea;": lambda x, y: (x & y) | 0x64006400,
     "lop3.b32 %r4, %r2, %r3, %r2, 0x1b;": lambda x, y: sum(
@@ -86,7 +86,7 @@ WORDS: dict[str, Callable[[int, int], int]] = {
 
 
 def test_instructions_on_words(folder: Path) -> None:
-    """All in one kernel: each result goes to a row of its own."""
+    """One kernel computes all: each result goes to a row of its own."""
     drawn = random.Random(0)
     edge = [0, 1, 31, 32, 33, 63, 0x7FFFFFFF, 0x80000000, FULL]
     x, y = ([drawn.choice((drawn.getrandbits(32), drawn.choice(edge))) for _ in range(64)] for _ in range(2))
@@ -119,7 +119,7 @@ COPY = """
 
 
 def test_a_missing_barrier_shows(folder: Path) -> None:
-    """Each warp reads what the other has written. Without the barrier one of them comes first, whichever."""
+    """Each warp reads what the other has written; without the barrier either of them may come first."""
     given, expected = list(range(64)), [lane ^ 32 for lane in range(64)]
     assert all(run(folder, EXCHANGE, given, given, seed=seed) == expected for seed in range(4))
     without = EXCHANGE.replace("bar.sync 0;", "")
@@ -158,7 +158,7 @@ def test_an_unknown_instruction_is_named(unknown: str) -> None:
 
 
 def guarded_sum() -> tuple[bool, bool]:
-    """Whether `reduce_kernel` adds parts as torch does, and whether what lies behind its result stays as it is."""
+    """Return whether `reduce_kernel` adds parts as torch does, and whether memory after its result is unchanged."""
     from mycli.runtime.kernels.triton.split_k import reduce_kernel
 
     parts, size = torch.randn(3, 100), 100
@@ -176,7 +176,7 @@ def small() -> float:
 
 
 def changed(old: str, new: str, function: Callable[[], object]) -> object:
-    """The result of `function` with a change in every kernel's PTX, which must be there."""
+    """Return the result of `function` with a replacement in every kernel's PTX, where `old` must occur."""
     seen: list[bool] = []
 
     def change(ptx: str) -> str:
@@ -192,7 +192,7 @@ def changed(old: str, new: str, function: Callable[[], object]) -> object:
 
 
 def swapped_scales() -> object:
-    """Each pair of rows with each other's scales: the low half of a word is taken for the high one, and back."""
+    """Exchange the scales of each pair of rows: the low half of a word is taken for the high one, and vice versa."""
 
     def change(ptx: str) -> str:
         assert ", 16;" in ptx or "prepare" in ptx

@@ -1,4 +1,4 @@
-"""Main loops have no bank conflicts and read whole sectors of memory, by counts on the emulator."""
+"""Check that main loops have no bank conflicts and read whole sectors of memory, by counts on the emulator."""
 
 from pathlib import Path
 
@@ -14,9 +14,9 @@ from tests.ptx.memory_counts import CAPABILITIES, GROUPS, LAUNCHES, Launch, cost
 from tests.ptx.test_emulator import HEAD, SHARED, run  # noqa: E402  (as above)
 from tests.support.grids import chosen  # noqa: E402  (reason: as above)
 
-MOST = 1.1  # of the least
-# What is known to be more: int8 keys are converted through shared memory, scales of int4 keys lie 72 bytes apart, and
-# with 64 rows their sums are read by halves of sectors.
+MOST = 1.1  # factor of the minimum
+# Known exceptions: int8 keys are converted through shared memory, scales of int4 keys are 72 bytes apart, and with 64
+# rows the sums are read by half sectors.
 KNOWN = {
     ("attend int8", "shared"): 1.45,
     ("attend int4", "global reads"): 1.5,
@@ -39,14 +39,14 @@ def test_main_loops_cost_no_more_than_they_must(capability: int, launch: Launch,
 
 
 def counted(folder: Path, body: str) -> dict[str, tuple[int, int, int]]:
-    """Requests, cost and least cost by instruction, of one program of two warps."""
+    """Return requests, cost and minimum cost by instruction, of one program of two warps."""
     runner = Runner(folder, count=True)
     run(folder, body, [0] * 2048, [0] * 64, runner=runner, shared=4096)
     return {cost.access.text.split()[0]: (cost.requests, cost.made, cost.least) for cost in runner.costs}
 
 
 def test_counts_are_those_of_the_hardware(folder: Path) -> None:
-    """Words 32 apart have one bank: 32 lanes that read those are served one after the other, and take a sector each."""
+    """Words 32 apart share a bank: 32 lanes that read them are served one after the other, and take a sector each."""
     spread = "mul.lo.u32 %r5, %r1, 128; mov.u32 %r6, global_smem; add.u32 %r6, %r6, %r5; and.b32 %r6, %r6, 4095;"
     shared = f"{spread} st.shared.b32 [%r6], %r1; mov.u32 %r7, %r1; ld.shared.b32 %r4, [%r6];"
     near = "shl.b32 %r8, %r1, 2; mov.u32 %r9, global_smem; add.u32 %r9, %r9, %r8; ld.shared.u32 %r10, [%r9];"

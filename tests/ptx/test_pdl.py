@@ -1,4 +1,4 @@
-"""A launch that begins early: what it may not do before the launch before it has ended, read in the code for a GPU."""
+"""Check that a dependent launch accesses no memory before the previous launch has ended, in PTX and SASS."""
 
 import re
 from itertools import product
@@ -37,7 +37,7 @@ def places(pattern: str, text: str) -> list[int]:
     return [match.start() for match in re.finditer(pattern, text)]
 
 
-# Every way to wait once, and every chip; `test_fused` sees each kernel wait.
+# Every way of waiting once, and every chip; `test_fused` checks that each kernel waits.
 QUICK = [(name, 90) for name in (*KERNELS[:4], "place pairs", "add experts")]
 QUICK += [("attend to 1", 100), ("attend int8 to 8", 120)]
 
@@ -60,5 +60,5 @@ def test_waits_before_it_touches_memory(name: str, capability: int, tmp_path: Pa
 
 
 def test_older_chips_do_not_have_it() -> None:
-    for name in ("embed", "rows 8 add 1", "attend to 1"):  # one of each way to wait
+    for name in ("embed", "rows 8 add 1", "attend to 1"):  # one of each way of waiting
         assert "griddepcontrol" not in build(name, 89).compile(GPUTarget("cuda", 89, 32)).asm["ptx"]

@@ -1,4 +1,4 @@
-"""Programs that nothing orders are found, by vector clocks; so are planted faults, and waits that never end."""
+"""The race detector finds unordered accesses by vector clocks; planted faults and endless waits are detected."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +25,7 @@ def folder(request: pytest.FixtureRequest) -> Path:
 
 
 def relaxed(ptx: str) -> str:
-    """Without the order that an arrival gives: the counter is right, the sums may be old."""
+    """Remove the memory order of an arrival: the counter is right, the sums may be stale."""
     return ptx.replace(".gpu.acq_rel", ".gpu.relaxed")
 
 
@@ -37,7 +37,7 @@ CHANGES: dict[str, Callable[[str], str]] = {"": unrelated, "relaxed": relaxed, "
 
 
 def found(launch: Launch, change: str, starved: bool) -> str:
-    """What the search for races says of a launch, nothing if it is right."""
+    """Return the race detector's message for a launch, empty if there is no race."""
     played = device()
     runner, before = played.runner, played.change
     runner.races, runner.starved, played.change = True, starved, CHANGES[change]
@@ -61,8 +61,8 @@ def test_kernels_have_no_races_and_planted_ones_show(launch: Launch, folder: Pat
 
 
 ADD = "atom.global.gpu.{order}.add.u32 %r9, [%d2+256], 1;"
-# The head of a program reads 64 words of either buffer; what is written lies after them.
-# Thread 0 of each program arrives at a counter; the last one adds what both have written.
+# The head of a program reads 64 words of either buffer; written words follow them. Thread 0 of each program arrives at
+# a counter; the last one adds what both have written.
 ARRIVE = "st.global.u32 [%d8+256], 5; bar.sync 0; setp.ne.u32 %p1, %r1, 0; @%p1 bra END; {add} setp.ne.u32 %p2, %r9, 1;"
 ARRIVE += "@%p2 bra END; ld.global.u32 %r10, [%d1+256]; ld.global.u32 %r11, [%d1+512]; END: mov.u32 %r12, 0;"
 PLACE = "mov.u32 %r7, %ctaid.x; mul.wide.u32 %d6, %r7, 256; add.s64 %d7, %d1, %d6; add.s64 %d8, %d7, %d3;"
@@ -78,7 +78,7 @@ def test_an_arrival_orders_what_it_releases_and_acquires(order: str, folder: Pat
     if order == "acq_rel":
         launched(folder, body, races=True)
         return
-    launched(folder, body)  # the fault does not show without the search
+    launched(folder, body)  # the fault does not show without the race detector
     with pytest.raises(LaunchFailed, match="a race: a read"):
         launched(folder, body, races=True)
 

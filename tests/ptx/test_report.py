@@ -1,4 +1,4 @@
-"""The bars of the compiled kernels, checked without a GPU, and that the documented table is what compiles."""
+"""Check the limits of compiled kernels without a GPU, and that the documented table matches them."""
 
 import re
 from collections.abc import Iterator
@@ -22,9 +22,9 @@ from tests.ptx import (
 
 DOCUMENT = ROOT / "docs" / "results" / "kernels.md"
 BUDGET = 2.5  # instructions per weight at which an H200 still reads 4-bit weights at full bandwidth
-SPARE = 1.5  # of the least instructions: addresses, the loop, what is moved between registers
+SPARE = 1.5  # factor of the minimum instructions: addresses, the loop, moves between registers
 FOREIGN = {packing.name: packing for packing in builds.FOREIGN}
-# Two registers, on chips other than 80 and 90; ptxas keeps a block more on a multiprocessor for them.
+# Two registers, on chips other than 80 and 90; in return ptxas fits one more block on a multiprocessor.
 SPILLED = {86: ("rotate int8 8", "rotate int4 8"), 89: ("rotate int8 8", "rotate int4 8"), 120: ("add 32",)}
 SPILLED[100] = ("add 1", "rotate 8", "rotate int8 8", "rotate a half 16")
 FEW = ["multiply int4-g128 rows 8", "multiply int4-g32 rows 8", "multiply int3-g128 rows 8", "multiply int8-g64 rows 8"]
@@ -35,7 +35,7 @@ def build(name: str, capability: int) -> builds.Build:
 
 
 def documented() -> Iterator[list[str]]:
-    """The cells of each row of the table."""
+    """Yield the cells of each row of the table."""
     for line in DOCUMENT.read_text("utf-8").splitlines():
         if re.match(r"\| \w[\w -]* \| \d+ \|", line):
             yield [cell.strip() for cell in line.strip("| ").split("|")]
@@ -62,23 +62,24 @@ def test_many_rows_stay_in_theirs(name: str) -> None:
 
 
 def unpacking(packing: Packing) -> float:
-    """Instructions of a weight that turn its code into an fp16 number: those of the inline PTX, by its weights."""
+    """Return the instructions per weight that convert its code to fp16: those of the inline PTX, by its weights."""
     four = {"int": ASM4, "e2m1": tables.ASM_E2M1, "nf4": tables._lookup("nf4"), "fp4": tables._lookup("fp4")}
     eight = {"int": ASM8, "e4m3": tables.ASM_E4M3, "e5m2": tables.ASM_E5M2}
     text = (four if packing.bits == 4 else eight)[packing.codes]
-    once = ("{", "}", ".reg", "mov.")  # declared, or constants that a compiler keeps
+    once = ("{", "}", ".reg", "mov.")  # declarations, or constants that a compiler hoists
     lines = [line for line in text.splitlines() if line and not line.startswith(once)]
     return len(lines) / (2 * 16 / packing.bits)
 
 
 def least(packing: Packing) -> float:
-    """The least instructions of a weight, in a product of up to 8 rows of activations.
+    """Return the minimum instructions per weight, in a product of up to 8 rows of activations.
 
-    Beside unpacking: a product of 16 x 16 weights (8 of each thread) with its two registers of activations, of which a
-    load brings four; codes by 16 bytes, to shared memory and from there. And for each group of each 16 rows, of which a
-    thread has group / 2 weights, two rows and four sums: for a sum, what was left of unpacking is taken off, the scales
-    of weights and activations are multiplied, and it is added to the total; a word of scales is read and split; of
-    offsets, two are read, multiplied by their scale's factor, and one more multiplication is in each sum.
+    In addition to unpacking: a product of 16 x 16 weights (8 per thread) with its two registers of activations, of
+    which a load brings four; codes by 16 bytes, to shared memory and from there. For each group of 16 rows, of which a
+    thread has group
+    2 weights, two rows and four sums: per sum, the unpacking offset is subtracted, the scales of weights and
+    activations are multiplied, and the result is added to the total; a word of scales is read and split; of offsets,
+    two are read and multiplied by their scale's factor, with one more multiplication per sum.
     """
     group = packing.group_size or 128
     moved = 1 / 8 + 1 / 16 + 2 * packing.bits / 128
@@ -87,13 +88,13 @@ def least(packing: Packing) -> float:
 
 
 def foreign_budget(name: str) -> float:
-    """The bar for few rows: `BUDGET`, or where a layout needs more than that the least it needs and what is spared."""
+    """Return the limit for few rows: `BUDGET`, or `SPARE` times the layout's minimum if that is more."""
     packing = FOREIGN.get(name.split()[1])
     return BUDGET if packing is None else max(BUDGET, SPARE * least(packing))
 
 
 def test_ours_are_as_near_their_least_as_others_are_held_to() -> None:
-    """Where `SPARE` is from: the bar of our own int4 came first, and what compiles stays under it."""
+    """`SPARE` comes from our own int4 kernels, which stay below it; other layouts are held to the same factor."""
     rows = {(name, capability): float(ratio) for name, capability, ratio, *_ in documented() if ratio}
     for packing in (Packing(4, 128), Packing(4, 32)):
         found = [rows[f"multiply {packing.name} rows 8", str(chip)] for chip in report.CAPABILITIES]
@@ -101,7 +102,7 @@ def test_ours_are_as_near_their_least_as_others_are_held_to() -> None:
 
 
 def most_instructions(name: str) -> float:
-    """Of a weight: the bar of a product with what follows it, by the rows of its tile."""
+    """Return the limit per weight of a product with its epilogue, by the rows of its tile."""
     rows = int(name.split(" rows ")[1].split()[0])
     return BUDGET if rows <= 8 else 3.0 if rows <= 16 else 4.5
 
@@ -124,7 +125,7 @@ def test_every_kernel_is_documented_and_within_the_bars() -> None:
     for (name, capability), (ratio, _, _, _, _, _, registers, spills, _, blocks) in rows.items():
         known = name.startswith("multiply int4-g128 rows") and name.endswith(SPILLED.get(capability, ()))
         assert int(spills) <= 8 * known and int(registers) <= 255 and int(blocks) >= 1, (name, capability)
-        if re.search(r"multiply .* rows 8\b", name):  # with what follows the product, or without
+        if re.search(r"multiply .* rows 8\b", name):  # with or without the epilogue
             assert float(ratio) <= foreign_budget(name), (name, capability)
         if capability == 90 and re.search(r"multiply .* rows \d+ (add|SiLU|rotate)", name):
             assert float(ratio) <= most_instructions(name), name

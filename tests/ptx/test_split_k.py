@@ -1,6 +1,7 @@
-"""Arrival: that the machine code orders memory as the last program needs it. What it does is tested with each epilogue.
+"""Check that the compiled code orders memory at arrival as the last program needs it.
 
-The interpreter runs programs one after the other, and so forgives a missing barrier; here the code for a GPU is read.
+The interpreter runs programs one after the other and so hides a missing barrier; here the PTX is checked. The results
+are tested with each epilogue.
 """
 
 import re
@@ -18,7 +19,7 @@ ARRIVE = "atom.global.gpu.acq_rel.add.u32"
 
 
 def wrong_order(ptx: str) -> str | None:
-    """What is wrong around the arrival.
+    """Return what is wrong around the arrival.
 
     bar.sync orders the threads of a program, acq_rel those that arrive: only in this order do all stores of all
     programs come before all loads of the last one (PTX ISA, memory consistency model: causality order).
@@ -40,7 +41,7 @@ def wrong_order(ptx: str) -> str | None:
 
 
 def through_l1(ttir: str) -> list[str]:
-    """Loads of fp32, the type of all that programs leave each other, that may come from an L1 cache."""
+    """Return the loads of fp32, the type of all exchanged partial sums, that may come from an L1 cache."""
     after = ttir[ttir.index("tt.atomic_rmw") :] + "".join(re.findall(r"tt\.func private.*?\n  }\n", ttir, re.DOTALL))
     loads = [line for line in after.splitlines() if "tt.load" in line and "!tt.ptr<f32>" in line]
     assert loads
@@ -64,7 +65,7 @@ def test_the_last_program_reads_what_all_have_written(name: str, capability: int
 
 
 def without_last(pattern: str, before: str) -> Callable[[str], str]:
-    """Takes the last match of `pattern` that precedes `before` out of a text."""
+    """Return a function that removes the last match of `pattern` before `before` from a text."""
 
     def spoil(text: str) -> str:
         head, mark, tail = text.partition(before)

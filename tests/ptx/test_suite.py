@@ -1,4 +1,4 @@
-"""The table of emulated tests: what runs, what is counted, and what is kept of a page."""
+"""The table of emulated tests: which tests run, what is counted, and which rows of a page stay."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +30,7 @@ def test_counts_by_version_capability_and_test(tmp_path: Path) -> None:
         ("test_attend", "120", "failed"),
     ]
     for one in (*given, ("test_attend", "80", "failed", "setup"), ("test_add", "80", "skipped")):
-        record.pytest_runtest_logreport(report(*one))  # type: ignore[arg-type]  # what it looks at
+        record.pytest_runtest_logreport(report(*one))  # type: ignore[arg-type]  # the attributes that it reads
     found = suite.rows(path.read_text("utf-8"))
     assert found[before] == suite.Row(7, 1, 12.0, "2026-01-02")
     counts = {(key.triton, key.capability, key.test): (row.passed, row.failed) for key, row in found.items()}

@@ -1,4 +1,4 @@
-"""Observing and solving block by block: which inputs are seen, in which order, and what is said about it."""
+"""Test block-by-block calibration and solving: which inputs are observed, in which order, and what is reported."""
 
 from threading import Event
 
@@ -36,7 +36,7 @@ def windows() -> Tensor:
 
 
 def close(found: Tensor, wanted: Tensor) -> bool:
-    """Up to products of bf16."""
+    """Compare up to the rounding of bf16 products."""
     return bool((found - wanted).norm() < 5e-3 * wanted.norm())
 
 
@@ -62,7 +62,7 @@ def test_inputs_are_what_each_product_of_the_block_gets(model: StreamedModel, wi
 
 
 def test_every_token_counts_once(model: StreamedModel, windows: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However the windows are batched; one in eight is held apart."""
+    """Each token counts once for any batching of the windows; one in eight is held out."""
     monkeypatch.setattr(model, "at_once", 3 * 16)
     block, context = model.block(0), model.context(16, exact=True)
     stream = model.embed(windows)
@@ -80,7 +80,7 @@ def test_every_token_counts_once(model: StreamedModel, windows: Tensor, monkeypa
 def test_each_product_sees_what_was_quantized_before_it(
     model: StreamedModel, windows: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The Hessian that the last product is solved with is that of the whole quantized prefix."""
+    """The Hessian of the last product is computed with all earlier products quantized."""
     packings = Recipe("rtn", 3, 64).packings(model.config)
     seen: dict[str, Tensor] = {}
     solver = LinearSolver("rtn", torch.bfloat16, "mse")
@@ -161,7 +161,7 @@ def test_a_hessian_that_cannot_be_factored_is_counted(fault: str) -> None:
 def test_a_block_is_written_while_the_next_is_solved_and_the_one_after_read_ahead(
     model: StreamedModel, windows: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first write waits for a solving that begins after it: without overlap, it would wait in vain."""
+    """The first write waits for the next solve to begin: without overlap, the test would time out."""
     begun, expected, written = [Event() for _ in range(model.config.layers)], list[int](), list[str]()
     block = model.block
 
@@ -183,7 +183,7 @@ def test_a_block_is_written_while_the_next_is_solved_and_the_one_after_read_ahea
 
 @pytest.mark.parametrize("block", [0, 1])
 def test_what_cannot_be_written_ends_the_work(model: StreamedModel, windows: Tensor, block: int) -> None:
-    """Also where it is the last block, and no other follows."""
+    """A write error of the last block, which no other follows, also ends the work."""
     written: list[Solved] = []
 
     def sink(solved: Solved) -> None:

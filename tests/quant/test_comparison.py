@@ -1,4 +1,4 @@
-"""Two models on the same prompts: the divergence is that of their logits, and what differs in replies is named."""
+"""Test two models on the same prompts: the divergence is that of their logits, and differing replies are named."""
 
 from collections.abc import Iterator, Sequence
 
@@ -50,7 +50,7 @@ def logits(opened: OpenedModel, tokens: list[int]) -> torch.Tensor:
 
 
 def test_the_divergence_is_that_of_the_logits_of_both_engines(models: tuple[OpenedModel, OpenedModel]) -> None:
-    """Texts of different lengths in one batch; an ended reply counts its end token, another does not."""
+    """Prompts of different lengths in one batch; an ended reply counts its end token, another does not."""
     replies = reply_to_all(models[0], PROMPTS, 12).replies
     assert [reply.ended for reply in replies] == [True, False] and len(replies[1].tokens) == 12
     measured = measure_divergence(*streamed("pico", "pico-draft"), replies)

@@ -1,4 +1,4 @@
-"""Quantizing each kind of layer: calibration observes what transformers' own modules get, and the copy is the model."""
+"""Test quantizing each kind of layer: calibration observes the inputs of transformers' modules."""
 
 import json
 import shutil
@@ -80,15 +80,15 @@ NAMED = (
     "granitemoehybrid-8top3",
     "bamba-2-groups",
 )
-# Of a family that none of these is of, the last of its cases; but gpt_oss's experts are not quantized again.
+# For a family without a case above, its last case; gpt_oss's experts are not quantized again.
 LAST = {model_type: case for case, (model_type, _) in CASES.items()}
-# Nor does transformers know kimi_k2, which is deepseek_v3 by another name.
+# transformers lacks kimi_k2, which is deepseek_v3 by another name.
 KINDS = (
     *NAMED,
     *(LAST[each] for each in sorted(LAST.keys() - {"gpt_oss", "kimi_k2", *(CASES[case][0] for case in NAMED)})),
 )
-# Of these the whole journey is gone by default, of the others with -m slow: norms everywhere, one norm for two parts, a
-# scale of scores and multipliers, no gate. What is odd about norms is for AWQ, which folds scales into them.
+# These run end to end by default, the others with -m slow: norms everywhere, one norm for two parts, a scale of scores
+# and multipliers, no gate. Unusual norms are tested with AWQ, which folds scales into them.
 COPIED = (
     ("olmo2-gqa4:2", "awq", 8),
     ("gemma4-told-lent-double", "awq", 8),
@@ -102,13 +102,13 @@ COPIED = (
     ("deepseek_v3-groups-yarn", "awq", 8),
     ("bamba-2-groups", "gptq", 8),
 )
-# Random models of a few inputs do not quantize well: what a copy may say otherwise, of the logits' norm, by its bits.
+# Random models of a few inputs do not quantize well: the allowed error relative to the logits' norm, by bits.
 LOST = {8: 0.1, 4: 0.9}
-# Calibration sees these as it sees llama, qwen3_moe, qwen3_next and the others: with -m slow.
+# Calibration treats these like llama, qwen3_moe, qwen3_next and the others: with -m slow.
 ALIKE = {"mistral-window7", "qwen2-biases", "granitemoe-8top2", "qwen3_5_moe-8top3", *LATER} - {
     "phi-head-norms-mha-relu2"
 }
-# transformers knows the experts of a layer of these as one tensor, and does not read copies that hold them one by one.
+# transformers stores the experts of a layer of these as one tensor, and does not read copies with separate experts.
 STACKED = (
     "granitemoe-8top2",
     "gemma4-8top2",
@@ -118,19 +118,19 @@ STACKED = (
     "granitemoeshared-none-tied-biases",
     "granitemoe_swa-thetas-tied-biases",
     "llama4-every-other-top2-biases-tied",
-    # Or converts their tensors' names, but not those of packed ones.
+    # transformers converts their tensors' names, but not those of packed ones.
     "phimoe-window7-tied-biases",
     "olmo_hybrid-positive-tied-biases",
     "nemotron_h-groups-latent-experts-odd-sizes-biases-unnormalized",
-    # Or reads weights of linears itself.
+    # transformers reads weights of linears outside their modules.
     "mamba2-odd-sizes-biases-tied",
-    # Or fails while it initializes them.
+    # transformers fails while it initializes them.
     "nanochat-tied-biases-low-cap",
 )
 
 
 def random_model(folder: Path, case: str, **changes: Any) -> transformers.PreTrainedModel:
-    """With pico's tokenizer, so that it can be calibrated on text."""
+    """Create a random model with pico's tokenizer, so that it can be calibrated on text."""
     model_type, own = CASES[case]
     vocabulary = {key: 4096 for key in ("vocab_size", "vocab_size_per_layer_input") if key in {"vocab_size", *own}}
     reference = make(folder, model_type, {**own, **vocabulary, **changes})
@@ -142,16 +142,16 @@ def random_model(folder: Path, case: str, **changes: Any) -> transformers.PreTra
 def hooked_inputs(
     reference: transformers.PreTrainedModel, tokens: Tensor, names: dict[str, dict[int, tuple[str, ...]]]
 ) -> dict[str, Tensor]:
-    """What each linear of transformers' model gets, by its name: [windows, tokens, K], or [n, K] of an expert.
+    """Return the input of each linear of transformers' model by name: [windows, tokens, K], or [n, K] of an expert.
 
-    Experts are one module there: as its own code has it, those that a token chose, in the order of the tokens. They
-    are called by their `names`.
+    Experts are one module there: the tokens routed to each are gathered in token order, as in its code. The experts are
+    named by `names`.
     """
     found: dict[str, Tensor] = {}
     modules = {name: each for name, each in reference.named_modules() if isinstance(each, torch.nn.Linear)}
 
     def observe(name: str, module: torch.nn.Module, given: tuple[Tensor, ...]) -> None:
-        if len(given) == 1:  # llama4: all tokens for each expert, weighted, zero for those that it is not chosen for
+        if len(given) == 1:  # llama4: all tokens for each expert, weighted, zero for tokens that are not routed to it
             for expert, linears in names[name.split(".")[2]].items():
                 rows = given[0].view(len(module.gate_up_proj), -1, given[0].shape[-1])[expert]
                 rows = rows[rows.any(-1)]
@@ -185,7 +185,7 @@ def hooked_inputs(
 
 
 def unpacked(copy: Path, folder: Path) -> Path:
-    """A new folder with the weights of a copy, as compressed-tensors unpacks them, the experts of a layer together."""
+    """Write a folder with a copy's weights, unpacked by compressed-tensors, the experts of a layer stacked."""
     folder.mkdir()
     config = json.loads((copy / "config.json").read_text())
     (group,) = config.pop("quantization_config")["config_groups"].values()
@@ -240,7 +240,7 @@ def test_calibration_observes_what_each_linear_gets(case: str, settled: bool, tm
 
 
 def test_a_copy_holds_the_head_that_predicts_as_it_is(tmp_path: Path) -> None:
-    """Bit for bit, under names that no scheme of the copy covers; its parameters count where bits are divided."""
+    """The MTP head is copied bit for bit, outside the copy's schemes; its parameters count for bits per weight."""
     make_with_head(tmp_path / "source", "qwen3_5-delta", vocab_size=4096, intermediate_size=96)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(PICO / name, tmp_path / "source" / name)

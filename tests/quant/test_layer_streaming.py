@@ -1,4 +1,4 @@
-"""A streamed model computes what the whole one computes, with one layer in memory."""
+"""Check that a streamed model computes the same as the whole model, with one layer in memory."""
 
 import os
 import weakref
@@ -29,11 +29,11 @@ def test_logits_equal_those_of_the_whole_model(kv: KvDtype) -> None:
     expected = whole(runner.model, tokens, kind=cache_dtype(kv, torch.float32))
     exact = whole(runner.model, tokens)
     model = StreamedModel(open_model_folder(PICO), placement, at_once=80)  # two windows, then one
-    with torch.inference_mode():  # as replies are made, so that fp32 is multiplied by the same code
+    with torch.inference_mode():  # as in generation, so that the same code multiplies in fp32
         logits = model.logits(model.hidden(tokens).flatten(0, 1)).view(5, 40, -1)
     if kv == "auto":
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
-    else:  # sums in another order put a few keys on the other side of a rounding
+    else:  # another summation order moves a few keys across a rounding boundary
         assert (logits - expected).norm() < 0.1 * (expected - exact).norm(), "the cache's rounding must be seen"
 
 
@@ -56,7 +56,7 @@ def test_one_layer_is_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_layer_is_read_ahead_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system is asked for the bytes of exactly its tensors, and a file that has gone is no error."""
+    """Prefetching requests exactly the bytes of a layer's tensors, and a deleted file is not an error."""
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "posix_fadvise", lambda _, offset, count, how: asked.append((offset, count)))
     model = StreamedModel(open_model_folder(PICO), Placement(torch.device("cpu"), torch.float32))

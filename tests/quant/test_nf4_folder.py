@@ -1,4 +1,4 @@
-"""A folder made by method nf4: read back value for value, of the planned size, and by its looks bitsandbytes'."""
+"""Test a folder written by method nf4: equal values when read, the planned size, and bitsandbytes' format."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ from tests.support.models import CPU, random_model
 
 @pytest.fixture(scope="module", params=[32, 64], ids=["g32", "g64"])
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, int]:
-    """The source, the folder and the group."""
+    """Return the source, the folder and the group."""
     base = tmp_path_factory.mktemp("nf4")
     source = random_model(base / "source")
     recipe = Recipe("nf4", group=request.param)

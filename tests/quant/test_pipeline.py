@@ -1,4 +1,4 @@
-"""Quantizing a whole model: what is written is what was solved, other readers agree, and nothing half-done appears."""
+"""Test quantizing a whole model: solved values are written, other readers agree, no partial output appears."""
 
 import json
 import shutil
@@ -47,7 +47,7 @@ def short_report(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Source:
-    """A random model with a head of its own, and files beside it to copy and not to copy."""
+    """Create a random model with an untied head, and further files to copy and not to copy."""
     folder = random_model(tmp_path / "source")
     shutil.copy(PICO / "generation_config.json", folder / "generation_config.json")
     (folder / "LICENSE").write_text("as is")
@@ -106,7 +106,7 @@ def test_the_folder_holds_what_the_scheme_solved(source: Source, tmp_path: Path,
 
 
 def restored_state(folder: Path) -> dict[str, Tensor]:
-    """The tensors of an unquantized model with our dequantized weights."""
+    """Return the tensors of an unquantized model with our dequantized weights."""
     packings = open_model_folder(folder).packings
     state: dict[str, Tensor] = {}
     for path in folder.glob("*.safetensors"):
@@ -159,7 +159,7 @@ def test_companions_travel_and_the_record_tells_all(source: Source, tmp_path: Pa
     assert (written["source"]["repo"], written["source"]["revision"]) == ("someone/small", "0" * 40)
     assert written["card"] is None
     assert len(written["layers"]) == 21 and all(0 < layer["error"] < 0.05 for layer in written["layers"])
-    # Every file but the record itself, and every file it was made from, under the sum that sha256sum gives.
+    # Every file except the record itself, and every source file, with its sha256sum.
     assert set(written["files"]) == names - {record.CARD_FILE}
     assert written["files"] == record.digests(path for path in target.iterdir() if path.name != record.CARD_FILE)
     assert (
@@ -242,7 +242,7 @@ def test_a_quantized_model_is_refused(source: Source, tmp_path: Path, fault: str
 @pytest.mark.parametrize("tied", [False, True], ids=["E11-own-head", "E11-tied-head"])
 @pytest.mark.parametrize("recipe", [GROUP_32, DATA], ids=lambda recipe: recipe.method)
 def test_all_but_the_linears_of_blocks_is_kept(source: Source, tmp_path: Path, recipe: Recipe, tied: bool) -> None:
-    """Head, embedding and norms stay as they are to the bit, and `ignore` tells every reader which linear does."""
+    """Head, embedding and norms are unchanged bit for bit, and `ignore` lists the head."""
     if tied:
         tensors = load_file(source.folder / "model.safetensors")
         del tensors["lm_head.weight"]
@@ -341,7 +341,7 @@ def test_too_little_memory_is_known_before_the_work(source: Source, tmp_path: Pa
 def test_memory_that_runs_out_is_no_crash(
     source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    """Code 5, nothing at the target, and what was solved is kept for the next run."""
+    """The exit code is 5, the target does not exist, and solved blocks stay for the next run."""
 
     def failing(*_: object) -> None:
         raise error

@@ -1,4 +1,4 @@
-"""What a recipe means for a model, and what it refuses."""
+"""Test recipes: their effect on a model, and the requests that are refused."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Unfinished work on disk: kept whole, taken up again, never mixed; killed at any moment, the same bytes at the end."""
+"""Test work folders: written atomically, resumed, never mixed; after a kill, the final bytes are the same."""
 
 import contextlib
 import json
@@ -35,12 +35,12 @@ pytestmark = pytest.mark.usefixtures("short_calibration_text")
 
 RECIPE = Recipe(bits=4, group=64, samples=8, seq=32)
 RUN = {"recipe": {"bits": 4}, "versions": {"torch": "2"}}
-USERS = (".locks", ".cache", "config", "state", "data", "hf")  # what the environment of a test may make
+USERS = (".locks", ".cache", "config", "state", "data", "hf")  # what the test environment may create
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
-    """A tiny model of two blocks."""
+    """Create a tiny model of two blocks."""
     folder = random_model(tmp_path_factory.mktemp("models") / "tiny", hidden_size=64, num_hidden_layers=2)
     return Source("tiny", folder, None, None)
 
@@ -76,7 +76,7 @@ def test_work_of_another_run_is_refused(tmp_path: Path, fault: str) -> None:
         pass
     with pytest.raises(UsageError, match="was begun with torch 2; this is torch 3"):
         require_same_run(tmp_path, {"versions": {"torch": "3"}})
-    require_same_run(tmp_path, {"recipe": RUN["recipe"]})  # of what is not said nothing differs
+    require_same_run(tmp_path, {"recipe": RUN["recipe"]})  # fields that are not recorded count as equal
     require_same_run(tmp_path / "none", RUN)
     (tmp_path / "run.json").unlink()
     with pytest.raises(UsageError, match="unknown run"), WorkFolder(tmp_path, RUN):
@@ -151,7 +151,7 @@ def test_the_work_folder_can_be_chosen(source: Source, tmp_path: Path, monkeypat
 
 
 def blocks(folder: Path) -> dict[str, tuple[int, int]]:
-    """The finished blocks there are; one that is written again is not the same."""
+    """Return the finished blocks; a rewritten block has another value."""
     return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in folder.glob("block-*.safetensors")}
 
 
@@ -159,11 +159,11 @@ def blocks(folder: Path) -> dict[str, tuple[int, int]]:
 def test_killed_at_random_moments_it_ends_with_the_same_bytes(
     tmp_path: Path, environment: dict[str, str], kills: int
 ) -> None:
-    """The command as a user runs it; whatever block was finished before a kill is never solved again.
+    """Run the command as a user does; a block that was finished before a kill is never solved again.
 
-    A block is on disk before the next is begun, so at most one is lost. A target that exists is whole at any moment.
+    A block is on disk before the next begins, so at most one is lost. An existing target is complete at any moment.
     """
-    # Tiny, of many blocks.
+    # Tiny, with many blocks.
     source, target = random_model(tmp_path / "source", hidden_size=64, num_hidden_layers=6), tmp_path / "out"
     arguments = ["quantize", str(source), "--group", "32", "--samples", "32", "--report", "none", "--overwrite", "-q"]
     command = [sys.executable, "-m", "mycli.cli", *arguments, "--seq", "64", "-o", str(target)]
@@ -173,7 +173,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(
         return subprocess.Popen(command, env={**environment, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
 
     def working(process: "subprocess.Popen[bytes]") -> float:
-        """When it holds the work folder's lock: what comes before is mostly Python's imports."""
+        """Return when the process holds the work folder's lock: the time before is mostly Python's imports."""
         lock = str(work / "lock")
         while process.poll() is None:
             with contextlib.suppress(OSError):
@@ -195,7 +195,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(
         process, moment = start(), chance.uniform(0, 0.8 * seconds)
         if chance.random() < 0.8 or not struck:
             working(process)
-        while not struck and process.poll() is None and not blocks(work):  # the next run has blocks to go on from
+        while not struck and process.poll() is None and not blocks(work):  # the next run has blocks to resume from
             time.sleep(0.005)
             moment = 0.0
         with contextlib.suppress(subprocess.TimeoutExpired):

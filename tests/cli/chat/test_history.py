@@ -1,4 +1,4 @@
-"""A conversation as data: what can be taken back, and files that are written whole and read strictly."""
+"""Test chat history: undo, and files that are written atomically and parsed strictly."""
 
 import json
 import os

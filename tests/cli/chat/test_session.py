@@ -1,4 +1,4 @@
-"""What a chat decides without a terminal: switches of templates, and what a failed or stopped reply leaves behind."""
+"""Test chat decisions that need no terminal: template switches, and the history after a failed or stopped reply."""
 
 import io
 from collections.abc import Iterator
@@ -62,7 +62,7 @@ def test_a_template_without_a_switch_says_so() -> None:
 
 
 def test_a_refused_message_leaves_no_trace(chat: Chat) -> None:
-    """F1: with both numbers."""
+    """F1: the message has both numbers."""
     chat.answer("What is the capital of Japan?")
     chat.conversation.reading.append(("long.txt", "word " * 200))
     turns = list(chat.conversation.turns)
@@ -79,7 +79,7 @@ def test_a_refused_message_leaves_no_trace(chat: Chat) -> None:
 
 @pytest.mark.parametrize("way", ["ctrl-c", "damaged"])
 def test_a_reply_that_ends_early(way: str, chat: Chat, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """D15 keeps what was said; F5 takes the turn back. Either way the conversation can go on."""
+    """D15 keeps the partial reply; F5 removes the turn. The conversation can continue in both cases."""
     chat.session_file = SessionFile(tmp_path / "session.json")
 
     def broken(self: Completion) -> Iterator[str]:
@@ -104,7 +104,7 @@ def test_a_reply_that_ends_early(way: str, chat: Chat, monkeypatch: pytest.Monke
 
 
 def test_two_chats_on_one_file_lose_nothing(chat: Chat, tmp_path: Path) -> None:
-    """What the other has written stays, and it is said, until this conversation is kept elsewhere."""
+    """A file changed by another chat is left as it is, with a warning, until this chat is saved to another file."""
     path, other = tmp_path / "session.json", Conversation(turns=[Message("user", "a"), Message("assistant", "b")])
     commands = SlashCommands(chat)
     chat.session_file = SessionFile(path)

@@ -1,4 +1,4 @@
-"""`--adapter` on the commands that take it: the reply is another, the copy contains it, and what is refused is said."""
+"""Test `--adapter` on each command that takes it: replies change, exports contain the adapter, errors explain."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ ASK = ("What is the capital of Japan?", "-t", "0", "-n", "12", "--device", "cpu"
 
 @pytest.fixture
 def adapter(tmp_path: Path) -> Path:
-    """Large enough to change a reply, small enough not to destroy it."""
+    """Create an adapter large enough to change a reply and small enough to keep it coherent."""
     return write_adapter(tmp_path / "tuned", tensors_for(PICO, *MODULES), base_model_name_or_path="org/pico")
 
 

@@ -1,4 +1,4 @@
-"""`mycli bench`: formats, records and the regression gate, on pico with short tests."""
+"""Test `mycli bench`: formats, records and the regression gate, on pico with short tests."""
 
 import csv
 import io
@@ -43,9 +43,9 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_ceiling_that_was_beaten_is_dropped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A measurement in a busy moment: no reply reads more than the device does, and estimates learn of it."""
+    """A measured memory bandwidth that a reply exceeded is dropped, also from the estimates."""
     monkeypatch.setattr(bench, "measure_bandwidth", lambda device, nbytes: 1e-3)
-    monkeypatch.setattr(bench, "MEASURED_BYTES", 1 << 20)  # as if pico were beyond any cache
+    monkeypatch.setattr(bench, "MEASURED_BYTES", 1 << 20)  # as if pico exceeded every cache
     assert call(*SHORT, "--json") == ExitCode.OK
     reply = json.loads(capsys.readouterr().out)["results"][1]
     assert reply["bandwidth_share"] == pytest.approx(1)
@@ -57,7 +57,7 @@ def test_a_ceiling_that_was_beaten_is_dropped(
 def test_a_model_in_the_caches_beats_no_ceiling(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the processor holds is read faster than memory ever is."""
+    """A model that fits the CPU caches reads faster than memory and is not compared with memory bandwidth."""
     monkeypatch.setattr(bench, "measure_bandwidth", lambda device, nbytes: 1e-3)
     assert call(*SHORT, "--json") == ExitCode.OK
     reply = json.loads(capsys.readouterr().out)["results"][1]
@@ -68,7 +68,7 @@ def test_a_model_in_the_caches_beats_no_ceiling(
 def test_one_busy_measurement_is_not_the_ceiling(
     busy: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory is measured on both sides of each test: the ceiling is that of the same seconds."""
+    """Memory bandwidth is measured before and after each test, so that the ceiling reflects the same load."""
     busy_once(monkeypatch, bench, "run_trial", busy == "before-the-tests")
     assert call(*SHORT, "--json") == ExitCode.OK
     rows = json.loads(capsys.readouterr().out)["results"]
@@ -101,7 +101,7 @@ def test_jsonl_and_csv_hold_the_same_rows(capsys: pytest.CaptureFixture[str]) ->
 
 
 def record(path: Path, factor: float, *, test: str = "tg2") -> Path:
-    """A saved run whose rates are `factor` times what any machine reaches."""
+    """Write a saved run whose rates are `factor` times what any machine reaches."""
     row = {"model": "pico", "test": test, "device": "cpu", "dtype": "bf16", "kv": "bf16"}
     path.write_text(json.dumps({"schema_version": 1, "results": [{**row, "samples": [factor, factor * 1.01]}]}))
     return path

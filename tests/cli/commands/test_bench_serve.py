@@ -1,4 +1,4 @@
-"""`mycli bench serve` against a server with known answers: table, records, limits and refusals."""
+"""Test `mycli bench serve` against a server with known answers: table, records, limits and refusals."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`mycli cache why`: two request bodies of any chat interface, compared as the model reads them."""
+"""Test `mycli cache why`: two request bodies of any chat API, compared as the model's prompt."""
 
 import json
 from pathlib import Path

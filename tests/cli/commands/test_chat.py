@@ -1,4 +1,4 @@
-"""`mycli chat` in a real pseudo-terminal, and fed from a pipe."""
+"""Test `mycli chat` in a pseudo-terminal, and with input from a pipe."""
 
 import io
 import json
@@ -23,9 +23,9 @@ PROMPT = ">>> "
 
 @pytest.fixture
 def terminal(environment: dict[str, str]) -> Iterator[Terminal]:
-    """Start a chat in a terminal of its own, past its first prompt."""
+    """Start a chat in its own terminal and wait for its first prompt."""
     children: list[pexpect.spawn[str]] = []
-    environment.pop("COLUMNS")  # it would hide the terminal's own width
+    environment.pop("COLUMNS")  # it would override the terminal's width
 
     def start(
         *arguments: str, columns: int = 80, script: bool = False, log: io.StringIO | None = None, **extra: str
@@ -50,7 +50,7 @@ def terminal(environment: dict[str, str]) -> Iterator[Terminal]:
 
 
 def say(child: "pexpect.spawn[str]", text: str) -> str:
-    """Type a line; what the screen shows until the next prompt."""
+    """Type a line; return the screen output until the next prompt."""
     child.sendline(text)
     child.expect_exact(PROMPT)
     return str(child.before)
@@ -91,7 +91,7 @@ def test_a_conversation(terminal: Terminal, environment: dict[str, str]) -> None
 
 
 def test_the_prompt_comes_back_after_ctrl_z(environment: dict[str, str]) -> None:
-    """In a shell with jobs: with what was typed, in a terminal that edits it, before and after a reply's threads."""
+    """Suspend and resume restores the prompt and the typed text under job control, before and after a reply."""
     environment.pop("COLUMNS")
     shell = pexpect.spawn(
         "bash",
@@ -123,7 +123,7 @@ def test_the_prompt_comes_back_after_ctrl_z(environment: dict[str, str]) -> None
 
 
 def test_every_command(terminal: Terminal, tmp_path: Path) -> None:
-    """One conversation that uses each: what it shows, and what the model then knows."""
+    """One conversation uses every command; the test checks the output and the context that the model then has."""
     notes, saved, session = tmp_path / "notes.txt", tmp_path / "saved.json", tmp_path / "session.json"
     notes.write_text("My name is Zoe.\n")
     chat = terminal("--session", str(session), EDITOR="sed -i s/Japan/France/")
@@ -173,8 +173,8 @@ def test_every_command(terminal: Terminal, tmp_path: Path) -> None:
         f"/load {notes}": "not JSON",
         f"/save {tmp_path}/none/x": "is not a folder",
         f"/save {notes}": "not a conversation",
-        "/set": "repetition_penalty",  # without a name it shows what there is
-        "/set parameter temperature hot": "'hot' is not a number",  # as Ollama spells it
+        "/set": "repetition_penalty",  # without a name it lists the names
+        "/set parameter temperature hot": "'hot' is not a number",  # Ollama's spelling
         "/load /dev/zero": "not a regular file",
         "/set seed x": "not a number",
         "/set top_p nan": "not a finite number",
@@ -194,7 +194,7 @@ def test_every_command(terminal: Terminal, tmp_path: Path) -> None:
 
 
 def test_a_paste_of_many_lines_is_one_message(terminal: Terminal, environment: dict[str, str]) -> None:
-    """2,000 lines arrive as one: one refusal with its size, and nothing of it is run as a command or remembered."""
+    """A paste of 2,000 lines is one message: refused once with its size; no line of it runs or enters history."""
     chat = terminal("--ctx", "512")
     lines = ["What is the capital of Japan?", "/bye", *(f"line {index}" for index in range(1998))]
     chat.send("\x1b[200~" + "\n".join(lines) + "\x1b[201~")
@@ -229,7 +229,7 @@ SPLIT = "e\u0301 👩\u200d👩\u200d👧 🇯🇵 日本 a\u0308\u0323"
 
 @pytest.mark.parametrize("width", chosen([80, 20], quick=[20]))
 def test_what_a_model_may_write(width: int, terminal: Terminal) -> None:
-    """C17, C21: characters split over tokens stay whole, thoughts are dim, escape sequences are shown, not obeyed."""
+    """C17, C21: characters split over tokens stay whole, reasoning is dim, and escape sequences are shown as text."""
     evil = "\x1b]52;c;aGk=\x07\x1b[2J\x9b1m\r\x08\u202e\x1b]8;;http://x\x1b\\done"
     replies = json.dumps([THOUGHT + SPLIT, evil, " ".join(["word"] * 500), "later"])
     chat = terminal(script=True, columns=width, MYTEST_REPLIES=replies, MYTEST_SECONDS="0.01")
@@ -251,7 +251,7 @@ def test_what_a_model_may_write(width: int, terminal: Terminal) -> None:
 
 
 def test_what_is_typed_during_a_reply_is_the_next_message(terminal: Terminal) -> None:
-    """Whole lines and a half one."""
+    """Complete lines and a partial line typed during a reply become the next message."""
     replies = json.dumps([" ".join(["word"] * 40), "second", "third"])
     chat = terminal(script=True, MYTEST_REPLIES=replies, MYTEST_SECONDS="0.02")
     chat.sendline("one")
@@ -293,7 +293,7 @@ def test_the_oldest_turns_are_dropped_only_when_asked(mycli: Mycli) -> None:
 
 
 def test_ctrl_c_stops_the_reply_and_keeps_the_turn(terminal: Terminal) -> None:
-    """D15: a second one at the prompt warns, a third leaves with 130."""
+    """D15: a second Ctrl-C at the prompt warns, a third exits with 130."""
     chat = terminal("--system", "You are Pico, a tiny language model.")
     say(chat, "/set repetition_penalty 1.3")
     say(chat, "/set temperature 2")
@@ -311,7 +311,7 @@ def test_ctrl_c_stops_the_reply_and_keeps_the_turn(terminal: Terminal) -> None:
 
 
 def test_a_full_context_is_refused_with_numbers_and_the_chat_goes_on(terminal: Terminal) -> None:
-    """D19: in a terminal that can do nothing; colours and 20 columns are with what a model may write."""
+    """D19: a full context is refused in a dumb terminal; the test of model output covers colours and 20 columns."""
     chat = terminal("--ctx", "24", TERM="dumb")
     refused = say(chat, "Tell me a story about a boat and a lantern and a key and a map and a drum.")
     assert re.search(r"has \d+ tokens, the context has room for 24", refused)
@@ -321,7 +321,7 @@ def test_a_full_context_is_refused_with_numbers_and_the_chat_goes_on(terminal: T
 
 @pytest.mark.parametrize(("term", "escapes"), [("xterm", True), ("dumb", False)])
 def test_a_terminal_without_escape_sequences_gets_none(term: str, escapes: bool, terminal: Terminal) -> None:
-    """From its first byte to its last: prompts, pastes, a reply, a list, an interruption."""
+    """No byte of the session contains an escape sequence: prompts, pastes, a reply, a list, an interruption."""
     screen = io.StringIO()
     chat = terminal(TERM=term, log=screen)
     say(chat, "What is the capital of Japan?")

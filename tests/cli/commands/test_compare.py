@@ -1,4 +1,4 @@
-"""`mycli compare`: a table, a card, a plot and an exit code."""
+"""Test `mycli compare`: table, card, plot and exit code."""
 
 import json
 from pathlib import Path

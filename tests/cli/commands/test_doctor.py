@@ -1,4 +1,4 @@
-"""`mycli doctor` on a healthy machine and on one that is not."""
+"""Test `mycli doctor` on a healthy and on a faulty machine."""
 
 import json
 from pathlib import Path

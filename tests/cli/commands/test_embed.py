@@ -1,4 +1,4 @@
-"""`mycli embed`: texts from files and pipes, vectors as JSON lines and .npy."""
+"""Test `mycli embed`: texts from files and pipes, vectors as JSON lines and .npy."""
 
 import json
 from pathlib import Path

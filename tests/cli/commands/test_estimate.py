@@ -1,4 +1,4 @@
-"""`mycli estimate` as a person and a program see it."""
+"""Test `mycli estimate` as text and as JSON."""
 
 import json
 import shlex
@@ -31,7 +31,7 @@ def state_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def llama(tmp_path: Path) -> str:
-    """A folder that holds nothing but the config.json of Llama-3.1-8B."""
+    """Create a folder that contains only the config.json of Llama-3.1-8B."""
     folder = tmp_path / "llama"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(PUBLISHED["Llama-3.1-8B"]["config"]))
@@ -233,7 +233,7 @@ def test_what_fits_leaves_the_margin_that_verify_tolerates(llama: str, capsys: p
 
 
 def test_a_total_that_is_off_fails_whatever_its_parts(capsys: pytest.CaptureFixture[str]) -> None:
-    """To the byte nothing agrees: Python and torch are a part of it."""
+    """The total never matches to the byte, because it includes Python and torch."""
     arguments = ("pico", "--verify", "--device", "cpu", "--ctx", "512", "--tol", "0.0000001%")
     assert call(*arguments) == ExitCode.GATE
     assert "total" in capsys.readouterr().err
@@ -251,7 +251,7 @@ def test_tensor_parallel(llama: str, capsys: pytest.CaptureFixture[str], ranks: 
 
 
 def test_verify_compares_with_a_real_process() -> None:
-    # So small a model is mostly Python and torch, which differ by some MiB between machines.
+    # For a model this small, Python and torch take most of the memory, and they differ by some MiB between machines.
     command = [sys.executable, "-m", "mycli.cli", "estimate", "pico", "--verify", "--device", "cpu", "--json"]
     done = subprocess.run([*command, "--tol", "10%"], check=True, capture_output=True, text=True)
     errors = {part["part"]: part["error"] for part in json.loads(done.stdout)["parts"]}
@@ -282,7 +282,7 @@ def test_verify_fails_its_gate(capsys: pytest.CaptureFixture[str], monkeypatch: 
         (["--dtype", "fp8"], ExitCode.USAGE),
         (["--head", "int8"], ExitCode.USAGE),
         (["--quant", "int4", "--head", "int3"], ExitCode.USAGE),
-        (["--quant", "int4", "--head", "int8"], ExitCode.USAGE),  # tied
+        (["--quant", "int4", "--head", "int8"], ExitCode.USAGE),  # tied embeddings
         (["--fit", "--table"], ExitCode.USAGE),
         (["--verify", "--gpu", "1GiB"], ExitCode.USAGE),
         (["--draft", "/nowhere"], ExitCode.NOT_FOUND),
@@ -307,7 +307,7 @@ def test_no_torch_unless_it_verifies() -> None:
 
 
 def test_where_one_gpu_ends_is_said_with_the_command_for_more(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of the context asked for, else of the longest; a context that no such machine holds wants another split."""
+    """A command for several GPUs is suggested for the requested or the longest context, split as needed."""
     more = answer(capsys, llama, "--gpu", "24GiB")["more_gpus"]
     assert more["context"] == 131072 and more["gpus"] == 2
     assert more["command"] == f"mycli serve {llama} --engine vllm --tensor-parallel-size 2 --ctx 131072"

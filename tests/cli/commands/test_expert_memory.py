@@ -1,4 +1,4 @@
-"""`--expert-memory` as a user types it: what is held is said, replies stay, and what cannot be is refused."""
+"""Test `--expert-memory`: the limit is reported, replies stay the same, bad values are refused."""
 
 import json
 

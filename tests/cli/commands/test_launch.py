@@ -1,4 +1,4 @@
-"""`mycli launch`: agents get address, model and key; a missing one is refused with the line that installs it."""
+"""Test `mycli launch`: agents get address, model and key; for a missing agent the error says how to install it."""
 
 import json
 import os
@@ -18,7 +18,7 @@ exit 7
 
 @pytest.fixture
 def programs(tmp_path: Path) -> dict[str, str]:
-    """Programs called as the agents are, which write what they were given and end with 7."""
+    """Create stand-ins for the agents that record their arguments and environment and exit with 7."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for agent in AGENTS.values():

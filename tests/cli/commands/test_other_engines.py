@@ -1,4 +1,4 @@
-"""`mycli serve --engine`: what another maker's server is told, and that the process is its own."""
+"""Test `mycli serve --engine`: arguments and environment of the other server, which replaces this process."""
 
 import json
 import os
@@ -33,7 +33,7 @@ sys.exit(23)
 
 @pytest.fixture
 def installed(tmp_path: Path, environment: dict[str, str]) -> dict[str, str]:
-    """An environment in which both are on PATH."""
+    """Return an environment with both engines on PATH."""
     for name in ("vllm", "sglang"):
         (tmp_path / name).write_text(STAND_IN.format(python=sys.executable))
         (tmp_path / name).chmod(0o755)
@@ -47,7 +47,7 @@ def started(
     *arguments: str,
     gpus: tuple[Gpu, ...] = (),
 ) -> tuple[list[str], dict[str, str], str]:
-    """The words that the other engine is started with, its environment, and what was said before it began."""
+    """Return the other engine's command line, its environment, and the messages printed before it started."""
     called: list[Any] = []
 
     def become(path: str, command: list[str], told: dict[str, str]) -> None:
@@ -130,7 +130,7 @@ def test_on_a_cpu_of_fewer_numa_nodes_than_parts_each_part_has_cores_of_its_own(
     ranks: int,
     said: str | None,
 ) -> None:
-    """vLLM ends where a part of the model has neither a NUMA node nor cores that it was told."""
+    """vLLM exits if a rank has neither a NUMA node nor assigned cores."""
     monkeypatch.setattr(other_engines, "_cores", lambda: cores)
     monkeypatch.setattr(other_engines, "_numa_nodes", lambda: nodes)
     arguments = ("--engine", "vllm", "--device", "cpu", "--tensor-parallel-size", str(ranks))
@@ -191,7 +191,7 @@ def test_one_that_is_not_installed_is_named_with_what_brings_it(mycli: Mycli, tm
 
 
 def test_the_process_becomes_the_other_engine(installed: dict[str, str]) -> None:
-    """Its exit code and its signals are its own; what it says is said as it says it."""
+    """The other engine's exit code, signals and output are passed on unchanged."""
     arguments = [*COMMAND, "serve", "pico", "--engine", "vllm", "--device", "cpu", "--json"]
     ended = subprocess.run(arguments, env=installed, cwd=tempfile.gettempdir(), capture_output=True, timeout=120)
     ours, theirs = (json.loads(line) for line in ended.stdout.splitlines())

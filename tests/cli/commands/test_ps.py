@@ -1,4 +1,4 @@
-"""`mycli ps` and `mycli stop`: servers name themselves in files, and those that were killed are recognized."""
+"""Test `mycli ps` and `mycli stop`: servers register in files, and files of killed servers are recognized."""
 
 import json
 import os
@@ -21,7 +21,7 @@ def test_a_file_is_there_while_the_server_runs(tmp_path: Path) -> None:
 
 
 def test_a_file_that_was_left_behind_is_removed(tmp_path: Path) -> None:
-    """By a server that was killed: its process number may be another's by now."""
+    """The file of a killed server is removed: its process id may belong to another process."""
     (tmp_path / f"{os.getpid()}.json").write_text(json.dumps({"pid": os.getpid(), "url": "http://127.0.0.1:1"}))
     (tmp_path / "7.json").write_text("{")
     with announced(tmp_path, SERVER):
@@ -45,7 +45,7 @@ def test_servers_are_listed_and_stopped(environment: dict[str, str], mycli: Mycl
                 ("pico", two.pid, "ok"),
             ]
             assert "first" in mycli("ps").stdout
-            several = mycli("stop", "pico")  # the model's name is the first one's, too
+            several = mycli("stop", "pico")  # the model's name also equals the first one's
             assert several.returncode == 2 and str(port) in several.stderr
             two.send_signal(signal.SIGKILL)
             two.wait()

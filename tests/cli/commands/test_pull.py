@@ -1,4 +1,4 @@
-"""`mycli pull`, `list`, `show`, `verify` and `rm` against a server on loopback, as processes where that shows."""
+"""Test `mycli pull`, `list`, `show`, `verify` and `rm` against a local server, in child processes where needed."""
 
 import json
 import signal
@@ -29,7 +29,7 @@ def server(environment: dict[str, str]) -> Iterator[HubServer]:
 
 
 def test_a_gguf_file_is_a_model_to_fetch(server: HubServer, mycli: Mycli, tmp_path: Path) -> None:
-    """By its header, which says whether it runs here before the rest is fetched; it needs no config.json."""
+    """A GGUF file needs no config.json; its header decides whether the model is supported before the full download."""
     assert mycli("export", "pico", "--to", "gguf", "-o", str(tmp_path / "made.gguf")).returncode == 0
     whole = (tmp_path / "made.gguf").read_bytes()
     key = b"general.architecture"
@@ -119,7 +119,7 @@ def test_d11_errors_are_one_line_and_4(server: HubServer, mycli: Mycli) -> None:
 
 
 def test_the_token_of_the_file_is_sent(server: HubServer, mycli_process: Mycli, tmp_path: Path) -> None:
-    """A process: huggingface_hub reads where the file is when it is imported."""
+    """Run in a child process: huggingface_hub reads the token file's location on import."""
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "token").write_text("hf_fromfile\n")
     assert mycli_process("pull", REPO).returncode == 0
@@ -198,7 +198,7 @@ def test_provenance_and_card_of_a_quantized_model(mycli: Mycli, tmp_path: Path) 
 
 
 def test_hub_commands_import_no_torch(environment: dict[str, str]) -> None:
-    """One after the other in one process: the first that loads something is named."""
+    """Run the commands in one process; the first that imports torch is named."""
     code = """
 import sys
 from mycli.cli.main import main

@@ -1,4 +1,4 @@
-"""`mycli pull MODEL --bits 4`: the bytes of pull, then quantize; little disk; killed at any moment, it continues."""
+"""Test `mycli pull MODEL --bits 4`: the same bytes as pull and quantize, little disk space, resumable after a kill."""
 
 import contextlib
 import os
@@ -51,7 +51,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def occupied(folder: Path) -> int:
-    """Bytes on disk, without holes."""
+    """Return the bytes allocated on disk, without holes."""
     total = 0
     for path in folder.rglob("*"):
         with contextlib.suppress(OSError):
@@ -76,7 +76,7 @@ def peak_of(folder: Path) -> Iterator[list[int]]:
 
 @pytest.fixture(scope="module")
 def expected(server: HubServer, tmp_path_factory: pytest.TempPathFactory) -> Expected:
-    """The files that pull, then quantize gives, by method."""
+    """Return the files that pull and quantize produce, by method."""
     home = tmp_path_factory.mktemp("whole")
     run(server, home, "pull", REPO)
 
@@ -89,7 +89,7 @@ def expected(server: HubServer, tmp_path_factory: pytest.TempPathFactory) -> Exp
 
 
 def killed(server: HubServer, home: Path, options: list[str], kills: int, seconds: float, seed: int) -> Path:
-    """Kill runs after random times, then let one end; the folder of the result."""
+    """Kill runs after random times, then let one finish; return the folder of the result."""
     chance, target = random.Random(seed), home / "copy"
     for _ in range(kills):
         process = start(server, home, "pull", REPO, *options, "-o", str(target))

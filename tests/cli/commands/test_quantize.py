@@ -1,4 +1,4 @@
-"""mycli quantize and mycli eval as a person and a program call them."""
+"""Test `mycli quantize` and `mycli eval`: text and JSON output."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
 
 
 def parsed(text: str) -> dict[str, Any]:
-    """Standard output under --json: exactly one object."""
+    """Parse standard output under --json, which must be exactly one object."""
     value: dict[str, Any] = json.loads(text)
     assert value["schema_version"] == 1
     return value
@@ -199,7 +199,7 @@ def test_kv_sweep_compares_each_kind_of_cache_with_the_exact_one(capsys: pytest.
 
 
 def test_activations_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The card, `show` and the sweep say the same, and a run in bf16 with the same bits has that divergence."""
+    """The card, `show` and the sweep agree, and a bf16 run with the same bits has the reported divergence."""
     folder = str(tmp_path / "out")
     code, out, err = call(capsys, "quantize", "pico", "--method", "rtn", "--bits", "3", "-o", folder, "--json")
     assert code == 0, err
@@ -225,7 +225,7 @@ def test_activations_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 def test_calibration_from_a_dataset_of_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing is fetched for a dry run; afterwards it works without the hub, and gives the same bytes."""
+    """A dry run downloads nothing; later runs work offline and produce the same bytes."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     rows = "".join(json.dumps({"text": f"Row {i} of some text about {i * i}."}) + "\n" for i in range(400))
     data = ["--samples", "4", "--seq", "128", "--calib", "hf:org/texts"]

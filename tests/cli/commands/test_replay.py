@@ -1,4 +1,4 @@
-"""`mycli run --receipt` and `mycli replay`: the same tokens, or exit 6 at the first one that differs."""
+"""Test `mycli run --receipt` and `mycli replay`: the same tokens, or exit 6 at the first one that differs."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ CPU = ("--device", "cpu")
 
 @pytest.fixture
 def receipt(mycli: Mycli, tmp_path: Path) -> Path:
-    """The receipt of a sampled reply of a copy of pico."""
+    """Create the receipt of a sampled reply of a copy of pico."""
     copy, path = shutil.copytree(PICO, tmp_path / "copy"), tmp_path / "r.json"
     done = mycli("run", str(copy), "Tell me a story.", "-t", "0.9", "-n", "12", "--receipt", str(path), *CPU)
     assert done.returncode == 0, done.stderr

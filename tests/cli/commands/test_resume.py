@@ -1,4 +1,4 @@
-"""`mycli run --resume`: a command that was killed continues, and the file it wrote to ends as if it had not been."""
+"""Test `mycli run --resume`: a killed command continues, and its output file equals that of an uninterrupted run."""
 
 import json
 import signal
@@ -26,7 +26,7 @@ def records(state: dict[str, str]) -> list[Path]:
 
 
 def interrupt(state: dict[str, str], out: Path, number: signal.Signals, *more: str) -> tuple[str, int]:
-    """Start a long reply into `out`, and end the process by a signal once some of it is there."""
+    """Start a long reply into `out` and kill the process by a signal once part of it is written."""
     command = [*COMMAND, *STORY, *more]
     with out.open("wb") as file:
         child = subprocess.Popen(

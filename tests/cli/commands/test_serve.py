@@ -1,4 +1,4 @@
-"""`mycli serve` as a process: one line when ready, one line for what goes wrong, and an end in order."""
+"""Test `mycli serve` as a process: one line when ready, one line per error, and a clean shutdown."""
 
 import http.client
 import json
@@ -20,7 +20,7 @@ from tests.support.grids import chosen
 
 @contextmanager
 def process(environment: dict[str, str], *arguments: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A server of pico, and the port that its line names."""
+    """Start a server of pico; yield it with the port that its ready line names."""
     child = subprocess.Popen(
         [*COMMAND, "serve", "pico", "--port", "0", "--ctx", "512", *arguments],
         env=environment,
@@ -41,7 +41,7 @@ def process(environment: dict[str, str], *arguments: str) -> Iterator[tuple[subp
 
 
 def begin(port: int, stream: bool = True, tokens: int = 450, count: int = 1) -> http.client.HTTPResponse:
-    """`count` long replies under way."""
+    """Start `count` long replies."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=240)
     body = {"model": "pico", "prompt": "Once upon", "max_tokens": tokens, "stream": stream}
     body |= {"ignore_eos": True, "n": count}
@@ -92,7 +92,7 @@ def test_g28_the_second_signal_ends_it_at_once(environment: dict[str, str]) -> N
             pass
         os.kill(child.pid, signal.SIGTERM)
         assert child.wait(60) == 143
-        with suppress(http.client.IncompleteRead, ConnectionError):  # it was cut off, in the middle
+        with suppress(http.client.IncompleteRead, ConnectionError):  # cut off in the middle
             assert b"data: [DONE]" not in response.read()
 
 

@@ -1,4 +1,4 @@
-"""`mycli serve` of several models, as processes: states, failures of one model, and ends in order."""
+"""Test `mycli serve` with several models, as processes: states, failures of one model, and clean shutdown."""
 
 import http.client
 import json
@@ -83,7 +83,7 @@ def gone(pid: int, seconds: float = 20) -> bool:
 
 @pytest.fixture
 def models_dir(tmp_path: Path) -> Path:
-    """Pico twice, once with a damaged tokenizer, which is found when it is loaded, and a folder that is no model."""
+    """Create two copies of pico, one with a damaged tokenizer that fails on load, and a folder that is not a model."""
     folder = tmp_path / "served"
     for name in ("good", "damaged"):
         shutil.copytree(PICO, folder / name)
@@ -108,7 +108,7 @@ def test_a_model_that_fails_takes_no_other_with_it(environment: dict[str, str], 
         assert "torch" not in Path(f"/proc/{router.pid}/maps").read_text()
         assert "torch" in Path(f"/proc/{worker}/maps").read_text()
 
-        # kill -9 of the process of a model: its stream ends with an error, the next request starts it again.
+        # kill -9 of a model's process: its stream ends with an error, and the next request restarts it.
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
         body = {"model": "pico", "prompt": "Once", "max_tokens": 500, "stream": True, "ignore_eos": True}
         connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
@@ -124,7 +124,7 @@ def test_a_model_that_fails_takes_no_other_with_it(environment: dict[str, str], 
         assert "pico, damaged (failed), foreign (failed), 4 models" in mycli("ps").stdout
         assert "damaged is unloaded" in mycli("stop", "damaged").stdout
 
-        # kill -9 of the router: the processes of its models end by themselves.
+        # kill -9 of the router: the model processes exit by themselves.
         (worker,) = children(router.pid)
         router.kill()
         assert gone(worker)

@@ -1,4 +1,4 @@
-"""`spec check`, `spec verify`, and --draft on run, chat and bench, as a person calls them."""
+"""Test `spec check`, `spec verify`, and --draft on run, chat and bench."""
 
 import json
 import shutil
@@ -49,7 +49,7 @@ def subject(target: LoadedModel, draft: LoadedModel | None) -> SpeculationSubjec
 
 @pytest.fixture
 def stranger(tmp_path: Path) -> Path:
-    """pico-draft with two tokens in each other's place."""
+    """Create pico-draft with two token ids exchanged."""
     folder = tmp_path / "stranger"
     shutil.copytree(DRAFT, folder)
     path = folder / "tokenizer.json"
@@ -115,7 +115,7 @@ def test_divergences_are_found_with_their_lead(
     asked = prompts(loaded.tokenizer)["stories"][:2]
     assert list(greedy_divergences(subject(loaded, draft), asked, 10, 4)) == [None, None]
     best = Sampler.best
-    # Verification that takes the second likeliest token of a third row.
+    # A faulty verification that takes the second most likely token of the third row.
     monkeypatch.setattr(Sampler, "best", lambda self, logits: [*best(self, logits)[:2], *logits[2:].topk(2)[1][:, 1]])
     found = list(greedy_divergences(subject(loaded, draft), asked, 10, 4))
     assert all(one is not None and one.margin > 0.001 and not one.tie and 0 < one.position < 10 for one in found)
@@ -161,7 +161,7 @@ def test_bench_says_whether_it_pays(mycli: Mycli) -> None:
 
 
 def test_run_says_the_same_with_a_draft(mycli: Mycli) -> None:
-    """F16; in fp32, where ties are rare."""
+    """F16: replies are equal with and without a draft; in fp32, where ties are rare."""
     call = ("run", "pico", "Tell me a story.", "-t", "0", "-n", "40", "--dtype", "fp32", "--json", "--logprobs", "2")
     plain, *drafted = (
         json.loads(mycli(*call, *CPU, "--draft", name).stdout) for name in ("none", "pico-draft", "ngram")

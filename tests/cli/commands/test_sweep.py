@@ -1,4 +1,4 @@
-"""`quantize --sweep` makes and compares copies, and resumes; `choose` picks the best copy that fits."""
+"""Test `quantize --sweep`, which creates and compares copies, and `choose`, which picks the best copy that fits."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""config.toml: below flags and environment, above the program; mistakes are named with file and key."""
+"""Test config.toml: flags and environment override it, it overrides defaults, and errors name file and key."""
 
 import json
 import os
@@ -86,7 +86,7 @@ def answer(done: "subprocess.CompletedProcess[str]") -> dict[str, Any]:
 
 
 def test_precedence_flag_environment_file_model(mycli: Mycli, environment: dict[str, str]) -> None:
-    """The limit on tokens, set in every way; and errors that name where a value came from."""
+    """The token limit is set at every level, and errors name the source of a value."""
     path = Path(environment["XDG_CONFIG_HOME"]) / "mycli" / "config.toml"
     path.parent.mkdir(parents=True)
     path.write_text("temperature = 0\nmax_tokens = 6\n[run]\nmax-tokens = 5\nstop = ['never']\n")

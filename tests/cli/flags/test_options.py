@@ -1,4 +1,4 @@
-"""Counts and amounts of memory as people write them."""
+"""Test parsing of counts and memory sizes."""
 
 import pytest
 import typer
@@ -56,7 +56,7 @@ def test_what_is_no_memory(text: str, problem: str) -> None:
     assert problem in refused.value.message
 
 
-# Every option that takes an amount of memory, wherever it stands: one that lost its parser is missed here.
+# Every option that takes a memory size; the test fails if one loses its parser.
 SIZES = {
     "--gpu": {"choose", "estimate"},
     "--max-ram": {"pull", "quantize"},

@@ -1,4 +1,4 @@
-"""Standard input as a part of the prompt: pipes that end, that are silent, that never end, and what is no pipe."""
+"""Test standard input as part of the prompt: pipes that end, are silent or never end, and other kinds of files."""
 
 import os
 import socket
@@ -15,7 +15,7 @@ from mycli.runtime.errors import UsageError
 
 
 class Pipe:
-    """Standard input as the end of a pipe, and the end that somebody else holds."""
+    """The read end of a pipe as standard input, with its write end."""
 
     def __init__(self) -> None:
         reader, self.writer = os.pipe()
@@ -31,7 +31,7 @@ class Pipe:
 
 @pytest.fixture
 def pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pipe]:
-    """An open pipe; who waits for it waits for a moment only."""
+    """Yield an open pipe with a short wait limit."""
     made = Pipe()
     monkeypatch.setattr("sys.stdin", made.stdin)
     monkeypatch.setattr(prompt_input, "PATIENCE", 0.05)
@@ -43,7 +43,7 @@ def pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pipe]:
 
 
 def asked(words: str | None, file: Path | None = None) -> tuple[str, list[str]]:
-    """The prompt, and what was said meanwhile."""
+    """Return the prompt and the messages printed meanwhile."""
     notes: list[str] = []
     return read_prompt(words, file, "strict", notes.append), notes
 
@@ -64,7 +64,7 @@ def test_a_pipe_that_never_ends_does_not_hold_a_whole_prompt_for_good(pipe: Pipe
 
 
 def test_a_writer_that_stops_in_the_middle_is_not_taken_for_its_end(pipe: Pipe) -> None:
-    """The beginning of a text is no text: neither is it answered."""
+    """Incomplete input is refused, not answered."""
     pipe.write("the first half of")
     with pytest.raises(UsageError, match="nothing came from it"):
         asked("Summarize:")
@@ -72,7 +72,7 @@ def test_a_writer_that_stops_in_the_middle_is_not_taken_for_its_end(pipe: Pipe) 
 
 @pytest.mark.parametrize("words", ["-", None], ids=["dash", "no-words"])
 def test_standard_input_that_is_the_prompt_is_waited_for(words: str | None, pipe: Pipe) -> None:
-    """Longer than a pipe beside a prompt would be; said once."""
+    """Input that is the whole prompt is waited for longer than optional input, and the wait is reported once."""
     writer = subprocess.Popen(["sh", "-c", "sleep 0.4; printf Hel; sleep 0.2; printf lo"], stdout=pipe.writer)
     pipe.end()
     prompt, notes = asked(words)
@@ -92,7 +92,7 @@ def test_a_flood_is_refused_and_not_kept(pipe: Pipe, monkeypatch: pytest.MonkeyP
 
 
 def test_nothing_is_read_from_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As services and containers have it; /dev/zero has no end."""
+    """Standard input of services and containers is a device; /dev/zero never ends."""
     for device in ("/dev/null", "/dev/zero"):
         with open(device) as stdin:
             monkeypatch.setattr("sys.stdin", stdin)
@@ -104,7 +104,7 @@ def test_nothing_is_read_from_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_socket_and_a_file_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Remote shells and supervisors hand on sockets."""
+    """Remote shells and supervisors pass on sockets."""
     ours, theirs = socket.socketpair()
     with theirs, ours.makefile() as stdin:
         theirs.sendall(b"an essay")
@@ -119,7 +119,7 @@ def test_a_socket_and_a_file_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_the_way_to_wait_longer_is_true(environment: dict[str, str]) -> None:
-    """What the hint names: a prompt of words and of /dev/stdin, read once."""
+    """The command in the hint works: a prompt of words and of /dev/stdin, read once."""
     program = "from mycli.cli.text.input import *; print(read_prompt('Hi', Path('/dev/stdin'), 'strict', print))"
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, input="an essay\n", env=environment, capture_output=True, text=True)

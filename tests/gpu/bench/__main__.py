@@ -1,6 +1,6 @@
-"""The protocol on one device, as one command: limits, products, whole models, the program; one JSON and one table.
+"""Run the GPU benchmark in one command: limits, products, whole models, the program; one JSON and one table.
 
-    PYTHONPATH=.links python -m tests.gpu.bench [--device cuda] [--minutes 9] [--tiny] [--out FOLDER]
+PYTHONPATH=.links python -m tests.gpu.bench [--device cuda] [--minutes 9] [--tiny] [--out FOLDER]
 
 The files go to --out, else $OUT, else docs/results, and are written after every case.
 """
@@ -27,20 +27,20 @@ from tests.gpu.bench.timing import Context
 
 
 def facts(device: torch.device) -> dict[str, object]:
-    """Device, driver, versions."""
+    """Return device, driver and versions."""
     found: dict[str, object] = {"device": cpu().model or "cpu"}
     if device.type == "cuda":
         found = {"device": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
         try:
             found["driver"] = ", ".join(sorted({gpu.driver for gpu in gpus()})) or "unknown"
-        except ResourceError:  # NVML does not answer, where CUDA does
+        except ResourceError:  # NVML fails although CUDA works
             found["driver"] = "unknown"
     found |= {"date": datetime.date.today().isoformat(), "torch": torch.__version__, "python": sys.version.split()[0]}
     return {**found, "command": shlex.join(["python", "-m", "tests.gpu.bench", *sys.argv[1:]])}
 
 
 def parts(context: Context) -> list[Part]:
-    """In order of importance: what comes last is dropped first."""
+    """Return the parts by decreasing importance: the last ones are dropped first."""
 
     def products(packing: Packing) -> Part:
         return Part(f"products, {packing.name}", 5, lambda: kernels.table(context, packing))
@@ -65,7 +65,6 @@ def parts(context: Context) -> list[Part]:
 
 
 def main() -> None:
-    """Run it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--minutes", type=float, default=9)

@@ -1,4 +1,4 @@
-"""Kernels that do nothing but follow each other. Imports Triton."""
+"""Define Triton kernels that do nothing but depend on each other."""
 
 import triton
 import triton.language as tl
@@ -7,13 +7,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def chained(word):
-    """One load and one store: a kernel without any may be left out."""
+    """Perform one load and one store: a kernel without any may be optimized away."""
     tl.store(word, tl.load(word))
 
 
 @triton.jit
 def dependent_chained(word):
-    """The same, let in before the kernel ahead has ended, and waiting for it."""
+    """Do the same as `chained`, launched before the previous kernel ends and waiting for it (PDL)."""
     gdc_launch_dependents()
     gdc_wait()
     tl.store(word, tl.load(word))

@@ -1,4 +1,4 @@
-"""Tokens a second of whole random models through the one generator, as `mycli bench` measures them."""
+"""Measure tokens per second of whole random models through the generator, as `mycli bench` does."""
 
 import statistics
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from tests.gpu.bench.weights import model
 
 
 def cases(context: Context, name: str, config: ModelConfig, packing: Packing | None) -> Iterator[Case]:
-    """One model, made once: replies, prompts, depths, batches; last, prompts with a shadow of the packed weights."""
+    """Yield the cases of one model: replies, prompts, depths, batches, and prompts with unpacked weights last."""
     config = tiny(config) if context.tiny else config
     made, kernels = model(config, packing, context.device)
     label = f"{name}, {packing.name if packing else 'bf16'}, {kernels}"

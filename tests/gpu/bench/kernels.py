@@ -1,4 +1,4 @@
-"""Our product beside cuBLAS in bf16 and torch's tinygemm: against fp64 first, then timed over rotating weights."""
+"""Compare packed products with bf16 cuBLAS and torch's tinygemm: checked against fp64, then timed."""
 
 import statistics
 from collections.abc import Callable, Iterator
@@ -15,16 +15,16 @@ from tests.gpu.bench.weights import dense, kernel_of, packed
 
 SHAPES = ((28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096), (128256, 4096))
 ROWS = (1, 8, 2, 4, 16, 64, 512, 4096)  # in order of importance
-TINYGEMM_ROWS = 64  # beyond, it takes longer than everything else together
+TINYGEMM_ROWS = 64  # larger products take longer than all other cases together
 
 
 def shapes(context: Context) -> tuple[tuple[int, int], ...]:
-    """(N, K) of the table."""
+    """Return (N, K) of each row of the table."""
     return ((128, 256),) if context.tiny else SHAPES
 
 
 def proof(context: Context) -> Iterator[Case]:
-    """Relative error against fp64, for each width and number of rows; the shape that matters most."""
+    """Yield the relative error against fp64 for each width and number of rows, at the most important shape."""
     n, k = shapes(context)[0]
     for packing in (INT4, Packing(8, 128), Packing(3, 128), Packing(2, 128)):
         yield Case(packing.name, 5, lambda packing=packing: _error(context, n, k, packing))  # type: ignore[misc]
@@ -43,7 +43,7 @@ def _error(context: Context, n: int, k: int, packing: Packing) -> list[Row]:
 
 
 def table(context: Context, packing: Packing) -> Iterator[Case]:
-    """Every number of rows of every shape; those of one number together, the most important first."""
+    """Yield every number of rows of every shape, grouped by number of rows, the most important first."""
     few = packing != INT4
     for m in (1, 8) if few or context.tiny else ROWS:
         for n, k in shapes(context)[:2] if few else shapes(context):
@@ -51,7 +51,7 @@ def table(context: Context, packing: Packing) -> Iterator[Case]:
 
 
 def _row(context: Context, packing: Packing, m: int, n: int, k: int) -> list[Row]:
-    """Ours twice a round, the others once. GB/s counts weights and scales only."""
+    """Time the packed product twice per round and the others once. GB/s counts weights and scales only."""
     nbytes, device = packing.bytes(n, k), context.device
     x = torch.randn(m, k, device=device).bfloat16()
     first = packed(n, k, packing, device)

@@ -1,11 +1,11 @@
-"""How long a token of an 8B model is predicted to take, launch by launch: one model, whose constants are stated here.
+"""Predict the time of one token of an 8B model launch by launch, from the constants stated here.
 
-    PYTHONPATH=.links python -m tests.gpu.bench.latency docs/results/predicted.md
+PYTHONPATH=.links python -m tests.gpu.bench.latency docs/results/predicted.md
 
-A launch takes its bytes at the bandwidth that a card is known to read at, or its instructions where they are more, and
-what no bandwidth shortens: the boundary to the launch before it, the ramp until the first product, and the tail, from
-the last product until what follows it is stored. Nothing here is measured on the cards: the sweep of `second_call`
-writes these predictions beside times. Arithmetic only.
+A launch takes the larger of its bytes at the card's known bandwidth and its instructions, plus what no bandwidth
+shortens: the gap to the previous launch, the ramp until the first product, and the tail from the last product until its
+epilogue is stored. Nothing is measured here: the sweep of `second_call` prints these predictions next to measured
+times.
 """
 
 import math
@@ -21,20 +21,20 @@ from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.quantization.scheme import Packing
 from tests.gpu.bench.shapes import INT4, LLAMA_8B
 
-BOUNDARY = 1.0  # us from the end of a launch of a graph to the first instruction of the next
-EARLY_BOUNDARY = 0.4  # where it began before, and waits (programmatic dependent launch)
+BOUNDARY = 1.0  # us from the end of a launch in a graph to the first instruction of the next
+EARLY_BOUNDARY = 0.4  # us if it started earlier and waits (programmatic dependent launch)
 START = 0.3  # us of instructions that find a program's share
-MEMORY = 0.7  # us until memory answers
-CACHE = 0.27  # us until the L2 cache answers, atomics too
-TAIL = 0.2  # us of instructions behind the sums
-ISSUE = 0.7  # of the instructions that schedulers could issue, how many they do
-INSTRUCTIONS = {8: 1.75, 16: 2.05, 32: 2.95, 64: 4.1}  # a weight of 4 bits, by rows of a tile (docs/results/kernels.md)
-KEYS = 64  # of a turn of attention
+MEMORY = 0.7  # us of memory latency
+CACHE = 0.27  # us of L2 cache latency, atomics included
+TAIL = 0.2  # us of instructions after the partial sums
+ISSUE = 0.7  # share of issue slots that are used
+INSTRUCTIONS = {8: 1.75, 16: 2.05, 32: 2.95, 64: 4.1}  # instructions per 4-bit weight, by tile rows (kernels.md)
+KEYS = 64  # keys per iteration of attention
 
 
 @dataclass(frozen=True)
 class Card:
-    """read: GB/s that programs reach; clock: GHz of its multiprocessors."""
+    """The GPU of a prediction. read: achievable GB/s; clock: GHz of its multiprocessors."""
 
     chip: Chip
     read: float
@@ -42,12 +42,12 @@ class Card:
 
     @property
     def boundary(self) -> float:
-        """Microseconds between two launches."""
+        """Return the microseconds between two launches."""
         return EARLY_BOUNDARY if self.chip.pdl else BOUNDARY
 
 
 def cards() -> Mapping[str, Card]:
-    """H200: as copied on one; H100: nine tenths of the data sheet's 3,350; 4090: as others report to reach."""
+    """Return the cards. H200: measured copy rate; H100: 90 % of the data sheet's 3,350; 4090: as reported by others."""
     return {
         "H200": Card(Chip((9, 0), 132, pdl=True), 4300, 1.98),
         "H100": Card(Chip((9, 0), 132, pdl=True), 3015, 1.98),
@@ -57,7 +57,7 @@ def cards() -> Mapping[str, Card]:
 
 @dataclass(frozen=True)
 class Launch:
-    """Microseconds of one launch, and how its programs share K."""
+    """The microseconds of one launch, and how its programs split K."""
 
     name: str
     parts: int
@@ -69,12 +69,12 @@ class Launch:
 
     @property
     def microseconds(self) -> float:
-        """Of all of it."""
+        """Return the sum of all components."""
         return self.body + self.boundary + self.ramp + self.tail
 
 
 def loads_under_way(rows: int, columns: int) -> int:
-    """Parts whose sums a thread reads at a time (`triton.split_k.add_parts`)."""
+    """Return how many partial sums a thread loads at a time (`triton.split_k.add_parts`)."""
     few = 4096 // (rows * columns)
     return 16 if few >= 16 else 8 if few >= 8 else 4
 
@@ -82,7 +82,7 @@ def loads_under_way(rows: int, columns: int) -> int:
 def product(
     name: str, card: Card, packing: Packing, rows: int, n: int, k: int, tile: Tile, parts: int, loads: int | None = None
 ) -> Launch:
-    """A product with an epilogue. loads: parts read at a time, if not as the kernels do."""
+    """Predict a product with an epilogue. loads: partial sums loaded at a time, by default as in the kernels."""
     blocks = -(-n // tile.block_n) * -(-rows // tile.block_m)
     programs, slots = blocks * parts, card.chip.processors * tile.blocks
     nbytes = packing.bytes(n, k) + 4 * rows * n * parts
@@ -91,23 +91,23 @@ def product(
     body = max(nbytes / card.read / 1e3, issued) * waves
     at_once = tile.rows_at_once(rows, tile.block_n)
     trips = -(-parts // (loads or loads_under_way(at_once, tile.block_n))) * -(-min(rows, tile.block_m) // at_once)
-    # With an early launch the first weights are in the L2 cache by the time that the operand is there.
+    # With an early launch the first weights are in the L2 cache before the operand is ready.
     ramp = START + CACHE + (0 if card.chip.pdl else MEMORY)
     return Launch(name, parts, programs, body, card.boundary, ramp, 2 * CACHE + trips * CACHE + TAIL)
 
 
 def product_microseconds(card: Card, packing: Packing, rows: int, n: int, k: int, tile: Tile, parts: int) -> float:
-    """As `product`."""
+    """Return the microseconds of `product`."""
     return product("", card, packing, rows, n, k, tile, parts).microseconds
 
 
 def attention(card: Card, config: ModelConfig, rows: int, depth: int, context: int) -> Launch:
-    """Of `rows` sequences with `depth` keys each, in a cache of `context`."""
+    """Predict attention of `rows` sequences with `depth` keys each, in a cache of `context` tokens."""
     programs = rows * config.kv_heads
     parts = min(64, max(1, 2 * card.chip.processors // programs), max(1, context // (4 * KEYS)))
     nbytes = 4 * rows * depth * config.kv_heads * config.head_dim
     turns = math.ceil(math.ceil(depth / KEYS) / parts)
-    latency = START + CACHE + MEMORY + turns * 0.15  # a turn's two products and its softmax, one after the other
+    latency = START + CACHE + MEMORY + turns * 0.15  # two products and the softmax of an iteration, sequentially
     tail = 2 * CACHE + -(-parts // 8) * CACHE + TAIL
     return Launch("attention", parts, programs * parts, nbytes / card.read / 1e3, card.boundary, latency, tail)
 
@@ -115,7 +115,7 @@ def attention(card: Card, config: ModelConfig, rows: int, depth: int, context: i
 def launches(
     card: Card, config: ModelConfig, rows: int, depth: int, narrow: bool = False, loads: int | None = None
 ) -> Iterator[Launch]:
-    """Those of a layer, and the head last."""
+    """Yield the launches of each layer, then of the head."""
     kept = tile_k(INT4)
     kv, hidden, wide = config.kv_heads * config.head_dim, config.hidden_size, config.intermediate_size
     shapes = {"qkv": (hidden + 2 * kv, hidden), "o": (hidden, hidden), "gate_up": (2 * wide, hidden)}
@@ -132,7 +132,7 @@ def launches(
 
 
 def token_microseconds(card: Card, config: ModelConfig, rows: int, depth: int, **options: object) -> float:
-    """Of a pass over a token of each of `rows` sequences: embedding, layers, head."""
+    """Return the microseconds of a decoding step of `rows` sequences: embedding, layers, head."""
     *layer, head = launches(card, config, rows, depth, **options)  # type: ignore[arg-type]  # as `launches`
     embedding = card.boundary + START + MEMORY + TAIL
     return embedding + config.layers * sum(one.microseconds for one in layer) + head.microseconds
@@ -150,7 +150,7 @@ Llama-3.1-8B, int4 in groups of 128, head included; 2,048 keys of 16 bits per se
 
 
 def page() -> str:
-    """The report, in Markdown."""
+    """Return the report in Markdown."""
     lines = [PAGE, "## Launches of a layer, one sequence\n"]
     lines += ["| card | launch | parts of K | programs | bytes or instructions, us | boundary | ramp | tail | us |"]
     lines += ["|---|---|---:|---:|---:|---:|---:|---:|---:|"]

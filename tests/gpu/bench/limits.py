@@ -1,4 +1,4 @@
-"""What the device can do at best, measured first: everything else is held against it."""
+"""The limits of the device, measured first as the reference for all other results."""
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +11,7 @@ from tests.gpu.bench.timing import Call, Context, in_turns, replay
 
 
 def cases(context: Context) -> Iterator[Case]:
-    """Reading, copying, multiplying, and the gap between two kernels of a graph."""
+    """Yield bandwidth of reads and copies, matrix multiplication rate, and the gap between two kernels of a graph."""
     yield Case("read", 5, lambda: _bandwidth(context, "read GB/s", _reads, 1))
     yield Case("copy", 5, lambda: _bandwidth(context, "copy GB/s", _copies, 2))
     yield Case("bf16 GEMM", 5, lambda: _gemm(context))
@@ -30,7 +30,7 @@ def _keep(context: Context, name: str, value: float, samples: list[float]) -> li
 
 
 def _reads(x: torch.Tensor) -> Call:
-    # A row is one block's work; few columns of sums are written. 32-bit: torch reads it in 16-byte pieces.
+    # One block handles one row and few column sums are written. 32-bit, because torch reads it in 16-byte pieces.
     return lambda: torch.sum(x, dim=1)
 
 
@@ -48,14 +48,14 @@ def _bandwidth(context: Context, name: str, make: Callable[[torch.Tensor], Call]
 
 def _gemm(context: Context) -> list[Row]:
     size = 64 if context.tiny else 8192
-    # Random data: a GPU multiplying zeros draws less power and runs faster than it ever will.
+    # Random data: a GPU that multiplies zeros draws less power and runs at a higher clock.
     a, b = (torch.randn(size, size, device=context.device).bfloat16() for _ in range(2))
     seconds, samples = _median([lambda: torch.matmul(a, b)] * 4, context)
     return _keep(context, "bf16 TFLOP/s", 2 * size**3 / seconds / 1e12, samples)
 
 
 def _gap(context: Context, dependent: bool) -> list[Row]:
-    """Time per kernel of a chain of kernels that do nothing, one block each."""
+    """Measure the time per kernel in a chain of empty kernels of one block each."""
     if not context.cuda or find_spec("triton") is None:
         raise NotInstalled("needs a CUDA device and triton")
     from tests.gpu.bench.empty_kernel import chained, dependent_chained

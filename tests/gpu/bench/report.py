@@ -1,6 +1,6 @@
-"""Cases run one by one within a budget of time, and what came of them as one JSON and one table, written as it grows.
+"""Run cases within a time budget; write the results as one JSON and one table after each case.
 
-Knows nothing of what is measured. A case that fails is an error line; one that no longer fits is a dropped line.
+A case that fails becomes an error line; a case that no longer fits becomes a dropped line.
 """
 
 import json
@@ -16,12 +16,12 @@ SCHEMA = 1
 
 
 class NotInstalled(Exception):
-    """A peer that this machine does not have: said in the table, no error."""
+    """The compared library is not installed: noted in the table, not an error."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One measurement: `seconds` is a guess of how long it takes, made so that the budget holds."""
+    """The description of one measurement; `seconds` is its estimated duration, used for the time budget."""
 
     name: str
     seconds: float
@@ -30,7 +30,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Part:
-    """Cases that share what their generator builds between them; `seconds` for building it."""
+    """The cases that share what their generator builds; `seconds` is the estimated time of building it."""
 
     name: str
     seconds: float
@@ -39,7 +39,7 @@ class Part:
 
 @dataclass
 class Report:
-    """What is known of the machine, and per part the rows; `notes` are (part, case, kind, text)."""
+    """The facts of the machine and the rows of each part; `notes` are (part, case, kind, text)."""
 
     facts: dict[str, Any]
     target: Path  # without suffix
@@ -47,15 +47,14 @@ class Report:
     notes: list[dict[str, str]] = field(default_factory=list)
 
     def note(self, part: str, case: str, kind: str, text: str) -> None:
-        """kind: error, dropped, or not installed."""
+        """Add a note. kind: error, dropped, or not installed."""
         self.notes.append({"part": part, "case": case, "kind": kind, "text": text})
 
     def as_json(self) -> dict[str, Any]:
-        """The whole report."""
         return {"schema": SCHEMA, **self.facts, "parts": self.rows, "notes": self.notes}
 
     def markdown(self) -> str:
-        """A list of facts, a table for each part, and what is missing."""
+        """Return a list of facts, a table for each part, and the missing cases."""
         lines = [f"# {self.facts.get('device', 'device')}, {self.facts.get('date', '')}", ""]
         lines += [f"- {name}: {_show(value)}" for name, value in self.facts.items()]
         for part, rows in self.rows.items():
@@ -65,7 +64,7 @@ class Report:
         return "\n".join(lines) + "\n"
 
     def write(self) -> None:
-        """Both files, each replaced as a whole: a reader never sees half of one."""
+        """Replace both files atomically."""
         self.target.parent.mkdir(parents=True, exist_ok=True)
         for suffix, text in ((".json", json.dumps(self.as_json(), indent=1) + "\n"), (".md", self.markdown())):
             temporary = self.target.with_name(f".{self.target.name}{suffix}")
@@ -83,7 +82,7 @@ def _show(value: object) -> str:
 
 
 def _table(rows: Sequence[Row]) -> list[str]:
-    """One column for each key in order of appearance; samples, which only the JSON has, are left out."""
+    """Return one column for each key in order of appearance, without samples, which only the JSON has."""
     names = list(dict.fromkeys(name for row in rows for name in row if name != "samples"))
     if not names:
         return ["nothing"]
@@ -92,7 +91,7 @@ def _table(rows: Sequence[Row]) -> list[str]:
 
 
 class Budget:
-    """Seconds from now on; what is guessed not to fit is not begun."""
+    """The time limit in seconds from now; work that is estimated not to fit is not started."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -100,7 +99,7 @@ class Budget:
 
     @property
     def left(self) -> float:
-        """Seconds."""
+        """Return the remaining seconds."""
         return self._end - self._clock()
 
 
@@ -111,7 +110,7 @@ def run(
     tell: Callable[[str], None] = lambda text: None,
     between: Callable[[], None] = lambda: None,
 ) -> None:
-    """Every case of every part in this order; the files are written after each. `between` frees memory after a part."""
+    """Run every case of every part in order and write the files after each. `between` frees memory after a part."""
     for part in parts:
         if part.seconds > budget.left:
             report.note(part.name, "all", "dropped", f"needs about {part.seconds:.0f} s, {budget.left:.0f} s left")
@@ -137,14 +136,14 @@ def _one(report: Report, part: str, case: Case, budget: Budget, tell: Callable[[
         tell("\n".join(f"  {case.name}: {_show({k: v for k, v in row.items() if k != 'samples'})}" for row in rows))
     except NotInstalled as error:
         report.note(part, case.name, "not installed", str(error))
-    except Exception as error:  # whatever it is, it is written down and the rest goes on
+    except Exception as error:  # record any error and continue
         report.note(part, case.name, "error", _reason(error))
         tell(f"  {case.name}: {_reason(error)}")
     report.write()
 
 
 def _reason(error: Exception) -> str:
-    """Type, message and place, in one line."""
+    """Return type, message and place in one line."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}{place}"

@@ -1,4 +1,4 @@
-"""The models whose shapes are measured, and what memory bandwidth allows for them. Arithmetic only: measures nothing.
+"""The models whose shapes are measured, and the limits that memory bandwidth sets for them.
 
 Sizes are those of the published config.json files of Llama-3.1-8B and Qwen3-4B; `TINY` is for a machine without a GPU.
 """
@@ -12,7 +12,7 @@ from mycli.runtime.models.part_spec import RopeScaling
 from mycli.runtime.quantization.scheme import Packing
 
 INT4 = Packing(4, 128)
-PREDICTED_READ = 4300.0  # GB/s an H200 is said to copy at: for predictions made before there is a measurement
+PREDICTED_READ = 4300.0  # GB/s of an H200's copy rate as published: for predictions made before there is a measurement
 
 LLAMA_8B = ModelConfig(
     "llama", 4096, 32, 32, 8, 128, 14336, 128256, 131072, 1e-5, 500000.0,
@@ -29,30 +29,30 @@ MODELS = {"Llama-3.1-8B": LLAMA_8B, "Qwen3-4B": QWEN3_4B}
 
 
 def tiny(config: ModelConfig) -> ModelConfig:
-    """`TINY` with what makes `config` another kind of model."""
+    """Return `TINY` with the fields that define `config`'s kind of model."""
     return replace(TINY, model_type=config.model_type, tie_embeddings=config.tie_embeddings, qk_norm=config.qk_norm)
 
 
 def packings(config: ModelConfig, packing: Packing | None) -> dict[str, Packing]:
-    """Every linear that can be packed, the head included where it has a weight of its own."""
+    """Return the packing of every linear that can be packed, including an untied head."""
     return {} if packing is None else dict.fromkeys([linear.name for linear in config.linears()], packing)
 
 
 @dataclass(frozen=True)
 class Floor:
-    """The least one reading of some weights can take."""
+    """The minimum time of reading some weights once."""
 
     name: str
     nbytes: int
-    times: int  # a token
+    times: int  # per token
 
     def microseconds(self, gigabytes_per_second: float) -> float:
-        """Of one reading."""
+        """Return the microseconds of one read."""
         return self.nbytes / gigabytes_per_second / 1e3
 
 
 def floors(config: ModelConfig, packing: Packing | None) -> list[Floor]:
-    """The products of one decoding step; linears that share an input are one."""
+    """Return the products of one decoding step; linears that share an input are one product."""
     wanted = [(name, specs, config.layers) for name, specs in config.layer(0).products().items()]
     wanted.append(("head", (config.head(),), 1))
     result = []
@@ -65,17 +65,17 @@ def floors(config: ModelConfig, packing: Packing | None) -> list[Floor]:
 
 
 def token_bytes(config: ModelConfig, packing: Packing | None, depth: int = 0, batch: int = 1) -> int:
-    """Bytes that a decoding step must read: weights, norms, and a 16-bit cache of `depth` tokens a sequence."""
+    """Return the bytes that a decoding step reads: weights, norms, and a 16-bit cache of `depth` tokens a sequence."""
     return bytes_per_step(MemoryPlan(config, packings(config, packing), max(depth, 1), batch), depth)
 
 
 def roofline_seconds(flops: float, nbytes: float, gigabytes_per_second: float, teraflops: float) -> float:
-    """The least time for both: arithmetic at `teraflops` (10^12 a second), memory at `gigabytes_per_second`."""
+    """Return the minimum seconds for both: arithmetic at `teraflops` (10^12/s), memory at `gigabytes_per_second`."""
     return max(flops / teraflops / 1e12, nbytes / gigabytes_per_second / 1e9)
 
 
 def predictions(gigabytes_per_second: float) -> str:
-    """Markdown: bytes and least time of each product and token, for int4 in groups of 128 and for bf16."""
+    """Return Markdown: bytes and minimum time of each product and token, for int4 in groups of 128 and for bf16."""
     lines = [
         "| model | weights | product | MB | times a token | least us each |",
         "| --- | --- | --- | ---: | ---: | ---: |",

@@ -1,6 +1,6 @@
-"""Seconds of a sequence of calls: one CUDA graph replayed between events, or plain calls on the CPU; in turns.
+"""Time a sequence of calls: one CUDA graph replayed between events, or plain calls on the CPU, interleaved.
 
-The calls of a sequence should use different memory (`copies`), or the caches of the device are measured.
+The calls of a sequence should use different memory (`copies`); otherwise the device's caches are measured.
 """
 
 import ctypes
@@ -15,13 +15,13 @@ import torch
 from mycli.runtime.device.nvml import Nvml
 
 Call = Callable[[], object]
-_CLOCK_SM = 1  # the number NVML gives it
-ROTATED = 200_000_000  # bytes of weights in rotation: several times the second-level cache of any GPU
+_CLOCK_SM = 1  # the index that NVML uses
+ROTATED = 200_000_000  # bytes of rotating weights: several times the L2 cache of any GPU
 
 
 @dataclass(frozen=True)
 class Context:
-    """Where and how finely to measure. `limits`: filled by the first part."""
+    """The device and the precision of measurement. `limits`: filled by the first part."""
 
     device: torch.device
     tiny: bool = False
@@ -30,28 +30,27 @@ class Context:
 
     @property
     def cuda(self) -> bool:
-        """Graphs, events and streams exist."""
+        """Return whether graphs, events and streams exist."""
         return self.device.type == "cuda"
 
     def clock(self) -> dict[str, int]:
-        """MHz of the multiprocessors now, for a row; empty without a GPU that says it."""
+        """Return the current MHz of the multiprocessors, for a row; empty without a GPU that reports it."""
         if not self.cuda:
             return {}
         try:
             library = ctypes.CDLL("libnvidia-ml.so.1")
-        except OSError:  # not in every container; a row without its clock is a row
+        except OSError:  # missing in some containers; a row is valid without its clock
             return {}
         found = megahertz(library, f"GPU-{torch.cuda.get_device_properties(self.device).uuid}")
         return {} if found is None else {"MHz": found}
 
     def synchronize(self) -> None:
-        """Wait for the device."""
         if self.cuda:
             torch.cuda.synchronize(self.device)
 
 
 def megahertz(library: Any, uuid: str) -> int | None:
-    """Of the multiprocessors of a GPU now, by NVML; None where it does not say, such as a MIG instance."""
+    """Return the current clock of a GPU's multiprocessors by NVML; None if unavailable, as for a MIG instance."""
     clock = ctypes.c_uint()
     try:
         with closing(Nvml(library)) as nvml:
@@ -62,12 +61,12 @@ def megahertz(library: Any, uuid: str) -> int | None:
 
 
 def copies(nbytes: int, context: Context) -> int:
-    """How many copies of a weight to rotate through: at least 4, and `ROTATED` bytes in all."""
+    """Return how many copies of a weight to rotate through: at least 4, and `ROTATED` bytes in all."""
     return 2 if context.tiny else max(4, -(-ROTATED // nbytes))
 
 
 def replay(calls: Sequence[Call], context: Context) -> Callable[[], float]:
-    """A function that runs all `calls` once and returns seconds per call. Warmed up: compiled, and captured on CUDA."""
+    """Return a function that runs all `calls` once and returns seconds per call. Compiled and captured beforehand."""
     if not context.cuda:
         for call in calls:
             call()
@@ -94,7 +93,7 @@ def replay(calls: Sequence[Call], context: Context) -> Callable[[], float]:
     torch.cuda.synchronize(context.device)
 
     def replayed() -> float:
-        graph.replay()  # ahead of the events, so that the clock is up and the host has run ahead
+        graph.replay()  # before the events, so that the clock is up and the host has run ahead
         start.record()
         graph.replay()
         end.record()
@@ -105,7 +104,7 @@ def replay(calls: Sequence[Call], context: Context) -> Callable[[], float]:
 
 
 def in_turns(measured: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Samples of each: A B C A in every round, so that a drift of the clock hits all; the first has twice as many."""
+    """Return samples of each; rounds run A B C A, so that clock drift affects all; the first has twice as many."""
     names = list(measured)
     samples: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(rounds):

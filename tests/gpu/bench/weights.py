@@ -1,4 +1,4 @@
-"""Random weights made on the device, and models of them: nothing passes through the host or a file."""
+"""Generate random weights and models on the device, without host memory or files."""
 
 import torch
 
@@ -12,11 +12,11 @@ from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.quantization.packed_weight import Kernel, Matmul, PackedWeight
 from mycli.runtime.quantization.scheme import Packing
 
-DEVIATION = 0.02  # of weights
+DEVIATION = 0.02  # standard deviation of weights
 
 
 def packed(n: int, k: int, packing: Packing, device: torch.device) -> PackedWeight:
-    """Codes drawn evenly, scales bf16 of both signs such that weights deviate by about `DEVIATION`."""
+    """Return uniform random codes with bf16 scales of both signs, so that weights deviate by about `DEVIATION`."""
     words = torch.randint(-(1 << 31), 1 << 31, (n, packing.words(k)), device=device, dtype=torch.int32)
     step = DEVIATION * 12**0.5 / (1 << packing.bits)
     scales = torch.randn(n, packing.groups(k), device=device).bfloat16() * step
@@ -24,17 +24,17 @@ def packed(n: int, k: int, packing: Packing, device: torch.device) -> PackedWeig
 
 
 def kernel_of(weight: PackedWeight) -> Kernel:
-    """The kernel that a model would use."""
+    """Return the kernel that a model would use."""
     return select_kernel(weight.packing, weight.out_features, weight.in_features, weight.packed.device, torch.bfloat16)
 
 
 def dense(n: int, k: int, device: torch.device) -> torch.Tensor:
-    """A bf16 weight [N, K]."""
+    """Return a bf16 weight [N, K]."""
     return torch.empty(n, k, dtype=torch.bfloat16, device=device).normal_(0, DEVIATION)
 
 
 def model(config: ModelConfig, packing: Packing | None, device: torch.device) -> tuple[ModelRunner, str]:
-    """A model that can run, in bf16, and what runs it. Linears that share an input are one product."""
+    """Return a bf16 model that can run, and the name of its kernel. Linears that share an input are one product."""
     made, names = Transformer(config), set[str]()
 
     def product(linear: Linear) -> Matmul:

@@ -1,7 +1,4 @@
-"""What a person waits for besides tokens: quantizing an 8 B, and the first token of a fresh process.
-
-And transformers, which is on most machines, generating from the same shapes in bf16.
-"""
+"""Measure times other than tokens: quantizing an 8B model, a new process, transformers' bf16 decoding."""
 
 import os
 import statistics
@@ -21,11 +18,11 @@ from tests.gpu.bench.shapes import tiny
 from tests.gpu.bench.timing import Context
 
 TINY = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
-LAYERS = 2  # measured; the rest of the model takes as long each
+LAYERS = 2  # measured; each remaining layer of the model is assumed to take as long
 
 
 def quantization(context: Context) -> Iterator[Case]:
-    """GPTQ of Llama-3.1-8B's shapes on 128 x 2048 tokens, told for all layers from two."""
+    """Measure GPTQ of Llama-3.1-8B's shapes on 128 x 2048 tokens, extrapolated from two layers."""
     yield Case("GPTQ", 60, lambda: _quantization(context))
 
 
@@ -40,7 +37,7 @@ def _quantization(context: Context) -> list[Row]:
 
 
 def cold_start(context: Context) -> Iterator[Case]:
-    """Fresh processes: the interpreter with torch, and the first token of the model that the package brings."""
+    """Measure new processes: the interpreter with torch, and the first token of the bundled model."""
     yield Case("run pico", 30, lambda: _cold_start(context))
 
 
@@ -61,7 +58,7 @@ def _seconds(command: list[str]) -> float:
 
 
 def transformers(context: Context, config: ModelConfig) -> Iterator[Case]:
-    """Greedy tokens a second of transformers' eager bf16 model of the same shapes, random weights."""
+    """Measure greedy tokens per second of transformers' eager bf16 model of the same shapes, with random weights."""
     yield Case("generate", 40, lambda: _transformers(context, tiny(config) if context.tiny else config))
 
 

@@ -1,7 +1,6 @@
-"""A device for Triton in this process, on CPU tensors: its own compiler and launcher, over a stub of the driver.
+"""Emulate a Triton device on CPU tensors in this process: Triton's compiler and launcher over a driver stub.
 
-To be set up before any kernel is launched, in a process of its own: Triton has one active driver. Knows which compute
-capability is played; what a launch does is `run`'s.
+It must be set up before any kernel is launched, in a process of its own: Triton has one active driver.
 """
 
 import ctypes
@@ -31,7 +30,7 @@ _FAILED = 719  # CUDA_ERROR_LAUNCH_FAILED
 
 @dataclass(frozen=True)
 class Launched:
-    """One launch, as the driver was told of it. overlap: it may begin before the one before it ends."""
+    """The arguments of one launch at the driver. overlap: it may begin before the previous one ends."""
 
     kernel: str
     grid: tuple[int, int, int]
@@ -49,11 +48,11 @@ class Device:
     change: Callable[[str], str] = lambda ptx: ptx
     launches: list[Launched] = field(default_factory=list)
     _modules: dict[int, tuple[str, str]] = field(default_factory=dict)
-    _kept: list[object] = field(default_factory=list)  # what C holds pointers to
+    _kept: list[object] = field(default_factory=list)  # the buffers that C has pointers to
 
     @classmethod
     def set_up(cls, folder: Path, capability: int) -> "Device":
-        """Make it Triton's active one. `folder` keeps what is compiled."""
+        """Make this the active driver of Triton. `folder` caches what is compiled."""
         folder.mkdir(parents=True, exist_ok=True)
         library = folder / "libcuda.so.1"
         part = folder / f"libcuda.{os.getpid()}"
@@ -92,7 +91,7 @@ class Device:
         loaded = compiler.CompiledKernel._init_handles
 
         def load(kernel: Any) -> None:
-            """Notes which module the stub gave a number."""
+            """Map the stub's function handle to the kernel's name and PTX."""
             loaded(kernel)
             if kernel.function is not None:
                 self._modules.setdefault(kernel.function, (kernel.metadata.name, kernel.asm["ptx"]))
@@ -106,13 +105,13 @@ class Device:
     def _launch(
         self, stub: ctypes.CDLL, function: int, grid: Any, block: Any, shared: int, overlap: int, parameters: Any
     ) -> int:
-        """What the driver returns: a failure comes out of Triton's launcher as an error with its message."""
+        """Return the driver's status: Triton's launcher raises a failure as an error with its message."""
         name, ptx = self._modules[function]
         sizes = grid[0], grid[1], grid[2]
         self.launches.append(Launched(name, sizes, block[0], shared, bool(overlap)))
         try:
             self.runner.launch(self.change(ptx), sizes, block[0], shared, parameters)
-        except Exception as error:  # noqa: BLE001  (reason: nothing passes through C but a number and a text)
+        except Exception as error:  # noqa: BLE001  (reason: only a number and a text can pass through C)
             said = ctypes.c_char_p(f"{name}: {type(error).__name__}: {error}".encode())
             self._kept.append(said)
             stub.stub_say(said)

@@ -1,7 +1,7 @@
-"""Instructions that touch memory, of one lane each: loads, stores, atomics, asynchronous copies, prefetches.
+"""Translate memory instructions of one lane: loads, stores, atomics, asynchronous copies, prefetches.
 
 Addresses of global memory are the host's; those of shared memory are offsets into a program's. Every access must be
-aligned, and inside the shared memory of the launch. Each function returns the C++ statement of one lane.
+aligned and within the shared memory of the launch. Each function returns the C++ statement of one lane.
 """
 
 import re
@@ -21,9 +21,9 @@ _ATOMIC = {
 
 
 def _pointer(o: Operands, i: Instruction, operand: str, size: int) -> str:
-    """The address of `size` bytes, checked."""
+    """Return the checked address of `size` bytes."""
     base, offset = address(operand)
-    spaces = [part.split("::")[0] for part in i.parts[1:]]  # an order and a scope may stand before it
+    spaces = [part.split("::")[0] for part in i.parts[1:]]  # an order and a scope may precede it
     space = next((space for space in spaces if space in ("global", "shared", "local")), "")
     if space == "global":
         return f"in_global({o.value(base, 'b64')}+({offset}),{size})"
@@ -36,13 +36,13 @@ def _pointer(o: Operands, i: Instruction, operand: str, size: int) -> str:
 
 
 def _parameter(o: Operands, i: Instruction, operand: str) -> str:
-    """Where a parameter lies: of the kernel, of this function, or of a call that is being prepared."""
+    """Return where a parameter is stored: of the kernel, of this function, or of a call in preparation."""
     base, offset = address(operand)
     return f"((u8*){o.parameters.get(base, f'&{base}_[l]')}+({offset}))"
 
 
 def vector(i: Instruction) -> int:
-    """How many elements a lane moves."""
+    """Return the number of elements that a lane moves."""
     return next((int(part[1:]) for part in i.parts if re.fullmatch(r"v[248]", part)), 1)
 
 
@@ -66,7 +66,7 @@ def _store(o: Operands, i: Instruction) -> str:
 
 
 def _atomic(o: Operands, i: Instruction) -> str:
-    """atom and red: here others take their turn, before and after."""
+    """Translate atom and red: other programs may run before and after."""
     returns = i.name == "atom"
     place, given = i.operands[1 if returns else 0], i.operands[2 if returns else 1]
     how = i.parts[-2]
@@ -79,7 +79,7 @@ def _atomic(o: Operands, i: Instruction) -> str:
 
 
 def _copy(o: Operands, i: Instruction) -> str:
-    """cp.async.ca and .cg: TARGET, SOURCE, bytes and how many of them are read; the rest become zeros."""
+    """Translate cp.async.ca and .cg: TARGET, SOURCE, bytes and the number of bytes to read; the rest become zeros."""
     if i.parts[:3] == ("cp", "async", "bulk"):
         return _prefetch(o, i)
     (to, to_offset), (source, offset) = (address(one) for one in i.operands[:2])
@@ -90,7 +90,7 @@ def _copy(o: Operands, i: Instruction) -> str:
 
 
 def _prefetch(o: Operands, i: Instruction) -> str:
-    """A hint; its bytes must be there to be read, and are."""
+    """Translate a prefetch: its bytes must be readable, and are read."""
     if i.parts[3] != "prefetch":
         raise UnknownInstruction(i.text)
     base, offset = address(i.operands[0])

@@ -1,6 +1,6 @@
-"""Operands of PTX as C++ expressions of one lane: registers by scope, constants, special registers, addresses.
+"""Translate PTX operands to C++ expressions of one lane: registers by scope, constants, special registers, addresses.
 
-A register is an array of 32 lanes of unsigned numbers of its size; what type they have is said by each instruction.
+A register is an array of 32 lanes of unsigned numbers of its size; each instruction says how to interpret them.
 """
 
 import re
@@ -32,47 +32,47 @@ _SPECIAL: Mapping[str, str] = {
 
 
 class UnknownInstruction(Exception):
-    """PTX holds what the emulator does not know; the message says what."""
+    """The PTX contains something that the emulator does not support, named in the message."""
 
 
 @dataclass(frozen=True)
 class Register:
-    """name: of its 32 lanes in C++; size: bytes of one."""
+    """The register of 32 lanes. name: in C++; size: bytes per lane."""
 
     name: str
     size: int
 
 
 def c_type(kind: str) -> str:
-    """The C++ type for a type of PTX that is no 16-bit float: unsigned where PTX says bits."""
+    """Return the C++ type for a PTX type other than 16-bit floats: unsigned for PTX's untyped bits."""
     return kind if kind[0] in "usf" and kind not in ("f16", "f16x2", "f32x2") else UNSIGNED[BYTES[kind]]
 
 
 def bits(size: int) -> str:
-    """The untyped type of `size` bytes."""
+    """Return the untyped type of `size` bytes."""
     return f"b{8 * size}"
 
 
 class Operands:
-    """Names of one function. symbols: addresses in C++ by name; parameters: where each lies in C++."""
+    """The names of one function. symbols: addresses in C++ by name; parameters: their locations in C++."""
 
     def __init__(self, symbols: Mapping[str, str], parameters: Mapping[str, str]) -> None:
         self.symbols, self.parameters = dict(symbols), dict(parameters)
         self.scopes: list[dict[str, Register]] = [{}]
 
     def register(self, name: str) -> Register | None:
-        """The innermost of that name."""
+        """Return the innermost register of that name."""
         return next((scope[name] for scope in reversed(self.scopes) if name in scope), None)
 
     def lanes(self, name: str) -> str:
-        """The C++ array of a register; UnknownInstruction where it is none."""
+        """Return the C++ array of a register; raises UnknownInstruction if there is none."""
         found = self.register(name)
         if found is None:
             raise UnknownInstruction(f"operand {name}")
         return found.name
 
     def value(self, operand: str, kind: str) -> str:
-        """Of one lane, as a number of `kind`."""
+        """Return the operand of one lane as a number of `kind`."""
         if operand.startswith("!"):
             return f"(!{self.value(operand[1:], kind)})"
         if (found := self.register(operand)) is not None:
@@ -101,7 +101,7 @@ class Operands:
         return f"(({c_type(kind)}){number}ll)"
 
     def store(self, target: str, kind: str, expression: str) -> str:
-        """A statement that puts a number of `kind` into a register; nothing for "_". Smaller numbers are extended."""
+        """Return a statement that writes a number of `kind` to a register, extended to its size; empty for "_"."""
         if target == "_":
             return ""
         found = self.register(target)
@@ -117,7 +117,7 @@ class Operands:
 
 
 def address(operand: str) -> tuple[str, int]:
-    """Base and offset of "[base+offset]"."""
+    """Return base and offset of "[base+offset]"."""
     match = re.fullmatch(r"(\S+?)\s*(?:\+\s*(-?\d+))?", operand.strip()[1:-1].strip())
     if match is None:
         raise UnknownInstruction(f"address {operand}")
@@ -125,5 +125,5 @@ def address(operand: str) -> tuple[str, int]:
 
 
 def braced(operand: str) -> list[str]:
-    """The registers of "{a, b}", or the one that stands alone."""
+    """Return the registers of "{a, b}", or a single register."""
     return [one.strip() for one in operand.strip("{} \n\t").split(",")]

@@ -1,6 +1,6 @@
-"""PTX as text to functions: their parameters, and their statements in blocks that end at labels and branches.
+"""Parse PTX into functions: their parameters, and their statements in blocks that end at labels and branches.
 
-Follows the PTX ISA's syntax as far as Triton writes it. Does not know what an instruction does.
+Covers the part of the PTX ISA's syntax that Triton generates.
 """
 
 import re
@@ -13,7 +13,7 @@ _ENDS_BLOCK = re.compile(r"^(@\S+\s+)?(bra|ret)\b")
 
 @dataclass(frozen=True)
 class Instruction:
-    """guard: a predicate, "!" before it where it must not hold; parts: the opcode at its dots; operands as written."""
+    """The parsed instruction. guard: predicate, "!" before it if negated; parts: the opcode split at dots."""
 
     guard: str | None
     parts: tuple[str, ...]
@@ -22,18 +22,18 @@ class Instruction:
 
     @property
     def name(self) -> str:
-        """The opcode up to its first dot."""
+        """Return the opcode up to its first dot."""
         return self.parts[0]
 
     @property
     def kind(self) -> str:
-        """The type that comes last."""
+        """Return the last type of the opcode."""
         return self.parts[-1]
 
 
 @dataclass(frozen=True)
 class Function:
-    """blocks: of statements, "{" and "}" among them; labels: the block at which each begins."""
+    """The parsed function. blocks: of statements, "{" and "}" among them; labels: the block at which each begins."""
 
     name: str
     entry: bool
@@ -44,7 +44,7 @@ class Function:
 
 
 def operands(text: str) -> list[str]:
-    """Parts of a list, at the commas outside all brackets."""
+    """Split a list at the commas outside all brackets."""
     found, depth, current = [], 0, ""
     for char in text:
         depth += (char in "{[(") - (char in "}])")
@@ -57,7 +57,7 @@ def operands(text: str) -> list[str]:
 
 
 def instruction(text: str) -> Instruction:
-    """One statement without its semicolon."""
+    """Parse one statement without its semicolon."""
     guard, rest = None, text.strip()
     if match := re.match(r"^@(!?)(\S+)\s+(.*)$", rest, re.DOTALL):
         guard, rest = match[1] + match[2], match[3].strip()
@@ -66,7 +66,7 @@ def instruction(text: str) -> Instruction:
 
 
 def _statements(body: str) -> Iterator[tuple[str, bool]]:
-    """Each statement of a function, and whether it is a label."""
+    """Yield each statement of a function, and whether it is a label."""
     place = 0
     while place < len(body):
         if body[place].isspace() or body[place] == ";":
@@ -103,7 +103,7 @@ def _function(kind: str, head: str, body: str) -> Function:
 
 
 def functions(ptx: str) -> list[Function]:
-    """All functions of a module that have a body, in order."""
+    """Return all functions of a module that have a body, in order."""
     text = re.sub(r"//[^\n]*", "", ptx)
     text = re.sub(r"^\s*\.(loc|file)\b[^\n]*\n", "", text, flags=re.MULTILINE).split(".section")[0]
     found = []
@@ -113,7 +113,7 @@ def functions(ptx: str) -> list[Function]:
             depth += (text[place] == "(") - (text[place] == ")")
             place += 1
         if text[place] == ";":
-            continue  # declared only
+            continue  # a declaration only
         end, depth = place + 1, 1
         while depth:
             depth += (text[end] == "{") - (text[end] == "}")
@@ -123,5 +123,5 @@ def functions(ptx: str) -> list[Function]:
 
 
 def shared_symbols(ptx: str) -> list[str]:
-    """Names of shared memory whose size the launch says: all of them begin at its start."""
+    """Return the names of shared memory whose size is set at launch: all of them begin at its start."""
     return re.findall(r"\.extern\s+\.shared\s+[^;]*?(\w+)\[\]", ptx)

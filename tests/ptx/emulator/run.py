@@ -1,4 +1,4 @@
-"""Translated kernels compiled with the host's compiler, kept, and run on the memory of this process."""
+"""Compile translated kernels with the host's compiler, cache them, and run them on the memory of this process."""
 
 import ctypes
 import hashlib
@@ -9,13 +9,13 @@ from typing import Any
 
 from tests.ptx.emulator.translate import HERE, Access, translate_counting
 
-# -Og: compiling takes longer than running. A sum must not be fused where the GPU does not fuse it.
+# -Og: compiling takes longer than running. No fused multiply-add except where the GPU fuses.
 FLAGS = ("-std=c++17", "-Og", "-fPIC", "-shared", "-w", "-ffp-contract=off", "-fno-strict-aliasing", f"-I{HERE}")
-WINDOW = 64  # programs under way at a time
+WINDOW = 64  # programs that run concurrently
 
 
 class LaunchFailed(Exception):
-    """A kernel did what a GPU would not let it do, or what differs from run to run there."""
+    """The kernel did something that is an error on a GPU, or whose result differs between runs there."""
 
 
 class _Cost(ctypes.Structure):
@@ -24,7 +24,7 @@ class _Cost(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Cost:
-    """What an instruction cost in a launch: wavefronts of shared memory, or sectors of global memory, and the least."""
+    """The cost of an instruction in a launch: shared memory wavefronts or global memory sectors, and the minimum."""
 
     access: Access
     shared: bool
@@ -35,10 +35,10 @@ class Cost:
 
 @dataclass
 class Runner:
-    """Runs kernels, compiled once into `folder`. seed: of the order of programs and warps, another for every launch.
+    """Runs kernels, compiled once into `folder`. seed: order of programs and warps, different for every launch.
 
-    count: keep in `costs` what the memory accesses of the last launch cost. races: two accesses of global memory that
-    nothing orders fail the launch. starved: one program at a time hardly ever has its turn.
+    count: record in `costs` what the memory accesses of the last launch cost. races: two unordered accesses to the same
+    global memory fail the launch. starved: one program at a time is hardly ever scheduled.
     """
 
     folder: Path
@@ -50,7 +50,7 @@ class Runner:
     _libraries: dict[tuple[str, bool, bool], tuple[ctypes.CDLL, list[Access]]] = field(default_factory=dict)
 
     def library(self, ptx: str) -> tuple[ctypes.CDLL, list[Access]]:
-        """The kernel of a module, ready to run, and what it counts. Raises UnknownInstruction."""
+        """Return the compiled kernel of a module and the accesses that it counts. Raises UnknownInstruction."""
         key = ptx, self.count, self.races
         if key not in self._libraries:
             source, accesses = translate_counting(ptx)
@@ -74,10 +74,10 @@ class Runner:
         done = subprocess.run(command, input=source, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"the translation does not compile: {done.stderr[:2000]}")
-        part.replace(target)  # another process may have made the same meanwhile
+        part.replace(target)  # another process may have created the same file meanwhile
 
     def launch(self, ptx: str, grid: tuple[int, int, int], threads: int, shared: int, parameters: Any) -> None:
-        """Run a kernel whose `parameters` (void**) lie in this process. Raises LaunchFailed."""
+        """Run a kernel whose `parameters` (void**) are in this process. Raises LaunchFailed."""
         self.seed += 1
         sizes = (ctypes.c_uint(size) for size in (*grid, threads, shared))
         window, seed, starved = ctypes.c_uint(WINDOW), ctypes.c_uint64(self.seed), ctypes.c_uint(self.starved)

@@ -1,7 +1,7 @@
-"""Instructions of one lane that touch no memory: arithmetic, logic, comparison and conversion (PTX ISA, chapter 9.7).
+"""Translate instructions of one lane that touch no memory: arithmetic, logic, conversion (PTX ISA, chapter 9.7).
 
 Each function returns the C++ statement of one lane. Floats are computed in fp32 and rounded once; approximations
-(`ex2`, `rsqrt`, ..) are as exact as the host's. Knows no lanes beside its own.
+(`ex2`, `rsqrt`, ..) are as exact as the host's.
 """
 
 from collections.abc import Callable, Mapping
@@ -50,7 +50,7 @@ def _move(o: Operands, i: Instruction) -> str:
 
 
 def _pairs(o: Operands, i: Instruction, expression: str) -> str:
-    """`expression` of x, y (and z) for each half of f32x2, f16x2, bf16x2."""
+    """Apply `expression` of x, y (and z) to each half of f32x2, f16x2, bf16x2."""
     half = i.kind.removesuffix("x2")
     raw, lane = bits(BYTES[i.kind]), 8 * BYTES[half]
     word = "u32" if half == "f32" else "u16"
@@ -65,7 +65,7 @@ def _pairs(o: Operands, i: Instruction, expression: str) -> str:
 
 
 def _add(o: Operands, i: Instruction) -> str:
-    """add, sub and mul of one width; mul.wide, mul.hi; of mixed floats."""
+    """Translate add, sub and mul of one width; mul.wide, mul.hi; of mixed floats."""
     kind, sign = i.kind, _SIGNS[i.name]
     target, *given = i.operands
     if kind.endswith("x2"):
@@ -84,7 +84,7 @@ def _add(o: Operands, i: Instruction) -> str:
 
 
 def _high(kind: str, x: str, y: str) -> str:
-    """The upper half of a product."""
+    """Return the upper half of a product."""
     if BYTES[kind] < 8:
         return f"({_wide(kind)}){x}*({_wide(kind)}){y}>>{8 * BYTES[kind]}"
     return f"(u64)(((__int128){x}*(__int128){y})>>64)" if kind[0] == "s" else f"(u64)(((u128){x}*(u128){y})>>64)"
@@ -111,7 +111,7 @@ def _fma(o: Operands, i: Instruction) -> str:
 
 
 def _extreme(o: Operands, i: Instruction) -> str:
-    """min and max; of floats the number where one is NaN, of two or three."""
+    """Translate min and max of two or three operands; for floats a number wins over NaN."""
     function = {"min": "smaller", "max": "larger"}[i.name]
     if "NaN" in i.parts or "xorsign" in i.parts or i.kind == "f64":
         raise _unknown(i)
@@ -137,7 +137,7 @@ def _logic(o: Operands, i: Instruction) -> str:
 
 
 def _one(o: Operands, i: Instruction) -> str:
-    """neg, abs, not, popc, clz."""
+    """Translate neg, abs, not, popc, clz."""
     x, kind = o.value(i.operands[1], i.kind), i.kind
     floating = {"neg": f"-({x})", "abs": f"std::fabs({x})"}
     whole = {"neg": f"(u64)0-(u64){x}", "abs": f"({x}<0?-{x}:{x})", "not": f"!{x}" if kind == "pred" else f"~{x}"}
@@ -155,7 +155,7 @@ def _shift(o: Operands, i: Instruction) -> str:
 
 
 def _words(o: Operands, i: Instruction) -> str:
-    """lop3, prmt, bfe and bfi: functions of words, the last operand of lop3 a table."""
+    """Translate lop3, prmt, bfe and bfi: functions of words; lop3's last operand is a truth table."""
     name = f"bfe_{i.kind}" if i.name == "bfe" else i.name
     if i.parts[1:] not in (("b32",), ("u32",), ("s32",)):
         raise _unknown(i)

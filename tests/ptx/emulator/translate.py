@@ -1,8 +1,7 @@
-"""A module of PTX as the text of a C++ program: a function for each of its functions, a case for each block.
+"""Translate a PTX module to a C++ program: a C++ function per PTX function, a case per block.
 
-The lanes of a warp run the lowest block that any of them is at, until all have returned: lanes that branched apart meet
-again where their paths do, as on a GPU with reconvergence. Knows how functions, scopes and branches are written; what
-instructions do is in `scalar`, `memory` and `warp`.
+The lanes of a warp run the lowest block that any of them is at, until all have returned: lanes that diverged reconverge
+where their paths meet, as on a GPU. `scalar`, `memory` and `warp` translate the instructions.
 """
 
 import re
@@ -23,7 +22,7 @@ _WAITS = ("commit_group", "wait_group", "wait_all")
 
 @dataclass(frozen=True)
 class Access:
-    """An instruction that touches memory. size: bytes of a lane; main_loop: in the smallest loop with a product."""
+    """The instruction that accesses memory. size: bytes per lane; main_loop: in the smallest loop with a product."""
 
     text: str
     size: int
@@ -31,12 +30,12 @@ class Access:
 
     @property
     def writes(self) -> bool:
-        """Global memory; a copy to shared memory reads it."""
+        """Return whether it writes global memory; a copy to shared memory reads it."""
         return self.text.split()[-1 if self.text.startswith("@") else 0].startswith("st")
 
 
 def main_loop(function: Function) -> range:
-    """The blocks of the smallest loop with a matrix product; none without one."""
+    """Return the blocks of the smallest loop with a matrix product; empty without one."""
     loops = []
     for end, block in enumerate(function.blocks):
         for statement in block:
@@ -52,13 +51,13 @@ def main_loop(function: Function) -> range:
 
 
 def _yields(one: Instruction) -> bool:
-    """Whether others may run before it: atomics, and loads that may wait for another program."""
+    """Return whether other programs may run before it: atomics, and loads that may wait for another program."""
     waits = one.name == "ld" and not {"volatile", "acquire", "relaxed"}.isdisjoint(one.parts)
     return waits or one.name in ("atom", "red")
 
 
 def _kind(one: Instruction) -> str:
-    """How an access counts in a search for races: what it is, whether it acquires, whether it releases."""
+    """Return how an access counts in the race detector: its kind, whether it acquires, whether it releases."""
     order = {"acq_rel", "acquire", "release"} & set(one.parts)
     atomic = bool(order) or one.name in ("atom", "red") or "relaxed" in one.parts
     kind = "ATOMIC" if atomic else "WRITE" if one.name == "st" else "READ"
@@ -71,7 +70,7 @@ def _c_name(name: str) -> str:
 
 
 class _Translation:
-    """One function on its way."""
+    """The translation of one function."""
 
     def __init__(self, function: Function, shared: list[str], accesses: list[Access]) -> None:
         self._function, self._accesses = function, accesses
@@ -79,8 +78,8 @@ class _Translation:
         self._declared: list[str] = []  # local memory
         self._parameters: dict[str, None] = {}  # of calls, by name
         self._code: list[str] = []
-        self._run: list[str] = []  # of statements on registers of one lane, for one loop over the lanes
-        self._registers: dict[int, int] = {}  # how many there are, by size
+        self._run: list[str] = []  # statements on registers of one lane, for one loop over the lanes
+        self._registers: dict[int, int] = {}  # number of registers, by size
         names = function.parameters
         places = [f"PARAMETERS[{i}]" if function.entry else f"&{_c_name(name)}_[l]" for i, name in enumerate(names)]
         given = dict(zip(names, places, strict=True))
@@ -88,13 +87,13 @@ class _Translation:
 
     @property
     def head(self) -> str:
-        """Its signature: the lanes that call, and where parameters and the result of each lie."""
+        """Return its signature: the active lanes, and the locations of the parameters and the result of each lane."""
         names = [*self._function.parameters, *filter(None, [self._function.result])]
         given = [] if self._function.entry else [f"u8(*{_c_name(name)}_)[{_MOST_PARAMETER_BYTES}]" for name in names]
         return f"static void F_{_c_name(self._function.name)}({','.join(['u32 LANES', *given])})"
 
     def text(self) -> str:
-        """Its definition."""
+        """Return its definition."""
         cases = []
         for index, block in enumerate(self._function.blocks):
             self._code, self._block = [], index
@@ -122,7 +121,7 @@ class _Translation:
             yield f"std::vector<{word}> R{size}s({count}*32);auto R{size}=({word}(*)[32])R{size}s.data();"
 
     def _statement(self, text: str, following: int) -> bool:
-        """Whether the block ends with it; `following` is the block after."""
+        """Translate a statement; return whether the block ends with it. `following`: the next block."""
         if text == "{":
             self._operands.scopes.append({})
         elif text == "}":
@@ -141,13 +140,13 @@ class _Translation:
         return False
 
     def _end_run(self) -> None:
-        """One loop for the run: compiling a loop for each instruction took twice as long."""
+        """Emit one loop for the pending statements: a loop for each instruction doubled compile time."""
         if self._run:
             self._code.append("ALL{" + "\n".join(self._run) + "}")
             self._run = []
 
     def _warp(self, text: str) -> None:
-        """What all lanes do together, or one after the other in memory, which they share."""
+        """Emit an operation of the whole warp, or of its lanes one after the other in memory, which they share."""
         self._end_run()
         self._code.append(text)
 
@@ -174,7 +173,7 @@ class _Translation:
             raise UnknownInstruction(text)
 
     def _register(self, name: str, size: int) -> None:
-        """One register, or "name<count>" of them; on the heap, since there are thousands."""
+        """Declare one register, or "name<count>" of them; on the heap, since there are thousands."""
         match = re.fullmatch(r"(%?\w+)<(\d+)>", name)
         first, scope = self._registers.get(size, 0), self._operands.scopes[-1]
         count = int(match[2]) if match else 1
@@ -183,7 +182,7 @@ class _Translation:
         self._registers[size] = first + count
 
     def _call(self, one: Instruction) -> str:
-        """call.uni (result), function, (arguments): addresses of both are handed over."""
+        """Translate call.uni (result), function, (arguments): the addresses of both are passed."""
         given = list(one.operands)
         result = [given.pop(0).strip("() \n\t")] if given[0].startswith("(") else []
         arguments = operands(given[1].strip()[1:-1]) if len(given) > 1 else []
@@ -191,14 +190,14 @@ class _Translation:
         return f"F_{_c_name(given[0])}(m{places});"
 
     def _counted(self, one: Instruction, text: str) -> str:
-        """The statement of each lane, for all of them, with a count of what they touch together."""
+        """Return the statement of every lane, with a count of the memory that they touch together."""
         size = int(one.operands[2], 0) if one.name == "cp" else BYTES.get(one.kind, 4) * vector(one)
         self._accesses.append(Access(one.text, size, self._block in self._main_loop))
         whole = f"FORGET {_kind(one)} ALL {text} SETTLE({len(self._accesses) - 1},{size})"
         return whole if one.name in ("ld", "cp") else f"WRITES++; {whole}"
 
     def _one(self, one: Instruction) -> None:
-        """An instruction, for the lanes that its guard leaves."""
+        """Translate an instruction, for the lanes that its guard enables."""
         waits = one.parts[:2] == ("cp", "async") and one.parts[2] in _WAITS
         of_warp = WARP.get("cp.async" if waits else one.name)
         of_lane = None if of_warp is not None else SCALAR.get(one.name) or MEMORY.get(one.name)
@@ -224,12 +223,12 @@ class _Translation:
 
 
 def translate(ptx: str) -> str:
-    """The C++ of a module with one kernel. Raises UnknownInstruction, which says what is not known."""
+    """Return the C++ of a module with one kernel. Raises UnknownInstruction, which names the instruction."""
     return translate_counting(ptx)[0]
 
 
 def translate_counting(ptx: str) -> tuple[str, list[Access]]:
-    """As `translate`, and the instructions that its counts are of."""
+    """Return the C++ of `translate`, and the instructions whose accesses it counts."""
     shared, accesses = shared_symbols(ptx), list[Access]()
     translated = [(_Translation(function, shared, accesses), function) for function in functions(ptx)]
     kernel = next(function for _, function in translated if function.entry)

@@ -1,6 +1,6 @@
-"""Instructions of a whole warp: barriers, waits, shuffles, votes, and products of matrices (PTX ISA, 9.7.9 to 9.7.15).
+"""Translate instructions of a whole warp: barriers, shuffles, votes, matrix products (PTX ISA, 9.7.9 to 9.7.15).
 
-Each function returns the C++ statement of a warp, in which `m` are the lanes that execute it.
+Each function returns the C++ statement of a warp, in which `m` is the mask of the lanes that execute it.
 """
 
 import re
@@ -22,7 +22,7 @@ _REDUCED = {
 
 
 def _nothing(o: Operands, i: Instruction) -> str:
-    """What orders memory or overlaps launches: here memory is in order, and launches follow each other."""
+    """Translate memory fences and launch overlap to nothing: memory is in order and launches are sequential here."""
     return ""
 
 
@@ -33,7 +33,7 @@ def _barrier(o: Operands, i: Instruction) -> str:
 
 
 def _copies(o: Operands, i: Instruction) -> str:
-    """cp.async.commit_group, .wait_group N and .wait_all."""
+    """Translate cp.async.commit_group, .wait_group N and .wait_all."""
     if i.parts[2] == "commit_group":
         return "ALL commit(l);"
     if i.parts[2] == "wait_group":
@@ -72,7 +72,7 @@ def _elect(o: Operands, i: Instruction) -> str:
 
 
 def _fragment(o: Operands, name: str, operand: str) -> tuple[str, int]:
-    """An array of the registers of a fragment, and how many they are."""
+    """Return an array of the registers of a fragment, and their number."""
     registers = [o.lanes(one) for one in braced(operand)]
     return f"u32*{name}[]={{{','.join(registers)}}};", len(registers)
 
@@ -89,7 +89,7 @@ def _mma(o: Operands, i: Instruction) -> str:
 
 
 def _wgmma(o: Operands, i: Instruction) -> str:
-    """Done where it is issued; fence, commit and wait are nothing."""
+    """Translate wgmma: it completes when issued; fence, commit and wait do nothing."""
     if i.parts[1] != "mma_async":
         return ""
     shape = next((re.fullmatch(r"m64n(\d+)k16", part) for part in i.parts if part.startswith("m64")), None)
@@ -107,7 +107,7 @@ def _wgmma(o: Operands, i: Instruction) -> str:
 
 
 def _matrices(o: Operands, i: Instruction) -> str:
-    """ldmatrix and stmatrix of one, two or four 8 x 8 matrices of 16 bits."""
+    """Translate ldmatrix and stmatrix of one, two or four 8 x 8 matrices of 16 bits."""
     load = i.name == "ldmatrix"
     memory, registers = i.operands if not load else i.operands[::-1]
     if "m8n8" not in i.parts or i.parts[-1] != "b16":

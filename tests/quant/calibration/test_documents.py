@@ -1,4 +1,4 @@
-"""What calibration files hold: each layout read, each bad one refused with its row."""
+"""Test calibration files: each layout is read, and each invalid file is refused with its row."""
 
 import gzip
 import json

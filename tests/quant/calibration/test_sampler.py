@@ -1,4 +1,4 @@
-"""The windows that calibration shows a model: how many of what, the same for the same seed, never what is measured."""
+"""Test calibration windows: their sources and number, reproducible by seed, never from evaluation data."""
 
 import json
 from pathlib import Path
@@ -53,7 +53,7 @@ def test_without_a_template_there_are_no_conversations(tmp_path: Path) -> None:
 
 
 def stretches(text: str, length: int = 60) -> set[str]:
-    """All of `text` in pieces of words, without layout."""
+    """Return all of `text` in pieces of `length` words, without layout."""
     words = " ".join(text.split())
     return {words[start : start + length] for start in range(0, len(words) - length, length)}
 
@@ -130,7 +130,7 @@ def test_numbers_that_give_no_calibration_are_refused(samples: int, seq: int, me
 
 
 def test_a_busy_machine_changes_no_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A template that was late is asked again; one that fails is not."""
+    """A template that timed out is retried; one that fails is not."""
     tokenizer = Tokenizer.load(PICO, 4096)
     expected = calibration.bundled(tokenizer, 4096, 8, 64, 0)
     chat, late = Tokenizer.apply_chat_template, [0]

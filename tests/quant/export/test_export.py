@@ -1,4 +1,4 @@
-"""Exports: read back by our own readers with every weight's value, refused where that cannot be, rounded when asked."""
+"""Check that exports are read back with equal weights, refused where that is impossible, and rounded on request."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ from tests.support.paths import PICO
 
 @pytest.fixture(scope="module")
 def copies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A random model, and copies of it rounded to several widths and groups."""
+    """Create a random model and copies of it quantized to several widths and groups."""
     base = tmp_path_factory.mktemp("copies")
     folders = {"dense": random_model(base / "dense")}
     for bits, group in ((4, 32), (4, 64), (8, 32), (8, None), (3, 64), (2, 32)):
@@ -47,7 +47,7 @@ def run(folder: Path, to: str, target: Path, **options: bool) -> Exported:
 
 
 def values(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of a model as fp32, exactly what it means."""
+    """Return every tensor of a model as fp32, exactly."""
     opened = open_model_folder(folder)
     weights = Weights(opened)
     return {name: weights.dense(name).float() for name, _ in opened.config.tensors()}
@@ -154,7 +154,7 @@ def test_a_target_that_there_is_not(to: str) -> None:
 
 
 def test_the_library_reads_a_file_of_ours(tmp_path: Path) -> None:
-    """Names, types, shapes and values by llama.cpp's own package; rows of q and k in pairs."""
+    """llama.cpp's own package reads names, types, shapes and values; rows of q and k are in pairs."""
     done = run(PICO, "gguf", tmp_path / "pico.gguf")
     reader = gguf.GGUFReader(done.path)
     read = {field.name: field.contents() for field in reader.fields.values() if not field.name.endswith("tokens")}
@@ -221,14 +221,14 @@ def test_rounding_is_the_librarys_bit_for_bit(kind: str) -> None:
 
 
 def test_nested_scales_lose_little_more_than_free_ones() -> None:
-    """Q4_K's error on normal weights is what llama.cpp's own rounding is known to reach: 0.5 % of the square."""
+    """Q4_K's error on normal weights is that of llama.cpp's own rounding: 0.5 % of the square."""
     weights = _random(64, 256)
     actual = dequantize_blocks(blocks.round_q4_k(weights), "Q4_K")
     assert ((actual - weights).square().sum() / weights.square().sum()).item() < 0.006
     edges = torch.stack([torch.zeros(256), torch.ones(256), -torch.ones(256), torch.linspace(0, 1, 256)])
     lost = (dequantize_blocks(blocks.round_q4_k(edges), "Q4_K") - edges).abs().view(4, 8, 32).amax(-1)
-    # A group reaches from zero or below to zero or above in 15 steps; its scale and minimum are off by at most half of
-    # a 63rd of the largest of the block, all of it by a rounding of float16.
+    # A group spans from zero or below to zero or above in 15 steps; its scale and minimum are off by at most half of
+    # 1/63 of the largest of the block, all of it within a rounding of float16.
     groups = edges.view(4, 8, 32)
     reach, least = groups.amax(-1).clamp(min=0) - groups.amin(-1).clamp(max=0), -groups.amin(-1).clamp(max=0)
     nested = (reach.amax(1, keepdim=True) + least.amax(1, keepdim=True)) / 126

@@ -1,4 +1,4 @@
-"""A GGUF architecture is one file: with it alone, a family is exported and read back."""
+"""Check that a GGUF architecture is one file, which is enough to export a family and read it back."""
 
 import shutil
 from pathlib import Path
@@ -21,7 +21,7 @@ from tests.support.family_parts import MULTIPLIERS
 from tests.support.models import CPU
 from tests.support.paths import PICO
 
-# Paired rows, scales as keys, a stored exponential, a tensor name without a suffix.
+# Interleaved rows, scales as keys, a stored exponential, a tensor name without a suffix.
 DENSE = """
 from mycli.runtime.checkpoint.gguf.architecture import (
     MODEL_TENSORS, PAIRED_TENSORS, Architecture, GgufKey, TensorRule, ValueChange

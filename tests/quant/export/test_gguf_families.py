@@ -1,4 +1,4 @@
-"""Every family that is exported to GGUF is read back as the same model."""
+"""Check that every family that is exported to GGUF is read back as the same model."""
 
 import shutil
 from pathlib import Path
@@ -21,7 +21,7 @@ from tests.support.models import CPU
 from tests.support.paths import PICO
 
 WRITTEN = {family: known for known in architectures() for family in known.written_types}
-# A case of each family that loses nothing. The quick ones have every way in which GGUF differs.
+# A case of each family without loss. The quick ones cover every way in which GGUF differs.
 QUICK = (
     *("llama-rope-llama3", "olmo3-window7", "gemma4-told-lent-double", "ministral3-beyond", "granite-multipliers"),
     *("cohere2-window7-tied", "gpt_oss-window7-gqa4:2", "ernie4_5_moe-8top3-tied", "qwen3_5-odd-heads-tied"),
@@ -79,7 +79,7 @@ NAMES = [
     "kimi_k2-ungrouped",
     "youtu-tied",
 ]
-# What llama.cpp takes for granted in a family.
+# Properties that llama.cpp assumes for a family.
 FIXED: dict[str, dict[str, Any]] = {
     "qwen3_moe-8top2": {"norm_topk_prob": True},
     "granitemoehybrid-dense-odd-sizes-rope-biases-tied": {"time_step_limit": None},

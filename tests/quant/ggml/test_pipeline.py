@@ -1,4 +1,4 @@
-"""A GGUF file of solved blocks: what other readers see, interruption, record, and verification with planted faults."""
+"""Test a GGUF file of solved blocks: other readers, interruption, record, and verification with planted faults."""
 
 import json
 import shutil

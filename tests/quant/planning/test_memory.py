@@ -1,4 +1,4 @@
-"""Predicted memory against what a process really takes, and the batch that bounds choose."""
+"""Test predicted memory against the measured memory of a process, and the batch that limits choose."""
 
 import json
 import shutil
@@ -83,7 +83,7 @@ NARROW = {**WIDE, "intermediate_size": 1024}
 @pytest.mark.parametrize(
     ("shape", "recipe", "report"),
     [
-        # So many samples that what libraries keep, which differs between processors and runs, is a small part.
+        # Enough samples that memory retained by libraries, which differs between processors and runs, is a small part.
         pytest.param(NARROW, {"group": 64, "samples": 256, "seq": 256}, "none", id="solving"),
         pytest.param(
             WIDE, {"group": 64, "samples": 128, "seq": 256}, "none", id="solving-wide", marks=pytest.mark.slow
@@ -115,7 +115,7 @@ NARROW = {**WIDE, "intermediate_size": 1024}
 def test_the_prediction_holds_within_a_tenth(
     tmp_path: Path, environment: dict[str, str], shape: dict[str, object], recipe: dict[str, object], report: str
 ) -> None:
-    """Against the peak of the resident set of a whole run, beyond what the process held before."""
+    """The prediction is compared with the peak resident set of a whole run, minus the process's memory before."""
     source = random_model(tmp_path / "source", 0.02, **shape)
     command = [sys.executable, "-c", PROGRAM, str(source), json.dumps(recipe), str(tmp_path / "out"), report]
 
@@ -130,6 +130,6 @@ def test_the_prediction_holds_within_a_tenth(
 
     off = run()
     if abs(off) >= 0.1:
-        # What malloc keeps of freed memory depends on how threads took turns: a stray run is settled by two more.
+        # The memory that malloc retains depends on thread scheduling: an outlier is decided by two more runs.
         off = statistics.median([off, run(), run()])
     assert abs(off) < 0.1

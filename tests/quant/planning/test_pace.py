@@ -1,4 +1,4 @@
-"""What a dry run tells of time: more work takes longer, by as much as it is more."""
+"""Time estimates of a dry run grow in proportion to the work."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The loop over a block's columns: its definition in fp64, native, plain, and Triton's in the interpreter."""
+"""The loop over a block's columns: its definition in fp64, native code, plain torch, and Triton's interpreter."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ def test_the_loop_is_its_definition(half: int, move: bool) -> None:
 
 
 def device_code(count: int, rows: int, half: int, move: bool) -> tuple[Any, Any]:
-    """In the interpreter's process; on a copy, to see that the inputs stay as they are."""
+    """Run in the interpreter's process, on a copy, to check that the inputs are not changed."""
     from mycli.quant.rounding.columns_triton import launch
 
     given = problem(count, rows, half, move)

@@ -1,4 +1,4 @@
-"""Coordinate descent and the refit of scales: each step is the best of its kind, and none makes the error larger."""
+"""Test coordinate descent and the refit of scales: each step is optimal and none increases the error."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Targets that make up for earlier losses: regression where it helps on other tokens, nothing where it does not."""
+"""Test error compensation: regression is applied where it helps on held-out tokens, and skipped otherwise."""
 
 import pytest
 import torch
@@ -55,11 +55,11 @@ def _sums(x: Tensor, y: Tensor, weight: Tensor | None = None) -> Moments:
 def test_the_drift_of_outputs_is_summed_where_that_is_less_work() -> None:
     assert drift_rows(896, 4864) == 896  # down
     assert drift_rows(9728, 896) == 896 and drift_rows(4096, 4096) == 4096  # gate_up, o
-    assert drift_rows(64, 256) == 256  # narrow: the sums stay as they were
+    assert drift_rows(64, 256) == 256  # narrow: the sums are unchanged
 
 
 def test_a_linear_loss_is_undone() -> None:
-    """y = M x for every token: the target is W M, up to the ridge, whatever the tokens."""
+    """With y = M x for every token, the target is W M, up to the ridge, for any tokens."""
     mixing = torch.eye(SIZE) + 0.2 * draw(SIZE, 2)
     fitted, held = draw(4000, 0), draw(500, 1)
     target, share = refit(WEIGHT, moments(fitted, fitted @ mixing.T), moments(held, held @ mixing.T))
@@ -71,7 +71,7 @@ def test_a_linear_loss_is_undone() -> None:
 
 
 def test_noise_that_does_not_repeat_is_not_followed() -> None:
-    """Few tokens, so that regression finds what is not there; the tokens held apart say so."""
+    """With few tokens, regression overfits; the held-out tokens show it."""
     fitted, held = draw(40, 0), draw(400, 1)
     target, share = refit(WEIGHT, moments(fitted, fitted + draw(40, 3)), moments(held, held + draw(400, 4)))
     assert share < 0.1

@@ -37,7 +37,7 @@ def group_errors(weight: Tensor, quantized: Quantized, grid: Grid, importance: T
 
 
 def best_error(group: np.ndarray, half: int, dtype: torch.dtype, importance: np.ndarray) -> float:
-    """The least weighted error of one group over 500 scales of each sign, each rounded to `dtype`."""
+    """Return the minimum weighted error of one group over 500 scales of each sign, each rounded to `dtype`."""
     extreme = np.abs(group).max()
     levels = np.arange(-half, half)
     targets = half * np.linspace(*((0.97, 1.2) if half == 128 else (0.5, 4)), 500)
@@ -63,7 +63,7 @@ def test_search_is_as_good_as_trying_everything(bits: int, group: int, weighted:
             for row in weight.double().numpy().reshape(len(weight), -1, group)
         ]
     )
-    # 8 bits: errors depend on which bf16 scale is struck, and the reference strikes more of them.
+    # 8 bits: errors depend on which bf16 scale is tried, and the reference tries more of them.
     allowed = 1.3 if bits == 8 else 1.02
     assert errors.sum().item() <= allowed * reference.sum()
 
@@ -84,7 +84,7 @@ def test_absmax_follows_its_definition(bits: int, group: int | None, dtype: torc
             for column, value in enumerate(part):
                 wanted = min(max(round(value / scale.item()), -half), half - 1) + half
                 got = quantized.codes[row, index * size + column].item()
-                # fp32 and Python's float64 may differ where the quotient lies on the border.
+                # fp32 and Python's float64 may differ where the quotient is on the border.
                 border = abs(abs(value / scale.item() % 1) - 0.5) < 1e-4
                 assert got == wanted or border
 
@@ -142,7 +142,7 @@ def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def case(fault: str) -> pytest.MarkDecorator:
-    """Puts the fault's number into the test's id."""
+    """Put the fault's number into the test's id."""
     return pytest.mark.parametrize("fault", [fault])
 
 
@@ -169,7 +169,7 @@ def test_zeros_stay_zero(bits: int, search: Search, dtype: torch.dtype, fault: s
 def test_no_scale_overflows(bits: int, search: Search, fault: str) -> None:
     grid = Grid(Packing(bits, 32), torch.float16, search)
     weight = heavy_tailed(2, 32)
-    weight[0, 3], weight[1, 5] = 65504, -65504  # the largest that float16 holds
+    weight[0, 3], weight[1, 5] = 65504, -65504  # the largest float16
     quantized = solve(weight, grid)
     restored = dequantize_packed(PackedWeight(pack(quantized.codes, bits), quantized.scales, grid.packing, 32))
     assert torch.isfinite(restored).all()
@@ -201,7 +201,7 @@ def test_a_group_that_does_not_divide_the_inputs_is_refused(fault: str) -> None:
 
 @pytest.mark.parametrize("bits", BITS)
 def test_scales_of_weighted_columns_are_refitted_by_least_squares(bits: int) -> None:
-    """In plain torch, as native code does it: with the scale that is best for the codes, errors fall."""
+    """In plain torch and in native code, the least-squares scale for the codes reduces the error."""
     weight, importance = heavy_tailed(16, 256), heavy_tailed(1, 256, 1).square().flatten() * 1e4
     grid = Grid(Packing(bits, 32), torch.float32)
     search = grid.scale_search(weighted=True)

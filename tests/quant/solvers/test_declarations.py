@@ -1,4 +1,4 @@
-"""A solver is one file: what it declares is all that recipes, help and layouts know of it."""
+"""Check that a solver is one file: recipes, help and layouts use only what it declares."""
 
 import ast
 import json
@@ -76,7 +76,7 @@ OWN_FILES = ("quant/solvers/", "quant/transforms/", "quant/export/", "quant/read
 
 
 def test_only_their_own_files_name_solvers_and_transforms() -> None:
-    """Except in examples of command lines."""
+    """Examples of command lines are exempt."""
     known = set(methods())
     for path in sources():
         if not name(path).startswith(("cli/", "quant/")) or name(path).startswith(OWN_FILES):

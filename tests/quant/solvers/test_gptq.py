@@ -11,7 +11,7 @@ from tests.support.rounding import output_error, problem
 
 
 def reference(weight: Tensor, scales: Tensor, hessian: Tensor, half: int) -> Tensor:
-    """Codes by the definition, in fp64: round the next column, then solve least squares for all that are left."""
+    """Compute codes by the definition, in fp64: round the next column, then solve least squares for the rest."""
     weight, hessian = weight.double(), hessian.double()
     columns = weight.shape[1]
     damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(columns, dtype=torch.float64)
@@ -23,7 +23,7 @@ def reference(weight: Tensor, scales: Tensor, hessian: Tensor, half: int) -> Ten
         level = (target[:, column] / wide[:, column]).round().clamp(-half, half - 1)
         codes[:, column] = (level + half).to(torch.uint8)
         error = target[:, column] - level * wide[:, column]
-        # The shift d of the remaining columns that makes up best for this error: H_RR d = H_Rc error.
+        # The shift d of the remaining columns that best compensates this error: H_RR d = H_Rc error.
         if left:
             shift = torch.linalg.solve(damped[left][:, left], damped[left, column])
             target[:, left] += torch.outer(error, shift)
@@ -34,7 +34,7 @@ def reference(weight: Tensor, scales: Tensor, hessian: Tensor, half: int) -> Ten
 def test_codes_are_those_of_the_reference(
     bits: int, columns: int, group: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before any improvement; the columns span several blocks, the last of them not whole."""
+    """The codes are compared before any refinement; the columns span several blocks, the last of them partial."""
     monkeypatch.setattr(gptq, "SWEEPS", 0)
     weight, hessian = problem(48, columns, seed=bits)
     grid = Grid(Packing(bits, group), torch.bfloat16)
@@ -58,7 +58,7 @@ def test_uncorrelated_inputs_leave_nothing_to_make_up_for(monkeypatch: pytest.Mo
 
 
 def test_rows_do_not_depend_on_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So linears of one input are solved as one, and one that is too large in parts."""
+    """Linears of one input can thus be solved as one, and a large one in parts."""
     weight, hessian = problem(24, 96)
     grid = Grid(Packing(3, 32), torch.bfloat16)
     whole = gptq.solve(weight, grid, hessian).quantized

@@ -1,4 +1,4 @@
-"""NF4: the nearest entries of the table for the scales that are stored, which lose less than bitsandbytes' own."""
+"""Test NF4: codes are the nearest table entries for the stored scales, with less error than bitsandbytes."""
 
 from pathlib import Path
 
@@ -41,7 +41,7 @@ def test_codes_are_the_nearest_for_the_scales_that_are_stored(rows: int, columns
 @pytest.mark.parametrize("search", ["mse", "absmax"])
 @pytest.mark.parametrize("name", ["nf4-g64-nested", "nf4-g64"])
 def test_no_more_is_lost_than_by_the_maker(name: str, search: str, tmp_path: Path) -> None:
-    """Its codes are for the scales before they are nested; without nesting it has more bits than ours."""
+    """bitsandbytes chooses codes for the scales before nesting; without nesting it uses more bits."""
     case = stored("bitsandbytes")[name]
     given = weights(64 + name.endswith("nested"), *case.shape).bfloat16().float()
     theirs = float((read(tmp_path, case)[1].float() - given).square().sum() / given.square().sum())

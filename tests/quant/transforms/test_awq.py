@@ -1,4 +1,4 @@
-"""Folding of input scales: the block computes what it did, grouped queries and biases included."""
+"""Test folding of input scales: the block's output is unchanged, with grouped queries and biases."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def config(model_type: str) -> ModelConfig:
 
 
 def block(model_type: str, seed: int = 0) -> Block:
-    """Random, in fp32."""
+    """Create a random block in fp32."""
     made, generator = Block(config(model_type).layer(0)), torch.Generator().manual_seed(seed)
     for module in made.modules():
         if isinstance(module, RMSNorm):
@@ -64,13 +64,13 @@ def block(model_type: str, seed: int = 0) -> Block:
 @torch.no_grad()
 def run(layer: Block) -> Tensor:
     x = torch.randn(2, TOKENS, 32, generator=torch.Generator().manual_seed(5))
-    like = config("llama")  # heads and rotation are the same in all
+    like = config("llama")  # heads and rotary embedding are the same in all
     rope = Rope(like, TOKENS, torch.device("cpu"), torch.float32)
     return layer(x, PassContext(rope.tables(0, TOKENS), PromptAttention()))
 
 
 def scale_for(layer: Block, product: str) -> Tensor:
-    """Random, and equal for query heads that share a kv head where that is needed."""
+    """Return random scales, equal for query heads that share a KV head where needed."""
     linear = layer.products[product]
     scale = torch.rand(linear.in_features, generator=torch.Generator().manual_seed(7)) * 4 + 0.25
     if product == "o":
@@ -95,7 +95,7 @@ def test_the_block_computes_what_it_did(model_type: str, product: str) -> None:
 
 
 def test_columns_follow_a_gain_as_it_is_stored() -> None:
-    """bf16 holds 8 bits of the divided gain; the weights take the rest, so that nothing is lost."""
+    """bf16 holds 8 bits of the divided gain; the weights absorb the rounding, so that nothing is lost."""
     before, after = block("llama"), block("llama")
     norms = before.mixer.norm, after.mixer.norm
     assert norms[0] is not None and norms[1] is not None

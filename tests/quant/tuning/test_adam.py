@@ -1,4 +1,4 @@
-"""Adam against torch's, bit for bit."""
+"""Test Adam against torch's, bit for bit."""
 
 import math
 

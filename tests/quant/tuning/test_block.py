@@ -1,4 +1,4 @@
-"""Training a block: close calls are those of the solver's problem, and the output comes nearer to the original's."""
+"""Test block tuning: roundings match the solver's problem, and the output comes nearer to the original's."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ LAYER = 1
 
 
 def test_close_calls_are_the_best_single_moves() -> None:
-    """Against the error itself, over a fine range of moves of one level while all others stay."""
+    """The roundings are compared with the error over a fine range of moves within one level, all others fixed."""
     weight, hessian = problem(4, 32)
     grid = Grid(Packing(3, 32), torch.bfloat16)
     quantized = rtn.solve(weight, grid).quantized
@@ -95,7 +95,7 @@ def test_the_output_comes_nearer_and_the_stored_block_is_what_was_judged() -> No
     assert torch.equal(stream, kept), "the stream is only read"
     share = error(model, tuned, stream, wanted) / error(model, solved, stream, wanted)
     moves = {name: (each.codes.int() - solved.linears[name].codes.int()).abs() for name, each in tuned.linears.items()}
-    # How many close calls of one layer are decided otherwise is the arithmetic's; of k_proj it may be none.
+    # The number of flipped roundings per layer depends on the arithmetic; for k_proj it may be zero.
     assert sum(int(moved.sum()) for moved in moves.values()) > 30
     assert all(bool(moved.any()) for name, moved in moves.items() if not name.endswith("k_proj"))
     for name, quantized in tuned.linears.items():
@@ -115,7 +115,7 @@ def test_what_makes_it_worse_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("transform", [None, "awq"], ids=["gptq", "awq+gptq"])
 def test_blocks_are_tuned_as_they_pass(transform: str | None) -> None:
-    """Each in turn, on the stream of those before it as they are stored; every layer says what was gained."""
+    """Blocks are tuned in order, on the outputs of the stored earlier blocks; every layer reports its gain."""
     model = StreamedModel(open_model_folder(DRAFT), CPU)
     packings = {
         spec.name: Packing(3, 64)

@@ -1,4 +1,4 @@
-"""Training of scales: it lowers the KL of text it was not trained on, is refused where it does not, and repeats."""
+"""Test training of scales: it lowers the KL of held-out text, is rejected where it does not, and is reproducible."""
 
 import json
 from pathlib import Path

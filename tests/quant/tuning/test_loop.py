@@ -1,4 +1,4 @@
-"""The loop that trains: it repeats bit for bit, keeps the best iterate by windows it never fitted, or nothing."""
+"""The training loop: reproducible bit for bit; returns the best iterate on held-out windows, or nothing."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from mycli.quant.tuning.loop import train
 
 CPU = torch.device("cpu")
 WINDOWS = 2 * HELD_OUT_EVERY
-# Each window pulls towards its own point; those held apart, the last of every eight, towards others.
+# Each window pulls towards its own point; the held-out ones, the last of every eight, towards others.
 POINTS = torch.randn(WINDOWS, 3, generator=torch.Generator().manual_seed(0)) * 0.1 + 1
 
 

@@ -1,4 +1,4 @@
-"""A block that is trained computes what the stored one will; every scale, gain and, if asked, code gets a gradient."""
+"""Check that a trained block computes the same as the stored one, and that each parameter gets a gradient."""
 
 import torch
 
@@ -20,7 +20,7 @@ def test_what_is_trained_is_what_will_be_stored() -> None:
     block(x, context).square().sum().backward()
     assert all(leaf.grad is not None and bool(leaf.grad.any()) for leaf in block.scale_changes())
     with torch.no_grad():
-        for leaf in block.scale_changes():  # by odd shares, which no storage dtype holds
+        for leaf in block.scale_changes():  # by odd fractions, which no storage dtype holds
             leaf += 0.1234567 * torch.rand(leaf.shape, generator=torch.Generator().manual_seed(1))
     after = block.current()
     for name, quantized in after.linears.items():
