@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,9 +51,11 @@ def _ask(port: int, path: str, data: bytes, seconds: float = 120) -> int:
 def _pids(root: int) -> Iterator[int]:
     """Yield the ids of the process and its descendants."""
     yield root
-    for task in Path(f"/proc/{root}/task").iterdir():
-        for child in (task / "children").read_text().split():
-            yield from _pids(int(child))
+    with suppress(FileNotFoundError, ProcessLookupError):  # a process or thread that has ended meanwhile
+        for task in list(Path(f"/proc/{root}/task").iterdir()):
+            with suppress(FileNotFoundError, ProcessLookupError):
+                for child in (task / "children").read_text().split():
+                    yield from _pids(int(child))
 
 
 class ServerProcess:
