@@ -121,6 +121,6 @@ def test_shares_of_the_cache_give_way_too() -> None:
 @pytest.mark.parametrize("weights", [(1.0, 0.1), (5.0, 1.0)])
 def test_everybody_ends(weights: tuple[float, float]) -> None:
     engine = scheduler(running=3, blocks=30)
-    everybody = [submit(engine, seed, f"u{seed % 2}", weights[seed % 2], seed % 5 == 0, 20) for seed in range(20)]
+    sequences = [submit(engine, seed, f"u{seed % 2}", weights[seed % 2], seed % 5 == 0, 20) for seed in range(20)]
     until(engine, lambda: not engine.has_work, 3000)
-    assert all(s.status is Status.FINISHED and s.sampled == 20 for s in everybody)
+    assert all(s.status is Status.FINISHED and s.sampled == 20 for s in sequences)
