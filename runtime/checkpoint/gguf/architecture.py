@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from mycli.runtime.checkpoint.gguf.header import GgufModel
+from mycli.runtime.checkpoint.gguf.requirements import Requirement
 from mycli.runtime.checkpoint.gguf.rope import ROPE_TENSORS, rope_keys, rope_parameters
 from mycli.runtime.checkpoint.safetensors_header import TensorEntry, damaged
 from mycli.runtime.errors import ModelError
@@ -118,6 +119,9 @@ PAIRED_K = RowOrder(lambda config: (config.kv_heads, 2, -1), (0, 2, 1))
 # Gemma multiplies by 1 + gain; llama.cpp's RMSNorm multiplies by the stored value.
 GAIN_PLUS_ONE = ValueChange(store=lambda gain: gain + 1.0, load=lambda stored: stored - 1.0)
 
+QKV_BIASES = ("attn_q", "attn_k", "attn_v", "attn_qkv")  # known in every architecture with these tensors
+ALL_BIASES = (*QKV_BIASES, "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+
 MODEL_TENSORS = {
     "token_embd": TensorRule("model.embed_tokens"),
     "output_norm": TensorRule("model.norm"),
@@ -168,6 +172,11 @@ class Architecture:
     # The tensors of models without experts, where the same tensors have other names there.
     dense_tensors: Mapping[str, TensorRule] | None = None
     writes: Callable[[ModelConfig], bool] = lambda config: True  # whether a model of `written_types` is written as this
+    # What export asks of a model, because llama.cpp would not load its file: shapes, and the tensors whose biases it
+    # knows. Both are not asked of files that are read.
+    requires: tuple[Requirement, ...] = ()
+    biases: tuple[str, ...] = QKV_BIASES
+    own_head: bool = False  # llama.cpp requires output.weight: a tied model's embedding is written twice
     has_mtp_blocks: bool = False  # block_count includes those of an MTP head, nextn_predict_layers says how many
     epsilon: str = "attention.layer_norm_rms_epsilon"
     read_config: Callable[[GgufModel, Config], Config] = lambda model, config: {}
