@@ -24,8 +24,10 @@ from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import torch_dtype
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.multimodal import MULTIMODAL
 from mycli.runtime.models.part_spec import Shape
 from mycli.runtime.tokenizer.gguf_tokenizer import ggml_key
+from mycli.runtime.utils.json_fields import Fields
 
 # Fields of a config that are compared besides its layers and shapes.
 _COMPARED = (
@@ -59,11 +61,12 @@ class GgufLayout:
     def __init__(self, folder: ModelFolder, label: str, kinds: Mapping[str, str], file_type: int) -> None:
         """`file_type`: general.file_type."""
         self.config, self.kinds = folder.config, kinds
-        architecture = written_architecture(self.config)
+        images = folder.raw.object(MULTIMODAL) if folder.raw.has(MULTIMODAL) else None
+        architecture = written_architecture(self.config, "" if images is None else images.text("model_type", ""))
         self.places = {tensor: gguf_place(architecture, tensor) for tensor in kinds}
         require_loadable(self.config, architecture, self.places.values())
         self._factors = rope_factors(self.config)
-        self.metadata = _metadata(folder, label, architecture, file_type)
+        self.metadata = _metadata(folder, label, architecture, file_type, images)
         self.tensors: list[tuple[str, str, Shape]] = []
         if self._factors:
             self.tensors.append((ROPE_FREQS, "F32", (len(self._factors),)))
@@ -242,7 +245,9 @@ def _equal(ours: Any, theirs: Any) -> bool:
     return bool(ours == theirs)
 
 
-def _metadata(folder: ModelFolder, label: str, architecture: Architecture, file_type: int) -> dict[str, Any]:
+def _metadata(
+    folder: ModelFolder, label: str, architecture: Architecture, file_type: int, images: Fields | None
+) -> dict[str, Any]:
     config = folder.config
     raw, settings = folder.tokenizer_json(), folder.tokenizer_settings()
     tokenizer = tokenizer_metadata(raw, settings, config.vocab_size)
@@ -251,7 +256,7 @@ def _metadata(folder: ModelFolder, label: str, architecture: Architecture, file_
         "general.name": label,
         "general.file_type": file_type,
         "general.quantization_version": 2,
-        **architecture.metadata(config),
+        **architecture.metadata(config, images),
         **tokenizer,
     }
     # By this name llama.cpp sets flags of Phi-3's tokens, and loads no file whose vocabulary lacks them.

@@ -21,13 +21,13 @@ from tests.runtime.checkpoint.gguf.test_folder import MODELS, llama3_factors
 from tests.runtime.checkpoint.test_foreign_layouts import COMPRESSED, compressed_case
 from tests.runtime.checkpoint.test_layout_attacks import model_folder
 from tests.runtime.checkpoint.test_published_methods import RENAMED
-from tests.runtime.models.test_multimodal import make_folder
 from tests.runtime.tokenizer.test_gguf_tokenizer import sentencepiece
 from tests.support import gguf_files
 from tests.support.families import CASES, make
 from tests.support.foreign_layouts import Case, stored
 from tests.support.gguf_exports import exported_families, make_exported
 from tests.support.models import CPU, random_model
+from tests.support.multimodal_families import make_folder
 
 Models = dict[str, dict[str, bytes]]
 QUANTIZED_NAMES = [kind.name for kind in QUANTIZED]

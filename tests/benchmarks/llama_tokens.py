@@ -42,7 +42,7 @@ from mycli.runtime.quantization.packed_weight import Matmul
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 from tests.support.engines import whole
 from tests.support.families import make
-from tests.support.gguf_exports import NAMES, make_exported
+from tests.support.gguf_exports import MULTIMODAL_NAMES, NAMES, make_exported
 from tests.support.models import CPU
 from tests.support.paths import PICO
 
@@ -234,7 +234,7 @@ def main() -> None:
     failed = False
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
-        for case in NAMES if given.cases == ["all"] else given.cases or ():
+        for case in (*NAMES, *MULTIMODAL_NAMES) if given.cases == ["all"] else given.cases or ():
             try:
                 make_exported(work / case, case)
                 failed |= not check(given.llama_server, case, work / case, "gguf:f32", work)

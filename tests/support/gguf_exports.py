@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.families import CASES, make
+from tests.support.multimodal_families import make_folder
 from tests.support.paths import PICO
 
 # What llama.cpp assumes for a family, or published models have.
@@ -98,6 +99,7 @@ NAMES = (
     "kimi_k2-ungrouped",
     "youtu-tied",
 )
+MULTIMODAL_NAMES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")  # of which the text part is exported
 
 
 def exported_families() -> list[str]:
@@ -107,7 +109,10 @@ def exported_families() -> list[str]:
 
 def make_exported(folder: Path, name: str) -> None:
     """Write the random model of a case to `folder`, with the vocabulary of pico."""
-    model_type, changes = CASES[name]
-    make(folder, model_type, {**changes, "vocab_size": 4096, **CHANGES.get(name, {})})
+    if name in MULTIMODAL_NAMES:
+        make_folder(folder, name, vocab_size=4096)
+    else:
+        model_type, changes = CASES[name]
+        make(folder, model_type, {**changes, "vocab_size": 4096, **CHANGES.get(name, {})})
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(PICO / file, folder / file)

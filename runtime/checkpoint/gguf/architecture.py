@@ -16,6 +16,7 @@ from mycli.runtime.checkpoint.gguf.rope import ROPE_TENSORS, rope_keys, rope_par
 from mycli.runtime.checkpoint.safetensors_header import TensorEntry, damaged
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models.config import MAX_LAYERS, ModelConfig
+from mycli.runtime.utils.json_fields import Fields
 
 if TYPE_CHECKING:  # `show` and `list` read configs without torch
     from torch import Tensor
@@ -161,6 +162,7 @@ class Architecture:
     name: str  # general.architecture
     model_type: str  # of the family that its files are read as
     written_types: tuple[str, ...] = ()  # families that export writes as this architecture
+    multimodal_types: tuple[str, ...] = ()  # outer types whose text part is written as this, in place of its own type
     layer_tensors: Mapping[str, TensorRule] = field(default_factory=lambda: LLAMA_TENSORS)  # without "blk.N."
     model_tensors: Mapping[str, TensorRule] = field(default_factory=lambda: MODEL_TENSORS)
     keys: tuple[GgufKey, ...] = ()  # in addition to those that all architectures have
@@ -181,6 +183,8 @@ class Architecture:
     epsilon: str = "attention.layer_norm_rms_epsilon"
     read_config: Callable[[GgufModel, Config], Config] = lambda model, config: {}
     write_keys: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
+    # Keys of a text part, from what its config.json says about images.
+    write_multimodal: Callable[[ModelConfig, Fields], dict[str, Any]] = lambda config, images: {}
 
     @cached_property
     def _rules(self) -> dict[str, tuple[str, TensorRule]]:
@@ -358,7 +362,7 @@ class Architecture:
             return model.integer(name, 1) or 1
         return model.integer(name, default, low=1)
 
-    def metadata(self, config: ModelConfig) -> dict[str, Any]:
+    def metadata(self, config: ModelConfig, images: Fields | None = None) -> dict[str, Any]:
         """Return the keys of a model under the architecture's name.
 
         Raises ModelError for a rope that llama.cpp lacks. What no key expresses shows when the keys are read again.
@@ -378,5 +382,6 @@ class Architecture:
             **{key.name: key.write(config) for key in self.keys if key.write is not None},
             **({"attention.sliding_window_pattern": [w is not None for w in config.windows]} if self.pattern else {}),
             **self.write_keys(config),
+            **({} if images is None else self.write_multimodal(config, images)),
         }
         return {f"{self.name}.{name}": value for name, value in keys.items()}

@@ -111,7 +111,7 @@ def _routings(config: ModelConfig) -> Iterator[RoutingSpec]:
     return (spec.mlp.routing for spec in config.layer_specs if isinstance(spec.mlp, ExpertsSpec))
 
 
-GROUPS = (
+EXPERT_GROUPS = (
     Requirement(
         "fewer groups of experts in use than there are",
         lambda config: all(routing.groups == 1 or routing.top_groups < routing.groups for routing in _routings(config)),

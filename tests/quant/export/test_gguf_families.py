@@ -14,6 +14,7 @@ from mycli.quant.export import ExportRequest, find_export_target
 from mycli.quant.ggml.file import gguf_place, require_loadable
 from mycli.quant.progress import silent
 from mycli.runtime.checkpoint.gguf.architectures import architectures, written_architecture
+from mycli.runtime.checkpoint.gguf.rope import position_sections
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.errors import ModelError
@@ -25,7 +26,7 @@ from tests.support.engines import whole
 from tests.support.families import CASES
 from tests.support.family_parts import SMALL
 from tests.support.gguf_exports import CHANGES as GGUF_CHANGES
-from tests.support.gguf_exports import NAMES, make_exported
+from tests.support.gguf_exports import MULTIMODAL_NAMES, NAMES, make_exported
 from tests.support.models import CPU
 
 WRITTEN = {family: known for known in architectures() for family in known.written_types}
@@ -35,6 +36,7 @@ QUICK = (
     *("cohere2-window7-tied", "gpt_oss-window7-gqa4:2", "ernie4_5_moe-8top3-tied", "qwen3_5-odd-heads-tied"),
     *("qwen3_next-8top3", "lfm2_moe-8top3-tied", "granitemoehybrid-8top3", "nemotron_h-every-kind"),
     "deepseek_v2-groups-odd-sizes-biases-tied",
+    "qwen3_vl_moe",
 )
 
 
@@ -49,11 +51,12 @@ def test_every_written_family_has_a_case() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in (*NAMES, *MULTIMODAL_NAMES)],
 )
 def test_export_is_read_back(name: str, tmp_path: Path) -> None:
     """Logits are equal, and llama.cpp knows the name of every tensor."""
-    packed = CASES[name][0] == "gpt_oss"
+    packed = name in CASES and CASES[name][0] == "gpt_oss"
     request = _request(name, tmp_path, "" if packed else "f32")
     module, _ = find_export_target("gguf:f32")
     written = open_model_folder(module.export(request, silent).path)
@@ -180,3 +183,25 @@ def test_a_name_by_which_llama_cpp_expects_tokens(label: str, named: bool, tmp_p
     request = replace(request, source=Source(label, folder), folder=open_model_folder(folder))
     module, _ = find_export_target("gguf:f32")
     assert ("general.name" in gguf.GGUFReader(module.export(request, silent).path).fields) == named
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl"])
+def test_a_text_part_is_written_for_an_image_model(name: str, tmp_path: Path) -> None:
+    """llama.cpp reads sections and deepstack layers next to a file of the image model; both survive a copy."""
+    module, _ = find_export_target("gguf:f32")
+    path = module.export(_request(name, tmp_path, "f32"), silent).path
+    again = ExportRequest(Source("a", path), open_model_folder(path), tmp_path / "b.gguf", "f32", requantize=True)
+    architecture = name.replace("_", "")
+    for file in (path, module.export(again, silent).path):
+        fields = gguf.GGUFReader(file).fields
+        assert fields["general.architecture"].contents() == architecture
+        assert fields[f"{architecture}.rope.dimension_sections"].contents() == [3, 3, 2, 0]
+        deepstack = fields.get(f"{architecture}.n_deepstack_layers")
+        assert (deepstack and deepstack.contents()) == (1 if name == "qwen3_vl" else None)
+
+
+@pytest.mark.parametrize("sections", [[2, 3], [2, 3, 4], [-1, 5, 4], "2", [2, 3, "3"]])
+def test_sections_of_positions_that_do_not_fit(sections: object) -> None:
+    config = _config("qwen3-qk-norm-hd32", {"head_dim": 16})
+    with pytest.raises(ModelError, match="mrope_section"):
+        position_sections(config, Fields({"mrope_section": sections}, "config.json"))

@@ -5,7 +5,7 @@ from typing import Any
 
 from mycli.runtime.checkpoint.gguf.architecture import LLAMA_TENSORS, Architecture, Config, GgufKey, TensorRule
 from mycli.runtime.checkpoint.gguf.experts import (
-    GROUPS,
+    EXPERT_GROUPS,
     NORM_KEY,
     SCALE_KEY,
     SIGMOID,
@@ -122,7 +122,7 @@ ARCHITECTURE = Architecture(
     model_type="youtu",  # without experts; with some, the scores decide
     written_types=("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "youtu"),
     requires=(
-        *GROUPS,
+        *EXPERT_GROUPS,
         Requirement(
             "q_lora_rank, except in models of 26 or 27 layers, which have none",
             lambda config: (_attention(config).q_norm is None) == _is_lite(config),

@@ -16,6 +16,7 @@ from mycli.runtime.checkpoint.gguf.architectures.qwen3next import (
     read_delta_keys,
     write_delta_keys,
 )
+from mycli.runtime.checkpoint.gguf.rope import position_sections
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.recurrent_spec import DeltaNetSpec
 
@@ -52,10 +53,7 @@ QWEN35_TENSORS = {
 
 def write_qwen35_keys(config: ModelConfig) -> dict[str, Any]:
     """Return the keys of Gated DeltaNet and of the rotation by three positions: time, height and width."""
-    # The positions of a text are all the same; llama.cpp fails on sections wider than the rotated part of a head.
-    pairs = (config.rotary_dim or config.head_dim) // 2
-    sections = [(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0]
-    return {**write_delta_keys(config), "rope.dimension_sections": sections}
+    return {**write_delta_keys(config), "rope.dimension_sections": position_sections(config)}
 
 
 ARCHITECTURE = Architecture(
