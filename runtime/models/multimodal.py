@@ -153,8 +153,7 @@ class TextPart:
         model_type = FAMILIES.get(stored, stored)
         values = {**CLASS_DEFAULTS.get(stored, {}), **section.values, **outer, "model_type": model_type}
         if stored in FAMILIES:
-            ropes = (name for name in ("rope_parameters", "rope_scaling") if name in values)
-            ropes = {name: values[name] for name in ropes}
+            ropes = {name: values[name] for name in ("rope_parameters", "rope_scaling") if name in values}
             values |= {name: _plain_rope(rope) for name, rope in ropes.items()}
             values[MULTIMODAL] = {"model_type": outer_type, **_image_positions(raw, ropes.values())}
         if stored == "qwen3_vl_moe_text":  # transformers normalizes the weights whatever the config says
