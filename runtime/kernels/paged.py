@@ -15,7 +15,8 @@ KEY_BLOCK = 64
 class Ragged:
     """The tokens of one pass, sequence after sequence, and the cache blocks of each sequence.
 
-    tokens: of each sequence, if all have equally many; a sequence of length 0 is then padding.
+    tokens: of each sequence, if all have equally many; a sequence of length 0 is then padding. longest: the most tokens
+    of a sequence, where the host knows it.
     """
 
     starts: Tensor  # int32 [sequences + 1]: sequence s has the tokens starts[s] to starts[s + 1]
@@ -24,6 +25,7 @@ class Ragged:
     # attends to are not read.
     block_table: Tensor
     tokens: int | None = None
+    longest: int | None = None
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Attention of few new tokens per sequence to a paged cache on a GPU; `triton.attention` has the kernel."""
+"""Attention to a paged cache on a GPU; `triton.attention` and `triton.prompt_attention` have the kernels."""
 
 from dataclasses import replace
 from functools import cache
@@ -31,6 +31,22 @@ def triton_attend_paged(
 
     # What runs before it is not launched with programmatic dependencies, so waiting for it gains nothing.
     return launch_paged_attention(query, keys, values, ragged, scoring, replace(chip_of(query.device), pdl=False))
+
+
+def triton_attend_prompt(
+    query: Tensor, keys: Stored, values: Stored, ragged: Ragged, scoring: Scoring
+) -> Tensor | Declined:
+    """Attend with query [tokens, heads, head_dim] of any number of tokens a sequence: [tokens, heads * head_dim]."""
+    if query.device.type != "cuda":
+        return Declined("not-on-cuda", {"device": str(query.device)})
+    if ragged.longest is None:
+        return Declined("unequal-tokens")
+    declined = decline_paged(query.device, query.dtype, keys.data.shape[2], ragged.block_table.shape[1])
+    if declined is not None:
+        return declined
+    from mycli.runtime.kernels.triton.prompt_attention import launch_prompt_attention
+
+    return launch_prompt_attention(query, keys, values, ragged, scoring, chip_of(query.device))
 
 
 def decline_paged(device: torch.device, dtype: torch.dtype, block_size: int, width: int) -> Declined | None:
