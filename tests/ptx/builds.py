@@ -25,12 +25,7 @@ from mycli.runtime.kernels.triton.product.matmul import constants, dequantize_wa
 from mycli.runtime.kernels.triton.product.tiles import Chip, Tile
 from mycli.runtime.kernels.triton.product.weight_layout import layout_of, tile_k, unpacked_k
 from mycli.runtime.kernels.triton.product_sum import SumArguments, sum_epilogue
-from mycli.runtime.kernels.triton.prompt_attention import (
-    attend_prompt_kernel,
-    block_rows,
-    prompt_stages,
-    prompt_warps,
-)
+from mycli.runtime.kernels.triton.prompt_attention import attend_prompt_kernel, prompt_tile
 from mycli.runtime.kernels.triton.residual import ResidualArguments, add_epilogue, embed_kernel, norm_add_kernel
 from mycli.runtime.kernels.triton.rope import RopeArguments, rope_epilogue, rope_kernel
 from mycli.runtime.kernels.triton.routing import choose_kernel, place_kernel, weighted_sum_kernel
@@ -359,22 +354,24 @@ def prompt_builds(capability: int, head_dims: Iterable[int] = (128, 256)) -> Ite
     pointers = {"query": "*bf16", "starts": "*i32", "lengths": "*i32", "block_table": "*i32", "result": "*bf16"}
     sizes = dict.fromkeys(("block_stride", "head_stride", "block_size", "table_width", "window", "chunk"), "i32")
     for head_dim in head_dims:
-        constants = {"GROUP": 4, "HEAD_DIM": head_dim, "BLOCK_D": head_dim, "BLOCK_M": block_rows(head_dim)}
-        constants |= {"BLOCK_N": BLOCK_K, "DOT": tl.bfloat16}
+        constants = {"GROUP": 4, "HEAD_DIM": head_dim, "BLOCK_D": head_dim, "DOT": tl.bfloat16}
         for name, stored, scales in _CACHES:
             cache = {"keys": stored, "values": stored, "key_scales": scales, "value_scales": scales}
             types: dict[str, Any] = {**pointers, **sizes, **cache, "scale": "fp32", "softcap": "fp32"}
-            stages = prompt_stages(chip, head_dim, 2 if stored == "*bf16" else 1)
+            dtype = {"*bf16": torch.bfloat16, "*i8": torch.int8, "*u8": torch.uint8}[stored]
+            tile = prompt_tile(chip, head_dim, dtype)
+            assert tile is not None
             kinds = [(f"prompt{name} of {head_dim}", False)]
             if not name and head_dim == 128:
                 kinds.append(("prompt with a window, a softcap and sinks", True))
             for title, every in kinds:
                 options = {"WINDOW": every, "CHUNK": False, "CAPPED": every}
+                options |= {"BLOCK_M": tile.rows, "BLOCK_N": tile.keys}
                 own = types | {"sinks": "*fp32" if every else None}
                 loose = ("table_width", "window", "chunk")
-                warps = prompt_warps(head_dim)
+                constants = constants | options
                 yield Build(
-                    f"attend {title}", attend_prompt_kernel, own, constants | options, warps, stages, unaligned=loose
+                    f"attend {title}", attend_prompt_kernel, own, constants, tile.warps, tile.stages, unaligned=loose
                 )
 
 

@@ -7,6 +7,7 @@ FlashAttention-2 (arXiv 2307.08691) over cache blocks: scores never leave the mu
 # Reason: Triton's decorators and device functions carry no types.
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from mycli.runtime.cache.kv_cache import PACKED, Stored
 from mycli.runtime.errors import Declined
-from mycli.runtime.kernels.paged import KEY_BLOCK, Ragged, Scoring
+from mycli.runtime.kernels.paged import Ragged, Scoring
 from mycli.runtime.kernels.triton.int4_cache import hadamard_rows, load_int4, lower_and_upper, whole_rows
 from mycli.runtime.kernels.triton.layer_cache import LayerCache
 from mycli.runtime.kernels.triton.product.matmul import check_contiguous, uses_ptx
@@ -23,11 +24,10 @@ from mycli.runtime.kernels.triton.product.tiles import Chip
 from mycli.runtime.memory.attention import MAX_PROMPT_HEAD
 from mycli.runtime.quantization.int4_vectors import FUSED_INT4_HEADS
 
-# Rows of the MMA are the new tokens of one query head, columns are keys. Blocks of keys start at multiples of `BLOCK_N`
-# of the position, whatever the pass begins with: the bits of a row depend neither on where a prompt is cut nor on the
-# other sequences. Keys that all rows of a program see need no mask. Quantized keys are converted as in `attention`.
-
-BLOCK_N = KEY_BLOCK
+# Rows of the MMA are the new tokens of one query head, columns are keys. A turn of the loop reads keys of one cache block,
+# from a multiple of `BLOCK_N` of the position on, whatever the pass begins with: the bits of a row depend neither on
+# where a prompt is cut nor on the other sequences. Keys that all rows of a program see need no mask. Quantized keys are
+# converted as in `attention`.
 
 
 @triton.jit
@@ -209,28 +209,29 @@ def attend_prompt_kernel(
     tl.store(result + row[:, None] * HEAD_DIM + lane[None, :], out, mask=q_mask)
 
 
-def block_rows(head_dim: int) -> int:
-    """Return the new tokens per program: the accumulator of 128 rows of 256 would spill registers."""
-    return 128 if head_dim <= 128 else 64
+class PromptTile(NamedTuple):
+    """The new tokens and keys of a turn of the loop, warps, and pipeline stages."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
 
 
-def prompt_warps(head_dim: int) -> int:
-    return 4 if head_dim <= 64 else 8
-
-
-def prompt_stages(chip: Chip, head_dim: int, element: int) -> int:
-    """Return the pipeline stages of the key loop: 2, or as many as shared memory holds, maybe 0.
-
-    element: bytes per cached number. An upper bound of what Triton 3.6 and 3.7 allocate.
-    """
-    # Chips with asynchronous MMA read queries and converted keys from shared memory too.
-    lanes, rows = 1 << (head_dim - 1).bit_length(), block_rows(head_dim)
-    block, others = 2 * BLOCK_N * lanes * element, 2 * rows * BLOCK_N
-    if chip.capability[0] in (9, 10, 11):
-        others += 2 * rows * lanes + (2 * 2 * BLOCK_N * lanes if element == 1 else 0)
-    if element == 1:
-        block += 8 * BLOCK_N  # scales
-    return max(0, min(2, (chip.shared - others) // block))
+def prompt_tile(chip: Chip, head_dim: int, stored: torch.dtype) -> PromptTile | None:
+    """Return the largest tile without spilled registers for a cache of dtype `stored`; None if none fits the chip."""
+    asynchronous = chip.capability[0] in (9, 10, 11)
+    rows, keys, warps = 128 if head_dim <= 128 else 64, 64 if asynchronous else 32, 8
+    if stored == PACKED and head_dim > 128:  # the rotation takes the registers
+        rows, keys, warps = 16, 32, 4
+    # An upper bound of the shared memory that Triton 3.6 and 3.7 allocate, with 8 bytes of scales for each int8 key.
+    # Chips with asynchronous MMA read queries and converted keys from there too.
+    lanes, quantized = 1 << (head_dim - 1).bit_length(), stored.itemsize == 1
+    block, others = keys * (2 * lanes * stored.itemsize + 8 * quantized), 2 * rows * keys
+    if asynchronous:
+        others += 2 * rows * lanes + 4 * keys * lanes * quantized
+    stages = min(2, (chip.shared - others) // block)
+    return PromptTile(rows, keys, warps, stages) if stages > 0 and head_dim <= MAX_PROMPT_HEAD else None
 
 
 def launch_prompt_attention(
@@ -239,9 +240,8 @@ def launch_prompt_attention(
     """Compute `triton_attend_prompt` on a chip."""
     tokens, heads, head_dim = query.shape
     assert ragged.longest is not None
-    stages = prompt_stages(chip, head_dim, keys.data.element_size())
-    unpackable = keys.data.dtype == PACKED and head_dim not in FUSED_INT4_HEADS
-    if head_dim > MAX_PROMPT_HEAD or stages == 0 or unpackable:
+    tile = prompt_tile(chip, head_dim, keys.data.dtype)
+    if tile is None or (keys.data.dtype == PACKED and head_dim not in FUSED_INT4_HEADS):
         return Declined("attention-shape", {"heads": heads, "head_dim": head_dim})
     cache = LayerCache(keys.data, values.data, keys.scales, values.scales)
     query = query.contiguous()
@@ -250,15 +250,14 @@ def launch_prompt_attention(
     if query.dtype is torch.bfloat16:
         dot = tl.bfloat16 if uses_ptx() else tl.float32  # the interpreter would multiply bf16 as integers
     log2e = math.log2(math.e)
-    rows = block_rows(head_dim)
     result = torch.empty_like(query)
-    attend_prompt_kernel[(heads, -(-ragged.longest // rows), len(ragged.lengths))](
+    attend_prompt_kernel[(heads, -(-ragged.longest // tile.rows), len(ragged.lengths))](
         query, cache.keys, cache.values, *cache.scales(), ragged.starts, ragged.lengths, ragged.block_table,
         scoring.sinks, result, *cache.keys.stride()[:2], cache.keys.shape[2], ragged.block_table.shape[1],
         scoring.window or 0, scoring.chunk or 0,
         scoring.scale / scoring.softcap if scoring.softcap else scoring.scale * log2e, scoring.softcap * log2e,
-        GROUP=heads // cache.keys.shape[1], HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_M=rows,
-        BLOCK_N=BLOCK_N, WINDOW=scoring.window is not None, CHUNK=scoring.chunk is not None,
-        CAPPED=bool(scoring.softcap), DOT=dot, num_warps=prompt_warps(head_dim), num_stages=stages,
+        GROUP=heads // cache.keys.shape[1], HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_M=tile.rows, BLOCK_N=tile.keys, WINDOW=scoring.window is not None, CHUNK=scoring.chunk is not None,
+        CAPPED=bool(scoring.softcap), DOT=dot, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return result.flatten(1)

@@ -17,8 +17,8 @@ from tests.support.triton_interpreter import Interpret, interpret
 pytest.importorskip("triton")
 
 from mycli.runtime.kernels.triton.prompt_attention import (  # noqa: E402  (only where Triton is)
-    block_rows,
     launch_prompt_attention,
+    prompt_tile,
 )
 from tests.support.triton_products import difference  # noqa: E402  (as above)
 
@@ -135,4 +135,6 @@ def test_declines_heads_that_do_not_fit() -> None:
     one = torch.ones(1, dtype=torch.int32)
     ragged = Ragged(torch.tensor([0, 1], dtype=torch.int32), one, one[:, None] - 1, longest=1)
     assert isinstance(launch_prompt_attention(query, cached, cached, ragged, Scoring(1.0), Chip((9, 0), 132)), Declined)
-    assert block_rows(64) == block_rows(128) == 128 and block_rows(256) == 64
+    for capability in ((8, 0), (8, 9), (9, 0), (12, 0)):  # heads of 256 fit every chip
+        for stored in (torch.bfloat16, torch.int8, torch.uint8):
+            assert prompt_tile(Chip(capability, 100), 256, stored) is not None
