@@ -16,7 +16,8 @@ from torch import Tensor
 
 from mycli.runtime.cache.kv_cache import PACKED, Stored
 from mycli.runtime.errors import Declined
-from mycli.runtime.kernels.paged import Ragged, Scoring
+from mycli.runtime.kernels.paged import KEY_BLOCK, PromptKind, Ragged, Scoring
+from mycli.runtime.kernels.reference import attend_gathered
 from mycli.runtime.kernels.triton.int4_cache import hadamard_rows, load_int4, lower_and_upper, whole_rows
 from mycli.runtime.kernels.triton.layer_cache import LayerCache
 from mycli.runtime.kernels.triton.product.matmul import check_contiguous, uses_ptx
@@ -24,10 +25,10 @@ from mycli.runtime.kernels.triton.product.tiles import Chip
 from mycli.runtime.memory.attention import MAX_PROMPT_HEAD
 from mycli.runtime.quantization.int4_vectors import FUSED_INT4_HEADS
 
-# Rows of the MMA are the new tokens of one query head, columns are keys. A turn of the loop reads keys of one cache block,
-# from a multiple of `BLOCK_N` of the position on, whatever the pass begins with: the bits of a row depend neither on
-# where a prompt is cut nor on the other sequences. Keys that all rows of a program see need no mask. Quantized keys are
-# converted as in `attention`.
+# Rows of the MMA are the new tokens of one query head, columns are keys. A turn of the loop reads keys of one cache
+# block, from a multiple of `BLOCK_N` of the position on, whatever the pass begins with: the bits of a row depend on
+# neither where a prompt is cut nor the other sequences. Keys that all rows of a program see need no mask. Quantized
+# keys are converted as in `attention`.
 
 
 @triton.jit
@@ -261,3 +262,32 @@ def launch_prompt_attention(
         CAPPED=bool(scoring.softcap), DOT=dot, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return result.flatten(1)
+
+
+def small_attention(kind: PromptKind, device: torch.device, chip: Chip) -> float | Declined:
+    """Return the relative error of a small attention of this kind against the reference, or why it has no kernel."""
+    generator = torch.Generator().manual_seed(0)
+    tokens, lengths, block = (140, 3), (150, 70), KEY_BLOCK
+    width = -(-max(lengths) // block)
+
+    def stored() -> Stored:
+        shape = 2 * width, 2, block, kind.head_dim
+        one = Stored.of(torch.randn(shape, generator=generator).to(kind.dtype), kind.stored)
+        return Stored(one.data.to(device), None if one.scales is None else one.scales.to(device))
+
+    def int32(values: object) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    heads = 2 * kind.group
+    query = torch.randn((sum(tokens), heads, kind.head_dim), generator=generator).to(device, kind.dtype)
+    sinks = torch.randn(heads, generator=generator).to(device) if kind.sinks else None
+    table = int32([list(range(width)), list(range(width, 2 * width))])
+    ragged = Ragged(int32([0, tokens[0], sum(tokens)]), int32(lengths), table, longest=max(tokens))
+    window, chunk = 50 if kind.window else None, 48 if kind.chunk else None
+    scoring = Scoring(kind.head_dim**-0.5, window, 5.0 if kind.softcap else 0.0, sinks, chunk)
+    keys, values = stored(), stored()
+    found = launch_prompt_attention(query, keys, values, ragged, scoring, chip)
+    if isinstance(found, Declined):
+        return found
+    expected = attend_gathered(query.float(), keys, values, ragged, scoring)
+    return float((found.float() - expected).norm() / expected.norm())

@@ -7,7 +7,7 @@ import torch
 
 from mycli.runtime.cache.kv_cache import Stored
 from mycli.runtime.errors import Declined
-from mycli.runtime.kernels.paged import Ragged, Scoring
+from mycli.runtime.kernels.paged import PromptKind, Ragged, Scoring
 from mycli.runtime.kernels.reference import attend_gathered
 from mycli.runtime.kernels.triton.product.tiles import Chip
 from tests.runtime.kernels.test_triton_attention import paged, shuffled
@@ -19,6 +19,7 @@ pytest.importorskip("triton")
 from mycli.runtime.kernels.triton.prompt_attention import (  # noqa: E402  (only where Triton is)
     launch_prompt_attention,
     prompt_tile,
+    small_attention,
 )
 from tests.support.triton_products import difference  # noqa: E402  (as above)
 
@@ -104,6 +105,19 @@ def attend(case: Prompts) -> float:
 def test_attend_prompt(case: Prompts, interpret: Interpret) -> None:
     bound = {torch.float16: 4e-3, torch.bfloat16: 1.5e-2}[case.dtype]
     assert interpret(attend, case) < bound  # type: ignore[operator]  # the pool carries any result
+
+
+def checked(kind: PromptKind) -> float:
+    error = small_attention(kind, torch.device("cpu"), Chip((9, 0), 16))
+    assert isinstance(error, float)
+    return error
+
+
+@pytest.mark.parametrize("stored", [torch.float16, torch.int8, torch.uint8], ids=str)
+@pytest.mark.parametrize("options", [(False,) * 4, (True, False, True, True), (False, True, False, True)], ids=str)
+def test_the_check_at_load_passes(stored: torch.dtype, options: tuple[bool, ...], interpret: Interpret) -> None:
+    kind = PromptKind(torch.device("cpu"), torch.float16, stored, 3, 64, *options)
+    assert interpret(checked, kind) < 4e-3  # type: ignore[operator]  # the pool carries any result
 
 
 def cuts(case: Prompts) -> bool:
