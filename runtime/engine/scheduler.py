@@ -110,6 +110,7 @@ class Scheduler:
         self._sequences: dict[int, Sequence] = {}
         self._next_id = 0
         self._prefill_next = True
+        self._chunk_left = limits.chunk  # prompt tokens before the next decode step
         self._last_prompt: Sequence | None = None  # the first of the last pass, if that computed prompts
         self._shares = FairShares()
         self._in_pass: set[int] = set()  # sequences in the pass that is being built; never preempted
@@ -167,9 +168,15 @@ class Scheduler:
             if idle:
                 self._preempt(idle[-1])
                 return self.schedule(draft_budget)
-        self._prefill_next = not scheduled or scheduled[0].is_decode
-        # After an interruption a decode step comes first.
-        self._last_prompt = None if self._prefill_next or interrupts else scheduled[0].sequence
+        if not scheduled or scheduled[0].is_decode:
+            self._prefill_next, self._last_prompt, self._chunk_left = True, None, self.limits.chunk
+        else:
+            self._chunk_left -= sum(part.count for part in scheduled)
+            # The parts of a chunk that was cut for other users follow each other: more decode steps in between would
+            # have fewer sequences each, at the same cost.
+            cut = self._room(scheduled[-1].sequence, self.limits.chunk) < self.limits.chunk
+            self._prefill_next = cut and self._chunk_left > 0 and not interrupts
+            self._last_prompt = None if interrupts else scheduled[0].sequence  # a decode step follows an interruption
         return scheduled
 
     def _interrupts(self) -> bool:

@@ -16,11 +16,13 @@ import re
 import statistics
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 from tests.benchmarks.several_models import server
 
-PROMPT, TOKENS, LONG = 160, 8, 64  # words of a prompt, tokens of a reply of the user, and of the load
+PROMPT, TOKENS = 160, 8  # words of a prompt, tokens of a reply of the user
+LONG = range(32, 97)  # tokens of a reply of the load: different, so that replies do not begin together
 ALICE, BOB = "alice-secret", "bob-secret"
 _COUNTED = ("prompt_tokens_total", "generation_tokens_total")
 
@@ -55,7 +57,8 @@ def load(port: int, key: str, replies: int, serial: int) -> None:
 
     async def stream(number: int) -> None:
         for turn in range(1000):
-            await reply(port, request(key, serial + turn * replies + number, LONG))
+            serial_number = serial + turn * replies + number
+            await reply(port, request(key, serial_number, LONG[serial_number * 37 % len(LONG)]))
 
     async def streams() -> None:
         await asyncio.gather(*(stream(number) for number in range(replies)))
@@ -117,27 +120,29 @@ def shown(times: list[float]) -> str:
 
 
 def main(model: str, replies: int, requests: int, repeats: int, warm: float) -> None:
-    serials = Serials()
-    with tempfile.TemporaryDirectory() as scratch:
+    serials, ratios, costs = Serials(), list[float](), list[float]()
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         keys = Path(scratch) / "keys"
         keys.write_text(f"alice {ALICE}\nbob {BOB}\n")
         keys.chmod(0o600)
-        with server(model, "--api-keys-file", str(keys), "--max-sequences", "32") as (_, port):
-            first_tokens(port, 3, serials.take())
-            ratios, costs = [], []
-            for _ in range(repeats):
-                alone = first_tokens(port, requests, serials.take())
-                fair, fair_rate = beside(port, BOB, replies, requests, serials, warm)
-                # Every request waits behind all others here: as many as fit the same time are enough.
-                seconds = sum(fair) / 1000 + 5
-                plain, plain_rate = beside(port, ALICE, replies, requests, serials, warm, seconds)
-                ratios.append(statistics.quantiles(fair, n=20)[-1] / statistics.quantiles(alone, n=20)[-1])
-                costs.append(1 - fair_rate / plain_rate)
-                print("alone        ", shown(alone))
-                print("another key  ", shown(fair), f"{fair_rate:8.1f} tokens/s")
-                print("the same key ", shown(plain), f"{plain_rate:8.1f} tokens/s", flush=True)
-            print(f"p95 beside another key / alone: {', '.join(f'{ratio:.2f}' for ratio in ratios)}")
-            print(f"tokens/s lost by fairness: {', '.join(f'{cost:.1%}' for cost in costs)}")
+        options = (model, "--api-keys-file", str(keys), "--max-sequences", "32")
+        # A second server, since the first expects prompts of both keys for a while after the last.
+        (_, port), (_, plain_port) = (stack.enter_context(server(*options)) for _ in range(2))
+        for each in (port, plain_port):
+            first_tokens(each, 3, serials.take())
+        for _ in range(repeats):
+            alone = first_tokens(port, requests, serials.take())
+            fair, fair_rate = beside(port, BOB, replies, requests, serials, warm)
+            # Every request waits behind all others here: as many as fit the same time are enough.
+            seconds = sum(fair) / 1000 + 5
+            plain, plain_rate = beside(plain_port, ALICE, replies, requests, serials, warm, seconds)
+            ratios.append(statistics.quantiles(fair, n=20)[-1] / statistics.quantiles(alone, n=20)[-1])
+            costs.append(1 - fair_rate / plain_rate)
+            print("alone        ", shown(alone))
+            print("another key  ", shown(fair), f"{fair_rate:8.1f} tokens/s")
+            print("the same key ", shown(plain), f"{plain_rate:8.1f} tokens/s", flush=True)
+        print(f"p95 beside another key / alone: {', '.join(f'{ratio:.2f}' for ratio in ratios)}")
+        print(f"tokens/s lost by fairness: {', '.join(f'{cost:.1%}' for cost in costs)}")
 
 
 if __name__ == "__main__":
