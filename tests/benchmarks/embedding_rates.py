@@ -1,11 +1,12 @@
-"""Compares embedding throughput with llama-server's: `python -m tests.benchmarks.embedding_rates LLAMA_BIN`.
+"""Compares embedding throughput with llama-server's: `python -m tests.benchmarks.embedding_rates LLAMA_BIN [FOLDER]`.
 
-Uses a random Qwen3 (12 layers of 512) in bf16 on both sides, last-token pooling, and batches of texts of about 40
-tokens from several clients. Rounds alternate; prints the medians in texts per minute.
+Uses a random Qwen3 (16 layers of 768, 0.12 B) in bf16 on both sides, last-token pooling, and batches of texts of about
+40 tokens from several clients. Rounds alternate; prints the medians in texts per minute.
 """
 
 import http.client
 import json
+import socket
 import statistics
 import subprocess
 import sys
@@ -13,48 +14,27 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from tests.support.command_line import COMMAND
 from tests.support.embedding_models import qwen3_embedding, qwen3_reranker
 
 SHAPE = {
-    "hidden_size": 512,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 8,
+    "hidden_size": 768,
+    "intermediate_size": 2304,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 12,
     "num_key_value_heads": 4,
     "head_dim": 64,
 }
 TEXTS, BATCH, CLIENTS, ROUNDS = 256, 16, 4, 3
-WORDS = [
-    "the",
-    "city",
-    "of",
-    "light",
-    "was",
-    "once",
-    "a",
-    "small",
-    "place",
-    "where",
-    "people",
-    "came",
-    "to",
-    "trade",
-    "what",
-    "they",
-    "had",
-    "made",
-    "over",
-    "the",
-    "winter",
-]  # noqa: SIM905  # readable
+_WORDS = "the city of light was once a small place where people came to trade what they had made over the winter"
 
 
 def texts() -> list[str]:
-    return [" ".join(WORDS[(index * 7 + at) % len(WORDS)] for at in range(32)) + f" {index}" for index in range(TEXTS)]
+    words = _WORDS.split()
+    return [" ".join(words[(index * 7 + at) % len(words)] for at in range(32)) + f" {index}" for index in range(TEXTS)]
 
 
 @contextmanager
@@ -94,33 +74,49 @@ def rate(port: int, serial: int) -> tuple[float, int]:
     return TEXTS * 60 / (time.perf_counter() - began), tokens
 
 
-def main(llama: Path) -> None:
-    with tempfile.TemporaryDirectory() as scratch:
-        folder, causal = Path(scratch) / "embedding", Path(scratch) / "causal"
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        return [stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(count)]
+
+
+def prepare(scratch: Path) -> tuple[Path, Path]:
+    """Write the model as a folder of sentence-transformers and as a GGUF file, unless they exist."""
+    folder, causal, gguf = scratch / "embedding", scratch / "causal", scratch / "model.gguf"
+    if not gguf.exists():
         qwen3_embedding(folder, **SHAPE)
         qwen3_reranker(causal, **SHAPE)  # the same shape with a head, which the GGUF file needs
-        gguf = Path(scratch) / "model.gguf"
         export = [*COMMAND, "export", str(causal), "--to", "gguf:bf16", "--requantize", "-o", str(gguf)]
         subprocess.run(export, check=True, stdout=subprocess.DEVNULL)
-        ours = [*COMMAND, "serve", str(folder), "--port", "18401", "--device", "cpu", "--dtype", "bf16"]
-        server = [str(llama / "llama-server"), "-m", str(gguf), "--embeddings", "--pooling", "last", "-t", "2"]
-        server += ["--port", "18402", "-c", "8192", "--parallel", "16", "-b", "2048", "-ub", "2048"]
-        with process(ours), process(server):
-            for port in (18401, 18402):
-                wait(port)
-            results: dict[int, list[float]] = {18401: [], 18402: []}
-            for serial in range(ROUNDS):
-                for port, rates in results.items():
-                    value, tokens = rate(port, serial)
-                    rates.append(value)
-                    print(port, round(value), "texts/minute,", tokens, "tokens", flush=True)
-        print(
-            {
-                name: round(statistics.median(results[port]))
-                for name, port in (("mycli", 18401), ("llama-server", 18402))
-            }
-        )
+    return folder, gguf
+
+
+def measure(llama: Path, scratch: Path) -> None:
+    folder, gguf = prepare(scratch)
+    names = dict(zip(("mycli", "llama-server"), free_ports(2), strict=True))
+    ours = [*COMMAND, "serve", str(folder), "--port", str(names["mycli"]), "--device", "cpu", "--dtype", "bf16"]
+    server = [str(llama / "llama-server"), "-m", str(gguf), "--embeddings", "--pooling", "last", "-t", "2"]
+    server += ["--port", str(names["llama-server"]), "-c", "8192", "--parallel", "16", "-b", "2048", "-ub", "2048"]
+    with process(ours), process(server):
+        for port in names.values():
+            wait(port)
+        results: dict[str, list[float]] = {name: [] for name in names}
+        for serial in range(ROUNDS):
+            for name, rates in results.items():
+                value, tokens = rate(names[name], serial)
+                rates.append(value)
+                print(f"{name:12} {value:8.0f} texts/minute, {tokens} tokens", flush=True)
+    print({name: round(statistics.median(rates)) for name, rates in results.items()})
+
+
+def main(llama: Path, scratch: Path | None) -> None:
+    """Compare in `scratch`, which keeps the models for the next time."""
+    if scratch is not None:
+        scratch.mkdir(exist_ok=True)
+        measure(llama, scratch)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        measure(llama, Path(folder))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]) if sys.argv[2:] else None)
