@@ -18,6 +18,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file, save_file
+
 from tests.support.command_line import COMMAND
 from tests.support.embedding_models import qwen3_embedding, qwen3_reranker
 
@@ -90,12 +92,21 @@ def free_ports(count: int) -> list[int]:
         return [stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(count)]
 
 
+def write_causal(folder: Path, causal: Path) -> None:
+    """Write the same weights as a language model, whose head is the embedding: export needs one."""
+    qwen3_reranker(causal, **SHAPE)
+    tensors = {f"model.{name}": tensor for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(tensors, causal / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((causal / "config.json").read_text())
+    (causal / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+
+
 def prepare(scratch: Path) -> tuple[Path, dict[str, Path]]:
     """Write the model as a folder of sentence-transformers and as GGUF files of `TYPES`, unless they exist."""
     folder, causal = scratch / "embedding", scratch / "causal"
     if not folder.exists():
         qwen3_embedding(folder, **SHAPE)
-        qwen3_reranker(causal, **SHAPE)  # the same shape with a head, which the GGUF file needs
+        write_causal(folder, causal)
     files = {kind: scratch / f"{kind}.gguf" for kind in TYPES}
     for kind, file in files.items():
         if not file.exists():
