@@ -180,7 +180,7 @@ class Sampling(Strict):
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
     ignore_eos: bool = False
-    deadline: float | None = Field(None, gt=0, le=86400)  # seconds after which the reply is to end
+    deadline: float | None = Field(None, ge=0.1, le=86400)  # seconds after which the reply is to end
 
     @property
     def stops(self) -> list[str]:

@@ -151,7 +151,7 @@ class MessagesRequest(CountRequest, ForReply):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=0, le=1 << 31)
-    deadline: float | None = Field(None, gt=0, le=86400)  # seconds after which the reply is to end
+    deadline: float | None = Field(None, ge=0.1, le=86400)  # seconds after which the reply is to end
 
 
 def _document(block: TextBlock, place: str) -> str:
