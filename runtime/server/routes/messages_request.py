@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from mycli.runtime.server.api_error import ApiError
 from mycli.runtime.server.formats import ResponseFormat, json_schema_format
-from mycli.runtime.server.routes.chat_spec import ChatSpec, effort_arguments
+from mycli.runtime.server.routes.chat_spec import ChatSpec
 from mycli.runtime.server.routes.wire import text_of
 from mycli.runtime.server.schemas import (
     MAX_CONTENT_PARTS,
@@ -22,7 +22,7 @@ from mycli.runtime.server.schemas import (
     Strict,
     ToolName,
 )
-from mycli.runtime.tokenizer.chat_template import Message, Tool
+from mycli.runtime.tokenizer.chat_template import Message, Tool, effort_arguments
 from mycli.runtime.tokenizer.stream import MAX_STOPS
 
 # Blocks of tools that Anthropic's servers run: their results are encrypted or mean nothing to another model.
