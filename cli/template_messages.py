@@ -6,7 +6,7 @@ from mycli.runtime.tokenizer.template_check.finding import Finding
 
 _CACHED = "turns, so the prefix cache is lost from there on"
 # code -> (message, what to do); the fields in braces are the values of `Finding.data`
-MESSAGES: Mapping[str, tuple[str, str]] = {
+TEMPLATE_MESSAGES: Mapping[str, tuple[str, str]] = {
     "syntax": ("line {line}: {cause}", "correct the template"),
     "private-attribute": ("line {line}: reads {value!r}, which the sandbox refuses", "remove it"),
     "other-file": ("line {line}: {value} of another file, and a template has none", "copy its text here"),
@@ -16,7 +16,7 @@ MESSAGES: Mapping[str, tuple[str, str]] = {
         "remove it, or write the date alone",
     ),
     "date": ("line {line}: the date ({value!r}) is part of every prompt: caches of other days are not reused", ""),
-    "slow": ("{messages} messages take {milliseconds} ms, {growth:.1f} times as long as a quarter of them", ""),
+    "slow": ("{messages} messages take {milliseconds} ms, {growth:.1f} times the time of a quarter", ""),
     "own-variable": ("reads variables of its own: {names}", "set them with --template-arg NAME=VALUE"),
     "fails": ("{what}: {cause}", "correct the template"),
     "refuses": ("{what}: {cause}", ""),
@@ -93,8 +93,8 @@ MESSAGES: Mapping[str, tuple[str, str]] = {
 
 
 def template_message(finding: Finding) -> str:
-    return MESSAGES[finding.code][0].format_map(finding.data)
+    return TEMPLATE_MESSAGES[finding.code][0].format_map(finding.data)
 
 
 def template_remedy(finding: Finding) -> str:
-    return MESSAGES[finding.code][1]
+    return TEMPLATE_MESSAGES[finding.code][1]

@@ -14,7 +14,7 @@ from mycli.runtime.tokenizer.chat_template import (
     Message,
 )
 from mycli.runtime.tokenizer.template_check.finding import Finding
-from mycli.runtime.tokenizer.template_check.probe import ANSWERS, QUESTIONS, Probe, assistant, user
+from mycli.runtime.tokenizer.template_check.probe import PLANTED_ANSWERS, PLANTED_QUESTIONS, Probe, assistant, user
 from mycli.runtime.tokenizer.template_check.reasoning import check_reasoning
 from mycli.runtime.tokenizer.template_check.tokens import check_tokens
 from mycli.runtime.tokenizer.template_check.tools import check_tools
@@ -32,7 +32,7 @@ _CHECKS: Mapping[str, Callable[[Probe], Iterator[Finding]]] = {
 # Variables that every program sets. `documents`: of retrieval.
 _GIVEN = frozenset(("messages", "tools", "documents", "add_generation_prompt", *TOKEN_NAMES))
 _FEW, _MANY = 64, 256  # messages
-# Linear work takes 4 times as long for 4 times the messages, quadratic 16 times; below some time nobody waits for it.
+# Linear work takes 4 times as long for 4 times the messages, quadratic 16 times. Short times are not reported.
 _GROWTH, _SLOW_SECONDS = 8.0, 0.05
 
 
@@ -70,9 +70,9 @@ def check_template(probe: Probe) -> TemplateReport:
     source = probe.template.source()
     findings, variables = _check_source(dict.fromkeys((source, probe.template.source(tools=True))))
     arguments = [name for name in variables if name not in _GIVEN]
-    own = [name for name in arguments if name not in ALLOWED_ARGUMENTS]
-    if own:
-        findings.append(Finding("own-variable", {"names": ", ".join(own)}))
+    custom = [name for name in arguments if name not in ALLOWED_ARGUMENTS]
+    if custom:
+        findings.append(Finding("own-variable", {"names": ", ".join(custom)}))
     if any(finding.code == "syntax" for finding in findings):
         return TemplateReport(len(source), findings)
     try:
@@ -119,7 +119,7 @@ def _continues(probe: Probe) -> bool:
     # The server continues a reply by writing its beginning after the generation prompt. The template must write it so
     # too, as the last message or as an earlier one: some add an empty block of reasoning to one of the two.
     try:
-        begun = probe.text([user(0)], more=True) + ANSWERS[0]
+        begun = probe.text([user(0)], more=True) + PLANTED_ANSWERS[0]
         conversations = ([user(0), assistant(0)], [user(0), assistant(0), user(1)])
         return any(probe.text(messages).startswith(begun) for messages in conversations)
     except UserError:
@@ -158,12 +158,12 @@ def _costs(probe: Probe, seconds: float) -> Costs:
     def total(messages: Sequence[Message], more: bool = False, tools: bool = False) -> int:
         return tokens(probe.text(messages, more=more, tools=tools))
 
-    one = probe.text([user(0)])
+    question = probe.text([user(0)])
     exchange = total([user(0), assistant(0), user(1)]) - total([user(0)])
     return Costs(
         seconds,
-        start=tokens(one[: one.index(QUESTIONS[0])]) if QUESTIONS[0] in one else None,
-        exchange=exchange - tokens(ANSWERS[0]) - tokens(QUESTIONS[1]),
-        opening=total([user(0)], more=True) - tokens(one),
-        tool=total([user(0)], tools=True) - tokens(one) if probe.has_tools else None,
+        start=tokens(question[: question.index(PLANTED_QUESTIONS[0])]) if PLANTED_QUESTIONS[0] in question else None,
+        exchange=exchange - tokens(PLANTED_ANSWERS[0]) - tokens(PLANTED_QUESTIONS[1]),
+        opening=total([user(0)], more=True) - tokens(question),
+        tool=total([user(0)], tools=True) - tokens(question) if probe.has_tools else None,
     )

@@ -1,4 +1,4 @@
-"""What a check finds: a code with values, which `cli/template_messages.py` words, and how serious each code is."""
+"""The findings of a check: codes with values, which `cli/template_messages.py` words, and their severities."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

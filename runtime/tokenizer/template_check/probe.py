@@ -8,9 +8,9 @@ from mycli.runtime.tokenizer.chat_template import ChatTemplate, Message
 from mycli.runtime.tokenizer.parsing.tool_formats import ToolFormat, model_tool_format
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
-SYSTEM, THOUGHT, RESULT = "Speak like a quokka.", "Ibises wade here.", "Seven grebes."
-QUESTIONS = ("Where are the herons?", "And the avocets?", "And the bitterns?")
-ANSWERS = ("By the weir.", "On the mudflat.", "In the reeds.")
+SYSTEM, THOUGHT, RESULT = "Sound like a quokka.", "Ibises wade here.", "Seven grebes."
+PLANTED_QUESTIONS = ("Where are the herons?", "And the avocets?", "And the bitterns?")
+PLANTED_ANSWERS = ("By the weir.", "On the mudflat.", "In the reeds.")
 # Quotes, markup and a letter outside ASCII: all must survive being written as JSON and read back.
 ARGUMENTS: Mapping[str, Any] = {"lake": 'Lake "Ä" <1>', "count": 3}
 FUNCTION = "find_herons"
@@ -32,7 +32,7 @@ TOOL: Mapping[str, Any] = {
 
 
 def user(index: int = 0) -> Message:
-    return Message("user", QUESTIONS[index])
+    return Message("user", PLANTED_QUESTIONS[index])
 
 
 def assistant(index: int = 0, reasoning: str = "", calls: int = 0, call_id: str = "heron0000") -> Message:
@@ -45,7 +45,7 @@ def assistant(index: int = 0, reasoning: str = "", calls: int = 0, call_id: str 
         }
         for number in range(calls)
     )
-    return Message("assistant", "" if calls else ANSWERS[index], tool_calls, reasoning)
+    return Message("assistant", "" if calls else PLANTED_ANSWERS[index], tool_calls, reasoning)
 
 
 def result(number: int = 0, call_id: str = "heron0000") -> Message:

@@ -6,7 +6,14 @@ from collections.abc import Iterator
 from mycli.runtime.errors import UserError
 from mycli.runtime.tokenizer.chat_template import Message
 from mycli.runtime.tokenizer.template_check.finding import Finding
-from mycli.runtime.tokenizer.template_check.probe import ANSWERS, FUNCTION, QUESTIONS, Probe, assistant, user
+from mycli.runtime.tokenizer.template_check.probe import (
+    FUNCTION,
+    PLANTED_ANSWERS,
+    PLANTED_QUESTIONS,
+    Probe,
+    assistant,
+    user,
+)
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
 # The styles in which templates write markers that are usually one token.
@@ -28,7 +35,7 @@ def check_tokens(probe: Probe) -> Iterator[Finding]:
         texts.append(probe.text([user(0)], more=True, tools=True))
     markers = dict.fromkeys(marker for text in texts for marker in _MARKER.findall(text))
     yield from (Finding("marker-not-a-token", {"marker": marker}) for marker in markers if marker not in control)
-    between = whole[whole.index(QUESTIONS[0]) + len(QUESTIONS[0]) : whole.index(ANSWERS[0])]
+    between = whole[whole.index(PLANTED_QUESTIONS[0]) + len(PLANTED_QUESTIONS[0]) : whole.index(PLANTED_ANSWERS[0])]
     frames = [token for token in control if token and token in between]
     if not frames:
         yield Finding("turns-can-be-forged", {"opening": between})
@@ -51,7 +58,7 @@ def _check_start(tokenizer: Tokenizer, ids: list[int]) -> Iterator[Finding]:
 
 def _check_end(probe: Probe, tokenizer: Tokenizer) -> Iterator[Finding]:
     whole = probe.text([user(0), assistant(0)])
-    after = whole[whole.rindex(ANSWERS[0]) + len(ANSWERS[0]) :]
+    after = whole[whole.rindex(PLANTED_ANSWERS[0]) + len(PLANTED_ANSWERS[0]) :]
     if not _ends(probe, tokenizer, after):
         yield Finding("turn-not-ended", {"after": after, "tokens": _stops(probe, tokenizer)})
     if not probe.has_tools:

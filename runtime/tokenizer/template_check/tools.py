@@ -9,9 +9,9 @@ from mycli.runtime.tokenizer.parsing.tool_formats import ToolFormat
 from mycli.runtime.tokenizer.parsing.tool_parser import ToolCall, ToolParser, join_calls
 from mycli.runtime.tokenizer.template_check.finding import Finding
 from mycli.runtime.tokenizer.template_check.probe import (
-    ANSWERS,
     ARGUMENTS,
     FUNCTION,
+    PLANTED_ANSWERS,
     RESULT,
     TOOL,
     Probe,
@@ -108,7 +108,7 @@ def _check_results(probe: Probe) -> Iterator[Finding]:
         yield Finding("call-ids-refused", {"cause": error.message})
     try:
         ended = probe.text([*loop, assistant(0), user(1)], more=True, tools=True)
-        if ANSWERS[0] not in ended or RESULT not in ended:
+        if PLANTED_ANSWERS[0] not in ended or RESULT not in ended:
             yield Finding("result-not-rendered")
     except UserError as error:
         yield Finding("calls-refused", {"cause": error.message})

@@ -7,8 +7,8 @@ from mycli.runtime.errors import UserError
 from mycli.runtime.tokenizer.chat_template import Message
 from mycli.runtime.tokenizer.template_check.finding import Finding, common_length, excerpts
 from mycli.runtime.tokenizer.template_check.probe import (
-    ANSWERS,
-    QUESTIONS,
+    PLANTED_ANSWERS,
+    PLANTED_QUESTIONS,
     SYSTEM,
     Probe,
     assistant,
@@ -68,8 +68,8 @@ def check_contents(probe: Probe) -> Iterator[Finding]:
     trimmed = [
         role
         for role, messages in (
-            ("user", (Message("user", f"  {QUESTIONS[0]}\n\n"),)),
-            ("assistant", (user(0), Message("assistant", f"  {ANSWERS[0]}\n\n"), user(1))),
+            ("user", (Message("user", f"  {PLANTED_QUESTIONS[0]}\n\n"),)),
+            ("assistant", (user(0), Message("assistant", f"  {PLANTED_ANSWERS[0]}\n\n"), user(1))),
         )
         if f"  {messages[-1 if role == 'user' else 1].content.strip()}\n\n" not in probe.text(messages)
     ]
@@ -77,8 +77,8 @@ def check_contents(probe: Probe) -> Iterator[Finding]:
         yield Finding("content-trimmed", {"roles": " and ".join(trimmed)})
     prompt, history = probe.text([user(0)], more=True), probe.text([user(0)])
     whole = probe.text([user(0), assistant(0)])
-    if prompt == history and whole.startswith(history) and not whole.startswith(history + ANSWERS[0]):
-        opening = whole[len(history) : whole.find(ANSWERS[0])]
+    if prompt == history and whole.startswith(history) and not whole.startswith(history + PLANTED_ANSWERS[0]):
+        opening = whole[len(history) : whole.find(PLANTED_ANSWERS[0])]
         if opening.strip():  # Mistral's templates open no reply: the end of a question does
             yield Finding("no-generation-prompt", {"opening": opening})
 
@@ -90,7 +90,7 @@ def check_roles(probe: Probe) -> Iterator[Finding]:
         text = probe.text([system, *_TALK], more=True)
         if SYSTEM not in text:
             yield Finding("system-dropped")
-        elif text.index(SYSTEM) > text.index(QUESTIONS[0]):
+        elif text.index(SYSTEM) > text.index(PLANTED_QUESTIONS[0]):
             yield Finding("system-not-first")
     except UserError as error:
         yield Finding("system-refused", {"cause": error.message})

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mycli.cli.template_messages import MESSAGES, template_message
+from mycli.cli.template_messages import TEMPLATE_MESSAGES, template_message
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.tokenizer.chat_template import ChatTemplate
 from mycli.runtime.tokenizer.template_check import checker
@@ -222,7 +222,7 @@ def test_what_cannot_be_rendered_ends_the_report(child: ChatTemplate, quick: Non
 
 
 def test_every_code_has_a_severity_and_a_message() -> None:
-    assert SEVERITIES.keys() == MESSAGES.keys()
+    assert SEVERITIES.keys() == TEMPLATE_MESSAGES.keys()
     tested = {*FAULTS, *SOURCES, "no-tools", "slow", "fails", "bos-missing", "own-variable", "refuses"}
     tested.add("turns-can-be-forged")
     assert tested == SEVERITIES.keys()
