@@ -21,8 +21,6 @@ if TYPE_CHECKING:  # the help needs none of these
 EXAMPLES = (
     "mycli template check pico",
     "mycli template check pico --strict",
-    "mycli template check template.jinja",
-    "mycli template check pico --chat-template template.jinja",
     "mycli template check pico --template-arg enable_thinking=false --json",
 )
 _COLUMNS = (
