@@ -5,11 +5,20 @@ A model's format is recognized by strings in its chat template, unless tokenizer
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from mycli.runtime.errors import ModelError
 from mycli.runtime.tokenizer.chat_template import Message, Tool
-from mycli.runtime.tokenizer.parsing.response_template import Anchor, Region, literal, pattern
+from mycli.runtime.tokenizer.parsing.response_template import (
+    Anchor,
+    Region,
+    literal,
+    pattern,
+    read_response_template,
+)
+from mycli.runtime.utils.json_fields import Fields
 
 _CALL = {"name": "{content.name}", "arguments": "{content.arguments}"}
 _LLAMA = {"name": "{content.name}", "arguments": "{content.parameters}"}
@@ -133,6 +142,16 @@ def declared_tool_format(regions: Sequence[Region]) -> ToolFormat | None:
     """Return the format of a model's own response template; None if it declares no tool calls."""
     calls = tuple(region for region in regions if region.name == "tool_calls")
     return ToolFormat("declared", (), calls) if calls else None
+
+
+def model_tool_format(response_template: Fields | None, template: str) -> ToolFormat | None:
+    """Return the format that a model declares, or else the one of its chat template; None if both show none."""
+    with suppress(ModelError):  # unreadable: the chat template may still show the format
+        if response_template is not None:
+            declared = declared_tool_format(read_response_template(response_template))
+            if declared is not None:
+                return declared
+    return find_tool_format(template)
 
 
 def describe_tools_in_system_message(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
