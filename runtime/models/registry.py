@@ -22,8 +22,6 @@ REFUSED: dict[str, str] = {
     "diffllama": "its differential attention is not implemented",
     "doge": "its attention mask, which depends on the values of keys, is not implemented",
     "falcon_mamba": _MAMBA,
-    "gemma3n": "its AltUp residual streams and Laurel blocks are not implemented",
-    "gemma3n_text": "its AltUp residual streams and Laurel blocks are not implemented",
     "glm_moe_dsa": _INDEXER,
     "jamba": _MAMBA,
     "kimi_linear": _KDA,

@@ -42,7 +42,7 @@ from mycli.runtime.kernels.cpu.matmul import CpuMatmul
 from mycli.runtime.kernels.cpu.table import TableMatmul
 from mycli.runtime.kernels.reference import DenseMatmul
 from mycli.runtime.kernels.routed import decline_routing
-from mycli.runtime.layers.block import Attention, Parallel, PerLayer, Recurrent
+from mycli.runtime.layers.block import AlternatingUpdates, Attention, BlockPart, Parallel, PerLayer, Recurrent
 from mycli.runtime.layers.feed_forward import Experts, Mlp
 from mycli.runtime.layers.latent import LatentAttention
 from mycli.runtime.layers.layer_part import LayerPart
@@ -71,7 +71,7 @@ def _require(declined: Declined | None) -> None:
         raise _NotNativeError(declined)
 
 
-def native_part(part: LayerPart | Parallel) -> CPart | Declined:
+def native_part(part: BlockPart) -> CPart | Declined:
     """Build the structure of `part`, which must not be freed while the structure is used."""
     try:
         return _part(part)
@@ -87,7 +87,7 @@ def native_head(norm: RMSNorm, head: Linear) -> CHead | Declined:
         return error.declined
 
 
-def _part(part: LayerPart | Parallel) -> CPart:
+def _part(part: BlockPart) -> CPart:
     match part:
         case Attention():
             return _attention(part)
@@ -105,6 +105,8 @@ def _part(part: LayerPart | Parallel) -> CPart:
                 raise _NotNativeError(Declined("parallel-mixers"))
             attention = _attention(part.attention)
             return CParallelPart(attention, CMlpPart(_gain(mlp.norm), _feed(mlp.spec, mlp), _sum(mlp)))
+        case AlternatingUpdates():
+            raise _NotNativeError(Declined("several-streams"))
         case PerLayer():
             width = _vectors(part.spec.gate.out_features, "per_layer_width")
             products = _linear(part.gate), _linear(part.projection)
@@ -196,6 +198,8 @@ def _feed(spec: MlpSpec, mlp: Mlp) -> CFeedForward:
         raise _NotNativeError(Declined("mlp-norm"))
     if spec.gate_scale != 1.0:
         raise _NotNativeError(Declined("gate-scale"))
+    if spec.sparsity:
+        raise _NotNativeError(Declined("gate-threshold"))
     return CFeedForward(
         _linear(mlp.gate_up), _linear(mlp.down), _vectors(spec.size, "intermediate_size"), _gate_type(spec)
     )

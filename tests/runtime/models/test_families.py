@@ -96,6 +96,17 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
         {"layer_types": [FULL] * 4, "per_layer_config": {"0": {"intermediate_size": 32}}},
         "of layer 0",
     ),
+    "gemma3n-widths": (
+        "gemma3n_text",
+        {"num_kv_shared_layers": 0, "intermediate_size": [64]},
+        "has 1 numbers for 4 layers",
+    ),
+    "gemma3n-all-zero": (
+        "gemma3n_text",
+        {"num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.5, 0, 0, 1]},
+        "not below 1",
+    ),
+    "gemma3n-active-beyond": ("gemma3n_text", {"num_kv_shared_layers": 0, "altup_active_idx": 4}, "altup_active_idx"),
     "gemma4-odd-head": ("gemma4_text", {"global_head_dim": 33}, "33 is odd"),
     "groups-uneven": ("glm4_moe", {"n_routed_experts": 8, "n_group": 3}, "n_group = 3 does not divide 8"),
     "groups-of-one": ("dots1", {"n_routed_experts": 8, "n_group": 8, "topk_group": 8}, "groups of two or more"),
