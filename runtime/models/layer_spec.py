@@ -129,7 +129,7 @@ class LayerSpec:
     @property
     def unquantized(self) -> tuple[LinearSpec, ...]:
         """Linears that are never quantized: routers, gates of heads and of recurrent layers, small and sensitive."""
-        gates = () if self.mixer is None or isinstance(self.mixer, LatentAttentionSpec) else self.mixer.unquantized
+        gates = () if self.mixer is None else self.mixer.unquantized
         if self.laurel is not None:
             gates = (*gates, self.laurel.left, self.laurel.right)
         if self.streams is not None:

@@ -80,6 +80,8 @@ NAMED = (
     "mistral4-beyond",
     "granitemoehybrid-8top3",
     "bamba-2-groups",
+    "kimi_linear-8top3",
+    "bailing_hybrid-8top3",
 )
 # For a family without a case above, its last case; gpt_oss's experts are not quantized again.
 LAST = {model_type: case for case, (model_type, _) in CASES.items()}
@@ -121,6 +123,8 @@ STACKED = (
     "llama4-every-other-top2-biases-tied",
     # transformers converts their tensors' names, but not those of packed ones.
     "phimoe-window7-tied-biases",
+    "kimi_linear-8top3",
+    "bailing_hybrid-8top3",
     "olmo_hybrid-positive-tied-biases",
     "nemotron_h-groups-latent-experts-odd-sizes-biases-unnormalized",
     # transformers reads weights of linears outside their modules.

@@ -18,6 +18,7 @@ from mycli.runtime.kernels.cpu.experts import DENSE_WEIGHTS, PACKED_WEIGHTS, TAB
 from mycli.runtime.kernels.cpu.layer import (
     MAX_PRODUCTS,
     CAttentionPart,
+    CChannelDeltaPart,
     CConvolutionPart,
     CDeltaPart,
     CExpertProduct,
@@ -48,7 +49,7 @@ from mycli.runtime.layers.latent import LatentAttention
 from mycli.runtime.layers.layer_part import LayerPart
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.norm import RMSNorm
-from mycli.runtime.layers.recurrent import Convolution, DeltaNet, Mamba, ShortConv
+from mycli.runtime.layers.recurrent import Convolution, DeltaNet, KimiDelta, Mamba, ShortConv
 from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.models.layer_spec import PerLayerSpec
 from mycli.runtime.models.part_spec import MlpSpec
@@ -114,6 +115,8 @@ def _part(part: BlockPart) -> CPart:
             return CPerLayerPart(_gain(part.norm), *products, _sum(part), first, width, _gate_type(part.spec))
         case Recurrent(mixer=DeltaNet() as mixer):
             return _delta_net(part, mixer)
+        case Recurrent(mixer=KimiDelta() as mixer):
+            return _kimi_delta(part, mixer)
         case Recurrent(mixer=Mamba() as mixer):
             return _mamba(part, mixer)
         case Recurrent(mixer=ShortConv() as mixer):
@@ -166,10 +169,13 @@ def _latent(part: LatentAttention) -> CLatentPart:
     if spec.rope is not None:
         _vectors(spec.rope_dim // 2, "half of the rotary dimensions")
     _vectors(spec.heads * spec.head_dim, "the width of all queries")
+    if spec.gate is not None:
+        _vectors(spec.value_dim, "v_head_dim")
     return CLatentPart(
         *(_gain(norm) for norm in (part.norm, part.q_norm, part.kv_norm)),
         _linear(part.inputs),
         CLinear() if part.q_b is None else _linear(part.q_b),
+        CLinear() if part.gate is None else _linear(part.gate),
         _linear(part.o),
         _sum(part),
         pointer(weight.keys),
@@ -227,6 +233,29 @@ def _delta_net(part: Recurrent, mixer: DeltaNet) -> CDeltaPart:
         value_dim=spec.value_dim,
         by_key_head=spec.by_key_head,
         beta_scale=spec.beta_scale,
+    )
+
+
+def _kimi_delta(part: Recurrent, mixer: KimiDelta) -> CChannelDeltaPart:
+    from mycli.runtime.kernels.cpu.recurrent import decline_delta
+
+    spec = mixer.spec
+    _require(decline_delta(mixer.sizes))
+    if mixer.norm.weight.dtype != torch.bfloat16:
+        raise _NotNativeError(Declined("gain-dtype", {"dtype": str(mixer.norm.weight.dtype)}))
+    raised = (CLinear() if linear is None else _linear(linear) for linear in (mixer.decay_b, mixer.gate_b))
+    return CChannelDeltaPart(
+        _gain(part.norm),
+        _gain(mixer.norm),
+        *(_linear(mixer.projection), _linear(mixer.gates), *raised, _linear(mixer.out)),
+        _sum(part),
+        *_convolution(mixer.convolution),
+        pointer(mixer.rate),
+        pointer(mixer.dt_bias),
+        taps=spec.convolution.taps,
+        heads=spec.heads,
+        head_dim=spec.head_dim,
+        floor=spec.floor,
     )
 
 

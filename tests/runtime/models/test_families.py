@@ -96,6 +96,9 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
         {"layer_types": [FULL] * 4, "per_layer_config": {"0": {"intermediate_size": 32}}},
         "of layer 0",
     ),
+    "kimi-rotated": ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope"),
+    "kimi-layers": ("kimi_linear", {"linear_attn_config": {"full_attn_layers": [5]}}, "outside of 1 to 4"),
+    "ling-bound": ("bailing_hybrid", {"kda_lower_bound": 5.0, "n_group": 1, "topk_group": 1}, "kda_lower_bound"),
     "gemma3n-widths": (
         "gemma3n_text",
         {"num_kv_shared_layers": 0, "intermediate_size": [64]},
