@@ -131,6 +131,8 @@ REASONS: Mapping[str, str] = {
     "parallel-mixers": "attention and a recurrent mixer run in parallel",
     "mamba-gate": "the output of Mamba-2 has no norm, or one before its gate, or its inputs have multipliers",
     "gate-scale": "the gate of the MLP has a multiplier",
+    "gate-threshold": "gates of the MLP below a threshold are zero",
+    "several-streams": "layers read and write several residual streams",
     "expert-projections": "experts read a projection of the residual stream",
     "expert-inputs": "the weights of experts multiply their inputs",
     "routing-kind": "does not route by {scoring} scores",

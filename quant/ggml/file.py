@@ -29,7 +29,7 @@ from mycli.runtime.models.part_spec import Shape
 # Fields of a config that are compared besides its layers and shapes.
 _COMPARED = (
     *("max_context", "layer_norm", "rms_norm_eps", "embedding_scale", "round_embedding_scale"),
-    *("logit_scale", "logit_softcap", "tie_embeddings", "per_layer_width"),
+    *("logit_scale", "logit_softcap", "tie_embeddings", "per_layer_width", "streams"),
 )
 _LACKING = "cannot be written as GGUF, which has no key for"
 _HINT = "llama.cpp would compute other logits; export to safetensors"

@@ -142,6 +142,7 @@ def measure_memory(
     loaded = _storages(device)
     embeddings = model.embedding.nbytes + (0 if plan.config.tie_embeddings else model.head.nbytes)
     embeddings += 0 if model.per_layer is None else model.per_layer.nbytes
+    embeddings += 0 if model.streams is None else model.streams.nbytes
     capacity = cache_positions(plan.context)
     slots = state_slots(runner.config, plan.running or plan.batch)
     cache = runner.make_cache(cache_shape(capacity, plan.batch, plan.batch), slots)

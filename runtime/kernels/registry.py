@@ -146,7 +146,7 @@ CONVOLUTION: Operation[[Tensor, Tensor, Tensor | None, Tensor, Runs, bool], Tens
 CONVOLUTION = Operation("short convolution", (_late("kernels.cpu.recurrent", "native_convolve"), recurrent.convolve))
 DELTA_RULE: Operation[[Tensor, Tensor, Tensor, Tensor, Tensor, Runs, DeltaSizes], Tensor]
 DELTA_RULE = Operation("gated delta rule", (_late("kernels.cpu.recurrent", "native_delta_rule"), recurrent.delta_rule))
-GATED_NORM: Operation[[Tensor, Tensor, float, Tensor], Tensor]
+GATED_NORM: Operation[[Tensor, Tensor, float, Tensor, bool], Tensor]
 GATED_NORM = Operation("gated norm", (_late("kernels.cpu.recurrent", "native_gated_norm"), recurrent.gated_norm))
 SCAN: Operation[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Runs, ScanSizes], Tensor]
 SCAN = Operation("state space scan", (_late("kernels.cpu.recurrent", "native_scan"), recurrent.scan))
