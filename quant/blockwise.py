@@ -20,6 +20,7 @@ from mycli.quant.calibration.hessian import (
     reduced_precision,
     require_finite,
 )
+from mycli.quant.column_balance import balance
 from mycli.quant.layer_streaming import StreamedModel, restore
 from mycli.quant.linear_solver import LinearSolver, SolvedProduct, rounding_error
 from mycli.quant.model_card import Layer
@@ -81,15 +82,23 @@ class BlockSolver:
         model, transform = self.model, self._solver.transform
         if index == model.config.layers:
             return self._solve_head()
-        quantized = ObservedBlock(model.block(index), self._stream, side_inputs=self._side_inputs)
+        blocks = model.block(index), model.block(index)
+        # Both blocks, and by powers of two: the original's outputs stay the same bit for bit.
+        changed, factors = balance(blocks[0], model.stored_dtype)
+        if factors:
+            balance(blocks[1], model.stored_dtype)
+        quantized = ObservedBlock(blocks[0], self._stream, side_inputs=self._side_inputs)
         original = ObservedBlock(
-            model.block(index),
+            blocks[1],
             self._original_stream,
             final=transform is None,  # a transform folds its scales into the original too
             side_inputs=self._original_side_inputs,
         )
-        changed, rounding = ({}, {}) if transform is None else self._fold(quantized, original)
-        solved, shifts = self._solve_products(quantized, original, changed, rounding)
+        rounding: dict[str, float] = {}
+        if transform is not None:
+            folded, rounding = self._fold(quantized, original)
+            changed |= folded
+        solved, shifts = self._solve_products(quantized, original, changed, rounding, factors)
         if transform is not None:
             # Read again without the folded scales: the bits must be those of a run that resumes after this block.
             self._advance_original(index)
@@ -137,8 +146,9 @@ class BlockSolver:
         original: ObservedBlock,
         changed: Mapping[str, Tensor],
         rounding: Mapping[str, float],
+        factors: Mapping[str, Tensor],
     ) -> tuple[Solved, dict[str, Tensor]]:
-        block = SolvedProduct({}, [], {})
+        block, rounding = SolvedProduct({}, [], {}), dict(rounding)
         for product, linear in quantized.block.products.items():
             packing = self.packings[linear.specs[0].name]
             observed = observe(self.model, quantized, original, product, self._exact)
@@ -147,6 +157,12 @@ class BlockSolver:
                 solved = self._solver.round(weights, packing)
             else:
                 solved = self._solver.solve(weights, packing, observed.fitted, observed.held_out)
+            if product in factors and not observed.too_few:
+                # Rounding without data knows no factors.
+                grid, factor = self._solver.grid(packing), factors[product]
+                hessian = (observed.fitted.hessian + observed.held_out.hessian) * torch.outer(factor, factor)
+                for name, weight in weights.items():
+                    rounding.setdefault(name, rounding_error(weight / factor, grid, hessian))
             del observed, weights
             trim_heap()
             self._install(linear, solved.linears)
