@@ -113,7 +113,8 @@ def allocated(work: QuantizationPlan, placement: Placement, folder: Path, progre
     copy = plan_low_copy(work, placement.device.type == "cuda")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".widths-", dir=folder.parent) as name:
-        quantize(copy, Path(name) / "low", placement, progress=progress)
+        # Rescaled weights could not be compared with the original's.
+        quantize(copy, Path(name) / "low", placement, progress=progress, balances=False)
         trim_heap(mmap_threshold=4 << 20)
         windows = _calibration(copy).windows
         chosen = torch.randperm(len(windows), generator=torch.Generator().manual_seed(copy.recipe.seed))[:WINDOWS]
@@ -135,14 +136,15 @@ def quantize(
     note: ReportNote = ignore,
     shared: SharedWork | None = None,
     in_place: bool = False,
+    balances: bool = True,
 ) -> Outcome:
     """Carry out a plan; `placement` is where to solve, and where and in which dtype to measure.
 
     Nothing appears at `target` before everything is written, measured and flushed. Finished blocks are stored in
     `work_folder` (default: `default_work_folder`) until then, and an interrupted run continues from there unless
     `restart`. in_place: finished parts are stored in the output itself, so that the disk needs its size only; not for
-    recipes that tune. Raises what reading, solving and measuring raise, and UsageError or ResourceError from
-    `check_resources`.
+    recipes that tune. balances: outlying columns may be rescaled. Raises what reading, solving and measuring raise, and
+    UsageError or ResourceError from `check_resources`.
     """
     check_resources(work, target, overwrite=overwrite)
     recipe, folder, shared = work.recipe, work.folder, shared or SharedWork()
@@ -177,7 +179,7 @@ def quantize(
         output = TensorWriter(writer, work.packings, folder.config.dtype)
         if journal is not None:
             journal.attach(writer, output, folder.config)
-        solver = LinearSolver.of(recipe, torch_dtype(folder.config.dtype))
+        solver = LinearSolver.of(recipe, torch_dtype(folder.config.dtype), balances)
         source, names = SourceWeights(folder), [name for name, _ in folder.config.tensors()]
         tuning = None
         if calibration is None:

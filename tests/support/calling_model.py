@@ -178,7 +178,7 @@ def train(out: Path, steps: int = STEPS) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if (step + 1) % 25 == 0:
+        if (step + 1) % 50 == 0:
             print(f"step {step + 1}: loss {loss.item():.4f}", flush=True)
     model.to(torch.bfloat16).save_pretrained(out)
 
