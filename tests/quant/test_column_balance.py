@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mycli.quant.blockwise import BlockSolver, quantize_blocks
+from mycli.quant.blockwise import BlockSolver
 from mycli.quant.column_balance import balance, column_scale
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.linear_solver import LinearSolver
@@ -71,12 +71,12 @@ def test_planted_outliers_are_the_same_function_and_are_found(planted: Path) -> 
 
 def test_they_cost_hardly_anything(planted: Path) -> None:
     tokens = torch.randint(3, 4096, (16, 64), generator=torch.Generator().manual_seed(0))
-    lost = []
+    lost, baseline = list[list[float]](), list[list[float]]()
     for folder in (PICO, planted):
         model = StreamedModel(open_model_folder(folder), CPU, dense=True)
         packings = Recipe(bits=2).packings(model.config)
-        errors = quantize_blocks(
-            BlockSolver(model, packings, LinearSolver("gptq", torch.bfloat16), tokens), lambda _: None
-        )
-        lost.append(sum(layer.output_error or 0.0 for layer in errors))
-    assert lost[1] < 1.3 * lost[0]
+        solved = BlockSolver(model, packings, LinearSolver("gptq", torch.bfloat16), tokens).solve(0)
+        lost.append([layer.output_error or 0.0 for layer in solved.layers])
+        baseline.append([layer.rounding_output_error or 0.0 for layer in solved.layers])
+    assert sum(lost[1]) < 1.3 * sum(lost[0])
+    assert sum(baseline[1]) > 3 * sum(baseline[0]), "rounding without data knows nothing of the factors"
