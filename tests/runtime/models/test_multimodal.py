@@ -23,7 +23,7 @@ from mycli.runtime.models.multimodal import CLASS_DEFAULTS, FAMILIES, TextPart
 from mycli.runtime.models.registry import parse_config
 from mycli.runtime.utils.json_fields import Fields
 from tests.support.engines import whole
-from tests.support.families import CASES, enliven, make, packed_weights
+from tests.support.families import CASES, make, packed_weights
 from tests.support.models import CPU
 from tests.support.multimodal_families import FOLDERS, make_folder
 
