@@ -28,7 +28,7 @@ from mycli.runtime.hub.resolve import resolve
 from mycli.runtime.memory.estimate import estimate, rank_bytes
 from mycli.runtime.memory.fit import SHORTEST_CONTEXT
 from mycli.runtime.memory.plan import DEFAULT_CONTEXT, MemoryPlan
-from mycli.runtime.server.settings import ServerSettings
+from mycli.runtime.server.http.settings import ServerSettings
 from mycli.runtime.utils.units import human_bytes, pluralize
 
 OWN = "mycli"

@@ -15,14 +15,14 @@ from mycli.cli.flags.options import KEY_VARIABLE
 from mycli.cli.flags.several import SeveralModelsFlags
 from mycli.cli.model_catalog import Catalog, ModelRequest, requested_models
 from mycli.runtime.hub.store import state_dir
-from mycli.runtime.server.connection import DrainingServer, run_until_signal
+from mycli.runtime.server.http.connection import DrainingServer, run_until_signal
+from mycli.runtime.server.http.run_file import RunningServer, announced
+from mycli.runtime.server.http.settings import ServerSettings
 from mycli.runtime.server.router.application import Router, router_application
 from mycli.runtime.server.router.management import ModelManager
 from mycli.runtime.server.router.model import RoutedModel
 from mycli.runtime.server.router.pool import ModelPool
 from mycli.runtime.server.router.process import ModelProcess, child_environment
-from mycli.runtime.server.run_file import RunningServer, announced
-from mycli.runtime.server.settings import ServerSettings
 from mycli.runtime.utils import version
 from mycli.runtime.utils.units import human_bytes, pluralize
 

@@ -20,9 +20,9 @@ from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.errors import UsageError, UserError
 from mycli.runtime.hub.store import state_dir
+from mycli.runtime.server.http.run_file import RunningServer, announced
+from mycli.runtime.server.http.settings import ServerSettings
 from mycli.runtime.server.ollama.card import model_card
-from mycli.runtime.server.run_file import RunningServer, announced
-from mycli.runtime.server.settings import ServerSettings
 from mycli.runtime.utils import version
 from mycli.runtime.utils.units import pluralize
 
@@ -94,7 +94,7 @@ def serve(
     (model,) = models or [""]
     call.out.subject = subject_of(model)
     if address.supervised:
-        from mycli.runtime.server.supervision import end_with_parent
+        from mycli.runtime.server.http.supervision import end_with_parent
 
         end_with_parent()
     listener, url = address.listen()  # before loading, which may take minutes
@@ -188,7 +188,7 @@ def _run(
 ) -> None:
     from mycli.runtime.engine.pass_choices import pass_choices
     from mycli.runtime.server.application import application
-    from mycli.runtime.server.connection import DrainingServer, run_until_signal
+    from mycli.runtime.server.http.connection import DrainingServer, run_until_signal
     from mycli.runtime.server.service import Service
     from mycli.runtime.server.worker import EngineWorker
 

@@ -8,19 +8,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mycli.runtime.engine.replies.reader import Piece
-from mycli.runtime.server.api_error import ApiError
-from mycli.runtime.server.encoding import event
-from mycli.runtime.server.formats import Constraints, output_format
+from mycli.runtime.server.http.api_error import ApiError
+from mycli.runtime.server.http.encoding import event
 from mycli.runtime.server.recording import ReplyIds
-from mycli.runtime.server.routes.chat_spec import ChatSpec, prepare_chat
-from mycli.runtime.server.routes.wire import (
-    OpenAIRendering,
-    chat_logprobs,
-    chat_messages,
-    chat_tools,
-    strict_tools,
-)
-from mycli.runtime.server.schemas import (
+from mycli.runtime.server.requests.formats import Constraints, output_format
+from mycli.runtime.server.requests.schemas import (
     AllowedToolsChoice,
     BeamFields,
     ChatMessage,
@@ -36,6 +28,14 @@ from mycli.runtime.server.schemas import (
     TokenLimit,
     ToolSpec,
     Verbosity,
+)
+from mycli.runtime.server.routes.chat_spec import ChatSpec, prepare_chat
+from mycli.runtime.server.routes.wire import (
+    OpenAIRendering,
+    chat_logprobs,
+    chat_messages,
+    chat_tools,
+    strict_tools,
 )
 from mycli.runtime.server.service import Prepared, Service
 from mycli.runtime.server.streaming import Interface

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from mycli.runtime.errors import UsageError
-from mycli.runtime.server.api_error import ApiError
+from mycli.runtime.server.http.api_error import ApiError
 
 _NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
 _SECRET = re.compile(r"[!-~]{8,4096}")  # printable ASCII

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mycli.runtime.errors import ResourceError, UsageError
-from mycli.runtime.server.settings import ServerLimits
+from mycli.runtime.server.http.settings import ServerLimits
 
 _LINGER = 1.0  # seconds to let a refused client read the answer
 _DEAD_SECONDS = 5.0  # to send what is under way when the engine has died

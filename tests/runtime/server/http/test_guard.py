@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from mycli.runtime.server.application import ROUTES
-from mycli.runtime.server.guard import OPEN_PATHS, host_of
-from mycli.runtime.server.settings import ServerLimits, ServerSettings
+from mycli.runtime.server.http.guard import OPEN_PATHS, host_of
+from mycli.runtime.server.http.settings import ServerLimits, ServerSettings
 from tests.runtime.server.conftest import Scripted
 from tests.support.served import JSON, Served
 

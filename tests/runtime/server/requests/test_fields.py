@@ -9,8 +9,8 @@ from openai.types import completion_create_params as text_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
-from mycli.runtime.server import fields
-from mycli.runtime.server.schemas import Sampling
+from mycli.runtime.server.requests import fields
+from mycli.runtime.server.requests.schemas import Sampling
 from tests.runtime.server.conftest import Scripted
 from tests.support.request_fields import (
     CHAT,

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from mycli.runtime.errors import UsageError
-from mycli.runtime.server.api_error import ApiError
-from mycli.runtime.server.keys import ApiKey, KeyShare, KeyTable, parse_keys
-from mycli.runtime.server.settings import ServerSettings
+from mycli.runtime.server.http.api_error import ApiError
+from mycli.runtime.server.http.keys import ApiKey, KeyShare, KeyTable, parse_keys
+from mycli.runtime.server.http.settings import ServerSettings
 from tests.runtime.server.conftest import Scripted
 
 FILE = "# team\nalice  aaaaaaaa weight=2\n\nbob bbbbbbbb concurrent=1 rpm=3\nnightly cccccccc batch\n"

@@ -18,7 +18,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, ErrorDetails
 
 from mycli.runtime.engine.sequence import MAX_BEAMS, MAX_PENALTY, BeamOptions
-from mycli.runtime.server.api_error import ApiError
+from mycli.runtime.server.http.api_error import ApiError
 from mycli.runtime.tokenizer.chat_template import Effort
 from mycli.runtime.tokenizer.stream import MAX_STOP_LENGTH, MAX_STOPS
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from mycli.runtime.server.api_error import ApiError
+from mycli.runtime.server.http.api_error import ApiError
 
 
 def _words(text: str) -> list[str]:

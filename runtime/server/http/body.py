@@ -4,8 +4,8 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 
-from mycli.runtime.server.api_error import ApiError
-from mycli.runtime.server.settings import ServerLimits
+from mycli.runtime.server.http.api_error import ApiError
+from mycli.runtime.server.http.settings import ServerLimits
 from mycli.runtime.utils.json_fields import strict_json
 from mycli.runtime.utils.memory import gc_paused
 

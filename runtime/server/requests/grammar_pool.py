@@ -9,7 +9,7 @@ from typing import Any
 from mycli.runtime.errors import UserError
 from mycli.runtime.sampling.grammars.grammar import Grammar
 from mycli.runtime.sampling.grammars.probe import GrammarProbe
-from mycli.runtime.server.api_error import ApiError, from_user_error
+from mycli.runtime.server.http.api_error import ApiError, from_user_error
 
 _THREADS = 2
 

@@ -19,11 +19,11 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mycli.runtime.server.api_error import ApiError, internal_error, shutting_down
-from mycli.runtime.server.encoding import JsonResponse
-from mycli.runtime.server.keys import ApiKey, KeyShare
-from mycli.runtime.server.request_log import RequestRecord
-from mycli.runtime.server.settings import CLIENT_HEADER, SHARE_HEADER, ServerState
+from mycli.runtime.server.http.api_error import ApiError, internal_error, shutting_down
+from mycli.runtime.server.http.encoding import JsonResponse
+from mycli.runtime.server.http.keys import ApiKey, KeyShare
+from mycli.runtime.server.http.request_log import RequestRecord
+from mycli.runtime.server.http.settings import CLIENT_HEADER, SHARE_HEADER, ServerState
 from mycli.runtime.tokenizer.prompt_difference import Difference
 from mycli.runtime.utils.sanitize import one_line
 

@@ -6,8 +6,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mycli.runtime.server.api_error import ApiError, internal_error
-from mycli.runtime.server.encoding import JsonResponse
+from mycli.runtime.server.http.api_error import ApiError, internal_error
+from mycli.runtime.server.http.encoding import JsonResponse
 
 
 def exception_handlers() -> Mapping[type[Exception], Callable[[Request, Exception], Awaitable[Response]]]:

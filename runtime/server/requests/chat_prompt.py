@@ -6,7 +6,7 @@ from threading import Lock
 
 from mycli.runtime.cache.prefix_index import common_prefix_length
 from mycli.runtime.errors import UserError
-from mycli.runtime.server.api_error import ApiError, from_user_error
+from mycli.runtime.server.http.api_error import ApiError, from_user_error
 from mycli.runtime.tokenizer.chat_template import ALLOWED_ARGUMENTS, Message
 from mycli.runtime.tokenizer.parsing.tool_formats import describe_tools_in_system_message
 from mycli.runtime.tokenizer.prompt_difference import AROUND, Difference, PromptParts, causes

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from mycli.runtime.errors import ResourceError, UsageError
-from mycli.runtime.server.connection import listen, listen_unix
-from mycli.runtime.server.settings import ServerLimits, ServerSettings
+from mycli.runtime.server.http.connection import listen, listen_unix
+from mycli.runtime.server.http.settings import ServerLimits, ServerSettings
 from tests.runtime.server.conftest import Scripted
 from tests.support.served import Served
 

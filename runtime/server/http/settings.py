@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from mycli.runtime.server.keys import ApiKey, KeyTable
+from mycli.runtime.server.http.keys import ApiKey, KeyTable
+from mycli.runtime.server.http.request_log import LogFormat
 from mycli.runtime.server.ollama.card import ModelCard
-from mycli.runtime.server.request_log import LogFormat
 
 # From the server that passes a request on: the client's address, and the share of its key.
 CLIENT_HEADER = "x-mycli-client"

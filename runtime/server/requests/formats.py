@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr, model_validator
 
-from mycli.runtime.server.api_error import ApiError
-from mycli.runtime.server.schemas import LongText, No, Strict
+from mycli.runtime.server.http.api_error import ApiError
+from mycli.runtime.server.requests.schemas import LongText, No, Strict
 
 
 class SchemaFormat(Strict):
