@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from mycli.cli.plot import LayerError, draw_errors, require_svg, write_errors
+from mycli.cli.reports.plot import LayerError, draw_errors, require_svg, write_errors
 from mycli.runtime.errors import UsageError
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mycli.cli.bench_results import Row
+from mycli.cli.reports.bench_results import Row
 from mycli.runtime.errors import UsageError
 from mycli.runtime.utils.files import disk_errors, require_writable
 

@@ -13,7 +13,7 @@ from mycli.cli.command import Call
 from mycli.cli.flags.address import AddressFlags
 from mycli.cli.flags.options import KEY_VARIABLE
 from mycli.cli.flags.several import SeveralModelsFlags
-from mycli.cli.model_catalog import Catalog, ModelRequest, requested_models
+from mycli.cli.serving.model_catalog import Catalog, ModelRequest, requested_models
 from mycli.runtime.hub.store import state_dir
 from mycli.runtime.server.http.connection import DrainingServer, run_until_signal
 from mycli.runtime.server.http.run_file import RunningServer, announced

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from mycli.cli.flags import options
 from mycli.cli.flags.records import LoadFlags
-from mycli.cli.generation import Generator
+from mycli.cli.replies.generation import Generator
 from mycli.runtime.errors import ModelError, NotFoundError, UsageError
 from mycli.runtime.hub.store import state_dir
 from mycli.runtime.sampling.params import SamplingParams

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from mycli.cli import batch_file as batch
-from mycli.cli.batch_file import Prompt, parse_item, read_items, run_batch
 from mycli.cli.command import Call
 from mycli.cli.output import Output
+from mycli.cli.replies import batch_file as batch
+from mycli.cli.replies.batch_file import Prompt, parse_item, read_items, run_batch
 from mycli.runtime.errors import ModelError, NotFoundError, UsageError, UserError
 from mycli.runtime.tokenizer.chat_template import Message
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mycli.cli.other_engines import RANKS, command_for_more_gpus
+from mycli.cli.serving.other_engines import RANKS, command_for_more_gpus
 from mycli.cli.text.format import experts_in_memory
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.probe import Target

@@ -13,7 +13,7 @@ from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.utils.dtypes import FLOATS
 
 if TYPE_CHECKING:
-    from mycli.cli.generation import Generator
+    from mycli.cli.replies.generation import Generator
     from mycli.runtime.diagnostics.receipt import Receipt
     from mycli.runtime.engine.replies.completion import Completion
     from mycli.runtime.open import OpenedModel

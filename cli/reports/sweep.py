@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mycli.cli.command import Call
 from mycli.cli.flags.recipe import RecipeFlags
 from mycli.cli.output import Column
-from mycli.cli.plot import Chart, Point, write_charts
+from mycli.cli.reports.plot import Chart, Point, write_charts
 from mycli.cli.text.progress import STEP_SECONDS, duration, stages
 from mycli.quant.planning.target import check_target
 from mycli.quant.recipe import Recipe
