@@ -33,7 +33,7 @@ class ReplyFormat:
     extra_properties: bool = False
 
 
-def check_receipt(path: Path, loading: LoadFlags, single: bool) -> None:
+def check_receipt(path: Path, loading: LoadFlags, single: bool, template: bool) -> None:
     """Raise UsageError for options that a receipt cannot describe, or a path that cannot be written."""
     from mycli.runtime.utils.files import require_writable
 
@@ -41,6 +41,8 @@ def check_receipt(path: Path, loading: LoadFlags, single: bool) -> None:
         raise UsageError("--receipt describes one reply", "omit --batch and --samples")
     if loading.adapter is not None or loading.draft not in _DRAFTS:
         raise UsageError("--receipt covers the files of one model", "omit --adapter and the name of a draft model")
+    if template:
+        raise UsageError("--receipt covers the model's own chat template", "omit --chat-template and its arguments")
     require_writable(path)
 
 

@@ -11,6 +11,7 @@ from mycli.cli.generation import Generator
 from mycli.runtime.errors import ModelError, NotFoundError, UsageError
 from mycli.runtime.hub.store import state_dir
 from mycli.runtime.sampling.params import SamplingParams
+from mycli.runtime.tokenizer.chat_template import TemplateOptions
 
 if TYPE_CHECKING:  # only replies need them, not the help
     from mycli.runtime.engine.replies.journal import RecordedReply, ReplyJournal
@@ -59,7 +60,12 @@ def _journal() -> "ReplyJournal":
 
 
 def record_reply(
-    generator: Generator, model: str, loading: LoadFlags, grammar: Mapping[str, Any], prompt: Sequence[int]
+    generator: Generator,
+    model: str,
+    loading: LoadFlags,
+    template: TemplateOptions,
+    grammar: Mapping[str, Any],
+    prompt: Sequence[int],
 ) -> "tuple[RecordedReply, int] | None":
     """Begin to record the reply to `prompt`; return it with its seed, None where the folder cannot be written.
 
@@ -72,6 +78,7 @@ def record_reply(
         "model": model,
         "fingerprint": generator.loaded.model.fingerprint,
         "loading": asdict(loading),
+        "template": asdict(template),
         "prompt": list(prompt),
         "sampling": asdict(generator.sampling),
         "limit": generator.room(prompt),
@@ -114,6 +121,10 @@ class InterruptedReply:
     @property
     def loading(self) -> LoadFlags:
         return LoadFlags(**self.header["loading"])
+
+    @property
+    def template(self) -> TemplateOptions:
+        return TemplateOptions(**self.header["template"])
 
     @property
     def prompt(self) -> Sequence[int]:

@@ -244,7 +244,7 @@ def measure_divergence(
     texts = [[*reply.prompt, *reply.tokens] for reply in replies]
     order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
     results: dict[int, tuple[Tensor, Tensor]] = {}
-    row_bytes = sum(model.config.hidden_size * model.placement.dtype.itemsize for model in (reference, candidate))
+    row_bytes = sum(model.config.stream_width * model.placement.dtype.itemsize for model in (reference, candidate))
     while order:
         longest = len(texts[order[-1]])
         count = max(1, STREAM_BYTES // (row_bytes * longest))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from mycli.cli.command import Call, command, subject_of
 from mycli.cli.flags import options
 from mycli.cli.flags.address import AddressFlags
-from mycli.cli.flags.records import FULL_LENGTH, LoadFlags, PrefixCacheFlags, ReasoningFlags
+from mycli.cli.flags.records import FULL_LENGTH, LoadFlags, PrefixCacheFlags, ReasoningFlags, TemplateFlags
 from mycli.cli.flags.several import SeveralModelsFlags, option_words
 from mycli.cli.load import announce_slow_passes, load_engine
 from mycli.cli.other_engines import EngineFlags, OtherEngine, start
@@ -52,6 +52,7 @@ def serve(
         ),
     ] = 32,
     reasoning: ReasoningFlags,
+    templates: TemplateFlags,
     other: EngineFlags,
     prefix_cache: PrefixCacheFlags,
     loading: LoadFlags,
@@ -71,11 +72,11 @@ def serve(
     """
     settings = replace(address.resolve(call), reasoning_budget=reasoning.budget, deadline=reasoning.deadline)
     config = prefix_cache.resolve(loading.resolve(min(max_sequences, FULL_LENGTH), max_sequences))
-    config = replace(config, memory_limit=several.memory)
+    config = replace(config, memory_limit=several.memory, template=templates.resolve())
     engine = other.resolve()
     if engine is not None:
         model = _single(models, engine)
-        _refuse_own_options(engine, address, reasoning, several, config)
+        _refuse_own_options(engine, address, reasoning, templates, several, config)
         named = replace(settings, names=settings.names or (Path(model).name,))
         start(call, engine, model, config, named, address.host, address.port, other.ranks)
     _require()
@@ -84,7 +85,8 @@ def serve(
         from mycli.cli.serve_several import serve_several
 
         sequences = ["--max-sequences", str(max_sequences)]
-        words = [*option_words(loading), *option_words(prefix_cache), *option_words(reasoning), *sequences]
+        words = [*option_words(loading), *option_words(prefix_cache), *option_words(reasoning)]
+        words += [*option_words(templates), *sequences]
         words.append("--no-record")  # a record names no model, so the router could not route a request to resume it
         words += ["--extra-properties"] * address.extra_properties
         serve_several(call, models or (), settings, address, several, words, log)
@@ -129,6 +131,7 @@ def _refuse_own_options(
     engine: OtherEngine,
     address: AddressFlags,
     reasoning: ReasoningFlags,
+    templates: TemplateFlags,
     several: SeveralModelsFlags,
     config: EngineConfig,
 ) -> None:
@@ -141,6 +144,9 @@ def _refuse_own_options(
         "--log-format": address.log_format is not None,
         "--reasoning-budget": reasoning.budget is not None,
         "--deadline": reasoning.deadline is not None,
+        "--chat-template": templates.chat_template is not None,
+        "--template-arg": bool(templates.template_arg),
+        "--reasoning-effort": templates.reasoning_effort is not None,
         "--no-record": address.no_record,
         "--extra-properties": address.extra_properties,
         "--unix-socket": address.unix_socket is not None,

@@ -19,6 +19,7 @@ from pydantic_core import CoreSchema, ErrorDetails
 
 from mycli.runtime.engine.sequence import MAX_BEAMS, MAX_PENALTY, BeamOptions
 from mycli.runtime.server.api_error import ApiError
+from mycli.runtime.tokenizer.chat_template import Effort
 from mycli.runtime.tokenizer.stream import MAX_STOP_LENGTH, MAX_STOPS
 
 MAX_ITEMS = 1 << 14  # of a conversation in one field
@@ -65,7 +66,6 @@ def _false_only(value: Any) -> Any:
 
 No = Annotated[Literal[False], BeforeValidator(_false_only)]
 Verbosity = Literal["low", "medium", "high"]  # only "medium" can be done: no template has a switch for it
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 def _fail_fast(schema: Any) -> None:
@@ -180,7 +180,7 @@ class Sampling(Strict):
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
     ignore_eos: bool = False
-    deadline: float | None = Field(None, gt=0, le=86400)  # seconds after which the reply is to end
+    deadline: float | None = Field(None, ge=0.1, le=86400)  # seconds after which the reply is to end
 
     @property
     def stops(self) -> list[str]:

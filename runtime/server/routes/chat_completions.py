@@ -12,7 +12,7 @@ from mycli.runtime.server.api_error import ApiError
 from mycli.runtime.server.encoding import event
 from mycli.runtime.server.formats import Constraints, output_format
 from mycli.runtime.server.recording import ReplyIds
-from mycli.runtime.server.routes.chat_spec import ChatSpec, effort_arguments, prepare_chat
+from mycli.runtime.server.routes.chat_spec import ChatSpec, prepare_chat
 from mycli.runtime.server.routes.wire import (
     OpenAIRendering,
     chat_logprobs,
@@ -24,7 +24,6 @@ from mycli.runtime.server.schemas import (
     AllowedToolsChoice,
     BeamFields,
     ChatMessage,
-    Effort,
     ForReply,
     FunctionName,
     FunctionSpec,
@@ -40,6 +39,7 @@ from mycli.runtime.server.schemas import (
 )
 from mycli.runtime.server.service import Prepared, Service
 from mycli.runtime.server.streaming import Interface
+from mycli.runtime.tokenizer.chat_template import Effort, effort_arguments
 
 FINISH = {"stop_string": "stop", "deadline": "length", "cancelled": "stop"}
 

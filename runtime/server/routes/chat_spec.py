@@ -68,13 +68,6 @@ class ChatSpec:
         return [tool for tool in self.tools if tool["function"]["name"] in self.allowed]
 
 
-def effort_arguments(effort: str | None) -> dict[str, Any]:
-    """Return the template arguments for a reasoning effort."""
-    if effort is None:
-        return {}
-    return {"reasoning_effort": effort, **({"enable_thinking": False} if effort in ("none", "minimal") else {})}
-
-
 def prepare_chat(service: Service, spec: ChatSpec) -> Prepared:
     """Return the engine request that continues a conversation. Raises ApiError."""
     tools = spec.offered_tools

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from mycli.runtime.errors import ModelError
 from mycli.runtime.tokenizer.chat_template import Message, Tool
-from mycli.runtime.tokenizer.parsing.response_template import Anchor, Region, literal, pattern, read_response_template
+from mycli.runtime.tokenizer.parsing.response_template import (
+    Anchor,
+    Region,
+    literal,
+    pattern,
+    read_response_template,
+)
+from mycli.runtime.utils.json_fields import Fields
 
 if TYPE_CHECKING:
     from mycli.runtime.tokenizer.tokenizer import Tokenizer
@@ -140,15 +147,20 @@ def declared_tool_format(regions: Sequence[Region]) -> ToolFormat | None:
     return ToolFormat("declared", (), calls) if calls else None
 
 
+def model_tool_format(response_template: Fields | None, template: str) -> ToolFormat | None:
+    """Return the format that a model declares, or else the one of its chat template; None if both show none."""
+    with suppress(ModelError):  # unreadable: the chat template may still show the format
+        if response_template is not None:
+            declared = declared_tool_format(read_response_template(response_template))
+            if declared is not None:
+                return declared
+    return find_tool_format(template)
+
+
 def own_tool_format(tokenizer: "Tokenizer") -> ToolFormat | None:
     """Return the format of calls that a model's files show; None without one. Raises ModelError as `source` does."""
-    raw = tokenizer.response_template
-    with suppress(ModelError):  # unreadable: the chat template may still show the format
-        declared = None if raw is None else declared_tool_format(read_response_template(raw))
-        if declared is not None:
-            return declared
     template = tokenizer.template
-    return None if template is None else find_tool_format(template.source(tools=True))
+    return model_tool_format(tokenizer.response_template, "" if template is None else template.source(tools=True))
 
 
 def describe_tools_in_system_message(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
