@@ -28,18 +28,25 @@ def balance(block: Block, stored: Callable[[str], torch.dtype]) -> tuple[dict[st
         source = block.spec.input_source(product)
         if source is None or (isinstance(source, NormSpec) and source.offset):  # rounding 1 + gain is not exact
             continue
-        scale = column_scale(_source_size(block, source), linear.weight().float().square().mean(0).sqrt(), source)
+        scale = column_scale(_source_size(block, source), _column_size(linear.weight()), source)
         if scale is not None:
             changed |= awq.fold(block, product, scale, stored)
             scales[product] = scale
     return changed, scales
 
 
+def _column_size(weight: Tensor) -> Tensor:
+    # Medians: a row may be as far off as a column, and each must not count in the size of the other.
+    size = weight.abs().float()
+    rows = size.median(1, keepdim=True).values
+    return (size / torch.where(rows > 0, rows, 1.0)).median(0).values
+
+
 def _source_size(block: Block, source: NormSpec | OutputRows) -> Tensor:
     # The size [K] of the gain or of the row that each input is computed with.
     if isinstance(source, NormSpec):
         return next(norm for norm in block.norms if norm.spec == source).weight.float().abs()
-    rows = block.products[source.product].weight().float().square().mean(1).sqrt()
+    rows = block.products[source.product].weight().abs().median(1).values.float()
     stride = source.stride or source.width
     used = rows[source.start :].as_strided((source.groups, 1, source.width), (stride, 0, 1), source.start)
     return used.expand(-1, source.copies, -1).reshape(-1)

@@ -26,13 +26,12 @@ from mycli.runtime.utils.json_fields import strict_json
 
 _REPLY_TOKENS = 128  # the longest built-in call takes 40 to 60, without reasoning
 _TOGETHER = 8
-_PRIMITIVES: Mapping[str, tuple[type, ...]] = {
+_TYPES: Mapping[str, tuple[type, ...]] = {
     "string": (str,),
     "number": (int, float),
     "integer": (int,),
     "boolean": (bool,),
     "array": (list,),
-    "object": (dict,),
 }
 
 
@@ -128,9 +127,9 @@ def _fits(arguments: str, function: Mapping[str, Any]) -> bool:
 
 
 def _has_type(value: Any, schema: Mapping[str, Any]) -> bool:
-    if not isinstance(value, _PRIMITIVES[schema["type"]]) or (isinstance(value, bool) and schema["type"] != "boolean"):
+    if not isinstance(value, _TYPES[schema["type"]]) or (isinstance(value, bool) and schema["type"] != "boolean"):
         return False
-    if "items" in schema and not all(_has_type(item, schema["items"]) for item in value):
+    if isinstance(value, list) and not all(_has_type(item, schema["items"]) for item in value):
         return False
     return value in schema.get("enum", (value,))
 
