@@ -86,6 +86,9 @@ def _check(service: Service, body: ChatRequest) -> None:
     if body.add_generation_prompt is False and not body.continue_final_message:
         message = "add_generation_prompt: false needs continue_final_message"
         raise ApiError(400, message, "unsupported_parameter", param="add_generation_prompt")
+    if body.add_generation_prompt and body.continue_final_message:
+        message = "add_generation_prompt and continue_final_message exclude each other"
+        raise ApiError(400, message, "invalid_value", param="add_generation_prompt")
     if body.functions and body.tools:
         raise ApiError(400, "functions cannot be combined with tools", "invalid_value", param="functions")
 
