@@ -1,4 +1,4 @@
-"""Measures a quantized model beside its original: on held-out text, with 8-bit activations, and on tool calls."""
+"""Compares a quantized model with its original: on held-out text, with 8-bit activations, and on tool calls."""
 
 from dataclasses import asdict, dataclass
 from functools import cached_property
