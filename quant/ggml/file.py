@@ -32,7 +32,7 @@ from mycli.runtime.utils.json_fields import Fields
 # Fields of a config that are compared besides its layers and shapes.
 _COMPARED = (
     *("max_context", "layer_norm", "rms_norm_eps", "embedding_scale", "round_embedding_scale"),
-    *("logit_scale", "logit_softcap", "tie_embeddings", "per_layer_width"),
+    *("logit_scale", "logit_softcap", "tie_embeddings", "per_layer_width", "streams"),
 )
 _PHI3_NAMES, _PHI3_TOKENS = ("phi-3", "phi3"), {"</s>", "<unk>", "<s>", "<|endoftext|>"}
 EMBEDDING_TENSOR, HEAD = "model.embed_tokens.weight", "output.weight"

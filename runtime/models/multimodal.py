@@ -14,6 +14,7 @@ TEXT_PARTS: dict[str, str] = {
     "aya_vision": "cohere2",
     "cohere2_vision": "cohere2",
     "gemma3": "gemma3_text",
+    "gemma3n": "gemma3n_text",
     "gemma4": "gemma4_text",
     "gemma4_unified": "gemma4_unified_text",
     "glm4v": "glm4v_text",
@@ -95,6 +96,7 @@ CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
 _ARCHITECTURES = {
     "cohere2": "Cohere2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma3n_text": "Gemma3nForCausalLM",
     "gemma4_text": "Gemma4ForCausalLM",
     "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
     "glm4": "Glm4ForCausalLM",

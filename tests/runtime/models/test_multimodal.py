@@ -23,7 +23,7 @@ from mycli.runtime.models.multimodal import CLASS_DEFAULTS, FAMILIES, TextPart
 from mycli.runtime.models.registry import parse_config
 from mycli.runtime.utils.json_fields import Fields
 from tests.support.engines import whole
-from tests.support.families import packed_weights
+from tests.support.families import CASES, make, packed_weights
 from tests.support.models import CPU
 from tests.support.multimodal_families import FOLDERS, make_folder
 
@@ -134,6 +134,24 @@ def test_qwen_2_vl_as_published(tmp_path: Path) -> None:
     folder = open_model_folder(tmp_path)
     assert folder.raw.values["architectures"] == ["Qwen2ForCausalLM"]
     assert folder.raw.values["rope_scaling"] == {"type": "default"} and "vision_config" not in folder.raw.values
+    tokens = torch.randint(4, 90, (2, 24), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected: Tensor = reference(tokens).logits
+    assert (whole(load_model(folder, CPU).model, tokens) - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def test_gemma_3n_with_its_encoders(tmp_path: Path) -> None:
+    """Read the text model beside encoders that transformers builds only with another package."""
+    reference = make(tmp_path, *CASES["gemma3n-sparse-lent"])
+    text = json.loads((tmp_path / "config.json").read_text())
+    raw = {"model_type": "gemma3n", "text_config": text, "vision_config": {}, "audio_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    tensors["model.audio_tower.conformer.0.weight"] = torch.zeros(2)
+    save_file(tensors, tmp_path / "model.safetensors")
+    folder = open_model_folder(tmp_path)
+    assert folder.raw.values["architectures"] == ["Gemma3nForCausalLM"]
     tokens = torch.randint(4, 90, (2, 24), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected: Tensor = reference(tokens).logits
