@@ -14,7 +14,7 @@ from mycli.runtime.engine.replies.reader import Piece
 from mycli.runtime.engine.sequence import ReplyStart, Request
 from mycli.runtime.errors import UserError
 from mycli.runtime.sampling.params import following_seed
-from mycli.runtime.server.api_error import ApiError
+from mycli.runtime.server.http.api_error import ApiError
 from mycli.runtime.server.worker import OutputReader
 
 Requests = Sequence[tuple[Request, Sequence[OutputReader]]]
