@@ -98,11 +98,11 @@ def _spans(text: bytes, prompt: CallPrompt) -> tuple[set[int], set[int]]:
     after = first + len(prompt.name.encode())
     for name, value in prompt.values:
         # Between marks: the name of an argument may be one letter.
-        found = re.compile(rb"(?<=[\"=>{,\s])" + re.escape(name.encode()) + rb"(?=\W)").search(text, after)
-        if found is None:
+        match = re.compile(rb"(?<=[\"=>{,\s])" + re.escape(name.encode()) + rb"(?=\W)").search(text, after)
+        if match is None:
             continue
-        names.update(range(*found.span()))
-        value_at = text.find(value.encode(), found.end())
+        names.update(range(*match.span()))
+        value_at = text.find(value.encode(), match.end())
         if value_at >= 0:
             values.update(range(value_at, value_at + len(value.encode())))
     return values, names
@@ -162,8 +162,8 @@ def count_calls(folder: ModelFolder, placement: Placement, progress: ReportProgr
             calls.append(_read(tokenizer, ids, reply[0].tokens, prompt, syntax))
             progress("tool prompts", number, len(prompts))
     return CallCounts(
-        valid=sum(is_valid(made, prompt.tools) for made, prompt in zip(calls, prompts, strict=True)),
-        expected=sum(_is_expected(made, prompt) for made, prompt in zip(calls, prompts, strict=True)),
+        valid=sum(is_valid(written, prompt.tools) for written, prompt in zip(calls, prompts, strict=True)),
+        expected=sum(_is_expected(written, prompt) for written, prompt in zip(calls, prompts, strict=True)),
     )
 
 

@@ -1,4 +1,4 @@
-"""What quantization changed in tool calls, as it stands in `mycli.json` and in the card. Imports no torch."""
+"""The record in `mycli.json` of how quantization changed tool calls. Imports no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
