@@ -39,7 +39,7 @@ class Original:
 
 @dataclass(frozen=True)
 class QualityReport:
-    """Everything that was measured; all None if nothing was asked for."""
+    """The measurements of a result; all None without a report."""
 
     evaluation: Evaluation | None = None
     activations: ActivationKl | None = None
