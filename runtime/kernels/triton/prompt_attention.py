@@ -225,6 +225,8 @@ def prompt_tile(chip: Chip, head_dim: int, stored: torch.dtype) -> PromptTile | 
     rows, keys, warps = 128 if head_dim <= 128 else 64, 64 if asynchronous else 32, 8
     if stored == PACKED and head_dim > 128:  # the rotation takes the registers
         rows, keys, warps = 16, 32, 4
+    elif stored == PACKED and not asynchronous:
+        rows, warps = 64, 4
     # An upper bound of the shared memory that Triton 3.6 and 3.7 allocate, with 8 bytes of scales for each int8 key.
     # Chips with asynchronous MMA read queries and converted keys from there too.
     lanes, quantized = 1 << (head_dim - 1).bit_length(), stored.itemsize == 1
