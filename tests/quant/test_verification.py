@@ -173,5 +173,6 @@ def test_transformers_finds_a_scale_of_a_packed_folder(tmp_path: Path, mycli: My
     assert fault.row == 9 and fault.weight.endswith("q_proj.weight")
 
 
+@pytest.mark.slow
 def test_pico_passes() -> None:
     assert not _verify(PICO, "transformers").faults
