@@ -136,7 +136,7 @@ def evaluate_each(
         if config.vocab_size != models[0].config.vocab_size:
             sizes = f"{models[0].config.vocab_size} and {config.vocab_size}"
             raise UsageError(f"models with vocabularies of {sizes} tokens cannot be compared", "")
-    row_bytes = context * sum(streamed.config.hidden_size * streamed.placement.dtype.itemsize for streamed in every)
+    row_bytes = context * sum(streamed.config.stream_width * streamed.placement.dtype.itemsize for streamed in every)
     scores: list[list[dict[str, Tensor]]] = [[] for _ in models]
     at_once = max(1, STREAM_BYTES // row_bytes)
     for start in range(0, windows, at_once):

@@ -23,6 +23,7 @@ from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.norm import RMSNorm
 from mycli.runtime.layers.per_layer import PerLayerInputs
 from mycli.runtime.layers.rope import Rope
+from mycli.runtime.layers.streams import Streams
 from mycli.runtime.layers.vocabulary import finish_logits, scale_embeddings
 from mycli.runtime.models.part_spec import LinearSpec
 
@@ -92,6 +93,9 @@ class StreamedModel:
         self.source = SourceWeights(folder)
         self._checkpoint, self._dense = self.source.checkpoint, dense
         self._norm = self.final_norm()
+        self.streams = Streams(self.config) if self.config.streams > 1 else None
+        if self.streams is not None:
+            self.streams.load(self._checkpoint, placement.device, placement.dtype)
         self._head: Linear | None = None
 
     def embed(self, tokens: Tensor, table: Tensor | None = None) -> Tensor:
@@ -100,10 +104,13 @@ class StreamedModel:
         `table`: an embedding to use instead of the model's own.
         """
         table = self.source.read(_EMBEDDING) if table is None else table
-        stream = torch.empty(*tokens.shape, table.shape[1], dtype=self.placement.dtype)
+        hidden = self.config.hidden_size
+        stream = torch.empty(*tokens.shape, self.config.stream_width, dtype=self.placement.dtype)
         for window, ids in zip(stream, tokens, strict=True):
-            window.copy_(functional.embedding(ids, table))
-            window.copy_(scale_embeddings(window, self.config))
+            window[:, :hidden].copy_(functional.embedding(ids, table))
+            window[:, :hidden].copy_(scale_embeddings(window[:, :hidden], self.config))
+            if self.streams is not None:
+                window.copy_(self.streams.enter(window[:, :hidden].to(self.placement.device)))
         return stream
 
     def final_norm(self) -> RMSNorm:
@@ -185,7 +192,8 @@ class StreamedModel:
             stream[windows].copy_(block(stream[windows].to(self.placement.device), batch))
 
     def normed(self, hidden: Tensor) -> Tensor:
-        normed: Tensor = self._norm(hidden.to(self.placement.device))
+        hidden = hidden.to(self.placement.device)
+        normed: Tensor = self._norm(hidden if self.streams is None else self.streams.leave(hidden))
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:

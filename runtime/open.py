@@ -241,6 +241,18 @@ def open_model(
     folder = open_model_folder(source.folder)
     if config.adapter is not None:
         folder = add_adapter(folder, name, config.adapter, offline=offline, report=report)
+    return open_folder(source, folder, config, offline=offline, report=report)
+
+
+def open_folder(
+    source: Source,
+    folder: ModelFolder,
+    config: EngineConfig,
+    *,
+    offline: bool = False,
+    report: OpenReport = OpenReport(),  # noqa: B008  # stateless
+) -> OpenedModel:
+    """Do what `open_model` does, for a folder that is open and has its adapter."""
     check_context(folder, config.context)
     tokenizer = _tokenizer(folder, config.template)
     # Objects that exist before torch is imported stay until the end; with a second model, those of the first must not.

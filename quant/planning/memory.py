@@ -170,7 +170,7 @@ def _solving(work: QuantizationWork, at_once: int) -> list[tuple[int, int]]:
     parts = max(len(spec.parts) - spec.parallel for spec in config.layer_specs)  # each has its own stream
     count = 2 * parts if work.transforms else parts + 1
     # The block before is still being written: its codes as they are, and as a file.
-    streams = _FLOAT * work.tokens * config.hidden_size * count + 2 * weights + 2 * _side_inputs(config, work.tokens)
+    streams = _FLOAT * work.tokens * config.stream_width * count + 2 * weights + 2 * _side_inputs(config, work.tokens)
     blocks = 2 * _FLOAT * weights
     # The two streams are embedded one after the other, from the table as it is stored.
     table = 2 * config.vocab_size * max(config.hidden_size, config.layers * config.per_layer_width)
@@ -243,7 +243,7 @@ def _measuring(work: QuantizationWork, at_once: int) -> tuple[int, int]:
     # An unquantized head is in memory twice: shared by both models, and in bf16 where activations are measured.
     heads = 4 if "lm_head" in work.packings else 3
     head = _FLOAT * config.vocab_size * config.hidden_size * heads // 2
-    streams = min(_FLOAT * work.measured * config.hidden_size * 2, STREAM_BYTES)
+    streams = min(_FLOAT * work.measured * config.stream_width * 2, STREAM_BYTES)
     slices = 4 * _FLOAT * min(LOGITS_AT_ONCE, work.context * config.vocab_size)
     table = 2 * config.vocab_size * config.hidden_size
     tokens = max(work.context, at_once // work.context * work.context)

@@ -20,8 +20,8 @@ from mycli.runtime.device.system import peak_resident, reset_peak, resident
 from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.engine.model_runner import ModelRunner, cache_shape
 from mycli.runtime.errors import GateError
-from mycli.runtime.memory.estimate import cache_positions, estimate, state_slots
-from mycli.runtime.memory.plan import MemoryPlan
+from mycli.runtime.memory.estimate import estimate, state_slots
+from mycli.runtime.memory.plan import MemoryPlan, cache_positions
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.sampler import Sampler, sample_rows
 
@@ -142,6 +142,7 @@ def measure_memory(
     loaded = _storages(device)
     embeddings = model.embedding.nbytes + (0 if plan.config.tie_embeddings else model.head.nbytes)
     embeddings += 0 if model.per_layer is None else model.per_layer.nbytes
+    embeddings += 0 if model.streams is None else model.streams.nbytes
     capacity = cache_positions(plan.context)
     slots = state_slots(runner.config, plan.running or plan.batch)
     cache = runner.make_cache(cache_shape(capacity, plan.batch, plan.batch), slots)

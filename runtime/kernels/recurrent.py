@@ -13,6 +13,7 @@ from torch.nn import functional
 from mycli.runtime.kernels.reference import rms_norm
 
 DELTA_CHUNK = 64  # tokens of one chunk, inside which the recurrence is a triangular solve
+CHANNEL_CHUNK = 16  # with decays by channel, where each pair of tokens of a chunk has a decay for each
 _L2_EPS = 1e-6  # added to the sum of squares of a query or key
 
 
@@ -38,6 +39,12 @@ class DeltaSizes:
     key_dim: int
     value_dim: int
     beta_scale: float = 1.0  # multiplies beta
+    by_channel: bool = False  # each row of a state has a decay of its own (Kimi Delta Attention); one key per head
+    floor: float = 0.0  # where it is not 0, a decay is exp(floor * sigmoid(exp(A) (a + dt)))
+
+    @property
+    def decays(self) -> int:
+        return self.heads * (self.key_dim if self.by_channel else 1)
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,7 @@ def delta_rule(
     qkv: Tensor, gates: Tensor, rate: Tensor, dt_bias: Tensor, state: Tensor, runs: Runs, sizes: DeltaSizes
 ) -> Tensor:
     """Apply the rule to qkv [rows, 2 * key_heads * key_dim + heads * value_dim]: [rows, heads * value_dim]."""
-    # gates [rows, 2 * heads]: b of every head, then a; rate fp32 [heads] = -exp(A), dt_bias fp32 [heads], as in
+    # gates [rows, heads + decays]: b of every head, then a; rate fp32 [heads] = -exp(A), dt_bias fp32 [decays], as in
     # `DeltaNetSpec`. state fp32 [slots, heads, key_dim, value_dim] is updated.
     parts = [
         _scan(qkv[first:end], gates[first:end], rate, dt_bias, state[slot], sizes)
@@ -95,12 +102,15 @@ def _scan(qkv: Tensor, gates: Tensor, rate: Tensor, dt_bias: Tensor, state: Tens
     query = query * sizes.key_dim**-0.5
     value = exact[:, 2 * width :].reshape(rows, sizes.heads, sizes.value_dim)
     beta = gates[:, : sizes.heads].float().sigmoid() * sizes.beta_scale
-    decay = rate * functional.softplus(gates[:, sizes.heads :].float() + dt_bias)
+    step = (gates[:, sizes.heads :].float() + dt_bias).view(rows, sizes.heads, -1)
+    rate = rate.view(-1, 1)
+    decay = sizes.floor * torch.sigmoid(-rate * step) if sizes.floor else rate * functional.softplus(step)
     # [heads, rows, ...]
     query, key, value, beta, decay = (part.transpose(0, 1) for part in (query, key, value, beta, decay))
     current, outputs = state.clone(), []
-    for first in range(0, rows, DELTA_CHUNK):
-        chunk = slice(first, first + DELTA_CHUNK)
+    size = CHANNEL_CHUNK if sizes.by_channel else DELTA_CHUNK
+    for first in range(0, rows, size):
+        chunk = slice(first, first + size)
         output, current = _chunk(current, *(part[:, chunk] for part in (query, key, value, beta, decay)))
         outputs.append(output)
     state.copy_(current.detach())
@@ -117,22 +127,29 @@ def _chunk(
     """Return the outputs of a chunk, operands being [heads, tokens, ...], and the state after it."""
     # With G the running sum of decays, the values u that tokens write solve (1 + L) u = beta (v - exp(G) S^T k), where
     # L[i, j] = beta_i exp(G_i - G_j) k_i k_j for j < i: each token corrects what earlier tokens have written.
-    total = decay.cumsum(-1)
+    total = decay.cumsum(-2)  # [heads, tokens, 1 or key_dim]
     later = torch.ones(query.shape[1], query.shape[1], dtype=torch.bool, device=query.device).triu(1)
-    between = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(later, -torch.inf).exp()
-    grown = total.exp().unsqueeze(-1)
-    system = (key * beta.unsqueeze(-1)) @ key.transpose(-1, -2) * between
+    between = (total.unsqueeze(-2) - total.unsqueeze(-3)).masked_fill(later.unsqueeze(-1), -torch.inf).exp()
+    grown = total.exp()
+    system = _decayed_products(key * beta.unsqueeze(-1), key, between)
     target = (value - (key * grown) @ state) * beta.unsqueeze(-1)
     written = torch.linalg.solve_triangular(system, target, upper=False, unitriangular=True)
-    read = (query * grown) @ state + (query @ key.transpose(-1, -2) * between) @ written
-    left = (total[:, -1:] - total).exp().unsqueeze(-1)
-    return read, state * grown[:, -1:] + (key * left).transpose(-1, -2) @ written
+    read = (query * grown) @ state + _decayed_products(query, key, between) @ written
+    left = (total[:, -1:] - total).exp()
+    return read, state * grown[:, -1].unsqueeze(-1) + (key * left).transpose(-1, -2) @ written
 
 
-def gated_norm(x: Tensor, gain: Tensor, eps: float, gate: Tensor) -> Tensor:
-    """RMSNorm of each head of x [rows, heads * size] with gain [size], times SiLU(gate), gate as x; in fp32."""
+def _decayed_products(x: Tensor, y: Tensor, between: Tensor) -> Tensor:
+    """Return sum_c x_ic y_jc between_ijc for each pair of tokens; `between` [heads, tokens, tokens, 1 or channels]."""
+    if between.shape[-1] == 1:
+        return x @ y.transpose(-1, -2) * between.squeeze(-1)
+    return (x.unsqueeze(-2) * y.unsqueeze(-3) * between).sum(-1)
+
+
+def gated_norm(x: Tensor, gain: Tensor, eps: float, gate: Tensor, silu: bool) -> Tensor:
+    """RMSNorm of each head of x [rows, heads * size] with gain [size], times SiLU(gate) or its sigmoid; in fp32."""
     normed = rms_norm(x.reshape(len(x), -1, gain.shape[0]).float(), gain.float(), eps).flatten(1)
-    return (normed * functional.silu(gate.float())).to(x.dtype)
+    return (normed * (functional.silu if silu else torch.sigmoid)(gate.float())).to(x.dtype)
 
 
 def scan(

@@ -18,7 +18,7 @@ from mycli.runtime.layers.recurrent import make_mixer
 from mycli.runtime.layers.rope import rotate
 from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.models.latent_spec import LatentAttentionSpec
-from mycli.runtime.models.layer_spec import LayerSpec, PerLayerSpec
+from mycli.runtime.models.layer_spec import LaurelSpec, LayerSpec, PerLayerSpec, StreamsSpec
 from mycli.runtime.models.part_spec import AttentionSpec, MlpSpec
 from mycli.runtime.models.recurrent_spec import RecurrentSpec
 from mycli.runtime.quantization.scheme import Packing
@@ -188,6 +188,69 @@ class Parallel:
         return self.other.sum(self.attention.sum(x, attended), other)
 
 
+class AlternatingUpdates(nn.Module):
+    """The parts of a layer with several residual streams, of which they read and change one; see `StreamsSpec`."""
+
+    def __init__(
+        self, spec: StreamsSpec, laurel: LaurelSpec, attention: Attention, mlp: Mlp | Experts, per_layer: PerLayer
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        self.attention, self.mlp, self.per_layer = attention, mlp, per_layer
+        self.laurel_norm, self.norm = RMSNorm(laurel.norm), RMSNorm(spec.norm)
+        self.left, self.right = Linear((laurel.left,)), Linear((laurel.right,))
+        self.router, self.prediction, self.correction = (Linear((linear,)) for linear in spec.linears)
+        self.scale: Tensor | None = None
+        self.products = (*attention.products, *mlp.products, *per_layer.products)
+        self.unquantized = (self.left, self.right, self.router, self.prediction, self.correction)
+
+    def load_own(
+        self, checkpoint: Checkpoint, packings: Mapping[str, Packing], device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """Read the tensors that belong to none of the parts."""
+        for linear in self.unquantized:
+            linear.load(checkpoint, {}, device, dtype)
+        if self.spec.scales:
+            self.scale = checkpoint.read(self.spec.scale).to(device, dtype)
+
+    def steps(self, x: Tensor, context: PassContext) -> Steps:
+        """Yield the products of all parts; x: the streams side by side, [sequences, tokens, count * hidden]."""
+        predicted = self._predict(x.view(*x.shape[:-1], self.spec.count, -1))
+        del x
+        active = predicted[..., self.spec.active, :]
+        entering = normed(self.attention.norm, active)
+        attended = yield from self.attention.inner(entering, context)
+        laurel = entering + self.laurel_norm(self.right(self.left(entering)))
+        output = yield from self.mlp.steps((self.attention.sum(active, attended) + laurel) * 2.0**-0.5, context)
+        change = (output - active).float().unsqueeze(-2)
+        corrected = predicted.float() + (self._coefficients(output, self.correction) + 1.0).unsqueeze(-1) * change
+        corrected = corrected.to(output.dtype)
+        gating = corrected[..., self.spec.active, :]
+        added = yield from self.per_layer.inner(gating if self.scale is None else gating * self.scale, context)
+        others = corrected[..., 1:, :] + normed(self.per_layer.output_norm, added).unsqueeze(-2)
+        return torch.cat((corrected[..., :1, :], others), dim=-2).flatten(-2)
+
+    def _predict(self, streams: Tensor) -> Tensor:
+        count, active = self.spec.count, streams[..., self.spec.active, :]
+        coefficients = self._coefficients(active, self.prediction)
+        coefficients = coefficients.view(*coefficients.shape[:-1], count, count)
+        total = streams.float()
+        for index in range(count):
+            total = total + coefficients[..., index, None] * streams[..., None, index, :].float()
+        return total.to(streams.dtype)
+
+    def _coefficients(self, x: Tensor, linear: Linear) -> Tensor:
+        # Stream by stream, here and above: the bits of a row must not depend on the others, and products of so few
+        # inputs have no kernel that promises that.
+        routed = torch.tanh(self.router(normed(self.norm, x)).float())
+        weight = linear.weight().float()
+        products = [routed[..., index, None] * weight[:, index] for index in range(self.spec.count)]
+        return sum(products[1:], products[0])
+
+
+BlockPart = LayerPart | Parallel | AlternatingUpdates
+
+
 def _mixer(spec: LayerSpec) -> Attention | LatentAttention | Recurrent | None:
     if isinstance(spec.mixer, AttentionSpec):
         return Attention(spec.mixer, spec.index)
@@ -219,12 +282,17 @@ class Block(nn.Module):
         self.state_space = None if spec.state_space is None else Recurrent(spec.state_space, spec.index)
         self.mlp = _second_half(spec.mlp, streamed)
         self.per_layer = None if spec.per_layer is None else PerLayer(spec.per_layer, spec.index)
-        first: tuple[LayerPart | Parallel | None, ...] = (self.mixer, self.mlp)
+        first: tuple[BlockPart | None, ...] = (self.mixer, self.mlp)
         if spec.parallel or self.state_space is not None:
             other = self.mlp if self.state_space is None else self.state_space
             assert isinstance(self.mixer, Attention) and other is not None
             first = (Parallel(self.mixer, other), None if spec.parallel else self.mlp)
-        self.parts = tuple(part for part in (*first, self.per_layer) if part is not None)
+        self.streams = None
+        if spec.streams is not None:
+            assert isinstance(self.mixer, Attention) and spec.laurel and self.mlp and self.per_layer
+            self.streams = AlternatingUpdates(spec.streams, spec.laurel, self.mixer, self.mlp, self.per_layer)
+        parts = (*first, self.per_layer) if self.streams is None else (self.streams,)
+        self.parts = tuple(part for part in parts if part is not None)
         linears = [linear for part in self.parts for linear in part.products]
         self.products = dict(zip(spec.products(), linears, strict=True))
         named = {norm.spec: norm for norm in self._norms()}
@@ -248,6 +316,8 @@ class Block(nn.Module):
         load_linears(resident, checkpoint, packings, device, dtype)
         for part in parts:
             part.load_own(checkpoint, packings, device, dtype)
+        if self.streams is not None:
+            self.streams.load_own(checkpoint, packings, device, dtype)
         if self.spec.layer_scalar is not None:
             parts[-1].scalar = checkpoint.read(self.spec.layer_scalar).to(device, dtype)
 

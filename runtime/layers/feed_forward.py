@@ -1,6 +1,7 @@
 """The second half of a layer: an MLP, or a mixture of experts (MoE)."""
 
 from collections.abc import Mapping
+from statistics import NormalDist
 
 import torch
 from torch import Tensor, nn
@@ -34,9 +35,10 @@ class Mlp(LayerPart):
     def _activate(self, gate_up: Tensor) -> Tensor:
         if self.spec.activation == "xielu":
             return XIELU(gate_up, self._activation_parameters)
-        if self.spec.gate_scale != 1.0:
+        if self.spec.gate_scale != 1.0 or self.spec.sparsity:
             gate, up = gate_up.chunk(2, dim=-1)
-            gate_up = torch.cat((gate * self.spec.gate_scale, up), dim=-1)
+            gate = _above_threshold(gate, self.spec.sparsity) if self.spec.sparsity else gate * self.spec.gate_scale
+            gate_up = torch.cat((gate, up), dim=-1)
         return ACTIVATION[self.spec.activation, self.spec.gated](gate_up)
 
     def inner(self, x: Tensor, context: PassContext) -> Steps:
@@ -45,6 +47,13 @@ class Mlp(LayerPart):
         activated = self._activate(gate_up)
         del gate_up
         return (yield self.down, normed(self.inner_norm, activated))
+
+
+def _above_threshold(gate: Tensor, share: float) -> Tensor:
+    """Return what each gate [..., size] is above a threshold, 0 below it; see `MlpSpec.sparsity`."""
+    exact = gate.float()
+    deviation, mean = torch.std_mean(exact, dim=-1, keepdim=True, correction=0)
+    return torch.relu(exact - (mean + NormalDist().inv_cdf(share) * deviation)).to(gate.dtype)
 
 
 class Experts(LayerPart):

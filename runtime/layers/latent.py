@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mycli.runtime.kernels.registry import HEAD_PRODUCT
+from mycli.runtime.kernels.registry import HEAD_PRODUCT, ROW_WEIGHTS
 from mycli.runtime.layers.attention import PromptAttention
 from mycli.runtime.layers.layer_part import LayerPart, PassContext, Steps
 from mycli.runtime.layers.linear import Linear
@@ -56,6 +56,8 @@ class LatentAttention(LayerPart):
         self.kv_norm = RMSNorm(spec.kv_norm)
         self.kv_b = Linear((spec.kv_b,))
         self.o = Linear((spec.o,))
+        self.gate = None if spec.gate is None else Linear((spec.gate,))
+        self.unquantized = () if self.gate is None else (self.gate,)
         query = () if self.q_b is None else (self.q_b,)
         self.products = (self.inputs, *query, self.kv_b, self.o)
 
@@ -94,6 +96,9 @@ class LatentAttention(LayerPart):
             attended = context.attention.attend_expanded(self.spec, query, expanded, rotated)
         else:
             attended = self._attend_absorbed(query_rest, query_rotated, latent, rotated, context)
+        if self.gate is not None:
+            weights = self.gate(x).repeat_interleave(self.spec.value_dim, dim=-1)
+            attended = ROW_WEIGHTS(attended, weights)
         return (yield self.o, attended)
 
     def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:

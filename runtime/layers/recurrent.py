@@ -1,4 +1,4 @@
-"""Token mixers with a recurrent state: Gated DeltaNet (arXiv 2412.06464), Mamba-2 (2405.21060), short convolutions.
+"""Token mixers with a recurrent state: Gated DeltaNet (arXiv 2412.06464), Kimi Delta Attention (2510.26692), Mamba-2.
 
 The states of a pass are in the slots of a `StateStore` (`BatchStates`), or start at zero for whole prompts
 (`PromptStates`).
@@ -18,7 +18,14 @@ from mycli.runtime.kernels.recurrent import DeltaSizes, Runs, ScanSizes
 from mycli.runtime.kernels.registry import ACTIVATION, CONVOLUTION, DELTA_RULE, GATED_NORM, GROUP_NORM, RMS_NORM, SCAN
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.norm import RMSNorm, make_norm
-from mycli.runtime.models.recurrent_spec import ConvolutionSpec, DeltaNetSpec, MambaSpec, RecurrentSpec, ShortConvSpec
+from mycli.runtime.models.recurrent_spec import (
+    ConvolutionSpec,
+    DeltaNetSpec,
+    KimiDeltaSpec,
+    MambaSpec,
+    RecurrentSpec,
+    ShortConvSpec,
+)
 
 Rows = tuple[Tensor, ...]  # [rows, ...] each
 Advance = Callable[[Rows, tuple[Tensor, ...], Runs], Tensor]  # rows and states to [rows, width]; updates the states
@@ -155,7 +162,7 @@ class DeltaNet(nn.Module):
             gates = _by_part(gates, spec.key_heads, (copies, copies))
         mixed, gate = projected[..., :channels], projected[..., channels:]
         mixed_tokens = states.advance(self._layer, spec, (mixed, gates), self.advance)
-        normed = GATED_NORM(mixed_tokens.flatten(0, 1), self.norm.weight, self.norm.eps, gate.flatten(0, 1))
+        normed = GATED_NORM(mixed_tokens.flatten(0, 1), self.norm.weight, self.norm.eps, gate.flatten(0, 1), True)
         return normed.view_as(mixed_tokens)
 
     def advance(self, rows: Rows, states: tuple[Tensor, ...], runs: Runs) -> Tensor:
@@ -163,6 +170,57 @@ class DeltaNet(nn.Module):
         (mixed, gates), (inputs, matrices) = rows, states
         qkv = CONVOLUTION(mixed, self.convolution.weight, self.convolution.bias, inputs, runs, True)
         return DELTA_RULE(qkv, gates, self.rate, self.dt_bias, matrices, runs, self.sizes)
+
+
+class KimiDelta(nn.Module):
+    """Kimi Delta Attention between the products `projection` and `out`; see `KimiDeltaSpec`."""
+
+    def __init__(self, spec: KimiDeltaSpec, layer: int) -> None:
+        super().__init__()
+        self.spec, self._layer, width = spec, layer, spec.width
+        self.sizes = DeltaSizes(spec.heads, spec.heads, spec.head_dim, spec.head_dim, by_channel=True, floor=spec.floor)
+        self.widths = spec.convolution.channels, spec.heads + width  # of the rows by which the states advance
+        self.projection = Linear(spec.projections)
+        self.gates = Linear(spec.gates)
+        self.decay_b = None if spec.decay_b is None else Linear((spec.decay_b,))
+        self.gate_b = None if spec.gate_b is None else Linear((spec.gate_b,))
+        self.convolution = Convolution(spec.convolution)
+        self.norm = RMSNorm(spec.head_norm)
+        self.out = Linear((spec.out,))
+        self.norms = (self.norm,)
+        dense = (self.gates, self.decay_b, self.gate_b)
+        self.unquantized = tuple(linear for linear in dense if linear is not None)
+        self.rate = torch.empty(spec.heads, device="meta")
+        self.dt_bias = torch.empty(width, device="meta")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors that are neither linears nor norms."""
+        return self.convolution.nbytes + self.rate.nbytes + self.dt_bias.nbytes
+
+    def load(self, checkpoint: Checkpoint, device: torch.device) -> None:
+        self.convolution.load(checkpoint, device)
+        self.rate = -checkpoint.read(self.spec.decay[0]).flatten().to(device, torch.float32).exp()
+        self.dt_bias = checkpoint.read(self.spec.dt_bias).to(device, torch.float32)
+
+    def forward(self, x: Tensor, projected: Tensor, states: RecurrentStates) -> Tensor:
+        """Compute the input of `out` from x and `projected`, the output of `projection`: [sequences, tokens, ...]."""
+        spec, channels = self.spec, self.spec.convolution.channels
+        mixed, rest = projected[..., :channels], projected[..., channels:]
+        beta, low = (gates := self.gates(x))[..., : spec.heads], gates[..., spec.heads :]
+        rank = 0 if spec.decay_b is None else spec.decay_b.in_features
+        gate = rest[..., : spec.width] if self.gate_b is None else self.gate_b(low[..., rank:].contiguous())
+        decay = rest[..., -spec.width :] if self.decay_b is None else self.decay_b(low[..., :rank].contiguous())
+        steps = torch.cat((beta, decay), dim=-1)
+        read = states.advance(self._layer, spec, (mixed, steps), self.advance)
+        normed = GATED_NORM(read.flatten(0, 1), self.norm.weight, self.norm.eps, gate.flatten(0, 1), False)
+        return normed.view_as(read)
+
+    def advance(self, rows: Rows, states: tuple[Tensor, ...], runs: Runs) -> Tensor:
+        """Advance the states by rows of (convolution input, steps); an `Advance`."""
+        (mixed, steps), (inputs, matrices) = rows, states
+        qkv = CONVOLUTION(mixed, self.convolution.weight, self.convolution.bias, inputs, runs, True)
+        return DELTA_RULE(qkv, steps, self.rate, self.dt_bias, matrices, runs, self.sizes)
 
 
 class ShortConv(nn.Module):
@@ -251,11 +309,13 @@ class Mamba(nn.Module):
         return SCAN(x, steps, self.rate, self.dt_bias, self.skip, matrices, runs, self.sizes)
 
 
-Mixer = DeltaNet | Mamba | ShortConv
+Mixer = DeltaNet | KimiDelta | Mamba | ShortConv
 
 
 def make_mixer(spec: RecurrentSpec, layer: int) -> Mixer:
     """Return the mixer of `spec`, which takes no memory until it is loaded."""
     if isinstance(spec, DeltaNetSpec):
         return DeltaNet(spec, layer)
+    if isinstance(spec, KimiDeltaSpec):
+        return KimiDelta(spec, layer)
     return Mamba(spec, layer) if isinstance(spec, MambaSpec) else ShortConv(spec, layer)

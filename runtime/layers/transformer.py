@@ -53,6 +53,11 @@ class Transformer(nn.Module):
             from mycli.runtime.layers.per_layer import PerLayerInputs
 
             self.per_layer = PerLayerInputs(config)
+        self.streams = None
+        if config.streams > 1:
+            from mycli.runtime.layers.streams import Streams
+
+            self.streams = Streams(config)
         self.norm = RMSNorm(config.norm())
         self.head = Linear((config.head(),))
 
@@ -74,6 +79,8 @@ class Transformer(nn.Module):
         loads.append(partial(self.norm.load, checkpoint, device, dtype))
         if self.per_layer is not None:
             loads.append(partial(self.per_layer.load, checkpoint, device, dtype))
+        if self.streams is not None:
+            loads.append(partial(self.streams.load, checkpoint, device, dtype))
         if not self.config.tie_embeddings:
             loads.append(partial(self.head.load, checkpoint, packings, device, dtype))
         first.load(checkpoint, packings, device, dtype)  # alone: kernels are compiled and checked on first use
@@ -117,13 +124,21 @@ class Transformer(nn.Module):
         total += 0 if self.per_layer is None else self.per_layer.nbytes
         return total + (0 if self.config.tie_embeddings else self.embedding.nbytes)
 
+    def enter(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return what the first layer reads for tokens int64 [1, T], and per-layer inputs or None."""
+        x = embed_tokens(tokens, self.embedding, self.config)
+        inputs = None if self.per_layer is None else self.per_layer(tokens, x)
+        return x if self.streams is None else self.streams.enter(x), inputs
+
+    def leave(self, x: Tensor) -> Tensor:
+        """Return what the last norm reads, [..., hidden], from the output of the last layer."""
+        return x if self.streams is None else self.streams.leave(x)
+
     @torch.inference_mode()
     def forward(self, batch: Batch, rope: Rope, cache: KVCache, hook: HiddenStateHook | None = None) -> Tensor:
         """Return logits fp32 [rows, vocab] of the rows that the chunks ask for; keys and values go into the cache."""
-        tokens = batch.tokens[None]
-        x = embed_tokens(tokens, self.embedding, self.config)
-        inputs = None if self.per_layer is None else self.per_layer(tokens, x)
-        x = run_layers(self.layers(), x, batch, rope, cache, inputs)[0]
+        x, inputs = self.enter(batch.tokens[None])
+        x = self.leave(run_layers(self.layers(), x, batch, rope, cache, inputs)[0])
         return self._logits(x, batch, hook)
 
     def _logits(self, x: Tensor, batch: Batch, hook: HiddenStateHook | None) -> Tensor:

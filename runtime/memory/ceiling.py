@@ -22,11 +22,9 @@ def bytes_per_step(plan: MemoryPlan, depth: int) -> int:
         if spec.latent is None:
             window, source = spec.attention.window, spec.attention.kv_source
         cached += min(depth, window or depth) * plan.token_bytes(spec.index if source is None else source)
-    linears = plan.config.per_layer_linears()
     # Of the per-layer table one row per sequence is read; the projections whole.
-    per_layer = sum(
-        linears[0].in_features * plan.batch + linear.out_features * linear.in_features for linear in linears[1:]
-    )
+    per_layer = sum(table.in_features * plan.batch for table in plan.config.per_layer_linears()[:1])
+    per_layer += sum(linear.out_features * linear.in_features for linear in plan.config.dense_linears())
     unread = int(sum(idle * nbytes for idle, nbytes in _expert_layers(plan)))
     return weight_bytes(plan) - unread + head_bytes(plan) + per_layer * plan.value_bytes + cached * plan.batch
 

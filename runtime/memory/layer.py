@@ -27,8 +27,10 @@ def pass_values(layer: LayerSpec) -> int:
         mixer = max(mixer, layer.state_space.forward_values() + hidden)
     # The attention output is added after the part next to it.
     waiting = hidden if layer.parallel or layer.state_space is not None else 0
+    # All streams as they enter and as predicted, and twice in fp32 while coefficients are applied.
+    streams = 0 if layer.streams is None else 6 * layer.streams.count * hidden
     # The residual stream, its normalized copy, and the larger of mixer and MLP: one is freed before the other begins.
-    return 2 * hidden + waiting + max(mixer, mlp)
+    return 2 * hidden + waiting + streams + max(mixer, mlp)
 
 
 def hidden_width(layer: LayerSpec) -> int:

@@ -77,10 +77,10 @@ def head_bytes(plan: MemoryPlan) -> int:
 
 
 def embedding_bytes(plan: MemoryPlan) -> int:
-    """Return the bytes of the embedding [vocab, hidden], the head, and the table and projection of per-layer inputs."""
+    """Return the bytes of the embedding [vocab, hidden], the head, per-layer inputs and streams."""
     if plan.config.is_mtp:  # shares those of the model
         return 0
     table = plan.config.vocab_size * plan.config.hidden_size * plan.value_bytes
-    per_layer = plan.config.per_layer_linears()
-    table += sum(linear.out_features * linear.in_features for linear in per_layer) * plan.value_bytes
+    dense = (*plan.config.per_layer_linears()[:1], *plan.config.dense_linears())
+    table += sum(linear.out_features * linear.in_features for linear in dense) * plan.value_bytes
     return table if plan.config.tie_embeddings else table + head_bytes(plan)

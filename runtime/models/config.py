@@ -128,6 +128,7 @@ class ModelConfig:
     logit_softcap: float | None = None  # c: logits become c tanh(logit / c)
     per_layer_width: int = 0  # per-layer inputs (Gemma 4): columns per layer ...
     per_layer_vocab: int = 0  # ... and rows of their table
+    streams: int = 1  # residual streams side by side, see `StreamsSpec`
     final_norm: str | None = "model.norm"  # None: a norm without a tensor
     # Prefixes of tensors in files and in this declaration, where they differ; the first that matches counts.
     stored_prefixes: tuple[tuple[str, str], ...] = ()
@@ -205,10 +206,16 @@ class ModelConfig:
             return ((2, 0, self.head_dim),)
         return ((2, spec.kv_heads if spec.kv_source is None else 0, spec.head_dim),)
 
+    @property
+    def stream_width(self) -> int:
+        """Number of values of a token between layers."""
+        return self.streams * self.hidden_size
+
     @cached_property
     def has_side_inputs(self) -> bool:
-        """Layers read more than the residual stream: per-layer inputs, or keys and values of another layer."""
-        return self.per_layer_width > 0 or any(attention.kv_shared for attention in self.attentions)
+        """Layers read more than one residual stream: others, per-layer inputs, or keys and values of another layer."""
+        shared = any(attention.kv_shared for attention in self.attentions)
+        return shared or self.per_layer_width > 0 or self.streams > 1
 
     @cached_property
     def ignored_prefixes(self) -> tuple[str, ...]:
@@ -280,6 +287,20 @@ class ModelConfig:
     def per_layer_norm(self) -> NormSpec:
         return self.norm_spec("model.per_layer_projection_norm", self.per_layer_width)
 
+    def stream_linears(self) -> tuple[tuple[LinearSpec, ...], tuple[LinearSpec, ...]]:
+        """Return the projections from the embedding to each stream but the first, and from these to the output."""
+        size, others = self.hidden_size, range(self.streams - 1)
+        enter, leave = (
+            tuple(LinearSpec(f"model.{name}.{index}", size, size) for index in others)
+            for name in ("altup_projections", "altup_unembed_projections")
+        )
+        return enter, leave
+
+    def dense_linears(self) -> tuple[LinearSpec, ...]:
+        """Return the linears outside of layers that are never quantized."""
+        enter, leave = self.stream_linears()
+        return (*self.per_layer_linears()[1:], *enter, *leave)
+
     def head(self) -> LinearSpec:
         """Return the output projection; with tied embeddings its weight is `model.embed_tokens.weight`."""
         return LinearSpec("lm_head", self.vocab_size, self.hidden_size, self.head_bias)
@@ -293,7 +314,7 @@ class ModelConfig:
             yield f"{projection.name}.weight", (projection.out_features, projection.in_features)
         else:
             yield "model.embed_tokens.weight", (self.vocab_size, self.hidden_size)
-        for linear in self.per_layer_linears():
+        for linear in (*self.per_layer_linears()[:1], *self.dense_linears()):
             yield f"{linear.name}.weight", (linear.out_features, linear.in_features)
         if self.per_layer_width:
             yield from self.per_layer_norm().tensors()

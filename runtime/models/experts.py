@@ -24,6 +24,7 @@ class ExpertNames:
     down: str = "down_proj"
     shared: str = "shared_expert"
     shared_gate: str | None = "shared_expert_gate"  # None: its output is added as it is
+    shared_linears: tuple[str, str, str] | None = None  # gate, up and down of the shared expert; None: as the others
     correction_bias: str | None = None
     correction_rows: tuple[int, ...] = ()  # leading dimensions of its shape
     stacked_gate_up: str = "experts.gate_up_proj"  # for checkpoints that stack all experts in one tensor
@@ -63,7 +64,7 @@ class MoeLayers:
         shared = None
         if self.shared:
             gate = LinearSpec(f"{block}.{names.shared_gate}", 1, config.hidden_size) if names.shared_gate else None
-            shared = SharedExpertSpec(self._mlp(f"{block}.{names.shared}", self.shared, config, self.shared_bias), gate)
+            shared = SharedExpertSpec(self._shared(f"{block}.{names.shared}", config), gate)
         enter = leave = None
         if self.width is not None:
             enter = LinearSpec(f"{block}.{names.enter}", self.width, config.hidden_size, self.shared_bias)
@@ -96,6 +97,11 @@ class MoeLayers:
             StackSpec(f"{block}.{names.stacked_gate_up}", gate_up),
             StackSpec(f"{block}.{names.stacked_down}", tuple(f"{expert}.{names.down}.weight" for expert in experts)),
         )
+
+    def _shared(self, prefix: str, config: ModelConfig) -> MlpSpec:
+        gate, up, down = self.names.shared_linears or (self.names.gate, self.names.up, self.names.down)
+        named = replace(self, names=replace(self.names, gate=gate, up=up, down=down))
+        return named._mlp(prefix, self.shared, config, self.shared_bias)
 
     def _mlp(
         self, prefix: str, size: int, config: ModelConfig, bias: bool = False, hidden: int | None = None

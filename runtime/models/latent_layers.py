@@ -21,7 +21,7 @@ class LatentLayers:
     """Builds the layers: latent attention with the sizes of `LatentAttentionSpec`, then `mixture` or Llama's MLP.
 
     query_rank: of the query's low-rank projection; None for a whole one. scale: of the scores. bias: of the projections
-    from and to the residual stream.
+    from and to the residual stream. block, out: names of attention and of its last linear; gate: that of its gate.
     """
 
     query_rank: int | None
@@ -33,6 +33,9 @@ class LatentLayers:
     bias: bool
     mixture: MoeLayers | None = None
     base: Callable[[ModelConfig, int], LayerSpec] = llama_layer
+    block: str = "self_attn"
+    out: str = "o_proj"
+    gate: str | None = None
 
     def __call__(self, config: ModelConfig, index: int) -> LayerSpec:
         layer = replace(self.base(config, index), mixer=self._attention(config, index))
@@ -40,7 +43,7 @@ class LatentLayers:
 
     def _attention(self, config: ModelConfig, index: int) -> LatentAttentionSpec:
         hidden, heads, layer = config.hidden_size, config.heads, f"model.layers.{index}"
-        name, low, width = f"{layer}.self_attn", self.query_rank, config.heads * (self.nope_dim + self.rope_dim)
+        name, low, width = f"{layer}.{self.block}", self.query_rank, config.heads * (self.nope_dim + self.rope_dim)
         query = LinearSpec(f"{name}.q_proj", width, hidden)
         if low is not None:
             query = LinearSpec(f"{name}.q_a_proj", low, hidden, self.bias)
@@ -54,11 +57,12 @@ class LatentLayers:
             inputs=(query, LinearSpec(f"{name}.kv_a_proj_with_mqa", self.rank + self.rope_dim, hidden, self.bias)),
             kv_norm=NormSpec(f"{name}.kv_a_layernorm", self.rank, _NORM_EPS),
             kv_b=LinearSpec(f"{name}.kv_b_proj", heads * (self.nope_dim + self.value_dim), self.rank),
-            o=LinearSpec(f"{name}.o_proj", hidden, heads * self.value_dim, self.bias),
+            o=LinearSpec(f"{name}.{self.out}", hidden, heads * self.value_dim, self.bias),
             rope=config.layer_rope(index),
             scale=self.scale,
             q_norm=None if low is None else NormSpec(f"{name}.q_a_layernorm", low, _NORM_EPS),
             q_b=None if low is None else LinearSpec(f"{name}.q_b_proj", width, low),
+            gate=None if self.gate is None else LinearSpec(f"{name}.{self.gate}", heads, hidden),
             residual_scale=config.residual_scale,
         )
 

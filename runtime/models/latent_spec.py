@@ -18,6 +18,7 @@ class LatentAttentionSpec:
     the next `value_dim` values of kv_b(latent). The cache holds the latent after `kv_norm` and the rotated values.
 
     inputs: the query's projection (or its low-rank half, with `q_norm` and `q_b`), then latent and shared key in one.
+    gate: from the input to a value for each head, whose sigmoid multiplies the head's output.
     """
 
     heads: int
@@ -34,6 +35,7 @@ class LatentAttentionSpec:
     scale: float  # multiplies the scores
     q_norm: NormSpec | None = None
     q_b: LinearSpec | None = None
+    gate: LinearSpec | None = None
     output_norm: NormSpec | None = None
     residual_scale: float = 1.0
 
@@ -55,13 +57,18 @@ class LatentAttentionSpec:
         query = {} if self.q_b is None else {"latent_q": (self.q_b,)}
         return {"latent_in": self.inputs, **query, "latent_kv": (self.kv_b,), "o": (self.o,)}
 
+    @property
+    def unquantized(self) -> tuple[LinearSpec, ...]:
+        return () if self.gate is None else (self.gate,)
+
     def inner_norms(self) -> tuple[NormSpec | None, ...]:
         return self.q_norm, self.kv_norm
 
     def input_source(self, product: str) -> InputSource:
         if product == "o":  # the rows of kv_b that compute values, behind those of the head's key
             return OutputRows("latent_kv", self.nope_dim, self.heads, 1, self.value_dim, self.nope_dim + self.value_dim)
-        return {"latent_in": self.norm, "latent_q": self.q_norm, "latent_kv": self.kv_norm}[product]
+        entering = self.norm if self.gate is None else None  # the norm feeds the gate too
+        return {"latent_in": entering, "latent_q": self.q_norm, "latent_kv": self.kv_norm}[product]
 
     def forward_values(self) -> int:
         """Return the number of activation values per token of a pass over cached latents, for the memory model."""

@@ -43,10 +43,47 @@ class PerLayerSpec:
 
 
 @dataclass(frozen=True)
+class LaurelSpec:
+    """A learned augmented residual (LAuReL, arXiv 2411.07501): y + norm(right(left(y))), y being attention's input.
+
+    It is added to attention's sum, and the result divided by sqrt(2).
+    """
+
+    left: LinearSpec
+    right: LinearSpec
+    norm: NormSpec
+
+
+@dataclass(frozen=True)
+class StreamsSpec:
+    """Alternating updates (AltUp, arXiv 2301.13310): `count` residual streams side by side; a layer computes one.
+
+    With m(x) = tanh(router(norm(x))): before a layer, stream i becomes s_i + sum_j prediction(m(s))_ij s_j, with the
+    `active` stream s. After it, each stream gets 1 + correction(m(x)) times what the layer changed in the active
+    one, x being its output. Per-layer inputs are gated by the active stream, with `scales` times tensor `scale`
+    [hidden], and added to all streams but the first.
+    """
+
+    count: int
+    active: int
+    norm: NormSpec
+    router: LinearSpec
+    prediction: LinearSpec
+    correction: LinearSpec
+    scale: str
+    scales: bool = True
+
+    @property
+    def linears(self) -> tuple[LinearSpec, ...]:
+        return self.router, self.prediction, self.correction
+
+
+@dataclass(frozen=True)
 class LayerSpec:
     """One layer: a token mixer (attention or a recurrent layer), an MLP or experts, and maybe per-layer inputs.
 
-    Layers of Nemotron-H and Mamba-2 have either a mixer or an MLP.
+    Layers of Nemotron-H and Mamba-2 have either a mixer or an MLP. With `streams`, mixer, `laurel`, MLP and per-layer
+    inputs are all present.
     """
 
     index: int
@@ -55,6 +92,8 @@ class LayerSpec:
     parallel: bool = False  # mixer and MLP both read the mixer's norm, and both are added to the layer's input
     state_space: MambaSpec | None = None  # reads the layer's input next to attention; both are added to it (Falcon-H1)
     per_layer: PerLayerSpec | None = None
+    laurel: LaurelSpec | None = None
+    streams: StreamsSpec | None = None
     layer_scalar: str | None = None  # tensor [1] that multiplies the layer's output
     ignored_prefixes: tuple[str, ...] = ()  # of tensors that checkpoints may contain and nothing reads
 
@@ -90,19 +129,25 @@ class LayerSpec:
     @property
     def unquantized(self) -> tuple[LinearSpec, ...]:
         """Linears that are never quantized: routers, gates of heads and of recurrent layers, small and sensitive."""
-        gates = () if self.mixer is None or isinstance(self.mixer, LatentAttentionSpec) else self.mixer.unquantized
+        gates = () if self.mixer is None else self.mixer.unquantized
+        if self.laurel is not None:
+            gates = (*gates, self.laurel.left, self.laurel.right)
+        if self.streams is not None:
+            gates = (*gates, *self.streams.linears)
         return (*gates, *self.mlp.unquantized) if isinstance(self.mlp, ExpertsSpec) else gates
 
     def norms(self) -> list[NormSpec]:
         """Return the norms that have a tensor; of two with one tensor, both."""
         streams = [norm for part in self.parts for norm in (part.norm, part.output_norm)]
         inner = [norm for part in self.parts for norm in part.inner_norms()]
-        return [norm for norm in (*streams, *inner) if norm is not None and norm.name is not None]
+        others = [spec.norm for spec in (self.laurel, self.streams) if spec is not None]
+        return [norm for norm in (*streams, *inner, *others) if norm is not None and norm.name is not None]
 
     def input_source(self, product: str) -> InputSource:
         """Return what produces the inputs of `product`, as `PartSpec.input_source`; None if it feeds others too."""
         source = next(part.input_source(product) for part in self.parts if product in part.products())
         shared = self.parallel or (self.state_space is not None and product in ("qkv", "recurrent_in"))
+        shared = shared or (self.laurel is not None and product == "qkv")
         if isinstance(source, NormSpec) and (shared or source.name is None):
             return None  # a norm without a tensor cannot absorb a factor
         return source
@@ -123,5 +168,7 @@ class LayerSpec:
             yield from self.mlp.tensors()
         elif self.mlp is not None:
             yield from self.mlp.parameters
+        if self.streams is not None:
+            yield self.streams.scale, (self.streams.norm.size,)
         if self.layer_scalar is not None:
             yield self.layer_scalar, (1,)

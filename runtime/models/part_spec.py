@@ -249,7 +249,8 @@ class AttentionSpec:
 class MlpSpec:
     """An MLP: down(activation(gate(x)) * up(x)), or down(activation(up(x))) where there is no gate.
 
-    gate_scale: multiplies gate(x).
+    gate_scale: multiplies gate(x). sparsity: the share of gates that a threshold sets to zero, if those of a token are
+    normally distributed: gate(x) becomes relu(gate(x) - mean - quantile * deviation), both over the token's gates.
     parameters: names and shapes of the activation's tensors; those of xielu are alpha_p, alpha_n, beta and eps.
     """
 
@@ -263,6 +264,7 @@ class MlpSpec:
     parameters: tuple[tuple[str, Shape], ...] = ()
     inner_norm: NormSpec | None = None  # of the input of `down`
     gate_scale: float = 1.0
+    sparsity: float = 0.0
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:

@@ -1,4 +1,4 @@
-"""Declarations of recurrent token mixers: Gated DeltaNet, Mamba-2 and gated short convolutions (LFM2).
+"""Declarations of recurrent token mixers: Gated DeltaNet, Kimi Delta Attention, Mamba-2, gated short convolutions.
 
 Names and shapes of tensors and of the states that replace keys and values. Without torch.
 """
@@ -106,6 +106,76 @@ class DeltaNetSpec:
         # Forward values and their gradients, the convolution's products, and per head a share of six [64, 64] matrices
         # of a chunk and six copies of q, k and v.
         chunk = 6 * self.heads * (64 + 2 * self.key_dim + self.value_dim)
+        return 2 * self.forward_values() + 2 * self.convolution.taps * self.convolution.channels + chunk
+
+
+@dataclass(frozen=True)
+class KimiDeltaSpec:
+    """Kimi Delta Attention (arXiv 2510.26692): Gated DeltaNet in which each key channel of a head has its own decay.
+
+    With g = -exp(A) softplus(a + dt) by channel, or `floor` * sigmoid(exp(A) (a + dt)) where floor is not 0, and
+    D = diag(exp(g)): S <- D S + k (beta (v - S^T D k))^T. Outputs pass `head_norm` and are multiplied by sigmoid(z).
+
+    projections: q, k, v, then z and a where these are whole. gates: b, then the low ranks of a and of z where they are
+    not, which `decay_b` and `gate_b` multiply. decay: name and shape of A; dt_bias: name of dt [heads * head_dim].
+    """
+
+    heads: int
+    head_dim: int
+    norm: NormSpec | None
+    projections: tuple[LinearSpec, ...]
+    gates: tuple[LinearSpec, ...]
+    convolution: ConvolutionSpec
+    decay: tuple[str, Shape]
+    dt_bias: str
+    head_norm: NormSpec
+    out: LinearSpec
+    decay_b: LinearSpec | None = None
+    gate_b: LinearSpec | None = None
+    floor: float = 0.0
+    output_norm: NormSpec | None = None
+    residual_scale: float = 1.0
+
+    @property
+    def width(self) -> int:
+        """Number of values of all queries, and of all keys, values, decays and gates."""
+        return self.heads * self.head_dim
+
+    @property
+    def unquantized(self) -> tuple[LinearSpec, ...]:
+        # As for `DeltaNetSpec`; the projections of low rank are small too.
+        return (*self.gates, *(linear for linear in (self.decay_b, self.gate_b) if linear is not None))
+
+    def products(self) -> Mapping[str, tuple[LinearSpec, ...]]:
+        return {"recurrent_in": self.projections, "recurrent_out": (self.out,)}
+
+    def inner_norms(self) -> tuple[NormSpec | None, ...]:
+        return (self.head_norm,)
+
+    def input_source(self, product: str) -> InputSource:
+        return None  # as for `DeltaNetSpec`
+
+    def tensors(self) -> Iterator[tuple[str, Shape]]:
+        """Yield name and shape of each tensor that is neither a norm nor a linear of a product."""
+        yield from self.convolution.tensors()
+        yield self.decay
+        yield self.dt_bias, (self.width,)
+
+    def state_shapes(self) -> tuple[Shape, ...]:
+        """Return the shapes of the states of one sequence."""
+        return self.convolution.state_shape, (self.heads, self.head_dim, self.head_dim)
+
+    def forward_values(self) -> int:
+        """Return the number of activation values per token of a forward pass, for the memory model."""
+        # Projected, convolved, queries, keys and decays in fp32, read from the state, gated, projected.
+        linears = (*self.projections, *self.unquantized)
+        projected = sum(linear.out_features for linear in linears) + self.heads + self.width
+        return projected + self.convolution.channels + 2 * 3 * self.width + 2 * self.width + self.out.out_features
+
+    def training_values(self) -> int:
+        """Return the number of values per token of a forward and backward pass."""
+        # As for `DeltaNetSpec`, with a decay of each channel for the pairs of tokens of a chunk of 16, four times.
+        chunk = 6 * self.heads * (16 + 3 * self.head_dim) + 4 * 16 * self.width
         return 2 * self.forward_values() + 2 * self.convolution.taps * self.convolution.channels + chunk
 
 
@@ -226,4 +296,4 @@ class MambaSpec:
         return 2 * self.forward_values() + 2 * self.convolution.taps * self.convolution.channels + chunk
 
 
-RecurrentSpec = DeltaNetSpec | MambaSpec | ShortConvSpec
+RecurrentSpec = DeltaNetSpec | KimiDeltaSpec | MambaSpec | ShortConvSpec

@@ -10,23 +10,18 @@ from mycli.runtime.utils.json_fields import Fields
 _MAMBA = "its Mamba-1 layers are not implemented"
 _INDEXER = "its indexer attention, which selects keys for each query, is not implemented"
 _LIGHTNING = "its lightning attention is not implemented"
-_KDA = "its Kimi Delta Attention is not implemented"
 _ENCODER = "encoder-decoder models are not implemented"
 
 # Known families that cannot run, so that the error names the missing feature.
 REFUSED: dict[str, str] = {
-    "bailing_hybrid": _KDA,
     "bart": _ENCODER,
     "deepseek_v32": _INDEXER,
     "deepseek_v4": _INDEXER,
     "diffllama": "its differential attention is not implemented",
     "doge": "its attention mask, which depends on the values of keys, is not implemented",
     "falcon_mamba": _MAMBA,
-    "gemma3n": "its AltUp residual streams and Laurel blocks are not implemented",
-    "gemma3n_text": "its AltUp residual streams and Laurel blocks are not implemented",
     "glm_moe_dsa": _INDEXER,
     "jamba": _MAMBA,
-    "kimi_linear": _KDA,
     "longcat_flash": "its layers of two attentions with a shortcut mixture of experts are not implemented",
     "mamba": _MAMBA,
     "minimax": _LIGHTNING,

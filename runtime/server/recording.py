@@ -12,7 +12,7 @@ from mycli.runtime.engine.replies.journal import RecordedReply, ReplyJournal, Re
 from mycli.runtime.engine.replies.reader import Piece
 from mycli.runtime.engine.sequence import ReplyStart, Request
 from mycli.runtime.sampling.params import following_seed
-from mycli.runtime.server.api_error import ApiError
+from mycli.runtime.server.http.api_error import ApiError
 from mycli.runtime.server.worker import OutputReader
 
 Requests = Sequence[tuple[Request, Sequence[OutputReader]]]

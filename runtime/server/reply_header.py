@@ -6,7 +6,7 @@ from typing import Any
 
 from mycli.runtime.engine.replies.journal import ReplyJournal
 from mycli.runtime.errors import UserError
-from mycli.runtime.server.api_error import ApiError
+from mycli.runtime.server.http.api_error import ApiError
 
 
 def find_reply(journal: ReplyJournal | None, name: str) -> Mapping[str, Any]:

@@ -74,6 +74,12 @@ def stored_name(model_type: str, name: str) -> str:
     name = name.replace(".shared_experts.", shared) if model_type != "nemotron_h" else name
     if name.startswith("backbone."):
         return f"model.{name.removeprefix('backbone.')}"
+    if model_type in ("kimi_linear", "bailing_hybrid"):
+        name = name.replace(".forget_gate.", ".")
+    if model_type == "kimi_linear":
+        return name.replace(".mlp.shared_experts.", ".block_sparse_moe.shared_experts.")
+    if model_type == "bailing_hybrid":
+        return name.replace(".self_attn.", ".attention.").replace(".o_proj", ".dense")
     if model_type == "hy_v3" and name.endswith(".mlp.gate"):
         return f"{name.removesuffix('.gate')}.router.gate"
     return name.replace(".mlp.router", ".block_sparse_moe.gate") if model_type == "phimoe" else name

@@ -21,6 +21,7 @@ from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.layer import (
     CAttentionPart,
     CChain,
+    CChannelDeltaPart,
     CConvolutionPart,
     CDeltaPart,
     CExpertsPart,
@@ -71,6 +72,7 @@ NAMES = {
     CMlpPart: "mlp",
     CExpertsPart: "experts",
     CLatentPart: "latent",
+    CChannelDeltaPart: "kimi delta",
     CMambaPart: "mamba",
     CParallelPart: "parallel",
     CPerLayerPart: "told",

@@ -67,6 +67,19 @@ FALCON_MULTIPLIERS = {
     "mlp_multipliers": [0.75, 0.5],
     "ssm_multipliers": [0.5, 1.5, 0.75, 1.25, 0.625],
 }
+LING = {
+    **IDS,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "num_key_value_heads": 4,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "topk_group": 1,
+}
+KIMI = {**LING, "linear_head_dim": 16, "linear_num_heads": 4}
 ATTENTION, MIXER = "full_attention", "linear_attention"
 
 # id -> (model_type, differences from SMALL)
@@ -229,6 +242,48 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
             "routed_scaling_factor": 2.5,
             "moe_shared_expert_intermediate_size": 96,
             "layer_norm_epsilon": 1e-3,
+        },
+    ),
+    "kimi_linear-8top3": ("kimi_linear", {**KIMI, "layer_types": [MIXER, ATTENTION, MIXER]}),
+    "kimi_linear-groups-odd-sizes-low-rank-queries-unnormalized": (
+        "kimi_linear",
+        {
+            **KIMI,
+            "linear_num_heads": 3,
+            "linear_head_dim": 24,
+            "linear_conv_kernel_dim": 3,
+            "q_lora_rank": 48,
+            "kv_lora_rank": 40,
+            "qk_nope_head_dim": 24,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 20,
+            "n_group": 2,
+            "norm_topk_prob": False,
+            "n_shared_experts": 2,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "layer_types": [ATTENTION, MIXER, MIXER],
+        },
+    ),
+    "bailing_hybrid-8top3": (
+        "bailing_hybrid",
+        {**LING, "n_group": 2, "head_dim": 16, "layer_group_size": 2, "num_hidden_layers": 4, "num_mtp_layers": 0},
+    ),
+    "bailing_hybrid-unbounded-odd-sizes-ungrouped": (
+        "bailing_hybrid",
+        {
+            **LING,
+            "n_group": 1,
+            "head_dim": 24,
+            "kda_safe_gate": False,
+            "short_conv_kernel_size": 3,
+            "kv_lora_rank": 40,
+            "qk_nope_head_dim": 24,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 20,
+            "norm_topk_prob": False,
+            "first_k_dense_replace": 0,
+            "num_mtp_layers": 0,
+            "layer_types": [ATTENTION, MIXER, MIXER],
         },
     ),
     "mamba2-2-groups": ("mamba2", {**IDS, **PLAIN_MAMBA}),

@@ -21,7 +21,7 @@ from mycli.runtime.layers.layer_part import PassContext
 from mycli.runtime.layers.rope import Rope, RopeTables
 from mycli.runtime.layers.streamed_experts import StreamedExperts
 from mycli.runtime.layers.transformer import Transformer
-from mycli.runtime.layers.vocabulary import embed_tokens, finish_logits
+from mycli.runtime.layers.vocabulary import finish_logits
 from mycli.runtime.memory.graphs import MOST_ROWS
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.experts_spec import ExpertsSpec
@@ -115,8 +115,7 @@ class CapturedStep:
         """Return fp32 logits [sequences, 1 if last else new, vocab]; the cache takes keys and values."""
         model, sequences = self._model, _DeviceSequences(inputs, cache)
         tokens = sequences.tokens.view(1, -1)
-        x = embed_tokens(tokens, model.embedding, model.config)
-        per_layer = None if model.per_layer is None else model.per_layer(tokens, x)
+        x, per_layer = model.enter(tokens)
 
         def inputs_of(layer: int) -> Tensor:
             assert isinstance(per_layer, Tensor)
@@ -125,7 +124,7 @@ class CapturedStep:
         context = PassContext(_rows(rope, sequences.positions), sequences, inputs_of)
         for block in model.layers():
             x = block(x, context)
-        x = x.view(*inputs.tokens.shape, -1)
+        x = model.leave(x).view(*inputs.tokens.shape, -1)
         x = x[:, -1:] if last else x
         logits: Tensor = finish_logits(model.head(model.norm(x.flatten(0, 1))), model.config)
         return logits.view(*x.shape[:2], -1)

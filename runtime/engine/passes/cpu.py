@@ -34,13 +34,13 @@ from mycli.runtime.kernels.cpu.layer import (
 )
 from mycli.runtime.kernels.cpu.library import build
 from mycli.runtime.kernels.cpu.library.build import Native
-from mycli.runtime.layers.block import Attention, Block, Parallel, Recurrent
+from mycli.runtime.layers.block import Attention, Block, BlockPart, Parallel, Recurrent
 from mycli.runtime.layers.latent import LatentAttention
-from mycli.runtime.layers.layer_part import LayerPart, complete
+from mycli.runtime.layers.layer_part import complete
 from mycli.runtime.layers.recurrent import clear_new_states, defer_advance
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer, pass_context
-from mycli.runtime.layers.vocabulary import embed_tokens, embedding_scale, finish_logits
+from mycli.runtime.layers.vocabulary import embedding_scale, finish_logits
 from mycli.runtime.models.config import KvDtype
 from mycli.runtime.models.part_spec import RopeSpec
 
@@ -92,7 +92,7 @@ class _NativePart:
     """A part as native code has it, and the module it was built from."""
 
     part: CPart
-    module: LayerPart | Parallel
+    module: BlockPart
 
     def place(
         self, cache: KVCache, rotations: Sequence[RopeSpec], state_offset: int
@@ -169,7 +169,7 @@ class CpuLayers:
 
     def __init__(self, library: Native, blocks: Iterable[Block]) -> None:
         self.declined: dict[str, Declined] = {}  # parts that run product by product, by name of the module's class
-        self._pieces: list[_NativeRun | LayerPart | Parallel] = []
+        self._pieces: list[_NativeRun | BlockPart] = []
         run: list[_NativePart] = []
         for part in (part for block in blocks for part in block.parts):
             native = native_part(part)
@@ -233,6 +233,8 @@ class CpuPass:
             return next(iter(self.layers.declined.values()))
         if config.has_recurrent:
             return Declined("recurrent-state")
+        if self._model.streams is not None:
+            return Declined("several-streams")
         if self._model.per_layer is not None:
             return Declined("per-layer-inputs")
         if config.embedding_norm:
@@ -261,10 +263,8 @@ class CpuPass:
         for chunk in chunks:
             ids += chunk.tokens
             logit_rows += range(len(ids) - chunk.logits, len(ids))
-        tokens = torch.tensor([ids])
-        x = embed_tokens(tokens, model.embedding, model.config)
-        inputs = None if model.per_layer is None else model.per_layer(tokens, x)
-        x = self.layers.run(x, chunks, work.rope, work.cache, inputs)[0]
+        x, inputs = model.enter(torch.tensor([ids]))
+        x = model.leave(self.layers.run(x, chunks, work.rope, work.cache, inputs)[0])
         if work.hook is not None:
             work.hook(model.norm(x))
         if not logit_rows:

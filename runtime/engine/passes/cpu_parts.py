@@ -18,6 +18,7 @@ from mycli.runtime.kernels.cpu.experts import DENSE_WEIGHTS, PACKED_WEIGHTS, TAB
 from mycli.runtime.kernels.cpu.layer import (
     MAX_PRODUCTS,
     CAttentionPart,
+    CChannelDeltaPart,
     CConvolutionPart,
     CDeltaPart,
     CExpertProduct,
@@ -42,13 +43,13 @@ from mycli.runtime.kernels.cpu.matmul import CpuMatmul
 from mycli.runtime.kernels.cpu.table import TableMatmul
 from mycli.runtime.kernels.reference import DenseMatmul
 from mycli.runtime.kernels.routed import decline_routing
-from mycli.runtime.layers.block import Attention, Parallel, PerLayer, Recurrent
+from mycli.runtime.layers.block import AlternatingUpdates, Attention, BlockPart, Parallel, PerLayer, Recurrent
 from mycli.runtime.layers.feed_forward import Experts, Mlp
 from mycli.runtime.layers.latent import LatentAttention
 from mycli.runtime.layers.layer_part import LayerPart
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.norm import RMSNorm
-from mycli.runtime.layers.recurrent import Convolution, DeltaNet, Mamba, ShortConv
+from mycli.runtime.layers.recurrent import Convolution, DeltaNet, KimiDelta, Mamba, ShortConv
 from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.models.layer_spec import PerLayerSpec
 from mycli.runtime.models.part_spec import MlpSpec
@@ -71,7 +72,7 @@ def _require(declined: Declined | None) -> None:
         raise _NotNativeError(declined)
 
 
-def native_part(part: LayerPart | Parallel) -> CPart | Declined:
+def native_part(part: BlockPart) -> CPart | Declined:
     """Build the structure of `part`, which must not be freed while the structure is used."""
     try:
         return _part(part)
@@ -87,7 +88,7 @@ def native_head(norm: RMSNorm, head: Linear) -> CHead | Declined:
         return error.declined
 
 
-def _part(part: LayerPart | Parallel) -> CPart:
+def _part(part: BlockPart) -> CPart:
     match part:
         case Attention():
             return _attention(part)
@@ -105,6 +106,8 @@ def _part(part: LayerPart | Parallel) -> CPart:
                 raise _NotNativeError(Declined("parallel-mixers"))
             attention = _attention(part.attention)
             return CParallelPart(attention, CMlpPart(_gain(mlp.norm), _feed(mlp.spec, mlp), _sum(mlp)))
+        case AlternatingUpdates():
+            raise _NotNativeError(Declined("several-streams"))
         case PerLayer():
             width = _vectors(part.spec.gate.out_features, "per_layer_width")
             products = _linear(part.gate), _linear(part.projection)
@@ -112,6 +115,8 @@ def _part(part: LayerPart | Parallel) -> CPart:
             return CPerLayerPart(_gain(part.norm), *products, _sum(part), first, width, _gate_type(part.spec))
         case Recurrent(mixer=DeltaNet() as mixer):
             return _delta_net(part, mixer)
+        case Recurrent(mixer=KimiDelta() as mixer):
+            return _kimi_delta(part, mixer)
         case Recurrent(mixer=Mamba() as mixer):
             return _mamba(part, mixer)
         case Recurrent(mixer=ShortConv() as mixer):
@@ -164,10 +169,13 @@ def _latent(part: LatentAttention) -> CLatentPart:
     if spec.rope is not None:
         _vectors(spec.rope_dim // 2, "half of the rotary dimensions")
     _vectors(spec.heads * spec.head_dim, "the width of all queries")
+    if spec.gate is not None:
+        _vectors(spec.value_dim, "v_head_dim")
     return CLatentPart(
         *(_gain(norm) for norm in (part.norm, part.q_norm, part.kv_norm)),
         _linear(part.inputs),
         CLinear() if part.q_b is None else _linear(part.q_b),
+        CLinear() if part.gate is None else _linear(part.gate),
         _linear(part.o),
         _sum(part),
         pointer(weight.keys),
@@ -196,6 +204,8 @@ def _feed(spec: MlpSpec, mlp: Mlp) -> CFeedForward:
         raise _NotNativeError(Declined("mlp-norm"))
     if spec.gate_scale != 1.0:
         raise _NotNativeError(Declined("gate-scale"))
+    if spec.sparsity:
+        raise _NotNativeError(Declined("gate-threshold"))
     return CFeedForward(
         _linear(mlp.gate_up), _linear(mlp.down), _vectors(spec.size, "intermediate_size"), _gate_type(spec)
     )
@@ -223,6 +233,29 @@ def _delta_net(part: Recurrent, mixer: DeltaNet) -> CDeltaPart:
         value_dim=spec.value_dim,
         by_key_head=spec.by_key_head,
         beta_scale=spec.beta_scale,
+    )
+
+
+def _kimi_delta(part: Recurrent, mixer: KimiDelta) -> CChannelDeltaPart:
+    from mycli.runtime.kernels.cpu.recurrent import decline_delta
+
+    spec = mixer.spec
+    _require(decline_delta(mixer.sizes))
+    if mixer.norm.weight.dtype != torch.bfloat16:
+        raise _NotNativeError(Declined("gain-dtype", {"dtype": str(mixer.norm.weight.dtype)}))
+    raised = (CLinear() if linear is None else _linear(linear) for linear in (mixer.decay_b, mixer.gate_b))
+    return CChannelDeltaPart(
+        _gain(part.norm),
+        _gain(mixer.norm),
+        *(_linear(mixer.projection), _linear(mixer.gates), *raised, _linear(mixer.out)),
+        _sum(part),
+        *_convolution(mixer.convolution),
+        pointer(mixer.rate),
+        pointer(mixer.dt_bias),
+        taps=spec.convolution.taps,
+        heads=spec.heads,
+        head_dim=spec.head_dim,
+        floor=spec.floor,
     )
 
 

@@ -310,7 +310,7 @@ def _decline_layer(spec: LayerSpec) -> Declined | None:
         return Declined("gated-attention")
     if attention.chunk is not None:
         return Declined("attention-chunks")
-    if len(spec.parts) != 2 or attention.kv_source is not None:
+    if len(spec.parts) != 2 or spec.streams is not None or attention.kv_source is not None:
         return Declined("layer-parts")
     if spec.parallel:
         return Declined("parallel-parts")

@@ -145,6 +145,17 @@ class CDeltaPart(ctypes.Structure):
     ]
 
 
+class CChannelDeltaPart(ctypes.Structure):
+    _fields_ = [
+        *((name, CNormParams) for name in ("norm", "head_norm")),
+        *((name, CLinear) for name in ("projection", "gates", "decay_b", "gate_b", "out")),
+        ("residual", CResidualAdd),
+        *((name, c_void_p) for name in ("weight", "bias", "rate", "dt_bias")),
+        *((name, c_int64) for name in ("taps", "heads", "head_dim")),
+        ("floor", c_float),
+    ]
+
+
 class CMambaPart(ctypes.Structure):
     _fields_ = [
         *((name, CNormParams) for name in ("norm", "gated_norm")),
@@ -169,7 +180,7 @@ class CConvolutionPart(ctypes.Structure):
 class CLatentPart(ctypes.Structure):
     _fields_ = [
         *((name, CNormParams) for name in ("norm", "q_norm", "kv_norm")),
-        *((name, CLinear) for name in ("inputs", "q_b", "o")),
+        *((name, CLinear) for name in ("inputs", "q_b", "gate", "o")),
         ("residual", CResidualAdd),
         *((name, c_void_p) for name in ("keys", "values")),
         *((name, c_int64) for name in ("heads", "rank", "nope", "rope", "value", "rotates", "interleaved")),
@@ -228,6 +239,7 @@ CPart = (
     | CConvolutionPart
     | CLatentPart
     | CMambaPart
+    | CChannelDeltaPart
 )
 _KINDS: dict[type[CPart], int] = {part: kind for kind, part in enumerate(get_args(CPart))}  # `StepKind` of chain.h
 

@@ -52,7 +52,8 @@ class _Delta(ctypes.Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("qkv", "gates", "rate", "dt_bias", "state", "scratch", "y")),
         *((name, c_int64) for name in ("stride", "heads", "key_heads", "key_dim", "value_dim")),
-        ("beta_scale", c_float),
+        *((name, c_float) for name in ("beta_scale", "floor")),
+        ("by_channel", c_int32),
     ]
 
 
@@ -61,6 +62,7 @@ class _GatedNorm(ctypes.Structure):
         *((name, c_void_p) for name in ("x", "gain", "gate", "y")),
         *((name, c_int64) for name in ("rows", "heads", "size", "stride")),
         ("eps", c_float),
+        ("silu", c_int32),
     ]
 
 
@@ -124,6 +126,8 @@ def decline_delta(sizes: DeltaSizes) -> Declined | None:
     """Return why a delta rule of these sizes is not supported, or None."""
     if sizes.key_dim % LANES or sizes.value_dim % LANES or sizes.key_dim > _MAX_KEY_DIM:
         return _HEADS
+    if sizes.by_channel and sizes.heads != sizes.key_heads:
+        return _DELTA
     return None
 
 
@@ -168,21 +172,22 @@ def native_delta_rule(
     if (declined := decline_delta(sizes)) is not None:
         return declined
     values, shape = sizes.heads * sizes.value_dim, (sizes.heads, sizes.key_dim, sizes.value_dim)
-    fitting = qkv.shape[1] == 2 * width + values and gates.shape == (len(qkv), 2 * sizes.heads)
-    if not _contiguous_fp32(rate, dt_bias, state) or state.shape[1:] != shape or not fitting or not qkv.is_contiguous():
+    fitting = qkv.shape[1] == 2 * width + values and gates.shape == (len(qkv), sizes.heads + sizes.decays)
+    fitting = fitting and rate.shape == (sizes.heads,) and dt_bias.shape == (sizes.decays,) and qkv.is_contiguous()
+    if not _contiguous_fp32(rate, dt_bias, state) or state.shape[1:] != shape or not fitting:
         return _DELTA
     if not _fits(runs, len(qkv), len(state)):
         return _RUNS
-    y, scratch = qkv.new_empty(len(qkv), values), torch.empty(len(qkv), 2 * (width + sizes.heads))
+    y, scratch = qkv.new_empty(len(qkv), values), torch.empty(len(qkv), 2 * width + sizes.heads + sizes.decays)
     pointers = (tensor.data_ptr() for tensor in (qkv, gates, rate, dt_bias, state, scratch, y))
     counts = sizes.heads, sizes.key_heads, sizes.key_dim, sizes.value_dim
-    task = _Delta(*pointers, gates.stride(0), *counts, sizes.beta_scale)
+    task = _Delta(*pointers, gates.stride(0), *counts, sizes.beta_scale, sizes.floor, sizes.by_channel)
     work = len(qkv) * sizes.heads * sizes.key_dim * sizes.value_dim
     library.delta(ctypes.byref(_c_runs(qkv, runs)), ctypes.byref(task), _threads(work))
     return y
 
 
-def native_gated_norm(x: Tensor, gain: Tensor, eps: float, gate: Tensor) -> Tensor | Declined:
+def native_gated_norm(x: Tensor, gain: Tensor, eps: float, gate: Tensor, silu: bool) -> Tensor | Declined:
     library, size = _library(x, gain, gate), gain.shape[0]
     if isinstance(library, Declined):
         return library
@@ -190,7 +195,7 @@ def native_gated_norm(x: Tensor, gain: Tensor, eps: float, gate: Tensor) -> Tens
         return _NORM
     y = torch.empty_like(x)
     pointers = x.data_ptr(), gain.data_ptr(), gate.data_ptr(), y.data_ptr()
-    task = _GatedNorm(*pointers, len(x), x.shape[1] // size, size, gate.stride(0), eps)
+    task = _GatedNorm(*pointers, len(x), x.shape[1] // size, size, gate.stride(0), eps, silu)
     library.gated_norm(ctypes.byref(task), ROW_TYPES[x.dtype], _threads(x.numel()))
     return y
 

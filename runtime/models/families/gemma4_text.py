@@ -97,7 +97,8 @@ class Gemma4Layers:
         )
 
 
-def _kv_sources(raw: Fields, slides: tuple[bool, ...]) -> tuple[int | None, ...]:
+def read_kv_sources(raw: Fields, slides: tuple[bool, ...]) -> tuple[int | None, ...]:
+    """Return the layer whose keys and values each layer reads, None for its own."""
     # The last num_kv_shared_layers read from the last layer of their kind before them.
     first = len(slides) - raw.integer("num_kv_shared_layers", 0, low=0, high=len(slides) - 1)
     last = {slide: index for index, slide in enumerate(slides[:first])}
@@ -174,7 +175,7 @@ def read_gemma4(raw: Fields) -> ModelConfig:
         per_layer_vocab=raw.integer("vocab_size_per_layer_input", fields["vocab_size"]) if width else 0,
         build_layer=Gemma4Layers(
             slides,
-            _kv_sources(raw, slides),
+            read_kv_sources(raw, slides),
             full_kv_heads,
             full_head_dim,
             keys_are_values,

@@ -12,11 +12,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from mycli.runtime.engine.replies.journal import ReplyJournal
-from mycli.runtime.server.api_error import ApiError
-from mycli.runtime.server.body import parse_body, read_body
-from mycli.runtime.server.encoding import JsonResponse
-from mycli.runtime.server.errors import exception_handlers
-from mycli.runtime.server.guard import Guard
+from mycli.runtime.server.http.api_error import ApiError
+from mycli.runtime.server.http.body import parse_body, read_body
+from mycli.runtime.server.http.encoding import JsonResponse
+from mycli.runtime.server.http.errors import exception_handlers
+from mycli.runtime.server.http.guard import Guard
+from mycli.runtime.server.http.settings import ServerSettings, ServerState
 from mycli.runtime.server.ollama.card import NEVER, running_entry
 from mycli.runtime.server.ollama.manage import MANAGING, refuse_managing
 from mycli.runtime.server.ollama.version import ollama_version
@@ -26,7 +27,6 @@ from mycli.runtime.server.router.metrics import router_metrics
 from mycli.runtime.server.router.pool import ModelPool, Slot
 from mycli.runtime.server.router.proxy import ForwardedResponse, keep_alive_of, model_of, relabelled
 from mycli.runtime.server.routes.page import page, page_file
-from mycli.runtime.server.settings import ServerSettings, ServerState
 from mycli.runtime.utils import version
 
 # Routes of a model's server; a test compares them with its table. Listed here, because importing that table would load

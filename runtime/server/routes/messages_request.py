@@ -5,11 +5,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from mycli.runtime.server.api_error import ApiError
-from mycli.runtime.server.formats import ResponseFormat, json_schema_format
-from mycli.runtime.server.routes.chat_spec import ChatSpec
-from mycli.runtime.server.routes.wire import text_of
-from mycli.runtime.server.schemas import (
+from mycli.runtime.server.http.api_error import ApiError
+from mycli.runtime.server.requests.formats import ResponseFormat, json_schema_format
+from mycli.runtime.server.requests.schemas import (
     MAX_CONTENT_PARTS,
     Content,
     ContentPart,
@@ -22,6 +20,8 @@ from mycli.runtime.server.schemas import (
     Strict,
     ToolName,
 )
+from mycli.runtime.server.routes.chat_spec import ChatSpec
+from mycli.runtime.server.routes.wire import text_of
 from mycli.runtime.tokenizer.chat_template import Message, Tool, effort_arguments
 from mycli.runtime.tokenizer.stream import MAX_STOPS
 
@@ -152,7 +152,7 @@ class MessagesRequest(CountRequest, ForReply):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=0, le=1 << 31)
-    deadline: float | None = Field(None, gt=0, le=86400)  # seconds after which the reply is to end
+    deadline: float | None = Field(None, ge=0.1, le=86400)  # seconds after which the reply is to end
 
 
 def _document(block: TextBlock, place: str) -> str:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mycli.runtime.errors import ModelError
 from mycli.runtime.tokenizer.chat_template import Message, Tool
@@ -19,6 +19,9 @@ from mycli.runtime.tokenizer.parsing.response_template import (
     read_response_template,
 )
 from mycli.runtime.utils.json_fields import Fields
+
+if TYPE_CHECKING:
+    from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
 _CALL = {"name": "{content.name}", "arguments": "{content.arguments}"}
 _LLAMA = {"name": "{content.name}", "arguments": "{content.parameters}"}
@@ -152,6 +155,12 @@ def model_tool_format(response_template: Fields | None, template: str) -> ToolFo
             if declared is not None:
                 return declared
     return find_tool_format(template)
+
+
+def own_tool_format(tokenizer: "Tokenizer") -> ToolFormat | None:
+    """Return the format of calls that a model's files show; None without one. Raises ModelError as `source` does."""
+    template = tokenizer.template
+    return model_tool_format(tokenizer.response_template, "" if template is None else template.source(tools=True))
 
 
 def describe_tools_in_system_message(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:

@@ -17,7 +17,7 @@ import pytest
 
 from mycli.cli.flags.records import LoadFlags
 from mycli.cli.flags.several import SeveralModelsFlags, option_words, setting_words
-from mycli.cli.model_catalog import requested_models
+from mycli.cli.serving.model_catalog import requested_models
 from mycli.runtime.errors import UsageError
 from mycli.runtime.server.application import ROUTES
 from mycli.runtime.server.router.application import ROUTER_ROUTES

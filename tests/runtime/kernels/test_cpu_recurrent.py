@@ -17,6 +17,8 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=[
 RUNS = Runs((0, 1, 1, DELTA_CHUNK + 20, DELTA_CHUNK + 27), (3, 0, 2, 1))
 ROWS = RUNS.starts[-1]
 SIZES = [DeltaSizes(2, 1, 16, 16), DeltaSizes(6, 2, 32, 48), DeltaSizes(4, 4, 128, 128), DeltaSizes(2, 2, 256, 16)]
+CHANNELS = [DeltaSizes(3, 3, 16, 32, by_channel=True), DeltaSizes(2, 2, 64, 64, by_channel=True, floor=-5.0)]
+SIZES += CHANNELS
 
 
 def close(found: Tensor | str, expected: Tensor, tolerance: float = 2e-6) -> None:
@@ -29,10 +31,11 @@ def close(found: Tensor | str, expected: Tensor, tolerance: float = 2e-6) -> Non
 def delta_case(sizes: DeltaSizes, dtype: torch.dtype = torch.float32, rows: int = ROWS) -> tuple[Any, ...]:
     """Return qkv, gates, rate, dt_bias and state."""
     width = 2 * sizes.key_heads * sizes.key_dim + sizes.heads * sizes.value_dim
-    gates = normal(rows, 2 * sizes.heads + 5, seed=1).to(dtype)[:, 3 : 3 + 2 * sizes.heads] * 2  # not contiguous
+    count = sizes.heads + sizes.decays
+    gates = normal(rows, count + 5, seed=1).to(dtype)[:, 3 : 3 + count] * 2  # not contiguous
     rate = -normal(sizes.heads, seed=2).exp()
     state = normal(5, sizes.heads, sizes.key_dim, sizes.value_dim, seed=4)
-    return normal(rows, width).to(dtype), gates, rate, normal(sizes.heads, seed=3), state
+    return normal(rows, width).to(dtype), gates, rate, normal(sizes.decays, seed=3), state
 
 
 def one_by_one(
@@ -49,8 +52,12 @@ def one_by_one(
                 query, key = (x / (x.square().sum() + 1e-6).sqrt() for x in (query, key))
                 at = 2 * width + head * sizes.value_dim
                 value, beta = row[at : at + sizes.value_dim], gate[head].sigmoid()
-                decay = rate[head].double() * functional.softplus(gate[sizes.heads + head] + dt_bias[head].double())
-                before = state[slot, head].double() * decay.exp()
+                each = sizes.decays // sizes.heads
+                step = gate[sizes.heads :].view(-1, each)[head] + dt_bias.view(-1, each)[head].double()
+                decay = rate[head].double() * functional.softplus(step)
+                if sizes.floor:
+                    decay = sizes.floor * (step * -rate[head].double()).sigmoid()
+                before = state[slot, head].double() * decay.exp().unsqueeze(-1)
                 now = before + torch.outer(key, beta * (value - key @ before))
                 state[slot, head] = now.to(state.dtype)
                 heads.append(query @ now / sizes.key_dim**0.5)
@@ -58,7 +65,7 @@ def one_by_one(
     return torch.stack(out).to(qkv.dtype)
 
 
-@pytest.mark.parametrize("sizes", SIZES[:2], ids=str)
+@pytest.mark.parametrize("sizes", [*SIZES[:2], *CHANNELS], ids=str)
 def test_chunks_are_the_recurrence(sizes: DeltaSizes) -> None:
     *given, state = delta_case(sizes)
     ours, theirs = state.clone(), state.double()
@@ -96,7 +103,8 @@ def test_the_native_convolution(taps: int, channels: int, bias: bool, silu: bool
 def test_the_native_gated_norm(heads: int, size: int, dtype: torch.dtype) -> None:
     x, gate = normal(7, heads * size).to(dtype), (normal(7, heads * size + 16, seed=1) * 8).to(dtype)[:, 16:]
     gain = normal(size, seed=2).to(dtype)
-    close(native_gated_norm(x, gain, 1e-6, gate), gated_norm(x, gain, 1e-6, gate))
+    for silu in (True, False):
+        close(native_gated_norm(x, gain, 1e-6, gate, silu), gated_norm(x, gain, 1e-6, gate, silu))
 
 
 def test_the_convolution_is_that_of_torch() -> None:
@@ -107,9 +115,10 @@ def test_the_convolution_is_that_of_torch() -> None:
 
 @pytest.mark.usefixtures("library")
 @DTYPES
-def test_a_row_has_the_same_bits_however_its_text_is_cut(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("sizes", [DeltaSizes(4, 2, 32, 32), CHANNELS[1]], ids=str)
+def test_a_row_has_the_same_bits_however_its_text_is_cut(sizes: DeltaSizes, dtype: torch.dtype) -> None:
     """The bits also do not depend on the batch or the thread count."""
-    sizes, cuts = DeltaSizes(4, 2, 32, 32), (0, 1, 2, 9, 40, 50)
+    cuts = (0, 1, 2, 9, 40, 50)
     qkv, gates, rate, dt_bias, state = delta_case(sizes, dtype, rows=50)
     weight, before = normal(4, qkv.shape[1], seed=5), normal(5, 3, qkv.shape[1], seed=6)
 

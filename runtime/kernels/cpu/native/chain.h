@@ -12,7 +12,8 @@ namespace {
 
 // The structures are mirrored by layer.py.
 enum StepKind : int64_t {
-    ATTENTION_STEP, MLP_STEP, EXPERTS_STEP, PARALLEL_STEP, PER_LAYER_STEP, DELTA_STEP, CONVOLUTION_STEP, LATENT_STEP, MAMBA_STEP
+    ATTENTION_STEP, MLP_STEP, EXPERTS_STEP, PARALLEL_STEP, PER_LAYER_STEP, DELTA_STEP, CONVOLUTION_STEP, LATENT_STEP, MAMBA_STEP,
+    CHANNEL_DELTA_STEP
 };
 struct Step {
     int64_t kind;
@@ -35,6 +36,7 @@ inline int run_step(const Step& step, const PassRows& pass, const Rowwise& rowwi
         case PER_LAYER_STEP: return run_per_layer(*static_cast<const PerLayerPart*>(step.part), pass, rowwise, x, out);
         case DELTA_STEP: return RecurrentRun{pass, *states, rowwise}.run(*static_cast<const DeltaPart*>(step.part), x, out);
         case MAMBA_STEP: return RecurrentRun{pass, *states, rowwise}.run(*static_cast<const MambaPart*>(step.part), x, out);
+        case CHANNEL_DELTA_STEP: return RecurrentRun{pass, *states, rowwise}.run(*static_cast<const ChannelDeltaPart*>(step.part), x, out);
         case CONVOLUTION_STEP: return RecurrentRun{pass, *states, rowwise}.run(*static_cast<const ConvolutionPart*>(step.part), x, out);
         default: return ExpertsRun{*static_cast<const ExpertsPart*>(step.part), rowwise}.run(x, out);
     }

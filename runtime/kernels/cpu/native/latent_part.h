@@ -10,7 +10,8 @@ namespace {
 
 struct LatentPart {  // mirrored by layer.py
     NormParams norm, q_norm, kv_norm;
-    Linear inputs, q_b, o;  // inputs: the query's projection, latent, unrotated shared key; q_b: no products where there is none
+    // inputs: the query's projection, latent, unrotated shared key; q_b, gate: no products where there is none
+    Linear inputs, q_b, gate, o;  // gate: a value for each head, whose sigmoid multiplies the head's output
     ResidualAdd residual;
     const uint16_t *keys, *values;  // kv_b by heads: [heads, rank, nope] and [heads, value, rank]
     int64_t heads, rank, nope, rope, value;
@@ -74,10 +75,10 @@ struct LatentRun {
     // Computes the part without its norm and residual addition. Returns 0; 1: no memory; 2: lengths or blocks out of range.
     int compute(const uint16_t* input, uint16_t* output) const {
         const int64_t rows = rowwise.rows, heads = part.heads, wide = heads * part.rank, width = heads * head_size();
-        const int64_t widest = std::max({part.inputs.outputs, part.q_b.outputs, part.residual.hidden});
+        const int64_t widest = std::max({part.inputs.outputs, part.q_b.outputs, part.gate.outputs, part.residual.hidden});
         const int64_t turned = heads * part.rope, read = heads * part.value;
         Scratch scratch(rows * (widest + part.inputs.outputs + part.q_norm.size + 2 * width + 2 * turned + 2 * wide + read +
-                                part.rank + 2 * part.rope + 4) + 2 * (part.rank + part.rope));
+                                part.gate.outputs + part.rank + 2 * part.rope + 4) + 2 * (part.rank + part.rope));
         if (!scratch.at) return 1;
         uint16_t *spare = scratch.take(rows * widest), *projected = scratch.take(rows * part.inputs.outputs);
         uint16_t *inner = scratch.take(rows * wide), *context = scratch.take(rows * wide);
@@ -110,6 +111,14 @@ struct LatentRun {
         if (!multiply_heads(into, rowwise.threads)) return 1;
         if (const int failed = attend_latent(&task, rowwise.threads)) return failed;
         if (!multiply_heads(from, rowwise.threads)) return 1;
+        if (part.gate.count) {
+            uint16_t* gates = scratch.take(rows * heads);
+            if (!rowwise.multiply(part.gate, input, gates, spare)) return 1;
+            rowwise.each([&](int64_t row) {
+                for (int64_t i = row * heads; i < (row + 1) * heads; i++)
+                    weigh_row(attended + i * part.value, gates[i], part.value, attended + i * part.value);
+            });
+        }
         return rowwise.multiply(part.o, attended, output, spare) ? 0 : 1;
     }
 

@@ -73,22 +73,49 @@ template <class T> void convolve_channels(const Runs& r, const Convolution& c, i
 
 struct Delta {  // mirrored by recurrent.py
     const void* qkv;    // [rows, 2 * key_heads * key_dim + heads * value_dim]
-    const void* gates;  // [rows, 2 * heads], stride in elements: b of every head, then a
-    const float *rate, *dt_bias;  // [heads]
+    const void* gates;  // [rows, heads + decays], stride in elements: b of every head, then a
+    const float *rate, *dt_bias;  // [heads] and [decays]
     float* state;    // [slots, heads, key_dim, value_dim]
-    float* scratch;  // [rows, 2 * (key_heads * key_dim + heads)]
+    float* scratch;  // [rows, 2 * key_heads * key_dim + heads + decays]
     void* y;         // [rows, heads * value_dim]
     int64_t stride, heads, key_heads, key_dim, value_dim;  // dims are multiples of 16, key_dim at most 256
-    float beta_scale;  // multiplies beta
+    float beta_scale;    // multiplies beta
+    float floor;         // if not 0, a decay is exp(floor * sigmoid(-rate * a))
+    int32_t by_channel;  // each row of a state has its own decay, and each head its own key
+
+    int64_t decays() const { return by_channel ? heads * key_dim : heads; }
+    int64_t inputs() const { return 2 * key_heads * key_dim + heads + decays(); }
 };
 
 constexpr int64_t MAX_KEY_DIM = 256;
+
+// log(1 + e^x), by the series of the inverse hyperbolic tangent of e / (2 + e), where e = e^-|x|.
+inline V16 softplus(V16 x) {
+    const V16 zero = {}, e = exponential(x < 0 ? x : -x), s = e / (e + 2.0f), square = s * s;
+    V16 y = square * (2.0f / 15) + 2.0f / 13;
+    y = y * square + 2.0f / 11;
+    y = y * square + 2.0f / 9;
+    y = y * square + 2.0f / 7;
+    y = y * square + 2.0f / 5;
+    y = y * square + 2.0f / 3;
+    y = y * square + 2.0f;
+    return (x < 0 ? zero : x) + s * y;
+}
+
+// The decay of each key channel of a row.
+template <class T> void channel_decays(const Delta& d, const T* a, float* out) {
+    for (int64_t head = 0; head < d.heads; head++)
+        for (int64_t i = head * d.key_dim; i < (head + 1) * d.key_dim; i += LANE) {
+            const V16 step = load16(a + i) + load16(d.dt_bias + i), rate = V16{} + d.rate[head];
+            put16(out + i, exponential(d.floor != 0.0f ? times_sigmoid(V16{} + d.floor, -rate * step) : rate * softplus(step)));
+        }
+}
 
 // Normalizes the queries and keys of a row, the queries also by sqrt(key_dim), then exp(g) and beta of each head.
 template <class T> void delta_inputs(const Delta& d, int64_t row) {
     const int64_t width = d.key_heads * d.key_dim;
     const T* x = static_cast<const T*>(d.qkv) + row * (2 * width + d.heads * d.value_dim);
-    float* out = d.scratch + row * 2 * (width + d.heads);
+    float* out = d.scratch + row * d.inputs();
     for (int64_t head = 0; head < 2 * d.key_heads; head++) {
         V16 sum = {};
         for (int64_t i = 0; i < d.key_dim; i += LANE) {
@@ -101,16 +128,19 @@ template <class T> void delta_inputs(const Delta& d, int64_t row) {
             put16(out + head * d.key_dim + i, load16(x + head * d.key_dim + i) * scale);
     }
     const T* gates = static_cast<const T*>(d.gates) + row * d.stride;
+    float *decays = out + 2 * width, *betas = decays + d.decays();
+    if (d.by_channel) channel_decays(d, gates + d.heads, decays);
     for (int64_t head = 0; head < d.heads; head++) {
-        const float a = number(gates[d.heads + head]) + d.dt_bias[head], b = number(gates[head]);
+        betas[head] = d.beta_scale / (1.0f + expf(-number(gates[head])));
+        if (d.by_channel) continue;
+        const float a = number(gates[d.heads + head]) + d.dt_bias[head];
         const float softplus = a > 20.0f ? a : log1pf(expf(a));  // threshold of torch's softplus
-        out[2 * width + head] = expf(d.rate[head] * softplus);
-        out[2 * width + d.heads + head] = d.beta_scale / (1.0f + expf(-b));
+        decays[head] = expf(d.rate[head] * softplus);
     }
 }
 
 // Advances B times 16 columns of a head's state by all rows of a sequence.
-template <class T, int B> void delta_columns(const Runs& r, const Delta& d, int64_t run, int64_t head, int64_t column) {
+template <class T, int B, bool BY_CHANNEL> void delta_columns(const Runs& r, const Delta& d, int64_t run, int64_t head, int64_t column) {
     const int64_t width = d.key_heads * d.key_dim, values = d.heads * d.value_dim;
     const int64_t key_head = head / (d.heads / d.key_heads);
     float* state = d.state + (r.slots[run] * d.heads + head) * d.key_dim * d.value_dim + column;
@@ -118,22 +148,26 @@ template <class T, int B> void delta_columns(const Runs& r, const Delta& d, int6
     for (int64_t i = 0; i < d.key_dim; i++)
         for (int b = 0; b < B; b++) s[i][b] = load16(state + i * d.value_dim + b * LANE);
     for (int64_t row = r.starts[run]; row < r.starts[run + 1]; row++) {
-        const float* in = d.scratch + row * 2 * (width + d.heads);
+        const float* in = d.scratch + row * d.inputs();
         const float *query = in + key_head * d.key_dim, *key = query + width;
-        const float decay = in[2 * width + head], beta = in[2 * width + d.heads + head];
+        const float* decays = in + 2 * width + head * (BY_CHANNEL ? d.key_dim : 1);
+        const float decay = decays[0], beta = in[2 * width + d.decays() + head];
         const T* value = static_cast<const T*>(d.qkv) + row * (2 * width + values) + 2 * width + head * d.value_dim + column;
         V16 recalled[4][B] = {}, read[4][B] = {}, written[B];
         for (int64_t i = 0; i < d.key_dim; i += 4)
             for (int64_t j = 0; j < 4; j++)
-                for (int b = 0; b < B; b++) recalled[j][b] += s[i + j][b] * key[i + j];
+                for (int b = 0; b < B; b++) {
+                    if (BY_CHANNEL) s[i + j][b] *= decays[i + j];
+                    recalled[j][b] += s[i + j][b] * key[i + j];
+                }
         for (int b = 0; b < B; b++) {
             const V16 all = (recalled[0][b] + recalled[1][b]) + (recalled[2][b] + recalled[3][b]);
-            written[b] = (load16(value + b * LANE) - all * decay) * beta;
+            written[b] = (load16(value + b * LANE) - (BY_CHANNEL ? all : all * decay)) * beta;
         }
         for (int64_t i = 0; i < d.key_dim; i += 4)
             for (int64_t j = 0; j < 4; j++)
                 for (int b = 0; b < B; b++) {
-                    s[i + j][b] = s[i + j][b] * decay + written[b] * key[i + j];
+                    s[i + j][b] = (BY_CHANNEL ? s[i + j][b] : s[i + j][b] * decay) + written[b] * key[i + j];
                     read[j][b] += s[i + j][b] * query[i + j];
                 }
         for (int b = 0; b < B; b++)
@@ -150,9 +184,10 @@ struct GatedNorm {  // mirrored by recurrent.py
     void* y;                      // as x
     int64_t rows, heads, size, stride;  // size is a multiple of 16
     float eps;
+    int32_t silu;
 };
 
-// RMSNorm of each head of a row, times SiLU(gate), rounded once.
+// RMSNorm of each head of a row, times SiLU(gate) or its sigmoid, rounded once.
 template <class T> void gated_norm_row(const GatedNorm& n, int64_t row) {
     const T* gain = static_cast<const T*>(n.gain);
     for (int64_t head = 0; head < n.heads; head++) {
@@ -165,7 +200,8 @@ template <class T> void gated_norm_row(const GatedNorm& n, int64_t row) {
         }
         const float root = 1.0f / sqrtf(sum_of(sum) / float(n.size) + n.eps);
         for (int64_t i = 0; i < n.size; i += LANE)
-            put16(static_cast<T*>(n.y) + at + i, load16(x + i) * root * load16(gain + i) * silu(load16(gate + i)));
+            put16(static_cast<T*>(n.y) + at + i, load16(x + i) * root * load16(gain + i) *
+                  times_sigmoid(n.silu ? load16(gate + i) : V16{} + 1.0f, load16(gate + i)));
     }
 }
 
@@ -276,6 +312,9 @@ template <class T> void convolve_rows(const Runs& r, const Convolution& c, int t
         convolve_channels<T>(r, c, i / groups, block * LANE, std::min(BLOCKS, blocks - block));
     }
 }
+template <class T, int B> void delta_piece(const Runs& r, const Delta& d, int64_t run, int64_t head, int64_t column) {
+    d.by_channel ? delta_columns<T, B, true>(r, d, run, head, column) : delta_columns<T, B, false>(r, d, run, head, column);
+}
 template <class T> void delta_rows(const Runs& r, const Delta& d, int threads) {
     const bool wide = d.value_dim % (2 * LANE) == 0;
     const int64_t width = wide ? 2 * LANE : LANE, columns = d.value_dim / width, tasks = r.runs * d.heads * columns;
@@ -286,7 +325,7 @@ template <class T> void delta_rows(const Runs& r, const Delta& d, int threads) {
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < tasks; i++) {
             const int64_t run = i / (d.heads * columns), head = i / columns % d.heads, column = i % columns * width;
-            wide ? delta_columns<T, 2>(r, d, run, head, column) : delta_columns<T, 1>(r, d, run, head, column);
+            wide ? delta_piece<T, 2>(r, d, run, head, column) : delta_piece<T, 1>(r, d, run, head, column);
         }
     }
 }

@@ -18,6 +18,15 @@ struct DeltaPart {
     int64_t by_key_head;  // the projections are ordered by key head, and the gates too
     float beta_scale;
 };
+// Kimi Delta Attention. projection: q, k, v, then z and a where they are whole; gates: b, then the low ranks of a and of z.
+struct ChannelDeltaPart {
+    NormParams norm, head_norm;
+    Linear projection, gates, decay_b, gate_b, out;  // no outputs for a whole a, or a whole z
+    ResidualAdd residual;
+    const float *weight, *bias, *rate, *dt_bias;
+    int64_t taps, heads, head_dim;
+    float floor;
+};
 struct MambaPart {
     NormParams norm, gated_norm;  // the gated norm has a bf16 gain
     Linear projection, out;  // z; x, B and C; steps
@@ -94,10 +103,55 @@ struct RecurrentRun {
         uint16_t *mixed = scratch.take(rows * channels), *read = scratch.take(rows * values), *normed = scratch.take(rows * values);
         convolve(part.weight, part.bias, channels, part.taps, projected, part.projection.outputs, true, mixed);
         const Delta d{mixed, gates, part.rate, part.dt_bias, states.matrices, reinterpret_cast<float*>(scratch.take(2 * rows * inputs)),
-                      read, part.gates.outputs, part.heads, part.key_heads, part.key_dim, part.value_dim, part.beta_scale};
+                      read, part.gates.outputs, part.heads, part.key_heads, part.key_dim, part.value_dim, part.beta_scale, 0.0f, 0};
         delta_rows<uint16_t>(runs(), d, threads_for(rows * values * part.key_dim));
         const GatedNorm n{read, part.head_norm.gain, projected + channels, normed, rows, part.heads, part.value_dim,
-                          part.projection.outputs, part.head_norm.eps};
+                          part.projection.outputs, part.head_norm.eps, 1};
+        gated_norm_rows<uint16_t>(n, threads_for(rows * values));
+        uint16_t* output = scratch.take(rows * hidden);
+        if (!rowwise.multiply(part.out, normed, output, spare)) return 1;
+        rowwise.add(part.residual, x, output, spare, out);
+        return 0;
+    }
+
+    // Returns as above.
+    int run(const ChannelDeltaPart& part, const uint16_t* x, uint16_t* out) const {
+        const int64_t rows = rowwise.rows, hidden = part.residual.hidden, values = part.heads * part.head_dim, channels = 3 * values;
+        const int64_t width = part.projection.outputs, low = part.gates.outputs, steps_width = part.heads + values;
+        const int64_t widest = std::max({width, low, values, hidden}), inputs = 3 * values + part.heads;
+        if (!is_sound()) return 2;
+        Scratch scratch(rows * (2 * widest + 2 * hidden + width + low + 4 * values + steps_width + channels + 2 * inputs));
+        if (!scratch.at) return 1;
+        uint16_t *spare = scratch.take(rows * widest), *narrow = scratch.take(rows * widest);
+        const uint16_t* input = rowwise.norm_input(part.norm, x, scratch.take(rows * hidden));
+        uint16_t *projected = scratch.take(rows * width), *gates = scratch.take(rows * low), *steps = scratch.take(rows * steps_width);
+        if (!rowwise.multiply(part.projection, input, projected, spare) || !rowwise.multiply(part.gates, input, gates, spare)) return 1;
+        const auto copy = [&](const uint16_t* from, int64_t stride, int64_t count, uint16_t* to, int64_t to_stride) {
+            for (int64_t row = 0; row < rows; row++) memcpy(to + row * to_stride, from + row * stride, size_t(count) * 2);
+        };
+        int64_t first = part.heads;  // of the next low rank
+        const auto raise = [&](const Linear& linear, uint16_t* to) {
+            const int64_t rank = linear.parts[0].inputs;
+            copy(gates + first, low, rank, narrow, rank);
+            first += rank;
+            return rowwise.multiply(linear, narrow, to, spare);
+        };
+        uint16_t *raised_decay = scratch.take(rows * values), *raised_gate = scratch.take(rows * values);
+        const bool low_decay = part.decay_b.outputs, low_gate = part.gate_b.outputs;
+        if (low_decay && !raise(part.decay_b, raised_decay)) return 1;
+        if (low_gate && !raise(part.gate_b, raised_gate)) return 1;
+        copy(gates, low, part.heads, steps, steps_width);
+        const uint16_t* whole_decay = projected + channels + (low_gate ? 0 : values);
+        copy(low_decay ? raised_decay : whole_decay, low_decay ? values : width, values, steps + part.heads, steps_width);
+        store_draft_inputs(projected, width, channels, 0);
+        store_draft_inputs(steps, steps_width, steps_width, channels);
+        uint16_t *mixed = scratch.take(rows * channels), *read = scratch.take(rows * values), *normed = scratch.take(rows * values);
+        convolve(part.weight, part.bias, channels, part.taps, projected, width, true, mixed);
+        const Delta d{mixed, steps, part.rate, part.dt_bias, states.matrices, reinterpret_cast<float*>(scratch.take(2 * rows * inputs)),
+                      read, steps_width, part.heads, part.heads, part.head_dim, part.head_dim, 1.0f, part.floor, 1};
+        delta_rows<uint16_t>(runs(), d, threads_for(rows * values * part.head_dim));
+        const GatedNorm n{read, part.head_norm.gain, low_gate ? raised_gate : projected + channels, normed, rows, part.heads,
+                          part.head_dim, low_gate ? values : width, part.head_norm.eps, 0};
         gated_norm_rows<uint16_t>(n, threads_for(rows * values));
         uint16_t* output = scratch.take(rows * hidden);
         if (!rowwise.multiply(part.out, normed, output, spare)) return 1;

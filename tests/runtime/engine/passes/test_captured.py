@@ -35,6 +35,7 @@ QUICK = [
     "glm4-half-turned",
     "smollm3-untied-window",
     "gemma4-told-lent-double",
+    "gemma3n-sparse-lent",
     "ministral3-beyond",
     "granite-multipliers",
     "olmo3-window7",

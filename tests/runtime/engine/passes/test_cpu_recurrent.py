@@ -38,6 +38,14 @@ RECURRENT: Mapping[str, tuple[Mapping[str, Any], Sequence[str]]] = {
     "qwen3_5-delta": (QUARTER, ["delta", "mlp"] * 3 + ["attention", "mlp"]),
     "qwen3_5_moe-8top3": (QUARTER, ["delta", "experts"] * 3 + ["attention", "experts"]),
     "qwen3_next-8top3": (QUARTER, ["delta", "experts"] * 3 + ["attention", "experts"]),
+    "kimi_linear-8top3": (
+        {"linear_head_dim": 32},
+        ["kimi delta", "mlp", "latent", "experts", "kimi delta", "experts"],
+    ),
+    "bailing_hybrid-8top3": (
+        {"num_hidden_layers": 3, "n_group": 1, "qk_rope_head_dim": 32},
+        ["kimi delta", "mlp", "latent", "mlp", "kimi delta", "experts"],
+    ),
     "lfm2-tied": (HEAD, ["convolution", "mlp", "attention", "mlp", "convolution", "mlp"]),
     "lfm2-untied-biases": (HEAD, ["attention", "mlp"] + ["convolution", "mlp"] * 2),
 }

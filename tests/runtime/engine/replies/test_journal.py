@@ -47,7 +47,11 @@ def test_a_record_holds_what_was_generated(journal: ReplyJournal) -> None:
     writer = journal.begin("a", {"kind": "test"})
     assert writer is not None
     logprobs = (TokenLogprob(3, -0.125, ((3, -0.125), (9, float("-inf")))),)
-    for part in (output(3, numbers=1, logprobs=logprobs), output(), output(4, 5, numbers=3, finish_reason="length", shortened=True)):
+    for part in (
+        output(3, numbers=1, logprobs=logprobs),
+        output(),
+        output(4, 5, numbers=3, finish_reason="length", shortened=True),
+    ):
         RecordedReply(writer, 1).append(part)
     RecordedReply(writer, 0).append(output(finish_reason="cancelled"))  # not an end: it can be resumed
     writer.close()
@@ -89,7 +93,9 @@ def test_another_version_is_refused(line: str, journal: ReplyJournal) -> None:
         journal.header("a")
 
 
-@pytest.mark.parametrize("line", ["{", "[0]", '[0, ["x"], 1, null, [], false]', "[0, [1], 1, null, [[1]], false]", "null"])
+@pytest.mark.parametrize(
+    "line", ["{", "[0]", '[0, ["x"], 1, null, [], false]', "[0, [1], 1, null, [[1]], false]", "null"]
+)
 def test_a_damaged_line_ends_what_is_continued(line: str, journal: ReplyJournal) -> None:
     journal.folder.mkdir()
     lines = ['{"version": 2}', "[0, [1], 1, null, [], false]", line, "[0, [2], 2, null, [], false]"]
