@@ -1,4 +1,4 @@
-"""Measures a quantized model beside its original: on held-out text, with 8-bit activations, and on tool calls."""
+"""Compares a quantized model with its original: on held-out text, with 8-bit activations, and on tool calls."""
 
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -39,7 +39,7 @@ class Original:
 
 @dataclass(frozen=True)
 class QualityReport:
-    """Everything that was measured; all None if nothing was asked for."""
+    """The measurements of a result; all None without a report."""
 
     evaluation: Evaluation | None = None
     activations: ActivationKl | None = None
