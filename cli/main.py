@@ -48,12 +48,14 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "bench serve": ("bench_serve", "Measure a server under load."),
     "bench draft": ("bench_draft", "Measure how much faster a draft makes a model."),
     "cache why": ("cache_why", "Say why the prompt of one request misses the cache of another."),
+    "template check": ("template_check", "Check what a chat template loses, refuses and costs."),
     "spec check": ("spec_check", "Check that a draft has the vocabulary of its target."),
     "spec verify": ("spec_verify", "Test that a draft changes only the speed."),
     "doctor": ("doctor", "Check that everything works on this machine, and show how it runs a model."),
 }
 GROUPS = {  # first words that are no command
     "cache": "Explain the prefix cache.",
+    "template": "Check chat templates.",
     "spec": "Check whether a small model can draft for a larger one.",
 }
 # Options that may also stand before the name of a command.

@@ -160,6 +160,9 @@ REASONS: Mapping[str, str] = {
     "unequal-tokens": "the sequences do not have equally many new tokens",
     "cache-block-size": "cache blocks have {size} positions, which is no multiple of 64",
     "attention-shape": "the GPU attention does not support {heads} heads of {head_dim}",
+    "prompt-attention-raises": "the GPU attention of prompts failed ({error}); torch computes it",
+    "prompt-attention-differs": "the GPU attention of prompts, with heads of {head_dim}, is off by {error:.1%}; torch "
+    "computes it",
     "fused-shape": "the fused kernels do not support {sequences} sequences of {tokens} new tokens",
     "many-penalties": "penalties are applied on the device for at most {most} sequences, not {sequences}",
     "some-logits": "logits of some rows of each sequence are requested; the fused pass computes the last row or all",

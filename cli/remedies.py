@@ -39,6 +39,7 @@ REMEDIES: Mapping[str, str] = {
     "give-adapter": "mycli run {base} --adapter {adapter}",
     "merge-first": "name the model that it was quantized from: mycli quantize MODEL --adapter ADAPTER",
     "show-template": "mycli show {model} --template prints it",
+    "add-template": "add --chat-template FILE",
     # a prompt and its context
     "no-prompt": "give a prompt: mycli run {model} PROMPT; or chat: mycli chat {model}",
     "allow-special": "remove the control token from the text, or pass --allow-special",

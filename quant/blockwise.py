@@ -20,18 +20,21 @@ from mycli.quant.calibration.hessian import (
     reduced_precision,
     require_finite,
 )
+from mycli.quant.column_balance import balance
 from mycli.quant.layer_streaming import StreamedModel, restore
 from mycli.quant.linear_solver import LinearSolver, SolvedProduct, rounding_error
 from mycli.quant.model_card import Layer
 from mycli.quant.progress import ReportNote, ReportProgress, ignore, silent
 from mycli.quant.rounding.error_compensation import Moments
 from mycli.quant.rounding.grid import Quantized
+from mycli.quant.transforms import TransformModule
 from mycli.quant.tuning.block import tune_block
 from mycli.quant.tuning.parameters import TunableBlock
 from mycli.quant.work_folder import Solved, WorkFolder
 from mycli.runtime.checkpoint.formats import EMBEDDING
 from mycli.runtime.device.system import trim_heap
 from mycli.runtime.layers.attention import PromptAttention
+from mycli.runtime.layers.block import Block
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.models.part_spec import LinearSpec
 from mycli.runtime.quantization.scheme import Packing
@@ -81,15 +84,20 @@ class BlockSolver:
         model, transform = self.model, self._solver.transform
         if index == model.config.layers:
             return self._solve_head()
-        quantized = ObservedBlock(model.block(index), self._stream, side_inputs=self._side_inputs)
+        blocks = model.block(index), model.block(index)
+        changed, factors = self._balance(blocks)
+        quantized = ObservedBlock(blocks[0], self._stream, side_inputs=self._side_inputs)
         original = ObservedBlock(
-            model.block(index),
+            blocks[1],
             self._original_stream,
             final=transform is None,  # a transform folds its scales into the original too
             side_inputs=self._original_side_inputs,
         )
-        changed, rounding = ({}, {}) if transform is None else self._fold(quantized, original)
-        solved, shifts = self._solve_products(quantized, original, changed, rounding)
+        rounding: dict[str, float] = {}
+        if transform is not None:
+            folded, rounding = self._fold(transform, quantized, original, factors)
+            changed |= folded
+        solved, shifts = self._solve_products(quantized, original, changed, rounding, factors)
         if transform is not None:
             # Read again without the folded scales: the bits must be those of a run that resumes after this block.
             self._advance_original(index)
@@ -108,11 +116,24 @@ class BlockSolver:
             self._advance_original(index)
             self._advance_quantized(index, solved)
 
-    def _fold(self, quantized: ObservedBlock, original: ObservedBlock) -> tuple[dict[str, Tensor], dict[str, float]]:
-        # Returns the changed tensors, and the error of plain rounding by linear while its columns are not scaled yet:
+    def _balance(self, blocks: tuple[Block, Block]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        # Of both, by powers of two: the original's outputs stay the same bit for bit.
+        if not self._solver.balances:
+            return {}, {}
+        changed, factors = balance(blocks[0], self.model.stored_dtype)
+        if factors:
+            balance(blocks[1], self.model.stored_dtype)
+        return changed, factors
+
+    def _fold(
+        self,
+        transform: TransformModule,
+        quantized: ObservedBlock,
+        original: ObservedBlock,
+        factors: Mapping[str, Tensor],
+    ) -> tuple[dict[str, Tensor], dict[str, float]]:
+        # Returns the changed tensors, and the error of plain rounding by linear as if its columns were not scaled:
         # rounding scaled weights would be a comparison with a part of the method itself.
-        transform = self._solver.transform
-        assert transform is not None
         changed: dict[str, Tensor] = {}
         rounding: dict[str, float] = {}
         for product, linear in quantized.block.products.items():
@@ -124,19 +145,27 @@ class BlockSolver:
             grid = self._solver.grid(self.packings[linear.specs[0].name])
             hessian = fitted.hessian + held_out.hessian
             for spec, part in zip(linear.specs, _parts(linear), strict=True):
-                rounding[spec.name] = rounding_error(part, grid, hessian)
+                packing = self.packings[spec.name]
+                rounding[spec.name] = self._rounding_error(part, packing, hessian, factors.get(product))
             scale = transform.choose_scale(linear.weight(), grid, hessian, source)
             if scale is not None:
                 for state in (quantized, original):
                     changed |= transform.fold(state.block, product, scale, self.model.stored_dtype)
         return changed, rounding
 
+    def _rounding_error(self, weight: Tensor, packing: Packing, hessian: Tensor, factor: Tensor | None) -> float:
+        # The comparison is with rounding the source's weights, whose columns have no factors.
+        if factor is not None:
+            weight, hessian = weight / factor, hessian * torch.outer(factor, factor)
+        return rounding_error(weight, self._solver.grid(packing), hessian)
+
     def _solve_products(
         self,
         quantized: ObservedBlock,
         original: ObservedBlock,
         changed: Mapping[str, Tensor],
-        rounding: Mapping[str, float],
+        rounding: dict[str, float],
+        factors: Mapping[str, Tensor],
     ) -> tuple[Solved, dict[str, Tensor]]:
         block = SolvedProduct({}, [], {})
         for product, linear in quantized.block.products.items():
@@ -147,6 +176,11 @@ class BlockSolver:
                 solved = self._solver.round(weights, packing)
             else:
                 solved = self._solver.solve(weights, packing, observed.fitted, observed.held_out)
+            if product in factors and not observed.too_few:
+                hessian = observed.fitted.hessian + observed.held_out.hessian
+                for name, weight in weights.items():
+                    if name not in rounding:
+                        rounding[name] = self._rounding_error(weight, packing, hessian, factors[product])
             del observed, weights
             trim_heap()
             self._install(linear, solved.linears)

@@ -4,7 +4,6 @@ import json
 import random
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Literal
@@ -18,17 +17,15 @@ from mycli.quant.progress import ReportProgress, silent
 from mycli.runtime.engine.replies.completion import Completion
 from mycli.runtime.engine.replies.reader import ReplyReader
 from mycli.runtime.engine.sequence import SequenceOutput
-from mycli.runtime.errors import ModelError, UsageError
+from mycli.runtime.errors import UsageError
 from mycli.runtime.open import OpenedModel
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.tokenizer.chat_template import Message, Tool
-from mycli.runtime.tokenizer.parsing.response_template import read_response_template
 from mycli.runtime.tokenizer.parsing.tool_formats import (
     HERMES,
     ToolFormat,
-    declared_tool_format,
     describe_tools_in_system_message,
-    find_tool_format,
+    own_tool_format,
 )
 from mycli.runtime.tokenizer.parsing.tool_parser import ToolParser
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
@@ -78,14 +75,8 @@ class ModelReplies:
 
 
 def tool_format(tokenizer: Tokenizer) -> ToolFormat:
-    """The syntax in which a model writes calls."""
-    with suppress(ModelError):  # unreadable: the chat template may still show the format
-        raw = tokenizer.response_template
-        declared = None if raw is None else declared_tool_format(read_response_template(raw))
-        if declared is not None:
-            return declared
-    template = tokenizer.template
-    return (None if template is None else find_tool_format(template.source(tools=True))) or HERMES
+    """The syntax in which a model writes calls; that of the prompt that describes tools if it has none of its own."""
+    return own_tool_format(tokenizer) or HERMES
 
 
 def read_reply(

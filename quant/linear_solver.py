@@ -45,16 +45,19 @@ class LinearSolver:
         search: Search = "mse",
         transform: str | None = None,
         tunes: bool = False,
+        balances: bool = True,
     ) -> None:
+        """`balances`: outlying columns are balanced before a block is solved."""
         self.solve_matrix = solvers.load(solver).solve
         self.scale_dtype = scale_dtype
         self._search = search
         self.transform = None if transform is None else transforms.load(transform)
         self.tunes = tunes
+        self.balances = balances
 
     @classmethod
-    def of(cls, recipe: Recipe, scale_dtype: torch.dtype) -> "LinearSolver":
-        return cls(recipe.solver, scale_dtype, recipe.scales, recipe.transform, recipe.tune)
+    def of(cls, recipe: Recipe, scale_dtype: torch.dtype, balances: bool = True) -> "LinearSolver":
+        return cls(recipe.solver, scale_dtype, recipe.scales, recipe.transform, recipe.tune, balances)
 
     def grid(self, packing: Packing) -> Grid:
         return Grid(packing, self.scale_dtype, self._search)

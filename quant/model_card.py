@@ -18,11 +18,9 @@ from typing import Any
 import torch
 
 from mycli.quant.calibration.sampler import Calibration
-from mycli.quant.evaluate import Evaluation
 from mycli.runtime.checkpoint.adapter import Adapter
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.hub.resolve import Source
-from mycli.runtime.quantization.activations import ActivationKl
 from mycli.runtime.utils import version
 
 CARD_FILE = "mycli.json"
@@ -125,8 +123,7 @@ def encode(
     size: Size,
     layers: Iterable[Layer],
     tuning: Tuning | None,
-    card: Evaluation | None,
-    activations: ActivationKl | None,
+    card: Mapping[str, Any] | None,
     source_files: Mapping[str, Any],
     files: Mapping[str, Any],
 ) -> bytes:
@@ -146,7 +143,7 @@ def encode(
         "versions": _versions(),
         "size": asdict(size),
         "tuning": None if tuning is None else asdict(tuning),
-        "card": None if card is None else {**asdict(card), "activations": activations and activations.record},
+        "card": card,
         "layers": [asdict(layer) for layer in layers],
         "files": files,
     }

@@ -20,7 +20,6 @@ from mycli.quant import model_card
 from mycli.quant.blockwise import BlockSolver, quantize_blocks
 from mycli.quant.calibration.hessian import HELD_OUT_EVERY
 from mycli.quant.calibration.sampler import Calibration, bundled, from_file
-from mycli.quant.evaluate import Evaluation, cut, evaluate, held_out_text, measure_activations
 from mycli.quant.layer_streaming import RememberedModel, StreamedModel
 from mycli.quant.linear_solver import TOO_FEW_TOKENS, LinearSolver
 from mycli.quant.mixed_precision import WINDOWS, allocate, measure_shares
@@ -28,14 +27,12 @@ from mycli.quant.model_card import Layer, Size, Tuning
 from mycli.quant.output_work import OutputWork
 from mycli.quant.planning.memory import Need
 from mycli.quant.planning.plan import (
-    QUICK_TOKENS,
-    REPORT_CONTEXT,
     QuantizationPlan,
-    Report,
     check_resources,
     plan_low_copy,
 )
 from mycli.quant.progress import ReportNote, ReportProgress, ignore, silent
+from mycli.quant.quality_report import Original, QualityReport, measure_result
 from mycli.quant.recipe import Recipe
 from mycli.quant.source_weights import SourceWeights
 from mycli.quant.tensorwise import TensorWriter, quantize_tensors, write_mtp_head
@@ -48,7 +45,6 @@ from mycli.runtime.checkpoint.writer import CheckpointWriter
 from mycli.runtime.device.placement import Placement, torch_dtype
 from mycli.runtime.device.system import trim_heap
 from mycli.runtime.errors import ResourceError, UsageError
-from mycli.runtime.quantization.activations import ActivationKl
 from mycli.runtime.utils.units import human_bytes, pluralize
 
 
@@ -66,7 +62,7 @@ class SharedWork:
         self._model = RememberedModel if remembers else StreamedModel
         self._calibrations: dict[tuple[object, ...], Calibration] = {}
         self._digests = digests
-        self._reference: StreamedModel | None = None
+        self._original: Original | None = None
 
     def calibration(self, work: QuantizationPlan) -> Calibration:
         key = (work.text, work.recipe.samples, work.seq, work.recipe.seed)
@@ -85,10 +81,10 @@ class SharedWork:
             yield digests
             self._digests = digests.result()
 
-    def reference(self, source: ModelFolder, placement: Placement, at_once: int) -> StreamedModel:
-        if self._reference is None or self._reference.at_once != at_once:
-            self._reference = self._model(source, placement, at_once)
-        return self._reference
+    def original(self, source: ModelFolder, placement: Placement, at_once: int, *, whole: bool) -> Original:
+        if self._original is None or self._original.model.at_once != at_once:
+            self._original = Original(self._model(source, placement, at_once), whole=whole)
+        return self._original
 
 
 COLLAPSED_KL = 1.0  # nats: such a model writes something else
@@ -96,14 +92,13 @@ COLLAPSED_KL = 1.0  # nats: such a model writes something else
 
 @dataclass(frozen=True)
 class Outcome:
-    """A quantized model: `layers` in order of execution, `card` None without a report, `notes` for the user."""
+    """A quantized model: `layers` in order of execution, `notes` for the user."""
 
     folder: Path
     size: Size
     layers: tuple[Layer, ...]
-    card: Evaluation | None
+    report: QualityReport
     notes: tuple[str, ...] = ()
-    activations: ActivationKl | None = None
 
     @property
     def fallbacks(self) -> int:
@@ -118,7 +113,8 @@ def allocated(work: QuantizationPlan, placement: Placement, folder: Path, progre
     copy = plan_low_copy(work, placement.device.type == "cuda")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".widths-", dir=folder.parent) as name:
-        quantize(copy, Path(name) / "low", placement, progress=progress)
+        # Rescaled weights could not be compared with the original's.
+        quantize(copy, Path(name) / "low", placement, progress=progress, balances=False)
         trim_heap(mmap_threshold=4 << 20)
         windows = _calibration(copy).windows
         chosen = torch.randperm(len(windows), generator=torch.Generator().manual_seed(copy.recipe.seed))[:WINDOWS]
@@ -140,14 +136,15 @@ def quantize(
     note: ReportNote = ignore,
     shared: SharedWork | None = None,
     in_place: bool = False,
+    balances: bool = True,
 ) -> Outcome:
     """Carry out a plan; `placement` is where to solve, and where and in which dtype to measure.
 
     Nothing appears at `target` before everything is written, measured and flushed. Finished blocks are stored in
     `work_folder` (default: `default_work_folder`) until then, and an interrupted run continues from there unless
     `restart`. in_place: finished parts are stored in the output itself, so that the disk needs its size only; not for
-    recipes that tune. Raises what reading, solving and measuring raise, and UsageError or ResourceError from
-    `check_resources`.
+    recipes that tune. balances: outlying columns may be rescaled. Raises what reading, solving and measuring raise, and
+    UsageError or ResourceError from `check_resources`.
     """
     check_resources(work, target, overwrite=overwrite)
     recipe, folder, shared = work.recipe, work.folder, shared or SharedWork()
@@ -182,7 +179,7 @@ def quantize(
         output = TensorWriter(writer, work.packings, folder.config.dtype)
         if journal is not None:
             journal.attach(writer, output, folder.config)
-        solver = LinearSolver.of(recipe, torch_dtype(folder.config.dtype))
+        solver = LinearSolver.of(recipe, torch_dtype(folder.config.dtype), balances)
         source, names = SourceWeights(folder), [name for name, _ in folder.config.tensors()]
         tuning = None
         if calibration is None:
@@ -214,10 +211,10 @@ def quantize(
         # Opened as every reader will open it, while it can still be discarded.
         result = open_model_folder(writer.folder)
         result.checked_manifest()
-        card, activations = None, None
+        measured = QualityReport()
         if work.report != "none":
-            reference = shared.reference(folder, placement, work.need.at_once)
-            card, activations = measure_result(reference, result, work.report, placement, work.need.at_once, progress)
+            original = shared.original(folder, placement, work.need.at_once, whole=not in_place)
+            measured = measure_result(original, result, work.report, progress)
         files = model_card.digests(path for path in writer.folder.iterdir() if path.is_file())
         record = model_card.encode(
             recipe={**asdict(recipe), "group": "channel" if recipe.group is None else recipe.group},
@@ -228,8 +225,7 @@ def quantize(
             size=work.size,
             layers=layers,
             tuning=tuning,
-            card=card,
-            activations=activations,
+            card=measured.record,
             source_files=origin.result(),
             files=files,
         )
@@ -237,8 +233,8 @@ def quantize(
         writer.finish()
         if finished is not None:
             finished.clear()
-    notes = (*_source_notes(work, calibration), *result_notes(layers, tuning, card))
-    return Outcome(target, work.size, layers, card, notes, activations)
+    notes = (*_source_notes(work, calibration), *result_notes(layers, tuning, measured))
+    return Outcome(target, work.size, layers, measured, notes)
 
 
 def _is_written(solved: Solved) -> None:
@@ -299,33 +295,6 @@ def _config(folder: ModelFolder, output: TensorWriter) -> bytes:
     return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def measure_result(
-    reference: StreamedModel,
-    result: ModelFolder,
-    report: Report,
-    placement: Placement,
-    at_once: int,
-    progress: ReportProgress,
-    *,
-    same_head: bool = True,
-) -> tuple[Evaluation, ActivationKl | None]:
-    """Measure a result on held-out text; `same_head`: a head that is not packed has the reference's weights."""
-    source = reference.folder
-    context = min(REPORT_CONTEXT, source.config.max_context)
-    text = cut(held_out_text(), source.tokenizer(), context, QUICK_TOKENS if report == "quick" else None)
-    trim_heap()
-    model = StreamedModel(result, placement, at_once)
-    if same_head and "lm_head" not in result.packings:
-        model.share_head(reference)
-    card = evaluate(model, text, reference, progress)
-    if placement.device.type != "cpu" or card.divergence is None:
-        return card, None
-    del model
-    measured = measure_activations(result, placement, text, reference, progress)
-    kl = [measured[bits].divergence for bits in ("16", "8")] if measured else []
-    return card, ActivationKl(*(divergence.kl.value for divergence in kl if divergence is not None)) if kl else None
-
-
 def _source_notes(work: QuantizationPlan, calibration: Calibration | None) -> Iterator[str]:
     if work.stored is not None:
         yield f"the source is already quantized ({work.stored}); its losses remain"
@@ -336,7 +305,7 @@ def _source_notes(work: QuantizationPlan, calibration: Calibration | None) -> It
         yield f"calibrated on {calibration.tokens} tokens, fewer than the {widest} inputs of a layer; use more"
 
 
-def result_notes(layers: tuple[Layer, ...], tuning: Tuning | None, card: Evaluation | None) -> Iterator[str]:
+def result_notes(layers: tuple[Layer, ...], tuning: Tuning | None, report: QualityReport) -> Iterator[str]:
     """Yield notes about fallbacks, inputs that were never used, and collapse."""
     for reason, count in sorted(Counter(layer.fallback for layer in layers if layer.fallback).items()):
         names = [layer.name for layer in layers if layer.fallback == reason]
@@ -349,5 +318,7 @@ def result_notes(layers: tuple[Layer, ...], tuning: Tuning | None, card: Evaluat
         most = max(dead, key=lambda layer: layer.dead_columns)
         some = pluralize(len(dead), "layer")
         yield f"{some} with inputs that calibration never used, at most {most.dead_columns}, in {most.name}"
-    if card is not None and card.divergence is not None and card.divergence.kl.value > COLLAPSED_KL:
-        yield f"the model has collapsed (mean KL {card.divergence.kl.value:.2g}); it needs more bits"
+    if report.kl is not None and report.kl > COLLAPSED_KL:
+        yield f"the model has collapsed (mean KL {report.kl:.2g}); it needs more bits"
+    if report.calls is not None and report.calls.skipped is not None:
+        yield f"replies with calls were not measured: {report.calls.skipped}"

@@ -18,7 +18,7 @@ from mycli.runtime.engine.config import MTP, NGRAM, EngineConfig
 from mycli.runtime.errors import Declined, ModelError, UsageError, UserError
 from mycli.runtime.hub.resolve import Source, resolve, resolve_adapter
 from mycli.runtime.sampling.params import SamplingParams, recommended
-from mycli.runtime.tokenizer.chat_template import Message
+from mycli.runtime.tokenizer.chat_template import Message, TemplateOptions
 from mycli.runtime.utils.memory import gc_freeze, gc_paused
 
 if TYPE_CHECKING:  # torch takes a second to import
@@ -241,8 +241,20 @@ def open_model(
     folder = open_model_folder(source.folder)
     if config.adapter is not None:
         folder = add_adapter(folder, name, config.adapter, offline=offline, report=report)
+    return open_folder(source, folder, config, offline=offline, report=report)
+
+
+def open_folder(
+    source: Source,
+    folder: ModelFolder,
+    config: EngineConfig,
+    *,
+    offline: bool = False,
+    report: OpenReport = OpenReport(),  # noqa: B008  # stateless
+) -> OpenedModel:
+    """Do what `open_model` does, for a folder that is open and has its adapter."""
     check_context(folder, config.context)
-    tokenizer = _tokenizer(folder)
+    tokenizer = _tokenizer(folder, config.template)
     # Objects that exist before torch is imported stay until the end; with a second model, those of the first must not.
     first = "torch" not in sys.modules
     with gc_paused():  # importing creates no garbage: collecting took a sixth of its time
@@ -302,7 +314,11 @@ def _build(
                 noted.append(text)
                 report.note(text)
 
-        speculator = ProposerSpeculator(proposer, lambda: AdaptiveDraftLength(cost, note_once, lengths))
+        speculator = ProposerSpeculator(
+            proposer,
+            lambda: AdaptiveDraftLength(cost, note_once, lengths),
+            pipelined=placement.device.type == "cuda",
+        )
     store = None
     if config.prefix_folder is not None:
         store = _prefix_store(config.prefix_folder, config.prefix_bytes, folder, loaded, plan.context, report)
@@ -389,14 +405,16 @@ def _draft_folder(folder: ModelFolder, draft: str | None, offline: bool) -> Mode
         return open_model_folder(resolve(draft, offline=offline).folder)
 
 
-def _tokenizer(folder: ModelFolder) -> "Tokenizer | None":
+def _tokenizer(folder: ModelFolder, options: TemplateOptions) -> "Tokenizer | None":
     # None if it cannot be read: `LoadedModel.load` then raises the reason, after what may be wrong with the config.
-    with suppress(UserError):
+    try:
         tokenizer = folder.tokenizer()
-        if tokenizer.template is not None:
-            tokenizer.template.start()  # a process, which starts while torch is imported
-        return tokenizer
-    return None
+    except UserError:
+        return None
+    tokenizer.use_template(options)
+    if tokenizer.template is not None:
+        tokenizer.template.start()  # a process, which starts while torch is imported
+    return tokenizer
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """`mycli chat`: a conversation in the terminal."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, get_args
 
@@ -9,7 +10,7 @@ from mycli.cli.chat.slash_commands import SlashCommands
 from mycli.cli.chat.terminal import complete_commands, converse, edit_lines
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
-from mycli.cli.flags.records import LoadFlags, PrefixCacheFlags, ReasoningFlags, SamplingFlags
+from mycli.cli.flags.records import LoadFlags, PrefixCacheFlags, ReasoningFlags, SamplingFlags, TemplateFlags
 from mycli.cli.load import load_engine
 from mycli.runtime.errors import ExitCode, UsageError
 from mycli.runtime.hub.store import state_dir
@@ -44,6 +45,7 @@ def chat(
     *,
     sampling: SamplingFlags,
     reasoning: ReasoningFlags,
+    templates: TemplateFlags,
     prefix_cache: PrefixCacheFlags,
     loading: LoadFlags,
 ) -> ExitCode:
@@ -65,7 +67,8 @@ def chat(
         require_conversation(session)
     if system is not None:
         conversation.system = system
-    loaded = load_engine(call, model, prefix_cache.resolve(loading.resolve()))
+    config = replace(prefix_cache.resolve(loading.resolve()), template=templates.resolve())
+    loaded = load_engine(call, model, config)
     template = loaded.model.tokenizer.template
     if template is None:
         raise UsageError(f"{model} has no chat template", f"continue a text: mycli run {model} PROMPT")

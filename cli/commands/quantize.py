@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,10 +16,11 @@ from mycli.cli.flags import options
 from mycli.cli.flags.recipe import RecipeFlags
 from mycli.cli.gguf_file import GgufRun, gguf_target, quantize_to_gguf
 from mycli.cli.load import adapted, announce_build, announce_placement
-from mycli.cli.plot import LayerError, layer_error, require_svg, write_errors
-from mycli.cli.sweep import Copy, Options, run_sweep, sweep_recipes
-from mycli.cli.text.format import activation_rows, quality_rows
+from mycli.cli.reports.plot import LayerError, layer_error, require_svg, write_errors
+from mycli.cli.reports.sweep import Copy, Options, run_sweep, sweep_recipes
+from mycli.cli.text.format import activation_rows, call_rows, quality_rows
 from mycli.cli.text.progress import STEP_SECONDS, duration, stages
+from mycli.quant.calls.record import CallQuality
 from mycli.quant.planning.target import check_target, require_writable_parent
 from mycli.quant.recipe import Recipe
 from mycli.runtime.checkpoint.model_folder import ModelFolder
@@ -117,47 +118,69 @@ def _output_error(errors: Sequence[LayerError]) -> str | None:
     return f"{error:.3%} on average, {rounding:.3%} with rounding to nearest"
 
 
-def _activations(outcome: "Outcome") -> dict[str, float] | None:
-    return None if outcome.activations is None else outcome.activations.record
-
-
 def show_outcome(call: Call, outcome: "Outcome", errors: Sequence[LayerError]) -> None:
     answer = {
         "folder": str(outcome.folder),
         "size": asdict(outcome.size),
-        "card": None if outcome.card is None else {**asdict(outcome.card), "activations": _activations(outcome)},
+        "card": outcome.report.record,
         "layers": [asdict(layer) for layer in outcome.layers],
         "notes": outcome.notes,
     }
     if call.out.answered(answer):
         return
-    size, output_error = outcome.size, _output_error(errors)
+    size, report, output_error = outcome.size, outcome.report, _output_error(errors)
     worst = sorted(errors, key=lambda layer: layer.error, reverse=True)[:WORST]
     rows = [
         ("folder", str(outcome.folder)),
         ("size", f"{human_bytes(size.bytes)}, {size.bits_per_weight:.2f} bits per weight"),
         ("quantized", f"{len(outcome.layers)} layers at {size.quantized_bits_per_weight:.3f} bits per weight"),
-        *([] if outcome.card is None else quality_rows(outcome.card)),
-        *activation_rows(outcome.activations),
+        *([] if report.evaluation is None else quality_rows(report.evaluation)),
+        *call_rows(report.calls),
+        *activation_rows(report.activations),
         *([] if output_error is None else [("output error", output_error)]),
         ("worst layers", ", ".join(f"{layer.name.removeprefix('model.')} {layer.error:.2%}" for layer in worst)),
     ]
     call.out.card(outcome.folder.name, rows)
 
 
-def check_outcome(outcome: "Outcome", max_kl: float | None, max_fallback: float) -> None:
-    divergence = None if outcome.card is None else outcome.card.divergence
-    if max_kl is not None and divergence is not None and divergence.kl.value > max_kl:
-        raise GateError(
-            f"the mean KL of {divergence.kl.value:.4g} is above --max-kl {max_kl:g}",
-            f"use more --bits or a smaller --group; the model was written to {outcome.folder}",
-        )
-    if outcome.fallbacks > max_fallback * len(outcome.layers):
-        raise GateError(
-            f"{outcome.fallbacks} of {len(outcome.layers)} layers were only rounded, more than --max-fallback"
-            f" {max_fallback:g}",
-            f"use more or other calibration text; the model was written to {outcome.folder}",
-        )
+@dataclass(frozen=True)
+class Gates:
+    """Limits that end the command with exit code 6 when the result exceeds them; None: no limit."""
+
+    max_kl: float | None
+    max_call_loss: float | None
+    max_fallback: float
+
+    def check(self, outcome: "Outcome") -> None:
+        kl, calls, written = outcome.report.kl, outcome.report.calls, f"the model was written to {outcome.folder}"
+        if self.max_kl is not None and kl is not None and kl > self.max_kl:
+            raise GateError(
+                f"the mean KL of {kl:.4g} is above --max-kl {self.max_kl:g}",
+                f"use more --bits or a smaller --group; {written}",
+            )
+        if self.max_call_loss is not None:
+            if calls is None or calls.loss is None:
+                raise GateError(f"--max-call-loss: {_why_no_loss(calls)}", f"omit --max-call-loss; {written}")
+            if calls.loss > self.max_call_loss:
+                raise GateError(
+                    f"valid calls fell by {calls.loss:.1%} of the prompts, more than --max-call-loss"
+                    f" {self.max_call_loss:g}",
+                    f"use more --bits or a smaller --group; {written}",
+                )
+        if outcome.fallbacks > self.max_fallback * len(outcome.layers):
+            raise GateError(
+                f"{outcome.fallbacks} of {len(outcome.layers)} layers were only rounded, more than --max-fallback"
+                f" {self.max_fallback:g}",
+                f"use more or other calibration text; {written}",
+            )
+
+
+def _why_no_loss(calls: CallQuality | None) -> str:
+    if calls is None:
+        return "the model's chat template has no format for calls"
+    if calls.before is None:
+        return calls.skipped or "its replies were not measured"
+    return f"the original itself replies with valid calls to 0 of {calls.prompts} prompts"
 
 
 def target_folder(source: Source, recipe: Recipe, folder: ModelFolder) -> Path:
@@ -192,14 +215,14 @@ def _how_to_continue(work: "QuantizationPlan", work_folder: Path) -> str:
     return f"stopped; finished blocks are stored in {work_folder}; to continue: {again}"
 
 
-def _finish(call: Call, outcome: "Outcome", plot: Path | None, max_kl: float | None, max_fallback: float) -> None:
+def _finish(call: Call, outcome: "Outcome", plot: Path | None, gates: Gates) -> None:
     for note in outcome.notes:
         call.out.note(note)
     errors = [layer_error(layer) for layer in outcome.layers]
     if plot is not None:
         write_errors(plot, outcome.folder.name, errors)
     show_outcome(call, outcome, errors)
-    check_outcome(outcome, max_kl, max_fallback)
+    gates.check(outcome)
 
 
 def how_to_use(folder: ModelFolder, name: str) -> str:
@@ -220,6 +243,16 @@ def quantize(
     ] = "quick",
     max_kl: Annotated[
         float | None, options.option("--max-kl", "X", "Exit with 6 if the mean KL is above this.")
+    ] = None,
+    max_call_loss: Annotated[
+        float | None,
+        options.option(
+            "--max-call-loss",
+            "SHARE",
+            "Exit with 6 if valid tool calls get lost in a larger share of the built-in prompts.",
+            min=0,
+            max=1,
+        ),
     ] = None,
     max_fallback: Annotated[
         float,
@@ -275,12 +308,14 @@ def quantize(
     loads; its mycli.json holds recipe, quality and checksums. It appears when all is done. After an interruption the
     same command continues the work.
     """
-    if max_kl is not None and report == "none":
-        raise UsageError("--max-kl needs a quality measurement", "omit --report none")
+    if (max_kl is not None or max_call_loss is not None) and report == "none":
+        option = "--max-call-loss" if max_kl is None else "--max-kl"
+        raise UsageError(f"{option} needs a quality measurement", "omit --report none")
     if max_kl is not None and not 0 < max_kl < math.inf:
         raise UsageError(f"--max-kl {max_kl} must be above 0", "for example: --max-kl 0.05")
     if plot is not None:
         require_svg(plot)
+    gates = Gates(max_kl, max_call_loss, max_fallback)
     gguf = flags.resolve_gguf() if flags.is_gguf else None
     recipe = Recipe() if gguf is not None else flags.resolve()
     held_out: Report = options.choice("--report", report, ("quick", "full", "none"))
@@ -289,8 +324,10 @@ def quantize(
     folder = adapted(call, open_model_folder(source.folder), model, adapter)
     if sweep:
         recipes = sweep_recipes(flags, sweep)
-        if max_kl is not None or recipe.target_bpw is not None or work_dir is not None or held_out == "none":
-            raise UsageError("--sweep excludes --max-kl, --target-bpw, --work-dir and --report none", "omit them")
+        gated = max_kl is not None or max_call_loss is not None
+        if gated or recipe.target_bpw is not None or work_dir is not None or held_out == "none":
+            excluded = "--max-kl, --max-call-loss, --target-bpw, --work-dir and --report none"
+            raise UsageError(f"--sweep excludes {excluded}", "omit them")
     target = output or target_folder(source, recipe, folder)
     if gguf is not None:
         target = gguf_target(source, gguf, output)
@@ -332,7 +369,7 @@ def quantize(
         )
         outcome_of_file = quantize_to_gguf(call, run, gguf, partial(quantization_progress, call))
         if outcome_of_file is not None:
-            _finish(call, outcome_of_file, plot, max_kl, max_fallback)
+            _finish(call, outcome_of_file, plot, gates)
             if not call.out.json_mode:
                 name = f"./{target}" if target.parent == Path() else str(target)
                 call.out.note(how_to_use(folder, shlex.quote(name)))
@@ -381,6 +418,6 @@ def quantize(
     except KeyboardInterrupt:
         call.out.note(_how_to_continue(work, work_dir or pipeline.default_work_folder(target)))
         raise
-    _finish(call, outcome, plot, max_kl, max_fallback)
+    _finish(call, outcome, plot, gates)
     if output is None and not call.out.json_mode:
         call.out.note(how_to_use(folder, shlex.quote(target.name)))

@@ -8,10 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 
 from mycli.cli.command import Call, Terminated, command, subject_of
 from mycli.cli.flags import options
-from mycli.cli.flags.records import FULL_LENGTH, LoadFlags, PrefixCacheFlags, ReasoningFlags, SamplingFlags
-from mycli.cli.generation import TOGETHER, Generator
+from mycli.cli.flags.records import (
+    FULL_LENGTH,
+    LoadFlags,
+    PrefixCacheFlags,
+    ReasoningFlags,
+    SamplingFlags,
+    TemplateFlags,
+)
 from mycli.cli.load import load_engine
-from mycli.cli.recorded_reply import InterruptedReply, ResumeFlags, record_reply, without_first
+from mycli.cli.replies.generation import TOGETHER, Generator
+from mycli.cli.replies.recorded_reply import InterruptedReply, ResumeFlags, record_reply, without_first
 from mycli.cli.text.format import draft_statistics
 from mycli.cli.text.input import read_file, read_prompt
 from mycli.cli.text.progress import CpuContention
@@ -69,7 +76,7 @@ class PromptFlags:
             return read_prompt(self.prompt, self.file, errors, note)
         if self.prompt is not None or self.file is not None:
             raise UsageError("--batch reads the prompts from the file", "omit PROMPT and --file")
-        from mycli.cli.batch_file import check_batch
+        from mycli.cli.replies.batch_file import check_batch
 
         check_batch(self.batch)
         return ""
@@ -201,6 +208,7 @@ def run(
     beam_flags: BeamFlags,
     grammar: GrammarFlags,
     reasoning: ReasoningFlags,
+    templates: TemplateFlags,
     prefix_cache: PrefixCacheFlags,
     loading: LoadFlags,
 ) -> ExitCode | None:
@@ -229,12 +237,15 @@ def run(
     beams = beam_flags.resolve(samples, sampling, grammar, loading.draft, logprobs)
     schema, text = grammar.text(), source.resolve(call.out.note)
     if receipt is not None:
-        from mycli.cli.receipts import ReplyFormat, check_receipt, with_seed, write_receipt
+        from mycli.cli.replies.receipts import ReplyFormat, check_receipt, with_seed, write_receipt
 
-        check_receipt(receipt, loading, single=source.batch is None and samples == 1 and beams is None)
+        check_receipt(
+            receipt, loading, single=source.batch is None and samples == 1 and beams is None, template=templates.used
+        )
     sequences = samples if beams is None else beams.width
     running = sequences if source.batch is None else sequences * TOGETHER
     config = loading.resolve(min(running, FULL_LENGTH), None if running == 1 else running)
+    config = replace(config, template=templates.resolve())
     loaded = load_engine(call, model, prefix_cache.resolve(config))
     sampled = sampling.resolve(loaded.model.defaults) if beams is None else SamplingParams()
     if receipt is not None:
@@ -255,7 +266,7 @@ def run(
         beams=beams,
     )
     if source.batch is not None:
-        from mycli.cli.batch_file import run_batch
+        from mycli.cli.replies.batch_file import run_batch
 
         return run_batch(call, source.batch, source.out, generator.describe_all)
     ids = generator.encode(text)
@@ -265,7 +276,8 @@ def run(
         return ExitCode.OK
     recorded = None
     if not recording.no_record and beams is None:  # the tokens of a search are known at its end only
-        recorded = record_reply(generator, model, loading, asdict(replace(grammar, schema=schema)), ids)
+        formats = asdict(replace(grammar, schema=schema))
+        recorded = record_reply(generator, model, loading, config.template, formats, ids)
     reply = generator.reply(ids, recorded)
     _show(call, generator, reply, recorded, escapes, seconds)
     if receipt is not None:
@@ -280,7 +292,8 @@ def _resume(call: Call, recording: ResumeFlags, prefix_cache: PrefixCacheFlags, 
     assert recording.resume is not None
     interrupted = InterruptedReply.find(recording.resume)
     call.out.subject = subject_of(interrupted.model)
-    loaded = load_engine(call, interrupted.model, prefix_cache.resolve(interrupted.loading.resolve()))
+    config = replace(interrupted.loading.resolve(), template=interrupted.template)
+    loaded = load_engine(call, interrupted.model, prefix_cache.resolve(config))
     grammar = GrammarFlags(**interrupted.header["grammar"])
     generator = interrupted.generator(loaded, grammar.resolve(grammar.schema, loaded.model))
     recorded = interrupted.reopen()

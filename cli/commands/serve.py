@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Annotated
 from mycli.cli.command import Call, command, subject_of
 from mycli.cli.flags import options
 from mycli.cli.flags.address import AddressFlags
-from mycli.cli.flags.records import FULL_LENGTH, LoadFlags, PrefixCacheFlags, ReasoningFlags
+from mycli.cli.flags.records import FULL_LENGTH, LoadFlags, PrefixCacheFlags, ReasoningFlags, TemplateFlags
 from mycli.cli.flags.several import SeveralModelsFlags, option_words
 from mycli.cli.load import announce_slow_passes, load_engine
-from mycli.cli.other_engines import EngineFlags, OtherEngine, start
 from mycli.cli.reasons import passes_json
+from mycli.cli.serving.other_engines import EngineFlags, OtherEngine, start
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.errors import UsageError, UserError
 from mycli.runtime.hub.store import state_dir
+from mycli.runtime.server.http.run_file import RunningServer, announced
+from mycli.runtime.server.http.settings import ServerSettings
 from mycli.runtime.server.ollama.card import model_card
-from mycli.runtime.server.run_file import RunningServer, announced
-from mycli.runtime.server.settings import ServerSettings
 from mycli.runtime.utils import version
 from mycli.runtime.utils.units import pluralize
 
@@ -52,6 +52,7 @@ def serve(
         ),
     ] = 32,
     reasoning: ReasoningFlags,
+    templates: TemplateFlags,
     other: EngineFlags,
     prefix_cache: PrefixCacheFlags,
     loading: LoadFlags,
@@ -71,28 +72,29 @@ def serve(
     """
     settings = replace(address.resolve(call), reasoning_budget=reasoning.budget, deadline=reasoning.deadline)
     config = prefix_cache.resolve(loading.resolve(min(max_sequences, FULL_LENGTH), max_sequences))
-    config = replace(config, memory_limit=several.memory)
+    config = replace(config, memory_limit=several.memory, template=templates.resolve())
     engine = other.resolve()
     if engine is not None:
         model = _single(models, engine)
-        _refuse_own_options(engine, address, reasoning, several, config)
+        _refuse_own_options(engine, address, reasoning, templates, several, config)
         named = replace(settings, names=settings.names or (Path(model).name,))
         start(call, engine, model, config, named, address.host, address.port, other.ranks)
     _require()
     log = call.out.detail if address.log_format is None else call.out.log
     if not address.supervised and _is_for_several(models or (), several):
-        from mycli.cli.serve_several import serve_several
+        from mycli.cli.serving.serve_several import serve_several
 
         sequences = ["--max-sequences", str(max_sequences)]
-        words = [*option_words(loading), *option_words(prefix_cache), *option_words(reasoning), *sequences]
-        words.append("--no-record")  # a record names no model, so the router could not route a request to resume it
+        words = [*option_words(loading), *option_words(prefix_cache), *option_words(reasoning)]
+        words += [*option_words(templates), *sequences]
+        words += ["--no-record"] * address.no_record
         words += ["--extra-properties"] * address.extra_properties
         serve_several(call, models or (), settings, address, several, words, log)
         return
     (model,) = models or [""]
     call.out.subject = subject_of(model)
     if address.supervised:
-        from mycli.runtime.server.supervision import end_with_parent
+        from mycli.runtime.server.http.supervision import end_with_parent
 
         end_with_parent()
     listener, url = address.listen()  # before loading, which may take minutes
@@ -113,7 +115,7 @@ def _is_for_several(models: Sequence[str], several: SeveralModelsFlags) -> bool:
         or several.manages
     ):
         return True
-    from mycli.cli.model_catalog import is_configured
+    from mycli.cli.serving.model_catalog import is_configured
 
     return is_configured(models[0])
 
@@ -129,6 +131,7 @@ def _refuse_own_options(
     engine: OtherEngine,
     address: AddressFlags,
     reasoning: ReasoningFlags,
+    templates: TemplateFlags,
     several: SeveralModelsFlags,
     config: EngineConfig,
 ) -> None:
@@ -141,6 +144,9 @@ def _refuse_own_options(
         "--log-format": address.log_format is not None,
         "--reasoning-budget": reasoning.budget is not None,
         "--deadline": reasoning.deadline is not None,
+        "--chat-template": templates.chat_template is not None,
+        "--template-arg": bool(templates.template_arg),
+        "--reasoning-effort": templates.reasoning_effort is not None,
         "--no-record": address.no_record,
         "--extra-properties": address.extra_properties,
         "--unix-socket": address.unix_socket is not None,
@@ -182,7 +188,7 @@ def _run(
 ) -> None:
     from mycli.runtime.engine.pass_choices import pass_choices
     from mycli.runtime.server.application import application
-    from mycli.runtime.server.connection import DrainingServer, run_until_signal
+    from mycli.runtime.server.http.connection import DrainingServer, run_until_signal
     from mycli.runtime.server.service import Service
     from mycli.runtime.server.worker import EngineWorker
 

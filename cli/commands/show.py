@@ -8,8 +8,9 @@ from typing import Annotated, Any
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
 from mycli.cli.output import Column
-from mycli.cli.plot import LayerError, require_svg, write_errors
-from mycli.cli.text.format import activation_rows, active_parameters
+from mycli.cli.reports.plot import LayerError, require_svg, write_errors
+from mycli.cli.text.format import activation_rows, active_parameters, call_rows
+from mycli.quant.calls.record import read_call_quality
 from mycli.runtime.errors import NotFoundError, UsageError
 from mycli.runtime.hub.client import Hub
 from mycli.runtime.hub.model_info import ModelInfo, fetch_model_info, read_model_info
@@ -112,6 +113,7 @@ def _quality(info: ModelInfo) -> list[tuple[str, str]]:
         ("perplexity", f"{before:.4f} before, {after:.4f} after"),
         ("KL", f"mean {kl:.4g}, 99 % below {p99:.4g}"),
         ("same top token", f"{divergence.object('same_top1').number('value'):.2%}"),
+        *call_rows(read_call_quality(info.record)),
         *activation_rows(read_activation_kl(info.record)),
     ]
 

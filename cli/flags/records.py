@@ -11,12 +11,20 @@ from mycli.runtime.models.config import KvDtype
 from mycli.runtime.models.generation_config import GenerationDefaults
 from mycli.runtime.quantization.activations import Activations
 from mycli.runtime.sampling.params import SamplingParams, recommended
+from mycli.runtime.tokenizer.chat_template import (
+    MAX_TEMPLATE_BYTES,
+    Effort,
+    TemplateOptions,
+    effort_arguments,
+)
 from mycli.runtime.utils.dtypes import FLOATS
+from mycli.runtime.utils.json_fields import strict_json
 
 _DEFAULT = "the model's"
 # The cache has room for at most 8 contexts of full length, however many replies share it: few replies are that long.
 FULL_LENGTH = 8
 KV: tuple[KvDtype, ...] = get_args(KvDtype)
+EFFORTS: tuple[Effort, ...] = get_args(Effort)
 ACTIVATION_KINDS: tuple[Activations, ...] = get_args(Activations)
 
 
@@ -92,6 +100,60 @@ class PrefixCacheFlags:
             return engine
         folder = self.folder.expanduser().absolute()
         return replace(engine, prefix_folder=folder, prefix_bytes=self.size or engine.prefix_bytes)
+
+
+@dataclass(frozen=True)
+class TemplateFlags:
+    """The chat template and its arguments, as typed."""
+
+    chat_template: Annotated[
+        str | None,
+        options.option(
+            "--chat-template",
+            "FILE|NAME",
+            "Use the chat template in this file, or another of the model's own by its name.",
+            show_default=_DEFAULT,
+        ),
+    ] = None
+    template_arg: Annotated[
+        list[str] | None,
+        options.option(
+            "--template-arg",
+            "NAME=VALUE",
+            "Set a variable of the chat template, such as enable_thinking=false; VALUE is JSON or text; repeatable.",
+        ),
+    ] = None
+    reasoning_effort: Annotated[
+        str | None,
+        options.words("--reasoning-effort", EFFORTS, "Tell the chat template how much to reason.", metavar="LEVEL"),
+    ] = None
+
+    @property
+    def used(self) -> bool:
+        return self != TemplateFlags()
+
+    def resolve(self) -> TemplateOptions:
+        """Return the template and its arguments. Raises UsageError for an unreadable file or argument."""
+        source, name = None, self.chat_template
+        if name is not None and ("/" in name or name.endswith(".jinja") or Path(name).is_file()):
+            from mycli.runtime.utils.files import read_input
+
+            try:
+                source, name = read_input(Path(name), MAX_TEMPLATE_BYTES).decode(), None
+            except UnicodeDecodeError:
+                raise UsageError(f"--chat-template {name}: not UTF-8 text", "convert it to UTF-8") from None
+        arguments: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            arguments |= effort_arguments(options.choice("--reasoning-effort", self.reasoning_effort, EFFORTS))
+        for text in self.template_arg or ():
+            key, equals, value = text.partition("=")
+            if not equals:
+                raise UsageError(f"--template-arg {text}: not NAME=VALUE", "for example: enable_thinking=false")
+            try:
+                arguments[key] = strict_json(value.encode())
+            except ValueError:
+                arguments[key] = value
+        return TemplateOptions(source, name, arguments)
 
 
 @dataclass(frozen=True)

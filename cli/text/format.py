@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from mycli.cli.remedies import Subject, remedy
+from mycli.quant.calls.record import CallQuality
 from mycli.runtime.errors import UserError
 from mycli.runtime.quantization.activations import MAX_ADDED_KL, ActivationKl
 from mycli.runtime.utils.sanitize import sanitize_json
@@ -90,6 +91,19 @@ def activation_rows(measured: ActivationKl | None) -> list[tuple[str, str]]:
     verdict = "auto uses them" if measured.added < MAX_ADDED_KL else f"auto uses 16: the limit is {MAX_ADDED_KL:.0%}"
     kl = f"KL {measured.eight:.4g}, with 16 bits {measured.sixteen:.4g} ({measured.added:+.1%})"
     return [("8-bit activations", f"{kl}; --activations {verdict}")]
+
+
+def call_rows(calls: CallQuality | None) -> list[tuple[str, str]]:
+    """Return the rows on tool calls; none if they were not measured."""
+    if calls is None:
+        return []
+    kinds = ", ".join(f"{name} {part.same_top1:.1%}" for name, part in calls.kinds.items())
+    structure = calls.structure
+    rows = [("call tokens", f"KL {structure.kl:.2g}, same top token {structure.same_top1:.1%} ({kinds})")]
+    if calls.before is not None and calls.after is not None:
+        valid = f"{calls.before.valid} → {calls.after.valid} of {calls.prompts} prompts"
+        rows.append(("valid calls", f"{valid}; as expected {calls.before.expected} → {calls.after.expected}"))
+    return rows
 
 
 def quality_rows(result: "Evaluation", model: str = "", reference: str = "") -> list[tuple[str, str]]:

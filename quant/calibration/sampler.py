@@ -1,7 +1,7 @@
 """Draws calibration windows: rows of tokens of equal length, never padded. The same seed gives the same windows.
 
-The bundled text mixes prose, code, many languages, conversations in the model's chat template, and random tokens, which
-reach the whole vocabulary. It shares nothing with the held-out text of `quant.evaluate`.
+The bundled text mixes prose, code, many languages, conversations and tool calls in the model's chat template, and
+random tokens, which reach the whole vocabulary. It shares nothing with the held-out text of `quant.evaluate`.
 """
 
 import hashlib
@@ -16,13 +16,16 @@ from torch import Tensor
 
 from mycli.quant.calibration.documents import Document, documents
 from mycli.runtime.errors import ModelError, UsageError, UserError
-from mycli.runtime.tokenizer.chat_template import Message
+from mycli.runtime.tokenizer.chat_template import Message, Tool
+from mycli.runtime.tokenizer.parsing.tool_formats import own_tool_format
 from mycli.runtime.tokenizer.tokenizer import MAX_TEXT, Tokenizer
 
 MIN_TOKENS = 256  # in all windows; with fewer, more noise than signal is fitted
-# Shares of the windows; with a chat template, conversations replace half of the prose.
+# Shares of the windows; with a chat template, conversations replace half of the prose, and if it knows tools, calls
+# replace a quarter of both.
 _MIX = {"prose": 16, "code": 8, "languages": 4, "random": 2}
 _MIX_WITH_CHAT = {"prose": 8, "conversations": 8, "code": 8, "languages": 4, "random": 2}
+_MIX_WITH_CALLS = {"prose": 6, "conversations": 6, "calls": 4, "code": 8, "languages": 4, "random": 2}
 _SPREAD = 4  # times the tokens needed are read, so that windows come from many rows
 _TRIES = 4  # for a chat template that runs into its time limit, before the last try
 _PASSAGE = 800  # characters of a passage that a conversation quotes
@@ -47,14 +50,19 @@ def _bundled(name: str) -> str:
 
 def bundled(tokenizer: Tokenizer, vocab_size: int, samples: int, seq: int, seed: int) -> Calibration:
     generator = torch.Generator().manual_seed(seed)
-    mix = _shares(_MIX_WITH_CHAT if _has_template(tokenizer) else _MIX, samples)
+    weights = _MIX
+    if _has_template(tokenizer):
+        weights = _MIX_WITH_CALLS if _has_calls(tokenizer) else _MIX_WITH_CHAT
+    mix = _shares(weights, samples)
     parts = []
     for kind, count in mix.items():
         if kind == "random":
             known = [index for index in range(vocab_size) if tokenizer.vocabulary[index] is not None]
             ids = torch.tensor(known)[torch.randint(len(known), (count * seq,), generator=generator)]
         elif kind == "conversations":
-            ids = _conversations(tokenizer, count * seq, generator)
+            ids = _conversations(tokenizer, _dialogues(generator), count * seq)
+        elif kind == "calls":
+            ids = _conversations(tokenizer, _calls(generator), count * seq)
         else:
             ids = _encode(_bundled(f"{kind}.txt"), tokenizer)
         parts.append(_windows(ids, count, seq, generator))
@@ -97,15 +105,17 @@ def check_windows(samples: int, seq: int, max_context: int) -> None:
         )
 
 
-def _apply_template(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
+def _apply_template(
+    tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequence[Tool] | None = None
+) -> list[int]:
     # A template's time limit is wall-clock time: a busy machine must not change the windows of a seed.
     for _ in range(_TRIES):
         try:
-            return tokenizer.apply_chat_template(messages, add_generation_prompt=False)
+            return tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=False)
         except ModelError as error:
             if "Deadline" not in error.message:
                 raise
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=False)
+    return tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=False)
 
 
 def _has_template(tokenizer: Tokenizer) -> bool:
@@ -114,6 +124,17 @@ def _has_template(tokenizer: Tokenizer) -> bool:
         return False
     try:
         _apply_template(tokenizer, [Message("user", "Hello"), Message("assistant", "Hello!")])
+    except UserError:
+        return False
+    return True
+
+
+def _has_calls(tokenizer: Tokenizer) -> bool:
+    if own_tool_format(tokenizer) is None:
+        return False
+    try:
+        for dialogue in _tool_dialogues():
+            _apply_template(tokenizer, dialogue.messages, dialogue.tools)
     except UserError:
         return False
     return True
@@ -167,16 +188,39 @@ def _calibration(windows: Tensor, tokenizer: Tokenizer, generator: torch.Generat
     return Calibration(windows, hashlib.sha256(windows.numpy().tobytes()).hexdigest(), mix)
 
 
-def _conversations(tokenizer: Tokenizer, tokens: int, generator: torch.Generator) -> Tensor:
+@dataclass(frozen=True)
+class _Dialogue:
+    messages: Sequence[Message]
+    tools: Sequence[Tool] | None = None
+
+
+def _conversations(tokenizer: Tokenizer, dialogues: Iterator[_Dialogue], tokens: int) -> Tensor:
     ids: list[int] = []
-    for messages in _dialogues(generator):
-        ids += _apply_template(tokenizer, messages)
+    for dialogue in dialogues:
+        ids += _apply_template(tokenizer, dialogue.messages, dialogue.tools)
         if len(ids) >= tokens:
             return torch.tensor(ids, dtype=torch.int64)
     raise AssertionError("dialogues never end")
 
 
-def _dialogues(generator: torch.Generator) -> Iterator[Sequence[Message]]:
+def _calls(generator: torch.Generator) -> Iterator[_Dialogue]:
+    dialogues = _tool_dialogues()
+    while True:
+        for index in torch.randperm(len(dialogues), generator=generator).tolist():
+            yield dialogues[index]
+
+
+def _tool_dialogues() -> list[_Dialogue]:
+    dialogues = []
+    for record in json.loads(_bundled("tool_conversations.json")):
+        messages = [
+            Message(**{**fields, "tool_calls": tuple(fields.get("tool_calls", ()))}) for fields in record["messages"]
+        ]
+        dialogues.append(_Dialogue(messages, record["tools"]))
+    return dialogues
+
+
+def _dialogues(generator: torch.Generator) -> Iterator[_Dialogue]:
     written: list[list[str]] = json.loads(_bundled("conversations.json"))
     prose = _bundled("prose.txt")
     while True:
@@ -185,12 +229,10 @@ def _dialogues(generator: torch.Generator) -> Iterator[Sequence[Message]]:
                 Message("user" if position % 2 == 0 else "assistant", text)
                 for position, text in enumerate(written[index])
             ]
-            yield messages
+            yield _Dialogue(messages)
             if index % 2:
                 continue
             start = int(torch.randint(len(prose) - 2 * _PASSAGE, (1,), generator=generator))
             middle, end = start + _PASSAGE, start + 2 * _PASSAGE
-            yield [
-                Message("user", f"Continue this text:\n\n{prose[start:middle].strip()}"),
-                Message("assistant", prose[middle:end].strip()),
-            ]
+            passage = f"Continue this text:\n\n{prose[start:middle].strip()}"
+            yield _Dialogue([Message("user", passage), Message("assistant", prose[middle:end].strip())])

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,15 +24,22 @@ from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import torch_dtype
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.multimodal import MULTIMODAL
 from mycli.runtime.models.part_spec import Shape
+from mycli.runtime.tokenizer.gguf_tokenizer import ggml_key
+from mycli.runtime.utils.json_fields import Fields
 
 # Fields of a config that are compared besides its layers and shapes.
 _COMPARED = (
     *("max_context", "layer_norm", "rms_norm_eps", "embedding_scale", "round_embedding_scale"),
     *("logit_scale", "logit_softcap", "tie_embeddings", "per_layer_width", "streams"),
 )
+_PHI3_NAMES, _PHI3_TOKENS = ("phi-3", "phi3"), {"</s>", "<unk>", "<s>", "<|endoftext|>"}
+EMBEDDING_TENSOR, HEAD = "model.embed_tokens.weight", "output.weight"
 _LACKING = "cannot be written as GGUF, which has no key for"
-_HINT = "llama.cpp would compute other logits; export to safetensors"
+_NEEDS = "cannot be written as GGUF: in the architecture {}, llama.cpp needs {}"
+_SAFETENSORS = "export to safetensors"
+_HINT = f"llama.cpp would compute other logits; {_SAFETENSORS}"
 
 
 def gguf_path(target: Path) -> Path:
@@ -54,14 +61,21 @@ class GgufLayout:
     def __init__(self, folder: ModelFolder, label: str, kinds: Mapping[str, str], file_type: int) -> None:
         """`file_type`: general.file_type."""
         self.config, self.kinds = folder.config, kinds
-        architecture = written_architecture(self.config)
+        images = folder.raw.object(MULTIMODAL) if folder.raw.has(MULTIMODAL) else None
+        architecture = written_architecture(self.config, "" if images is None else images.text("model_type", ""))
         self.places = {tensor: gguf_place(architecture, tensor) for tensor in kinds}
+        require_loadable(self.config, architecture, self.places.values())
         self._factors = rope_factors(self.config)
-        self.metadata = _metadata(folder, label, architecture, file_type)
+        self.metadata = _metadata(folder, label, architecture, file_type, images)
         self.tensors: list[tuple[str, str, Shape]] = []
         if self._factors:
             self.tensors.append((ROPE_FREQS, "F32", (len(self._factors),)))
         self.tensors += _plan(self.config, self.places, kinds)
+        # The embedding once more, for a tied model of an architecture in which llama.cpp requires a head.
+        self.head = HEAD if architecture.own_head and self.config.tie_embeddings else None
+        if self.head is not None:
+            stored = {name: (kind, shape) for name, kind, shape in self.tensors}
+            self.tensors.append((self.head, *stored[self.places[EMBEDDING_TENSOR].name]))
         _require_keys(self.config, self.metadata, self.tensors, self._factors)
 
     @property
@@ -91,6 +105,8 @@ class GgufLayout:
             parts = tuple(half.contiguous().view(torch.uint8) for half in halves)
         for name, part in zip(place.names, parts, strict=True):
             writer.write(name, part.contiguous().numpy().reshape(-1).data, (place.expert or 0) * part.nbytes)
+        if self.head is not None and tensor == EMBEDDING_TENSOR:
+            writer.write(self.head, data.contiguous().numpy().reshape(-1).data)
 
     def write_factors(self, writer: GgufWriter) -> None:
         if self._factors:
@@ -174,6 +190,19 @@ def _plan(config: ModelConfig, places: dict[str, Place], kinds: Mapping[str, str
     return list(plan.values())
 
 
+def require_loadable(config: ModelConfig, architecture: Architecture, places: Iterable[Place]) -> None:
+    """Raise ModelError for a model whose file llama.cpp would not load."""
+    for requirement in architecture.requires:
+        if not requirement.holds(config):
+            raise ModelError(f"config.json: {_NEEDS.format(architecture.name, requirement.text)}", _SAFETENSORS)
+    for place in places:
+        stem, _, ending = place.name.rpartition(".")
+        tensor = stem.split(".", 2)[-1] if stem.startswith("blk.") else stem
+        if ending == "bias" and place.rule.suffixes.get(".bias") == ".bias" and tensor not in architecture.biases:
+            problem = f"{place.name} cannot be written as GGUF: llama.cpp's {architecture.name} has no such bias"
+            raise ModelError(problem, _SAFETENSORS)
+
+
 def _require_keys(
     config: ModelConfig, metadata: dict[str, Any], plan: list[tuple[str, str, Shape]], factors: list[float]
 ) -> None:
@@ -187,6 +216,8 @@ def _require_keys(
     )
     written = GgufFolder.from_header(stored, lambda name: factors, Path()).config
     for name in _COMPARED:
+        if name == "tie_embeddings" and HEAD in places:
+            continue  # a head of its own, equal to the embedding
         if not _equal(getattr(config, name), getattr(written, name)):
             raise ModelError(f"config.json: {_LACKING} its {name}", _HINT)
     for ours, theirs in zip(config.layer_specs, written.layer_specs, strict=True):
@@ -214,17 +245,23 @@ def _equal(ours: Any, theirs: Any) -> bool:
     return bool(ours == theirs)
 
 
-def _metadata(folder: ModelFolder, label: str, architecture: Architecture, file_type: int) -> dict[str, Any]:
+def _metadata(
+    folder: ModelFolder, label: str, architecture: Architecture, file_type: int, images: Fields | None
+) -> dict[str, Any]:
     config = folder.config
+    raw, settings = folder.tokenizer_json(), folder.tokenizer_settings()
+    tokenizer = tokenizer_metadata(raw, settings, config.vocab_size)
     values: dict[str, Any] = {
         "general.architecture": architecture.name,
         "general.name": label,
         "general.file_type": file_type,
         "general.quantization_version": 2,
-        **architecture.metadata(config),
+        **architecture.metadata(config, images),
+        **tokenizer,
     }
-    raw, settings = folder.tokenizer_json(), folder.tokenizer_settings()
-    values |= tokenizer_metadata(raw, settings, config.vocab_size)
+    # By this name llama.cpp sets flags of Phi-3's tokens, and loads no file whose vocabulary lacks them.
+    if any(name in label.lower() for name in _PHI3_NAMES) and not _PHI3_TOKENS.issubset(tokenizer[ggml_key("tokens")]):
+        del values["general.name"]
     defaults, _ = folder.generation
     for key, value in (("temp", defaults.temperature), ("top_p", defaults.top_p), ("min_p", defaults.min_p)):
         if value is not None:

@@ -27,7 +27,8 @@ class BlockTypeSolver(LinearSolver):
     """
 
     def __init__(self, layout: GgufLayout) -> None:
-        super().__init__("rtn", torch_dtype(layout.config.dtype))
+        # The file's norms are written before the blocks are solved.
+        super().__init__("rtn", torch_dtype(layout.config.dtype), balances=False)
         self._layout = layout
 
     def kind(self, name: str) -> BlockType:

@@ -19,8 +19,9 @@ from mycli.quant.ggml.linear_solver import BlockTypeSolver
 from mycli.quant.ggml.plan import GgufPlan, check_gguf_resources
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.model_card import Layer
-from mycli.quant.pipeline import Outcome, default_work_folder, measure_result, memory_errors, result_notes
+from mycli.quant.pipeline import Outcome, default_work_folder, memory_errors, result_notes
 from mycli.quant.progress import ReportNote, ReportProgress, ignore, silent
+from mycli.quant.quality_report import Original, QualityReport, measure_result
 from mycli.quant.source_weights import SourceWeights
 from mycli.quant.work_folder import Solved, WorkFolder, require_same_run
 from mycli.runtime.checkpoint.formats import EMBEDDING
@@ -92,12 +93,10 @@ def quantize_gguf(
         # Opened as every reader will open it, while it can still be discarded.
         result = GgufFolder.open_file(file.file.partial)
         result.checked_manifest()
-        card, activations = None, None
+        measured = QualityReport()
         if work.report != "none":
-            reference = StreamedModel(folder, placement, at_once)
-            card, activations = measure_result(
-                reference, result, work.report, placement, at_once, progress, same_head=False
-            )
+            original = Original(StreamedModel(folder, placement, at_once))
+            measured = measure_result(original, result, work.report, progress, same_head=False)
         record = model_card.encode(
             recipe={**work.recipe.record, "format": "gguf"},
             calibration=calibration,
@@ -107,8 +106,7 @@ def quantize_gguf(
             size=work.size,
             layers=layers,
             tuning=None,
-            card=card,
-            activations=activations,
+            card=measured.record,
             source_files=origin.result(),
             files={target.name: next(iter(model_card.digests([file.file.partial]).values()))},
         )
@@ -118,8 +116,8 @@ def quantize_gguf(
         file.file.finish()
         finished.clear()
     open_model_folder(target)
-    notes = (*_notes(work, calibration), *result_notes(layers, None, card))
-    return Outcome(target, work.size, layers, card, notes, activations)
+    notes = (*_notes(work, calibration), *result_notes(layers, None, measured))
+    return Outcome(target, work.size, layers, measured, notes)
 
 
 def _calibration(work: GgufPlan) -> Calibration:

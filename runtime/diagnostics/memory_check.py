@@ -20,8 +20,8 @@ from mycli.runtime.device.system import peak_resident, reset_peak, resident
 from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.engine.model_runner import ModelRunner, cache_shape
 from mycli.runtime.errors import GateError
-from mycli.runtime.memory.estimate import cache_positions, estimate, state_slots
-from mycli.runtime.memory.plan import MemoryPlan
+from mycli.runtime.memory.estimate import estimate, state_slots
+from mycli.runtime.memory.plan import MemoryPlan, cache_positions
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.sampler import Sampler, sample_rows
 

@@ -1,11 +1,12 @@
 """The options of an engine, set once from flags or by a caller. The device decides on a `Placement`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mycli.runtime.models.config import KvDtype, ModelConfig
 from mycli.runtime.quantization.activations import Activations
+from mycli.runtime.tokenizer.chat_template import TemplateOptions
 from mycli.runtime.utils.dtypes import Dtype
 
 if TYPE_CHECKING:  # torch takes a second to import
@@ -33,6 +34,7 @@ class EngineConfig:
     expert_bytes: int | None = None  # limit for experts in memory, the rest are read on demand; None: what fits
     prefix_folder: Path | None = None  # of the disk prefix cache, at most `prefix_bytes` large
     prefix_bytes: int = 8 << 30
+    template: TemplateOptions = field(default_factory=TemplateOptions)  # the chat template and its arguments
     memory_limit: int | None = None  # bytes that the process may use for the model; None: what is free
 
     def place(self, model: ModelConfig) -> "Placement":

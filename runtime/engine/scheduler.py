@@ -1,16 +1,17 @@
 """Continuous batching: chooses which sequences run in the next pass, with how many tokens, in which cache blocks.
 
 Policy: fair among users (`fairness`); first come, first served for each user. Prompt chunks and decode steps
-alternate, so a decoding sequence waits for at most one chunk (`Limits.chunk`). When blocks run out, the newest
-sequence of the user with the most is preempted: its blocks are freed, it goes back to the queue, and is recomputed
-later with the same result. The oldest sequence of a single user is never preempted, so all finish.
+alternate, so a decoding sequence waits for at most one chunk (`Limits.chunk`), or two while users compete. When
+blocks run out, the newest sequence of the user with the most is preempted: its blocks are freed, it goes back to the
+queue, and is recomputed later with the same result. The oldest sequence of a single user is never preempted, so all
+finish.
 
 Plain Python over token counts and block numbers; tensors and sampling are elsewhere.
 """
 
 import bisect
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -109,6 +110,8 @@ class Scheduler:
         self._sequences: dict[int, Sequence] = {}
         self._next_id = 0
         self._prefill_next = True
+        self._chunk_left = limits.chunk  # prompt tokens before the next decode step
+        self._last_prompt: Sequence | None = None  # the first of the last pass, if that computed prompts
         self._shares = FairShares()
         self._in_pass: set[int] = set()  # sequences in the pass that is being built; never preempted
 
@@ -153,7 +156,8 @@ class Scheduler:
     def schedule(self, draft_budget: DraftBudget | None = None) -> list[ScheduledSequence]:
         """Return the work of the next pass in order of arrival; an empty list if nothing can run."""
         self._in_pass.clear()
-        if self._prefill_next:
+        interrupts = not self._prefill_next and self._interrupts()
+        if self._prefill_next or interrupts:
             scheduled = self._schedule_prefill() or self._schedule_decode(draft_budget)
         else:
             scheduled = self._schedule_decode(draft_budget) or self._schedule_prefill()
@@ -164,34 +168,63 @@ class Scheduler:
             if idle:
                 self._preempt(idle[-1])
                 return self.schedule(draft_budget)
-        self._prefill_next = not scheduled or scheduled[0].is_decode
+        if not scheduled or scheduled[0].is_decode:
+            self._prefill_next, self._last_prompt, self._chunk_left = True, None, self.limits.chunk
+        else:
+            self._chunk_left -= sum(part.count for part in scheduled)
+            # The parts of a chunk that was cut for other users follow each other: more decode steps in between would
+            # have fewer sequences each, at the same cost.
+            cut = self._room(scheduled[-1].sequence, self.limits.chunk) < self.limits.chunk
+            self._prefill_next = cut and self._chunk_left > 0 and not interrupts
+            self._last_prompt = None if interrupts else scheduled[0].sequence  # a decode step follows an interruption
         return scheduled
+
+    def _interrupts(self) -> bool:
+        """Return whether a new prompt comes before the decode step that follows a chunk of another user's prompts."""
+        if not self.waiting or self._last_prompt is None or self._last_prompt.status is not Status.RUNNING:
+            return False
+        return self._shares.precedes(self._shares.first(self.waiting, self.running), self._last_prompt, self.running)
 
     def _schedule_prefill(self) -> list[ScheduledSequence]:
         budget, scheduled = self.limits.chunk, list[ScheduledSequence]()
-        for sequence in self._shares.ordered(tuple(self.running)):  # reserving blocks may preempt some
-            if sequence.is_decoding or sequence.status is not Status.RUNNING:
-                continue
-            budget -= self._restore(sequence, budget)
-            count = self._chunk_length(sequence, budget)
-            if count and sequence.status is Status.RUNNING and self._reserve(sequence, sequence.table.length + count):
-                scheduled.append(self._part(_prefill(sequence, count)))
-                budget -= count
-        while budget and self.waiting:
-            sequence = self._shares.first(self.waiting, self.running)
-            if not self._has_place(sequence) or not self._admit(sequence):
-                break  # keep the order: a shorter request behind it must not overtake
-            budget -= self._restore(sequence, budget)
-            if sequence.status is not Status.RUNNING:
+        # A copy: reserving blocks may preempt some.
+        running = deque(self._shares.ordered([item for item in self.running if not item.is_decoding], self.running))
+        queue_open = True
+        while budget > 0:
+            waiting = self._shares.first(self.waiting, self.running) if queue_open and self.waiting else None
+            if waiting is not None and (not running or self._shares.precedes(waiting, running[0], self.running)):
+                sequence = waiting
+                if self._room(sequence, budget) <= 0 or not self._has_place(sequence) or not self._admit(sequence):
+                    queue_open = False  # keep the order: a shorter request behind it must not overtake
+                    continue
+            elif running:
+                sequence = running.popleft()
+            else:
                 break
-            count = self._chunk_length(sequence, budget)
-            if not count:  # the restored prefix is enough work for a pass
-                continue
-            if not self._reserve(sequence, sequence.table.length + count):
-                break
-            scheduled.append(self._part(_prefill(sequence, count)))
-            budget -= count
+            part, used = self._prefill_part(sequence, budget)
+            budget -= used
+            if part is not None:
+                scheduled.append(part)
+            elif sequence is waiting and sequence.status is not Status.RUNNING:
+                queue_open = False
         return scheduled
+
+    def _prefill_part(self, sequence: Sequence, budget: int) -> tuple[ScheduledSequence | None, int]:
+        """Schedule the next prompt tokens of a running sequence; return its part, and the budget that it takes."""
+        room = self._room(sequence, budget)
+        if room <= 0 or sequence.status is not Status.RUNNING:
+            return None, 0
+        restored = self._restore(sequence, room)
+        # Without tokens if the restored prefix is enough work for a pass.
+        count = self._chunk_length(sequence, room - restored) if sequence.status is Status.RUNNING else 0
+        if not count or not self._reserve(sequence, sequence.table.length + count):
+            return None, restored
+        return self._part(_prefill(sequence, count)), restored + count
+
+    def _room(self, sequence: Sequence, budget: int) -> int:
+        """Return how many more tokens this pass may have if it computes some of `sequence`."""
+        most = self.limits.chunk
+        return budget - most + self._shares.pass_size(sequence, most, self.running, self._clock())
 
     def _part(self, part: ScheduledSequence) -> ScheduledSequence:
         self._in_pass.add(part.sequence.id)
@@ -228,6 +261,7 @@ class Scheduler:
         self._run(sequence)
         first = not sequence.started
         if first:
+            self._shares.expect(sequence, self._clock())
             sequence.started = True
             sequence.queued = self._clock() - sequence.arrived
             sequence.cached = min(table.length, sequence.prompt_length)

@@ -5,6 +5,7 @@ A contiguous cache is the special case of one block per sequence.
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 # Positions that GPU attention reads at a time. There a cache block is a multiple of it, or holds a whole sequence.
@@ -15,7 +16,8 @@ KEY_BLOCK = 64
 class Ragged:
     """The tokens of one pass, sequence after sequence, and the cache blocks of each sequence.
 
-    tokens: of each sequence, if all have equally many; a sequence of length 0 is then padding.
+    tokens: of each sequence, if all have equally many; a sequence of length 0 is then padding. longest: the most tokens
+    of a sequence, where the host knows it.
     """
 
     starts: Tensor  # int32 [sequences + 1]: sequence s has the tokens starts[s] to starts[s + 1]
@@ -24,6 +26,7 @@ class Ragged:
     # attends to are not read.
     block_table: Tensor
     tokens: int | None = None
+    longest: int | None = None
 
 
 @dataclass(frozen=True)
@@ -35,3 +38,18 @@ class Scoring:
     softcap: float = 0.0  # a score s becomes softcap * tanh(s / softcap) (Gemma 2); 0: none
     sinks: Tensor | None = None  # fp32 [heads]: a score per head in the softmax that has no value (gpt-oss)
     chunk: int | None = None  # a token attends to positions from the last multiple of `chunk` on (Llama 4); None: all
+
+
+@dataclass(frozen=True)
+class PromptKind:
+    """The properties for which the GPU kernel for prompts is compiled."""
+
+    device: torch.device
+    dtype: torch.dtype
+    stored: torch.dtype  # of the cache
+    group: int  # heads that share a key-value head
+    head_dim: int
+    window: bool
+    chunk: bool
+    softcap: bool
+    sinks: bool

@@ -49,6 +49,14 @@ class Operation(Generic[_P, _R]):
     name: str
     kernels: tuple[Callable[_P, _R | Declined], ...]
 
+    def attempt(self, *arguments: _P.args, **options: _P.kwargs) -> _R | None:
+        """Compute with the first kernel that supports the arguments, or return None if none does."""
+        for kernel in self.kernels:
+            result = kernel(*arguments, **options)
+            if not isinstance(result, Declined):
+                return result
+        return None
+
     def __call__(self, *arguments: _P.args, **options: _P.kwargs) -> _R:
         """Compute with the first kernel that supports the arguments. Raises ModelError if none does."""
         declined: dict[str, Declined] = {}
@@ -119,6 +127,10 @@ ATTENTION = Operation("attention", (attend_cached, reference.attend_dense))
 PAGED_ATTENTION: Operation[[Tensor, Stored, Stored, Ragged, Scoring], Tensor] = Operation(
     "attention over blocks",
     (attend_paged, _late("kernels.triton.paged_attention", "triton_attend_paged"), reference.attend_gathered),
+)
+# Without the last resort: on a GPU gathered blocks and torch's attention are faster than the reference.
+PROMPT_ATTENTION: Operation[[Tensor, Stored, Stored, Ragged, Scoring], Tensor] = Operation(
+    "attention of prompts over blocks", (_late("kernels.triton.paged_attention", "triton_attend_prompt"),)
 )
 LATENT_ATTENTION: Operation[[Tensor, Tensor, Stored, Stored, Ragged, float], Tensor] = Operation(
     "latent attention over blocks", (_late("kernels.cpu.latent", "native_latent_attention"), reference.attend_latent)

@@ -13,7 +13,13 @@ from torch import Tensor
 from mycli.runtime.cache.batch import Batch, Chunk
 from mycli.runtime.cache.kv_cache import PACKED, KVCache, Stored
 from mycli.runtime.kernels.paged import Ragged, Scoring
-from mycli.runtime.kernels.registry import ATTENTION, LATENT_ATTENTION, PAGED_ATTENTION, VECTOR_PACKING
+from mycli.runtime.kernels.registry import (
+    ATTENTION,
+    LATENT_ATTENTION,
+    PAGED_ATTENTION,
+    PROMPT_ATTENTION,
+    VECTOR_PACKING,
+)
 from mycli.runtime.models.latent_spec import LatentAttentionSpec
 from mycli.runtime.models.part_spec import AttentionSpec
 
@@ -114,16 +120,15 @@ class PromptAttention:
 class PagedAttention:
     """Attention of a ragged batch over a paged cache, for one pass: new keys and values are written there first.
 
-    The CPU kernel reads blocks in place. On other devices each sequence is one call, over gathered blocks if it has
-    several.
+    The kernels of CPUs and GPUs read blocks in place. Where none does, each sequence is one call, over gathered blocks
+    if it has several.
     """
 
     def __init__(self, batch: Batch, cache: KVCache) -> None:
         self._batch, self._cache = batch, cache
         self._masks: dict[tuple[int, int | None, int | None], Tensor | None] = {}
-        self._ragged: Ragged | None = None
-        if batch.tokens.device.type == "cpu":
-            self._ragged = Ragged(batch.starts, batch.lengths, batch.block_table)
+        longest = max(chunk.count for chunk in batch.chunks)
+        self._ragged = Ragged(batch.starts, batch.lengths, batch.block_table, longest=longest)
 
     def attend(
         self, layer: int, query: Tensor, new: KeyValue | None, spec: AttentionSpec, sinks: Tensor | None = None
@@ -135,10 +140,15 @@ class PagedAttention:
                 key, value = VECTOR_PACKING(key), VECTOR_PACKING(value)
             cache.write(layer, batch, key, value)
         layer = layer if spec.kv_source is None else spec.kv_source
-        if self._ragged is not None:
-            scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
-            scoring = Scoring(scale, spec.window, spec.softcap or 0.0, chunk=spec.chunk, sinks=sinks)
+        scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
+        scoring = Scoring(scale, spec.window, spec.softcap or 0.0, chunk=spec.chunk, sinks=sinks)
+        if query.device.type == "cpu":
             return PAGED_ATTENTION(query[0], *cache.all(layer), self._ragged, scoring)[None]
+        attended = PROMPT_ATTENTION.attempt(query[0], *cache.all(layer), self._ragged, scoring)
+        return self._attend_gathered(layer, query, spec, sinks) if attended is None else attended[None]
+
+    def _attend_gathered(self, layer: int, query: Tensor, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
+        batch = self._batch
         parts = [
             self._attend_one(layer, query[:, first : first + chunk.count], chunk, spec, sinks)
             for chunk, first in zip(batch.chunks, batch.first_rows, strict=False)
@@ -149,11 +159,8 @@ class PagedAttention:
         latent, rotated = (part.unsqueeze(1) for part in new)
         if self._cache.dtype == PACKED:
             latent, rotated = VECTOR_PACKING(latent), VECTOR_PACKING(rotated)
-        batch = self._batch
-        self._cache.write(layer, batch, latent, rotated)
-        # Without a fused kernel, a GPU also takes the ragged form: its reference gathers one sequence at a time.
-        ragged = self._ragged or Ragged(batch.starts, batch.lengths, batch.block_table)
-        return LATENT_ATTENTION(*query, *self._cache.all(layer), ragged, spec.scale)
+        self._cache.write(layer, self._batch, latent, rotated)
+        return LATENT_ATTENTION(*query, *self._cache.all(layer), self._ragged, spec.scale)
 
     def _attend_one(self, layer: int, query: Tensor, chunk: Chunk, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
         keys, values = self._cache.read(layer, chunk.blocks, chunk.length)

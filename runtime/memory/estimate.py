@@ -7,19 +7,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
+from mycli.runtime.memory.attention import dense_cache_bytes, mask_bytes
 from mycli.runtime.memory.layer import pass_values
-from mycli.runtime.memory.plan import MemoryPlan
+from mycli.runtime.memory.plan import CACHE_BLOCK, MemoryPlan, cache_positions
 from mycli.runtime.memory.weights import embedding_bytes, linears_bytes, shadow_bytes, weight_bytes
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.models.layer_spec import LayerSpec
-from mycli.runtime.models.part_spec import AttentionSpec
 from mycli.runtime.models.recurrent_spec import STATE_BYTES
 from mycli.runtime.quantization.int4_vectors import FUSED_INT4_HEADS
 from mycli.runtime.quantization.scheme import Packing
 
 TABLE_PART = 1 << 24  # codebook weights that the CPU decodes at a time
-CACHE_BLOCK = 16  # positions; the context is rounded up to a multiple
 SHARED_BLOCK = 64  # positions per block of a shared cache: small enough to share prefixes, and block tables stay short
 # A process without a model. CPU: Python, torch and its libraries, measured with torch 2.13 on Linux. CUDA: context,
 # cuBLAS workspace (32 MiB on Hopper) and loaded kernels, a typical size; `diagnostics.memory_check` measures it.
@@ -74,10 +73,6 @@ def rank_bytes(plan: MemoryPlan, ranks: int) -> int:
     return shared + whole.workspace.total + whole.runtime
 
 
-def cache_positions(context: int) -> int:
-    return -(-context // CACHE_BLOCK) * CACHE_BLOCK
-
-
 def _all_positions(plan: MemoryPlan) -> int:
     positions = cache_positions(plan.context) * plan.batch
     # One sequence has a contiguous slot; several share blocks.
@@ -124,53 +119,9 @@ def dequantization_bytes(plan: MemoryPlan) -> int:
     return (largest if plan.gpu else min(largest, TABLE_PART)) * plan.value_bytes
 
 
-def dense_cache_bytes(plan: MemoryPlan) -> int:
-    # One layer's keys and values, converted or gathered for the attention of a prompt.
-    read_in_place = plan.kv == "auto" or (plan.kv == "bf16" and plan.value_bytes == 2)
-    if read_in_place and plan.batch == 1:
-        return 0
-    shapes = map(plan.config.cache_shapes, range(plan.config.layers))
-    largest = max(sum(prod(shape) for shape in tensors) for tensors in shapes)
-    return largest * cache_positions(plan.context) * plan.value_bytes
-
-
 def logits_bytes(plan: MemoryPlan) -> int:
     # Of the last token: as computed, in fp32, and four fp32 copies while sampling.
     return plan.batch * plan.config.vocab_size * (plan.value_bytes + 5 * 4)
-
-
-def mask_bytes(plan: MemoryPlan) -> int:
-    return _gpu_mask_bytes(plan) if plan.gpu else _cpu_mask_bytes(plan)
-
-
-def _gpu_mask_bytes(plan: MemoryPlan) -> int:
-    # Only windows and chunked attention have masks: a boolean one each over the keys that a pass sees, one at a time
-    # also in the dtype of activations, with keys and values repeated for all heads. Softcaps and sinks write out scores
-    # three times in fp32, for the query heads of one KV head, with a boolean mask.
-    def keys(spec: AttentionSpec) -> int:
-        return plan.context if spec.window is None else min(plan.context, spec.window + plan.chunk - 1)
-
-    specs = [spec for spec in plan.config.attentions if isinstance(spec, AttentionSpec)]
-    windowed = [spec for spec in specs if (spec.window or spec.chunk or plan.context) < plan.context]
-    masks = sum({(spec.window, spec.chunk): keys(spec) for spec in windowed}.values()) * plan.chunk
-    largest = max(map(keys, windowed), default=0) * plan.chunk * plan.value_bytes
-    repeated = [2 * spec.heads * spec.head_dim * keys(spec) * plan.value_bytes for spec in windowed]
-    written = [spec for spec in specs if spec.softcap is not None or spec.sinks is not None]
-    scores = [keys(spec) * plan.chunk * (3 * 4 * (spec.heads // spec.kv_heads) + 1) for spec in written]
-    return masks + largest + max(repeated, default=0) + max(scores, default=0)
-
-
-def _cpu_mask_bytes(plan: MemoryPlan) -> int:
-    # Each distinct window has a boolean mask and one in the dtype of activations. Capped scores are written out three
-    # times in fp32, for the query heads of one KV head. The first chunk needs no mask.
-    config = plan.config
-    capped = [spec for spec in config.attentions if spec.softcap is not None]
-    scores = 3 * 4 * max((spec.heads // spec.kv_heads for spec in capped), default=0)
-    if plan.gpu and any(spec.latent is not None for spec in config.layer_specs):
-        scores = max(scores, 3 * 4)  # of one head at a time
-    if plan.context == plan.chunk:
-        return plan.chunk * plan.context * scores
-    return plan.chunk * plan.context * (len(config.distinct_windows) + plan.value_bytes + scores)
 
 
 def rope_bytes(plan: MemoryPlan) -> int:

@@ -10,6 +10,7 @@ from mycli.runtime.utils.dtypes import BY_NAME, Dtype
 
 SCALE_BYTES = 4  # of an int8 cache: one fp32 per head and token
 DEFAULT_CONTEXT = 8192
+CACHE_BLOCK = 16  # positions; the context is rounded up to a multiple
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,10 @@ class MemoryPlan:
     @property
     def chunk(self) -> int:
         return min(self.context, prefill_chunk(self.gpu))
+
+
+def cache_positions(context: int) -> int:
+    return -(-context // CACHE_BLOCK) * CACHE_BLOCK
 
 
 def prefill_chunk(gpu: bool) -> int:

@@ -3,6 +3,7 @@
 Other code sees a plain text model, as if the folder contained nothing else.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,8 @@ TEXT_PARTS: dict[str, str] = {
     "vipllava": "llama",
     "voxtral": "llama",
 }
+# The key under which a text model keeps what only a file for images needs: its outer type, its positions of images.
+MULTIMODAL = "multimodal"
 _SECTIONS = ("text_config", "llm_config")  # the latter in internvl_chat
 # Published before the text model had a section of its own: its keys are those of the outer config.
 _FLAT = ("qwen2_vl", "qwen2_5_vl")
@@ -152,8 +155,9 @@ class TextPart:
         model_type = FAMILIES.get(stored, stored)
         values = {**CLASS_DEFAULTS.get(stored, {}), **section.values, **outer, "model_type": model_type}
         if stored in FAMILIES:
-            ropes = (name for name in ("rope_parameters", "rope_scaling") if name in values)
-            values |= {name: _plain_rope(values[name]) for name in ropes}
+            ropes = {name: values[name] for name in ("rope_parameters", "rope_scaling") if name in values}
+            values |= {name: _plain_rope(rope) for name, rope in ropes.items()}
+            values[MULTIMODAL] = {"model_type": outer_type, **_image_positions(raw, ropes.values())}
         if stored == "qwen3_vl_moe_text":  # transformers normalizes the weights whatever the config says
             values["norm_topk_prob"] = True
         values.pop("architectures", None)
@@ -216,3 +220,14 @@ def _renamed(value: Any) -> Any:
             value = value.replace(prefix, text_prefix)
             value = value.replace(prefix.replace(".", r"\."), text_prefix.replace(".", r"\."))
     return value
+
+
+def _image_positions(raw: Fields, ropes: Iterable[Any]) -> dict[str, Any]:
+    # As stored: the values are checked where they are written to a file.
+    sections = [rope["mrope_section"] for rope in ropes if isinstance(rope, dict) and "mrope_section" in rope]
+    vision = raw.values.get("vision_config")
+    deepstack = vision.get("deepstack_visual_indexes") if isinstance(vision, dict) else None
+    return {
+        **({"mrope_section": sections[0]} if sections else {}),
+        **({"deepstack_layers": len(deepstack)} if isinstance(deepstack, list) else {}),
+    }

@@ -6,7 +6,6 @@ Templates, tokenization and grammars are slow: routes call these methods in `Ser
 import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from threading import Lock
@@ -15,27 +14,25 @@ from typing import Any
 from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.engine.replies.journal import ReplyJournal
 from mycli.runtime.engine.sequence import BeamOptions, Request, reply_room
-from mycli.runtime.errors import ModelError, UserError
+from mycli.runtime.errors import UserError
 from mycli.runtime.sampling.grammars.grammar import JSON_MODE, Alternative, Grammar, GrammarCompiler
 from mycli.runtime.sampling.grammars.lark import Prelude
 from mycli.runtime.sampling.grammars.reasoning import reasoning_prelude
 from mycli.runtime.sampling.params import SamplingParams, recommended
-from mycli.runtime.server.api_error import ApiError, ContextError, from_user_error
-from mycli.runtime.server.chat_prompt import RecentPrompts, render_chat, template_source
 from mycli.runtime.server.delivery import Delivery
-from mycli.runtime.server.formats import ResponseFormat
-from mycli.runtime.server.grammar_pool import GrammarPool
-from mycli.runtime.server.item_store import ItemStore
-from mycli.runtime.server.schemas import Sampling
-from mycli.runtime.server.settings import ServerSettings, ServerState, untagged
+from mycli.runtime.server.http.api_error import ApiError, ContextError, from_user_error
+from mycli.runtime.server.http.settings import ServerSettings, ServerState, untagged
+from mycli.runtime.server.requests.chat_prompt import RecentPrompts, render_chat, template_source
+from mycli.runtime.server.requests.formats import ResponseFormat
+from mycli.runtime.server.requests.grammar_pool import GrammarPool
+from mycli.runtime.server.requests.item_store import ItemStore
+from mycli.runtime.server.requests.schemas import Sampling
 from mycli.runtime.server.worker import EngineWorker, OutputReader
 from mycli.runtime.tokenizer.chat_template import Message, Tool
-from mycli.runtime.tokenizer.parsing.response_template import read_response_template
 from mycli.runtime.tokenizer.parsing.tool_formats import (
     HERMES,
     ToolFormat,
-    declared_tool_format,
-    find_tool_format,
+    model_tool_format,
 )
 from mycli.runtime.tokenizer.prompt_difference import Difference, PromptParts
 
@@ -112,11 +109,7 @@ class Service(ServerState):
 
     @cached_property
     def tool_format(self) -> ToolFormat:
-        raw = self.loaded.tokenizer.response_template
-        with suppress(ModelError):  # unreadable: the chat template may still show the format
-            if raw is not None and (tool_format := declared_tool_format(read_response_template(raw))) is not None:
-                return tool_format
-        return find_tool_format(self._template) or HERMES
+        return model_tool_format(self.loaded.tokenizer.response_template, self._template) or HERMES
 
     @property
     def compiler(self) -> GrammarCompiler:

@@ -4,7 +4,7 @@ The Jinja sandbox stops escapes, not work (C10), so rendering has limits on time
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -14,6 +14,7 @@ from mycli.runtime.utils.sandbox import WorkerError, WorkerProcess
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 Tool = Mapping[str, Any]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]  # of reasoning, as clients send it
 
 RENDER_SECONDS = 2.0
 RENDER_MEMORY = 512 << 20
@@ -24,6 +25,7 @@ ALLOWED_ARGUMENTS = frozenset(
 )
 # Variables of a template that hold special tokens.
 TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_RESERVED = frozenset(("messages", "tools", "add_generation_prompt", *TOKEN_NAMES))
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,25 @@ class Message:
             "tool_call_id": self.tool_call_id,
         }
         return {"content": self.content, **{key: value for key, value in optional.items() if value}}
+
+
+@dataclass(frozen=True)
+class TemplateOptions:
+    """A template to use instead of the model's own, and arguments of every rendering.
+
+    source: Jinja; name: of one of the model's templates; arguments: those of a request have precedence.
+    """
+
+    source: str | None = None
+    name: str | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in self.arguments:
+            if not name.isidentifier() or name.startswith("_") or name in _RESERVED:
+                raise UsageError(
+                    f"template argument {name!r:.60} is not possible", "use a name that the template reads"
+                )
 
 
 def special_tokens_map(settings: Fields) -> dict[str, str]:
@@ -96,9 +117,13 @@ def _named_sources(settings: Fields) -> dict[str, str]:
 class ChatTemplate:
     """The chat templates of one model, by name ("default", "tool_use"), and the worker that renders them."""
 
-    def __init__(self, sources: Mapping[str, str], tokens: Mapping[str, str]) -> None:
+    def __init__(
+        self, sources: Mapping[str, str], tokens: Mapping[str, str], arguments: Mapping[str, Any] | None = None
+    ) -> None:
+        """sources: by name; tokens: special tokens by variable; arguments: of every rendering."""
         self._sources = dict(sources)
         self._tokens = dict(tokens)
+        self._arguments = dict(arguments or {})
         self._worker = WorkerProcess(
             "mycli.runtime.tokenizer.chat_template_worker", None, RENDER_MEMORY, reply_bytes=1 << 27
         )
@@ -113,6 +138,19 @@ class ChatTemplate:
     def from_settings(cls, settings: Fields) -> "ChatTemplate | None":
         sources = _named_sources(settings)
         return cls(sources, special_tokens_map(settings)) if sources else None
+
+    def with_options(self, options: TemplateOptions) -> "ChatTemplate":
+        """Return the templates that `options` selects. Raises UsageError for an unknown name."""
+        sources = self._sources
+        if options.source is not None:
+            sources = {"default": options.source}
+        elif options.name is not None:
+            if options.name not in sources:
+                known = ", ".join(sorted(sources)) or "none"
+                problem = f"the model has no chat template {options.name!r:.60}"
+                raise UsageError(problem, f"it has: {known}; or name a file")
+            sources = {"default": sources[options.name]}
+        return ChatTemplate(sources, self._tokens, {**self._arguments, **options.arguments})
 
     def start(self) -> None:
         """Start the worker without waiting: its start takes as long as a short reply."""
@@ -143,10 +181,11 @@ class ChatTemplate:
         variables = [
             {
                 **self._tokens,
+                "documents": None,
+                **self._arguments,
                 **arguments[index],
                 "messages": messages,
                 "tools": tools[index] if tools else None,
-                "documents": arguments[index].get("documents"),
                 "add_generation_prompt": add_generation_prompt,
             }
             for index, messages in enumerate(conversations)
@@ -161,6 +200,13 @@ class ChatTemplate:
                 ) from None
             raise ModelError(f"chat template: {error.kind}: {error.message:.300}", code="show-template") from None
         return texts
+
+
+def effort_arguments(effort: str | None) -> dict[str, Any]:
+    """Return the template arguments for a reasoning effort."""
+    if effort is None:
+        return {}
+    return {"reasoning_effort": effort, **({"enable_thinking": False} if effort in ("none", "minimal") else {})}
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:

@@ -89,19 +89,20 @@ def _check_name(name: object) -> None:
         raise SecurityError(f"a template may not set {name!r} on a namespace")
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+def environment() -> ImmutableSandboxedEnvironment:
+    """Return the environment in which templates are compiled."""
+    jinja = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, LoopControlExtension]
     )
-    environment.filters["tojson"] = _to_json
-    environment.globals |= {"raise_exception": _refuse, "strftime_now": _now, "dict": _Dict(), "namespace": _Namespace}
-    return environment
+    jinja.filters["tojson"] = _to_json
+    jinja.globals |= {"raise_exception": _refuse, "strftime_now": _now, "dict": _Dict(), "namespace": _Namespace}
+    return jinja
 
 
 def handler(_: object) -> Callable[[Any], list[str]]:
     """Return the handler of {"template": source, "variables": [one object per text]}: the rendered texts."""
-    environment = _environment()
-    compiled = lru_cache(4)(environment.from_string)
+    jinja = environment()
+    compiled = lru_cache(4)(jinja.from_string)
 
     def render(request: dict[str, Any]) -> list[str]:
         template = compiled(request["template"])

@@ -12,7 +12,14 @@ from typing import Any
 
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.tokenizer.backend import GuardedPipeline, Pipeline, is_trusted
-from mycli.runtime.tokenizer.chat_template import ChatTemplate, Message, Tool, check_arguments, special_tokens_map
+from mycli.runtime.tokenizer.chat_template import (
+    ChatTemplate,
+    Message,
+    TemplateOptions,
+    Tool,
+    check_arguments,
+    special_tokens_map,
+)
 from mycli.runtime.tokenizer.detokenizer import Detokenizer
 from mycli.runtime.tokenizer.special_tokens import AddedToken, ControlTokens, Sentinels, strings
 from mycli.runtime.tokenizer.stream import StreamDecoder
@@ -95,6 +102,7 @@ class Tokenizer:
     ) -> None:
         self.vocabulary = vocabulary
         self.template = template
+        self._special_tokens = special_tokens
         self.response_template = response_template
         self._encoder = encoder
         self._control = ControlTokens(added, encoder.normalize)
@@ -166,6 +174,17 @@ class Tokenizer:
             if isinstance(response_template, dict)
             else None,
         )
+
+    def use_template(self, options: TemplateOptions) -> None:
+        """Render conversations as `options` says. Raises UsageError if the model has no such template."""
+        if options == TemplateOptions():
+            return
+        if self.template is not None:
+            self.template = self.template.with_options(options)
+        elif options.source is not None or options.name is not None:
+            self.template = ChatTemplate({}, self._special_tokens).with_options(options)
+        else:
+            raise UsageError("the model has no chat template that takes arguments", code="add-template")
 
     def _id(self, token: str | None) -> int | None:
         return self.vocabulary.index(token) if token is not None and token in self.vocabulary else None

@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from mycli.quant import pipeline
+from mycli.quant.export import ExportRequest, find_export_target
 from mycli.quant.planning import plan as planning
+from mycli.quant.progress import silent
 from mycli.quant.recipe import Recipe
 from mycli.runtime.checkpoint.gguf.files import GgufFiles
 from mycli.runtime.checkpoint.gguf.types import QUANTIZED, TYPES_BY_NAME
 from mycli.runtime.checkpoint.gguf.writer import make_gguf_header
+from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.hub.resolve import Source
 from tests.runtime.checkpoint.gguf.test_blocks import random_blocks
 from tests.runtime.checkpoint.gguf.test_folder import MODELS, llama3_factors
@@ -20,9 +23,11 @@ from tests.runtime.checkpoint.test_layout_attacks import model_folder
 from tests.runtime.checkpoint.test_published_methods import RENAMED
 from tests.runtime.tokenizer.test_gguf_tokenizer import sentencepiece
 from tests.support import gguf_files
-from tests.support.families import make
+from tests.support.families import CASES, make
 from tests.support.foreign_layouts import Case, stored
+from tests.support.gguf_exports import exported_families, make_exported
 from tests.support.models import CPU, random_model
+from tests.support.multimodal_families import make_folder
 
 Models = dict[str, dict[str, bytes]]
 QUANTIZED_NAMES = [kind.name for kind in QUANTIZED]
@@ -120,8 +125,50 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, bool | int | float | str) else list(value)
 
 
+def _architectures() -> Models:
+    """Return an export of every GGUF architecture that is written."""
+    models: Models = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in exported_families():
+            path = Path(folder) / name
+            make_exported(path, name)
+            variant = "" if CASES[name][0] == "gpt_oss" else "f16"
+            request = ExportRequest(
+                Source(name, path), open_model_folder(path), path / "a.gguf", variant, requantize=True
+            )
+            models[name] = {"model.gguf": find_export_target("gguf")[0].export(request, silent).path.read_bytes()}
+    return models
+
+
+def _blocks() -> Models:
+    """Return a GGUF model in each type of blocks."""
+    models: Models = {}
+    arch, model_type, changes, keys = MODELS["qwen2-biases"]
+    with tempfile.TemporaryDirectory() as folder:
+        size, path, hf = {"hidden_size": 256, "intermediate_size": 256}, Path(folder) / "a.gguf", Path(folder) / "hf"
+        make(hf, model_type, {**changes, **size, "vocab_size": 256, "num_hidden_layers": 1})
+        config = json.loads((hf / "config.json").read_text())
+        words = {**gguf_files.byte_tokenizer(256), **keys}
+        gguf_files.write_model(hf, path, arch, "F32", config, words, {})
+        for kind in QUANTIZED_NAMES:
+            models[kind] = {"model.gguf": _in_blocks(path, kind)}
+    return models
+
+
+def _multimodal() -> Models:
+    """Return folders whose text model is one part of several."""
+    models: Models = {}
+    for name in ("qwen3_vl", "qwen2_vl", "qwen3_vl_moe", "llava-pixtral", "internvl", "gemma3", "mistral3"):
+        with tempfile.TemporaryDirectory() as folder:
+            make_folder(Path(folder), name)
+            models[name] = _files(Path(folder))
+    return models
+
+
 LAYOUTS: dict[str, Callable[[], Models]] = {
     "gguf": _gguf,
+    "architectures": _architectures,
+    "blocks": _blocks,
     "gptq": lambda: _of_cases(stored("gptq")),
     "awq": lambda: _of_cases(stored("awq")),
     "compressed-tensors": _compressed,
@@ -130,4 +177,5 @@ LAYOUTS: dict[str, Callable[[], Models]] = {
     "bitsandbytes": lambda: _of_cases(stored("bitsandbytes")),
     "ours": _ours,
     "published": _published,
+    "multimodal": _multimodal,
 }

@@ -1,11 +1,12 @@
-"""Compares embedding throughput with llama-server's: `python -m tests.benchmarks.embedding_rates LLAMA_BIN`.
+"""Compares embedding throughput with llama-server's: `python -m tests.benchmarks.embedding_rates LLAMA_BIN [FOLDER]`.
 
-Uses a random Qwen3 (12 layers of 512) in bf16 on both sides, last-token pooling, and batches of texts of about 40
-tokens from several clients. Rounds alternate; prints the medians in texts per minute.
+Uses a random Qwen3 (16 layers of 768, 0.12 B) in bf16, and GGUF files of it in several types, last-token pooling, and
+batches of texts of about 40 tokens from several clients. Rounds alternate; prints the medians in texts per minute.
 """
 
 import http.client
 import json
+import socket
 import statistics
 import subprocess
 import sys
@@ -13,48 +14,31 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
 
 from tests.support.command_line import COMMAND
 from tests.support.embedding_models import qwen3_embedding, qwen3_reranker
 
 SHAPE = {
-    "hidden_size": 512,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 8,
+    "hidden_size": 768,
+    "intermediate_size": 2304,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 12,
     "num_key_value_heads": 4,
     "head_dim": 64,
 }
-TEXTS, BATCH, CLIENTS, ROUNDS = 256, 16, 4, 3
-WORDS = [
-    "the",
-    "city",
-    "of",
-    "light",
-    "was",
-    "once",
-    "a",
-    "small",
-    "place",
-    "where",
-    "people",
-    "came",
-    "to",
-    "trade",
-    "what",
-    "they",
-    "had",
-    "made",
-    "over",
-    "the",
-    "winter",
-]  # noqa: SIM905  # readable
+TEXTS, BATCH, CLIENTS, ROUNDS = 192, 16, 4, 3
+TYPES = ("bf16", "f16", "q8_0")  # of the GGUF files
+_WORDS = "the city of light was once a small place where people came to trade what they had made over the winter"
 
 
 def texts() -> list[str]:
-    return [" ".join(WORDS[(index * 7 + at) % len(WORDS)] for at in range(32)) + f" {index}" for index in range(TEXTS)]
+    words = _WORDS.split()
+    return [" ".join(words[(index * 7 + at) % len(words)] for at in range(32)) + f" {index}" for index in range(TEXTS)]
 
 
 @contextmanager
@@ -66,14 +50,23 @@ def process(command: list[str]) -> Iterator[None]:
             child.terminate()
 
 
+def vector(port: int) -> list[float]:
+    return answer(port, texts()[:1])["data"][0]["embedding"]
+
+
 def ask(port: int, batch: list[str]) -> int:
     """Send a batch and return the number of prompt tokens."""
+    reply = answer(port, batch)
+    assert len(reply["data"]) == len(batch)
+    return int(reply["usage"]["prompt_tokens"])
+
+
+def answer(port: int, batch: list[str]) -> Any:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
     connection.request("POST", "/v1/embeddings", json.dumps({"input": batch}), {"content-type": "application/json"})
-    answer = json.loads(connection.getresponse().read())
+    reply = json.loads(connection.getresponse().read())
     connection.close()
-    assert len(answer["data"]) == len(batch)
-    return int(answer["usage"]["prompt_tokens"])
+    return reply
 
 
 def wait(port: int) -> None:
@@ -94,33 +87,68 @@ def rate(port: int, serial: int) -> tuple[float, int]:
     return TEXTS * 60 / (time.perf_counter() - began), tokens
 
 
-def main(llama: Path) -> None:
-    with tempfile.TemporaryDirectory() as scratch:
-        folder, causal = Path(scratch) / "embedding", Path(scratch) / "causal"
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        return [stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(count)]
+
+
+def write_causal(folder: Path, causal: Path) -> None:
+    """Write the same weights as a language model, whose head is the embedding: export needs one."""
+    qwen3_reranker(causal, **SHAPE)
+    tensors = {f"model.{name}": tensor for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(tensors, causal / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((causal / "config.json").read_text())
+    (causal / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+
+
+def prepare(scratch: Path) -> tuple[Path, dict[str, Path]]:
+    """Write the model as a folder of sentence-transformers and as GGUF files of `TYPES`, unless they exist."""
+    folder, causal = scratch / "embedding", scratch / "causal"
+    if not folder.exists():
         qwen3_embedding(folder, **SHAPE)
-        qwen3_reranker(causal, **SHAPE)  # the same shape with a head, which the GGUF file needs
-        gguf = Path(scratch) / "model.gguf"
-        export = [*COMMAND, "export", str(causal), "--to", "gguf:bf16", "--requantize", "-o", str(gguf)]
-        subprocess.run(export, check=True, stdout=subprocess.DEVNULL)
-        ours = [*COMMAND, "serve", str(folder), "--port", "18401", "--device", "cpu", "--dtype", "bf16"]
-        server = [str(llama / "llama-server"), "-m", str(gguf), "--embeddings", "--pooling", "last", "-t", "2"]
-        server += ["--port", "18402", "-c", "8192", "--parallel", "16", "-b", "2048", "-ub", "2048"]
-        with process(ours), process(server):
-            for port in (18401, 18402):
-                wait(port)
-            results: dict[int, list[float]] = {18401: [], 18402: []}
-            for serial in range(ROUNDS):
-                for port, rates in results.items():
-                    value, tokens = rate(port, serial)
-                    rates.append(value)
-                    print(port, round(value), "texts/minute,", tokens, "tokens", flush=True)
-        print(
-            {
-                name: round(statistics.median(results[port]))
-                for name, port in (("mycli", 18401), ("llama-server", 18402))
-            }
-        )
+        write_causal(folder, causal)
+    files = {kind: scratch / f"{kind}.gguf" for kind in TYPES}
+    for kind, file in files.items():
+        if not file.exists():
+            export = [*COMMAND, "export", str(causal), "--to", f"gguf:{kind}", "--requantize", "-o", str(file)]
+            subprocess.run(export, check=True, stdout=subprocess.DEVNULL)
+    return folder, files
+
+
+def measure(llama: Path, scratch: Path) -> None:
+    folder, files = prepare(scratch)
+    own, *ports = free_ports(1 + len(files))
+    servers = {"mycli bf16": (own, [*COMMAND, "serve", str(folder), "--device", "cpu", "--dtype", "bf16"])}
+    for (kind, file), port in zip(files.items(), ports, strict=True):
+        command = [str(llama / "llama-server"), "-m", str(file), "--embeddings", "--pooling", "last", "-t", "2"]
+        command += ["-c", "8192", "--parallel", "16", "-b", "2048", "-ub", "2048"]
+        servers[f"llama-server {kind}"] = port, command
+    with ExitStack() as stack:
+        for port, command in servers.values():
+            stack.enter_context(process([*command, "--port", str(port)]))
+        for port, _ in servers.values():
+            wait(port)
+        vectors = [vector(port) for port, _ in servers.values()]
+        cosines = [sum(a * b for a, b in zip(vectors[0], other, strict=True)) for other in vectors]
+        print("cosine to the first:", ", ".join(f"{value:.5f}" for value in cosines))
+        results: dict[str, list[float]] = {name: [] for name in servers}
+        for serial in range(ROUNDS):
+            for name, rates in results.items():
+                value, tokens = rate(servers[name][0], serial)
+                rates.append(value)
+                print(f"{name:18} {value:8.0f} texts/minute, {tokens} tokens", flush=True)
+    print({name: round(statistics.median(rates)) for name, rates in results.items()})
+
+
+def main(llama: Path, scratch: Path | None) -> None:
+    """Compare in `scratch`, which keeps the models for the next time."""
+    if scratch is not None:
+        scratch.mkdir(exist_ok=True)
+        measure(llama, scratch)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        measure(llama, Path(folder))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]) if sys.argv[2:] else None)

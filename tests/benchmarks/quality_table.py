@@ -1,7 +1,10 @@
 """Produces the figures of docs/quality.md: KL and perplexity on pico of rounding, plain GPTQ and mycli's methods.
 
     PYTHONPATH=.links python -m tests.benchmarks.quality_table [--bits 4 3] [--group 128] [--samples 128]
-        [--tokens 16384]
+        [--tokens 16384] [--methods NAME ...] [--model pico|outliers|heavy-tails]
+
+`outliers` and `heavy-tails` are pico with the same function and weights that are harder to quantize
+(tests/support/planted_outliers.py).
 
 All rows use the same calibration windows and are measured on the same held-out tokens by the same code. Plain GPTQ is
 the original program's solver (IST-DASLab/gptq): positive scale from the largest weight, columns in natural order, group
@@ -37,6 +40,7 @@ from mycli.quant.work_folder import Solved
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
+from tests.support import planted_outliers
 from tests.support.models import CPU
 from tests.support.paths import PICO
 
@@ -89,16 +93,24 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--seq", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--methods", nargs="+", metavar="NAME", help="ends of the names of methods; default: all")
+    parser.add_argument("--model", choices=("pico", "outliers", "heavy-tails"), default="pico")
     return parser.parse_args()
 
 
 def main() -> None:
     options = arguments()
-    config = StreamedModel(open_model_folder(PICO), CPU).config
+    with tempfile.TemporaryDirectory() as folder:
+        source = PICO if options.model == "pico" else planted_outliers.write(Path(folder) / "model", options.model)
+        table(options, source)
+
+
+def table(options: argparse.Namespace, source: Path) -> None:
+    config = StreamedModel(open_model_folder(source), CPU).config
     tokenizer = Tokenizer.load(PICO, config.vocab_size)
     shown = calibration.bundled(tokenizer, config.vocab_size, options.samples, options.seq, seed=0)
     text = cut(held_out_text(), tokenizer, 512, options.tokens)
-    original = load_file(PICO / "model.safetensors")
+    original = load_file(source / "model.safetensors")
     print(f"torch {torch.__version__}, python {platform.python_version()}, {torch.get_num_threads()} threads")
     print(f"calibration {options.samples} x {options.seq}, measured on {text.windows.numel()} held-out tokens\n")
     print("| bits | method | KL | against plain GPTQ | perplexity | same top token | seconds |")
@@ -117,7 +129,10 @@ def main() -> None:
             "`--method gptq --tune`": LinearSolver("gptq", torch.bfloat16, "mse", tunes=True),
         }
         plain = 0.0
+        chosen = tuple(f"{end}{close}" for end in options.methods or ("",) for close in ("", "`"))
         for name, solver in methods.items():
+            if not name.endswith(chosen):
+                continue
             state: dict[str, Tensor] = {}
 
             def sink(solved: Solved, state: dict[str, Tensor] = state) -> None:
@@ -133,7 +148,7 @@ def main() -> None:
                     sink(Solved({linear: solution.quantized}, {}, ()))
             else:
                 blocks: list[Solved] = []
-                model = StreamedModel(open_model_folder(PICO), CPU)
+                model = StreamedModel(open_model_folder(source), CPU)
                 quantize_blocks(BlockSolver(model, packings, solver, shown.windows), blocks.append)
                 if name.endswith("--tune`"):
                     tuned = tune_scales(model, blocks, packings, torch.bfloat16, shown.windows, seed=0)
@@ -142,7 +157,7 @@ def main() -> None:
                     sink(block)
             seconds = time.monotonic() - started
             with tempfile.TemporaryDirectory() as folder:
-                copy = shutil.copytree(PICO, Path(folder) / "copy")
+                copy = shutil.copytree(source, Path(folder) / "copy")
                 (copy / "model.safetensors").chmod(0o644)
                 save_file({**original, **state}, copy / "model.safetensors")
                 result = evaluate(

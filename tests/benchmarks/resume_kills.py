@@ -1,22 +1,29 @@
 """Checks that replies killed and resumed are complete: the client's part plus the resumed part equal the whole reply.
 
-    python -m tests.benchmarks.resume_kills --cuts 1000 --kills 100
+    python -m tests.benchmarks.resume_kills --cuts 1000 --clients 200 --kills 100
 
-`--cuts`: records cut at a random byte, as kill -9 leaves them, resumed by another engine of this process, alternately
-greedy, sampled, with a schema, with drafts, preempted and with log-probabilities. `--kills`: servers killed with
-SIGKILL while they send eight replies (sampled, greedy, schema, tools, n-gram drafts; OpenAI's and Anthropic's
-interfaces), which the next server resumes. Exits with 1 if any reply differs.
+`--cuts`: records cut at a random byte, as kill -9 leaves them, resumed by another engine of this process: as many each
+of greedy and sampled replies, with a schema, a tool call, drafts, preemption and log-probabilities. `--clients`:
+connections reset at a random character, resumed on the same server, 16 at a time in a cache that holds 8. `--kills`:
+servers killed with SIGKILL while they send eight replies (sampled, greedy, schema, tools; OpenAI's and Anthropic's
+interfaces), which the next server resumes. Servers draft by n-gram lookup. Exits with 1 if any reply differs.
+
+Prints a line for every 50 of each. It waits for events, not for times, so it may run next to other work.
 """
 
 import argparse
 import http.client
+import itertools
 import json
 import os
+import socket
+import struct
 import subprocess
 import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from random import Random
@@ -54,17 +61,17 @@ def text_of(event: dict[str, Any]) -> tuple[str, str]:
 
 
 class Client(threading.Thread):
-    """Reads one streamed reply until it ends or the server is gone."""
+    """Reads one streamed reply until it ends or the server is gone; `most`: leave after so many characters."""
 
-    def __init__(self, port: int, path: str, body: dict[str, Any]) -> None:
+    def __init__(self, port: int, path: str, body: dict[str, Any], most: int | None = None) -> None:
         super().__init__(daemon=True)
-        self.port, self.path, self.body = port, path, body
+        self.port, self.path, self.body, self.most = port, path, body, most
         self.name_of_reply, self.text, self.calls, self.ended = "", "", "", False
         self.start()
 
     def run(self) -> None:
         with suppress(OSError, http.client.HTTPException, ValueError):
-            connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+            connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
             connection.request("POST", self.path, json.dumps(self.body), {"content-type": "application/json"})
             response = connection.getresponse()
             if response.status != 200:
@@ -77,6 +84,13 @@ class Client(threading.Thread):
                     self.ended = data == "[DONE]" or '"message_stop"' in data
                     if data != "[DONE]":
                         self._take(json.loads(data))
+                if self.most is not None and len(self.text + self.calls) >= self.most:
+                    assert connection.sock is not None
+                    # The kernel closes the sockets of a killed process; with this option it also resets the connection.
+                    connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    response.close()
+                    connection.close()
+                    return
 
     def _take(self, event: dict[str, Any]) -> None:
         self.name_of_reply = self.name_of_reply or event.get("id") or event.get("message", {}).get("id", "")
@@ -85,66 +99,128 @@ class Client(threading.Thread):
         self.calls += calls
 
 
-def start(environment: dict[str, str]) -> tuple[subprocess.Popen[str], int]:
-    """Start a server of pico that drafts by n-gram lookup; return the process and its port."""
-    child = subprocess.Popen(
-        [*COMMAND, "serve", "pico", "--port", "0", "--ctx", "512", "--draft", "ngram", "--threads", "1", "-q"],
-        env=environment,
-        cwd=tempfile.gettempdir(),
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert child.stdout is not None
-    return child, int(child.stdout.readline().split(":")[2].split()[0])
+class Server:
+    """A server of pico that drafts by n-gram lookup, in a process that can be killed."""
+
+    def __init__(self, state: str) -> None:
+        self._environment = {**os.environ, "XDG_STATE_HOME": state}
+        self._start()
+
+    def _start(self) -> None:
+        words = ["serve", "pico", "--port", "0", "--ctx", "512", "--draft", "ngram", "--threads", "1", "-q"]
+        self._child = subprocess.Popen(
+            [*COMMAND, *words],
+            env=self._environment,
+            cwd=tempfile.gettempdir(),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._child.stdout is not None
+        self.port = int(self._child.stdout.readline().split(":")[2].split()[0])
+
+    def kill(self) -> None:
+        self._child.kill()
+        self._child.wait()
+        if self._child.stdout is not None:
+            self._child.stdout.close()
+
+    def restart(self) -> None:
+        self.kill()
+        self._start()
+
+    def ask_all(self, most: Sequence[int | None] = (None,) * len(ASKED)) -> list[Client]:
+        """Send a request for each limit in `most`, over all of `ASKED` in turn."""
+        requests = itertools.cycle(ASKED)
+        return [Client(self.port, *next(requests), limit) for limit in most]
+
+    def whole(self) -> list[Client]:
+        """Return the uninterrupted replies."""
+        clients = self.ask_all()
+        for client in clients:
+            client.join()
+            assert client.ended, client.text
+        return clients
+
+    def resumed_equal(self, client: Client, whole: Client) -> bool:
+        """Resume a broken reply and return whether both parts are `whole`; prints those that are not."""
+        rest = Client(self.port, f"/v1/replies/{client.name_of_reply}/resume", {"after": len(client.text)})
+        rest.join()
+        same = client.text + rest.text == whole.text and rest.calls == whole.calls and rest.ended
+        if not same:
+            print(f"{client.text!r} + {rest.text!r} {rest.calls!r} is not {whole.text!r} {whole.calls!r}", flush=True)
+        return same
 
 
-def ask_all(port: int) -> list[Client]:
-    return [Client(port, path, body) for path, body in ASKED]
+class Progress:
+    """Counts results and prints a line for every 50."""
+
+    def __init__(self, title: str, total: int) -> None:
+        self._title, self._total, self._shown = title, total, 0
+        self._began = time.perf_counter()
+        self.results: Counter[str] = Counter()
+
+    def add(self, result: str) -> None:
+        self.results[result] += 1
+        done = sum(self.results.values())
+        if done % 50 == 0 or done == self._total:
+            counts = ", ".join(f"{name} {count}" for name, count in sorted(self.results.items()))
+            seconds = time.perf_counter() - self._began
+            print(f"{self._title} {done}/{self._total}, {seconds:.0f} s: {counts}", flush=True)
 
 
-def real_kills(count: int, random: Random) -> Counter[str]:
-    """Kill `count` servers while they reply; return the number of resumed replies that were equal and different."""
-    results: Counter[str] = Counter()
+def cut_clients(count: int, random: Random) -> Counter[str]:
+    """Reset `count` connections at random characters and resume the replies on the same server."""
+    progress = Progress("clients", count)
     with tempfile.TemporaryDirectory() as state:
-        environment = {**os.environ, "XDG_STATE_HOME": state}
-        child, port = start(environment)
-        for _ in range(2):  # the first replies are slower
+        server = Server(state)
+        try:
+            expected = server.whole()
+            while (missing := count - sum(progress.results.values())) > 0:
+                lengths = [len(whole.text + whole.calls) for whole in expected * 2]
+                clients = server.ask_all([random.randint(1, length) for length in lengths])
+                for client in clients:
+                    client.join()
+                for client, whole in list(zip(clients, expected * 2, strict=True))[:missing]:
+                    if client.ended:
+                        progress.add("had ended")
+                    else:
+                        progress.add("equal" if server.resumed_equal(client, whole) else "different")
+        finally:
+            server.kill()
+    return progress.results
+
+
+def kill_servers(count: int, random: Random) -> Counter[str]:
+    """Kill `count` servers while they reply; return the number of resumed replies that were equal and different."""
+    progress = Progress("replies of killed servers", count * len(ASKED))
+    with tempfile.TemporaryDirectory() as state:
+        server = Server(state)
+        try:
+            server.whole()  # the first replies are slower
             began = time.perf_counter()
-            expected = ask_all(port)
-            for client in expected:
-                client.join()
-                assert client.ended, client.text
-        seconds = time.perf_counter() - began
-        for number in range(count):
-            clients = ask_all(port)
-            while not any(client.name_of_reply for client in clients):
-                time.sleep(0.001)
-            # Socket buffers hold more than a reply, so the bytes a client has read do not show the server's progress.
-            time.sleep(random.uniform(0, seconds))
-            child.kill()
-            child.wait()
-            for client in clients:
-                client.join()
-            child, port = start(environment)
-            for client, whole in zip(clients, expected, strict=True):
-                if client.ended or not client.name_of_reply:
-                    results["had ended" if client.ended else "had not begun"] += 1
-                    continue
-                path = f"/v1/replies/{client.name_of_reply}/resume"
-                rest = Client(port, path, {"after": len(client.text)})
-                rest.join()
-                same = client.text + rest.text == whole.text and rest.calls == whole.calls and rest.ended
-                results["equal" if same else "different"] += 1
-                if not same:
-                    print(f"kill {number}: {client.text!r} + {rest.text!r} is not {whole.text!r}", flush=True)
-        child.kill()
-        child.wait()
-    return results
+            expected = server.whole()
+            seconds = time.perf_counter() - began
+            for _ in range(count):
+                clients = server.ask_all()
+                while not any(client.name_of_reply for client in clients):
+                    time.sleep(0.001)
+                # Socket buffers hold more than a reply, so the bytes that a client has read do not show the progress.
+                time.sleep(random.uniform(0, seconds))
+                server.restart()
+                for client, whole in zip(clients, expected, strict=True):
+                    client.join()
+                    if client.ended or not client.name_of_reply:
+                        progress.add("had ended" if client.ended else "had not begun")
+                    else:
+                        progress.add("equal" if server.resumed_equal(client, whole) else "different")
+        finally:
+            server.kill()
+    return progress.results
 
 
-def cuts(count: int, random: Random) -> Counter[str]:
+def cut_records(count: int, random: Random) -> Counter[str]:
     """Cut `count` records over all kinds; return the number of replies that were equal and different."""
-    results: Counter[str] = Counter()
+    progress = Progress("records", count)
     loaded = load_pico()
     for place, kind in enumerate(KINDS):
         with tempfile.TemporaryDirectory() as folder:
@@ -153,22 +229,23 @@ def cuts(count: int, random: Random) -> Counter[str]:
             for _ in range(count // len(KINDS) + (place < count % len(KINDS))):
                 engine.forget()
                 same = resumed_after_kill(engine, whole, Path(folder), random) == list(whole.tokens)
-                results[f"{kind}: {'equal' if same else 'different'}"] += 1
-    return results
+                progress.add(f"{kind} {'equal' if same else 'different'}")
+    return progress.results
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cuts", type=int, default=1000)
+    parser.add_argument("--clients", type=int, default=0)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     random = Random(options.seed)
-    results = cuts(options.cuts, random) if options.cuts else Counter[str]()
-    print("cuts:", dict(results), flush=True)
-    killed = real_kills(options.kills, random) if options.kills else Counter[str]()
-    print("replies of killed servers:", dict(killed))
-    raise SystemExit(any("different" in name for name in (*results, *killed)))
+    counts = Counter[str]()
+    for count, measure in ((options.cuts, cut_records), (options.clients, cut_clients), (options.kills, kill_servers)):
+        if count:
+            counts += measure(count, random)
+    raise SystemExit(any("different" in name for name in counts))
 
 
 if __name__ == "__main__":

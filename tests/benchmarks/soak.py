@@ -1,11 +1,11 @@
-"""Runs a soak test of `mycli serve`: many clients that disconnect early or read slowly, then an idle phase.
+"""Runs a soak test of `mycli serve`: many clients that disconnect early or read slowly, and idle sockets at the end.
 
     python -m tests.benchmarks.soak --seconds 300 --clients 32 --idle 10000
 
 Prints the server's memory, blocks, threads and open files before, during and after the load, the statuses that the
-clients received, and the latency of /health with `--idle` idle sockets open. Exits with 1 if blocks, threads or files
-leak, memory grew by more than a tenth after the warm-up, a response was a 5xx other than 503, or /health did not
-respond.
+clients received, how many greedy replies differ from those of the idle server, and the latency of /health with `--idle`
+idle sockets open beside the clients. Exits with 1 if blocks, threads or files leak, memory grew by more than a tenth
+after the warm-up, a reply differs, a response was a 5xx other than 503, or /health did not respond.
 """
 
 import argparse
@@ -19,12 +19,14 @@ import subprocess
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 from tests.support.command_line import COMMAND, INSTALLED
 from tests.support.paths import ROOT
 
+COMPARED = 16  # requests
 WORDS = (
     "the",
     "of",
@@ -95,10 +97,33 @@ async def exchange(port: int, data: bytes, seconds: float = 120, leave: float = 
     return found
 
 
-async def client(port: int, seed: int, end: float, told: Counter[str]) -> None:
-    """Send one request after another until `end`."""
+def text_of(answer: bytes) -> str:
+    """Return the text of a completion, whole or streamed."""
+    body = answer.partition(b"\r\n\r\n")[2].decode()
+    objects = [json.loads(line[6:]) for line in body.splitlines() if line.startswith("data: {")] or [json.loads(body)]
+    return "".join(choice["text"] for item in objects for choice in item["choices"])
+
+
+def compared(number: int, stream: bool) -> bytes:
+    """Return one of the requests whose replies are compared; HTTP/1.0, so that a stream has no chunk heads."""
+    words = " ".join(WORDS[(number * 5 + at) % len(WORDS)] for at in range(4 + number * 6))
+    body = {"model": "pico", "prompt": words, "max_tokens": 24 + number, "temperature": 0, "stream": stream}
+    data = request(0, "/v1/completions", body)
+    return data.replace(b"HTTP/1.1", b"HTTP/1.0", 1).replace(b"127.0.0.1:0", b"127.0.0.1", 1)
+
+
+async def expected_texts(port: int) -> list[str]:
+    """Return the replies of the idle server to the requests that are compared."""
+    return [text_of(await exchange(port, compared(number, False))) for number in range(COMPARED)]
+
+
+async def client(port: int, seed: int, end: float, told: Counter[str], expected: Sequence[str] = ()) -> None:
+    """Send one request after another until `end`; one in five is compared with its expected reply."""
     chance = random.Random(seed)
     while time.monotonic() < end:
+        if expected and chance.random() < 0.2:
+            await compare(port, chance, expected, told)
+            continue
         path, body = asked(chance)
         leave = chance.uniform(0.01, 2.0) if chance.random() < 0.3 else 0.0
         try:
@@ -108,6 +133,17 @@ async def client(port: int, seed: int, end: float, told: Counter[str]) -> None:
             continue
         status = answer[9:12].decode() or "nothing"
         told["left early" if leave else status] += 1
+
+
+async def compare(port: int, chance: random.Random, expected: Sequence[str], told: Counter[str]) -> None:
+    number = chance.randrange(len(expected))
+    try:
+        answer = await exchange(port, compared(number, chance.random() < 0.5))
+    except (OSError, TimeoutError) as error:
+        told[type(error).__name__] += 1
+        return
+    status = answer[9:12].decode() or "nothing"
+    told[status if status != "200" else "equal" if text_of(answer) == expected[number] else "different"] += 1
 
 
 async def load(port: int) -> dict[str, float]:
@@ -175,6 +211,7 @@ async def idle(port: int, count: int) -> dict[str, Any]:
 async def live(port: int, process: int, seconds: float, clients: int, sockets: int) -> dict[str, Any]:
     """Run the load and the idle phase against a server and return all measurements."""
     told: Counter[str] = Counter()
+    expected = await expected_texts(port)
     warm = time.monotonic() + max(seconds / 5, 5)
     await asyncio.gather(*(client(port, seed, warm, Counter()) for seed in range(clients)))
     begun = {**await at_rest(port), **memory(process)}
@@ -186,11 +223,15 @@ async def live(port: int, process: int, seconds: float, clients: int, sockets: i
             series.append({"answers": sum(told.values()), **memory(process)})
             await asyncio.sleep(max(seconds / 20, 1))
 
-    await asyncio.gather(watch(), *(client(port, 1000 + seed, end, told) for seed in range(clients)))
+    await asyncio.gather(watch(), *(client(port, 1000 + seed, end, told, expected) for seed in range(clients)))
     ended = {**await at_rest(port), **memory(process)}
     found = {"answers": dict(told), "begun": begun, "series": series, "ended": ended}
     if sockets:
-        found["idle"] = await idle(port, sockets)
+        beside: Counter[str] = Counter()
+        until = time.monotonic() + min(seconds / 5, 60)
+        work = (client(port, 2000 + seed, until, beside, expected) for seed in range(clients))
+        found["idle"], *_ = await asyncio.gather(idle(port, sockets), *work)
+        found["answers_beside_idle"] = dict(beside)
         found["after_idle"] = {**await at_rest(port), **memory(process)}
     return found
 
@@ -217,7 +258,8 @@ def main() -> int:
         server.terminate()
         found_code = server.wait(60)
     begun, ended = found["begun"], found["ended"]
-    bad = [status for status in found["answers"] if status.startswith("5") and status != "503"]
+    statuses = {**found["answers"], **found.get("answers_beside_idle", {})}
+    bad = [name for name in statuses if (name.startswith("5") and name != "503") or name == "different"]
     health = found.get("idle", {"recovered": True, "health": ["200"]})
     well = (
         not bad

@@ -3,7 +3,7 @@
 Needs no GPU. Shapes are those of Llama-3.1-8B where a kernel depends on them.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from mycli.runtime.kernels.triton.product.matmul import constants, dequantize_wa
 from mycli.runtime.kernels.triton.product.tiles import Chip, Tile
 from mycli.runtime.kernels.triton.product.weight_layout import layout_of, tile_k, unpacked_k
 from mycli.runtime.kernels.triton.product_sum import SumArguments, sum_epilogue
+from mycli.runtime.kernels.triton.prompt_attention import attend_prompt_kernel, prompt_tile
 from mycli.runtime.kernels.triton.residual import ResidualArguments, add_epilogue, embed_kernel, norm_add_kernel
 from mycli.runtime.kernels.triton.rope import RopeArguments, rope_epilogue, rope_kernel
 from mycli.runtime.kernels.triton.routing import choose_kernel, place_kernel, weighted_sum_kernel
@@ -35,6 +36,8 @@ from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
 
 TILE_ROWS = (8, 16, 32, 64)  # activation rows of a tile: the MMA's columns
 
+# Suffix of the name, type of codes, type of scales.
+_CACHES = (("", "*bf16", None), (" int8", "*i8", "*fp32"), (" int4", "*u8", "*bf16"))
 _RMS = triton_matmul.RmsScale("*fp32", "i32", "i32", "fp32", 32)
 _OPERAND = triton_activation.Operand("*fp16", "*fp32", "i32", "i32", 128, True)
 _ROTATED = RopeArguments(
@@ -313,7 +316,7 @@ def decode_builds(capability: int) -> Iterator[Build]:
             if name in ("rotate int8", "rotate int4") and rows > 8:  # they differ in how a row is stored
                 continue
             yield _multiply(capability, packing, shape, f" {name} {rows}", rms, epilogue)
-    for name, stored, scales in (("", "*bf16", None), (" int8", "*i8", "*fp32"), (" int4", "*u8", "*bf16")):
+    for name, stored, scales in _CACHES:
         cache = {"keys": stored, "values": stored, "key_scales": scales, "value_scales": scales}
         strides = dict.fromkeys(("block_stride", "head_stride", "block_size", "table_width"), "i32")
         for tokens in (1, 8):
@@ -345,11 +348,39 @@ def decode_builds(capability: int) -> Iterator[Build]:
                 yield Build("attend in one block to 1", kernel, attend, flags | {"TURNS": 0}, warps, unaligned=loose)
 
 
+def prompt_builds(capability: int, head_dims: Iterable[int] = (128, 256)) -> Iterator[Build]:
+    """Yield prompt attention of 32 heads and 8 KV heads for each cache, and heads of 128 with all options."""
+    chip = Chip(divmod(capability, 10), 132)
+    pointers = {"query": "*bf16", "starts": "*i32", "lengths": "*i32", "block_table": "*i32", "result": "*bf16"}
+    sizes = dict.fromkeys(("block_stride", "head_stride", "block_size", "table_width", "window", "chunk"), "i32")
+    for head_dim in head_dims:
+        constants = {"GROUP": 4, "HEAD_DIM": head_dim, "BLOCK_D": head_dim, "DOT": tl.bfloat16}
+        for name, stored, scales in _CACHES:
+            cache = {"keys": stored, "values": stored, "key_scales": scales, "value_scales": scales}
+            types: dict[str, Any] = {**pointers, **sizes, **cache, "scale": "fp32", "softcap": "fp32"}
+            dtype = {"*bf16": torch.bfloat16, "*i8": torch.int8, "*u8": torch.uint8}[stored]
+            tile = prompt_tile(chip, head_dim, dtype)
+            assert tile is not None
+            kinds = [(f"prompt{name} of {head_dim}", False)]
+            if not name and head_dim == 128:
+                kinds.append(("prompt with a window, a softcap and sinks", True))
+            for title, every in kinds:
+                options = {"WINDOW": every, "CHUNK": False, "CAPPED": every}
+                options |= {"BLOCK_M": tile.rows, "BLOCK_N": tile.keys}
+                own = types | {"sinks": "*fp32" if every else None}
+                loose = ("table_width", "window", "chunk")
+                constants = constants | options
+                yield Build(
+                    f"attend {title}", attend_prompt_kernel, own, constants, tile.warps, tile.stages, unaligned=loose
+                )
+
+
 def builds(capability: int) -> Iterator[Build]:
     """Yield every build."""
     yield from matmul_builds(capability)
     yield from sample_builds()
     yield from decode_builds(capability)
+    yield from prompt_builds(capability)
     yield from family_builds(capability)
     if capability not in (86, 89):  # compute capabilities that share the tiles of 80, by major version
         yield from expert_builds(capability)

@@ -48,6 +48,17 @@ def test_the_stages_fit(capability: int, head_dim: int, tokens: int, kind: str) 
     assert shared(capability, head_dim, tokens, kind, stages) <= chip.shared
 
 
+PROMPTS = product((80, 89, 90, 120), (64, 128, 256))
+
+
+@pytest.mark.parametrize(("capability", "head_dim"), chosen(PROMPTS, [(89, 256)]))
+def test_tiles_of_prompts_fit(capability: int, head_dim: int) -> None:
+    chip = Chip(divmod(capability, 10), 132)
+    for build in builds.prompt_builds(capability, [head_dim]):
+        compiled = build.compile(GPUTarget("cuda", capability, 32))
+        assert compiled.metadata.shared <= chip.shared, build.name
+
+
 def test_three_stages_of_wide_heads_do_not_fit_a_small_chip() -> None:
     """A pass with three stages would fail on such a chip."""
     assert shared(89, 256, 1, "", 3) > Chip((8, 9), 128).shared

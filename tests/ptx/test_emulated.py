@@ -17,6 +17,7 @@ from mycli.runtime.kernels.triton.product.tiles import Chip  # noqa: E402  (only
 from tests.ptx.emulated import device, emulate  # noqa: E402  (as above)
 from tests.runtime.engine.passes import test_fused  # noqa: E402  (as above)
 from tests.runtime.kernels.test_triton_experts import Routes  # noqa: E402  (as above)
+from tests.runtime.kernels.test_triton_prompt_attention import Prompts, cuts  # noqa: E402  (as above)
 from tests.support.compiled_tests import *  # noqa: E402, F403  (as above; all of its tests)
 from tests.support.decode_models import CASES, FAMILIES, MIXED, WIDE, Case, models  # noqa: E402  (as above)
 
@@ -84,6 +85,12 @@ def late_wait(ptx: str) -> str:
 
 
 CHANGES: dict[str, Callable[[str], str]] = {"": lambda ptx: ptx, "barrier": no_arrival_barrier, "wait": late_wait}
+
+
+@pytest.mark.parametrize("window", [None, 50])
+def test_bits_of_a_row_depend_on_no_cut_and_no_neighbour(window: int | None, interpret: Callable[..., object]) -> None:
+    """The interpreter cannot show it: its products depend on where a row lies."""
+    assert interpret(cuts, Prompts((170,), (300,), window=window))
 
 
 def cases() -> list[object]:

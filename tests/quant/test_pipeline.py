@@ -173,7 +173,7 @@ def test_the_card_measures_the_copy_against_its_source(source: Source, tmp_path:
     steps: list[tuple[str, int, int]] = []
     work = plan_quantization(source, Recipe("rtn", bits=2, group=32))
     outcome = quantize(work, tmp_path / "out", CPU, progress=lambda *step: steps.append(step))
-    card = outcome.card
+    card = outcome.report.evaluation
     assert card is not None and card.divergence is not None
     assert card.context == 64 and card.scored_tokens == planning.QUICK_TOKENS // 64 * 63
     assert card.divergence.kl.value > 1e-3

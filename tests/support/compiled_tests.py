@@ -24,6 +24,7 @@ from tests.runtime.kernels.test_triton_mixture import (
     test_scores_of_a_router,
     test_what_experts_make_is_added,
 )
+from tests.runtime.kernels.test_triton_prompt_attention import test_attend_prompt
 from tests.runtime.kernels.test_triton_sample import (
     test_a_logit_of_minus_infinity_is_never_chosen,
     test_chosen_tokens_are_counted_for_the_next_step,
@@ -37,6 +38,7 @@ __all__ = [
     "test_activate",
     "test_add",
     "test_attend",
+    "test_attend_prompt",
     "test_attend_with_softcap_and_sinks",
     "test_bf16_of_any_magnitude",
     "test_call_rounds_once_and_repeats_itself",

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mycli.quant import pipeline
+from mycli.quant import quality_report
 from mycli.quant.planning import plan as planning
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
@@ -54,5 +54,5 @@ def random_model(folder: Path, deviation: float = 0.1, **changes: Any) -> Path:
 
 def shorten_report(patch: pytest.MonkeyPatch, tokens: int) -> None:
     """Measure quantized copies on `tokens` tokens only: enough to test the report, not for figures to publish."""
-    for module in (planning, pipeline):
+    for module in (planning, quality_report):
         patch.setattr(module, "QUICK_TOKENS", tokens)

@@ -13,7 +13,8 @@ from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.engine.model_runner import CacheShape
 from mycli.runtime.engine.replies.journal import RecordedReply, ReplyJournal, new_seed
 from mycli.runtime.engine.sequence import ReplyStart, Request, SequenceOutput
-from mycli.runtime.sampling.grammars.grammar import Grammar
+from mycli.runtime.sampling.grammars.grammar import Grammar, GrammarCompiler
+from mycli.runtime.sampling.grammars.lark import CallGrammar
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.speculative.draft_length import FixedDraftLength
 from mycli.runtime.speculative.lookup import PromptLookup
@@ -21,7 +22,7 @@ from mycli.runtime.speculative.proposers import load_draft
 from mycli.runtime.speculative.speculator import ProposerSpeculator
 from tests.support.paths import PICO
 
-KINDS = ("greedy", "sampled", "unseeded", "schema", "draft", "ngram", "preempted", "logprobs")
+KINDS = ("greedy", "sampled", "unseeded", "schema", "tools", "draft", "ngram", "preempted", "logprobs")
 SEED = 5  # for records of requests without a seed
 
 SHAPE = CacheShape.paged(256, 1024, 16)
@@ -40,6 +41,9 @@ def requests(loaded: LoadedModel, kind: str) -> list[Request]:
     grammar = None
     if kind == "schema":
         grammar = Grammar.from_schema(SCHEMA, "schema", loaded.tokenizer, loaded.stop_ids)
+    elif kind == "tools":
+        call = CallGrammar('<tool_call>\n{"name": "look_up", "arguments": ', SCHEMA, "}\n</tool_call>")
+        grammar = GrammarCompiler(loaded.tokenizer, loaded.stop_ids).calls([call], 1, "tools")
     sampling = SamplingParams() if kind == "greedy" else SAMPLED
     if kind not in ("greedy", "unseeded"):
         sampling = SAMPLED.with_overrides({"seed": 7})

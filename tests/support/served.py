@@ -12,19 +12,32 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+from mycli.runtime.checkpoint.open_folder import open_model_folder
+from mycli.runtime.engine.config import EngineConfig
+from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loading.loader import LoadedModel
+from mycli.runtime.engine.model_runner import CacheShape
 from mycli.runtime.engine.sequence import Request, SequenceOutput
 from mycli.runtime.engine.stats import EngineStats
 from mycli.runtime.sampling.logprobs import TokenLogprob
 from mycli.runtime.server.application import application
-from mycli.runtime.server.connection import DrainingServer, listen
+from mycli.runtime.server.http.connection import DrainingServer, listen
+from mycli.runtime.server.http.settings import ServerSettings
 from mycli.runtime.server.service import Service
-from mycli.runtime.server.settings import ServerSettings
 from mycli.runtime.server.worker import EngineWorker
+from mycli.runtime.utils.dtypes import FLOATS
 
 JSON = {"content-type": "application/json"}
+
+
+def load_fp32(folder: Path) -> tuple[LoadedModel, Engine]:
+    """Load a small model on the CPU for `serving`."""
+    opened = open_model_folder(folder)
+    model = LoadedModel.load(opened, EngineConfig(device="cpu", dtype=FLOATS["fp32"]).place(opened.config))
+    return model, Engine(model.runner, CacheShape.paged(512, 2048, 16), model.vocabulary_size, running=8)
 
 
 @dataclass

@@ -11,10 +11,12 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from mycli.runtime.checkpoint.gguf.header import GgufModel
+from mycli.runtime.checkpoint.gguf.requirements import Requirement
 from mycli.runtime.checkpoint.gguf.rope import ROPE_TENSORS, rope_keys, rope_parameters
 from mycli.runtime.checkpoint.safetensors_header import TensorEntry, damaged
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models.config import MAX_LAYERS, ModelConfig
+from mycli.runtime.utils.json_fields import Fields
 
 if TYPE_CHECKING:  # `show` and `list` read configs without torch
     from torch import Tensor
@@ -118,6 +120,9 @@ PAIRED_K = RowOrder(lambda config: (config.kv_heads, 2, -1), (0, 2, 1))
 # Gemma multiplies by 1 + gain; llama.cpp's RMSNorm multiplies by the stored value.
 GAIN_PLUS_ONE = ValueChange(store=lambda gain: gain + 1.0, load=lambda stored: stored - 1.0)
 
+QKV_BIASES = ("attn_q", "attn_k", "attn_v", "attn_qkv")  # known in every architecture with these tensors
+ALL_BIASES = (*QKV_BIASES, "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+
 MODEL_TENSORS = {
     "token_embd": TensorRule("model.embed_tokens"),
     "output_norm": TensorRule("model.norm"),
@@ -157,6 +162,7 @@ class Architecture:
     name: str  # general.architecture
     model_type: str  # of the family that its files are read as
     written_types: tuple[str, ...] = ()  # families that export writes as this architecture
+    multimodal_types: tuple[str, ...] = ()  # outer types whose text part is written as this, in place of its own type
     layer_tensors: Mapping[str, TensorRule] = field(default_factory=lambda: LLAMA_TENSORS)  # without "blk.N."
     model_tensors: Mapping[str, TensorRule] = field(default_factory=lambda: MODEL_TENSORS)
     keys: tuple[GgufKey, ...] = ()  # in addition to those that all architectures have
@@ -168,10 +174,17 @@ class Architecture:
     # The tensors of models without experts, where the same tensors have other names there.
     dense_tensors: Mapping[str, TensorRule] | None = None
     writes: Callable[[ModelConfig], bool] = lambda config: True  # whether a model of `written_types` is written as this
+    # What export asks of a model, because llama.cpp would not load its file: shapes, and the tensors whose biases it
+    # knows. Both are not asked of files that are read.
+    requires: tuple[Requirement, ...] = ()
+    biases: tuple[str, ...] = QKV_BIASES
+    own_head: bool = False  # llama.cpp requires output.weight: a tied model's embedding is written twice
     has_mtp_blocks: bool = False  # block_count includes those of an MTP head, nextn_predict_layers says how many
     epsilon: str = "attention.layer_norm_rms_epsilon"
     read_config: Callable[[GgufModel, Config], Config] = lambda model, config: {}
     write_keys: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
+    # Keys of a text part, from what its config.json says about images.
+    write_multimodal: Callable[[ModelConfig, Fields], dict[str, Any]] = lambda config, images: {}
 
     @cached_property
     def _rules(self) -> dict[str, tuple[str, TensorRule]]:
@@ -349,7 +362,7 @@ class Architecture:
             return model.integer(name, 1) or 1
         return model.integer(name, default, low=1)
 
-    def metadata(self, config: ModelConfig) -> dict[str, Any]:
+    def metadata(self, config: ModelConfig, images: Fields | None = None) -> dict[str, Any]:
         """Return the keys of a model under the architecture's name.
 
         Raises ModelError for a rope that llama.cpp lacks. What no key expresses shows when the keys are read again.
@@ -369,5 +382,6 @@ class Architecture:
             **{key.name: key.write(config) for key in self.keys if key.write is not None},
             **({"attention.sliding_window_pattern": [w is not None for w in config.windows]} if self.pattern else {}),
             **self.write_keys(config),
+            **({} if images is None else self.write_multimodal(config, images)),
         }
         return {f"{self.name}.{name}": value for name, value in keys.items()}

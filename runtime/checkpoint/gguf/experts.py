@@ -1,11 +1,12 @@
 """The tensors and keys of experts, for all architectures that have them, in both directions. Imports no torch."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from mycli.runtime.checkpoint.gguf.architecture import GgufKey, TensorRule
 from mycli.runtime.checkpoint.gguf.header import GgufModel
+from mycli.runtime.checkpoint.gguf.requirements import Requirement
 from mycli.runtime.models.config import ModelConfig
-from mycli.runtime.models.experts_spec import ExpertsSpec
+from mycli.runtime.models.experts_spec import ExpertsSpec, RoutingSpec
 
 SOFTMAX, SIGMOID, SOFTMAX_WEIGHT = 1, 2, 3  # values of expert_gating_func; the last: over the selected experts only
 
@@ -66,10 +67,11 @@ def expert_keys(
 
 
 def shared_size_key(field: str = "shared_expert_intermediate_size") -> GgufKey:
-    return GgufKey("expert_shared_feed_forward_length", field, write=_shared_size)
+    return GgufKey("expert_shared_feed_forward_length", field, write=shared_size)
 
 
-def _shared_size(config: ModelConfig) -> int:
+def shared_size(config: ModelConfig) -> int:
+    """Return the size of all shared experts of a layer together; 0 without one."""
     shared = experts_spec(config).shared
     return 0 if shared is None else shared.mlp.size
 
@@ -81,7 +83,7 @@ def shared_count_key(field: str = "n_shared_experts") -> GgufKey:
         field,
         default=0,
         required=True,
-        write=lambda config: _shared_size(config) // experts_spec(config).size,
+        write=lambda config: shared_size(config) // experts_spec(config).size,
     )
 
 
@@ -102,6 +104,23 @@ NORM_KEY = GgufKey(
     default=False,
     required=True,
     write=lambda config: experts_spec(config).routing.normalize,
+)
+
+
+def _routings(config: ModelConfig) -> Iterator[RoutingSpec]:
+    return (spec.mlp.routing for spec in config.layer_specs if isinstance(spec.mlp, ExpertsSpec))
+
+
+EXPERT_GROUPS = (
+    Requirement(
+        "fewer groups of experts in use than there are",
+        lambda config: all(routing.groups == 1 or routing.top_groups < routing.groups for routing in _routings(config)),
+    ),
+    # DeepSeek-V2 takes the best one.
+    Requirement(
+        "groups of experts scored by their two best experts",
+        lambda config: all(routing.groups == 1 or routing.group_best == 2 for routing in _routings(config)),
+    ),
 )
 
 

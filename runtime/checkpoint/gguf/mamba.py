@@ -5,6 +5,7 @@ from typing import Any
 
 from mycli.runtime.checkpoint.gguf.architecture import Config, TensorRule, ValueChange
 from mycli.runtime.checkpoint.gguf.header import GgufModel
+from mycli.runtime.checkpoint.gguf.requirements import Requirement
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.recurrent_spec import MambaSpec
 
@@ -14,6 +15,10 @@ _DECAY = ValueChange(store=lambda decay: -decay.exp(), load=lambda stored: (-sto
 def mamba(config: ModelConfig) -> MambaSpec:
     """Return the first state space mixer; all others have the same shape."""
     return next(spec.recurrent for spec in config.layer_specs if isinstance(spec.recurrent, MambaSpec))
+
+
+# llama.cpp adds it without looking whether there is one.
+CONVOLUTION_BIAS = Requirement("a bias of the convolution", lambda config: mamba(config).convolution.bias)
 
 
 def _by_head(config: ModelConfig) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from typing import Any
 from mycli.runtime.checkpoint.gguf.header import GgufModel
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.utils.json_fields import Fields
 
 ROPE_FREQS, _ROPE_LONG, _ROPE_SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 _STILL = 1e30  # the divisor of a frequency that does not rotate, in Gemma 4
@@ -112,3 +113,18 @@ def rope_factors(config: ModelConfig) -> list[float]:
         rope.high_freq_factor,
         rope.original_context,
     )
+
+
+def position_sections(config: ModelConfig, images: Fields | None = None) -> list[int]:
+    """Return `rope.dimension_sections`: the pairs rotated by time, height and width. A text has one position for all.
+
+    images: what config.json says about images; without `mrope_section` the pairs are shared out equally.
+    """
+    pairs = (config.rotary_dim or config.head_dim) // 2
+    if images is None or not images.has("mrope_section"):
+        # Qwen 3.5's 11, 11, 10 of 32 pairs. llama.cpp fails on sections wider than the rotated part of a head.
+        return [(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0]
+    sections = images.array("mrope_section", int)
+    if len(sections) != 3 or min(sections) < 0 or sum(sections) != pairs:
+        raise images.fail("mrope_section", f"= {sections}, expected three numbers that add up to {pairs}")
+    return [*sections, 0]

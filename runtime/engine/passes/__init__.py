@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from mycli.runtime.engine.passes.base import OnDecline, Pass, PassInput
-from mycli.runtime.engine.passes.plain import PlainPass
+from mycli.runtime.engine.passes.plain import compile_plain_pass
 from mycli.runtime.errors import Declined
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.models.config import KvDtype
@@ -91,4 +91,4 @@ def compile_passes(
             declined[name] = way
         else:
             compiled.append(way)
-    return Passes((*compiled, PlainPass(model)), declined)
+    return Passes((*compiled, compile_plain_pass(model, kv, report)), declined)

@@ -5,9 +5,13 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from mycli.runtime.cache.batch import Batch
-from mycli.runtime.engine.passes.base import PassInput, TokenSteps
+from mycli.runtime.cache.kv_cache import cache_dtype
+from mycli.runtime.engine.passes.base import OnDecline, PassInput, TokenSteps
 from mycli.runtime.errors import Declined
+from mycli.runtime.kernels.paged import PromptKind
 from mycli.runtime.layers.transformer import Transformer
+from mycli.runtime.models.config import KvDtype
+from mycli.runtime.models.part_spec import AttentionSpec
 
 _HOST_SAMPLING = Declined("host-sampling")
 
@@ -31,3 +35,35 @@ class PlainPass:
 
     def tokens(self, work: PassInput) -> Iterator[TokenSteps]:
         raise NotImplementedError("the plain pass computes logits")
+
+
+def compile_plain_pass(model: Transformer, kv: KvDtype, report: OnDecline) -> PlainPass:
+    """Return the plain pass of a model; on a GPU, its attention of prompts is compiled and checked first."""
+    if model.device.type == "cuda":
+        from mycli.runtime.kernels.triton.paged_attention import decline_paged, decline_prompts
+
+        if decline_paged(model.device, model.dtype, 0, 1) is None:
+            declined = [declined for kind in prompt_kinds(model, kv) if (declined := decline_prompts(kind)) is not None]
+            for reason in declined[:1]:
+                report(reason)
+    return PlainPass(model)
+
+
+def prompt_kinds(model: Transformer, kv: KvDtype) -> set[PromptKind]:
+    """Return the kinds of attention that prompts of this model need."""
+    stored = cache_dtype(kv, model.dtype)
+    return {
+        PromptKind(
+            model.device,
+            model.dtype,
+            stored,
+            spec.heads // spec.kv_heads,
+            spec.head_dim,
+            spec.window is not None,
+            spec.chunk is not None,
+            bool(spec.softcap),
+            spec.sinks is not None,
+        )
+        for spec in model.config.attentions
+        if isinstance(spec, AttentionSpec)
+    }

@@ -13,10 +13,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from mycli.runtime.server.encoding import JsonResponse
+from mycli.runtime.server.http.encoding import JsonResponse
 from mycli.runtime.server.ollama.embed import OllamaEmbeddingsRequest, OllamaEmbedRequest
 from mycli.runtime.server.ollama.request import OllamaChatRequest, OllamaGenerateRequest
 from mycli.runtime.server.ollama.show import OllamaShowRequest
+from mycli.runtime.server.requests.schemas import DetokenizeRequest, TokenizeRequest
 from mycli.runtime.server.routes.chat_completions import ChatRequest
 from mycli.runtime.server.routes.completions import CompletionRequest
 from mycli.runtime.server.routes.embeddings import EmbeddingsRequest
@@ -24,7 +25,6 @@ from mycli.runtime.server.routes.messages_request import CountRequest, MessagesR
 from mycli.runtime.server.routes.replies import ResumeRequest
 from mycli.runtime.server.routes.rerank import RerankRequest
 from mycli.runtime.server.routes.responses_request import ResponsesRequest
-from mycli.runtime.server.schemas import DetokenizeRequest, TokenizeRequest
 from mycli.runtime.server.service import Service
 from mycli.runtime.server.streaming import off_loop
 from mycli.runtime.utils import version
@@ -64,6 +64,8 @@ _ERROR = {
     },
 }
 
+_OLLAMA_ERROR = {"type": "object", "required": ["error"], "properties": {"error": _TEXT}}
+
 
 def _reference(name: str) -> dict[str, str]:
     return {"$ref": f"#/components/schemas/{name}"}
@@ -77,7 +79,8 @@ def _operation(path: str, summary: str) -> dict[str, Any]:
         content["application/x-ndjson"] = {}
     if path in _STREAMED:
         content["text/event-stream"] = {}  # OpenAPI 3.1 cannot describe server-sent events
-    failed = {"description": "The error.", "content": {"application/json": {"schema": _reference("Error")}}}
+    error = _reference("OllamaError" if path.startswith("/api/") else "Error")
+    failed = {"description": "The error.", "content": {"application/json": {"schema": error}}}
     success = {"description": "The response.", "content": content}
     responses: dict[str, Any] = {"200": success, "4XX": failed, "5XX": failed}
     if path == "/health":
@@ -112,7 +115,7 @@ def openapi_document(routes: Iterable[Route], names: Sequence[str]) -> dict[str,
         "info": {"title": f"mycli: {names[0]}", "version": version()},
         "paths": paths,
         "components": {
-            "schemas": {**schemas["$defs"], "Error": _ERROR},
+            "schemas": {**schemas["$defs"], "Error": _ERROR, "OllamaError": _OLLAMA_ERROR},
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
         "security": [{"key": []}, {}],

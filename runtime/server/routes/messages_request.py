@@ -5,11 +5,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from mycli.runtime.server.api_error import ApiError
-from mycli.runtime.server.formats import ResponseFormat, json_schema_format
-from mycli.runtime.server.routes.chat_spec import ChatSpec, effort_arguments
-from mycli.runtime.server.routes.wire import text_of
-from mycli.runtime.server.schemas import (
+from mycli.runtime.server.http.api_error import ApiError
+from mycli.runtime.server.requests.formats import ResponseFormat, json_schema_format
+from mycli.runtime.server.requests.schemas import (
     MAX_CONTENT_PARTS,
     Content,
     ContentPart,
@@ -22,7 +20,9 @@ from mycli.runtime.server.schemas import (
     Strict,
     ToolName,
 )
-from mycli.runtime.tokenizer.chat_template import Message, Tool
+from mycli.runtime.server.routes.chat_spec import ChatSpec
+from mycli.runtime.server.routes.wire import text_of
+from mycli.runtime.tokenizer.chat_template import Message, Tool, effort_arguments
 from mycli.runtime.tokenizer.stream import MAX_STOPS
 
 # Blocks of tools that Anthropic's servers run: their results are encrypted or mean nothing to another model.
@@ -141,6 +141,7 @@ class CountRequest(ForModel):
     output_config: OutputConfig | None = None
     output_format: JsonFormat | None = None  # the beta form of output_config.format
     context_management: ContextManagement | None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(None, max_length=16)  # of vLLM
 
 
 class MessagesRequest(CountRequest, ForReply):
@@ -151,7 +152,7 @@ class MessagesRequest(CountRequest, ForReply):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=0, le=1 << 31)
-    deadline: float | None = Field(None, gt=0, le=86400)  # seconds after which the reply is to end
+    deadline: float | None = Field(None, ge=0.1, le=86400)  # seconds after which the reply is to end
 
 
 def _document(block: TextBlock, place: str) -> str:
@@ -231,7 +232,7 @@ def _input_tools(body: CountRequest) -> tuple[list[Tool], list[str]]:
 def _template_arguments(body: CountRequest) -> Mapping[str, Any]:
     effort = None if body.output_config is None else body.output_config.effort
     thinking = {} if body.thinking is None else {"enable_thinking": body.thinking.type != "disabled"}
-    return effort_arguments(effort) | thinking
+    return effort_arguments(effort) | thinking | (body.chat_template_kwargs or {})
 
 
 def _format(body: MessagesRequest) -> ResponseFormat | None:

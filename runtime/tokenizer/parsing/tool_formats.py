@@ -5,11 +5,23 @@ A model's format is recognized by strings in its chat template, unless tokenizer
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from mycli.runtime.errors import ModelError
 from mycli.runtime.tokenizer.chat_template import Message, Tool
-from mycli.runtime.tokenizer.parsing.response_template import Anchor, Region, literal, pattern
+from mycli.runtime.tokenizer.parsing.response_template import (
+    Anchor,
+    Region,
+    literal,
+    pattern,
+    read_response_template,
+)
+from mycli.runtime.utils.json_fields import Fields
+
+if TYPE_CHECKING:
+    from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
 _CALL = {"name": "{content.name}", "arguments": "{content.arguments}"}
 _LLAMA = {"name": "{content.name}", "arguments": "{content.parameters}"}
@@ -133,6 +145,22 @@ def declared_tool_format(regions: Sequence[Region]) -> ToolFormat | None:
     """Return the format of a model's own response template; None if it declares no tool calls."""
     calls = tuple(region for region in regions if region.name == "tool_calls")
     return ToolFormat("declared", (), calls) if calls else None
+
+
+def model_tool_format(response_template: Fields | None, template: str) -> ToolFormat | None:
+    """Return the format that a model declares, or else the one of its chat template; None if both show none."""
+    with suppress(ModelError):  # unreadable: the chat template may still show the format
+        if response_template is not None:
+            declared = declared_tool_format(read_response_template(response_template))
+            if declared is not None:
+                return declared
+    return find_tool_format(template)
+
+
+def own_tool_format(tokenizer: "Tokenizer") -> ToolFormat | None:
+    """Return the format of calls that a model's files show; None without one. Raises ModelError as `source` does."""
+    template = tokenizer.template
+    return model_tool_format(tokenizer.response_template, "" if template is None else template.source(tools=True))
 
 
 def describe_tools_in_system_message(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:

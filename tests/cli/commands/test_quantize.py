@@ -1,16 +1,22 @@
 """Test `mycli quantize` and `mycli eval`: text and JSON output."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mycli.cli.main import main
+from mycli.quant import quality_report
+from mycli.quant.calls import measure
+from mycli.quant.calls.record import CallCounts
 from mycli.quant.solvers import gptq
-from mycli.runtime.errors import ExitCode
+from mycli.runtime.errors import ExitCode, ResourceError
+from tests.support.calling_model import train
 from tests.support.hub_server import hub_server
 from tests.support.models import shorten_report
+from tests.support.paths import PICO, ROOT
 
 pytestmark = pytest.mark.usefixtures("short_calibration_text")
 
@@ -242,3 +248,60 @@ def test_calibration_from_a_dataset_of_the_hub(
     assert json.loads((tmp_path / "first" / "mycli.json").read_text())["calibration"]["mix"] == {"file": 4}
     code, _, err = call(capsys, "quantize", "pico", "--calib", "hf:org/none", "--offline")
     assert code == ExitCode.NOT_FOUND and "hf:org/none is not on this machine" in err
+
+
+def tool_model(folder: Path) -> Path:
+    """Write pico with a template that knows tools; its replies have no calls."""
+    shutil.copytree(PICO, folder)
+    template = (ROOT / "tests" / "support" / "templates" / "tool_names.jinja").read_text()
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": template}))
+    return folder
+
+
+def test_lost_calls_are_in_the_card_and_end_the_gate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, copy = str(tool_model(tmp_path / "tools")), str(tmp_path / "copy")
+    counts = iter((CallCounts(20, 18), CallCounts(14, 9), CallCounts(20, 18), CallCounts(19, 18)))
+    monkeypatch.setattr(quality_report, "count_calls", lambda *_: next(counts))
+    rounding = ("quantize", model, "--method", "rtn", "--bits", "2", "-o", copy, "--overwrite")
+    code, out, err = call(capsys, *rounding, "--max-call-loss", "0.1")
+    assert code == 6 and "valid calls fell by 25.0% of the prompts, more than --max-call-loss 0.1" in err
+    assert "20 → 14 of 24 prompts; as expected 18 → 9" in out and "call tokens" in out and "punctuation" in out
+    _, shown, _ = call(capsys, "show", copy)
+    assert "20 → 14 of 24 prompts" in shown
+    code, out, _ = call(capsys, *rounding, "--max-call-loss", "0.1", "--json")
+    calls = parsed(out)["card"]["calls"]
+    assert code == 0 and calls["after"] == {"valid": 19, "expected": 18} and calls["structure"]["kl"] > 0.1
+    assert calls["structure"]["tokens"] == sum(kind["tokens"] for kind in calls["kinds"].values())
+
+
+def test_a_gate_on_calls_needs_calls_to_lose(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "_REPLY_TOKENS", 1)
+    gated = ("--method", "rtn", "--max-call-loss", "0", "-o", str(tmp_path / "copy"), "--overwrite")
+    code, _, err = call(capsys, "quantize", "pico", *gated)
+    assert code == 6 and "chat template has no format for calls" in err
+    model = str(tool_model(tmp_path / "tools"))
+    code, _, err = call(capsys, "quantize", model, *gated)
+    assert code == 6 and "the original itself replies with valid calls to 0 of 24 prompts" in err
+
+    def too_large(*_: object) -> CallCounts:
+        raise ResourceError("9 GiB needed")
+
+    monkeypatch.setattr(quality_report, "count_calls", too_large)
+    code, _, err = call(capsys, "quantize", model, *gated)
+    assert code == 6 and "--max-call-loss: the original does not fit in memory: 9 GiB needed" in err
+    assert "replies with calls were not measured" in err
+    code, _, err = call(capsys, "quantize", "pico", "--report", "none", "--max-call-loss", "0")
+    assert code == 2 and "--max-call-loss needs a quality measurement" in err
+
+
+@pytest.mark.slow
+def test_two_bits_lose_calls_and_four_do_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tmp_path / "calling")
+    gated = ("quantize", str(tmp_path / "calling"), "--max-call-loss", "0.1", "-o", str(tmp_path / "out"))
+    assert call(capsys, *gated, "--bits", "4", "--samples", "32")[0] == 0
+    assert call(capsys, *gated, "--method", "rtn", "--bits", "2", "--overwrite")[0] == 6

@@ -1,6 +1,7 @@
 """Test calibration windows: their sources and number, reproducible by seed, never from evaluation data."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,23 @@ def test_a_seed_is_a_calibration(tokenizer: Tokenizer, mixed: Calibration) -> No
     again, other = (calibration.bundled(tokenizer, VOCABULARY, 30, 256, seed) for seed in (0, 1))
     assert torch.equal(mixed.windows, again.windows) and mixed.sha256 == again.sha256
     assert not torch.equal(mixed.windows, other.windows) and mixed.sha256 != other.sha256
+
+
+@pytest.mark.usefixtures("short_calibration_text")
+def test_a_template_with_tools_shows_calls_and_reasoning(tmp_path: Path) -> None:
+    shutil.copy(PICO / "tokenizer.json", tmp_path)
+    settings = json.loads((PICO / "tokenizer_config.json").read_text())
+    template = "{{ tools }}{% for m in messages %}{{ m.reasoning_content }}<tool_call>{{ m.tool_calls }}{% endfor %}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": template}))
+    tools = Tokenizer.load(tmp_path, VOCABULARY)
+    drawn = calibration.bundled(tools, VOCABULARY, 30, 64, seed=0)
+    assert drawn.mix == {"prose": 6, "conversations": 6, "calls": 4, "code": 8, "languages": 4, "random": 2}
+    ids = calibration._conversations(tools, calibration._calls(torch.Generator()), 9000)
+    text = tools.decode(ids.tolist())
+    assert "'name': 'read_file', 'arguments': {'path'" in text and "I do not know the code yet." in text
+    refusing = template + "{% if tools %}{{ raise_exception('no tools') }}{% endif %}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": refusing}))
+    assert "calls" not in calibration.bundled(Tokenizer.load(tmp_path, VOCABULARY), VOCABULARY, 30, 64, seed=0).mix
 
 
 def test_without_a_template_there_are_no_conversations(tmp_path: Path) -> None:

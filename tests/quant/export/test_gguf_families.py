@@ -1,102 +1,47 @@
 """Check that every family that is exported to GGUF is read back as the same model."""
 
-import shutil
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import gguf
 import pytest
 import torch
+import transformers
 
 from mycli.quant.export import ExportRequest, find_export_target
+from mycli.quant.ggml.file import gguf_place, require_loadable
 from mycli.quant.progress import silent
-from mycli.runtime.checkpoint.gguf.architectures import architectures
+from mycli.runtime.checkpoint.gguf.architectures import architectures, written_architecture
+from mycli.runtime.checkpoint.gguf.rope import position_sections
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.errors import ModelError
 from mycli.runtime.hub.resolve import Source
+from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.registry import parse_config
+from mycli.runtime.utils.json_fields import Fields
 from tests.support.engines import whole
-from tests.support.families import CASES, make
+from tests.support.families import CASES
+from tests.support.family_parts import SMALL
+from tests.support.gguf_exports import CHANGES as GGUF_CHANGES
+from tests.support.gguf_exports import MULTIMODAL_NAMES, NAMES, make_exported
 from tests.support.models import CPU
-from tests.support.paths import PICO
 
 WRITTEN = {family: known for known in architectures() for family in known.written_types}
-# A case of each family without loss. The quick ones cover every way in which GGUF differs.
+# The quick ones cover every way in which GGUF differs.
 QUICK = (
     *("llama-rope-llama3", "olmo3-window7", "gemma4-told-lent-double", "ministral3-beyond", "granite-multipliers"),
     *("cohere2-window7-tied", "gpt_oss-window7-gqa4:2", "ernie4_5_moe-8top3-tied", "qwen3_5-odd-heads-tied"),
     *("qwen3_next-8top3", "lfm2_moe-8top3-tied", "granitemoehybrid-8top3", "nemotron_h-every-kind"),
     "deepseek_v2-groups-odd-sizes-biases-tied",
+    "qwen3_vl_moe",
 )
-NAMES = [
-    "llama-rope-llama3",
-    "mistral-no-window-hd24",
-    "qwen2-biases",
-    "qwen3-tied-biases-yarn",
-    "olmo2-mha-tied-biases",
-    "olmo3-window7",
-    "phi3-mha-tied-window16",
-    "gemma4-told-lent-double",
-    "gemma4-8top2",
-    "smollm3-tied",
-    "ministral3-beyond",
-    "granite-multipliers",
-    "glm4-half-turned",
-    "glm-tied-hd24-no-bias",
-    "seed_oss-tied-out-bias",
-    "exaone4-window7",
-    "cohere2-window7-tied",
-    "cohere-mha-tied",
-    "hunyuan-tied-biases",
-    "ernie4_5-untied-biases",
-    "arcee-yarn",
-    "qwen3_moe-8top2",
-    "mixtral-4top2",
-    "olmoe-16top4",
-    "gpt_oss-window7-gqa4:2",
-    "qwen2_moe-shared",
-    "granitemoe-8top2",
-    "glm4_moe-groups-norms-two-shared-tied",
-    "solar_open-8top2",
-    "ernie4_5_moe-8top3-tied",
-    "hunyuan_v1_moe-8top2",
-    "minimax_m2-8top2-half-turned",
-    "dots1-8top2",
-    "qwen3_5-odd-heads-tied",
-    "qwen3_5_moe-odd-heads-top1-tied",
-    "qwen3_next-8top3",
-    "lfm2-untied-biases",
-    "lfm2_moe-8top3-tied",
-    "granitemoehybrid-8top3",
-    "granitemoehybrid-dense-odd-sizes-rope-biases-tied",
-    "nemotron_h-no-experts",
-    "nemotron_h-every-kind",
-    "falcon_h1-normed-after-gate-multipliers-biases",
-    "mamba2-2-groups",
-    "deepseek_v2-groups-odd-sizes-biases-tied",
-    "deepseek_v3-groups-yarn",
-    "glm4_moe_lite-8top3",
-    "kimi_k2-ungrouped",
-    "youtu-tied",
-]
-# Properties that llama.cpp assumes for a family.
-FIXED: dict[str, dict[str, Any]] = {
-    "qwen3_moe-8top2": {"norm_topk_prob": True},
-    "granitemoehybrid-dense-odd-sizes-rope-biases-tied": {"time_step_limit": None},
-    "nemotron_h-every-kind": {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"]},
-    "falcon_h1-normed-after-gate-multipliers-biases": {
-        **{f"{part}_{side}_multiplier": 1.0 for part in ("attention", "ssm") for side in ("in", "out")},
-        **{f"{part}_multiplier": 1.0 for part in ("embedding", "lm_head", "key")},
-        **{"mlp_multipliers": None, "ssm_multipliers": None},
-    },
-}
 
 
 def _request(name: str, folder: Path, variant: str) -> ExportRequest:
-    model_type, changes = CASES[name]
-    make(folder / "hf", model_type, {**changes, "vocab_size": 4096, **FIXED.get(name, {})})
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(PICO / file, folder / "hf" / file)
+    make_exported(folder / "hf", name)
     original = open_model_folder(folder / "hf")
     return ExportRequest(Source("hf", folder / "hf"), original, folder / "a.gguf", variant, requantize=True)
 
@@ -106,11 +51,12 @@ def test_every_written_family_has_a_case() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in (*NAMES, *MULTIMODAL_NAMES)],
 )
 def test_export_is_read_back(name: str, tmp_path: Path) -> None:
     """Logits are equal, and llama.cpp knows the name of every tensor."""
-    packed = CASES[name][0] == "gpt_oss"
+    packed = name in CASES and CASES[name][0] == "gpt_oss"
     request = _request(name, tmp_path, "" if packed else "f32")
     module, _ = find_export_target("gguf:f32")
     written = open_model_folder(module.export(request, silent).path)
@@ -132,7 +78,7 @@ def test_export_is_read_back(name: str, tmp_path: Path) -> None:
 LOSSES = {
     "llama-rope-dynamic-beyond": "dynamic",
     "qwen2-tied-window-upper": "window",
-    "smollm3-untied-window": "window",
+    "smollm3-untied-window": "no such bias",
     "ernie4_5_moe-every-other-none-shared-untied": "size",
     "qwen3_next-odd-heads-every-other-unnormalized-tied": "mlp|size|routing",
     "olmoe-clip-normalized-gqa-tied": "clip",
@@ -151,3 +97,111 @@ def test_what_gguf_has_no_key_for_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=LOSSES[name]):
         module.export(request, silent)
     assert not request.target.exists()
+
+
+# A change to a case that llama.cpp would not load, or would compute otherwise, and the cause given.
+UNLOADABLE: dict[str, tuple[str, dict[str, Any], str]] = {
+    "qwen3-output-bias": ("qwen3-qk-norm-hd32", {"attention_bias": True}, "blk.0.attn_output.bias"),
+    "olmo2-output-bias": ("olmo2-gqa4:2", {"attention_bias": True}, "blk.0.attn_output.bias"),
+    "hunyuan-output-bias": ("hunyuan-tied-biases", {"attention_bias": True}, "blk.0.attn_output.bias"),
+    "seed_oss-output-bias": ("seed_oss-biases", {"attention_out_bias": True}, "blk.0.attn_output.bias"),
+    "ernie4_5-biases": ("ernie4_5-tied", {"use_bias": True}, "blk.0.attn_output.bias"),
+    "falcon_h1-output-bias": (
+        "falcon_h1-normed-after-gate-multipliers-biases",
+        {"attention_bias": True},
+        "blk.0.attn_output.bias",
+    ),
+    "lfm2-convolution-biases": ("lfm2-tied", {"conv_bias": True}, "shortconv"),
+    "mamba2-no-convolution-bias": ("mamba2-2-groups", {"use_conv_bias": False}, "bias of the convolution"),
+    "granitehybrid-wide": ("granitemoehybrid-8top3", {"mamba_expand": 3, "mamba_d_head": 48}, "mamba_expand"),
+    "glm-narrow-heads": ("glm-half-turned", {"head_dim": 24}, "add up to hidden_size"),
+    "exaone4-short-window": ("exaone4-window7", {"num_hidden_layers": 4}, "64 layers"),
+    "exaone4-long-without-window": (
+        "exaone4-no-window-tied",
+        {"num_hidden_layers": 64, "layer_types": ["full_attention"] * 64},
+        "64 layers",
+    ),
+    "phi3-window": ("phi3-gqa4:2", {"sliding_window": 16}, "sliding window"),
+    "dots1-grouped-queries": ("dots1-8top2", {"num_key_value_heads": 2}, "key-value heads"),
+    "qwen3_5-wide-values": ("qwen3_5-odd-heads-tied", {"linear_value_head_dim": 40}, "one size"),
+    "gemma4-small-table": ("gemma4-told-lent-double", {"vocab_size_per_layer_input": 97}, "per-layer inputs"),
+    "gemma4-lent-otherwise": ("gemma4-told-lent-double", {"num_kv_shared_layers": 3}, "full attention in the last"),
+    "deepseek_v2-groups": (
+        "deepseek_v2-groups-odd-sizes-biases-tied",
+        {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+        "two best experts",
+    ),
+    "deepseek_v3-all-groups": ("deepseek_v3-groups-yarn", {"topk_group": 4}, "fewer groups"),
+    "deepseek_v2-lite-of-3-layers": ("deepseek_v2-groups-odd-sizes-biases-tied", {"q_lora_rank": None}, "q_lora_rank"),
+}
+
+
+def _config(name: str, changes: dict[str, Any]) -> ModelConfig:
+    model_type, case = CASES[name]
+    fields = {**SMALL, **case, "vocab_size": 4096, **GGUF_CHANGES.get(name, {}), **changes}
+    return parse_config(
+        Fields(transformers.AutoConfig.for_model(model_type, **deepcopy(fields)).to_dict(), "config.json")
+    )
+
+
+@pytest.mark.parametrize("name", UNLOADABLE)
+def test_what_llama_cpp_does_not_load_is_refused(name: str) -> None:
+    case, changes, cause = UNLOADABLE[name]
+    for config in (_config(case, {}), _config(case, changes)):
+        architecture = written_architecture(config)
+        places = [gguf_place(architecture, tensor) for tensor, _ in config.tensors()]
+        if config == _config(case, {}):
+            require_loadable(config, architecture, places)
+        else:
+            with pytest.raises(ModelError, match=cause):
+                require_loadable(config, architecture, places)
+
+
+def test_a_tied_head_is_written_where_llama_cpp_requires_one(tmp_path: Path) -> None:
+    module, _ = find_export_target("gguf:f32")
+    path = module.export(_request("olmo3-yarn-tied", tmp_path, "f32"), silent).path
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    assert (tensors["output.weight"].data == tensors["token_embd.weight"].data).all()
+
+
+def test_keys_that_llama_cpp_requires(tmp_path: Path) -> None:
+    """Regressions: it skipped ERNIE's shared experts without their size, and stopped at sections wider than a head."""
+    config = _config("ernie4_5_moe-8top3-tied", {})
+    assert written_architecture(config).metadata(config)["ernie4_5-moe.expert_shared_feed_forward_length"] == 64
+    for name, sections in {"qwen3_5-odd-heads-tied": [1, 1, 1, 0], "qwen3_5-delta": [2, 1, 1, 0]}.items():
+        config = _config(name, {})
+        assert written_architecture(config).metadata(config)["qwen35.rope.dimension_sections"] == sections
+    config = _config("qwen3_5-delta", {"head_dim": 256})
+    assert written_architecture(config).metadata(config)["qwen35.rope.dimension_sections"] == [11, 11, 10, 0]
+
+
+@pytest.mark.parametrize(("label", "named"), [("my-Phi3-tune", False), ("tune", True)])
+def test_a_name_by_which_llama_cpp_expects_tokens(label: str, named: bool, tmp_path: Path) -> None:
+    """llama.cpp loads no file named Phi-3 whose vocabulary lacks that model's tokens."""
+    request = _request("phi3-gqa4:2", tmp_path, "f32")
+    folder = (tmp_path / "hf").rename(tmp_path / label)
+    request = replace(request, source=Source(label, folder), folder=open_model_folder(folder))
+    module, _ = find_export_target("gguf:f32")
+    assert ("general.name" in gguf.GGUFReader(module.export(request, silent).path).fields) == named
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl"])
+def test_a_text_part_is_written_for_an_image_model(name: str, tmp_path: Path) -> None:
+    """llama.cpp reads sections and deepstack layers next to a file of the image model; both survive a copy."""
+    module, _ = find_export_target("gguf:f32")
+    path = module.export(_request(name, tmp_path, "f32"), silent).path
+    again = ExportRequest(Source("a", path), open_model_folder(path), tmp_path / "b.gguf", "f32", requantize=True)
+    architecture = name.replace("_", "")
+    for file in (path, module.export(again, silent).path):
+        fields = gguf.GGUFReader(file).fields
+        assert fields["general.architecture"].contents() == architecture
+        assert fields[f"{architecture}.rope.dimension_sections"].contents() == [3, 3, 2, 0]
+        deepstack = fields.get(f"{architecture}.n_deepstack_layers")
+        assert (deepstack and deepstack.contents()) == (1 if name == "qwen3_vl" else None)
+
+
+@pytest.mark.parametrize("sections", [[2, 3], [2, 3, 4], [-1, 5, 4], "2", [2, 3, "3"]])
+def test_sections_of_positions_that_do_not_fit(sections: object) -> None:
+    config = _config("qwen3-qk-norm-hd32", {"head_dim": 16})
+    with pytest.raises(ModelError, match="mrope_section"):
+        position_sections(config, Fields({"mrope_section": sections}, "config.json"))

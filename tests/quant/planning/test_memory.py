@@ -24,7 +24,7 @@ PROGRAM = """
 import json, sys
 from pathlib import Path
 import torch
-from mycli.quant import pipeline
+from mycli.quant import quality_report
 from mycli.quant.planning import plan as planning
 from mycli.quant.pipeline import allocated, quantize
 from mycli.quant.planning.plan import plan_quantization
@@ -32,7 +32,7 @@ from mycli.quant.recipe import Recipe
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.device.system import peak_resident, reset_peak, resident
-planning.QUICK_TOKENS = pipeline.QUICK_TOKENS = 1024  # the peak is of the logits of a slice
+planning.QUICK_TOKENS = quality_report.QUICK_TOKENS = 1024  # the peak is of the logits of a slice
 recipe, report = json.loads(sys.argv[2]), sys.argv[4]
 source, target = Source("x", Path(sys.argv[1]), None, None), Path(sys.argv[3])
 cpu = Placement(torch.device("cpu"), torch.float32)

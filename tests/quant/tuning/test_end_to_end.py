@@ -90,9 +90,9 @@ def test_a_tuned_copy_measures_what_was_promised(tmp_path: Path) -> None:
     told = json.loads((tmp_path / "tuned" / "mycli.json").read_text())["tuning"]
     assert told["after"] <= told["before"] and any("tuning" in note for note in tuned.notes)
     assert json.loads((tmp_path / "plain" / "mycli.json").read_text())["tuning"] is None
-    assert plain.card is not None and tuned.card is not None
-    assert plain.card.divergence is not None and tuned.card.divergence is not None
-    assert tuned.card.divergence.kl.value < plain.card.divergence.kl.value
+    assert plain.report.evaluation is not None and tuned.report.evaluation is not None
+    assert plain.report.evaluation.divergence is not None and tuned.report.evaluation.divergence is not None
+    assert tuned.report.evaluation.divergence.kl.value < plain.report.evaluation.divergence.kl.value
     assert plain.size == tuned.size
 
 

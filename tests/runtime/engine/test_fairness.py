@@ -1,5 +1,6 @@
 """Test fair scheduling among users: by weight, independent of the number of requests, interactive before batch."""
 
+import time
 from collections import Counter
 from collections.abc import Callable
 
@@ -7,12 +8,15 @@ import pytest
 
 from mycli.runtime.cache.block_pool import BlockPool
 from mycli.runtime.cache.prefix_index import PrefixIndex
+from mycli.runtime.engine.fairness import EXPECTED_SECONDS, MAX_CREDIT, FairShares
 from mycli.runtime.engine.scheduler import Limits, Scheduler
 from mycli.runtime.engine.sequence import Request, Sequence, Status
 
 
-def scheduler(running: int = 4, chunk: int = 8, blocks: int = 200) -> Scheduler:
-    return Scheduler(BlockPool(blocks, PrefixIndex(4)), Limits(100, chunk, running))
+def scheduler(
+    running: int = 4, chunk: int = 8, blocks: int = 200, clock: Callable[[], float] = time.monotonic
+) -> Scheduler:
+    return Scheduler(BlockPool(blocks, PrefixIndex(4)), Limits(100, chunk, running), clock)
 
 
 def prompt(seed: int, length: int = 8) -> tuple[int, ...]:
@@ -34,6 +38,18 @@ def step(engine: Scheduler) -> Counter[str]:
         if reason is not None:
             engine.finish(part.sequence)
     return tokens
+
+
+def passes(engine: Scheduler, count: int) -> list[tuple[str, int]]:
+    """Run passes and return of each the users of its prompts, or "decode", and its number of tokens."""
+    shown = []
+    for _ in range(count):
+        scheduled = engine.schedule()
+        users = "+".join(sorted({part.sequence.request.user for part in scheduled}))
+        shown.append(("decode" if scheduled[0].is_decode else users, sum(part.count for part in scheduled)))
+        for part in scheduled:
+            engine.advance(part, [1] if part.completes else [])
+    return shown
 
 
 def until(engine: Scheduler, holds: Callable[[], bool], most: int = 50) -> int:
@@ -124,3 +140,88 @@ def test_everybody_ends(weights: tuple[float, float]) -> None:
     sequences = [submit(engine, seed, f"u{seed % 2}", weights[seed % 2], seed % 5 == 0, 20) for seed in range(20)]
     until(engine, lambda: not engine.has_work, 3000)
     assert all(s.status is Status.FINISHED and s.sampled == 20 for s in sequences)
+
+
+def test_a_new_prompt_comes_before_prompts_that_another_user_has_begun() -> None:
+    engine = scheduler(running=8, chunk=8)
+    for seed in range(4):
+        submit(engine, seed, "many", length=20)
+    assert passes(engine, 1) == [("many", 8)]
+    submit(engine, 99, "one", length=8)
+    assert passes(engine, 2) == [("one", 8), ("decode", 1)], "before the next decode step, and with a pass of its own"
+
+
+def test_a_decode_step_follows_an_interruption() -> None:
+    engine = scheduler(running=8, chunk=8)
+    submit(engine, 0, "many", length=4)
+    step(engine)
+    submit(engine, 1, "many", length=30)
+    assert passes(engine, 2) == [("decode", 1), ("many", 8)]
+    submit(engine, 98, "one", length=8)
+    submit(engine, 99, "two", length=8)
+    assert [kind for kind, _ in passes(engine, 4)] == ["one", "decode", "two", "decode"]
+
+
+def test_passes_are_small_while_a_prompt_of_another_user_is_expected() -> None:
+    now = 0.0
+    engine = scheduler(running=8, chunk=32, clock=lambda: now)
+    submit(engine, 99, "one", limit=0, length=20)
+    step(engine)
+    submit(engine, 0, "many", length=4)
+    assert passes(engine, 2) == [("many", 4), ("decode", 1)]
+    for seed in range(1, 4):
+        submit(engine, seed, "many", length=48)
+    expected = [("many", 10)] * 4 + [("decode", 1)]
+    assert passes(engine, 5) == expected, "half a prompt of the other user; no decode steps in between"
+    now += EXPECTED_SECONDS
+    assert passes(engine, 1) == [("many", 32)]
+
+
+def test_a_sequence_without_room_in_the_pass_takes_no_place() -> None:
+    engine = scheduler(running=8, chunk=32)
+    submit(engine, 99, "one", limit=0, length=8)
+    submit(engine, 0, "many")
+    step(engine)
+    submit(engine, 98, "one", length=20)
+    for seed in range(1, 5):
+        submit(engine, seed, "many")
+    assert passes(engine, 2) == [("decode", 1), ("one", 20)]
+    assert len(engine.running) == 2
+
+
+def test_one_user_alone_has_the_whole_chunk() -> None:
+    engine = scheduler(running=8, chunk=32)
+    for seed in range(3):
+        submit(engine, seed, "many", length=40)
+    assert passes(engine, 3) == [("many", 32), ("many", 32), ("decode", 1)]
+
+
+def test_batch_prompts_are_cut_for_interactive_ones_of_the_same_user() -> None:
+    engine = scheduler(running=8, chunk=32)
+    submit(engine, 0, "user", limit=0, length=20)
+    step(engine)
+    submit(engine, 1, "user", length=48, batch=True)
+    assert passes(engine, 1) == [("user", 10)]
+
+
+def test_the_credit_of_a_user_is_limited() -> None:
+    shares, sequences = FairShares(), scheduler()
+    slow, busy = submit(sequences, 0, "slow"), submit(sequences, 1, "busy")
+    for sequence in (slow, busy):
+        shares.enter(sequence)
+    shares.charge(busy, 100 * MAX_CREDIT)
+    assert list(shares.ordered([busy, slow], [])) == [slow, busy]
+    shares.charge(slow, MAX_CREDIT + 1)
+    assert list(shares.ordered([slow, busy], [])) == [busy, slow]
+
+
+def test_leaving_earns_nothing() -> None:
+    engine, tokens = scheduler(running=2, chunk=4), Counter[str]()
+    for seed in range(40):
+        submit(engine, seed, "busy", limit=1, length=40)
+    step(engine)
+    for seed in range(100, 160):
+        one = submit(engine, seed, "hops", limit=0, length=16)
+        while one.status is not Status.FINISHED:
+            tokens += step(engine)
+    assert tokens["hops"] / tokens["busy"] < 1.7

@@ -1,4 +1,4 @@
-"""Test sequence-by-sequence attention of prompt chunks, as on a GPU, against one pass over whole prompts."""
+"""Test sequence-by-sequence attention of prompt chunks, as where no kernel reads blocks, against whole prompts."""
 
 from dataclasses import replace
 
@@ -41,8 +41,8 @@ def test_chunks_see_what_whole_prompts_see(window: int | None, sinks: bool, monk
         chunk = Chunk([0] * count, start, (2, 0, 3, 1), 0)
         part = slice(start, start + count)
         context = PagedAttention(Batch.of([chunk], 16, CPU), cache)
-        context._ragged = None  # as on a GPU
-        found = context.attend(0, query[:, part], (key[:, part], value[:, part]), spec, extra)
+        context.attend(0, query[:, part], (key[:, part], value[:, part]), spec, extra)  # writes the cache
+        found = context._attend_gathered(0, query[:, part], spec, extra)
         assert torch.allclose(found, expected[:, part], atol=1e-5), (start, count)
         start += count
     if window is None or window >= TOKENS:

@@ -3,23 +3,23 @@
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mycli.runtime.memory.attention import dense_cache_bytes, mask_bytes
 from mycli.runtime.memory.ceiling import bytes_per_step, tokens_per_second
 from mycli.runtime.memory.estimate import (
-    CACHE_BLOCK,
     CPU_KEPT,
     cache_bytes,
     captured_bytes,
     estimate,
     longest_context,
-    mask_bytes,
 )
 from mycli.runtime.memory.fit import PackingScheme
-from mycli.runtime.memory.plan import MemoryPlan
+from mycli.runtime.memory.plan import CACHE_BLOCK, MemoryPlan
 from mycli.runtime.memory.weights import embedding_bytes, weight_bytes
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.layer_spec import LayerSpec
@@ -142,15 +142,26 @@ def test_only_a_chunk_that_is_not_the_first_needs_a_mask() -> None:
     assert mask_bytes(plan("Llama-3.1-8B", context=8192)) == 512 * 8192 * 3
 
 
-def test_on_a_gpu_only_windows_and_written_scores_need_a_mask() -> None:
+def test_on_a_gpu_a_kernel_reads_the_cache_without_masks_and_scores() -> None:
+    for name in ("Llama-3.1-8B", "Mistral-7B-v0.1", "gemma-2-9b"):
+        for kv, batch in product(("auto", "int8", "int4"), (1, 4)):
+            long = replace(plan(name, context=32768, gpu=True), kv=kv, batch=batch)
+            assert mask_bytes(long) == dense_cache_bytes(long) == 0
+
+
+def test_on_a_gpu_only_windows_and_written_scores_need_a_mask_without_the_kernel() -> None:
     """The mask covers the keys of a 2,048-token chunk; heads are repeated because torch's masked kernel needs that."""
+
+    def exact(name: str, context: int) -> MemoryPlan:
+        return replace(plan(name, context=context, gpu=True), dtype="float32")
+
     for context in (2048, 8192, 131072):
-        assert mask_bytes(plan("Llama-3.1-8B", context=context, gpu=True)) == 0
-    windowed, keys = plan("Mistral-7B-v0.1", context=32768, gpu=True), 4096 + 2047
-    assert mask_bytes(windowed) == 2048 * keys * (1 + 2) + 2 * 32 * 128 * keys * 2
+        assert mask_bytes(exact("Llama-3.1-8B", context)) == 0
+    windowed, keys = exact("Mistral-7B-v0.1", 32768), 4096 + 2047
+    assert mask_bytes(windowed) == 2048 * keys * (1 + 4) + 2 * 32 * 128 * keys * 4
     assert mask_bytes(replace(windowed, context=4096)) == 0, "the window is as long"
-    capped = plan("gemma-2-9b", context=8192, gpu=True)
-    both = 2048 * (4096 + 2047) * 3 + 2 * 16 * 256 * (4096 + 2047) * 2
+    capped = exact("gemma-2-9b", 8192)
+    both = 2048 * (4096 + 2047) * 5 + 2 * 16 * 256 * (4096 + 2047) * 4
     assert mask_bytes(capped) == both + 2048 * 8192 * (3 * 4 * 2 + 1)
 
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from mycli.runtime.memory.ceiling import bytes_per_step
-from mycli.runtime.memory.estimate import CACHE_BLOCK, cache_bytes, state_bytes
+from mycli.runtime.memory.estimate import cache_bytes, state_bytes
+from mycli.runtime.memory.plan import CACHE_BLOCK
 from mycli.runtime.memory.weights import embedding_bytes, weight_bytes
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.registry import families

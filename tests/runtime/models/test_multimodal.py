@@ -3,7 +3,6 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,117 +23,9 @@ from mycli.runtime.models.multimodal import CLASS_DEFAULTS, FAMILIES, TextPart
 from mycli.runtime.models.registry import parse_config
 from mycli.runtime.utils.json_fields import Fields
 from tests.support.engines import whole
-from tests.support.families import CASES, enliven, make, packed_weights
-from tests.support.family_parts import GEMMA4, IDS, SMALL, ministral_rope
+from tests.support.families import CASES, make, packed_weights
 from tests.support.models import CPU
-from tests.support.recurrent_families import DELTA_EXPERTS
-
-VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-SIGLIP = {**VISION, "image_size": 16, "patch_size": 8}
-QWEN_VISION = {
-    "depth": 1,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_heads": 2,
-    "patch_size": 8,
-    "out_hidden_size": 64,
-    "num_position_embeddings": 4,
-}
-CLIP = {"model_type": "clip_vision_model", **SIGLIP, "projection_dim": 16}
-SIGLIP_VISION = {"model_type": "siglip_vision_model", **SIGLIP}
-PIXTRAL = {"model_type": "pixtral", **SIGLIP, "head_dim": 8}
-INTERN_VISION = {"model_type": "internvl_vision", **VISION, "image_size": [16, 16], "patch_size": [8, 8]}
-QWEN2_VISION = {"depth": 1, "embed_dim": 16, "hidden_size": 64, "num_heads": 2, "intermediate_size": 16}
-GLM_VISION = {**QWEN_VISION, "image_size": 16, "out_hidden_size": 64}
-OCR_VISION = {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 64, "patch_size": 16, "mlp_dim": 16}
-MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}}
-GLM_ROPE = {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}}
-LLAVAS = {"llava": "llama", "llava_next": "llama", "llava_next_video": "llama", "llava_onevision": "qwen2"}
-LLAVAS |= {"vipllava": "llama", "video_llava": "llama"}
-# id -> (outer type, text type, differences of the text config from SMALL, vision, other fields of the outer config)
-FOLDERS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "gemma3": (
-        "gemma3",
-        "gemma3_text",
-        {**IDS, "head_dim": 16, "sliding_window": 7},
-        {"model_type": "siglip_vision_model", **SIGLIP},
-        {"mm_tokens_per_image": 4},
-    ),
-    "mistral3": (
-        "mistral3",
-        "mistral",
-        {**IDS, "head_dim": 16, "sliding_window": None},
-        {"model_type": "pixtral", **SIGLIP, "head_dim": 8},
-        {"tie_word_embeddings": False},
-    ),
-    "mistral3-ministral3": (
-        "mistral3",
-        "ministral3",
-        {**IDS, "head_dim": 16, **ministral_rope(original=16)},
-        {"model_type": "pixtral", **SIGLIP, "head_dim": 8},
-        {"tie_word_embeddings": True},
-    ),
-    "gemma4": (
-        "gemma4",
-        "gemma4_text",
-        {**GEMMA4, "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 97, "num_kv_shared_layers": 1}
-        | {"layer_types": ["sliding_attention", "full_attention", "full_attention"]},
-        {"model_type": "gemma4_vision", **VISION, "num_key_value_heads": 2, "head_dim": 8, "pooling_kernel_size": 1},
-        {"audio_config": None},
-    ),
-    "qwen3_5_moe": (
-        "qwen3_5_moe",
-        "qwen3_5_moe_text",
-        {**DELTA_EXPERTS, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
-        {"model_type": "qwen3_5_moe", **QWEN_VISION},
-        {"tie_word_embeddings": False},
-    ),
-    **{name: (name, f"{name}_text", {**IDS, **MROPE}, QWEN2_VISION, {}) for name in ("qwen2_vl", "qwen2_5_vl")},
-    "qwen3_vl": (
-        "qwen3_vl",
-        "qwen3_vl_text",
-        {**IDS, "head_dim": 16, **MROPE},
-        {"model_type": "qwen3_vl", **QWEN_VISION, "deepstack_visual_indexes": [0]},
-        {"tie_word_embeddings": True},
-    ),
-    "qwen3_vl_moe": (
-        "qwen3_vl_moe",
-        "qwen3_vl_moe_text",
-        {**IDS, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, **MROPE},
-        {"model_type": "qwen3_vl_moe", **QWEN_VISION, "deepstack_visual_indexes": [0]},
-        {},
-    ),
-    "glm4v": ("glm4v", "glm4v_text", {**IDS, "head_dim": 16, **GLM_ROPE}, {"model_type": "glm4v", **GLM_VISION}, {}),
-    **{name: (name, text, {**IDS}, CLIP, {}) for name, text in LLAVAS.items()},
-    "llava-pixtral": ("llava", "mistral", {**IDS, "head_dim": 16}, PIXTRAL, {"vision_feature_layer": -1}),
-    "internvl": ("internvl", "qwen2", {**IDS}, INTERN_VISION, {"tie_word_embeddings": False}),
-    "aya_vision": ("aya_vision", "cohere2", {**IDS, "sliding_window": 7}, SIGLIP_VISION, {}),
-    "cohere2_vision": ("cohere2_vision", "cohere2", {**IDS, "sliding_window": 7}, SIGLIP_VISION, {}),
-    "idefics3": ("idefics3", "llama", {**IDS}, {"model_type": "idefics3_vision", **SIGLIP}, {"scale_factor": 1}),
-    "smolvlm": ("smolvlm", "llama", {**IDS}, {"model_type": "smolvlm_vision", **SIGLIP}, {"scale_factor": 1}),
-    "lfm2_vl": ("lfm2_vl", "lfm2", {**IDS, "layer_types": ["conv", "full_attention", "conv"]}, SIGLIP_VISION, {}),
-    "got_ocr2": ("got_ocr2", "qwen2", {**IDS}, {"hidden_size": 16, "output_channels": 16, **OCR_VISION}, {}),
-}
-
-
-def make_folder(folder: Path, name: str) -> transformers.PreTrainedModel:
-    outer, inner, text, vision, others = FOLDERS[name]
-    torch.manual_seed(0)
-    sections = {"text_config": {"model_type": inner, **SMALL, "intermediate_size": 96, **text}, "vision_config": vision}
-    config = transformers.AutoConfig.for_model(outer, **sections, **others)
-    model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager").float().eval()
-    enliven(model)
-    model.save_pretrained(folder)
-    if outer == "qwen3_vl_moe":
-        _publish_experts(folder / "model.safetensors")
-    return model
-
-
-def _publish_experts(path: Path) -> None:
-    # Published files stack the transposed weights; transformers transposes them on load.
-    tensors = load_file(path)
-    stacks = {name: tensor.mT.contiguous() for name, tensor in tensors.items() if ".experts." in name}
-    save_file({**tensors, **stacks}, path)
+from tests.support.multimodal_families import FOLDERS, make_folder
 
 
 @pytest.mark.parametrize("name", FOLDERS, ids=str)

@@ -61,6 +61,15 @@ def test_a_request_that_is_answered_is_one_of_the_description_and_a_refused_one_
     assert not check.is_valid(other) and served.ask("POST", "/v1/chat/completions", other).status == 404
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/api/chat", "/api/pull"])
+def test_an_error_is_as_described(served: Served, path: str) -> None:
+    found = served.ask("GET", "/openapi.json").json
+    schema = found["paths"][path]["post"]["responses"]["4XX"]["content"]["application/json"]["schema"]
+    answer = served.ask("POST", path, {"messages": 1})
+    assert 400 <= answer.status < 500
+    jsonschema.Draft202012Validator({**found, **schema}).validate(answer.json)
+
+
 # The services send null here although their descriptions do not allow it.
 SENT = {
     ("openai", "finish_reason"): "CreateCompletionResponse",  # in a chunk that is not the last

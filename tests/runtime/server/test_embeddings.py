@@ -12,25 +12,13 @@ import pytest
 import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
-from mycli.runtime.checkpoint.open_folder import open_model_folder
-from mycli.runtime.engine.config import EngineConfig
-from mycli.runtime.engine.engine import Engine
-from mycli.runtime.engine.loading.loader import LoadedModel
-from mycli.runtime.engine.model_runner import CacheShape
+from mycli.runtime.server.http.settings import ServerSettings
 from mycli.runtime.server.routes.rerank import _AFTER, _BEFORE, INSTRUCTION
-from mycli.runtime.server.settings import ServerSettings
-from mycli.runtime.utils.dtypes import FLOATS
 from tests.support.embedding_models import PROMPTS, embedding_gemma, qwen3_embedding, qwen3_reranker
-from tests.support.served import Served, serving
+from tests.support.served import Served, load_fp32, serving
 
 TEXTS = ["Hello there", "The capital of Japan is Tokyo, and it is a large city. " * 6, "x", "What is the capital?"]
 MAKERS = {"qwen3": qwen3_embedding, "gemma3": embedding_gemma, "reranker": qwen3_reranker}
-
-
-def load(folder: Path) -> tuple[LoadedModel, Engine]:
-    opened = open_model_folder(folder)
-    model = LoadedModel.load(opened, EngineConfig(device="cpu", dtype=FLOATS["fp32"]).place(opened.config))
-    return model, Engine(model.runner, CacheShape.paged(512, 2048, 16), model.vocabulary_size, running=8)
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +30,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def servers(folders: dict[str, Path]) -> Iterator[dict[str, Served]]:
     with (
-        serving(*load(folders["qwen3"]), ServerSettings(("qwen3",))) as qwen3,
-        serving(*load(folders["gemma3"]), ServerSettings(("gemma3",))) as gemma3,
-        serving(*load(folders["reranker"]), ServerSettings(("reranker",))) as reranker,
+        serving(*load_fp32(folders["qwen3"]), ServerSettings(("qwen3",))) as qwen3,
+        serving(*load_fp32(folders["gemma3"]), ServerSettings(("gemma3",))) as gemma3,
+        serving(*load_fp32(folders["reranker"]), ServerSettings(("reranker",))) as reranker,
     ):
         yield {"qwen3": qwen3, "gemma3": gemma3, "reranker": reranker}
 
@@ -210,6 +198,6 @@ def test_vectors_are_those_of_sentence_transformers(tmp_path: Path, name: str, s
     expected = model.encode(TEXTS)
     prompted = model.encode(TEXTS, prompt_name="query")
     for path in (folder, tmp_path / "saved"):
-        with serving(*load(path), ServerSettings((name,))) as served:
+        with serving(*load_fp32(path), ServerSettings((name,))) as served:
             assert abs(vectors(served, TEXTS) - expected).max() < 1e-5
             assert abs(vectors(served, TEXTS, prompt_name="query") - prompted).max() < 1e-5

@@ -11,10 +11,12 @@ import ollama
 import pytest
 
 from mycli.runtime.engine.loading.loader import LoadedModel
+from mycli.runtime.server.http.settings import ServerSettings
 from mycli.runtime.server.ollama.keep_alive import keep_alive_seconds
 from tests.runtime.server.conftest import Scripted
+from tests.support.embedding_models import qwen3_embedding
 from tests.support.paths import ROOT
-from tests.support.served import Served
+from tests.support.served import Served, load_fp32, serving
 
 MESSAGES = [{"role": "user", "content": "What is the capital of Japan?"}]
 OPTIONS = {"temperature": 0, "num_predict": 12}
@@ -179,17 +181,19 @@ def test_keep_alive_refuses(value: Any) -> None:
 def test_the_javascript_client(served: Served, tmp_path: Path) -> None:
     if shutil.which("npm") is None:
         pytest.skip("needs npm")
+    loaded = load_fp32(qwen3_embedding(tmp_path / "embedder"))
     install = ["npm", "install", "--silent", "--no-audit", "--no-fund", "ollama"]
     done = subprocess.run(install, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     if done.returncode:
         pytest.skip(f"cannot be installed here: {done.stderr[-200:]}")
     shutil.copy(ROOT / "tests/support/clients/ollama_client.mjs", tmp_path)
-    ran = subprocess.run(
-        ["node", "ollama_client.mjs", served.url, "pico"],
-        cwd=tmp_path,
-        env={**os.environ, "NO_PROXY": "127.0.0.1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    with serving(*loaded, ServerSettings(("embedder",))) as embedder:
+        ran = subprocess.run(
+            ["node", "ollama_client.mjs", served.url, "pico", embedder.url, "embedder"],
+            cwd=tmp_path,
+            env={**os.environ, "NO_PROXY": "127.0.0.1"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
     assert ran.stdout == "complete\n", ran.stderr

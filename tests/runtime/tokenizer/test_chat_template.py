@@ -10,7 +10,13 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from mycli.runtime.errors import ExitCode, ModelError, UsageError
 from mycli.runtime.tokenizer import chat_template as template_module
-from mycli.runtime.tokenizer.chat_template import ChatTemplate, Message, check_arguments, special_tokens_map
+from mycli.runtime.tokenizer.chat_template import (
+    ChatTemplate,
+    Message,
+    TemplateOptions,
+    check_arguments,
+    special_tokens_map,
+)
 from mycli.runtime.utils.json_fields import Fields
 
 HERE = Path(__file__).parents[3] / "tests"
@@ -202,6 +208,22 @@ def test_arguments_outside_the_list(name: str) -> None:  # C11
 def test_arguments_reach_the_template() -> None:
     template = ChatTemplate({"default": "{{ enable_thinking }} {{ documents | tojson }}"}, {})
     assert render(template, [("user", "x")], enable_thinking=False, documents=[{"t": "é"}]) == 'False [{"t": "é"}]'
+
+
+def test_options_replace_the_template_and_set_arguments() -> None:
+    template = ChatTemplate({"default": "{{ a }}{{ enable_thinking }}", "other": "other {{ a }}"}, TOKENS)
+    assert (
+        render(template.with_options(TemplateOptions(name="other", arguments={"a": 1})), [("user", "x")]) == "other 1"
+    )
+    given = template.with_options(TemplateOptions(arguments={"a": 1, "enable_thinking": True}))
+    assert render(given, [("user", "x")]) == "1True"
+    assert render(given, [("user", "x")], enable_thinking=False) == "1False"  # a request has precedence
+    assert render(template.with_options(TemplateOptions("{{ bos_token }}")), [("user", "x")]) == "<s>"
+    with pytest.raises(UsageError, match="no chat template 'third'"):
+        template.with_options(TemplateOptions(name="third"))
+    for name in ("messages", "bos_token", "__class__", "a b"):
+        with pytest.raises(UsageError, match="not possible"):
+            TemplateOptions(arguments={name: 1})
 
 
 def test_role_is_an_enumeration() -> None:  # C12

@@ -1,7 +1,8 @@
-// A chat, a stream, tools, a format and the lists with Ollama's JavaScript client: node ollama_client.mjs URL MODEL.
+// A chat, a stream, tools, a format, vectors and the lists with Ollama's JavaScript client:
+// node ollama_client.mjs URL MODEL EMBEDDING_URL EMBEDDING_MODEL
 import {Ollama} from "ollama";
 
-const [url, model] = process.argv.slice(2);
+const [url, model, embeddingUrl, embeddingModel] = process.argv.slice(2);
 const client = new Ollama({host: url});
 const messages = [{role: "user", content: "What is the capital of Japan?"}];
 const check = (holds, text) => { if (!holds) throw new Error(text); };
@@ -29,6 +30,11 @@ check((await client.list()).models.some((entry) => entry.name === model), "list"
 check((await client.show({model})).details.family.length > 0, "show");
 check((await client.ps()).models.length === 1, "ps");
 check((await client.version()).version.length > 0, "version");
+const embedder = new Ollama({host: embeddingUrl});
+const {embeddings} = await embedder.embed({model: embeddingModel, input: ["a", "b"]});
+check(embeddings.length === 2 && embeddings[0].length > 1, "embed");
+const {embedding} = await embedder.embeddings({model: embeddingModel, prompt: "a"});
+check(JSON.stringify(embedding) === JSON.stringify(embeddings[0]), "embeddings");
 let refused = "";
 try { await client.pull({model: "other"}); } catch (error) { refused = error.message; }
 check(refused.includes("does not change the models"), "pull");

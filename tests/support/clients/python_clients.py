@@ -6,6 +6,7 @@ complete; the model's text is not checked.
 
 import asyncio
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -304,7 +305,6 @@ def llm(url: str, model: str) -> None:
     assert chat.chain(QUESTION, tools=[list_files], key="any").text()
 
 
-# Client -> the packages that it needs, and whether its tool must have been called.
 def langchain_ollama(url: str, model: str) -> None:
     from langchain_core.messages import HumanMessage
     from langchain_core.tools import tool
@@ -330,6 +330,25 @@ def litellm_ollama(url: str, model: str) -> None:
         assert parts[-1].choices[0].finish_reason
 
 
+def aider(url: str, model: str) -> None:
+    options = ["--model", f"openai/{model}", "--openai-api-base", f"{url}/v1", "--no-git", "--yes", "--no-check-update"]
+    options += ["--no-show-model-warnings", "--no-analytics", "--message", QUESTION]
+    done = subprocess.run([sys.executable, "-m", "aider", *options], capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0 and "Tokens:" in done.stdout, done.stdout + done.stderr
+
+
+def llm_ollama(url: str, model: str) -> None:
+    os.environ["OLLAMA_HOST"] = url
+    import llm as client
+
+    chat = client.get_model(f"ollama/{model}")  # Ollama's name after its own prefix
+    assert chat.prompt(QUESTION, stream=False, num_predict=24).text()
+    assert "".join(chat.prompt(QUESTION, num_predict=24))
+    assert chat.prompt(QUESTION, schema=Answer.model_json_schema(), stream=False, num_predict=64).text().startswith("{")
+    assert chat.prompt(QUESTION, tools=[list_files], stream=False, num_predict=24).text() is not None
+
+
+# Client -> the packages that it needs, and whether its tool must have been called.
 CLIENTS: dict[str, tuple[Callable[[str, str], None], tuple[str, ...], bool]] = {
     "openai-agents": (openai_agents, ("openai-agents",), True),
     "pydantic-ai": (pydantic_ai, ("pydantic-ai-slim[openai,anthropic]",), True),
@@ -348,8 +367,10 @@ CLIENTS: dict[str, tuple[Callable[[str, str], None], tuple[str, ...], bool]] = {
     "guidance": (guidance, ("guidance", "openai"), False),
     "semantic-kernel": (semantic_kernel, ("semantic-kernel",), True),
     "llm": (llm, ("llm",), True),
+    "aider": (aider, ("aider-chat",), False),
     "langchain-ollama": (langchain_ollama, ("langchain-ollama",), False),
     "litellm ollama": (litellm_ollama, ("litellm",), False),
+    "llm-ollama": (llm_ollama, ("llm", "llm-ollama"), False),
 }
 
 if __name__ == "__main__":

@@ -38,8 +38,14 @@ def read_architecture(metadata: Fields) -> Architecture:
     return architecture.of_kind(metadata.integer(f"{name}.expert_count", 0, low=0) > 0)
 
 
-def written_architecture(config: ModelConfig) -> Architecture:
-    """Return the architecture that a model is exported as. Raises ModelError for a family without one."""
+def written_architecture(config: ModelConfig, outer_type: str = "") -> Architecture:
+    """Return the architecture that a model is exported as; `outer_type`: of the multimodal model that it is a part of.
+
+    Raises ModelError for a family without one.
+    """
+    for architecture in architectures():
+        if outer_type in architecture.multimodal_types:
+            return architecture
     model_type = config.model_type
     for architecture in architectures():
         if model_type in architecture.written_types and architecture.writes(config):

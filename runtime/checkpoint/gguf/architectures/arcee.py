@@ -1,11 +1,13 @@
 """Arcee AFM: Llama with a squared-ReLU MLP without a gate."""
 
 from mycli.runtime.checkpoint.gguf.architecture import PAIRED_TENSORS, Architecture, linear_biases
+from mycli.runtime.checkpoint.gguf.requirements import WHOLE_ROTATION
 
 ARCHITECTURE = Architecture(
     name="arcee",
     model_type="arcee",
     written_types=("arcee",),
+    requires=(WHOLE_ROTATION,),
     layer_tensors=PAIRED_TENSORS,
     read_config=lambda model, config: {**linear_biases(model, config), "hidden_act": "relu2"},
 )

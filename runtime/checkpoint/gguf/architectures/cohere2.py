@@ -3,11 +3,13 @@
 from mycli.runtime.checkpoint.gguf.architecture import Architecture, linear_biases
 from mycli.runtime.checkpoint.gguf.architectures.command_r import LOGIT_SCALE, TIED_TENSORS
 from mycli.runtime.checkpoint.gguf.architectures.exaone4 import WINDOW_KEY
+from mycli.runtime.checkpoint.gguf.requirements import HIDDEN_WIDE_HEADS
 
 ARCHITECTURE = Architecture(
     name="cohere2",
     model_type="cohere2",
     written_types=("cohere2",),
+    requires=(HIDDEN_WIDE_HEADS,),
     model_tensors=TIED_TENSORS,
     keys=(LOGIT_SCALE, WINDOW_KEY),
     epsilon="attention.layer_norm_epsilon",

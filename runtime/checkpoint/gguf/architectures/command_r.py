@@ -1,6 +1,7 @@
 """Command R and Aya 23: one LayerNorm before attention and MLP in parallel, scaled logits."""
 
 from mycli.runtime.checkpoint.gguf.architecture import MODEL_TENSORS, Architecture, GgufKey, linear_biases
+from mycli.runtime.checkpoint.gguf.requirements import HIDDEN_WIDE_HEADS
 
 LOGIT_SCALE = GgufKey("logit_scale", "logit_scale", float, required=True, write=lambda c: float(c.logit_scale))
 # llama.cpp takes the embedding as the head.
@@ -9,6 +10,7 @@ ARCHITECTURE = Architecture(
     name="command-r",
     model_type="cohere",
     written_types=("cohere",),
+    requires=(HIDDEN_WIDE_HEADS,),
     model_tensors=TIED_TENSORS,
     keys=(LOGIT_SCALE,),
     epsilon="attention.layer_norm_epsilon",

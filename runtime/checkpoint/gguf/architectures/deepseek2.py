@@ -5,6 +5,7 @@ from typing import Any
 
 from mycli.runtime.checkpoint.gguf.architecture import LLAMA_TENSORS, Architecture, Config, GgufKey, TensorRule
 from mycli.runtime.checkpoint.gguf.experts import (
+    EXPERT_GROUPS,
     NORM_KEY,
     SCALE_KEY,
     SIGMOID,
@@ -13,6 +14,7 @@ from mycli.runtime.checkpoint.gguf.experts import (
     require_gating,
 )
 from mycli.runtime.checkpoint.gguf.header import GgufModel
+from mycli.runtime.checkpoint.gguf.requirements import Requirement
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.models.latent_spec import LatentAttentionSpec
@@ -110,10 +112,22 @@ def _has_experts(config: Config) -> bool:
     return "n_routed_experts" in config
 
 
+def _is_lite(config: ModelConfig) -> bool:
+    # As llama.cpp tells DeepSeek-V2-Lite, GigaChat 3 and Kanana 2 from the others.
+    return config.layers in (26, 27) or (config.layers == 48 and config.vocab_size == 128256)
+
+
 ARCHITECTURE = Architecture(
     name="deepseek2",
     model_type="youtu",  # without experts; with some, the scores decide
     written_types=("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "youtu"),
+    requires=(
+        *EXPERT_GROUPS,
+        Requirement(
+            "q_lora_rank, except in models of 26 or 27 layers, which have none",
+            lambda config: (_attention(config).q_norm is None) == _is_lite(config),
+        ),
+    ),
     has_mtp_blocks=True,
     latent=True,
     layer_tensors={

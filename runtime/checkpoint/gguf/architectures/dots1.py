@@ -12,6 +12,7 @@ from mycli.runtime.checkpoint.gguf.experts import (
     shared_count_key,
 )
 from mycli.runtime.checkpoint.gguf.header import GgufModel
+from mycli.runtime.checkpoint.gguf.requirements import WHOLE_ROTATION, Requirement
 
 
 def _read_config(model: GgufModel, config: Config) -> Config:
@@ -23,6 +24,11 @@ ARCHITECTURE = Architecture(
     name="dots1",
     model_type="dots1",
     written_types=("dots1",),
+    requires=(
+        WHOLE_ROTATION,
+        Requirement("as many key-value heads as query heads", lambda config: config.kv_heads == config.heads),
+    ),
+    own_head=True,
     layer_tensors={
         **LLAMA_TENSORS,
         **expert_tensors(shared="shared_experts", bias="gate.e_score_correction_bias"),

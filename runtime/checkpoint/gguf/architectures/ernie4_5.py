@@ -2,6 +2,7 @@
 
 from mycli.runtime.checkpoint.gguf.architecture import Architecture, Config
 from mycli.runtime.checkpoint.gguf.header import GgufModel
+from mycli.runtime.checkpoint.gguf.requirements import WHOLE_ROTATION
 
 
 def _read_config(model: GgufModel, config: Config) -> Config:
@@ -9,5 +10,9 @@ def _read_config(model: GgufModel, config: Config) -> Config:
 
 
 ARCHITECTURE = Architecture(
-    name="ernie4_5", model_type="ernie4_5", written_types=("ernie4_5",), read_config=_read_config
+    name="ernie4_5",
+    model_type="ernie4_5",
+    written_types=("ernie4_5",),
+    requires=(WHOLE_ROTATION,),
+    read_config=_read_config,
 )

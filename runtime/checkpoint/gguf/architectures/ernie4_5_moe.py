@@ -8,8 +8,10 @@ from mycli.runtime.checkpoint.gguf.experts import (
     expert_tensors,
     require_gating,
     shared_count_key,
+    shared_size,
 )
 from mycli.runtime.checkpoint.gguf.header import GgufModel
+from mycli.runtime.checkpoint.gguf.requirements import WHOLE_ROTATION
 
 
 def _read_config(model: GgufModel, config: Config) -> Config:
@@ -21,6 +23,7 @@ ARCHITECTURE = Architecture(
     name="ernie4_5-moe",
     model_type="ernie4_5_moe",
     written_types=("ernie4_5_moe",),
+    requires=(WHOLE_ROTATION,),
     layer_tensors={
         **LLAMA_TENSORS,
         **expert_tensors(shared="shared_experts", bias="moe_statics.e_score_correction_bias"),
@@ -32,4 +35,6 @@ ARCHITECTURE = Architecture(
         GgufKey("interleave_moe_layer_step", "moe_layer_interval", write=lambda config: 1),
     ),
     read_config=_read_config,
+    # llama.cpp reads the shared experts by their size alone.
+    write_keys=lambda config: {"expert_shared_feed_forward_length": shared_size(config)},
 )

@@ -1,6 +1,7 @@
 """EXAONE 4: norms after attention and MLP; with a window, no positions in layers without it."""
 
 from mycli.runtime.checkpoint.gguf.architecture import LLAMA_TENSORS, Architecture, GgufKey, TensorRule
+from mycli.runtime.checkpoint.gguf.requirements import HIDDEN_WIDE_HEADS, WHOLE_ROTATION, Requirement
 
 AFTER_TENSORS = {
     **{name: rule for name, rule in LLAMA_TENSORS.items() if name not in ("attn_norm", "ffn_norm")},
@@ -12,10 +13,20 @@ WINDOW_KEY = GgufKey(
     "sliding_window",
     write=lambda config: next((window for window in config.windows if window is not None), 0),
 )
+# llama.cpp has the window of the 32B model alone, which it knows by the number of layers.
+_WINDOW_LAYERS = 64
 ARCHITECTURE = Architecture(
     name="exaone4",
     model_type="exaone4",
     written_types=("exaone4",),
+    requires=(
+        HIDDEN_WIDE_HEADS,
+        WHOLE_ROTATION,
+        Requirement(
+            f"{_WINDOW_LAYERS} layers where there is a sliding window, and else another number",
+            lambda config: (config.layers == _WINDOW_LAYERS) == any(config.windows),
+        ),
+    ),
     has_mtp_blocks=True,
     layer_tensors=AFTER_TENSORS,
     keys=(WINDOW_KEY,),

@@ -1,8 +1,16 @@
 """Falcon-H1: attention and Mamba-2 side by side; the weights hold the multipliers."""
 
-from mycli.runtime.checkpoint.gguf.architecture import LLAMA_TENSORS, MODEL_TENSORS, Architecture, Config, TensorRule
+from mycli.runtime.checkpoint.gguf.architecture import (
+    LLAMA_TENSORS,
+    MODEL_TENSORS,
+    QKV_BIASES,
+    Architecture,
+    Config,
+    TensorRule,
+)
 from mycli.runtime.checkpoint.gguf.header import GgufModel
 from mycli.runtime.checkpoint.gguf.mamba import (
+    CONVOLUTION_BIAS,
     MAMBA_FIELDS,
     expansion,
     has_bias,
@@ -31,6 +39,9 @@ ARCHITECTURE = Architecture(
     name="falcon-h1",
     model_type="falcon_h1",
     written_types=("falcon_h1",),
+    requires=(CONVOLUTION_BIAS,),
+    # llama.cpp reads a bias of attn_output and does not add it.
+    biases=(*QKV_BIASES, "ffn_gate", "ffn_up", "ffn_down", "ssm_conv1d"),
     layer_tensors={
         **LLAMA_TENSORS,
         **mamba_tensors("mamba"),

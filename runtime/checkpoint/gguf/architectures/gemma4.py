@@ -5,9 +5,11 @@ from typing import Any
 from mycli.runtime.checkpoint.gguf.architecture import LLAMA_TENSORS, MODEL_TENSORS, Architecture, Config, TensorRule
 from mycli.runtime.checkpoint.gguf.architectures.exaone4 import WINDOW_KEY
 from mycli.runtime.checkpoint.gguf.header import GgufModel
+from mycli.runtime.checkpoint.gguf.requirements import Requirement
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.experts_spec import ExpertsSpec
 
+_PER_LAYER_TABLE = "model.embed_tokens_per_layer.weight"
 _TENSORS = {
     **LLAMA_TENSORS,
     "post_attention_norm": TensorRule("post_attention_layernorm"),
@@ -105,10 +107,29 @@ def _write_keys(config: ModelConfig) -> dict[str, Any]:
     return keys
 
 
+def _lenders(config: ModelConfig) -> list[bool]:
+    # Whether each of the last two layers with keys and values of their own has a window; empty where all have some.
+    attentions = [layer.attention for layer in config.layer_specs]
+    owners = [attention.window is not None for attention in attentions if attention.kv_source is None]
+    return owners[-2:] if len(owners) < len(attentions) else []
+
+
 ARCHITECTURE = Architecture(
     name="gemma4",
     model_type="gemma4_text",
     written_types=("gemma4_text",),
+    requires=(
+        Requirement(
+            "per-layer inputs for all tokens, vocab_size_per_layer_input = vocab_size",
+            lambda config: all(
+                shape[0] == config.vocab_size for name, shape in config.tensors() if name == _PER_LAYER_TABLE
+            ),
+        ),
+        Requirement(
+            "full attention in the last layer that has keys and values of its own, sliding in the one before it",
+            lambda config: _lenders(config) in ([], [True, False]),
+        ),
+    ),
     layer_tensors=_TENSORS,
     model_tensors=_MODEL_TENSORS,
     keys=(WINDOW_KEY,),

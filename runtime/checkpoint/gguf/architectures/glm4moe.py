@@ -2,6 +2,7 @@
 
 from mycli.runtime.checkpoint.gguf.architecture import LLAMA_TENSORS, Architecture, Config, GgufKey, TensorRule
 from mycli.runtime.checkpoint.gguf.experts import (
+    EXPERT_GROUPS,
     NORM_KEY,
     SCALE_KEY,
     SIGMOID,
@@ -27,6 +28,7 @@ ARCHITECTURE = Architecture(
     name="glm4moe",
     model_type="glm4_moe",
     written_types=("glm4_moe", "solar_open"),
+    requires=EXPERT_GROUPS,
     has_mtp_blocks=True,
     layer_tensors={
         **{name: rule for name, rule in LLAMA_TENSORS.items() if name != "ffn_norm"},

@@ -2,10 +2,18 @@
 
 from collections.abc import Iterable
 
-from mycli.runtime.checkpoint.gguf.architecture import LLAMA_TENSORS, Architecture, Config, RowRanges, TensorRule
+from mycli.runtime.checkpoint.gguf.architecture import (
+    ALL_BIASES,
+    LLAMA_TENSORS,
+    Architecture,
+    Config,
+    RowRanges,
+    TensorRule,
+)
 from mycli.runtime.checkpoint.gguf.architectures.exaone4 import WINDOW_KEY
 from mycli.runtime.checkpoint.gguf.experts import SOFTMAX_WEIGHT, expert_keys, experts_spec, require_gating
 from mycli.runtime.checkpoint.gguf.header import GgufModel
+from mycli.runtime.checkpoint.gguf.requirements import WHOLE_ROTATION
 from mycli.runtime.models.config import ModelConfig
 
 
@@ -25,6 +33,9 @@ ARCHITECTURE = Architecture(
     name="gpt-oss",
     model_type="gpt_oss",
     written_types=("gpt_oss",),
+    requires=(WHOLE_ROTATION,),
+    own_head=True,
+    biases=(*ALL_BIASES, "ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"),
     layer_tensors={
         **{name: rule for name, rule in LLAMA_TENSORS.items() if name != "ffn_norm"},
         "post_attention_norm": TensorRule("post_attention_layernorm"),

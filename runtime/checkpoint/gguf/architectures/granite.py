@@ -1,6 +1,7 @@
 """Granite 3 and 4, dense: Llama with four multipliers."""
 
-from mycli.runtime.checkpoint.gguf.architecture import PAIRED_TENSORS, Architecture, GgufKey, linear_biases
+from mycli.runtime.checkpoint.gguf.architecture import ALL_BIASES, PAIRED_TENSORS, Architecture, GgufKey, linear_biases
+from mycli.runtime.checkpoint.gguf.requirements import WHOLE_ROTATION
 
 GRANITE_KEYS = (
     GgufKey("embedding_scale", "embedding_multiplier", float, write=lambda config: float(config.embedding_scale)),
@@ -12,6 +13,8 @@ ARCHITECTURE = Architecture(
     name="granite",
     model_type="granite",
     written_types=("granite",),
+    requires=(WHOLE_ROTATION,),
+    biases=ALL_BIASES,
     layer_tensors=PAIRED_TENSORS,
     keys=GRANITE_KEYS,
     read_config=linear_biases,

@@ -2,18 +2,28 @@
 
 from typing import Any
 
-from mycli.runtime.checkpoint.gguf.architecture import PAIRED_TENSORS, Architecture, Config, GgufKey, TensorRule
+from mycli.runtime.checkpoint.gguf.architecture import (
+    ALL_BIASES,
+    PAIRED_TENSORS,
+    Architecture,
+    Config,
+    GgufKey,
+    TensorRule,
+)
 from mycli.runtime.checkpoint.gguf.architectures.granite import GRANITE_KEYS
 from mycli.runtime.checkpoint.gguf.experts import expert_tensors
 from mycli.runtime.checkpoint.gguf.header import GgufModel
 from mycli.runtime.checkpoint.gguf.mamba import (
+    CONVOLUTION_BIAS,
     MAMBA_FIELDS,
     expansion,
     has_bias,
+    mamba,
     mamba_tensors,
     read_mamba_keys,
     write_mamba_keys,
 )
+from mycli.runtime.checkpoint.gguf.requirements import Requirement
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.experts_spec import ExpertsSpec
 
@@ -65,6 +75,11 @@ ARCHITECTURE = Architecture(
     name="granitehybrid",
     model_type="granitemoehybrid",
     written_types=("granitemoehybrid",),
+    requires=(
+        CONVOLUTION_BIAS,
+        Requirement("mamba_expand = 2", lambda config: mamba(config).inner == 2 * config.hidden_size),
+    ),
+    biases=(*ALL_BIASES, "ssm_conv1d"),
     layer_tensors={
         **_TENSORS,
         **expert_tensors("block_sparse_moe", router="router.layer"),

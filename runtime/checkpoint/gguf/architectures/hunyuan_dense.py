@@ -1,6 +1,7 @@
 """Hunyuan, dense: norms of queries and keys after the rotation."""
 
 from mycli.runtime.checkpoint.gguf.architecture import LLAMA_TENSORS, Architecture, TensorRule, linear_biases
+from mycli.runtime.checkpoint.gguf.requirements import WHOLE_ROTATION
 
 HUNYUAN_TENSORS = {
     **LLAMA_TENSORS,
@@ -11,6 +12,7 @@ ARCHITECTURE = Architecture(
     name="hunyuan-dense",
     model_type="hunyuan_v1_dense",
     written_types=("hunyuan_v1_dense",),
+    requires=(WHOLE_ROTATION,),
     layer_tensors=HUNYUAN_TENSORS,
     read_config=linear_biases,
 )

@@ -2,6 +2,7 @@
 
 from mycli.runtime.checkpoint.gguf.architecture import MODEL_TENSORS, Architecture, Config, GgufKey, TensorRule
 from mycli.runtime.checkpoint.gguf.header import GgufModel
+from mycli.runtime.checkpoint.gguf.requirements import HIDDEN_WIDE_HEADS
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.recurrent_spec import ShortConvSpec
 
@@ -52,6 +53,7 @@ ARCHITECTURE = Architecture(
     name="lfm2",
     model_type="lfm2",
     written_types=("lfm2",),
+    requires=(HIDDEN_WIDE_HEADS,),
     layer_tensors=LFM2_TENSORS,
     model_tensors=LFM2_MODEL_TENSORS,
     keys=(CONV_KEY,),

@@ -16,6 +16,7 @@ from mycli.runtime.checkpoint.gguf.experts import (
     require_gating,
 )
 from mycli.runtime.checkpoint.gguf.header import GgufModel
+from mycli.runtime.checkpoint.gguf.requirements import HIDDEN_WIDE_HEADS
 
 
 def _read_config(model: GgufModel, config: Config) -> Config:
@@ -28,6 +29,7 @@ ARCHITECTURE = Architecture(
     name="lfm2moe",
     model_type="lfm2_moe",
     written_types=("lfm2_moe",),
+    requires=(HIDDEN_WIDE_HEADS,),
     layer_tensors={
         **LFM2_TENSORS,
         **expert_tensors("feed_forward", gate="w1", up="w3", down="w2", bias="expert_bias"),

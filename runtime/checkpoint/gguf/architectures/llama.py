@@ -1,8 +1,16 @@
 """Llama, and Mistral and Mixtral, whose files carry the same name; window and experts tell them apart."""
 
-from mycli.runtime.checkpoint.gguf.architecture import PAIRED_TENSORS, Architecture, Config, GgufKey, linear_biases
+from mycli.runtime.checkpoint.gguf.architecture import (
+    ALL_BIASES,
+    PAIRED_TENSORS,
+    Architecture,
+    Config,
+    GgufKey,
+    linear_biases,
+)
 from mycli.runtime.checkpoint.gguf.experts import expert_keys, expert_tensors, experts_spec
 from mycli.runtime.checkpoint.gguf.header import GgufModel
+from mycli.runtime.checkpoint.gguf.requirements import WHOLE_ROTATION
 from mycli.runtime.models.config import ModelConfig
 
 
@@ -25,6 +33,8 @@ ARCHITECTURE = Architecture(
     name="llama",
     model_type="llama",
     written_types=("llama", "mistral", "mixtral"),
+    requires=(WHOLE_ROTATION,),
+    biases=ALL_BIASES,
     layer_tensors={**PAIRED_TENSORS, **expert_tensors("block_sparse_moe", gate="w1", up="w3", down="w2")},
     # Not written: llama.cpp attends to the whole context in this architecture.
     keys=(

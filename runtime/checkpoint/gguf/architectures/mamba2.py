@@ -5,6 +5,7 @@ from typing import Any
 from mycli.runtime.checkpoint.gguf.architecture import MODEL_TENSORS, Architecture, Config, TensorRule
 from mycli.runtime.checkpoint.gguf.header import GgufModel
 from mycli.runtime.checkpoint.gguf.mamba import (
+    CONVOLUTION_BIAS,
     expansion,
     has_bias,
     mamba_tensors,
@@ -41,6 +42,8 @@ ARCHITECTURE = Architecture(
     name="mamba2",
     model_type="mamba2",
     written_types=("mamba2",),
+    requires=(CONVOLUTION_BIAS,),
+    biases=("ssm_conv1d",),
     layer_tensors={"attn_norm": TensorRule("norm"), **mamba_tensors("mixer")},
     model_tensors={**MODEL_TENSORS, "output_norm": TensorRule("model.norm_f")},
     optional=("attention.head_count", "attention.head_count_kv", "feed_forward_length"),

@@ -14,6 +14,7 @@ ARCHITECTURE = Architecture(
     name="minimax-m2",
     model_type="minimax_m2",
     written_types=("minimax_m2",),
+    own_head=True,
     layer_tensors={
         **LLAMA_TENSORS,
         **expert_tensors("block_sparse_moe", gate="w1", up="w3", down="w2", bias="e_score_correction_bias"),

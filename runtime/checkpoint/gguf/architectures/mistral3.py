@@ -1,7 +1,8 @@
 """Ministral 3: Llama with yarn, and queries scaled by the position."""
 
-from mycli.runtime.checkpoint.gguf.architecture import PAIRED_TENSORS, Architecture, Config
+from mycli.runtime.checkpoint.gguf.architecture import ALL_BIASES, PAIRED_TENSORS, Architecture, Config
 from mycli.runtime.checkpoint.gguf.header import GgufModel
+from mycli.runtime.checkpoint.gguf.requirements import WHOLE_ROTATION
 from mycli.runtime.models.config import ModelConfig
 
 
@@ -25,6 +26,8 @@ ARCHITECTURE = Architecture(
     name="mistral3",
     model_type="ministral3",
     written_types=("ministral3",),
+    requires=(WHOLE_ROTATION,),
+    biases=ALL_BIASES,
     layer_tensors=PAIRED_TENSORS,
     read_config=_read_config,
     write_keys=_write_keys,

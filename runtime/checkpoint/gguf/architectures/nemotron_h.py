@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from mycli.runtime.checkpoint.gguf.architecture import MODEL_TENSORS, Architecture, Config, TensorRule
+from mycli.runtime.checkpoint.gguf.architecture import ALL_BIASES, MODEL_TENSORS, Architecture, Config, TensorRule
 from mycli.runtime.checkpoint.gguf.header import GgufModel
 from mycli.runtime.checkpoint.gguf.mamba import (
+    CONVOLUTION_BIAS,
     has_bias,
     mamba_tensors,
     read_mamba_keys,
@@ -73,6 +74,8 @@ ARCHITECTURE = Architecture(
     name="nemotron_h",
     model_type="nemotron_h",
     written_types=("nemotron_h",),
+    requires=(CONVOLUTION_BIAS,),
+    biases=(*ALL_BIASES, "ssm_conv1d"),
     writes=lambda config: not has_experts(config),
     layer_tensors=NEMOTRON_TENSORS,
     model_tensors=NEMOTRON_MODEL_TENSORS,

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from mycli.runtime.checkpoint.gguf.architecture import Architecture, Config, GgufKey, TensorRule
+from mycli.runtime.checkpoint.gguf.architecture import QKV_BIASES, Architecture, Config, GgufKey, TensorRule
 from mycli.runtime.checkpoint.gguf.architectures.nemotron_h import (
     BY_LAYER,
     NEMOTRON_MODEL_TENSORS,
@@ -22,6 +22,7 @@ from mycli.runtime.checkpoint.gguf.experts import (
     shared_size_key,
 )
 from mycli.runtime.checkpoint.gguf.header import GgufModel
+from mycli.runtime.checkpoint.gguf.mamba import CONVOLUTION_BIAS
 from mycli.runtime.models.config import ModelConfig
 
 _ROUTED = expert_tensors("mixer", shared="shared_experts", bias="gate.e_score_correction_bias")
@@ -42,6 +43,8 @@ ARCHITECTURE = Architecture(
     name="nemotron_h_moe",
     model_type="nemotron_h",
     written_types=("nemotron_h",),
+    requires=(CONVOLUTION_BIAS,),
+    biases=(*QKV_BIASES, "attn_output", "ssm_conv1d"),
     writes=has_experts,
     has_mtp_blocks=True,
     layer_tensors={

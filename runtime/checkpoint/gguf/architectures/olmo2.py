@@ -3,6 +3,7 @@
 from mycli.runtime.checkpoint.gguf.architecture import Architecture, Config, linear_biases
 from mycli.runtime.checkpoint.gguf.architectures.exaone4 import AFTER_TENSORS, WINDOW_KEY
 from mycli.runtime.checkpoint.gguf.header import GgufModel
+from mycli.runtime.checkpoint.gguf.requirements import HIDDEN_WIDE_HEADS, WHOLE_ROTATION
 
 
 def _read_config(model: GgufModel, config: Config) -> Config:
@@ -19,6 +20,8 @@ ARCHITECTURE = Architecture(
     name="olmo2",
     model_type="olmo2",
     written_types=("olmo2", "olmo3"),
+    requires=(HIDDEN_WIDE_HEADS, WHOLE_ROTATION),
+    own_head=True,
     layer_tensors=AFTER_TENSORS,
     keys=(WINDOW_KEY,),
     slides=lambda layer: (layer + 1) % 4 != 0,

@@ -1,11 +1,20 @@
 """Phi-3, 3.5 and 4-mini: q, k and v in one tensor, gate and up in another; longrope in the larger contexts."""
 
 from mycli.runtime.checkpoint.gguf.architecture import LLAMA_TENSORS, Architecture, GgufKey, TensorRule
+from mycli.runtime.checkpoint.gguf.requirements import HIDDEN_WIDE_HEADS, Requirement
 
 ARCHITECTURE = Architecture(
     name="phi3",
     model_type="phi3",
     written_types=("phi3",),
+    requires=(
+        HIDDEN_WIDE_HEADS,
+        # It reads the key and ignores it.
+        Requirement(
+            "a sliding window of at least the whole context",
+            lambda config: all(window is None or window >= config.max_context for window in config.windows),
+        ),
+    ),
     layer_tensors={**LLAMA_TENSORS, "ffn_up": TensorRule("mlp.gate_up_proj")},
     keys=(
         GgufKey(

@@ -2,6 +2,7 @@
 
 from mycli.runtime.checkpoint.gguf.architecture import LLAMA_TENSORS, Architecture, TensorRule
 from mycli.runtime.checkpoint.gguf.experts import expert_keys, expert_tensors, shared_size_key
+from mycli.runtime.checkpoint.gguf.requirements import HIDDEN_WIDE_HEADS, WHOLE_ROTATION
 
 SHARED_TENSORS = {
     **expert_tensors(shared="shared_expert"),
@@ -11,6 +12,8 @@ ARCHITECTURE = Architecture(
     name="qwen2moe",
     model_type="qwen2_moe",
     written_types=("qwen2_moe",),
+    requires=(HIDDEN_WIDE_HEADS, WHOLE_ROTATION),
+    own_head=True,
     layer_tensors={**LLAMA_TENSORS, **SHARED_TENSORS},
     keys=(*expert_keys(), shared_size_key()),
     read_config=lambda model, config: {"norm_topk_prob": False, "qkv_bias": "blk.0.attn_q.bias" in model.tensors},

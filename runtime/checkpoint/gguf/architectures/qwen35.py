@@ -5,15 +5,18 @@ every key head, then the second of every key head.
 """
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from mycli.runtime.checkpoint.gguf.architecture import Architecture, RowRanges, TensorRule
 from mycli.runtime.checkpoint.gguf.architectures.qwen3next import (
     DELTA_MODEL_TENSORS,
     DELTA_TENSORS,
+    EQUAL_SIZES,
     delta_net,
     read_delta_keys,
     write_delta_keys,
 )
+from mycli.runtime.checkpoint.gguf.rope import position_sections
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.recurrent_spec import DeltaNetSpec
 
@@ -46,14 +49,21 @@ QWEN35_TENSORS = {
     "ssm_a": TensorRule("linear_attn.A_log", _ONE, DELTA_TENSORS["ssm_a"].change, suffixes={"": ""}),
     "ssm_out": TensorRule("linear_attn.out_proj", column_order=_VALUES),
 }
+
+
+def write_qwen35_keys(config: ModelConfig) -> dict[str, Any]:
+    """Return the keys of Gated DeltaNet and of the rotation by three positions: time, height and width."""
+    return {**write_delta_keys(config), "rope.dimension_sections": position_sections(config)}
+
+
 ARCHITECTURE = Architecture(
     name="qwen35",
     model_type="qwen3_5_text",
     written_types=("qwen3_5_text",),
+    requires=(EQUAL_SIZES,),
     has_mtp_blocks=True,
     layer_tensors=QWEN35_TENSORS,
     model_tensors=DELTA_MODEL_TENSORS,
     read_config=read_delta_keys,
-    # Positions of images; those of a text are all the same.
-    write_keys=lambda config: {**write_delta_keys(config), "rope.dimension_sections": [11, 11, 10, 0]},
+    write_keys=write_qwen35_keys,
 )

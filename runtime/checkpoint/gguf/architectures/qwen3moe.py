@@ -2,11 +2,13 @@
 
 from mycli.runtime.checkpoint.gguf.architecture import LLAMA_TENSORS, Architecture, linear_biases
 from mycli.runtime.checkpoint.gguf.experts import expert_keys, expert_tensors
+from mycli.runtime.checkpoint.gguf.requirements import WHOLE_ROTATION
 
 ARCHITECTURE = Architecture(
     name="qwen3moe",
     model_type="qwen3_moe",
     written_types=("qwen3_moe",),
+    requires=(WHOLE_ROTATION,),
     layer_tensors={**LLAMA_TENSORS, **expert_tensors()},
     keys=expert_keys(),
     # llama.cpp divides weights by their sum and has no key for it; every published model does so too.

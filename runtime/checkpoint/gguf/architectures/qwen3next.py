@@ -15,6 +15,7 @@ from mycli.runtime.checkpoint.gguf.architecture import (
 from mycli.runtime.checkpoint.gguf.architectures.qwen2moe import SHARED_TENSORS
 from mycli.runtime.checkpoint.gguf.experts import expert_keys, shared_size_key
 from mycli.runtime.checkpoint.gguf.header import GgufModel
+from mycli.runtime.checkpoint.gguf.requirements import Requirement
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.recurrent_spec import DeltaNetSpec
 
@@ -40,6 +41,12 @@ DELTA_TENSORS = {
 def delta_net(config: ModelConfig) -> DeltaNetSpec:
     """Return the first recurrent layer; all others have the same shape."""
     return next(spec.recurrent for spec in config.layer_specs if isinstance(spec.recurrent, DeltaNetSpec))
+
+
+EQUAL_SIZES = Requirement(
+    "heads of values and keys of one size in linear attention",
+    lambda config: delta_net(config).value_dim == delta_net(config).key_dim,
+)
 
 
 def read_delta_keys(model: GgufModel, config: Config) -> Config:
@@ -93,6 +100,7 @@ ARCHITECTURE = Architecture(
     name="qwen3next",
     model_type="qwen3_next",
     written_types=("qwen3_next",),
+    requires=(EQUAL_SIZES,),
     has_mtp_blocks=True,
     layer_tensors={
         **DELTA_TENSORS,

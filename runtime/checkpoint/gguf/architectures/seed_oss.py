@@ -2,6 +2,7 @@
 
 from mycli.runtime.checkpoint.gguf.architecture import LLAMA_TENSORS, Architecture, Config, TensorRule, linear_biases
 from mycli.runtime.checkpoint.gguf.header import GgufModel
+from mycli.runtime.checkpoint.gguf.requirements import WHOLE_ROTATION
 
 
 def _read_config(model: GgufModel, config: Config) -> Config:
@@ -13,6 +14,7 @@ ARCHITECTURE = Architecture(
     name="seed_oss",
     model_type="seed_oss",
     written_types=("seed_oss",),
+    requires=(WHOLE_ROTATION,),
     layer_tensors={**LLAMA_TENSORS, "post_attention_norm": TensorRule("post_attention_layernorm")},
     read_config=_read_config,
 )

@@ -4,6 +4,8 @@
 #include "products/few_rows.h"
 #include "products/packed_panels.h"
 
+#include <utility>
+
 namespace {
 
 #if WIDTH
@@ -127,20 +129,49 @@ struct OneBytePanel {
 };
 constexpr int BYTE_HIGH = VECTOR == 32 ? 3 : 6;  // of 32 vector registers 24 are sums, of 16 12
 
+// Rows of bytes in the order in which tiles read them. A piece is what a tile reads with one panel: [steps][rows] of four inputs,
+// then of each segment [rows] units, [rows] sums times what is subtracted from a number, and [rows] shifts.
+struct Pieces {
+    int32_t* memory;
+    const Tiling& tiling;
+    const int64_t inputs, segment;
+
+    static int64_t words(int64_t count, int64_t segment) { return count / 4 + 3 * (count / segment); }  // of a row
+    int64_t inputs_at(int64_t input) const { return std::min(OneBytePanel::INPUTS_HELD, inputs - input); }
+    int32_t* at(int64_t tile, int64_t input) const {
+        return memory + tiling.rows * words(input, segment) + tiling.first(tile) * words(inputs_at(input), segment);
+    }
+    // Stores row m of a tile of `high` rows, with the units of its segments in order.
+    void place(int64_t tile, int64_t m, int64_t high, const int8_t* bytes, const Units& units) const {
+        for (int64_t input = 0; input < inputs; input += OneBytePanel::INPUTS_HELD) {
+            const int64_t count = inputs_at(input), segments = count / segment, first = input / segment;
+            int32_t* to = at(tile, input) + m;
+            const auto spread = [&](const void* from, int64_t words) {
+                for (int64_t i = 0; i < words; i++, to += high) memcpy(to, static_cast<const int32_t*>(from) + i, 4);
+            };
+            spread(bytes + input, count / 4);
+            spread(units.unit + first, segments);
+            spread(units.sum + first, segments);
+            spread(units.shift + first, segments);
+        }
+    }
+};
+
 struct ByteStrip {
-    const int32_t *panel, *x;  // x: [steps][M]
+    const int32_t *panel, *piece;
     const float *scales, *offsets;  // [spans][PANEL]
-    const float *unit, *shift;  // of the first row and segment, followed by the other rows
-    const int32_t* start;  // likewise: the sum of the segment, times what is subtracted from a number
     float* total;  // [M][PANEL]
-    int64_t spans, next;  // the units of the next segment are `next` elements further
+    int64_t spans;
 };
 
 // M rows times a panel. A span is RUNS segments of STEPS fours.
-template <int FIT, int M, int RUNS, int STEPS, bool OFFSETS> void multiply_byte_tile(ByteStrip t) {
+template <int FIT, int M, int RUNS, int STEPS, bool OFFSETS> void multiply_byte_tile(const ByteStrip& strip) {
+    ByteStrip t = strip;  // a copy: the compiler must not assume that stores change it
+    const int64_t segments = t.spans * RUNS;
     for (int lane = 0; lane < PANEL; lane += ACROSS * LANES) {
-        const int32_t *codes = t.panel + lane, *x = t.x, *start = t.start;
-        const float *unit = t.unit, *shift = t.shift, *scales = t.scales + lane, *offsets = t.offsets + lane;
+        const int32_t *codes = t.panel + lane, *x = t.piece, *start = x + segments * (STEPS + 1) * M;
+        const float *unit = reinterpret_cast<const float*>(x + segments * STEPS * M), *shift = unit + 2 * segments * M;
+        const float *scales = t.scales + lane, *offsets = t.offsets + lane;
         Floats total[M][ACROSS];
         const auto each = [&](auto use) __attribute__((always_inline)) {
 #pragma GCC unroll 6
@@ -151,10 +182,9 @@ template <int FIT, int M, int RUNS, int STEPS, bool OFFSETS> void multiply_byte_
         // With several segments in a span, registers hold the sums of the span, and totals are in memory.
         constexpr bool HELD = RUNS == 1;
         if (HELD) each([&](int m, int v, const float* at) { total[m][v] = load_vector<Floats>(at); });
-        for (int64_t s = 0; s < t.spans; s++, scales += PANEL, offsets += PANEL) {
+        for (int64_t s = 0; s < t.spans; s++, scales += PANEL, offsets += PANEL, shift += RUNS * M) {
             Floats span[M][ACROSS] = {};
-            const float* const span_shift = shift;
-            for (int run = 0; run < RUNS; run++, unit += t.next, start += t.next, shift += t.next) {
+            for (int run = 0; run < RUNS; run++, unit += M, start += M) {
                 ByteSum<FIT> sum[M][ACROSS];
                 each([&](int m, int v, const float*) { sum[m][v].begin(start[m]); });
 #pragma GCC unroll 8
@@ -171,10 +201,11 @@ template <int FIT, int M, int RUNS, int STEPS, bool OFFSETS> void multiply_byte_
                 }
                 each([&](int m, int v, const float*) { span[m][v] = add_byte_segment(sum[m][v].sum, spread_lanes(unit[m]), span[m][v]); });
             }
+            if (!HELD) asm("" : "+r"(t.total));  // prevents spilling totals from span to span, which is slower
             each([&](int m, int v, float* at) {
                 Floats now = HELD ? total[m][v] : load_vector<Floats>(at);
                 now = add_byte_span(span[m][v], load_vector<Floats>(scales + v * LANES), now);
-                if (OFFSETS) now = shifted(load_vector<Floats>(offsets + v * LANES), spread_lanes(span_shift[m]), now);
+                if (OFFSETS) now = shifted(load_vector<Floats>(offsets + v * LANES), spread_lanes(shift[m]), now);
                 if (HELD) total[m][v] = now;
                 else memcpy(at, &now, VECTOR);
             });
@@ -183,44 +214,68 @@ template <int FIT, int M, int RUNS, int STEPS, bool OFFSETS> void multiply_byte_
     }
 }
 
-template <int FIT, int RUNS, int STEPS, bool OFFSETS, int M = BYTE_HIGH> void multiply_byte_tile_of(int64_t rows, const ByteStrip& t) {
-    if constexpr (M > 1)
-        if (rows < M) return multiply_byte_tile_of<FIT, RUNS, STEPS, OFFSETS, M - 1>(rows, t);
-    multiply_byte_tile<FIT, M, RUNS, STEPS, OFFSETS>(t);
-}
+typedef void MultiplyTile(const ByteStrip& t);
 
-typedef void MultiplyTile(int64_t rows, const ByteStrip& t);
-template <int FIT, bool OFFSETS> MultiplyTile* tile_for(const Cut& cut) {
-    if (cut.segment < BYTE_SEGMENT) return multiply_byte_tile_of<FIT, 1, FOURS / 2, OFFSETS>;
+// The functions for tiles of 1 to BYTE_HIGH rows.
+template <int FIT, int RUNS, int STEPS, bool OFFSETS, int... M> MultiplyTile* const* tiles_of(std::integer_sequence<int, M...>) {
+    static constexpr MultiplyTile* tiles[] = {multiply_byte_tile<FIT, M + 1, RUNS, STEPS, OFFSETS>...};
+    return tiles;
+}
+template <int FIT, bool OFFSETS> MultiplyTile* const* tiles_for(const Cut& cut) {
+    constexpr std::make_integer_sequence<int, BYTE_HIGH> heights;
+    if (cut.segment < BYTE_SEGMENT) return tiles_of<FIT, 1, FOURS / 2, OFFSETS>(heights);
     switch (cut.span / cut.segment) {
-        case 1: return multiply_byte_tile_of<FIT, 1, FOURS, OFFSETS>;
-        case 2: return multiply_byte_tile_of<FIT, 2, FOURS, OFFSETS>;
-        default: return multiply_byte_tile_of<FIT, 4, FOURS, OFFSETS>;
+        case 1: return tiles_of<FIT, 1, FOURS, OFFSETS>(heights);
+        case 2: return tiles_of<FIT, 2, FOURS, OFFSETS>(heights);
+        default: return tiles_of<FIT, 4, FOURS, OFFSETS>(heights);
     }
 }
 
+// Prefetches the codes of the next panel, some after each tile: reading them from memory takes longer than unpacking them.
+class NextCodes {
+    const uint8_t *at[PANEL_BLOCKS], *end;  // of each row block; of the first
+    const int64_t step;
+
+public:
+    NextCodes(const Weight& w, int64_t row_block, int64_t input, int64_t inputs, int64_t tiles)
+        : step(inputs / INPUTS * w.bits * 64 / tiles / 64 * 64 + 64) {
+        const int64_t row = w.inputs / INPUTS * w.bits * 64, next = input + inputs;
+        const bool last = next == w.inputs;
+        for (int b = 0; b < PANEL_BLOCKS; b++)
+            at[b] = w.codes + (row_block + (last ? PANEL_BLOCKS : 0) + b) * row + (last ? 0 : next / INPUTS * w.bits * 64);
+        end = at[0] + inputs / INPUTS * w.bits * 64;
+    }
+    void prefetch() {
+        if (at[0] >= end) return;
+        for (const uint8_t*& block : at) {
+            for (int64_t i = 0; i < step; i += 64) __builtin_prefetch(block + i, 0, 2);
+            block += step;
+        }
+    }
+};
+
 // multiply_panel for bytes.
 template <int B>
-void multiply_byte_panel(const Weight& w, int64_t row_block, const Tiling& tiling, int64_t first, int64_t last, const int32_t* x,
-                         const Units& units, float* total, uint16_t* y) {
+void multiply_byte_panel(const Weight& w, int64_t row_block, const Tiling& tiling, int64_t first, int64_t last, const Pieces& x, float* total,
+                         uint16_t* y) {
     const Cut cut = byte_cut_of(w), whole{cut.span, cut.span, 0};  // scales are those of spans
-    const int64_t row = tiling.first(first), rows = tiling.first(last) - row;
-    const int64_t count = std::min<int64_t>(PANEL_BLOCKS, blocks_of(w.rows) - row_block);
+    const int64_t row = tiling.first(first), count = std::min<int64_t>(PANEL_BLOCKS, blocks_of(w.rows) - row_block);
     const int64_t width = std::min<int64_t>(PANEL, w.rows - row_block * ROWS);
-    MultiplyTile* const multiply = w.offsets ? tile_for<FITTING<B>, true>(cut) : tile_for<FITTING<B>, false>(cut);
+    MultiplyTile* const* const multiply = w.offsets ? tiles_for<FITTING<B>, true>(cut) : tiles_for<FITTING<B>, false>(cut);
     Panel<OneBytePanel> panel;
-    memset(total, 0, size_t(rows) * PANEL * sizeof *total);
     if (count < PANEL_BLOCKS) memset(&panel, 0, sizeof panel);
     for (int64_t input = 0; input < w.inputs; input += OneBytePanel::INPUTS_HELD) {
-        const int64_t inputs = std::min(OneBytePanel::INPUTS_HELD, w.inputs - input), place = input / cut.segment * units.segment;
+        const int64_t inputs = x.inputs_at(input);
         panel.template read<B>(w, whole, row_block, count, input, inputs);
-        for (int64_t t = first, start = row, next; t < last; t++, start = next) {
-            next = tiling.first(t + 1);
-            multiply(next - start, {panel.codes, x + (start * w.inputs + input * (next - start)) / 4, panel.scales[0], panel.offsets[0],
-                                    units.unit + start + place, units.shift + start + place, units.sum + start + place,
-                                    total + (start - row) * PANEL, inputs / cut.span, units.segment});
+        NextCodes next(w, row_block, input, inputs, last - first);
+        for (int64_t t = first, start = row, end; t < last; t++, start = end) {
+            end = tiling.first(t + 1);
+            float* const totals = total + (start - row) * PANEL;
+            if (!input) memset(totals, 0, size_t(end - start) * PANEL * sizeof *totals);
+            multiply[end - start - 1]({panel.codes, x.at(t, input), panel.scales[0], panel.offsets[0], totals, inputs / cut.span});
+            next.prefetch();
             if (input + inputs == w.inputs)
-                for (int64_t m = start; m < next; m++)
+                for (int64_t m = start; m < end; m++)
                     store_row(y, BF16, m * w.rows + row_block * ROWS, total + (m - row) * PANEL, width);
         }
     }
@@ -228,32 +283,35 @@ void multiply_byte_panel(const Weight& w, int64_t row_block, const Tiling& tilin
 
 template <int B> bool multiply_byte_rows_of(const Weight& w, const uint16_t* x, int64_t rows, uint16_t* y, int threads) {
     const Cut cut = byte_cut_of(w);
-    const int64_t segments = w.inputs / cut.segment, row_bytes = 2 * w.inputs;  // half as many rows at a time as fit the L2 cache
+    const int64_t segments = w.inputs / cut.segment;
     const Tiling tiling(rows, BYTE_HIGH);
-    const int64_t room = rounded_up(rows * w.inputs + 64), notes = rounded_up(rows * segments * 4);
-    const int64_t own = rounded_up(tiling.high * w.inputs), totals = rounded_up(tiling.together(row_bytes) * tiling.high * PANEL * 4);
-    const Memory memory(room + 3 * notes + threads * (own + totals));
+    const int64_t room = rounded_up(rows * Pieces::words(w.inputs, cut.segment) * 4 + 64), notes = rounded_up(segments * 4);
+    const int64_t own = rounded_up(w.inputs), totals = rounded_up(tiling.together(w.inputs) * tiling.high * PANEL * 4);
+    const int64_t each = own + 3 * notes + totals;  // of a thread
+    const Memory memory(room + threads * each);
     if (!memory.at) return false;
-    const Units units{reinterpret_cast<float*>(memory.at + room), reinterpret_cast<int32_t*>(memory.at + room + notes),
-                      reinterpret_cast<float*>(memory.at + room + 2 * notes), 1, rows};
-    int32_t* placed = reinterpret_cast<int32_t*>(memory.at);
+    const Pieces pieces{reinterpret_cast<int32_t*>(memory.at), tiling, w.inputs, cut.segment};
     int next = 0;
 #pragma omp parallel num_threads(threads)
     {
         int self;
 #pragma omp atomic capture
         self = next++;
-        int8_t* bytes = reinterpret_cast<int8_t*>(memory.at + room + 3 * notes + self * (own + totals));
-        float* total = reinterpret_cast<float*>(bytes + own);
+        char* const mine = memory.at + room + self * each;
+        int8_t* const bytes = reinterpret_cast<int8_t*>(mine);
+        const Units units{reinterpret_cast<float*>(mine + own), reinterpret_cast<int32_t*>(mine + own + notes),
+                          reinterpret_cast<float*>(mine + own + 2 * notes), 0, 1};
+        float* const total = reinterpret_cast<float*>(mine + own + 3 * notes);
 #pragma omp for schedule(static)
         for (int64_t t = 0; t < tiling.tiles; t++) {
-            const int64_t start = tiling.first(t);
-            for (int64_t m = start; m < tiling.first(t + 1); m++)
-                make_bytes(x + m * w.inputs, w.inputs, cut, -BYTE_ZERO<B>, bytes + (m - start) * w.inputs, units.from(m));
-            place_tile<8>(tiling, t, w.inputs / 4, [&](int64_t m) { return bytes + m * w.inputs; }, placed);
+            const int64_t start = tiling.first(t), end = tiling.first(t + 1);
+            for (int64_t m = start; m < end; m++) {
+                make_bytes(x + m * w.inputs, w.inputs, cut, -BYTE_ZERO<B>, bytes, units);
+                pieces.place(t, m - start, end - start, bytes, units);
+            }
         }
-        each_panel(w, tiling, row_bytes, PANEL_BLOCKS, [&](int64_t first, int64_t last, int64_t row_block) {
-            multiply_byte_panel<B>(w, row_block, tiling, first, last, placed, units, total, y);
+        each_panel(w, tiling, w.inputs, PANEL_BLOCKS, [&](int64_t first, int64_t last, int64_t row_block) {
+            multiply_byte_panel<B>(w, row_block, tiling, first, last, pieces, total, y);
         });
     }
     return true;

@@ -10,22 +10,17 @@
 
 namespace {
 
-// Converts a segment of activations. `at`: index of its unit; its sum is stored times `factor`.
-template <int SEGMENT> void byte_segment(const uint16_t* x, int32_t factor, int8_t* to, const Units& units, int64_t at) {
+// Rounds the activations of a segment, each as `mask` leaves it, to bytes in the order of `cut_bytes`; returns their sum.
+template <int SEGMENT> inline int32_t round_segment(const uint16_t* x, uint16_t mask, float scale, int8_t* to) {
     typedef int16_t Sixteen __attribute__((vector_size(32)));
     typedef int8_t Bytes16 __attribute__((vector_size(16)));
-    constexpr Sixteen order = {0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15};  // of the inputs of fours, as in `cut_bytes`
+    constexpr Sixteen order = {0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15};
     constexpr float MAGIC = 12582912.0f;  // as in `span_integers`
-    uint16_t largest = 0;
-    for (int i = 0; i < SEGMENT; i++) largest = std::max<uint16_t>(largest, x[i] & 0x7fff);
-    const bool finite = largest < 0x7f80;  // otherwise every product is NaN, whatever the integers
-    const float extent = std::max(finite ? from_bf16(largest) : 0, 0x1p-100f), scale = 127 / extent;
-    const uint16_t used = finite ? 0xffff : 0;
     int16_t numbers[SEGMENT];
     int32_t total = 0;
     for (int i = 0; i < SEGMENT; i++) {
         // Fused explicitly: otherwise the compiler's options decide whether the product is rounded first.
-        const float rounded = __builtin_fmaf(from_bf16(x[i] & used), scale, MAGIC);
+        const float rounded = __builtin_fmaf(from_bf16(x[i] & mask), scale, MAGIC);
         int32_t word;
         memcpy(&word, &rounded, 4);
         numbers[i] = int16_t(word);
@@ -37,20 +32,47 @@ template <int SEGMENT> void byte_segment(const uint16_t* x, int32_t factor, int8
         const Bytes16 bytes = __builtin_convertvector(__builtin_shuffle(all, order), Bytes16);
         memcpy(to + i, &bytes, sizeof bytes);
     }
-    units.unit[at] = finite ? extent * (1 / 127.0f) : from_bf16(0x7fc0);
-    units.sum[at] = factor * total;
-    units.shift[at] = float(total);
+    return total;
+}
+
+// Converts up to BATCH segments of activations; their units are computed together. `at`: index of the first unit; sums are stored
+// times `factor`.
+constexpr int64_t BATCH = 16;
+template <int SEGMENT>
+void byte_segments(const uint16_t* x, int64_t count, int32_t factor, int8_t* to, const Units& units, int64_t at) {
+    uint16_t largest[BATCH] = {}, mask[BATCH];
+    float scale[BATCH], unit[BATCH];
+    for (int64_t s = 0; s < count; s++) {
+        uint16_t most = 0;
+        for (int i = 0; i < SEGMENT; i++) most = std::max<uint16_t>(most, x[s * SEGMENT + i] & 0x7fff);
+        largest[s] = most;
+    }
+    for (int64_t s = 0; s < BATCH; s++) {
+        const bool finite = largest[s] < 0x7f80;  // otherwise every product is NaN, whatever the integers
+        const float extent = std::max(finite ? from_bf16(largest[s]) : 0, 0x1p-100f);
+        mask[s] = finite ? 0xffff : 0;
+        scale[s] = 127 / extent;
+        unit[s] = finite ? extent * (1 / 127.0f) : from_bf16(0x7fc0);
+    }
+    for (int64_t s = 0; s < count; s++, at += units.segment) {
+        const int32_t total = round_segment<SEGMENT>(x + s * SEGMENT, mask[s], scale[s], to + s * SEGMENT);
+        units.unit[at] = unit[s];
+        units.sum[at] = factor * total;
+        units.shift[at] = float(total);
+    }
 }
 
 // Converts a row of activations [inputs] to bytes. The shift of a span, the factor of an offset, is that of its first segment.
 inline void make_bytes(const uint16_t* x, int64_t inputs, const Cut& cut, int32_t factor, int8_t* to, const Units& units) {
+    for (int64_t i = 0; i < inputs; i += BATCH * cut.segment) {
+        const int64_t count = std::min(BATCH, (inputs - i) / cut.segment), at = i / cut.segment * units.segment;
+        (cut.segment == 16 ? byte_segments<16> : byte_segments<32>)(x + i, count, factor, to + i, units, at);
+    }
+    const int64_t runs = cut.span / cut.segment;
     for (int64_t i = 0, at = 0; i < inputs; i += cut.span) {
         const int64_t first = at;
         float shift = 0;
-        for (int64_t s = i; s < i + cut.span; s += cut.segment, at += units.segment) {
-            cut.segment == 16 ? byte_segment<16>(x + s, factor, to + s, units, at) : byte_segment<32>(x + s, factor, to + s, units, at);
-            shift = __builtin_fmaf(units.shift[at], units.unit[at], shift);
-        }
+        for (int64_t run = 0; run < runs; run++, at += units.segment) shift = __builtin_fmaf(units.shift[at], units.unit[at], shift);
         units.shift[first] = shift;
     }
 }

@@ -1,0 +1,100 @@
+"""Compares a quantized model with its original: on held-out text, with 8-bit activations, and on tool calls."""
+
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from mycli.quant.calls.measure import count_calls, measure_structure
+from mycli.quant.calls.prompts import call_prompts
+from mycli.quant.calls.record import CallCounts, CallQuality
+from mycli.quant.evaluate import Evaluation, cut, evaluate, held_out_text, measure_activations
+from mycli.quant.layer_streaming import StreamedModel
+from mycli.quant.planning.plan import QUICK_TOKENS, REPORT_CONTEXT, Report
+from mycli.quant.progress import ReportProgress
+from mycli.runtime.checkpoint.model_folder import ModelFolder
+from mycli.runtime.device.system import trim_heap
+from mycli.runtime.errors import ResourceError, UserError
+from mycli.runtime.quantization.activations import ActivationKl
+from mycli.runtime.tokenizer.parsing.tool_formats import own_tool_format
+
+
+class Original:
+    """The model that results are measured against; it replies to the tool prompts once."""
+
+    def __init__(self, model: StreamedModel, *, whole: bool = True) -> None:
+        """`whole`: all its weights are on this machine, so that it can reply."""
+        self.model = model
+        self._whole = whole
+
+    @cached_property
+    def call_counts(self) -> CallCounts | str:
+        """The calls in its replies, or why it did not reply."""
+        if not self._whole:
+            return "the original is read from the hub, layer by layer"
+        try:
+            return count_calls(self.model.folder, self.model.placement)
+        except ResourceError as error:
+            return f"the original does not fit in memory: {error.message}"
+
+
+@dataclass(frozen=True)
+class QualityReport:
+    """The measurements of a result; all None without a report."""
+
+    evaluation: Evaluation | None = None
+    activations: ActivationKl | None = None
+    calls: CallQuality | None = None
+
+    @property
+    def kl(self) -> float | None:
+        divergence = None if self.evaluation is None else self.evaluation.divergence
+        return None if divergence is None else divergence.kl.value
+
+    @property
+    def record(self) -> dict[str, Any] | None:
+        """The JSON object for `mycli.json` and for `--json`."""
+        if self.evaluation is None:
+            return None
+        return {
+            **asdict(self.evaluation),
+            "activations": None if self.activations is None else self.activations.record,
+            "calls": None if self.calls is None else asdict(self.calls),
+        }
+
+
+def measure_result(
+    original: Original, result: ModelFolder, report: Report, progress: ReportProgress, *, same_head: bool = True
+) -> QualityReport:
+    """Measure a result; `same_head`: a head that is not packed has the original's weights."""
+    reference = original.model
+    source, placement = reference.folder, reference.placement
+    context = min(REPORT_CONTEXT, source.config.max_context)
+    text = cut(held_out_text(), source.tokenizer(), context, QUICK_TOKENS if report == "quick" else None)
+    trim_heap()
+    model = StreamedModel(result, placement, reference.at_once)
+    if same_head and "lm_head" not in result.packings:
+        model.share_head(reference)
+    evaluation = evaluate(model, text, reference, progress)
+    calls = _measure_calls(original, model, progress)
+    if placement.device.type != "cpu" or evaluation.divergence is None:
+        return QualityReport(evaluation, None, calls)
+    del model
+    measured = measure_activations(result, placement, text, reference, progress)
+    kl = [measured[bits].divergence for bits in ("16", "8")] if measured else []
+    activations = ActivationKl(*(divergence.kl.value for divergence in kl if divergence is not None)) if kl else None
+    return QualityReport(evaluation, activations, calls)
+
+
+def _measure_calls(original: Original, model: StreamedModel, progress: ReportProgress) -> CallQuality | None:
+    # None for a model that has no format for calls, or whose template refuses the built-in conversations.
+    if own_tool_format(model.folder.tokenizer()) is None:
+        return None
+    try:
+        structure, kinds = measure_structure(original.model, model, progress)
+    except UserError:
+        return None
+    before = original.call_counts
+    skipped = before if isinstance(before, str) else None
+    after = None if isinstance(before, str) else count_calls(model.folder, model.placement, progress)
+    counts = None if isinstance(before, str) else before
+    return CallQuality(len(call_prompts()), structure, kinds, counts, after, skipped)

@@ -1,0 +1,17 @@
+"""Gemma 1: Llama with gains stored as offsets from one, a GELU gate, and scaled embeddings."""
+
+from mycli.runtime.checkpoint.gguf.architecture import GAIN_PLUS_ONE, LLAMA_TENSORS, Architecture, TensorRule
+from mycli.runtime.checkpoint.gguf.architectures.gemma2 import GEMMA_MODEL_TENSORS
+
+ARCHITECTURE = Architecture(
+    name="gemma",
+    model_type="gemma",
+    layer_tensors={
+        **LLAMA_TENSORS,
+        "attn_norm": TensorRule("input_layernorm", change=GAIN_PLUS_ONE),
+        "ffn_norm": TensorRule("post_attention_layernorm", change=GAIN_PLUS_ONE),
+    },
+    # llama.cpp takes the embedding as the head.
+    model_tensors={name: rule for name, rule in GEMMA_MODEL_TENSORS.items() if name != "output"},
+    read_config=lambda model, config: {"hidden_activation": "gelu_pytorch_tanh"},
+)

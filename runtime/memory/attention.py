@@ -1,0 +1,65 @@
+"""Predicts the bytes of attention besides the cache: masks, scores, and keys that no kernel reads in place."""
+
+from math import prod
+
+from mycli.runtime.memory.plan import MemoryPlan, cache_positions
+from mycli.runtime.models.part_spec import AttentionSpec
+from mycli.runtime.quantization.int4_vectors import FUSED_INT4_HEADS
+
+MAX_PROMPT_HEAD = 256  # widest head of the GPU kernel for prompts
+
+
+def _read_in_place(plan: MemoryPlan, spec: AttentionSpec) -> bool:
+    # Whether a kernel attends to the cache as it lies, without masks and written scores.
+    unpacked = plan.kv != "int4" or spec.head_dim in FUSED_INT4_HEADS
+    return plan.gpu and plan.value_bytes == 2 and spec.head_dim <= MAX_PROMPT_HEAD and unpacked
+
+
+def _layer_in_place(plan: MemoryPlan, layer: int) -> bool:
+    spec = plan.config.layer(layer)
+    return spec.latent is None and (not isinstance(spec.mixer, AttentionSpec) or _read_in_place(plan, spec.mixer))
+
+
+def dense_cache_bytes(plan: MemoryPlan) -> int:
+    # One layer's keys and values, converted or gathered for the attention of a prompt.
+    read_in_place = plan.kv == "auto" or (plan.kv == "bf16" and plan.value_bytes == 2)
+    if read_in_place and plan.batch == 1:
+        return 0
+    layers = [layer for layer in range(plan.config.layers) if not _layer_in_place(plan, layer)]
+    largest = max((sum(map(prod, plan.config.cache_shapes(layer))) for layer in layers), default=0)
+    return largest * cache_positions(plan.context) * plan.value_bytes
+
+
+def mask_bytes(plan: MemoryPlan) -> int:
+    return _gpu_mask_bytes(plan) if plan.gpu else _cpu_mask_bytes(plan)
+
+
+def _gpu_mask_bytes(plan: MemoryPlan) -> int:
+    # Where the kernel for prompts does not attend, windows and chunks have masks: a boolean one each over the keys that
+    # a pass sees, one at a time also in the dtype of activations, with keys and values repeated for all heads. Softcaps
+    # and sinks write out scores three times in fp32, for the query heads of one KV head, with a boolean mask.
+    def keys(spec: AttentionSpec) -> int:
+        return plan.context if spec.window is None else min(plan.context, spec.window + plan.chunk - 1)
+
+    every = [spec for spec in plan.config.attentions if isinstance(spec, AttentionSpec)]
+    specs = [spec for spec in every if not _read_in_place(plan, spec)]
+    windowed = [spec for spec in specs if (spec.window or spec.chunk or plan.context) < plan.context]
+    masks = sum({(spec.window, spec.chunk): keys(spec) for spec in windowed}.values()) * plan.chunk
+    largest = max(map(keys, windowed), default=0) * plan.chunk * plan.value_bytes
+    repeated = [2 * spec.heads * spec.head_dim * keys(spec) * plan.value_bytes for spec in windowed]
+    written = [spec for spec in specs if spec.softcap is not None or spec.sinks is not None]
+    scores = [keys(spec) * plan.chunk * (3 * 4 * (spec.heads // spec.kv_heads) + 1) for spec in written]
+    return masks + largest + max(repeated, default=0) + max(scores, default=0)
+
+
+def _cpu_mask_bytes(plan: MemoryPlan) -> int:
+    # Each distinct window has a boolean mask and one in the dtype of activations. Capped scores are written out three
+    # times in fp32, for the query heads of one KV head. The first chunk needs no mask.
+    config = plan.config
+    capped = [spec for spec in config.attentions if spec.softcap is not None]
+    scores = 3 * 4 * max((spec.heads // spec.kv_heads for spec in capped), default=0)
+    if plan.gpu and any(spec.latent is not None for spec in config.layer_specs):
+        scores = max(scores, 3 * 4)  # of one head at a time
+    if plan.context == plan.chunk:
+        return plan.chunk * plan.context * scores
+    return plan.chunk * plan.context * (len(config.distinct_windows) + plan.value_bytes + scores)

@@ -1,0 +1,251 @@
+"""Test that each planted fault of a chat template is found, and none in a good one; real templates have known ones."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mycli.cli.template_messages import TEMPLATE_MESSAGES, template_message
+from mycli.runtime.checkpoint.open_folder import open_model_folder
+from mycli.runtime.tokenizer.chat_template import ChatTemplate
+from mycli.runtime.tokenizer.template_check import checker
+from mycli.runtime.tokenizer.template_check.checker import check_template
+from mycli.runtime.tokenizer.template_check.finding import SEVERITIES, Finding, excerpts
+from mycli.runtime.tokenizer.template_check.probe import Probe
+from mycli.runtime.tokenizer.template_check.reasoning import check_reasoning
+from mycli.runtime.tokenizer.template_check.source_worker import handler
+from mycli.runtime.tokenizer.template_check.tokens import check_tokens
+from mycli.runtime.tokenizer.template_check.tools import check_tools
+from mycli.runtime.tokenizer.template_check.turns import check_contents, check_roles, check_turns
+from mycli.runtime.tokenizer.tokenizer import Tokenizer
+from tests.support.paths import PICO, ROOT
+from tests.support.small_tokenizers import added, make
+
+TEMPLATES = ROOT / "tests/support/templates"
+REAL = ROOT.parent / "shared/data/chat_templates"
+REAL = REAL if REAL.is_dir() else ROOT.parents[1] / "shared/data/chat_templates"
+GOOD = (TEMPLATES / "agent.jinja").read_text()
+LOOP = "{%- for message in messages %}\n"
+OPENING = "{%- if add_generation_prompt %}<|im_start|>assistant\n"
+THOUGHT = "{% if {condition} %}<think>{{ message.reasoning_content }}</think>{% endif %}"
+CALL = '"arguments": {{ call.function.arguments | tojson }}'
+CONTENT = "<|im_start|>{{ message.role }}\n{{ message.content }}"
+
+
+def refusing(condition: str) -> tuple[str, str]:
+    """Return the change of `GOOD` that refuses messages with this condition."""
+    return LOOP, f"{LOOP}{{% if {condition} %}}{{{{ raise_exception('no') }}}}{{% endif %}}"
+
+
+def thinking(condition: str) -> tuple[str, str]:
+    shown = THOUGHT.replace("{condition}", f"message.reasoning_content and ({condition})")
+    return CONTENT, CONTENT.replace("\n{{", f"\n{shown}{{{{")
+
+
+# code -> a change of the good template that plants it
+FAULTS: dict[str, tuple[str, str]] = {
+    "content-altered": (CONTENT, CONTENT.replace("content }}", "content | e }}")),
+    "content-trimmed": (CONTENT, CONTENT.replace("content }}", "content | trim }}")),
+    "history-changes": ("{%- if tools %}", "{{ messages | length }}{%- if tools %}"),
+    "reply-opening-changes": (OPENING, OPENING + "<think>"),
+    "reply-altered": (CONTENT, CONTENT.replace("\n{{", "\n{{ ' ' if message.role == 'assistant' }}{{")),
+    "no-generation-prompt": ("{%- if add_generation_prompt %}", "{%- if false %}"),
+    "turns-must-alternate": refusing("message.role == 'user' and not loop.last and loop.nextitem.role == 'user'"),
+    "system-refused": refusing("message.role == 'system'"),
+    "system-dropped": ("{% elif messages[0].role == 'system' %}", "{% elif false %}"),
+    "system-not-first": (
+        "{% elif messages[0].role == 'system' %}",
+        "{% elif messages[0].role == 'system' %}{{ messages[1].content }}",
+    ),
+    "later-system-refused": refusing("message.role == 'system' and not loop.first"),
+    "later-system-dropped": ("!= 'system' or not loop.first", "!= 'system'"),
+    "tools-not-rendered": ("{{ tool | tojson }}", "a tool"),
+    "parameters-not-rendered": ("{{ tool | tojson }}", "{{ tool.function.name }}"),
+    "call-not-rendered": ("message.tool_calls or []", "[]"),
+    "call-not-parsed": (CALL, CALL.replace(" | tojson", "")),
+    "calls-refused": refusing("message.tool_calls"),
+    "several-calls-refused": refusing("message.tool_calls and message.tool_calls | length > 1"),
+    "call-ids-refused": refusing("message.tool_call_id and message.tool_call_id | length != 9"),
+    "result-not-rendered": ("<tool_response>\n{{ message.content }}", "<tool_response>"),
+    "unknown-call-format": ("<tool_call>", "<a_call>"),
+    "reasoning-dropped": ("{%- if tools %}", "{# <think> #}{%- if tools %}"),
+    "reasoning-dropped-later": thinking("loop.last or message.tool_calls"),
+    "reasoning-dropped-in-loop": thinking("not message.tool_calls"),
+    "bos-twice": ("{%- if tools %}", "<|endoftext|><|endoftext|>{%- if tools %}"),
+    "turn-not-ended": ("{% endfor %}<|im_end|>", "{% endfor %}<|im_start|>"),
+    "call-not-ended": ("{% endfor %}<|im_end|>", "{% endfor %}{{ '' if message.tool_calls else '<|im_end|>' }}"),
+    "marker-not-a-token": (CONTENT, CONTENT.replace("<|im_start|>", "<|im_start|><|role|>")),
+    "spelled-token-refused": refusing("'<|im_end|>' in message.content"),
+}  # fmt: skip  # one line a fault, as long as it is
+SOURCES = {
+    "syntax": "{% for x in %}",
+    "private-attribute": "{{ x.__class__ }}",
+    "other-file": "{% include 'a' %}",
+    "random": "{{ [1, 2] | random }}",
+    "time-of-day": "{{ strftime_now('%H:%M') }}",
+    "date": "{{ strftime_now('%d %b %Y') }}",
+}
+CHECKS = (check_contents, check_roles, check_turns, check_tools, check_reasoning, check_tokens)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return open_model_folder(PICO).tokenizer()
+
+
+@pytest.fixture(scope="module")
+def child() -> ChatTemplate:
+    return ChatTemplate({"default": ""}, {"bos_token": "<s>", "eos_token": "</s>"})
+
+
+def probe_of(child: ChatTemplate, source: str, tokenizer: Tokenizer | None = None) -> Probe:
+    child._sources["default"] = source  # the worker process is reused: only the text changes
+    if tokenizer is None:
+        return Probe(child)
+    tokenizer.template = child
+    return Probe(child, {}, tokenizer, frozenset(tokenizer.eos))
+
+
+def found(probe: Probe) -> list[Finding]:
+    return [finding for check in CHECKS for finding in check(probe)]
+
+
+def test_a_good_template_has_no_fault(child: ChatTemplate, tokenizer: Tokenizer) -> None:
+    assert found(probe_of(child, GOOD, tokenizer)) == []
+
+
+def test_reasoning_that_is_kept_is_no_fault(child: ChatTemplate, tokenizer: Tokenizer) -> None:
+    old, new = thinking("true")
+    assert not list(check_reasoning(probe_of(child, GOOD.replace(old, new), tokenizer)))
+
+
+@pytest.mark.parametrize("code", FAULTS)
+def test_a_planted_fault_is_found(code: str, child: ChatTemplate, tokenizer: Tokenizer) -> None:
+    old, new = FAULTS[code]
+    assert old in GOOD
+    probe = probe_of(child, GOOD.replace(old, new), tokenizer)
+    # A refusal ends the check that meets it, so the checks run one by one.
+    codes: dict[str, Finding] = {}
+    for check in CHECKS:
+        try:
+            codes |= {finding.code: finding for finding in check(probe)}
+        except Exception as error:
+            assert "no" in str(error)
+    assert code in codes, sorted(codes)
+    assert template_message(codes[code])
+
+
+def test_a_template_without_tools_is_noted(child: ChatTemplate) -> None:
+    probe = probe_of(child, (TEMPLATES / "chatml.jinja").read_text())
+    assert [finding.code for finding in found(probe)] == ["no-tools"]
+
+
+def test_the_turn_at_fault_is_shown(child: ChatTemplate) -> None:
+    old, new = FAULTS["reply-altered"]
+    (finding, *_) = check_turns(probe_of(child, GOOD.replace(old, new)))
+    assert finding.data["scenario"] == "plain turns" and str(finding.data["before"]).endswith("assistant\n")
+    assert str(finding.data["expected"]).startswith("By") and str(finding.data["actual"]).startswith(" By")
+    assert excerpts("abc", "abd") == {"before": "ab", "expected": "c", "actual": "d"}
+
+
+def test_turns_without_control_tokens_can_be_forged(child: ChatTemplate, tokenizer: Tokenizer) -> None:
+    turns = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+    assert not list(check_tokens(probe_of(child, turns, tokenizer)))
+    codes = [finding.code for finding in check_tokens(probe_of(child, turns.replace("<|im_end|>", "\n"), tokenizer))]
+    assert codes == ["turn-not-ended", "turns-can-be-forged"]
+
+
+def test_thinking_turned_off_is_tried(child: ChatTemplate) -> None:
+    silent = "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+    (finding,) = check_turns(probe_of(child, GOOD.replace(OPENING, OPENING + silent)))
+    assert (finding.code, finding.data["scenario"]) == ("reply-opening-changes", "turns with enable_thinking=false")
+
+
+@pytest.mark.parametrize("code", SOURCES)
+def test_a_fault_of_the_source_is_found(code: str) -> None:
+    (finding,) = handler(None)(SOURCES[code])["findings"]
+    assert finding[0] == code and finding[1]["line"] == 1
+    assert template_message(Finding(*finding))
+
+
+def test_arguments_are_variables_that_a_caller_can_set() -> None:
+    source = (
+        "{% if a is not defined %}{% set a = 1 %}{% endif %}{% if b %}{% set c = 1 %}{% endif %}{{ c }}{{ messages }}"
+    )
+    assert handler(None)(source)["variables"] == ["a", "b", "messages"]
+
+
+def test_a_missing_start_token_is_found(child: ChatTemplate, tmp_path: Path) -> None:
+    start = {"id": "<bos>", "ids": [257], "tokens": ["<bos>"]}
+    parts = [{"SpecialToken": {"id": "<bos>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    processor = {"type": "TemplateProcessing", "single": parts, "pair": parts, "special_tokens": {"<bos>": start}}
+    tokens = [added(256, "<end>", special=True), added(257, "<bos>", special=True)]
+    tokenizer = make(tmp_path, added_tokens=tokens, post_processor=processor)
+    turns = "{% for m in messages %}{{ m.role }}:{{ m.content }}<end>{% endfor %}"
+    codes = {finding.code for finding in check_tokens(probe_of(child, turns, tokenizer))}
+    assert "bos-missing" in codes
+    codes = {finding.code for finding in check_tokens(probe_of(child, "<bos>" + turns, tokenizer))}
+    assert not codes & {"bos-missing", "bos-twice"}
+
+
+def test_time_beyond_the_growth_of_the_conversation_is_slow(
+    child: ChatTemplate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probe = probe_of(child, GOOD)
+    times = {64: 0.01, 256: 0.16}
+    monkeypatch.setattr(checker, "_render_seconds", lambda probe, count: times[count])
+    assert [finding.code for finding in checker._measure(probe)[1]] == ["slow"]
+    times[256] = 0.05
+    assert not checker._measure(probe)[1]
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(checker, "_render_seconds", lambda probe, count: 0.0)
+    yield
+
+
+def test_the_report_of_a_model(child: ChatTemplate, tokenizer: Tokenizer, quick: None) -> None:
+    report = check_template(probe_of(child, GOOD, tokenizer))
+    assert report.tool_format == "hermes" and report.continues and not report.findings
+    costs = report.costs
+    assert costs is not None and costs.start == 3 and costs.opening == 3 and costs.exchange == 10
+    assert costs.tool is not None and costs.tool > 50
+
+
+def test_what_cannot_be_rendered_ends_the_report(child: ChatTemplate, quick: None) -> None:
+    report = check_template(probe_of(child, "{{ messages.x.y }}"))
+    assert [finding.code for finding in report.findings] == ["fails"]
+    refusing_all = replace(Probe(ChatTemplate({"default": "{% for m in %}"}, {})))
+    assert [finding.code for finding in check_template(refusing_all).findings] == ["syntax"]
+
+
+def test_every_code_has_a_severity_and_a_message() -> None:
+    assert SEVERITIES.keys() == TEMPLATE_MESSAGES.keys()
+    tested = {*FAULTS, *SOURCES, "no-tools", "slow", "fails", "bos-missing", "own-variable", "refuses"}
+    tested.add("turns-can-be-forged")
+    assert tested == SEVERITIES.keys()
+
+
+KNOWN = {
+    "HuggingFaceTB-SmolLM3-3B": {"no-tools", "later-system-dropped", "reasoning-dropped"},
+    "Qwen-Qwen2.5-7B-Instruct": set(),
+    "Qwen-Qwen3-0.6B": {"reasoning-dropped-later", "reply-opening-changes"},
+    "deepseek-ai-DeepSeek-R1-Distill-Llama-8B": {"no-tools", "reasoning-dropped", "reply-opening-changes"},
+    "google-gemma-2-2b-it": {"no-tools", "content-trimmed", "system-refused", "turns-must-alternate"},
+    "ibm-granite-granite-3.3-2B-Instruct": {"call-not-rendered", "reasoning-dropped"},
+    "meta-llama-Llama-3.1-8B-Instruct": {"content-trimmed", "several-calls-refused"},
+    "meta-llama-Llama-3.2-3B-Instruct": {"content-trimmed", "several-calls-refused"},
+    "microsoft-Phi-3.5-mini-instruct": {"no-tools"},
+    "mistralai-Mistral-Nemo-Instruct-2407": {
+        "system-not-first", "later-system-refused", "turns-must-alternate", "history-changes", "call-ids-refused",
+    },
+}  # fmt: skip  # one line a template
+
+
+@pytest.mark.skipif(not REAL.is_dir(), reason="no templates of real models here")
+@pytest.mark.parametrize("name", KNOWN)
+def test_real_templates(name: str, child: ChatTemplate) -> None:
+    probe = probe_of(child, (REAL / f"{name}.jinja").read_text("utf-8"))
+    assert {finding.code for finding in found(probe)} == KNOWN[name]

@@ -1,0 +1,118 @@
+"""Random models of every family that is exported to GGUF, in shapes that llama.cpp takes."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from tests.support.families import CASES, make
+from tests.support.multimodal_families import make_folder
+from tests.support.paths import PICO
+
+# What llama.cpp assumes for a family, or published models have.
+CHANGES: dict[str, dict[str, Any]] = {
+    "gemma4-told-lent-double": {"vocab_size_per_layer_input": 4096, "num_kv_shared_layers": 2},
+    "exaone4-window7": {"num_hidden_layers": 64},
+    "hunyuan-tied-biases": {"attention_bias": False},
+    # llama.cpp rounds the bounds of yarn; with heads of 16 they are the same.
+    "gpt_oss-8top1-tied": {"head_dim": 16},
+    "qwen3_moe-8top2": {"norm_topk_prob": True},
+    "dots1-8top2": {"num_key_value_heads": 4},
+    "qwen3_5-odd-heads-tied": {"linear_value_head_dim": 24, "attention_bias": False},
+    "qwen3_5_moe-8top3": {"linear_value_head_dim": 16},
+    "qwen3_5_moe-odd-heads-top1-tied": {"linear_value_head_dim": 24},
+    "qwen3_next-8top3": {"linear_value_head_dim": 16},
+    "granitemoehybrid-dense-odd-sizes-rope-biases-tied": {
+        **{"time_step_limit": None, "mamba_proj_bias": False, "mamba_expand": 2, "mamba_conv_bias": True},
+    },
+    "nemotron_h-every-kind": {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"]},
+    "falcon_h1-normed-after-gate-multipliers-biases": {
+        **{f"{part}_{side}_multiplier": 1.0 for part in ("attention", "ssm") for side in ("in", "out")},
+        **{f"{part}_multiplier": 1.0 for part in ("embedding", "lm_head", "key")},
+        **{"mlp_multipliers": None, "ssm_multipliers": None, "mamba_proj_bias": False, "attention_bias": False},
+    },
+    "deepseek_v2-groups-odd-sizes-biases-tied": {
+        "q_lora_rank": 24,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "topk_method": "greedy",
+        "n_group": 1,
+        "topk_group": 1,
+    },
+}
+# A case of each family without loss.
+NAMES = (
+    "llama-rope-llama3",
+    "llama-biases",
+    "mistral-no-window-hd24",
+    "qwen2-biases",
+    "qwen3-qk-norm-hd32",
+    "olmo2-gqa4:2",
+    "olmo3-window7",
+    "olmo3-yarn-tied",
+    "phi3-gqa4:2",
+    "gemma4-told-lent-double",
+    "gemma4-keys-are-values-untied",
+    "gemma4-8top2",
+    "smollm3-tied",
+    "ministral3-beyond",
+    "granite-multipliers",
+    "granite-tied-biases",
+    "glm4-half-turned",
+    "glm-half-turned",
+    "seed_oss-biases",
+    "exaone4-no-window-tied",
+    "exaone4-window7",
+    "cohere2-window7-tied",
+    "cohere-mha-tied",
+    "hunyuan-tied-biases",
+    "ernie4_5-tied",
+    "arcee-yarn",
+    "qwen3_moe-8top2",
+    "mixtral-4top2",
+    "olmoe-16top4",
+    "gpt_oss-window7-gqa4:2",
+    "gpt_oss-8top1-tied",
+    "qwen2_moe-shared",
+    "granitemoe-8top2",
+    "glm4_moe-8top3-scaled",
+    "glm4_moe-groups-norms-two-shared-tied",
+    "solar_open-8top2",
+    "ernie4_5_moe-8top3-tied",
+    "hunyuan_v1_moe-8top2",
+    "minimax_m2-8top2-half-turned",
+    "dots1-8top2",
+    "qwen3_5-odd-heads-tied",
+    "qwen3_5_moe-8top3",
+    "qwen3_5_moe-odd-heads-top1-tied",
+    "qwen3_next-8top3",
+    "lfm2-tied",
+    "lfm2_moe-8top3-tied",
+    "granitemoehybrid-8top3",
+    "granitemoehybrid-dense-odd-sizes-rope-biases-tied",
+    "nemotron_h-no-experts",
+    "nemotron_h-every-kind",
+    "falcon_h1-normed-after-gate-multipliers-biases",
+    "mamba2-2-groups",
+    "deepseek_v2-groups-odd-sizes-biases-tied",
+    "deepseek_v3-groups-yarn",
+    "glm4_moe_lite-8top3",
+    "kimi_k2-ungrouped",
+    "youtu-tied",
+)
+MULTIMODAL_NAMES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")  # of which the text part is exported
+
+
+def exported_families() -> list[str]:
+    """Return one case of each family."""
+    return list({CASES[name][0]: name for name in reversed(NAMES) if "window7" not in name}.values())
+
+
+def make_exported(folder: Path, name: str) -> None:
+    """Write the random model of a case to `folder`, with the vocabulary of pico."""
+    if name in MULTIMODAL_NAMES:
+        make_folder(folder, name, vocab_size=4096)
+    else:
+        model_type, changes = CASES[name]
+        make(folder, model_type, {**changes, "vocab_size": 4096, **CHANGES.get(name, {})})
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(PICO / file, folder / file)
