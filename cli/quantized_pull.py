@@ -10,7 +10,7 @@ from mycli.cli.command import Call
 from mycli.cli.commands import quantize as quantizing
 from mycli.cli.flags.recipe import RecipeFlags
 from mycli.cli.load import announce_build, announce_placement
-from mycli.cli.plot import layer_error
+from mycli.cli.reports.plot import layer_error
 from mycli.quant.planning.target import check_target
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.errors import UsageError

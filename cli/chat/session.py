@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from mycli.cli.chat.history import Conversation, SessionFile
 from mycli.cli.command import Call
-from mycli.cli.generation import describe
+from mycli.cli.replies.generation import describe
 from mycli.cli.text.format import compact, draft_statistics
 from mycli.cli.text.progress import LiveMarkdown
 from mycli.runtime.errors import UsageError

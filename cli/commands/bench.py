@@ -5,13 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
-from mycli.cli.bench_results import Repetitions, ResultFlags, Row
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
 from mycli.cli.flags.records import RunFlags
 from mycli.cli.load import about, adapted, announce_build, announce_experts, announce_passes, announce_placement
 from mycli.cli.output import Column
 from mycli.cli.reasons import activation_text
+from mycli.cli.reports.bench_results import Repetitions, ResultFlags, Row
 from mycli.cli.text.progress import CpuContention
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.open_folder import open_model_folder

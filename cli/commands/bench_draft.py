@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
-from mycli.cli.bench_results import Repetitions
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
 from mycli.cli.flags.records import RunFlags
 from mycli.cli.load import load_engine
 from mycli.cli.output import Column
+from mycli.cli.reports.bench_results import Repetitions
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.errors import UsageError
 

@@ -12,13 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from mycli.cli.bench_results import Repetitions, ResultFlags, Row
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
 from mycli.cli.flags.records import RunFlags
 from mycli.cli.load import about
 from mycli.cli.output import Column
-from mycli.cli.plot import require_svg, write_loads
+from mycli.cli.reports.bench_results import Repetitions, ResultFlags, Row
+from mycli.cli.reports.plot import require_svg, write_loads
 from mycli.runtime.diagnostics.serving_load import Load
 from mycli.runtime.errors import GateError, ModelError, UsageError, UserError
 from mycli.runtime.hub.resolve import resolve

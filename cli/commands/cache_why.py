@@ -48,8 +48,8 @@ def cache_why(
     share, the text around the first difference, and what recurs as its cause: a date in the system prompt, tools in
     another order, dropped reasoning, changed template arguments, edited or removed messages.
     """
-    from mycli.runtime.server.api_error import ApiError
-    from mycli.runtime.server.chat_prompt import compare_prompts, render_chat
+    from mycli.runtime.server.http.api_error import ApiError
+    from mycli.runtime.server.requests.chat_prompt import compare_prompts, render_chat
 
     sources = [_source(text, label) for text, label in ((first, "A.json"), (second, "B.json"))]
     bodies = [_body(data, source) for data, source in sources]
@@ -93,12 +93,12 @@ def _body(data: bytes, source: str) -> Mapping[str, Any]:
 
 
 def _parts(body: Mapping[str, Any]) -> "PromptParts":
-    from mycli.runtime.server.item_store import ItemStore
+    from mycli.runtime.server.requests.item_store import ItemStore
+    from mycli.runtime.server.requests.schemas import validated
     from mycli.runtime.server.routes.chat_completions import ChatRequest, completion_spec
     from mycli.runtime.server.routes.messages_request import CountRequest, counted_spec
     from mycli.runtime.server.routes.response_input import input_messages
     from mycli.runtime.server.routes.responses_request import ResponsesRequest, callable_tools, response_spec
-    from mycli.runtime.server.schemas import validated
     from mycli.runtime.tokenizer.prompt_difference import PromptParts
 
     tools = body.get("tools") or ()

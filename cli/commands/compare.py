@@ -7,13 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from mycli.cli.batch_file import MAX_LINE, parse_prompt
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
 from mycli.cli.flags.records import LoadFlags
 from mycli.cli.load import about, announce_build, load_engine
 from mycli.cli.output import Column
-from mycli.cli.plot import Chart, Point, require_svg, write_charts
+from mycli.cli.replies.batch_file import MAX_LINE, parse_prompt
+from mycli.cli.reports.plot import Chart, Point, require_svg, write_charts
 from mycli.cli.text.progress import STEP_SECONDS, stages
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.errors import GateError, UsageError

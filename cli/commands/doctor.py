@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mycli.cli import upgrade_guard
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
 from mycli.cli.load import announce_build, due_record
 from mycli.cli.output import Column
 from mycli.cli.reasons import activation_text, pass_rows, passes_json, reason
+from mycli.cli.reports import upgrade_guard
 from mycli.cli.text.progress import CpuContention
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.bandwidth import datasheet

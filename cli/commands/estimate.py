@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from mycli.cli.command import Call, command
-from mycli.cli.estimate_card import EstimateSubject, estimate_json, estimate_rows
 from mycli.cli.flags import options
 from mycli.cli.flags.records import LoadFlags
 from mycli.cli.load import adapted, announce_placement, open_config
 from mycli.cli.output import Column
+from mycli.cli.reports.estimate_card import EstimateSubject, estimate_json, estimate_rows
 from mycli.cli.text.format import active_parameters
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.stable_file import RegularFile

@@ -19,7 +19,7 @@ from mycli.cli.flags import options
 from mycli.cli.flags.options import KEY_VARIABLE
 from mycli.runtime.errors import NotFoundError, ResourceError, UsageError
 from mycli.runtime.hub.store import state_dir
-from mycli.runtime.server.run_file import running_servers
+from mycli.runtime.server.http.run_file import running_servers
 from mycli.runtime.utils.json_fields import strict_json
 
 EXAMPLES = (

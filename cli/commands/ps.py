@@ -5,10 +5,10 @@ from dataclasses import asdict
 from typing import Any
 
 from mycli.cli.command import Call, command
-from mycli.cli.local_server import request_json
 from mycli.cli.output import Column
+from mycli.cli.serving.local_server import request_json
 from mycli.runtime.hub.store import state_dir
-from mycli.runtime.server.run_file import RunningServer, running_servers
+from mycli.runtime.server.http.run_file import RunningServer, running_servers
 
 EXAMPLES = ("mycli ps", "mycli ps --json")
 _SECONDS = 0.5  # to wait for the state of one server

@@ -16,8 +16,8 @@ from mycli.cli.flags import options
 from mycli.cli.flags.recipe import RecipeFlags
 from mycli.cli.gguf_file import GgufRun, gguf_target, quantize_to_gguf
 from mycli.cli.load import adapted, announce_build, announce_placement
-from mycli.cli.plot import LayerError, layer_error, require_svg, write_errors
-from mycli.cli.sweep import Copy, Options, run_sweep, sweep_recipes
+from mycli.cli.reports.plot import LayerError, layer_error, require_svg, write_errors
+from mycli.cli.reports.sweep import Copy, Options, run_sweep, sweep_recipes
 from mycli.cli.text.format import activation_rows, call_rows, quality_rows
 from mycli.cli.text.progress import STEP_SECONDS, duration, stages
 from mycli.quant.calls.record import CallQuality

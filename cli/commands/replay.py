@@ -8,7 +8,7 @@ from mycli.cli.command import Call, command
 from mycli.cli.commands.run import GrammarFlags
 from mycli.cli.flags import options
 from mycli.cli.load import about, load_engine
-from mycli.cli.receipts import format_of, loading_of
+from mycli.cli.replies.receipts import format_of, loading_of
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.errors import GateError, UsageError
 from mycli.runtime.hub.resolve import resolve

@@ -16,9 +16,9 @@ from mycli.cli.flags.records import (
     SamplingFlags,
     TemplateFlags,
 )
-from mycli.cli.generation import TOGETHER, Generator
 from mycli.cli.load import load_engine
-from mycli.cli.recorded_reply import InterruptedReply, ResumeFlags, record_reply, without_first
+from mycli.cli.replies.generation import TOGETHER, Generator
+from mycli.cli.replies.recorded_reply import InterruptedReply, ResumeFlags, record_reply, without_first
 from mycli.cli.text.format import draft_statistics
 from mycli.cli.text.input import read_file, read_prompt
 from mycli.cli.text.progress import CpuContention
@@ -76,7 +76,7 @@ class PromptFlags:
             return read_prompt(self.prompt, self.file, errors, note)
         if self.prompt is not None or self.file is not None:
             raise UsageError("--batch reads the prompts from the file", "omit PROMPT and --file")
-        from mycli.cli.batch_file import check_batch
+        from mycli.cli.replies.batch_file import check_batch
 
         check_batch(self.batch)
         return ""
@@ -237,7 +237,7 @@ def run(
     beams = beam_flags.resolve(samples, sampling, grammar, loading.draft, logprobs)
     schema, text = grammar.text(), source.resolve(call.out.note)
     if receipt is not None:
-        from mycli.cli.receipts import ReplyFormat, check_receipt, with_seed, write_receipt
+        from mycli.cli.replies.receipts import ReplyFormat, check_receipt, with_seed, write_receipt
 
         check_receipt(
             receipt, loading, single=source.batch is None and samples == 1 and beams is None, template=templates.used
@@ -266,7 +266,7 @@ def run(
         beams=beams,
     )
     if source.batch is not None:
-        from mycli.cli.batch_file import run_batch
+        from mycli.cli.replies.batch_file import run_batch
 
         return run_batch(call, source.batch, source.out, generator.describe_all)
     ids = generator.encode(text)

@@ -14,15 +14,15 @@ from mycli.cli.flags.address import AddressFlags
 from mycli.cli.flags.records import FULL_LENGTH, LoadFlags, PrefixCacheFlags, ReasoningFlags, TemplateFlags
 from mycli.cli.flags.several import SeveralModelsFlags, option_words
 from mycli.cli.load import announce_slow_passes, load_engine
-from mycli.cli.other_engines import EngineFlags, OtherEngine, start
 from mycli.cli.reasons import passes_json
+from mycli.cli.serving.other_engines import EngineFlags, OtherEngine, start
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.errors import UsageError, UserError
 from mycli.runtime.hub.store import state_dir
+from mycli.runtime.server.http.run_file import RunningServer, announced
+from mycli.runtime.server.http.settings import ServerSettings
 from mycli.runtime.server.ollama.card import model_card
-from mycli.runtime.server.run_file import RunningServer, announced
-from mycli.runtime.server.settings import ServerSettings
 from mycli.runtime.utils import version
 from mycli.runtime.utils.units import pluralize
 
@@ -82,19 +82,19 @@ def serve(
     _require()
     log = call.out.detail if address.log_format is None else call.out.log
     if not address.supervised and _is_for_several(models or (), several):
-        from mycli.cli.serve_several import serve_several
+        from mycli.cli.serving.serve_several import serve_several
 
         sequences = ["--max-sequences", str(max_sequences)]
         words = [*option_words(loading), *option_words(prefix_cache), *option_words(reasoning)]
         words += [*option_words(templates), *sequences]
-        words.append("--no-record")  # a record names no model, so the router could not route a request to resume it
+        words += ["--no-record"] * address.no_record
         words += ["--extra-properties"] * address.extra_properties
         serve_several(call, models or (), settings, address, several, words, log)
         return
     (model,) = models or [""]
     call.out.subject = subject_of(model)
     if address.supervised:
-        from mycli.runtime.server.supervision import end_with_parent
+        from mycli.runtime.server.http.supervision import end_with_parent
 
         end_with_parent()
     listener, url = address.listen()  # before loading, which may take minutes
@@ -115,7 +115,7 @@ def _is_for_several(models: Sequence[str], several: SeveralModelsFlags) -> bool:
         or several.manages
     ):
         return True
-    from mycli.cli.model_catalog import is_configured
+    from mycli.cli.serving.model_catalog import is_configured
 
     return is_configured(models[0])
 
@@ -188,7 +188,7 @@ def _run(
 ) -> None:
     from mycli.runtime.engine.pass_choices import pass_choices
     from mycli.runtime.server.application import application
-    from mycli.runtime.server.connection import DrainingServer, run_until_signal
+    from mycli.runtime.server.http.connection import DrainingServer, run_until_signal
     from mycli.runtime.server.service import Service
     from mycli.runtime.server.worker import EngineWorker
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
 from mycli.cli.output import Column
-from mycli.cli.plot import LayerError, require_svg, write_errors
+from mycli.cli.reports.plot import LayerError, require_svg, write_errors
 from mycli.cli.text.format import activation_rows, active_parameters, call_rows
 from mycli.quant.calls.record import read_call_quality
 from mycli.runtime.errors import NotFoundError, UsageError

@@ -11,10 +11,10 @@ from urllib.parse import urlsplit
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
 from mycli.cli.flags.options import KEY_VARIABLE
-from mycli.cli.local_server import request_json
+from mycli.cli.serving.local_server import request_json
 from mycli.runtime.errors import NotFoundError, ResourceError, UsageError
 from mycli.runtime.hub.store import state_dir
-from mycli.runtime.server.run_file import RunningServer, is_running, running_servers
+from mycli.runtime.server.http.run_file import RunningServer, is_running, running_servers
 
 EXAMPLES = ("mycli stop pico", "mycli stop --all")
 _UNLOAD_SECONDS = 10.0  # to answer

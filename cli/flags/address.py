@@ -10,9 +10,9 @@ from mycli.cli.command import Call
 from mycli.cli.flags import options
 from mycli.runtime.errors import UsageError
 from mycli.runtime.hub.store import state_dir
-from mycli.runtime.server.keys import ApiKey, parse_keys
-from mycli.runtime.server.request_log import LogFormat
-from mycli.runtime.server.settings import ServerLimits, ServerSettings
+from mycli.runtime.server.http.keys import ApiKey, parse_keys
+from mycli.runtime.server.http.request_log import LogFormat
+from mycli.runtime.server.http.settings import ServerLimits, ServerSettings
 from mycli.runtime.utils.files import read_input
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class AddressFlags:
 
     def listen(self) -> "tuple[socket, str]":
         """Return a listening socket and its address for people. Raises ResourceError or UsageError."""
-        from mycli.runtime.server.connection import listen, listen_unix
+        from mycli.runtime.server.http.connection import listen, listen_unix
 
         if self.unix_socket is not None:
             path = self.unix_socket.expanduser().absolute()

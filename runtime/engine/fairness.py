@@ -5,7 +5,7 @@ with the smallest virtual time is served first. A user that returns after a paus
 the active users or where it was, so it gets no credit for the pause and none for leaving.
 
 A pass is not interrupted, so a new prompt waits for the one that runs. Prompts of a user with many replies are
-therefore cut smaller while users with fewer are about (`FairShares.chunk`).
+therefore cut smaller while prompts of users with fewer are expected (`FairShares.pass_size`).
 """
 
 from collections import Counter
@@ -13,9 +13,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mycli.runtime.engine.sequence import Sequence as RequestSequence
+from mycli.runtime.engine.sequence import Status
 
-# How far the virtual time of an active user may be behind, in tokens: a user with one long reply must not gain the
-# right to hold up all others afterwards.
+# How far the virtual time of an active user may be behind, in tokens of weight 1: a user with one long reply must not
+# gain the right to hold up all others afterwards.
 MAX_CREDIT = 4096
 # How long after its last prompt another one of a user is expected.
 EXPECTED_SECONDS = 60.0
@@ -87,7 +88,7 @@ class FairShares:
             return most
         expected = {user: prompt for user, prompt in self._prompts.items() if now - prompt.started < EXPECTED_SECONDS}
         counts, self._prompts = Counter(other.request.user for other in running if not other.request.batch), expected
-        replies = counts[request.user] / request.weight
+        replies = (counts[request.user] + (sequence.status is not Status.RUNNING)) / request.weight
         sizes = [
             prompt.tokens
             for user, prompt in expected.items()

@@ -194,7 +194,7 @@ class Scheduler:
             waiting = self._shares.first(self.waiting, self.running) if queue_open and self.waiting else None
             if waiting is not None and (not running or self._shares.precedes(waiting, running[0], self.running)):
                 sequence = waiting
-                if not self._room(sequence, budget) or not self._has_place(sequence) or not self._admit(sequence):
+                if self._room(sequence, budget) <= 0 or not self._has_place(sequence) or not self._admit(sequence):
                     queue_open = False  # keep the order: a shorter request behind it must not overtake
                     continue
             elif running:
@@ -259,9 +259,9 @@ class Scheduler:
         table.allocate_state()
         self.waiting.remove(sequence)
         self._run(sequence)
-        self._shares.expect(sequence, self._clock())
         first = not sequence.started
         if first:
+            self._shares.expect(sequence, self._clock())
             sequence.started = True
             sequence.queued = self._clock() - sequence.arrived
             sequence.cached = min(table.length, sequence.prompt_length)

@@ -8,8 +8,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from mycli.runtime.server.errors import exception_handlers
-from mycli.runtime.server.guard import Guard
+from mycli.runtime.server.http.errors import exception_handlers
+from mycli.runtime.server.http.guard import Guard
 from mycli.runtime.server.ollama.chat import ollama_chat
 from mycli.runtime.server.ollama.embed import ollama_embed, ollama_embeddings
 from mycli.runtime.server.ollama.generate import ollama_generate

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from mycli.runtime.engine.replies.reader import Piece
-from mycli.runtime.server.api_error import ApiError
+from mycli.runtime.server.http.api_error import ApiError
 
 MAX_BEHIND = 1 << 16  # pieces queued for a slow reader: longer than nearly all replies
 

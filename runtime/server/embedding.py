@@ -10,7 +10,7 @@ from torch import Tensor
 from mycli.runtime.engine.replies.embedder import Embedder
 from mycli.runtime.engine.replies.reader import Piece
 from mycli.runtime.engine.sequence import Request, SequenceOutput
-from mycli.runtime.server.api_error import ApiError
+from mycli.runtime.server.http.api_error import ApiError
 from mycli.runtime.server.service import Prepared, Service
 from mycli.runtime.server.streaming import running
 

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from mycli.runtime.cache.prefix_store import StoreStats
 from mycli.runtime.engine.stats import EngineStats
-from mycli.runtime.server.request_log import RequestFigures
+from mycli.runtime.server.http.request_log import RequestFigures
 
 PREFIX = "mycli:"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)

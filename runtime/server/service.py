@@ -19,14 +19,14 @@ from mycli.runtime.sampling.grammars.grammar import JSON_MODE, Alternative, Gram
 from mycli.runtime.sampling.grammars.lark import Prelude
 from mycli.runtime.sampling.grammars.reasoning import reasoning_prelude
 from mycli.runtime.sampling.params import SamplingParams, recommended
-from mycli.runtime.server.api_error import ApiError, ContextError, from_user_error
-from mycli.runtime.server.chat_prompt import RecentPrompts, render_chat, template_source
 from mycli.runtime.server.delivery import Delivery
-from mycli.runtime.server.formats import ResponseFormat
-from mycli.runtime.server.grammar_pool import GrammarPool
-from mycli.runtime.server.item_store import ItemStore
-from mycli.runtime.server.schemas import Sampling
-from mycli.runtime.server.settings import ServerSettings, ServerState, untagged
+from mycli.runtime.server.http.api_error import ApiError, ContextError, from_user_error
+from mycli.runtime.server.http.settings import ServerSettings, ServerState, untagged
+from mycli.runtime.server.requests.chat_prompt import RecentPrompts, render_chat, template_source
+from mycli.runtime.server.requests.formats import ResponseFormat
+from mycli.runtime.server.requests.grammar_pool import GrammarPool
+from mycli.runtime.server.requests.item_store import ItemStore
+from mycli.runtime.server.requests.schemas import Sampling
 from mycli.runtime.server.worker import EngineWorker, OutputReader
 from mycli.runtime.tokenizer.chat_template import Message, Tool
 from mycli.runtime.tokenizer.parsing.tool_formats import (

@@ -14,15 +14,15 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mycli.runtime.engine.replies.reader import Piece
-from mycli.runtime.server.api_error import ApiError, internal_error
-from mycli.runtime.server.body import CLIENT_GONE, parse_body, read_body
 from mycli.runtime.server.delivery import Delivery
-from mycli.runtime.server.encoding import JsonResponse
-from mycli.runtime.server.fields import check_fields
-from mycli.runtime.server.keys import KeyShare
+from mycli.runtime.server.http.api_error import ApiError, internal_error
+from mycli.runtime.server.http.body import CLIENT_GONE, parse_body, read_body
+from mycli.runtime.server.http.encoding import JsonResponse
+from mycli.runtime.server.http.keys import KeyShare
+from mycli.runtime.server.http.request_log import RequestFigures
 from mycli.runtime.server.recording import LeaveOut, ReplyIds, ReplyRecorder, Requests, Resumption, Work
-from mycli.runtime.server.request_log import RequestFigures
-from mycli.runtime.server.schemas import ForModel, ForReply, validated
+from mycli.runtime.server.requests.fields import check_fields
+from mycli.runtime.server.requests.schemas import ForModel, ForReply, validated
 from mycli.runtime.server.service import Prepared, Service
 from mycli.runtime.server.worker import Ticket
 from mycli.runtime.tokenizer.parsing.tool_parser import join_calls

@@ -18,8 +18,8 @@ from mycli.runtime.engine.replies.reader import Piece
 from mycli.runtime.engine.sequence import Request, SequenceOutput
 from mycli.runtime.errors import UserError, summarize_error
 from mycli.runtime.kernels.cpu.threads import release_threads
-from mycli.runtime.server.api_error import ApiError, from_user_error, internal_error
 from mycli.runtime.server.delivery import Delivery
+from mycli.runtime.server.http.api_error import ApiError, from_user_error, internal_error
 from mycli.runtime.server.metrics import Metrics
 
 # How long the next step on the CPU may wait until the tokens of the last one are delivered. Text thread and event loop

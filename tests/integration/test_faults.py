@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from mycli.cli.batch_file import run_batch
 from mycli.cli.command import Call, guarded
 from mycli.cli.main import main
 from mycli.cli.output import Output
+from mycli.cli.replies.batch_file import run_batch
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.errors import ExitCode
 from tests.support.command_line import Mycli

@@ -19,7 +19,7 @@ PRINTER = "cli/output.py"
 # Standard streams that are not used for messages to users.
 PIPES = {
     "cli/text/progress.py": "the printer's bar",
-    "cli/batch_file.py": "reads prompts from standard input",
+    "cli/replies/batch_file.py": "reads prompts from standard input",
     "cli/text/input.py": "reads standard input and the terminal, and opens streams that are closed",
     "runtime/utils/sandbox.py": "the helper process answers its parent in JSON lines",
 }

@@ -27,7 +27,7 @@ from tests.support.paths import ROOT
 PARTS = ("runtime", "quant", "cli")
 SECONDS = 900  # for one room's tests; a timeout counts as detected, since the fault caused an endless loop
 # Without an effect that a room's tests could detect: messages, measurements, GPU code, programs shipped as data.
-SKIPPED = ("runtime/kernels/triton/", "runtime/pico/", "runtime/diagnostics/vllm_tp.py", "cli/other_engines.py")
+SKIPPED = ("runtime/kernels/triton/", "runtime/pico/", "runtime/diagnostics/vllm_tp.py", "cli/serving/other_engines.py")
 NEEDS_GPU = ("passes/cuda.py", "passes/device_loop.py", "passes/graphs.py", "passes/fused.py", "device/nvml.py")
 
 OPERATORS: dict[type[ast.AST], tuple[str, str]] = {

@@ -24,9 +24,9 @@ from mycli.runtime.engine.sequence import Request, SequenceOutput
 from mycli.runtime.engine.stats import EngineStats
 from mycli.runtime.sampling.logprobs import TokenLogprob
 from mycli.runtime.server.application import application
-from mycli.runtime.server.connection import DrainingServer, listen
+from mycli.runtime.server.http.connection import DrainingServer, listen
+from mycli.runtime.server.http.settings import ServerSettings
 from mycli.runtime.server.service import Service
-from mycli.runtime.server.settings import ServerSettings
 from mycli.runtime.server.worker import EngineWorker
 from mycli.runtime.utils.dtypes import FLOATS
 

@@ -225,6 +225,8 @@ def prompt_tile(chip: Chip, head_dim: int, stored: torch.dtype) -> PromptTile | 
     rows, keys, warps = 128 if head_dim <= 128 else 64, 64 if asynchronous else 32, 8
     if stored == PACKED and head_dim > 128:  # the rotation takes the registers
         rows, keys, warps = 16, 32, 4
+    elif stored == PACKED and not asynchronous:
+        rows, warps = 64, 4
     # An upper bound of the shared memory that Triton 3.6 and 3.7 allocate, with 8 bytes of scales for each int8 key.
     # Chips with asynchronous MMA read queries and converted keys from there too.
     lanes, quantized = 1 << (head_dim - 1).bit_length(), stored.itemsize == 1
@@ -272,8 +274,8 @@ def small_attention(kind: PromptKind, device: torch.device, chip: Chip) -> float
 
     def stored() -> Stored:
         shape = 2 * width, 2, block, kind.head_dim
-        one = Stored.of(torch.randn(shape, generator=generator).to(kind.dtype), kind.stored)
-        return Stored(one.data.to(device), None if one.scales is None else one.scales.to(device))
+        cpu = Stored.of(torch.randn(shape, generator=generator).to(kind.dtype), kind.stored)
+        return Stored(cpu.data.to(device), None if cpu.scales is None else cpu.scales.to(device))
 
     def int32(values: object) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
@@ -286,8 +288,8 @@ def small_attention(kind: PromptKind, device: torch.device, chip: Chip) -> float
     window, chunk = 50 if kind.window else None, 48 if kind.chunk else None
     scoring = Scoring(kind.head_dim**-0.5, window, 5.0 if kind.softcap else 0.0, sinks, chunk)
     keys, values = stored(), stored()
-    found = launch_prompt_attention(query, keys, values, ragged, scoring, chip)
-    if isinstance(found, Declined):
-        return found
+    result = launch_prompt_attention(query, keys, values, ragged, scoring, chip)
+    if isinstance(result, Declined):
+        return result
     expected = attend_gathered(query.float(), keys, values, ragged, scoring)
-    return float((found.float() - expected).norm() / expected.norm())
+    return float((result.float() - expected).norm() / expected.norm())

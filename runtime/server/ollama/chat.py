@@ -5,7 +5,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mycli.runtime.server.encoding import JsonResponse
+from mycli.runtime.server.http.encoding import JsonResponse
 from mycli.runtime.server.ollama.keep_alive import keep_alive_seconds
 from mycli.runtime.server.ollama.rendering import MEDIA_TYPE, OllamaRendering, loaded_reply
 from mycli.runtime.server.ollama.request import (

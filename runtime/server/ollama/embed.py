@@ -8,10 +8,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mycli.runtime.server.embedding import embedder_of, embedding_ids, run_vectors, vector_requests
-from mycli.runtime.server.encoding import JsonResponse
+from mycli.runtime.server.http.encoding import JsonResponse
 from mycli.runtime.server.ollama.request import KeepAlive, shown_name
+from mycli.runtime.server.requests.schemas import ForModel, LongText
 from mycli.runtime.server.routes.embeddings import MAX_INPUTS, prompt_text
-from mycli.runtime.server.schemas import ForModel, LongText
 from mycli.runtime.server.service import Prepared, Service
 from mycli.runtime.server.streaming import read_request
 

@@ -3,8 +3,8 @@
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mycli.runtime.server.api_error import ApiError
-from mycli.runtime.server.settings import ServerState
+from mycli.runtime.server.http.api_error import ApiError
+from mycli.runtime.server.http.settings import ServerState
 
 MANAGING = (
     ("POST", "/api/pull"),

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mycli.runtime.engine.replies.reader import Piece
-from mycli.runtime.server.api_error import ApiError
-from mycli.runtime.server.encoding import dumps
+from mycli.runtime.server.http.api_error import ApiError
+from mycli.runtime.server.http.encoding import dumps
 from mycli.runtime.server.ollama.request import OllamaRequest, shown_name, utc_now
 from mycli.runtime.server.routes.wire import TokenCounts, chat_logprobs
 from mycli.runtime.server.service import Prepared, Service

@@ -9,12 +9,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from mycli.runtime.server.api_error import ApiError
-from mycli.runtime.server.fields import asks_nothing
-from mycli.runtime.server.formats import ResponseFormat, json_schema_format
+from mycli.runtime.server.http.api_error import ApiError
+from mycli.runtime.server.http.settings import ServerState
 from mycli.runtime.server.ollama.keep_alive import keep_alive_seconds
-from mycli.runtime.server.schemas import ForModel, LongText, Sampling, StopString, Strict, ToolSpec, validated
-from mycli.runtime.server.settings import ServerState
+from mycli.runtime.server.requests.fields import asks_nothing
+from mycli.runtime.server.requests.formats import ResponseFormat, json_schema_format
+from mycli.runtime.server.requests.schemas import ForModel, LongText, Sampling, StopString, Strict, ToolSpec, validated
 from mycli.runtime.tokenizer.chat_template import effort_arguments
 from mycli.runtime.tokenizer.stream import MAX_STOPS
 

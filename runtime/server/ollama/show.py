@@ -4,8 +4,8 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mycli.runtime.server.encoding import JsonResponse
-from mycli.runtime.server.schemas import ForModel, Name
+from mycli.runtime.server.http.encoding import JsonResponse
+from mycli.runtime.server.requests.schemas import ForModel, Name
 from mycli.runtime.server.service import Service
 from mycli.runtime.server.streaming import read_request
 

@@ -3,7 +3,7 @@
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mycli.runtime.server.encoding import JsonResponse
+from mycli.runtime.server.http.encoding import JsonResponse
 from mycli.runtime.server.service import Service
 
 

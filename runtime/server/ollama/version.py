@@ -3,8 +3,8 @@
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mycli.runtime.server.encoding import JsonResponse
-from mycli.runtime.server.settings import ServerState
+from mycli.runtime.server.http.encoding import JsonResponse
+from mycli.runtime.server.http.settings import ServerState
 from mycli.runtime.utils import version
 
 INTERFACE_VERSION = "0.12.11"  # whose fields these routes have

@@ -11,8 +11,8 @@ from starlette.responses import Response, StreamingResponse
 
 from mycli.runtime.errors import UserError
 from mycli.runtime.hub.names import is_hub_name
-from mycli.runtime.server.api_error import ApiError
-from mycli.runtime.server.encoding import JsonResponse, dumps
+from mycli.runtime.server.http.api_error import ApiError
+from mycli.runtime.server.http.encoding import JsonResponse, dumps
 from mycli.runtime.server.router.model import RoutedModel
 from mycli.runtime.server.router.pool import ModelPool
 from mycli.runtime.utils.sanitize import one_line

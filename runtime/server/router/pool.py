@@ -12,10 +12,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
-from mycli.runtime.server.api_error import ApiError, shutting_down
+from mycli.runtime.server.http.api_error import ApiError, shutting_down
+from mycli.runtime.server.http.settings import ServerLimits, untagged
 from mycli.runtime.server.router.model import RoutedModel
 from mycli.runtime.server.router.process import LoadError, ModelProcess
-from mycli.runtime.server.settings import ServerLimits, untagged
 from mycli.runtime.utils.units import human_bytes
 
 SlotState = Literal["unloaded", "loading", "loaded", "unloading"]

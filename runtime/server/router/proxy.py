@@ -9,12 +9,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from mycli.runtime.server.api_error import ApiError
-from mycli.runtime.server.body import CLIENT_GONE
-from mycli.runtime.server.encoding import dumps, event
+from mycli.runtime.server.http.api_error import ApiError
+from mycli.runtime.server.http.body import CLIENT_GONE
+from mycli.runtime.server.http.encoding import dumps, event
+from mycli.runtime.server.http.settings import CLIENT_HEADER, SHARE_HEADER
 from mycli.runtime.server.ollama.keep_alive import keep_alive_seconds
 from mycli.runtime.server.router.pool import ModelPool, Slot
-from mycli.runtime.server.settings import CLIENT_HEADER, SHARE_HEADER
 
 # Headers of the connection to the client, and those that were checked here: the process has no key and another address.
 _NOT_FORWARDED = frozenset(

@@ -8,19 +8,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mycli.runtime.engine.replies.reader import Piece
-from mycli.runtime.server.api_error import ApiError
-from mycli.runtime.server.encoding import event
-from mycli.runtime.server.formats import Constraints, output_format
+from mycli.runtime.server.http.api_error import ApiError
+from mycli.runtime.server.http.encoding import event
 from mycli.runtime.server.recording import ReplyIds
-from mycli.runtime.server.routes.chat_spec import ChatSpec, prepare_chat
-from mycli.runtime.server.routes.wire import (
-    OpenAIRendering,
-    chat_logprobs,
-    chat_messages,
-    chat_tools,
-    strict_tools,
-)
-from mycli.runtime.server.schemas import (
+from mycli.runtime.server.requests.formats import Constraints, output_format
+from mycli.runtime.server.requests.schemas import (
     AllowedToolsChoice,
     BeamFields,
     ChatMessage,
@@ -36,6 +28,14 @@ from mycli.runtime.server.schemas import (
     TokenLimit,
     ToolSpec,
     Verbosity,
+)
+from mycli.runtime.server.routes.chat_spec import ChatSpec, prepare_chat
+from mycli.runtime.server.routes.wire import (
+    OpenAIRendering,
+    chat_logprobs,
+    chat_messages,
+    chat_tools,
+    strict_tools,
 )
 from mycli.runtime.server.service import Prepared, Service
 from mycli.runtime.server.streaming import Interface
@@ -86,6 +86,9 @@ def _check(service: Service, body: ChatRequest) -> None:
     if body.add_generation_prompt is False and not body.continue_final_message:
         message = "add_generation_prompt: false needs continue_final_message"
         raise ApiError(400, message, "unsupported_parameter", param="add_generation_prompt")
+    if body.add_generation_prompt and body.continue_final_message:
+        message = "add_generation_prompt and continue_final_message exclude each other"
+        raise ApiError(400, message, "invalid_value", param="add_generation_prompt")
     if body.functions and body.tools:
         raise ApiError(400, "functions cannot be combined with tools", "invalid_value", param="functions")
 

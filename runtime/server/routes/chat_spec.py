@@ -10,9 +10,9 @@ from mycli.runtime.engine.sequence import BeamOptions, reply_room
 from mycli.runtime.errors import UserError
 from mycli.runtime.sampling.grammars.grammar import Grammar
 from mycli.runtime.sampling.grammars.lark import CallGrammar, Prelude
-from mycli.runtime.server.api_error import ApiError, from_user_error
-from mycli.runtime.server.formats import ResponseFormat
-from mycli.runtime.server.schemas import Sampling
+from mycli.runtime.server.http.api_error import ApiError, from_user_error
+from mycli.runtime.server.requests.formats import ResponseFormat
+from mycli.runtime.server.requests.schemas import Sampling
 from mycli.runtime.server.service import Prepared, Service
 from mycli.runtime.tokenizer.chat_template import Message, Tool
 from mycli.runtime.tokenizer.parsing.reasoning_parser import CLOSE, OPEN

@@ -11,13 +11,11 @@ from starlette.responses import Response
 from mycli.runtime.engine.replies.reader import Piece, ReplyReader
 from mycli.runtime.engine.sequence import reply_room
 from mycli.runtime.sampling.logprobs import TokenLogprob
-from mycli.runtime.server.api_error import ApiError
-from mycli.runtime.server.encoding import event
-from mycli.runtime.server.formats import Constraints, output_format
+from mycli.runtime.server.http.api_error import ApiError
+from mycli.runtime.server.http.encoding import event
 from mycli.runtime.server.recording import ReplyIds
-from mycli.runtime.server.routes.chat_completions import FINISH
-from mycli.runtime.server.routes.wire import OpenAIRendering, completion_logprobs
-from mycli.runtime.server.schemas import (
+from mycli.runtime.server.requests.formats import Constraints, output_format
+from mycli.runtime.server.requests.schemas import (
     MAX_IDS,
     MAX_PROMPTS,
     BeamFields,
@@ -27,6 +25,8 @@ from mycli.runtime.server.schemas import (
     StreamOptions,
     TokenId,
 )
+from mycli.runtime.server.routes.chat_completions import FINISH
+from mycli.runtime.server.routes.wire import OpenAIRendering, completion_logprobs
 from mycli.runtime.server.service import Prepared, Service
 from mycli.runtime.server.streaming import Interface
 

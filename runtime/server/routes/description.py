@@ -13,10 +13,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from mycli.runtime.server.encoding import JsonResponse
+from mycli.runtime.server.http.encoding import JsonResponse
 from mycli.runtime.server.ollama.embed import OllamaEmbeddingsRequest, OllamaEmbedRequest
 from mycli.runtime.server.ollama.request import OllamaChatRequest, OllamaGenerateRequest
 from mycli.runtime.server.ollama.show import OllamaShowRequest
+from mycli.runtime.server.requests.schemas import DetokenizeRequest, TokenizeRequest
 from mycli.runtime.server.routes.chat_completions import ChatRequest
 from mycli.runtime.server.routes.completions import CompletionRequest
 from mycli.runtime.server.routes.embeddings import EmbeddingsRequest
@@ -24,7 +25,6 @@ from mycli.runtime.server.routes.messages_request import CountRequest, MessagesR
 from mycli.runtime.server.routes.replies import ResumeRequest
 from mycli.runtime.server.routes.rerank import RerankRequest
 from mycli.runtime.server.routes.responses_request import ResponsesRequest
-from mycli.runtime.server.schemas import DetokenizeRequest, TokenizeRequest
 from mycli.runtime.server.service import Service
 from mycli.runtime.server.streaming import off_loop
 from mycli.runtime.utils import version

@@ -9,10 +9,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from torch import Tensor
 
-from mycli.runtime.server.api_error import ApiError
 from mycli.runtime.server.embedding import embedder_of, embedding_ids, run_vectors, vector_requests
-from mycli.runtime.server.encoding import JsonResponse
-from mycli.runtime.server.schemas import MAX_IDS, ForModel, LongText, TokenId
+from mycli.runtime.server.http.api_error import ApiError
+from mycli.runtime.server.http.encoding import JsonResponse
+from mycli.runtime.server.requests.schemas import MAX_IDS, ForModel, LongText, TokenId
 from mycli.runtime.server.service import Prepared, Service
 from mycli.runtime.server.streaming import off_loop, read_request
 

@@ -8,8 +8,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mycli.runtime.engine.replies.reader import Piece
-from mycli.runtime.server.api_error import ApiError
-from mycli.runtime.server.encoding import JsonResponse, event
+from mycli.runtime.server.http.api_error import ApiError
+from mycli.runtime.server.http.encoding import JsonResponse, event
 from mycli.runtime.server.recording import ReplyIds
 from mycli.runtime.server.routes.chat_spec import chat_ids, prepare_chat
 from mycli.runtime.server.routes.messages_request import CountRequest, MessagesRequest, chat_spec, counted_spec

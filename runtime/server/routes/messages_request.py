@@ -5,11 +5,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from mycli.runtime.server.api_error import ApiError
-from mycli.runtime.server.formats import ResponseFormat, json_schema_format
-from mycli.runtime.server.routes.chat_spec import ChatSpec
-from mycli.runtime.server.routes.wire import text_of
-from mycli.runtime.server.schemas import (
+from mycli.runtime.server.http.api_error import ApiError
+from mycli.runtime.server.requests.formats import ResponseFormat, json_schema_format
+from mycli.runtime.server.requests.schemas import (
     MAX_CONTENT_PARTS,
     Content,
     ContentPart,
@@ -22,6 +20,8 @@ from mycli.runtime.server.schemas import (
     Strict,
     ToolName,
 )
+from mycli.runtime.server.routes.chat_spec import ChatSpec
+from mycli.runtime.server.routes.wire import text_of
 from mycli.runtime.tokenizer.chat_template import Message, Tool, effort_arguments
 from mycli.runtime.tokenizer.stream import MAX_STOPS
 

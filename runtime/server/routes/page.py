@@ -11,8 +11,8 @@ from types import MappingProxyType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mycli.runtime.server.api_error import ApiError
-from mycli.runtime.server.settings import ServerState
+from mycli.runtime.server.http.api_error import ApiError
+from mycli.runtime.server.http.settings import ServerState
 
 # Scripts and styles are files of this server, and none are inline. Only the sanitizer may turn text into markup.
 _POLICY = (

@@ -8,13 +8,14 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mycli.runtime.server.api_error import ApiError
-from mycli.runtime.server.recording import Resumption, find_reply
+from mycli.runtime.server.http.api_error import ApiError
+from mycli.runtime.server.recording import Resumption
+from mycli.runtime.server.reply_header import find_reply
+from mycli.runtime.server.requests.schemas import ForReply
 from mycli.runtime.server.routes.chat_completions import CHAT
 from mycli.runtime.server.routes.completions import TEXT
 from mycli.runtime.server.routes.messages import MESSAGES
 from mycli.runtime.server.routes.responses import RESPONSES
-from mycli.runtime.server.schemas import ForReply
 from mycli.runtime.server.service import Service
 from mycli.runtime.server.streaming import Interface, read_request
 

@@ -13,7 +13,6 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mycli.runtime.server.api_error import ApiError
 from mycli.runtime.server.embedding import (
     cosine,
     embedding_ids,
@@ -21,9 +20,10 @@ from mycli.runtime.server.embedding import (
     score_requests,
     vector_requests,
 )
-from mycli.runtime.server.encoding import JsonResponse
+from mycli.runtime.server.http.api_error import ApiError
+from mycli.runtime.server.http.encoding import JsonResponse
+from mycli.runtime.server.requests.schemas import ForModel, LongText, Strict
 from mycli.runtime.server.routes.embeddings import prompt_text
-from mycli.runtime.server.schemas import ForModel, LongText, Strict
 from mycli.runtime.server.service import Prepared, Service
 from mycli.runtime.server.streaming import read_request
 

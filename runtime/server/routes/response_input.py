@@ -5,8 +5,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from mycli.runtime.server.api_error import ApiError
-from mycli.runtime.server.item_store import ItemStore
+from mycli.runtime.server.http.api_error import ApiError
+from mycli.runtime.server.requests.item_store import ItemStore
 from mycli.runtime.server.routes.responses_request import InputItem, ResponsesRequest, flat_name
 from mycli.runtime.server.routes.wire import call_fields, text_of
 from mycli.runtime.tokenizer.chat_template import Message

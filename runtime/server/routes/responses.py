@@ -8,8 +8,8 @@ from starlette.responses import Response
 
 from mycli.runtime.engine.replies.reader import Piece
 from mycli.runtime.sampling.logprobs import TokenLogprob
-from mycli.runtime.server.api_error import ApiError
-from mycli.runtime.server.encoding import JsonResponse, event
+from mycli.runtime.server.http.api_error import ApiError
+from mycli.runtime.server.http.encoding import JsonResponse, event
 from mycli.runtime.server.recording import ReplyIds
 from mycli.runtime.server.routes.chat_spec import ChatSpec, prepare_chat
 from mycli.runtime.server.routes.response_input import input_messages

@@ -6,10 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from mycli.runtime.server.api_error import ApiError
-from mycli.runtime.server.formats import Constraints, ResponseFormat, SchemaFormat, output_format
-from mycli.runtime.server.routes.chat_spec import ChatSpec
-from mycli.runtime.server.schemas import (
+from mycli.runtime.server.http.api_error import ApiError
+from mycli.runtime.server.requests.formats import Constraints, ResponseFormat, SchemaFormat, output_format
+from mycli.runtime.server.requests.schemas import (
     MAX_CONTENT_PARTS,
     MAX_ITEMS,
     Content,
@@ -27,6 +26,7 @@ from mycli.runtime.server.schemas import (
     ToolName,
     Verbosity,
 )
+from mycli.runtime.server.routes.chat_spec import ChatSpec
 from mycli.runtime.tokenizer.chat_template import Message, Tool, effort_arguments
 
 LOGPROBS = "message.output_text.logprobs"

@@ -4,7 +4,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mycli.runtime.server.encoding import JsonResponse
+from mycli.runtime.server.http.encoding import JsonResponse
 from mycli.runtime.server.service import Service
 from mycli.runtime.server.streaming import off_loop
 from mycli.runtime.utils import version

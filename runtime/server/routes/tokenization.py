@@ -3,9 +3,9 @@
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mycli.runtime.server.encoding import JsonResponse
+from mycli.runtime.server.http.encoding import JsonResponse
+from mycli.runtime.server.requests.schemas import DetokenizeRequest, TokenizeRequest
 from mycli.runtime.server.routes.wire import chat_messages, chat_tools
-from mycli.runtime.server.schemas import DetokenizeRequest, TokenizeRequest
 from mycli.runtime.server.service import Service
 from mycli.runtime.server.streaming import read_request
 

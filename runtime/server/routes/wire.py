@@ -7,9 +7,9 @@ from typing import Any
 
 from mycli.runtime.engine.replies.reader import Piece
 from mycli.runtime.sampling.logprobs import TokenLogprob
-from mycli.runtime.server.api_error import ApiError
-from mycli.runtime.server.encoding import event
-from mycli.runtime.server.schemas import ChatMessage, Content, StreamOptions, ToolSpec
+from mycli.runtime.server.http.api_error import ApiError
+from mycli.runtime.server.http.encoding import event
+from mycli.runtime.server.requests.schemas import ChatMessage, Content, StreamOptions, ToolSpec
 from mycli.runtime.tokenizer.chat_template import Message, Role, Tool
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 from mycli.runtime.utils.json_fields import strict_json

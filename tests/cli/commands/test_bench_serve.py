@@ -6,10 +6,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from mycli.cli.bench_results import Row
 from mycli.cli.commands.bench_serve import meets_slo
 from mycli.cli.main import main
-from mycli.cli.plot import draw_loads
+from mycli.cli.reports.bench_results import Row
+from mycli.cli.reports.plot import draw_loads
 from mycli.runtime.errors import ExitCode
 from tests.support.completion_server import scripted
 

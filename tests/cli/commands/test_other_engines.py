@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mycli.cli import other_engines
+from mycli.cli.serving import other_engines
 from mycli.runtime.device.nvml import Gpu
 from tests.support.command_line import COMMAND, Mycli, default_signals
 from tests.support.paths import PICO

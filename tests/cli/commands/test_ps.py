@@ -5,7 +5,7 @@ import os
 import signal
 from pathlib import Path
 
-from mycli.runtime.server.run_file import RunningServer, announced, running_servers
+from mycli.runtime.server.http.run_file import RunningServer, announced, running_servers
 from tests.cli.commands.test_serve import begin, process
 from tests.support.command_line import Mycli
 

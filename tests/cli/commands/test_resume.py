@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mycli.cli.recorded_reply import without_first
+from mycli.cli.replies.recorded_reply import without_first
 from mycli.runtime.errors import UsageError
 from tests.support.command_line import COMMAND, Mycli, default_signals
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mycli.cli import generation
+from mycli.cli.replies import generation
 from mycli.runtime.kernels.cpu.library.build import native
 from tests.support.command_line import Mycli
 from tests.support.compilers import copying_compiler

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mycli.cli.flags.recipe import RecipeFlags
-from mycli.cli.sweep import sweep_recipes
+from mycli.cli.reports.sweep import sweep_recipes
 from mycli.quant import pipeline
 from mycli.runtime.errors import UsageError
 from tests.support.command_line import Mycli

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mycli.cli.receipts import format_of, loading_of
+from mycli.cli.replies.receipts import format_of, loading_of
 from mycli.runtime.diagnostics.receipt import Receipt, TokenDifference, different_files, file_hashes, first_difference
 from mycli.runtime.errors import ModelError, UserError
 from mycli.runtime.sampling.params import SamplingParams

@@ -177,6 +177,18 @@ def test_passes_are_small_while_a_prompt_of_another_user_is_expected() -> None:
     assert passes(engine, 1) == [("many", 32)]
 
 
+def test_a_sequence_without_room_in_the_pass_takes_no_place() -> None:
+    engine = scheduler(running=8, chunk=32)
+    submit(engine, 99, "one", limit=0, length=8)
+    submit(engine, 0, "many")
+    step(engine)
+    submit(engine, 98, "one", length=20)
+    for seed in range(1, 5):
+        submit(engine, seed, "many")
+    assert passes(engine, 2) == [("decode", 1), ("one", 20)]
+    assert len(engine.running) == 2
+
+
 def test_one_user_alone_has_the_whole_chunk() -> None:
     engine = scheduler(running=8, chunk=32)
     for seed in range(3):

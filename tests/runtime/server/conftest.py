@@ -13,8 +13,8 @@ from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.engine.model_runner import CacheShape
+from mycli.runtime.server.http.settings import ServerSettings
 from mycli.runtime.server.ollama.card import model_card
-from mycli.runtime.server.settings import ServerSettings
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 from mycli.runtime.utils.dtypes import FLOATS
 from tests.support.paths import PICO

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from mycli.runtime.engine.loading.loader import LoadedModel
-from mycli.runtime.server.settings import ServerLimits, ServerSettings
+from mycli.runtime.server.http.settings import ServerLimits, ServerSettings
 from tests.runtime.server.conftest import Scripted
 from tests.runtime.server.test_replies import GrammarEngine
 from tests.support.served import Served, joined, serving

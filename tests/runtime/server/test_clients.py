@@ -19,8 +19,8 @@ from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.engine.model_runner import CacheShape
+from mycli.runtime.server.http.settings import ServerSettings
 from mycli.runtime.server.ollama.card import model_card
-from mycli.runtime.server.settings import ServerSettings
 from tests.support.agent_model import CONTEXT, agent_model
 from tests.support.clients.python_clients import CLIENTS
 from tests.support.forcing_proxy import Exchange, proxy

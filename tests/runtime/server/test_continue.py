@@ -45,8 +45,9 @@ def test_reasoning_before_the_message_stays_reasoning(scripted: Scripted, reason
         {"messages": [{"role": "assistant", "content": "x"}], "continue_final_message": True},
         {"regex": "a+", "continue_final_message": True},
         {"add_generation_prompt": False},
+        {"add_generation_prompt": True, "continue_final_message": True},
     ],
-    ids=["a-question", "alone", "with-a-format", "no-prompt"],
+    ids=["a-question", "alone", "with-a-format", "no-prompt", "both"],
 )
 def test_what_cannot_be_continued_is_refused(served: Served, fields: dict[str, Any]) -> None:
     body = {"messages": [QUESTION, {"role": "assistant", "content": "The"}], **fields}

@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
+from mycli.runtime.server.http.settings import ServerSettings
 from mycli.runtime.server.routes.rerank import _AFTER, _BEFORE, INSTRUCTION
-from mycli.runtime.server.settings import ServerSettings
 from tests.support.embedding_models import PROMPTS, embedding_gemma, qwen3_embedding, qwen3_reranker
 from tests.support.served import Served, load_fp32, serving
 

@@ -14,7 +14,7 @@ from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.engine.model_runner import CacheShape
 from mycli.runtime.engine.sequence import SequenceOutput
-from mycli.runtime.server.settings import ServerSettings
+from mycli.runtime.server.http.settings import ServerSettings
 from mycli.runtime.utils.dtypes import FLOATS
 from tests.support.packed_mixture import write_mixture
 from tests.support.served import Answer, Served, serving

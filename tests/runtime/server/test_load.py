@@ -14,7 +14,7 @@ import pytest
 
 from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.engine.sequence import SequenceOutput
-from mycli.runtime.server.settings import ServerLimits, ServerSettings
+from mycli.runtime.server.http.settings import ServerLimits, ServerSettings
 from tests.runtime.server.conftest import Scripted
 from tests.support.served import ScriptedEngine, Served, joined, serving
 

@@ -11,8 +11,8 @@ import ollama
 import pytest
 
 from mycli.runtime.engine.loading.loader import LoadedModel
+from mycli.runtime.server.http.settings import ServerSettings
 from mycli.runtime.server.ollama.keep_alive import keep_alive_seconds
-from mycli.runtime.server.settings import ServerSettings
 from tests.runtime.server.conftest import Scripted
 from tests.support.embedding_models import qwen3_embedding
 from tests.support.paths import ROOT

@@ -10,7 +10,7 @@ import pytest
 
 from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.engine.sequence import Request
-from mycli.runtime.server.settings import ServerSettings
+from mycli.runtime.server.http.settings import ServerSettings
 from tests.runtime.server.conftest import Scripted
 from tests.support.browser import CHROMIUM, Browser
 from tests.support.served import ScriptedEngine, Served, serving

@@ -11,7 +11,7 @@ import pytest
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.engine.model_runner import CacheShape
-from mycli.runtime.server.settings import ServerSettings
+from mycli.runtime.server.http.settings import ServerSettings
 from tests.support.served import Served, serving
 
 MESSAGES = [{"role": "user", "content": "Tell me about Leo and his dog."}]

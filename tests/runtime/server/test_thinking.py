@@ -15,7 +15,7 @@ from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.engine.model_runner import CacheShape
-from mycli.runtime.server.settings import ServerSettings
+from mycli.runtime.server.http.settings import ServerSettings
 from mycli.runtime.utils.dtypes import FLOATS
 from tests.runtime.server.conftest import TEMPLATE, Scripted
 from tests.runtime.server.test_replies import GrammarEngine

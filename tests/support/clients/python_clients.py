@@ -6,6 +6,7 @@ complete; the model's text is not checked.
 
 import asyncio
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -329,6 +330,13 @@ def litellm_ollama(url: str, model: str) -> None:
         assert parts[-1].choices[0].finish_reason
 
 
+def aider(url: str, model: str) -> None:
+    options = ["--model", f"openai/{model}", "--openai-api-base", f"{url}/v1", "--no-git", "--yes", "--no-check-update"]
+    options += ["--no-show-model-warnings", "--no-analytics", "--message", QUESTION]
+    done = subprocess.run([sys.executable, "-m", "aider", *options], capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0 and "Tokens:" in done.stdout, done.stdout + done.stderr
+
+
 def llm_ollama(url: str, model: str) -> None:
     os.environ["OLLAMA_HOST"] = url
     import llm as client
@@ -359,6 +367,7 @@ CLIENTS: dict[str, tuple[Callable[[str, str], None], tuple[str, ...], bool]] = {
     "guidance": (guidance, ("guidance", "openai"), False),
     "semantic-kernel": (semantic_kernel, ("semantic-kernel",), True),
     "llm": (llm, ("llm",), True),
+    "aider": (aider, ("aider-chat",), False),
     "langchain-ollama": (langchain_ollama, ("langchain-ollama",), False),
     "litellm ollama": (litellm_ollama, ("litellm",), False),
     "llm-ollama": (llm_ollama, ("llm", "llm-ollama"), False),

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from mycli.runtime.server.api_error import ApiError
+from mycli.runtime.server.http.api_error import ApiError
+from mycli.runtime.server.http.settings import ServerLimits
 from mycli.runtime.server.router.management import ModelManager, pull_response
 from mycli.runtime.server.router.model import RoutedModel
 from mycli.runtime.server.router.pool import ModelPool
-from mycli.runtime.server.settings import ServerLimits
 
 FAILS = 'import json, sys; print(json.dumps({"error": {"message": "the disk is full"}})); sys.exit(5)'
 

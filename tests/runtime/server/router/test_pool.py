@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from mycli.runtime.server.api_error import ApiError
+from mycli.runtime.server.http.api_error import ApiError
+from mycli.runtime.server.http.settings import ServerLimits
 from mycli.runtime.server.router.model import RoutedModel
 from mycli.runtime.server.router.pool import ModelPool
 from mycli.runtime.server.router.process import LoadError
-from mycli.runtime.server.settings import ServerLimits
 
 
 class FakeProcess:

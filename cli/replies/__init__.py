@@ -1,0 +1,1 @@
+"""Replies of `run`: from files and pipes, recorded, resumed, with receipts."""

@@ -1,0 +1,1 @@
+"""HTTP: connections, bodies, access, errors and logs, without the model."""

@@ -1,0 +1,1 @@
+"""Requests of clients: their fields, formats, prompts and grammars."""

@@ -1,0 +1,97 @@
+"""Renders the conversation of a request with the model's template, and compares prompts with earlier ones."""
+
+from collections import deque
+from collections.abc import Sequence
+from threading import Lock
+
+from mycli.runtime.cache.prefix_index import common_prefix_length
+from mycli.runtime.errors import UserError
+from mycli.runtime.server.http.api_error import ApiError, from_user_error
+from mycli.runtime.tokenizer.chat_template import ALLOWED_ARGUMENTS, Message
+from mycli.runtime.tokenizer.parsing.tool_formats import describe_tools_in_system_message
+from mycli.runtime.tokenizer.prompt_difference import AROUND, Difference, PromptParts, causes
+from mycli.runtime.tokenizer.tokenizer import Tokenizer
+
+_RECENT_PROMPTS, _RECENT_TOKENS = 32, 1 << 18  # every new prompt is compared with all of these
+
+
+def template_source(tokenizer: Tokenizer) -> str:
+    """Return the source of the template for requests with tools; "" without a template."""
+    return "" if tokenizer.template is None else tokenizer.template.source(tools=True)
+
+
+def render_chat(
+    tokenizer: Tokenizer, parts: PromptParts, more: bool = True, place: str = "messages", source: str | None = None
+) -> list[int]:
+    """Return the token ids of a conversation; `more`: open the assistant's reply. Raises ApiError about `place`.
+
+    source: of the template, if it is known.
+    """
+    for name in parts.arguments:
+        if name not in ALLOWED_ARGUMENTS:
+            allowed = ", ".join(sorted(ALLOWED_ARGUMENTS))
+            message = f"{name[:60]!r} is not a template argument; allowed: {allowed}"
+            raise ApiError(400, message, "invalid_value", param="chat_template_kwargs")
+    messages, tools = list(parts.messages), parts.tools
+    source = template_source(tokenizer) if source is None else source
+    if "developer" not in source:
+        messages = [
+            Message("system", message.content, name=message.name) if message.role == "developer" else message
+            for message in messages
+        ]
+    if tools and "tools" not in source:
+        messages, tools = describe_tools_in_system_message(messages, list(tools)), ()
+    try:
+        return tokenizer.apply_chat_template(
+            messages, tools=list(tools) or None, add_generation_prompt=more, **parts.arguments
+        )
+    except UserError as error:
+        raise from_user_error(error, place) from None
+
+
+def compare_prompts(
+    tokenizer: Tokenizer, first: tuple[Sequence[int], PromptParts], second: tuple[Sequence[int], PromptParts]
+) -> Difference:
+    """Return the first difference of two prompts, given as tokens and parts."""
+    shared = common_prefix_length(first[0], second[0])
+    if shared == len(first[0]):
+        return Difference(shared, len(first[0]), len(second[0]))
+
+    def spelled(ids: Sequence[int]) -> str:
+        return b"".join(map(tokenizer.token_bytes, ids)).decode("utf-8", "replace")
+
+    # As many tokens as characters are needed, because nearly every token has a character.
+    after = slice(shared, shared + AROUND)
+    return Difference(
+        shared,
+        len(first[0]),
+        len(second[0]),
+        spelled(second[0][max(shared - AROUND, 0) : shared])[-AROUND:],
+        spelled(first[0][after])[:AROUND],
+        spelled(second[0][after])[:AROUND],
+        causes(first[1], second[1]),
+    )
+
+
+class RecentPrompts:
+    """The chat prompts that were served last. Methods may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._prompts: deque[tuple[Sequence[int], PromptParts]] = deque(maxlen=_RECENT_PROMPTS)
+        self._lock = Lock()
+
+    def add(self, ids: Sequence[int], parts: PromptParts) -> None:
+        """Store a prompt, and drop the oldest ones beyond the limits."""
+        with self._lock:
+            self._prompts.append((ids, parts))
+            while sum(len(recent) for recent, _ in self._prompts) > _RECENT_TOKENS:
+                self._prompts.popleft()
+
+    def compare(self, tokenizer: Tokenizer, ids: Sequence[int], parts: PromptParts) -> Difference | None:
+        """Return the difference to the earlier prompt with the longest shared prefix; None if there is none."""
+        with self._lock:
+            earlier = list(self._prompts)
+        if not earlier:
+            return None
+        closest = max(earlier, key=lambda recent: common_prefix_length(recent[0], ids))
+        return compare_prompts(tokenizer, closest, (ids, parts))

@@ -1,0 +1,193 @@
+"""Test access control: hosts, origins, keys and request shapes; and what is logged."""
+
+import json
+import socket
+from typing import Any
+
+import pytest
+
+from mycli.runtime.server.application import ROUTES
+from mycli.runtime.server.http.guard import OPEN_PATHS, host_of
+from mycli.runtime.server.http.settings import ServerLimits, ServerSettings
+from tests.runtime.server.conftest import Scripted
+from tests.support.served import JSON, Served
+
+CHAT = "/v1/chat/completions"
+KEY = "s3cret-key"
+
+
+def raw(served: Served, data: bytes, seconds: float = 20) -> bytes:
+    """Send bytes to a socket and return all that comes back."""
+    with socket.create_connection(("127.0.0.1", served.port), timeout=seconds) as link:
+        link.sendall(data)
+        link.shutdown(socket.SHUT_WR)
+        parts = []
+        while part := link.recv(65536):
+            parts.append(part)
+        return b"".join(parts)
+
+
+@pytest.mark.parametrize(
+    "host, allowed",
+    [
+        ("localhost", True),
+        ("127.0.0.1:8080", True),
+        ("[::1]:80", True),
+        ("192.168.1.7", True),
+        ("page.localhost:1", True),
+        ("evil.example", False),
+        ("localhost.evil.example", False),
+        ("127.0.0.1.evil.example:8080", False),
+        ("user@127.0.0.1", False),
+        ("127.0.0.1:8080, evil.example", False),
+        ("", False),
+        ("a" * 5000, False),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_g2_a_foreign_host_is_refused(served: Served, host: str, allowed: bool) -> None:
+    answer = served.ask("GET", "/v1/models", headers={"Host": host})
+    assert answer.status == (200 if allowed else 403)
+    assert allowed or answer.error["code"] == "host_not_allowed"
+
+
+def test_g2_two_hosts_are_none(served: Served) -> None:
+    data = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\nConnection: close\r\n\r\n"
+    assert raw(served, data).split()[1] in (b"400", b"403")
+
+
+@pytest.mark.parametrize("origin", ["null", "http://evil.example", "http://localhost", "https://127.0.0.1"])
+def test_g3_g37_a_foreign_page_may_not_ask_nor_read(served: Served, origin: str) -> None:
+    for method, path in (("POST", CHAT), ("GET", "/v1/models"), ("OPTIONS", CHAT)):
+        answer = served.ask(method, path, b"{}" if method == "POST" else None, {"Origin": origin})
+        assert answer.status == 403 and answer.error["code"] == "origin_not_allowed"
+        assert not [name for name in answer.headers if name.startswith("access-control")]
+
+
+def test_g3_listed_pages_may_and_only_they(scripted: Scripted) -> None:
+    with scripted("Hi", settings=ServerSettings(("pico",), origins=("https://a.example",))) as served:
+        listed = {"Origin": "https://a.example"}
+        asked = served.ask("OPTIONS", CHAT, None, {**listed, "Access-Control-Request-Method": "POST"})
+        assert asked.status == 204 and asked.headers["access-control-allow-origin"] == "https://a.example"
+        assert "authorization" in asked.headers["access-control-allow-headers"]
+        answer = served.ask("GET", "/v1/models", None, listed)
+        assert answer.status == 200 and answer.headers["access-control-allow-origin"] == "https://a.example"
+        assert "access-control-allow-credentials" not in answer.headers
+        assert served.ask("GET", "/v1/models", None, {"Origin": "https://b.example"}).status == 403
+        for scheme in ("http", "https"):  # https: behind a reverse proxy that ends TLS
+            own = {"Origin": f"{scheme}://127.0.0.1:{served.port}"}
+            assert served.ask("GET", "/v1/models", None, own).status == 200
+
+
+# Ollama's interface accepts one more type, see test_ollama.
+@pytest.mark.parametrize("path", [p for method, p, _ in ROUTES if method == "POST" and not p.startswith("/api/")])
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
+def test_g4_a_form_of_another_site_is_no_json(served: Served, path: str, kind: str) -> None:
+    answer = served.ask("POST", path, b"{}", {"content-type": kind})
+    assert answer.status == 415 and answer.error["code"] == "unsupported_media_type"
+
+
+@pytest.fixture
+def keyed(scripted: Scripted) -> Any:
+    with scripted("Hi", settings=ServerSettings(("pico",), key=KEY.encode())) as found:
+        yield found
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"authorization": "Bearer wrong"},
+        {"authorization": "Bearer "},
+        {"authorization": "Bearer"},
+        {"authorization": f"Basic {KEY}"},
+        {"x-api-key": ""},
+        {"x-api-key": KEY + "x"},
+        {"x-api-key": "clé".encode().decode("latin-1")},
+        {"authorization": "Bearer " + "k" * 30_000},
+    ],
+    ids=lambda headers: json.dumps(headers)[:30],
+)
+def test_g5_without_the_key_nobody_comes_in(keyed: Served, headers: dict[str, str]) -> None:
+    answer = keyed.ask("GET", "/v1/models", headers=headers)
+    assert answer.status == 401 and answer.error["type"] == "authentication_error"
+    assert answer.headers["www-authenticate"] == "Bearer" and KEY not in answer.body.decode()
+
+
+def test_g5_the_key_is_taken_in_both_forms(keyed: Served) -> None:
+    for headers in ({"authorization": f"Bearer {KEY}"}, {"Authorization": f"bearer {KEY}"}, {"x-api-key": KEY}):
+        assert keyed.ask("GET", "/v1/models", headers=headers).status == 200
+    assert KEY not in "\n".join(keyed.log)
+
+
+def test_g6_the_key_covers_every_route(keyed: Served) -> None:
+    """The exceptions are the health probe and the page, which holds no data and asks for the key."""
+    bare = [(method, path.removeprefix("/v1"), None) for method, path, _ in ROUTES]
+    for method, path, _ in (*ROUTES, *bare):
+        file = path.replace("/web/{name:path}", "/web/page.js").replace("{name:path}", "pico")
+        answer = keyed.ask(method, file, b"{}" if method == "POST" else None)
+        assert answer.status == (200 if path in (*OPEN_PATHS, "/web/{name:path}") else 401), path
+    assert keyed.ask("GET", "/nowhere").status == 401
+    assert set(OPEN_PATHS) == {"/health", "/"}
+
+
+def test_g9_a_large_body_is_refused_before_it_is_read(scripted: Scripted) -> None:
+    limits = ServerLimits(body_bytes=10_000)
+    with scripted("Hi", settings=ServerSettings(("pico",), limits=limits)) as served:
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        told = raw(served, f"{head}Content-Length: 99999999\r\n\r\n{{".encode())
+        assert told.split()[1] == b"413"
+        chunk = b"1000\r\n" + b" " * 4096 + b"\r\n"
+        assert raw(served, f"{head}Transfer-Encoding: chunked\r\n\r\n".encode() + chunk * 5).split()[1] == b"413"
+        assert served.chat(max_tokens=2).status == 200
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"a: b\r\n" * 200 + b"Connection: close\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nx: " + b"a" * 70_000 + b"\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"POST /v1/models HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nxx",
+        b"POST /v1/models HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"GET / HTTP/1.1\nHost: localhost\n bad\r\n\r\n",
+    ],
+    ids=["many", "long", "chunk", "lengths", "negative", "tls", "version", "h2", "fold"],
+)
+def test_g10_what_is_no_request_is_refused(served: Served, data: bytes) -> None:
+    answer = raw(served, data)
+    assert answer.split()[1] in (b"400", b"403", b"404", b"413", b"415", b"431", b"405"), answer[:200]
+    assert served.ask("GET", "/health").status == 200
+
+
+def test_g10_a_second_request_is_not_smuggled(served: Served) -> None:
+    """The server, given both lengths, refuses or reads one request and never sends two answers."""
+    inner = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    data = (
+        b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
+        + str(5 + len(inner)).encode()
+        + b"\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n0\r\n\r\n"
+        + inner
+    )
+    assert raw(served, data).count(b"HTTP/1.1 ") <= 1
+
+
+def test_g31_a_request_id_is_kept_if_it_is_one(served: Served) -> None:
+    assert served.ask("GET", "/health", headers={"x-request-id": "abc-1.2_3"}).headers["x-request-id"] == "abc-1.2_3"
+    for bad in ("a" * 200, "a b", "é".encode().decode("latin-1"), "<script>"):
+        given = served.ask("GET", "/health", headers={"x-request-id": bad}).headers["x-request-id"]
+        assert given != bad and given.startswith("req_")
+
+
+def test_the_host_of_a_header_is_read() -> None:
+    assert [host_of(one) for one in ("A.b:1", "[::1]", "x.", "a/b", "http://c:80", "a:b", "[x]")] == [
+        "a.b", "::1", "x", "", "c", "", "",
+    ]  # fmt: skip
+
+
+def test_answers_are_not_sniffed_nor_cached_by_others(served: Served) -> None:
+    headers = served.ask("GET", "/v1/models").headers
+    assert headers["x-content-type-options"] == "nosniff" and headers["content-type"] == JSON["content-type"]

@@ -1,0 +1,129 @@
+"""Test that every request field of other servers is supported, refused by name, or irrelevant to the reply."""
+
+from typing import Any
+
+import pytest
+from anthropic.types import message_create_params
+from anthropic.types.beta import message_create_params as beta_create_params
+from openai.types import completion_create_params as text_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.responses import response_create_params
+
+from mycli.runtime.server.requests import fields
+from mycli.runtime.server.requests.schemas import Sampling
+from tests.runtime.server.conftest import Scripted
+from tests.support.request_fields import (
+    CHAT,
+    EXCEPTIONS,
+    FIELDS,
+    HARMLESS,
+    INTERFACES,
+    MESSAGES,
+    NAMED,
+    REFUSED,
+    RESPONSES,
+    SERVED,
+    TEXT,
+)
+from tests.support.served import ScriptedEngine, Served, serving
+
+_TALK = [{"role": "user", "content": "Hello"}]
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": _TALK, "max_tokens": 1},
+    TEXT: {"prompt": "Hello", "max_tokens": 1},
+    RESPONSES: {"input": "Hello", "max_output_tokens": 1},
+    MESSAGES: {"messages": _TALK, "max_tokens": 1},
+}
+CLIENTS = {
+    "openai": {
+        CHAT: chat_create_params.CompletionCreateParamsBase,
+        TEXT: text_create_params.CompletionCreateParamsBase,
+        RESPONSES: response_create_params.ResponseCreateParamsBase,
+    },
+    "anthropic": {MESSAGES: message_create_params.MessageCreateParamsBase},
+    "anthropic-beta": {MESSAGES: beta_create_params.MessageCreateParamsBase},
+}
+# (route, field) -> the interfaces that have it
+SENT: dict[tuple[str, str], list[str]] = {}
+for client, kinds in CLIENTS.items():
+    for route, kind in kinds.items():
+        for name in ("stream", *(("output_format",) if route == MESSAGES else ()), *kind.__annotations__):
+            SENT.setdefault((route, name), []).append(client)
+for client, routes in INTERFACES.items():
+    for route, names in routes.items():
+        for name in names:
+            SENT.setdefault((route, name), []).append(client)
+
+
+@pytest.fixture(scope="module")
+def answering(loaded: Any) -> Any:
+    ids = loaded.tokenizer.encode("yes", add_special=False)
+    with serving(loaded, ScriptedEngine(lambda request: ids)) as served:
+        yield served
+
+
+@pytest.mark.parametrize("route, name", sorted(SENT), ids=lambda part: part)
+def test_a_field_is_served_or_refused_by_name(answering: Served, route: str, name: str) -> None:
+    fate, value = EXCEPTIONS.get((route, name), FIELDS[name])
+    body = {**BODIES[route], name: value}
+    if name == "function_call":
+        body["functions"] = FIELDS["functions"][1]
+    answer = answering.ask("POST", route, body)
+    if fate == REFUSED:
+        assert answer.status == 400 and str(answer.error["param"]).startswith(name), answer.body[:300]
+        return
+    assert answer.status == 200, answer.body[:300]
+    assert answer.headers.get("x-mycli-omitted") == (f"field {name}" if fate == NAMED else None)
+    assert (fate == HARMLESS) == (name in fields.HARMLESS_FIELDS and (route, name) not in EXCEPTIONS)
+
+
+@pytest.mark.parametrize("name", [name for name, (fate, _) in FIELDS.items() if fate == REFUSED])
+def test_a_field_that_asks_for_nothing_is_no_reason_to_refuse(answering: Served, name: str) -> None:
+    assert answering.ask("POST", CHAT, {**BODIES[CHAT], name: None}).status == 200
+
+
+def test_a_field_of_no_interface_is_ignored_and_named(answering: Served) -> None:
+    answer = answering.ask("POST", CHAT, {**BODIES[CHAT], "temprature": 0.5, "a\nb": 1})
+    assert answer.status == 200 and answer.headers["x-mycli-omitted"] == "field temprature, field unprintable"
+
+
+def test_the_table_holds_every_field_that_is_refused_or_ignored() -> None:
+    assert {*fields.UNSUPPORTED_FIELDS, *fields.HARMLESS_FIELDS} - set(FIELDS) <= {
+        # in earlier versions of these servers
+        *("logits_processors", "typ_p", "image_data", "input_prefix", "input_suffix", "input_extra"),
+        *("thinking_budget_tokens", "anthropic_version", "anthropic_beta"),
+    }
+    assert {fate for fate, _ in FIELDS.values()} == {SERVED, REFUSED, HARMLESS, NAMED}
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        {"regex": "a{3}"},
+        {"ebnf": 'root ::= "aaa"'},
+        {"grammar": 'root ::= x\nx ::= "a" "aa"'},
+        {"json_schema": '{"const": "aaa"}'},
+        {"structured_outputs": {"choice": ["aaa"]}},
+        {"structured_outputs": {"grammar": 'start: "aaa"'}},
+        {"guided_regex": "aaa"},
+        {"response_format": {"type": "gbnf", "gbnf": 'root ::= "a"+ "a"'}},
+    ],
+    ids=lambda constraint: "-".join(constraint),
+)
+def test_a_constraint_in_any_servers_words_is_kept(served: Served, constraint: dict[str, Any]) -> None:
+    reply = served.chat("Write.", max_tokens=60, **constraint)
+    text = reply.json["choices"][0]["message"]["content"]
+    assert set(text) - {'"'} == {"a"} and (len(text.strip('"')) == 3 or "response_format" in constraint)
+
+
+def test_a_stop_token_of_the_request_ends_the_reply(scripted: Scripted) -> None:
+    """The engine gets it in addition to the model's own stop tokens."""
+    with scripted("one two") as served:
+        assert served.chat(stop_token_ids=[7]).status == 200
+        worker = served.service.worker
+        request = served.service.request([1], _sampling([7]), 5, None, None)
+        assert request.stop_ids == {7} | served.service.loaded.stop_ids and worker.underway == 0
+
+
+def _sampling(ids: list[int]) -> Sampling:
+    return Sampling.model_validate({"stop_token_ids": ids})
