@@ -24,6 +24,7 @@ from mycli.cli.main import COMMANDS, find_command, join_sweep
 from tests.support.adapters import QUERIES, tensors_for, write_adapter
 from tests.support.command_line import COMMAND, default_signals
 from tests.support.hub_server import HubServer, hub_server
+from tests.support.other_stores import lm_studio, ollama
 from tests.support.paths import PICO, ROOT
 from tests.support.prediction import make_with_head
 
@@ -212,6 +213,9 @@ def _stock(hub: HubServer, folder: Path) -> None:
         hub.add("org/repo", {"model-Q4_K_M.gguf": exported.read_bytes()})
         name = "qwen2.5-0.5b-instruct-q4_k_m.gguf"
         hub.add("Qwen/Qwen2.5-0.5B-Instruct-GGUF", {name: exported.read_bytes()})
+        home = folder.parent  # of the tests' environment
+        ollama(home, exported.read_bytes(), "registry.ollama.ai", "library", "qwen3", "8b")
+        lm_studio(home, exported.read_bytes(), "org/repo-GGUF/repo-Q4_K_M.gguf")
     if (adapter := folder / "adapter").exists():
         hub.add("some-org/some-adapter", {path.name: path.read_bytes() for path in adapter.iterdir()})
 

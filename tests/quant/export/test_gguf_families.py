@@ -82,9 +82,9 @@ LOSSES = {
     "ernie4_5_moe-every-other-none-shared-untied": "size",
     "qwen3_next-odd-heads-every-other-unnormalized-tied": "mlp|size|routing",
     "olmoe-clip-normalized-gqa-tied": "clip",
-    "dots1-window7-tied-biases": "window",
+    "dots1-window7-tied-biases": "key-value heads",
     "cohere-gqa-untied-biases": "no tensor",
-    "deepseek_v3-odd-sizes-half-split-biases-tied": "rope",
+    "deepseek_v3-odd-sizes-half-split-biases-tied": "q_lora_rank",
     "falcon_h1-multipliers": "embedding_scale",
     "nemotron_h-groups-latent-experts-odd-sizes-biases-unnormalized": "no tensor for it",
 }
