@@ -1,4 +1,4 @@
-"""Finds the header of a recorded reply; without torch, since a server for several models only forwards requests."""
+"""Finds the header of a recorded reply; imports no torch, since a server for several models only forwards requests."""
 
 from collections.abc import Mapping
 from contextlib import suppress

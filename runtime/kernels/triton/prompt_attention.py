@@ -225,15 +225,14 @@ def prompt_tile(chip: Chip, head_dim: int, stored: torch.dtype) -> PromptTile | 
     rows, keys, warps = 128 if head_dim <= 128 else 64, 64 if asynchronous else 32, 8
     if stored == PACKED and head_dim > 128:  # the rotation takes the registers
         rows, keys, warps = 16, 32, 4
-    elif stored == PACKED and not asynchronous:
-        rows, warps = 64, 4
     # An upper bound of the shared memory that Triton 3.6 and 3.7 allocate, with 8 bytes of scales for each int8 key.
     # Chips with asynchronous MMA read queries and converted keys from there too.
     lanes, quantized = 1 << (head_dim - 1).bit_length(), stored.itemsize == 1
     block, others = keys * (2 * lanes * stored.itemsize + 8 * quantized), 2 * rows * keys
     if asynchronous:
         others += 2 * rows * lanes + 4 * keys * lanes * quantized
-    stages = min(2, (chip.shared - others) // block)
+    most = 1 if stored == PACKED and not asynchronous else 2  # copies ahead would take registers
+    stages = min(most, (chip.shared - others) // block)
     return PromptTile(rows, keys, warps, stages) if stages > 0 and head_dim <= MAX_PROMPT_HEAD else None
 
 
