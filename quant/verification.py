@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mycli.quant.export._weights import Weights
-from mycli.quant.ggml.file import split_by_head
+from mycli.quant.ggml.file import EMBEDDING_TENSOR, HEAD, split_by_head
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.progress import ReportProgress, silent
 from mycli.quant.readers import Names, Reading, ReadWeight
@@ -155,6 +155,8 @@ def _gguf_weights(folder: ModelFolder) -> Iterator[tuple[str, Tensor]]:
         first = len(values) if rule.first_rows is None else rule.first_rows(config)
         parts = [values] if first == len(values) else [values[:first], values[first:]]
         yield from zip(place.names, parts, strict=True)
+        if name == EMBEDDING_TENSOR and architecture.own_head and config.tie_embeddings:
+            yield HEAD, values
 
 
 @torch.no_grad()

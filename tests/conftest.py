@@ -30,7 +30,7 @@ SHORT_TEXT = 50_000  # characters
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
     """Set temporary folders for every test, no terminal settings, no network."""
-    others = ("MYCLI_", "HF_", "XDG_", "PYTHONPATH")
+    others = ("MYCLI_", "HF_", "XDG_", "OLLAMA_", "PYTHONPATH")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(others)}
     return {
         **kept,

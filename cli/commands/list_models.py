@@ -11,6 +11,7 @@ _COLUMNS = (
     Column("kind", "kind"),
     Column("size", lambda model: human_bytes(model["bytes"]), right=True),
     Column("commit", lambda model: (model["commit"] or "")[:12]),
+    Column("folder", lambda model: model["folder"] if model["kind"] in ("ollama", "lm-studio") else ""),
     Column("state", lambda model: model["problem"] or "ready"),
 )
 
@@ -19,8 +20,8 @@ _COLUMNS = (
 def list_models(call: Call) -> None:
     """List the models on this machine.
 
-    Lists the built-in model, models quantized here, and models in the Hugging Face cache. A model that mycli cannot run
-    is listed with the reason.
+    Lists the built-in model, models quantized here, models in the Hugging Face cache, and those that Ollama and LM
+    Studio downloaded, which are used where they lie. A model that mycli cannot run is listed with the reason.
     """
     models = [
         {

@@ -12,6 +12,7 @@ from mycli.runtime.errors import UsageError
 from mycli.runtime.hub.client import Hub
 from mycli.runtime.hub.download import DownloadPlan, check_space, fetch_files, plan_download
 from mycli.runtime.hub.model_info import check_supported
+from mycli.runtime.hub.other_stores import find_stored
 from mycli.runtime.hub.resolve import Source, custom_code_warning, resolve
 from mycli.runtime.utils.units import human_bytes, pluralize
 
@@ -85,7 +86,8 @@ def pull(
 
     Downloads the safetensors, JSON, tokenizer and template files of one commit into the Hugging Face cache, and checks
     size and hash of each. A model that mycli cannot run is refused before the download. An interrupted download
-    resumes. Prints the folder.
+    resumes. Prints the folder. A model that Ollama or LM Studio has already is not downloaded again, unless --force is
+    given.
 
     With --bits, --method or another option of quantization the model is quantized while it is downloaded: its layers
     come one by one, and only the quantized model is stored, with the bytes that pull and then quantize would give.
@@ -97,7 +99,8 @@ def pull(
         settings = QuantizedPull(output, held_out, device, max_ram, overwrite, restart)
         pull_quantized(call, model, flags, settings)
         return
-    if call.offline or "/" not in model:  # names without an organization are local
+    # Names without an organization are local. What another program downloaded is not downloaded again.
+    if call.offline or "/" not in model or (not force and find_stored(model) is not None):
         _show_local(call, model)
         return
     with Hub.connect(call.out.note) as hub:

@@ -16,7 +16,7 @@ from mycli.quant.readers import Names, Reading, ReadWeight, Task, run_program
 from mycli.quant.readers._digests import row_digests
 from mycli.runtime.checkpoint.gguf.blocks import dequantize_blocks
 from mycli.runtime.checkpoint.gguf.files import GgufFiles
-from mycli.runtime.checkpoint.gguf_parts import SUFFIX
+from mycli.runtime.checkpoint.gguf_parts import is_gguf
 from mycli.runtime.errors import ModelError, NotFoundError
 
 WEIGHT_NAMES: Names = "gguf"
@@ -27,7 +27,7 @@ _START_SECONDS = 300.0
 
 def read(task: Task) -> Reading:
     """See `ReaderModule.read`."""
-    if task.model.suffix != SUFFIX:
+    if not is_gguf(task.model):
         raise ModelError(f"{task.model}: llama.cpp reads GGUF files only", "name a .gguf file")
     quantize, server = _find(task, "llama-quantize"), _find(task, "llama-server")
     with tempfile.TemporaryDirectory(prefix="mycli-read-") as folder:

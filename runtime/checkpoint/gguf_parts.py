@@ -1,12 +1,20 @@
 """The names of a GGUF model's files: one file, or the parts that gguf-split wrote (NAME-00001-of-00003.gguf)."""
 
 import re
+from pathlib import Path
 
 from mycli.runtime.errors import ModelError
 
 SUFFIX = ".gguf"
 MAX_PARTS = 1000
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+# A file of Ollama's store has the digest of its contents as name. What it holds, its first bytes say.
+_BLOB = re.compile(r"sha256-[0-9a-f]{64}")
+
+
+def is_gguf(path: Path) -> bool:
+    """Return whether a model's path is a GGUF file's, by its name."""
+    return path.suffix == SUFFIX or _BLOB.fullmatch(path.name) is not None
 
 
 def part_names(name: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from mycli.runtime.checkpoint.gguf_parts import is_gguf
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.utils.json_fields import read_object
 
@@ -11,7 +12,7 @@ def open_model_folder(path: Path) -> ModelFolder:
 
     Raises NotFoundError for a missing GGUF file, ModelError naming the field, key or tensor at fault.
     """
-    if path.suffix == ".gguf" and not path.is_dir():
+    if is_gguf(path) and not path.is_dir():
         # Imported here: a folder of safetensors needs none of the dozen modules that read GGUF.
         from mycli.runtime.checkpoint.gguf.folder import GgufFolder
 

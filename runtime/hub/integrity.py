@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from mycli.runtime.checkpoint.gguf_parts import part_names
+from mycli.runtime.checkpoint.gguf_parts import is_gguf, part_names
 from mycli.runtime.errors import ModelError, NotFoundError, UsageError
 from mycli.runtime.hub import store
-from mycli.runtime.hub.names import GGUF, is_hub_name, split_file, split_name
+from mycli.runtime.hub.names import is_hub_name, split_file, split_name
 from mycli.runtime.hub.resolve import Source, resolve
 from mycli.runtime.hub.store import COMMIT, DIGEST, MAX_RECORD_BYTES, RECORD, HubFile
 from mycli.runtime.utils.json_fields import read_object
@@ -48,11 +48,11 @@ def find_local(model: str) -> Source:
 
 
 def _folder(source: Source) -> Path:
-    return source.folder.parent if source.folder.suffix == GGUF else source.folder
+    return source.folder.parent if is_gguf(source.folder) else source.folder
 
 
 def _record(source: Source) -> Path:
-    return store.gguf_record(source.folder) if source.folder.suffix == GGUF else source.folder / RECORD
+    return store.gguf_record(source.folder) if is_gguf(source.folder) else source.folder / RECORD
 
 
 def has_record(source: Source) -> bool:

@@ -15,13 +15,14 @@ from mycli.runtime.errors import ModelError, NotFoundError, UsageError
 from mycli.runtime.hub import store
 from mycli.runtime.hub.download import lock_folder, repo_lock
 from mycli.runtime.hub.names import is_hub_name, is_path, split_name
+from mycli.runtime.hub.other_stores import StoredModel, stored_models
 from mycli.runtime.hub.resolve import resolve
 from mycli.runtime.hub.store import BUILT_IN, HubFile
 from mycli.runtime.utils.files import try_lock
 from mycli.runtime.utils.json_fields import read_object
 from mycli.runtime.utils.units import pluralize
 
-Kind = Literal["built-in", "quantized", "hub", "adapter", "unfinished"]
+Kind = Literal["built-in", "quantized", "hub", "adapter", "unfinished", "ollama", "lm-studio"]
 # What interrupted quantizations leave: finished blocks, a folder that was being written, a copy that was measured.
 _UNFINISHED = re.compile(r"\.(.+\.work|.+\.partial-\d+-[0-9a-f]{12}|widths-\w+)")
 
@@ -57,7 +58,14 @@ def local_models() -> list[LocalModel]:
         *quantized,
         *_unfinished(),
         *(model for repo in store.cached_repos() for model in _cached_models(repo)),
+        *map(_stored_model, stored_models()),
     ]
+
+
+def _stored_model(stored: StoredModel) -> LocalModel:
+    if not (problem := stored.problem):
+        problem = _problem(stored.path) if stored.path.is_dir() else _load_problem(stored.path)
+    return LocalModel(stored.name, stored.program, stored.path, None, stored.nbytes, problem)
 
 
 def _unfinished() -> Iterator[LocalModel]:

@@ -88,14 +88,17 @@ def choose_quant(names: Iterable[str], quant: str) -> str | None:
     return min(matching, key=lambda name: (len(name), name), default=None)
 
 
-def refuse_ollama(model: str) -> None:
-    """Raise NotFoundError for an address or a command of Ollama, naming repositories that its model may be."""
+def ollama_name(model: str) -> str | None:
+    """Return the name in Ollama's library that an address or a command of Ollama gives; None for anything else."""
     match = _OLLAMA.fullmatch(model.strip())
-    if match is None:
-        return
-    name = match[1] or match[2]
-    raise NotFoundError(
-        f"{model}: {name} is a name of Ollama's library, which has no folders or GGUF files by name",
+    return None if match is None else match[1] or match[2]
+
+
+def not_pulled_by_ollama(model: str) -> NotFoundError:
+    """Return the error for an address or a command of Ollama, naming repositories that its model may be."""
+    name = ollama_name(model) or model
+    return NotFoundError(
+        f"{model}: {name} is a name of Ollama's library, and Ollama has not pulled it on this machine",
         code="hub-candidates" if (candidates := suggest_models(name)) else "search-hub",
         data={"words": shlex.quote(re.sub(r"[:/]", " ", name)), "candidates": ", ".join(candidates)},
     )
@@ -103,7 +106,8 @@ def refuse_ollama(model: str) -> None:
 
 def split_name(model: str) -> tuple[str, str | None]:
     """Split `org/repo[@revision]`. Raises UsageError for anything that could act as a path or alter a URL."""
-    refuse_ollama(model)
+    if ollama_name(model) is not None:
+        raise not_pulled_by_ollama(model)
     model = split_file(split_quant(model)[0])[0]
     repo, _, revision = model.partition("@")
     invalid = "--" in repo or ".." in repo or repo.endswith((".git", ".", "-"))

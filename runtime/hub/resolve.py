@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mycli.runtime.checkpoint.adapter_config import ADAPTER_CONFIG, adapter_base, is_adapter
-from mycli.runtime.checkpoint.gguf_parts import part_names
+from mycli.runtime.checkpoint.gguf_parts import is_gguf, part_names
 from mycli.runtime.errors import ModelError, NotFoundError, UsageError
 from mycli.runtime.hub import store
 from mycli.runtime.hub.names import (
@@ -19,12 +19,14 @@ from mycli.runtime.hub.names import (
     choose_quant,
     is_hub_name,
     is_path,
-    refuse_ollama,
+    not_pulled_by_ollama,
+    ollama_name,
     split_file,
     split_name,
     split_quant,
     suggest_models,
 )
+from mycli.runtime.hub.other_stores import find_stored
 from mycli.runtime.hub.store import BUILT_IN
 from mycli.runtime.utils.json_fields import read_object
 
@@ -40,7 +42,9 @@ class Source:
 
     @property
     def label(self) -> str:
-        return self.repo or self.folder.resolve().name.removesuffix(GGUF)
+        stem = self.folder.resolve().name.removesuffix(GGUF)
+        # A file of Ollama's store is named by a digest.
+        return self.repo or (self.name if is_gguf(self.folder) and self.folder.suffix != GGUF else stem)
 
 
 def resolve(model: str, *, offline: bool = False) -> Source:
@@ -81,7 +85,10 @@ def resolve_adapter(name: str, *, offline: bool = False) -> Source:
 def _find(model: str, offline: bool) -> Source:
     if not model or "\x00" in model or len(model) > 4096:
         raise UsageError("the name of the model is empty or not a name", code="list-models")
-    refuse_ollama(model)
+    if ollama_name(model) is not None:
+        if (stored := find_stored(model)) is None:
+            raise not_pulled_by_ollama(model)
+        return Source(stored.name, stored.path)
     model = _named_file(model)
     try:
         is_gguf_file = model.endswith(GGUF) and ":" not in model
@@ -94,9 +101,11 @@ def _find(model: str, offline: bool) -> Source:
             if source is not None:
                 return source
         if "/" in model:
-            return _resolve_cached(model, offline)
+            return _resolve_cached_or_stored(model, offline)
         if Path(model).is_dir():
             return _resolve_path(model)
+        if (stored := find_stored(model)) is not None:
+            return Source(model, stored.path)
         if model in store.model_folders():
             folder = store.data_dir() / "models" / model
             raise ModelError(f"{model} is damaged: {folder} has no config.json", code="remove-model")
@@ -159,6 +168,16 @@ def _resolve_path(model: str) -> Source:
     if not is_adapter(folder):
         raise ModelError(f"{model}: no config.json in this folder", "a model is a folder in the Hugging Face layout")
     return Source(model, folder)
+
+
+def _resolve_cached_or_stored(model: str, offline: bool) -> Source:
+    try:
+        return _resolve_cached(model, offline)
+    except (NotFoundError, UsageError):  # the latter for a tag of Ollama's, which no name of the hub has
+        stored = find_stored(model)
+        if stored is None:
+            raise
+        return Source(model, stored.path)
 
 
 def _resolve_cached(model: str, offline: bool) -> Source:

@@ -42,7 +42,7 @@ class Scoring:
 
 @dataclass(frozen=True)
 class PromptKind:
-    """What the compiled GPU kernel for prompts is specialized for."""
+    """The properties for which the GPU kernel for prompts is compiled."""
 
     device: torch.device
     dtype: torch.dtype

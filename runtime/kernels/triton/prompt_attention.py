@@ -231,7 +231,8 @@ def prompt_tile(chip: Chip, head_dim: int, stored: torch.dtype) -> PromptTile | 
     block, others = keys * (2 * lanes * stored.itemsize + 8 * quantized), 2 * rows * keys
     if asynchronous:
         others += 2 * rows * lanes + 4 * keys * lanes * quantized
-    stages = min(2, (chip.shared - others) // block)
+    most = 1 if stored == PACKED and not asynchronous else 2  # copies ahead would take registers
+    stages = min(most, (chip.shared - others) // block)
     return PromptTile(rows, keys, warps, stages) if stages > 0 and head_dim <= MAX_PROMPT_HEAD else None
 
 
@@ -272,8 +273,8 @@ def small_attention(kind: PromptKind, device: torch.device, chip: Chip) -> float
 
     def stored() -> Stored:
         shape = 2 * width, 2, block, kind.head_dim
-        one = Stored.of(torch.randn(shape, generator=generator).to(kind.dtype), kind.stored)
-        return Stored(one.data.to(device), None if one.scales is None else one.scales.to(device))
+        cpu = Stored.of(torch.randn(shape, generator=generator).to(kind.dtype), kind.stored)
+        return Stored(cpu.data.to(device), None if cpu.scales is None else cpu.scales.to(device))
 
     def int32(values: object) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
@@ -286,8 +287,8 @@ def small_attention(kind: PromptKind, device: torch.device, chip: Chip) -> float
     window, chunk = 50 if kind.window else None, 48 if kind.chunk else None
     scoring = Scoring(kind.head_dim**-0.5, window, 5.0 if kind.softcap else 0.0, sinks, chunk)
     keys, values = stored(), stored()
-    found = launch_prompt_attention(query, keys, values, ragged, scoring, chip)
-    if isinstance(found, Declined):
-        return found
+    result = launch_prompt_attention(query, keys, values, ragged, scoring, chip)
+    if isinstance(result, Declined):
+        return result
     expected = attend_gathered(query.float(), keys, values, ragged, scoring)
-    return float((found.float() - expected).norm() / expected.norm())
+    return float((result.float() - expected).norm() / expected.norm())

@@ -1,1 +1,1 @@
-"""What a request asks for: fields, formats, prompts and grammars."""
+"""Requests of clients: their fields, formats, prompts and grammars."""

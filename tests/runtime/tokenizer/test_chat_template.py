@@ -92,6 +92,26 @@ def test_renders_as_transformers(path: Path, shared_child: ChatTemplate) -> None
     assert rendered >= 10
 
 
+INSTRUCTIONS = {
+    "developer-first": [("developer", "Be brief."), ("user", "Hi")],
+    "system-last": [("user", "Hi"), ("assistant", "Hello"), ("system", "Answer in French."), ("user", "Who?")],
+    "both": [("system", "S"), ("developer", " D "), ("user", "A"), ("developer", "E"), ("system", "T"), ("user", "B")],
+}
+
+
+@pytest.mark.parametrize("name", INSTRUCTIONS)
+def test_instructions_at_any_place(name: str, shared_child: ChatTemplate) -> None:
+    """A template may have a role for developers and take system messages after the first message (Qwen 3.8)."""
+    source = (HERE / "support/templates/instructions_anywhere.jinja").read_text("utf-8")
+    turns = INSTRUCTIONS[name]
+    for prompt in (True, False):
+        for arguments in ({}, {"tools": TOOLS}, {"enable_thinking": False}):
+            text = render(with_source(shared_child, source), turns, prompt, **arguments)
+            assert text == reference(source, turns, prompt, **arguments)
+            positions = [text.index(f"<|im_start|>{role}\n{content.strip()}<") for role, content in turns]
+            assert positions == sorted(positions)
+
+
 @pytest.fixture
 def short_deadline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(template_module, "RENDER_SECONDS", 1.0)

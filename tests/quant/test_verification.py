@@ -1,0 +1,178 @@
+"""Test that verification with another program passes on exports, and names a scale, a row or an expert at fault."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mycli.quant import readers
+from mycli.quant.export import ExportRequest, find_export_target
+from mycli.quant.progress import silent
+from mycli.quant.readers import Reading
+from mycli.quant.verification import Verified, tokens_to_score, verify_reading
+from mycli.runtime.checkpoint.gguf.files import GgufFiles
+from mycli.runtime.checkpoint.open_folder import open_model_folder
+from mycli.runtime.hub.resolve import Source
+from tests.support.command_line import Mycli
+from tests.support.gguf_exports import make_exported
+from tests.support.models import CPU, random_model
+from tests.support.paths import PICO
+
+EXACT = dataclasses.replace(CPU, dtype=torch.float32) if dataclasses.is_dataclass(CPU) else CPU
+
+
+def _export(folder: Path, name: str, variant: str) -> Path:
+    make_exported(folder / "hf", name)
+    module, kind = find_export_target("gguf" + variant)
+    original = open_model_folder(folder / "hf")
+    request = ExportRequest(Source("hf", folder / "hf"), original, folder / "a.gguf", kind, requantize=True)
+    return module.export(request, silent).path
+
+
+def _reading(model: Path, reader: str) -> tuple[Reading, readers.Names]:
+    tokens = tokens_to_score(open_model_folder(model).config.vocab_size)
+    module = readers.load(reader)
+    return module.read(readers.Task(model, tokens, None)), module.WEIGHT_NAMES
+
+
+def _verify(model: Path, reader: str, reference: Path | None = None) -> Verified:
+    reading, names = _reading(model, reader)
+    opened = open_model_folder(model)
+    expected = opened if reference is None else open_model_folder(reference)
+    return verify_reading(reading, names, expected, opened, tokens_to_score(opened.config.vocab_size), EXACT)
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [
+        ("llama-rope-llama3", ":f32"),
+        ("qwen3_moe-8top2", ":f32"),
+        ("olmo3-yarn-tied", ":f16"),
+        ("qwen2-biases", ":q8_0"),
+    ],
+)
+def test_exports_pass(name: str, variant: str, tmp_path: Path) -> None:
+    path = _export(tmp_path, name, variant)
+    assert not _verify(path, "gguf-py").faults
+    if variant == ":f32":
+        assert not _verify(path, "gguf-py", tmp_path / "hf").faults
+
+
+def _change(path: Path, tensor: str, change: Callable[[bytearray], None]) -> None:
+    """Change the bytes of a tensor of a GGUF file."""
+    entry = GgufFiles.open(path).header.tensors[tensor]
+    data = bytearray(path.read_bytes())
+    part = data[entry.offset : entry.offset + entry.nbytes]
+    change(part)
+    data[entry.offset : entry.offset + entry.nbytes] = part
+    path.write_bytes(data)
+
+
+def test_one_scale_of_the_wrong_sign_is_found(tmp_path: Path) -> None:
+    path = _export(tmp_path, "qwen2-biases", ":q8_0")
+    whole = path.with_name("whole.gguf")
+    whole.write_bytes(path.read_bytes())
+    width = 2 * 34  # hidden 64: two blocks of 34 bytes a row, the scale first
+
+    def flip(data: bytearray) -> None:
+        data[5 * width + 1] ^= 0x80
+
+    _change(path, "blk.1.attn_q.weight", flip)
+    (fault,) = _verify(path, "gguf-py", whole).faults
+    assert (fault.weight, fault.row) == ("blk.1.attn_q.weight", 5) and "other values in 1 of 64 rows" in fault.problem
+
+
+def test_two_rows_in_each_others_place_are_found(tmp_path: Path) -> None:
+    path = _export(tmp_path, "llama-rope-llama3", ":f32")
+
+    def swap(data: bytearray) -> None:
+        row = 64 * 4
+        data[3 * row : 4 * row], data[7 * row : 8 * row] = data[7 * row : 8 * row], data[3 * row : 4 * row]
+
+    _change(path, "blk.0.attn_k.weight", swap)
+    (fault,) = _verify(path, "gguf-py", tmp_path / "hf").faults
+    assert (fault.weight, fault.row) == ("blk.0.attn_k.weight", 3) and "rows in another order in 2 of" in fault.problem
+
+
+def test_an_expert_that_is_transposed_is_found(tmp_path: Path) -> None:
+    """An expert of as many rows as columns has the same shape transposed, so only its values show it."""
+    path = _export(tmp_path, "qwen3_moe-8top2", ":f32")
+    reading, names = _reading(path, "gguf-py")
+    entry = GgufFiles.open(path).header.tensors["blk.1.ffn_down_exps.weight"]
+    experts, rows, columns = entry.shape
+
+    def transpose(data: bytearray) -> None:
+        size = rows * columns * 4
+        expert = torch.frombuffer(data[3 * size : 4 * size], dtype=torch.float32).view(rows, columns)
+        data[3 * size : 4 * size] = expert.T.contiguous().numpy().tobytes()
+
+    _change(path, "blk.1.ffn_down_exps.weight", transpose)
+    (fault,) = _verify(path, "gguf-py", tmp_path / "hf").faults
+    assert (fault.weight, fault.row) == ("blk.1.ffn_down_exps.weight", 3 * rows)
+    assert f"in {rows} of {experts * rows} rows" in fault.problem
+    other = dataclasses.replace(reading.weights[entry.name], shape=(experts, columns, rows))
+    reading = dataclasses.replace(reading, weights={**reading.weights, entry.name: other})
+    original = open_model_folder(tmp_path / "hf")
+    tokens = tokens_to_score(original.config.vocab_size)
+    (fault,) = verify_reading(reading, names, original, open_model_folder(path), tokens, EXACT).faults
+    assert fault.row is None and "transposed" in fault.problem
+
+
+def test_a_weight_that_the_program_lacks_is_found(tmp_path: Path) -> None:
+    path = _export(tmp_path, "olmo3-yarn-tied", ":f32")
+    reading, names = _reading(path, "gguf-py")
+    fewer = {name: weight for name, weight in reading.weights.items() if name != "output.weight"}
+    original = open_model_folder(tmp_path / "hf")
+    tokens = tokens_to_score(original.config.vocab_size)
+    read = dataclasses.replace(reading, weights=fewer)
+    (fault,) = verify_reading(read, names, original, open_model_folder(path), tokens, EXACT).faults
+    assert fault.weight == "output.weight"  # which llama.cpp requires although the model is tied
+
+
+def test_the_command_ends_with_6_and_names_the_tensor(tmp_path: Path, mycli: Mycli) -> None:
+    path = _export(tmp_path, "qwen2-biases", ":q8_0")
+    assert mycli("verify", str(path), "--as", "gguf-py").returncode == 0
+
+    def flip(data: bytearray) -> None:
+        data[1] ^= 0x80
+
+    whole = path.with_name("whole.gguf")
+    whole.write_bytes(path.read_bytes())
+    _change(path, "blk.0.ffn_up.weight", flip)
+    done = mycli("verify", str(path), "--as", "gguf-py", "--ref", str(whole), "--json")
+    assert done.returncode == 6
+    answer = json.loads(done.stdout)
+    assert not answer["ok"] and answer["faults"] == [
+        {"weight": "blk.0.ffn_up.weight", "row": 0, "problem": "other values in 1 of 88 rows, first in row 0"}
+    ]
+
+
+def test_transformers_finds_a_scale_of_a_packed_folder(tmp_path: Path, mycli: Mycli) -> None:
+    """Its logits and weights are those of a folder that was quantized here; a changed scale is named."""
+    model = random_model(tmp_path / "dense", num_hidden_layers=1, hidden_size=64, intermediate_size=64)
+    done = mycli(
+        "quantize", str(model), "--method", "rtn", "--group", "32", "--report", "none", "-o", str(tmp_path / "q")
+    )
+    assert done.returncode == 0, done.stderr
+    verified = _verify(tmp_path / "q", "transformers")
+    assert not verified.faults and not verified.logits_fail and verified.logits is not None
+    tensors = load_file(tmp_path / "q/model.safetensors")
+    name = next(name for name in tensors if name.endswith("q_proj.weight_scale"))
+    changed = tmp_path / "changed"
+    changed.mkdir()
+    for file in (tmp_path / "q").iterdir():
+        (changed / file.name).write_bytes(file.read_bytes())
+    scales = tensors[name].clone()
+    scales[9, 0] = -scales[9, 0]
+    save_file({**tensors, name: scales}, changed / "model.safetensors", {"format": "pt"})
+    (fault,) = _verify(changed, "transformers", tmp_path / "q").faults
+    assert fault.row == 9 and fault.weight.endswith("q_proj.weight")
+
+
+@pytest.mark.slow
+def test_pico_passes() -> None:
+    assert not _verify(PICO, "transformers").faults

@@ -1,0 +1,87 @@
+"""Test that models of Ollama and LM Studio are found by name and used where they lie."""
+
+from pathlib import Path
+
+import pytest
+
+from mycli.runtime.checkpoint.open_folder import open_model_folder
+from mycli.runtime.errors import ModelError, NotFoundError
+from mycli.runtime.hub.integrity import has_record
+from mycli.runtime.hub.local import local_models
+from mycli.runtime.hub.other_stores import find_stored
+from mycli.runtime.hub.resolve import resolve
+from tests.attacks.gguf_model_attacks import model
+from tests.support.other_stores import lm_studio, ollama
+
+DATA = model({}, {})
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("OLLAMA_MODELS", raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("place", "names"),
+    [
+        (
+            ("registry.ollama.ai", "library", "tiny", "1b"),
+            ["tiny:1b", "ollama.com/library/tiny:1b", "ollama run tiny:1b"],
+        ),
+        (
+            ("registry.ollama.ai", "library", "tiny", "latest"),
+            ["tiny", "tiny:latest", "https://ollama.com/library/tiny"],
+        ),
+        (("registry.ollama.ai", "someone", "tiny", "q4"), ["someone/tiny:q4"]),
+        (("hf.co", "org", "tiny-GGUF", "Q4_K_M"), ["org/tiny-GGUF:Q4_K_M"]),
+    ],
+)
+def test_ollamas_names(home: Path, place: tuple[str, ...], names: list[str]) -> None:
+    ollama(home, DATA, *place)
+    for name in names:
+        source = resolve(name)
+        assert source.folder.read_bytes() == DATA and source.folder.parent == home / ".ollama/models/blobs"
+        assert open_model_folder(source.folder).config.layers > 0
+        assert not source.label.startswith("sha256") and not has_record(source)
+
+
+def test_a_folder_of_ollamas_by_its_variable(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store may be a link to another disk."""
+    ollama(home, DATA)
+    (home / "disk").symlink_to(home / ".ollama/models")
+    monkeypatch.setenv("OLLAMA_MODELS", str(home / "disk"))
+    assert resolve("tiny:1b").folder.parent == home / "disk/blobs"
+    monkeypatch.setenv("OLLAMA_MODELS", str(home / "nothing"))
+    with pytest.raises(NotFoundError):
+        resolve("tiny:1b")
+
+
+def test_lm_studios_names(home: Path) -> None:
+    small, large = (lm_studio(home, DATA, f"org/tiny-GGUF/tiny-{kind}.gguf") for kind in ("Q4_K_M", "Q8_0"))
+    lm_studio(home, DATA, "org/tiny-GGUF/mmproj-F16.gguf")
+    assert resolve("org/tiny-GGUF:Q4_K_M").folder == small
+    assert resolve("org/tiny-GGUF:tiny-Q8_0.gguf").folder == large
+    with pytest.raises(ModelError, match="2 files") as caught:
+        resolve("org/tiny-GGUF")
+    assert "org/tiny-GGUF:tiny-Q4_K_M.gguf" in (caught.value.hint or "")
+    large.unlink()
+    assert resolve("org/tiny-GGUF").folder == small
+    assert find_stored("org/tiny-GGUF:Q2_K") is None
+
+
+def test_list_says_where_a_file_lies(home: Path) -> None:
+    ollama(home, DATA)
+    ollama(home, DATA + b"\0", "registry.ollama.ai", "library", "bad", "1b", layers=[])
+    file = lm_studio(home, DATA, "org/tiny-GGUF/tiny-Q8_0.gguf")
+    found = {known.name: known for known in local_models()}
+    assert (found["tiny:1b"].kind, found["tiny:1b"].nbytes, found["tiny:1b"].problem) == ("ollama", len(DATA), "")
+    assert found["tiny:1b"].folder.read_bytes() == DATA
+    assert found["org/tiny-GGUF:tiny-Q8_0.gguf"].folder == file and not found["org/tiny-GGUF:tiny-Q8_0.gguf"].problem
+    assert "0 layers are models" in found["bad:1b"].problem
+
+
+def test_ones_own_models_count_first(home: Path) -> None:
+    ollama(home, DATA, "registry.ollama.ai", "library", "pico", "latest")
+    assert resolve("pico").folder.is_dir()
