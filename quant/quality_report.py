@@ -53,7 +53,7 @@ class QualityReport:
 
     @property
     def record(self) -> dict[str, Any] | None:
-        """The JSON object for `mycli.json` and for `--json`."""
+        """The JSON object for `mycli.json`."""
         if self.evaluation is None:
             return None
         return {
