@@ -48,7 +48,7 @@ TEMPLATE_MESSAGES: Mapping[str, tuple[str, str]] = {
     "system-not-first": ("the system prompt follows the first question", ""),
     "later-system-refused": ("a system message between turns: {cause}", ""),
     "later-system-dropped": ("a system message between turns is not rendered", "render it, or refuse it"),
-    "no-tools": ("renders no tools", "mycli serve describes them in the system prompt"),
+    "no-tools": ("renders no tools", "the server describes them in the system prompt"),
     "tools-not-rendered": ("reads tools, but does not render their names", "render each tool as JSON"),
     "parameters-not-rendered": ("does not render the parameters of tools: {names}", "render each tool as JSON"),
     "call-not-rendered": ("earlier tool calls are not rendered", "render tool_calls of the assistant"),

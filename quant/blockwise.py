@@ -154,7 +154,7 @@ class BlockSolver:
         return changed, rounding
 
     def _rounding_error(self, weight: Tensor, packing: Packing, hessian: Tensor, factor: Tensor | None) -> float:
-        # Rounding without data has no factors for columns.
+        # The comparison is with rounding the source's weights, whose columns have no factors.
         if factor is not None:
             weight, hessian = weight / factor, hessian * torch.outer(factor, factor)
         return rounding_error(weight, self._solver.grid(packing), hessian)

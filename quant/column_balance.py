@@ -15,7 +15,7 @@ from mycli.quant.transforms import awq
 from mycli.runtime.layers.block import Block
 from mycli.runtime.models.part_spec import NormSpec, OutputRows
 
-# Where all factors of a product are smaller, it stays as it is: those of pico are between 0.62 and 1.33.
+# Where all factors of a product are smaller, it stays as it is: those of pico are between 0.62 and 1.45.
 FACTOR = 8.0
 _MOST = 1 << 12  # gains must stay in the range of fp16
 

@@ -81,9 +81,10 @@ class SharedWork:
             yield digests
             self._digests = digests.result()
 
-    def original(self, source: ModelFolder, placement: Placement, at_once: int, *, whole: bool) -> Original:
+    def original(self, work: QuantizationPlan, placement: Placement, *, whole: bool) -> Original:
+        at_once = work.need.at_once
         if self._original is None or self._original.model.at_once != at_once:
-            self._original = Original(self._model(source, placement, at_once), whole=whole)
+            self._original = Original(self._model(work.folder, placement, at_once), work.memory_limit, whole=whole)
         return self._original
 
 
@@ -213,7 +214,7 @@ def quantize(
         result.checked_manifest()
         measured = QualityReport()
         if work.report != "none":
-            original = shared.original(folder, placement, work.need.at_once, whole=not in_place)
+            original = shared.original(work, placement, whole=not in_place)
             measured = measure_result(original, result, work.report, progress)
         files = model_card.digests(path for path in writer.folder.iterdir() if path.is_file())
         record = model_card.encode(

@@ -21,9 +21,10 @@ from mycli.runtime.tokenizer.parsing.tool_formats import own_tool_format
 class Original:
     """The model that results are measured against; it replies to the tool prompts once."""
 
-    def __init__(self, model: StreamedModel, *, whole: bool = True) -> None:
-        """`whole`: all its weights are on this machine, so that it can reply."""
+    def __init__(self, model: StreamedModel, memory_limit: int | None = None, *, whole: bool = True) -> None:
+        """`memory_limit`: bytes for replies; `whole`: all its weights are on this machine, so that it can reply."""
         self.model = model
+        self.memory_limit = memory_limit
         self._whole = whole
 
     @cached_property
@@ -32,14 +33,14 @@ class Original:
         if not self._whole:
             return "the original is read from the hub, layer by layer"
         try:
-            return count_calls(self.model.folder, self.model.placement)
+            return count_calls(self.model.folder, self.model.placement, self.memory_limit)
         except ResourceError as error:
             return f"the original does not fit in memory: {error.message}"
 
 
 @dataclass(frozen=True)
 class QualityReport:
-    """Everything that was measured; all None if nothing was asked for."""
+    """The measurements of a result; all None without a report."""
 
     evaluation: Evaluation | None = None
     activations: ActivationKl | None = None
@@ -94,7 +95,11 @@ def _measure_calls(original: Original, model: StreamedModel, progress: ReportPro
     except UserError:
         return None
     before = original.call_counts
-    skipped = before if isinstance(before, str) else None
-    after = None if isinstance(before, str) else count_calls(model.folder, model.placement, progress)
-    counts = None if isinstance(before, str) else before
-    return CallQuality(len(call_prompts()), structure, kinds, counts, after, skipped)
+    count = len(call_prompts())
+    if isinstance(before, str):
+        return CallQuality(count, structure, kinds, None, None, before)
+    try:
+        after = count_calls(model.folder, model.placement, original.memory_limit, progress)
+    except ResourceError as error:  # the quantized model is written all the same
+        return CallQuality(count, structure, kinds, None, None, f"the result does not fit in memory: {error.message}")
+    return CallQuality(count, structure, kinds, before, after)

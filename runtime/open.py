@@ -314,7 +314,11 @@ def _build(
                 noted.append(text)
                 report.note(text)
 
-        speculator = ProposerSpeculator(proposer, lambda: AdaptiveDraftLength(cost, note_once, lengths))
+        speculator = ProposerSpeculator(
+            proposer,
+            lambda: AdaptiveDraftLength(cost, note_once, lengths),
+            pipelined=placement.device.type == "cuda",
+        )
     store = None
     if config.prefix_folder is not None:
         store = _prefix_store(config.prefix_folder, config.prefix_bytes, folder, loaded, plan.context, report)

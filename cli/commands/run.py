@@ -283,7 +283,7 @@ def run(
     if receipt is not None:
         reply_format = ReplyFormat(schema, grammar.regex, grammar.json_mode, grammar.extra_properties)
         write_receipt(receipt, generator, reply, loading, reply_format)
-    _check_complete(generator, [reply.finish_reason])
+    _check_complete(generator, [reply])
     return ExitCode.OK
 
 
@@ -300,7 +300,7 @@ def _resume(call: Call, recording: ResumeFlags, prefix_cache: PrefixCacheFlags, 
     seconds = time.perf_counter() - began
     reply = generator.reply(interrupted.prompt, recorded)
     _show(call, generator, reply, recorded, escapes, seconds, recording.after)
-    _check_complete(generator, [reply.finish_reason])
+    _check_complete(generator, [reply])
     return ExitCode.OK
 
 
@@ -333,11 +333,11 @@ def _show(
             recorded[0].writer.remove()
 
 
-def _check_complete(generator: Generator, reasons: Sequence[str | None]) -> None:
-    # With a grammar, a reply that ends for another reason than "stop" does not match it.
-    cut = [reason for reason in reasons if reason != "stop"]
+def _check_complete(generator: Generator, replies: "Sequence[Completion]") -> None:
+    # With a grammar, a reply that neither ended by itself nor was brought to an end at its limit does not match it.
+    cut = [reply.finish_reason for reply in replies if reply.finish_reason != "stop" and not reply.shortened]
     if cut and generator.grammar is not None:
-        which = "the reply" if len(reasons) == 1 else f"{len(cut)} of {len(reasons)} replies"
+        which = "the reply" if len(replies) == 1 else f"{len(cut)} of {len(replies)} replies"
         raise GateError(
             f"{which} ended early ({cut[0]}): only the beginning of the required format is there",
             "allow more tokens with -n",
@@ -353,7 +353,7 @@ def _show_samples(call: Call, generator: Generator, ids: list[int], seconds: flo
         for number, sample in enumerate(replies, start=1):
             call.out.note(f"sample {number} of {len(replies)} ({sample.finish_reason})")
             call.out.result(sample.text)
-    _check_complete(generator, [sample.finish_reason for sample in replies])
+    _check_complete(generator, replies)
 
 
 def _stream(call: Call, generator: Generator, reply: "Completion", escapes: bool, loading: float, after: int) -> None:

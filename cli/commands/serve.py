@@ -87,7 +87,7 @@ def serve(
         sequences = ["--max-sequences", str(max_sequences)]
         words = [*option_words(loading), *option_words(prefix_cache), *option_words(reasoning)]
         words += [*option_words(templates), *sequences]
-        words.append("--no-record")  # a record names no model, so the router could not route a request to resume it
+        words += ["--no-record"] * address.no_record
         words += ["--extra-properties"] * address.extra_properties
         serve_several(call, models or (), settings, address, several, words, log)
         return

@@ -143,13 +143,18 @@ def _is_expected(calls: Calls, prompt: CallPrompt) -> bool:
         return False
 
 
-def count_calls(folder: ModelFolder, placement: Placement, progress: ReportProgress = silent) -> CallCounts:
-    """Reply greedily to the built-in prompts, in the model's own dtype. Raises ResourceError if it does not fit."""
+def count_calls(
+    folder: ModelFolder, placement: Placement, memory_limit: int | None = None, progress: ReportProgress = silent
+) -> CallCounts:
+    """Reply greedily to the built-in prompts, in the model's own dtype.
+
+    Raises ResourceError if the model does not fit in memory, or in `memory_limit` bytes.
+    """
     tokenizer, prompts = folder.tokenizer(), call_prompts()
     thinking = _without_thinking(tokenizer)
     encoded = [tokenizer.apply_chat_template(p.messages, tools=list(p.tools), **thinking) for p in prompts]
     context = min(folder.config.max_context, max(map(len, encoded)) + _REPLY_TOKENS)
-    config = EngineConfig(device=str(placement.device), context=context, sequences=_TOGETHER)
+    config = EngineConfig(device=str(placement.device), context=context, sequences=_TOGETHER, memory_limit=memory_limit)
     syntax, calls = tool_format(tokenizer), list[Calls]()
     with open_folder(Source(folder.path.name, folder.path), folder, config) as opened:
         replies = [

@@ -95,7 +95,7 @@ def quantize_gguf(
         result.checked_manifest()
         measured = QualityReport()
         if work.report != "none":
-            original = Original(StreamedModel(folder, placement, at_once))
+            original = Original(StreamedModel(folder, placement, at_once), work.memory_limit)
             measured = measure_result(original, result, work.report, progress, same_head=False)
         record = model_card.encode(
             recipe={**work.recipe.record, "format": "gguf"},

@@ -49,6 +49,7 @@ class GgufPlan:
     seq: int
     report: Report
     text: Path | None
+    memory_limit: int | None  # as in QuantizationPlan
 
     @property
     def config(self) -> ModelConfig:
@@ -106,7 +107,7 @@ def plan_gguf(
         context=min(REPORT_CONTEXT, config.max_context),
     )
     need = choose(work, gpu, TOKENS_ON_GPU if gpu else TOKENS_AT_ONCE, max_ram, max_vram)
-    return GgufPlan(source, recipe, folder, stored, layout, packings, need, seq, report, text)
+    return GgufPlan(source, recipe, folder, stored, layout, packings, need, seq, report, text, max_ram)
 
 
 def check_gguf_resources(work: GgufPlan, target: Path, *, overwrite: bool = False) -> None:

@@ -58,6 +58,7 @@ class QuantizationPlan:
     seq: int  # tokens per calibration window
     report: Report
     text: Path | None  # to calibrate on; None for the bundled text
+    memory_limit: int | None  # of the host, in bytes; None: what is free
 
     @property
     def config(self) -> ModelConfig:
@@ -113,7 +114,7 @@ def plan_quantization(
         sensitivity_tokens=0 if recipe.target_bpw is None else min(WINDOWS, recipe.samples) * seq,
     )
     need = choose(work, gpu, TOKENS_ON_GPU if gpu else TOKENS_AT_ONCE, max_ram, max_vram)
-    return QuantizationPlan(source, recipe, folder, stored, packings, tensors, need, seq, report, text)
+    return QuantizationPlan(source, recipe, folder, stored, packings, tensors, need, seq, report, text, max_ram)
 
 
 def plan_low_copy(work: QuantizationPlan, gpu: bool) -> QuantizationPlan:

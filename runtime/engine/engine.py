@@ -362,6 +362,10 @@ class Engine:
         tokens, reason = self.scheduler.advance(part, sampled)
         if reason is None and tokens and sequence.late(self._clock) and state.sampler.may_be_cut:
             reason = "length"
+        shortened = state.sampler.shortened
+        if reason == "stop" and shortened:
+            # The end token is the model's, but the limit chose its place: a client must know that text is missing.
+            reason = "length"
         if drafted:
             self._commit_states(part, sequence.table.length - part.start)
         output = SequenceOutput(
@@ -378,6 +382,7 @@ class Engine:
             hidden=None if reason is None else state.all_hidden,
             scores=None if reason is None else state.choice_logits,
             numbers=state.sampler.numbers.taken,
+            shortened=shortened,
         )
         if self.speculator is not None and drafted:
             self.speculator.truncate(sequence.id, sequence.table.length)

@@ -64,7 +64,7 @@ class RequestState:
         )
         sampler.observe_ids(request.prompt)
         if start is not None:
-            sampler.resume(start.tokens)
+            sampler.resume(start.tokens, start.shortened)
         return cls(sampler, recorder, None if request.beams else sampler.device_sampling())
 
     def next_logprobs(self, count: int) -> "tuple[TokenLogprob, ...]":

@@ -23,11 +23,15 @@ FinishReason = Literal["stop", "length", "context", "cancelled", "deadline", "er
 
 @dataclass(frozen=True)
 class ReplyStart:
-    """The start of a reply. seed: of its random numbers; tokens: its first tokens; numbers: how many they took."""
+    """The start of a reply. seed: of its random numbers; tokens: its first tokens; numbers: how many they took.
+
+    shortened: as in `SequenceOutput`.
+    """
 
     seed: int
     tokens: tuple[int, ...] = ()
     numbers: int = 0
+    shortened: bool = False
 
     def for_reply(self, index: int) -> "ReplyStart":
         """Return the start of reply `index` to one prompt, none of which has tokens yet."""
@@ -138,7 +142,7 @@ class SequenceOutput:
     computed; cached_tokens: prompt tokens found in the cache; cache_miss: why no more were found; queued: seconds
     before the first pass; drafted, accepted: draft tokens of this step; error: set if the reason is "error"; hidden:
     [rows, hidden] and scores: [tokens], if requested, with the end of the sequence; numbers: random numbers that the
-    sequence has taken so far.
+    sequence has taken so far; shortened: a limit made the reply end under its grammar, so its reason is "length".
     """
 
     sequence: int
@@ -155,6 +159,7 @@ class SequenceOutput:
     hidden: "Tensor | None" = None
     scores: "Tensor | None" = None
     numbers: int = 0
+    shortened: bool = False
 
 
 class Status(Enum):

@@ -205,9 +205,9 @@ class KimiDelta(nn.Module):
 
     def forward(self, x: Tensor, projected: Tensor, states: RecurrentStates) -> Tensor:
         """Compute the input of `out` from x and `projected`, the output of `projection`: [sequences, tokens, ...]."""
-        spec, channels = self.spec, self.spec.convolution.channels
+        spec, channels, gates = self.spec, self.spec.convolution.channels, self.gates(x)
         mixed, rest = projected[..., :channels], projected[..., channels:]
-        beta, low = (gates := self.gates(x))[..., : spec.heads], gates[..., spec.heads :]
+        beta, low = gates[..., : spec.heads], gates[..., spec.heads :]
         rank = 0 if spec.decay_b is None else spec.decay_b.in_features
         gate = rest[..., : spec.width] if self.gate_b is None else self.gate_b(low[..., rank:].contiguous())
         decay = rest[..., -spec.width :] if self.decay_b is None else self.decay_b(low[..., :rank].contiguous())

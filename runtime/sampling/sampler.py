@@ -25,6 +25,11 @@ class Constraint(Protocol):
     @property
     def may_be_cut(self) -> bool: ...
 
+    @property
+    def shortened(self) -> bool: ...
+
+    def resume(self, tokens: Sequence[int], shortened: bool) -> None: ...
+
     def apply(self, logits: Tensor) -> Tensor:
         """Set the logits fp32 [sequences, vocab] of forbidden tokens to -inf. Raises ModelError if none is allowed."""
         ...
@@ -145,7 +150,7 @@ class Sampler:
     def observe_ids(self, tokens: Sequence[int]) -> None:
         self.seen.observe_ids(tokens)
 
-    def resume(self, tokens: Sequence[int]) -> None:
+    def resume(self, tokens: Sequence[int], shortened: bool) -> None:
         """Observe the tokens of a reply that were drawn before it was interrupted. Raises ModelError as grammars do."""
         if self.seen.needed:
             for token in tokens:
@@ -153,8 +158,7 @@ class Sampler:
                 self.seen.observe(drawn)
                 self.seen.count(drawn)
         if self._constraint is not None:
-            for token in tokens:
-                self._constraint.accept([token])
+            self._constraint.resume(tokens, shortened)
 
     @property
     def repeatable(self) -> bool:
@@ -168,6 +172,11 @@ class Sampler:
     def may_be_cut(self) -> bool:
         """Whether the reply so far may end at any token: without a grammar, or under one of any text."""
         return self._constraint is None or self._constraint.may_be_cut
+
+    @property
+    def shortened(self) -> bool:
+        """Whether a limit made the reply end under its grammar earlier than the model would have."""
+        return self._constraint is not None and self._constraint.shortened
 
     def sample(self, logits: Tensor) -> Tensor:
         """Draw a token from each row of fp32 logits: int64 [sequences, 1]. Raises ModelError for non-finite logits."""

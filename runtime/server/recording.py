@@ -5,14 +5,12 @@ import json
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mycli.runtime.engine.replies.journal import RecordedReply, ReplyJournal, ReplyWriter, RunningReplyError, new_seed
 from mycli.runtime.engine.replies.reader import Piece
 from mycli.runtime.engine.sequence import ReplyStart, Request
-from mycli.runtime.errors import UserError
 from mycli.runtime.sampling.params import following_seed
 from mycli.runtime.server.http.api_error import ApiError
 from mycli.runtime.server.worker import OutputReader
@@ -169,14 +167,3 @@ class LeaveOut:
         cut = min(self._count, len(text))
         self._count -= cut
         return text[cut:]
-
-
-def find_reply(journal: ReplyJournal | None, name: str) -> Mapping[str, Any]:
-    """Return the header of the record of a reply. Raises ApiError."""
-    with suppress(UserError, AttributeError):
-        if journal is not None and (header := journal.header(name)).get("kind") == "server":
-            return header
-    message = (
-        f"reply {name[:64]!r} is not recorded: records are kept for a day, unless the server was started without them"
-    )
-    raise ApiError(404, message, "reply_not_found")

@@ -25,9 +25,14 @@ class ProposerSpeculator:
     rounding of a pass over several tokens. Without a seed, sampled tokens have the same distribution.
     """
 
-    def __init__(self, proposer: Proposer, new_policy: Callable[[], DraftLengthPolicy]) -> None:
-        """new_policy: creates the policy for a load (number of decoding sequences) that was not met before."""
-        self.proposer = proposer
+    def __init__(
+        self, proposer: Proposer, new_policy: Callable[[], DraftLengthPolicy], *, pipelined: bool = True
+    ) -> None:
+        """new_policy: creates the policy for a load (number of decoding sequences) that was not met before.
+
+        pipelined: passes that sample tokens begin the next ones before these are read, so a draft discards work.
+        """
+        self.proposer, self._pipelined = proposer, pipelined
         self._new_policy = new_policy
         # By the power of two of the number of decoding sequences: a pass over many is expensive already, and drafts
         # must stop where they lose time.
@@ -65,7 +70,11 @@ class ProposerSpeculator:
     @property
     def rests(self) -> bool:
         # Proposers that run passes need the model's hidden states, or fall behind what they have computed.
-        return self.proposer.relative_cost == 0 and not self._waits and self._policy.step_seconds is not None
+        if self.proposer.relative_cost:
+            return False
+        # Without a pipeline every step without a draft may make several tokens. Then the policy compares drafts with
+        # the fastest plain steps: a pass for a single token of a small model takes 1.5 times as long as one of a call.
+        return not self._pipelined or (not self._waits and self._policy.step_seconds is not None)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
         began = time.perf_counter()

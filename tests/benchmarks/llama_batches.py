@@ -1,7 +1,7 @@
 """Compares batched decoding with llama-batched-bench on the same cores: total tokens/s of concurrent sequences.
 
     PYTHONPATH=.links python -m tests.benchmarks.llama_batches MODEL GGUF [--llama-batched-bench PATH]
-        [--sequences 4,8,16,32,64] [--prompt 128] [--generate 32] [--rounds 3] [--prefix WORDS]
+        [--sequences 4,8,16,32,64] [--prompt 128] [--generate 32] [--rounds 3] [--prefix WORDS] [--activations 8]
 
 The path may also be set in $LLAMA_BATCHED_BENCH; without it only mycli is measured, with a message. Every round runs
 both programs once for each number of sequences, one after the other; a figure is the median over the rounds, a ratio is
@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 import torch
 
@@ -28,6 +29,7 @@ from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
+from mycli.runtime.quantization.activations import Activations
 
 
 def decode_rate(runner: ModelRunner, sequences: int, prompt: int, generate: int) -> float:
@@ -44,10 +46,13 @@ def decode_rate(runner: ModelRunner, sequences: int, prompt: int, generate: int)
     return sequences * generate / (time.perf_counter() - start)
 
 
-def our_rates(model: str, sizes: tuple[int, int], sequences: Sequence[int], prefix: Sequence[str]) -> list[float]:
+def our_rates(
+    model: str, sizes: tuple[int, int], sequences: Sequence[int], prefix: Sequence[str], activations: Activations
+) -> list[float]:
     """Return mycli's tokens per second, measured in a separate process."""
     command = [*prefix, sys.executable, "-m", "tests.benchmarks.llama_batches", model, "--ours"]
     options = ["--sequences", ",".join(map(str, sequences)), "--prompt", str(sizes[0]), "--generate", str(sizes[1])]
+    options += ["--activations", activations]
     done = subprocess.run([*command, *options], capture_output=True, text=True, check=True)
     return [float(line) for line in done.stdout.split()]
 
@@ -78,11 +83,12 @@ def main() -> None:
     parser.add_argument("--generate", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--prefix", type=shlex.split, default=[], help="put before both commands")
+    parser.add_argument("--activations", choices=get_args(Activations), default="auto", help="of mycli")
     parser.add_argument("--ours", action="store_true", help="measure ours alone, in this process")
     given = parser.parse_args()
     sizes = given.prompt, given.generate
     if given.ours:
-        place = Placement(torch.device("cpu"), torch.bfloat16)
+        place = Placement(torch.device("cpu"), torch.bfloat16, activations=given.activations)
         runner = load_model(open_model_folder(Path(given.model)), place)
         for sequences in given.sequences:
             print(decode_rate(runner, sequences, *sizes), flush=True)
@@ -94,7 +100,7 @@ def main() -> None:
     for index in range(given.rounds):
         for sequences, pairs in found.items():
             (peer,) = peer_rates(given.llama_batched_bench, given.gguf, sizes, [sequences], given.prefix)
-            (ours,) = our_rates(given.model, sizes, [sequences], given.prefix)
+            (ours,) = our_rates(given.model, sizes, [sequences], given.prefix, given.activations)
             pairs.append((peer, ours))
             print(f"round {index + 1}, {sequences} sequences: {ours:.1f} / {peer:.1f}", flush=True)
     for sequences, pairs in found.items():

@@ -1,6 +1,6 @@
 """Measures prompt lookup on recorded edits: tokens per pass and tokens/s compared with no draft, alternating.
 
-    python -m tests.benchmarks.lookup [--model MODEL] [--rounds 3]
+    python -m tests.benchmarks.lookup [--model MODEL] [--rounds 3] [--only prose]
 
 In each transcript the assistant returns an edited file twice; one is a story without repetition. The engine runs every
 pass of the model over all rows, and only the sampled token is replaced by the transcript's, so any model shows the cost
@@ -115,7 +115,9 @@ def engine_of(opened: OpenedModel, drafts: bool, context: int) -> ScriptedEngine
 
     speculator = None
     if drafts:
-        speculator = ProposerSpeculator(PromptLookup(), lambda: AdaptiveDraftLength(0.0, lengths=LONG_LENGTHS))
+        speculator = ProposerSpeculator(
+            PromptLookup(), lambda: AdaptiveDraftLength(0.0, lengths=LONG_LENGTHS), pipelined=False
+        )
     return ScriptedEngine(
         opened.model.runner, CacheShape.paged(context, context, 16), opened.model.vocabulary_size, speculator=speculator
     )
@@ -145,11 +147,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="pico")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", default="", help="transcripts whose name contains this text")
     parser.add_argument("--context", type=int, default=2048)
     options = parser.parse_args()
     opened = open_model(Path(options.model) if "/" in options.model else options.model, EngineConfig(device="cpu"))
     print("| transcript | tokens a pass | plain, tokens/s | with lookup, tokens/s | ratio |\n|---|---:|---:|---:|---:|")
     for name, transcript in TRANSCRIPTS.items():
+        if options.only not in name:
+            continue
         speeds: dict[bool, list[float]] = {False: [], True: []}
         per_pass = 0.0
         for _ in range(options.rounds):

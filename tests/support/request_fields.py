@@ -1,4 +1,4 @@
-"""Lists every request field of OpenAI, Anthropic, vLLM, SGLang and llama.cpp, and how mycli handles it.
+"""Lists every request field of OpenAI, Anthropic, vLLM, SGLang, llama.cpp and mycli, and how mycli handles it.
 
 The fields of OpenAI and Anthropic are those of their Python clients; the others are from the servers' request schemas
 of November 2026.
@@ -94,6 +94,8 @@ FIELDS: Mapping[str, tuple[str, Any]] = {
     "top_k": (SERVED, 5),
     "user_profile_id": (HARMLESS, "a"),
     "workspace_id": (HARMLESS, "a"),
+    # mycli
+    "deadline": (SERVED, 60),
     # vLLM
     "add_generation_prompt": (REFUSED, False),
     "add_special_tokens": (SERVED, False),
@@ -284,6 +286,12 @@ INTERFACES: Mapping[str, Mapping[str, list[str]]] = {
     "llama.cpp": {
         CHAT: f"{_LLAMA} chat_template_kwargs continue_final_message messages tool_choice tools".split(),
         TEXT: f"{_LLAMA} prompt".split(),
+    },
+    "mycli": {  # its own, and those of other servers on further routes
+        CHAT: ["deadline"],
+        TEXT: ["deadline"],
+        RESPONSES: ["chat_template_kwargs", "deadline", "thinking_token_budget"],
+        MESSAGES: ["chat_template_kwargs", "deadline"],
     },
 }
 # Fields with another meaning or format on a route: their handling and a value.

@@ -163,7 +163,7 @@ class ScriptedEngine:
     `pause`: seconds of a step; `error`: raised by the next step; clearing `held` blocks steps.
     """
 
-    shares_cores = True
+    shares_cores, nbytes = True, 0
 
     def __init__(self, script: Script, context: int = 2048, running: int = 8, pause: float = 0.0) -> None:
         self.context, self._most, self.pause = context, running, pause

@@ -64,6 +64,7 @@ class Completion:
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.finish_reason: FinishReason | None = None
+        self.shortened = False  # by a limit, but it matches the grammar
         self.error: UserError | None = None
         self.timing = Timing(prompt=len(prompt))
         self._engine = engine
@@ -87,6 +88,7 @@ class Completion:
         self.error = output.error
         if piece.end is not None:
             self.finish_reason = output.finish_reason if piece.stop is None else "stop"
+            self.shortened = output.shortened
         return piece.content
 
     def __iter__(self) -> Iterator[str]:

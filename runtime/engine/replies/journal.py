@@ -26,7 +26,7 @@ from mycli.runtime.utils.files import try_lock
 if TYPE_CHECKING:  # few replies have logprobs
     from mycli.runtime.sampling.logprobs import TokenLogprob
 
-VERSION = 1
+VERSION = 2
 MAX_JOURNAL_BYTES = 64 << 20  # of all files; the oldest are removed first
 MAX_SECONDS = 24 * 3600.0  # since the last write to a file
 # Time and bytes written between two scans of the folder for old files; a scan for every request reads all entries.
@@ -57,7 +57,10 @@ class RecordedReply:
     def start(self, seed: int) -> ReplyStart:
         """Return where the reply continues. `seed`: of its random numbers."""
         tokens = tuple(token for output in self.outputs for token in output.tokens)
-        return ReplyStart(seed, tokens, self.outputs[-1].numbers if self.outputs else 0)
+        if not self.outputs:
+            return ReplyStart(seed, tokens)
+        last = self.outputs[-1]
+        return ReplyStart(seed, tokens, last.numbers, last.shortened)
 
     def append(self, output: SequenceOutput) -> None:
         self.writer.append(self.number, output)
@@ -76,7 +79,7 @@ class ReplyWriter:
         if not output.tokens and end is None:
             return
         logprobs = [[entry.token, entry.logprob, entry.top] for entry in output.logprobs]
-        self.write([reply, output.tokens, output.numbers, end, logprobs])
+        self.write([reply, output.tokens, output.numbers, end, logprobs, output.shortened])
 
     def write(self, record: object) -> None:
         """Write one line."""
@@ -200,9 +203,14 @@ def _records(data: bytes) -> Iterator[tuple[int, SequenceOutput]]:
     # Lines after a damaged one are dropped: the reply continues from the last step that is certain.
     for line in data.splitlines()[1:]:
         try:
-            number, tokens, numbers, end, logprobs = json.loads(line)
+            number, tokens, numbers, end, logprobs, shortened = json.loads(line)
             output = SequenceOutput(
-                0, tuple(map(int, tokens)), _logprobs(logprobs), finish_reason=end, numbers=int(numbers)
+                0,
+                tuple(map(int, tokens)),
+                _logprobs(logprobs),
+                finish_reason=end,
+                numbers=int(numbers),
+                shortened=bool(shortened),
             )
         except (ValueError, TypeError):
             return

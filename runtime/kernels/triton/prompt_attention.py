@@ -231,7 +231,8 @@ def prompt_tile(chip: Chip, head_dim: int, stored: torch.dtype) -> PromptTile | 
     block, others = keys * (2 * lanes * stored.itemsize + 8 * quantized), 2 * rows * keys
     if asynchronous:
         others += 2 * rows * lanes + 4 * keys * lanes * quantized
-    stages = min(2, (chip.shared - others) // block)
+    most = 1 if stored == PACKED and not asynchronous else 2  # copies ahead would take registers
+    stages = min(most, (chip.shared - others) // block)
     return PromptTile(rows, keys, warps, stages) if stages > 0 and head_dim <= MAX_PROMPT_HEAD else None
 
 

@@ -109,6 +109,8 @@ class _Reply:
         self._kind, self._parser, self._ending, self._table = kind, parser, ending, table
         self._free, self._thought, self._limits = free, thought, limits
         self.ended = False
+        self.shortened = False
+        self._pushed: int | None = None  # the next token, if only a limit of the reply makes it likely
         self._count = 0
         self._last: float | None = None
         self._token_seconds = 0.0  # a moving average
@@ -132,10 +134,13 @@ class _Reply:
 
     def lead(self, logits: Tensor, masked: Tensor) -> None:
         """Move the allowed logits `masked` [vocab] towards the ending; `logits`: of all tokens."""
+        self._pushed = None
         if self._ending.tokens is None or self.may_be_cut:
             return
-        if self._must_end():
+        if self._must_end() or self._must_close_reasoning():
             forced = self._ending.next_tokens[-1]
+            if self._must_end() and int(masked.argmax()) != forced:
+                self._pushed = forced
             # The logit is not taken from `masked`: the mask has only the usual tokenization of forced text, but the
             # parser accepts others as well.
             masked.fill_(-math.inf)
@@ -152,6 +157,8 @@ class _Reply:
         masked[likeliest] = torch.logaddexp(masked[likeliest], masked.new_tensor(ends).logsumexp(0))
         if share:
             floor = masked.logsumexp(0) + math.log(share / (1 - share))
+            if floor > masked[likeliest]:
+                self._pushed = int(likeliest)
             masked[likeliest] = torch.maximum(masked[likeliest], floor)
 
     def accept(self, token: int) -> int:
@@ -159,6 +166,7 @@ class _Reply:
         if self.ended:
             return token
         saved = self._ending.save()
+        self.shortened = self.shortened or token == self._pushed
         self._consume(token)
         if token in self._table.ends:
             self.ended = True
@@ -171,6 +179,7 @@ class _Reply:
             self._ending.restore(saved)
             token = before[0]
             self._consume(token)
+            self.shortened = True
         self._count += 1
         if self._limits.ends_at is not None:
             self._measure()
@@ -198,10 +207,11 @@ class _Reply:
         return left
 
     def _must_end(self) -> bool:
+        return self._left() <= len(self._ending.tokens or ())
+
+    def _must_close_reasoning(self) -> bool:
         length = len(self._ending.tokens or ())
-        if self._thought is not None and self._thought.must_close(self._token_seconds, length):
-            return True
-        return self._left() <= length
+        return self._thought is not None and self._thought.must_close(self._token_seconds, length)
 
     def _closing_share(self) -> float:
         """Return the minimum probability of the ending's next token: 0 far from the limits, 1 at them."""
@@ -249,6 +259,17 @@ class GrammarState:
     def may_be_cut(self) -> bool:
         """Whether the grammar allows any text, and every reply has some."""
         return all(reply.may_be_cut for reply in self._replies)
+
+    @property
+    def shortened(self) -> bool:
+        """Whether a limit ended a reply: it matches the grammar, but the model would have written more."""
+        return any(reply.shortened for reply in self._replies)
+
+    def resume(self, tokens: Sequence[int], shortened: bool) -> None:
+        """Advance the only reply by the tokens that it had when it was interrupted."""
+        for token in tokens:
+            self.accept([token])
+        self._replies[0].shortened = shortened
 
     def apply(self, logits: Tensor) -> Tensor:
         """Return logits fp32 [replies, vocab] in which forbidden tokens are -inf; ended rows are not changed.

@@ -10,6 +10,6 @@ from mycli.runtime.server.service import Service
 
 async def ollama_ps(service: Service, request: Request) -> Response:
     """List the model that is loaded, in Ollama's form."""
-    nbytes, gpu = service.worker.engine.nbytes, service.worker.engine.runner.device.type != "cpu"
+    nbytes, gpu = service.worker.engine.nbytes, service.loaded.runner.device.type != "cpu"
     entry = running_entry(service.settings.card, service.name, nbytes, nbytes if gpu else 0, service.context)
     return JsonResponse({"models": [entry]})

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from mycli.runtime.engine.replies.journal import ReplyJournal
 from mycli.runtime.server.http.api_error import ApiError
 from mycli.runtime.server.http.body import parse_body, read_body
 from mycli.runtime.server.http.encoding import JsonResponse
@@ -20,6 +21,7 @@ from mycli.runtime.server.http.settings import ServerSettings, ServerState
 from mycli.runtime.server.ollama.card import NEVER, running_entry
 from mycli.runtime.server.ollama.manage import MANAGING, refuse_managing
 from mycli.runtime.server.ollama.version import ollama_version
+from mycli.runtime.server.reply_header import find_reply
 from mycli.runtime.server.router.management import ModelManager, pull_response
 from mycli.runtime.server.router.metrics import router_metrics
 from mycli.runtime.server.router.pool import ModelPool, Slot
@@ -54,6 +56,7 @@ class Router(ServerState):
     def __init__(self, settings: ServerSettings, pool: ModelPool, manager: ModelManager | None = None) -> None:
         super().__init__(settings)
         self.pool, self.manager = pool, manager
+        self.journal = None if settings.replies is None else ReplyJournal(settings.replies)
 
     @property
     def busy(self) -> bool:
@@ -216,14 +219,17 @@ async def delete_model(router: Router, request: Request) -> Response:
     return await router.manager.removed(router.pool, name or "")
 
 
-async def refuse_resuming(router: Router, request: Request) -> Response:
-    """Refuse to resume a reply: the processes of the models record none, since a record names no process."""
-    raise ApiError(404, "a server for several models records no replies", "reply_not_found")
+async def forward_resume(router: Router, request: Request) -> Response:
+    """Forward the resumption of a reply to the process of the model that began it, which is loaded if necessary."""
+    data = await read_body(router.settings.limits, request)
+    # All processes record in one folder; the record has the body of the first request, which names the model.
+    header = find_reply(router.journal, request.path_params["id"])
+    return ForwardedResponse(router.pool, router.pool.find(model_of(header["body"])), request, data)
 
 
 ROUTER_ROUTES: tuple[tuple[str, str, RouterEndpoint], ...] = (
     *(("POST", path, forward) for path in FORWARDED),
-    ("POST", "/v1/replies/{id}/resume", refuse_resuming),
+    ("POST", "/v1/replies/{id}/resume", forward_resume),
     ("GET", "/v1/models", list_models_with_state),
     ("POST", "/v1/models/load", load_model_on_request),
     ("POST", "/v1/models/unload", unload_model),

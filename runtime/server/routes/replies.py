@@ -9,7 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mycli.runtime.server.http.api_error import ApiError
-from mycli.runtime.server.recording import Resumption, find_reply
+from mycli.runtime.server.recording import Resumption
+from mycli.runtime.server.reply_header import find_reply
 from mycli.runtime.server.requests.schemas import ForReply
 from mycli.runtime.server.routes.chat_completions import CHAT
 from mycli.runtime.server.routes.completions import TEXT

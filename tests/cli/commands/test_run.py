@@ -252,3 +252,14 @@ def test_beams_find_the_most_likely_replies(mycli: Mycli) -> None:
 def test_beams_exclude_what_samples(options: list[str], cause: str, mycli: Mycli) -> None:
     done = mycli("run", "pico", "Hello!", *options)
     assert done.returncode == 2 and cause in done.stderr
+
+
+def test_a_reply_that_its_limit_ended_says_so(mycli: Mycli) -> None:
+    schema = json.dumps({"type": "object", "properties": {"story": {"type": "string"}}, "required": ["story"]})
+    done = mycli("run", "pico", "Tell me a long story.", "--schema", schema, "-n", "24", "--json", *GREEDY)
+    answer = json.loads(done.stdout)
+    assert done.returncode == 0 and json.loads(answer["text"])["story"]  # it matches the schema, but text is missing
+    assert answer["finish_reason"] == "length" and answer["completion_tokens"] <= 24
+    short = json.dumps({"type": "object", "properties": {"n": {"enum": [1]}}, "required": ["n"]})
+    done = mycli("run", "pico", "Hi", "--schema", short, "-n", "24", "--json", *GREEDY)
+    assert json.loads(done.stdout)["finish_reason"] == "stop"

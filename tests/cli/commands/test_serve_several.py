@@ -110,14 +110,29 @@ def test_a_model_that_fails_takes_no_other_with_it(environment: dict[str, str], 
 
         # kill -9 of a model's process: its stream ends with an error, and the next request restarts it.
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
-        body = {"model": "pico", "prompt": "Once", "max_tokens": 500, "stream": True, "ignore_eos": True}
+        body = {
+            "model": "pico",
+            "prompt": "Once",
+            "max_tokens": 500,
+            "stream": True,
+            "ignore_eos": True,
+            "temperature": 0,
+        }
         connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
         response = connection.getresponse()
-        assert response.read(6) == b"data: "
+        begun = response.readline()
         os.kill(worker, signal.SIGKILL)
         rest = response.read()
         assert b"model_process_ended" in rest and b"SIGKILL" in rest and rest.endswith(b"data: [DONE]\n\n")
         assert complete(port, "pico")[1]["choices"] == alone[1]["choices"]
+
+        # The reply is resumed by the model that began it.
+        name = json.loads(begun.partition(b"\n")[0].removeprefix(b"data: "))["id"]
+        status, resumed = ask(port, f"/v1/replies/{name}/resume", {"stream": False})
+        whole = ask(port, "/v1/completions", {**body, "stream": False})[1]
+        assert status == 200 and resumed["id"] == name and resumed["model"] == "pico"
+        assert resumed["choices"] == whole["choices"] and resumed["usage"]["completion_tokens"] == 500
+        assert ask(port, "/v1/replies/cmpl-0/resume", {})[0] == 404
 
         (listed,) = json.loads(mycli("ps", "--json").stdout)["servers"]
         assert listed["several"] and listed["models"]["pico"] == "loaded"

@@ -63,7 +63,8 @@ def run(command: Sequence[str], folder: Path, seconds: float, **environment: str
     return subprocess.run(
         command,
         cwd=folder,
-        env={**inherited, "HOME": str(folder), "OPENAI_API_KEY": "any", **environment},
+        # PWD: opencode looks there for its settings.
+        env={**inherited, "HOME": str(folder), "PWD": str(folder), "OPENAI_API_KEY": "any", **environment},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

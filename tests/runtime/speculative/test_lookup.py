@@ -12,9 +12,10 @@ from mycli.runtime.engine.speculation import DraftRequest
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.sampler import Sampler
 from mycli.runtime.speculative import lookup
-from mycli.runtime.speculative.draft_length import LONG_LENGTHS, AdaptiveDraftLength
+from mycli.runtime.speculative.draft_length import LONG_LENGTHS, AdaptiveDraftLength, FixedDraftLength
 from mycli.runtime.speculative.lookup import PromptLookup
 from mycli.runtime.speculative.proposers import NO_PROPOSAL
+from mycli.runtime.speculative.speculator import ProposerSpeculator
 from mycli.runtime.speculative.suffix_automaton import SuffixAutomaton, common_prefix
 
 SAMPLER = Sampler(SamplingParams(), 512, torch.device("cpu"))
@@ -129,3 +130,9 @@ def test_classes_of_evidence_stop_apart() -> None:
             policy.observe_draft(count, count, 0, 1 + 0.02 * count, 3)  # long ones always right
             longest = max(longest, count)
     assert longest == 32 and policy.length(64, 0, 0) == 0
+
+
+def test_plain_steps_are_those_of_the_fastest_pass_where_nothing_is_computed_in_advance() -> None:
+    lookup = ProposerSpeculator(PromptLookup(), lambda: FixedDraftLength(2), pipelined=False)
+    assert lookup.rests  # from the first step on, so that drafts are compared with several tokens a call
+    assert not ProposerSpeculator(PromptLookup(), lambda: FixedDraftLength(2)).rests  # no plain step is known

@@ -10,7 +10,7 @@ import pytest
 
 from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.engine.replies.journal import RecordedReply, ReplyJournal, RunningReplyError
-from mycli.runtime.engine.sequence import SequenceOutput
+from mycli.runtime.engine.sequence import ReplyStart, SequenceOutput
 from mycli.runtime.errors import NotFoundError, UsageError
 from mycli.runtime.sampling.logprobs import TokenLogprob
 from tests.support.resumed import KINDS, engine_for, load_pico, record_whole, requests, resumed_after_kill
@@ -47,13 +47,17 @@ def test_a_record_holds_what_was_generated(journal: ReplyJournal) -> None:
     writer = journal.begin("a", {"kind": "test"})
     assert writer is not None
     logprobs = (TokenLogprob(3, -0.125, ((3, -0.125), (9, float("-inf")))),)
-    for part in (output(3, numbers=1, logprobs=logprobs), output(), output(4, 5, numbers=3, finish_reason="length")):
+    for part in (
+        output(3, numbers=1, logprobs=logprobs),
+        output(),
+        output(4, 5, numbers=3, finish_reason="length", shortened=True),
+    ):
         RecordedReply(writer, 1).append(part)
     RecordedReply(writer, 0).append(output(finish_reason="cancelled"))  # not an end: it can be resumed
     writer.close()
-    assert journal.header("a") == {"version": 1, "kind": "test"}
+    assert journal.header("a") == {"version": 2, "kind": "test"}
     first, second = journal.resume("a", 2)
-    assert not first.outputs and second.start(9).tokens == (3, 4, 5) and second.start(9).numbers == 3
+    assert not first.outputs and second.start(9) == ReplyStart(9, (3, 4, 5), 3, shortened=True)
     assert [part.finish_reason for part in second.outputs] == [None, "length"]
     assert second.outputs[0].logprobs == logprobs
 
@@ -81,7 +85,7 @@ def test_names_that_are_no_record_are_not_found(name: str, journal: ReplyJournal
             ask(name)
 
 
-@pytest.mark.parametrize("line", ['{"version": 2}', "[]", "1"])
+@pytest.mark.parametrize("line", ['{"version": 1}', "[]", "1"])
 def test_another_version_is_refused(line: str, journal: ReplyJournal) -> None:
     journal.folder.mkdir()
     (journal.folder / "a.jsonl").write_text(line + "\n")
@@ -89,10 +93,12 @@ def test_another_version_is_refused(line: str, journal: ReplyJournal) -> None:
         journal.header("a")
 
 
-@pytest.mark.parametrize("line", ["{", "[0]", '[0, ["x"], 1, null, []]', "[0, [1], 1, null, [[1]]]", "null"])
+@pytest.mark.parametrize(
+    "line", ["{", "[0]", '[0, ["x"], 1, null, [], false]', "[0, [1], 1, null, [[1]], false]", "null"]
+)
 def test_a_damaged_line_ends_what_is_continued(line: str, journal: ReplyJournal) -> None:
     journal.folder.mkdir()
-    lines = ['{"version": 1}', "[0, [1], 1, null, []]", line, "[0, [2], 2, null, []]"]
+    lines = ['{"version": 2}', "[0, [1], 1, null, [], false]", line, "[0, [2], 2, null, [], false]"]
     (journal.folder / "a.jsonl").write_text("\n".join(lines) + "\n")
     assert journal.resume("a", 1)[0].start(0).tokens == (1,)
 

@@ -67,12 +67,14 @@ template <> struct Element<float> {
 };
 template <class T> using Activation = typename Element<T>::Activation;
 
-inline float sum_lanes(Floats v) {
-    float lane[LANES];
-    memcpy(lane, &v, sizeof lane);
-    for (int half = LANES / 2; half > 0; half /= 2)
-        for (int i = 0; i < half; i++) lane[i] += lane[i + half];
-    return lane[0];
+template <int S, size_t... L> inline Floats add_half(Floats v, std::index_sequence<L...>) {
+    return v + __builtin_shuffle(v, Ints{int(L ^ S)...});
+}
+// The sum of all lanes: of the two halves, of their halves, and so on. A product of few inputs takes as long for this as for the rest.
+template <int S = LANES / 2> inline float sum_lanes(Floats v) {
+    const Floats sums = add_half<S>(v, std::make_index_sequence<LANES>());
+    if constexpr (S > 1) return sum_lanes<S / 2>(sums);
+    return sums[0];
 }
 
 // M rows of x times DENSE_ACROSS outputs from `output`; outputs past the last repeat it.
@@ -109,16 +111,24 @@ template <class T> bool dense_vectors(const Dense<T>& d, int threads) {
     if (!x) return false;
     const Tiling tiling(d.rows, DENSE_HIGH);
     const int64_t parts = tiling.parts(d.inputs * int64_t(sizeof *x)), panels = (d.outputs + DENSE_ACROSS - 1) / DENSE_ACROSS;
+    const auto expand = [&](int64_t m) { Element<T>::expand(d.x + m * d.inputs, d.inputs, x + m * d.inputs); };
+    const auto multiply = [&](int64_t i) {
+        for (int64_t t = tiling.tiles * (i / panels) / parts; t < tiling.tiles * (i / panels + 1) / parts; t++) {
+            const int64_t start = tiling.first(t), high = tiling.first(t + 1) - start;
+            dense_rows(d, high, i % panels * DENSE_ACROSS, x + start * d.inputs, d.y + start * d.outputs);
+        }
+    };
+    if (threads == 1) {  // not a team of one thread: products of heads are smaller than the start of a team
+        for (int64_t m = 0; m < d.rows; m++) expand(m);
+        for (int64_t i = 0; i < parts * panels; i++) multiply(i);
+    } else {
 #pragma omp parallel num_threads(threads)
-    {
+        {
 #pragma omp for schedule(static)
-        for (int64_t m = 0; m < d.rows; m++) Element<T>::expand(d.x + m * d.inputs, d.inputs, x + m * d.inputs);
+            for (int64_t m = 0; m < d.rows; m++) expand(m);
 #pragma omp for schedule(guided)
-        for (int64_t i = 0; i < parts * panels; i++)
-            for (int64_t t = tiling.tiles * (i / panels) / parts; t < tiling.tiles * (i / panels + 1) / parts; t++) {
-                const int64_t start = tiling.first(t), high = tiling.first(t + 1) - start;
-                dense_rows(d, high, i % panels * DENSE_ACROSS, x + start * d.inputs, d.y + start * d.outputs);
-            }
+            for (int64_t i = 0; i < parts * panels; i++) multiply(i);
+        }
     }
     free(x);
     return true;

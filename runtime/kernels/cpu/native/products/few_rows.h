@@ -52,9 +52,9 @@ constexpr int64_t FEW = 0;
 #endif
 constexpr int64_t OWN = std::min<int64_t>(FEW, 4);  // up to this many rows, each thread converts all rows itself
 // The same with 8-bit activations. More than FEW rows are multiplied in parts, each of which unpacks the codes again, from the L1
-// cache; with AVX-512 VNNI that is faster than a panel up to three parts.
+// cache; with AVX-512 VNNI that is faster than a panel up to two parts.
 #if WIDTH == 64
-constexpr int64_t BYTE_FEW = 3 * FEW;
+constexpr int64_t BYTE_FEW = 2 * FEW;
 #else
 constexpr int64_t BYTE_FEW = FEW;
 #endif
