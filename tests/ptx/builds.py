@@ -363,7 +363,7 @@ def prompt_builds(capability: int, head_dims: Iterable[int] = (128, 256)) -> Ite
             assert tile is not None
             kinds = [(f"prompt{name} of {head_dim}", False)]
             if not name and head_dim == 128:
-                kinds.append(("prompt with a window, a softcap and sinks", True))
+                kinds.append(("prompt with window softcap sinks", True))
             for title, every in kinds:
                 options = {"WINDOW": every, "CHUNK": False, "CAPPED": every}
                 options |= {"BLOCK_M": tile.rows, "BLOCK_N": tile.keys}

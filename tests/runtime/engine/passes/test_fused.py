@@ -20,6 +20,7 @@ from mycli.runtime.models.experts_spec import RoutingSpec, SharedExpertSpec
 from mycli.runtime.models.layer_spec import LayerSpec
 from mycli.runtime.models.part_spec import LinearSpec, MlpSpec, NormSpec
 from tests.support.fused_launches import launches_of_layer
+from tests.support.random_tensors import generator
 from tests.support.triton_interpreter import Interpret, interpret
 
 pytest.importorskip("triton")
@@ -41,7 +42,7 @@ def compare(case: Case) -> tuple[float, float, dict[str, int]]:
 
     fused, plain = models(case)
     config = plain.config
-    tokens = torch.randint(0, config.vocab_size, (case.sequences, PREFIX + case.new))
+    tokens = torch.randint(0, config.vocab_size, (case.sequences, PREFIX + case.new), generator=generator(1))
     kind = torch.int8 if case.int8 else PACKED if case.int4 else torch.float16
     block = min(case.block, CAPACITY) if CAPACITY % case.block == 0 else CAPACITY
     pages, size = CAPACITY // block, case.sequences
