@@ -231,8 +231,9 @@ def prompt_tile(chip: Chip, head_dim: int, stored: torch.dtype) -> PromptTile | 
     block, others = keys * (2 * lanes * stored.itemsize + 8 * quantized), 2 * rows * keys
     if asynchronous:
         others += 2 * rows * lanes + 4 * keys * lanes * quantized
-    most = 1 if stored == PACKED and not asynchronous else 2  # copies ahead would take registers
-    stages = min(most, (chip.shared - others) // block)
+    # Copies ahead take registers, which the conversion of wide or int4 keys needs.
+    alone = head_dim > 128 if stored == torch.int8 else stored == PACKED and not asynchronous
+    stages = min(1 if alone else 2, (chip.shared - others) // block)
     return PromptTile(rows, keys, warps, stages) if stages > 0 and head_dim <= MAX_PROMPT_HEAD else None
 
 
