@@ -58,7 +58,7 @@ STAND_INS = {
     r"MODEL(?= --draft mtp)": "./with-head",
     r"--adapter FOLDER": "--adapter ./adapter",
     r"some-org/some-adapter && mycli chat MODEL": "some-org/some-adapter && mycli chat pico",
-    r"(?<=mycli )((?:bench )?\w+) (?:MODEL|FOLDER)\b": r"\1 pico",
+    r"(?<=mycli )((?:bench |template )?\w+) (?:MODEL|FOLDER)\b": r"\1 pico",
     r"(?<=mycli\.cli quantize )MODEL": "pico",
     r"\bFOLDER\b": "made",
     r"\bOURS\b": "ours",
