@@ -61,7 +61,7 @@ def text_of(event: dict[str, Any]) -> tuple[str, str]:
 
 
 class Client(threading.Thread):
-    """Reads one streamed reply until it ends or the server is gone; `most`: leave after so many characters."""
+    """Read one streamed reply until it ends, the server is gone, or `most` characters have come."""
 
     def __init__(self, port: int, path: str, body: dict[str, Any], most: int | None = None) -> None:
         super().__init__(daemon=True)

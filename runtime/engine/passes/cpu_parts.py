@@ -211,13 +211,17 @@ def _feed(spec: MlpSpec, mlp: Mlp) -> CFeedForward:
     )
 
 
-def _delta_net(part: Recurrent, mixer: DeltaNet) -> CDeltaPart:
+def _require_delta(mixer: DeltaNet | KimiDelta) -> None:
     from mycli.runtime.kernels.cpu.recurrent import decline_delta
 
-    spec = mixer.spec
     _require(decline_delta(mixer.sizes))
     if mixer.norm.weight.dtype != torch.bfloat16:
         raise _NotNativeError(Declined("gain-dtype", {"dtype": str(mixer.norm.weight.dtype)}))
+
+
+def _delta_net(part: Recurrent, mixer: DeltaNet) -> CDeltaPart:
+    _require_delta(mixer)
+    spec = mixer.spec
     return CDeltaPart(
         _gain(part.norm),
         _gain(mixer.norm),
@@ -237,12 +241,8 @@ def _delta_net(part: Recurrent, mixer: DeltaNet) -> CDeltaPart:
 
 
 def _kimi_delta(part: Recurrent, mixer: KimiDelta) -> CChannelDeltaPart:
-    from mycli.runtime.kernels.cpu.recurrent import decline_delta
-
+    _require_delta(mixer)
     spec = mixer.spec
-    _require(decline_delta(mixer.sizes))
-    if mixer.norm.weight.dtype != torch.bfloat16:
-        raise _NotNativeError(Declined("gain-dtype", {"dtype": str(mixer.norm.weight.dtype)}))
     raised = (CLinear() if linear is None else _linear(linear) for linear in (mixer.decay_b, mixer.gate_b))
     return CChannelDeltaPart(
         _gain(part.norm),

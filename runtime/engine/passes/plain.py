@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from mycli.runtime.cache.batch import Batch
@@ -10,7 +11,7 @@ from mycli.runtime.engine.passes.base import OnDecline, PassInput, TokenSteps
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.paged import PromptKind
 from mycli.runtime.layers.transformer import Transformer
-from mycli.runtime.models.config import KvDtype
+from mycli.runtime.models.config import KvDtype, ModelConfig
 from mycli.runtime.models.part_spec import AttentionSpec
 
 _HOST_SAMPLING = Declined("host-sampling")
@@ -43,20 +44,20 @@ def compile_plain_pass(model: Transformer, kv: KvDtype, report: OnDecline) -> Pl
         from mycli.runtime.kernels.triton.paged_attention import decline_paged, decline_prompts
 
         if decline_paged(model.device, model.dtype, 0, 1) is None:
-            declined = [declined for kind in prompt_kinds(model, kv) if (declined := decline_prompts(kind)) is not None]
-            for reason in declined[:1]:
-                report(reason)
+            kinds = prompt_kinds(model.config, model.device, model.dtype, kv)
+            declined = [declined for kind in kinds if (declined := decline_prompts(kind)) is not None]
+            if declined:
+                report(declined[0])
     return PlainPass(model)
 
 
-def prompt_kinds(model: Transformer, kv: KvDtype) -> set[PromptKind]:
-    """Return the kinds of attention that prompts of this model need."""
-    stored = cache_dtype(kv, model.dtype)
+def prompt_kinds(config: ModelConfig, device: torch.device, dtype: torch.dtype, kv: KvDtype) -> set[PromptKind]:
+    """Return the kinds of attention that prompts of a model need."""
     return {
         PromptKind(
-            model.device,
-            model.dtype,
-            stored,
+            device,
+            dtype,
+            cache_dtype(kv, dtype),
             spec.heads // spec.kv_heads,
             spec.head_dim,
             spec.window is not None,
@@ -64,6 +65,6 @@ def prompt_kinds(model: Transformer, kv: KvDtype) -> set[PromptKind]:
             bool(spec.softcap),
             spec.sinks is not None,
         )
-        for spec in model.config.attentions
+        for spec in config.attentions
         if isinstance(spec, AttentionSpec)
     }

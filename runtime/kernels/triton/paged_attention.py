@@ -61,7 +61,7 @@ def decline_prompts(kind: PromptKind) -> Declined | None:
     from mycli.runtime.kernels.triton.prompt_attention import small_attention
 
     try:
-        error = small_attention(kind, kind.device, chip_of(kind.device))
+        error = small_attention(kind, chip_of(kind.device))
     except Exception as trouble:  # noqa: BLE001  (reason: compilers and drivers raise all kinds)
         return missing_tool() or Declined("prompt-attention-raises", {"error": summarize_error(trouble)})
     if isinstance(error, Declined):

@@ -266,9 +266,9 @@ def launch_prompt_attention(
     return result.flatten(1)
 
 
-def small_attention(kind: PromptKind, device: torch.device, chip: Chip) -> float | Declined:
+def small_attention(kind: PromptKind, chip: Chip) -> float | Declined:
     """Return the relative error of a small attention of this kind against the reference, or why it has no kernel."""
-    generator = torch.Generator().manual_seed(0)
+    generator, device = torch.Generator().manual_seed(0), kind.device
     tokens, lengths, block = (140, 3), (150, 70), KEY_BLOCK
     width = -(-max(lengths) // block)
 

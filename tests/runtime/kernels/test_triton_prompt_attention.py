@@ -108,7 +108,7 @@ def test_attend_prompt(case: Prompts, interpret: Interpret) -> None:
 
 
 def checked(kind: PromptKind) -> float:
-    error = small_attention(kind, torch.device("cpu"), Chip((9, 0), 16))
+    error = small_attention(kind, Chip((9, 0), 16))
     assert isinstance(error, float)
     return error
 
