@@ -20,7 +20,8 @@ AMBIGUOUS = 'start: a\na: "x" | a a a | a a | b\nb: a b a | "x"'
 
 def repeated(before: str, item: str, after: str) -> bytes:
     """Return a body of 4 MiB with a list that repeats one item."""
-    return (before + ",".join([item] * ((SIZE - len(before) - len(after)) // (len(item) + 1))) + after).encode()
+    others = (SIZE - len(before) - len(after)) // (len(item) + 1) - 1
+    return (before + f"{item}," * others + item + after).encode()
 
 
 def chat(**fields: Any) -> dict[str, Any]:
