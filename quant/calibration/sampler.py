@@ -51,7 +51,6 @@ def _bundled(name: str) -> str:
 def calibrate(
     text: Path | None, tokenizer: Tokenizer, vocab_size: int, samples: int, seq: int, seed: int
 ) -> Calibration:
-    """Draw windows from a file, or from the bundled texts if `text` is None."""
     if text is not None:
         return from_file(text, tokenizer, samples, seq, seed)
     return bundled(tokenizer, vocab_size, samples, seq, seed)
