@@ -50,7 +50,7 @@ class PlainGptq:
 
     SOLVER = SolverSpec(help="", needs_data=True)
 
-    def solve(self, weight: Tensor, grid: Grid, hessian: Tensor | None) -> Solution:
+    def solve(self, weight: Tensor, grid: Grid, hessian: Tensor | None, outputs: Tensor | None = None) -> Solution:
         assert hessian is not None
         weight, hessian = weight.float().clone(), hessian.clone()
         rows, columns = weight.shape
@@ -80,7 +80,12 @@ class Peer(LinearSolver):
         self.solve_matrix = scheme.solve
 
     def solve(
-        self, weights: Mapping[str, Tensor], packing: Packing, fitted: Moments, held_out: Moments
+        self,
+        weights: Mapping[str, Tensor],
+        packing: Packing,
+        fitted: Moments,
+        held_out: Moments,
+        outputs: Tensor | None = None,
     ) -> SolvedProduct:
         still = [replace(each, drift=torch.zeros_like(each.drift)) for each in (fitted, held_out)]
         return super().solve(weights, packing, *still)
