@@ -18,7 +18,7 @@ from mycli.runtime.layers.block import Block
 from mycli.runtime.layers.layer_part import PassContext
 from mycli.runtime.layers.linear import Linear
 
-WINDOWS = 64
+WINDOWS = 128
 
 LayerMoments = dict[str, Tensor]  # by product: fp32 [blocks, ROWS, ROWS]
 
