@@ -18,9 +18,9 @@ from mycli.runtime.layers.block import Block
 from mycli.runtime.layers.layer_part import PassContext
 from mycli.runtime.layers.linear import Linear
 
-WINDOWS = 128
+GRADIENT_WINDOWS = 128
 
-LayerMoments = dict[str, Tensor]  # by product: fp32 [blocks, ROWS, ROWS]
+LayerMoments = dict[str, Tensor]  # by product: fp32 [blocks, BLOCK_ROWS, BLOCK_ROWS]
 
 
 def windows_at_once(windows: int, seq: int, width: int, layers: int) -> int:
@@ -31,9 +31,9 @@ def windows_at_once(windows: int, seq: int, width: int, layers: int) -> int:
 def output_moments(
     model: StreamedModel, windows: Tensor, seed: int, progress: ReportProgress = silent
 ) -> list[LayerMoments]:
-    """The moments of every product of each layer on at most `WINDOWS` of the windows int64 [samples, seq]."""
+    """The moments of every product of each layer on at most `GRADIENT_WINDOWS` of the windows int64 [samples, seq]."""
     generator = torch.Generator().manual_seed(seed)
-    windows = windows[torch.randperm(len(windows), generator=generator)[:WINDOWS]]
+    windows = windows[torch.randperm(len(windows), generator=generator)[:GRADIENT_WINDOWS]]
     config, context = model.config, model.context(windows.shape[1])
     exact = replace(context, attention=PromptAttention())
     moments: list[LayerMoments] = [{} for _ in range(config.layers)]
@@ -69,7 +69,7 @@ def _gradient_of_head(model: StreamedModel, stream: Tensor, generator: torch.Gen
 def _add(
     model: StreamedModel, index: int, stream: Tensor, gradient: Tensor, context: PassContext, moments: LayerMoments
 ) -> None:
-    """Add the moments of one layer; `gradient`, of its output, becomes that of its input."""
+    # `gradient`, of the layer's output, becomes that of its input.
     block, device = model.block(index), model.placement.device
     for windows in model.batches(stream):
         x = stream[windows].to(device).requires_grad_()
@@ -77,7 +77,7 @@ def _add(
             y, outputs = _outputs(block, x, context)
             first, *slopes = torch.autograd.grad(y, (x, *outputs.values()), gradient[windows].to(y))
             for product, slope in zip(outputs, slopes, strict=True):
-                # [blocks, ROWS, tokens]
+                # [blocks, BLOCK_ROWS, tokens]
                 rows = split_rows(slope.flatten(0, -2).T.float())
                 total = torch.bmm(rows, rows.transpose(1, 2))
                 moments[product] = moments[product].add_(total) if product in moments else total

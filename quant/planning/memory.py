@@ -7,10 +7,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mycli.quant.calibration.output_moments import WINDOWS, windows_at_once
+from mycli.quant.calibration.output_moments import GRADIENT_WINDOWS, windows_at_once
 from mycli.quant.evaluate import LOGITS_AT_ONCE, STREAM_BYTES
 from mycli.quant.rounding.error_compensation import drift_rows
-from mycli.quant.rounding.rows import ROWS
+from mycli.quant.rounding.rows import BLOCK_ROWS
 from mycli.quant.solvers import SOLVER_WEIGHTS
 from mycli.runtime.checkpoint.formats import EMBEDDING
 from mycli.runtime.errors import ResourceError
@@ -214,7 +214,7 @@ def _sensitivity(work: QuantizationWork, at_once: int) -> tuple[int, int]:
 
 def _moment_bytes(work: QuantizationWork) -> int:
     return sum(
-        _FLOAT * ROWS * -(-sum(spec.out_features for spec in group) // ROWS) * ROWS
+        _FLOAT * BLOCK_ROWS * -(-sum(spec.out_features for spec in group) // BLOCK_ROWS) * BLOCK_ROWS
         for layer in work.config.layer_specs
         for group in layer.products().values()
     )
@@ -224,7 +224,9 @@ def _output_moments(work: QuantizationWork, at_once: int) -> tuple[int, int]:
     # See `quant.calibration.output_moments`: the stream at every block, then the head with the logits of a window, or a
     # block with a batch; and the moments, which stay until all blocks are solved.
     config = work.config
-    windows = windows_at_once(min(WINDOWS, work.tokens // work.seq), work.seq, config.stream_width, config.layers)
+    windows = windows_at_once(
+        min(GRADIENT_WINDOWS, work.tokens // work.seq), work.seq, config.stream_width, config.layers
+    )
     streams = _FLOAT * windows * work.seq * config.stream_width * (config.layers + 2)
     head = _FLOAT * config.vocab_size * (config.hidden_size + 5 * work.seq)
     tokens = max(work.seq, at_once // work.seq * work.seq)

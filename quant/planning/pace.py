@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from mycli.quant.calibration.hessian import reduced_precision
-from mycli.quant.calibration.output_moments import WINDOWS as OUTPUT_WINDOWS
+from mycli.quant.calibration.output_moments import GRADIENT_WINDOWS
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.linear_solver import LinearSolver
 from mycli.quant.mixed_precision import WINDOWS
@@ -64,7 +64,7 @@ def _quantizing(work: QuantizationPlan, placement: Placement) -> float:
     if measured or calibrated:
         model = StreamedModel(work.folder, placement, work.need.at_once, dense=True)
         passes = _PASSES if recipe.transform is None else _PASSES + _TRANSFORM_PASSES
-        gradients = min(OUTPUT_WINDOWS, recipe.samples) * work.seq if has_moments else 0
+        gradients = min(GRADIENT_WINDOWS, recipe.samples) * work.seq if has_moments else 0
         passing = _passing(model, work.seq) * (passes * calibrated + _OUTPUT_PASSES * gradients + 2 * measured)
     # The result is hashed at the end; the source is hashed in the background.
     zeros = bytes(_HASHED)

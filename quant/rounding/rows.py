@@ -16,15 +16,15 @@ from mycli.quant.rounding.grid import Grid, Quantized, dequantize_codes
 from mycli.runtime.models.part_spec import OutputRows
 
 # Rows of a block of G; what couples other rows is left out, which bounds memory and time (docs/quality.md).
-ROWS = 256
-DAMPING = 0.1  # share of the mean of diag(G) added to it: with 0.01 pico lost 2 % more
+BLOCK_ROWS = 256
+ROW_DAMPING = 0.1  # share of the mean of diag(G) added to it: with 0.01 pico lost 2 % more
 
 
 def split_rows(values: Tensor, fill: float = 0.0) -> Tensor:
-    """[N, ...] as [blocks, ROWS, ...], with rows of `fill` at the end."""
-    missing = -len(values) % ROWS
+    """Return [N, ...] as [blocks, S, ...] for S = BLOCK_ROWS, with rows of `fill` at the end."""
+    missing = -len(values) % BLOCK_ROWS
     padding = values.new_full((missing, *values.shape[1:]), fill)
-    return torch.cat((values, padding)).unflatten(0, (-1, ROWS))
+    return torch.cat((values, padding)).unflatten(0, (-1, BLOCK_ROWS))
 
 
 def row_scale(source: OutputRows, scale: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ def row_scale(source: OutputRows, scale: Tensor) -> Tensor:
 
 
 def rescaled(moments: Tensor, source: OutputRows, scale: Tensor) -> Tensor:
-    """The moments [blocks, ROWS, ROWS] of gradients by rows that were divided by `row_scale`."""
+    """The moments [blocks, S, S] of gradients by rows that were divided by `row_scale`."""
     factors = moments.new_ones(moments.shape[:2]).flatten()
     divisors = row_scale(source, scale)
     factors[source.start : source.start + len(divisors)] = divisors.to(factors)
@@ -47,11 +47,10 @@ def rescaled(moments: Tensor, source: OutputRows, scale: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RowBlocks:
-    """G, damped, of mean diagonal 1: `hessian` and `upper` fp32 [blocks, ROWS, ROWS] in order `order` [blocks, ROWS].
+    """The blocks of G, damped and of mean diagonal 1."""
 
-    The inverse of `hessian` is U^T U for U = `upper`; rows from `count` on are padding.
-    """
-
+    # `hessian` and `upper` fp32 [blocks, S, S] in order `order` [blocks, S]; the inverse of a block is U^T U for its
+    # `upper` U. Rows from `count` on are padding.
     hessian: Tensor
     upper: Tensor
     order: Tensor
@@ -59,7 +58,7 @@ class RowBlocks:
 
     @classmethod
     def of(cls, moments: Tensor, count: int) -> "RowBlocks | None":
-        """The blocks of `moments` fp32 [blocks, ROWS, ROWS]; None if they have no factor, such as without gradients."""
+        """The blocks of `moments` fp32 [blocks, S, S]; None if they have no factor, such as without gradients."""
         diagonal = moments.diagonal(dim1=1, dim2=2)
         mean = diagonal.sum() / count
         if not bool(torch.isfinite(mean) & (mean > 0)):
@@ -69,21 +68,20 @@ class RowBlocks:
         places = torch.where(rows < count, diagonal, -1.0).argsort(dim=1, descending=True, stable=True)
         hessian = moments.gather(1, places.unsqueeze(2).expand_as(moments))
         hessian = hessian.gather(2, places.unsqueeze(1).expand_as(moments)) / mean
-        hessian.diagonal(dim1=1, dim2=2).add_(DAMPING)
+        hessian.diagonal(dim1=1, dim2=2).add_(ROW_DAMPING)
         # As in `gptq.factorize`: U is the inverse of the upper triangular R with R R^T = G.
         lower, failed = torch.linalg.cholesky_ex(hessian.flip(1, 2))
         if bool(failed.any()):
             return None
-        identity = torch.eye(ROWS, device=moments.device)
+        identity = torch.eye(BLOCK_ROWS, device=moments.device)
         upper = torch.linalg.solve_triangular(lower.flip(1, 2), identity.expand_as(hessian), upper=True)
         return cls(hessian, upper, rows.gather(1, places), count)
 
     def gather(self, values: Tensor, fill: float = 0.0) -> Tensor:
-        """Rows of [N, ...] as [ROWS, blocks, ...] in the order in which they are solved, each place contiguous."""
+        # Rows of [N, ...] as [S, blocks, ...] in the order in which they are solved, each place contiguous.
         return split_rows(values, fill).flatten(0, 1)[self.order.T]
 
     def scatter(self, values: Tensor) -> Tensor:
-        """Invert `gather`."""
         result = torch.empty_like(values).flatten(0, 1)
         result[self.order.T.flatten()] = values.flatten(0, 1)
         return result[: self.count]

@@ -65,7 +65,7 @@ def test_few_windows_are_read_and_streams_are_bounded(monkeypatch: pytest.Monkey
         return embed(self, tokens)
 
     monkeypatch.setattr(StreamedModel, "embed", watched)
-    monkeypatch.setattr(module, "WINDOWS", 5)
+    monkeypatch.setattr(module, "GRADIENT_WINDOWS", 5)
     monkeypatch.setattr(module, "STREAM_BYTES", 2 * 4 * 16 * model.config.hidden_size * (model.config.layers + 2))
     with reduced_precision(CPU.device):
         output_moments(model, windows, 0)

@@ -9,8 +9,8 @@ from torch import Tensor
 from mycli.quant.rounding import rows
 from mycli.quant.rounding.grid import Grid, Quantized, dequantize_codes, find_scales, round_to_grid
 from mycli.quant.rounding.rows import (
-    DAMPING,
-    ROWS,
+    BLOCK_ROWS,
+    ROW_DAMPING,
     RowBlocks,
     descend_rows,
     rescaled,
@@ -23,11 +23,11 @@ from mycli.runtime.models.part_spec import OutputRows
 from mycli.runtime.quantization.scheme import Packing
 from tests.support.rounding import problem
 
-COUNT = ROWS + 44  # two blocks, the second padded
+COUNT = BLOCK_ROWS + 44  # two blocks, the second padded
 
 
 def moments(count: int = COUNT, seed: int = 1) -> Tensor:
-    """Return [blocks, ROWS, ROWS] of correlated gradients of very different size."""
+    """Return [blocks, BLOCK_ROWS, BLOCK_ROWS] of correlated gradients of very different size."""
     generator = torch.Generator().manual_seed(seed)
     spread = torch.logspace(-1, 0.5, count)[torch.randperm(count, generator=generator)]
     gradients = torch.randn(2 * count, 16, generator=generator) @ torch.randn(16, count, generator=generator)
@@ -40,7 +40,7 @@ def whole(blocks: Tensor, count: int = COUNT) -> Tensor:
     """Return G [count, count] in fp64, damped, of mean diagonal 1 before."""
     matrix = torch.block_diag(*blocks.double())[:count, :count]
     matrix /= matrix.diagonal().mean()
-    return matrix + DAMPING * torch.eye(count, dtype=torch.float64)
+    return matrix + ROW_DAMPING * torch.eye(count, dtype=torch.float64)
 
 
 def cost(weight: Tensor, solved: Quantized, grid: Grid, hessian: Tensor, outputs: Tensor) -> float:
@@ -109,17 +109,17 @@ def test_blocks_are_independent_and_in_order_of_importance() -> None:
     assert blocks is not None
     diagonal = outputs.diagonal(dim1=1, dim2=2).flatten()[blocks.order]
     assert bool((diagonal[:, 1:] <= diagonal[:, :-1]).all())
-    assert torch.equal(blocks.order.flatten().sort().values, torch.arange(2 * ROWS))
-    assert bool((blocks.order[1, COUNT - ROWS :] >= COUNT).all()), "padding comes last"
+    assert torch.equal(blocks.order.flatten().sort().values, torch.arange(2 * BLOCK_ROWS))
+    assert bool((blocks.order[1, COUNT - BLOCK_ROWS :] >= COUNT).all()), "padding comes last"
     identity = blocks.upper.transpose(1, 2) @ blocks.upper @ blocks.hessian
-    assert torch.allclose(identity, torch.eye(ROWS).expand_as(identity), atol=1e-3)
+    assert torch.allclose(identity, torch.eye(BLOCK_ROWS).expand_as(identity), atol=1e-3)
     values = torch.arange(COUNT * 2).view(COUNT, 2)
     assert torch.equal(blocks.scatter(blocks.gather(values)), values)
 
 
 @pytest.mark.parametrize("value", [0.0, float("nan")], ids=["none", "nan"])
 def test_without_gradients_the_layer_decides(value: float) -> None:
-    outputs = torch.full((1, ROWS, ROWS), value)
+    outputs = torch.full((1, BLOCK_ROWS, BLOCK_ROWS), value)
     assert RowBlocks.of(outputs, 40) is None
     weight, hessian = problem(40, 64)
     grid = Grid(Packing(4, 32), torch.bfloat16)
@@ -132,11 +132,11 @@ def test_gradients_of_divided_rows_are_multiplied() -> None:
     scale = torch.tensor([2.0, 4.0, 8.0]).repeat(4)
     divisors = row_scale(source, scale)
     assert divisors.tolist() == [2, 4, 8, 1, 2, 4, 8]
-    gradients = torch.randn(ROWS + 8, 20, generator=torch.Generator().manual_seed(0))
+    gradients = torch.randn(BLOCK_ROWS + 8, 20, generator=torch.Generator().manual_seed(0))
     factors = torch.ones(len(gradients))
     factors[2:9] = divisors
     before, after = (
         split_rows(part) @ split_rows(part).transpose(1, 2) for part in (gradients, gradients * factors[:, None])
     )
     assert torch.allclose(rescaled(before, source, scale), after, rtol=1e-5, atol=1e-4)
-    assert before.shape[1] == rows.ROWS
+    assert before.shape[1] == rows.BLOCK_ROWS
