@@ -46,8 +46,7 @@ class Recipe:
     `target_bpw`: mean bits per quantized weight, scales included; `widths` then holds the bits of each product of each
     block in order of execution (see `quant.mixed_precision`) and replaces `bits`. `tune`: train codes and scales of
     each block once it is solved (`quant.tuning.block`), and scales and gains of all at the end
-    (`quant.tuning.end_to_end`). `hessian`: errors count by what they do to the outputs of their layer, or of the model
-    (`calibration.output_moments`).
+    (`quant.tuning.end_to_end`).
 
     Raises UsageError for values that do not fit together.
     """
@@ -63,7 +62,7 @@ class Recipe:
     target_bpw: float | None = None
     widths: tuple[int, ...] | None = None
     tune: bool = False
-    hessian: Hessian = "layer"
+    hessian: Hessian = "layer"  # errors count by the outputs of their layer, or of the model
 
     def __post_init__(self) -> None:
         if self.solver not in solvers.names():

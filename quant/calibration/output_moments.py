@@ -24,7 +24,7 @@ LayerMoments = dict[str, Tensor]  # by product: fp32 [blocks, BLOCK_ROWS, BLOCK_
 
 
 def windows_at_once(windows: int, seq: int, width: int, layers: int) -> int:
-    """The number of windows whose residual streams at every block stay within `STREAM_BYTES`, at least one."""
+    # Their residual streams at every block stay within `STREAM_BYTES`.
     return min(windows, max(1, STREAM_BYTES // (4 * seq * width * (layers + 2))))
 
 

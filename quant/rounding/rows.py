@@ -24,11 +24,11 @@ def split_rows(values: Tensor, fill: float = 0.0) -> Tensor:
     """Return [N, ...] as [blocks, S, ...] for S = BLOCK_ROWS, with rows of `fill` at the end."""
     missing = -len(values) % BLOCK_ROWS
     padding = values.new_full((missing, *values.shape[1:]), fill)
-    return torch.cat((values, padding)).unflatten(0, (-1, BLOCK_ROWS))
+    return torch.cat((values, padding)).view(-1, BLOCK_ROWS, *values.shape[1:])
 
 
 def row_scale(source: OutputRows, scale: Tensor) -> Tensor:
-    """The divisors of the rows from `source.start` on, where the inputs that they produce are multiplied by `scale`."""
+    # The divisors of the rows from `source.start` on; the inputs that they produce are multiplied by `scale`.
     rows = scale.view(source.groups, source.copies, source.width)[:, 0]
     stride, last = source.stride or source.width, source.groups - 1
     spaced = torch.ones(last * stride + source.width, dtype=scale.dtype, device=scale.device)
@@ -37,7 +37,7 @@ def row_scale(source: OutputRows, scale: Tensor) -> Tensor:
 
 
 def rescaled(moments: Tensor, source: OutputRows, scale: Tensor) -> Tensor:
-    """The moments [blocks, S, S] of gradients by rows that were divided by `row_scale`."""
+    # The moments [blocks, S, S] of gradients by rows that were divided by `row_scale`.
     factors = moments.new_ones(moments.shape[:2]).flatten()
     divisors = row_scale(source, scale)
     factors[source.start : source.start + len(divisors)] = divisors.to(factors)
