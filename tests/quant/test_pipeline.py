@@ -177,6 +177,7 @@ def test_companions_travel_and_the_record_tells_all(source: Source, tmp_path: Pa
         "target_bpw": None,
         "widths": None,
         "tune": False,
+        "hessian": "layer",
     }
     assert written["calibration"] is None
     assert (written["source"]["repo"], written["source"]["revision"]) == ("someone/small", "0" * 40)
