@@ -33,7 +33,7 @@ _PASSES = 2.7
 _TRANSFORM_PASSES = 2.3  # more, where a transform observes every product first and the original is read twice
 _GRADIENT_PASSES = 5  # of a token through a block: both models forward, the copy also backward
 _OUTPUT_PASSES = 4  # of a token for output moments: forward twice, backward, and the sums
-_ROWS_IN_TURN = 2.5  # times as long as all rows in one call, measured on shapes of 0.5 B
+_ROWS_IN_TURN = 2.5  # times as long as all rows in one call: an estimate
 
 
 def expected_seconds(work: QuantizationPlan, placement: Placement) -> float:
