@@ -42,7 +42,6 @@ class _Output:
     file: GgufTensors
 
     def copy(self, source: SourceWeights, tensor: str) -> None:
-        """Write a tensor that is not quantized, in the type of the plan."""
         dtype = TYPES_BY_NAME[self.work.layout.kinds[tensor]].dtype
         assert dtype is not None
         values, change = source.read(tensor), self.work.layout.places[tensor].rule.change

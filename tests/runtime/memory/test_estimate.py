@@ -19,6 +19,7 @@ from mycli.runtime.memory.estimate import (
     longest_context,
 )
 from mycli.runtime.memory.fit import PackingScheme
+from mycli.runtime.memory.layer import pass_values
 from mycli.runtime.memory.plan import CACHE_BLOCK, MemoryPlan
 from mycli.runtime.memory.weights import embedding_bytes, weight_bytes
 from mycli.runtime.models.config import ModelConfig
@@ -296,3 +297,8 @@ def test_memory_has_its_unit() -> None:
 def test_estimate_does_not_import_torch() -> None:
     code = "import sys, mycli.runtime.memory.fit, mycli.runtime.diagnostics.vllm_tp; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_part_that_waits_for_another_is_in_memory() -> None:
+    layer = published("Llama-3.1-8B").layer_specs[0]
+    assert pass_values(replace(layer, parallel=True)) - pass_values(layer) == 4096
