@@ -152,6 +152,8 @@ REASONS: Mapping[str, str] = {
     "int4-head": "the fused kernels read an int4 KV cache only for heads of 64, 128 and 256, not {head_dim}",
     "kernels-failed": "the fused kernels failed: {error}",
     "logits-differ": "the fused kernels' logits differ by {percent} from the plain pass",
+    "layer-differs": "the fused kernels of layer {layer} differ by {percent} from the plain layer",
+    "layer-cache-differs": "the fused kernels store keys or values of layer {layer} that differ by {percent}",
     "replay-differs": "a replayed pass gives other logits than a launched one",
     "device-loop-failed": "sampling on the device failed: {error}",
     "greedy-differs": "the device chose tokens {tokens} instead of {expected}",

@@ -17,6 +17,7 @@ from mycli.runtime.kernels.paged import Ragged, Scoring
 from mycli.runtime.kernels.registry import PAGED_ATTENTION, VECTOR_PACKING
 from mycli.runtime.kernels.triton.product.matmul import ACTIVATION_DTYPES
 from mycli.runtime.layers.attention import KeyValue
+from mycli.runtime.layers.feed_forward import Experts
 from mycli.runtime.layers.layer_part import PassContext
 from mycli.runtime.layers.rope import Rope, RopeTables
 from mycli.runtime.layers.streamed_experts import StreamedExperts
@@ -113,21 +114,46 @@ class CapturedStep:
 
     def __call__(self, inputs: StepInput, rope: Rope, cache: KVCache, last: bool) -> Tensor:
         """Return fp32 logits [sequences, 1 if last else new, vocab]; the cache takes keys and values."""
-        model, sequences = self._model, _DeviceSequences(inputs, cache)
-        tokens = sequences.tokens.view(1, -1)
-        x, per_layer = model.enter(tokens)
-
-        def inputs_of(layer: int) -> Tensor:
-            assert isinstance(per_layer, Tensor)
-            return per_layer[..., layer, :]
-
-        context = PassContext(_rows(rope, sequences.positions), sequences, inputs_of)
+        model = self._model
+        x, context = self._enter(inputs, rope, cache)
         for block in model.layers():
             x = block(x, context)
         x = model.leave(x).view(*inputs.tokens.shape, -1)
         x = x[:, -1:] if last else x
         logits: Tensor = finish_logits(model.head(model.norm(x.flatten(0, 1))), model.config)
         return logits.view(*x.shape[:2], -1)
+
+    def run_layer(
+        self,
+        layer: int,
+        stream: Tensor,
+        inputs: StepInput,
+        rope: Rope,
+        cache: KVCache,
+        router_scores: Tensor | None = None,
+    ) -> Tensor:
+        """Run one layer as `LayeredStep.run_layer`."""
+        block = list(self._model.layers())[layer]
+        _, context = self._enter(inputs, rope, cache)
+        if router_scores is None or not isinstance(block.mlp, Experts):
+            after: Tensor = block(stream[None], context)
+            return after[0]
+        handle = block.mlp.router.register_forward_hook(lambda *_: router_scores)
+        try:
+            after = block(stream[None], context)
+        finally:
+            handle.remove()
+        return after[0]
+
+    def _enter(self, inputs: StepInput, rope: Rope, cache: KVCache) -> tuple[Tensor, PassContext]:
+        sequences = _DeviceSequences(inputs, cache)
+        x, per_layer = self._model.enter(sequences.tokens.view(1, -1))
+
+        def inputs_of(layer: int) -> Tensor:
+            assert isinstance(per_layer, Tensor)
+            return per_layer[..., layer, :]
+
+        return x, PassContext(_rows(rope, sequences.positions), sequences, inputs_of)
 
 
 def _rows(rope: Rope, positions: Tensor) -> Mapping[RopeSpec, RopeTables]:

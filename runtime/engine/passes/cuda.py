@@ -7,47 +7,39 @@ padded number of sequences and tokens; it is captured the second time that such 
 tables are copied into its buffers before each replay, so sequences may come, go and lie anywhere in the cache.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from mycli.runtime.cache.batch import Batch, Chunk
-from mycli.runtime.cache.kv_cache import KVCache, cache_dtype
+from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.engine.passes.base import OnDecline, Pass, PassInput, TokenSteps
 from mycli.runtime.engine.passes.captured import CapturedStep
+from mycli.runtime.engine.passes.gate import TOLERANCE, compare_logits, difference, layer_difference, tolerance
 from mycli.runtime.engine.passes.graphs import (
     Capture,
     GraphCapture,
     Launches,
+    LayeredStep,
     Step,
     StepInput,
     block_table_width,
 )
 from mycli.runtime.engine.passes.plain import PlainPass
 from mycli.runtime.errors import Declined, summarize_error
-from mycli.runtime.kernels.paged import KEY_BLOCK
 from mycli.runtime.kernels.triton.toolchain import missing_tool
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.memory.graphs import MOST_GRAPHS, padded_sequences
-from mycli.runtime.models.config import KvDtype, ModelConfig
-from mycli.runtime.models.experts_spec import ExpertsSpec
+from mycli.runtime.models.config import KvDtype
 from mycli.runtime.quantization.int4_vectors import FUSED_INT4_HEADS
 
 if TYPE_CHECKING:  # it imports Triton, which takes a second and is not on every machine
     from mycli.runtime.engine.passes.device_loop import DeviceLoop
 
-TOLERANCE = 0.03  # relative difference of logits between two ways of rounding to bf16
-# In a mixture of experts rounding can change which of two equally scored experts is chosen. Between bf16 and fp32,
-# logits of random mixtures differ by up to 0.14 over 16 tokens and 0.26 for one; unrelated logits differ by 1.4.
-ROUTED_TOLERANCE = 0.4
-_CHECK_CONTEXT = 1024  # long enough that attention splits the keys into several parts
-_CHECK_PREFIX = 300  # tokens before the compared ones, in more than one part
 _CHECKED_ROWS = 8  # the comparison at load covers passes of up to 8 rows; wider ones use other tiles
 _Shape = tuple[int, int]  # padded number of sequences, new tokens of each
 
@@ -174,7 +166,7 @@ class CudaPass:
         inputs = StepInput.zeros(*shape, block_table_width(work), work.rope.device)
         inputs.fill(work.chunks)
         logits = self.step(inputs, held.rope, work.cache, last)[: len(work.chunks)]
-        declined = None if expected is None else _compare(logits.flatten(0, 1), expected, self._tolerance)
+        declined = None if expected is None else compare_logits(logits.flatten(0, 1), expected, self._tolerance)
         if declined is not None:
             self._give_up(declined, shape)
             return None
@@ -221,97 +213,42 @@ def compile_captured_pass(model: Transformer, kv: KvDtype, report: OnDecline) ->
     return step if isinstance(step, Declined) else _compile_looping(model, step, kv, report, "captured")
 
 
-def _compile_looping(model: Transformer, step: Step, kv: KvDtype, report: OnDecline, name: str) -> CudaPass | Declined:
+def _compile_looping(
+    model: Transformer, step: LayeredStep, kv: KvDtype, report: OnDecline, name: str
+) -> CudaPass | Declined:
     try:
         from mycli.runtime.engine.passes import device_loop
     except ImportError as error:
         return Declined("no-triton", {"error": summarize_error(error)})
-    way = compile_step(model, step, kv, GraphCapture(), report, name)
+    way = compile_step(model, step, kv, GraphCapture(), report, name, step)
     if isinstance(way, CudaPass):
         way.loop = device_loop.compile_loop(model, step, GraphCapture(), report)
     return way
 
 
 def compile_step(
-    model: Transformer, step: Step, kv: KvDtype, capture: Capture, report: OnDecline, name: str = "cuda"
+    model: Transformer,
+    step: Step,
+    kv: KvDtype,
+    capture: Capture,
+    report: OnDecline,
+    name: str = "cuda",
+    layers: LayeredStep | None = None,
 ) -> CudaPass | Declined:
-    """Compare `step` with the plain pass of `model` and return the pass that runs it, or why it cannot be used."""
+    """Compare `step` with the plain pass of `model` and return the pass that runs it, or why it cannot be used.
+
+    layers: the step, if its layers are compared one by one too.
+    """
     odd = {spec.head_dim for spec in model.config.attentions} - set(FUSED_INT4_HEADS)
     if kv == "int4" and odd:
         declined: Declined | None = Declined("int4-head", {"head_dim": min(odd)})
     else:
         try:
-            declined = difference(model, step, kv, capture)
+            declined = None if layers is None else layer_difference(model, layers, kv)
+            declined = declined or difference(model, step, kv, capture)
         except Exception as error:  # noqa: BLE001  (reason: compilers and drivers raise all kinds)
             declined = missing_tool() or Declined("kernels-failed", {"error": summarize_error(error)})
     if declined is not None:
         report(declined)
         return declined
     return CudaPass(step, PlainPass(model), capture, report, name=name, tolerance=tolerance(model.config))
-
-
-def tolerance(config: ModelConfig) -> float:
-    routed = any(isinstance(spec.mlp, ExpertsSpec) for spec in config.layer_specs)
-    return ROUTED_TOLERANCE if routed else TOLERANCE
-
-
-def _compare(logits: Tensor, expected: Tensor, most: float) -> Declined | None:
-    error = float((logits.float() - expected).norm() / expected.norm())
-    return None if error < most else Declined("logits-differ", {"percent": f"{error:.1%}"})
-
-
-@torch.inference_mode()
-def difference(
-    model: Transformer, step: Step, kv: KvDtype = "auto", capture: Capture | None = None, counts: Sequence[int] = (1, 4)
-) -> Declined | None:
-    """Compare the logits of `step` for each number of new tokens in `counts` with the plain pass's; None if equal.
-
-    With the sequence in one cache block, and in several out of order next to a padding sequence.
-    """
-    context = min(_CHECK_CONTEXT, model.config.max_context)
-    rope = Rope(model.config, context, model.device, model.dtype)
-    if not step.rotates(rope, context):
-        return None
-    for block_size in (context, KEY_BLOCK):
-        blocks = tuple(reversed(range(-(-context // block_size))))
-        cache = KVCache(model.config, len(blocks), block_size, model.device, cache_dtype(kv, model.dtype))
-        declined = _difference(model, step, cache, rope, blocks, capture, counts)
-        if declined is not None:
-            return declined
-    return None
-
-
-def _difference(
-    model: Transformer,
-    step: Step,
-    cache: KVCache,
-    rope: Rope,
-    blocks: tuple[int, ...],
-    capture: Capture | None,
-    counts: Sequence[int],
-) -> Declined | None:
-    def plain(chunk: Chunk) -> Tensor:
-        logits: Tensor = model(Batch.of([chunk], cache.block_size, model.device), rope, cache)
-        return logits
-
-    config, sequences = model.config, min(len(blocks), 2)
-    prefix, most = min(_CHECK_PREFIX, rope.positions - max(counts)), max(counts)
-    tokens = [index * 7919 % config.vocab_size for index in range(prefix + most)]
-    plain(Chunk(tokens[:prefix], 0, blocks, 0))
-    for count in counts:
-        if not step.takes(sequences, count):
-            continue
-        chunk = Chunk(tokens[prefix : prefix + count], prefix, blocks, count)
-        expected = plain(chunk)[None]
-        inputs = StepInput.zeros(sequences, count, len(blocks), model.device)
-        inputs.fill([chunk])
-        logits = step(inputs, rope, cache, last=False)
-        declined = _compare(logits[:1], expected, tolerance(config))
-        if declined is not None:
-            return declined
-        if capture is None:
-            continue
-        replayed = capture(partial(step, inputs, rope, cache, last=False))()
-        if not torch.equal(replayed[:1], logits[:1]):
-            return Declined("replay-differs")
-    return None

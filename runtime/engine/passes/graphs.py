@@ -60,6 +60,25 @@ class Step(Protocol):
     def __call__(self, inputs: StepInput, rope: Rope, cache: KVCache, last: bool) -> Tensor: ...
 
 
+class LayeredStep(Step, Protocol):
+    """A step whose layers can also run alone, to be compared with the plain ones."""
+
+    def run_layer(
+        self,
+        layer: int,
+        stream: Tensor,
+        inputs: StepInput,
+        rope: Rope,
+        cache: KVCache,
+        router_scores: Tensor | None = None,
+    ) -> Tensor:
+        """Return the residual stream [rows, size] after one layer; the cache takes its keys and values.
+
+        router_scores: [rows, experts], of a mixture of experts, instead of the layer's own.
+        """
+        ...
+
+
 def block_table_width(work: PassInput) -> int:
     """Return the most cache blocks of any sequence of this cache; 1 where kernels need a sequence in one block."""
     size = work.cache.block_size
