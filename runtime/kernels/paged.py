@@ -17,7 +17,7 @@ class Ragged:
     """The tokens of one pass, sequence after sequence, and the cache blocks of each sequence.
 
     tokens: of each sequence, if all have equally many; a sequence of length 0 is then padding. longest: the most tokens
-    of a sequence, where the host knows it.
+    of a sequence, where the host knows it. counts: int32 [sequences], if only so many of its `tokens` are not padding.
     """
 
     starts: Tensor  # int32 [sequences + 1]: sequence s has the tokens starts[s] to starts[s + 1]
@@ -27,6 +27,7 @@ class Ragged:
     block_table: Tensor
     tokens: int | None = None
     longest: int | None = None
+    counts: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,15 @@
 """Sizes of captured CUDA graphs: one per shape of a pass, all in one pool. The CUDA pass uses these limits."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 # A pass is padded to one of these numbers of sequences, so that few graphs serve all numbers. A padding sequence costs
 # next to nothing: up to 8 rows cost a product no more than one, and it has no keys.
 SEQUENCE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 MOST_ROWS = SEQUENCE_BUCKETS[-1]  # tokens of a captured pass, padding included
+# A pass with more tokens per sequence than drafts have, such as a prompt, is padded to one of these numbers of them.
+TOKEN_BUCKETS = (16, 32, 64, 128, 256)
 MOST_GRAPHS = 16  # per cache: each holds memory; the least recently used one goes
-DRAFT_ROWS = 8  # tokens per sequence that a pass with drafts is assumed to have
+DRAFT_ROWS = 8  # most tokens per sequence of a pass with drafts, which are not padded if all have equally many
 _SPLIT_K = 8  # the partial sums of a split-K product take at most 1 / 8 of its weight's bytes
 
 
@@ -16,12 +18,26 @@ def padded_sequences(sequences: int) -> int | None:
     return next((count for count in SEQUENCE_BUCKETS if count >= sequences), None)
 
 
+def padded_tokens(counts: Sequence[int]) -> tuple[int, bool] | None:
+    """Return the new tokens per sequence to which a pass is padded, and whether any sequence then has padding rows.
+
+    None if there are too many.
+    """
+    most = max(counts)
+    if most <= DRAFT_ROWS and min(counts) == most:
+        return most, False
+    padded = next((count for count in (DRAFT_ROWS, *TOKEN_BUCKETS) if count >= most), None)
+    return None if padded is None else (padded, True)
+
+
 def captured_rows(sequences: int, drafted: bool) -> list[int]:
     """Return the rows of each pass that will be captured, the largest `MOST_GRAPHS`."""
-    # A graph for each padded number of sequences with one token each, and with a draft another for `DRAFT_ROWS` each.
+    # A graph for each padded number of sequences with one token each, with a draft another for `DRAFT_ROWS` each, and
+    # one for each padded length of a prompt.
     most = padded_sequences(sequences) or MOST_ROWS
     counts = [count for count in SEQUENCE_BUCKETS if count <= most]
     rows = [count * new for count in counts for new in ((1, DRAFT_ROWS) if drafted else (1,))]
+    rows += TOKEN_BUCKETS
     return sorted((count for count in rows if count <= MOST_ROWS), reverse=True)[:MOST_GRAPHS]
 
 

@@ -41,12 +41,19 @@ class _DeviceSequences:
         table = torch.where(present[:, None], inputs.block_table, inputs.block_table[:1])
         self.tokens = torch.where(present[:, None], inputs.tokens, inputs.tokens[:1])
         positions = lengths.long()[:, None] + torch.arange(-new, 0, device=lengths.device)
+        counts, self._rows = inputs.counts, None
+        if counts is not None:
+            # A row of padding stores the keys and values of the last token before it, at the same place.
+            counts = torch.where(present, counts, counts[:1])
+            row = torch.arange(new, device=lengths.device)[None].minimum(counts.long()[:, None] - 1)
+            positions = positions.gather(1, row)
+            self._rows = (row + new * torch.arange(count, device=lengths.device)[:, None]).flatten()
         self.positions = positions.flatten()
         self._cache = cache
         self._blocks = table.long().gather(1, positions // cache.block_size).flatten()
         self._offsets = self.positions % cache.block_size
         starts = torch.arange(0, (count + 1) * new, new, dtype=torch.int32, device=lengths.device)
-        self._ragged = Ragged(starts, lengths, table, new)
+        self._ragged = Ragged(starts, lengths, table, new, counts=counts)
 
     def attend_latent(self, layer: int, spec: LatentAttentionSpec, query: KeyValue, new: KeyValue) -> Tensor:
         raise AssertionError("`decline_captured` refuses latent attention")
@@ -56,6 +63,8 @@ class _DeviceSequences:
     ) -> Tensor:
         if new is not None:
             key, value = new[0][0], new[1][0]
+            if self._rows is not None:
+                key, value = key.index_select(0, self._rows), value.index_select(0, self._rows)
             if self._cache.dtype == PACKED:
                 key, value = VECTOR_PACKING(key), VECTOR_PACKING(value)
             self._cache.write_at(layer, self._blocks, self._offsets, key, value)
@@ -119,7 +128,7 @@ class CapturedStep:
         for block in model.layers():
             x = block(x, context)
         x = model.leave(x).view(*inputs.tokens.shape, -1)
-        x = x[:, -1:] if last else x
+        x = inputs.last_rows(x) if last else x
         logits: Tensor = finish_logits(model.head(model.norm(x.flatten(0, 1))), model.config)
         return logits.view(*x.shape[:2], -1)
 

@@ -33,7 +33,7 @@ from mycli.runtime.errors import Declined, summarize_error
 from mycli.runtime.kernels.triton.toolchain import missing_tool
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer
-from mycli.runtime.memory.graphs import MOST_GRAPHS, padded_sequences
+from mycli.runtime.memory.graphs import MOST_GRAPHS, padded_sequences, padded_tokens
 from mycli.runtime.models.config import KvDtype
 from mycli.runtime.quantization.int4_vectors import FUSED_INT4_HEADS
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # it imports Triton, which takes a second and is not on every
     from mycli.runtime.engine.passes.device_loop import DeviceLoop
 
 _CHECKED_ROWS = 8  # the comparison at load covers passes of up to 8 rows; wider ones use other tiles
-_Shape = tuple[int, int]  # padded number of sequences, new tokens of each
+_Shape = tuple[int, int, bool]  # padded number of sequences, new tokens of each, whether some are padding
 
 
 @dataclass(frozen=True)
@@ -93,42 +93,40 @@ class CudaPass:
         """Return whether passes of this shape were compared, at load or here, and none failed."""
         if self._failed is not None or shape in self._refused:
             return False
-        sequences, new = shape
+        sequences, new, _ = shape
         return sequences * new <= _CHECKED_ROWS or not self._compare or shape in self._compared
 
     def takes(self, work: PassInput) -> Declined | None:
-        sequences, new = len(work.chunks), work.chunks[0].count
-        padded = padded_sequences(sequences)
         if self._failed is not None:
             return self._failed
         if work.hook is not None:
             return Declined("hidden-states")
-        if any([chunk.count != new for chunk in work.chunks]):
-            return Declined("unequal-tokens")
-        if padded is None or not self.step.takes(padded, new):
-            return Declined("fused-shape", {"sequences": sequences, "tokens": new})
-        if (padded, new) in self._refused:
-            return self._refused[padded, new]
+        shape = _shape(work)
+        if shape is None or not self.step.takes(*shape[:2]):
+            longest = max([chunk.count for chunk in work.chunks])
+            return Declined("fused-shape", {"sequences": len(work.chunks), "tokens": longest})
+        if shape in self._refused:
+            return self._refused[shape]
         width = block_table_width(work)
         if max([len(chunk.blocks) for chunk in work.chunks]) > width:
             return Declined("cache-block-size", {"size": work.cache.block_size})
         if not self.step.rotates(work.rope, min(width * work.cache.block_size, work.rope.positions)):
             return Declined("rotation-kind")
         if work.sampling is None:
-            logit_rows = sum([chunk.logits for chunk in work.chunks])
-            return None if logit_rows in (sequences, work.rows) else Declined("some-logits")
-        if self.loop is None or new > 1:
+            every = all([chunk.logits == chunk.count for chunk in work.chunks])
+            return None if every or _last_only(work) else Declined("some-logits")
+        if self.loop is None or shape[1] > 1:
             return Declined("host-sampling")
-        if padded > self.loop.MOST_PENALIZED and any([row.seen is not None for row in work.sampling]):
-            return Declined("many-penalties", {"sequences": sequences, "most": self.loop.MOST_PENALIZED})
-        return self.loop.declined if self.trusts((padded, 1)) else Declined("not-compared")
+        if shape[0] > self.loop.MOST_PENALIZED and any([row.seen is not None for row in work.sampling]):
+            return Declined("many-penalties", {"sequences": len(work.chunks), "most": self.loop.MOST_PENALIZED})
+        return self.loop.declined if self.trusts(shape) else Declined("not-compared")
 
     @torch.inference_mode()
     def logits(self, work: PassInput) -> Tensor:
         logits = self._fused(work)
         if logits is None:
             return self._plain.logits(work)
-        return logits.flatten(0, 1).to(torch.float32, copy=True)
+        return _without_padding(logits, work).to(torch.float32, copy=True)
 
     def tokens(self, work: PassInput) -> Iterator[TokenSteps]:
         assert self.loop is not None
@@ -136,14 +134,12 @@ class CudaPass:
 
     def _fused(self, work: PassInput) -> Tensor | None:
         """Return logits [sequences, 1 or new, vocab], valid until the next call; None if they are up to `plain`."""
-        sequences, new = len(work.chunks), work.chunks[0].count
-        padded = padded_sequences(sequences)
-        assert padded is not None
+        shape = _shape(work)
+        assert shape is not None
         held = self._graphs.get(work.cache)
         if held is None or held.rope is not work.rope:
             held = self._graphs[work.cache] = _CacheGraphs(work.rope)
-        shape = padded, new
-        key = shape, sum([chunk.logits for chunk in work.chunks]) < work.rows
+        key = shape, _last_only(work)
         # The first pass of a shape compiles its kernels, which must not happen inside a capture.
         launched = self._capture is None or key not in held.by_shape
         try:
@@ -152,7 +148,7 @@ class CudaPass:
             captured = held.by_shape.pop(key) or self._captured(work, held, key)
             held.by_shape[key] = captured  # the most recently used
             captured.inputs.fill(work.chunks)
-            return captured.replay()[:sequences]
+            return captured.replay()[: len(work.chunks)]
         except Exception as error:  # noqa: BLE001  (reason: compilers and drivers raise all kinds)
             declined = Declined("kernels-failed", {"error": summarize_error(error)})
             self._give_up(declined, shape if launched else None)
@@ -163,10 +159,11 @@ class CudaPass:
         expected = None
         if not self.trusts(shape):
             expected = self._plain.logits(work)  # first: the cache must end up with what replays write
-        inputs = StepInput.zeros(*shape, block_table_width(work), work.rope.device)
-        inputs.fill(work.chunks)
+        inputs = _inputs(work, shape)
         logits = self.step(inputs, held.rope, work.cache, last)[: len(work.chunks)]
-        declined = None if expected is None else compare_logits(logits.flatten(0, 1), expected, self._tolerance)
+        declined = None
+        if expected is not None:
+            declined = compare_logits(_without_padding(logits, work), expected, self._tolerance)
         if declined is not None:
             self._give_up(declined, shape)
             return None
@@ -180,8 +177,7 @@ class CudaPass:
         if len(captured) >= MOST_GRAPHS:
             held.by_shape[captured[0]] = None
         shape, last = key
-        inputs = StepInput.zeros(*shape, block_table_width(work), work.rope.device)
-        inputs.fill(work.chunks)
+        inputs = _inputs(work, shape)
         return _Captured(inputs, self._capture(lambda: self.step(inputs, held.rope, work.cache, last)))
 
     def _give_up(self, declined: Declined, shape: _Shape | None) -> None:
@@ -192,6 +188,31 @@ class CudaPass:
         else:
             self._failed = declined
             self._graphs.clear()
+
+
+def _shape(work: PassInput) -> _Shape | None:
+    sequences, tokens = padded_sequences(len(work.chunks)), padded_tokens([chunk.count for chunk in work.chunks])
+    return None if sequences is None or tokens is None else (sequences, *tokens)
+
+
+def _last_only(work: PassInput) -> bool:
+    return all([chunk.logits == 1 for chunk in work.chunks])
+
+
+def _without_padding(logits: Tensor, work: PassInput) -> Tensor:
+    """Return the rows [rows, vocab] of logits [sequences, 1 or new, vocab] that are not padding."""
+    flat, new = logits.flatten(0, 1), logits.shape[1]
+    if _last_only(work) or all([chunk.count == new for chunk in work.chunks]):
+        return flat
+    rows = [place * new + row for place, chunk in enumerate(work.chunks) for row in range(chunk.count)]
+    return flat.index_select(0, torch.tensor(rows).to(flat.device, non_blocking=True))
+
+
+def _inputs(work: PassInput, shape: _Shape) -> StepInput:
+    sequences, new, padded = shape
+    inputs = StepInput.zeros(sequences, new, block_table_width(work), work.rope.device, padded)
+    inputs.fill(work.chunks)
+    return inputs
 
 
 def compile_cuda_pass(model: Transformer, kv: KvDtype, report: OnDecline) -> CudaPass | Declined:

@@ -263,7 +263,7 @@ class FusedStep:
         for index in range(len(self._layers)):
             assert x is not None  # None only before a head that is not packed, after the last layer
             x = self._run(index, x, stream, inputs, rotations, cache)
-        logits = self._logits(x, stream.view(sequences, new, -1), last)
+        logits = self._logits(x, stream.view(sequences, new, -1), inputs, last)
         scaled = config.logit_scale != 1.0 or config.logit_softcap is not None
         return finish_logits(logits, config) if scaled else logits
 
@@ -301,18 +301,22 @@ class FusedStep:
         router_scores: Tensor | None = None,
     ) -> Activation | None:
         layer, counters = self._layers[index], self._counters
-        lengths, block_table = inputs.lengths, inputs.block_table
+        lengths, block_table, counts = inputs.lengths, inputs.block_table, inputs.counts
         keys, values = cache.all(index)
         stored = LayerCache(keys.data, values.data, keys.scales, values.scales)
         qkv, rotation = layer.input_norm.product, None if layer.rope is None else rotations[layer.rope]
-        query = project(x, qkv, layer.projection, rotation, lengths, block_table, stored, stream.dtype, counters)
-        attended = decode_attention(query, stored, lengths, block_table, layer.scoring, layer.o, counters)
+        query = project(
+            x, qkv, layer.projection, rotation, lengths, block_table, stored, stream.dtype, counters, counts
+        )
+        attended = decode_attention(query, stored, lengths, block_table, layer.scoring, layer.o, counters, counts)
         norm = self._next_norms[index]
         return layer.second.add_to(attended, layer.o, layer.residual, stream, norm, counters, router_scores)
 
-    def _logits(self, x: Activation | None, stream: Tensor, last: bool) -> Tensor:
-        if self._head is None or x is None:
-            logits: Tensor = self._model.head(self._model.norm(stream[:, -1:] if last else stream))
+    def _logits(self, x: Activation | None, stream: Tensor, inputs: StepInput, last: bool) -> Tensor:
+        # The head is a tenth of a model: of a prompt it multiplies the last row alone, normed by an operation of its
+        # own, rather than all rows.
+        if self._head is None or x is None or (last and inputs.counts is not None):
+            logits: Tensor = self._model.head(self._model.norm(inputs.last_rows(stream) if last else stream))
             return logits
         logits = self._head.multiply(x, stream.dtype).view(*stream.shape[:2], -1)
         return logits[:, -1:] if last else logits
