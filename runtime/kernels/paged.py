@@ -16,8 +16,8 @@ KEY_BLOCK = 64
 class Ragged:
     """The tokens of one pass, sequence after sequence, and the cache blocks of each sequence.
 
-    tokens: of each sequence, if all have equally many; a sequence of length 0 is then padding. longest: the most tokens
-    of a sequence, where the host knows it. counts: int32 [sequences], if only so many of its `tokens` are not padding.
+    tokens: of each sequence, if all have equally many; a sequence of length 0 is then padding. counts: int32
+    [sequences], if only so many of these are not padding. known: tokens of each sequence, where the host knows them.
     """
 
     starts: Tensor  # int32 [sequences + 1]: sequence s has the tokens starts[s] to starts[s + 1]
@@ -26,8 +26,8 @@ class Ragged:
     # attends to are not read.
     block_table: Tensor
     tokens: int | None = None
-    longest: int | None = None
     counts: Tensor | None = None
+    known: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -354,14 +354,15 @@ def launch_attention(
 
 
 def launch_paged_attention(
-    query: Tensor, keys: Stored, values: Stored, ragged: Ragged, scoring: Scoring, chip: Chip
+    query: Tensor, keys: Stored, values: Stored, ragged: Ragged, scoring: Scoring, chip: Chip, out: Tensor | None = None
 ) -> Tensor | Declined:
-    """Compute `triton_attend_paged` on a chip."""
+    """Compute `triton_attend_paged` on a chip; out: [tokens, heads * head_dim], where the result is written."""
     rows, heads, head_dim = query.shape
     assert ragged.tokens is not None
     if not head_fits(chip, heads // keys.data.shape[1], head_dim, ragged.tokens, keys.data.element_size()):
         return Declined("attention-shape", {"heads": heads, "head_dim": head_dim})
-    out = torch.empty((rows, heads * head_dim), dtype=query.dtype, device=query.device)
+    if out is None:
+        out = torch.empty((rows, heads * head_dim), dtype=query.dtype, device=query.device)
     tile = min(128, head_dim & -head_dim)
     into = Operand(out, None, out.shape[1] // tile, 0, constexpr(tile), constexpr(False))
     counters = torch.zeros(rows * keys.data.shape[1], dtype=torch.int32, device=query.device)

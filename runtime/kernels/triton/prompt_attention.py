@@ -7,6 +7,8 @@ FlashAttention-2 (arXiv 2307.08691) over cache blocks: scores never leave the mu
 # Reason: Triton's decorators and device functions carry no types.
 
 import math
+from dataclasses import replace
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -18,11 +20,13 @@ from mycli.runtime.cache.kv_cache import PACKED, Stored
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.paged import KEY_BLOCK, PromptKind, Ragged, Scoring
 from mycli.runtime.kernels.reference import attend_gathered
+from mycli.runtime.kernels.triton.attention import launch_paged_attention
 from mycli.runtime.kernels.triton.int4_cache import hadamard_rows, load_int4, lower_and_upper, whole_rows
 from mycli.runtime.kernels.triton.layer_cache import LayerCache
 from mycli.runtime.kernels.triton.product.matmul import check_contiguous, uses_ptx
 from mycli.runtime.kernels.triton.product.tiles import Chip
 from mycli.runtime.memory.attention import MAX_PROMPT_HEAD
+from mycli.runtime.memory.graphs import DRAFT_ROWS
 from mycli.runtime.quantization.int4_vectors import FUSED_INT4_HEADS
 
 # Rows of the MMA are the new tokens of one query head, columns are keys. A turn of the loop reads keys of one cache
@@ -118,7 +122,7 @@ def _keys(
     return new_top, total, out, out_upper
 
 
-@triton.jit(do_not_specialize=["table_width"])
+@triton.jit(do_not_specialize=["table_width", "skipped"])
 def attend_prompt_kernel(
     query,  # [tokens, heads, HEAD_DIM], sequence after sequence
     keys,  # [blocks, kv_heads, block_size, HEAD_DIM], block_stride and head_stride apart; int8, int4 or as query
@@ -134,6 +138,7 @@ def attend_prompt_kernel(
     head_stride,
     block_size,
     table_width,
+    skipped,  # sequences before the first one of this launch
     window,
     chunk,
     scale,  # scale of the scores times log2(e), or where CAPPED divided by the softcap
@@ -149,7 +154,7 @@ def attend_prompt_kernel(
     DOT: tl.constexpr,  # dtype of the MMA operands
 ):
     """Grid (heads, query blocks of the longest sequence, sequences); the blocks with most keys start first."""
-    head, sequence = tl.program_id(0), tl.program_id(2)
+    head, sequence = tl.program_id(0), tl.program_id(2) + skipped
     heads, done = tl.num_programs(0), (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M
     first_row = tl.load(starts + sequence)
     count = tl.load(starts + sequence + 1) - first_row
@@ -241,22 +246,25 @@ def launch_prompt_attention(
     query: Tensor, keys: Stored, values: Stored, ragged: Ragged, scoring: Scoring, chip: Chip
 ) -> Tensor | Declined:
     """Compute `triton_attend_prompt` on a chip."""
-    tokens, heads, head_dim = query.shape
-    assert ragged.longest is not None
+    _, heads, head_dim = query.shape
+    assert ragged.known is not None
     tile = prompt_tile(chip, head_dim, keys.data.dtype)
     if tile is None or (keys.data.dtype == PACKED and head_dim not in FUSED_INT4_HEADS):
         return Declined("attention-shape", {"heads": heads, "head_dim": head_dim})
     cache = LayerCache(keys.data, values.data, keys.scales, values.scales)
     query = query.contiguous()
+    result = torch.empty_like(query)
+    decoded = _decode(query, keys, values, ragged, scoring, chip, result)
+    if decoded == len(ragged.known):
+        return result.flatten(1)
     check_contiguous(query, ragged.starts, ragged.lengths, ragged.block_table, scoring.sinks)
     dot = tl.float16
     if query.dtype is torch.bfloat16:
         dot = tl.bfloat16 if uses_ptx() else tl.float32  # the interpreter would multiply bf16 as integers
-    log2e = math.log2(math.e)
-    result = torch.empty_like(query)
-    attend_prompt_kernel[(heads, -(-ragged.longest // tile.rows), len(ragged.lengths))](
+    log2e, others = math.log2(math.e), ragged.known[decoded:]
+    attend_prompt_kernel[(heads, -(-max(others) // tile.rows), len(others))](
         query, cache.keys, cache.values, *cache.scales(), ragged.starts, ragged.lengths, ragged.block_table,
-        scoring.sinks, result, *cache.keys.stride()[:2], cache.keys.shape[2], ragged.block_table.shape[1],
+        scoring.sinks, result, *cache.keys.stride()[:2], cache.keys.shape[2], ragged.block_table.shape[1], decoded,
         scoring.window or 0, scoring.chunk or 0,
         scoring.scale / scoring.softcap if scoring.softcap else scoring.scale * log2e, scoring.softcap * log2e,
         GROUP=heads // cache.keys.shape[1], HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim),
@@ -266,14 +274,36 @@ def launch_prompt_attention(
     return result.flatten(1)
 
 
+def _decode(
+    query: Tensor, keys: Stored, values: Stored, ragged: Ragged, scoring: Scoring, chip: Chip, result: Tensor
+) -> int:
+    """Attend for the first sequences with one new token, or for all with as few each; return their number.
+
+    A row alone would leave most of a tile empty, and one program of a head would read all keys of its sequence: the
+    kernel for decoding takes all heads of a key-value head together and splits the keys.
+    """
+    assert ragged.known is not None
+    tokens = ragged.known[0]
+    if tokens > DRAFT_ROWS or len(set(ragged.known)) > 1:
+        tokens = 1
+    sequences = next((place for place, count in enumerate(ragged.known) if count != tokens), len(ragged.known))
+    if not sequences or scoring.chunk is not None:
+        return 0
+    rows, lengths, table = sequences * tokens, ragged.lengths[:sequences], ragged.block_table[:sequences]
+    part = Ragged(ragged.starts, lengths, table, tokens)
+    chip, out = replace(chip, pdl=False), result[:rows].flatten(1)
+    attended = launch_paged_attention(query[:rows], keys, values, part, scoring, chip, out)
+    return 0 if isinstance(attended, Declined) else sequences
+
+
 def small_attention(kind: PromptKind, chip: Chip) -> float | Declined:
     """Return the relative error of a small attention of this kind against the reference, or why it has no kernel."""
     generator, device = torch.Generator().manual_seed(0), kind.device
-    tokens, lengths, block = (140, 3), (150, 70), KEY_BLOCK
+    tokens, lengths, block = (1, 140, 3), (130, 150, 70), KEY_BLOCK
     width = -(-max(lengths) // block)
 
     def stored() -> Stored:
-        shape = 2 * width, 2, block, kind.head_dim
+        shape = len(tokens) * width, 2, block, kind.head_dim
         cpu = Stored.of(torch.randn(shape, generator=generator).to(kind.dtype), kind.stored)
         return Stored(cpu.data.to(device), None if cpu.scales is None else cpu.scales.to(device))
 
@@ -283,8 +313,8 @@ def small_attention(kind: PromptKind, chip: Chip) -> float | Declined:
     heads = 2 * kind.group
     query = torch.randn((sum(tokens), heads, kind.head_dim), generator=generator).to(device, kind.dtype)
     sinks = torch.randn(heads, generator=generator).to(device) if kind.sinks else None
-    table = int32([list(range(width)), list(range(width, 2 * width))])
-    ragged = Ragged(int32([0, tokens[0], sum(tokens)]), int32(lengths), table, longest=max(tokens))
+    table = int32([list(range(place * width, (place + 1) * width)) for place in range(len(tokens))])
+    ragged = Ragged(int32([0, *accumulate(tokens)]), int32(lengths), table, known=tokens)
     window, chunk = 50 if kind.window else None, 48 if kind.chunk else None
     scoring = Scoring(kind.head_dim**-0.5, window, 5.0 if kind.softcap else 0.0, sinks, chunk)
     keys, values = stored(), stored()
