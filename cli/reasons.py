@@ -161,7 +161,7 @@ REASONS: Mapping[str, str] = {
     "hidden-states": "hidden states are requested, which a replayed pass does not return",
     "unequal-tokens": "the sequences do not have equally many new tokens",
     "cache-block-size": "cache blocks have {size} positions, which is no multiple of 64",
-    "attention-shape": "the GPU attention does not support {heads} heads of {head_dim}",
+    "attention-shape": "the GPU attention does not support {group} heads of {head_dim} for each key-value head",
     "prompt-attention-raises": "the GPU attention of prompts failed ({error}); torch computes it",
     "prompt-attention-differs": "the GPU attention of prompts, with heads of {head_dim}, is off by {error:.1%}; torch "
     "computes it",

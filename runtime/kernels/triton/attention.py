@@ -360,7 +360,7 @@ def launch_paged_attention(
     rows, heads, head_dim = query.shape
     assert ragged.tokens is not None
     if not head_fits(chip, heads // keys.data.shape[1], head_dim, ragged.tokens, keys.data.element_size()):
-        return Declined("attention-shape", {"heads": heads, "head_dim": head_dim})
+        return Declined("attention-shape", {"group": heads // keys.data.shape[1], "head_dim": head_dim})
     if out is None:
         out = torch.empty((rows, heads * head_dim), dtype=query.dtype, device=query.device)
     tile = min(128, head_dim & -head_dim)
