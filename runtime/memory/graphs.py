@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 # next to nothing: up to 8 rows cost a product no more than one, and it has no keys.
 SEQUENCE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 MOST_ROWS = SEQUENCE_BUCKETS[-1]  # tokens of a captured pass, padding included
-# A pass with more tokens per sequence than drafts have, such as a prompt, is padded to one of these numbers of them.
-TOKEN_BUCKETS = (16, 32, 64, 128, 256)
+# Prompts are padded to one of these numbers of tokens.
+TOKEN_BUCKETS = (8, 16, 32, 64, 128, 256)
 MOST_GRAPHS = 16  # per cache: each holds memory; the least recently used one goes
-DRAFT_ROWS = 8  # most tokens per sequence of a pass with drafts, which are not padded if all have equally many
+DRAFT_ROWS = 8  # tokens per sequence that a pass with drafts is assumed to have
 _SPLIT_K = 8  # the partial sums of a split-K product take at most 1 / 8 of its weight's bytes
 
 
@@ -18,35 +18,34 @@ def padded_sequences(sequences: int) -> int | None:
     return next((count for count in SEQUENCE_BUCKETS if count >= sequences), None)
 
 
-def padded_tokens(counts: Sequence[int]) -> tuple[int, bool] | None:
-    """Return the new tokens per sequence to which a pass is padded, and whether any sequence then has padding rows.
+def padded_tokens(counts: Sequence[int], drafts: bool) -> tuple[int, bool] | None:
+    """Return the new tokens per sequence to which a pass is padded, and whether sequences may have padding rows.
 
-    None if there are too many.
+    None if there are too many. drafts: tokens are verified, for which equal numbers of few tokens are not padded.
     """
     most = max(counts)
-    if most <= DRAFT_ROWS and min(counts) == most:
+    if min(counts) == most and (most == 1 or (drafts and most <= DRAFT_ROWS)):
         return most, False
-    padded = next((count for count in (DRAFT_ROWS, *TOKEN_BUCKETS) if count >= most), None)
+    padded = next((count for count in TOKEN_BUCKETS if count >= most), None)
     return None if padded is None else (padded, True)
 
 
 def captured_rows(sequences: int, drafted: bool) -> list[int]:
-    """Return the rows of each pass that will be captured, the largest `MOST_GRAPHS`."""
-    # A graph for each padded number of sequences with one token each, with a draft another for `DRAFT_ROWS` each, and
-    # one for each padded length of a prompt.
+    """Return the rows of each decode pass that will be captured, the largest `MOST_GRAPHS`."""
+    # A graph for each padded number of sequences with one token each, and with a draft another for `DRAFT_ROWS` each.
     most = padded_sequences(sequences) or MOST_ROWS
     counts = [count for count in SEQUENCE_BUCKETS if count <= most]
     rows = [count * new for count in counts for new in ((1, DRAFT_ROWS) if drafted else (1,))]
-    rows += TOKEN_BUCKETS
     return sorted((count for count in rows if count <= MOST_ROWS), reverse=True)[:MOST_GRAPHS]
 
 
 def graph_bytes(rows: Iterable[int], logits: int, activations: int, weights: Iterable[int]) -> int:
-    """Return the bytes of graphs with these `rows` and of their pool.
+    """Return the bytes of graphs with these `rows`, of those of prompts, and of their pool.
 
     logits, activations: bytes per row; weights: bytes per launch, of which the largest has the largest partial sums.
     """
     # Each graph has its logits. In the pool, as large as the widest pass needs, are activations, partial sums and
-    # the logits of passes that also sample.
+    # the logits of passes that also sample. Prompts have the logits of one row.
     graphs = list(rows)
-    return sum(graphs) * logits + max(graphs, default=0) * (activations + logits) + max(weights, default=0) // _SPLIT_K
+    pool = max(max(graphs, default=0) * (activations + logits), TOKEN_BUCKETS[-1] * activations + logits)
+    return (sum(graphs) + len(TOKEN_BUCKETS)) * logits + pool + max(weights, default=0) // _SPLIT_K

@@ -128,6 +128,16 @@ class CudaPass:
             return self._plain.logits(work)
         return _without_padding(logits, work).to(torch.float32, copy=True)
 
+    @torch.inference_mode()
+    def launch(self, work: PassInput) -> None:
+        """Launch the step of `work` if this pass takes it, so that its kernels are compiled; nothing else is changed.
+
+        Threads may do so concurrently: their launches are in the order of one stream.
+        """
+        shape = _shape(work)
+        if shape is not None and self.takes(work) is None:
+            self.step(_inputs(work, shape), work.rope, work.cache, _last_only(work))
+
     def tokens(self, work: PassInput) -> Iterator[TokenSteps]:
         assert self.loop is not None
         return self.loop.tokens(work)
@@ -191,7 +201,8 @@ class CudaPass:
 
 
 def _shape(work: PassInput) -> _Shape | None:
-    sequences, tokens = padded_sequences(len(work.chunks)), padded_tokens([chunk.count for chunk in work.chunks])
+    counts = [chunk.count for chunk in work.chunks]
+    sequences, tokens = padded_sequences(len(work.chunks)), padded_tokens(counts, not _last_only(work))
     return None if sequences is None or tokens is None else (sequences, *tokens)
 
 

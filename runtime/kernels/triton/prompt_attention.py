@@ -39,7 +39,9 @@ from mycli.runtime.quantization.int4_vectors import FUSED_INT4_HEADS
 class PromptArguments(NamedTuple):
     """The cache and the kind of scores of `attend_prompt_kernel`."""
 
-    key_cache: Any  # [blocks, kv_heads, block_size, HEAD_DIM], block_stride and head_stride apart; int8, int4 or as query
+    key_cache: (
+        Any  # [blocks, kv_heads, block_size, HEAD_DIM], block_stride and head_stride apart; int8, int4 or as query
+    )
     value_cache: Any
     key_scales: Any  # fp32 [blocks, kv_heads, block_size] for int8, the cache in bf16 for int4, else None
     value_scales: Any
