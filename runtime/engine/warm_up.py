@@ -33,6 +33,12 @@ def compiles(runner: ModelRunner) -> bool:
     return runner.device.type == "cuda" or any(isinstance(way, CudaPass) for way in runner.passes.passes)
 
 
+def count_passes(engine: Engine, settings: int) -> int:
+    """Return the number of passes of a warm-up with so many kinds of sampling."""
+    decodes = len(list(_decodes(engine)))
+    return decodes + len(list(_prompts(engine))) + decodes * settings
+
+
 def warm_up(
     engine: Engine, sampling: Sequence[SamplingParams], report: Callable[[int, int], None] = lambda done, total: None
 ) -> int:

@@ -259,7 +259,8 @@ class FusedStep:
         flat, embedding = inputs.tokens.reshape(-1).contiguous(), self._model.embedding
         scale = embedding_scale(config, embedding.dtype)
         stream, first = embed(flat, embedding, self._layers[0].input_norm, scale)
-        rotations, x = self._rotations(inputs, rope, cache), first
+        rotations = self._rotations(inputs, rope, cache)
+        x: Activation | None = first
         for index in range(len(self._layers)):
             assert x is not None  # None only before a head that is not packed, after the last layer
             x = self._run(index, x, stream, inputs, rotations, cache)

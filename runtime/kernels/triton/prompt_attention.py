@@ -243,7 +243,7 @@ def launch_prompt_attention(
         dot = tl.bfloat16 if uses_ptx() else tl.float32  # the interpreter would multiply bf16 as integers
     log2e, others = math.log2(math.e), ragged.known[decoded:]
     args = PromptArguments(
-        cache.keys, cache.values, *cache.scales(), *cache.keys.stride()[:2], cache.keys.shape[2],
+        cache.keys, cache.values, *cache.scales(), cache.keys.stride(0), cache.keys.stride(1), cache.keys.shape[2],
         scoring.window or 0, scoring.chunk or 0,
         scoring.scale / scoring.softcap if scoring.softcap else scoring.scale * log2e, scoring.softcap * log2e,
         constexpr(head_dim), constexpr(triton.next_power_of_2(head_dim)), constexpr(tile.keys),
