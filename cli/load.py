@@ -64,7 +64,7 @@ def load_engine(call: Call, model: str, config: EngineConfig) -> OpenedModel:
 
 def warm_up_engine(call: Call, loaded: OpenedModel) -> int:
     """Compile the kernels that requests of a model need; return the number of passes, 0 where nothing is compiled."""
-    from mycli.runtime.engine.warm_up import compiles, count_passes, warm_up
+    from mycli.runtime.engine.warm_up import compiles, count_passes, warm_up_passes
     from mycli.runtime.sampling.params import SamplingParams, recommended
 
     if not compiles(loaded.model.runner):
@@ -80,7 +80,7 @@ def warm_up_engine(call: Call, loaded: OpenedModel) -> int:
             progress.advance(passes - done)
             done = passes
 
-        return warm_up(loaded.engine, list(settings), report)
+        return warm_up_passes(loaded.engine, list(settings), report)
 
 
 def record_path(opened: "OpenedModel") -> Path:

@@ -25,8 +25,6 @@ _COMPILED_IN_PARALLEL = 4  # Triton compiles in one thread a kernel, and ptxas i
 _STEPS = 5  # tokens: a launch of several steps, and one of a single step
 _TIMES = 2  # a pass is launched the first time and captured the second
 
-Work = list[Chunk]
-
 
 def compiles(runner: ModelRunner) -> bool:
     """Return whether passes of this model are compiled or captured when they first run."""
@@ -39,7 +37,7 @@ def count_passes(engine: Engine, settings: int) -> int:
     return decodes + len(list(_prompts(engine))) + decodes * settings
 
 
-def warm_up(
+def warm_up_passes(
     engine: Engine, sampling: Sequence[SamplingParams], report: Callable[[int, int], None] = lambda done, total: None
 ) -> int:
     """Run decode passes of every padded number of sequences, and prompts of every padded length; return their number.
@@ -64,7 +62,7 @@ def warm_up(
     return len(runs)
 
 
-def _decodes(engine: Engine) -> Iterator[Work]:
+def _decodes(engine: Engine) -> Iterator[list[Chunk]]:
     running = min(engine.scheduler.limits.running, MOST_ROWS)
     counts = [1] if engine.speculator is None else range(1, min(DRAFT_ROWS, engine.context) + 1)
     for new in counts:
@@ -74,7 +72,7 @@ def _decodes(engine: Engine) -> Iterator[Work]:
             yield [_chunk(engine, new, new, slot) for slot in range(sequences)]
 
 
-def _prompts(engine: Engine) -> Iterator[Work]:
+def _prompts(engine: Engine) -> Iterator[list[Chunk]]:
     longest = min(prefill_chunk(gpu=True), engine.context)
     for tokens in sorted({min(count, longest) for count in (*TOKEN_BUCKETS, MOST_ROWS + 1, longest)}):
         yield [_chunk(engine, tokens, 1)]
@@ -91,12 +89,12 @@ def _device_sampling(engine: Engine, params: SamplingParams) -> DeviceSampling |
     return Sampler(params, runner.config.vocab_size, runner.device).device_sampling()
 
 
-def _compile(engine: Engine, works: Sequence[Work]) -> None:
+def _compile(engine: Engine, works: Sequence[list[Chunk]]) -> None:
     """Launch each pass once, several in parallel: the compiler takes most of the time, and launches are in order."""
     runner, rope = engine.runner, engine.runner.rope(engine.context)
     ways = [way for way in runner.passes.passes if isinstance(way, CudaPass)]
 
-    def compile_work(work: Work) -> None:
+    def compile_work(work: list[Chunk]) -> None:
         for way in ways:
             with suppress(Exception):  # the pass reports it when it runs
                 way.launch(PassInput(work, engine.cache, rope))
@@ -106,11 +104,11 @@ def _compile(engine: Engine, works: Sequence[Work]) -> None:
         list(pool.map(compile_work, works))
 
 
-def _logits(engine: Engine, work: Work) -> None:
+def _logits(engine: Engine, work: list[Chunk]) -> None:
     engine.runner.run(work, engine.cache)
 
 
-def _tokens(engine: Engine, work: Work, sampling: DeviceSampling) -> None:
+def _tokens(engine: Engine, work: list[Chunk], sampling: DeviceSampling) -> None:
     steps = engine.runner.tokens(work, [sampling] * len(work), engine.cache, _STEPS, frozenset())
     for _ in steps or ():
         pass

@@ -13,7 +13,7 @@ from mycli.runtime.engine.passes.cuda import CudaPass
 from mycli.runtime.engine.passes.graphs import Launches, StepInput
 from mycli.runtime.engine.passes.plain import PlainPass
 from mycli.runtime.engine.sequence import Request
-from mycli.runtime.engine.warm_up import compiles, warm_up
+from mycli.runtime.engine.warm_up import compiles, warm_up_passes
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.paged import KEY_BLOCK
 from mycli.runtime.layers.rope import Rope
@@ -72,7 +72,7 @@ class Served:
 def test_no_request_captures_a_pass_or_changes_its_reply() -> None:
     warm, cold = Served(), Served()
     progress: list[tuple[int, int]] = []
-    count = warm_up(warm.engine, [SamplingParams()], lambda done, total: progress.append((done, total)))
+    count = warm_up_passes(warm.engine, [SamplingParams()], lambda done, total: progress.append((done, total)))
     assert progress == [(done, count) for done in range(count + 1)]
     shapes, captures = set(warm.step.shapes), warm.captures
     assert {(sequences, 1) for sequences in (1, 2, 4, 8)} <= shapes, "5 sequences are padded to 8"
@@ -87,8 +87,8 @@ def test_no_request_captures_a_pass_or_changes_its_reply() -> None:
 
 def test_nothing_is_done_where_nothing_is_compiled_or_requests_run() -> None:
     plain = Served(fused=False)
-    assert not compiles(plain.engine.runner) and warm_up(plain.engine, []) == 0
+    assert not compiles(plain.engine.runner) and warm_up_passes(plain.engine, []) == 0
     busy = Served()
     busy.engine.submit(Request((1, 2), SamplingParams(), 3))
     with pytest.raises(RuntimeError, match="requests"):
-        warm_up(busy.engine, [])
+        warm_up_passes(busy.engine, [])
