@@ -167,8 +167,8 @@ Llama-3.1-8B, int4 in groups of 128, head included; keys of 16 bits. Made 2026-1
 
 
 COLUMNS = """- *limit*: bytes and instructions alone.
-- *cautious*: .35 us more between two launches, .6 instead of .2 us of instructions in a tail, as the
-  issue cycles of compiled code suggest, and 3 % less bandwidth.
+- *cautious*: .35 us more between two launches, .6 instead of .2 us of instructions in a tail, as
+  the issue cycles of compiled code suggest, and 3 % less bandwidth.
 - *narrow tiles*: half as many rows of the weight and warps per program, with half as many parts,
   where there are more than four.
 """
