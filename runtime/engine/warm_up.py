@@ -78,10 +78,12 @@ def _prompts(engine: Engine) -> Iterator[list[Chunk]]:
         yield [_chunk(engine, tokens, 1)]
 
 
-def _chunk(engine: Engine, tokens: int, logits: int, state: int = 0) -> Chunk:
-    # All sequences have the same blocks and the same tokens, so that they write the same values there.
-    blocks = tuple(range(-(-tokens // engine.shape.block_size)))
-    return Chunk([0] * tokens, 0, blocks, logits, state)
+def _chunk(engine: Engine, tokens: int, logits: int, slot: int = 0) -> Chunk:
+    # Each sequence has tokens and a block of its own: the first pass of many rows is compared with the plain one, which
+    # equal rows would make worthless.
+    blocks = tuple(range(slot, slot - (-tokens // engine.shape.block_size)))
+    ids = [(31 * slot + place) * 7919 % engine.runner.config.vocab_size for place in range(tokens)]
+    return Chunk(ids, 0, blocks, logits, slot)
 
 
 def _device_sampling(engine: Engine, params: SamplingParams) -> DeviceSampling | None:

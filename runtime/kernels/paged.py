@@ -17,7 +17,7 @@ class Ragged:
     """The tokens of one pass, sequence after sequence, and the cache blocks of each sequence.
 
     tokens: of each sequence, if all have equally many; a sequence of length 0 is then padding. counts: int32
-    [sequences], the tokens that are not padding, if some are. known: tokens of each sequence, where the host knows them.
+    [sequences], the tokens that are not padding, if some are. known: tokens of each sequence, if the host knows them.
     """
 
     starts: Tensor  # int32 [sequences + 1]: sequence s has the tokens starts[s] to starts[s + 1]

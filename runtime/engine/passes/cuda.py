@@ -62,9 +62,9 @@ class _CacheGraphs:
 class CudaPass:
     """Runs `step` as replayed graphs, or launch by launch if `capture` is None.
 
-    The first pass of a shape of more than 8 rows is compared with `plain` unless `compare` is False. A pass that fails
-    or differs is reported once and computed by `plain`, which writes the same cache slots. After a failed capture or
-    replay all passes are declined from then on; after a failed first launch only those of its shape.
+    The first pass of a shape with padding or of more than 8 rows is compared with `plain` unless `compare` is False. A
+    pass that fails or differs is reported once and computed by `plain`, which writes the same cache slots. After a
+    failed capture or replay all passes are declined from then on; after a failed first launch only those of its shape.
     """
 
     samples = True
@@ -93,8 +93,9 @@ class CudaPass:
         """Return whether passes of this shape were compared, at load or here, and none failed."""
         if self._failed is not None or shape in self._refused:
             return False
-        sequences, new, _ = shape
-        return sequences * new <= _CHECKED_ROWS or not self._compare or shape in self._compared
+        sequences, new, padded = shape
+        checked = not padded and sequences * new <= _CHECKED_ROWS
+        return checked or not self._compare or shape in self._compared
 
     def takes(self, work: PassInput) -> Declined | None:
         if self._failed is not None:
