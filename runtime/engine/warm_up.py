@@ -32,7 +32,7 @@ def compiles(runner: ModelRunner) -> bool:
 
 
 def count_passes(engine: Engine, settings: int) -> int:
-    """Return the number of passes of a warm-up with so many kinds of sampling."""
+    """Return the number of passes of a warm-up with `settings` kinds of sampling."""
     decodes = len(list(_decodes(engine)))
     return decodes + len(list(_prompts(engine))) + decodes * settings
 

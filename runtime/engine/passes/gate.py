@@ -42,8 +42,8 @@ def tolerance(config: ModelConfig) -> float:
     return ROUTED_TOLERANCE if routed else TOLERANCE
 
 
-def _difference(found: Tensor, expected: Tensor) -> float:
-    return float((found.float() - expected.float()).norm() / expected.float().norm())
+def _difference(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.float() - expected.float()).norm() / expected.float().norm())
 
 
 def compare_logits(logits: Tensor, expected: Tensor, most: float) -> Declined | None:
@@ -102,8 +102,8 @@ class _Compared:
             written = self._written(index, chunk)
             repeated = [score.repeat(self.sequences, 1) for score in scores]
             stream = x[0].repeat(self.sequences, 1)
-            found = step.run_layer(index, stream, inputs, self._rope, self.cache, *repeated)[:count]
-            error = _change_difference(found, expected[0], x[0])
+            actual = step.run_layer(index, stream, inputs, self._rope, self.cache, *repeated)[:count]
+            error = _change_difference(actual, expected[0], x[0])
             most = LAYER_TOLERANCE[model.dtype]
             if not error < most:
                 return Declined("layer-differs", {"layer": index, "percent": f"{error:.1%}"})
@@ -122,13 +122,13 @@ class _Compared:
         return [part.last(chunk.count).dense(torch.float32).clone() for part in stored]
 
 
-def _change_difference(found: Tensor, expected: Tensor, x: Tensor) -> float:
+def _change_difference(actual: Tensor, expected: Tensor, x: Tensor) -> float:
     """Return the relative error of what a layer adds to the stream x [rows, size]: root mean square over rows."""
-    found, wanted, before = found.float(), expected.float(), x.float()
+    actual, plain, before = actual.float(), expected.float(), x.float()
     # The stream is rounded whatever the layer adds; in some channels it is hundreds of times larger.
-    rounding = torch.finfo(expected.dtype).eps * torch.maximum(wanted.abs(), before.abs())
-    excess = ((found - wanted).abs() - rounding).clamp(min=0)
-    change = (wanted - before).norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
+    rounding = torch.finfo(expected.dtype).eps * torch.maximum(plain.abs(), before.abs())
+    excess = ((actual - plain).abs() - rounding).clamp(min=0)
+    change = (plain - before).norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
     return float((excess.norm(dim=-1) / change).square().mean().sqrt())
 
 
