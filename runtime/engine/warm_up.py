@@ -52,7 +52,7 @@ def warm_up_passes(
     decodes, prompts = list(_decodes(engine)), list(_prompts(engine))
     settings = [_device_sampling(engine, params) for params in sampling]
     runs = [partial(_logits, engine, work) for work in (*decodes, *prompts)]
-    runs += [partial(_tokens, engine, work, one) for work in decodes for one in settings if one is not None]
+    runs += [partial(_tokens, engine, work, row) for work in decodes for row in settings if row is not None]
     _compile(engine, [*decodes, *prompts])
     for done, run in enumerate(runs):
         report(done, len(runs))
