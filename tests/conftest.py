@@ -27,6 +27,12 @@ with suppress(ImportError):  # a machine with a GPU may not have it
 SHORT_TEXT = 50_000  # characters
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _state_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
+    # Loading a GGUF file records a measurement, which does not belong among the user's.
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+
+
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
     """Set temporary folders for every test, no terminal settings, no network."""
