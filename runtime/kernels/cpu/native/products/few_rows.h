@@ -138,7 +138,7 @@ public:
         const Weight& w = *products[share.product].weight;
         const int64_t size = w.inputs / INPUTS * w.bits * 64;
         const uint8_t* codes = w.codes + (share.first - starts[share.product]) * size;
-        for (int64_t i = 0; i < std::min(2 * AHEAD, size); i += 64) __builtin_prefetch(codes + i, 0, 2);
+        for (int64_t i = 0; i < std::min(FAR_AHEAD, size); i += 64) __builtin_prefetch(codes + i, 0, 2);
         return true;
     }
 
