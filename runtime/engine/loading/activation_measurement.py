@@ -18,7 +18,7 @@ from mycli.runtime.models.config import KvDtype
 from mycli.runtime.quantization.activations import ActivationChoice, choose_by_file
 from mycli.runtime.quantization.scheme import ActivationBits
 
-TOKENS = 192  # of the bundled text: enough for a mean within a fifth, and read in a second by a model of 1 B
+MEASURED_TOKENS = 192  # of the bundled text: enough for a mean within a fifth, and read in a second by a model of 1 B
 _ROWS = 64  # in a pass: their logits exist in fp32, several times
 
 
@@ -31,7 +31,7 @@ def measure_choice(
     """
     text = (resources.files("mycli.runtime") / "pico" / "held-out.txt").read_text(encoding="utf-8")
     try:
-        tokens = folder.tokenizer().encode(text[: 16 * TOKENS], add_special=True)[:TOKENS]
+        tokens = folder.tokenizer().encode(text[: 16 * MEASURED_TOKENS], add_special=True)[:MEASURED_TOKENS]
         kl = _moved_kl(model, kv, tokens)
     except UserError:  # it is reported where the model is used
         kl = float("nan")

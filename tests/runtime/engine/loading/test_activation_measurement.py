@@ -11,7 +11,7 @@ from torch.nn import functional
 from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
-from mycli.runtime.engine.loading.activation_measurement import TOKENS
+from mycli.runtime.engine.loading.activation_measurement import MEASURED_TOKENS
 from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.errors import Declined
@@ -55,7 +55,7 @@ def choice(runner: ModelRunner) -> tuple[int, str]:
 
 def test_the_first_load_measures_and_later_loads_read_the_record(file: Path) -> None:
     text = (resources.files("mycli.runtime") / "pico" / "held-out.txt").read_text()
-    tokens = open_model_folder(file).tokenizer().encode(text[: 16 * TOKENS], add_special=True)[:TOKENS]
+    tokens = open_model_folder(file).tokenizer().encode(text[: 16 * MEASURED_TOKENS], add_special=True)[:MEASURED_TOKENS]
     first = load(file)
     moved = recorded_kl(file)
     assert choice(first) == (8, "activations-move") and moved is not None and 0 < moved < MAX_MOVED_KL
