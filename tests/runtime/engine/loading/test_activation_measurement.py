@@ -55,7 +55,8 @@ def choice(runner: ModelRunner) -> tuple[int, str]:
 
 def test_the_first_load_measures_and_later_loads_read_the_record(file: Path) -> None:
     text = (resources.files("mycli.runtime") / "pico" / "held-out.txt").read_text()
-    tokens = open_model_folder(file).tokenizer().encode(text[: 16 * MEASURED_TOKENS], add_special=True)[:MEASURED_TOKENS]
+    encode = open_model_folder(file).tokenizer().encode
+    tokens = encode(text[: 16 * MEASURED_TOKENS], add_special=True)[:MEASURED_TOKENS]
     first = load(file)
     moved = recorded_kl(file)
     assert choice(first) == (8, "activations-move") and moved is not None and 0 < moved < MAX_MOVED_KL
