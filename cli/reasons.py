@@ -66,6 +66,8 @@ REASONS: Mapping[str, str] = {
     "activations-not-measured": "the model's card does not say what 8 bits add",
     "activations-add": "8 bits add {added:.1%} of the model's KL; the limit is {most:.0%}",
     "activations-in-tiles": "8 bits allowed by the card, but not faster with AMX",
+    "activations-file-not-measured": "what 8 bits change has not been measured on this file",
+    "activations-move": "8 bits move this file's predictions by a mean KL of {moved:.2g}; the limit is {most:g}",
     # norms, activations, rotation
     "norm-gain-layout": "supports only a contiguous gain in the dtype of the input or fp32",
     "gate-layout": "supports only gates in the dtype of the input, without a gradient",
