@@ -34,11 +34,11 @@ def measure_choice(
         tokens = folder.tokenizer().encode(text[: 16 * MEASURED_TOKENS], add_special=True)[:MEASURED_TOKENS]
         kl = _moved_kl(model, kv, tokens)
     except UserError:  # it is reported where the model is used
-        kl = float("nan")
-    choice = choose_by_file(kl) if kl == kl else unmeasured
-    _round_activations(model, choice.bits)
-    if kl == kl:
+        kl = None
+    if kl is not None:
         record_kl(folder.path, kl)
+    choice = unmeasured if kl is None else choose_by_file(kl)
+    _round_activations(model, choice.bits)
     return choice
 
 
@@ -49,7 +49,8 @@ def _round_activations(model: Transformer, bits: ActivationBits) -> None:
                 matmul.round_activations(bits)
 
 
-def _moved_kl(model: Transformer, kv: KvDtype, tokens: Sequence[int]) -> float:
+def _moved_kl(model: Transformer, kv: KvDtype, tokens: Sequence[int]) -> float | None:
+    # None if logits are not finite.
     runner = ModelRunner(model, kv)
     caches = {bits: runner.make_cache(CacheShape.contiguous(len(tokens))) for bits in (16, 8)}
     total = torch.zeros(())
@@ -62,4 +63,4 @@ def _moved_kl(model: Transformer, kv: KvDtype, tokens: Sequence[int]) -> float:
     for start in range(0, len(tokens), _ROWS):
         sixteen, eight = read(16, start), read(8, start)
         total += ((sixteen - eight) * sixteen.exp()).sum()
-    return max(0.0, float(total) / len(tokens)) if torch.isfinite(total) else float("nan")
+    return max(0.0, float(total) / len(tokens)) if torch.isfinite(total) else None
