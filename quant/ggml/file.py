@@ -250,7 +250,7 @@ def _metadata(
 ) -> dict[str, Any]:
     config = folder.config
     raw, settings = folder.tokenizer_json(), folder.tokenizer_settings()
-    tokenizer = tokenizer_metadata(raw, settings, config.vocab_size)
+    tokenizer = tokenizer_metadata(raw, settings, config.vocab_size, architecture.name)
     values: dict[str, Any] = {
         "general.architecture": architecture.name,
         "general.name": label,

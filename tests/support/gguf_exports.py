@@ -12,6 +12,8 @@ from tests.support.paths import PICO
 CHANGES: dict[str, dict[str, Any]] = {
     "gemma4-told-lent-double": {"vocab_size_per_layer_input": 4096, "num_kv_shared_layers": 2},
     "exaone4-window7": {"num_hidden_layers": 64},
+    "gemma2-window7-tied": {"query_pre_attn_scalar": 16},
+    "gemma3-window7-tied": {"query_pre_attn_scalar": 16},
     "hunyuan-tied-biases": {"attention_bias": False},
     # llama.cpp rounds the bounds of yarn; with heads of 16 they are the same.
     "gpt_oss-8top1-tied": {"head_dim": 16},
@@ -50,6 +52,9 @@ NAMES = (
     "olmo3-window7",
     "olmo3-yarn-tied",
     "phi3-gqa4:2",
+    "gemma-gqa4:2",
+    "gemma2-window7-tied",
+    "gemma3-window7-tied",
     "gemma4-told-lent-double",
     "gemma4-keys-are-values-untied",
     "gemma4-8top2",
