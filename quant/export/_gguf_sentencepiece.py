@@ -10,7 +10,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mycli.runtime.errors import ModelError
-from mycli.runtime.tokenizer.gguf_tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER, derived_merges, ggml_key
+from mycli.runtime.tokenizer.gguf_tokenizer import (
+    BYTE,
+    CONTROL,
+    NORMAL,
+    UNKNOWN,
+    UNUSED,
+    USER,
+    derived_merges,
+    ggml_key,
+)
 from mycli.runtime.tokenizer.tokenizer import MAX_TOKENS
 from mycli.runtime.utils.json_fields import Fields
 

@@ -72,9 +72,9 @@ def _special_tokens(raw: Fields, settings: Fields, tokens: Sequence[str]) -> dic
 
 def _same(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
     # Nested sequences are flattened: one with a single step equals that step.
-    return flat_steps(ours["normalizer"], "normalizers") == flat_steps(theirs["normalizer"], "normalizers") and flat_steps(
-        ours["pre_tokenizer"], "pretokenizers"
-    ) == flat_steps(theirs["pre_tokenizer"], "pretokenizers")
+    return flat_steps(ours["normalizer"], "normalizers") == flat_steps(
+        theirs["normalizer"], "normalizers"
+    ) and flat_steps(ours["pre_tokenizer"], "pretokenizers") == flat_steps(theirs["pre_tokenizer"], "pretokenizers")
 
 
 def _added_ends(raw: Fields) -> set[str]:

@@ -180,7 +180,7 @@ def _plan(config: ModelConfig, places: dict[str, Place], kinds: Mapping[str, str
             shape = tuple(size for size in (rows, *full[1:]) if size != 1) or (1,)
             if place.rule.stored_shape is not None:
                 shape = place.rule.stored_shape(config)
-            if place.name in stacks:
+            elif place.name in stacks:
                 parts = 1 + len(place.rule.more_names)
                 shape = (stacks[place.name] // parts, parts * shape[0], *shape[1:])
             planned = (name, kind, shape)
