@@ -124,12 +124,12 @@ def exported_families() -> list[str]:
     return list({CASES[name][0]: name for name in reversed(NAMES) if "window7" not in name}.values())
 
 
-def make_exported(folder: Path, name: str) -> None:
-    """Write the random model of a case to `folder`, with the vocabulary of pico."""
+def make_exported(folder: Path, name: str, **more: Any) -> None:
+    """Write the random model of a case to `folder`, with the vocabulary of pico; `more`: changes to its config."""
     if name in MULTIMODAL_NAMES:
         make_folder(folder, name, vocab_size=4096)
     else:
         model_type, changes = CASES[name]
-        make(folder, model_type, {**changes, "vocab_size": 4096, **CHANGES.get(name, {})})
+        make(folder, model_type, {**changes, "vocab_size": 4096, **CHANGES.get(name, {}), **more})
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(PICO / file, folder / file)
