@@ -110,7 +110,10 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-_EXACT = re.compile(r"\.(gate|router|proj_gate|shared_expert_gate|wg|router\.layer|router\.proj|conv1d|conv)\.weight$")
+_EXACT = re.compile(
+    r"\.(gate|router|proj_gate|shared_expert_gate|wg|router\.layer|router\.proj|[qkv]?_?conv1d|conv"
+    r"|correction_coefs|prediction_coefs)\.weight$|\.A_log$"
+)
 
 
 def _vocabulary(model: Any) -> None:
@@ -251,6 +254,8 @@ def _round(model: torch.nn.Module, kind: str) -> None:
             keys, values = parameter.detach().view(settings.num_attention_heads, sum(size), -1).split(size, dim=1)
             keys = _rounded(keys.transpose(1, 2).contiguous(), kind).transpose(1, 2)
             rounded = torch.cat((keys, _rounded(values.contiguous(), kind)), dim=1).view_as(parameter)
+        elif model.config.model_type == "llama4_text" and ".experts." in name:  # which holds transposes
+            rounded = _rounded(parameter.detach().mT.contiguous(), kind).mT
         else:
             rounded = _rounded(parameter.detach(), kind)
         parameter.data.copy_(rounded)

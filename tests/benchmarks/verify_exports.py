@@ -152,19 +152,15 @@ def faults(work: Path, gptqmodel: Path, llama: Path) -> Iterator[tuple[str, str,
         yield "row", reader, program, _gguf(blocks, q, swap_blocks, work / f"{reader}-2.gguf"), blocks
         yield "expert", reader, program, _gguf(dense, down, transpose, work / f"{reader}-3.gguf"), dense
     int4 = packed(PICO, Recipe(method="rtn", bits=4, group=32), work / "int4")
-    experts = packed(mixture, Recipe(method="rtn", bits=4, group=32), work / "experts")
-    down = "layers.1.mlp.experts.3.down_proj.weight_packed"
+    down = "layers.1.mlp.experts.3.down_proj.weight"
 
-    def transpose_codes(codes: Tensor) -> Tensor:
-        nibbles = torch.stack([codes >> shift & 15 for shift in range(0, 32, 4)], -1).flatten(1)
-        nibbles = nibbles.T.reshape(nibbles.shape).unflatten(1, (-1, 8)).long()
-        words = sum(nibbles[..., place] << 4 * place for place in range(8))
-        return torch.as_tensor(words).to(torch.uint32).view(torch.int32)
+    def transpose_expert(values: Tensor) -> Tensor:
+        return values.T.reshape(values.shape).clone()
 
     for name, ending, change, good in (
         ("scale", "q_proj.weight_scale", _negate, int4),
         ("row", "q_proj.weight_packed", _swap, int4),
-        ("expert", down, transpose_codes, experts),
+        ("expert", down, transpose_expert, mixture),
     ):
         bad = _safetensors(good, ending, change, work / f"packed-{name}")
         yield name, "transformers", None, bad, good
