@@ -224,6 +224,7 @@ def compare(name: str, write: Callable[[Path, Path, str], None], kind: str, fold
     if model_type.startswith("gemma"):  # the converter counts the tokens in this file
         vocabulary = {"model": {"vocab": {str(token): token for token in range(97)}}, "added_tokens": []}
         (folder / "hf" / "tokenizer.json").write_text(json.dumps(vocabulary))
+    (folder / "config.json").write_text((folder / "hf" / "config.json").read_text())
     settings = json.loads((folder / "hf" / "config.json").read_text())
     settings["architectures"] = [type(reference).__name__]
     (folder / "hf" / "config.json").write_text(json.dumps(_as_published(settings)))
@@ -303,7 +304,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             try:
                 difference, path = compare(name, write, arguments.type, Path(folder))
-                config = Fields(json.loads((Path(folder) / "hf" / "config.json").read_text()), "config.json")
+                config = Fields(json.loads((Path(folder) / "config.json").read_text()), "config.json")
                 recorded[name] = {
                     "config": dict(TextPart.from_config(config).config.values),
                     **facts(path),
