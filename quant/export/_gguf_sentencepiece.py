@@ -105,26 +105,26 @@ def _scores(
     if groups and len(groups[-1]) > 1:
         character = groups[-1][0][0]
         runs = [text for text in learned if set(text) == {character}]
-    made = [token for group in groups for token in group if token not in runs]
-    known = {*made, *runs}
+    merged = [token for group in groups for token in group if token not in runs]
+    known = {*merged, *runs}
     others = [text for text in learned if text not in known and not _BYTE.fullmatch(text)]
-    ids = [learned[text] for text in made]
+    ids = [learned[text] for text in merged]
     if ids == sorted(ids):  # as in SentencePiece's files, where the scores count the ids
-        first = min((learned[text] for text in (*made, *others, *runs)), default=0)
-        scores = {learned[text]: float(first - learned[text]) for text in (*made, *others)}
+        first = min((learned[text] for text in (*merged, *others, *runs)), default=0)
+        scores = {learned[text]: float(first - learned[text]) for text in (*merged, *others)}
     else:
-        scores = {learned[text]: -float(rank) for rank, text in enumerate((*made, *others))}
+        scores = {learned[text]: -float(rank) for rank, text in enumerate((*merged, *others))}
     return {**scores, **{learned[text]: _RUN_SCORE for text in runs}}
 
 
-def _groups(made: Iterable[str]) -> list[list[str]]:
+def _groups(merged: Iterable[str]) -> list[list[str]]:
     """Return the tokens in the order of their merges; those with merges between each other's are one group.
 
     Raises ModelError for such a group, except at the end and of repetitions of one character, such as spaces.
     """
     groups: list[list[str]] = []
     place: dict[str, int] = {}
-    for token in made:
+    for token in merged:
         start = place.setdefault(token, len(groups))
         if start == len(groups):
             groups.append([token])

@@ -1,4 +1,4 @@
-"""The tensors and keys of Kimi Delta Attention beside latent attention, for all architectures that have both."""
+"""The tensors and keys of Kimi Delta Attention and latent attention, for all architectures that have both."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -71,7 +71,7 @@ def read_latent_keys(model: GgufModel, rope_dim: int) -> dict[str, int | None]:
     }
 
 
-def recurrent_layers(model: GgufModel, layers: int) -> list[bool]:
+def read_recurrent_layers(model: GgufModel, layers: int) -> list[bool]:
     """Return which layers are recurrent: those without key-value heads."""
     return [not heads for heads in model.layer_values("attention.head_count_kv", layers)]
 

@@ -28,7 +28,7 @@ def _stacked(name: str) -> TensorRule:
 
 
 def _share(deviations: float) -> float:
-    # Of a normal distribution below so many deviations: the file has them in place of the share of zeros.
+    # The share of a normal distribution below a number of deviations, which the file has in its place.
     return 0.5 * (1 + math.erf(deviations / math.sqrt(2)))
 
 
@@ -109,8 +109,10 @@ def _sparse_first(config: ModelConfig) -> bool:
 
 
 def _lends_late(config: ModelConfig) -> bool:
-    own = [layer.attention.kv_source is None for layer in config.layer_specs]
-    return own == [index < _OWN_LAYERS for index in range(config.layers)] and all(a >= b for a, b in pairwise(own))
+    owners = [layer.attention.kv_source is None for layer in config.layer_specs]
+    return owners == [index < _OWN_LAYERS for index in range(config.layers)] and all(
+        a >= b for a, b in pairwise(owners)
+    )
 
 
 ARCHITECTURE = Architecture(

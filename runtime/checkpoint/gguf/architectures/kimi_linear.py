@@ -17,7 +17,7 @@ from mycli.runtime.checkpoint.gguf.kimi_delta import (
     latent_attention,
     latent_tensors,
     read_latent_keys,
-    recurrent_layers,
+    read_recurrent_layers,
     write_kimi_keys,
 )
 from mycli.runtime.checkpoint.gguf.requirements import Requirement
@@ -27,7 +27,7 @@ _EXPERTS = "block_sparse_moe"
 
 def _read_config(model: GgufModel, config: Config) -> Config:
     require_gating(model, SIGMOID)
-    recurrent = recurrent_layers(model, config["num_hidden_layers"])
+    recurrent = read_recurrent_layers(model, config["num_hidden_layers"])
     return {
         **read_latent_keys(model, config["head_dim"]),
         "num_key_value_heads": config["num_attention_heads"],
