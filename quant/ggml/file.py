@@ -180,7 +180,7 @@ def _plan(config: ModelConfig, places: dict[str, Place], kinds: Mapping[str, str
             shape = tuple(size for size in (rows, *full[1:]) if size != 1) or (1,)
             if place.rule.stored_shape is not None:
                 shape = place.rule.stored_shape(config)
-            if place.name in stacks:
+            elif place.name in stacks:
                 parts = 1 + len(place.rule.more_names)
                 shape = (stacks[place.name] // parts, parts * shape[0], *shape[1:])
             planned = (name, kind, shape)
@@ -250,7 +250,7 @@ def _metadata(
 ) -> dict[str, Any]:
     config = folder.config
     raw, settings = folder.tokenizer_json(), folder.tokenizer_settings()
-    tokenizer = tokenizer_metadata(raw, settings, config.vocab_size)
+    tokenizer = tokenizer_metadata(raw, settings, config.vocab_size, architecture.name)
     values: dict[str, Any] = {
         "general.architecture": architecture.name,
         "general.name": label,

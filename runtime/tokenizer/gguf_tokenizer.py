@@ -14,7 +14,7 @@ from mycli.runtime.utils.json_fields import Fields
 _MAX_TOKENS = 1 << 22
 _MAX_TOKEN_CHARACTERS = 1024
 _MAX_DERIVED = 1 << 22  # characters of a vocabulary without merges: 16 for each of 262,144 tokens
-NORMAL, UNKNOWN, CONTROL, USER, UNUSED = range(1, 6)  # `tokenizer.ggml.token_type`
+NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)  # `tokenizer.ggml.token_type`
 _SPACE = "▁"
 _GEMMA = ("gemma", "gemma2", "gemma3", "gemma3n")  # architectures whose merges are ranked by id, not by score
 SPECIAL_IDS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}

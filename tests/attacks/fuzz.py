@@ -1,7 +1,7 @@
 """Fuzz checkpoints: each damaged model must run or be refused with a message; anything else is a fault.
 
 PYTHONPATH=.links python -m tests.attacks.fuzz [LAYOUT ...] [--seconds 60] [--seed 0] [--record FILE]
-    [--keep FOLDER]
+    [--keep FOLDER] [--compare]
 
 A case is a valid model of a layout with a few changes: config fields, tensors (missing, shorter, of another type),
 tensor values, or arbitrary bytes. It is opened as a command opens it, loaded, and run for a few tokens. The seed alone
@@ -23,7 +23,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from mycli.runtime.errors import UserError
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.utils.files import write_atomic
 from tests.attacks.fuzz_models import LAYOUTS
+from tests.attacks.fuzz_references import NoReferenceError, SilentDifferenceError, compare
 from tests.support.engines import whole
 from tests.support.models import CPU
 
@@ -219,8 +220,11 @@ def use(folder: Path) -> None:
         whole(model, torch.zeros(1, 3, dtype=torch.long))
 
 
-def attempt(files: Mapping[str, bytes]) -> str:
-    """Run a case; return the class of its UserError, or "read"; other errors are raised."""
+def attempt(files: Mapping[str, bytes], compare: Callable[[Path], None] | None = None) -> str:
+    """Run a case; return the class of its UserError, or "read"; other errors are raised.
+
+    `compare` raises SilentDifferenceError for a model that another reader reads differently.
+    """
     with tempfile.TemporaryDirectory() as name:
         for file, data in files.items():
             (Path(name) / file).write_bytes(data)
@@ -229,6 +233,12 @@ def attempt(files: Mapping[str, bytes]) -> str:
         except UserError as error:
             assert error.message and "\n" not in error.message, error.message
             return type(error).__name__
+        if compare is not None:
+            try:
+                compare(Path(name) / FILE if FILE in files else Path(name))
+            except NoReferenceError as error:
+                return f"read, not by the reference: {error!s:.60}"
+            return "read, equal"
     return "read"
 
 
@@ -271,7 +281,7 @@ class Record:
             write_atomic(self.path, written.encode())
 
 
-def run(layout: str, seconds: float, record: Record, keep: Path) -> int:
+def run(layout: str, seconds: float, record: Record, keep: Path, compare: Callable[[Path], None] | None = None) -> int:
     """Run cases of a layout for `seconds` of CPU time, at least one; return the number of different faults."""
     good = LAYOUTS[layout]()
     for name, files in good.items():
@@ -285,10 +295,12 @@ def run(layout: str, seconds: float, record: Record, keep: Path) -> int:
         files = damaged(good[name], f"{layout} {sums.seed}")
         signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
         try:
-            outcome = attempt(files)
+            outcome = attempt(files, compare)
         except Exception as error:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             outcome = f"{type(error).__name__} at {Path(frame.filename).name}:{frame.lineno}"
+            if isinstance(error, SilentDifferenceError):
+                outcome = f"{type(error).__name__} of {name}"
             if outcome not in faults:
                 faults.add(outcome)
                 sums.faults.append(f"{outcome}, seed {sums.seed}")
@@ -325,6 +337,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--record", type=Path, metavar="FILE")
     parser.add_argument("--keep", type=Path, default=Path("fuzz-faults"))
+    parser.add_argument("--compare", action="store_true", help="compare logits with those of another reader")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -332,7 +345,9 @@ def main() -> None:
     used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_DATA, (used + ROOM, resource.RLIM_INFINITY))
     record = Record(options.record, options.seed)
-    sys.exit(bool(sum(run(layout, options.seconds, record, options.keep) for layout in options.layouts)))
+    compared = compare if options.compare else None
+    faults = [run(layout, options.seconds, record, options.keep, compared) for layout in options.layouts]
+    sys.exit(any(faults))
 
 
 if __name__ == "__main__":

@@ -4,10 +4,16 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from mycli.runtime.checkpoint.open_folder import open_model_folder
+from mycli.runtime.engine.loading.loader import load_model
 from tests.attacks import fuzz
 from tests.attacks.fuzz_models import LAYOUTS
+from tests.support.engines import whole
+from tests.support.families import make
 from tests.support.grids import chosen
+from tests.support.models import CPU
 
 
 @pytest.mark.parametrize("layout", chosen(LAYOUTS, ["awq", "fp8"]))
@@ -31,6 +37,18 @@ def test_a_kind_of_model_that_is_no_text(kind: object) -> None:
     files = dict(LAYOUTS["awq"]()["gemm-g32"])
     files["config.json"] = json.dumps({**json.loads(files["config.json"]), "model_type": kind}).encode()
     assert fuzz.attempt(files) == "ModelError"
+
+
+def test_scores_beyond_the_resolution_of_floats(tmp_path: Path) -> None:
+    """Regression of a `fuzz` finding: the largest score's weight overflowed, and all logits were NaN."""
+    reference = make(tmp_path, "qwen3", {"head_dim": 16})
+    reference.model.layers[1].self_attn.q_norm.weight.data[3] = 2.6e25
+    reference.save_pretrained(tmp_path)
+    tokens = torch.arange(40)[None] % 97
+    with torch.no_grad():
+        expected = reference(tokens).logits
+    actual = whole(load_model(open_model_folder(tmp_path), CPU).model, tokens)
+    assert (actual - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
 def test_a_record_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from unittest import mock
 
 import torch
 from gguf import GGMLQuantizationType, GGUFReader, quants
+from safetensors.torch import load_file, save_file
 
 from mycli.runtime.checkpoint.gguf.folder import GgufFolder
 from mycli.runtime.checkpoint.open_folder import open_model_folder
@@ -66,9 +67,14 @@ REASONS: dict[str, str] = {
     "falcon_h1-normed": "the converter fails: biases",
     "gemma-mqa": "no tensor: llama.cpp takes the embedding as the head, and has no biases",
     "gemma4_unified": "the converter has no such model",
+    "gemma3n-second": "the converter fails: three residual streams",
+    "llama4-every": "no key: layers that rotate other than three of four, scales of queries",
+    "kimi_linear-groups": "no key: layers without experts after ones with some",
+    "bailing_hybrid-unbounded": "the converter fails: decays without a lower bound",
     "cwm": "the converter has no such model",
     "helium": "the converter has no such model",
 }
+PUBLISHED_CLASSES = {"BailingHybridForCausalLM": "BailingMoeV3ForCausalLM"}  # by the class of transformers
 # Config changes that make a case expressible in GGUF.
 CHANGES: dict[str, dict[str, Any]] = {
     "qwen3_moe-8top2": {"norm_topk_prob": True},
@@ -83,6 +89,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "glm-half-turned": {"rms_norm_eps": 1e-5},
     "falcon_h1-multipliers": {"head_dim": 16},
+    "llama4-chunk16": {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1},
     "nemotron_h-every-kind": {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"]},
     "granitemoehybrid-dense-odd-sizes-rope-biases-tied": {
         "position_embedding_type": "nope",
@@ -103,7 +110,10 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-_EXACT = re.compile(r"\.(gate|router|proj_gate|shared_expert_gate|wg|router\.layer|router\.proj|conv1d|conv)\.weight$")
+_EXACT = re.compile(
+    r"\.(gate|router|proj_gate|shared_expert_gate|wg|router\.layer|router\.proj|[qkv]?_?conv1d|conv"
+    r"|correction_coefs|prediction_coefs)\.weight$|\.A_log$"
+)
 
 
 def _vocabulary(model: Any) -> None:
@@ -141,10 +151,11 @@ def converter(root: Path) -> Callable[[Path, Path, str], None]:
         with (
             mock.patch.dict(sys.modules, {"gguf": gguf, "conversion": conversion, "conversion.base": base}),
             mock.patch.object(base.AutoConfig, "from_pretrained", plain)
-            if settings["model_type"] == "nemotron_h"
+            if settings["model_type"] in ("nemotron_h", "bailing_hybrid", "kimi_linear")
             else nullcontext(),
         ):
-            cls = conversion.get_model_class(settings["architectures"][0])
+            name = settings["architectures"][0]
+            cls = conversion.get_model_class(PUBLISHED_CLASSES.get(name, name))
             cls.no_mtp = True  # transformers saves no MTP head
             model = cls(folder, gguf.LlamaFileType[TYPES[kind]], path)
             target = getattr(model, "impl", model)
@@ -161,6 +172,28 @@ def _as_published(settings: dict[str, Any]) -> dict[str, Any]:
         settings["layer_types"] = [kinds[kind] for kind in settings["layer_types"]]
     if settings["model_type"] in ("deepseek_v3", "glm4_moe_lite", "kimi_k2"):
         settings["scoring_func"] = "sigmoid"  # the published configs set this, those of transformers do not
+    if settings["model_type"] == "mimo_v2_flash":
+        slides = [int(kind == "sliding_attention") for kind in settings["layer_types"]]
+        settings |= {"hybrid_layer_pattern": slides, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+        settings |= {f"swa_{key}": settings[key] for key in ("head_dim", "num_attention_heads", "v_head_dim")}
+        settings |= {"swa_num_key_value_heads": 2 * settings["num_key_value_heads"]}
+        full, sliding = (settings["rope_parameters"][f"{kind}_attention"] for kind in ("full", "sliding"))
+        settings |= {"layernorm_epsilon": settings["rms_norm_eps"], "swa_rope_theta": sliding["rope_theta"]}
+        settings["rope_parameters"] = full
+    if settings["model_type"] == "kimi_linear":
+        full = [index + 1 for index, kind in enumerate(settings["layer_types"]) if kind == "full_attention"]
+        settings["linear_attn_config"] = {
+            **{"full_attn_layers": full, "num_heads": settings["linear_num_heads"]},
+            **{"head_dim": settings["linear_head_dim"], "short_conv_kernel_size": settings["linear_conv_kernel_dim"]},
+        }
+        settings |= {"moe_router_activation_func": "sigmoid", "scoring_func": "sigmoid"}
+        settings["first_k_dense_replace"] = settings["mlp_layer_types"].count("dense")
+    if settings["model_type"] == "bailing_hybrid":
+        settings |= {"no_kda_lora": True, "gated_attention_proj_granularity_type": "head_wise"}
+        settings |= {"head_dim": settings["linear_head_dim"], "norm_topk_prob": settings["moe_renormalize"]}
+        settings |= {"moe_shared_expert_intermediate_size": settings["moe_intermediate_size"]}
+        settings |= {"n_group": settings["num_expert_group"], "scoring_func": "sigmoid"}
+        settings |= {"num_experts_per_tok": settings["num_experts_per_token"]}
     if settings["model_type"] == "nemotron_h":
         letters = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
         settings["norm_eps"] = settings["layer_norm_epsilon"]
@@ -169,6 +202,12 @@ def _as_published(settings: dict[str, Any]) -> dict[str, Any]:
         if "E" not in settings["hybrid_override_pattern"]:
             del settings["num_experts_per_tok"]
     return settings
+
+
+def _publish_dense(path: Path) -> None:
+    # Published files of Kimi Linear name dense MLPs as Llama's, transformers as mixtures.
+    tensors = load_file(path)
+    save_file({re.sub(r"block_sparse_moe\.((gate|up|down)_proj)", r"mlp.\1", n): t for n, t in tensors.items()}, path)
 
 
 def _changes(name: str) -> dict[str, Any]:
@@ -185,9 +224,12 @@ def compare(name: str, write: Callable[[Path, Path, str], None], kind: str, fold
     if model_type.startswith("gemma"):  # the converter counts the tokens in this file
         vocabulary = {"model": {"vocab": {str(token): token for token in range(97)}}, "added_tokens": []}
         (folder / "hf" / "tokenizer.json").write_text(json.dumps(vocabulary))
+    (folder / "config.json").write_text((folder / "hf" / "config.json").read_text())
     settings = json.loads((folder / "hf" / "config.json").read_text())
     settings["architectures"] = [type(reference).__name__]
     (folder / "hf" / "config.json").write_text(json.dumps(_as_published(settings)))
+    if model_type == "kimi_linear":
+        _publish_dense(folder / "hf" / "model.safetensors")
     path = folder / "model.gguf"
     write(folder / "hf", path, kind)
     if kind != "f32":
@@ -213,6 +255,8 @@ def _round(model: torch.nn.Module, kind: str) -> None:
             keys, values = parameter.detach().view(settings.num_attention_heads, sum(size), -1).split(size, dim=1)
             keys = _rounded(keys.transpose(1, 2).contiguous(), kind).transpose(1, 2)
             rounded = torch.cat((keys, _rounded(values.contiguous(), kind)), dim=1).view_as(parameter)
+        elif model.config.model_type == "llama4_text" and ".experts." in name:  # which holds transposes
+            rounded = _rounded(parameter.detach().mT.contiguous(), kind).mT
         else:
             rounded = _rounded(parameter.detach(), kind)
         parameter.data.copy_(rounded)
@@ -260,7 +304,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             try:
                 difference, path = compare(name, write, arguments.type, Path(folder))
-                config = Fields(json.loads((Path(folder) / "hf" / "config.json").read_text()), "config.json")
+                config = Fields(json.loads((Path(folder) / "config.json").read_text()), "config.json")
                 recorded[name] = {
                     "config": dict(TextPart.from_config(config).config.values),
                     **facts(path),

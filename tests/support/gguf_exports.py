@@ -11,7 +11,16 @@ from tests.support.paths import PICO
 # What llama.cpp assumes for a family, or published models have.
 CHANGES: dict[str, dict[str, Any]] = {
     "gemma4-told-lent-double": {"vocab_size_per_layer_input": 4096, "num_kv_shared_layers": 2},
+    "gemma3n-sparse-lent": {
+        **{"num_hidden_layers": 12, "num_kv_shared_layers": 0, "vocab_size_per_layer_input": 4096},
+        **{"laurel_rank": 64, "hidden_size_per_layer_input": 256, "tie_word_embeddings": True},
+        "layer_types": [*2 * (4 * ["sliding_attention"] + ["full_attention"]), *2 * ["sliding_attention"]],
+        "activation_sparsity_pattern": [0.95] * 10 + [0.0] * 2,
+    },
+    "llama4-chunk16-4top1": {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1},
     "exaone4-window7": {"num_hidden_layers": 64},
+    "gemma2-window7-tied": {"query_pre_attn_scalar": 16},
+    "gemma3-window7-tied": {"query_pre_attn_scalar": 16},
     "hunyuan-tied-biases": {"attention_bias": False},
     # llama.cpp rounds the bounds of yarn; with heads of 16 they are the same.
     "gpt_oss-8top1-tied": {"head_dim": 16},
@@ -50,6 +59,10 @@ NAMES = (
     "olmo3-window7",
     "olmo3-yarn-tied",
     "phi3-gqa4:2",
+    "gemma-gqa4:2",
+    "gemma2-window7-tied",
+    "gemma3-window7-tied",
+    "gemma3n-sparse-lent",
     "gemma4-told-lent-double",
     "gemma4-keys-are-values-untied",
     "gemma4-8top2",
@@ -98,6 +111,10 @@ NAMES = (
     "glm4_moe_lite-8top3",
     "kimi_k2-ungrouped",
     "youtu-tied",
+    "llama4-chunk16-4top1",
+    "mimo_v2_flash-window7",
+    "kimi_linear-8top3",
+    "bailing_hybrid-8top3",
 )
 MULTIMODAL_NAMES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")  # of which the text part is exported
 
@@ -107,12 +124,12 @@ def exported_families() -> list[str]:
     return list({CASES[name][0]: name for name in reversed(NAMES) if "window7" not in name}.values())
 
 
-def make_exported(folder: Path, name: str) -> None:
-    """Write the random model of a case to `folder`, with the vocabulary of pico."""
+def make_exported(folder: Path, name: str, **more: Any) -> None:
+    """Write the random model of a case to `folder`, with the vocabulary of pico; `more`: changes to its config."""
     if name in MULTIMODAL_NAMES:
         make_folder(folder, name, vocab_size=4096)
     else:
         model_type, changes = CASES[name]
-        make(folder, model_type, {**changes, "vocab_size": 4096, **CHANGES.get(name, {})})
+        make(folder, model_type, {**changes, "vocab_size": 4096, **CHANGES.get(name, {}), **more})
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(PICO / file, folder / file)

@@ -59,7 +59,7 @@ class TensorRule:
     row_order: RowOrder | RowRanges | None = None
     change: ValueChange | None = None
     column_order: RowRanges | None = None
-    # Where Hugging Face has several tensors of experts for one in GGUF, whose rows follow one another: the others.
+    # Where Hugging Face has several tensors for one in GGUF, whose rows follow one another: the others.
     more_names: tuple[str, ...] = ()
     # Where GGUF has two tensors for one of Hugging Face: the GGUF name of the other, whose rows come after these.
     followed_by: str | None = None
@@ -74,7 +74,7 @@ class TensorRule:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the file stores a tensor: the GGUF name, the rule it follows, its index in a stack of experts."""
+    """Where the file stores a tensor: the GGUF name, the rule it follows, its index in a stack, mostly of experts."""
 
     name: str
     rule: TensorRule
@@ -167,10 +167,14 @@ class Architecture:
     model_tensors: Mapping[str, TensorRule] = field(default_factory=lambda: MODEL_TENSORS)
     keys: tuple[GgufKey, ...] = ()  # in addition to those that all architectures have
     latent: bool = False  # heads have sizes of their own; those in the common keys are what the cache stores
+    value_length: bool = False  # values may be narrower than keys
     slides: Callable[[int], bool] | None = None  # whether a layer has the sliding window; None: all or none have
     pattern: bool = False  # sliding_window_pattern says which layers have the window, and `slides` where it is missing
     by_layer: tuple[str, ...] = ()  # keys that may differ by layer: the largest value counts, the rest is read_config's
     optional: tuple[str, ...] = ()  # keys that may be missing
+    # Tensors that recurrent layers have in place of others of the same Hugging Face name.
+    recurrent_tensors: Mapping[str, TensorRule] = field(default_factory=dict)
+    recurrent_layers: frozenset[int] = frozenset()  # of the model to write, where there are such tensors
     # The tensors of models without experts, where the same tensors have other names there.
     dense_tensors: Mapping[str, TensorRule] | None = None
     writes: Callable[[ModelConfig], bool] = lambda config: True  # whether a model of `written_types` is written as this
@@ -214,6 +218,14 @@ class Architecture:
             for part in (rule.name, *rule.more_names)
         }
 
+    @cached_property
+    def _recurrent_names(self) -> dict[str, str]:
+        return {
+            f"model.layers.{{layer}}.{rule.name}{suffix}": f"blk.{{layer}}.{name}{ending}"
+            for name, rule in self.recurrent_tensors.items()
+            for ending, suffix in rule.suffixes.items()
+        }
+
     def of_kind(self, experts: bool) -> "Architecture":
         """Return the declaration for models with or without experts."""
         return self if experts or self.dense_tensors is None else replace(self, layer_tensors=self.dense_tensors)
@@ -233,15 +245,16 @@ class Architecture:
         pattern = name if layer is None else f"model.layers.{{layer}}.{name[layer.end() :]}"
         if expert is not None:
             pattern = re.sub(r"\.experts\.\d+\.", f".experts.{_EXPERT}.", pattern)
-        stored = self._stored_names.get(pattern)
+        names = self._recurrent_names if layer is not None and int(layer[1]) in self.recurrent_layers else {}
+        stored = names.get(pattern, self._stored_names.get(pattern))
         if stored is None:
             return None
         rule = self._rules[stored][1]
         if layer is not None:
             stored = stored.replace("{layer}", layer[1])
-        if expert is None:
-            return Place(stored, rule)
         parts = [rule.name, *rule.more_names]
+        if expert is None:
+            return Place(stored, rule, parts.index(name.rpartition(".")[0]) if rule.more_names else None)
         index = next(index for index, part in enumerate(parts) if f".{part}." in f"{pattern[7:]}.")
         return Place(stored, rule, int(expert[1]) * len(parts) + index)
 
@@ -320,7 +333,8 @@ class Architecture:
         heads, hidden = self._integer(model, "attention.head_count"), model.integer("embedding_length", low=1)
         size = "rope.dimension_count" if self.latent else "attention.key_length"
         head_dim = model.integer(size, max(1, hidden // heads), low=1)
-        if not self.latent and model.integer("attention.value_length", head_dim) != head_dim:
+        equal = not self.latent and not self.value_length
+        if equal and model.integer("attention.value_length", head_dim) != head_dim:
             raise model.metadata.fail(model.key("attention.value_length"), "differs from key_length")
         layers, _ = self._layers(model)
         config: Config = {

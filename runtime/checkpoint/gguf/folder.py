@@ -100,9 +100,9 @@ class GgufFolder(ModelFolder):
             shape, nbytes = (rows, *entry.shape[1:]), sum(part.nbytes for part in parts)
             if len(parts) > 1 and len(shape) == 3 and sum(prod(part.shape) for part in parts) == prod(expected[name]):
                 shape = expected[name]
-            # GGUF drops axes of length one; it adds none.
+            # GGUF drops axes of length one; those of convolutions and decays of Kimi Linear are others.
             full = expected.get(name, shape)
-            if len(shape) < len(full) and _long_axes(full) == _long_axes(shape):
+            if len(shape) != len(full) and _long_axes(full) == _long_axes(shape):
                 shape = full
             # Vectors may have a second axis: Mamba's values by head, norms by group.
             if len(full) == 1 and prod(shape) == full[0]:

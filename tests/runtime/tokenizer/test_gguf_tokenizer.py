@@ -174,6 +174,37 @@ def test_sentencepiece_puts_its_start_token_first_and_decodes_to_the_text() -> N
     assert tokenizer.vocabulary[ids[1]] == "▁the"
 
 
+@pytest.mark.parametrize("prefix", [True, False])
+def test_a_sentencepiece_tokenizer_is_written_and_read_back(prefix: bool) -> None:
+    """The written scores rank the merges as those that they were derived from, and count the ids."""
+    metadata = sentencepiece(**{"tokenizer.ggml.add_space_prefix": prefix})
+    raw, settings = tokenizer_json(as_read(metadata)), tokenizer_settings(as_read(metadata))
+    count = len(metadata["tokenizer.ggml.tokens"])
+    written = tokenizer_metadata(Fields(raw, "tokenizer.json"), Fields(settings, ""), count + 2)
+    assert written["tokenizer.ggml.model"] == "llama" and written["tokenizer.ggml.add_space_prefix"] == prefix
+    types = [*metadata["tokenizer.ggml.token_type"], 5, 5]
+    assert written["tokenizer.ggml.token_type"] == types
+    first = written["tokenizer.ggml.tokens"].index("▁t")
+    scores = written["tokenizer.ggml.scores"][first : first + 4]
+    assert [score - scores[0] for score in scores] == [0.0, -1.0, -2.0, -3.0]
+    assert tokenizer_json(as_read(written))["model"] == raw["model"]
+
+
+@pytest.mark.parametrize(
+    ("merges", "message"),
+    [
+        ([["a", "b"], ["b", "c"], ["ab", "c"]], "'a bc' is no merge"),
+        ([["a", "bc"], ["a", "b"], ["ab", "c"], ["b", "c"]], "ranks with others between"),
+    ],
+)
+def test_merges_that_scores_do_not_express_are_refused(merges: list[list[str]], message: str) -> None:
+    raw = tokenizer_json(as_read(sentencepiece()))
+    vocabulary = {"<unk>": 0, "a": 1, "b": 2, "c": 3, "ab": 4, "bc": 5, "abc": 6}
+    raw |= {"model": {**raw["model"], "vocab": vocabulary, "merges": merges}, "added_tokens": []}
+    with pytest.raises(ModelError, match=message):
+        tokenizer_metadata(Fields(raw, "tokenizer.json"), Fields({}, ""), 7)
+
+
 def test_merges_follow_scores_not_places() -> None:
     vocabulary = {"a": 0, "b": 1, "c": 2, "ab": 3, "bc": 4, "abc": 5}
     better_bc = derived_merges(vocabulary, {"ab": -2.0, "bc": -1.0, "abc": -3.0})
@@ -212,7 +243,11 @@ def test_rules_are_those_that_transformers_knows(name: str) -> None:
         ("normalizer", {"type": "Lowercase"}, "not a rule of llama.cpp"),
         ("post_processor", {"type": "BertProcessing"}, "post-processor"),
         ("model", {"type": "Unigram", "vocab": [["a", 0.0]]}, "byte-level BPE"),
-        ("model", {"type": "BPE", "byte_fallback": True, "vocab": {"a": 0}, "merges": []}, "byte-level BPE"),
+        (
+            "model",
+            {"type": "BPE", "byte_fallback": True, "vocab": {"a": 0}, "merges": []},
+            "normalizer and pre-tokenizer are not SentencePiece's",
+        ),
     ],
     ids=str,
 )

@@ -6,6 +6,7 @@ The file name is the registry: general.architecture with "-" written as "_".
 import importlib
 import pkgutil
 from collections.abc import Iterator
+from dataclasses import replace
 
 from mycli.runtime.checkpoint.gguf.architecture import Architecture
 from mycli.runtime.errors import ModelError
@@ -49,9 +50,13 @@ def written_architecture(config: ModelConfig, outer_type: str = "") -> Architect
     model_type = config.model_type
     for architecture in architectures():
         if model_type in architecture.written_types and architecture.writes(config):
-            return architecture.of_kind(any(isinstance(spec.mlp, ExpertsSpec) for spec in config.layer_specs))
-    written = ", ".join(sorted(family for known in architectures() for family in known.written_types))
+            written = architecture.of_kind(any(isinstance(spec.mlp, ExpertsSpec) for spec in config.layer_specs))
+            if not written.recurrent_tensors:
+                return written
+            recurrent = frozenset(spec.index for spec in config.layer_specs if spec.recurrent is not None)
+            return replace(written, recurrent_layers=recurrent)
+    families = ", ".join(sorted(family for known in architectures() for family in known.written_types))
     raise ModelError(
         f"config.json: model_type {model_type!r} cannot be written as GGUF",
-        f"written: {written}; llama.cpp's own converter may support the model",
+        f"written: {families}; llama.cpp's own converter may support the model",
     )

@@ -6,6 +6,8 @@ from mycli.runtime.checkpoint.gguf.architectures.gemma2 import GEMMA_MODEL_TENSO
 ARCHITECTURE = Architecture(
     name="gemma",
     model_type="gemma",
+    written_types=("gemma",),
+    biases=(),
     layer_tensors={
         **LLAMA_TENSORS,
         "attn_norm": TensorRule("input_layernorm", change=GAIN_PLUS_ONE),

@@ -9,6 +9,7 @@ from mycli.runtime.checkpoint.gguf.architecture import (
     GgufKey,
     TensorRule,
 )
+from mycli.runtime.checkpoint.gguf.architectures.exaone4 import WINDOW_KEY
 from mycli.runtime.checkpoint.gguf.header import GgufModel
 
 GEMMA_MODEL_TENSORS = {**MODEL_TENSORS, "output_norm": TensorRule("model.norm", change=GAIN_PLUS_ONE)}
@@ -38,12 +39,26 @@ def _read_config(model: GgufModel, config: Config) -> Config:
 ARCHITECTURE = Architecture(
     name="gemma2",
     model_type="gemma2",
+    written_types=("gemma2",),
+    biases=(),
     layer_tensors=GEMMA_LAYER_TENSORS,
     model_tensors=GEMMA_MODEL_TENSORS,
     keys=(
-        GgufKey("attention.sliding_window", "sliding_window"),
-        GgufKey("attn_logit_softcapping", "attn_logit_softcapping", float, default=50.0),
-        GgufKey("final_logit_softcapping", "final_logit_softcapping", float, default=30.0),
+        WINDOW_KEY,
+        GgufKey(
+            "attn_logit_softcapping",
+            "attn_logit_softcapping",
+            float,
+            default=50.0,
+            write=lambda config: float(config.attention_softcap or 0.0),
+        ),
+        GgufKey(
+            "final_logit_softcapping",
+            "final_logit_softcapping",
+            float,
+            default=30.0,
+            write=lambda config: float(config.logit_softcap or 0.0),
+        ),
     ),
     slides=lambda layer: layer % 2 == 0,
     read_config=_read_config,

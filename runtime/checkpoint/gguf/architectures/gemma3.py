@@ -1,12 +1,16 @@
 """Gemma 3, its text model: five layers with a sliding window and a rope of their own, then one without."""
 
+from typing import Any
+
 from mycli.runtime.checkpoint.gguf.architecture import Architecture, Config, GgufKey
+from mycli.runtime.checkpoint.gguf.architectures.exaone4 import WINDOW_KEY
 from mycli.runtime.checkpoint.gguf.architectures.gemma2 import (
     GEMMA_LAYER_TENSORS,
     GEMMA_MODEL_TENSORS,
     gemma_attention,
 )
 from mycli.runtime.checkpoint.gguf.header import GgufModel
+from mycli.runtime.models.config import ModelConfig
 
 
 def _read_config(model: GgufModel, config: Config) -> Config:
@@ -15,15 +19,26 @@ def _read_config(model: GgufModel, config: Config) -> Config:
     return {**gemma_attention(config, largest=62), "rope_parameters": ropes}
 
 
+def _write_keys(config: ModelConfig) -> dict[str, Any]:
+    ropes = [layer.attention.rope for layer in config.layer_specs if layer.attention.window is not None]
+    keys = {"rope.freq_base_swa": float(ropes[0].theta)} if ropes and ropes[0] is not None else {}
+    return keys if config.logit_softcap is None else {**keys, "final_logit_softcapping": float(config.logit_softcap)}
+
+
 ARCHITECTURE = Architecture(
     name="gemma3",
     model_type="gemma3_text",
+    written_types=("gemma3_text",),
+    writes=lambda config: not config.bidirectional,  # EmbeddingGemma is another architecture
+    biases=(),
     layer_tensors=GEMMA_LAYER_TENSORS,
     model_tensors=GEMMA_MODEL_TENSORS,
     keys=(
-        GgufKey("attention.sliding_window", "sliding_window"),
+        WINDOW_KEY,
         GgufKey("final_logit_softcapping", "final_logit_softcapping", float),
     ),
     slides=lambda layer: (layer + 1) % 6 != 0,
+    pattern=True,
     read_config=_read_config,
+    write_keys=_write_keys,
 )

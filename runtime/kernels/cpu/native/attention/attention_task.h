@@ -174,11 +174,16 @@ inline void soften_as(const Attention& a, float* scores, const Span& span, int64
     }
     const float largest = CAPPED ? greatest(most) : greatest(most) * factor[0];
     most_of(sums, size) = largest;
-    const Wide reach = spread(-largest);
+    // `largest` is rounded and the products below are not: beyond 2^22 no weight would be near 1, so the scores are
+    // subtracted before they are multiplied.
+    const bool steep = !CAPPED && largest - largest == 0 && (largest > 4194304.0f || largest < -4194304.0f);
+    if (steep)
+        for (int64_t p = span.low; p < span.high; p += WIDE) put(scores + p, (wide(scores + p) - greatest(most)) * factor);
+    const Wide slope = steep ? spread(1.0f) : factor, reach = spread(steep ? 0.0f : -largest);
     Wide all = {};
     for (int64_t p = span.low; p < span.high; p += WIDE) {
         const Wide x = wide(scores + p);
-        Wide weight = power_of_two(CAPPED ? x + reach : multiply_add(x, factor, reach));
+        Wide weight = power_of_two(CAPPED ? x + reach : multiply_add(x, slope, reach));
         all += weight;
         if (CODES) {
             weight *= wide(scales.value + p);
