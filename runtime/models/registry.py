@@ -17,8 +17,6 @@ REFUSED: dict[str, str] = {
     "bart": _ENCODER,
     "deepseek_v32": _INDEXER,
     "deepseek_v4": _INDEXER,
-    "diffllama": "its differential attention is not implemented",
-    "doge": "its attention mask, which depends on the values of keys, is not implemented",
     "falcon_mamba": _MAMBA,
     "glm_moe_dsa": _INDEXER,
     "jamba": _MAMBA,
