@@ -1,4 +1,4 @@
-"""Arranges heads so that kernels and caches of plain attention, with one size of keys and values, compute other kinds."""
+"""Arranges heads so that kernels and caches of plain attention compute other kinds."""
 
 import math
 
@@ -45,7 +45,7 @@ class DifferentialHeads:
         return both.flatten(2, 4), key, value
 
     def difference(self, attended: Tensor) -> Tensor:
-        """Return the difference of the two outputs of each pair of queries: [sequences, tokens, heads * head_dim / 2]."""
+        """Return the difference of the outputs of each pair of queries: [sequences, tokens, heads * head_dim / 2]."""
         first, second = attended.unflatten(-1, (self.spec.kv_heads, 2, -1)).unbind(-2)
         return (first - self._subtracted * second).flatten(2)
 
@@ -68,7 +68,8 @@ class KeyBias(nn.Module):
 
     def extended(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values with `KEY_BIAS_WIDTH` further values."""
-        steps = functional.softplus(self.linear(value.flatten(2)).float())
+        # In fp64: the last bits of vectorized fp32 functions depend on where a value lies in its tensor.
+        steps = functional.softplus(self.linear(value.flatten(2)).double())
         biases = (torch.exp(self._rate * steps) * self._stored).to(key.dtype).unsqueeze(-1)
         constant = query.new_full((*query.shape[:-1], 1), self._constant)
         more = (0, KEY_BIAS_WIDTH - 1)

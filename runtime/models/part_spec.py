@@ -170,7 +170,7 @@ class GateSpec:
 class DifferentialSpec:
     """Differential attention (arXiv 2410.05258): each head is a pair, softmax(q1 k1) v - L softmax(q2 k2) v.
 
-    L = exp(sum(q_1 * k_1)) - exp(sum(q_2 * k_2)) + `initial`, of the tensors `lambdas` q_1, k_1, q_2, k_2 [head_dim / 2].
+    L = exp(sum(q_1 * k_1)) - exp(sum(q_2 * k_2)) + `initial`; `lambdas`: the tensors q_1, k_1, q_2, k_2 [head_dim / 2].
     Pair p of the keys is heads p and p + kv_heads of the projection, and its value is theirs, side by side.
     """
 
@@ -183,9 +183,9 @@ KEY_BIAS_WIDTH = 16  # one value and zeros: attention kernels multiply vectors o
 
 @dataclass(frozen=True)
 class KeyBiasSpec:
-    """A bias of each key in all its scores: exp(rate * softplus(linear(v))), v being the values of all its heads (Doge).
+    """A bias of each key in all its scores (Doge): exp(rate * softplus(linear(v))), v being the values of all heads.
 
-    `linear` has a row for each key-value head, and tensor `rate` [kv_heads].
+    `linear` has a row for each key-value head; `rate` is a tensor [kv_heads].
     """
 
     linear: LinearSpec

@@ -31,7 +31,9 @@ def read(raw: Fields) -> ModelConfig:
     selected = raw.integer("keep_window_size", 2048)
     if selected < fields["max_context"]:
         # Beyond that length, a query sees only the keys with the largest biases.
-        raise raw.fail("keep_window_size", f"{selected} below max_position_embeddings is not supported", UNSUPPORTED_HINT)
+        raise raw.fail(
+            "keep_window_size", f"{selected} below max_position_embeddings is not supported", UNSUPPORTED_HINT
+        )
     return ModelConfig(
         **fields,
         **hf_config.attention_biases(raw),
