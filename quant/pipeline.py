@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mycli.quant import model_card
-from mycli.quant.blockwise import BlockSolver, quantize_blocks
 from mycli.quant.calibration.hessian import HELD_OUT_EVERY
 from mycli.quant.calibration.sampler import Calibration, bundled, from_file
 from mycli.quant.layer_streaming import RememberedModel, StreamedModel
-from mycli.quant.linear_solver import TOO_FEW_TOKENS, LinearSolver
-from mycli.quant.mixed_precision import WINDOWS, allocate, measure_shares
-from mycli.quant.model_card import Layer, Size, Tuning
-from mycli.quant.output_work import OutputWork
+from mycli.quant.output import model_card
+from mycli.quant.output.model_card import Layer, Size, Tuning
+from mycli.quant.output.output_work import OutputWork
+from mycli.quant.output.tensor_writer import TensorWriter, write_mtp_head
+from mycli.quant.output.work_folder import Solved, WorkFolder, require_same_run
 from mycli.quant.planning.memory import Need
+from mycli.quant.planning.mixed_precision import WINDOWS, allocate, measure_shares
 from mycli.quant.planning.plan import (
     QuantizationPlan,
     check_resources,
@@ -34,10 +34,11 @@ from mycli.quant.planning.plan import (
 from mycli.quant.progress import ReportNote, ReportProgress, ignore, silent
 from mycli.quant.quality_report import Original, QualityReport, measure_result
 from mycli.quant.recipe import Recipe
+from mycli.quant.solving.blockwise import BlockSolver, quantize_blocks
+from mycli.quant.solving.linear_solver import TOO_FEW_TOKENS, LinearSolver
+from mycli.quant.solving.tensorwise import quantize_tensors
 from mycli.quant.source_weights import SourceWeights
-from mycli.quant.tensorwise import TensorWriter, quantize_tensors, write_mtp_head
 from mycli.quant.tuning.end_to_end import tune_scales
-from mycli.quant.work_folder import Solved, WorkFolder, require_same_run
 from mycli.runtime.checkpoint import formats
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.open_folder import open_model_folder

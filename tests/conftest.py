@@ -1,5 +1,6 @@
 """Define shared fixtures: an isolated environment, and mycli called in it, in this process or as a child."""
 
+import gc
 import os
 import signal
 from collections.abc import Callable
@@ -25,6 +26,16 @@ with suppress(ImportError):  # a machine with a GPU may not have it
     settings.load_profile("untimed")
 
 SHORT_TEXT = 50_000  # characters
+
+# Collecting the tests makes a million objects that live until the end. Searching them for garbage takes a second, which
+# some tests would do ten times, so they are exempted.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture

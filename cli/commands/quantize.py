@@ -190,7 +190,7 @@ def target_folder(source: Source, recipe: Recipe, folder: ModelFolder) -> Path:
 
 def _with_widths(call: Call, work: "QuantizationPlan", placement: "Placement", target: Path) -> Recipe:
     from mycli.quant import pipeline
-    from mycli.quant.mixed_precision import low_width
+    from mycli.quant.planning.mixed_precision import low_width
     from mycli.quant.planning.pace import choosing_seconds
 
     mean = work.recipe.target_bpw

@@ -15,7 +15,7 @@ from mycli.runtime.errors import UsageError
 from mycli.runtime.utils.files import disk_errors, require_writable
 
 if TYPE_CHECKING:  # torch takes seconds to import
-    from mycli.quant.model_card import Layer
+    from mycli.quant.output.model_card import Layer
 
 COLOURS = ("#1b6ca8", "#d1495b", "#2e933c", "#8f5db7", "#e08e2b", "#3aa6a6", "#6b705c", "#000000")
 _MIN_ERROR = 1e-9  # smaller errors are drawn here: the axis is logarithmic

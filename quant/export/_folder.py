@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mycli.quant import model_card
 from mycli.quant.export import Exported, ExportRequest, Rounded, without_mtp_head, would_round
 from mycli.quant.export._weights import Weights, fp16_scale_error
+from mycli.quant.output import model_card
 from mycli.quant.planning.target import check_target
 from mycli.quant.progress import ReportProgress
 from mycli.runtime.checkpoint.open_folder import open_model_folder

@@ -9,9 +9,9 @@ from torch import Tensor
 from mycli.quant.export import Exported, ExportRequest, Rounded, would_round
 from mycli.quant.export._folder import write_folder
 from mycli.quant.export._weights import Weights, squared_error
+from mycli.quant.output.tensor_writer import write_mtp_head
 from mycli.quant.progress import ReportProgress
 from mycli.quant.source_weights import SourceWeights
-from mycli.quant.tensorwise import write_mtp_head
 from mycli.runtime.checkpoint.writer import CheckpointWriter
 from mycli.runtime.device.placement import dtype_info, torch_dtype
 from mycli.runtime.models.multimodal import MTP_PART

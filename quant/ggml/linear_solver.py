@@ -9,11 +9,11 @@ from mycli.quant.ggml import types
 from mycli.quant.ggml.block_type import BlockType
 from mycli.quant.ggml.file import GgufLayout
 from mycli.quant.ggml.solve import factor_for, round_blocks, solve
-from mycli.quant.linear_solver import TOO_FEW_TOKENS, LinearSolver, SolvedProduct
-from mycli.quant.model_card import Layer
+from mycli.quant.output.model_card import Layer
 from mycli.quant.rounding.error_compensation import Moments, refit
 from mycli.quant.rounding.grid import Quantized
 from mycli.quant.solvers.gptq import Factor
+from mycli.quant.solving.linear_solver import TOO_FEW_TOKENS, LinearSolver, SolvedProduct
 from mycli.runtime.checkpoint.gguf.blocks import dequantize_blocks
 from mycli.runtime.device.placement import torch_dtype
 from mycli.runtime.errors import ModelError

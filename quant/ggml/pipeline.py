@@ -11,19 +11,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mycli.quant import model_card
-from mycli.quant.blockwise import BlockSolver, quantize_blocks
 from mycli.quant.calibration.sampler import Calibration, bundled, from_file
 from mycli.quant.ggml.file import GgufTensors
 from mycli.quant.ggml.linear_solver import BlockTypeSolver
 from mycli.quant.ggml.plan import GgufPlan, check_gguf_resources
 from mycli.quant.layer_streaming import StreamedModel
-from mycli.quant.model_card import Layer
+from mycli.quant.output import model_card
+from mycli.quant.output.model_card import Layer
+from mycli.quant.output.work_folder import Solved, WorkFolder, require_same_run
 from mycli.quant.pipeline import Outcome, default_work_folder, memory_errors, result_notes
 from mycli.quant.progress import ReportNote, ReportProgress, ignore, silent
 from mycli.quant.quality_report import Original, QualityReport, measure_result
+from mycli.quant.solving.blockwise import BlockSolver, quantize_blocks
 from mycli.quant.source_weights import SourceWeights
-from mycli.quant.work_folder import Solved, WorkFolder, require_same_run
 from mycli.runtime.checkpoint.formats import EMBEDDING
 from mycli.runtime.checkpoint.gguf.blocks import dequantize_blocks
 from mycli.runtime.checkpoint.gguf.folder import GgufFolder

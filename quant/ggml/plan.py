@@ -11,7 +11,7 @@ from mycli.quant.ggml.file import GgufLayout
 from mycli.quant.ggml.mixes import ModelShape, choose_types, load_mix
 from mycli.quant.ggml.recipe import GgufRecipe
 from mycli.quant.layer_streaming import TOKENS_AT_ONCE, TOKENS_ON_GPU
-from mycli.quant.model_card import Size
+from mycli.quant.output.model_card import Size
 from mycli.quant.planning.memory import Need, QuantizationWork, choose
 from mycli.quant.planning.plan import REPORT_CONTEXT, Report, measured_tokens
 from mycli.quant.recipe import DEFAULT_SEQ

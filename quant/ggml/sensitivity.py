@@ -13,7 +13,7 @@ from mycli.quant.ggml.plan import GgufPlan, kind_bytes, plan_gguf
 from mycli.quant.ggml.recipe import GgufRecipe
 from mycli.quant.ggml.solve import round_blocks
 from mycli.quant.layer_streaming import StreamedModel
-from mycli.quant.mixed_precision import COPY_WINDOWS, WINDOWS, low_width, measure_shares
+from mycli.quant.planning.mixed_precision import COPY_WINDOWS, WINDOWS, low_width, measure_shares
 from mycli.quant.planning.plan import plan_quantization
 from mycli.quant.progress import ReportProgress, silent
 from mycli.quant.recipe import Recipe

@@ -1,1 +1,1 @@
-"""Plans a quantization before it begins: tensors, memory and time."""
+"""Plans a quantization before it begins: tensors, widths, memory and time."""

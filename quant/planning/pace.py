@@ -12,10 +12,10 @@ import torch
 
 from mycli.quant.calibration.hessian import reduced_precision
 from mycli.quant.layer_streaming import StreamedModel
-from mycli.quant.linear_solver import LinearSolver
-from mycli.quant.mixed_precision import WINDOWS
+from mycli.quant.planning.mixed_precision import WINDOWS
 from mycli.quant.planning.plan import QuantizationPlan, measured_tokens, plan_low_copy
 from mycli.quant.rounding.error_compensation import Moments
+from mycli.quant.solving.linear_solver import LinearSolver
 from mycli.quant.source_weights import SourceWeights
 from mycli.runtime.device.placement import Placement, torch_dtype
 from mycli.runtime.kernels.cpu.rounding import pack_codes

@@ -14,9 +14,9 @@ import torch
 from mycli.quant import solvers
 from mycli.quant.calibration.sampler import check_windows
 from mycli.quant.layer_streaming import TOKENS_AT_ONCE, TOKENS_ON_GPU
-from mycli.quant.mixed_precision import COPY_WINDOWS, WINDOWS, low_width
-from mycli.quant.model_card import Size
+from mycli.quant.output.model_card import Size
 from mycli.quant.planning.memory import Need, QuantizationWork, choose
+from mycli.quant.planning.mixed_precision import COPY_WINDOWS, WINDOWS, low_width
 from mycli.quant.planning.target import check_target
 from mycli.quant.recipe import DEFAULT_SEQ, Recipe
 from mycli.quant.source_weights import SourceWeights, source_scheme

@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from mycli.quant.output.work_folder import Solved
 from mycli.quant.planning.memory import BATCH
 from mycli.quant.rounding.grid import Grid, Quantized, dequantize_codes
 from mycli.quant.tuning.loop import train
 from mycli.quant.tuning.parameters import TunableBlock
-from mycli.quant.work_folder import Solved
 from mycli.runtime.layers.layer_part import PassContext
 
 BLOCK_EPOCHS = 4

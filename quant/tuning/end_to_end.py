@@ -15,13 +15,13 @@ from torch.nn import functional
 
 from mycli.quant.evaluate import LOGITS_AT_ONCE
 from mycli.quant.layer_streaming import StreamedModel, restore
-from mycli.quant.model_card import Tuning
+from mycli.quant.output.model_card import Tuning
+from mycli.quant.output.work_folder import Solved
 from mycli.quant.planning.memory import BATCH
 from mycli.quant.progress import ReportProgress, silent
 from mycli.quant.rounding.grid import Grid, dequantize_codes
 from mycli.quant.tuning.loop import train
 from mycli.quant.tuning.parameters import TunableBlock, TunableGain
-from mycli.quant.work_folder import Solved
 from mycli.runtime.device.system import trim_heap
 from mycli.runtime.layers.linear import Linear
 from mycli.runtime.layers.vocabulary import finish_logits

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mycli.quant.calibration.hessian import HELD_OUT_EVERY, reduced_precision
-from mycli.quant.model_card import Tuning
+from mycli.quant.output.model_card import Tuning
 from mycli.quant.planning.memory import BATCH
 from mycli.quant.progress import ReportProgress, silent
 from mycli.quant.tuning.adam import Adam

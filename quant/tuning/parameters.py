@@ -10,9 +10,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from mycli.quant.output.work_folder import Solved
 from mycli.quant.rounding.grid import Grid, Quantized
 from mycli.quant.rounding.plain import grouped
-from mycli.quant.work_folder import Solved
 from mycli.runtime.layers.block import Block
 from mycli.runtime.layers.layer_part import PassContext
 from mycli.runtime.layers.linear import Linear

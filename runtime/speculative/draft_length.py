@@ -38,8 +38,8 @@ class DraftLengthPolicy:
         """Return whether drafting pauses for some tokens, so that a pass may take several plain steps in one call."""
         return False
 
-    def observe_plain(self, seconds: float, wasted: float = 0.0) -> None:
-        """Record a token without a draft that took `seconds`, after `wasted` seconds of the proposer."""
+    def observe_plain(self, seconds: float, wasted: float = 0.0, tokens: int = 1) -> None:
+        """Record tokens without a draft that took `seconds` each, after `wasted` seconds of the proposer."""
 
     def observe_draft(self, drafted: int, accepted: int, lag: int, seconds: float, evidence: int = 0) -> None:
         """Record a pass: the first `accepted` of `drafted` tokens were right; drafting and pass took `seconds`."""
@@ -135,23 +135,23 @@ class AdaptiveDraftLength(DraftLengthPolicy):
             )
         self._reset_costs()
 
-    def observe_plain(self, seconds: float, wasted: float = 0.0) -> None:
+    def observe_plain(self, seconds: float, wasted: float = 0.0, tokens: int = 1) -> None:
         # Every plain step adds to the budget for the next try.
-        self._plain.append(seconds)
+        self._plain.extend([seconds] * tokens)
         self.step_seconds = statistics.median(self._plain)
-        self._pause = max(self._pause - 1, 0)
+        self._pause = max(self._pause - tokens, 0)
         for known in self._classes.values():
-            known.pause = max(known.pause - 1, 0)
-        self._budget += BUDGET_PER_TOKEN - wasted / self.step_seconds
+            known.pause = max(known.pause - tokens, 0)
+        self._budget += BUDGET_PER_TOKEN * tokens - wasted / self.step_seconds
 
     def observe_draft(self, drafted: int, accepted: int, lag: int, seconds: float, evidence: int = 0) -> None:
-        # The budget gains the plain cost of the tokens and pays the cost of the pass, at most twice the estimate: an
-        # interruption would have hit plain steps too.
+        # The budget gains the plain cost of the tokens and pays the cost of the pass, at most four times the estimate:
+        # an interruption would have hit plain steps too, but a pass of a small model costs as much as three of them.
         known = self._classes.setdefault(evidence, _Acceptance())
         known.add(drafted, accepted)
         size = next(size for size in self._lengths if size >= drafted)
         expected = self._costs[size] + self._lag_cost(lag)
-        cost = min(seconds / self.step_seconds, 2 * expected) if self.step_seconds else expected
+        cost = min(seconds / self.step_seconds, 4 * expected) if self.step_seconds else expected
         if lag <= 2:  # the usual case: the last token, and at most one accepted token that the proposer has not read
             change = (cost - expected) * (COST_RATE if size in self._tried else 1.0)
             self._tried.add(size)

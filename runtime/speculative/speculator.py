@@ -100,8 +100,7 @@ class ProposerSpeculator:
         self._begin_step()
 
     def observe_plain(self, tokens: int, seconds: float) -> None:
-        for _ in range(tokens):
-            self._policy.observe_plain(seconds / tokens)
+        self._policy.observe_plain(seconds / tokens, tokens=tokens)
         self._begin_step()
 
     def _begin_step(self) -> None:

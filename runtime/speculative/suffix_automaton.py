@@ -58,10 +58,11 @@ class SuffixAutomaton:
     def _match(self, token: int) -> None:
         # Before the token is appended: afterwards the longest suffix that occurs would be the whole text.
         state = self._state
-        while state and self._next(state, token) == _NONE:
+        target = self._next(state, token)
+        while target == _NONE and state:
             state = self._link[state]
             self.matched = self._length[state]
-        target = self._next(state, token)
+            target = self._next(state, token)
         if target != _NONE:
             state, self.matched = target, self.matched + 1
         self._state = state
@@ -69,24 +70,23 @@ class SuffixAutomaton:
     def _append(self, token: int) -> None:
         position = len(self.tokens)
         self.tokens.append(token)
-        current = self._new(self._length[self._last] + 1, position)
-        state, self._last = self._last, current
-        while state != _NONE and self._next(state, token) == _NONE:
-            self._set(state, token, current)
+        state, self._last = self._last, self._new(position + 1, position)
+        target = _NONE
+        while state != _NONE and (target := self._next(state, token)) == _NONE:
+            self._set(state, token, self._last)
             state = self._link[state]
         if state == _NONE:
-            self._link[current] = 0
-            return
-        target = self._next(state, token)
-        if self._length[target] != self._length[state] + 1:
+            target = 0
+        elif self._length[target] != self._length[state] + 1:
             target = self._split(state, token, target)
-        self._link[current] = target
+        self._link[self._last] = target
 
     def _new(self, length: int, end: int) -> int:
         self._length.append(length)
         self._end.append(end)
-        for column in (self._link, self._token, self._target):
-            column.append(_NONE)
+        self._link.append(_NONE)
+        self._token.append(_NONE)
+        self._target.append(_NONE)
         return len(self._length) - 1
 
     def _split(self, state: int, token: int, target: int) -> int:

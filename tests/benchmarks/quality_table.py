@@ -26,17 +26,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mycli.quant import solvers
-from mycli.quant.blockwise import BlockSolver, quantize_blocks
 from mycli.quant.calibration import sampler as calibration
 from mycli.quant.evaluate import cut, evaluate, held_out_text
 from mycli.quant.layer_streaming import StreamedModel
-from mycli.quant.linear_solver import LinearSolver, SolvedProduct
+from mycli.quant.output.work_folder import Solved
 from mycli.quant.recipe import Recipe
 from mycli.quant.rounding.error_compensation import Moments
 from mycli.quant.rounding.grid import Grid, Quantized, Search, dequantize_codes
 from mycli.quant.solvers import Solution, SolverModule, SolverSpec, rtn
+from mycli.quant.solving.blockwise import BlockSolver, quantize_blocks
+from mycli.quant.solving.linear_solver import LinearSolver, SolvedProduct
 from mycli.quant.tuning.end_to_end import tune_scales
-from mycli.quant.work_folder import Solved
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.tokenizer.tokenizer import Tokenizer

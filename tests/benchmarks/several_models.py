@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,22 +54,26 @@ def ask(port: int, model: str, prompt: str) -> tuple[int, Any]:
 
 
 def descendants(pid: int) -> set[int]:
+    """Return the process and its descendants. A child before its exec is left out: it shares its parent's memory."""
     children: dict[int, list[int]] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
+    commands: dict[int, bytes] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
         try:
-            fields = path.read_text().rpartition(")")[2].split()
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            commands[int(folder.name)] = (folder / "cmdline").read_bytes()
         except OSError:
             continue
-        children.setdefault(int(fields[1]), []).append(int(path.parent.name))
+        children.setdefault(parent, []).append(int(folder.name))
     found, queue = {pid}, [pid]
     while queue:
-        for child in children.get(queue.pop(), ()):
-            found.add(child)
-            queue.append(child)
+        parent = queue.pop()
+        new = [child for child in children.get(parent, ()) if commands[child] != commands.get(parent)]
+        found.update(new)
+        queue.extend(new)
     return found
 
 
-def resident_bytes(pids: Sequence[int] | set[int]) -> int:
+def resident_bytes(pids: set[int]) -> int:
     total = 0
     for pid in pids:
         try:

@@ -19,11 +19,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from mycli.quant.blockwise import BlockSolver, quantize_blocks
 from mycli.quant.layer_streaming import StreamedModel
-from mycli.quant.linear_solver import LinearSolver
+from mycli.quant.output.work_folder import Solved
 from mycli.quant.recipe import Recipe
-from mycli.quant.work_folder import Solved
+from mycli.quant.solving.blockwise import BlockSolver, quantize_blocks
+from mycli.quant.solving.linear_solver import LinearSolver
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.models.config import ModelConfig

@@ -181,7 +181,7 @@ def test_quantizing_in_a_pipe_says_what_it_does_and_what_is_left(
 def test_unfinished_work_is_listed_resumed_named_and_dropped(
     mycli: Mycli, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mycli.quant.work_folder import WorkFolder
+    from mycli.quant.output.work_folder import WorkFolder
 
     work = Path(environment["XDG_DATA_HOME"]) / "mycli" / "models" / ".pico-draft-gptq-int4-g64.work"
     save = WorkFolder.save

@@ -17,10 +17,10 @@ from torch import Tensor
 from mycli.quant.calibration.hessian import ObservedBlock, product_input
 from mycli.quant.export import ExportRequest, find_export_target
 from mycli.quant.layer_streaming import StreamedModel
-from mycli.quant.linear_solver import TOO_FEW_TOKENS
 from mycli.quant.pipeline import quantize
 from mycli.quant.planning.plan import plan_quantization
 from mycli.quant.recipe import Recipe
+from mycli.quant.solving.linear_solver import TOO_FEW_TOKENS
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.hub.model_info import read_model_info

@@ -13,8 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mycli.quant import blockwise, pipeline
-from mycli.quant import model_card as record
+from mycli.quant import pipeline
+from mycli.quant.output import model_card as record
 from mycli.quant.pipeline import quantize
 from mycli.quant.planning import plan as planning
 from mycli.quant.planning.memory import Need
@@ -22,6 +22,7 @@ from mycli.quant.planning.plan import QuantizationPlan, plan_quantization
 from mycli.quant.recipe import Recipe
 from mycli.quant.rounding.grid import Grid, dequantize_codes
 from mycli.quant.solvers import rtn
+from mycli.quant.solving import blockwise
 from mycli.runtime.checkpoint.manifest import Manifest
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.checkpoint.reader import Checkpoint

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from mycli.quant.layer_streaming import StreamedModel
+from mycli.quant.output.work_folder import Solved
 from mycli.quant.rounding.grid import Grid, Quantized, dequantize_codes
 from mycli.quant.solvers import rtn
-from mycli.quant.work_folder import Solved
 from mycli.runtime.layers.block import Block
 from mycli.runtime.quantization.scheme import Packing
 

@@ -6,17 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from mycli.quant.blockwise import BlockSolver, quantize_blocks
 from mycli.quant.calibration.hessian import HELD_OUT_EVERY
 from mycli.quant.calibration.sampler import bundled
 from mycli.quant.layer_streaming import StreamedModel
-from mycli.quant.linear_solver import LinearSolver
+from mycli.quant.output.work_folder import Solved
 from mycli.quant.rounding.grid import Grid, dequantize_codes
 from mycli.quant.solvers import rtn
+from mycli.quant.solving.blockwise import BlockSolver, quantize_blocks
+from mycli.quant.solving.linear_solver import LinearSolver
 from mycli.quant.tuning import block as tuning
 from mycli.quant.tuning.block import PULL, preferred_shifts, tune_block
 from mycli.quant.tuning.parameters import TunableBlock
-from mycli.quant.work_folder import Solved
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.tokenizer.tokenizer import Tokenizer

@@ -8,12 +8,12 @@ import torch
 
 from mycli.quant.calibration.hessian import HELD_OUT_EVERY
 from mycli.quant.layer_streaming import StreamedModel
+from mycli.quant.output.work_folder import Solved
 from mycli.quant.pipeline import quantize
 from mycli.quant.planning.plan import plan_quantization
 from mycli.quant.recipe import Recipe
 from mycli.quant.tuning import end_to_end as tuning
 from mycli.quant.tuning.end_to_end import Tuned, recomputed, tune_scales
-from mycli.quant.work_folder import Solved
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.errors import UsageError
 from mycli.runtime.hub.resolve import Source

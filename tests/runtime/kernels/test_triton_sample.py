@@ -2,6 +2,8 @@
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,14 +18,15 @@ from tests.support.triton_interpreter import Interpret, interpret
 
 pytest.importorskip("triton")
 
-from mycli.runtime.kernels.triton.sample import (  # noqa: E402  (only where Triton is)
+from mycli.runtime.kernels.triton import sample  # noqa: E402  (only where Triton is)
+from mycli.runtime.kernels.triton.sample import (  # noqa: E402  (as above)
     NO_NUMBER,
     NUMBER_BITS,
     Penalties,
     SamplingBuffers,
     sample_tokens,
 )
-from mycli.runtime.kernels.triton.top_k_top_p import Filters  # noqa: E402  (as above)
+from mycli.runtime.kernels.triton.top_k_top_p import Filters, Limit, find_limit  # noqa: E402  (as above)
 
 __all__ = ["interpret"]
 
@@ -141,13 +144,22 @@ def draws(case: Case, name: str) -> tuple[list[int], list[int]]:
     shares = torch.rand(_NUMBERS, case.sequences, generator=generator, dtype=torch.float64, device="cpu")
     shares[0], shares[1] = 0.0, 1 - 2**-50
     weights = distribution(logits[:, : case.vocab].float(), sampling, seen.seen, seen.counts)
+    limits: list[Limit] = []
+
+    def find_once(*arguments: Any) -> Limit:
+        """Find the limit of top-k and top-p, which no random number changes, for the first number only."""
+        if not limits:
+            limits.append(find_limit(*arguments))
+        return limits[0]
+
     found, expected = [], []
     for row in shares:
         to.numbers.copy_((row * 2.0**NUMBER_BITS).long())
         if seen.needed:
             for into, values in ((penalties.seen, seen.seen), (penalties.counts, seen.counts)):
                 into.zero_() if values is None else into.copy_(values)
-        sample_tokens(logits, case.vocab, True, to, 0, filters, penalties if seen.needed else None)
+        with mock.patch.object(sample, "find_limit", find_once):
+            sample_tokens(logits, case.vocab, True, to, 0, filters, penalties if seen.needed else None)
         found += to.chosen[0].tolist()
         expected += tokens_at(weights, row.tolist())[:, 0].tolist()
     return found, expected

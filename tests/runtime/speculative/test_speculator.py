@@ -155,8 +155,8 @@ class Watched(DraftLengthPolicy):
     def length(self, room: int, lag: int, evidence: int = 0) -> int:
         return min(room, 2)
 
-    def observe_plain(self, seconds: float, wasted: float = 0.0) -> None:
-        self.plain += 1
+    def observe_plain(self, seconds: float, wasted: float = 0.0, tokens: int = 1) -> None:
+        self.plain += tokens
 
     def observe_draft(self, drafted: int, accepted: int, lag: int, seconds: float, evidence: int = 0) -> None:
         self.drafts += 1
@@ -295,7 +295,7 @@ class Costs(DraftLengthPolicy):
     def __init__(self) -> None:
         self.plain: list[tuple[float, float]] = []
 
-    def observe_plain(self, seconds: float, wasted: float = 0.0) -> None:
+    def observe_plain(self, seconds: float, wasted: float = 0.0, tokens: int = 1) -> None:
         self.plain.append((seconds, wasted))
 
 

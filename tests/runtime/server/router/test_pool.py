@@ -12,6 +12,7 @@ from mycli.runtime.server.http.settings import ServerLimits
 from mycli.runtime.server.router.model import RoutedModel
 from mycli.runtime.server.router.pool import ModelPool
 from mycli.runtime.server.router.process import LoadError
+from tests.support.virtual_time import run_in_virtual_time
 
 
 class FakeProcess:
@@ -47,7 +48,8 @@ class Bench:
         self.failures: dict[str, str] = {}
         self.log: list[str] = []
         self._load = load
-        self.pool = ModelPool(models, {"cpu": room}, ServerLimits(**limits), self._start, self.log.append)  # type: ignore[arg-type]  # fake processes
+        clock = asyncio.get_running_loop().time
+        self.pool = ModelPool(models, {"cpu": room}, ServerLimits(**limits), self._start, self.log.append, clock)  # type: ignore[arg-type]  # fake processes
         self.slots = self.pool.slots
 
     async def _start(self, started: RoutedModel) -> FakeProcess:
@@ -59,19 +61,19 @@ class Bench:
         self.processes[started.name] = FakeProcess(started, self.events)
         return self.processes[started.name]
 
-    async def ask(self, name: str, work: Callable[[], Awaitable[object]] = lambda: asyncio.sleep(0)) -> None:
+    async def ask(self, name: str, work: Callable[[], Awaitable[object]] = lambda: asyncio.sleep(0.001)) -> None:
         async with self.pool.use(self.pool.find(name)):
             assert self.slots[name].state == "loaded"
             await work()
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 20))  # type: ignore[arg-type]  # a coroutine
+    run_in_virtual_time(test, 3600)
 
 
 async def settle() -> None:
     for _ in range(20):
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.001)
 
 
 def test_the_least_recently_used_model_leaves() -> None:

@@ -17,15 +17,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from mycli.quant import blockwise, pipeline
-from mycli.quant import model_card as record
-from mycli.quant.model_card import Layer
+from mycli.quant import pipeline
+from mycli.quant.output import model_card as record
+from mycli.quant.output.model_card import Layer
+from mycli.quant.output.work_folder import Solved, WorkFolder, require_same_run
 from mycli.quant.pipeline import default_work_folder, quantize
 from mycli.quant.planning.plan import plan_quantization
 from mycli.quant.recipe import Recipe
 from mycli.quant.rounding.error_compensation import Moments
 from mycli.quant.rounding.grid import Quantized
-from mycli.quant.work_folder import Solved, WorkFolder, require_same_run
+from mycli.quant.solving import blockwise
 from mycli.runtime.errors import UsageError
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.quantization.scheme import Packing

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from mycli.quant.model_card import Layer
+from mycli.quant.output.model_card import Layer
 from mycli.quant.rounding.grid import Quantized
 from mycli.runtime.errors import UsageError
 from mycli.runtime.utils.files import LockedError, disk_errors, locked, write_atomic

@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from mycli.quant.blockwise import BlockSolver, quantize_blocks
 from mycli.quant.calibration import hessian as observe
 from mycli.quant.calibration.hessian import HELD_OUT_EVERY, ObservedBlock, finish_block, product_input
 from mycli.quant.layer_streaming import StreamedModel
-from mycli.quant.linear_solver import LinearSolver
+from mycli.quant.output.work_folder import Solved
 from mycli.quant.recipe import Recipe
 from mycli.quant.rounding.error_compensation import Moments
 from mycli.quant.rounding.grid import Grid, dequantize_codes, round_to_grid
 from mycli.quant.solvers import Solution, gptq
-from mycli.quant.work_folder import Solved
+from mycli.quant.solving.blockwise import BlockSolver, quantize_blocks
+from mycli.quant.solving.linear_solver import LinearSolver
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.errors import ModelError, ResourceError
 from mycli.runtime.layers.block import Block

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from mycli.cli.main import main
-from mycli.quant import mixed_precision as allocate
 from mycli.quant.evaluate import TokenWindows, evaluate
 from mycli.quant.layer_streaming import StreamedModel
-from mycli.quant.mixed_precision import Share
 from mycli.quant.pipeline import quantize
+from mycli.quant.planning import mixed_precision as allocate
+from mycli.quant.planning.mixed_precision import Share
 from mycli.quant.planning.plan import plan_quantization
 from mycli.quant.recipe import Recipe
 from mycli.runtime.checkpoint.open_folder import open_model_folder

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mycli.quant import solvers, transforms
 from mycli.quant.calibration.hessian import reduced_precision
-from mycli.quant.model_card import Layer
+from mycli.quant.output.model_card import Layer
 from mycli.quant.recipe import Recipe
 from mycli.quant.rounding.error_compensation import Moments, refit
 from mycli.quant.rounding.grid import (

@@ -6,11 +6,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mycli.quant.blockwise import BlockSolver
-from mycli.quant.column_balance import balance, column_scale
 from mycli.quant.layer_streaming import StreamedModel
-from mycli.quant.linear_solver import LinearSolver
 from mycli.quant.recipe import Recipe
+from mycli.quant.solving.blockwise import BlockSolver
+from mycli.quant.solving.column_balance import balance, column_scale
+from mycli.quant.solving.linear_solver import LinearSolver
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.models.part_spec import NormSpec, OutputRows
 from tests.support.models import CPU

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from mycli.quant.model_card import Layer
+from mycli.quant.output.model_card import Layer
+from mycli.quant.output.tensor_writer import TensorWriter
+from mycli.quant.output.work_folder import Solved, WorkFolder
 from mycli.quant.rounding.grid import Quantized
 from mycli.quant.source_weights import SourceWeights
-from mycli.quant.tensorwise import TensorWriter
-from mycli.quant.work_folder import Solved, WorkFolder
 from mycli.runtime.checkpoint import formats
 from mycli.runtime.checkpoint.manifest import Manifest
 from mycli.runtime.checkpoint.reader import Checkpoint

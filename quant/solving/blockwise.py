@@ -20,17 +20,17 @@ from mycli.quant.calibration.hessian import (
     reduced_precision,
     require_finite,
 )
-from mycli.quant.column_balance import balance
 from mycli.quant.layer_streaming import StreamedModel, restore
-from mycli.quant.linear_solver import LinearSolver, SolvedProduct, rounding_error
-from mycli.quant.model_card import Layer
+from mycli.quant.output.model_card import Layer
+from mycli.quant.output.work_folder import Solved, WorkFolder
 from mycli.quant.progress import ReportNote, ReportProgress, ignore, silent
 from mycli.quant.rounding.error_compensation import Moments
 from mycli.quant.rounding.grid import Quantized
+from mycli.quant.solving.column_balance import balance
+from mycli.quant.solving.linear_solver import LinearSolver, SolvedProduct, rounding_error
 from mycli.quant.transforms import TransformModule
 from mycli.quant.tuning.block import tune_block
 from mycli.quant.tuning.parameters import TunableBlock
-from mycli.quant.work_folder import Solved, WorkFolder
 from mycli.runtime.checkpoint.formats import EMBEDDING
 from mycli.runtime.device.system import trim_heap
 from mycli.runtime.layers.attention import PromptAttention
