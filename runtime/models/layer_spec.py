@@ -176,4 +176,5 @@ class LayerSpec:
             yield self.layer_scalar, (1,)
         for name in self.residual_gains or ():
             assert self.mixer is not None
-            yield name, (next(reversed(self.mixer.products().values()))[0].out_features,)
+            *_, (last,) = self.mixer.products().values()
+            yield name, (last.out_features,)
