@@ -74,7 +74,8 @@ class Attention(LayerPart):
         if gate is not None:
             attended = self._gated(attended, gate)
         if self.inner_norm is not None:
-            attended = _norm_heads(self.inner_norm, attended.unflatten(-1, (-1, self.inner_norm.spec.size))).flatten(-2)
+            shape, size = attended.shape, self.inner_norm.spec.size
+            attended = self.inner_norm(attended.reshape(*shape[:-1], -1, size)).view(shape)
         return (yield self.o, attended)
 
     def _gated(self, attended: Tensor, gate: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ def padded_values(projected: Tensor, spec: AttentionSpec) -> Tensor:
     """Return q, k and v [..., width] with values padded with zeros to the size of keys; zeros change no sum."""
     assert spec.value_dim is not None
     width = spec.kv_heads * spec.value_dim
-    values = projected[..., -width:].unflatten(-1, (spec.kv_heads, spec.value_dim))
+    values = projected[..., -width:].view(*projected.shape[:-1], spec.kv_heads, spec.value_dim)
     padded = functional.pad(values, (0, spec.projected_dim - spec.value_dim)).flatten(-2)
     return torch.cat((projected[..., :-width], padded), dim=-1)
 
@@ -39,14 +39,15 @@ class DifferentialHeads:
     def arranged(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return rotated queries, keys and values [sequences, tokens, heads, head_dim / 2] as pairs."""
         pairs, size = self.spec.kv_heads, self.spec.projected_dim
-        first, second = query.unflatten(2, (2, pairs, -1)).unbind(2)
+        outer = query.shape[:2]
+        first, second = query.view(*outer, 2, pairs, -1, size).unbind(2)
         both = torch.stack((functional.pad(first, (0, size)), functional.pad(second, (size, 0))), dim=3)
-        key, value = (each.unflatten(2, (2, pairs)).transpose(2, 3).flatten(3) for each in (key, value))
+        key, value = (heads.view(*outer, 2, pairs, size).transpose(2, 3).flatten(3) for heads in (key, value))
         return both.flatten(2, 4), key, value
 
     def difference(self, attended: Tensor) -> Tensor:
         """Return the difference of the outputs of each pair of queries: [sequences, tokens, heads * head_dim / 2]."""
-        first, second = attended.unflatten(-1, (self.spec.kv_heads, 2, -1)).unbind(-2)
+        first, second = attended.view(*attended.shape[:-1], self.spec.kv_heads, 2, -1).unbind(-2)
         return (first - self._subtracted * second).flatten(2)
 
 
@@ -79,5 +80,5 @@ class KeyBias(nn.Module):
 
     def values(self, attended: Tensor) -> Tensor:
         """Return the outputs [sequences, tokens, heads * head_dim] without the further values."""
-        heads = attended.unflatten(-1, (self.spec.heads, self.spec.head_dim))
+        heads = attended.view(*attended.shape[:-1], self.spec.heads, self.spec.head_dim)
         return heads[..., : self.spec.projected_dim].flatten(-2)
