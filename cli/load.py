@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from mycli.cli.command import Call, subject_of
 from mycli.cli.text.format import experts_in_memory
+from mycli.cli.text.progress import LINE_SECONDS
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.config import EngineConfig
@@ -59,6 +60,27 @@ def load_engine(call: Call, model: str, config: EngineConfig) -> OpenedModel:
     announce_passes(call, opened.model.runner)
     remind(call, opened)
     return opened
+
+
+def warm_up_engine(call: Call, loaded: OpenedModel) -> int:
+    """Compile the kernels that requests of a model need; return the number of passes, 0 where nothing is compiled."""
+    from mycli.runtime.engine.warm_up import compiles, count_passes, warm_up_passes
+    from mycli.runtime.sampling.params import SamplingParams, recommended
+
+    if not compiles(loaded.model.runner):
+        return 0
+    settings = dict.fromkeys((SamplingParams(), recommended(loaded.model.defaults)))
+    total = count_passes(loaded.engine, len(settings))
+    # In a log too: the first start after an installation takes minutes, which must not look like a hang.
+    with call.out.progress("compiling GPU kernels", total, "passes", line_seconds=LINE_SECONDS) as progress:
+        done = 0
+
+        def report(passes: int, total: int) -> None:
+            nonlocal done
+            progress.advance(passes - done)
+            done = passes
+
+        return warm_up_passes(loaded.engine, list(settings), report)
 
 
 def record_path(opened: "OpenedModel") -> Path:

@@ -43,8 +43,8 @@ def pull_quantized(call: Call, model: str, flags: RecipeFlags, settings: Quantiz
     """Quantize a model of the hub layer by layer; only the result is stored. Resumes an interrupted run."""
     recipe = flags.resolve()
     # Each reading of the whole model would be another download.
-    if recipe.tune or recipe.target_bpw is not None:
-        message = "--tune and --target-bpw read the whole model several times"
+    if recipe.tune or recipe.target_bpw is not None or recipe.hessian == "model":
+        message = "--tune, --target-bpw and --hessian model read the whole model several times"
         raise UsageError(message, f"download it first: mycli pull {shlex.quote(model)}; then mycli quantize")
     name = model.partition("@")[0].rpartition("/")[2]
     target = settings.output or data_dir() / "models" / f"{name}-{recipe.name}"

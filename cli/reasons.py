@@ -66,6 +66,8 @@ REASONS: Mapping[str, str] = {
     "activations-not-measured": "the model's card does not say what 8 bits add",
     "activations-add": "8 bits add {added:.1%} of the model's KL; the limit is {most:.0%}",
     "activations-in-tiles": "8 bits allowed by the card, but not faster with AMX",
+    "activations-file-not-measured": "what 8 bits change has not been measured on this file",
+    "activations-move": "8 bits move this file's predictions by a mean KL of {moved:.2g}; the limit is {most:g}",
     # norms, activations, rotation
     "norm-gain-layout": "supports only a contiguous gain in the dtype of the input or fp32",
     "gate-layout": "supports only gates in the dtype of the input, without a gradient",
@@ -155,6 +157,8 @@ REASONS: Mapping[str, str] = {
     "int4-head": "the fused kernels read an int4 KV cache only for heads of 64, 128 and 256, not {head_dim}",
     "kernels-failed": "the fused kernels failed: {error}",
     "logits-differ": "the fused kernels' logits differ by {percent} from the plain pass",
+    "layer-differs": "the GPU kernels of layer {layer} differ by {percent} from the plain layer",
+    "layer-cache-differs": "the GPU kernels store keys or values of layer {layer} that differ by {percent}",
     "replay-differs": "a replayed pass gives other logits than a launched one",
     "device-loop-failed": "sampling on the device failed: {error}",
     "greedy-differs": "the device chose tokens {tokens} instead of {expected}",
@@ -162,7 +166,7 @@ REASONS: Mapping[str, str] = {
     "hidden-states": "hidden states are requested, which a replayed pass does not return",
     "unequal-tokens": "the sequences do not have equally many new tokens",
     "cache-block-size": "cache blocks have {size} positions, which is no multiple of 64",
-    "attention-shape": "the GPU attention does not support {heads} heads of {head_dim}",
+    "attention-shape": "the GPU attention does not support {group} heads of {head_dim} for each key-value head",
     "prompt-attention-raises": "the GPU attention of prompts failed ({error}); torch computes it",
     "prompt-attention-differs": "the GPU attention of prompts, with heads of {head_dim}, is off by {error:.1%}; torch "
     "computes it",

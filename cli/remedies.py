@@ -81,6 +81,7 @@ REMEDIES: Mapping[str, str] = {
     "other-group": "use --group {group}",
     "larger-target-or-group": "use a larger --target-bpw, or a larger --group",
     "tune-with-data": "use --method {method} --tune",
+    "hessian-method": "use --method {method} --hessian model",
     "other-calibration-text": "try another calibration text: --calib FILE",
     "longer-text-or-shorter-windows": "use a longer text, a smaller --seq, or omit --calib to use the built-in text",
     "more-samples": "use more --samples or a longer text",

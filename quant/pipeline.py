@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mycli.quant.calibration.hessian import HELD_OUT_EVERY
+from mycli.quant.calibration.output_moments import output_moments
 from mycli.quant.calibration.sampler import Calibration, bundled, from_file
 from mycli.quant.layer_streaming import RememberedModel, StreamedModel
 from mycli.quant.output import model_card
@@ -194,9 +195,12 @@ def quantize(
                 if not output.is_quantized(name):
                     (journal or output).copy(source, name)
             model = StreamedModel(folder, placement, work.need.at_once, dense=True)
+            outputs = (
+                None if recipe.hessian == "layer" else output_moments(model, calibration.windows, recipe.seed, progress)
+            )
             blocks: list[Solved] = []  # of a model that is tuned as a whole; others are written one by one
             layers = quantize_blocks(
-                BlockSolver(model, work.packings, solver, calibration.windows),
+                BlockSolver(model, work.packings, solver, calibration.windows, outputs=outputs),
                 blocks.append if recipe.tune else output.write_block if journal is None else _is_written,
                 finished,
                 progress,

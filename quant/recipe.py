@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # torch takes seconds to import
     from mycli.quant.rounding.grid import Search
 
 Head = Literal["keep", "int8", "int4"]
+Hessian = Literal["layer", "model"]
 
 DEFAULT_SEQ = 512  # 128 windows are 64 Ki tokens: several per input of the largest layers, minutes on a CPU
 _GROUPS = ", ".join(map(str, GROUP_SIZES))
@@ -61,6 +62,7 @@ class Recipe:
     target_bpw: float | None = None
     widths: tuple[int, ...] | None = None
     tune: bool = False
+    hessian: Hessian = "layer"  # errors count by the outputs of their layer, or of the model
 
     def __post_init__(self) -> None:
         if self.solver not in solvers.names():
@@ -81,6 +83,9 @@ class Recipe:
             raise UsageError(f"{name} has no scales per output row", code="choose-block", data={"choices": _GROUPS})
         if spec.stands_alone and self.head != "keep":
             raise UsageError(f"head {self.head}: {name} leaves the head unquantized", code="keep-head")
+        if self.hessian == "model" and not spec.takes_output_moments:
+            message = f"method {self.method} has no Hessian of the whole model"
+            raise UsageError(message, code="hessian-method", data={"method": solvers.DEFAULT})
         if self.tune and not self.needs_data:
             raise UsageError(
                 f"tuning needs calibration data, which method {self.method} does not use",
@@ -110,7 +115,8 @@ class Recipe:
         """The part of a model's name that describes the recipe, such as rtn-int4-g128; defaults are left out."""
         scales = "-absmax" if self.scales == "absmax" else ""
         head = "" if self.head == "keep" else f"-head-{self.head}"
-        tuned = "-tuned" if self.tune else ""
+        tuned = "-model" if self.hessian == "model" else ""
+        tuned += "-tuned" if self.tune else ""
         if len(self.solver_spec.bits) == 1:
             return f"{self.solver}{scales}-g{self.group}"
         packing = Packing(self.bits, self.group).name

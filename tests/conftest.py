@@ -38,6 +38,12 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _state_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
+    # Loading a GGUF file records a measurement, which does not belong among the user's.
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+
+
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
     """Set temporary folders for every test, no terminal settings, no network."""

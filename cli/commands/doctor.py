@@ -7,7 +7,8 @@ import typer
 
 from mycli.cli.command import Call, command
 from mycli.cli.flags import options
-from mycli.cli.load import announce_build, due_record
+from mycli.cli.flags.records import FULL_LENGTH, MAX_SEQUENCES
+from mycli.cli.load import announce_build, due_record, warm_up_engine
 from mycli.cli.output import Column
 from mycli.cli.reasons import activation_text, pass_rows, passes_json, reason
 from mycli.cli.reports import upgrade_guard
@@ -32,6 +33,7 @@ if TYPE_CHECKING:  # torch takes seconds to import, and --help must not wait for
 EXAMPLES = (
     "mycli doctor",
     "mycli doctor pico -v",
+    "mycli doctor pico --warm",
     "mycli doctor pico --save && mycli doctor pico --compare",
     "mycli doctor --device cpu --json",
 )
@@ -80,6 +82,10 @@ def _path(placement: "Placement") -> list[tuple[str, str]]:
         why = f"{best} is not supported by the compiler or the system"
     origin = "prebuilt" if library.compiled is None else f"compiled on this machine: {reason(library.compiled)}"
     return [("CPU kernel", f"native, {library.isa}: {why}; {origin}")]
+
+
+def _warm_text(passes: int) -> str:
+    return f"kernels of {passes} passes compiled and kept" if passes else "nothing to compile on this device"
 
 
 def _verdict(kernel: dict[str, Any]) -> str:
@@ -145,6 +151,9 @@ def doctor(
         bool,
         options.flag("--compare", "Compare replies and speed with what was saved; exit with 6 if they are worse."),
     ] = False,
+    warm: Annotated[
+        bool, options.flag("--warm", "Compile the GPU kernels that a server of the model needs, and keep them.")
+    ] = False,
     device: options.Device = "auto",
     threads: options.Threads = None,
 ) -> None:
@@ -156,6 +165,9 @@ def doctor(
 
     --save keeps replies and speed of a model; the first check after an update, and --compare, say whether it is faster
     or slower and whether replies have the same bits.
+
+    --warm compiles GPU kernels as the start of a server does; Triton keeps them in ~/.triton/cache, or in
+    $TRITON_CACHE_DIR. A CPU needs no compiling.
     """
     if save and compare:
         raise UsageError("--save and --compare exclude each other", "compare first, then save")
@@ -175,8 +187,16 @@ def doctor(
     findings = list(check_kernels(placement.device, placement.dtype))
     with open_model("pico", EngineConfig(device=device, context=128), offline=True) as opened:
         reply = golden_reply(opened)
-    golden, worse = None, list[str]()
-    with open_model(model, EngineConfig(device=device), offline=call.offline) as opened:
+    golden, worse, warmed = None, list[str](), 0
+    # As a server: passes of several sequences have kernels of their own.
+    config = (
+        EngineConfig(device=device, sequences=FULL_LENGTH, running=MAX_SEQUENCES)
+        if warm
+        else EngineConfig(device=device)
+    )
+    with open_model(model, config, offline=call.offline) as opened:
+        if warm:
+            warmed = warm_up_engine(call, opened)
         choices, rounding = pass_choices(opened.model.runner), opened.model.runner.activations
         if save:
             golden = upgrade_guard.save_record(call, opened)
@@ -189,6 +209,8 @@ def doctor(
     if golden is not None:
         answer["golden"] = golden
     answer["best_bandwidth_gb_per_second"] = best
+    if warm:
+        answer["warm_passes"] = warmed
     answer["activation_bits"] = None if rounding is None else rounding.bits
     if not call.out.answered(answer):
         sheet = datasheet(name)
@@ -198,6 +220,7 @@ def doctor(
             ("runs on", f"{placement.device}, {placement.dtype}"),
             *_path(placement),
             *([] if rounding is None else [("activations", activation_text(rounding))]),
+            *([("warm-up", _warm_text(warmed))] if warm else []),
             ("bandwidth", f"{bandwidth:.1f} GB/s now{share}{earlier}"),
         ]
         call.out.card("the device", [*rows, (QUESTION, reply)])

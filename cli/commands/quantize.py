@@ -76,6 +76,7 @@ def steps(work: "QuantizationPlan") -> list[str]:
     recipe, blocks, layers = work.recipe, work.config.layers, len(work.packings)
     solver = f"{recipe.method} of {layers} layers"
     steps = [f"choose bits for a mean of {recipe.target_bpw:g}"] if recipe.target_bpw is not None else []
+    steps += ["measure gradients of the model"] if recipe.hessian == "model" else []
     steps.append(
         f"{solver} in {blocks} blocks on {recipe.samples} windows of {work.seq} tokens" if recipe.needs_data else solver
     )

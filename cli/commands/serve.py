@@ -11,9 +11,16 @@ from typing import TYPE_CHECKING, Annotated
 from mycli.cli.command import Call, command, subject_of
 from mycli.cli.flags import options
 from mycli.cli.flags.address import AddressFlags
-from mycli.cli.flags.records import FULL_LENGTH, LoadFlags, PrefixCacheFlags, ReasoningFlags, TemplateFlags
+from mycli.cli.flags.records import (
+    FULL_LENGTH,
+    MAX_SEQUENCES,
+    LoadFlags,
+    PrefixCacheFlags,
+    ReasoningFlags,
+    TemplateFlags,
+)
 from mycli.cli.flags.several import SeveralModelsFlags, option_words
-from mycli.cli.load import announce_slow_passes, load_engine
+from mycli.cli.load import announce_slow_passes, load_engine, warm_up_engine
 from mycli.cli.reasons import passes_json
 from mycli.cli.serving.other_engines import EngineFlags, OtherEngine, start
 from mycli.runtime.checkpoint.open_folder import open_model_folder
@@ -50,7 +57,7 @@ def serve(
         options.option(
             "--max-sequences", "N", "Replies generated concurrently; they share the cache.", min=1, max=4096
         ),
-    ] = 32,
+    ] = MAX_SEQUENCES,
     reasoning: ReasoningFlags,
     templates: TemplateFlags,
     other: EngineFlags,
@@ -101,6 +108,7 @@ def serve(
     try:
         loaded = load_engine(call, model, config)
         announce_slow_passes(call, loaded.model.runner)
+        warm_up_engine(call, loaded)
         _run(call, settings, loaded, max_sequences, listener, url, log)
     finally:
         address.close(listener)

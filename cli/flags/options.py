@@ -160,7 +160,7 @@ ActivationKind = Annotated[
     words(
         "--activations",
         ("auto", "8", "16"),
-        "Bits of activations next to packed weights on a CPU; auto: 8 where the model's card allows it.",
+        "Bits of activations next to packed weights on a CPU; auto: 8 where card or measurement allow it.",
     ),
 ]
 Shadow = Annotated[bool, flag("--shadow", "On a GPU: keep a 16-bit copy of packed weights, for faster prompts.")]

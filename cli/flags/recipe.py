@@ -97,6 +97,14 @@ class RecipeFlags:
     seed: Annotated[
         int, options.option("--seed", "N", "Chooses the windows; the same seed gives the same bytes.", min=0)
     ] = 0
+    hessian: Annotated[
+        str,
+        options.words(
+            "--hessian",
+            ("layer", "model"),
+            "What errors of the weights count by: the outputs of their layer, or, with gradients, of the whole model.",
+        ),
+    ] = "layer"
     tune: Annotated[
         bool, options.flag("--tune", "Then train against the original model, by block and end to end; 10 times slower.")
     ] = False
@@ -122,6 +130,7 @@ class RecipeFlags:
             seed=self.seed,
             target_bpw=self.target_bpw,
             tune=self.tune,
+            hessian=options.choice("--hessian", self.hessian, ("layer", "model")),
         )
 
     @property
@@ -133,7 +142,7 @@ class RecipeFlags:
         if self.format == "folder":
             raise UsageError("--format folder excludes GGUF types and --target-size", "use --format gguf")
         plain = RecipeFlags()
-        for flag in ("method", "target_bpw", "group", "scales", "head", "tune"):
+        for flag in ("method", "target_bpw", "group", "scales", "head", "tune", "hessian"):
             if getattr(self, flag) != getattr(plain, flag):
                 name = f"--{flag.replace('_', '-')}"
                 raise UsageError(f"{name} does not apply to GGUF, whose types decide it", f"omit {name}")

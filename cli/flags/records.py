@@ -23,6 +23,7 @@ from mycli.runtime.utils.json_fields import strict_json
 _DEFAULT = "the model's"
 # The cache has room for at most 8 contexts of full length, however many replies share it: few replies are that long.
 FULL_LENGTH = 8
+MAX_SEQUENCES = 32  # replies that a server generates concurrently
 KV: tuple[KvDtype, ...] = get_args(KvDtype)
 EFFORTS: tuple[Effort, ...] = get_args(Effort)
 ACTIVATION_KINDS: tuple[Activations, ...] = get_args(Activations)

@@ -40,7 +40,12 @@ class BlockTypeSolver(LinearSolver):
         return values if order is None else values[:, order.argsort()]
 
     def solve(
-        self, weights: Mapping[str, Tensor], packing: Packing, fitted: Moments, held_out: Moments
+        self,
+        weights: Mapping[str, Tensor],
+        packing: Packing,
+        fitted: Moments,
+        held_out: Moments,
+        outputs: Tensor | None = None,
     ) -> SolvedProduct:
         target, share = refit(torch.cat(list(weights.values())), fitted, held_out)
         hessian = fitted.hessian + held_out.hessian

@@ -7,8 +7,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mycli.quant.calibration.output_moments import GRADIENT_WINDOWS, windows_at_once
 from mycli.quant.evaluate import LOGITS_AT_ONCE, STREAM_BYTES
 from mycli.quant.rounding.error_compensation import drift_rows
+from mycli.quant.rounding.rows import BLOCK_ROWS
 from mycli.quant.solvers import SOLVER_WEIGHTS
 from mycli.runtime.checkpoint.formats import EMBEDDING
 from mycli.runtime.errors import ResourceError
@@ -52,11 +54,14 @@ class QuantizationWork:
     measured: int  # tokens of the report
     context: int  # of a window of the report
     sensitivity_tokens: int = 0  # for choosing widths
+    output_moments: bool = False  # of gradients, for Hessians of the whole model
 
 
 def need(work: QuantizationWork, gpu: bool, at_once: int) -> Need:
     """The memory for `at_once` tokens per pass, at least one window."""
     stages = _solving(work, at_once) if work.tokens else [(0, _largest_tensor(work))]
+    if work.output_moments:
+        stages.append(_output_moments(work, at_once))
     if work.tunes:
         stages += [_tuning_block(work), _tuning_scales(work)]
     if work.sensitivity_tokens:
@@ -174,18 +179,25 @@ def _solving(work: QuantizationWork, at_once: int) -> list[tuple[int, int]]:
     blocks = 2 * _FLOAT * weights
     # The two streams are embedded one after the other, from the table as it is stored.
     table = 2 * config.vocab_size * max(config.hidden_size, config.layers * config.per_layer_width)
-    stages = [(streams * 2 // 3 + table, 0)]
+    moments = _moment_bytes(work) if work.output_moments else 0
+    stages = [(streams * 2 // 3 + table, moments)]
     for product, rows, inputs in _products(work):
         square, drifts = _FLOAT * inputs * inputs, 2 * _FLOAT * drift_rows(rows, inputs) * inputs
-        at_a_time = min(rows, max(1, SOLVER_WEIGHTS // inputs)) * inputs
+        # With output moments all rows are solved in turn, so that none can wait for a later call.
+        at_a_time = (rows if work.output_moments else min(rows, max(1, SOLVER_WEIGHTS // inputs))) * inputs
         stages.append(
-            (streams, blocks + 2 * square + drifts + _FLOAT * tokens * observed_values(_largest(config), product))
+            (
+                streams,
+                moments + blocks + 2 * square + drifts + _FLOAT * tokens * observed_values(_largest(config), product),
+            )
         )
         solving = max(_SQUARES * square + drifts, 5 * square + drifts + 9 * _FLOAT * at_a_time)
-        stages.append((streams, blocks + solving + _FLOAT * rows * inputs))
+        stages.append((streams, moments + blocks + solving + _FLOAT * rows * inputs))
     if (EMBEDDING if config.tie_embeddings else config.head().name) in work.packings:
         square, weight = _FLOAT * config.hidden_size**2, _FLOAT * config.vocab_size * config.hidden_size
-        stages.append((streams, max((_SQUARES + 2) * square, 7 * square + 9 * _FLOAT * SOLVER_WEIGHTS) + 3 * weight))
+        stages.append(
+            (streams, moments + max((_SQUARES + 2) * square, 7 * square + 9 * _FLOAT * SOLVER_WEIGHTS) + 3 * weight)
+        )
     return stages
 
 
@@ -198,6 +210,28 @@ def _sensitivity(work: QuantizationWork, at_once: int) -> tuple[int, int]:
     tokens = max(work.seq, at_once // work.seq * work.seq)
     blocks = 3 * _FLOAT * _weights(_largest(config))
     return streams, max(head, blocks + _FLOAT * tokens * trained_values(_largest(config)) + 3 * _SMALL)
+
+
+def _moment_bytes(work: QuantizationWork) -> int:
+    return sum(
+        _FLOAT * BLOCK_ROWS * -(-sum(spec.out_features for spec in group) // BLOCK_ROWS) * BLOCK_ROWS
+        for layer in work.config.layer_specs
+        for group in layer.products().values()
+    )
+
+
+def _output_moments(work: QuantizationWork, at_once: int) -> tuple[int, int]:
+    # See `quant.calibration.output_moments`: the stream at every block, then the head with the logits of a window, or a
+    # block with a batch; and the moments, which stay until all blocks are solved.
+    config = work.config
+    windows = windows_at_once(
+        min(GRADIENT_WINDOWS, work.tokens // work.seq), work.seq, config.stream_width, config.layers
+    )
+    streams = _FLOAT * windows * work.seq * config.stream_width * (config.layers + 2)
+    head = _FLOAT * config.vocab_size * (config.hidden_size + 5 * work.seq)
+    tokens = max(work.seq, at_once // work.seq * work.seq)
+    passing = _FLOAT * _weights(_largest(config)) + _FLOAT * tokens * trained_values(_largest(config))
+    return streams, _moment_bytes(work) + max(head, passing) + _SMALL
 
 
 def _tuning_block(work: QuantizationWork) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from mycli.quant.calibration.hessian import reduced_precision
+from mycli.quant.calibration.output_moments import GRADIENT_WINDOWS
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.planning.mixed_precision import WINDOWS
 from mycli.quant.planning.plan import QuantizationPlan, measured_tokens, plan_low_copy
@@ -31,6 +32,8 @@ _TUNING = 10  # times as long as without tuning, measured on models of 5 to 500 
 _PASSES = 2.7
 _TRANSFORM_PASSES = 2.3  # more, where a transform observes every product first and the original is read twice
 _GRADIENT_PASSES = 5  # of a token through a block: both models forward, the copy also backward
+_OUTPUT_PASSES = 4  # of a token for output moments: forward twice, backward, and the sums
+_ROWS_IN_TURN = 2.5  # times as long as all rows in one call: an estimate
 
 
 def expected_seconds(work: QuantizationPlan, placement: Placement) -> float:
@@ -55,11 +58,14 @@ def _quantizing(work: QuantizationPlan, placement: Placement) -> float:
         solving = _solving(config, solver, packing, calibrated, placement)
     else:
         solving = _rounding(config, solver, work.packings, SourceWeights(work.folder), placement)
+    has_moments = recipe.hessian == "model"
+    solving *= _ROWS_IN_TURN if has_moments else 1
     passing = 0.0
     if measured or calibrated:
         model = StreamedModel(work.folder, placement, work.need.at_once, dense=True)
         passes = _PASSES if recipe.transform is None else _PASSES + _TRANSFORM_PASSES
-        passing = _passing(model, work.seq) * (passes * calibrated + 2 * measured)
+        gradients = min(GRADIENT_WINDOWS, recipe.samples) * work.seq if has_moments else 0
+        passing = _passing(model, work.seq) * (passes * calibrated + _OUTPUT_PASSES * gradients + 2 * measured)
     # The result is hashed at the end; the source is hashed in the background.
     zeros = bytes(_HASHED)
     hashing = work.size.bytes * _seconds(lambda: hashlib.sha256(zeros)) / _HASHED

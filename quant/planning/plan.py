@@ -97,7 +97,7 @@ def plan_quantization(
     stored = source_scheme(folder, source.label)
     config, packings = folder.config, recipe.packings(folder.config)
     tensors = _tensors(folder, packings)
-    if recipe.tune or recipe.target_bpw is not None:
+    if recipe.tune or recipe.target_bpw is not None or recipe.hessian == "model":
         _require_gradients(config)
     seq = recipe.seq or min(DEFAULT_SEQ, config.max_context)
     if recipe.needs_data:
@@ -111,6 +111,7 @@ def plan_quantization(
         tunes=recipe.tune,
         measured=measured_tokens(report),
         context=min(REPORT_CONTEXT, config.max_context),
+        output_moments=recipe.hessian == "model",
         sensitivity_tokens=0 if recipe.target_bpw is None else min(WINDOWS, recipe.samples) * seq,
     )
     need = choose(work, gpu, TOKENS_ON_GPU if gpu else TOKENS_AT_ONCE, max_ram, max_vram)
@@ -130,6 +131,7 @@ def plan_low_copy(work: QuantizationPlan, gpu: bool) -> QuantizationPlan:
         samples=min(work.recipe.samples, COPY_WINDOWS),
         head="keep",
         tune=False,
+        hessian="layer",
     )
     return plan_quantization(work.source, low, work.text, folder=work.folder, report="none", gpu=gpu)
 
@@ -164,8 +166,8 @@ def _require_gradients(config: ModelConfig) -> None:
         missing = "the routing of experts"
     if missing is not None:
         raise UsageError(
-            f"{config.model_type}: tuning and a mean bit width need gradients, which stop at {missing}",
-            "do not tune, and use one width for all layers",
+            f"{config.model_type}: gradients stop at {missing}; tuning, a mean bit width and model Hessians need them",
+            "do not tune, use one width for all layers and Hessians of the layers",
         )
 
 

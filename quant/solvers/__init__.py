@@ -28,6 +28,7 @@ class SolverSpec:
     row_scales: bool = True  # one scale per output row is allowed
     needs_data: bool = False
     stands_alone: bool = False  # no transform and no quantized head
+    takes_output_moments: bool = False  # else the Hessian is that of the layer alone
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,14 @@ class Solution:
 class SolverModule(Protocol):
     SOLVER: SolverSpec
 
-    def solve(self, weight: "Tensor", grid: "Grid", hessian: "Tensor | None") -> Solution:
-        """Return codes and scales for weight [N, K] of any float dtype; hessian fp32 [K, K] is the sum of x x^T."""
-        # Rows must not depend on each other: linears with the same input are stacked.
+    def solve(
+        self, weight: "Tensor", grid: "Grid", hessian: "Tensor | None", outputs: "Tensor | None" = None
+    ) -> Solution:
+        """Return codes and scales for weight [N, K] of any float dtype; hessian fp32 [K, K] is the sum of x x^T.
+
+        outputs: moments of the gradients of its outputs (`rounding.rows`).
+        """
+        # Without `outputs` rows must not depend on each other: linears with the same input are stacked.
         ...
 
 

@@ -1,15 +1,19 @@
 """GPTQ (arXiv 2210.17323): rounds column by column and compensates each error in the columns that follow."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from mycli.quant.rounding.columns import descend, solve_block
 from mycli.quant.rounding.grid import BLOCK, Grid, Quantized, find_scales, round_to_grid
+from mycli.quant.rounding.rows import RowBlocks, descend_rows, round_rows
 from mycli.quant.solvers import SOLVER_WEIGHTS, Solution, SolverSpec
 
-SOLVER = SolverSpec(help="round column by column, compensating each error in later columns", needs_data=True)
+SOLVER = SolverSpec(
+    help="round column by column, compensating each error in later columns", needs_data=True, takes_output_moments=True
+)
 
 SWEEPS = 2  # of coordinate descent; more gain nothing (docs/quality.md)
 # Shares of the mean of diag(H) added to it until H has a Cholesky factor; then all again in double precision.
@@ -56,7 +60,7 @@ def _inverse_factor(hessian: Tensor, damping: Tensor) -> Tensor | None:
     return upper if bool(torch.isfinite(upper).all()) else None
 
 
-def solve(weight: Tensor, grid: Grid, hessian: Tensor | None) -> Solution:
+def solve(weight: Tensor, grid: Grid, hessian: Tensor | None, outputs: Tensor | None = None) -> Solution:
     """See `SolverModule.solve`; falls back to plain rounding if H has no factor. Raises as `find_scales`."""
     # Minimizes ||(W - W') X||^2 for H = X X^T. A column whose input was always zero is rounded to nearest: other data
     # may use it.
@@ -70,6 +74,12 @@ def solve(weight: Tensor, grid: Grid, hessian: Tensor | None) -> Solution:
         return Solution(Quantized(round_to_grid(weight, scales, grid), scales), dead_columns=dead, fallback=True)
     damped = hessian.clone()
     damped.diagonal().add_(factor.damping * hessian.diagonal().mean())
+    blocks = None if outputs is None else RowBlocks.of(outputs, len(weight))
+    if blocks is not None:
+        target = weight.float()
+        first = round_rows(target, scales, grid, blocks, partial(_round_columns, factor=factor, grid=grid))
+        both = descend_rows(target, Quantized(first, scales), grid, damped, blocks, SWEEPS)
+        return Solution(both, factor.damping, dead)
     rows = max(1, SOLVER_WEIGHTS // weight.shape[1])
     codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
     for start in range(0, len(weight), rows):

@@ -5,7 +5,7 @@ before it were quantized, and aims at the original's outputs. Then, if the recip
 whole.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
@@ -20,12 +20,14 @@ from mycli.quant.calibration.hessian import (
     reduced_precision,
     require_finite,
 )
+from mycli.quant.calibration.output_moments import LayerMoments
 from mycli.quant.layer_streaming import StreamedModel, restore
 from mycli.quant.output.model_card import Layer
 from mycli.quant.output.work_folder import Solved, WorkFolder
 from mycli.quant.progress import ReportNote, ReportProgress, ignore, silent
 from mycli.quant.rounding.error_compensation import Moments
 from mycli.quant.rounding.grid import Quantized
+from mycli.quant.rounding.rows import rescaled
 from mycli.quant.solving.column_balance import balance
 from mycli.quant.solving.linear_solver import LinearSolver, SolvedProduct, rounding_error
 from mycli.quant.transforms import TransformModule
@@ -36,7 +38,7 @@ from mycli.runtime.device.system import trim_heap
 from mycli.runtime.layers.attention import PromptAttention
 from mycli.runtime.layers.block import Block
 from mycli.runtime.layers.linear import Linear
-from mycli.runtime.models.part_spec import LinearSpec
+from mycli.runtime.models.part_spec import LinearSpec, OutputRows
 from mycli.runtime.quantization.scheme import Packing
 
 Sink = Callable[[Solved], None]  # called with each solved block in order, the head last
@@ -55,11 +57,16 @@ class BlockSolver:
         solver: LinearSolver,
         windows: Tensor,
         embedding: Tensor | None = None,
+        outputs: Sequence[LayerMoments] | None = None,
     ) -> None:
-        """`windows`: calibration tokens int64 [samples, seq]; `embedding`: the table of the quantized model."""
+        """`windows`: calibration tokens int64 [samples, seq]; `embedding`: the table of the quantized model.
+
+        outputs: `output_moments` of the model.
+        """
         self.model = model
         self.packings = packings
         self._solver = solver
+        self._outputs = outputs
         self._original_stream = model.embed(windows)
         self._stream = self._original_stream.clone() if embedding is None else model.embed(windows, embedding)
         self._side_inputs = model.side_inputs(windows)
@@ -94,10 +101,13 @@ class BlockSolver:
             side_inputs=self._original_side_inputs,
         )
         rounding: dict[str, float] = {}
+        outputs = {} if self._outputs is None else dict(self._outputs[index])
+        _rescale_outputs(outputs, blocks[0], factors)
         if transform is not None:
-            folded, rounding = self._fold(transform, quantized, original, factors)
+            folded, rounding, scales = self._fold(transform, quantized, original, factors)
             changed |= folded
-        solved, shifts = self._solve_products(quantized, original, changed, rounding, factors)
+            _rescale_outputs(outputs, blocks[0], scales)
+        solved, shifts = self._solve_products(quantized, original, changed, rounding, factors, outputs)
         if transform is not None:
             # Read again without the folded scales: the bits must be those of a run that resumes after this block.
             self._advance_original(index)
@@ -131,11 +141,12 @@ class BlockSolver:
         quantized: ObservedBlock,
         original: ObservedBlock,
         factors: Mapping[str, Tensor],
-    ) -> tuple[dict[str, Tensor], dict[str, float]]:
-        # Returns the changed tensors, and the error of plain rounding by linear as if its columns were not scaled:
-        # rounding scaled weights would be a comparison with a part of the method itself.
+    ) -> tuple[dict[str, Tensor], dict[str, float], dict[str, Tensor]]:
+        # Returns the changed tensors, the error of plain rounding by linear as if its columns were not scaled (rounding
+        # scaled weights would be a comparison with a part of the method itself), and the scales by product.
         changed: dict[str, Tensor] = {}
         rounding: dict[str, float] = {}
+        scales: dict[str, Tensor] = {}
         for product, linear in quantized.block.products.items():
             # Every product is observed, in order: the streams of later parts are filled by it.
             fitted, held_out, too_few = observe(self.model, quantized, None, product, self._exact)
@@ -149,9 +160,10 @@ class BlockSolver:
                 rounding[spec.name] = self._rounding_error(part, packing, hessian, factors.get(product))
             scale = transform.choose_scale(linear.weight(), grid, hessian, source)
             if scale is not None:
+                scales[product] = scale
                 for state in (quantized, original):
                     changed |= transform.fold(state.block, product, scale, self.model.stored_dtype)
-        return changed, rounding
+        return changed, rounding, scales
 
     def _rounding_error(self, weight: Tensor, packing: Packing, hessian: Tensor, factor: Tensor | None) -> float:
         # The comparison is with rounding the source's weights, whose columns have no factors.
@@ -166,6 +178,7 @@ class BlockSolver:
         changed: Mapping[str, Tensor],
         rounding: dict[str, float],
         factors: Mapping[str, Tensor],
+        outputs: Mapping[str, Tensor],
     ) -> tuple[Solved, dict[str, Tensor]]:
         block = SolvedProduct({}, [], {})
         for product, linear in quantized.block.products.items():
@@ -175,7 +188,7 @@ class BlockSolver:
             if observed.too_few:
                 solved = self._solver.round(weights, packing)
             else:
-                solved = self._solver.solve(weights, packing, observed.fitted, observed.held_out)
+                solved = self._solver.solve(weights, packing, observed.fitted, observed.held_out, outputs.get(product))
             if product in factors and not observed.too_few:
                 hessian = observed.fitted.hessian + observed.held_out.hessian
                 for name, weight in weights.items():
@@ -232,6 +245,14 @@ class BlockSolver:
         names = [spec.name for spec in linear.specs]
         restored = [self._solver.restore(name, solved[name], self.packings[name]) for name in names]
         linear.replace(torch.cat(restored).to(linear.weight().dtype))
+
+
+def _rescale_outputs(outputs: dict[str, Tensor], block: Block, scales: Mapping[str, Tensor]) -> None:
+    # A row that was divided has gradients that are multiplied.
+    for product, scale in scales.items():
+        source = block.spec.input_source(product)
+        if isinstance(source, OutputRows) and source.product in outputs:
+            outputs[source.product] = rescaled(outputs[source.product], source, scale)
 
 
 def _parts(linear: Linear) -> tuple[Tensor, ...]:

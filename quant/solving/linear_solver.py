@@ -67,9 +67,14 @@ class LinearSolver:
         return dequantize_codes(quantized, self.grid(packing)).to(self.scale_dtype)
 
     def solve(
-        self, weights: Mapping[str, Tensor], packing: Packing, fitted: Moments, held_out: Moments
+        self,
+        weights: Mapping[str, Tensor],
+        packing: Packing,
+        fitted: Moments,
+        held_out: Moments,
+        outputs: Tensor | None = None,
     ) -> SolvedProduct:
-        """Solve weights [N, K] by name, stacked, for the moments of their common input.
+        """Solve weights [N, K] by name, stacked, for the moments of their common input, and of output gradients.
 
         A linear that comes out worse than plain rounding with the same scales is rounded instead.
         """
@@ -77,7 +82,8 @@ class LinearSolver:
         target, share = refit(torch.cat(list(weights.values())), fitted, held_out)
         hessian = fitted.hessian + held_out.hessian
         try:
-            solution = self.solve_matrix(target, grid, hessian)
+            # Solvers that do not take them need no parameter for them.
+            solution = self.solve_matrix(target, grid, hessian, *([] if outputs is None else [outputs]))
         except ModelError as error:
             raise error.with_message(f"{', '.join(weights)}: {error.message}") from error
         result = SolvedProduct({}, [], {})

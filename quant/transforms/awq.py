@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mycli.quant.rounding.grid import Grid, Quantized, dequantize_codes, find_scales, round_to_grid
+from mycli.quant.rounding.rows import row_scale
 from mycli.quant.transforms import TransformSpec
 from mycli.runtime.layers.block import Block
 from mycli.runtime.layers.linear import Linear
@@ -56,11 +57,7 @@ def fold(block: Block, product: str, scale: Tensor, stored: Callable[[str], torc
         norm = next(norm for norm in block.norms if norm.spec == source)
         scale, changed = _fold_norm(norm, scale, stored(norm.tensor))
     else:
-        rows = scale.view(source.groups, source.copies, source.width)[:, 0]
-        stride, last = source.stride or source.width, source.groups - 1
-        spaced = torch.ones(last * stride + source.width, dtype=scale.dtype, device=scale.device)
-        spaced.as_strided(rows.shape, (stride, 1)).copy_(rows)
-        changed = _divide_rows(block.products[source.product], source.start, spaced)
+        changed = _divide_rows(block.products[source.product], source.start, row_scale(source, scale))
     linear.replace(linear.weight() * scale)
     return {name: tensor.to(stored(name)) for name, tensor in changed.items()}
 

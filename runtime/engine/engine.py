@@ -122,7 +122,7 @@ class Engine:
             prefix_hits=counts.hits,
             misses=dict(counts.misses),
             disk=None if self._prefixes is None else self._prefixes.stats,
-            activation_bits=None if self.runner.activations is None else self.runner.activations.bits,
+            activations=self.runner.activations,
         )
 
     def submit(self, request: Request) -> int:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mycli.runtime.cache.prefix_store import StoreStats
+    from mycli.runtime.quantization.activations import ActivationChoice
 
 
 @dataclass
@@ -82,8 +83,8 @@ class EngineStats:
     """The current load of an engine, and its counts since it was created.
 
     prefix_queries, prefix_hits: prompt tokens, and how many were cached; misses: prompts that were not fully cached,
-    by reason; disk: of the disk prefix cache, None without one; activation_bits: of the integers that CPU kernels round
-    activations to, None if they do not.
+    by reason; disk: of the disk prefix cache, None without one; activations: how CPU kernels round activations, None if
+    they do not.
     """
 
     running: int
@@ -96,7 +97,7 @@ class EngineStats:
     prefix_hits: int
     misses: dict[str, int]
     disk: "StoreStats | None" = None
-    activation_bits: int | None = None
+    activations: "ActivationChoice | None" = None
 
     @property
     def cache_usage(self) -> float:

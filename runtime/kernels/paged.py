@@ -16,8 +16,8 @@ KEY_BLOCK = 64
 class Ragged:
     """The tokens of one pass, sequence after sequence, and the cache blocks of each sequence.
 
-    tokens: of each sequence, if all have equally many; a sequence of length 0 is then padding. longest: the most tokens
-    of a sequence, where the host knows it.
+    tokens: of each sequence, if all have equally many; a sequence of length 0 is then padding. counts: int32
+    [sequences], the tokens that are not padding, if some are. known: tokens of each sequence, if the host knows them.
     """
 
     starts: Tensor  # int32 [sequences + 1]: sequence s has the tokens starts[s] to starts[s + 1]
@@ -26,7 +26,8 @@ class Ragged:
     # attends to are not read.
     block_table: Tensor
     tokens: int | None = None
-    longest: int | None = None
+    counts: Tensor | None = None
+    known: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)

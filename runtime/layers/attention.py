@@ -127,8 +127,8 @@ class PagedAttention:
     def __init__(self, batch: Batch, cache: KVCache) -> None:
         self._batch, self._cache = batch, cache
         self._masks: dict[tuple[int, int | None, int | None], Tensor | None] = {}
-        longest = max(chunk.count for chunk in batch.chunks)
-        self._ragged = Ragged(batch.starts, batch.lengths, batch.block_table, longest=longest)
+        known = tuple(chunk.count for chunk in batch.chunks)
+        self._ragged = Ragged(batch.starts, batch.lengths, batch.block_table, known=known)
 
     def attend(
         self, layer: int, query: Tensor, new: KeyValue | None, spec: AttentionSpec, sinks: Tensor | None = None

@@ -142,11 +142,11 @@ def captured_bytes(plan: MemoryPlan) -> int:
     unread = plan.kv == "int4" and plan.config.head_dim not in FUSED_INT4_HEADS
     if not plan.gpu or unread or plan.config.has_recurrent:
         return 0
-    from mycli.runtime.memory.graphs import captured_rows, graph_bytes
+    from mycli.runtime.memory.graphs import MOST_ROWS, captured_rows, graph_bytes
 
     rows = captured_rows(plan.running or plan.batch, plan.draft is not None)
     values = max(map(pass_values, specs))
-    sizes = (size for spec in specs for size in _multiplied_bytes(plan, spec, max(rows)))
+    sizes = (size for spec in specs for size in _multiplied_bytes(plan, spec, MOST_ROWS))
     return graph_bytes(rows, plan.config.vocab_size * plan.value_bytes, values * plan.value_bytes, sizes)
 
 

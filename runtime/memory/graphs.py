@@ -1,11 +1,13 @@
 """Sizes of captured CUDA graphs: one per shape of a pass, all in one pool. The CUDA pass uses these limits."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 # A pass is padded to one of these numbers of sequences, so that few graphs serve all numbers. A padding sequence costs
 # next to nothing: up to 8 rows cost a product no more than one, and it has no keys.
 SEQUENCE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 MOST_ROWS = SEQUENCE_BUCKETS[-1]  # tokens of a captured pass, padding included
+# Prompts are padded to one of these numbers of tokens.
+TOKEN_BUCKETS = (8, 16, 32, 64, 128, 256)
 MOST_GRAPHS = 16  # per cache: each holds memory; the least recently used one goes
 DRAFT_ROWS = 8  # tokens per sequence that a pass with drafts is assumed to have
 _SPLIT_K = 8  # the partial sums of a split-K product take at most 1 / 8 of its weight's bytes
@@ -16,8 +18,20 @@ def padded_sequences(sequences: int) -> int | None:
     return next((count for count in SEQUENCE_BUCKETS if count >= sequences), None)
 
 
+def padded_tokens(counts: Sequence[int], drafts: bool) -> tuple[int, bool] | None:
+    """Return the new tokens per sequence to which a pass is padded, and whether sequences may have padding rows.
+
+    None if there are too many. drafts: tokens are verified, for which equal numbers of few tokens are not padded.
+    """
+    most = max(counts)
+    if min(counts) == most and (most == 1 or (drafts and most <= DRAFT_ROWS)):
+        return most, False
+    padded = next((count for count in TOKEN_BUCKETS if count >= most), None)
+    return None if padded is None else (padded, True)
+
+
 def captured_rows(sequences: int, drafted: bool) -> list[int]:
-    """Return the rows of each pass that will be captured, the largest `MOST_GRAPHS`."""
+    """Return the rows of each decode pass that will be captured, the largest `MOST_GRAPHS`."""
     # A graph for each padded number of sequences with one token each, and with a draft another for `DRAFT_ROWS` each.
     most = padded_sequences(sequences) or MOST_ROWS
     counts = [count for count in SEQUENCE_BUCKETS if count <= most]
@@ -26,11 +40,12 @@ def captured_rows(sequences: int, drafted: bool) -> list[int]:
 
 
 def graph_bytes(rows: Iterable[int], logits: int, activations: int, weights: Iterable[int]) -> int:
-    """Return the bytes of graphs with these `rows` and of their pool.
+    """Return the bytes of graphs with these `rows`, of those of prompts, and of their pool.
 
     logits, activations: bytes per row; weights: bytes per launch, of which the largest has the largest partial sums.
     """
     # Each graph has its logits. In the pool, as large as the widest pass needs, are activations, partial sums and
-    # the logits of passes that also sample.
+    # the logits of passes that also sample. Prompts have the logits of one row.
     graphs = list(rows)
-    return sum(graphs) * logits + max(graphs, default=0) * (activations + logits) + max(weights, default=0) // _SPLIT_K
+    pool = max(max(graphs, default=0) * (activations + logits), TOKEN_BUCKETS[-1] * activations + logits)
+    return (sum(graphs) + len(TOKEN_BUCKETS)) * logits + pool + max(weights, default=0) // _SPLIT_K

@@ -14,6 +14,9 @@ Activations = Literal["auto", "8", "16"]
 # weights it would be the larger one.
 WIDEST = 6
 MAX_ADDED_KL = 0.03  # of the KL divergence, for "auto"
+# Mean KL from 16 to 8 bits, for "auto" with a file that has no card. The formats of GGUF are made for 8-bit activations
+# of 32 to 256 inputs, so 8 bits are used with all their widths.
+MAX_MOVED_KL = 0.001
 
 
 @dataclass(frozen=True)
@@ -69,3 +72,11 @@ def choose_activations(requested: Activations, measured: ActivationKl | None, *,
     if tiles:  # a tile holds 64 inputs: segments of 32 would leave half of it empty
         return ActivationChoice(16, WIDEST, Declined("activations-in-tiles"))
     return ActivationChoice(8, WIDEST, reason)
+
+
+def choose_by_file(moved: float | None) -> ActivationChoice:
+    """Return the choice for a file without a card; moved: its measured KL divergence from 16 to 8 bits, if known."""
+    if moved is None:
+        return ActivationChoice(16, 8, Declined("activations-file-not-measured"))
+    reason = Declined("activations-move", {"moved": moved, "most": MAX_MOVED_KL})
+    return ActivationChoice(8 if moved < MAX_MOVED_KL else 16, 8, reason)

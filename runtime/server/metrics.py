@@ -29,13 +29,13 @@ class _EngineCollector(Collector):
             "num_requests_waiting": ("Sequences waiting.", float(stats.waiting)),
             "kv_cache_usage_perc": ("Fraction of the KV cache in use, 0 to 1.", stats.cache_usage),
         }
-        if stats.activation_bits is not None:
-            gauges["activation_bits"] = (
-                "Bits of the integers that CPU kernels round activations to.",
-                float(stats.activation_bits),
-            )
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(PREFIX + name, text, value=value)
+        if stats.activations is not None:
+            text = "Bits of the integers that CPU kernels round activations to, with the reason."
+            bits = GaugeMetricFamily(PREFIX + "activation_bits", text, labels=["reason"])
+            bits.add_metric([stats.activations.reason.code.removeprefix("activations-")], stats.activations.bits)
+            yield bits
         counters = {
             "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", stats.prefix_queries),
             "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", stats.prefix_hits),

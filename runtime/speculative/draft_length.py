@@ -146,7 +146,7 @@ class AdaptiveDraftLength(DraftLengthPolicy):
 
     def observe_draft(self, drafted: int, accepted: int, lag: int, seconds: float, evidence: int = 0) -> None:
         # The budget gains the plain cost of the tokens and pays the cost of the pass, at most four times the estimate:
-        # an interruption would have hit plain steps too, but a pass of a small model costs as much as three of them.
+        # an interruption would have hit plain steps too, but a pass of a small model costs as much as three plain ones.
         known = self._classes.setdefault(evidence, _Acceptance())
         known.add(drafted, accepted)
         size = next(size for size in self._lengths if size >= drafted)

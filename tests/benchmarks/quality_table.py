@@ -27,6 +27,7 @@ from torch import Tensor
 
 from mycli.quant import solvers
 from mycli.quant.calibration import sampler as calibration
+from mycli.quant.calibration.output_moments import output_moments
 from mycli.quant.evaluate import cut, evaluate, held_out_text
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.output.work_folder import Solved
@@ -50,7 +51,7 @@ class PlainGptq:
 
     SOLVER = SolverSpec(help="", needs_data=True)
 
-    def solve(self, weight: Tensor, grid: Grid, hessian: Tensor | None) -> Solution:
+    def solve(self, weight: Tensor, grid: Grid, hessian: Tensor | None, outputs: Tensor | None = None) -> Solution:
         assert hessian is not None
         weight, hessian = weight.float().clone(), hessian.clone()
         rows, columns = weight.shape
@@ -80,7 +81,12 @@ class Peer(LinearSolver):
         self.solve_matrix = scheme.solve
 
     def solve(
-        self, weights: Mapping[str, Tensor], packing: Packing, fitted: Moments, held_out: Moments
+        self,
+        weights: Mapping[str, Tensor],
+        packing: Packing,
+        fitted: Moments,
+        held_out: Moments,
+        outputs: Tensor | None = None,
     ) -> SolvedProduct:
         still = [replace(each, drift=torch.zeros_like(each.drift)) for each in (fitted, held_out)]
         return super().solve(weights, packing, *still)
@@ -126,7 +132,9 @@ def table(options: argparse.Namespace, source: Path) -> None:
             "`--method awq`": LinearSolver("rtn", torch.bfloat16, "mse", transform="awq"),
             "`--method awq+gptq`": LinearSolver("gptq", torch.bfloat16, "mse", transform="awq"),
             "`--method gptq`": ours,
+            "`--method gptq --hessian model`": LinearSolver("gptq", torch.bfloat16, "mse"),
             "`--method gptq --tune`": LinearSolver("gptq", torch.bfloat16, "mse", tunes=True),
+            "`--method gptq --hessian model --tune`": LinearSolver("gptq", torch.bfloat16, "mse", tunes=True),
         }
         plain = 0.0
         chosen = tuple(f"{end}{close}" for end in options.methods or ("",) for close in ("", "`"))
@@ -149,7 +157,8 @@ def table(options: argparse.Namespace, source: Path) -> None:
             else:
                 blocks: list[Solved] = []
                 model = StreamedModel(open_model_folder(source), CPU)
-                quantize_blocks(BlockSolver(model, packings, solver, shown.windows), blocks.append)
+                outputs = output_moments(model, shown.windows, seed=0) if "--hessian model" in name else None
+                quantize_blocks(BlockSolver(model, packings, solver, shown.windows, outputs=outputs), blocks.append)
                 if name.endswith("--tune`"):
                     tuned = tune_scales(model, blocks, packings, torch.bfloat16, shown.windows, seed=0)
                     blocks = list(tuned.blocks)

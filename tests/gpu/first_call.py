@@ -76,8 +76,8 @@ def layers(asked: Asked, chip: Any) -> Any:
 
 def fused(asked: Asked) -> Rows:
     """Compare the fused pass, launched and replayed, with the plain one, for each kind of cache."""
-    from mycli.runtime.engine.passes.cuda import difference
     from mycli.runtime.engine.passes.fused import FusedStep
+    from mycli.runtime.engine.passes.gate import difference
     from mycli.runtime.errors import Declined
 
     model = layers(asked, asked.chip())

@@ -53,8 +53,8 @@ def _run(asked: Asked, before: Sequence[str], part: str, more: Mapping[str, str]
 
 def watched(asked: Asked) -> Rows:
     """Run the sanitizers' workload: products for few rows and for more, and a fused pass launched once for each."""
-    from mycli.runtime.engine.passes.cuda import difference
     from mycli.runtime.engine.passes.fused import FusedStep
+    from mycli.runtime.engine.passes.gate import difference
     from mycli.runtime.errors import Declined
     from mycli.runtime.kernels.triton.product.kernel import small_product
     from mycli.runtime.quantization.scheme import Packing

@@ -16,7 +16,8 @@ from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
 from mycli.runtime.engine.passes import Passes
 from mycli.runtime.engine.passes.base import PassInput
-from mycli.runtime.engine.passes.cuda import CudaPass, difference
+from mycli.runtime.engine.passes.cuda import CudaPass
+from mycli.runtime.engine.passes.gate import difference
 from mycli.runtime.engine.passes.graphs import GraphCapture, Step
 from mycli.runtime.engine.passes.plain import PlainPass
 from mycli.runtime.engine.replies.completion import stream

@@ -25,7 +25,7 @@ from mycli.runtime.kernels.triton.product.matmul import constants, dequantize_wa
 from mycli.runtime.kernels.triton.product.tiles import Chip, Tile
 from mycli.runtime.kernels.triton.product.weight_layout import layout_of, tile_k, unpacked_k
 from mycli.runtime.kernels.triton.product_sum import SumArguments, sum_epilogue
-from mycli.runtime.kernels.triton.prompt_attention import attend_prompt_kernel, prompt_tile
+from mycli.runtime.kernels.triton.prompt_attention import PromptArguments, attend_prompt_kernel, prompt_tile
 from mycli.runtime.kernels.triton.residual import ResidualArguments, add_epilogue, embed_kernel, norm_add_kernel
 from mycli.runtime.kernels.triton.rope import RopeArguments, rope_epilogue, rope_kernel
 from mycli.runtime.kernels.triton.routing import choose_kernel, place_kernel, weighted_sum_kernel
@@ -41,7 +41,7 @@ _CACHES = (("", "*bf16", None), (" int8", "*i8", "*fp32"), (" int4", "*u8", "*bf
 _RMS = triton_matmul.RmsScale("*fp32", "i32", "i32", "fp32", 32)
 _OPERAND = triton_activation.Operand("*fp16", "*fp32", "i32", "i32", 128, True)
 _ROTATED = RopeArguments(
-    *(None,) * 4, "*bf16", "*bf16", None, "*i32", "*i32", "*bf16", "*bf16", "*bf16", None, None, None, "i32",
+    *(None,) * 4, "*bf16", "*bf16", None, "*i32", None, "*i32", "*bf16", "*bf16", "*bf16", None, None, None, "i32",
     *("i32",) * 7, "fp32", 64, 64, 1, 64, False, False, 1, False,
 )  # fmt: skip
 
@@ -312,6 +312,11 @@ def decode_builds(capability: int) -> Iterator[Build]:
     yield Build("embed", embed_kernel, embed, pdl, unaligned=("rows", "rows_padded"))
     for rows in (1, *TILE_ROWS):
         shape = triton_tiles.tile(Chip(divmod(capability, 10), 132), packing, rows)
+        if rows == 64:
+            padded = Epilogue(
+                rope_epilogue, "*i32", _ROTATED._replace(counts="*i32", ROWS=shape.rows_at_once(64, 128)), 128, 1
+            )
+            yield _multiply(capability, packing, shape, " rotate a padded prompt", True, padded)
         for name, rms, epilogue in _epilogues(shape, rows):
             if name in ("rotate int8", "rotate int4") and rows > 8:  # they differ in how a row is stored
                 continue
@@ -344,6 +349,9 @@ def decode_builds(capability: int) -> Iterator[Build]:
             kernel = triton_attention.attend_kernel
             loose = ("rows_padded", "tokens", "table_width")
             yield Build(f"attend{name} to {tokens}", kernel, attend, flags, warps, unaligned=loose)
+            if tokens == 8:  # a prompt padded to a multiple of it
+                padded = attend | {"counts": "*i32"}, flags | {"SPLIT_QUERIES": True}
+                yield Build(f"attend{name} to 8 of a padded prompt", kernel, *padded, warps, unaligned=loose)
             if name == "" and tokens == 1:  # one sequence, whose keys are in one block
                 yield Build("attend in one block to 1", kernel, attend, flags | {"TURNS": 0}, warps, unaligned=loose)
 
@@ -352,12 +360,9 @@ def prompt_builds(capability: int, head_dims: Iterable[int] = (128, 256)) -> Ite
     """Yield prompt attention of 32 heads and 8 KV heads for each cache, and heads of 128 with all options."""
     chip = Chip(divmod(capability, 10), 132)
     pointers = {"query": "*bf16", "starts": "*i32", "lengths": "*i32", "block_table": "*i32", "result": "*bf16"}
-    sizes = dict.fromkeys(("block_stride", "head_stride", "block_size", "table_width", "window", "chunk"), "i32")
+    sizes = {"table_width": "i32", "skipped": "i32"}
     for head_dim in head_dims:
-        constants = {"GROUP": 4, "HEAD_DIM": head_dim, "BLOCK_D": head_dim, "DOT": tl.bfloat16}
         for name, stored, scales in _CACHES:
-            cache = {"keys": stored, "values": stored, "key_scales": scales, "value_scales": scales}
-            types: dict[str, Any] = {**pointers, **sizes, **cache, "scale": "fp32", "softcap": "fp32"}
             dtype = {"*bf16": torch.bfloat16, "*i8": torch.int8, "*u8": torch.uint8}[stored]
             tile = prompt_tile(chip, head_dim, dtype)
             assert tile is not None
@@ -365,13 +370,14 @@ def prompt_builds(capability: int, head_dims: Iterable[int] = (128, 256)) -> Ite
             if not name and head_dim == 128:
                 kinds.append(("prompt with window softcap sinks", True))
             for title, every in kinds:
-                options = {"WINDOW": every, "CHUNK": False, "CAPPED": every}
-                options |= {"BLOCK_M": tile.rows, "BLOCK_N": tile.keys}
-                own = types | {"sinks": "*fp32" if every else None}
-                loose = ("table_width", "window", "chunk")
-                constants = constants | options
+                numbers = ("i32",) * 5, ("fp32",) * 2
+                flags = head_dim, head_dim, tile.keys, every, False, every, tl.bfloat16
+                args = PromptArguments(stored, stored, scales, scales, *numbers[0], *numbers[1], *flags)
+                types = {**pointers, **sizes, "args": args, "sinks": "*fp32" if every else None}
+                constants = {"GROUP": 4, "BLOCK_M": tile.rows}
+                loose = (*sizes, "window", "chunk")
                 yield Build(
-                    f"attend {title}", attend_prompt_kernel, own, constants, tile.warps, tile.stages, unaligned=loose
+                    f"attend {title}", attend_prompt_kernel, types, constants, tile.warps, tile.stages, unaligned=loose
                 )
 
 

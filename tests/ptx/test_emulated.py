@@ -19,7 +19,7 @@ from tests.runtime.engine.passes import test_fused  # noqa: E402  (as above)
 from tests.runtime.kernels.test_triton_experts import Routes  # noqa: E402  (as above)
 from tests.runtime.kernels.test_triton_prompt_attention import Prompts, cuts  # noqa: E402  (as above)
 from tests.support.compiled_tests import *  # noqa: E402, F403  (as above; all of its tests)
-from tests.support.decode_models import CASES, FAMILIES, MIXED, WIDE, Case, models  # noqa: E402  (as above)
+from tests.support.decode_models import CASES, FAMILIES, MIXED, PADDED, WIDE, Case, models  # noqa: E402  (as above)
 
 CAPABILITIES = (80, 90, 120)
 LONG = 1088, 700  # a cache whose keys are split into several parts, and the number of parts
@@ -97,7 +97,9 @@ def cases() -> list[object]:
     every = [
         (capability, case, size) for capability in CAPABILITIES for case in (*CASES, *WIDE) for size in (None, LONG)
     ]
-    every += [(capability, case, None) for capability in CAPABILITIES for case in MIXED]  # the same attention
+    every += [
+        (capability, case, None) for capability in CAPABILITIES for case in (*MIXED, *PADDED)
+    ]  # the same attention
     return [
         pytest.param(*one, id=f"sm{one[0]}-{one[1]}-{'long' if one[2] else 'short'}", marks=pytest.mark.slow)
         for one in every

@@ -72,6 +72,28 @@ def leftovers(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name not in ("source", ".locks"))
 
 
+def test_hessians_of_the_model_lose_less_than_those_of_its_layers(tmp_path: Path) -> None:
+    """The transform scales rows, whose gradients then have another size."""
+    source, lost = Source("draft", DRAFT, None, None), {}
+    for hessian in ("layer", "model"):
+        recipe = Recipe("awq+gptq", 3, 64, samples=16, seq=128, hessian=hessian)
+        plan = plan_quantization(source, recipe, report="quick")
+        lost[hessian] = quantize(plan, tmp_path / hessian, CPU).report.kl or 0.0
+    assert 0 < lost["model"] < 0.95 * lost["layer"]
+    assert json.loads((tmp_path / "model" / "mycli.json").read_text())["recipe"]["hessian"] == "model"
+
+
+def test_hessians_of_the_model_need_a_method_that_uses_them_and_gradients(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="method awq has no Hessian of the whole model") as refused:
+        Recipe("awq", hessian="model")
+    assert refused.value.code == "hessian-method"
+    experts = random_model(
+        tmp_path / "experts", model_type="mixtral", num_local_experts=2, num_experts_per_tok=1, intermediate_size=64
+    )
+    with pytest.raises(UsageError, match="gradients stop at the routing of experts"):
+        plan_quantization(Source("experts", experts, None, None), Recipe("gptq", group=32, hessian="model"))
+
+
 @pytest.mark.parametrize(
     "recipe",
     [
@@ -155,6 +177,7 @@ def test_companions_travel_and_the_record_tells_all(source: Source, tmp_path: Pa
         "target_bpw": None,
         "widths": None,
         "tune": False,
+        "hessian": "layer",
     }
     assert written["calibration"] is None
     assert (written["source"]["repo"], written["source"]["revision"]) == ("someone/small", "0" * 40)

@@ -36,6 +36,8 @@ def config(**changes: object) -> ModelConfig:
         (Recipe("rtn", bits=3, group=64, scales="absmax"), "rtn-absmax-int3-g64"),
         (Recipe("rtn", bits=2, group=32, head="int8"), "rtn-int2-g32-head-int8"),
         (Recipe(bits=3, tune=True), "gptq-int3-g128-tuned"),
+        (Recipe("awq+gptq", bits=2, hessian="model"), "awq-gptq-int2-g128-model"),
+        (Recipe(tune=True, hessian="model"), "gptq-int4-g128-model-tuned"),
         (Recipe("nf4", group=64), "nf4-g64"),
         (Recipe("nf4", group=32, scales="absmax"), "nf4-absmax-g32"),
     ],

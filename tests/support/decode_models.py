@@ -73,6 +73,7 @@ class Case:
     experts: MoeLayers | None = None
     block: int = CAPACITY  # size of a cache block
     family: str = ""  # a published model, whose configuration `changes` shrinks
+    padding: int = 0  # rows of padding after the new tokens of each sequence
 
     def __str__(self) -> str:
         options = self.family or "-".join(f"{key}{value}" for key, value in self.changes.items())
@@ -80,6 +81,7 @@ class Case:
             options += f"{self.experts.routing.top_k}of{self.experts.count}-{self.experts.routing.scoring}"
         options += f"-blocks{self.block}" * (self.block < CAPACITY)
         flags = "-head" * self.packed_head + "-int8kv" * self.int8 + "-int4kv" * self.int4 + "-bias" * self.bias
+        flags += f"-padded{self.padding}" * (self.padding > 0)
         group = "" if self.group == 32 else f"-g{self.group}"
         return f"int{self.bits}{group}-{self.sequences}x{self.new}{flags}-{options}"
 
@@ -148,6 +150,12 @@ WIDE = [
     Case(SEVEN, bias=True, int8=True, new=20),
     Case({"layers": 1}, group=16, packed_head=True, new=12),
     Case({"layers": 1, "windows": (40,)}, bits=8, packed_head=True, new=16, sequences=4),
+]
+# Prompts that are padded to a number of tokens for which there is a graph; padding reaches beyond the cache.
+PADDED = [
+    Case({"layers": 1, "windows": (40,)}, new=5, sequences=2, padding=3, block=64),
+    Case({**SEVEN, "layers": 2}, int8=True, new=3, padding=61),
+    Case({"num_hidden_layers": 1}, family="OLMo-2-7B", new=9, padding=7),
 ]
 # MoE layers, also with a dense layer between them; few rows per expert and many; all experts chosen; shared experts,
 # gated and ungated, whose operand has tiles of fewer rows than the pass.

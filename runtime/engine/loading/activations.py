@@ -5,12 +5,14 @@ import torch
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.errors import Declined, ModelError
+from mycli.runtime.hub.activation_record import recorded_kl
 from mycli.runtime.hub.store import MAX_RECORD_BYTES, RECORD
 from mycli.runtime.kernels.cpu.library.build import native
 from mycli.runtime.quantization.activations import (
     ActivationChoice,
     ActivationKl,
     choose_activations,
+    choose_by_file,
     read_activation_kl,
 )
 from mycli.runtime.utils.json_fields import read_object
@@ -32,4 +34,7 @@ def activation_choice(folder: ModelFolder, placement: Placement) -> ActivationCh
     library = native()
     if isinstance(library, Declined):
         return None
-    return choose_activations(placement.activations, card_activation_kl(folder), tiles=library.isa == "amx")
+    tiles = library.isa == "amx"
+    if placement.activations == "auto" and folder.path.is_file() and not tiles:  # a GGUF file has no card
+        return choose_by_file(recorded_kl(folder.path))
+    return choose_activations(placement.activations, card_activation_kl(folder), tiles=tiles)

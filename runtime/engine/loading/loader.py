@@ -55,6 +55,11 @@ def load_model(
         activations = activation_choice(folder, placement)
         packings = packings if activations is None else activations.packings(packings)
     model.load(checkpoint, packings, placement.device, placement.dtype)
+    # A model that reads its experts from disk replaces weights as it runs: it keeps 16 bits.
+    if activations is not None and activations.reason.code == "activations-file-not-measured" and expert_slots is None:
+        from mycli.runtime.engine.loading.activation_measurement import measure_choice
+
+        activations = measure_choice(folder, model, placement.kv, activations)
     if folder.packings and placement.unpacked:
         warn(Declined("weights-unpacked", {"reason": placement.unpacked, "dtype": placement.dtype_name}))
     for slow in _unpacked_every_pass(folder, placement):

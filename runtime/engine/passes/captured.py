@@ -17,6 +17,7 @@ from mycli.runtime.kernels.paged import Ragged, Scoring
 from mycli.runtime.kernels.registry import PAGED_ATTENTION, VECTOR_PACKING
 from mycli.runtime.kernels.triton.product.matmul import ACTIVATION_DTYPES
 from mycli.runtime.layers.attention import KeyValue
+from mycli.runtime.layers.feed_forward import Experts
 from mycli.runtime.layers.layer_part import PassContext
 from mycli.runtime.layers.rope import Rope, RopeTables
 from mycli.runtime.layers.streamed_experts import StreamedExperts
@@ -40,12 +41,19 @@ class _DeviceSequences:
         table = torch.where(present[:, None], inputs.block_table, inputs.block_table[:1])
         self.tokens = torch.where(present[:, None], inputs.tokens, inputs.tokens[:1])
         positions = lengths.long()[:, None] + torch.arange(-new, 0, device=lengths.device)
+        counts, self._rows = inputs.counts, None
+        if counts is not None:
+            # A row of padding stores the keys and values of the last token before it, at the same place.
+            counts = torch.where(present, counts, counts[:1])
+            row = torch.arange(new, device=lengths.device)[None].minimum(counts.long()[:, None] - 1)
+            positions = positions.gather(1, row)
+            self._rows = (row + new * torch.arange(count, device=lengths.device)[:, None]).flatten()
         self.positions = positions.flatten()
         self._cache = cache
         self._blocks = table.long().gather(1, positions // cache.block_size).flatten()
         self._offsets = self.positions % cache.block_size
         starts = torch.arange(0, (count + 1) * new, new, dtype=torch.int32, device=lengths.device)
-        self._ragged = Ragged(starts, lengths, table, new)
+        self._ragged = Ragged(starts, lengths, table, new, counts=counts)
 
     def attend_latent(self, layer: int, spec: LatentAttentionSpec, query: KeyValue, new: KeyValue) -> Tensor:
         raise AssertionError("`decline_captured` refuses latent attention")
@@ -55,6 +63,8 @@ class _DeviceSequences:
     ) -> Tensor:
         if new is not None:
             key, value = new[0][0], new[1][0]
+            if self._rows is not None:
+                key, value = key.index_select(0, self._rows), value.index_select(0, self._rows)
             if self._cache.dtype == PACKED:
                 key, value = VECTOR_PACKING(key), VECTOR_PACKING(value)
             self._cache.write_at(layer, self._blocks, self._offsets, key, value)
@@ -113,21 +123,46 @@ class CapturedStep:
 
     def __call__(self, inputs: StepInput, rope: Rope, cache: KVCache, last: bool) -> Tensor:
         """Return fp32 logits [sequences, 1 if last else new, vocab]; the cache takes keys and values."""
-        model, sequences = self._model, _DeviceSequences(inputs, cache)
-        tokens = sequences.tokens.view(1, -1)
-        x, per_layer = model.enter(tokens)
+        model = self._model
+        x, context = self._enter(inputs, rope, cache)
+        for block in model.layers():
+            x = block(x, context)
+        x = model.leave(x).view(*inputs.tokens.shape, -1)
+        x = inputs.last_rows(x) if last else x
+        logits: Tensor = finish_logits(model.head(model.norm(x.flatten(0, 1))), model.config)
+        return logits.view(*x.shape[:2], -1)
+
+    def run_layer(
+        self,
+        layer: int,
+        stream: Tensor,
+        inputs: StepInput,
+        rope: Rope,
+        cache: KVCache,
+        router_scores: Tensor | None = None,
+    ) -> Tensor:
+        """Run one layer as `LayeredStep.run_layer`."""
+        block = list(self._model.layers())[layer]
+        _, context = self._enter(inputs, rope, cache)
+        if router_scores is None or not isinstance(block.mlp, Experts):
+            after: Tensor = block(stream[None], context)
+            return after[0]
+        handle = block.mlp.router.register_forward_hook(lambda *_: router_scores)
+        try:
+            after = block(stream[None], context)
+        finally:
+            handle.remove()
+        return after[0]
+
+    def _enter(self, inputs: StepInput, rope: Rope, cache: KVCache) -> tuple[Tensor, PassContext]:
+        sequences = _DeviceSequences(inputs, cache)
+        x, per_layer = self._model.enter(sequences.tokens.view(1, -1))
 
         def inputs_of(layer: int) -> Tensor:
             assert isinstance(per_layer, Tensor)
             return per_layer[..., layer, :]
 
-        context = PassContext(_rows(rope, sequences.positions), sequences, inputs_of)
-        for block in model.layers():
-            x = block(x, context)
-        x = model.leave(x).view(*inputs.tokens.shape, -1)
-        x = x[:, -1:] if last else x
-        logits: Tensor = finish_logits(model.head(model.norm(x.flatten(0, 1))), model.config)
-        return logits.view(*x.shape[:2], -1)
+        return x, PassContext(_rows(rope, sequences.positions), sequences, inputs_of)
 
 
 def _rows(rope: Rope, positions: Tensor) -> Mapping[RopeSpec, RopeTables]:

@@ -7,49 +7,41 @@ padded number of sequences and tokens; it is captured the second time that such 
 tables are copied into its buffers before each replay, so sequences may come, go and lie anywhere in the cache.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from mycli.runtime.cache.batch import Batch, Chunk
-from mycli.runtime.cache.kv_cache import KVCache, cache_dtype
+from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.engine.passes.base import OnDecline, Pass, PassInput, TokenSteps
 from mycli.runtime.engine.passes.captured import CapturedStep
+from mycli.runtime.engine.passes.gate import TOLERANCE, compare_logits, difference, layer_difference, tolerance
 from mycli.runtime.engine.passes.graphs import (
     Capture,
     GraphCapture,
     Launches,
+    LayeredStep,
     Step,
     StepInput,
     block_table_width,
 )
 from mycli.runtime.engine.passes.plain import PlainPass
 from mycli.runtime.errors import Declined, summarize_error
-from mycli.runtime.kernels.paged import KEY_BLOCK
 from mycli.runtime.kernels.triton.toolchain import missing_tool
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.layers.transformer import Transformer
-from mycli.runtime.memory.graphs import MOST_GRAPHS, padded_sequences
-from mycli.runtime.models.config import KvDtype, ModelConfig
-from mycli.runtime.models.experts_spec import ExpertsSpec
+from mycli.runtime.memory.graphs import MOST_GRAPHS, padded_sequences, padded_tokens
+from mycli.runtime.models.config import KvDtype
 from mycli.runtime.quantization.int4_vectors import FUSED_INT4_HEADS
 
 if TYPE_CHECKING:  # it imports Triton, which takes a second and is not on every machine
     from mycli.runtime.engine.passes.device_loop import DeviceLoop
 
-TOLERANCE = 0.03  # relative difference of logits between two ways of rounding to bf16
-# In a mixture of experts rounding can change which of two equally scored experts is chosen. Between bf16 and fp32,
-# logits of random mixtures differ by up to 0.14 over 16 tokens and 0.26 for one; unrelated logits differ by 1.4.
-ROUTED_TOLERANCE = 0.4
-_CHECK_CONTEXT = 1024  # long enough that attention splits the keys into several parts
-_CHECK_PREFIX = 300  # tokens before the compared ones, in more than one part
 _CHECKED_ROWS = 8  # the comparison at load covers passes of up to 8 rows; wider ones use other tiles
-_Shape = tuple[int, int]  # padded number of sequences, new tokens of each
+_Shape = tuple[int, int, bool]  # padded number of sequences, new tokens of each, whether some are padding
 
 
 @dataclass(frozen=True)
@@ -70,9 +62,9 @@ class _CacheGraphs:
 class CudaPass:
     """Runs `step` as replayed graphs, or launch by launch if `capture` is None.
 
-    The first pass of a shape of more than 8 rows is compared with `plain` unless `compare` is False. A pass that fails
-    or differs is reported once and computed by `plain`, which writes the same cache slots. After a failed capture or
-    replay all passes are declined from then on; after a failed first launch only those of its shape.
+    The first pass of a shape with padding or of more than 8 rows is compared with `plain` unless `compare` is False. A
+    pass that fails or differs is reported once and computed by `plain`, which writes the same cache slots. After a
+    failed capture or replay all passes are declined from then on; after a failed first launch only those of its shape.
     """
 
     samples = True
@@ -101,42 +93,51 @@ class CudaPass:
         """Return whether passes of this shape were compared, at load or here, and none failed."""
         if self._failed is not None or shape in self._refused:
             return False
-        sequences, new = shape
-        return sequences * new <= _CHECKED_ROWS or not self._compare or shape in self._compared
+        sequences, new, padded = shape
+        checked = not padded and sequences * new <= _CHECKED_ROWS
+        return checked or not self._compare or shape in self._compared
 
     def takes(self, work: PassInput) -> Declined | None:
-        sequences, new = len(work.chunks), work.chunks[0].count
-        padded = padded_sequences(sequences)
         if self._failed is not None:
             return self._failed
         if work.hook is not None:
             return Declined("hidden-states")
-        if any([chunk.count != new for chunk in work.chunks]):
-            return Declined("unequal-tokens")
-        if padded is None or not self.step.takes(padded, new):
-            return Declined("fused-shape", {"sequences": sequences, "tokens": new})
-        if (padded, new) in self._refused:
-            return self._refused[padded, new]
+        shape = _shape(work)
+        if shape is None or not self.step.takes(*shape[:2]):
+            longest = max([chunk.count for chunk in work.chunks])
+            return Declined("fused-shape", {"sequences": len(work.chunks), "tokens": longest})
+        if shape in self._refused:
+            return self._refused[shape]
         width = block_table_width(work)
         if max([len(chunk.blocks) for chunk in work.chunks]) > width:
             return Declined("cache-block-size", {"size": work.cache.block_size})
         if not self.step.rotates(work.rope, min(width * work.cache.block_size, work.rope.positions)):
             return Declined("rotation-kind")
         if work.sampling is None:
-            logit_rows = sum([chunk.logits for chunk in work.chunks])
-            return None if logit_rows in (sequences, work.rows) else Declined("some-logits")
-        if self.loop is None or new > 1:
+            every = all([chunk.logits == chunk.count for chunk in work.chunks])
+            return None if every or _last_only(work) else Declined("some-logits")
+        if self.loop is None or shape[1] > 1:
             return Declined("host-sampling")
-        if padded > self.loop.MOST_PENALIZED and any([row.seen is not None for row in work.sampling]):
-            return Declined("many-penalties", {"sequences": sequences, "most": self.loop.MOST_PENALIZED})
-        return self.loop.declined if self.trusts((padded, 1)) else Declined("not-compared")
+        if shape[0] > self.loop.MOST_PENALIZED and any([row.seen is not None for row in work.sampling]):
+            return Declined("many-penalties", {"sequences": len(work.chunks), "most": self.loop.MOST_PENALIZED})
+        return self.loop.declined if self.trusts(shape) else Declined("not-compared")
 
     @torch.inference_mode()
     def logits(self, work: PassInput) -> Tensor:
         logits = self._fused(work)
         if logits is None:
             return self._plain.logits(work)
-        return logits.flatten(0, 1).to(torch.float32, copy=True)
+        return _without_padding(logits, work).to(torch.float32, copy=True)
+
+    @torch.inference_mode()
+    def launch(self, work: PassInput) -> None:
+        """Launch the step of `work` if this pass takes it, so that its kernels are compiled; nothing else is changed.
+
+        Threads may do so concurrently: their launches are in the order of one stream.
+        """
+        shape = _shape(work)
+        if shape is not None and self.takes(work) is None:
+            self.step(_inputs(work, shape), work.rope, work.cache, _last_only(work))
 
     def tokens(self, work: PassInput) -> Iterator[TokenSteps]:
         assert self.loop is not None
@@ -144,14 +145,12 @@ class CudaPass:
 
     def _fused(self, work: PassInput) -> Tensor | None:
         """Return logits [sequences, 1 or new, vocab], valid until the next call; None if they are up to `plain`."""
-        sequences, new = len(work.chunks), work.chunks[0].count
-        padded = padded_sequences(sequences)
-        assert padded is not None
+        shape = _shape(work)
+        assert shape is not None
         held = self._graphs.get(work.cache)
         if held is None or held.rope is not work.rope:
             held = self._graphs[work.cache] = _CacheGraphs(work.rope)
-        shape = padded, new
-        key = shape, sum([chunk.logits for chunk in work.chunks]) < work.rows
+        key = shape, _last_only(work)
         # The first pass of a shape compiles its kernels, which must not happen inside a capture.
         launched = self._capture is None or key not in held.by_shape
         try:
@@ -160,7 +159,7 @@ class CudaPass:
             captured = held.by_shape.pop(key) or self._captured(work, held, key)
             held.by_shape[key] = captured  # the most recently used
             captured.inputs.fill(work.chunks)
-            return captured.replay()[:sequences]
+            return captured.replay()[: len(work.chunks)]
         except Exception as error:  # noqa: BLE001  (reason: compilers and drivers raise all kinds)
             declined = Declined("kernels-failed", {"error": summarize_error(error)})
             self._give_up(declined, shape if launched else None)
@@ -171,10 +170,11 @@ class CudaPass:
         expected = None
         if not self.trusts(shape):
             expected = self._plain.logits(work)  # first: the cache must end up with what replays write
-        inputs = StepInput.zeros(*shape, block_table_width(work), work.rope.device)
-        inputs.fill(work.chunks)
+        inputs = _inputs(work, shape)
         logits = self.step(inputs, held.rope, work.cache, last)[: len(work.chunks)]
-        declined = None if expected is None else _compare(logits.flatten(0, 1), expected, self._tolerance)
+        declined = None
+        if expected is not None:
+            declined = compare_logits(_without_padding(logits, work), expected, self._tolerance)
         if declined is not None:
             self._give_up(declined, shape)
             return None
@@ -188,8 +188,7 @@ class CudaPass:
         if len(captured) >= MOST_GRAPHS:
             held.by_shape[captured[0]] = None
         shape, last = key
-        inputs = StepInput.zeros(*shape, block_table_width(work), work.rope.device)
-        inputs.fill(work.chunks)
+        inputs = _inputs(work, shape)
         return _Captured(inputs, self._capture(lambda: self.step(inputs, held.rope, work.cache, last)))
 
     def _give_up(self, declined: Declined, shape: _Shape | None) -> None:
@@ -200,6 +199,32 @@ class CudaPass:
         else:
             self._failed = declined
             self._graphs.clear()
+
+
+def _shape(work: PassInput) -> _Shape | None:
+    counts = [chunk.count for chunk in work.chunks]
+    sequences, tokens = padded_sequences(len(work.chunks)), padded_tokens(counts, not _last_only(work))
+    return None if sequences is None or tokens is None else (sequences, *tokens)
+
+
+def _last_only(work: PassInput) -> bool:
+    return all([chunk.logits == 1 for chunk in work.chunks])
+
+
+def _without_padding(logits: Tensor, work: PassInput) -> Tensor:
+    """Return the rows [rows, vocab] of logits [sequences, 1 or new, vocab] that are not padding."""
+    flat, new = logits.flatten(0, 1), logits.shape[1]
+    if _last_only(work) or all([chunk.count == new for chunk in work.chunks]):
+        return flat
+    rows = [place * new + row for place, chunk in enumerate(work.chunks) for row in range(chunk.count)]
+    return flat.index_select(0, torch.tensor(rows).to(flat.device, non_blocking=True))
+
+
+def _inputs(work: PassInput, shape: _Shape) -> StepInput:
+    sequences, new, padded = shape
+    inputs = StepInput.zeros(sequences, new, block_table_width(work), work.rope.device, padded)
+    inputs.fill(work.chunks)
+    return inputs
 
 
 def compile_cuda_pass(model: Transformer, kv: KvDtype, report: OnDecline) -> CudaPass | Declined:
@@ -221,97 +246,42 @@ def compile_captured_pass(model: Transformer, kv: KvDtype, report: OnDecline) ->
     return step if isinstance(step, Declined) else _compile_looping(model, step, kv, report, "captured")
 
 
-def _compile_looping(model: Transformer, step: Step, kv: KvDtype, report: OnDecline, name: str) -> CudaPass | Declined:
+def _compile_looping(
+    model: Transformer, step: LayeredStep, kv: KvDtype, report: OnDecline, name: str
+) -> CudaPass | Declined:
     try:
         from mycli.runtime.engine.passes import device_loop
     except ImportError as error:
         return Declined("no-triton", {"error": summarize_error(error)})
-    way = compile_step(model, step, kv, GraphCapture(), report, name)
+    way = compile_step(model, step, kv, GraphCapture(), report, name, step)
     if isinstance(way, CudaPass):
         way.loop = device_loop.compile_loop(model, step, GraphCapture(), report)
     return way
 
 
 def compile_step(
-    model: Transformer, step: Step, kv: KvDtype, capture: Capture, report: OnDecline, name: str = "cuda"
+    model: Transformer,
+    step: Step,
+    kv: KvDtype,
+    capture: Capture,
+    report: OnDecline,
+    name: str = "cuda",
+    layers: LayeredStep | None = None,
 ) -> CudaPass | Declined:
-    """Compare `step` with the plain pass of `model` and return the pass that runs it, or why it cannot be used."""
+    """Compare `step` with the plain pass of `model` and return the pass that runs it, or why it cannot be used.
+
+    layers: the step, if its layers are compared one by one too.
+    """
     odd = {spec.head_dim for spec in model.config.attentions} - set(FUSED_INT4_HEADS)
     if kv == "int4" and odd:
         declined: Declined | None = Declined("int4-head", {"head_dim": min(odd)})
     else:
         try:
-            declined = difference(model, step, kv, capture)
+            declined = None if layers is None else layer_difference(model, layers, kv)
+            declined = declined or difference(model, step, kv, capture)
         except Exception as error:  # noqa: BLE001  (reason: compilers and drivers raise all kinds)
             declined = missing_tool() or Declined("kernels-failed", {"error": summarize_error(error)})
     if declined is not None:
         report(declined)
         return declined
     return CudaPass(step, PlainPass(model), capture, report, name=name, tolerance=tolerance(model.config))
-
-
-def tolerance(config: ModelConfig) -> float:
-    routed = any(isinstance(spec.mlp, ExpertsSpec) for spec in config.layer_specs)
-    return ROUTED_TOLERANCE if routed else TOLERANCE
-
-
-def _compare(logits: Tensor, expected: Tensor, most: float) -> Declined | None:
-    error = float((logits.float() - expected).norm() / expected.norm())
-    return None if error < most else Declined("logits-differ", {"percent": f"{error:.1%}"})
-
-
-@torch.inference_mode()
-def difference(
-    model: Transformer, step: Step, kv: KvDtype = "auto", capture: Capture | None = None, counts: Sequence[int] = (1, 4)
-) -> Declined | None:
-    """Compare the logits of `step` for each number of new tokens in `counts` with the plain pass's; None if equal.
-
-    With the sequence in one cache block, and in several out of order next to a padding sequence.
-    """
-    context = min(_CHECK_CONTEXT, model.config.max_context)
-    rope = Rope(model.config, context, model.device, model.dtype)
-    if not step.rotates(rope, context):
-        return None
-    for block_size in (context, KEY_BLOCK):
-        blocks = tuple(reversed(range(-(-context // block_size))))
-        cache = KVCache(model.config, len(blocks), block_size, model.device, cache_dtype(kv, model.dtype))
-        declined = _difference(model, step, cache, rope, blocks, capture, counts)
-        if declined is not None:
-            return declined
-    return None
-
-
-def _difference(
-    model: Transformer,
-    step: Step,
-    cache: KVCache,
-    rope: Rope,
-    blocks: tuple[int, ...],
-    capture: Capture | None,
-    counts: Sequence[int],
-) -> Declined | None:
-    def plain(chunk: Chunk) -> Tensor:
-        logits: Tensor = model(Batch.of([chunk], cache.block_size, model.device), rope, cache)
-        return logits
-
-    config, sequences = model.config, min(len(blocks), 2)
-    prefix, most = min(_CHECK_PREFIX, rope.positions - max(counts)), max(counts)
-    tokens = [index * 7919 % config.vocab_size for index in range(prefix + most)]
-    plain(Chunk(tokens[:prefix], 0, blocks, 0))
-    for count in counts:
-        if not step.takes(sequences, count):
-            continue
-        chunk = Chunk(tokens[prefix : prefix + count], prefix, blocks, count)
-        expected = plain(chunk)[None]
-        inputs = StepInput.zeros(sequences, count, len(blocks), model.device)
-        inputs.fill([chunk])
-        logits = step(inputs, rope, cache, last=False)
-        declined = _compare(logits[:1], expected, tolerance(config))
-        if declined is not None:
-            return declined
-        if capture is None:
-            continue
-        replayed = capture(partial(step, inputs, rope, cache, last=False))()
-        if not torch.equal(replayed[:1], logits[:1]):
-            return Declined("replay-differs")
-    return None

@@ -55,10 +55,12 @@ class SecondHalf(Protocol):
         stream: Tensor,
         next_norm: Norm | None,
         counters: Tensor,
+        router_scores: Tensor | None = None,
     ) -> Activation | None:
         """Add the product with `o`, and then the MLP, to the stream [rows, size]; return it normed by `next_norm`.
 
-        residual: bias, norm and factors of `o`. counters: as in `residual.add`.
+        residual: bias, norm and factors of `o`. counters: as in `residual.add`. router_scores: instead of those of the
+        router of experts.
         """
         ...
 
@@ -82,6 +84,7 @@ class _DenseMlp:
         stream: Tensor,
         next_norm: Norm | None,
         counters: Tensor,
+        router_scores: Tensor | None = None,
     ) -> Activation | None:
         normed = add(attended, o, stream, self.norm, counters, residual=residual)
         assert normed is not None
@@ -252,32 +255,69 @@ class FusedStep:
 
         Logits of padding sequences mean nothing.
         """
-        tables = rope.every(longest(inputs.block_table, rope, cache))
-        assert tables is not None  # checked by `rotates`
-        rotations = {
-            spec: Rotation(table.cos, table.sin, table.interleaved, table.query_scale) for spec, table in tables.items()
-        }
         config, (sequences, new) = self._model.config, inputs.tokens.shape
-        counters, lengths, block_table = self._counters, inputs.lengths, inputs.block_table
         flat, embedding = inputs.tokens.reshape(-1).contiguous(), self._model.embedding
         scale = embedding_scale(config, embedding.dtype)
         stream, first = embed(flat, embedding, self._layers[0].input_norm, scale)
+        rotations = self._rotations(inputs, rope, cache)
         x: Activation | None = first
-        for index, (layer, next_norm) in enumerate(zip(self._layers, self._next_norms, strict=True)):
+        for index in range(len(self._layers)):
             assert x is not None  # None only before a head that is not packed, after the last layer
-            keys, values = cache.all(index)
-            stored = LayerCache(keys.data, values.data, keys.scales, values.scales)
-            qkv, rotation = layer.input_norm.product, None if layer.rope is None else rotations[layer.rope]
-            query = project(x, qkv, layer.projection, rotation, lengths, block_table, stored, stream.dtype, counters)
-            attended = decode_attention(query, stored, lengths, block_table, layer.scoring, layer.o, counters)
-            x = layer.second.add_to(attended, layer.o, layer.residual, stream, next_norm, counters)
-        logits = self._logits(x, stream.view(sequences, new, -1), last)
+            x = self._run(index, x, stream, inputs, rotations, cache)
+        logits = self._logits(x, stream.view(sequences, new, -1), inputs, last)
         scaled = config.logit_scale != 1.0 or config.logit_softcap is not None
         return finish_logits(logits, config) if scaled else logits
 
-    def _logits(self, x: Activation | None, stream: Tensor, last: bool) -> Tensor:
-        if self._head is None or x is None:
-            logits: Tensor = self._model.head(self._model.norm(stream[:, -1:] if last else stream))
+    def run_layer(
+        self,
+        layer: int,
+        stream: Tensor,
+        inputs: StepInput,
+        rope: Rope,
+        cache: KVCache,
+        router_scores: Tensor | None = None,
+    ) -> Tensor:
+        """Run one layer as `LayeredStep.run_layer`."""
+        # The rows of the stream are the embeddings of as many tokens: the operand of the first product is made there.
+        rows = torch.arange(len(stream), device=stream.device)
+        after, x = embed(rows, stream.contiguous(), self._layers[layer].input_norm)
+        self._run(layer, x, after, inputs, self._rotations(inputs, rope, cache), cache, router_scores)
+        return after
+
+    def _rotations(self, inputs: StepInput, rope: Rope, cache: KVCache) -> Mapping[RopeSpec, Rotation]:
+        tables = rope.every(longest(inputs.block_table, rope, cache))
+        assert tables is not None  # checked by `rotates`
+        return {
+            spec: Rotation(table.cos, table.sin, table.interleaved, table.query_scale) for spec, table in tables.items()
+        }
+
+    def _run(
+        self,
+        index: int,
+        x: Activation,
+        stream: Tensor,
+        inputs: StepInput,
+        rotations: Mapping[RopeSpec, Rotation],
+        cache: KVCache,
+        router_scores: Tensor | None = None,
+    ) -> Activation | None:
+        layer, counters = self._layers[index], self._counters
+        lengths, block_table, counts = inputs.lengths, inputs.block_table, inputs.counts
+        keys, values = cache.all(index)
+        stored = LayerCache(keys.data, values.data, keys.scales, values.scales)
+        qkv, rotation = layer.input_norm.product, None if layer.rope is None else rotations[layer.rope]
+        query = project(
+            x, qkv, layer.projection, rotation, lengths, block_table, stored, stream.dtype, counters, counts
+        )
+        attended = decode_attention(query, stored, lengths, block_table, layer.scoring, layer.o, counters, counts)
+        norm = self._next_norms[index]
+        return layer.second.add_to(attended, layer.o, layer.residual, stream, norm, counters, router_scores)
+
+    def _logits(self, x: Activation | None, stream: Tensor, inputs: StepInput, last: bool) -> Tensor:
+        # The head is a tenth of a model: of a prompt it multiplies the last row alone, normed by an operation of its
+        # own, rather than all rows.
+        if self._head is None or x is None or (last and inputs.counts is not None):
+            logits: Tensor = self._model.head(self._model.norm(inputs.last_rows(stream) if last else stream))
             return logits
         logits = self._head.multiply(x, stream.dtype).view(*stream.shape[:2], -1)
         return logits[:, -1:] if last else logits

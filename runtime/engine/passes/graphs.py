@@ -19,32 +19,51 @@ Capture = Callable[[Launches], Launches]
 
 @dataclass(frozen=True)
 class StepInput:
-    """The input of a step, for a padded number of sequences with equally many new tokens.
+    """The input of a step, for a padded number of sequences with equally many new tokens, padding included.
 
-    tokens int64 [sequences, new]; lengths int32 [sequences], including the new tokens, 0 for a padding sequence;
-    block_table int32 [sequences, blocks].
+    tokens int64 [sequences, new]; lengths int32 [sequences], including all new tokens, 0 for a padding sequence;
+    block_table int32 [sequences, blocks]; counts int32 [sequences]: new tokens of each sequence that are not padding,
+    which come first; None if there is no padding.
     """
 
     tokens: Tensor
     lengths: Tensor
     block_table: Tensor
+    counts: Tensor | None = None
 
     @classmethod
-    def zeros(cls, sequences: int, new: int, width: int, device: torch.device) -> "StepInput":
+    def zeros(cls, sequences: int, new: int, width: int, device: torch.device, padded: bool = False) -> "StepInput":
+        """Return an input without sequences; padded: they may have fewer than `new` tokens."""
         return cls(
             torch.zeros(sequences, new, dtype=torch.int64, device=device),
             torch.zeros(sequences, dtype=torch.int32, device=device),
             torch.zeros(sequences, width, dtype=torch.int32, device=device),
+            torch.zeros(sequences, dtype=torch.int32, device=device) if padded else None,
         )
+
+    @property
+    def new(self) -> int:
+        return self.tokens.shape[1]
+
+    def last_rows(self, x: Tensor) -> Tensor:
+        """Return the rows of x [sequences, new, size] of the last token of each sequence: [sequences, 1, size]."""
+        if self.counts is None:
+            return x[:, -1:]
+        last = (self.counts.long() - 1).clamp(min=0)
+        return x.gather(1, last[:, None, None].expand(-1, 1, x.shape[2]))
 
     def fill(self, chunks: Sequence[Chunk]) -> None:
         """Copy tokens, lengths and blocks of `chunks`; the sequences after them become padding."""
         # Entries of the table that are not copied belong to positions that nothing reads. The driver stages such small
         # copies, so the host does not wait.
-        lengths = [chunk.length for chunk in chunks] + [0] * (len(self.lengths) - len(chunks))
+        absent = [0] * (len(self.lengths) - len(chunks))
+        lengths = [chunk.start + self.new for chunk in chunks] + absent
         used = min(max(len(chunk.blocks) for chunk in chunks), self.block_table.shape[1])
         rows = [[*chunk.blocks[:used], *[0] * (used - len(chunk.blocks))] for chunk in chunks]
-        tokens = torch.tensor([list(chunk.tokens) for chunk in chunks], dtype=torch.int64)
+        tokens = torch.tensor([[*chunk.tokens, *[0] * (self.new - chunk.count)] for chunk in chunks], dtype=torch.int64)
+        if self.counts is not None:
+            counts = [chunk.count for chunk in chunks] + absent
+            self.counts.copy_(torch.tensor(counts, dtype=torch.int32), non_blocking=True)
         self.tokens[: len(chunks)].copy_(tokens, non_blocking=True)
         self.lengths.copy_(torch.tensor(lengths, dtype=torch.int32), non_blocking=True)
         self.block_table[: len(chunks), :used].copy_(torch.tensor(rows, dtype=torch.int32), non_blocking=True)
@@ -58,6 +77,25 @@ class Step(Protocol):
         ...
 
     def __call__(self, inputs: StepInput, rope: Rope, cache: KVCache, last: bool) -> Tensor: ...
+
+
+class LayeredStep(Step, Protocol):
+    """A step whose layers can also run alone, to be compared with the plain ones."""
+
+    def run_layer(
+        self,
+        layer: int,
+        stream: Tensor,
+        inputs: StepInput,
+        rope: Rope,
+        cache: KVCache,
+        router_scores: Tensor | None = None,
+    ) -> Tensor:
+        """Return the residual stream [rows, size] after one layer; the cache takes its keys and values.
+
+        router_scores: [rows, experts], of a mixture of experts, instead of the layer's own.
+        """
+        ...
 
 
 def block_table_width(work: PassInput) -> int:

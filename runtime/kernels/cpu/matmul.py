@@ -16,7 +16,7 @@ from mycli.runtime.errors import Declined, ResourceError
 from mycli.runtime.kernels.cpu.library import build
 from mycli.runtime.kernels.cpu.library.build import ROW_TYPES, STORED_TYPES, CWeight, Native
 from mycli.runtime.quantization.packed_weight import Matmul, PackedWeight, unpack
-from mycli.runtime.quantization.scheme import Packing
+from mycli.runtime.quantization.scheme import ActivationBits, Packing
 from mycli.runtime.quantization.super_blocks import scale_codes
 from mycli.runtime.utils.memory import HUGE, huge_empty
 
@@ -143,6 +143,10 @@ class CpuMatmul:
     def form(self) -> tuple[int, int, int, int]:
         """Outputs, inputs, group size and bits of activations: experts with equal ones are multiplied in one call."""
         return *self._shape, self._weight.group, self._weight.activations
+
+    def round_activations(self, bits: ActivationBits) -> None:
+        """Multiply bf16 activations as integers of `bits` from now on."""
+        self._weight.activations = bits
 
     @property
     def small(self) -> bool:

@@ -100,6 +100,7 @@ def attend_kernel(
     key_scales,  # fp32 [blocks, kv_heads, block_size] for int8, the cache in bf16 for int4, else None
     value_scales,
     lengths,  # int32 [sequences]: number of keys, those of the new tokens included; 0 for a padding sequence
+    counts,  # int32 [sequences]: new tokens of each sequence, if the last of its `tokens` are padding; else None
     block_table,  # int32 [sequences, table_width]: the cache blocks of each sequence in order
     outputs,  # fp32 [query_blocks, kv_heads, splits, BLOCK_Q, HEAD_DIM]
     stats,  # fp32 [query_blocks, kv_heads, splits, BLOCK_Q, 2]: maximum and sum of exponentials, base 2
@@ -144,9 +145,12 @@ def attend_kernel(
     else:
         sequence, here, row = query_block, TOKENS, query_block * TOKENS
         length = tl.load(lengths + sequence)
+    first_position = length - here
+    if counts is not None:  # keys of padding are not stored
+        length = tl.minimum(length, tl.load(lengths + sequence) - tokens + tl.load(counts + sequence))
     column = tl.arange(0, BLOCK_Q)
     token, lane = column // GROUP, tl.arange(0, BLOCK_D)
-    position = length - here + token
+    position = first_position + token
     head = (row + token) * (kv_heads * GROUP) + kv_head * GROUP + column % GROUP
     q_mask = (column[:, None] < here * GROUP) & (lane[None, :] < HEAD_DIM)
     q = tl.load(query + head[:, None] * HEAD_DIM + lane[None, :], mask=q_mask, other=0.0).to(DOT)
@@ -156,7 +160,7 @@ def attend_kernel(
         rotated_q = hadamard_rows(q.to(tl.float32), BLOCK_Q, HEAD_DIM) * FACTOR
         q, q_upper = lower_and_upper(rotated_q.to(DOT), BLOCK_Q, HEAD_DIM)
     table, head_base = block_table + sequence * table_width, kv_head.to(tl.int64) * head_stride
-    first = tl.maximum(length - here - window + 1, 0) // BLOCK_K if WINDOW else 0
+    first = tl.maximum(first_position - window + 1, 0) // BLOCK_K if WINDOW else 0
     blocks = tl.cdiv(length, BLOCK_K)
     share = tl.cdiv(blocks - first, splits)
     start = first + split * share
@@ -289,16 +293,18 @@ def decode_attention(
     scoring: Scoring,
     product: TritonMatmul,
     counters: Tensor,
+    counts: Tensor | None = None,
 ) -> Activation:
     """Return the attention of query [sequences, tokens, heads, head_dim] to the cache, as an operand of `product`.
 
     The queries are at the last positions of their sequences. lengths: int32 [sequences], including them; 0 for padding,
     whose rows become zeros. block_table: int32 [sequences, blocks]. Raises ValueError if more than 64 heads share a
     key-value head, or for a block size that is not supported. counters: int32 zeros, at least sequences * tokens *
-    kv_heads; zero again afterwards.
+    kv_heads; zero again afterwards. counts: int32 [sequences], new tokens of each sequence; its rows after them have
+    no keys of their own, and their results mean nothing.
     """
     into = product.activation(query.shape[0] * query.shape[1])
-    launch_attention(query, cache, lengths, block_table, scoring, into.operand(), product.chip, counters)
+    launch_attention(query, cache, lengths, block_table, scoring, into.operand(), product.chip, counters, counts)
     return into
 
 
@@ -311,8 +317,9 @@ def launch_attention(
     into: Operand,
     chip: Chip,
     counters: Tensor,
+    counts: Tensor | None = None,
 ) -> None:
-    check_contiguous(query, lengths, block_table, scoring.sinks)
+    check_contiguous(query, lengths, counts, block_table, scoring.sinks)
     sequences, tokens, heads, head_dim = query.shape
     (kv_heads, block_size), table_width = cache.keys.shape[1:3], block_table.shape[1]
     if table_width > 1 and block_size % BLOCK_K:
@@ -333,7 +340,7 @@ def launch_attention(
     log2e = math.log2(math.e)
     scale = scoring.scale / scoring.softcap if scoring.softcap else scoring.scale * log2e
     attend_kernel[(parts, kv_heads, query_blocks)](
-        query, cache.keys, cache.values, *cache.scales(), lengths, block_table, outputs, stats,
+        query, cache.keys, cache.values, *cache.scales(), lengths, counts, block_table, outputs, stats,
         *cache.keys.stride()[:2], block_size, table_width, scoring.window or 0, scale, scoring.softcap * log2e,
         scoring.sinks, counters, into, tokens,
         TOKENS=block_tokens, SPLIT_QUERIES=block_tokens < tokens, GROUP=group, HEAD_DIM=head_dim,
@@ -347,18 +354,19 @@ def launch_attention(
 
 
 def launch_paged_attention(
-    query: Tensor, keys: Stored, values: Stored, ragged: Ragged, scoring: Scoring, chip: Chip
+    query: Tensor, keys: Stored, values: Stored, ragged: Ragged, scoring: Scoring, chip: Chip, out: Tensor | None = None
 ) -> Tensor | Declined:
-    """Compute `triton_attend_paged` on a chip."""
+    """Compute `triton_attend_paged` on a chip; out: [tokens, heads * head_dim], where the result is written."""
     rows, heads, head_dim = query.shape
     assert ragged.tokens is not None
     if not head_fits(chip, heads // keys.data.shape[1], head_dim, ragged.tokens, keys.data.element_size()):
-        return Declined("attention-shape", {"heads": heads, "head_dim": head_dim})
-    out = torch.empty((rows, heads * head_dim), dtype=query.dtype, device=query.device)
+        return Declined("attention-shape", {"group": heads // keys.data.shape[1], "head_dim": head_dim})
+    if out is None:
+        out = torch.empty((rows, heads * head_dim), dtype=query.dtype, device=query.device)
     tile = min(128, head_dim & -head_dim)
     into = Operand(out, None, out.shape[1] // tile, 0, constexpr(tile), constexpr(False))
     counters = torch.zeros(rows * keys.data.shape[1], dtype=torch.int32, device=query.device)
     cache = LayerCache(keys.data, values.data, keys.scales, values.scales)
     shaped = query.reshape(rows // ragged.tokens, ragged.tokens, heads, head_dim).contiguous()
-    launch_attention(shaped, cache, ragged.lengths, ragged.block_table, scoring, into, chip, counters)
+    launch_attention(shaped, cache, ragged.lengths, ragged.block_table, scoring, into, chip, counters, ragged.counts)
     return out

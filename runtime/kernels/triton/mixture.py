@@ -216,6 +216,7 @@ class FusedMixture:
         stream: Tensor,
         following: Norm | None,
         counters: Tensor,
+        router_scores: Tensor | None = None,
     ) -> Activation | None:
         """Run the half layer, as `SecondHalf.add_to` of the fused pass."""
         first, last = self.norm.product, self.down.weights[0]
@@ -225,7 +226,8 @@ class FusedMixture:
         assert normed is not None
         experts, gate = len(self.router), None if self.shared is None else self.shared.gate
         scores = score(stream, normed, self.norm, self.router, gate)
-        route = route_tokens(scores[:, :experts], self.choice, self.correction, first.chip.pdl)
+        chosen_by = scores[:, :experts] if router_scores is None else router_scores
+        route = route_tokens(chosen_by, self.choice, self.correction, first.chip.pdl)
         gate_up = first.partial(normed, routed=self.gate_up.rows(route.starts, route.tokens, count))
         active = activate_parts(gate_up, stream.dtype, last, last.tile(share))
         outputs = last.partial(active, routed=self.down.rows(route.starts, None, count))

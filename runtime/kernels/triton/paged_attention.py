@@ -41,7 +41,7 @@ def triton_attend_prompt(
     device, (_, heads, head_dim) = query.device, query.shape
     if device.type != "cuda":
         return Declined("not-on-cuda", {"device": str(device)})
-    if ragged.longest is None:
+    if ragged.known is None:
         return Declined("unequal-tokens")
     declined = decline_paged(device, query.dtype, keys.data.shape[2], ragged.block_table.shape[1])
     if declined is not None:

@@ -35,6 +35,7 @@ class RopeArguments(NamedTuple):
     sin: Any
     query_scale: Any  # [positions]: multiplies queries
     lengths: Any  # int32 [sequences]: number of keys including the new tokens; 0 for a padding sequence
+    counts: Any  # int32 [sequences]: new tokens of each sequence, if the last of its `tokens` are padding; else None
     block_table: Any  # int32 [sequences, table_width]
     query: Any  # [rows, heads, head_dim]
     key_cache: Any  # [blocks, kv_heads, block_size, head_dim], block_stride and head_stride apart
@@ -167,6 +168,8 @@ def rope_epilogue(parts, count, head, first_row, rows, args):
     DTYPE: tl.constexpr = args.query.dtype.element_ty
     position = tl.load(args.lengths + sequence, mask=known, other=0) - args.tokens + row % args.tokens
     cached = known & (position >= 0)  # not of a padding sequence
+    if args.counts is not None:
+        cached = cached & (row % args.tokens < tl.load(args.counts + sequence, mask=known, other=0))
     inside, stored = known[:, None] & present[None, :], cached[:, None] & present[None, :]
     width = (args.heads + (1 if args.KEYS_ARE_VALUES else 2) * args.kv_heads) * (2 * args.HALF)
     rotates = head < args.heads + args.kv_heads
@@ -260,16 +263,17 @@ def project(
     cache: LayerCache,
     dtype: torch.dtype,
     counters: Tensor,
+    counts: Tensor | None = None,
 ) -> Tensor:
     """Return rotated queries [sequences, tokens, heads, head_dim]; append keys and values to the cache.
 
     product: (heads + 2 * kv_heads) * head_dim rows, kv_heads fewer heads if keys are values. rotation: None rotates
     nothing. lengths: int32 [sequences], keys including the new tokens, 0 for padding, which is not stored. block_table:
-    int32 [sequences, blocks]. counters: int32 zeros, at least one per head. Raises ValueError for int4 vectors of which
-    only a part rotates.
+    int32 [sequences, blocks]. counters: int32 zeros, at least one per head. counts: int32 [sequences], new tokens of
+    each sequence; its rows after them are not stored. Raises ValueError for int4 vectors of which only a part rotates.
     """
     gains = projection.query_gain, projection.key_gain, projection.value_gain
-    check_contiguous(lengths, block_table, projection.bias, *gains)
+    check_contiguous(lengths, counts, block_table, projection.bias, *gains)
     cos, sin, query_scale = (None,) * 3 if rotation is None else (rotation.cos, rotation.sin, rotation.query_scale)
     check_contiguous(cos, sin, query_scale)
     (sequences, width), rows, head_dim = block_table.shape, x.values.shape[0], cache.head_dim
@@ -288,7 +292,7 @@ def project(
         at_once = 1
     args = RopeArguments(
         None if projection.all_heads else projection.bias, *gains,
-        cos, sin, query_scale, lengths, block_table, query, cache.keys, cache.values, *cache.scales(),
+        cos, sin, query_scale, lengths, counts, block_table, query, cache.keys, cache.values, *cache.scales(),
         squares, 0 if squares is None else squares.shape[1],
         rows // sequences, heads, kv_heads, cache.keys.stride(0), cache.keys.stride(1), block_size, width,
         projection.eps,

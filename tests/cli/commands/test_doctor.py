@@ -44,12 +44,13 @@ def test_healthy(capsys: pytest.CaptureFixture[str], state_dir: Path) -> None:
 def test_kernels_that_decline_are_listed_with_v(capsys: pytest.CaptureFixture[str]) -> None:
     assert call() == ExitCode.OK
     short = capsys.readouterr()
-    assert call("-v") == ExitCode.OK
+    assert call("-v", "--warm") == ExitCode.OK
     long = capsys.readouterr()
     assert "| declined" not in short.out and "| declined" in long.out
     hidden = long.out.count("| declined")
     assert f"({hidden} kernels that decline a packing are listed with -v)" in short.err
     assert "listed with -v" not in long.err
+    assert "nothing to compile on this device" in long.out and "warm-up" not in short.out
 
 
 def test_a_busy_machine_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

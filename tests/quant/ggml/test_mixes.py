@@ -1,5 +1,6 @@
 """The types of tensors are those of llama-quantize (b11434), whose output for pico is recorded here."""
 
+import gguf
 import pytest
 
 from mycli.quant.ggml.mixes import GGUF_EMBEDDING, MIXES, ModelShape, choose_types
@@ -54,3 +55,9 @@ def test_an_unknown_file_type_lists_the_choices() -> None:
     with pytest.raises(UsageError) as error:
         choose_types("q7_k", [], PICO)
     assert all(name in error.value.hint for name in MIXES)
+
+
+def test_file_types_have_the_numbers_of_llama_cpp() -> None:
+    """Readers print the type by this number."""
+    for name, mix in MIXES.items():
+        assert mix.id == gguf.LlamaFileType[f"MOSTLY_{name.upper()}"], name

@@ -125,12 +125,17 @@ def test_finished_blocks_are_not_solved_again(
     solve = blockwise.LinearSolver.solve
 
     def failing(
-        self: blockwise.LinearSolver, weights: Mapping[str, Tensor], packing: Packing, fitted: Moments, held: Moments
+        self: blockwise.LinearSolver,
+        weights: Mapping[str, Tensor],
+        packing: Packing,
+        fitted: Moments,
+        held: Moments,
+        outputs: None,
     ) -> object:
         asked.extend(weights)
         if len(asked) == 10:  # q, k, v, o, gate, up, down of the first block; q, k, v of the second
             raise Stop
-        return solve(self, weights, packing, fitted, held)
+        return solve(self, weights, packing, fitted, held, outputs)
 
     monkeypatch.setattr(blockwise.LinearSolver, "solve", failing)
     with pytest.raises(Stop):

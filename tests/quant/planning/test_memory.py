@@ -110,6 +110,13 @@ NARROW = {**WIDE, "intermediate_size": 1024}
             id="sensitivity",
             marks=pytest.mark.slow,
         ),
+        pytest.param(
+            {**NARROW, "num_hidden_layers": 4},
+            {"group": 64, "samples": 64, "seq": 512, "hessian": "model"},
+            "none",
+            id="output-moments",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_prediction_holds_within_a_tenth(

@@ -86,9 +86,9 @@ def test_each_product_sees_what_was_quantized_before_it(
     solver = LinearSolver("rtn", torch.bfloat16, "mse")
     solve = solver.solve
 
-    def watch(weights: dict[str, Tensor], packing: Packing, fitted: Moments, held: Moments) -> object:
+    def watch(weights: dict[str, Tensor], packing: Packing, fitted: Moments, held: Moments, outputs: None) -> object:
         seen[next(iter(weights))] = fitted.hessian + held.hessian
-        return solve(weights, packing, fitted, held)
+        return solve(weights, packing, fitted, held, outputs)
 
     monkeypatch.setattr(solver, "solve", watch)
     restored: dict[str, Tensor] = {}

@@ -121,11 +121,15 @@ class Reading:
     def __call__(self, inputs: StepInput, rope: Rope, cache: KVCache, last: bool) -> Tensor:
         self.shapes[tuple(inputs.tokens.shape)] += 1
         keys, size, rows = cache.all(0)[0].data, cache.block_size, []
-        for tokens, length, blocks in zip(inputs.tokens, inputs.lengths.tolist(), inputs.block_table, strict=True):
-            if not length:
+        counts = [inputs.new] * len(inputs.lengths) if inputs.counts is None else inputs.counts.tolist()
+        for tokens, end, count, blocks in zip(
+            inputs.tokens, inputs.lengths.tolist(), counts, inputs.block_table, strict=True
+        ):
+            length = end - inputs.new + count
+            if not end:
                 rows.append(torch.full((1, self.model.config.vocab_size), torch.nan, dtype=torch.float64))
                 continue
-            for position, token in enumerate(tokens.tolist(), length - len(tokens)):
+            for position, token in enumerate(tokens.tolist()[:count], length - count):
                 keys[blocks[position // size], 0, position % size] = token
             text = keys[blocks.long(), 0].flatten(0, 1)[:length, 0].long().tolist()
             rows.append(self.model.logits(tuple(text))[None])

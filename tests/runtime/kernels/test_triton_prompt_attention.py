@@ -71,7 +71,7 @@ def run(case: Prompts) -> tuple[torch.Tensor, torch.Tensor]:
         stored.append(Stored(*(None if t is None else paged(t, case.block, table) for t in (data, scales))))
     starts = torch.tensor([0, *case.tokens]).cumsum(0).int()
     lengths = torch.tensor(case.lengths, dtype=torch.int32)
-    ragged = Ragged(starts, lengths, table, longest=max(case.tokens))
+    ragged = Ragged(starts, lengths, table, known=case.tokens)
     query = 2 * normal(sum(case.tokens), case.heads, case.head_dim, seed=1).to(case.dtype)
     sinks = 3 * normal(case.heads, seed=2) if case.sinks else None
     scoring = Scoring(0.2, case.window, case.softcap, sinks, case.chunk)
@@ -89,6 +89,8 @@ def attend(case: Prompts) -> float:
     [
         Prompts((1,), (1,)),
         Prompts((200,), (200,)),
+        Prompts((1, 1, 66), (300, 7, 70), softcap=2.0, sinks=True, window=60),
+        Prompts((4, 4), (200, 9), kind=torch.int8),
         Prompts((130, 1, 70), (300, 257, 70)),
         Prompts((129,), (300,), heads=7, kv_heads=1, block=384),
         Prompts((100, 40), (300, 50), window=70),
@@ -134,7 +136,7 @@ def cuts(case: Prompts) -> bool:
         counts = [beside, tokens - first] if beside else [tokens - first]
         lengths = torch.tensor([beside + 30, length][-len(counts) :], dtype=torch.int32)
         starts, tables = torch.tensor([0, *counts]).cumsum(0).int(), table[-len(counts) :].contiguous()
-        ragged = Ragged(starts, lengths, tables, longest=max(counts))
+        ragged = Ragged(starts, lengths, tables, known=tuple(counts))
         found = launch_prompt_attention(rows, *stored, ragged, scoring, Chip((9, 0), 16))
         assert isinstance(found, torch.Tensor)
         return found[beside:]
@@ -147,7 +149,7 @@ def test_declines_heads_that_do_not_fit() -> None:
     query = torch.zeros(1, 1, 512, dtype=torch.bfloat16)
     cached = Stored(torch.zeros(1, 1, 64, 512, dtype=torch.bfloat16))
     one = torch.ones(1, dtype=torch.int32)
-    ragged = Ragged(torch.tensor([0, 1], dtype=torch.int32), one, one[:, None] - 1, longest=1)
+    ragged = Ragged(torch.tensor([0, 1], dtype=torch.int32), one, one[:, None] - 1, known=(1,))
     assert isinstance(launch_prompt_attention(query, cached, cached, ragged, Scoring(1.0), Chip((9, 0), 132)), Declined)
     for capability in ((8, 0), (8, 9), (9, 0), (12, 0)):  # heads of 256 fit every chip
         for stored in (torch.bfloat16, torch.int8, torch.uint8):

@@ -19,6 +19,7 @@ from mycli.runtime.memory.estimate import (
     longest_context,
 )
 from mycli.runtime.memory.fit import PackingScheme
+from mycli.runtime.memory.layer import pass_values
 from mycli.runtime.memory.plan import CACHE_BLOCK, MemoryPlan
 from mycli.runtime.memory.weights import embedding_bytes, weight_bytes
 from mycli.runtime.models.config import ModelConfig
@@ -206,39 +207,45 @@ def test_a_gpu_holds_scales_of_super_blocks_whole(bits: int, group: int, offsets
 
 
 def test_captured_passes_hold_their_logits_and_share_a_pool() -> None:
-    """The sizes are written out for Llama-3.1-8B: logits of 128,256 bf16; the pool fits the widest sampling pass."""
+    """The sizes are written out for Llama-3.1-8B: logits of 128,256 bf16; the pool fits the widest pass.
+
+    That is a prompt of 256 tokens with logits of one row, or a decode pass that also samples. Six lengths of prompts
+    are captured.
+    """
     one = plan("Llama-3.1-8B", INT4, gpu=True)
     row, values = 128256 * 2, (2 * 4096 + 4 * 14336 + 4096) * 2
     parts = 2 * 14336 * 4096 * 33 // 64 // 8  # gate and up: 4 bits each, and 2 bytes per 128
-    assert captured_bytes(one) == (1 + 1) * row + values + parts
-    assert captured_bytes(replace(one, batch=3)) == (1 + 2 + 4 + 4) * row + 4 * values + parts, "padded to 4"
+    prompt = 256 * values + row
+    assert captured_bytes(one) == (1 + 6) * row + prompt + parts
+    assert captured_bytes(replace(one, batch=3)) == (1 + 2 + 4 + 6) * row + prompt + parts, "padded to 4"
     assert captured_bytes(replace(one, batch=2, running=3)) == captured_bytes(replace(one, batch=3))
     many = captured_bytes(replace(one, batch=100))
-    assert many == (255 + 128) * row + 128 * values + parts
+    assert many == (255 + 6) * row + 128 * (values + row) + parts
     most = captured_bytes(replace(one, batch=300))
-    assert most == (511 + 256) * row + 256 * values + parts, "of at most 256 rows"
+    assert most == (511 + 6) * row + 256 * (values + row) + parts, "of at most 256 rows"
     drafted = replace(one, draft=plan("Llama-3.2-1B"))
-    assert captured_bytes(drafted) == (1 + 8 + 8) * row + 8 * values + parts
-    assert captured_bytes(replace(drafted, batch=256)) == (511 + 504 + 256) * row + 256 * values + parts
+    assert captured_bytes(drafted) == (1 + 8 + 6) * row + prompt + parts
+    assert captured_bytes(replace(drafted, batch=256)) == (511 + 504 + 6) * row + 256 * (values + row) + parts
     assert captured_bytes(replace(one, kv="int4")) == captured_bytes(one)
     odd = replace(one, kv="int4", config=replace(one.config, head_dim=96))
     for without in (replace(one, gpu=False), odd):
         assert captured_bytes(without) == 0
     dense = plan("Llama-3.1-8B", gpu=True)
-    assert captured_bytes(dense) == (1 + 1) * row + values, "by the captured plain pass, without partial sums"
+    assert captured_bytes(dense) == (1 + 6) * row + prompt, "by the captured plain pass, without partial sums"
     assert estimate(one).workspace.graphs == captured_bytes(one)
 
 
 def test_captured_passes_hold_the_partial_sums_of_all_experts_that_are_hit() -> None:
-    """The sizes are written out for Qwen3-30B-A3B: 8 of 128 experts per token, so 16 tokens may use all of them."""
+    """The sizes are written out for Qwen3-30B-A3B: 8 of 128 experts per token, so a prompt may use all of them."""
     one = plan("Qwen3-30B-A3B", INT4, gpu=True)
     row, expert = 151936 * 2, 2 * 768 * 2048 * 33 // 64
     values = (2 * 2048 + 2 * 128 + 8 * (768 + 2048) + 2048) * 2
-    assert captured_bytes(one) == 2 * row + values + 8 * expert // 8
+    prompt, experts = 256 * values + row, 128 * expert // 8
+    assert captured_bytes(one) == (1 + 6) * row + prompt + experts
     drafted = replace(one, draft=plan("Qwen3-0.6B"))
-    assert captured_bytes(drafted) == (1 + 8 + 8) * row + 8 * values + 64 * expert // 8
-    assert captured_bytes(replace(one, batch=16)) == (31 + 16) * row + 16 * values + 128 * expert // 8
-    assert captured_bytes(replace(one, batch=17)) == (63 + 32) * row + 32 * values + 128 * expert // 8
+    assert captured_bytes(drafted) == (1 + 8 + 6) * row + prompt + experts
+    assert captured_bytes(replace(one, batch=16)) == (31 + 6) * row + prompt + experts
+    assert captured_bytes(replace(one, batch=17)) == (63 + 6) * row + prompt + experts
 
 
 def test_a_shadow_is_the_packed_blocks_once_more_and_no_decoding_step_reads_it() -> None:
@@ -296,3 +303,8 @@ def test_memory_has_its_unit() -> None:
 def test_estimate_does_not_import_torch() -> None:
     code = "import sys, mycli.runtime.memory.fit, mycli.runtime.diagnostics.vllm_tp; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_part_that_waits_for_another_is_in_memory() -> None:
+    layer = published("Llama-3.1-8B").layer_specs[0]
+    assert pass_values(replace(layer, parallel=True)) - pass_values(layer) == 4096

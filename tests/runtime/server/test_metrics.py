@@ -1,6 +1,7 @@
 """Test metrics against sums computed by hand."""
 
 from mycli.runtime.engine.stats import EngineStats
+from mycli.runtime.quantization.activations import choose_by_file
 from mycli.runtime.server.metrics import Metrics
 
 
@@ -27,3 +28,9 @@ def test_the_time_to_the_first_token_is_the_queue_and_the_prefill() -> None:
     drafts = [found[f"spec_decode_num_{name}_total"] for name in ("drafts", "draft_tokens", "accepted_tokens")]
     assert drafts == [2, 6, 3]
     assert found["kv_cache_usage_perc"] == 0.4 and found["num_preemptions_total"] == 3
+
+
+def test_activation_bits_have_their_reason() -> None:
+    choice = choose_by_file(0.0002)
+    metrics = Metrics(lambda: EngineStats(0, 0, 0, 0, 0, 1, 0, 0, {}, activations=choice))
+    assert values(metrics)['mycli:activation_bits{reason="move"}'] == 8

@@ -10,25 +10,31 @@ namespace {
 
 #if WIDTH
 
-// Adds a segment, STEPS fours from four FIRST of a block, to the sums of a span. `place`: index of its units; x.bytes: its first
-// input in each row.
+// BYTE_ZERO times the sum of a segment, in every lane.
+template <int B> inline Ints times_zero(int32_t sum) {
+#if VECTOR == 64 && BYTE_DOTS
+    // Compilers would multiply the scalar, and store it before they spread it.
+    if constexpr (B != E2M1) return (Ints)_mm512_slli_epi32(_mm512_set1_epi32(sum), STORED<B> - 1);
+#endif
+    return Ints{} + sum * BYTE_ZERO<B>;
+}
+
+// Adds a segment, STEPS fours from four FIRST of a block, to the sums of a span. `place`: index of its units; `four`: of its first
+// inputs in x.
 template <int B, int M, int STEPS, int FIRST>
-inline __attribute__((always_inline)) void few_segment(const uint8_t* block, int part, const int8_t* at, const Bytes& x, int64_t place,
+inline __attribute__((always_inline)) void few_segment(const uint8_t* block, int part, int64_t four, const Bytes& x, int64_t place,
                                                        Floats (&span)[M]) {
     ByteSum<FITTING<B>> sum[M];
+    const int32_t *const start = x.units.sum + place, *at = reinterpret_cast<const int32_t*>(x.bytes) + four * x.stride;
+#pragma GCC unroll 12
+    for (int m = 0; m < M; m++) sum[m].sum = times_zero<B>(start[m]);
 #pragma GCC unroll 8
-    for (int m = 0; m < M; m++) sum[m].begin(-BYTE_ZERO<B> * x.units.sum[place + m]);
-#pragma GCC unroll 8
-    for (int q = 0; q < STEPS; q++) {
+    for (int q = 0; q < STEPS; q++, at += x.stride) {
         const Words codes = byte_codes<B>(block, FIRST + q, part);
-#pragma GCC unroll 8
-        for (int m = 0; m < M; m++) {
-            int32_t four;
-            memcpy(&four, at + m * x.stride + 4 * q, 4);
-            sum[m].add(q, STEPS, codes, Ints{} + four);
-        }
+#pragma GCC unroll 12
+        for (int m = 0; m < M; m++) sum[m].add(q, STEPS, codes, Ints{} + at[m]);
     }
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int m = 0; m < M; m++) span[m] = add_byte_segment(sum[m].sum, spread_lanes(x.units.unit[place + m]), span[m]);
 }
 
@@ -58,9 +64,9 @@ template <int B, int M, int STEPS> __attribute__((noinline)) void few_byte_rows_
     Floats total[PARTS][M] = {};
     SpanScales scales(w, row_block, byte_cut_of(w).span);
     const auto add = [&](int part, int64_t place, const Floats (&span)[M]) {
-#pragma GCC unroll 8
+#pragma GCC unroll 12
         for (int m = 0; m < M; m++) total[part][m] = add_byte_span(span[m], scales.now.scale[part], total[part][m]);
-#pragma GCC unroll 8
+#pragma GCC unroll 12
         for (int m = 0; w.offsets && m < M; m++)
             total[part][m] = shifted(scales.now.offset[part], spread_lanes(x.units.shift[place + m]), total[part][m]);
     };
@@ -71,7 +77,7 @@ template <int B, int M, int STEPS> __attribute__((noinline)) void few_byte_rows_
                 Floats span[M] = {};
                 for (int64_t run = 0; run < runs; run++) {
                     if (part == 0) prefetch_twice<B>(block + run * size);
-                    few_segment<B, M, FOURS, 0>(block + run * size, part, x.bytes + input + run * INPUTS, x, place + run * x.units.segment, span);
+                    few_segment<B, M, FOURS, 0>(block + run * size, part, input / 4 + run * FOURS, x, place + run * x.units.segment, span);
                 }
                 add(part, place, span);
             }
@@ -83,7 +89,7 @@ template <int B, int M, int STEPS> __attribute__((noinline)) void few_byte_rows_
 #pragma GCC unroll 4
                 for (int part = 0; part < PARTS; part++) {
                     Floats span[M] = {};
-                    few_segment<B, M, STEPS, first.value>(block, part, x.bytes + input, x, place, span);
+                    few_segment<B, M, STEPS, first.value>(block, part, input / 4, x, place, span);
                     add(part, place, span);
                 }
                 input += 4 * STEPS, place += x.units.segment;
@@ -244,6 +250,7 @@ public:
         for (int b = 0; b < PANEL_BLOCKS; b++)
             at[b] = w.codes + (row_block + (last ? PANEL_BLOCKS : 0) + b) * row + (last ? 0 : next / INPUTS * w.bits * 64);
         end = at[0] + inputs / INPUTS * w.bits * 64;
+        for (int b = 0; b < PANEL_BLOCKS; b++) prefetch_scales(w, row_block + (last ? PANEL_BLOCKS : 0) + b, last ? 0 : next);
     }
     void prefetch() {
         if (at[0] >= end) return;
@@ -251,6 +258,18 @@ public:
             for (int64_t i = 0; i < step; i += 64) __builtin_prefetch(block + i, 0, 2);
             block += step;
         }
+    }
+
+private:
+    // Of the groups of INPUTS_HELD inputs: with few rows, waiting for them takes as long as a tile.
+    static void prefetch_scales(const Weight& w, int64_t row_block, int64_t input) {
+        const auto values = [&](const void* from, int64_t size) {
+            const uint8_t* const first = static_cast<const uint8_t*>(from) + (row_block * w.inputs + input) / w.group * ROWS * size;
+            const int64_t bytes = std::max<int64_t>(1, OneBytePanel::INPUTS_HELD / w.group) * ROWS * size;
+            for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(first + i);
+        };
+        values(w.scales, w.factors ? 1 : w.scale_type == F32 ? 4 : 2);
+        if (w.offsets) values(w.offsets, w.factors ? 1 : 4);
     }
 };
 
@@ -321,7 +340,7 @@ template <int B> bool multiply_byte_rows_of(const Weight& w, const uint16_t* x, 
 
 #if WIDTH
 void few_byte_rows(const Weight& w, int64_t row_block, const Bytes& x, int64_t rows, float (*y)[ROWS]) {
-    by_bits(w, [&](auto bits) { few_of_count<bits.value, FEW>(w, row_block, x, rows, y); });
+    by_bits(w, [&](auto bits) { few_of_count<bits.value, BYTE_PART>(w, row_block, x, rows, y); });
 }
 #endif
 

@@ -7,11 +7,12 @@ import json
 from array import array
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from mycli.runtime.checkpoint.gguf.architectures import architectures
+from mycli.runtime.checkpoint.gguf.architectures import architectures, qwen3next
 from mycli.runtime.checkpoint.gguf.folder import GgufFolder
 from mycli.runtime.checkpoint.gguf.header import GgufHeader
 from mycli.runtime.checkpoint.safetensors_header import TensorEntry
@@ -89,3 +90,12 @@ def test_the_second_part_of_a_joined_tensor_alone_is_an_error() -> None:
     tensors = {stored: shape for stored, shape in FACTS[name]["tensors"].items() if stored != "blk.0.attn_qkv.weight"}
     with pytest.raises(ModelError, match=r"blk\.0\.attn_gate\.weight"):
         _folder({**FACTS[name], "tensors": tensors}).checked_manifest()
+
+
+def test_rows_of_delta_nets_are_sorted_by_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hugging Face has q, k, v and z of one key head after the other: here of 3, 3, 10 and 10 rows."""
+    spec = SimpleNamespace(heads=4, key_heads=2, key_dim=3, value_dim=5)
+    monkeypatch.setattr(qwen3next, "delta_net", lambda config: spec)
+    config: Any = None
+    starts = [(part.start, len(part)) for part in qwen3next._by_kind(config)]
+    assert starts == [(0, 3), (26, 3), (3, 3), (29, 3), (6, 10), (32, 10), (16, 10), (42, 10)]

@@ -50,11 +50,11 @@ TABLES = ((5, 2), (4,), (1, 3))
 
 
 def passes_of(runner: ModelRunner, kind: KvDtype) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the logits of decode steps and of verified drafts, and the cache contents afterwards."""
+    """Return the logits of decode steps, of verified drafts and of prompts, and the cache contents afterwards."""
     cache = KVCache(runner.config, 6, KEY_BLOCK, runner.device, cache_dtype(kind, runner.dtype))
     runner.rope(2 * KEY_BLOCK)
     generator, vocab = torch.Generator().manual_seed(1), runner.config.vocab_size
-    texts = [torch.randint(3, vocab, (length + 20,), generator=generator).tolist() for length in LENGTHS]
+    texts = [torch.randint(3, vocab, (length + 40,), generator=generator).tolist() for length in LENGTHS]
     for text, length, blocks in zip(texts, LENGTHS, TABLES, strict=True):
         runner.run([Chunk(text[:length], 0, blocks, 0)], cache)
     found, done = [], 0
@@ -65,6 +65,13 @@ def passes_of(runner: ModelRunner, kind: KvDtype) -> tuple[list[Tensor], list[Te
             chunks.append(Chunk(text[start : start + new], start, blocks, new))
         found.append(runner.run(chunks, cache).clone())
         done += new
+    for counts, every in (((20,), False), ((11,), True), ((1, 2), False), ((2, 1, 3), True)):  # padded to 16, 32, 8
+        chunks = []
+        for text, length, blocks, count in zip(texts, LENGTHS, TABLES, counts, strict=False):
+            start = length + done
+            chunks.append(Chunk(text[start : start + count], start, blocks, count if every else 1))
+        found.append(runner.run(chunks, cache).clone())
+        done += 0 if counts == (20,) else max(counts)
     parts = [part for layer in range(runner.config.layers) for part in cache.all(layer)]
     held = [tensor for part in parts for tensor in (part.data, part.scales) if tensor is not None]
     return found, held
@@ -97,7 +104,8 @@ def check(model: Transformer, kind: KvDtype) -> None:
     for mine, other in zip(ours, theirs, strict=True):
         assert torch.equal(torch.nan_to_num(mine.float()), torch.nan_to_num(other.float()))
     shapes = {shape for held in way._graphs.values() for shape, _ in held.by_shape}
-    assert shapes == {(4, 1), (4, 3), (2, 1), (1, 3)}, "padded to 1, 2 and 4"
+    equal = {(4, 1, False), (4, 3, False), (2, 1, False), (1, 3, False)}
+    assert shapes == equal | {(1, 32, True), (1, 16, True), (2, 8, True), (4, 8, True)}, "padded to 1, 2 and 4"
 
 
 def test_what_cannot_be_captured_has_its_reason(tmp_path: Path) -> None:

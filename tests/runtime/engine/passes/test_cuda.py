@@ -20,7 +20,7 @@ from mycli.runtime.engine.passes.plain import PlainPass
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.paged import KEY_BLOCK
 from mycli.runtime.layers.rope import Rope
-from mycli.runtime.memory.graphs import MOST_GRAPHS
+from mycli.runtime.memory.graphs import DRAFT_ROWS, MOST_GRAPHS
 from mycli.runtime.models.part_spec import RopeScaling
 from tests.support.fused_pass import CAPACITY, Sums, fused_pass, model, one, run, session, several
 from tests.support.graphs import recording
@@ -141,7 +141,7 @@ def test_the_graph_that_was_used_least_recently_goes() -> None:
 
     class Shapes(Sums):
         def __call__(self, inputs: StepInput, rope: Rope, cache: KVCache, last: bool) -> Tensor:
-            captures.append((inputs.tokens.shape[1], last))
+            captures.append((inputs.tokens.shape[0], last))
             return super().__call__(inputs, rope, cache, last)
 
         def takes(self, sequences: int, tokens: int) -> bool:
@@ -151,12 +151,14 @@ def test_the_graph_that_was_used_least_recently_goes() -> None:
         out = work()
         return lambda: out
 
-    fast, (cache, rope) = fused_pass(Shapes(), capture), session()
-    for new in range(1, MOST_GRAPHS + 4):
+    fast, (cache, rope) = fused_pass(Shapes(), capture), session(sequences=4)
+    shapes = [(sequences, new) for sequences in (2, 4) for new in range(1, DRAFT_ROWS + 1)]
+    for sequences, new in shapes:
         for _ in range(2):
-            assert run(fast, several([[0] * new], 0, new), rope, cache) is not None
+            assert run(fast, several([[0] * new] * sequences, 0, new), rope, cache) is not None
             assert run(fast, one(0, 0), rope, cache) is not None
-    assert captures.count((1, False)) == 2, "launched once, captured once: the one in use was never dropped"
+    assert len(shapes) >= MOST_GRAPHS
+    assert captures.count((1, True)) == 2, "launched once, captured once: the one in use was never dropped"
 
 
 def test_tables_that_depend_on_the_length_are_the_plain_models() -> None:

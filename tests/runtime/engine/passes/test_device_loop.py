@@ -171,7 +171,7 @@ def denied() -> tuple[int, int]:
         model = Sequences()
         step = Step(model)
         passes = looping(model, step, DeviceLoop(step, None))
-        passes.passes[0].trusts = lambda shape: shape == (1, 1)  # type: ignore[attr-defined]
+        passes.passes[0].trusts = lambda shape: shape == (1, 1, False)  # type: ignore[attr-defined]
         engine = Engine(ModelRunner(model, passes=passes), CacheShape.contiguous(32, sequences), VOCAB)
         outcome(engine, PROMPT, 8)
         calls.append(step.calls)

@@ -82,11 +82,16 @@ template <int M, class T> void dense_tile(const Dense<T>& d, int64_t output, con
     const T* row[DENSE_ACROSS];
     for (int n = 0; n < DENSE_ACROSS; n++) row[n] = d.w + std::min(output + n, d.outputs - 1) * d.inputs;
     Floats sum[M][DENSE_ACROSS] = {};
+    // Near the end of a row, the same row of the next tile is prefetched.
+    const auto ahead = [&](int n, int64_t k) {
+        const int64_t at = k + AHEAD / 2 / int64_t(sizeof(T));
+        return row[n] + at + (at < d.inputs ? 0 : (DENSE_ACROSS - 1) * d.inputs);
+    };
     for (int64_t k = 0; k < d.inputs; k += Element<T>::STEP)
 #pragma GCC unroll 4
         for (int n = 0; n < DENSE_ACROSS; n++) {
             const typename Element<T>::Weights w(row[n] + k);
-            if (M <= 2) __builtin_prefetch(reinterpret_cast<const uint8_t*>(row[n] + k) + AHEAD / 2);
+            if (M <= 2) __builtin_prefetch(ahead(n, k));
 #pragma GCC unroll 6
             for (int m = 0; m < M; m++) sum[m][n] = w.add(sum[m][n], x + m * d.inputs + k);
         }

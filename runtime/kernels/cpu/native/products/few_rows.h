@@ -10,7 +10,7 @@
 #include "products/one_byte.h"
 
 // y[0] to y[rows - 1]: the 16 outputs of one row block, for up to FEW rows of integers with adjacent units. Defined in
-// few_rows_cpu.cpp; for 8-bit activations in one_byte_cpu.cpp.
+// few_rows_cpu.cpp; for up to BYTE_PART rows of 8-bit activations in one_byte_cpu.cpp.
 void few_rows(const Weight& w, int64_t row_block, const Bytes& x, int64_t rows, float (*y)[16]);
 void few_byte_rows(const Weight& w, int64_t row_block, const Bytes& x, int64_t rows, float (*y)[16]);
 
@@ -51,12 +51,12 @@ constexpr int64_t FEW = 2;
 constexpr int64_t FEW = 0;
 #endif
 constexpr int64_t OWN = std::min<int64_t>(FEW, 4);  // up to this many rows, each thread converts all rows itself
-// The same with 8-bit activations. More than FEW rows are multiplied in parts, each of which unpacks the codes again, from the L1
-// cache; with AVX-512 VNNI that is faster than a panel up to two parts.
+// The same with 8-bit activations. More than BYTE_PART rows are multiplied in parts, each of which unpacks the codes again, from the
+// L1 cache; with AVX-512 VNNI that is faster than a panel up to 16 rows.
 #if WIDTH == 64
-constexpr int64_t BYTE_FEW = 2 * FEW;
+constexpr int64_t BYTE_PART = 12, BYTE_FEW = 16;
 #else
-constexpr int64_t BYTE_FEW = FEW;
+constexpr int64_t BYTE_PART = FEW, BYTE_FEW = FEW;
 #endif
 inline int64_t few_limit(const Weight& w) { return w.activations == 8 ? BYTE_FEW : FEW; }
 #if WIDTH
@@ -67,19 +67,19 @@ struct IntegerRows {
     Bytes bytes;
 
     static int64_t size(int64_t rows, int64_t inputs, const Cut& cut) {
-        return rounded_up(rows * planes(cut) * (inputs + 64)) + 3 * rounded_up(rows * inputs / cut.segment * 4);
+        return rounded_up(rows * 2 * (inputs + 64)) + 3 * rounded_up(rows * inputs / cut.segment * 4);
     }
     IntegerRows(char* memory, int64_t rows, int64_t inputs, const Cut& cut) : inputs(inputs), cut(cut) {
-        const int64_t room = rounded_up(rows * planes(cut) * (inputs + 64)), notes = rounded_up(rows * inputs / cut.segment * 4);
+        const int64_t room = rounded_up(rows * 2 * (inputs + 64)), notes = rounded_up(rows * inputs / cut.segment * 4);
         const Units units{reinterpret_cast<float*>(memory + room), reinterpret_cast<int32_t*>(memory + room + notes),
                           reinterpret_cast<float*>(memory + room + 2 * notes), 1, rows};
-        bytes = {reinterpret_cast<int8_t*>(memory), inputs + 64, units};
+        bytes = {reinterpret_cast<int8_t*>(memory), cut.one_byte ? rows : inputs + 64, units};
     }
     // Converts x [inputs] to row `row`.
     void make(const uint16_t* x, int64_t row) const {
-        int8_t* high = const_cast<int8_t*>(bytes.bytes) + row * planes(cut) * bytes.stride;
         const Units units = bytes.units.from(row);
-        if (cut.one_byte) return make_bytes(x, inputs, cut, 1, high, units);
+        if (cut.one_byte) return make_fours(x, row, units);
+        int8_t* high = const_cast<int8_t*>(bytes.bytes) + row * 2 * bytes.stride;
         for (int64_t i = 0; i < inputs; i += SPAN) {
             const int64_t count = std::min(SPAN, inputs - i), at = i / cut.segment * units.segment;
             int16_t integers[SPAN];
@@ -87,10 +87,20 @@ struct IntegerRows {
             cut_bytes(integers, count, high + i, high + bytes.stride + i);
         }
     }
-    Bytes from(int64_t row) const { return {bytes.bytes + row * planes(cut) * bytes.stride, bytes.stride, bytes.units.from(row)}; }
+    Bytes from(int64_t row) const {
+        return {bytes.bytes + row * (cut.one_byte ? 4 : 2 * bytes.stride), bytes.stride, bytes.units.from(row)};
+    }
 
 private:
-    static int64_t planes(const Cut& cut) { return cut.one_byte ? 1 : 2; }
+    // The sums are negative: those of numbers that count from 0 start with them.
+    void make_fours(const uint16_t* x, int64_t row, const Units& units) const {
+        int8_t* const first = const_cast<int8_t*>(bytes.bytes);
+        const int64_t rows = bytes.stride;
+        if (rows == 1) return make_bytes(x, inputs, cut, -1, first, units);
+        int8_t* const own = first + (rows + row) * inputs;
+        make_bytes(x, inputs, cut, -1, own, units);
+        for (int64_t four = 0; four < inputs / 4; four++) memcpy(first + 4 * (four * rows + row), own + 4 * four, 4);
+    }
 };
 
 struct FewProduct {  // some rows times a weight
@@ -128,7 +138,7 @@ public:
         const Weight& w = *products[share.product].weight;
         const int64_t size = w.inputs / INPUTS * w.bits * 64;
         const uint8_t* codes = w.codes + (share.first - starts[share.product]) * size;
-        for (int64_t i = 0; i < std::min(2 * AHEAD, size); i += 64) __builtin_prefetch(codes + i, 0, 2);
+        for (int64_t i = 0; i < std::min(FAR_AHEAD, size); i += 64) __builtin_prefetch(codes + i, 0, 2);
         return true;
     }
 
@@ -139,10 +149,11 @@ public:
                 while (i >= starts[share.product + 1]) share.product++;
                 const FewProduct& product = products[share.product];
                 const int64_t n = i - starts[share.product];
-                const int64_t parts = (product.count + FEW - 1) / FEW, width = std::min<int64_t>(ROWS, product.weight->rows - n * ROWS);
+                const int64_t most = x.cut.one_byte ? BYTE_PART : FEW, parts = (product.count + most - 1) / most;
+                const int64_t width = std::min<int64_t>(ROWS, product.weight->rows - n * ROWS);
                 for (int64_t p = 0; p < parts; p++) {
                     const int64_t start = product.count * p / parts, count = product.count * (p + 1) / parts - start;
-                    float part[FEW][ROWS];
+                    float part[BYTE_PART][ROWS];
                     (x.cut.one_byte ? few_byte_rows : few_rows)(*product.weight, n, x.from(product.first + start), count, part);
                     for (int64_t m = 0; m < count; m++) store_row(product.y, BF16, (start + m) * product.stride + n * ROWS, part[m], width);
                 }

@@ -1,0 +1,102 @@
+"""Second moments of the gradients of a model's loss by the outputs of its linears, for `rounding.rows`."""
+
+# The loss is that of tokens drawn from the model's own distribution, so that the moments are those of the Fisher
+# information: the second derivative of the KL divergence from the original.
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from mycli.quant.calibration.hessian import reduced_precision
+from mycli.quant.evaluate import STREAM_BYTES
+from mycli.quant.layer_streaming import StreamedModel
+from mycli.quant.progress import ReportProgress, silent
+from mycli.quant.rounding.rows import split_rows
+from mycli.runtime.layers.attention import PromptAttention
+from mycli.runtime.layers.block import Block
+from mycli.runtime.layers.layer_part import PassContext
+from mycli.runtime.layers.linear import Linear
+
+GRADIENT_WINDOWS = 128
+
+LayerMoments = dict[str, Tensor]  # by product: fp32 [blocks, BLOCK_ROWS, BLOCK_ROWS]
+
+
+def windows_at_once(windows: int, seq: int, width: int, layers: int) -> int:
+    # Their residual streams at every block stay within `STREAM_BYTES`.
+    return min(windows, max(1, STREAM_BYTES // (4 * seq * width * (layers + 2))))
+
+
+def output_moments(
+    model: StreamedModel, windows: Tensor, seed: int, progress: ReportProgress = silent
+) -> list[LayerMoments]:
+    """The moments of every product of each layer on at most `GRADIENT_WINDOWS` of the windows int64 [samples, seq]."""
+    generator = torch.Generator().manual_seed(seed)
+    windows = windows[torch.randperm(len(windows), generator=generator)[:GRADIENT_WINDOWS]]
+    config, context = model.config, model.context(windows.shape[1])
+    exact = replace(context, attention=PromptAttention())
+    moments: list[LayerMoments] = [{} for _ in range(config.layers)]
+    chunks = torch.split(windows, windows_at_once(len(windows), windows.shape[1], config.stream_width, config.layers))
+    done, steps = 0, 2 * config.layers * len(chunks)
+    for chunk in chunks:
+        streams = [model.embed(chunk)]
+        for index in range(config.layers):
+            streams.append(streams[-1].clone())
+            with torch.no_grad(), reduced_precision(model.placement.device):
+                model.advance(model.block(index), streams[-1], context)
+            done += 1
+            progress("measuring gradients", done, steps)
+        gradient = _gradient_of_head(model, streams.pop(), generator)
+        for index in reversed(range(config.layers)):
+            _add(model, index, streams.pop(), gradient, exact, moments[index])
+            done += 1
+            progress("measuring gradients", done, steps)
+    return moments
+
+
+def _gradient_of_head(model: StreamedModel, stream: Tensor, generator: torch.Generator) -> Tensor:
+    gradient = torch.empty_like(stream)
+    for index, hidden in enumerate(stream):
+        x = hidden.to(model.placement.device).requires_grad_()
+        with reduced_precision(model.placement.device):
+            scores = model.logits(x).log_softmax(1)
+            drawn = torch.multinomial(scores.detach().exp().cpu(), 1, generator=generator).to(scores.device)
+            (gradient[index],) = torch.autograd.grad(scores.gather(1, drawn).sum(), x)
+    return gradient
+
+
+def _add(
+    model: StreamedModel, index: int, stream: Tensor, gradient: Tensor, context: PassContext, moments: LayerMoments
+) -> None:
+    # `gradient`, of the layer's output, becomes that of its input.
+    block, device = model.block(index), model.placement.device
+    for windows in model.batches(stream):
+        x = stream[windows].to(device).requires_grad_()
+        with reduced_precision(device):
+            y, outputs = _outputs(block, x, context)
+            first, *slopes = torch.autograd.grad(y, (x, *outputs.values()), gradient[windows].to(y))
+            for product, slope in zip(outputs, slopes, strict=True):
+                # [blocks, BLOCK_ROWS, tokens]
+                rows = split_rows(slope.flatten(0, -2).T.float())
+                total = torch.bmm(rows, rows.transpose(1, 2))
+                moments[product] = moments[product].add_(total) if product in moments else total
+        gradient[windows] = first.to(gradient)
+
+
+def _outputs(block: Block, x: Tensor, context: PassContext) -> tuple[Tensor, dict[str, Tensor]]:
+    # The output of a block, and that of each of its products by name.
+    names = {id(linear): product for product, linear in block.products.items()}
+    outputs: dict[str, Tensor] = {}
+    for part in block.parts:
+        steps, output = part.steps(x, context), None
+        try:
+            product, value = next(steps)
+            while True:
+                assert isinstance(product, Linear)  # plans refuse routed products
+                output = product(value)
+                outputs[names[id(product)]] = output
+                product, value = steps.send(output)
+        except StopIteration as end:
+            x = end.value
+    return x, outputs

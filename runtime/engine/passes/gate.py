@@ -1,0 +1,191 @@
+"""The gate of a step: compares its layers, its logits and its replays with the plain pass before it is used."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mycli.runtime.cache.batch import Batch, Chunk
+from mycli.runtime.cache.kv_cache import PACKED, KVCache, cache_dtype
+from mycli.runtime.engine.passes.graphs import Capture, LayeredStep, Step, StepInput
+from mycli.runtime.errors import Declined
+from mycli.runtime.kernels.paged import KEY_BLOCK
+from mycli.runtime.layers.block import Block
+from mycli.runtime.layers.feed_forward import Experts
+from mycli.runtime.layers.rope import Rope
+from mycli.runtime.layers.transformer import Transformer, pass_context
+from mycli.runtime.models.config import KvDtype, ModelConfig
+from mycli.runtime.models.experts_spec import ExpertsSpec
+
+# A layer reads the plain pass's own input, so that differences do not add up over layers and a wrong layer has a name.
+# What it adds to the stream may differ by this. pico's layers differ by 0.2 to 1.0 % between bf16 and fp32.
+LAYER_TOLERANCE = {torch.float16: 0.01, torch.bfloat16: 0.02}
+# Keys and values of the new tokens, by the dtype of the cache: a code may round to its neighbour.
+_CACHE_TOLERANCE = {torch.int8: 0.02, PACKED: 0.1}
+# Logits differ by 2 % where every layer of a deep model is right: rounding adds up. They are compared for what no layer
+# has: the embedding, the head, the operands between layers, the replay.
+TOLERANCE = 0.08
+# In a mixture of experts rounding can change which of two equally scored experts is chosen. Between bf16 and fp32,
+# logits of random mixtures differ by up to 0.14 over 16 tokens and 0.26 for one; unrelated logits differ by 1.4.
+ROUTED_TOLERANCE = 0.4
+# A dense head is multiplied by cuBLAS, which may choose another algorithm inside a capture.
+_REPLAY_TOLERANCE = 5e-4
+_CHECK_CONTEXT = 1024  # long enough that attention splits the keys into several parts
+_CHECK_PREFIX = 300  # tokens before the compared ones, in more than one part
+
+
+def tolerance(config: ModelConfig) -> float:
+    routed = any(isinstance(spec.mlp, ExpertsSpec) for spec in config.layer_specs)
+    return ROUTED_TOLERANCE if routed else TOLERANCE
+
+
+def _difference(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.float() - expected.float()).norm() / expected.float().norm())
+
+
+def compare_logits(logits: Tensor, expected: Tensor, most: float) -> Declined | None:
+    error = _difference(logits, expected)
+    return None if error < most else Declined("logits-differ", {"percent": f"{error:.1%}"})
+
+
+class _Compared:
+    """A sequence of some hundred tokens in a cache of its own, whose next tokens are compared.
+
+    block_size: the sequence is in one cache block, or in several out of order next to a padding sequence.
+    """
+
+    def __init__(self, model: Transformer, kv: KvDtype, rope: Rope, block_size: int, most: int) -> None:
+        self._model, self._rope = model, rope
+        self._blocks = tuple(reversed(range(-(-rope.positions // block_size))))
+        dtype = cache_dtype(kv, model.dtype)
+        self.cache = KVCache(model.config, len(self._blocks), block_size, model.device, dtype)
+        self.sequences = min(len(self._blocks), 2)
+        self._prefix = min(_CHECK_PREFIX, rope.positions - most)
+        self._tokens = [index * 7919 % model.config.vocab_size for index in range(self._prefix + most)]
+        self.plain(Chunk(self._tokens[: self._prefix], 0, self._blocks, 0))
+
+    def chunk(self, count: int) -> Chunk:
+        return Chunk(self._tokens[self._prefix : self._prefix + count], self._prefix, self._blocks, count)
+
+    def plain(self, chunk: Chunk) -> Tensor:
+        batch = Batch.of([chunk], self.cache.block_size, self._model.device)
+        logits: Tensor = self._model(batch, self._rope, self.cache)
+        return logits
+
+    def inputs(self, chunk: Chunk) -> StepInput:
+        inputs = StepInput.zeros(self.sequences, chunk.count, len(self._blocks), self._model.device)
+        inputs.fill([chunk])
+        return inputs
+
+    def logits(self, step: Step, count: int, capture: Capture | None) -> Declined | None:
+        chunk = self.chunk(count)
+        expected, inputs = self.plain(chunk)[None], self.inputs(chunk)
+        logits = step(inputs, self._rope, self.cache, last=False)
+        declined = compare_logits(logits[:1], expected, tolerance(self._model.config))
+        if declined is not None or capture is None:
+            return declined
+        logits = logits.clone()
+        replayed = capture(partial(step, inputs, self._rope, self.cache, last=False))()
+        return None if _difference(replayed[:1], logits[:1]) < _REPLAY_TOLERANCE else Declined("replay-differs")
+
+    def layers(self, step: LayeredStep, count: int) -> Declined | None:
+        model, chunk = self._model, self.chunk(count)
+        batch, inputs = Batch.of([chunk], self.cache.block_size, model.device), self.inputs(chunk)
+        x, per_layer = model.enter(batch.tokens[None])
+        context = pass_context(batch, self._rope, self.cache, per_layer)
+        for index, block in enumerate(model.layers()):
+            with _router_scores(block) as scores:
+                expected = block(x, context)
+            written = self._written(index, chunk)
+            repeated = [score.repeat(self.sequences, 1) for score in scores]
+            stream = x[0].repeat(self.sequences, 1)
+            actual = step.run_layer(index, stream, inputs, self._rope, self.cache, *repeated)[:count]
+            error = _change_difference(actual, expected[0], x[0])
+            most = LAYER_TOLERANCE[model.dtype]
+            if not error < most:
+                return Declined("layer-differs", {"layer": index, "percent": f"{error:.1%}"})
+            most = _CACHE_TOLERANCE.get(self.cache.dtype, most)
+            for ours, theirs in zip(self._written(index, chunk), written, strict=True):
+                if not (error := _difference(ours, theirs)) < most:
+                    return Declined("layer-cache-differs", {"layer": index, "percent": f"{error:.1%}"})
+            x = expected
+        return None
+
+    def _written(self, layer: int, chunk: Chunk) -> list[Tensor]:
+        spec = self._model.config.layer(layer)
+        if spec.mixer is None or spec.attention.kv_source is not None:
+            return []
+        stored = self.cache.read(layer, chunk.blocks, chunk.length)
+        return [part.last(chunk.count).dense(torch.float32).clone() for part in stored]
+
+
+def _change_difference(actual: Tensor, expected: Tensor, x: Tensor) -> float:
+    """Return the relative error of what a layer adds to the stream x [rows, size]: root mean square over rows."""
+    actual, plain, before = actual.float(), expected.float(), x.float()
+    # The stream is rounded whatever the layer adds; in some channels it is hundreds of times larger.
+    rounding = torch.finfo(expected.dtype).eps * torch.maximum(plain.abs(), before.abs())
+    excess = ((actual - plain).abs() - rounding).clamp(min=0)
+    change = (plain - before).norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
+    return float((excess.norm(dim=-1) / change).square().mean().sqrt())
+
+
+@contextmanager
+def _router_scores(block: Block) -> Iterator[list[Tensor]]:
+    """Yield a list that receives the scores of the router of `block`, if it has one."""
+    scores: list[Tensor] = []
+    if not isinstance(block.mlp, Experts):
+        yield scores
+        return
+
+    def note(module: Any, inputs: Any, output: Tensor) -> None:
+        scores.append(output)
+
+    handle = block.mlp.router.register_forward_hook(note)
+    try:
+        yield scores
+    finally:
+        handle.remove()
+
+
+def _compared(
+    model: Transformer, step: Step, kv: KvDtype, counts: Sequence[int]
+) -> Iterator[tuple[_Compared, list[int]]]:
+    context = min(_CHECK_CONTEXT, model.config.max_context)
+    rope = Rope(model.config, context, model.device, model.dtype)
+    if not step.rotates(rope, context):
+        return
+    for block_size in (context, KEY_BLOCK):
+        sequence = _Compared(model, kv, rope, block_size, max(counts))
+        yield sequence, [count for count in counts if step.takes(sequence.sequences, count)]
+
+
+@torch.inference_mode()
+def difference(
+    model: Transformer, step: Step, kv: KvDtype = "auto", capture: Capture | None = None, counts: Sequence[int] = (1, 4)
+) -> Declined | None:
+    """Compare the logits of `step` for each number of new tokens in `counts` with the plain pass's; None if equal."""
+    for sequence, taken in _compared(model, step, kv, counts):
+        for count in taken:
+            declined = sequence.logits(step, count, capture)
+            if declined is not None:
+                return declined
+    return None
+
+
+@torch.inference_mode()
+def layer_difference(
+    model: Transformer, step: LayeredStep, kv: KvDtype = "auto", counts: Sequence[int] = (1, 4)
+) -> Declined | None:
+    """Compare each layer of `step` with the plain layer on the plain layer's input; return the first that differs.
+
+    Experts are given the plain pass's router scores, so that both run the same ones.
+    """
+    for sequence, taken in _compared(model, step, kv, counts):
+        for count in taken:
+            declined = sequence.layers(step, count)
+            if declined is not None:
+                return declined
+    return None

@@ -1,0 +1,116 @@
+"""Runs the passes that requests will need before the first one: kernels are compiled, and passes captured.
+
+Without it the first request of each number of sequences waits for a compiler, seconds for each kernel. Triton keeps
+compiled kernels on disk, so that a later process only loads them.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+
+from mycli.runtime.cache.batch import Chunk
+from mycli.runtime.device.placement import use_device
+from mycli.runtime.device.system import cpu
+from mycli.runtime.engine.engine import Engine
+from mycli.runtime.engine.model_runner import ModelRunner
+from mycli.runtime.engine.passes.base import PassInput
+from mycli.runtime.engine.passes.cuda import CudaPass
+from mycli.runtime.memory.graphs import DRAFT_ROWS, MOST_ROWS, SEQUENCE_BUCKETS, TOKEN_BUCKETS
+from mycli.runtime.memory.plan import prefill_chunk
+from mycli.runtime.sampling.params import SamplingParams
+from mycli.runtime.sampling.sampler import DeviceSampling, Sampler
+
+_COMPILED_IN_PARALLEL = 4  # Triton compiles in one thread a kernel, and ptxas in a process of its own
+_STEPS = 5  # tokens: a launch of several steps, and one of a single step
+_TIMES = 2  # a pass is launched the first time and captured the second
+
+
+def compiles(runner: ModelRunner) -> bool:
+    """Return whether passes of this model are compiled or captured when they first run."""
+    return runner.device.type == "cuda" or any(isinstance(way, CudaPass) for way in runner.passes.passes)
+
+
+def count_passes(engine: Engine, settings: int) -> int:
+    """Return the number of passes of a warm-up with `settings` kinds of sampling."""
+    decodes = len(list(_decodes(engine)))
+    return decodes + len(list(_prompts(engine))) + decodes * settings
+
+
+def warm_up_passes(
+    engine: Engine, sampling: Sequence[SamplingParams], report: Callable[[int, int], None] = lambda done, total: None
+) -> int:
+    """Run decode passes of every padded number of sequences, and prompts of every padded length; return their number.
+
+    sampling: the settings for which tokens are sampled on the device. report: receives the passes done and all. It
+    must run before the first request, since it writes to the first cache blocks.
+    """
+    if engine.has_work:
+        raise RuntimeError("a warm-up writes to cache blocks that requests use")
+    if not compiles(engine.runner):
+        return 0
+    decodes, prompts = list(_decodes(engine)), list(_prompts(engine))
+    settings = [_device_sampling(engine, params) for params in sampling]
+    runs = [partial(_logits, engine, work) for work in (*decodes, *prompts)]
+    runs += [partial(_tokens, engine, work, row) for work in decodes for row in settings if row is not None]
+    _compile(engine, [*decodes, *prompts])
+    for done, run in enumerate(runs):
+        report(done, len(runs))
+        for _ in range(_TIMES):
+            run()
+    report(len(runs), len(runs))
+    return len(runs)
+
+
+def _decodes(engine: Engine) -> Iterator[list[Chunk]]:
+    running = min(engine.scheduler.limits.running, MOST_ROWS)
+    counts = [1] if engine.speculator is None else range(1, min(DRAFT_ROWS, engine.context) + 1)
+    for new in counts:
+        # Each number of sequences is padded to one of the buckets; the last may be larger than all that can run.
+        numbers = {min(bucket, running) for bucket in SEQUENCE_BUCKETS if bucket * new <= MOST_ROWS}
+        for sequences in sorted(numbers):
+            yield [_chunk(engine, new, new, slot) for slot in range(sequences)]
+
+
+def _prompts(engine: Engine) -> Iterator[list[Chunk]]:
+    longest = min(prefill_chunk(gpu=True), engine.context)
+    for tokens in sorted({min(count, longest) for count in (*TOKEN_BUCKETS, MOST_ROWS + 1, longest)}):
+        yield [_chunk(engine, tokens, 1)]
+
+
+def _chunk(engine: Engine, tokens: int, logits: int, slot: int = 0) -> Chunk:
+    # Each sequence has tokens and a block of its own: the first pass of many rows is compared with the plain one, which
+    # equal rows would make worthless.
+    blocks = tuple(range(slot, slot - (-tokens // engine.shape.block_size)))
+    ids = [(31 * slot + place) * 7919 % engine.runner.config.vocab_size for place in range(tokens)]
+    return Chunk(ids, 0, blocks, logits, slot)
+
+
+def _device_sampling(engine: Engine, params: SamplingParams) -> DeviceSampling | None:
+    runner = engine.runner
+    return Sampler(params, runner.config.vocab_size, runner.device).device_sampling()
+
+
+def _compile(engine: Engine, works: Sequence[list[Chunk]]) -> None:
+    """Launch each pass once, several in parallel: the compiler takes most of the time, and launches are in order."""
+    runner, rope = engine.runner, engine.runner.rope(engine.context)
+    ways = [way for way in runner.passes.passes if isinstance(way, CudaPass)]
+
+    def compile_work(work: list[Chunk]) -> None:
+        for way in ways:
+            with suppress(Exception):  # the pass reports it when it runs
+                way.launch(PassInput(work, engine.cache, rope))
+
+    workers = min(_COMPILED_IN_PARALLEL, cpu().cores)
+    with ThreadPoolExecutor(workers, initializer=use_device, initargs=(runner.device,)) as pool:
+        list(pool.map(compile_work, works))
+
+
+def _logits(engine: Engine, work: list[Chunk]) -> None:
+    engine.runner.run(work, engine.cache)
+
+
+def _tokens(engine: Engine, work: list[Chunk], sampling: DeviceSampling) -> None:
+    steps = engine.runner.tokens(work, [sampling] * len(work), engine.cache, _STEPS, frozenset())
+    for _ in steps or ():
+        pass

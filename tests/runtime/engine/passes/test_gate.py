@@ -1,0 +1,114 @@
+"""Test the comparison of each layer with the plain one: right layers pass, and a layer with a fault has its name."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from mycli.runtime.cache.kv_cache import KVCache
+from mycli.runtime.engine.passes import gate
+from mycli.runtime.engine.passes.captured import CapturedStep
+from mycli.runtime.engine.passes.cuda import compile_step
+from mycli.runtime.engine.passes.gate import layer_difference
+from mycli.runtime.engine.passes.graphs import LayeredStep, StepInput
+from mycli.runtime.errors import Declined
+from mycli.runtime.layers.rope import Rope
+from mycli.runtime.models.config import KvDtype
+from tests.support.families import CASES as FAMILY_CASES
+from tests.support.families import make
+from tests.support.native_parts import WIDE, load_bf16, need_native_code
+from tests.support.triton_interpreter import Interpret, interpret
+
+__all__ = ["interpret"]
+
+
+def verdict(number: int, mixed: bool, kv: KvDtype, factor: float) -> Declined | None:
+    """Return what the gate says of a fused pass with a fault in the second layer; runs in the interpreter.
+
+    factor: of the first group of scales of the last product.
+    """
+    from mycli.runtime.engine.passes.fused import FusedStep
+    from tests.support.decode_models import CASES, MIXED, models
+
+    case = (MIXED if mixed else CASES)[number]
+    fused, plain = models(replace(case, changes={**case.changes, "layers": 2, "max_context": 64}))
+    step = FusedStep.compile(fused)
+    assert isinstance(step, FusedStep)
+    last = list(list(plain.layers())[1].products.values())[-1].weight()  # a view
+    last[:, :32] *= factor
+    return layer_difference(plain, step, kv, (2,))
+
+
+def test_a_fault_has_the_number_of_its_layer(interpret: Interpret) -> None:
+    declined = interpret(verdict, 0, False, "auto", 1.5)
+    assert isinstance(declined, Declined) and declined.code == "layer-differs" and declined.data["layer"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "mixed", "kv"),
+    [(0, False, "auto"), (8, False, "int4"), (1, True, "int8"), (3, True, "auto")],
+    ids=["dense", "int4", "moe", "all-experts"],
+)
+def test_right_layers_pass(number: int, mixed: bool, kv: KvDtype, interpret: Interpret) -> None:
+    assert interpret(verdict, number, mixed, kv, 1.0) is None
+
+
+class Spoiled:
+    """A step of which one layer adds `added` times as much to the stream, or stores values `stored` times as large."""
+
+    def __init__(self, step: LayeredStep, layer: int, added: float = 1.0, stored: float = 1.0) -> None:
+        self.step, self.layer, self.added, self.stored = step, layer, added, stored
+        self.takes, self.rotates = step.takes, step.rotates
+
+    def __call__(self, inputs: StepInput, rope: Rope, cache: KVCache, last: bool) -> Tensor:
+        return self.step(inputs, rope, cache, last)
+
+    def run_layer(
+        self,
+        layer: int,
+        stream: Tensor,
+        inputs: StepInput,
+        rope: Rope,
+        cache: KVCache,
+        router_scores: Tensor | None = None,
+    ) -> Tensor:
+        after = self.step.run_layer(layer, stream, inputs, rope, cache, router_scores)
+        if layer != self.layer:
+            return after
+        cache.all(layer)[1].data.mul_(self.stored)
+        return stream + (after - stream) * self.added
+
+
+@pytest.mark.parametrize("case", ["gemma2-window7-tied", "gpt_oss-window7-gqa4:2"])
+def test_layers_of_the_captured_pass(case: str, tmp_path: Path) -> None:
+    """A mixture of experts runs the experts of the plain pass, however its own scores are rounded."""
+    need_native_code()
+    model_type, changes = FAMILY_CASES[case]
+    make(tmp_path, model_type, {**WIDE, **changes})
+    model, warnings = load_bf16(tmp_path).model, list[Declined]()
+    step = CapturedStep.compile(model)
+    assert isinstance(step, CapturedStep)
+    assert layer_difference(model, step) is None
+    added, stored = Spoiled(step, 1, added=1.2), Spoiled(step, 1, stored=1.2)
+    declined = compile_step(model, added, "auto", lambda work: work, warnings.append, layers=added)
+    assert declined == warnings[0] and warnings[0].code == "layer-differs"
+    assert warnings[0].data["layer"] == 1 and str(warnings[0].data["percent"]).startswith(("18", "19"))
+    declined = layer_difference(model, stored)
+    assert declined is not None and declined.code == "layer-cache-differs" and declined.data["layer"] == 1
+
+
+def test_what_a_layer_adds_is_compared_beyond_the_rounding_of_the_stream() -> None:
+    """A stream with channels a thousand times larger hides nothing in the others."""
+    x, added = torch.zeros(2, 64), torch.ones(2, 64)
+    x[:, 0] = 1000.0
+    expected = (x + added).bfloat16()
+    rounded = expected.clone()
+    rounded[:, 0] += 4.0  # one step of bf16 at 1000
+    wrong = expected.clone()
+    wrong[:, 1:] *= 1.05
+    assert gate._change_difference(rounded, expected, x.bfloat16()) < gate.LAYER_TOLERANCE[torch.float16]
+    assert gate._change_difference(wrong, expected, x.bfloat16()) > gate.LAYER_TOLERANCE[torch.float16]
+    assert not gate._change_difference(wrong * torch.nan, expected, x.bfloat16()) < gate.LAYER_TOLERANCE[torch.float16]

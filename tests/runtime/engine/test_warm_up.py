@@ -1,0 +1,94 @@
+"""Test that the passes of later requests were launched and captured before, and that a warm-up leaves no trace."""
+
+import random
+
+import pytest
+from torch import Tensor
+
+from mycli.runtime.cache.kv_cache import KVCache
+from mycli.runtime.engine.engine import Engine
+from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
+from mycli.runtime.engine.passes import Passes
+from mycli.runtime.engine.passes.cuda import CudaPass
+from mycli.runtime.engine.passes.graphs import Launches, StepInput
+from mycli.runtime.engine.passes.plain import PlainPass
+from mycli.runtime.engine.sequence import Request
+from mycli.runtime.engine.warm_up import compiles, warm_up_passes
+from mycli.runtime.errors import Declined
+from mycli.runtime.kernels.paged import KEY_BLOCK
+from mycli.runtime.layers.rope import Rope
+from mycli.runtime.memory.graphs import TOKEN_BUCKETS
+from mycli.runtime.sampling.params import SamplingParams
+from tests.runtime.engine.test_serving_trace import Reading
+from tests.support.graphs import recording
+from tests.support.prefix_model import PrefixModel, random_function
+
+VOCAB, RUNNING = 97, 5
+
+
+class Failing(Reading):
+    """Fails for prompts of 64 tokens."""
+
+    def takes(self, sequences: int, tokens: int) -> bool:
+        return sequences * tokens <= 256
+
+    def __call__(self, inputs: StepInput, rope: Rope, cache: KVCache, last: bool) -> Tensor:
+        if inputs.new == 64:
+            raise RuntimeError("out of resource: shared memory")
+        return super().__call__(inputs, rope, cache, last)
+
+
+class Served:
+    """An engine with a stand-in for the fused pass; counts its captures and its steps by shape."""
+
+    def __init__(self, fused: bool = True) -> None:
+        self.captures, self.warnings = 0, list[Declined]()
+        self.compiled = set[tuple[int, ...]]()
+        model = PrefixModel(random_function(3, VOCAB), VOCAB, max_context=256)
+        self.step = Failing(model)
+        way = CudaPass(self.step, PlainPass(model), self.capture, self.warnings.append, compare=False)
+        plain = PlainPass(model)
+        passes = Passes((way, plain) if fused else (plain,), {})
+        passes.makes_tokens = False
+        self.engine = Engine(ModelRunner(model, passes=passes), CacheShape(256, 40, KEY_BLOCK), VOCAB, running=RUNNING)
+
+    def capture(self, work: Launches) -> Launches:
+        if not self.captures:
+            self.compiled = set(self.step.shapes)
+        self.captures += 1
+        return recording(work)
+
+    def replies(self) -> dict[int, list[int]]:
+        drawing, tokens = random.Random(5), dict[int, list[int]]()
+        for _ in range(12):
+            prompt = tuple(drawing.randrange(VOCAB) for _ in range(drawing.choice([3, 11, 20, 50, 120, 200])))
+            self.engine.submit(Request(prompt, SamplingParams(), drawing.randrange(1, 12)))
+        while self.engine.has_work:
+            for output in self.engine.step():
+                tokens.setdefault(output.sequence, []).extend(output.tokens)
+        return tokens
+
+
+def test_no_request_captures_a_pass_or_changes_its_reply() -> None:
+    warm, cold = Served(), Served()
+    progress: list[tuple[int, int]] = []
+    count = warm_up_passes(warm.engine, [SamplingParams()], lambda done, total: progress.append((done, total)))
+    assert progress == [(done, count) for done in range(count + 1)]
+    shapes, captures = set(warm.step.shapes), warm.captures
+    assert {(sequences, 1) for sequences in (1, 2, 4, 8)} <= shapes, "5 sequences are padded to 8"
+    assert {(1, tokens) for tokens in TOKEN_BUCKETS if tokens != 64} <= shapes
+    assert [warning.code for warning in warm.warnings] == ["kernels-failed"], "the others are captured all the same"
+    assert captures == len(shapes) and warm.compiled == shapes, "all are compiled before one is captured"
+    assert warm.replies() == cold.replies()
+    alone = {shape for shape in warm.step.shapes if shape[0] == 1 or shape[1] == 1}
+    assert alone <= shapes and cold.captures > 0
+    assert not warm.engine.stats.cache_idle or warm.engine.stats.prefix_hits == cold.engine.stats.prefix_hits
+
+
+def test_nothing_is_done_where_nothing_is_compiled_or_requests_run() -> None:
+    plain = Served(fused=False)
+    assert not compiles(plain.engine.runner) and warm_up_passes(plain.engine, []) == 0
+    busy = Served()
+    busy.engine.submit(Request((1, 2), SamplingParams(), 3))
+    with pytest.raises(RuntimeError, match="requests"):
+        warm_up_passes(busy.engine, [])
