@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mycli.quant.calibration.hessian import HELD_OUT_EVERY
 from mycli.quant.calibration.output_moments import output_moments
-from mycli.quant.calibration.sampler import Calibration, bundled, from_file
+from mycli.quant.calibration.sampler import Calibration, calibrate
 from mycli.quant.layer_streaming import RememberedModel, StreamedModel
 from mycli.quant.output import model_card
 from mycli.quant.output.model_card import Layer, Size, Tuning
@@ -26,7 +26,7 @@ from mycli.quant.output.output_work import OutputWork
 from mycli.quant.output.tensor_writer import TensorWriter, write_mtp_head
 from mycli.quant.output.work_folder import Solved, WorkFolder, require_same_run
 from mycli.quant.planning.memory import Need
-from mycli.quant.planning.mixed_precision import WINDOWS, allocate, measure_shares
+from mycli.quant.planning.mixed_precision import WINDOWS, Share, allocate, measure_shares
 from mycli.quant.planning.plan import (
     QuantizationPlan,
     check_resources,
@@ -105,7 +105,6 @@ class Outcome:
 
     @property
     def fallbacks(self) -> int:
-        """The number of layers that were rounded instead of solved."""
         return sum(layer.fallback is not None for layer in self.layers)
 
 
@@ -117,14 +116,27 @@ def allocated(work: QuantizationPlan, placement: Placement, folder: Path, progre
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".widths-", dir=folder.parent) as name:
         # Rescaled weights could not be compared with the original's.
-        quantize(copy, Path(name) / "low", placement, progress=progress, balances=False)
-        trim_heap(mmap_threshold=4 << 20)
-        windows = _calibration(copy).windows
-        chosen = torch.randperm(len(windows), generator=torch.Generator().manual_seed(copy.recipe.seed))[:WINDOWS]
-        folders = (work.folder, open_model_folder(Path(name) / "low"))
-        original, rounded = (StreamedModel(model, placement, work.need.at_once) for model in folders)
-        shares = measure_shares(original, rounded, windows[chosen], progress)
+        shares = copy_shares(copy, Path(name) / "low", placement, work.need.at_once, progress, balances=False)
     return replace(work.recipe, widths=allocate(shares, target, copy.recipe.bits))
+
+
+def copy_shares(
+    copy: QuantizationPlan,
+    target: Path,
+    placement: Placement,
+    at_once: int,
+    progress: ReportProgress,
+    *,
+    balances: bool = True,
+) -> list[Share]:
+    """Write a temporary copy of one low width to `target`; return what each product's rounding adds to the loss."""
+    quantize(copy, target, placement, progress=progress, balances=balances)
+    trim_heap(mmap_threshold=4 << 20)
+    windows = _calibration(copy).windows
+    chosen = torch.randperm(len(windows), generator=torch.Generator().manual_seed(copy.recipe.seed))[:WINDOWS]
+    folders = (copy.folder, open_model_folder(target))
+    original, rounded = (StreamedModel(folder, placement, at_once) for folder in folders)
+    return measure_shares(original, rounded, windows[chosen], progress)
 
 
 def quantize(
@@ -283,11 +295,8 @@ def default_work_folder(target: Path) -> Path:
 
 
 def _calibration(work: QuantizationPlan) -> Calibration:
-    tokenizer = work.folder.tokenizer()
-    samples, seq, seed = work.recipe.samples, work.seq, work.recipe.seed
-    if work.text is not None:
-        return from_file(work.text, tokenizer, samples, seq, seed)
-    return bundled(tokenizer, work.config.vocab_size, samples, seq, seed)
+    recipe, tokenizer = work.recipe, work.folder.tokenizer()
+    return calibrate(work.text, tokenizer, work.config.vocab_size, recipe.samples, work.seq, recipe.seed)
 
 
 def _config(folder: ModelFolder, output: TensorWriter) -> bytes:

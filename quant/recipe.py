@@ -44,7 +44,7 @@ class Recipe:
     embeddings stay unquantized, and the head too unless `head` says otherwise. Methods that use data see `samples`
     windows of `seq` tokens (None: `DEFAULT_SEQ` or the model's context, if shorter), drawn with `seed`.
     `target_bpw`: mean bits per quantized weight, scales included; `widths` then holds the bits of each product of each
-    block in order of execution (see `quant.mixed_precision`) and replaces `bits`. `tune`: train codes and scales of
+    block in order of execution (see `mixed_precision`) and replaces `bits`. `tune`: train codes and scales of
     each block once it is solved (`quant.tuning.block`), and scales and gains of all at the end
     (`quant.tuning.end_to_end`).
 

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from mycli.cli.remedies import Subject, remedy
-from mycli.quant.calls.record import CallQuality
 from mycli.runtime.errors import UserError
 from mycli.runtime.quantization.activations import MAX_ADDED_KL, ActivationKl
 from mycli.runtime.utils.sanitize import sanitize_json
 from mycli.runtime.utils.units import human_bytes, pluralize
 
 if TYPE_CHECKING:  # torch takes a second to import
+    from mycli.quant.calls.record import CallQuality
     from mycli.quant.evaluate import Evaluation, Mean
     from mycli.runtime.engine.stats import Timing
     from mycli.runtime.memory.plan import MemoryPlan
@@ -93,7 +93,7 @@ def activation_rows(measured: ActivationKl | None) -> list[tuple[str, str]]:
     return [("8-bit activations", f"{kl}; --activations {verdict}")]
 
 
-def call_rows(calls: CallQuality | None) -> list[tuple[str, str]]:
+def call_rows(calls: "CallQuality | None") -> list[tuple[str, str]]:
     """Return the rows on tool calls; none if they were not measured."""
     if calls is None:
         return []

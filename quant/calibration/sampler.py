@@ -48,6 +48,14 @@ def _bundled(name: str) -> str:
     return (resources.files("mycli.quant") / "calibration_text" / name).read_text(encoding="utf-8")
 
 
+def calibrate(
+    text: Path | None, tokenizer: Tokenizer, vocab_size: int, samples: int, seq: int, seed: int
+) -> Calibration:
+    if text is not None:
+        return from_file(text, tokenizer, samples, seq, seed)
+    return bundled(tokenizer, vocab_size, samples, seq, seed)
+
+
 def bundled(tokenizer: Tokenizer, vocab_size: int, samples: int, seq: int, seed: int) -> Calibration:
     generator = torch.Generator().manual_seed(seed)
     weights = _MIX

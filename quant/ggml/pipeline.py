@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mycli.quant.calibration.sampler import Calibration, bundled, from_file
+from mycli.quant.calibration.sampler import Calibration, calibrate
 from mycli.quant.ggml.file import GgufTensors
 from mycli.quant.ggml.linear_solver import BlockTypeSolver
 from mycli.quant.ggml.plan import GgufPlan, check_gguf_resources
@@ -42,7 +42,6 @@ class _Output:
     file: GgufTensors
 
     def copy(self, source: SourceWeights, tensor: str) -> None:
-        """Write a tensor that is not quantized, in the type of the plan."""
         dtype = TYPES_BY_NAME[self.work.layout.kinds[tensor]].dtype
         assert dtype is not None
         values, change = source.read(tensor), self.work.layout.places[tensor].rule.change
@@ -73,7 +72,8 @@ def quantize_gguf(
     check_gguf_resources(work, target, overwrite=overwrite)
     folder, at_once = work.folder, work.need.at_once
     with memory_errors(work.need), ExitStack() as stack:
-        calibration = _calibration(work)
+        recipe, tokenizer = work.recipe, folder.tokenizer()
+        calibration = calibrate(work.text, tokenizer, work.config.vocab_size, recipe.samples, work.seq, recipe.seed)
         finished_in = work_folder or default_work_folder(target)
         run = model_card.identify(work.recipe.record, calibration, placement, at_once)
         if not restart:
@@ -118,13 +118,6 @@ def quantize_gguf(
     open_model_folder(target)
     notes = (*_notes(work, calibration), *result_notes(layers, None, measured))
     return Outcome(target, work.size, layers, measured, notes)
-
-
-def _calibration(work: GgufPlan) -> Calibration:
-    tokenizer, recipe = work.folder.tokenizer(), work.recipe
-    if work.text is not None:
-        return from_file(work.text, tokenizer, recipe.samples, work.seq, recipe.seed)
-    return bundled(tokenizer, work.config.vocab_size, recipe.samples, work.seq, recipe.seed)
 
 
 def _embedding(

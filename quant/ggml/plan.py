@@ -66,7 +66,6 @@ class GgufPlan:
 
     @property
     def kinds(self) -> Counter[str]:
-        """The number of tensors of each quantized type."""
         return Counter(self.layout.kinds[f"{name}.weight"] for name in self.packings)
 
 

@@ -7,13 +7,11 @@ from tempfile import TemporaryDirectory
 import torch
 
 from mycli.quant import pipeline
-from mycli.quant.calibration.sampler import bundled, from_file
 from mycli.quant.ggml import types
 from mycli.quant.ggml.plan import GgufPlan, kind_bytes, plan_gguf
 from mycli.quant.ggml.recipe import GgufRecipe
 from mycli.quant.ggml.solve import round_blocks
-from mycli.quant.layer_streaming import StreamedModel
-from mycli.quant.planning.mixed_precision import COPY_WINDOWS, WINDOWS, low_width, measure_shares
+from mycli.quant.planning.mixed_precision import COPY_WINDOWS, low_width
 from mycli.quant.planning.plan import plan_quantization
 from mycli.quant.progress import ReportProgress, silent
 from mycli.quant.recipe import Recipe
@@ -21,9 +19,7 @@ from mycli.quant.rounding.grid import Grid, relative_error, round_to_nearest
 from mycli.quant.source_weights import SourceWeights
 from mycli.runtime.checkpoint.gguf.blocks import dequantize_blocks
 from mycli.runtime.checkpoint.gguf.types import TYPES_BY_NAME
-from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement, torch_dtype
-from mycli.runtime.device.system import trim_heap
 from mycli.runtime.errors import UsageError
 from mycli.runtime.quantization.scheme import Packing
 
@@ -95,20 +91,7 @@ def _measure(work: GgufPlan, folder: Path, placement: Placement, progress: Repor
     bits = low_width(8 * recipe.target_size / config.parameters(), _GROUP)
     low = Recipe(bits=bits, group=_GROUP, samples=min(recipe.samples, COPY_WINDOWS), seq=recipe.seq, seed=recipe.seed)
     copy = plan_quantization(work.source, low, work.text, folder=work.folder, report="none")
-    pipeline.quantize(copy, folder, placement, progress=progress)
-    trim_heap(mmap_threshold=4 << 20)
-    tokenizer = work.folder.tokenizer()
-    calibration = (
-        bundled(tokenizer, config.vocab_size, low.samples, work.seq, low.seed)
-        if work.text is None
-        else from_file(work.text, tokenizer, low.samples, work.seq, low.seed)
-    )
-    windows = calibration.windows
-    order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(low.seed))[:WINDOWS]
-    original, rounded = (
-        StreamedModel(model, placement, work.need.at_once) for model in (work.folder, open_model_folder(folder))
-    )
-    shares = measure_shares(original, rounded, windows[order], progress)
+    shares = pipeline.copy_shares(copy, folder, placement, work.need.at_once, progress)
     source = SourceWeights(work.folder)
     groups = [linears for layer in config.layer_specs for linears in layer.products().values()]
     choices = []

@@ -46,7 +46,6 @@ class OutputWork(WorkFolder):
         return [*super()._leftovers(), self.folder / _JOURNAL]
 
     def attach(self, writer: CheckpointWriter, output: TensorWriter, config: ModelConfig) -> None:
-        """Continue the output of an earlier run, or begin it."""
         self._writer, self._target = writer, output
         self._linears = {linear.name: linear for linear in config.linears()}
         # A journal without its output is worthless: the plan may have changed, and with it the place of every tensor.

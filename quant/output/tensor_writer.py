@@ -43,8 +43,7 @@ class TensorWriter:
 
 
 def write_mtp_head(head: ModelFolder, writer: CheckpointWriter) -> None:
-    """Copy the tensors of the MTP head unquantized."""
-    # Calibration does not reach the head, and drafts lose more acceptance by rounding than its bytes save.
+    # Unquantized: calibration does not reach the head, and drafts lose more acceptance by rounding than its bytes save.
     source = SourceWeights(head)
     for name, _ in head.config.tensors():
         writer.write(MTP_PART.stored_name(name), source.read(name))

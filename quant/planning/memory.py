@@ -202,7 +202,7 @@ def _solving(work: QuantizationWork, at_once: int) -> list[tuple[int, int]]:
 
 
 def _sensitivity(work: QuantizationWork, at_once: int) -> tuple[int, int]:
-    # See `quant.mixed_precision`: the stream at every block and the original's last one; then either the head with the
+    # See `mixed_precision`: the stream at every block and the original's last one; then either the head with the
     # logits of a window, or a block of both models with gradients and a batch. Making the copy leaves pieces behind.
     config = work.config
     streams = _FLOAT * work.sensitivity_tokens * config.hidden_size * (config.layers + 3)

@@ -137,7 +137,6 @@ def plan_low_copy(work: QuantizationPlan, gpu: bool) -> QuantizationPlan:
 
 
 def measured_tokens(report: Report) -> int:
-    """The most tokens of held-out text that a report measures."""
     return {"none": 0, "quick": QUICK_TOKENS, "full": FULL_TOKENS}[report]
 
 

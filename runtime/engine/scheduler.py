@@ -186,9 +186,12 @@ class Scheduler:
         return self._shares.precedes(self._shares.first(self.waiting, self.running), self._last_prompt, self.running)
 
     def _schedule_prefill(self) -> list[ScheduledSequence]:
+        prefilling = [sequence for sequence in self.running if not sequence.is_decoding]
+        if not prefilling and not self.waiting:
+            return []
         budget, scheduled = self.limits.chunk, list[ScheduledSequence]()
         # A copy: reserving blocks may preempt some.
-        running = deque(self._shares.ordered([item for item in self.running if not item.is_decoding], self.running))
+        running = deque(self._shares.ordered(prefilling, self.running))
         queue_open = True
         while budget > 0:
             waiting = self._shares.first(self.waiting, self.running) if queue_open and self.waiting else None
@@ -219,16 +222,13 @@ class Scheduler:
         count = self._chunk_length(sequence, room - restored) if sequence.status is Status.RUNNING else 0
         if not count or not self._reserve(sequence, sequence.table.length + count):
             return None, restored
-        return self._part(_prefill(sequence, count)), restored + count
+        self._in_pass.add(sequence.id)
+        return _prefill(sequence, count), restored + count
 
     def _room(self, sequence: Sequence, budget: int) -> int:
         """Return how many more tokens this pass may have if it computes some of `sequence`."""
         most = self.limits.chunk
         return budget - most + self._shares.pass_size(sequence, most, self.running, self._clock())
-
-    def _part(self, part: ScheduledSequence) -> ScheduledSequence:
-        self._in_pass.add(part.sequence.id)
-        return part
 
     def _has_place(self, sequence: Sequence) -> bool:
         """Return whether a sequence may run now; a user with more than its share makes room for it."""
@@ -315,7 +315,8 @@ class Scheduler:
                 drafts = draft_budget(sequence, room) if room > 0 else 0
                 if drafts and not sequence.table.reserve(end + drafts):
                     drafts = 0
-            scheduled.append(self._part(ScheduledSequence(sequence, end - 1, 1, drafts, is_decode=True)))
+            self._in_pass.add(sequence.id)
+            scheduled.append(ScheduledSequence(sequence, end - 1, 1, drafts, is_decode=True))
         return scheduled
 
     def reserve_ahead(self, scheduled: Iterable[ScheduledSequence], count: int) -> int:

@@ -26,7 +26,6 @@ from mycli.runtime.hub.names import (
     split_quant,
     suggest_models,
 )
-from mycli.runtime.hub.other_stores import find_stored
 from mycli.runtime.hub.store import BUILT_IN
 from mycli.runtime.utils.json_fields import read_object
 
@@ -86,9 +85,9 @@ def _find(model: str, offline: bool) -> Source:
     if not model or "\x00" in model or len(model) > 4096:
         raise UsageError("the name of the model is empty or not a name", code="list-models")
     if ollama_name(model) is not None:
-        if (stored := find_stored(model)) is None:
+        if (source := _stored_elsewhere(model)) is None:
             raise not_pulled_by_ollama(model)
-        return Source(stored.name, stored.path)
+        return source
     model = _named_file(model)
     try:
         is_gguf_file = model.endswith(GGUF) and ":" not in model
@@ -104,8 +103,8 @@ def _find(model: str, offline: bool) -> Source:
             return _resolve_cached_or_stored(model, offline)
         if Path(model).is_dir():
             return _resolve_path(model)
-        if (stored := find_stored(model)) is not None:
-            return Source(model, stored.path)
+        if (source := _stored_elsewhere(model)) is not None:
+            return source
         if model in store.model_folders():
             folder = store.data_dir() / "models" / model
             raise ModelError(f"{model} is damaged: {folder} has no config.json", code="remove-model")
@@ -174,10 +173,17 @@ def _resolve_cached_or_stored(model: str, offline: bool) -> Source:
     try:
         return _resolve_cached(model, offline)
     except (NotFoundError, UsageError):  # the latter for a tag of Ollama's, which no name of the hub has
-        stored = find_stored(model)
-        if stored is None:
+        if (source := _stored_elsewhere(model)) is None:
             raise
-        return Source(model, stored.path)
+        return source
+
+
+def _stored_elsewhere(model: str) -> Source | None:
+    # Imported here, since most names are found before other programs' folders are searched.
+    from mycli.runtime.hub.other_stores import find_stored
+
+    stored = find_stored(model)
+    return None if stored is None else Source(model, stored.path)
 
 
 def _resolve_cached(model: str, offline: bool) -> Source:

@@ -228,11 +228,6 @@ class ModelConfig:
         mixtures = (layer.mlp for layer in self.layer_specs if isinstance(layer.mlp, ExpertsSpec))
         return {stack.name: stack for mixture in mixtures for stack in mixture.stacks}
 
-    @cached_property
-    def stacked_tensors(self) -> dict[str, tuple[str, ...]]:
-        """Names of the tensors of `stacks`, each with its parts in order."""
-        return {name: stack.parts for name, stack in self.stacks.items()}
-
     def local_name(self, stored: str) -> str:
         """Return the declaration's name of a tensor of the family's checkpoints."""
         for prefix, local in self.stored_prefixes:

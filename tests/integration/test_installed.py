@@ -11,6 +11,7 @@ import sys
 import venv
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pexpect
 import pytest
@@ -21,6 +22,21 @@ from tests.support.paths import PICO, ROOT
 from tests.support.platform_wheel import build
 
 QUESTION, ANSWER = "What is the capital of Japan?", "Tokyo"
+SEVERAL = """
+import contextlib, io, json, sys
+from mycli.cli.main import main
+outputs = []
+for words in json.loads(sys.argv[1]):
+    output = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    with contextlib.redirect_stdout(output):
+        try:
+            main(words)
+        except SystemExit as end:
+            assert not end.code, words
+        output.flush()
+    outputs.append(output.buffer.getvalue().decode())
+print(json.dumps(outputs))
+"""
 
 
 def install(options: Sequence[str], target: Path) -> Path:
@@ -60,6 +76,13 @@ def test_every_main_command_works_where_it_is_installed(kind: str, tmp_path: Pat
         assert done.returncode == 0, f"{arguments}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 
+    def together(*lines: Sequence[str]) -> list[dict[str, Any]]:
+        """Run several commands in one process, which imports torch once; return the JSON object that each prints."""
+        python = [str(program.parent / "python"), "-c", SEVERAL, json.dumps(lines)]
+        done = subprocess.run(python, cwd=elsewhere, env=environment, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+        return [json.loads(output) for output in json.loads(done.stdout)]
+
     where = "import mycli.runtime.pico as pico; print(*pico.__path__)"
     python = [str(program.parent / "python"), "-c", where]
     location = subprocess.run(python, cwd=elsewhere, env=environment, capture_output=True, text=True).stdout.strip()
@@ -75,12 +98,11 @@ def test_every_main_command_works_where_it_is_installed(kind: str, tmp_path: Pat
     assert ANSWER in mycli("run", "pico", QUESTION, "--temperature", "0")
     if kind == "editable":  # it has the files of the checkout, and each part of the package was found
         return
-    assert json.loads(mycli("run", "./small", QUESTION, "--json", "-n", "4"))["text"]
-    assert json.loads(mycli("estimate", "./small", "--json"))["fits"]
     (elsewhere / "prompts.txt").write_text(QUESTION + "\n")
-    verify = ("spec", "verify", "pico", "pico-draft", "--prompts", "prompts.txt", "-n", "4", "--draws", "100")
-    assert json.loads(mycli(*verify, "--json"))["prompts"] == 1
-    assert ANSWER in json.loads(mycli("doctor", "--json"))["reply"]
+    verify = ("spec", "verify", "pico", "pico-draft", "--prompts", "prompts.txt", "-n", "4", "--draws", "100", "--json")
+    lines = (("run", "./small", QUESTION, "--json", "-n", "4"), ("estimate", "./small", "--json"), verify)
+    reply, estimate, verified, doctor = together(*lines, ("doctor", "--json"))
+    assert reply["text"] and estimate["fits"] and verified["prompts"] == 1 and ANSWER in doctor["reply"]
     chat: pexpect.spawn[str] = pexpect.spawn(
         str(program),
         ["chat", "pico", "-t", "0"],

@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -82,15 +81,10 @@ def event(**fields: Any) -> str:
 
 
 def talkative(asked: Any, say: Callable[[str], None]) -> None:
-    """Send three tokens, the second 30 ms after the first, and the end later.
-
-    A word counts as one and a half tokens, and every prompt has 3 more.
-    """
+    """Send three tokens and the end. A word counts as one and a half tokens, and every prompt has 3 more."""
     say(": ping")
-    for pause in (0.0, 0.03, 0.0):
-        time.sleep(pause)
+    for _ in range(3):
         say(event(choices=[{"text": "a"}]))
-    time.sleep(0.1)
     say(event(choices=[{"text": "", "finish_reason": "length"}]))
     words = len(asked["prompt"].split())
     counts = {

@@ -25,10 +25,14 @@ class Attack:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Holds an attack's statuses and seconds, the longest wait of another client, and the memory growth in bytes."""
+    """Holds an attack's statuses and seconds, the waits of another client, and the memory growth in bytes.
+
+    alone: seconds of the other client's request before the attack; wait: the longest during it.
+    """
 
     statuses: Sequence[int]
     seconds: float
+    alone: float
     wait: float
     grown: int
 
@@ -85,7 +89,7 @@ class ServerProcess:
     def suffer(self, attack: Attack) -> Outcome:
         """Send an attack while another client repeats short requests."""
         data = attack.body if isinstance(attack.body, bytes) else json.dumps(attack.body).encode()
-        before, statuses = self.resident(), list[int]()
+        before, alone, statuses = self.resident(), self.neighbour(), list[int]()
         start = time.perf_counter()
         threads = [
             threading.Thread(target=lambda: statuses.append(_ask(self.port, attack.path, data)))
@@ -107,7 +111,7 @@ class ServerProcess:
         seconds = time.perf_counter() - start
         over.set()
         watcher.join()
-        return Outcome(statuses, seconds, wait, peak[0] - before)
+        return Outcome(statuses, seconds, alone, wait, peak[0] - before)
 
 
 @contextmanager

@@ -108,6 +108,13 @@ class Served:
             time.sleep(0.01)
         return len(self.log) >= count
 
+    def busy(self, seconds: float = 60) -> None:
+        """Wait until the engine runs a request."""
+        end = time.monotonic() + seconds
+        while not self.service.worker.stats.running:
+            assert time.monotonic() < end, "no request is running"
+            time.sleep(0.005)
+
     def idle(self, seconds: float = 60) -> None:
         """Wait until no request is running in the worker and its engine."""
         end = time.monotonic() + seconds

@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from mycli.runtime.checkpoint.formats import _published
 from mycli.runtime.checkpoint.safetensors_header import TensorEntry
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models.config import ModelConfig
@@ -139,6 +138,8 @@ def is_quantized(raw: Fields) -> bool:
 def _section(raw: Fields) -> tuple[str, Fields]:
     section = raw.object("quantization_config")
     if section.has("quant_method"):
+        from mycli.runtime.checkpoint.formats import _published  # not needed for unquantized models
+
         return _published.find_layout(section)
     if raw.has("quantization"):  # MLX has a key of its own and no quant_method
         return "mlx", raw.object("quantization")
@@ -156,6 +157,8 @@ def read_quantization(raw: Fields, config: ModelConfig, headers: Headers | None 
     if not name:
         return {}
     if name not in names():
+        from mycli.runtime.checkpoint.formats import _published
+
         readable = (*(load(layout).READABLE for layout in names()), *_published.READABLE)
         hint = f"readable: {'; '.join(readable)}"
         raise section.fail("quant_method", f"{section.text('quant_method')!r} is not supported", hint)

@@ -17,7 +17,6 @@ from mycli.runtime.kernels.cpu.library import build
 from mycli.runtime.kernels.cpu.library.build import ROW_TYPES, STORED_TYPES, CWeight, Native
 from mycli.runtime.quantization.packed_weight import Matmul, PackedWeight, unpack
 from mycli.runtime.quantization.scheme import ActivationBits, Packing
-from mycli.runtime.quantization.super_blocks import scale_codes
 from mycli.runtime.utils.memory import HUGE, huge_empty
 
 _ROWS, _INPUTS = 16, 32  # a block of the packed layout
@@ -65,12 +64,14 @@ class _Scales:
 
     @classmethod
     def of(cls, weight: PackedWeight) -> "_Scales":
-        codes = scale_codes(weight)
-        if codes is not None:  # bytes times the factors of super-blocks give exactly the scales
-            assert weight.factors is not None
-            offsets = None if codes.offsets is None else _blocked(codes.offsets)
-            factors = [_blocked(weight.factors[..., kind]) for kind in range(weight.factors.shape[2])]
-            return cls(_blocked(codes.scales), offsets, torch.stack(factors, dim=2))
+        if weight.factors is not None:
+            from mycli.runtime.quantization.super_blocks import scale_codes  # only weights of GGUF files have them
+
+            codes = scale_codes(weight)
+            if codes is not None:  # bytes times the factors of super-blocks give exactly the scales
+                offsets = None if codes.offsets is None else _blocked(codes.offsets)
+                factors = [_blocked(weight.factors[..., kind]) for kind in range(weight.factors.shape[2])]
+                return cls(_blocked(codes.scales), offsets, torch.stack(factors, dim=2))
         scales = weight.scales if weight.scales.dtype in STORED_TYPES else weight.scales.float()
         if weight.packing.codes == "e2m1":  # the kernel multiplies by twice the value of a code, which is an integer
             half = scales / 2

@@ -46,9 +46,6 @@ class SymbolTable:
     def symbols(self, token: int) -> Symbols:
         return (token + _CONTROL,) if token in self._control else tuple(self._pieces[token])
 
-    def control_symbol(self, token: int) -> int:
-        return token + _CONTROL
-
     def forced(self, data: bytes) -> Symbols:
         """Return the symbols of bytes that a parser forces, in which 0xff and an id in brackets are a control token."""
         symbols: list[int] = []

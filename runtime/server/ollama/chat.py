@@ -5,9 +5,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mycli.runtime.server.http.encoding import JsonResponse
-from mycli.runtime.server.ollama.keep_alive import keep_alive_seconds
-from mycli.runtime.server.ollama.rendering import MEDIA_TYPE, OllamaRendering, loaded_reply
+from mycli.runtime.server.ollama.rendering import answer_ollama
 from mycli.runtime.server.ollama.request import (
     OllamaChatRequest,
     OllamaMessage,
@@ -19,7 +17,6 @@ from mycli.runtime.server.ollama.request import (
 from mycli.runtime.server.routes.chat_spec import ChatSpec, prepare_chat
 from mycli.runtime.server.routes.wire import chat_tools
 from mycli.runtime.server.service import Prepared, Service
-from mycli.runtime.server.streaming import answer, read_request
 from mycli.runtime.tokenizer.chat_template import Message
 
 
@@ -29,12 +26,7 @@ async def ollama_chat(service: Service, request: Request) -> Response:
     def prepare(body: OllamaChatRequest) -> Prepared | None:
         return prepare_chat(service, _spec(service, body)) if body.messages else None
 
-    body, prepared = await read_request(service, request, OllamaChatRequest, prepare)
-    if prepared is None:
-        unload = body.keep_alive is not None and keep_alive_seconds(body.keep_alive) == 0
-        return JsonResponse(loaded_reply(service, body, True, unload))
-    rendering = OllamaRendering(service, prepared, body, as_message=True)
-    return await answer(service, request, prepared, rendering, body.stream is not False, MEDIA_TYPE)
+    return await answer_ollama(service, request, OllamaChatRequest, prepare, as_message=True)
 
 
 def _spec(service: Service, body: OllamaChatRequest) -> ChatSpec:

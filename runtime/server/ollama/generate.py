@@ -5,9 +5,7 @@ from starlette.responses import Response
 
 from mycli.runtime.engine.replies.reader import ReplyReader
 from mycli.runtime.engine.sequence import reply_room
-from mycli.runtime.server.http.encoding import JsonResponse
-from mycli.runtime.server.ollama.keep_alive import keep_alive_seconds
-from mycli.runtime.server.ollama.rendering import MEDIA_TYPE, OllamaRendering, loaded_reply
+from mycli.runtime.server.ollama.rendering import answer_ollama
 from mycli.runtime.server.ollama.request import (
     OllamaGenerateRequest,
     read_format,
@@ -17,7 +15,6 @@ from mycli.runtime.server.ollama.request import (
 )
 from mycli.runtime.server.routes.chat_spec import ChatSpec, prepare_chat
 from mycli.runtime.server.service import Prepared, Service
-from mycli.runtime.server.streaming import answer, read_request
 from mycli.runtime.tokenizer.chat_template import Message
 
 
@@ -28,12 +25,7 @@ async def ollama_generate(service: Service, request: Request) -> Response:
         refuse_fields(body)
         return _prepared(service, body) if body.prompt else None
 
-    body, prepared = await read_request(service, request, OllamaGenerateRequest, prepare)
-    if prepared is None:
-        unload = body.keep_alive is not None and keep_alive_seconds(body.keep_alive) == 0
-        return JsonResponse(loaded_reply(service, body, False, unload))
-    rendering = OllamaRendering(service, prepared, body, as_message=False)
-    return await answer(service, request, prepared, rendering, body.stream is not False, MEDIA_TYPE)
+    return await answer_ollama(service, request, OllamaGenerateRequest, prepare, as_message=False)
 
 
 def _prepared(service: Service, body: OllamaGenerateRequest) -> Prepared:

@@ -3,18 +3,24 @@
 import json
 import secrets
 import time
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
 
 from mycli.runtime.engine.replies.reader import Piece
 from mycli.runtime.server.http.api_error import ApiError
-from mycli.runtime.server.http.encoding import dumps
+from mycli.runtime.server.http.encoding import JsonResponse, dumps
+from mycli.runtime.server.ollama.keep_alive import keep_alive_seconds
 from mycli.runtime.server.ollama.request import OllamaRequest, shown_name, utc_now
 from mycli.runtime.server.routes.wire import TokenCounts, chat_logprobs
 from mycli.runtime.server.service import Prepared, Service
+from mycli.runtime.server.streaming import answer, read_request
 from mycli.runtime.tokenizer.parsing.tool_parser import ToolCall, join_calls
 
-MEDIA_TYPE = "application/x-ndjson"
+_Body = TypeVar("_Body", bound=OllamaRequest)
+_MEDIA_TYPE = "application/x-ndjson"
 _DONE = {"length": "length", "deadline": "length"}
 
 
@@ -123,8 +129,25 @@ def _object(call: ToolCall) -> dict[str, Any]:
     return value if isinstance(value, dict) else {"INVALID_JSON": call.arguments}
 
 
-def loaded_reply(service: Service, body: OllamaRequest, as_message: bool, unload: bool) -> dict[str, Any]:
-    """Return the response to a request without a prompt, which loads or unloads a model."""
+async def answer_ollama(
+    service: Service,
+    request: Request,
+    kind: type[_Body],
+    prepare: Callable[[_Body], Prepared | None],
+    *,
+    as_message: bool,
+) -> Response:
+    """Answer a request of chat (`as_message`) or generate. `prepare` returns None without a prompt."""
+    body, prepared = await read_request(service, request, kind, prepare)
+    if prepared is None:
+        return JsonResponse(_loaded_reply(service, body, as_message))
+    rendering = OllamaRendering(service, prepared, body, as_message)
+    return await answer(service, request, prepared, rendering, body.stream is not False, _MEDIA_TYPE)
+
+
+def _loaded_reply(service: Service, body: OllamaRequest, as_message: bool) -> dict[str, Any]:
+    # To a request that loads or unloads a model.
     fields: dict[str, Any] = {"message": {"role": "assistant", "content": ""}} if as_message else {"response": ""}
+    unload = body.keep_alive is not None and keep_alive_seconds(body.keep_alive) == 0
     reason = "unload" if unload else "load"
     return {"model": shown_name(body, service), "created_at": utc_now(), **fields, "done": True, "done_reason": reason}

@@ -40,6 +40,7 @@ def terminal(environment: dict[str, str]) -> Iterator[Terminal]:
             timeout=240,
         )
         child.logfile_read = log
+        child.delaybeforesend = None  # a prompt that is on the screen reads what is typed
         children.append(child)
         child.expect_exact(PROMPT)
         return child

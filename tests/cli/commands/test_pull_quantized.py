@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -23,6 +24,7 @@ GPTQ = [*OPTIONS, "--samples", "4", "--seq", "64"]
 RTN = [*OPTIONS, "--method", "rtn", "--group", "64"]
 METHODS = {"gptq": GPTQ, "rtn": RTN}
 Expected = Callable[[str], dict[str, bytes]]
+Moment = Callable[["subprocess.Popen[bytes]"], None]  # returns when the run is to be killed
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +55,10 @@ def files(folder: Path) -> dict[str, bytes]:
 def occupied(folder: Path) -> int:
     """Return the bytes allocated on disk, without holes."""
     total = 0
-    for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):
-            total += 512 * path.lstat().st_blocks if path.is_file() else 0
+    for parent, _, names in os.walk(folder):  # unlike rglob, it passes over folders that vanish meanwhile
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += 512 * os.lstat(os.path.join(parent, name)).st_blocks
     return total
 
 
@@ -88,13 +91,12 @@ def expected(server: HubServer, tmp_path_factory: pytest.TempPathFactory) -> Exp
     return copy
 
 
-def killed(server: HubServer, home: Path, options: list[str], kills: int, seconds: float, seed: int) -> Path:
-    """Kill runs after random times, then let one finish; return the folder of the result."""
-    chance, target = random.Random(seed), home / "copy"
-    for _ in range(kills):
+def killed(server: HubServer, home: Path, options: list[str], moments: Iterable[Moment]) -> Path:
+    """Kill a run at each of the moments, then let one finish; return the folder of the result."""
+    target = home / "copy"
+    for moment in moments:
         process = start(server, home, "pull", REPO, *options, "-o", str(target))
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.communicate(timeout=chance.uniform(0.3, seconds))
+        moment(process)
         process.send_signal(signal.SIGKILL)
         process.communicate()
         if target.exists():
@@ -103,12 +105,30 @@ def killed(server: HubServer, home: Path, options: list[str], kills: int, second
     return target
 
 
+def once(reached: Callable[[], bool]) -> Moment:
+    def wait(process: "subprocess.Popen[bytes]") -> None:
+        while process.poll() is None and not reached():
+            time.sleep(0.005)
+
+    return wait
+
+
+def after(seconds: float) -> Moment:
+    def wait(process: "subprocess.Popen[bytes]") -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=seconds)
+
+    return wait
+
+
 @pytest.mark.parametrize("method", ["gptq", pytest.param("rtn", marks=pytest.mark.slow)])
 def test_the_same_bytes_little_disk_after_kills(
     method: str, server: HubServer, expected: Expected, tmp_path: Path
 ) -> None:
+    work = tmp_path / ".copy.work"
+    moments = once((work / "source").exists), once((work / "finished.jsonl").exists)
     with peak_of(tmp_path) as peak:
-        target = killed(server, tmp_path, METHODS[method], 2, 4.0, 1)
+        target = killed(server, tmp_path, METHODS[method], moments)
     assert files(target) == expected(method)
     assert peak[0] <= 1.2 * occupied(target)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy"]
@@ -117,10 +137,12 @@ def test_the_same_bytes_little_disk_after_kills(
 @pytest.mark.slow
 def test_30_kills(server: HubServer, expected: Expected, tmp_path: Path) -> None:
     for seed in range(6):
+        chance = random.Random(seed)
         home = tmp_path / str(seed)
         home.mkdir()
         method = "rtn" if seed % 2 else "gptq"
-        assert files(killed(server, home, METHODS[method], 5, 8.0, seed)) == expected(method)
+        moments = [after(chance.uniform(0.3, 8.0)) for _ in range(5)]
+        assert files(killed(server, home, METHODS[method], moments)) == expected(method)
 
 
 def test_a_server_without_ranges_is_refused(server: HubServer, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from mycli.runtime.errors import ExitCode, ResourceError
 from tests.support.calling_model import train
 from tests.support.hub_server import hub_server
 from tests.support.models import shorten_report
-from tests.support.paths import PICO, ROOT
+from tests.support.paths import DRAFT, ROOT
 
 pytestmark = pytest.mark.usefixtures("short_calibration_text")
 
@@ -251,8 +251,8 @@ def test_calibration_from_a_dataset_of_the_hub(
 
 
 def tool_model(folder: Path) -> Path:
-    """Write pico with a template that knows tools; its replies have no calls."""
-    shutil.copytree(PICO, folder)
+    """Write pico-draft with a template that knows tools; its replies have no calls."""
+    shutil.copytree(DRAFT, folder)
     template = (ROOT / "tests" / "support" / "templates" / "tool_names.jinja").read_text()
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": template}))
@@ -265,7 +265,7 @@ def test_lost_calls_are_in_the_card_and_end_the_gate(
     model, copy = str(tool_model(tmp_path / "tools")), str(tmp_path / "copy")
     counts = iter((CallCounts(20, 18), CallCounts(14, 9), CallCounts(20, 18), CallCounts(19, 18)))
     monkeypatch.setattr(quality_report, "count_calls", lambda *_: next(counts))
-    rounding = ("quantize", model, "--method", "rtn", "--bits", "2", "-o", copy, "--overwrite")
+    rounding = ("quantize", model, "--method", "rtn", "--bits", "2", "--group", "64", "-o", copy, "--overwrite")
     code, out, err = call(capsys, *rounding, "--max-call-loss", "0.1")
     assert code == 6 and "valid calls fell by 25.0% of the prompts, more than --max-call-loss 0.1" in err
     assert "20 → 14 of 24 prompts; as expected 18 → 9" in out and "call tokens" in out and "punctuation" in out
@@ -281,8 +281,8 @@ def test_a_gate_on_calls_needs_calls_to_lose(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measure, "_REPLY_TOKENS", 1)
-    gated = ("--method", "rtn", "--max-call-loss", "0", "-o", str(tmp_path / "copy"), "--overwrite")
-    code, _, err = call(capsys, "quantize", "pico", *gated)
+    gated = ("--method", "rtn", "--group", "64", "--max-call-loss", "0", "-o", str(tmp_path / "copy"), "--overwrite")
+    code, _, err = call(capsys, "quantize", "pico-draft", *gated)
     assert code == 6 and "chat template has no format for calls" in err
     model = str(tool_model(tmp_path / "tools"))
     code, _, err = call(capsys, "quantize", model, *gated)

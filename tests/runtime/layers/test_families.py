@@ -86,9 +86,9 @@ def test_tensors_are_those_of_the_reference(case: str, made: Made) -> None:
         names = list(file.keys())
         stored = {config.local_name(name): tuple(file.get_slice(name).get_shape()) for name in names}
     ours = dict(config.tensors())
-    if not config.stacked_tensors.keys().isdisjoint(stored):  # all experts are one tensor, which the load test compares
+    if not config.stacks.keys().isdisjoint(stored):  # all experts are one tensor, which the load test compares
         ours = {name: shape for name, shape in ours.items() if ".experts." not in name}
-    expected = {name: shape for name, shape in stored.items() if name != tied and name not in config.stacked_tensors}
+    expected = {name: shape for name, shape in stored.items() if name != tied and name not in config.stacks}
     assert ours == expected
     assert config.parameters() == sum(tensor.numel() for name, tensor in reference.state_dict().items() if name != tied)
 

@@ -19,14 +19,14 @@ from tests.runtime.server.conftest import Scripted
 from tests.support.served import ScriptedEngine, Served, joined, serving
 
 
-def leave(served: Served, stream: bool, wait: float) -> None:
-    """Send a request, wait, and disconnect without reading to the end."""
+def leave(served: Served, stream: bool) -> None:
+    """Send a request, and disconnect while the engine runs it."""
     body = {"model": "pico", "messages": [{"role": "user", "content": "Go"}], "stream": stream, "ignore_eos": True}
     connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=20)
     connection.request("POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"})
     if stream:
         connection.getresponse().read(10)
-    time.sleep(wait)
+    served.busy()
     assert connection.sock is None or connection.sock.close() is None
     connection.close()
 
@@ -35,7 +35,7 @@ def leave(served: Served, stream: bool, wait: float) -> None:
 def test_a_client_that_leaves_frees_its_sequence(loaded: LoadedModel, stream: bool) -> None:
     engine = ScriptedEngine(lambda request: [5] * 100_000, pause=0.002)
     with serving(loaded, engine) as served:
-        leave(served, stream, 0.1 if stream else 0.6)  # read, and in progress
+        leave(served, stream)
         served.idle()
         assert engine.cancelled == [1]
         assert 'request_success_total{finished_reason="cancelled"} 1.0' in served.ask("GET", "/metrics").body.decode()
@@ -48,7 +48,7 @@ def test_a_client_that_leaves_gives_its_blocks_back(served: Served, stream: bool
         return int(found[0]) if found else 0
 
     before = cancelled()
-    leave(served, stream, 0.1 if stream else 0.2)
+    leave(served, stream)
     served.idle()
     assert cancelled() == before + 1
     assert served.ask("GET", "/health").json == {"status": "ok", "running": 0, "waiting": 0, "cache": 0.0}
