@@ -10,6 +10,7 @@ from torch.nn import functional
 from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.kernels.registry import ACTIVATION, ROW_WEIGHTS
 from mycli.runtime.layers.feed_forward import Experts, Mlp
+from mycli.runtime.layers.heads import DifferentialHeads, KeyBias, padded_values
 from mycli.runtime.layers.latent import LatentAttention
 from mycli.runtime.layers.layer_part import LayerPart, PassContext, Steps, complete
 from mycli.runtime.layers.linear import Linear, load_linears
@@ -40,7 +41,10 @@ class Attention(LayerPart):
         self.o = Linear((spec.o,))
         self.products = (self.qkv, self.o)
         self.head_gate = None if spec.head_gate is None else Linear((spec.head_gate.linear,))
-        self.unquantized = () if self.head_gate is None else (self.head_gate,)
+        self.differential = None if spec.differential is None else DifferentialHeads(spec, spec.differential)
+        self.key_bias = None if spec.key_bias is None else KeyBias(spec, spec.key_bias)
+        dense = (self.head_gate, None if self.key_bias is None else self.key_bias.linear)
+        self.unquantized = tuple(linear for linear in dense if linear is not None)
         self.sinks: Tensor | None = None
 
     def load_own(
@@ -49,6 +53,9 @@ class Attention(LayerPart):
         super().load_own(checkpoint, packings, device, dtype)
         if self.spec.sinks is not None:
             self.sinks = checkpoint.read(self.spec.sinks).to(device, torch.float32)
+        for rearranged in (self.differential, self.key_bias):
+            if rearranged is not None:
+                rearranged.load(checkpoint, device)
 
     @property
     def kv_layer(self) -> int:
@@ -66,7 +73,10 @@ class Attention(LayerPart):
         del projected
         if gate is not None:
             attended = self._gated(attended, gate)
-        return (yield self.o, normed(self.inner_norm, attended))
+        if self.inner_norm is not None:
+            shape, size = attended.shape, self.inner_norm.spec.size
+            attended = self.inner_norm(attended.reshape(*shape[:-1], -1, size)).view(shape)
+        return (yield self.o, attended)
 
     def _gated(self, attended: Tensor, gate: Tensor) -> Tensor:
         spec = self.spec
@@ -80,8 +90,8 @@ class Attention(LayerPart):
     def _split_and_attend(self, projected: Tensor, context: PassContext) -> Tensor:
         spec = self.spec
         if spec.value_dim is not None:
-            projected = self._padded_values(projected, spec.value_dim)
-        heads = projected.view(*projected.shape[:2], -1, spec.head_dim)
+            projected = padded_values(projected, spec)
+        heads = projected.view(*projected.shape[:2], -1, spec.projected_dim)
         query, key_value = heads[:, :, : spec.query_heads], heads[:, :, spec.query_heads :]
         if spec.value_dim is not None:
             attended = self._attend(query, key_value, context)
@@ -91,13 +101,6 @@ class Attention(LayerPart):
             return ROW_WEIGHTS(self._attend(query, key_value, context), gate.flatten(2))
         return self._attend(query, key_value, context)
 
-    def _padded_values(self, projected: Tensor, value_dim: int) -> Tensor:
-        # One size for keys and values: all kernels and caches take it, and zeros change no sum.
-        width = self.spec.kv_heads * value_dim
-        values = projected[..., -width:].view(*projected.shape[:2], self.spec.kv_heads, value_dim)
-        padded = functional.pad(values, (0, self.spec.head_dim - value_dim)).flatten(-2)
-        return torch.cat((projected[..., :-width], padded), dim=-1)
-
     def _attend(self, query: Tensor, key_value: Tensor, context: PassContext) -> Tensor:
         spec = self.spec
         query = self._norm_and_rotate(query, self.q_norm, context)
@@ -105,12 +108,19 @@ class Attention(LayerPart):
             query = query * scale[:, None, None]
         if spec.kv_source is not None:
             return context.attention.attend(self._layer, query, None, spec, self.sinks)
-        key = key_value[:, :, : spec.kv_heads]
-        value = _norm_heads(self.v_norm, key_value[:, :, spec.kv_heads :] if spec.has_v_proj else key)
+        key, value = key_value.tensor_split(2, dim=2) if spec.has_v_proj else (key_value, key_value)
+        value = _norm_heads(self.v_norm, value)
         value = value if spec.value_scale == 1.0 else value * spec.value_scale
         value = value if spec.clip is None else value.clamp(-spec.clip, spec.clip)
         key = self._norm_and_rotate(key, self.k_norm, context)
-        return context.attention.attend(self._layer, query, (key, value), spec, self.sinks)
+        if self.differential is not None:
+            query, key, value = self.differential.arranged(query, key, value)
+        if self.key_bias is not None:
+            query, key, value = self.key_bias.extended(query, key, value)
+        attended = context.attention.attend(self._layer, query, (key, value), spec, self.sinks)
+        if self.key_bias is not None:
+            return self.key_bias.values(attended)
+        return attended if self.differential is None else self.differential.difference(attended)
 
     def _norm_and_rotate(self, x: Tensor, norm: RMSNorm | None, context: PassContext) -> Tensor:
         if not self.spec.norm_after_rope:
@@ -318,6 +328,8 @@ class Block(nn.Module):
             part.load_own(checkpoint, packings, device, dtype)
         if self.streams is not None:
             self.streams.load_own(checkpoint, packings, device, dtype)
+        for part, name in zip(parts, self.spec.residual_gains or (), strict=False):
+            part.gain = checkpoint.read(name).to(device, dtype)
         if self.spec.layer_scalar is not None:
             parts[-1].scalar = checkpoint.read(self.spec.layer_scalar).to(device, dtype)
 

@@ -59,7 +59,7 @@ class LayerPart(nn.Module):
     """A part of a layer: a norm, what the subclass computes (`inner`), a norm, the sum with the residual stream.
 
     `products`: its linears in order of execution; `unquantized`: linears that are always stored dense (routers, gates)
-    and not calibrated; `scalar` [1], if any, multiplies the sum.
+    and not calibrated; `scalar` [1], if any, multiplies the sum, and `gain` [hidden] the residual stream before it.
     """
 
     products: tuple[Linear, ...]
@@ -70,6 +70,7 @@ class LayerPart(nn.Module):
         self.norm = make_norm(spec.norm)
         self.output_norm = make_norm(spec.output_norm)
         self.scalar: Tensor | None = None
+        self.gain: Tensor | None = None
         self.residual = spec.residual_scale
 
     @property
@@ -95,5 +96,6 @@ class LayerPart(nn.Module):
 
     def sum(self, x: Tensor, output: Tensor) -> Tensor:
         output = normed(self.output_norm, output)
+        x = x if self.gain is None else x * self.gain
         x = x + (output if self.residual == 1.0 else output * self.residual)
         return x if self.scalar is None else x * self.scalar

@@ -36,7 +36,8 @@ class RMSNorm(nn.Module):
             self.weight = stacked.to(device, dtype)
             return
         if self.spec.name is None:
-            self.weight = torch.ones(self.spec.size, device=device, dtype=dtype)
+            gain_dtype = torch.float32 if self.spec.fp32_gain else dtype
+            self.weight = torch.full((self.spec.size,), self.spec.factor, device=device, dtype=gain_dtype)
             return
         stored = checkpoint.read(self.tensor).to(device)
         self.weight = self._gain(stored.float()) if self.spec.fp32_gain else stored.to(dtype)

@@ -24,7 +24,7 @@ def block_bytes(plan: MemoryPlan, layer: int) -> int:
         rows, columns = spec.latent.kv_b.out_features, spec.latent.kv_b.in_features
         total += rows * columns * size - packing.bytes(rows, columns, plan.scale_bytes)
     inner = (norm for part in spec.parts for norm in part.inner_norms() if norm is not None)
-    total += sum(norm.size for norm in inner if norm.name is None) * size  # norms without a tensor have a gain of one
+    total += sum(_norm_bytes(plan, norm) for norm in inner if norm.name is None)  # a constant gain
     total -= _absent_bytes(plan, spec)
     return total + sum(_norm_bytes(plan, norm) - norm.elements * size for norm in spec.norms())
 

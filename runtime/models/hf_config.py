@@ -119,6 +119,9 @@ def common(
     vocab = raw.integer("vocab_size")
     bos = token_ids(raw, "bos_token_id", vocab)
     theta, scaling = read_rope(raw, handled)
+    # Whether null means the family's default or false depends on the reader; transformers refuses it for text models.
+    if raw.values.get("tie_word_embeddings", False) is None:
+        raise raw.fail("tie_word_embeddings", "must be true or false, not null")
     return {
         "model_type": raw.text("model_type"),
         "hidden_size": hidden,

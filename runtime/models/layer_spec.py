@@ -95,6 +95,8 @@ class LayerSpec:
     laurel: LaurelSpec | None = None
     streams: StreamsSpec | None = None
     layer_scalar: str | None = None  # tensor [1] that multiplies the layer's output
+    # Tensors [hidden] that multiply the residual stream before the sums of mixer and MLP (Doge).
+    residual_gains: tuple[str, str] | None = None
     ignored_prefixes: tuple[str, ...] = ()  # of tensors that checkpoints may contain and nothing reads
 
     @property
@@ -162,8 +164,8 @@ class LayerSpec:
                 yield f"{linear.name}.weight", (linear.out_features, linear.in_features)
                 if linear.bias:
                     yield f"{linear.name}.bias", (linear.out_features,)
-        if isinstance(self.mixer, AttentionSpec) and self.mixer.sinks is not None:
-            yield self.mixer.sinks, (self.mixer.heads,)
+        if isinstance(self.mixer, AttentionSpec):
+            yield from self.mixer.tensors()
         if isinstance(self.mlp, ExpertsSpec):
             yield from self.mlp.tensors()
         elif self.mlp is not None:
@@ -172,3 +174,7 @@ class LayerSpec:
             yield self.streams.scale, (self.streams.norm.size,)
         if self.layer_scalar is not None:
             yield self.layer_scalar, (1,)
+        for name in self.residual_gains or ():
+            assert self.mixer is not None
+            *_, (last,) = self.mixer.products().values()
+            yield name, (last.out_features,)

@@ -151,6 +151,8 @@ class TextPart:
             return cls(raw)
         section = Fields(_without_sections(raw), raw.source) if key is None else raw.object(key)
         outer = {key: raw.values[key] for key in _OUTER if raw.has(key)}
+        if raw.values.get("tie_word_embeddings", False) is None:
+            outer["tie_word_embeddings"] = None  # refused there
         stored = section.text("model_type", TEXT_PARTS[outer_type])
         model_type = FAMILIES.get(stored, stored)
         values = {**CLASS_DEFAULTS.get(stored, {}), **section.values, **outer, "model_type": model_type}

@@ -15,7 +15,7 @@ RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope",
 
 @dataclass(frozen=True)
 class NormSpec:
-    """A norm with the gain (`offset` + tensor `name` [size]) * `factor`; without a name, gain 1.
+    """A norm with the gain (`offset` + tensor `name` [size]) * `factor`; without a name, gain `factor`.
 
     heads: 0, or the number of neighbouring vectors with a gain each (StableLM): tensors `<name>.<index>.weight`.
     """
@@ -167,8 +167,38 @@ class GateSpec:
 
 
 @dataclass(frozen=True)
+class DifferentialSpec:
+    """Differential attention (arXiv 2410.05258): each head is a pair, softmax(q1 k1) v - L softmax(q2 k2) v.
+
+    L = exp(sum(q_1 * k_1)) - exp(sum(q_2 * k_2)) + `initial`; `lambdas`: the tensors q_1, k_1, q_2, k_2 [head_dim / 2].
+    Pair p of the keys is heads p and p + kv_heads of the projection, and its value is theirs, side by side.
+    """
+
+    lambdas: tuple[str, str, str, str]
+    initial: float
+
+
+KEY_BIAS_WIDTH = 16  # one value and zeros: attention kernels multiply vectors of 16
+
+
+@dataclass(frozen=True)
+class KeyBiasSpec:
+    """A bias of each key in all its scores (Doge): exp(rate * softplus(linear(v))), v being the values of all heads.
+
+    `linear` has a row for each key-value head; `rate` is a tensor [kv_heads].
+    """
+
+    linear: LinearSpec
+    rate: str
+
+
+@dataclass(frozen=True)
 class AttentionSpec:
-    """Attention: q, k, v in one product, head norms, rotary embedding, attention, o."""
+    """Attention: q, k, v in one product, head norms, rotary embedding, attention, o.
+
+    kv_heads and head_dim are those of the cache: a pair of heads counts as one with `differential`, and `key_bias` adds
+    `KEY_BIAS_WIDTH` values, so that the kernels of plain attention compute both.
+    """
 
     heads: int
     kv_heads: int
@@ -195,8 +225,17 @@ class AttentionSpec:
     chunk: int | None = None  # a query sees the keys from the last multiple of `chunk` on, as far as `window` allows
     value_dim: int | None = None  # size of a value where it is below head_dim; cached values are padded with zeros
     value_scale: float = 1.0
-    inner_norm: NormSpec | None = None  # of the outputs of all heads, before `o`
+    inner_norm: NormSpec | None = None  # before `o`: of the outputs of all heads, or of each head if that is its size
+    differential: DifferentialSpec | None = None
+    key_bias: KeyBiasSpec | None = None
     residual_scale: float = 1.0
+
+    @property
+    def projected_dim(self) -> int:
+        """Size of a head as the first product computes it."""
+        if self.differential is not None:
+            return self.head_dim // 2
+        return self.head_dim - (0 if self.key_bias is None else KEY_BIAS_WIDTH)
 
     @property
     def query_heads(self) -> int:
@@ -206,11 +245,13 @@ class AttentionSpec:
     @property
     def projected_heads(self) -> int:
         """Number of heads that the first product computes: queries, gates, and keys and values where it has them."""
-        return sum(linear.out_features for linear in self.qkv) // self.head_dim
+        return sum(linear.out_features for linear in self.qkv) // self.projected_dim
 
     @property
     def has_v_proj(self) -> bool:
-        return self.value_dim is not None or self.projected_heads == self.query_heads + 2 * self.kv_heads
+        if self.value_dim is not None or self.differential is not None:
+            return True
+        return self.projected_heads == self.query_heads + 2 * self.kv_heads
 
     @property
     def head_gate(self) -> GateSpec | None:
@@ -224,7 +265,17 @@ class AttentionSpec:
 
     @property
     def unquantized(self) -> tuple[LinearSpec, ...]:
-        return () if self.head_gate is None else (self.head_gate.linear,)
+        gate = () if self.head_gate is None else (self.head_gate.linear,)
+        return gate if self.key_bias is None else (*gate, self.key_bias.linear)
+
+    def tensors(self) -> Iterator[tuple[str, Shape]]:
+        """Yield name and shape of each tensor that is neither a norm nor a linear."""
+        if self.sinks is not None:
+            yield self.sinks, (self.heads,)
+        if self.differential is not None:
+            yield from ((name, (self.projected_dim,)) for name in self.differential.lambdas)
+        if self.key_bias is not None:
+            yield self.key_bias.rate, (self.kv_heads,)
 
     def products(self) -> Mapping[str, tuple[LinearSpec, ...]]:
         gate = () if self.value_gate is None else (self.value_gate.linear,)
@@ -239,7 +290,8 @@ class AttentionSpec:
         if self.inner_norm is not None:
             return self.inner_norm
         # A norm of values would undo a factor, and rows that are keys as well as values cannot take one.
-        if self.v_norm is not None or not self.has_v_proj:
+        # Values that also determine the biases of keys cannot either.
+        if self.v_norm is not None or self.key_bias is not None or not self.has_v_proj:
             return None
         start, copies = (self.query_heads + self.kv_heads) * self.head_dim, self.heads // self.kv_heads
         return OutputRows("qkv", start, self.kv_heads, copies, self.value_dim or self.head_dim)

@@ -7,31 +7,52 @@ from mycli.runtime.models import families as family_modules
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.utils.json_fields import Fields
 
-_MAMBA = "its Mamba-1 layers are not implemented"
-_INDEXER = "its indexer attention, which selects keys for each query, is not implemented"
-_LIGHTNING = "its lightning attention is not implemented"
-_ENCODER = "encoder-decoder models are not implemented"
-
-# Known families that cannot run, so that the error names the missing feature.
-REFUSED: dict[str, str] = {
-    "bart": _ENCODER,
-    "deepseek_v32": _INDEXER,
-    "deepseek_v4": _INDEXER,
-    "diffllama": "its differential attention is not implemented",
-    "doge": "its attention mask, which depends on the values of keys, is not implemented",
-    "falcon_mamba": _MAMBA,
-    "glm_moe_dsa": _INDEXER,
-    "jamba": _MAMBA,
-    "longcat_flash": "its layers of two attentions with a shortcut mixture of experts are not implemented",
-    "mamba": _MAMBA,
-    "minimax": _LIGHTNING,
-    "mllama": "its cross-attention to images is not implemented",
-    "recurrent_gemma": "its RG-LRU layers are not implemented",
-    "t5": _ENCODER,
-    "t5gemma": _ENCODER,
-    "zamba": _MAMBA,
-    "zamba2": "its blocks that several layers share, each with an adapter of its own, are not implemented",
+# Known families that cannot run, so that the error names the missing feature: all other causal models of transformers.
+_REASONS: dict[str, tuple[str, ...]] = {
+    "encoder-decoder models are not implemented": (
+        *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp", "pegasus", "plbart"),
+        *("prophetnet", "t5", "t5gemma", "trocr", "whisper"),
+    ),
+    "it is an encoder, not a decoder": (
+        *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert"),
+        *("rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm", "xlm-roberta"),
+        *("xlm-roberta-xl", "xmod"),
+    ),
+    "its table of position embeddings is not implemented": (
+        *("biogpt", "cpmant", "ctrl", "gpt2", "gpt-sw3", "gpt_bigcode", "gpt_neo", "openai-gpt", "opt", "xglm"),
+    ),
+    "its attention biases by distance (ALiBi) are not implemented": ("bloom", "mpt"),
+    "its layout of queries, keys and values is not implemented": (
+        *("codegen", "dbrx", "falcon", "gpt_neox", "gpt_neox_japanese", "gptj", "persimmon"),
+    ),
+    "its indexer attention, which selects keys for each query, is not implemented": (
+        *("axk2", "deepseek_v32", "deepseek_v4", "dots3_note", "dots3_note_text", "glm_moe_dsa", "hy_v4"),
+        *("minimax_m3_vl_text", "qwen4_exp", "qwen4_exp_text"),
+    ),
+    "its Mamba-1 layers are not implemented": ("falcon_mamba", "jamba", "mamba", "zamba"),
+    "its recurrent layers are not implemented": ("recurrent_gemma", "rwkv", "xlstm"),
+    "its lightning attention is not implemented": ("minimax",),
+    "its attention over permuted or hashed positions is not implemented": ("reformer", "xlnet"),
+    "its cross-attention to images is not implemented": ("mllama",),
+    "models of images, speech or music are not implemented": (
+        *("emu3", "fuyu", "git", "moshi", "moss_transcribe_diarize", "musicgen", "musicgen_melody", "phi4_multimodal"),
+    ),
+    "draft models that read the cache of another model are not implemented": (
+        *("gemma4_assistant", "gemma4_unified_assistant"),
+    ),
+    "its blocks that several layers share, each with an adapter of its own, are not implemented": ("zamba2",),
+    "its layers of two attentions with a shortcut mixture of experts are not implemented": ("longcat_flash",),
+    "its experts of attention heads are not implemented": ("jetmoe",),
+    "its logits by relative position and convolutions inside layers are not implemented": (
+        *("inkling_text", "inkling2_text"),
+    ),
+    "its convolutions of queries and keys and router of several layers are not implemented": ("zaya",),
+    "its stacks of layers that run several times are not implemented": ("hrm_text",),
+    "its patches of bytes are not implemented": ("blt",),
+    "its sums of the residual stream, scaled by depth, are not implemented": ("beam",),
+    "no file declares this family yet": ("aria_text", "axk1", "cohere_compass_text", "modernbert-decoder"),
 }
+REFUSED = {model_type: reason for reason, model_types in _REASONS.items() for model_type in model_types}
 
 
 def families() -> list[str]:

@@ -196,4 +196,22 @@ NORMS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "diffllama-gqa4:2": ("diffllama", {**IDS}),
+    "diffllama-8:4-tied-biases-head-dim": (
+        "diffllama",
+        {
+            **IDS,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 24,
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "num_hidden_layers": 4,
+        },
+    ),
+    "doge-mha": ("doge", {**IDS, "num_key_value_heads": 4}),
+    "doge-gqa4:2-window7-tied-biases": (
+        "doge",
+        {**IDS, "sliding_window": 7, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    ),
 }

@@ -20,7 +20,7 @@ from mycli.runtime.utils.json_fields import Fields
 def write_packed(folder: Path, fields: Mapping[str, Any], widths: Mapping[str, int], group: int = 32) -> Path:
     """Write a bf16 model of config.json `fields` with packed linears in the blocks.
 
-    The bits of a linear are those of the first key of `widths` that its name contains.
+    The bits of a linear are those of the first key of `widths` that its name contains; 0 leaves it in bf16.
     """
     config, generator = parse_config(Fields(dict(fields), "a random model")), torch.Generator().manual_seed(0)
     linears = {
@@ -29,7 +29,9 @@ def write_packed(folder: Path, fields: Mapping[str, Any], widths: Mapping[str, i
         for products in config.layer(layer).products().values()
         for spec in products
     }
-    packings = {name: Packing(next(bits for part, bits in widths.items() if part in name), group) for name in linears}
+    bits = {name: next(bits for part, bits in widths.items() if part in name) for name in linears}
+    linears = {name: spec for name, spec in linears.items() if bits[name]}
+    packings = {name: Packing(bits[name], group) for name in linears}
     layout, plan = formats.writable(packings), list[tuple[str, torch.dtype, tuple[int, ...]]]()
     for name, shape in config.tensors():
         spec = linears.get(name.removesuffix(".weight"))

@@ -135,6 +135,10 @@ def _attention(part: Attention) -> CAttentionPart:
         raise _NotNativeError(Declined("clipped-attention", {"clip": spec.clip}))
     if spec.gate is not None:
         raise _NotNativeError(Declined("attention-gate", {"linear": spec.gate.linear.name}))
+    if spec.differential is not None:
+        raise _NotNativeError(Declined("differential-attention"))
+    if spec.key_bias is not None:
+        raise _NotNativeError(Declined("key-biases"))
     if spec.value_dim is not None or spec.value_scale != 1.0 or spec.inner_norm is not None:
         raise _NotNativeError(Declined("attention-values"))
     return CAttentionPart(
@@ -343,6 +347,8 @@ def _bias(linear: Linear) -> int | None:
 
 def _sum(part: LayerPart) -> CResidualAdd:
     scalar, hidden = part.scalar, part.products[-1].out_features
+    if part.gain is not None:
+        raise _NotNativeError(Declined("residual-gains"))
     if scalar is not None and scalar.dtype != torch.bfloat16:
         raise _NotNativeError(Declined("scalar-dtype", {"dtype": str(scalar.dtype)}))
     return CResidualAdd(_gain(part.output_norm), pointer(scalar), _vectors(hidden, "hidden_size"), part.residual)

@@ -350,6 +350,12 @@ def _decline_layer(spec: LayerSpec) -> Declined | None:
         return Declined("gated-attention")
     if attention.chunk is not None:
         return Declined("attention-chunks")
+    if attention.differential is not None:
+        return Declined("differential-attention")
+    if attention.key_bias is not None:
+        return Declined("key-biases")
+    if spec.residual_gains is not None:
+        return Declined("residual-gains")
     if len(spec.parts) != 2 or spec.streams is not None or attention.kv_source is not None:
         return Declined("layer-parts")
     if spec.parallel:

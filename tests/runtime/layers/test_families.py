@@ -8,13 +8,15 @@ import pytest
 import torch
 import transformers
 from safetensors import safe_open
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
-from mycli.runtime.models.registry import families
+from mycli.runtime.models import multimodal
+from mycli.runtime.models.registry import REFUSED, families
 from tests.support.engines import whole
 from tests.support.families import CASES, LATER, QUICK, TOKENS, enliven, make
 from tests.support.family_parts import SMALL
@@ -130,6 +132,12 @@ def test_greedy_replies_equal_transformers(case: str, tmp_path: Path) -> None:
 
 def test_every_family_has_a_case() -> None:
     assert {model_type for model_type, _ in CASES.values()} == set(families())
+
+
+def test_every_causal_model_of_transformers_runs_or_is_refused_with_a_reason() -> None:
+    running = {*families(), *multimodal.TEXT_PARTS}
+    assert not running & REFUSED.keys()
+    assert not set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - running - REFUSED.keys()
 
 
 def test_gpt_oss_with_experts_in_16_bits(tmp_path: Path) -> None:

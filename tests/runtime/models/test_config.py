@@ -89,6 +89,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "B11-model-type": ({"model_type": "gpt_bigcode"}, "gpt_bigcode"),
     "B11-model-type-path": ({"model_type": "../llama"}, "model_type"),
     "B11-model-type-private": ({"model_type": "_common"}, "_common"),
+    "tied-null": ({"tie_word_embeddings": None}, "true or false, not null"),
     "B13-dtype": ({"torch_dtype": "float64"}, "float64"),
     "B16-eos-beyond": ({"eos_token_id": 100}, "eos_token_id 100"),
     "B16-eos-string": ({"eos_token_id": "</s>"}, "eos_token_id"),

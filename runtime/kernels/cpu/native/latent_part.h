@@ -19,6 +19,8 @@ struct LatentPart {  // mirrored by layer.py
     float scale;
 };
 
+constexpr int64_t SHORT = 256;  // positions: one chunk of attention, which threads cannot share
+
 struct LatentRun {
     const LatentPart& part;
     const PassRows& pass;
@@ -72,6 +74,28 @@ struct LatentRun {
         AttentionRun::store(latent_view(t, nullptr, data, scales, size), x, size, data, scales, vector);
     }
 
+    // One token of a short text: each thread computes some heads, from the first product to the last. The threads then wait for
+    // each other once instead of four times; in return, each lays out the keys.
+    int attend_by_heads(const HeadProduct& into, const LatentTask& task, const HeadProduct& from) const {
+        std::atomic<int> failed{0};
+        const int64_t shares = std::min<int64_t>(rowwise.threads, part.heads);
+#pragma omp parallel for num_threads(shares) schedule(static, 1) if (shares > 1)
+        for (int64_t share = 0; share < shares; share++) {
+            const int64_t first = part.heads * share / shares, last = part.heads * (share + 1) / shares;
+            LatentTask some = task;
+            some.query = static_cast<const uint16_t*>(task.query) + first * part.rank;
+            some.rotated_query = static_cast<const uint16_t*>(task.rotated_query) + first * part.rope;
+            some.out = static_cast<uint16_t*>(task.out) + first * part.rank;
+            some.heads = last - first;
+            for (int64_t head = first; head < last; head++)
+                if (!multiply_head_of(into, head)) failed = 1;
+            if (const int status = attend_latent(&some, 1)) failed = status;
+            for (int64_t head = first; head < last; head++)
+                if (!multiply_head_of(from, head)) failed = 1;
+        }
+        return failed;
+    }
+
     // Computes the part without its norm and residual addition. Returns 0; 1: no memory; 2: lengths or blocks out of range.
     int compute(const uint16_t* input, uint16_t* output) const {
         const int64_t rows = rowwise.rows, heads = part.heads, wide = heads * part.rank, width = heads * head_size();
@@ -108,9 +132,13 @@ struct LatentRun {
         uint16_t* attended = scratch.take(rows * read);
         const HeadProduct into{query, part.keys, inner, rows, heads, part.nope, part.rank, stride, head_size(), BF16};
         const HeadProduct from{context, part.values, attended, rows, heads, part.rank, part.value, wide, part.rank, BF16};
-        if (!multiply_heads(into, rowwise.threads)) return 1;
-        if (const int failed = attend_latent(&task, rowwise.threads)) return failed;
-        if (!multiply_heads(from, rowwise.threads)) return 1;
+        if (rows == 1 && pass.sequences == 1 && pass.lengths[0] <= SHORT) {
+            if (const int failed = attend_by_heads(into, task, from)) return failed;
+        } else {
+            if (!multiply_heads(into, rowwise.threads)) return 1;
+            if (const int failed = attend_latent(&task, rowwise.threads)) return failed;
+            if (!multiply_heads(from, rowwise.threads)) return 1;
+        }
         if (part.gate.count) {
             uint16_t* gates = scratch.take(rows * heads);
             if (!rowwise.multiply(part.gate, input, gates, spare)) return 1;

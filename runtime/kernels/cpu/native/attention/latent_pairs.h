@@ -64,9 +64,13 @@ template <typename T> struct LatentPairs : LatentPath<T> {
         return [to = reinterpret_cast<uint16_t*>(room.weights) + row * CHUNK](int64_t p, Wide weight) { put(to + p, weight); };
     }
 
+    // Vectors of a panel's keys from position p that lie before `end`.
+    static int64_t columns(int64_t p, int64_t end) { return std::min<int64_t>(COLUMNS, (end - p + WIDE - 1) / WIDE); }
+
     static void pack(const Attention& a, const Chunk& chunk, float* packed) {
         const RotatedChunk rotated(whole(a), chunk);
-        for (int64_t p = 0; p < chunk.count; p += PANEL) pack_keys(a, chunk, rotated, p, packed + p * query_size(a));
+        const int64_t end = (chunk.count + 31) / 32 * 32;  // as `Span` rounds what is scored
+        for (int64_t p = 0; p < end; p += PANEL) pack_keys(a, chunk, rotated, p, columns(p, end), packed + p * query_size(a));
         float* scales = packed + CHUNK * query_size(a);
         if (CODES) memcpy(scales, rotated.scale, CHUNK * 4), memcpy(scales + CHUNK, rotated.rotated_scale, CHUNK * 4);
         pack_pairs(a, chunk, 0, chunk.count, scales + 2 * CHUNK);
@@ -74,7 +78,7 @@ template <typename T> struct LatentPairs : LatentPath<T> {
     static void score(const Attention& a, const Room& room, int64_t rows, const Span& span, const float* packed) {
         const float* scales = packed + CHUNK * query_size(a);
         for (int64_t p = span.low / PANEL * PANEL; p < span.high; p += PANEL)
-            score_panel(a, room, rows, packed + p * query_size(a), p, scales + p, scales + CHUNK + p);
+            score_panel(a, room, rows, packed + p * query_size(a), p, columns(p, span.high), scales + p, scales + CHUNK + p);
     }
     static void mix(const Attention& a, const Room& room, int64_t rows, const Span& span, int64_t count, const float* packed) {
         mix_pairs(a, room, 0, rows, span.low, std::min(span.high, count), packed + CHUNK * query_size(a) + 2 * CHUNK);
@@ -82,8 +86,9 @@ template <typename T> struct LatentPairs : LatentPath<T> {
     static void score_few(const Attention& a, const Room& room, int64_t rows, const Span& span, const Chunk& chunk) {
         const RotatedChunk rotated(whole(a), chunk);
         for (int64_t p = span.low / PANEL * PANEL; p < span.high; p += PANEL) {
-            pack_keys(a, chunk, rotated, p, room.panel);
-            score_panel(a, room, rows, room.panel, p, rotated.scale + p, rotated.rotated_scale + p);
+            const int64_t count = columns(p, span.high);
+            pack_keys(a, chunk, rotated, p, count, room.panel);
+            score_panel(a, room, rows, room.panel, p, count, rotated.scale + p, rotated.rotated_scale + p);
         }
     }
     static void mix_few(const Attention& a, const Room& room, int64_t rows, const Span& span, const Chunk& chunk) {
@@ -97,15 +102,15 @@ template <typename T> struct LatentPairs : LatentPath<T> {
     }
 
   private:
-    // Keys [first, first + PANEL) of a chunk as words [(rank + rope) / 2][PANEL].
-    static void pack_keys(const Attention& a, const Chunk& chunk, const RotatedChunk& rotated, int64_t first, float* panel) {
-        pack_words(a, chunk, first, panel);
-        pack_words(whole(a).rotated, rotated.chunk, first, panel + a.head_dim / 2 * PANEL);
+    // Keys [first, first + PANEL) of a chunk, or their first `columns` vectors, as words [(rank + rope) / 2][PANEL].
+    static void pack_keys(const Attention& a, const Chunk& chunk, const RotatedChunk& rotated, int64_t first, int64_t columns, float* panel) {
+        pack_words(a, chunk, first, columns, panel);
+        pack_words(whole(a).rotated, rotated.chunk, first, columns, panel + a.head_dim / 2 * PANEL);
     }
-    static void pack_words(const Attention& a, const Chunk& chunk, int64_t first, float* panel) {
+    static void pack_words(const Attention& a, const Chunk& chunk, int64_t first, int64_t columns, float* panel) {
         constexpr int64_t EACH = 4 / sizeof(T), STEP = EACH * WIDE;  // values of a stored word; of a vector of words
         const T* keys = static_cast<const T*>(a.keys);
-        for (int64_t p = first; p < first + PANEL; p += WIDE)
+        for (int64_t p = first; p < first + columns * WIDE; p += WIDE)
             for (int64_t d = 0; d < a.head_dim; d += STEP) {
                 const int64_t count = std::min<int64_t>(WIDE, (a.head_dim - d) / EACH);
                 Wide v[WIDE];
@@ -132,13 +137,19 @@ template <typename T> struct LatentPairs : LatentPath<T> {
                     put(to + (2 * i + half) * PANEL, pair_of(Base::value_of(v[i], 2 * half), Base::value_of(v[i], 2 * half + 1)));
         }
     }
-    static void score_panel(const Attention& a, const Room& room, int64_t rows, const float* panel, int64_t p, const float* scale,
-                            const float* rotated_scale) {
+    static void score_panel(const Attention& a, const Room& room, int64_t rows, const float* panel, int64_t p, int64_t columns,
+                            const float* scale, const float* rotated_scale) {
+        if (columns > COLUMNS / 2) score_columns<COLUMNS>(a, room, rows, panel, p, scale, rotated_scale);
+        else score_columns<COLUMNS / 2>(a, room, rows, panel, p, scale, rotated_scale);
+    }
+    template <int N>
+    static void score_columns(const Attention& a, const Room& room, int64_t rows, const float* panel, int64_t p, const float* scale,
+                              const float* rotated_scale) {
         const uint32_t* query = reinterpret_cast<const uint32_t*>(room.query);
         const int64_t size = query_size(a), rank = a.head_dim / 2;
         const auto load = [=](int64_t d, int n) { return wide(panel + d * PANEL + n * WIDE); };
         by_rows(rows, [&](auto count, int64_t r) {
-            constexpr int M = count, N = COLUMNS;
+            constexpr int M = count;
             Wide sum[M][N] = {}, rest[M][N] = {};
             pair_product<M, N>(query + r * size, size, 0, rank, load, sum);
             if constexpr (CODES) {
