@@ -10,7 +10,6 @@ from torch.nn import functional
 from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.kernels.registry import ACTIVATION, ROW_WEIGHTS
 from mycli.runtime.layers.feed_forward import Experts, Mlp
-from mycli.runtime.layers.heads import DifferentialHeads, KeyBias, padded_values
 from mycli.runtime.layers.latent import LatentAttention
 from mycli.runtime.layers.layer_part import LayerPart, PassContext, Steps, complete
 from mycli.runtime.layers.linear import Linear, load_linears
@@ -25,6 +24,7 @@ from mycli.runtime.models.recurrent_spec import RecurrentSpec
 from mycli.runtime.quantization.scheme import Packing
 
 if TYPE_CHECKING:
+    from mycli.runtime.layers.heads import DifferentialHeads, KeyBias
     from mycli.runtime.layers.streamed_experts import ExpertReads
 
 
@@ -41,8 +41,13 @@ class Attention(LayerPart):
         self.o = Linear((spec.o,))
         self.products = (self.qkv, self.o)
         self.head_gate = None if spec.head_gate is None else Linear((spec.head_gate.linear,))
-        self.differential = None if spec.differential is None else DifferentialHeads(spec, spec.differential)
-        self.key_bias = None if spec.key_bias is None else KeyBias(spec, spec.key_bias)
+        self.differential: DifferentialHeads | None = None
+        self.key_bias: KeyBias | None = None
+        if spec.differential is not None or spec.key_bias is not None:
+            from mycli.runtime.layers import heads  # two families have them
+
+            self.differential = None if spec.differential is None else heads.DifferentialHeads(spec, spec.differential)
+            self.key_bias = None if spec.key_bias is None else heads.KeyBias(spec, spec.key_bias)
         dense = (self.head_gate, None if self.key_bias is None else self.key_bias.linear)
         self.unquantized = tuple(linear for linear in dense if linear is not None)
         self.sinks: Tensor | None = None
@@ -90,7 +95,7 @@ class Attention(LayerPart):
     def _split_and_attend(self, projected: Tensor, context: PassContext) -> Tensor:
         spec = self.spec
         if spec.value_dim is not None:
-            projected = padded_values(projected, spec)
+            projected = self._padded_values(projected, spec.value_dim)
         heads = projected.view(*projected.shape[:2], -1, spec.projected_dim)
         query, key_value = heads[:, :, : spec.query_heads], heads[:, :, spec.query_heads :]
         if spec.value_dim is not None:
@@ -100,6 +105,13 @@ class Attention(LayerPart):
             query, gate = query.reshape(*query.shape[:2], spec.heads, 2, spec.head_dim).unbind(3)
             return ROW_WEIGHTS(self._attend(query, key_value, context), gate.flatten(2))
         return self._attend(query, key_value, context)
+
+    def _padded_values(self, projected: Tensor, value_dim: int) -> Tensor:
+        # One size for keys and values: all kernels and caches take it, and zeros change no sum.
+        width = self.spec.kv_heads * value_dim
+        values = projected[..., -width:].view(*projected.shape[:2], self.spec.kv_heads, value_dim)
+        padded = functional.pad(values, (0, self.spec.projected_dim - value_dim)).flatten(-2)
+        return torch.cat((projected[..., :-width], padded), dim=-1)
 
     def _attend(self, query: Tensor, key_value: Tensor, context: PassContext) -> Tensor:
         spec = self.spec

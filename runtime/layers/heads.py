@@ -11,15 +11,6 @@ from mycli.runtime.layers.linear import Linear
 from mycli.runtime.models.part_spec import KEY_BIAS_WIDTH, AttentionSpec, DifferentialSpec, KeyBiasSpec
 
 
-def padded_values(projected: Tensor, spec: AttentionSpec) -> Tensor:
-    """Return q, k and v [..., width] with values padded with zeros to the size of keys; zeros change no sum."""
-    assert spec.value_dim is not None
-    width = spec.kv_heads * spec.value_dim
-    values = projected[..., -width:].view(*projected.shape[:-1], spec.kv_heads, spec.value_dim)
-    padded = functional.pad(values, (0, spec.projected_dim - spec.value_dim)).flatten(-2)
-    return torch.cat((projected[..., :-width], padded), dim=-1)
-
-
 class DifferentialHeads:
     """The pairs of heads of a `DifferentialSpec`, each a head of twice the size; see `AttentionSpec`.
 

@@ -8,10 +8,10 @@ that `mycli run pico hello` imports. Measures the `mycli` that it imports, so it
 Counting uses `sys.setprofile` around one `Engine.step` of `mycli run pico`. A function is a (file, qualified name) of
 cli/, quant/ or runtime/ that Python enters, comprehensions and resumed generators included, each counted once. A change
 of file is an entry whose file differs from that of the entry before it, the first entry included. Torch and native code
-are not counted. The counted step is the most common one among those that return one token, from the tenth on: decoding,
-all caches warm. The times are medians over the steps of a reply, then over replies, with one thread: CPU is the CPU
-time of the process in one step; host excludes the time inside native functions called through ctypes. Other programs
-disturb both less than wall time.
+are not counted. The counted step is the most common one from the tenth on: decoding, all caches warm. A greedy step may
+return several tokens of one native call. The times are medians over the steps of a reply, then over replies, with one
+thread: CPU is the CPU time of the process in one step; host excludes the time inside native functions called through
+ctypes. Other programs disturb both less than wall time.
 """
 
 import argparse
@@ -129,8 +129,7 @@ def reply(arguments: tuple[str, ...], profile: bool) -> tuple[list[Entries], lis
                 sys.setprofile(None)
         cpu = time.process_time() - cpu_began
         seconds.append((cpu - NATIVE.seconds, cpu, time.perf_counter() - began))
-        # A greedy step on the CPU may return several tokens of one native call.
-        if len(seconds) >= STEP and sum(len(output.tokens) for output in outputs) == 1:
+        if len(seconds) >= STEP and outputs:
             paths.append(entries)
         return outputs
 
@@ -155,7 +154,7 @@ def measure(repeats: int) -> dict[str, Any]:
     for name, arguments in (("sampled", SAMPLED), ("greedy", GREEDY)):
         reply(arguments, profile=False)  # imports, and one-time compilation
         paths: list[Entries] = []
-        while len(paths) < 10:  # the number of tokens per greedy step depends on its time
+        while len(paths) < 10:  # a reply may have few greedy steps: their tokens depend on their time
             paths += reply(arguments, profile=True)[0]
         ways = collections.Counter(tuple(path.codes) for path in paths)
         common = ways.most_common(1)[0][0]
