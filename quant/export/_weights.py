@@ -10,7 +10,7 @@ from mycli.runtime.checkpoint.formats import read_dense, read_weight
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import torch_dtype
 from mycli.runtime.models.part_spec import LinearSpec
-from mycli.runtime.quantization.packed_weight import PackedWeight, dequantize_rows
+from mycli.runtime.quantization.packed_weight import PackedWeight, as_integers, dequantize_rows
 from mycli.runtime.quantization.scheme import Packing
 
 _CPU = torch.device("cpu")
@@ -22,7 +22,9 @@ class Weights:
     def __init__(self, folder: ModelFolder) -> None:
         self.checkpoint = folder.checkpoint()
         self._dtype = folder.config.dtype
-        self.packings: Mapping[str, Packing] = folder.packings
+        self._stored: Mapping[str, Packing] = folder.packings
+        # No written layout has the tables of integers.
+        self.packings = {name: packing.as_integers() for name, packing in self._stored.items()}
         self.linears: Mapping[str, LinearSpec] = {f"{spec.name}.weight": spec for spec in folder.config.linears()}
 
     def packing(self, name: str) -> Packing | None:
@@ -30,7 +32,7 @@ class Weights:
 
     def packed(self, name: str) -> PackedWeight:
         spec = self.linears[name]
-        return read_weight(self.checkpoint, [spec], self.packings[spec.name], _CPU)
+        return as_integers(read_weight(self.checkpoint, [spec], self._stored[spec.name], _CPU))
 
     def dense(self, name: str) -> Tensor:
         """Read a dense tensor as stored, or the exact fp32 values of a packed one."""
@@ -40,7 +42,7 @@ class Weights:
         if name not in self.linears:  # an embedding
             rows, columns = self.checkpoint.entry(name).shape
             return read_dense(
-                self.checkpoint, LinearSpec(name.removesuffix(".weight"), rows, columns), self.packings, _CPU
+                self.checkpoint, LinearSpec(name.removesuffix(".weight"), rows, columns), self._stored, _CPU
             )
         return exact_values(self.packed(name))
 
@@ -54,7 +56,7 @@ class Weights:
         packing = self.packing(name)
         if packing is None or packing.layout != "compressed_tensors" or name not in self.linears:
             return self.dense(name)
-        return read_dense(self.checkpoint, self.linears[name], self.packings, _CPU)
+        return read_dense(self.checkpoint, self.linears[name], self._stored, _CPU)
 
 
 def fp16_scale_error(weight: PackedWeight) -> float:

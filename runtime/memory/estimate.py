@@ -108,7 +108,7 @@ def activation_bytes(plan: MemoryPlan) -> int:
 def dequantization_bytes(plan: MemoryPlan) -> int:
     # A GPU unpacks the largest product to multiply many rows.
     # The CPU multiplies packed integers directly; non-integer codebooks it decodes in parts of `TABLE_PART` weights.
-    tables = any(packing.codes not in ("int", "e2m1") for packing in plan.packings.values())
+    tables = any(packing.codes not in ("int", "e2m1", "iq4") for packing in plan.packings.values())
     if plan.shadow or not (plan.gpu or tables):
         return 0
     largest = 0

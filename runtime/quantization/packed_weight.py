@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.errors import Declined
-from mycli.runtime.quantization.codes import code_values
+from mycli.runtime.quantization.codes import code_table, code_values
 from mycli.runtime.quantization.scheme import Packing
 
 # A row of K codes u in [0, 2^bits) is one contiguous stream of bits, least significant first, in little-endian 32-bit
@@ -109,6 +109,16 @@ def unpack(packed: Tensor, bits: int, in_features: int) -> Tensor:
         low = _low_half(bits, width)
         eights = (eights >> width * bits & low) << 8 * width | eights & low
     return eights.view(torch.uint8)[:, :in_features].contiguous()
+
+
+def as_integers(weight: PackedWeight) -> PackedWeight:
+    """Return the same weight in the packing of `Packing.as_integers`."""
+    packing = weight.packing.as_integers()
+    if packing == weight.packing:
+        return weight
+    levels = (code_table(weight.packing) + (1 << packing.bits - 1)).to(weight.packed.device, torch.uint8)
+    codes = levels[unpack(weight.packed, weight.packing.bits, weight.in_features).int()]
+    return replace(weight, packed=pack(codes, packing.bits), packing=packing)
 
 
 def dequantize(weight: PackedWeight) -> Tensor:

@@ -14,8 +14,8 @@ NF4_GROUP = 64  # QLoRA's
 OWN_LAYOUT = "compressed_tensors"
 NF4_LAYOUT = "bitsandbytes"
 # The kind of codes: signed integers, or a table: 8-bit floats, E2M1 (the FP4 of OCP's MX and of NVIDIA), QLoRA's NF4,
-# bitsandbytes' FP4.
-Codes = Literal["int", "e4m3", "e5m2", "e2m1", "nf4", "fp4"]
+# bitsandbytes' FP4, or the integers of ggml's IQ4_NL and IQ4_XS.
+Codes = Literal["int", "e4m3", "e5m2", "e2m1", "nf4", "fp4", "iq4"]
 ActivationBits = Literal[8, 16]
 _OFFSET_BYTES, _INDEX_BYTES = 4, 4
 SUPER_BLOCK = 256  # inputs of a row that share the factors of their scales
@@ -44,16 +44,21 @@ class Packing:
         group = self.group_size is None or self.group_size in GROUP_SIZES
         return self.codes == "int" and self.bits in BITS and group and not self.offsets
 
+    def as_integers(self) -> "Packing":
+        """Return the packing of the same weights as int8 if its table holds integers, else itself."""
+        return replace(self, bits=8, codes="int") if self.codes == "iq4" else self
+
     def on_gpu(self) -> "Packing | None":
         """Return the packing in which GPU kernels store the same weights, or None if they do not support it."""
-        # Codes of 5 to 7 bits take a byte, large groups are split, and scales of super-blocks are expanded. A group
+        # Codes of 5 to 7 bits and of integer tables take a byte, large groups are split, and scales of super-blocks are expanded. A group
         # that is not a multiple of 16 would end inside a step of the kernels.
         group = self.group_size
         fitting = [size for size in sorted((16, *GROUP_SIZES), reverse=True) if group and group % size == 0]
         if group is not None and not fitting:
             return None
-        bits = self.bits if self.bits in BITS else 8
-        return replace(self, bits=bits, group_size=fitting[0] if fitting else None, super_blocks=False)
+        packing = self.as_integers()
+        bits = packing.bits if packing.bits in BITS else 8
+        return replace(packing, bits=bits, group_size=fitting[0] if fitting else None, super_blocks=False)
 
     def groups(self, in_features: int) -> int:
         """Return the scales per output row. Raises ModelError if the group size does not divide `in_features`."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from mycli.runtime.checkpoint.gguf import codebooks
 from mycli.runtime.checkpoint.gguf.types import TYPES_BY_NAME, GgmlType
 from mycli.runtime.errors import ModelError
+from mycli.runtime.quantization.codes import IQ4
 from mycli.runtime.quantization.packed_weight import PackedWeight, pack, unpack
 
 
@@ -182,6 +183,8 @@ def pack_rows(data: Tensor, kind: GgmlType, columns: Tensor | None = None) -> Pa
     groups = read_groups(data.reshape(-1, kind.nbytes), kind)
     if packing.codes == "e2m1":
         return _pack_fp4(data, kind, groups)
+    if packing.codes == "iq4":
+        return _pack_iq4(data, kind, groups)
     half = 1 << (packing.bits - 1)
     codes = groups.levels.to(torch.int16) + (0 if kind.minimum else half)
     if int(codes.max()) >= 2 * half or int(codes.min()) < 0:
@@ -209,6 +212,12 @@ def _pack_fp4(data: Tensor, kind: GgmlType, groups: Groups) -> PackedWeight:
     columns = data.shape[1] // kind.nbytes * kind.block
     scales = groups.scales.view(len(data), -1) * 2
     return PackedWeight(pack(codes.view(len(data), columns), 4), scales, kind.packing, columns)
+
+
+def _pack_iq4(data: Tensor, kind: GgmlType, groups: Groups) -> PackedWeight:
+    codes = torch.searchsorted(torch.tensor(IQ4, dtype=torch.int8), groups.levels).to(torch.uint8)
+    columns = data.shape[1] // kind.nbytes * kind.block
+    return PackedWeight(pack(codes.view(len(data), columns), 4), groups.scales.view(len(data), -1), kind.packing, columns)
 
 
 def reorder_columns(weight: PackedWeight, columns: Tensor) -> PackedWeight:

@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+from mycli.runtime.quantization.codes import IQ4
+
 FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # e2m1 times 2, so that levels are integers
 
 
@@ -121,13 +122,13 @@ def _iq1_m(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _iq4_nl(x: Tensor) -> tuple[Tensor, Tensor]:
-    return _table(_IQ4, _halves(x[:, 2:])), _half(x[:, :2])
+    return _table(IQ4, _halves(x[:, 2:])), _half(x[:, :2])
 
 
 def _iq4_xs(x: Tensor) -> tuple[Tensor, Tensor]:
     high = _shifted(_words(x[:, 2:4], torch.int16), range(0, 16, 2), 3)
     scales = _half(x[:, :2]) * ((_nibbles(x[:, 4:8]) | high << 4) - 32)
-    return _table(_IQ4, _halves(x[:, 8:].reshape(-1, 8, 16))).view(len(x), -1), scales
+    return _table(IQ4, _halves(x[:, 8:].reshape(-1, 8, 16))).view(len(x), -1), scales
 
 
 def _tq1_0(x: Tensor) -> tuple[Tensor, Tensor]:

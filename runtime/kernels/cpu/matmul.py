@@ -24,6 +24,7 @@ DENSE_INPUTS = 32  # the input features of a dense weight are a multiple of this
 _BITS = (8, 6, 5, 4, 3, 2)
 _GROUP = 16  # groups are multiples of this
 _BYTES = 3  # `I8` of packed_layout.h
+_TABLES = {"e2m1": 20, "iq4": 36}  # `E2M1` and `IQ4` of packed_layout.h
 _DENSE_TYPES = Declined("dense-product-types")
 _DENSE_LAYOUT = Declined("dense-weight-layout", {"multiple": DENSE_INPUTS})
 _GRADIENT = Declined("no-gradient")
@@ -105,7 +106,7 @@ class CpuMatmul:
             group=weight.in_features // weight.packing.groups(weight.in_features),
             bits=weight.packing.bits,
             scale_type=_BYTES if factors is not None else STORED_TYPES[scales.dtype],
-            e2m1=weight.packing.codes == "e2m1",
+            kind=_TABLES.get(weight.packing.codes, weight.packing.bits),
             activations=weight.packing.activations,
         )
         self._pointer = ctypes.pointer(self._weight)
@@ -119,9 +120,9 @@ class CpuMatmul:
         """Replace the weight in place, at the same address; False, changing nothing, if its shape or types differ."""
         current, packing = self._weight, weight.packing
         group = weight.in_features // packing.groups(weight.in_features)
-        shape = weight.out_features, weight.in_features, group, packing.bits, packing.codes, packing.activations
-        codes = "e2m1" if current.e2m1 else "int"
-        if shape != (current.rows, current.inputs, current.group, current.bits, codes, current.activations):
+        kind = _TABLES.get(packing.codes, packing.bits)
+        shape = weight.out_features, weight.in_features, group, kind, packing.activations
+        if shape != (current.rows, current.inputs, current.group, current.kind, current.activations):
             return False
         targets, sources = self._scales.tensors(), _Scales.of(weight).tensors()
         if [tensor.dtype for tensor in targets] != [tensor.dtype for tensor in sources]:
@@ -188,7 +189,7 @@ def gather_codes(weights: Sequence[CpuMatmul]) -> None:
 
 
 class CpuKernel:
-    """Multiplies integers of 8, 6, 5, 4, 3 and 2 bits, with or without offsets, and E2M1; needs the native library."""
+    """Multiplies integers of 8, 6, 5, 4, 3 and 2 bits, with or without offsets, E2M1 and IQ4; needs the native library."""
 
     name = "cpu"
 
@@ -199,7 +200,8 @@ class CpuKernel:
         if declined:
             return declined
         # Twice the value of an E2M1 code is an integer, so these codes share the arithmetic of integers.
-        integers = packing.codes == "e2m1" and not packing.offsets or packing.codes == "int" and packing.bits in _BITS
+        table = packing.codes in _TABLES and not packing.offsets
+        integers = table or packing.codes == "int" and packing.bits in _BITS
         if not integers or (packing.group_size or _GROUP) % _GROUP:
             widths = ", ".join(map(str, _BITS))
             return Declined("packing-not-integers", {"packing": packing.name, "bits": widths, "multiple": _GROUP})

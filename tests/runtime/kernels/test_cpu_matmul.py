@@ -23,8 +23,8 @@ from mycli.runtime.kernels.cpu.matmul import (
     gather_codes,
 )
 from mycli.runtime.kernels.registry import Operation, kernels, prepare_product, select_kernel
-from mycli.runtime.quantization.packed_weight import PackedWeight, dequantize, pack
-from mycli.runtime.quantization.scheme import Codes, Packing
+from mycli.runtime.quantization.packed_weight import PackedWeight, as_integers, dequantize, pack
+from mycli.runtime.quantization.scheme import ActivationBits, Codes, Packing
 from mycli.runtime.utils.memory import HUGE
 
 CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ ERROR = {torch.bfloat16: 0.0028, torch.float16: 0.0004, torch.float32: 1e-6}
 ROWS = (1, 4, 5, 13, 40)
 WIDTHS = (8, 6, 5, 4, 3, 2)
 Kind = int | Codes  # bits of integer codes, or another code type
-KINDS: tuple[Kind, ...] = (*WIDTHS, "e2m1")
+KINDS: tuple[Kind, ...] = (*WIDTHS, "e2m1", "iq4")
 GROUPS = (16, 32, 64, 128, None)
 
 pytestmark = pytest.mark.skipif(isinstance(native(), Declined), reason=f"no native code here: {native()}")
@@ -362,3 +362,18 @@ def test_dense_product_hides_nothing_that_is_not_finite(library: Native, value: 
     y = dense_product(x, torch.ones(48, 64, dtype=dtype))
     assert isinstance(y, Tensor)
     assert not y[3].isfinite().any() and y[:3].isfinite().all() and y[4:].isfinite().all()
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+def test_a_table_of_integers_has_the_bits_of_integers(library: Native, bits: ActivationBits) -> None:
+    """IQ4 stored in 4 bits multiplies as its values in int8 do, whatever the rows and the type of the activations."""
+    table = packed_weight("iq4", (45, 512), 32, torch.float32)
+    integers = as_integers(table)
+    assert integers.packing.name == "int8-g32" and torch.equal(dequantize(integers), dequantize(table))
+    found, wanted = CpuMatmul(library, table), CpuMatmul(library, integers)
+    for matmul in (found, wanted):
+        matmul.round_activations(bits)
+    assert found.nbytes < 0.6 * wanted.nbytes
+    for rows, dtype in product((1, 2, 4, 8, 9, 16, 17, 64), (torch.bfloat16, torch.float32)):
+        x = activations(rows, 512, dtype)
+        assert torch.equal(found(x), wanted(x)), (rows, dtype)

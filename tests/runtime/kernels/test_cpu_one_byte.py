@@ -12,8 +12,7 @@ from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.library.build import Native, native
 from mycli.runtime.kernels.cpu.matmul import CpuMatmul
 from mycli.runtime.quantization.packed_weight import PackedWeight, dequantize, pack
-from mycli.runtime.quantization.scheme import Packing
-from tests.runtime.kernels.test_cpu_matmul import GROUPS, KINDS, Kind, activations, packed_weight, threads
+from tests.runtime.kernels.test_cpu_matmul import GROUPS, KINDS, Kind, activations, packed_weight, packing_of, threads
 from tests.support import one_byte
 from tests.support.packed_weights import super_block_weight
 
@@ -79,11 +78,10 @@ def test_more_inputs_than_a_panel_holds(library: Native) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_sums_of_the_largest_numbers_fit(library: Native, kind: Kind) -> None:
     """The largest codes and activations, all of one sign, must not overflow 16-bit sums."""
-    bits = 4 if kind == "e2m1" else int(kind)
-    packing = Packing(4, 128, codes="e2m1") if kind == "e2m1" else Packing(bits, 128)
-    for code in (7, 15) if kind == "e2m1" else (0, (1 << bits) - 1):
+    packing = packing_of(kind, 128)
+    for code in (7, 15) if kind == "e2m1" else (0, (1 << packing.bits) - 1):
         codes = torch.full((33, 256), code, dtype=torch.uint8)
-        weight = PackedWeight(pack(codes, bits), torch.ones(33, 2, dtype=torch.bfloat16), packing, 256)
+        weight = PackedWeight(pack(codes, packing.bits), torch.ones(33, 2, dtype=torch.bfloat16), packing, 256)
         for value in (1.0, -1.0):
             x = torch.full((20, 256), value, dtype=torch.bfloat16)
             wanted = one_byte.product(x, weight)

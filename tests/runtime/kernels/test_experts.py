@@ -96,7 +96,7 @@ def test_scores_that_are_no_numbers_stay_within_the_experts(bad: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("codes", [4, 3, 8, "e2m1"])
+@pytest.mark.parametrize("codes", [4, 3, 8, "e2m1", "iq4"])
 @pytest.mark.parametrize("tokens", [1, 2, 7, 60], ids=lambda tokens: f"{tokens}-tokens")
 def test_packed_products_are_those_of_each_expert_alone(tokens: int, codes: int | Codes, dtype: str) -> None:
     """The 37 outputs leave the last block partial; experts have one row, few rows, and many."""

@@ -51,7 +51,7 @@ class CWeight(ctypes.Structure):
         ("rows", c_int64),
         ("inputs", c_int64),
         ("group", c_int64),
-        *((name, c_int32) for name in ("bits", "scale_type", "e2m1", "activations")),
+        *((name, c_int32) for name in ("bits", "scale_type", "kind", "activations")),
     ]
 
 

@@ -14,7 +14,7 @@ namespace {
 template <int B> inline Ints times_zero(int32_t sum) {
 #if VECTOR == 64 && BYTE_DOTS
     // Compilers would multiply the scalar, and store it before they spread it.
-    if constexpr (B != E2M1) return (Ints)_mm512_slli_epi32(_mm512_set1_epi32(sum), STORED<B> - 1);
+    if constexpr (B != E2M1) return (Ints)_mm512_slli_epi32(_mm512_set1_epi32(sum), __builtin_ctz(ZERO<B>));
 #endif
     return Ints{} + sum * BYTE_ZERO<B>;
 }

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mycli.runtime.quantization.packed_weight import PackedWeight, pack, unpack
+from mycli.runtime.quantization.packed_weight import PackedWeight, as_integers, pack, unpack
 from mycli.runtime.quantization.scheme import Packing
 
 # The weight is the 16-row operand of `mma.m16n8k16`. A chunk is `chunk_n` rows by `chunk_k` columns, stored as `words`
@@ -122,6 +122,7 @@ def gpu_packing(packing: Packing) -> Packing | None:
 
 def to_gpu_packing(weight: PackedWeight) -> PackedWeight:
     """Return the same weight in the packing of `gpu_packing`."""
+    weight = as_integers(weight)
     packing, source = gpu_packing(weight.packing), weight.packing
     assert packing is not None, source.name
     packed, scales, offsets = weight.packed, weight.scales, weight.offsets

@@ -27,10 +27,11 @@ struct Memory {
 
 inline int64_t rounded_up(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
-// Calls use(number of bits, or E2M1, as a type) for the weight's codes.
+// Calls use(kind of the weight's codes, as a type).
 template <class Use> auto by_bits(const Weight& w, Use use) {
-    switch (w.e2m1 ? E2M1 : w.bits) {
+    switch (w.kind) {
         case E2M1: return use(std::integral_constant<int, E2M1>());
+        case IQ4: return use(std::integral_constant<int, IQ4>());
         case 2: return use(std::integral_constant<int, 2>());
         case 3: return use(std::integral_constant<int, 3>());
         case 4: return use(std::integral_constant<int, 4>());

@@ -53,7 +53,7 @@ struct Weight {  // mirrored by build.py
     const uint16_t* factors;  // or null; if present, scales and offsets are I8
     int64_t rows, inputs, group;
     int32_t bits, scale_type;
-    int32_t e2m1;  // codes are E2M1, not integers; then `scales` are halved
+    int32_t kind;  // of the codes: `bits` of integers, E2M1 (`scales` are halved) or IQ4
     int32_t activations;  // bits of the integers that bf16 activations become: 16 or 8
 };
 
@@ -214,18 +214,22 @@ inline __attribute__((always_inline)) Words cut_field(Words v, int shift, int pl
     return mask == 0xffff ? moved : moved & mask;
 }
 
-// B is the number of bits of a code, or E2M1, which has 4. Twice an E2M1 value is an integer, so its products are those of
-// integers: a byte from a table replaces the code.
-constexpr int E2M1 = 16 + 4;
+// B is the number of bits of a code, or a table of 16: E2M1, or IQ4, that of ggml's IQ4_NL and IQ4_XS. The values of IQ4, and
+// twice those of E2M1, are integers, so their products are those of integers: a byte from the table replaces the code.
+constexpr int E2M1 = 16 + 4, IQ4 = 32 + 4;
+template <int B> constexpr bool TABLE = B == E2M1 || B == IQ4;
 template <int B> constexpr int STORED = B & 15;  // bits
-template <int B> constexpr int ZERO = B == E2M1 ? 12 : 1 << (B - 1);  // subtracted from a number of `numbers` to get the signed value
-template <int B> constexpr int LARGEST = B == E2M1 ? 24 : (1 << B) - 1;  // of these numbers
+template <int B> constexpr int ZERO = B == E2M1 ? 12 : B == IQ4 ? 128 : 1 << (B - 1);  // subtracted from a number of `numbers` to get the signed value
+template <int B> constexpr int LARGEST = B == E2M1 ? 24 : B == IQ4 ? 241 : (1 << B) - 1;  // of these numbers
 
 // A vector V of codes in bytes, as numbers from 0.
 template <int B, class V> inline __attribute__((always_inline)) V numbers(V codes) {
-    if constexpr (B == E2M1) {
+    if constexpr (TABLE<B>) {
         typedef uint8_t Sixteen __attribute__((vector_size(16)));
-        alignas(16) static constexpr uint8_t table[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+        alignas(16) static constexpr uint8_t tables[2][16] = {
+            {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0},
+            {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241}};
+        const uint8_t* const table = tables[B == IQ4];
 #if defined(__AVX512BW__)
         if constexpr (sizeof(V) == 64) return (V)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(load_vector<__m128i>(table)), (__m512i)codes);
 #endif
@@ -283,7 +287,7 @@ template <int B> inline __attribute__((always_inline)) Words pair_of(const uint8
         const Words v = load_vector<Words>(block + 64 * (first + q * P / 8) + VECTOR * part);
         code |= cut_field(v, 8 * h + P * (q % (8 / P)), place, uint16_t(field_mask<P> << place));
     });
-    return numbers<B>(code) & (B == E2M1 ? 255 : 65535);
+    return numbers<B>(code) & (TABLE<B> ? 255 : 65535);
 }
 
 }  // namespace
