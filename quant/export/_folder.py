@@ -112,7 +112,7 @@ def only_packing(request: ExportRequest, layout: str) -> Packing:
 
     Raises ModelError for any other model.
     """
-    packings = request.folder.packings
+    packings = {name: packing.as_integers() for name, packing in request.folder.packings.items()}
     if not packings:
         raise ModelError(f"the model is not quantized, which {layout} needs", code="quantize-first")
     linears = [spec.name for spec in request.folder.config.linears() if spec.name != "lm_head"]

@@ -50,8 +50,8 @@ class Packing:
 
     def on_gpu(self) -> "Packing | None":
         """Return the packing in which GPU kernels store the same weights, or None if they do not support it."""
-        # Codes of 5 to 7 bits and of integer tables take a byte, large groups are split, and scales of super-blocks are expanded. A group
-        # that is not a multiple of 16 would end inside a step of the kernels.
+        # Codes of 5 to 7 bits and of tables of integers take a byte, large groups are split, and scales of super-blocks
+        # are expanded. A group that is not a multiple of 16 would end inside a step of the kernels.
         group = self.group_size
         fitting = [size for size in sorted((16, *GROUP_SIZES), reverse=True) if group and group % size == 0]
         if group is not None and not fitting:

@@ -217,7 +217,9 @@ def _pack_fp4(data: Tensor, kind: GgmlType, groups: Groups) -> PackedWeight:
 def _pack_iq4(data: Tensor, kind: GgmlType, groups: Groups) -> PackedWeight:
     codes = torch.searchsorted(torch.tensor(IQ4, dtype=torch.int8), groups.levels).to(torch.uint8)
     columns = data.shape[1] // kind.nbytes * kind.block
-    return PackedWeight(pack(codes.view(len(data), columns), 4), groups.scales.view(len(data), -1), kind.packing, columns)
+    return PackedWeight(
+        pack(codes.view(len(data), columns), 4), groups.scales.view(len(data), -1), kind.packing, columns
+    )
 
 
 def reorder_columns(weight: PackedWeight, columns: Tensor) -> PackedWeight:

@@ -189,7 +189,7 @@ def gather_codes(weights: Sequence[CpuMatmul]) -> None:
 
 
 class CpuKernel:
-    """Multiplies integers of 8, 6, 5, 4, 3 and 2 bits, with or without offsets, E2M1 and IQ4; needs the native library."""
+    """Multiplies integers of 8, 6, 5, 4, 3 and 2 bits, with or without offsets, E2M1, and IQ4; in native code."""
 
     name = "cpu"
 

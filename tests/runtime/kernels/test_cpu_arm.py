@@ -29,6 +29,7 @@ WEIGHTS = [
     pytest.param(Packing(4, 64, offsets=True), id="int4-g64-offset"),
     pytest.param(Packing(8, None), id="int8-channel"),
     pytest.param(Packing(4, 32, codes="e2m1"), id="e2m1-g32"),
+    pytest.param(Packing(4, 32, codes="iq4"), id="iq4-g32"),
     pytest.param(Packing(4, 32, offsets=True, super_blocks=True), id="Q4_K"),
     pytest.param(Packing(6, 16, super_blocks=True), id="Q6_K"),
 ]
