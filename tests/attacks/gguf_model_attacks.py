@@ -145,7 +145,7 @@ MODEL_ATTACKS: dict[str, Attack] = {
     "norm-of-blocks": ({}, {"output_norm.weight": ((_SIZE,), _Q8_0, 34)}, "output_norm.weight is Q8_0, but norms"),
     "embedding-of-integers": ({}, {"token_embd.weight": ((_SIZE, 272), _I32, 4 * _SIZE * 272)}, "I32"),
     "weight-of-bytes": ({}, {"blk.0.attn_q.weight": ((_SIZE, _SIZE), _I8, _SIZE * _SIZE)}, "I8"),
-    "weight-of-three-dimensions": ({}, {"blk.0.attn_q.weight": ((_SIZE, _SIZE, 1), _F32, 4 * _SIZE**2)}, "shape"),
+    "weight-of-three-dimensions": ({}, {"blk.0.attn_q.weight": ((_SIZE, _SIZE // 2, 2), _F32, 4 * _SIZE**2)}, "shape"),
     "weight-of-half-the-rows": ({}, {"blk.0.attn_q.weight": _matrix(_SIZE, _SIZE // 2)}, "shape"),
     "weight-missing": ({}, {"blk.0.ffn_up.weight": None}, "missing"),
     "weight-of-another-layer": ({}, {"blk.1.ffn_up.weight": _matrix(_SIZE, _SIZE)}, "not part of the model"),
@@ -156,6 +156,7 @@ HARMLESS: dict[str, Attack] = {
     "byte-token-of-300": (_vocabulary(tokens=[*TOKENS[:3], "<0x12C>", *TOKENS[4:]]), {}, ""),
     "byte-tokens-missing": (_vocabulary(token_type=[2, 3, 3, *[1] * 269]), {}, ""),
     "no-special-ids": (_vocabulary(bos_token_id=None, eos_token_id=None), {}, ""),
+    "weight-with-an-axis-of-one": ({}, {"blk.0.attn_q.weight": ((_SIZE, _SIZE, 1), _F32, 4 * _SIZE**2)}, ""),
     "an-empty-array": ({"general.tags": (ARRAY, array(STRING, 0))}, {}, ""),
 }
 # The template of a file is run in a sandboxed child process (`tests/attacks/templates`).

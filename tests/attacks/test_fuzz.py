@@ -69,7 +69,7 @@ def test_a_fault_is_kept_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyP
     good = LAYOUTS["awq"]()["gemm-g32"]
     monkeypatch.setattr(fuzz, "LAYOUTS", {"awq": lambda: {"gemm-g32": good}})
     monkeypatch.setattr(fuzz, "damaged", lambda files, seed: {**files, "config.json": b"1"})
-    monkeypatch.setattr(fuzz, "attempt", lambda files: "read" if files is good else 1 // 0)
+    monkeypatch.setattr(fuzz, "attempt", lambda files, compare=None: "read" if files is good else 1 // 0)
     record = fuzz.Record(None, 3)
     assert fuzz.run("awq", 0, record, tmp_path) == 1
     assert record.of("awq").faults[0].startswith("ZeroDivisionError at ") and record.of("awq").seed == 4

@@ -79,7 +79,7 @@ def test_what_a_person_reads(llama: str, capsys: pytest.CaptureFixture[str]) -> 
 def test_too_large_says_by_how_much_and_what_to_do(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(llama, "--gpu", "12GiB") == ExitCode.RESOURCES
     captured = capsys.readouterr()
-    assert "does not fit: 4.73 GiB too much" in captured.out and "weights" in captured.out
+    assert "does not fit: 4.76 GiB too much" in captured.out and "weights" in captured.out
     assert f"hint: quantize it: mycli quantize {llama} --bits 8" in captured.err
     assert call(llama, "--gpu", "12GiB", "--json") == ExitCode.RESOURCES
     told = json.loads(capsys.readouterr().out)
