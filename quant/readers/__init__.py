@@ -79,13 +79,16 @@ def run_child(task: Task, python: str, script: str, packages: Sequence[str], tit
     Raises NotFoundError if one of `packages` is missing there.
     """
     # Isolated mode (-I): modules in the current folder or PYTHONPATH must not replace those of the program.
-    probe = f"import importlib.util as u, sys; sys.exit(any(u.find_spec(name) is None for name in {list(packages)}))"
+    probe = f"import importlib.util as u; print(*[name for name in {list(packages)} if u.find_spec(name) is None])"
     try:
-        missing = subprocess.run([python, "-I", "-c", probe], capture_output=True, check=False).returncode != 0
+        probed = subprocess.run([python, "-I", "-c", probe], capture_output=True, text=True, check=False)
     except OSError as error:
         raise NotFoundError(f"{python}: {error.strerror}", "name the Python that has the program") from None
-    if missing:
-        raise NotFoundError(f"{title} is not installed for {python}", f"{python} -m pip install {' '.join(packages)}")
+    missing = probed.stdout.split()
+    if missing or probed.returncode != 0:
+        lacking = f": it lacks {', '.join(missing)}" if missing else ""
+        remedy = f"{python} -m pip install {' '.join(missing or packages)}"
+        raise NotFoundError(f"{title} is not installed for {python}{lacking}", remedy)
     with tempfile.TemporaryDirectory(prefix="mycli-read-") as folder:
         answer = Path(folder) / "answer.json"
         child = str(Path(__file__).with_name(script))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,13 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mycli.quant import readers
+from mycli.quant import pipeline, readers
 from mycli.quant.export import ExportRequest, find_export_target
+from mycli.quant.planning import plan
 from mycli.quant.progress import silent
-from mycli.quant.readers import Reading
+from mycli.quant.readers import Reading, _transformers_child
+from mycli.quant.recipe import Recipe
 from mycli.quant.verification import Verified, tokens_to_score, verify_reading
 from mycli.runtime.checkpoint.gguf.files import GgufFiles
 from mycli.runtime.checkpoint.open_folder import open_model_folder
+from mycli.runtime.errors import NotFoundError
 from mycli.runtime.hub.resolve import Source
 from tests.support.command_line import Mycli
 from tests.support.gguf_exports import make_exported
@@ -171,6 +175,44 @@ def test_transformers_finds_a_scale_of_a_packed_folder(tmp_path: Path, mycli: My
     save_file({**tensors, name: scales}, changed / "model.safetensors", {"format": "pt"})
     (fault,) = _verify(changed, "transformers", tmp_path / "q").faults
     assert fault.row == 9 and fault.weight.endswith("q_proj.weight")
+
+
+def test_transformers_reads_packed_experts(tmp_path: Path) -> None:
+    """The way back of transformers from its joined experts fails for packed ones, which the reader has to avoid."""
+    make_exported(tmp_path / "mixture", "qwen3_moe-8top2")
+    recipe = Recipe(method="rtn", bits=4, group=32)
+    planned = plan.plan_quantization(Source("m", tmp_path / "mixture"), recipe, report="none")
+    verified = _verify(pipeline.quantize(planned, tmp_path / "q", CPU).folder, "transformers")
+    assert verified.weights == 102 and not verified.faults and not verified.logits_fail
+
+
+class _Packed(torch.nn.Module):
+    """A layer as GPTQModel keeps it, which unpacks to [inputs, outputs]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("qweight", torch.zeros(1, 3, dtype=torch.int32))
+        self.register_buffer("scales", torch.ones(1, 3))
+        self.register_buffer("bias", torch.ones(3))
+
+    def dequantize_weight(self) -> torch.Tensor:
+        return torch.arange(24.0).view(8, 3)
+
+
+def test_layers_of_gptqmodel_are_unpacked_with_its_own_function() -> None:
+    model = torch.nn.ModuleDict({"up": _Packed(), "norm": torch.nn.LayerNorm(3, bias=False)})
+    model.config, model._weight_conversions = None, []  # type: ignore[assignment]  # as transformers sets them
+    stored = _transformers_child._stored(model, _transformers_child._packed(model), dequantized=False)
+    assert set(stored) == {"up.weight", "up.bias", "norm.weight"}
+    assert torch.equal(stored["up.weight"], torch.arange(24.0).view(8, 3).T)
+
+
+def test_a_missing_package_is_named_with_its_installation(tmp_path: Path) -> None:
+    task = readers.Task(tmp_path, (1,), None)
+    with pytest.raises(NotFoundError) as caught:
+        readers.run_child(task, sys.executable, "_gguf_child.py", ("json", "no_such_package"), "the program")
+    assert caught.value.message == f"the program is not installed for {sys.executable}: it lacks no_such_package"
+    assert caught.value.hint == f"{sys.executable} -m pip install no_such_package"
 
 
 @pytest.mark.slow
