@@ -199,10 +199,12 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(
         runs += 1
         done = blocks(work)
         process, moment = start(), chance.uniform(0, 0.8 * seconds)
-        if chance.random() < 0.8 or not struck:
+        if chance.random() < 0.8 or not resumed:
             working(process)
         while not struck and process.poll() is None and not blocks(work):  # the next run has blocks to resume from
             time.sleep(0.005)
+            moment = 0.0
+        if done and not resumed:  # killed before it can end
             moment = 0.0
         with contextlib.suppress(subprocess.TimeoutExpired):
             assert process.wait(moment) == 0, "only a kill ends it early"

@@ -71,9 +71,10 @@ def test_values_are_within_a_step(seed: int, magnitude: float, head_dim: int, dt
     for error, exact in zip(hadamard(unpacked - values), hadamard(values.double()), strict=True):
         for part, group in zip(error.split(32), exact.split(32), strict=True):
             step = float(group.abs().max()) / 8
-            assert float(part.abs().max()) <= 1.01 * step
+            # The scale is rounded to bf16, which moves the eighth step by 2^-6 of a step.
+            assert float(part.abs().max()) <= 1.016 * step
             inside = group.abs() < 7.4 * step
-            assert float(part[inside].abs().max()) <= 0.53 * step  # rounding of a scale to bf16
+            assert float(part[inside].abs().max()) <= 0.53 * step
 
 
 def test_one_large_dimension_does_not_take_the_codes_of_the_others() -> None:

@@ -47,7 +47,7 @@ def exact(given: PackedWeight) -> Tensor:
 def test_products_are_those_of_fp64(kind: str, group: int | None) -> None:
     given = weight(KINDS[kind], group)
     matmul = prepare_product(given, torch.float32)
-    assert isinstance(matmul, CpuMatmul if kind == "e2m1" else TableMatmul)
+    assert isinstance(matmul, CpuMatmul if kind in ("e2m1", "iq4") else TableMatmul)
     assert torch.equal(matmul.dequantize(), dequantize(given))
     wanted = exact(given)
     for rows in (1, 3, 4, 7, 16, 40):
