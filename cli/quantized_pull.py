@@ -11,6 +11,7 @@ from mycli.cli.commands import quantize as quantizing
 from mycli.cli.flags.recipe import RecipeFlags
 from mycli.cli.load import announce_build, announce_placement
 from mycli.cli.reports.plot import layer_error
+from mycli.cli.reports.quantization import show_outcome
 from mycli.quant.planning.target import check_target
 from mycli.runtime.engine.config import EngineConfig
 from mycli.runtime.errors import UsageError
@@ -96,4 +97,4 @@ def _quantize(call: Call, remote: RemoteModel, flags: RecipeFlags, settings: Qua
         raise
     for note in outcome.notes:
         call.out.note(note)
-    quantizing.show_outcome(call, outcome, [layer_error(layer) for layer in outcome.layers])
+    show_outcome(call, outcome, [layer_error(layer) for layer in outcome.layers])

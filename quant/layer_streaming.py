@@ -1,6 +1,6 @@
 """Runs a model with one layer in memory: all tokens pass through a layer before the next one is read."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -199,6 +199,16 @@ class StreamedModel:
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 [rows, vocabulary] on the device for rows [rows, hidden] of the residual stream after the last block."""
         return finish_logits(self.head(self.normed(hidden)), self.config)
+
+    def head_gradient(self, stream: Tensor, loss: Callable[[int, Tensor], Tensor]) -> Tensor:
+        """The gradient fp32 of a loss by the stream [windows, tokens, hidden] after the last block."""
+        # `loss` gets the index of a window and its log-probabilities [tokens, vocabulary].
+        gradient = torch.empty(stream.shape)
+        for index, hidden in enumerate(stream):
+            x = hidden.clone().to(self.placement.device).requires_grad_()
+            (slope,) = torch.autograd.grad(loss(index, self.logits(x).log_softmax(1)), x)
+            gradient[index] = slope.to(gradient)
+        return gradient
 
 
 class RememberedModel(StreamedModel):

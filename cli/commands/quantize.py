@@ -4,9 +4,7 @@ import math
 import shlex
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,17 +14,16 @@ from mycli.cli.flags import options
 from mycli.cli.flags.recipe import RecipeFlags
 from mycli.cli.gguf_file import GgufRun, gguf_target, quantize_to_gguf
 from mycli.cli.load import adapted, announce_build, announce_placement
-from mycli.cli.reports.plot import LayerError, layer_error, require_svg, write_errors
+from mycli.cli.reports.plot import layer_error, require_svg, write_errors
+from mycli.cli.reports.quantization import Gates, show_outcome, show_plan, steps
 from mycli.cli.reports.sweep import Copy, Options, run_sweep, sweep_recipes
-from mycli.cli.text.format import activation_rows, call_rows, quality_rows
 from mycli.cli.text.progress import STEP_SECONDS, duration, stages
-from mycli.quant.calls.record import CallQuality
 from mycli.quant.planning.target import check_target, require_writable_parent
 from mycli.quant.recipe import Recipe
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.config import EngineConfig
-from mycli.runtime.errors import GateError, ModelError, UsageError
+from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.hub.client import Hub
 from mycli.runtime.hub.dataset import DatasetName, cached_dataset, fetch_dataset, plan_dataset
 from mycli.runtime.hub.resolve import Source, resolve
@@ -49,8 +46,6 @@ EXAMPLES = [
     "mycli quantize pico --sweep bits=8,4 method=rtn --plot sweep.svg",
 ]
 
-WORST = 5  # layers to list
-
 
 def calibration_file(call: Call, calib: str, fetch: bool) -> Path | None:
     # None for a data set that is not downloaded: a dry run gives the same result with every text.
@@ -67,121 +62,6 @@ def calibration_file(call: Call, calib: str, fetch: bool) -> Path | None:
             path = fetch_dataset(hub, job, bar.advance)
     call.out.note(f"calibration data: {name.repo} @ {job.commit[:12]}, {job.files[0].name}")
     return path
-
-
-def steps(work: "QuantizationPlan") -> list[str]:
-    # What the command does, in order.
-    from mycli.quant.planning.plan import measured_tokens
-
-    recipe, blocks, layers = work.recipe, work.config.layers, len(work.packings)
-    solver = f"{recipe.method} of {layers} layers"
-    steps = [f"choose bits for a mean of {recipe.target_bpw:g}"] if recipe.target_bpw is not None else []
-    steps += ["measure gradients of the model"] if recipe.hessian == "model" else []
-    steps.append(
-        f"{solver} in {blocks} blocks on {recipe.samples} windows of {work.seq} tokens" if recipe.needs_data else solver
-    )
-    steps += ["tune the result"] if recipe.tune else []
-    if tokens := measured_tokens(work.report):
-        steps.append(f"measure the quality on {tokens} tokens")
-    return steps
-
-
-def _show_plan(call: Call, work: "QuantizationPlan", target: Path, seconds: float) -> None:
-    answer = {
-        "folder": str(target),
-        "name": work.recipe.name,
-        "size": asdict(work.size),
-        "memory_bytes": work.need.host,
-        "device_memory_bytes": work.need.device,
-        "tokens_at_once": work.need.at_once,
-        "seconds": seconds,
-    }
-    if call.out.answered(answer):
-        return
-    size = work.size
-    rows = [
-        ("folder", str(target)),
-        ("size", f"{human_bytes(size.bytes)} ({size.bytes} bytes), {size.bits_per_weight:.2f} bits per weight"),
-        ("quantized", f"{len(work.packings)} layers at {size.quantized_bits_per_weight:.3f} bits per weight"),
-        ("memory", f"{human_bytes(work.need.host)} in addition to Python and torch"),
-        *([("GPU memory", human_bytes(work.need.device))] if work.need.device else []),
-        ("work", "; ".join(steps(work))),
-        ("time", f"about {duration(seconds)}, estimated from a short measurement"),
-    ]
-    call.out.card(f"{target.name} (dry run, nothing is written)", rows)
-
-
-def _output_error(errors: Sequence[LayerError]) -> str | None:
-    pairs = [(layer.error, layer.rounding) for layer in errors if layer.rounding is not None]
-    if not pairs:
-        return None
-    error, rounding = (sum(column) / len(pairs) for column in zip(*pairs, strict=True))
-    return f"{error:.3%} on average, {rounding:.3%} with rounding to nearest"
-
-
-def show_outcome(call: Call, outcome: "Outcome", errors: Sequence[LayerError]) -> None:
-    answer = {
-        "folder": str(outcome.folder),
-        "size": asdict(outcome.size),
-        "card": outcome.report.record,
-        "layers": [asdict(layer) for layer in outcome.layers],
-        "notes": outcome.notes,
-    }
-    if call.out.answered(answer):
-        return
-    size, report, output_error = outcome.size, outcome.report, _output_error(errors)
-    worst = sorted(errors, key=lambda layer: layer.error, reverse=True)[:WORST]
-    rows = [
-        ("folder", str(outcome.folder)),
-        ("size", f"{human_bytes(size.bytes)}, {size.bits_per_weight:.2f} bits per weight"),
-        ("quantized", f"{len(outcome.layers)} layers at {size.quantized_bits_per_weight:.3f} bits per weight"),
-        *([] if report.evaluation is None else quality_rows(report.evaluation)),
-        *call_rows(report.calls),
-        *activation_rows(report.activations),
-        *([] if output_error is None else [("output error", output_error)]),
-        ("worst layers", ", ".join(f"{layer.name.removeprefix('model.')} {layer.error:.2%}" for layer in worst)),
-    ]
-    call.out.card(outcome.folder.name, rows)
-
-
-@dataclass(frozen=True)
-class Gates:
-    """Limits that end the command with exit code 6 when the result exceeds them; None: no limit."""
-
-    max_kl: float | None
-    max_call_loss: float | None
-    max_fallback: float
-
-    def check(self, outcome: "Outcome") -> None:
-        kl, calls, written = outcome.report.kl, outcome.report.calls, f"the model was written to {outcome.folder}"
-        if self.max_kl is not None and kl is not None and kl > self.max_kl:
-            raise GateError(
-                f"the mean KL of {kl:.4g} is above --max-kl {self.max_kl:g}",
-                f"use more --bits or a smaller --group; {written}",
-            )
-        if self.max_call_loss is not None:
-            if calls is None or calls.loss is None:
-                raise GateError(f"--max-call-loss: {_why_no_loss(calls)}", f"omit --max-call-loss; {written}")
-            if calls.loss > self.max_call_loss:
-                raise GateError(
-                    f"valid calls fell by {calls.loss:.1%} of the prompts, more than --max-call-loss"
-                    f" {self.max_call_loss:g}",
-                    f"use more --bits or a smaller --group; {written}",
-                )
-        if outcome.fallbacks > self.max_fallback * len(outcome.layers):
-            raise GateError(
-                f"{outcome.fallbacks} of {len(outcome.layers)} layers were only rounded, more than --max-fallback"
-                f" {self.max_fallback:g}",
-                f"use more or other calibration text; {written}",
-            )
-
-
-def _why_no_loss(calls: CallQuality | None) -> str:
-    if calls is None:
-        return "the model's chat template has no format for calls"
-    if calls.before is None:
-        return calls.skipped or "its replies were not measured"
-    return f"the original itself replies with valid calls to 0 of {calls.prompts} prompts"
 
 
 def target_folder(source: Source, recipe: Recipe, folder: ModelFolder) -> Path:
@@ -399,7 +279,7 @@ def quantize(
     if dry_run:
         from mycli.quant.planning.pace import expected_seconds
 
-        _show_plan(call, work, target, choosing + expected_seconds(work, placement))
+        show_plan(call, work, target, choosing + expected_seconds(work, placement))
         return
     announce_placement(call, placement)
     announce_build(call, placement)

@@ -9,7 +9,7 @@ from mycli.cli.command import Call, command
 from mycli.cli.flags import options
 from mycli.cli.output import Column
 from mycli.cli.reports.plot import LayerError, require_svg, write_errors
-from mycli.cli.text.format import activation_rows, active_parameters, call_rows
+from mycli.cli.text.format import activation_rows, active_parameters, call_rows, file_activation_rows
 from mycli.quant.calls.record import read_call_quality
 from mycli.runtime.errors import NotFoundError, UsageError
 from mycli.runtime.hub.activation_record import recorded_kl
@@ -19,7 +19,7 @@ from mycli.runtime.hub.names import is_hub_name
 from mycli.runtime.hub.resolve import resolve
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.experts_spec import ExpertsSpec
-from mycli.runtime.quantization.activations import MAX_MOVED_KL, choose_by_file, read_activation_kl
+from mycli.runtime.quantization.activations import read_activation_kl
 from mycli.runtime.utils.json_fields import Fields
 from mycli.runtime.utils.units import human_bytes
 
@@ -100,16 +100,6 @@ def _origin(info: ModelInfo) -> str:
     return f"quantized from {source.text('name', 'an unknown model')}{revision}{scheme}{adapter}"
 
 
-def _activations(info: ModelInfo) -> list[tuple[str, str]]:
-    if not info.source.folder.is_file() or not info.packings:
-        return []
-    moved = recorded_kl(info.source.folder)
-    if moved is None:
-        return [("8-bit activations", "measured when the file is first loaded on a CPU")]
-    verdict = "auto uses them" if choose_by_file(moved).bits == 8 else "auto uses 16 bits"
-    return [("8-bit activations", f"mean KL {moved:.2g} from 16 bits, limit {MAX_MOVED_KL:g}; --activations {verdict}")]
-
-
 def _quality(info: ModelInfo) -> list[tuple[str, str]]:
     if info.record is None or not info.record.has("card"):
         return []
@@ -178,7 +168,7 @@ def _rows(info: ModelInfo, answer: dict[str, Any]) -> list[tuple[str, str]]:
         ("chat template", "yes (--template prints it)" if info.template else "no"),
         ("origin", _origin(info)),
         *_quality(info),
-        *_activations(info),
+        *(file_activation_rows(recorded_kl(file)) if (file := info.source.folder).is_file() and info.packings else []),
         ("file" if info.source.folder.is_file() else "folder", "" if info.remote else str(info.source.folder)),
     ]
     return [(name, text) for name, text in rows if text]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mycli.cli.remedies import Subject, remedy
 from mycli.runtime.errors import UserError
-from mycli.runtime.quantization.activations import MAX_ADDED_KL, ActivationKl
+from mycli.runtime.quantization.activations import MAX_ADDED_KL, MAX_MOVED_KL, ActivationKl
 from mycli.runtime.utils.sanitize import sanitize_json
 from mycli.runtime.utils.units import human_bytes, pluralize
 
@@ -88,9 +88,20 @@ def activation_rows(measured: ActivationKl | None) -> list[tuple[str, str]]:
     """Return the row on the cost of 8-bit activations on a CPU; none if it was not measured."""
     if measured is None:
         return []
-    verdict = "auto uses them" if measured.added < MAX_ADDED_KL else f"auto uses 16: the limit is {MAX_ADDED_KL:.0%}"
     kl = f"KL {measured.eight:.4g}, with 16 bits {measured.sixteen:.4g} ({measured.added:+.1%})"
-    return [("8-bit activations", f"{kl}; --activations {verdict}")]
+    return [_activation_row(kl, measured.added < MAX_ADDED_KL, f"{MAX_ADDED_KL:.0%}")]
+
+
+def file_activation_rows(moved: float | None) -> list[tuple[str, str]]:
+    """Return the row on 8-bit activations of a GGUF file; moved: the mean KL divergence from 16 bits, if measured."""
+    if moved is None:
+        return [("8-bit activations", "measured when the file is first loaded on a CPU")]
+    return [_activation_row(f"mean KL {moved:.2g} from 16 bits", moved < MAX_MOVED_KL, f"{MAX_MOVED_KL:g}")]
+
+
+def _activation_row(kl: str, used: bool, limit: str) -> tuple[str, str]:
+    verdict = "auto uses them" if used else f"auto uses 16: the limit is {limit}"
+    return "8-bit activations", f"{kl}; --activations {verdict}"
 
 
 def call_rows(calls: "CallQuality | None") -> list[tuple[str, str]]:

@@ -37,6 +37,11 @@ def output_moments(
     config, context = model.config, model.context(windows.shape[1])
     exact = replace(context, attention=PromptAttention())
     moments: list[LayerMoments] = [{} for _ in range(config.layers)]
+
+    def loss(window: int, scores: Tensor) -> Tensor:
+        drawn = torch.multinomial(scores.detach().exp().cpu(), 1, generator=generator).to(scores.device)
+        return scores.gather(1, drawn).sum()
+
     chunks = torch.split(windows, windows_at_once(len(windows), windows.shape[1], config.stream_width, config.layers))
     done, steps = 0, 2 * config.layers * len(chunks)
     for chunk in chunks:
@@ -47,23 +52,13 @@ def output_moments(
                 model.advance(model.block(index), streams[-1], context)
             done += 1
             progress("measuring gradients", done, steps)
-        gradient = _gradient_of_head(model, streams.pop(), generator)
+        with reduced_precision(model.placement.device):
+            gradient = model.head_gradient(streams.pop(), loss)
         for index in reversed(range(config.layers)):
             _add(model, index, streams.pop(), gradient, exact, moments[index])
             done += 1
             progress("measuring gradients", done, steps)
     return moments
-
-
-def _gradient_of_head(model: StreamedModel, stream: Tensor, generator: torch.Generator) -> Tensor:
-    gradient = torch.empty_like(stream)
-    for index, hidden in enumerate(stream):
-        x = hidden.to(model.placement.device).requires_grad_()
-        with reduced_precision(model.placement.device):
-            scores = model.logits(x).log_softmax(1)
-            drawn = torch.multinomial(scores.detach().exp().cpu(), 1, generator=generator).to(scores.device)
-            (gradient[index],) = torch.autograd.grad(scores.gather(1, drawn).sum(), x)
-    return gradient
 
 
 def _add(

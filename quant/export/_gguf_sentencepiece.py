@@ -48,13 +48,11 @@ def sentencepiece_metadata(raw: Fields, rows: int, kind: str) -> dict[str, Any]:
     pairs: list[Any] = model.array("merges", object, MAX_TOKENS)
     if not isinstance(vocabulary, dict) or not all(isinstance(index, int) for index in vocabulary.values()):
         raise unsupported("the vocabulary is not an object of ids")
-    added = {token["id"]: token for token in raw.array("added_tokens", dict)}
+    added = {token["id"]: token for token in plain_added_tokens(raw)}
     tokens, types = [f"[PAD{index}]" for index in range(rows)], [UNUSED] * rows
     for text, index in vocabulary.items():
         tokens[index], types[index] = text, BYTE if _BYTE.fullmatch(text) else NORMAL
     for index, token in added.items():
-        if token.get("lstrip") or token.get("rstrip") or token.get("single_word"):
-            raise unsupported(f"the token {token['content']!r:.60} strips spaces or matches whole words")
         special = bool(token.get("special"))
         # The file has spaces in tokens that are looked for in the text itself.
         tokens[index] = token["content"] if special else token["content"].replace(_SPACE, " ")
@@ -73,7 +71,7 @@ def sentencepiece_metadata(raw: Fields, rows: int, kind: str) -> dict[str, Any]:
     if kind == "llama":
         learned = {text: index for text, index in vocabulary.items() if index not in added}
         scores = _scores(learned, vocabulary, merges)
-        keys[ggml_key("scores")] = [_score(index, kind_, scores) for index, kind_ in enumerate(types)]
+        keys[ggml_key("scores")] = [_score(index, types[index], scores) for index in range(rows)]
     else:
         keys[ggml_key("scores")] = [_ADDED_SCORE] * rows
         keys[ggml_key("merges")] = [" ".join(pair) for pair in merges]
@@ -84,6 +82,15 @@ def unsupported(reason: str) -> ModelError:
     return ModelError(
         f"tokenizer.json: {reason}, which cannot be written as GGUF", "llama.cpp's own converter may support the model"
     )
+
+
+def plain_added_tokens(raw: Fields) -> list[dict[str, Any]]:
+    # Raises ModelError for one that GGUF cannot describe.
+    added = raw.array("added_tokens", dict)
+    for token in added:
+        if token.get("lstrip") or token.get("rstrip") or token.get("single_word"):
+            raise unsupported(f"the token {token['content']!r:.60} strips spaces or matches whole words")
+    return added
 
 
 def _score(index: int, kind: int, scores: Mapping[int, float]) -> float:

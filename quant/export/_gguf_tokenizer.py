@@ -6,7 +6,13 @@ Byte-level BPE with a pre-tokenizer that llama.cpp has a name for, and SentenceP
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mycli.quant.export._gguf_sentencepiece import flat_steps, is_sentencepiece, sentencepiece_metadata, unsupported
+from mycli.quant.export._gguf_sentencepiece import (
+    flat_steps,
+    is_sentencepiece,
+    plain_added_tokens,
+    sentencepiece_metadata,
+    unsupported,
+)
 from mycli.runtime.tokenizer.gguf_tokenizer import CONTROL, NORMAL, SPECIAL_IDS, UNUSED, USER, ggml_key
 from mycli.runtime.tokenizer.split_patterns import PRE_TOKENIZERS
 from mycli.runtime.tokenizer.tokenizer import MAX_TOKENS
@@ -42,9 +48,7 @@ def _byte_level(raw: Fields, rows: int) -> dict[str, Any]:
     types = [UNUSED] * rows
     for text, index in vocabulary.items():
         tokens[index], types[index] = text, NORMAL
-    for token in raw.array("added_tokens", dict):
-        if token.get("lstrip") or token.get("rstrip") or token.get("single_word"):
-            raise unsupported(f"the token {token['content']!r:.60} strips spaces or matches whole words")
+    for token in plain_added_tokens(raw):
         tokens[token["id"]], types[token["id"]] = token["content"], CONTROL if token.get("special") else USER
     pairs: list[Any] = model.array("merges", object, MAX_TOKENS)
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in pairs]

@@ -85,7 +85,14 @@ def measure_shares(
             streams[index + 1] = streams[index]
             low.advance(_dense(low, index), streams[index + 1], context)
             progress("measuring sensitivity", index + 1, 2 * config.layers)
-    gradient = _gradient_of_head(model, streams[-1], reference)
+    count = reference.shape[0] * reference.shape[1]
+
+    def divergence(window: int, scores: Tensor) -> Tensor:
+        with torch.no_grad():
+            teacher = model.logits(reference[window].clone()).log_softmax(1)
+        return functional.kl_div(scores, teacher, reduction="sum", log_target=True) / count
+
+    gradient = model.head_gradient(streams[-1], divergence)
     shares: list[Share] = []
     for index in reversed(range(config.layers)):
         block, original, stream = _dense(low, index), model.block(index), streams[index]
@@ -123,17 +130,3 @@ def _dense(low: StreamedModel, index: int) -> Block:
     for linear in block.products.values():
         linear.replace(linear.weight().to(low.placement.dtype))
     return block
-
-
-def _gradient_of_head(model: StreamedModel, rounded: Tensor, reference: Tensor) -> Tensor:
-    gradient = torch.empty(rounded.shape)
-    count = rounded.shape[0] * rounded.shape[1]
-    for index, (hidden, target) in enumerate(zip(rounded, reference, strict=True)):
-        x = hidden.clone().to(model.placement.device).requires_grad_()
-        with torch.no_grad():
-            teacher = model.logits(target.clone()).log_softmax(1)
-        loss = functional.kl_div(model.logits(x).log_softmax(1), teacher, reduction="sum", log_target=True)
-        (loss / count).backward()  # type: ignore[no-untyped-call]  # torch's stub
-        assert x.grad is not None
-        gradient[index] = x.grad.to(gradient)
-    return gradient

@@ -50,7 +50,7 @@ class SolverModule(Protocol):
     ) -> Solution:
         """Return codes and scales for weight [N, K] of any float dtype; hessian fp32 [K, K] is the sum of x x^T.
 
-        outputs: moments of the gradients of its outputs (`rounding.rows`).
+        outputs: moments of the gradients of its outputs (`rounding.rows`); None unless the solver takes them.
         """
         # Without `outputs` rows must not depend on each other: linears with the same input are stacked.
         ...

@@ -23,7 +23,7 @@ _LOW, _HIGH, _COUNT = 0.7, 1.1, 21
 _REFITS = 2  # least-squares refinements of the best candidate
 
 
-def solve(weight: Tensor, grid: Grid, hessian: Tensor | None = None) -> Solution:
+def solve(weight: Tensor, grid: Grid, hessian: Tensor | None = None, outputs: Tensor | None = None) -> Solution:
     """See `SolverModule.solve`; the scales are nested. Raises ModelError for weights that are not finite."""
     rows, columns = weight.shape
     groups, table = grid.packing.groups(columns), code_table(grid.packing).to(weight.device)

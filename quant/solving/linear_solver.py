@@ -82,8 +82,7 @@ class LinearSolver:
         target, share = refit(torch.cat(list(weights.values())), fitted, held_out)
         hessian = fitted.hessian + held_out.hessian
         try:
-            # Solvers that do not take them need no parameter for them.
-            solution = self.solve_matrix(target, grid, hessian, *([] if outputs is None else [outputs]))
+            solution = self.solve_matrix(target, grid, hessian, outputs)
         except ModelError as error:
             raise error.with_message(f"{', '.join(weights)}: {error.message}") from error
         result = SolvedProduct({}, [], {})

@@ -9,6 +9,7 @@ import shlex
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mycli.runtime.checkpoint.adapter_config import ADAPTER_CONFIG, adapter_base, is_adapter
 from mycli.runtime.checkpoint.gguf_parts import is_gguf, part_names
@@ -28,6 +29,9 @@ from mycli.runtime.hub.names import (
 )
 from mycli.runtime.hub.store import BUILT_IN
 from mycli.runtime.utils.json_fields import read_object
+
+if TYPE_CHECKING:  # see `_find_stored`
+    from mycli.runtime.hub.other_stores import StoredModel
 
 
 @dataclass(frozen=True)
@@ -85,9 +89,9 @@ def _find(model: str, offline: bool) -> Source:
     if not model or "\x00" in model or len(model) > 4096:
         raise UsageError("the name of the model is empty or not a name", code="list-models")
     if ollama_name(model) is not None:
-        if (source := _stored_elsewhere(model)) is None:
+        if (stored := _find_stored(model)) is None:
             raise not_pulled_by_ollama(model)
-        return source
+        return Source(stored.name, stored.path)
     model = _named_file(model)
     try:
         is_gguf_file = model.endswith(GGUF) and ":" not in model
@@ -103,8 +107,8 @@ def _find(model: str, offline: bool) -> Source:
             return _resolve_cached_or_stored(model, offline)
         if Path(model).is_dir():
             return _resolve_path(model)
-        if (source := _stored_elsewhere(model)) is not None:
-            return source
+        if (stored := _find_stored(model)) is not None:
+            return Source(model, stored.path)
         if model in store.model_folders():
             folder = store.data_dir() / "models" / model
             raise ModelError(f"{model} is damaged: {folder} has no config.json", code="remove-model")
@@ -173,17 +177,16 @@ def _resolve_cached_or_stored(model: str, offline: bool) -> Source:
     try:
         return _resolve_cached(model, offline)
     except (NotFoundError, UsageError):  # the latter for a tag of Ollama's, which no name of the hub has
-        if (source := _stored_elsewhere(model)) is None:
+        if (stored := _find_stored(model)) is None:
             raise
-        return source
+        return Source(model, stored.path)
 
 
-def _stored_elsewhere(model: str) -> Source | None:
+def _find_stored(model: str) -> "StoredModel | None":
     # Imported here, since most names are found before other programs' folders are searched.
     from mycli.runtime.hub.other_stores import find_stored
 
-    stored = find_stored(model)
-    return None if stored is None else Source(model, stored.path)
+    return find_stored(model)
 
 
 def _resolve_cached(model: str, offline: bool) -> Source:

@@ -74,9 +74,12 @@ def choose_activations(requested: Activations, measured: ActivationKl | None, *,
     return ActivationChoice(8, WIDEST, reason)
 
 
+UNMEASURED_FILE = ActivationChoice(16, 8, Declined("activations-file-not-measured"))
+
+
 def choose_by_file(moved: float | None) -> ActivationChoice:
     """Return the choice for a file without a card; moved: its measured KL divergence from 16 to 8 bits, if known."""
     if moved is None:
-        return ActivationChoice(16, 8, Declined("activations-file-not-measured"))
+        return UNMEASURED_FILE
     reason = Declined("activations-move", {"moved": moved, "most": MAX_MOVED_KL})
     return ActivationChoice(8 if moved < MAX_MOVED_KL else 16, 8, reason)

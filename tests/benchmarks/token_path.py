@@ -8,10 +8,10 @@ that `mycli run pico hello` imports. Measures the `mycli` that it imports, so it
 Counting uses `sys.setprofile` around one `Engine.step` of `mycli run pico`. A function is a (file, qualified name) of
 cli/, quant/ or runtime/ that Python enters, comprehensions and resumed generators included, each counted once. A change
 of file is an entry whose file differs from that of the entry before it, the first entry included. Torch and native code
-are not counted. The counted step is the most common one from the tenth on: decoding, all caches warm. A greedy step may
-return several tokens of one native call. The times are medians over the steps of a reply, then over replies, with one
-thread: CPU is the CPU time of the process in one step; host excludes the time inside native functions called through
-ctypes. Other programs disturb both less than wall time.
+are not counted. The counted step is the most common one after the tenth token: decoding, all caches warm. A greedy step
+may return several tokens of one native call. The times are medians over the steps of a reply, then over replies, with
+one thread: CPU is the CPU time of the process in one step; host excludes the time inside native functions called
+through ctypes. Other programs disturb both less than wall time.
 """
 
 import argparse
@@ -30,8 +30,9 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-STEP = 10  # after the prompt, the first token and one-time work
+TOKENS = 10  # before the counted steps: the prompt, the first token and one-time work
 SAMPLED, GREEDY = ("--temperature", "0.8", "--seed", "1"), ("--temperature", "0")
+REPLIES = {"sampled": 1, "greedy": 4}  # a greedy step may return many tokens
 PROMPT = ("--raw", "Once upon a time")
 IMPORTS = """
 import sys
@@ -108,15 +109,17 @@ class Entries:
 
 
 def reply(arguments: tuple[str, ...], profile: bool) -> tuple[list[Entries], list[tuple[float, float, float]]]:
-    """Run one reply; return the entries of each single-token step, and the host, CPU and wall seconds of every step."""
+    """Run one reply; return the entries of each later step, and the host, CPU and wall seconds of every step."""
     from mycli.cli.main import main
     from mycli.runtime.engine.engine import Engine
 
     paths: list[Entries] = []
     seconds: list[tuple[float, float, float]] = []
+    tokens = 0
     step = Engine.step
 
     def watched(engine: Engine) -> Any:
+        nonlocal tokens
         entries = Entries()
         NATIVE.seconds = 0.0
         began, cpu_began = time.perf_counter(), time.process_time()
@@ -129,8 +132,9 @@ def reply(arguments: tuple[str, ...], profile: bool) -> tuple[list[Entries], lis
                 sys.setprofile(None)
         cpu = time.process_time() - cpu_began
         seconds.append((cpu - NATIVE.seconds, cpu, time.perf_counter() - began))
-        if len(seconds) >= STEP and outputs:
+        if tokens >= TOKENS and outputs:
             paths.append(entries)
+        tokens += sum(len(output.tokens) for output in outputs)
         return outputs
 
     Engine.step = watched  # type: ignore[method-assign, assignment]  # the measured method, put back below
@@ -154,7 +158,7 @@ def measure(repeats: int) -> dict[str, Any]:
     for name, arguments in (("sampled", SAMPLED), ("greedy", GREEDY)):
         reply(arguments, profile=False)  # imports, and one-time compilation
         paths: list[Entries] = []
-        while len(paths) < 10:  # a reply may have few greedy steps: their tokens depend on their time
+        for _ in range(REPLIES[name]):
             paths += reply(arguments, profile=True)[0]
         ways = collections.Counter(tuple(path.codes) for path in paths)
         common = ways.most_common(1)[0][0]
@@ -162,7 +166,7 @@ def measure(repeats: int) -> dict[str, Any]:
     replies = []
     for _ in range(repeats):
         _, seconds = reply(SAMPLED, profile=False)
-        replies.append([statistics.median(times) * 1e6 for times in zip(*seconds[STEP:], strict=True)])
+        replies.append([statistics.median(times) * 1e6 for times in zip(*seconds[TOKENS:], strict=True)])
     medians = [statistics.median(times) for times in zip(*replies, strict=True)]
     results["sampled_token_us"] = dict(zip(("host", "cpu", "wall"), medians, strict=True))
     results["host_us_of_replies"] = [times[0] for times in replies]

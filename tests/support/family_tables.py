@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mycli.cli.reasons import reason
 from mycli.runtime.engine.passes.captured import decline_captured
-from mycli.runtime.engine.passes.fused import decline_config
+from mycli.runtime.engine.passes.fused_models import decline_config
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.multimodal import TEXT_PARTS
 from mycli.runtime.models.registry import REFUSED, families

@@ -22,12 +22,10 @@ MEASURED_TOKENS = 192  # of the bundled text: enough for a mean within a fifth, 
 _ROWS = 64  # in a pass: their logits exist in fp32, several times
 
 
-def measure_choice(
-    folder: ModelFolder, model: Transformer, kv: KvDtype, unmeasured: ActivationChoice
-) -> ActivationChoice:
+def measure_choice(folder: ModelFolder, model: Transformer, kv: KvDtype) -> ActivationChoice:
     """Choose the activations of `model`, loaded with 16 bits, set them, and record the measurement.
 
-    `unmeasured`: the choice if the tokenizer or the model cannot read the text.
+    They stay as they are if the tokenizer or the model cannot read the text.
     """
     text = (resources.files("mycli.runtime") / "pico" / "held-out.txt").read_text(encoding="utf-8")
     try:
@@ -37,7 +35,7 @@ def measure_choice(
         kl = None
     if kl is not None:
         record_kl(folder.path, kl)
-    choice = unmeasured if kl is None else choose_by_file(kl)
+    choice = choose_by_file(kl)
     _round_activations(model, choice.bits)
     return choice
 

@@ -23,6 +23,7 @@ from mycli.runtime.memory.estimate import estimate
 from mycli.runtime.memory.fit import preflight, shortage
 from mycli.runtime.memory.plan import MemoryPlan
 from mycli.runtime.models.generation_config import GenerationDefaults, stop_ids
+from mycli.runtime.quantization.activations import UNMEASURED_FILE
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 from mycli.runtime.utils import version
 
@@ -56,10 +57,10 @@ def load_model(
         packings = packings if activations is None else activations.packings(packings)
     model.load(checkpoint, packings, placement.device, placement.dtype)
     # A model that reads its experts from disk replaces weights as it runs: it keeps 16 bits.
-    if activations is not None and activations.reason.code == "activations-file-not-measured" and expert_slots is None:
+    if activations == UNMEASURED_FILE and expert_slots is None:
         from mycli.runtime.engine.loading.activation_measurement import measure_choice
 
-        activations = measure_choice(folder, model, placement.kv, activations)
+        activations = measure_choice(folder, model, placement.kv)
     if folder.packings and placement.unpacked:
         warn(Declined("weights-unpacked", {"reason": placement.unpacked, "dtype": placement.dtype_name}))
     for slow in _unpacked_every_pass(folder, placement):

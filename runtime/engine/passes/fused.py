@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.cache.kv_cache import KVCache
+from mycli.runtime.engine.passes.fused_models import decline_config, norms_all_heads
 from mycli.runtime.engine.passes.graphs import StepInput, longest
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.paged import Scoring
 from mycli.runtime.kernels.reference import DenseMatmul
-from mycli.runtime.kernels.routed import decline_routing
 from mycli.runtime.kernels.triton.attention import decode_attention, head_fits
 from mycli.runtime.kernels.triton.experts import ExpertTable
 from mycli.runtime.kernels.triton.gated_silu import activate
@@ -36,10 +36,8 @@ from mycli.runtime.layers.streamed_experts import StreamedExperts
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.layers.vocabulary import embedding_scale, finish_logits
 from mycli.runtime.memory.graphs import MOST_ROWS
-from mycli.runtime.models.config import KvDtype, ModelConfig
-from mycli.runtime.models.experts_spec import ExpertsSpec
-from mycli.runtime.models.layer_spec import LayerSpec
-from mycli.runtime.models.part_spec import AttentionSpec, MlpSpec, RopeSpec
+from mycli.runtime.models.config import KvDtype
+from mycli.runtime.models.part_spec import RopeSpec
 
 
 class SecondHalf(Protocol):
@@ -177,13 +175,9 @@ def _projection(attention: Attention) -> Projection:
         value,
         eps=0.0 if attention.q_norm is None else attention.q_norm.eps,
         norm_last=spec.norm_after_rope,
-        all_heads=_norms_all_heads(spec),
+        all_heads=norms_all_heads(spec),
         keys_are_values=not spec.has_v_proj,
     )
-
-
-def _norms_all_heads(spec: AttentionSpec) -> bool:
-    return spec.q_norm is not None and spec.q_norm.size != spec.head_dim
 
 
 def _layer(block: Block) -> _Layer | Declined:
@@ -321,98 +315,3 @@ class FusedStep:
             return logits
         logits = self._head.multiply(x, stream.dtype).view(*stream.shape[:2], -1)
         return logits[:, -1:] if last else logits
-
-
-def _decline_norms(spec: LayerSpec) -> Declined | None:
-    attention, mlp = spec.attention, spec.mlp
-    if any(norm.layer_norm or norm.heads for norm in spec.norms()):
-        return Declined("norm-kind")
-    if attention.inner_norm is not None or (isinstance(mlp, MlpSpec) and mlp.inner_norm is not None):
-        return Declined("inner-norm")
-    if (attention.q_norm is None) != (attention.k_norm is None):
-        return Declined("norm-kind")
-    if attention.v_norm is not None and attention.v_norm.size != attention.head_dim:
-        return Declined("norm-kind")
-    if _norms_all_heads(attention) and attention.norm_after_rope:
-        return Declined("norm-all-heads")
-    return None
-
-
-def _decline_layer(spec: LayerSpec) -> Declined | None:
-    if spec.recurrent is not None:
-        return Declined("layer-recurrent")
-    if spec.latent is not None:
-        return Declined("latent-attention")
-    if spec.mixer is None or spec.mlp is None:
-        return Declined("layer-parts")
-    attention, mlp = spec.attention, spec.mlp
-    if attention.gated or attention.gate is not None:
-        return Declined("gated-attention")
-    if attention.chunk is not None:
-        return Declined("attention-chunks")
-    if attention.differential is not None:
-        return Declined("differential-attention")
-    if attention.key_bias is not None:
-        return Declined("key-biases")
-    if spec.residual_gains is not None:
-        return Declined("residual-gains")
-    if len(spec.parts) != 2 or spec.streams is not None or attention.kv_source is not None:
-        return Declined("layer-parts")
-    if spec.parallel:
-        return Declined("parallel-parts")
-    if (declined := _decline_norms(spec)) is not None:
-        return declined
-    if (
-        attention.value_dim is not None
-        or attention.value_scale != 1.0
-        or attention.clip is not None
-        or (not attention.has_v_proj and attention.rope is not None and attention.rope.interleaved)
-    ):
-        return Declined("key-value-kind")
-    if isinstance(mlp, ExpertsSpec):
-        return _decline_experts(mlp)
-    if mlp.activation not in ("silu", "gelu_tanh") or not mlp.gated:
-        return Declined("activation-kind")
-    return None
-
-
-def _decline_experts(spec: ExpertsSpec) -> Declined | None:
-    if spec.norm is None:
-        return Declined("no-input-norm")
-    if spec.output_norm is not None:
-        return Declined("output-norm")
-    if spec.activation != "silu":
-        return Declined("activation-kind")
-    if spec.weigh_inputs:
-        return Declined("expert-inputs")
-    if (declined := decline_routing(spec.routing)) is not None:
-        return declined
-    if any((spec.router_norm, spec.expert_norm, spec.expert_output_norm)):
-        return Declined("expert-norms")
-    if spec.shared is not None and (spec.shared.mlp.norm or spec.shared.mlp.output_norm):
-        return Declined("shared-expert-norms")
-    if spec.routing.groups > 1:
-        return Declined("expert-groups")
-    if spec.expert_scales is not None or any(linear.bias for linear in spec.unquantized):
-        return Declined("router-bias")
-    shared = () if spec.shared is None else spec.shared.mlp.linears
-    if any(linear.bias for linear in (*spec.experts[0].linears, *shared)):
-        return Declined("expert-biases")
-    return None
-
-
-def decline_config(config: ModelConfig, kv: KvDtype = "auto") -> Declined | None:
-    """Return the first property of a model that the fused kernels do not support; None if they support all."""
-    for spec in config.layer_specs:
-        if (declined := _decline_layer(spec)) is not None:
-            return declined
-        rope = spec.attention.rope
-        if rope is not None and rope.dim == 0:
-            return Declined("query-scale")
-        if kv == "int4" and rope is not None and rope.dim != spec.attention.head_dim:
-            return Declined("int4-partial-rotation")
-    if config.head_bias:
-        return Declined("linear-bias", {"linear": config.head().name})
-    if config.embedding_norm or config.layer_norm:
-        return Declined("norm-kind")
-    return None

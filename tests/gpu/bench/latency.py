@@ -57,7 +57,7 @@ class Card:
         return self.delay + (EARLY_BOUNDARY if self.chip.pdl else BOUNDARY)
 
     def cautious(self) -> "Card":
-        """Return the card with the latencies that the compiled code allows: a review counted its issue cycles."""
+        """Return the card with less bandwidth, and longer gaps and tails, as issue cycles of compiled code suggest."""
         return replace(self, read=0.97 * self.read, delay=0.35, tail=0.6)
 
 

@@ -133,7 +133,7 @@ def test_the_better_of_solution_and_rounding_is_kept(fault: str, monkeypatch: py
 
     class Unlucky:
         @staticmethod
-        def solve(weight: Tensor, grid: Grid, hessian: Tensor | None) -> Solution:
+        def solve(weight: Tensor, grid: Grid, hessian: Tensor | None, outputs: Tensor | None) -> Solution:
             solution = gptq.solve(weight, grid, hessian)
             solution.quantized.codes[8:] = 0
             return solution

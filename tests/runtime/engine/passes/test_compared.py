@@ -61,7 +61,7 @@ def test_experts_with_about_equal_scores_may_be_others() -> None:
     assert difference(plain, step) is None
     step.factor = 0.5
     assert "50.0%" in str(difference(plain, step))
-    assert tolerance(plain.config) >= 5 * tolerance(CONFIG)
+    assert tolerance(plain.config) > 5 * tolerance(CONFIG)
 
 
 def test_a_pass_that_replays_otherwise_than_it_launches_is_not_used() -> None:
@@ -128,7 +128,7 @@ class Wide(Sums):
     def __call__(self, inputs: StepInput, *rest: object, **options: object) -> Tensor:
         rows = inputs.tokens.numel()
         self.log.append(f"fused {rows}")
-        return super().__call__(inputs, *rest, **options) + self.wrong * 200.0 * (rows == 16)  # type: ignore[arg-type]  # passed on
+        return super().__call__(inputs, *rest, **options) + self.wrong * 50.0 * (rows == 16)  # type: ignore[arg-type]  # passed on
 
 
 @pytest.mark.parametrize("wrong", [False, True], ids=["right", "wrong"])

@@ -25,7 +25,8 @@ from tests.support.triton_interpreter import Interpret, interpret
 
 pytest.importorskip("triton")
 
-from mycli.runtime.engine.passes.fused import FusedStep, decline_config  # noqa: E402  (only where Triton is)
+from mycli.runtime.engine.passes.fused import FusedStep  # noqa: E402  (only where Triton is)
+from mycli.runtime.engine.passes.fused_models import decline_config  # noqa: E402  (as above)
 from tests.support.decode_models import CAPACITY, CASES, CONFIG, FAMILIES, MIXED, PADDED, WIDE, Case, config_of, models  # noqa: E402  (as above)
 from tests.support.grids import chosen  # noqa: E402  (as above)
 from tests.support.triton_products import difference  # noqa: E402  (as above)
