@@ -13,7 +13,7 @@ from mycli.quant.progress import ReportProgress, silent
 from mycli.quant.readers import Names, Reading, ReadWeight
 from mycli.quant.readers._digests import row_digests
 from mycli.runtime.checkpoint.gguf.architectures import written_architecture
-from mycli.runtime.checkpoint.gguf.checkpoint import GgufCheckpoint, file_order
+from mycli.runtime.checkpoint.gguf.checkpoint import file_order
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.errors import ModelError
@@ -110,16 +110,7 @@ def _count(shape: tuple[int, ...]) -> int:
 def _folder_weights(folder: ModelFolder) -> Iterator[tuple[str, Tensor]]:
     weights = Weights(folder)
     for name, _ in folder.config.tensors():
-        yield name, _exact(weights, name)
-
-
-def _exact(weights: Weights, name: str) -> Tensor:
-    """Return the fp32 values of a weight, without rounding to the model's dtype."""
-    if weights.packing(name) is not None or not isinstance(weights.checkpoint, GgufCheckpoint):
-        return weights.dense(name).float()
-    values = torch.empty(weights.checkpoint.entry(name).shape)
-    weights.checkpoint.read_into(name, values)
-    return values
+        yield name, weights.dense(name).float()
 
 
 def _gguf_weights(folder: ModelFolder) -> Iterator[tuple[str, Tensor]]:
@@ -135,7 +126,7 @@ def _gguf_weights(folder: ModelFolder) -> Iterator[tuple[str, Tensor]]:
     for name, place in places.items():
         if place is None:
             raise ModelError(f"{name}: GGUF has no tensor for it in the architecture {architecture.name}", "")
-        rule, values = place.rule, _exact(weights, name)
+        rule, values = place.rule, weights.dense(name).float()
         values = values if rule.change is None else rule.change.store(values)
         values = values.squeeze() if values.dim() > 2 else values
         if rule.column_order is not None:
