@@ -19,6 +19,7 @@ from mycli.runtime.device.placement import Placement
 from mycli.runtime.errors import ModelError
 
 TOKENS = 16  # of the passes whose logits are compared
+MISSING = "the program has no such weight"
 _SHARED = 0.8  # least share of common tokens, for a program that returns only its likeliest ones
 
 
@@ -73,7 +74,7 @@ def verify_reading(
         read = reading.weights.get(name)
         seen.add(name)
         if read is None:
-            faults.append(Fault(name, None, "the program has no such weight"))
+            faults.append(Fault(name, None, MISSING))
         elif (fault := _compare(name, values, read)) is not None:
             faults.append(fault)
         progress("comparing weights", min(len(seen), total), total)

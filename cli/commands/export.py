@@ -21,6 +21,7 @@ EXAMPLES = (
     "mycli quantize pico --method rtn --group 32 --report none -o pico-4 && mycli export ./pico-4 --to mlx -o pico-mlx",
 )
 _WORST = 3  # tensors to list
+_TRANSFORMERS_LACKS_EXPERTS = ("gptq", "awq")  # as of 5.23: it joins experts, but reads only linears in these formats
 
 
 def _loss(answer: dict[str, Any]) -> str:
@@ -66,6 +67,8 @@ def export(
         exported: Exported = module.export(request, progress)
     for tensor in exported.left_out:
         call.out.note(f"not written, because {to} has no place for it: {tensor}")
+    if to in _TRANSFORMERS_LACKS_EXPERTS and folder.config.active_parameters() < folder.config.parameters():
+        call.out.note(f"transformers does not load the experts of a mixture as {to}; vLLM and GPTQModel do")
     rounded = sorted(exported.rounded, key=lambda tensor: -tensor.error)
     answer = {
         "path": str(exported.path),

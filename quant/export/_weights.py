@@ -51,11 +51,11 @@ class Weights:
 
     def dense(self, name: str) -> Tensor:
         """Read a dense tensor as stored, or the exact fp32 values of a packed one."""
-        packing = self.packing(name)
-        if packing is None and self._is_in_blocks(name):
+        if self._is_in_blocks(name):  # not as packed groups, whose offsets are rounded to fp32
             values = torch.empty(self.checkpoint.entry(name).shape)
             self.checkpoint.read_into(name, values)
             return values
+        packing = self.packing(name)
         if packing is None:
             return self.checkpoint.read(name)
         if name not in self.linears:  # an embedding

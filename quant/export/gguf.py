@@ -1,8 +1,8 @@
 """Writes a model as the GGUF file that llama.cpp's converter would write: metadata, tokenizer and tensors in one file.
 
 Without a variant every tensor keeps its values: blocks of a GGUF file are copied, packed integers become Q4_0, Q4_1 or
-Q8_0, dense matrices keep their dtype, norms and biases become F32. Names, keys and orders of rows are those of the architecture's declaration
-(runtime/checkpoint/gguf/architectures).
+Q8_0 blocks, dense matrices keep their dtype, norms and biases become F32. Names, keys and orders of rows are those of
+the architecture's declaration (runtime/checkpoint/gguf/architectures).
 """
 
 from collections import Counter

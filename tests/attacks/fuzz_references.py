@@ -46,9 +46,7 @@ class SilentDifferenceError(Exception):
     """The model was read, with other logits than the reference."""
 
 
-def exact_logits(
-    opened: ModelFolder, warn: Callable[[str | Declined], None] = lambda warning: None
-) -> Tensor | None:
+def exact_logits(opened: ModelFolder, warn: Callable[[str | Declined], None] = lambda warning: None) -> Tensor | None:
     """Return the logits of a few tokens in fp32; None for a model without."""
     model = load_model(replace(opened, config=replace(opened.config, dtype="float32")), CPU, warn=warn)
     return whole(model.model, tokens(opened.config.vocab_size)) if isinstance(model.model, Transformer) else None

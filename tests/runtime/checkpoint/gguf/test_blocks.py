@@ -120,9 +120,9 @@ def test_a_minimum_of_zero_levels_outlives_a_large_scale() -> None:
     """Regression of a `fuzz` finding: the offset held both, and fp32 rounded the minimum away."""
     block = torch.zeros(1, 176, dtype=torch.uint8)
     block[:, :4] = torch.tensor([[-3920.0, 3.2e-5]]).half().view(torch.uint8)
-    block[:, 4:16] = 0x3F  # scales and minima of 63 and 51
+    block[:, 4:16] = 0x3F
     expected = torch.from_numpy(_reference(block.numpy(), "Q5_K"))
-    assert expected.abs().min() > 1e-3
+    assert expected.abs().min() > 0
     assert torch.equal(dequantize(pack_rows(block, TYPES_BY_NAME["Q5_K"])), expected)
 
 
