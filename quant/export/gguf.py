@@ -67,7 +67,7 @@ def export(request: ExportRequest, progress: ReportProgress) -> Exported:
             progress("exporting", done, len(kinds))
         writer.file.finish()
     file = writer.file
-    return Exported(file.target, file.nbytes, Counter(kinds.values()), rounded, without_mtp_head(request.folder))
+    return Exported(target, file.nbytes, Counter(kinds.values()), rounded, without_mtp_head(request.folder))
 
 
 def _kind(request: ExportRequest, weights: Weights, name: str, shape: Shape) -> str:
