@@ -85,6 +85,7 @@ _HARMLESS_PARTS = frozenset(
 )
 # Tools of other types are left out and named as a whole.
 _READ_TYPES = (None, "function", "custom", "namespace")
+_UNREAD = object()
 _PENALTIES = ("presence_penalty", "frequency_penalty")
 _MOST_NAMES = 32  # enough for a log line
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -119,30 +120,29 @@ def unread_parts(body: BaseModel, values: Mapping[str, Any]) -> list[str]:
     """Return the paths, without indices, of fields inside the fields of a request that no part of it reads."""
     paths: dict[str, None] = {}
     for name, value in values.items():
-        if (read := _attribute(body, name)) is not None:
-            _note_unread(read, value, name, paths)
+        _note_unread(_attribute(body, name), value, name, paths)
     return list(paths)
 
 
 def _attribute(part: BaseModel, name: str) -> Any:
+    # A field whose name would hide a method has an underscore and an alias.
     fields = type(part).model_fields
-    if name in fields:
-        return getattr(part, name)
-    return next((getattr(part, key) for key, field in fields.items() if field.alias == name), None)
+    return getattr(part, name if name in fields else f"{name}_" if f"{name}_" in fields else "", _UNREAD)
 
 
 def _note_unread(read: Any, value: Any, path: str, paths: dict[str, None]) -> None:
     if isinstance(read, list) and isinstance(value, list):
         for item, raw in zip(read, value, strict=False):
             _note_unread(item, raw, path, paths)
-    if not isinstance(read, BaseModel) or not isinstance(value, dict) or len(paths) == _MOST_NAMES:
+    if not isinstance(read, BaseModel) or not isinstance(value, dict):
         return
     if path.startswith("tools") and value.get("type") not in _READ_TYPES:
         return
-    aliases = {field.alias or name for name, field in type(read).model_fields.items()}
     for name, raw in value.items():
-        if name in aliases:
-            _note_unread(_attribute(read, name), raw, f"{path}.{name}", paths)
+        if len(paths) == _MOST_NAMES:
+            return
+        if (part := _attribute(read, name)) is not _UNREAD:
+            _note_unread(part, raw, f"{path}.{name}", paths)
         elif name not in _HARMLESS_PARTS and not asks_nothing(raw, _NOTHING):
             paths[f"{path}.{name if _NAME.fullmatch(name) else 'unprintable'}"] = None
 

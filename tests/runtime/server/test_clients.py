@@ -45,7 +45,7 @@ AGENTS: dict[str, tuple[str, list[str], str | None]] = {
     "claude": ("@anthropic-ai/claude-code", ["claude", "--output-format", "json", "-p"], "Read"),
     "qwen": ("@qwen-code/qwen-code", ["qwen", "--auth-type", "openai", "-p"], None),
     "opencode": ("opencode-ai", ["opencode", "run", "--model", "mycli/agent"], None),
-    "continue": ("@continuedev/cli", ["cn", "--config", "continue.yaml", "--auto", "-p"], None),
+    "continue": ("@continuedev/cli", ["cn", "--config", "continue.yaml", "--auto", "-p"], "List"),
 }
 _CONTINUE = """name: mycli
 version: 0.0.1
