@@ -86,6 +86,7 @@ def _join(pieces: Sequence[Piece]) -> Piece:
         last.stop,
         last.problem,
         last.vector,
+        last.refused,
     )
 
 
@@ -139,7 +140,8 @@ def _failure(piece: Piece) -> ApiError | None:
     if piece.end == "deadline":
         return ApiError(504, "the request took too long", "timeout")
     if piece.end == "error":
-        return ApiError(500, f"the reply failed: {piece.problem}", "generation_failed")
+        status = 400 if piece.refused else 500
+        return ApiError(status, f"the reply failed: {piece.problem}", "generation_failed")
     return None
 
 

@@ -67,6 +67,7 @@ SURROGATES = b'{"messages":[{"role":"user","content":"' + b"\\ud800" * 600_000 +
 DEEP = b"[" * 20_000 + b"]" * 20_000
 RULES = "root ::= r0\n" + "\n".join(f'r{i} ::= "a" r{i + 1} | "b"' for i in range(20_000)) + '\nr20000 ::= "c"'
 CALLS = [{"id": f"c{i}", "type": "function", "function": {"name": "f", "arguments": "{}"}} for i in range(100)]
+CHUNKED = head("transfer-encoding: chunked")
 PIPELINED = head("content-length: 2") + b"{}"
 
 
@@ -82,7 +83,7 @@ ATTACKS: dict[str, tuple[Attack, int]] = {
     ),
     "schema of 3,000 properties": (
         Attack(CHAT, schema({"type": "object", "properties": {f"p{i}": {} for i in range(3000)}})),
-        0,
+        400,
     ),
     "pattern ((a{1000}){1000}){1000}": (
         Attack(CHAT, schema({"type": "string", "pattern": "((a{1000}){1000}){1000}"})),
@@ -153,10 +154,19 @@ ATTACKS |= {
     "400 messages of 100 calls": (Attack(CHAT, chat(messages=[{"role": "assistant", "tool_calls": CALLS}] * 400)), 400),
     "200 messages of 100 calls": (Attack(CHAT, chat(messages=[{"role": "assistant", "tool_calls": CALLS}] * 200)), 0),
     "2,000 requests on one connection": (Attack(CHAT, pieces=[PIPELINED * 2000]), 0),
-    "length of 4 MiB for 10 bytes": (Attack(CHAT, pieces=[head("content-length: 4000000") + b'{"messages'], copies=8), 0),
+    "length of 4 MiB for 10 bytes": (
+        Attack(CHAT, pieces=[head("content-length: 4000000") + b'{"messages'], copies=8),
+        0,
+    ),
     "length of 2 bytes for 20": (Attack(CHAT, pieces=[head("content-length: 2") + b"{}" * 10]), 0),
-    "chunks of one byte": (Attack(CHAT, pieces=[head("transfer-encoding: chunked"), *[b"1\r\n \r\n"] * 300], pause=0.01), 0),
-    "400,000 chunks of one byte": (Attack(CHAT, pieces=[head("transfer-encoding: chunked") + b"1\r\n \r\n" * 400_000]), 0),
+    "chunks of one byte": (
+        Attack(CHAT, pieces=[CHUNKED, *[b"1\r\n \r\n"] * 300], pause=0.01),
+        0,
+    ),
+    "400,000 chunks of one byte": (
+        Attack(CHAT, pieces=[CHUNKED + b"1\r\n \r\n" * 400_000]),
+        0,
+    ),
 }
 QUICK = ("schema allOf 40, 8 times", "prompt of -1", "prompts of one letter", "logit_bias")
 
@@ -173,6 +183,6 @@ def test_a_neighbour_of_a_costly_request_is_answered(server: ServerProcess, name
     outcome = server.suffer(attack)
     print(outcome.row(name))
     # A connection that ends within a request gets no answer.
-    assert set(outcome.statuses) <= ({status} if status else {200, 400, 408, 413, 500})
+    assert set(outcome.statuses) <= ({status} if status else {200, 400, 408})
     assert outcome.statuses or attack.pieces
     assert outcome.wait < WAIT and outcome.grown < MEMORY, outcome.row(name)

@@ -4,10 +4,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from anthropic.types import message_create_params
-from anthropic.types.beta import message_create_params as beta_create_params
-from anthropic.types import message_count_tokens_params
+from anthropic.types import message_count_tokens_params, message_create_params
 from anthropic.types.beta import message_count_tokens_params as beta_count_tokens_params
+from anthropic.types.beta import message_create_params as beta_create_params
 from openai.types import completion_create_params as text_create_params
 from openai.types import embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
