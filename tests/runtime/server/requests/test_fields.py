@@ -119,6 +119,31 @@ def test_a_field_of_no_interface_is_ignored_and_named(answering: Served) -> None
     assert answer.status == 200 and answer.headers["x-mycli-omitted"] == "field temprature, field unprintable"
 
 
+def test_parts_that_nothing_reads_are_named_by_their_path(answering: Served) -> None:
+    message = {"role": "user", "content": [{"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}]}
+    tool = {"type": "function", "function": {**FIELDS["functions"][1][0], "strict": None, "examples": [1]}}
+    body = {"messages": [message, {**message, "prefix": True, "id": "m"}], "tools": [tool], "max_tokens": 1}
+    answer = answering.ask("POST", CHAT, body)
+    assert answer.status == 200
+    assert answer.headers["x-mycli-omitted"] == "field messages.prefix, field tools.function.examples"
+    many = answering.ask("POST", CHAT, {**body, "messages": [{**message, **{f"f{i}": 1 for i in range(5000)}}]})
+    assert many.headers["x-mycli-omitted"].count("field messages.f") == 32
+
+
+def test_a_window_of_penalties_is_refused_where_penalties_are_set(answering: Served) -> None:
+    for penalty, status in ((0, 200), (0.5, 400)):
+        answer = answering.ask("POST", CHAT, {**BODIES[CHAT], "repeat_last_n": 64, "frequency_penalty": penalty})
+        assert answer.status == status, answer.body
+    assert answer.error["param"] == "repeat_last_n"
+
+
+def test_llama_cpps_words_of_tokenization(answering: Served) -> None:
+    ids = answering.ask("POST", TOKENIZE, {"content": "Hello <|im_end|>"}).json["tokens"]
+    plain = answering.ask("POST", TOKENIZE, {"content": "Hello <|im_end|>", "parse_special": False}).json["tokens"]
+    assert len(ids) < len(plain) == len(answering.ask("POST", TOKENIZE, {"prompt": "Hello <|im_end|>"}).json["tokens"])
+    assert answering.ask("POST", DETOKENIZE, {"tokens": plain}).json["content"] == "Hello <|im_end|>"
+
+
 def test_the_table_holds_every_field_that_is_refused_or_ignored() -> None:
     assert {*fields.UNSUPPORTED_FIELDS, *fields.HARMLESS_FIELDS} - set(FIELDS) <= {
         # in earlier versions of these servers
