@@ -126,9 +126,9 @@ ATTACKS |= {
     "100,000 stop strings": (Attack(CHAT, chat(stop=[f"s{i}" for i in range(100_000)])), 400),
     "logit_bias of the vocabulary": (Attack(CHAT, chat(logit_bias={str(i): 1 for i in range(4096)}), 4), 0),
     "n of a billion": (Attack(CHAT, chat(n=10**9)), 400),
-    "n of 64 with 20 logprobs, 4 times": (
-        Attack(CHAT, chat(n=64, logprobs=True, top_logprobs=20, max_tokens=64, ignore_eos=True), 4),
-        0,
+    "n of 64 with 20 logprobs": (
+        Attack(CHAT, chat(n=64, logprobs=True, top_logprobs=20, max_tokens=64, ignore_eos=True)),
+        200,
     ),
     "4,000 images": (Attack(CHAT, chat(messages=[{"role": "user", "content": [IMAGE] * 4000}])), 400),
     "lone surrogates": (Attack(CHAT, SURROGATES), 400),

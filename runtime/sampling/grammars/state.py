@@ -127,8 +127,8 @@ class _Reply:
         words = torch.frombuffer(bytearray(self._parser.compute_bitmask()), dtype=torch.uint8)
         bits = words.unsqueeze(1).bitwise_right_shift(torch.arange(8, dtype=torch.uint8)) & 1
         allowed = bits.flatten()[:count].bool()
-        if self._parser.is_error():  # one of the parser's limits
-            raise UsageError(f"{self._kind}: {self._parser.get_error().splitlines()[0]:.300}", _HINT)
+        if self._parser.is_error():
+            raise self._limit()
         if not bool(allowed.any()):
             cause = "the vocabulary has no token that continues the reply"
             raise ModelError(f"{self._kind}: dead end: {cause}", _HINT)
@@ -191,8 +191,12 @@ class _Reply:
 
     def _consume(self, token: int) -> None:
         if not self._parser.consume_token(token):
-            raise ModelError(f"{self._kind}: {self._parser.get_error().splitlines()[0]:.300}", _HINT)
+            raise self._limit()
         self._ending.advance(token)
+
+    def _limit(self) -> UsageError:
+        # An allowed token cannot fail for another reason.
+        return UsageError(f"{self._kind}: {self._parser.get_error().splitlines()[0]:.300}", _HINT)
 
     def _measure(self) -> None:
         now = self._limits.clock()
