@@ -91,18 +91,18 @@ def install(command: Sequence[str], folder: Path) -> None:
 
 def print_result(name: str, folder: Path, packages: Sequence[str], passed: Sequence[Exchange]) -> None:
     """Print a row of docs/results/clients.md: versions, requests, and how many had a forced call."""
-    found = []
+    versions = []
     for package in (re.split(r"[\[@=]", package)[0] or package for package in packages):
         stem = re.sub(r"[-.]", "_", package)
         for path in folder.glob(f"venv/lib/python*/site-packages/{stem}-*.dist-info"):
-            found.append(f"{package} {path.name.removesuffix('.dist-info').rpartition('-')[2]}")
+            versions.append(f"{package} {path.name.removesuffix('.dist-info').rpartition('-')[2]}")
     for package in packages:
         path = folder / "node_modules" / package / "package.json"
         if path.exists():
-            found.append(f"{package} {json.loads(path.read_text())['version']}")
+            versions.append(f"{package} {json.loads(path.read_text())['version']}")
     routes = ", ".join(sorted({exchange.path.partition("?")[0] for exchange in passed}))
     forced = sum(exchange.forced for exchange in passed)
-    print(f"| {name} | {', '.join(found)} | completes | {len(passed)} requests, {forced} forced | {routes} |")
+    print(f"| {name} | {', '.join(versions)} | completes | {len(passed)} requests, {forced} forced | {routes} |")
 
 
 def check(passed: Sequence[Exchange], forced: bool) -> None:
