@@ -283,8 +283,10 @@ def attend_stages(chip: Chip, head_dim: int, queries: int, element: int) -> int:
     if element == 1:  # converted before the product, with a scale per key
         others += 2 * BLOCK_K * lanes
         block += 8 * BLOCK_K
-    most = 2 if element == 1 and chip.shared < 128 << 10 else 3  # so that two programs fit a small chip
-    return max(0, min(most, (chip.shared - others) // block))
+    fitting = (chip.shared - others) // block
+    if element == 1 and chip.shared < 128 << 10:  # two, so that two programs fit; they take one block ahead
+        return min(2, fitting + 1) if fitting > 0 else 0
+    return max(0, min(3, fitting))
 
 
 def tokens_per_program(tokens: int, group: int) -> int:
