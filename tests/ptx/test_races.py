@@ -89,6 +89,25 @@ def test_two_writes_in_no_order_are_a_race(folder: Path) -> None:
     launched(folder, "st.global.u32 [%d4+256], 5;")
 
 
+OTHERS = "mov.u32 %r5, global_smem; shl.b32 %r6, %r1, 2; add.u32 %r7, %r5, %r6; st.shared.b32 [%r7], %r1;{barrier}"
+OTHERS += "xor.b32 %r6, %r6, 128; add.u32 %r7, %r5, %r6; ld.shared.b32 %r8, [%r7];"  # of the other warp
+SAME = "mov.u32 %r5, global_smem; shr.u32 %r6, %r1, 5; mov.u32 %r7, 5; st.shared.b32 [%r5], {value};"
+
+
+def in_shared(folder: Path, body: str) -> None:
+    run(folder, body, [0] * 256, [0] * 128, runner=Runner(folder, races=True), shared=4096)
+
+
+def test_races_in_shared_memory(folder: Path) -> None:
+    """Warps may write the same bytes in any order if they are equal: layouts repeat numbers in several warps."""
+    in_shared(folder, OTHERS.format(barrier="bar.sync 0;"))
+    with pytest.raises(LaunchFailed, match="a race: .*, in shared memory"):
+        in_shared(folder, OTHERS.format(barrier=""))
+    in_shared(folder, SAME.format(value="%r7"))
+    with pytest.raises(LaunchFailed, match="a race: two writes in no order, in shared memory"):
+        in_shared(folder, SAME.format(value="%r6"))
+
+
 WAIT = "AGAIN: ld.acquire.gpu.global.u32 %r9, [%d2+256]; setp.eq.u32 %p1, %r9, 0; @%p1 bra AGAIN; mov.u32 %r12, 0;"
 SET = "mov.u32 %r7, %ctaid.x; setp.ne.u32 %p2, %r7, 0; @%p2 bra SKIP; mov.u32 %r8, 1;{store}SKIP: mov.u32 %r10, 0;"
 RELEASE = "setp.ne.u32 %p2, %r1, 0; @%p2 bra SKIP; st.release.gpu.global.u32 [%d2+256], %r8;"
