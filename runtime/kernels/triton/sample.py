@@ -152,7 +152,7 @@ def sample_kernel(
     if source.seen is not None:
         entry = sequence.to(tl.int64) * source.vocab + token
         count_before = tl.load(source.counts + entry)
-    tl.debug_barrier()  # every warp loads what one of them stores
+    tl.debug_barrier()  # all warps load what one warp stores
     tl.store(lengths + sequence, length + (length > 0).to(tl.int32))
     if source.seen is not None:
         tl.store(source.seen + entry, 1)
