@@ -33,6 +33,7 @@ from mycli.runtime.models.multimodal import TextPart
 from mycli.runtime.utils.json_fields import Fields
 from tests.support.engines import whole
 from tests.support.families import CASES, TOKENS, make
+from tests.support.family_parts import ministral_rope
 from tests.support.gguf_exports import MULTIMODAL_NAMES
 from tests.support.gguf_files import byte_tokenizer
 from tests.support.models import CPU
@@ -64,6 +65,7 @@ REASONS: dict[str, str] = {
     "deepseek_v3-odd": "no key: rope_interleave",
     "glm4_moe_lite-odd": "no key: rope_interleave",
     "youtu-odd": "no key: rope_interleave",
+    "mistral4-groups": "no key: rope_interleave",
     "falcon_h1-normed": "the converter fails: biases",
     "gemma-mqa": "no tensor: llama.cpp takes the embedding as the head, and has no biases",
     "gemma4_unified": "the converter has no such model",
@@ -73,10 +75,18 @@ REASONS: dict[str, str] = {
     "bailing_hybrid-unbounded": "the converter fails: decays without a lower bound",
     "stablelm-parallel": "the converter fails: norms of several heads",
     "phi-head-norms": "no tensor in phi2: norms of queries and keys",
+    "exaone_moe-groups": "no key: layers without experts after ones with some",
+    "cohere2_moe-sigmoid": "no key: shared experts added, not averaged",
+    "laguna-value-gates": "no key: softcap of the router, layers without experts after ones with some",
+    "mellum-dense": "no tensor: MLPs between layers with experts",
     "cwm": "the converter has no such model",
     "helium": "the converter has no such model",
 }
-PUBLISHED_CLASSES = {"BailingHybridForCausalLM": "BailingMoeV3ForCausalLM"}  # by the class of transformers
+PUBLISHED_CLASSES = {
+    "BailingHybridForCausalLM": "BailingMoeV3ForCausalLM",
+    "Mistral4ForCausalLM": "Mistral3ForConditionalGeneration",
+    "PhimoeForCausalLM": "PhiMoEForCausalLM",
+}  # by the class of transformers
 # Config changes that make a case expressible in GGUF.
 CHANGES: dict[str, dict[str, Any]] = {
     "qwen3_moe-8top2": {"norm_topk_prob": True},
@@ -112,6 +122,15 @@ CHANGES: dict[str, dict[str, Any]] = {
     "starcoder2-untied-no-bias": {"hidden_act": "gelu_pytorch_tanh"},
     "phi-gqa4:2": {"num_key_value_heads": 4, "intermediate_size": 256},  # the converter assumes both
     "nemotron-half-rotated": {"head_dim": 16},
+    "minicpm3": {
+        **{"v_head_dim": 16, "scale_emb": 12, "dim_model_base": 256, "scale_depth": 1.4},
+        **{"attention_bias": False, "mlp_bias": False},
+    },
+    "minicpm3-longrope": {"q_lora_rank": 24, "original_max_position_embeddings": 128},
+    "mistral4": ministral_rope(16, scale=0.0),  # the converter has no key for it, llama.cpp has
+    "afmoe-biases-tied": {"layer_types": ["sliding_attention"] * 3, "mup_enabled": True},
+    "laguna": {"layer_types": ["full_attention"] + ["sliding_attention"] * 2},
+    "phimoe": {"original_max_position_embeddings": 64, "router_jitter_noise": 0.01},
     "bitnet-gqa4:2": {"tie_word_embeddings": True, "hidden_act": "silu"},
     "bitnet-tied-biases": {"attention_bias": False},
     "granite_swa-window7-thetas": {"layer_rope_theta": [0, 10000.0, 10000.0, 10000.0]},
@@ -183,6 +202,8 @@ def _as_published(settings: dict[str, Any]) -> dict[str, Any]:
         settings["layer_types"] = [kinds[kind] for kind in settings["layer_types"]]
     if settings["model_type"] in ("deepseek_v3", "glm4_moe_lite", "kimi_k2"):
         settings["scoring_func"] = "sigmoid"  # the published configs set this, those of transformers do not
+    if settings["model_type"] == "afmoe":
+        settings["route_norm"] = True
     if settings["model_type"] in ("granite_swa", "granitemoe_swa"):
         settings["no_rope_layers"] = [int(bool(theta)) for theta in settings["layer_rope_theta"]]
     if settings["model_type"] == "mimo_v2_flash":
@@ -240,7 +261,7 @@ def _make_ternary(model: torch.nn.Module) -> None:
 
 
 def _changes(name: str) -> dict[str, Any]:
-    return next((changes for prefix, changes in CHANGES.items() if name.startswith(prefix)), {})
+    return {key: value for prefix in CHANGES if name.startswith(prefix) for key, value in CHANGES[prefix].items()}
 
 
 def compare(name: str, write: Callable[[Path, Path, str], None], kind: str, folder: Path) -> tuple[float, Path]:

@@ -26,6 +26,13 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gpt_oss-8top1-tied": {"head_dim": 16},
     "qwen3_moe-8top2": {"norm_topk_prob": True},
     "dots1-8top2": {"num_key_value_heads": 4},
+    "afmoe-biases-tied": {"layer_types": ["sliding_attention"] * 3, "mup_enabled": True},
+    "mellum-window7": {"rope_parameters": {"rope_type": "default", "rope_theta": 50000.0}},
+    "laguna-value-gates-capped-tied-biases": {
+        "moe_router_logit_softcapping": 0.0,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+    },
+    "minicpm3-tied": {"scale_emb": 12, "dim_model_base": 256},
     "nemotron-half-rotated": {"head_dim": 16},
     "starcoder2-window7-tied": {"sliding_window": None},
     "bitnet-tied-biases": {"attention_bias": False},
@@ -133,7 +140,20 @@ NAMES = (
     "granitemoeshared-8top2",
     "granite_swa-window7-thetas",
     "granitemoe_swa-window7-shared",
+    "hy_v3-8top2",
+    "hy_v3-two-shared-tied-biases",
+    "exaone_moe-window7",
+    "mellum-window7",
+    "afmoe-window7",
+    "afmoe-biases-tied",
+    "laguna-heads-by-layer-window7",
+    "laguna-value-gates-capped-tied-biases",
+    "cohere2_moe-window7-tied-shared",
+    "minicpm3-tied",
+    "mistral4-beyond",
 )
+# Families that are read alone: llama.cpp computes other logits for every one of their models.
+READ_ALONE = ("phimoe",)
 MULTIMODAL_NAMES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")  # of which the text part is exported
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 
-from mycli.runtime.checkpoint.gguf.architecture import GgufKey, TensorRule
+from mycli.runtime.checkpoint.gguf.architecture import Config, GgufKey, TensorRule
 from mycli.runtime.checkpoint.gguf.header import GgufModel
 from mycli.runtime.checkpoint.gguf.requirements import Requirement
 from mycli.runtime.models.config import ModelConfig
@@ -102,11 +102,16 @@ def dense_layers_key(field: str) -> GgufKey:
     return GgufKey("leading_dense_block_count", field, default=0, required=True, write=leading_dense_layers)
 
 
-SCALE_KEY = GgufKey(
-    "expert_weights_scale",
-    "routed_scaling_factor",
-    float,
-    write=lambda config: float(experts_spec(config).routing.scale),
+def scale_key(field: str = "routed_scaling_factor") -> GgufKey:
+    return GgufKey(
+        "expert_weights_scale", field, float, write=lambda config: float(experts_spec(config).routing.scale)
+    )
+
+
+SCALE_KEY = scale_key()
+GROUP_KEYS = (
+    GgufKey("expert_group_count", "n_group", write=lambda config: experts_spec(config).routing.groups),
+    GgufKey("expert_group_used_count", "topk_group", write=lambda config: experts_spec(config).routing.top_groups),
 )
 NORM_KEY = GgufKey(
     "expert_weights_norm",
@@ -139,3 +144,15 @@ def require_gating(model: GgufModel, *accepted: int) -> None:
     """Raise ModelError for an expert_gating_func that the family does not compute; a missing key is accepted."""
     if model.has("expert_gating_func") and model.integer("expert_gating_func") not in accepted:
         raise model.metadata.fail(model.key("expert_gating_func"), "is not supported for this architecture")
+
+
+def require_norm(model: GgufModel) -> None:
+    """Raise ModelError unless weights of experts are normalized, as in families that know no other way."""
+    if not model.boolean(NORM_KEY.name):
+        raise model.metadata.fail(model.key(NORM_KEY.name), "must be true for this architecture")
+
+
+def layer_kinds(model: GgufModel, config: Config) -> list[str]:
+    """Return `mlp_layer_types` by which layers have a router."""
+    routers = (f"blk.{index}.ffn_gate_inp.weight" for index in range(config["num_hidden_layers"]))
+    return ["sparse" if router in model.tensors else "dense" for router in routers]

@@ -96,6 +96,27 @@ def rope_keys(config: ModelConfig) -> dict[str, Any]:
     return keys
 
 
+def sliding_rope_parameters(model: GgufModel, full: dict[str, Any]) -> dict[str, Any]:
+    """Return `rope_parameters` by layer type: layers with a window have a theta of their own and no scaling."""
+    sliding = {
+        "rope_type": "default",
+        "rope_theta": model.number("rope.freq_base_swa", full["rope_theta"], low=1e-6),
+        "partial_rotary_factor": full["partial_rotary_factor"],
+    }
+    return {"full_attention": full, "sliding_attention": sliding}
+
+
+def sliding_rope_keys(config: ModelConfig) -> dict[str, Any]:
+    """Return the keys that `sliding_rope_parameters` reads, and those of the layers without a window."""
+    ropes = {layer.attention.window is not None: layer.attention.rope for layer in config.layer_specs}
+    full, sliding = (ropes.get(slides) or config.distinct_ropes[0] for slides in (False, True))
+    return {
+        "rope.dimension_count": full.dim,
+        "rope.freq_base": float(full.theta),
+        "rope.freq_base_swa": float(sliding.theta),
+    }
+
+
 def rope_factors(config: ModelConfig) -> list[float]:
     # The values of the tensor ROPE_FREQS, empty for a model without it.
     rope = config.rope_scaling
