@@ -8,6 +8,7 @@ from tests.support.families import CASES, make
 from tests.support.multimodal_families import make_folder
 from tests.support.paths import PICO
 
+_ROPE = {"rope_type": "default", "rope_theta": 50000.0}
 # What llama.cpp assumes for a family, or published models have.
 CHANGES: dict[str, dict[str, Any]] = {
     "gemma4-told-lent-double": {"vocab_size_per_layer_input": 4096, "num_kv_shared_layers": 2},
@@ -26,10 +27,19 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gpt_oss-8top1-tied": {"head_dim": 16},
     "qwen3_moe-8top2": {"norm_topk_prob": True},
     "dots1-8top2": {"num_key_value_heads": 4},
-    "afmoe-biases-tied": {"layer_types": ["sliding_attention"] * 3, "mup_enabled": True},
-    "mellum-window7": {"rope_parameters": {"rope_type": "default", "rope_theta": 50000.0}},
+    "afmoe-biases-tied": {"layer_types": ["sliding_attention"] * 3, "mup_enabled": True, "attention_bias": False},
+    "hy_v3-two-shared-tied-biases": {"attention_bias": False},
+    # As published: scaled in full attention alone.
+    "mellum-window7": {
+        "rope_parameters": {
+            "full_attention": {**_ROPE, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+            "sliding_attention": _ROPE,
+        }
+    },
+    "laguna-heads-by-layer-window7": {"layer_types": ["full_attention"] + ["sliding_attention"] * 2},
     "laguna-value-gates-capped-tied-biases": {
         "moe_router_logit_softcapping": 0.0,
+        "attention_bias": False,
         "mlp_layer_types": ["dense", "sparse", "sparse"],
     },
     "minicpm3-tied": {"scale_emb": 12, "dim_model_base": 256},

@@ -16,6 +16,7 @@ from mycli.runtime.checkpoint.gguf.experts import (
     shared_size_key,
 )
 from mycli.runtime.checkpoint.gguf.header import GgufModel
+from mycli.runtime.checkpoint.gguf.requirements import Requirement
 from mycli.runtime.checkpoint.gguf.rope import sliding_rope_keys, sliding_rope_parameters
 from mycli.runtime.models.config import ModelConfig
 
@@ -55,6 +56,12 @@ ARCHITECTURE = Architecture(
     name="laguna",
     model_type="laguna",
     written_types=("laguna",),
+    requires=(
+        # It takes the first layer's rotated part of a head for that of all layers without a window.
+        Requirement(
+            "full attention in the first layer", lambda config: config.layer_specs[0].attention.window is None
+        ),
+    ),
     layer_tensors={
         **LLAMA_TENSORS,
         **expert_tensors(shared="shared_expert", bias="experts.e_score_correction_bias"),
