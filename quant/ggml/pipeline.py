@@ -54,6 +54,7 @@ class _Output:
 
 
 def _rows(values: Tensor) -> Tensor:
+    values = torch.atleast_1d(values)
     return values.contiguous().view(len(values), -1).view(torch.uint8)
 
 

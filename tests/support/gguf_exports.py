@@ -161,6 +161,8 @@ NAMES = (
     "cohere2_moe-window7-tied-shared",
     "minicpm3-tied",
     "mistral4-beyond",
+    "apertus-llama3",
+    "apertus-tied-biases",
 )
 # Families that are read alone: llama.cpp computes other logits for every one of their models.
 READ_ALONE = ("phimoe",)

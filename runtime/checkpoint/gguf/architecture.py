@@ -80,6 +80,7 @@ class Place:
     name: str
     rule: TensorRule
     expert: int | None = None
+    in_metadata: bool = False  # the name is a key, whose array has a value for each layer
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -178,6 +179,8 @@ class Architecture:
     # Tensors that recurrent layers have in place of others of the same Hugging Face name.
     recurrent_tensors: Mapping[str, TensorRule] = field(default_factory=dict)
     recurrent_layers: frozenset[int] = frozenset()  # of the model to write, where there are such tensors
+    # Tensors of one value in a layer that GGUF has as metadata: name in the layer by the key of an array of all layers.
+    key_tensors: Mapping[str, str] = field(default_factory=dict)
     # The tensors of models without experts, where the same tensors have other names there.
     dense_tensors: Mapping[str, TensorRule] | None = None
     writes: Callable[[ModelConfig], bool] = lambda config: True  # whether a model of `written_types` is written as this
@@ -252,7 +255,10 @@ class Architecture:
         names = self._recurrent_names if layer is not None and int(layer[1]) in self.recurrent_layers else {}
         stored = names.get(pattern, self._stored_names.get(pattern))
         if stored is None:
-            return None
+            keys = {f"model.layers.{{layer}}.{part}": key for key, part in self.key_tensors.items()}
+            if layer is None or pattern not in keys:
+                return None
+            return Place(keys[pattern], TensorRule(pattern), int(layer[1]), in_metadata=True)
         rule = self._rules[stored][1]
         if layer is not None:
             stored = stored.replace("{layer}", layer[1])
@@ -285,6 +291,12 @@ class Architecture:
             for index, part in enumerate(entry.split([stored] * (experts * len(names)))):
                 expert, which = divmod(index, len(names))
                 yield names[which].replace(_EXPERT, str(expert)), part
+        for key, part in self.key_tensors.items():
+            values = model.arrays.get(key)
+            if values is None or values.shape[0] < layers:
+                raise model.metadata.fail(key, "is not a list with one F32 number for each layer")
+            for index in range(layers):
+                yield f"model.layers.{index}.{part}", replace(values, shape=(1,), offset=values.offset + 4 * index, nbytes=4)
 
     def _layers(self, model: GgufModel) -> tuple[int, int]:
         # The number of layers and of blocks: those behind the layers are an MTP head.
