@@ -42,6 +42,10 @@ CHANGES: dict[str, dict[str, Any]] = {
         "attention_bias": False,
         "mlp_layer_types": ["dense", "sparse", "sparse"],
     },
+    "cohere2_moe-sigmoid-dense-rms-untied-biases": {
+        "shared_expert_combination_strategy": "average",
+        "attention_bias": False,
+    },
     "minicpm3-tied": {"scale_emb": 12, "dim_model_base": 256},
     "nemotron-half-rotated": {"head_dim": 16},
     "starcoder2-window7-tied": {"sliding_window": None},
@@ -159,8 +163,10 @@ NAMES = (
     "laguna-heads-by-layer-window7",
     "laguna-value-gates-capped-tied-biases",
     "cohere2_moe-window7-tied-shared",
+    "cohere2_moe-sigmoid-dense-rms-untied-biases",
     "minicpm3-tied",
     "mistral4-beyond",
+    "gemma4_unified-tied",
     "apertus-llama3",
     "apertus-tied-biases",
 )
