@@ -39,7 +39,9 @@ def _byte_level(raw: Fields, rows: int) -> dict[str, Any]:
     whole = model.boolean("ignore_merges", False)
     steps = [{key: raw.values.get(key) for key in ("normalizer", "pre_tokenizer")}]
     rules = ((name, rule) for name, rule in PRE_TOKENIZERS.items() if rule.ignore_merges == whole)
-    name = next((name for name, rule in rules if any(_same(rule.sections(own), steps[0]) for own in (True, False))), None)
+    name = next(
+        (name for name, rule in rules if any(_same(rule.sections(own), steps[0]) for own in (True, False))), None
+    )
     if name is None:
         raise unsupported("normalizer and pre-tokenizer are not a rule of llama.cpp")
     tokens = [f"[PAD{index}]" for index in range(rows)]

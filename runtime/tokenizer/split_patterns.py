@@ -122,5 +122,7 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "laguna": PreTokenizer((_LINES, QWEN2)),
     "exaone-moe": PreTokenizer((_PHRASES,)),
     "afmoe": PreTokenizer((_ALIGNED_NUMBERS, _ASIAN, _DEEPSEEK)),
-    **dict.fromkeys(("tiny_aya", "cohere2moe"), PreTokenizer((*_ALIGNED, O200K), published=(_ALIGNED_PUBLISHED, O200K))),
+    **dict.fromkeys(
+        ("tiny_aya", "cohere2moe"), PreTokenizer((*_ALIGNED, O200K), published=(_ALIGNED_PUBLISHED, O200K))
+    ),
 }

@@ -66,6 +66,7 @@ REASONS: dict[str, str] = {
     "glm4_moe_lite-odd": "no key: rope_interleave",
     "youtu-odd": "no key: rope_interleave",
     "mistral4-groups": "no key: rope_interleave",
+    "bamba": "not read: the converter writes it as granitehybrid, without a shared MLP",
     "falcon_h1-normed": "the converter fails: biases",
     "gemma-mqa": "no tensor: llama.cpp takes the embedding as the head, and has no biases",
     "gemma3n-second": "the converter fails: three residual streams",

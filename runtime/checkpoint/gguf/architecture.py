@@ -296,7 +296,10 @@ class Architecture:
             if values is None or values.shape[0] < layers:
                 raise model.metadata.fail(key, "is not a list with one F32 number for each layer")
             for index in range(layers):
-                yield f"model.layers.{index}.{part}", replace(values, shape=(1,), offset=values.offset + 4 * index, nbytes=4)
+                yield (
+                    f"model.layers.{index}.{part}",
+                    replace(values, shape=(1,), offset=values.offset + 4 * index, nbytes=4),
+                )
 
     def _layers(self, model: GgufModel) -> tuple[int, int]:
         # The number of layers and of blocks: those behind the layers are an MTP head.

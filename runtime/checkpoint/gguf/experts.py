@@ -103,9 +103,7 @@ def dense_layers_key(field: str) -> GgufKey:
 
 
 def scale_key(field: str = "routed_scaling_factor") -> GgufKey:
-    return GgufKey(
-        "expert_weights_scale", field, float, write=lambda config: float(experts_spec(config).routing.scale)
-    )
+    return GgufKey("expert_weights_scale", field, float, write=lambda config: float(experts_spec(config).routing.scale))
 
 
 SCALE_KEY = scale_key()

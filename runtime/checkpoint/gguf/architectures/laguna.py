@@ -58,9 +58,7 @@ ARCHITECTURE = Architecture(
     written_types=("laguna",),
     requires=(
         # It takes the first layer's rotated part of a head for that of all layers without a window.
-        Requirement(
-            "full attention in the first layer", lambda config: config.layer_specs[0].attention.window is None
-        ),
+        Requirement("full attention in the first layer", lambda config: config.layer_specs[0].attention.window is None),
     ),
     layer_tensors={
         **LLAMA_TENSORS,
