@@ -255,10 +255,8 @@ class Architecture:
         names = self._recurrent_names if layer is not None and int(layer[1]) in self.recurrent_layers else {}
         stored = names.get(pattern, self._stored_names.get(pattern))
         if stored is None:
-            keys = {f"model.layers.{{layer}}.{part}": key for key, part in self.key_tensors.items()}
-            if layer is None or pattern not in keys:
-                return None
-            return Place(keys[pattern], TensorRule(pattern), int(layer[1]), in_metadata=True)
+            keys = [key for key, part in self.key_tensors.items() if pattern == f"model.layers.{{layer}}.{part}"]
+            return Place(keys[0], TensorRule(pattern), int(layer[1]), in_metadata=True) if layer and keys else None
         rule = self._rules[stored][1]
         if layer is not None:
             stored = stored.replace("{layer}", layer[1])
@@ -291,15 +289,17 @@ class Architecture:
             for index, part in enumerate(entry.split([stored] * (experts * len(names)))):
                 expert, which = divmod(index, len(names))
                 yield names[which].replace(_EXPERT, str(expert)), part
+        yield from self._parameters(model, layers)
+
+    def _parameters(self, model: GgufModel, layers: int) -> Iterator[tuple[str, TensorEntry]]:
+        # The tensors of one value that the metadata holds, as parts of the file.
         for key, part in self.key_tensors.items():
             values = model.arrays.get(key)
             if values is None or values.shape[0] < layers:
                 raise model.metadata.fail(key, "is not a list with one F32 number for each layer")
             for index in range(layers):
-                yield (
-                    f"model.layers.{index}.{part}",
-                    replace(values, shape=(1,), offset=values.offset + 4 * index, nbytes=4),
-                )
+                offset = values.offset + 4 * index
+                yield f"model.layers.{index}.{part}", replace(values, shape=(1,), offset=offset, nbytes=4)
 
     def _layers(self, model: GgufModel) -> tuple[int, int]:
         # The number of layers and of blocks: those behind the layers are an MTP head.

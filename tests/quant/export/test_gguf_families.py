@@ -95,7 +95,7 @@ LOSSES = {
     "mellum-dense-tied-biases": "no tensor for it",
     "phi-head-norms-mha-relu2": "no tensor for it",
     "granitemoe_swa-thetas-tied-biases": "rope",
-    "minicpm3-longrope-odd-sizes-biases-untied": "longrope",
+    "minicpm3-longrope-odd-sizes-biases-untied": "no tensor for it",
 }
 
 

@@ -34,7 +34,7 @@ def _write_keys(config: ModelConfig) -> dict[str, Any]:
         "attention.head_count_kv": config.heads,
         "attention.key_length": spec.head_dim,
         "attention.value_length": spec.value_dim,
-        "attention.q_lora_rank": 0 if spec.q_norm is None else spec.q_norm.size,
+        "attention.q_lora_rank": spec.inputs[0].out_features,
         "attention.kv_lora_rank": spec.rank,
         "rope.dimension_count": spec.rope_dim,
     }
@@ -46,7 +46,8 @@ ARCHITECTURE = Architecture(
     written_types=("minicpm3",),
     biases=(),
     latent=True,
-    layer_tensors={name: rule for name, rule in LATENT_TENSORS.items() if not rule.by_head},
+    # llama.cpp requires low-rank queries, and the older form of kv_b.
+    layer_tensors={name: rule for name, rule in LATENT_TENSORS.items() if name != "attn_q" and not rule.by_head},
     read_config=_read_config,
     write_keys=_write_keys,
 )
