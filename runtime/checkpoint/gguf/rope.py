@@ -87,7 +87,7 @@ def rope_keys(config: ModelConfig) -> dict[str, Any]:
     if rope.kind in ("default", "llama3", "proportional"):  # the latter two are a tensor of factors
         return keys
     if rope.kind not in ("linear", "yarn"):
-        raise ModelError(f"config.json: rope_type {rope.kind!r} cannot be written as GGUF: llama.cpp lacks it", "")
+        raise ModelError(f"config.json: rope_type {rope.kind!r} cannot be written as GGUF", "export to safetensors")
     keys |= {"rope.scaling.type": rope.kind, "rope.scaling.factor": float(rope.factor)}
     if rope.kind == "yarn":
         keys["rope.scaling.original_context_length"] = rope.original_context
