@@ -40,7 +40,8 @@ def _byte_level(raw: Fields, rows: int) -> dict[str, Any]:
     steps = [{key: raw.values.get(key) for key in ("normalizer", "pre_tokenizer")}]
     rules = ((name, rule) for name, rule in PRE_TOKENIZERS.items() if rule.ignore_merges == whole)
     name = next(
-        (name for name, rule in rules if any(_same(rule.sections(own), steps[0]) for own in (True, False))), None
+        (name for name, rule in rules if any(_same(rule.sections(published), steps[0]) for published in (True, False))),
+        None,
     )
     if name is None:
         raise unsupported("normalizer and pre-tokenizer are not a rule of llama.cpp")

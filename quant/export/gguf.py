@@ -109,7 +109,8 @@ def _encode(request: ExportRequest, weights: Weights, name: str, kind: str, rule
             if not request.requantize:
                 raise would_round(name, f"its scales are not float16 values, which {kind} needs")
             return data, squared_error(exact_values(packed), dequantize_blocks(data, kind))
-    values = torch.atleast_1d(weights.dense(name))
+    values = weights.dense(name)
+    values = values.reshape(values.shape or (1,))
     if order is not None:
         values = values[:, order]
     if change is not None:

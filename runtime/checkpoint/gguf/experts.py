@@ -145,7 +145,7 @@ def require_gating(model: GgufModel, *accepted: int) -> None:
 
 
 def require_norm(model: GgufModel) -> None:
-    """Raise ModelError unless weights of experts are normalized, as in families that know no other way."""
+    """Raise ModelError unless weights of experts are normalized, as in families without another way."""
     if not model.boolean(NORM_KEY.name):
         raise model.metadata.fail(model.key(NORM_KEY.name), "must be true for this architecture")
 

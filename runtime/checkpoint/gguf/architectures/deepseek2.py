@@ -14,18 +14,14 @@ from mycli.runtime.checkpoint.gguf.experts import (
     require_gating,
 )
 from mycli.runtime.checkpoint.gguf.header import GgufModel
+from mycli.runtime.checkpoint.gguf.kimi_delta import latent_attention
 from mycli.runtime.checkpoint.gguf.requirements import Requirement
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.experts_spec import ExpertsSpec
-from mycli.runtime.models.latent_spec import LatentAttentionSpec
 
 # Versions of the converter before 2026 wrote no expert_gating_func; llama.cpp knows GLM-4.7-Flash by its vocabulary.
 _GLM_VOCABULARY = 154880
 _LOG_SCALE = 0.1  # of YaRN's logarithm
-
-
-def latent_attention(config: ModelConfig) -> LatentAttentionSpec:
-    return next(spec.latent for spec in config.layer_specs if spec.latent is not None)
 
 
 def _mixture(config: ModelConfig) -> ExpertsSpec | None:

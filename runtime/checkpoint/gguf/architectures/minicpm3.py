@@ -3,8 +3,9 @@
 from typing import Any
 
 from mycli.runtime.checkpoint.gguf.architecture import Architecture, Config
-from mycli.runtime.checkpoint.gguf.architectures.deepseek2 import LATENT_TENSORS, latent_attention
+from mycli.runtime.checkpoint.gguf.architectures.deepseek2 import LATENT_TENSORS
 from mycli.runtime.checkpoint.gguf.header import GgufModel
+from mycli.runtime.checkpoint.gguf.kimi_delta import latent_attention
 from mycli.runtime.models.config import ModelConfig
 
 
