@@ -302,7 +302,8 @@ def _round(model: torch.nn.Module, kind: str) -> None:
     for name, parameter in model.named_parameters():
         if parameter.ndim < 2 or _EXACT.search(name) or model.config.model_type == "gpt_oss" and ".experts." in name:
             continue
-        if name.endswith("kv_b_proj.weight"):  # the key half is stored transposed
+        # The key half is stored transposed.
+        if name.endswith("kv_b_proj.weight") and model.config.model_type != "minicpm3":
             settings = model.config
             size = settings.qk_nope_head_dim, settings.v_head_dim
             keys, values = parameter.detach().view(settings.num_attention_heads, sum(size), -1).split(size, dim=1)
