@@ -127,6 +127,8 @@ def _gguf_weights(folder: ModelFolder) -> Iterator[tuple[str, Tensor]]:
     for name, place in places.items():
         if place is None:
             raise ModelError(f"{name}: GGUF has no tensor for it in the architecture {architecture.name}", "")
+        if place.in_metadata:
+            continue
         rule, values = place.rule, weights.dense(name).float()
         values = values if rule.change is None else rule.change.store(values)
         values = values.squeeze() if values.dim() > 2 else values

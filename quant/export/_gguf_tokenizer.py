@@ -38,8 +38,9 @@ def _byte_level(raw: Fields, rows: int) -> dict[str, Any]:
         raise unsupported("the model is not byte-level BPE")
     whole = model.boolean("ignore_merges", False)
     steps = [{key: raw.values.get(key) for key in ("normalizer", "pre_tokenizer")}]
+    rules = ((name, rule) for name, rule in PRE_TOKENIZERS.items() if rule.ignore_merges == whole)
     name = next(
-        (n for n, rule in PRE_TOKENIZERS.items() if rule.ignore_merges == whole and _same(rule.sections(), steps[0])),
+        (name for name, rule in rules if any(_same(rule.sections(published), steps[0]) for published in (True, False))),
         None,
     )
     if name is None:

@@ -71,7 +71,7 @@ def export(request: ExportRequest, progress: ReportProgress) -> Exported:
 
 
 def _kind(request: ExportRequest, weights: Weights, name: str, shape: Shape) -> str:
-    if len([size for size in shape if size != 1]) == 1 or len(shape) > 2:
+    if len([size for size in shape if size != 1]) < 2 or len(shape) > 2:
         return "F32"
     variant, packing = request.variant.upper(), weights.packing(name)
     if variant in _FLOATS:
@@ -111,6 +111,7 @@ def _encode(request: ExportRequest, weights: Weights, name: str, kind: str, rule
                 raise would_round(name, f"its scales are not float16 values, which {kind} needs")
             return data, squared_error(exact_values(packed), dequantize_blocks(data, kind))
     values = weights.dense(name)
+    values = values.reshape(values.shape or (1,))
     if order is not None:
         values = values[:, order]
     if change is not None:

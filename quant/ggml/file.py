@@ -18,7 +18,7 @@ from mycli.runtime.checkpoint.gguf.folder import GgufFolder
 from mycli.runtime.checkpoint.gguf.header import parse_gguf_header
 from mycli.runtime.checkpoint.gguf.rope import ROPE_FREQS, rope_factors
 from mycli.runtime.checkpoint.gguf.types import TYPES_BY_NAME
-from mycli.runtime.checkpoint.gguf.writer import GgufWriter, make_gguf_header
+from mycli.runtime.checkpoint.gguf.writer import GgufWriter, Unwritten, make_gguf_header
 from mycli.runtime.checkpoint.gguf_parts import SUFFIX
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import torch_dtype
@@ -70,6 +70,7 @@ class GgufLayout:
         self.tensors: list[tuple[str, str, Shape]] = []
         if self._factors:
             self.tensors.append((ROPE_FREQS, "F32", (len(self._factors),)))
+        self.metadata |= {key: Unwritten(self.config.layers) for key in architecture.key_tensors}
         self.tensors += _plan(self.config, self.places, kinds)
         # The embedding once more, for a tied model of an architecture in which llama.cpp requires a head.
         self.head = HEAD if architecture.own_head and self.config.tie_embeddings else None
@@ -172,6 +173,8 @@ def _plan(config: ModelConfig, places: dict[str, Place], kinds: Mapping[str, str
     plan: dict[str, tuple[str, str, Shape]] = {}
     for tensor, full in config.tensors():
         place, kind = places[tensor], kinds[tensor]
+        if place.in_metadata:
+            continue
         if place.rule.by_head:
             plan |= {name: (name, kind, shape) for name, shape in zip(place.names, _halves(config), strict=True)}
             continue

@@ -54,6 +54,7 @@ class _Output:
 
 
 def _rows(values: Tensor) -> Tensor:
+    values = values.reshape(values.shape or (1,))
     return values.contiguous().view(len(values), -1).view(torch.uint8)
 
 

@@ -22,6 +22,21 @@ GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|
 TEKKEN = f"{_UPPER}*{_LOWER}+|{_UPPER}+{_LOWER}*" + r"|\p{N}" + _CASED_TAIL
 O200K = f"{_UPPER}*{_LOWER}+{_SUFFIX}|{_UPPER}+{_LOWER}*{_SUFFIX}" + r"|\p{N}{1,3}" + _CASED_TAIL
 SEED = _HEAD + r"|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+" + _BLANKS
+# Runs of blanks in powers of two.
+_POWERS = "".join(rf"|\s{{{count}}}(?!\S)" for count in (512, 256, 128, 64, 32, 16, 8, 4, "1,2")) + r"|\s{1}"
+JAIS2 = _HEAD + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+" + _POWERS
+_LINES = r"[^\n]+|[\n]+"
+# Digits in threes from the right. The published form looks ahead at every match, which takes quadratic time; this one
+# first cuts out runs of digits, then looks ahead once a run.
+_ALIGNED_PUBLISHED = r"\d{1,3}(?=(?:\d{3})*\b)"
+_ALIGNED = (r"(?<!\d)\d++\b", r"\A\d{1,3}(?=(?:\d{3})*\z)|\G(?!\A)\d{3}")
+_ALIGNED_NUMBERS = r"(?<!\p{N})\p{N}{1,2}(?=(?:\p{N}{3})*(?!\p{N}))|\p{N}{3}"
+_ASIAN = "[一-鿿㐀-䶿豈-\ufaff぀-ゟ゠-ヿ･-ﾟ⼀-⿟เ-\u0e7f\u0e80-\u0effក-\u17ffက-႟ꩠ-ꩿꧠ-\ua9ff가-\ud7afᄀ-ᇿ]+"
+# Words of K-EXAONE may contain single spaces.
+_PHRASES = (
+    _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+)
 _THREE_DIGITS = r"\p{N}{1,3}"
 _KANA = "[一-龥\u3040-ゟ゠-ヿ]+"
 _DEEPSEEK = (
@@ -33,7 +48,8 @@ _CODER = ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-\ud7ff]+")
 # Patterns that are safe to run in this process: backtracking is bounded by a run of letters, digits, marks or blanks.
 KNOWN_PATTERNS = frozenset(
     (
-        *(LLAMA3, QWEN2, QWEN35, GPT2, TEKKEN, O200K, SEED, _THREE_DIGITS, _KANA, _DEEPSEEK, *_CODER),
+        *(LLAMA3, QWEN2, QWEN35, GPT2, TEKKEN, O200K, SEED, JAIS2, _THREE_DIGITS, _KANA, _DEEPSEEK, *_CODER),
+        *(_LINES, _ASIAN, _PHRASES, _ALIGNED_NUMBERS, *_ALIGNED),
         r"\p{N}",
         r"[0-9]",
         "[0-9][0-9][0-9]",
@@ -46,17 +62,19 @@ class PreTokenizer:
     """The pre-tokenization of a model: `patterns` in turn, then with `gpt2` GPT-2's pattern."""
 
     patterns: tuple[str, ...] = ()
+    published: tuple[str, ...] = ()  # those of the models' tokenizer.json, where `patterns` split alike
     individual_digits: bool = False  # split before GPT-2's pattern
     gpt2: bool = False
     nfc: bool = False
     ignore_merges: bool = False  # a piece that is a token is not merged
     add_bos: bool = False  # the default of `tokenizer.ggml.add_bos_token`
 
-    def sections(self) -> dict[str, Any]:
-        """Return the sections `normalizer` and `pre_tokenizer` of a tokenizer.json."""
+    def sections(self, published: bool = False) -> dict[str, Any]:
+        """Return the sections `normalizer` and `pre_tokenizer` of a tokenizer.json, ours or the models' own."""
+        patterns = (published and self.published) or self.patterns
         steps: list[dict[str, Any]] = [
             {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-            for pattern in self.patterns
+            for pattern in patterns
         ]
         if self.individual_digits:
             steps.append({"type": "Digits", "individual_digits": True})
@@ -89,9 +107,9 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     **dict.fromkeys(("hunyuan", "kormo", "f2llmv2", "megrez", "grok-2", "solar-open"), _QWEN),
     "qwen35": PreTokenizer((QWEN35,), nfc=True),
     "gpt-2": _GPT2,
-    **dict.fromkeys(("phi-2", "mpt", "olmo", "jais", "trillion", "exaone4", "granite-docling"), _GPT2),
+    **dict.fromkeys(("phi-2", "mpt", "olmo", "jais", "trillion", "exaone4", "granite-docling", "mellum"), _GPT2),
     "smollm": _SMOLLM,
-    **dict.fromkeys(("starcoder", "refact", "codeshell", "exaone"), _SMOLLM),
+    **dict.fromkeys(("starcoder", "refact", "codeshell", "exaone", "mellum2"), _SMOLLM),
     "command-r": PreTokenizer(individual_digits=True, gpt2=True, nfc=True),
     "tekken": PreTokenizer((TEKKEN,), ignore_merges=True, add_bos=True),
     "gpt-4o": _O200K,
@@ -100,4 +118,11 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "hunyuan-dense": _DEEPSEEK_V3,
     "deepseek-coder": PreTokenizer(_CODER, individual_digits=True),
     "seed-coder": PreTokenizer((SEED,)),
+    "jais-2": PreTokenizer((JAIS2,)),
+    "laguna": PreTokenizer((_LINES, QWEN2)),
+    "exaone-moe": PreTokenizer((_PHRASES,)),
+    "afmoe": PreTokenizer((_ALIGNED_NUMBERS, _ASIAN, _DEEPSEEK)),
+    **dict.fromkeys(
+        ("tiny_aya", "cohere2moe"), PreTokenizer((*_ALIGNED, O200K), published=(_ALIGNED_PUBLISHED, O200K))
+    ),
 }

@@ -38,6 +38,6 @@ def longrope(pairs: int, original: int, **extra: Any) -> dict[str, Any]:
     }
 
 
-def ministral_rope(original: int) -> dict[str, Any]:
-    more = {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4}
+def ministral_rope(original: int, scale: float = 0.4) -> dict[str, Any]:
+    more = {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": scale}
     return scaled("yarn", factor=4.0, original_max_position_embeddings=original, **more)

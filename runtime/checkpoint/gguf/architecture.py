@@ -43,7 +43,7 @@ class RowRanges:
 
 @dataclass(frozen=True)
 class ValueChange:
-    """A change to every value of a tensor: what the file stores, and its inverse. Both take and return fp32."""
+    """A change to every value of a weight: what the file stores, and its inverse. Both take and return fp32."""
 
     store: "Callable[[Tensor], Tensor]"
     load: "Callable[[Tensor], Tensor]"
@@ -54,7 +54,7 @@ class TensorRule:
     """The Hugging Face name of a tensor, and how its GGUF form differs."""
 
     # After model.layers.N in a layer. With {expert} it stands for all experts: GGUF stacks them in one tensor
-    # [experts, rows, columns].
+    # [experts, rows, columns]. Norms of several heads are stacked in the same way.
     name: str
     row_order: RowOrder | RowRanges | None = None
     change: ValueChange | None = None
@@ -66,6 +66,7 @@ class TensorRule:
     first_rows: Callable[[ModelConfig], int] | None = None  # rows of the first of the two
     # Latent attention: GGUF has the half of the keys transposed, [heads, columns, rows], that of the values not.
     by_head: bool = False
+    count_key: str = "expert_count"  # of the tensors in a stack
     # The shape in the file, where it has more axes.
     stored_shape: Callable[[ModelConfig], tuple[int, ...]] | None = None
     # Hugging Face's ending by the ending in GGUF.
@@ -79,6 +80,7 @@ class Place:
     name: str
     rule: TensorRule
     expert: int | None = None
+    in_metadata: bool = False  # the name is a key, whose array has a value for each layer
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -122,6 +124,8 @@ GAIN_PLUS_ONE = ValueChange(store=lambda gain: gain + 1.0, load=lambda stored: s
 
 QKV_BIASES = ("attn_q", "attn_k", "attn_v", "attn_qkv")  # known in every architecture with these tensors
 ALL_BIASES = (*QKV_BIASES, "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+NORM_BIASES = ("attn_norm", "ffn_norm", "output_norm")
+LAYER_NORM_EPSILON = "attention.layer_norm_epsilon"
 
 MODEL_TENSORS = {
     "token_embd": TensorRule("model.embed_tokens"),
@@ -175,6 +179,8 @@ class Architecture:
     # Tensors that recurrent layers have in place of others of the same Hugging Face name.
     recurrent_tensors: Mapping[str, TensorRule] = field(default_factory=dict)
     recurrent_layers: frozenset[int] = frozenset()  # of the model to write, where there are such tensors
+    # Tensors of one value in a layer that GGUF has as metadata: name in the layer by the key of an array of all layers.
+    key_tensors: Mapping[str, str] = field(default_factory=dict)
     # The tensors of models without experts, where the same tensors have other names there.
     dense_tensors: Mapping[str, TensorRule] | None = None
     writes: Callable[[ModelConfig], bool] = lambda config: True  # whether a model of `written_types` is written as this
@@ -199,9 +205,10 @@ class Architecture:
         }
         model = {name: (rule.name, rule) for name, rule in self.model_tensors.items()}
         return {
-            f"{stored}{ending}": (f"{name}{rule.suffixes[ending]}", rule)
+            # A norm's bias is stored as it is.
+            f"{stored}{ending}": (f"{name}{suffix}", replace(rule, change=None) if suffix == ".bias" else rule)
             for stored, (name, rule) in {**model, **layers}.items()
-            for ending in rule.suffixes
+            for ending, suffix in rule.suffixes.items()
         }
 
     @cached_property
@@ -241,14 +248,15 @@ class Architecture:
 
     def place(self, name: str) -> Place | None:
         """Return where the tensor with this Hugging Face name is stored; None if the architecture lacks it."""
-        layer, expert = re.match(r"model\.layers\.(\d+)\.", name), re.search(r"\.experts\.(\d+)\.", name)
+        layer, expert = re.match(r"model\.layers\.(\d+)\.", name), re.search(r"\.(?:experts|norms)\.(\d+)\.", name)
         pattern = name if layer is None else f"model.layers.{{layer}}.{name[layer.end() :]}"
         if expert is not None:
-            pattern = re.sub(r"\.experts\.\d+\.", f".experts.{_EXPERT}.", pattern)
+            pattern = re.sub(r"\.(experts|norms)\.\d+\.", rf".\1.{_EXPERT}.", pattern)
         names = self._recurrent_names if layer is not None and int(layer[1]) in self.recurrent_layers else {}
         stored = names.get(pattern, self._stored_names.get(pattern))
         if stored is None:
-            return None
+            keys = [key for key, part in self.key_tensors.items() if pattern == f"model.layers.{{layer}}.{part}"]
+            return Place(keys[0], TensorRule(pattern), int(layer[1]), in_metadata=True) if layer and keys else None
         rule = self._rules[stored][1]
         if layer is not None:
             stored = stored.replace("{layer}", layer[1])
@@ -275,12 +283,23 @@ class Architecture:
                 parts = entry.split([stored] * len(names)) if len(names) > 1 else [entry]
                 yield from zip(names, parts, strict=len(parts) == len(names))
                 continue
-            experts = model.integer("expert_count", 0, high=_MAX_EXPERTS)
+            experts = model.integer(self._rule(stored).count_key, 0, high=_MAX_EXPERTS)
             if len(entry.shape) < 2 or entry.shape[0] != experts:
-                raise damaged(f"{entry.file}: {stored} has shape {list(entry.shape)}, expected {experts} experts first")
+                raise damaged(f"{entry.file}: {stored} has shape {list(entry.shape)}, expected a stack of {experts}")
             for index, part in enumerate(entry.split([stored] * (experts * len(names)))):
                 expert, which = divmod(index, len(names))
                 yield names[which].replace(_EXPERT, str(expert)), part
+        yield from self._parameters(model, layers)
+
+    def _parameters(self, model: GgufModel, layers: int) -> Iterator[tuple[str, TensorEntry]]:
+        # The tensors of one value that the metadata holds, as parts of the file.
+        for key, part in self.key_tensors.items():
+            values = model.arrays.get(key)
+            if values is None or values.shape[0] < layers:
+                raise model.metadata.fail(key, "is not a list with one F32 number for each layer")
+            for index in range(layers):
+                offset = values.offset + 4 * index
+                yield f"model.layers.{index}.{part}", replace(values, shape=(1,), offset=offset, nbytes=4)
 
     def _layers(self, model: GgufModel) -> tuple[int, int]:
         # The number of layers and of blocks: those behind the layers are an MTP head.
@@ -299,10 +318,12 @@ class Architecture:
         return joined or int(layer[1]) in unread
 
     def _more_names(self, stored: str, name: str) -> Iterator[str]:
-        pattern = re.sub(r"^blk\.\d+\.", "blk.{layer}.", stored)
-        rule = self._rules[pattern][1]
+        rule = self._rule(stored)
         for more in rule.more_names:
             yield name.replace(rule.name, more)
+
+    def _rule(self, stored: str) -> TensorRule:
+        return self._rules[re.sub(r"^blk\.\d+\.", "blk.{layer}.", stored)][1]
 
     def joined(self, model: GgufModel, name: str, entry: TensorEntry) -> tuple[TensorEntry, ...]:
         """Return the parts of a tensor that the file stores as several, in order. Raises ModelError if they differ."""

@@ -57,7 +57,7 @@ class GgufCheckpoint(Checkpoint):
     def row_bytes(self, name: str) -> Iterator[tuple[int, Tensor]]:
         """Yield each part of a tensor as its first row and uint8 [rows, bytes], valid until the next part."""
         entry = self.entry(name)
-        rows = entry.shape[0]
+        rows = entry.shape[0] if entry.shape else 1
         width, columns = entry.nbytes // rows, max(1, prod(entry.shape[1:]))
         file = self.manifest.files[entry.file]
         part_rows = max(1, _VALUES // columns)
@@ -88,7 +88,7 @@ class GgufCheckpoint(Checkpoint):
         if self._rule(name).by_head and name in self._joined:
             self._read_by_head(name, out)
             return
-        rows, columns = out.view(entry.shape[0], -1), self.column_order(name)
+        rows, columns = out.view(*entry.shape[:1], -1), self.column_order(name)
         for start, data in self.row_bytes(name):
             values = dequantize_blocks(data, entry.dtype)
             if columns is not None:

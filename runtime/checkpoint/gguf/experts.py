@@ -1,8 +1,8 @@
 """The tensors and keys of experts, for all architectures that have them, in both directions. Imports no torch."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
-from mycli.runtime.checkpoint.gguf.architecture import GgufKey, TensorRule
+from mycli.runtime.checkpoint.gguf.architecture import Config, GgufKey, TensorRule
 from mycli.runtime.checkpoint.gguf.header import GgufModel
 from mycli.runtime.checkpoint.gguf.requirements import Requirement
 from mycli.runtime.models.config import ModelConfig
@@ -53,6 +53,17 @@ def expert_tensors(
     return rules
 
 
+def joined_shared_expert(
+    gate: str = "ffn_gate_shexp",
+    up: str = "ffn_up_shexp",
+    down: str = "ffn_down_shexp",
+    size: Callable[[ModelConfig], int] | None = None,
+) -> dict[str, TensorRule]:
+    """Return the rules of Granite's shared expert, whose gate and up are one tensor; `size`: its width."""
+    joined = TensorRule("shared_mlp.input_linear", followed_by=up, first_rows=size or shared_size)
+    return {gate: joined, down: TensorRule("shared_mlp.output_linear")}
+
+
 def expert_keys(
     count: str = "num_experts", used: str = "num_experts_per_tok", size: str | None = "moe_intermediate_size"
 ) -> tuple[GgufKey, ...]:
@@ -91,11 +102,14 @@ def dense_layers_key(field: str) -> GgufKey:
     return GgufKey("leading_dense_block_count", field, default=0, required=True, write=leading_dense_layers)
 
 
-SCALE_KEY = GgufKey(
-    "expert_weights_scale",
-    "routed_scaling_factor",
-    float,
-    write=lambda config: float(experts_spec(config).routing.scale),
+def scale_key(field: str = "routed_scaling_factor") -> GgufKey:
+    return GgufKey("expert_weights_scale", field, float, write=lambda config: float(experts_spec(config).routing.scale))
+
+
+SCALE_KEY = scale_key()
+GROUP_KEYS = (
+    GgufKey("expert_group_count", "n_group", write=lambda config: experts_spec(config).routing.groups),
+    GgufKey("expert_group_used_count", "topk_group", write=lambda config: experts_spec(config).routing.top_groups),
 )
 NORM_KEY = GgufKey(
     "expert_weights_norm",
@@ -128,3 +142,15 @@ def require_gating(model: GgufModel, *accepted: int) -> None:
     """Raise ModelError for an expert_gating_func that the family does not compute; a missing key is accepted."""
     if model.has("expert_gating_func") and model.integer("expert_gating_func") not in accepted:
         raise model.metadata.fail(model.key("expert_gating_func"), "is not supported for this architecture")
+
+
+def require_norm(model: GgufModel) -> None:
+    """Raise ModelError unless weights of experts are normalized, as in families without another way."""
+    if not model.boolean(NORM_KEY.name):
+        raise model.metadata.fail(model.key(NORM_KEY.name), "must be true for this architecture")
+
+
+def layer_kinds(model: GgufModel, config: Config) -> list[str]:
+    """Return `mlp_layer_types` by which layers have a router."""
+    routers = (f"blk.{index}.ffn_gate_inp.weight" for index in range(config["num_hidden_layers"]))
+    return ["sparse" if router in model.tensors else "dense" for router in routers]

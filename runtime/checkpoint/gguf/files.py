@@ -38,7 +38,7 @@ def join_headers(headers: Sequence[GgufHeader]) -> GgufHeader:
     expected = first.integer("split.tensors.count", len(tensors), low=0)
     if expected != len(tensors):
         raise first.fail("split.tensors.count", f"= {expected}, but there are {len(tensors)}")
-    return GgufHeader(first, tensors)
+    return GgufHeader(first, tensors, headers[0].arrays)
 
 
 @dataclass(frozen=True)

@@ -86,13 +86,13 @@ class GgufFolder(ModelFolder):
     ) -> "GgufFolder":
         """Describe the model of a parsed header; `floats` reads a small tensor."""
         architecture = read_architecture(header.metadata)
-        raw = Fields(_config(architecture, GgufModel(header.metadata, header.tensors, floats)), header.metadata.source)
+        model = GgufModel(header.metadata, header.tensors, floats, header.arrays)
+        raw = Fields(_config(architecture, model), header.metadata.source)
         return cls(path, raw, parse_config(raw), config_only=True, header=header, files=files or {})
 
     @cached_property
     def manifest(self) -> Manifest:
-        model = GgufModel(self.header.metadata, self.header.tensors, lambda name: ())
-        expected = dict(self.config.tensors())
+        model, expected = self._model, dict(self.config.tensors())
         tensors: dict[str, TensorEntry] = {}
         for name, entry in self._architecture.tensors(model):
             parts = self._architecture.joined(model, name, entry)
@@ -112,7 +112,7 @@ class GgufFolder(ModelFolder):
 
     @cached_property
     def _joined(self) -> dict[str, tuple[TensorEntry, ...]]:
-        model = GgufModel(self.header.metadata, self.header.tensors, lambda name: ())
+        model = self._model
         parts = {
             name: self._architecture.joined(model, name, entry) for name, entry in self._architecture.tensors(model)
         }
@@ -136,6 +136,10 @@ class GgufFolder(ModelFolder):
         if missing:
             raise damaged(f"{self.path.name}: {len(missing)} tensors of the model are missing, {missing[0]} first")
         return self.manifest
+
+    @property
+    def _model(self) -> GgufModel:
+        return GgufModel(self.header.metadata, self.header.tensors, lambda name: (), self.header.arrays)
 
     @cached_property
     def _architecture(self) -> Architecture:

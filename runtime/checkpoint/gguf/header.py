@@ -10,7 +10,7 @@ import struct
 import sys
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mycli.runtime.checkpoint.gguf.types import BY_ID, GgmlType
@@ -50,6 +50,7 @@ class GgufHeader:
 
     metadata: Fields
     tensors: Mapping[str, TensorEntry]
+    arrays: Mapping[str, TensorEntry] = field(default_factory=dict)  # where arrays of F32 lie, by key
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class GgufModel:
     metadata: Fields
     tensors: Mapping[str, TensorEntry]
     floats: Callable[[str], Sequence[float]]
+    arrays: Mapping[str, TensorEntry] = field(default_factory=dict)
 
     @property
     def architecture(self) -> str:
@@ -113,6 +115,7 @@ class _Cursor:
         self._data = bytearray()
         self._elements = 0
         self.position = 0
+        self.arrays: dict[str, TensorEntry] = {}
 
     def fail(self, problem: str) -> ModelError:
         return damaged(f"{self.source}: {problem} (at byte {self.position})")
@@ -191,6 +194,8 @@ def _array(cursor: _Cursor, key: str) -> Any:
     count = cursor.number("Q", f"the length of {key}")
     cursor.count_elements(count, key)
     if kind in _NUMBERS:
+        if _NUMBERS[kind] == "f":
+            cursor.arrays[key] = TensorEntry(key, "F32", (count,), cursor.source, cursor.position, 4 * count)
         return cursor.numbers(_NUMBERS[kind], count, key)
     if kind == _BOOL:
         return [cursor.boolean(key) for _ in range(count)]
@@ -295,4 +300,4 @@ def parse_gguf_header(read: Reader, size: int, source: str) -> GgufHeader:
     metadata = _metadata(cursor, keys)
     alignment = _alignment(cursor, metadata)
     table = [_tensor(cursor) for _ in range(tensors)]
-    return GgufHeader(Fields(metadata, source), _place(cursor, table, alignment, size))
+    return GgufHeader(Fields(metadata, source), _place(cursor, table, alignment, size), cursor.arrays)

@@ -87,13 +87,34 @@ def rope_keys(config: ModelConfig) -> dict[str, Any]:
     if rope.kind in ("default", "llama3", "proportional"):  # the latter two are a tensor of factors
         return keys
     if rope.kind not in ("linear", "yarn"):
-        raise ModelError(f"config.json: rope_type {rope.kind!r} cannot be written as GGUF: llama.cpp lacks it", "")
+        raise ModelError(f"config.json: rope_type {rope.kind!r} cannot be written as GGUF", "export to safetensors")
     keys |= {"rope.scaling.type": rope.kind, "rope.scaling.factor": float(rope.factor)}
     if rope.kind == "yarn":
         keys["rope.scaling.original_context_length"] = rope.original_context
         keys["rope.scaling.yarn_beta_fast"] = float(rope.beta_fast)
         keys["rope.scaling.yarn_beta_slow"] = float(rope.beta_slow)
     return keys
+
+
+def sliding_rope_parameters(model: GgufModel, full: dict[str, Any]) -> dict[str, Any]:
+    """Return `rope_parameters` by layer type: layers with a window have a theta of their own and no scaling."""
+    sliding = {
+        "rope_type": "default",
+        "rope_theta": model.number("rope.freq_base_swa", full["rope_theta"], low=1e-6),
+        "partial_rotary_factor": full["partial_rotary_factor"],
+    }
+    return {"full_attention": full, "sliding_attention": sliding}
+
+
+def sliding_rope_keys(config: ModelConfig) -> dict[str, Any]:
+    """Return the keys that `sliding_rope_parameters` reads, and those of the layers without a window."""
+    ropes = {layer.attention.window is not None: layer.attention.rope for layer in config.layer_specs}
+    full, sliding = (ropes.get(slides) or config.distinct_ropes[0] for slides in (False, True))
+    return {
+        "rope.dimension_count": full.dim,
+        "rope.freq_base": float(full.theta),
+        "rope.freq_base_swa": float(sliding.theta),
+    }
 
 
 def rope_factors(config: ModelConfig) -> list[float]:

@@ -9,6 +9,7 @@ import struct
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,6 +22,13 @@ from mycli.runtime.models.part_spec import Shape
 from mycli.runtime.utils.files import LockedError, disk_errors, flush, locked, require_space
 
 _VERSION = 3
+
+
+@dataclass(frozen=True)
+class Unwritten:
+    """A metadata array of F32 values that are written later, like those of a tensor."""
+
+    count: int
 
 
 def _text(value: str) -> bytes:
@@ -43,6 +51,8 @@ def _typed(value: Any) -> tuple[int, bytes]:
         return 6, struct.pack("<f", value)
     if isinstance(value, str):
         return 8, _text(value)
+    if isinstance(value, Unwritten):
+        return 9, struct.pack("<IQ", 6, value.count) + bytes(4 * value.count)
     if all(isinstance(item, str) for item in value):
         return 9, struct.pack("<IQ", 8, len(value)) + b"".join(map(_text, value))
     if all(isinstance(item, bool) for item in value):
@@ -55,10 +65,17 @@ def _typed(value: Any) -> tuple[int, bytes]:
 def make_gguf_header(
     metadata: Mapping[str, Any], tensors: Sequence[tuple[str, str, Shape]], file: str
 ) -> tuple[bytes, dict[str, TensorEntry]]:
-    """Return the header of a file of `tensors` (name, ggml type, shape), padded, and the place of each tensor."""
+    """Return the header of a file of `tensors` (name, ggml type, shape), padded, and the place of each tensor.
+
+    An `Unwritten` array has a place as well, by its key.
+    """
+    arrays: dict[str, TensorEntry] = {}
     data = bytearray(MAGIC + struct.pack("<IQQ", _VERSION, len(tensors), len(metadata)))
     for key, value in metadata.items():
         data += _text(key) + _value(value)
+        if isinstance(value, Unwritten):
+            nbytes = 4 * value.count
+            arrays[key] = TensorEntry(key, "F32", (value.count,), file, len(data) - nbytes, nbytes)
     places: list[tuple[str, str, Shape, int, int]] = []
     position = 0
     for name, kind, shape in tensors:
@@ -72,7 +89,7 @@ def make_gguf_header(
         name: TensorEntry(name, kind, shape, file, len(data) + start, nbytes)
         for name, kind, shape, start, nbytes in places
     }
-    return bytes(data), entries
+    return bytes(data), arrays | entries
 
 
 class GgufWriter:

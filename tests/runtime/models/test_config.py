@@ -107,7 +107,7 @@ def test_refused_by_name(case: str) -> None:
 
 def test_unknown_family_error_lists_the_known_ones() -> None:
     with pytest.raises(ModelError) as caught:
-        parse(model_type="mamba")
+        parse(model_type="unheard_of")
     assert all(name in caught.value.hint for name in families())
 
 

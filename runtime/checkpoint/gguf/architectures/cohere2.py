@@ -1,6 +1,6 @@
 """Command R7B and Command A: a sliding window in three layers of four, no positions in the fourth."""
 
-from mycli.runtime.checkpoint.gguf.architecture import Architecture, linear_biases
+from mycli.runtime.checkpoint.gguf.architecture import LAYER_NORM_EPSILON, Architecture, linear_biases
 from mycli.runtime.checkpoint.gguf.architectures.command_r import LOGIT_SCALE, TIED_TENSORS
 from mycli.runtime.checkpoint.gguf.architectures.exaone4 import WINDOW_KEY
 from mycli.runtime.checkpoint.gguf.requirements import HIDDEN_WIDE_HEADS
@@ -12,7 +12,7 @@ ARCHITECTURE = Architecture(
     requires=(HIDDEN_WIDE_HEADS,),
     model_tensors=TIED_TENSORS,
     keys=(LOGIT_SCALE, WINDOW_KEY),
-    epsilon="attention.layer_norm_epsilon",
+    epsilon=LAYER_NORM_EPSILON,
     # llama.cpp reads no pattern: every fourth layer has no window.
     slides=lambda layer: (layer + 1) % 4 != 0,
     read_config=linear_biases,

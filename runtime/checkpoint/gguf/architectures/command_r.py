@@ -1,6 +1,12 @@
 """Command R and Aya 23: one LayerNorm before attention and MLP in parallel, scaled logits."""
 
-from mycli.runtime.checkpoint.gguf.architecture import MODEL_TENSORS, Architecture, GgufKey, linear_biases
+from mycli.runtime.checkpoint.gguf.architecture import (
+    LAYER_NORM_EPSILON,
+    MODEL_TENSORS,
+    Architecture,
+    GgufKey,
+    linear_biases,
+)
 from mycli.runtime.checkpoint.gguf.requirements import HIDDEN_WIDE_HEADS
 
 LOGIT_SCALE = GgufKey("logit_scale", "logit_scale", float, required=True, write=lambda c: float(c.logit_scale))
@@ -13,6 +19,6 @@ ARCHITECTURE = Architecture(
     requires=(HIDDEN_WIDE_HEADS,),
     model_tensors=TIED_TENSORS,
     keys=(LOGIT_SCALE,),
-    epsilon="attention.layer_norm_epsilon",
+    epsilon=LAYER_NORM_EPSILON,
     read_config=linear_biases,
 )

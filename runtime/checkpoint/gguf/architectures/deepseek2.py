@@ -14,18 +14,14 @@ from mycli.runtime.checkpoint.gguf.experts import (
     require_gating,
 )
 from mycli.runtime.checkpoint.gguf.header import GgufModel
+from mycli.runtime.checkpoint.gguf.kimi_delta import latent_attention
 from mycli.runtime.checkpoint.gguf.requirements import Requirement
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.experts_spec import ExpertsSpec
-from mycli.runtime.models.latent_spec import LatentAttentionSpec
 
 # Versions of the converter before 2026 wrote no expert_gating_func; llama.cpp knows GLM-4.7-Flash by its vocabulary.
 _GLM_VOCABULARY = 154880
 _LOG_SCALE = 0.1  # of YaRN's logarithm
-
-
-def _attention(config: ModelConfig) -> LatentAttentionSpec:
-    return next(spec.latent for spec in config.layer_specs if spec.latent is not None)
 
 
 def _mixture(config: ModelConfig) -> ExpertsSpec | None:
@@ -73,7 +69,7 @@ def _read_config(model: GgufModel, config: Config) -> Config:
 
 
 def _write_keys(config: ModelConfig) -> dict[str, Any]:
-    spec, mixture = _attention(config), _mixture(config)
+    spec, mixture = latent_attention(config), _mixture(config)
     keys: dict[str, Any] = {
         "attention.head_count_kv": 1,
         "attention.key_length": spec.rank + spec.rope_dim,
@@ -117,6 +113,16 @@ def _is_lite(config: ModelConfig) -> bool:
     return config.layers in (26, 27) or (config.layers == 48 and config.vocab_size == 128256)
 
 
+LATENT_TENSORS = {
+    **{name: rule for name, rule in LLAMA_TENSORS.items() if name not in ("attn_k", "attn_v", "attn_qkv")},
+    "attn_q_a": TensorRule("self_attn.q_a_proj"),
+    "attn_q_a_norm": TensorRule("self_attn.q_a_layernorm"),
+    "attn_q_b": TensorRule("self_attn.q_b_proj"),
+    "attn_kv_a_mqa": TensorRule("self_attn.kv_a_proj_with_mqa"),
+    "attn_kv_a_norm": TensorRule("self_attn.kv_a_layernorm"),
+    "attn_kv_b": TensorRule("self_attn.kv_b_proj"),
+    "attn_k_b": TensorRule("self_attn.kv_b_proj", followed_by="attn_v_b", by_head=True),
+}
 ARCHITECTURE = Architecture(
     name="deepseek2",
     model_type="youtu",  # without experts; with some, the scores decide
@@ -125,21 +131,14 @@ ARCHITECTURE = Architecture(
         *EXPERT_GROUPS,
         Requirement(
             "q_lora_rank, except in models of 26 or 27 layers, which have none",
-            lambda config: (_attention(config).q_norm is None) == _is_lite(config),
+            lambda config: (latent_attention(config).q_norm is None) == _is_lite(config),
         ),
     ),
     has_mtp_blocks=True,
     latent=True,
     layer_tensors={
-        **{name: rule for name, rule in LLAMA_TENSORS.items() if name not in ("attn_k", "attn_v", "attn_qkv")},
+        **LATENT_TENSORS,
         **expert_tensors(shared="shared_experts", bias="gate.e_score_correction_bias"),
-        "attn_q_a": TensorRule("self_attn.q_a_proj"),
-        "attn_q_a_norm": TensorRule("self_attn.q_a_layernorm"),
-        "attn_q_b": TensorRule("self_attn.q_b_proj"),
-        "attn_kv_a_mqa": TensorRule("self_attn.kv_a_proj_with_mqa"),
-        "attn_kv_a_norm": TensorRule("self_attn.kv_a_layernorm"),
-        "attn_kv_b": TensorRule("self_attn.kv_b_proj"),
-        "attn_k_b": TensorRule("self_attn.kv_b_proj", followed_by="attn_v_b", by_head=True),
     },
     keys=(
         GgufKey("expert_count", "n_routed_experts", applies=_has_experts),

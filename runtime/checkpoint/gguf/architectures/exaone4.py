@@ -1,6 +1,7 @@
 """EXAONE 4: norms after attention and MLP; with a window, no positions in layers without it."""
 
-from mycli.runtime.checkpoint.gguf.architecture import LLAMA_TENSORS, Architecture, GgufKey, TensorRule
+from mycli.runtime.checkpoint.gguf.architecture import LLAMA_TENSORS, Architecture, Config, GgufKey, TensorRule
+from mycli.runtime.checkpoint.gguf.header import GgufModel
 from mycli.runtime.checkpoint.gguf.requirements import HIDDEN_WIDE_HEADS, WHOLE_ROTATION, Requirement
 
 AFTER_TENSORS = {
@@ -13,6 +14,15 @@ WINDOW_KEY = GgufKey(
     "sliding_window",
     write=lambda config: next((window for window in config.windows if window is not None), 0),
 )
+
+
+def full_attention(model: GgufModel, config: Config) -> Config:
+    """Return the config fields of a file without a window: all layers attend to the whole context."""
+    if model.integer(WINDOW_KEY.name, 0):
+        return {}
+    return {"layer_types": ["full_attention"] * config["num_hidden_layers"]}
+
+
 # llama.cpp has the window of the 32B model alone, which it knows by the number of layers.
 _WINDOW_LAYERS = 64
 ARCHITECTURE = Architecture(
@@ -32,9 +42,5 @@ ARCHITECTURE = Architecture(
     keys=(WINDOW_KEY,),
     slides=lambda layer: (layer + 1) % 4 != 0,
     pattern=True,
-    read_config=lambda model, config: (
-        {}
-        if model.integer("attention.sliding_window", 0)
-        else {"layer_types": ["full_attention"] * config["num_hidden_layers"]}
-    ),
+    read_config=full_attention,
 )

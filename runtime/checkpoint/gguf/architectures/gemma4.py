@@ -117,7 +117,7 @@ def _lenders(config: ModelConfig) -> list[bool]:
 ARCHITECTURE = Architecture(
     name="gemma4",
     model_type="gemma4_text",
-    written_types=("gemma4_text",),
+    written_types=("gemma4_text", "gemma4_unified_text"),
     requires=(
         Requirement(
             "per-layer inputs for all tokens, vocab_size_per_layer_input = vocab_size",

@@ -1,15 +1,15 @@
 """GLM 4.5 to 4.7 and Solar Open: sigmoid-routed experts with a correction bias, and a shared expert."""
 
-from mycli.runtime.checkpoint.gguf.architecture import LLAMA_TENSORS, Architecture, Config, GgufKey, TensorRule
+from mycli.runtime.checkpoint.gguf.architecture import LLAMA_TENSORS, Architecture, Config, TensorRule
 from mycli.runtime.checkpoint.gguf.experts import (
     EXPERT_GROUPS,
+    GROUP_KEYS,
     NORM_KEY,
     SCALE_KEY,
     SIGMOID,
     dense_layers_key,
     expert_keys,
     expert_tensors,
-    experts_spec,
     require_gating,
     shared_count_key,
 )
@@ -37,8 +37,7 @@ ARCHITECTURE = Architecture(
     },
     keys=(
         *expert_keys("n_routed_experts"),
-        GgufKey("expert_group_count", "n_group", write=lambda config: experts_spec(config).routing.groups),
-        GgufKey("expert_group_used_count", "topk_group", write=lambda config: experts_spec(config).routing.top_groups),
+        *GROUP_KEYS,
         shared_count_key(),
         dense_layers_key("first_k_dense_replace"),
         SCALE_KEY,

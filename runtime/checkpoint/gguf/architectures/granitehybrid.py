@@ -8,10 +8,9 @@ from mycli.runtime.checkpoint.gguf.architecture import (
     Architecture,
     Config,
     GgufKey,
-    TensorRule,
 )
 from mycli.runtime.checkpoint.gguf.architectures.granite import GRANITE_KEYS
-from mycli.runtime.checkpoint.gguf.experts import expert_tensors
+from mycli.runtime.checkpoint.gguf.experts import expert_tensors, joined_shared_expert
 from mycli.runtime.checkpoint.gguf.header import GgufModel
 from mycli.runtime.checkpoint.gguf.mamba import (
     CONVOLUTION_BIAS,
@@ -38,12 +37,6 @@ def _shared_size(config: ModelConfig) -> int:
 def _experts(config: ModelConfig) -> tuple[int, int]:
     mlp = config.layer_specs[0].mlp
     return (len(mlp.experts), mlp.top_k) if isinstance(mlp, ExpertsSpec) else (0, 0)
-
-
-def _shared(gate: str, up: str, down: str) -> dict[str, TensorRule]:
-    # Gate and up are one tensor in Hugging Face.
-    joined = TensorRule("shared_mlp.input_linear", followed_by=up, first_rows=_shared_size)
-    return {gate: joined, down: TensorRule("shared_mlp.output_linear")}
 
 
 _TENSORS = {
@@ -83,9 +76,9 @@ ARCHITECTURE = Architecture(
     layer_tensors={
         **_TENSORS,
         **expert_tensors("block_sparse_moe", router="router.layer"),
-        **_shared("ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp"),
+        **joined_shared_expert(size=_shared_size),
     },
-    dense_tensors={**_TENSORS, **_shared("ffn_gate", "ffn_up", "ffn_down")},
+    dense_tensors={**_TENSORS, **joined_shared_expert("ffn_gate", "ffn_up", "ffn_down", _shared_size)},
     keys=(
         *GRANITE_KEYS,
         GgufKey(

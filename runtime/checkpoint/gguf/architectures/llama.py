@@ -1,4 +1,4 @@
-"""Llama, and Mistral and Mixtral, whose files carry the same name; window and experts tell them apart."""
+"""Llama, InternLM 3, IQuest-Coder, Mistral and Mixtral; window and experts tell the last two apart."""
 
 from mycli.runtime.checkpoint.gguf.architecture import (
     ALL_BIASES,
@@ -32,7 +32,7 @@ _EXPERTS = expert_keys("num_local_experts", size=None)
 ARCHITECTURE = Architecture(
     name="llama",
     model_type="llama",
-    written_types=("llama", "mistral", "mixtral"),
+    written_types=("llama", "mistral", "mixtral", "internlm3", "iquestcoder"),
     requires=(WHOLE_ROTATION,),
     biases=ALL_BIASES,
     layer_tensors={**PAIRED_TENSORS, **expert_tensors("block_sparse_moe", gate="w1", up="w3", down="w2")},

@@ -10,10 +10,12 @@ from mycli.runtime.checkpoint.gguf.experts import (
     expert_keys,
     expert_tensors,
     experts_spec,
+    layer_kinds,
     require_gating,
 )
 from mycli.runtime.checkpoint.gguf.header import GgufModel
 from mycli.runtime.checkpoint.gguf.requirements import Requirement
+from mycli.runtime.checkpoint.gguf.rope import sliding_rope_keys, sliding_rope_parameters
 from mycli.runtime.models.config import ModelConfig
 
 
@@ -26,20 +28,13 @@ def _read_config(model: GgufModel, config: Config) -> Config:
     if any(count != full * (2 if slide else 1) for count, slide in zip(heads, slides, strict=True)):
         problem = "is not twice as many in layers with a window as in the others, which is not supported"
         raise model.metadata.fail(model.key("attention.head_count_kv"), problem)
-    rope, part = config["rope_parameters"], config["rope_parameters"]["partial_rotary_factor"]
-    theta = model.number("rope.freq_base_swa", 10000.0)
     return {
         "num_key_value_heads": full,
         "v_head_dim": model.integer("attention.value_length", low=1),
         "attention_value_scale": model.number("attention.value_scale", 0.0) or None,
         "attention_bias": "blk.0.attn_q.bias" in model.tensors,
-        "rope_parameters": {
-            "full_attention": rope,
-            "sliding_attention": {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": part},
-        },
-        "mlp_layer_types": [
-            "sparse" if f"blk.{index}.ffn_gate_inp.weight" in model.tensors else "dense" for index in range(layers)
-        ],
+        "rope_parameters": sliding_rope_parameters(model, config["rope_parameters"]),
+        "mlp_layer_types": layer_kinds(model, config),
         "norm_topk_prob": True,
         "n_group": model.integer("expert_group_count", 1) or 1,
         "topk_group": model.integer("expert_group_used_count", 1) or 1,
@@ -48,16 +43,12 @@ def _read_config(model: GgufModel, config: Config) -> Config:
 
 def _write_keys(config: ModelConfig) -> dict[str, Any]:
     attentions, routing = [layer.attention for layer in config.layer_specs], experts_spec(config).routing
-    ropes = {attention.window is not None: attention.rope for attention in attentions}
-    full, sliding = (ropes.get(slides) or config.distinct_ropes[0] for slides in (False, True))
     first = attentions[0]
     return {
         "attention.head_count_kv": [attention.kv_heads for attention in attentions],
         "attention.value_length": first.value_dim or first.head_dim,
         "attention.value_scale": float(first.value_scale),
-        "rope.dimension_count": full.dim,
-        "rope.freq_base": float(full.theta),
-        "rope.freq_base_swa": float(sliding.theta),
+        **sliding_rope_keys(config),
         "expert_gating_func": SIGMOID,
         "expert_group_count": routing.groups,
         "expert_group_used_count": routing.top_groups,

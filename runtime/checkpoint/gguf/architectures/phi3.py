@@ -3,6 +3,20 @@
 from mycli.runtime.checkpoint.gguf.architecture import LLAMA_TENSORS, Architecture, GgufKey, TensorRule
 from mycli.runtime.checkpoint.gguf.requirements import HIDDEN_WIDE_HEADS, Requirement
 
+PHI3_KEYS = (
+    GgufKey(
+        "attention.sliding_window",
+        "sliding_window",
+        write=lambda config: next(iter(config.windows), None) or 0,
+    ),
+    GgufKey(
+        "rope.scaling.original_context_length",
+        "original_max_position_embeddings",
+        required=True,
+        applies=lambda config: config["rope_parameters"]["rope_type"] == "longrope",
+        write=lambda config: config.max_context,
+    ),
+)
 ARCHITECTURE = Architecture(
     name="phi3",
     model_type="phi3",
@@ -16,18 +30,5 @@ ARCHITECTURE = Architecture(
         ),
     ),
     layer_tensors={**LLAMA_TENSORS, "ffn_up": TensorRule("mlp.gate_up_proj")},
-    keys=(
-        GgufKey(
-            "attention.sliding_window",
-            "sliding_window",
-            write=lambda config: next(iter(config.windows), None) or 0,
-        ),
-        GgufKey(
-            "rope.scaling.original_context_length",
-            "original_max_position_embeddings",
-            required=True,
-            applies=lambda config: config["rope_parameters"]["rope_type"] == "longrope",
-            write=lambda config: config.max_context,
-        ),
-    ),
+    keys=PHI3_KEYS,
 )

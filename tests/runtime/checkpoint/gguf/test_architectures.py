@@ -36,9 +36,10 @@ def _folder(facts: dict[str, Any]) -> GgufFolder:
         for name, shape in facts["tensors"].items()
     }
     keys = {key: _typed(value) for key, value in {**facts["keys"], **byte_tokenizer(97)}.items()}
-    return GgufFolder.from_header(
-        GgufHeader(Fields(keys, "a.gguf"), tensors), lambda name: facts["factors"], Path("a.gguf")
-    )
+    lists = {key: len(value) for key, value in keys.items() if isinstance(value, array) and value.typecode == "f"}
+    arrays = {key: TensorEntry(key, "F32", (count,), "a.gguf", 0, 4 * count) for key, count in lists.items()}
+    header = GgufHeader(Fields(keys, "a.gguf"), tensors, arrays)
+    return GgufFolder.from_header(header, lambda name: facts["factors"], Path("a.gguf"))
 
 
 def test_every_architecture_is_recorded() -> None:
@@ -84,6 +85,13 @@ def test_a_layer_beyond_the_count_is_an_error() -> None:
     extra = {"blk.3.attn_q.weight": facts["tensors"]["blk.2.attn_q.weight"]}
     with pytest.raises(ModelError, match=r"blk\.3\.attn_q\.weight is not part of the model"):
         _folder({**facts, "tensors": {**facts["tensors"], **extra}}).checked_manifest()
+
+
+@pytest.mark.parametrize("values", [[0.5] * 2, [1] * 3, 0.5, None])
+def test_parameters_in_the_metadata_are_one_number_for_each_layer(values: Any) -> None:
+    facts = FACTS["apertus-llama3"]
+    with pytest.raises(ModelError, match=r"xielu\.beta"):
+        _folder({**facts, "keys": {**facts["keys"], "xielu.beta": values}})
 
 
 def test_the_second_part_of_a_joined_tensor_alone_is_an_error() -> None:
