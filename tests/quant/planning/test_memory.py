@@ -68,6 +68,13 @@ def test_a_bound_makes_the_batch_smaller_and_the_least_one_does() -> None:
         choose(work(), False, 4096, (least - 1) << 20, None)
 
 
+def test_batches_are_of_whole_windows() -> None:
+    solving = work(measured=0, seq=4096)
+    needs = {tokens: need(solving, False, tokens).host for tokens in (100, 4096, 8191, 8192, 12288)}
+    assert needs[100] == needs[4096] == needs[8191] < needs[8192]
+    assert needs[12288] - needs[8192] == needs[8192] - needs[4096], "bytes grow with the tokens"
+
+
 def test_on_a_gpu_the_streams_stay_on_the_host() -> None:
     on_gpu = need(work(), True, 4096)
     more = need(work(tokens=256 * 256), True, 4096)
