@@ -247,7 +247,8 @@ class Runner:
         if not tests:
             return ""
         assert self._process.stdin is not None and self._process.stdout is not None
-        left_out = [argument for test in self._failing for argument in ("--deselect", test)]
+        left_out = [argument for test in self._failing if "::" in test for argument in ("--deselect", test)]
+        tests = [test for test in tests if test not in self._failing]  # files that cannot be imported
         request = {"arguments": [f"--basetemp={self._copy.parent / 'tmp'}", *left_out, *tests]}
         self._process.stdin.write(json.dumps({**request, "seconds": self._seconds}) + "\n")
         self._process.stdin.flush()
@@ -259,7 +260,7 @@ class Runner:
         near, far = room_tests(fault.path, self._copy)
         for tests in (near or far, [] if near_only or not near else far):
             while failed := self._failure_with(fault, tests):
-                if "::" not in failed or not self.first_failure([failed]):
+                if not failed.startswith("tests/") or not self.first_failure([failed]):
                     return failed
                 self._failing.append(failed)
         return ""

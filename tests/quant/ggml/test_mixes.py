@@ -1,10 +1,16 @@
 """The types of tensors are those of llama-quantize (b11434), whose output for pico is recorded here."""
 
+from types import SimpleNamespace
+from typing import cast
+
 import gguf
 import pytest
 
 from mycli.quant.ggml.mixes import GGUF_EMBEDDING, MIXES, ModelShape, choose_types
+from mycli.quant.ggml.plan import quantized_names
+from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.errors import UsageError
+from tests.support.published import published
 
 PICO = ModelShape(layers=6, queries_per_key=2, experts=0, architecture="llama", tied=True)
 PARTS = {"attn_q": 256, "attn_k": 256, "attn_v": 256, "attn_output": 256, "ffn_gate": 256, "ffn_up": 256}
@@ -61,3 +67,11 @@ def test_file_types_have_the_numbers_of_llama_cpp() -> None:
     """Readers print the type by this number."""
     for name, mix in MIXES.items():
         assert mix.id == gguf.LlamaFileType[f"MOSTLY_{name.upper()}"], name
+
+
+def test_halves_of_latent_attention_stay_in_floats() -> None:
+    """kv_b is stored as two halves, one transposed, so blocks cannot lie along its rows."""
+    config = published("DeepSeek-V2-Lite")
+    names = quantized_names(cast(ModelFolder, SimpleNamespace(config=config)))
+    linears = {f"{linear.name}.weight" for linear in config.linears()}
+    assert linears - set(names) == {name for name in linears if name.endswith("kv_b_proj.weight")}
