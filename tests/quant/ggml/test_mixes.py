@@ -52,6 +52,23 @@ def test_types_of_pico(name: str) -> None:
     assert types == {tensor: others.get(tensor.removesuffix(".weight"), base) for tensor in types}
 
 
+@pytest.mark.parametrize(("name", "output"), [("q4_k_m", "Q5_K"), ("q3_k_s", "Q5_K"), ("q6_k", "Q6_K")])
+def test_attention_of_eight_experts_gets_more_bits(name: str, output: str) -> None:
+    """llama-quantize gives models of Mixtral's kind wider keys and values, which are small next to the experts."""
+    shape = ModelShape(layers=6, queries_per_key=4, experts=8, architecture="llama", tied=False)
+    types = choose_types(name, _tensors(6), shape)
+    for layer in range(6):
+        assert types[f"blk.{layer}.attn_k.weight"] == types[f"blk.{layer}.attn_v.weight"] == "Q8_0"
+        assert types[f"blk.{layer}.attn_output.weight"] == output
+
+
+@pytest.mark.parametrize(("name", "values"), [("q3_k_s", "Q5_K"), ("q6_k", "Q6_K")])
+def test_values_of_a_70b_model_get_more_bits(name: str, values: str) -> None:
+    shape = ModelShape(layers=80, queries_per_key=8, experts=0, architecture="llama", tied=False)
+    types = choose_types(name, _tensors(80), shape)
+    assert {types[f"blk.{layer}.attn_v.weight"] for layer in range(80)} == {values}
+
+
 def test_rows_that_fill_no_super_block_get_narrow_types() -> None:
     types = choose_types("q4_k_m", [("blk.0.ffn_up.weight", 96), ("blk.0.ffn_gate.weight", 40)], PICO)
     assert types == {"blk.0.ffn_up.weight": "Q5_0", "blk.0.ffn_gate.weight": "F16"}
