@@ -76,6 +76,7 @@ def test_a_bound_makes_the_batch_smaller_and_the_least_one_does() -> None:
 def test_batches_are_of_whole_windows() -> None:
     solving = work(measured=0, seq=4096)
     needs = {tokens: need(solving, False, tokens).host for tokens in (100, 4096, 8191, 8192, 12288)}
+    assert need(solving, False, 4096).device == 0
     assert needs[100] == needs[4096] == needs[8191] < needs[8192]
     assert needs[12288] - needs[8192] == needs[8192] - needs[4096], "bytes grow with the tokens"
 
@@ -95,6 +96,9 @@ def predictions(model: str) -> dict[str, Any]:
     packings = Recipe(group=None).packings(config)
     whole = QuantizationWork(config, packings, 128 * 512, 512, False, False, 0, 512)
     stages = {name: need(replace(whole, **changes), True, 4096) for name, changes in STAGES.items()}
+    if not config.tie_embeddings:
+        with_head = Recipe(group=None, head="int8").packings(config)
+        stages["head"] = need(replace(whole, packings=with_head), True, 4096)
     layer = max(config.layer_specs, key=lambda spec: sum(math.prod(shape) for _, shape in spec.tensors()))
     # A product of an expert ends in its own name.
     observed = {product.rpartition(".")[2]: observed_values(layer, product) for product in layer.products()}
