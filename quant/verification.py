@@ -13,12 +13,13 @@ from mycli.quant.progress import ReportProgress, silent
 from mycli.quant.readers import Names, Reading, ReadWeight
 from mycli.quant.readers._digests import row_digests
 from mycli.runtime.checkpoint.gguf.architectures import written_architecture
-from mycli.runtime.checkpoint.gguf.checkpoint import GgufCheckpoint, file_order
+from mycli.runtime.checkpoint.gguf.checkpoint import file_order
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.errors import ModelError
 
 TOKENS = 16  # of the passes whose logits are compared
+MISSING = "the program has no such weight"
 _SHARED = 0.8  # least share of common tokens, for a program that returns only its likeliest ones
 
 
@@ -73,7 +74,7 @@ def verify_reading(
         read = reading.weights.get(name)
         seen.add(name)
         if read is None:
-            faults.append(Fault(name, None, "the program has no such weight"))
+            faults.append(Fault(name, None, MISSING))
         elif (fault := _compare(name, values, read)) is not None:
             faults.append(fault)
         progress("comparing weights", min(len(seen), total), total)
@@ -110,16 +111,7 @@ def _count(shape: tuple[int, ...]) -> int:
 def _folder_weights(folder: ModelFolder) -> Iterator[tuple[str, Tensor]]:
     weights = Weights(folder)
     for name, _ in folder.config.tensors():
-        yield name, _exact(weights, name)
-
-
-def _exact(weights: Weights, name: str) -> Tensor:
-    """Return the fp32 values of a weight, without rounding to the model's dtype."""
-    if weights.packing(name) is not None or not isinstance(weights.checkpoint, GgufCheckpoint):
-        return weights.dense(name).float()
-    values = torch.empty(weights.checkpoint.entry(name).shape)
-    weights.checkpoint.read_into(name, values)
-    return values
+        yield name, weights.dense(name).float()
 
 
 def _gguf_weights(folder: ModelFolder) -> Iterator[tuple[str, Tensor]]:
@@ -135,7 +127,7 @@ def _gguf_weights(folder: ModelFolder) -> Iterator[tuple[str, Tensor]]:
     for name, place in places.items():
         if place is None:
             raise ModelError(f"{name}: GGUF has no tensor for it in the architecture {architecture.name}", "")
-        rule, values = place.rule, _exact(weights, name)
+        rule, values = place.rule, weights.dense(name).float()
         values = values if rule.change is None else rule.change.store(values)
         values = values.squeeze() if values.dim() > 2 else values
         if rule.column_order is not None:

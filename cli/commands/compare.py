@@ -93,7 +93,7 @@ def _replies(
 
 
 def _range(interval: "Interval", style: str) -> str:
-    return f"{interval.value:{style}} (95 %: {interval.low:{style}} to {interval.high:{style}})"
+    return f"{interval.value:{style}} (95%: {interval.low:{style}} to {interval.high:{style}})"
 
 
 def comparison_verdict(result: "Comparison") -> str:

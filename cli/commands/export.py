@@ -20,7 +20,9 @@ EXAMPLES = (
     "mycli export pico --to gguf:q8_0 --requantize -o pico-q8_0.gguf",
     "mycli quantize pico --method rtn --group 32 --report none -o pico-4 && mycli export ./pico-4 --to mlx -o pico-mlx",
 )
+_FORMATS = "Format. TYPE: f32, f16, bf16, q8_0, q4_0 or q4_k; DTYPE: fp32, fp16 or bf16."
 _WORST = 3  # tensors to list
+_TRANSFORMERS_LACKS_EXPERTS = ("gptq", "awq")  # as of 5.23: it joins experts, but reads only linears in these formats
 
 
 def _loss(answer: dict[str, Any]) -> str:
@@ -43,7 +45,7 @@ _COLUMNS = (
 def export(
     call: Call,
     model: options.Model,
-    to: Annotated[str, options.option("--to", "gguf[:TYPE]|gptq|awq|mlx|safetensors", "Format; TYPE is f16, q8_0, …")],
+    to: Annotated[str, options.option("--to", "gguf[:TYPE]|gptq|awq|mlx|safetensors[:DTYPE]", _FORMATS)],
     output: Annotated[Path, options.option("-o --output", "PATH", "File (gguf) or folder to write.")],
     requantize: Annotated[
         bool, options.flag("--requantize", "Round weights that the format cannot hold exactly; report the loss.")
@@ -54,7 +56,8 @@ def export(
     """Write a model in the file format of another program.
 
     Without --requantize an export that would change a weight is refused with the reason. In GGUF without TYPE, packed
-    weights become Q4_0, Q4_1 or Q8_0, whichever is exact, and dense weights keep their type.
+    weights become Q4_0, Q4_1 or Q8_0, whichever is exact, blocks of a GGUF file are copied, and dense weights keep
+    their type. For K-quants and IQ types, see quantize --bits q4_k_m.
     """
     from mycli.quant.export import ExportRequest, find_export_target
 
@@ -66,6 +69,8 @@ def export(
         exported: Exported = module.export(request, progress)
     for tensor in exported.left_out:
         call.out.note(f"not written, because {to} has no place for it: {tensor}")
+    if to in _TRANSFORMERS_LACKS_EXPERTS and folder.config.active_parameters() < folder.config.parameters():
+        call.out.note(f"transformers does not load the experts of a mixture as {to}; vLLM and GPTQModel do")
     rounded = sorted(exported.rounded, key=lambda tensor: -tensor.error)
     answer = {
         "path": str(exported.path),

@@ -112,7 +112,7 @@ def _quality(info: ModelInfo) -> list[tuple[str, str]]:
     kl, p99 = divergence.object("kl").number("value", low=-1e-3), divergence.number("kl_p99", low=-1e-3)
     return [
         ("perplexity", f"{before:.4f} before, {after:.4f} after"),
-        ("KL", f"mean {kl:.4g}, 99 % below {p99:.4g}"),
+        ("KL", f"mean {kl:.4g}, 99% below {p99:.4g}"),
         ("same top token", f"{divergence.object('same_top1').number('value'):.2%}"),
         *call_rows(read_call_quality(info.record)),
         *activation_rows(read_activation_kl(info.record)),

@@ -41,6 +41,11 @@ def _weights(answer: dict[str, Any]) -> str:
     return f"{answer['weights']}, " + (f"{wrong} differ" if wrong else "equal bit for bit")
 
 
+_DIFFERENT = "do not publish it: export it again, and report the fault if it returns"
+_MISSING = (
+    "this program does not read the model in this format; try another one: mycli verify --help lists them,"
+    " and transformers leaves out experts of GPTQ and AWQ, which gptqmodel reads"
+)
 _READING = (Column("program", "program"), Column("weights", _weights), Column("logits", _logits))
 
 
@@ -116,12 +121,14 @@ def _verify_reading(call: Call, source: Source, model: str, reader: str, ref: st
 
 
 def _require_equal(verified: "Verified", model: str) -> None:
+    from mycli.quant.verification import MISSING
+
     if verified.faults:
         first = verified.faults[0]
         count = f"{len(verified.faults)} of {pluralize(verified.weights, 'weight')} differ"
         raise GateError(
             f"{model}: {count} as {verified.program} reads them; {first.weight} {first.problem}",
-            "do not publish it: write it again, and report the fault if it returns",
+            _MISSING if first.problem == MISSING else _DIFFERENT,
         )
     if verified.logits_fail:
         raise GateError(

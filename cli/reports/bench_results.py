@@ -32,7 +32,7 @@ _CHANGES = (
     Column("t/s before", lambda row: f"{row['before']:.2f}", right=True),
     Column("t/s now", lambda row: f"{row['tokens_per_second']:.2f}", right=True),
     Column("change", lambda row: f"{row['change'].relative:+.1%}", right=True),
-    Column("95 %", lambda row: _interval(row["change"]), right=True),
+    Column("95%", lambda row: _interval(row["change"]), right=True),
 )
 
 Repetitions = Annotated[int, options.option("-r --repetitions", "N", "Number of runs of each test.", min=1, max=1000)]

@@ -82,7 +82,7 @@ def compare_saved(call: Call, opened: "OpenedModel") -> tuple[dict[str, Any], li
 
 
 def _speed(change: "SpeedChange", busy: bool = False) -> str:
-    interval = f"{change.relative:+.1%}, 95 %: {change.low:+.1%} to {change.high:+.1%}"
+    interval = f"{change.relative:+.1%}, 95%: {change.low:+.1%} to {change.high:+.1%}"
     return f"{change.before:.1f} → {change.after:.1f} tok/s: {'unclear' if busy else change.verdict} ({interval})"
 
 

@@ -7,6 +7,9 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.checkpoint.formats import read_dense, read_weight
+from mycli.runtime.checkpoint.gguf.architecture import Architecture
+from mycli.runtime.checkpoint.gguf.checkpoint import GgufCheckpoint
+from mycli.runtime.checkpoint.gguf.types import TYPES_BY_NAME
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import torch_dtype
 from mycli.runtime.models.part_spec import LinearSpec
@@ -21,7 +24,7 @@ class Weights:
 
     def __init__(self, folder: ModelFolder) -> None:
         self.checkpoint = folder.checkpoint()
-        self._dtype = folder.config.dtype
+        self._config, self._dtype = folder.config, folder.config.dtype
         self._stored: Mapping[str, Packing] = folder.packings
         # No written layout has the tables of integers.
         self.packings = {name: packing.as_integers() for name, packing in self._stored.items()}
@@ -30,12 +33,28 @@ class Weights:
     def packing(self, name: str) -> Packing | None:
         return self.packings.get(name.removesuffix(".weight"))
 
+    def blocks(self, architecture: Architecture) -> dict[str, str]:
+        """Return the ggml type of each quantized tensor of a GGUF file with the rows and columns of `architecture`."""
+        checkpoint = self.checkpoint
+        if not isinstance(checkpoint, GgufCheckpoint) or checkpoint.architecture.name != architecture.name:
+            return {}
+        return {name: checkpoint.entry(name).dtype for name, _ in self._config.tensors() if self._is_in_blocks(name)}
+
+    def block_rows(self, name: str) -> Tensor:
+        """Return the blocks of a tensor of a GGUF file, uint8 [rows, bytes], in Hugging Face's order of rows."""
+        assert isinstance(self.checkpoint, GgufCheckpoint)
+        return torch.cat([data.clone() for _, data in self.checkpoint.row_bytes(name)])
+
     def packed(self, name: str) -> PackedWeight:
         spec = self.linears[name]
         return as_integers(read_weight(self.checkpoint, [spec], self._stored[spec.name], _CPU))
 
     def dense(self, name: str) -> Tensor:
         """Read a dense tensor as stored, or the exact fp32 values of a packed one."""
+        if self._is_in_blocks(name):  # not as packed groups, whose offsets are rounded to fp32
+            values = torch.empty(self.checkpoint.entry(name).shape)
+            self.checkpoint.read_into(name, values)
+            return values
         packing = self.packing(name)
         if packing is None:
             return self.checkpoint.read(name)
@@ -48,7 +67,13 @@ class Weights:
 
     def stored_dtype(self, name: str) -> torch.dtype:
         packing = self.packing(name)
+        if packing is None and self._is_in_blocks(name):
+            return torch.float32
         return self.checkpoint.dtype(name) if packing is None else torch_dtype(packing.scale_dtype or self._dtype)
+
+    def _is_in_blocks(self, name: str) -> bool:
+        # Of a GGUF file, whose checkpoint rounds such a tensor to the dtype of the model.
+        return isinstance(self.checkpoint, GgufCheckpoint) and TYPES_BY_NAME[self.checkpoint.entry(name).dtype].bits > 0
 
     def defined_values(self, name: str) -> Tensor:
         """Read a tensor's values by the definition of its layout."""

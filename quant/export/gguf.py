@@ -1,8 +1,8 @@
 """Writes a model as the GGUF file that llama.cpp's converter would write: metadata, tokenizer and tensors in one file.
 
-Without a variant every tensor keeps its values: packed integers become Q4_0, Q4_1 or Q8_0 blocks, dense matrices keep
-their dtype, norms and biases become F32. Names, keys and orders of rows are those of the architecture's declaration
-(runtime/checkpoint/gguf/architectures).
+Without a variant every tensor keeps its values: blocks of a GGUF file are copied, packed integers become Q4_0, Q4_1 or
+Q8_0 blocks, dense matrices keep their dtype, norms and biases become F32. Names, keys and orders of rows are those of
+the architecture's declaration (runtime/checkpoint/gguf/architectures).
 """
 
 from collections import Counter
@@ -24,16 +24,13 @@ from mycli.runtime.device.placement import dtype_info, torch_dtype
 from mycli.runtime.models.part_spec import Shape
 
 VARIANTS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k")
+# The type of most values -> general.file_type; of K-quants the number of the mix that has no other types.
 _FILE_TYPES = {
-    "F32": 0,
-    "F16": 1,
-    "Q4_0": 2,
-    "Q4_1": 3,
-    "Q8_0": 7,
-    "Q4_K": 14,
-    "BF16": 32,
-    "MXFP4": 38,
-}  # general.file_type
+    **{"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "BF16": 32},
+    **{"Q2_K": 10, "Q3_K": 11, "Q4_K": 14, "Q5_K": 16, "Q6_K": 18},
+    **{"IQ2_XXS": 19, "IQ2_XS": 20, "IQ3_XXS": 23, "IQ1_S": 24, "IQ4_NL": 25, "IQ3_S": 26, "IQ2_S": 28, "IQ4_XS": 30},
+    **{"IQ1_M": 31, "TQ1_0": 36, "TQ2_0": 37, "MXFP4": 38, "NVFP4": 39, "Q1_0": 40, "Q2_0": 41},
+}
 _FLOATS = ("F32", "F16", "BF16")
 _FLOAT_OF = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _ROUNDING = {"Q4_0": blocks.round_q4_0, "Q8_0": blocks.round_q8_0, "Q4_K": blocks.round_q4_k}
@@ -46,27 +43,31 @@ def export(request: ExportRequest, progress: ReportProgress) -> Exported:
     target = gguf_path(request.target)
     config, weights = request.folder.config, Weights(request.folder)
     exact = {f"{linear.name}.weight" for layer in config.layer_specs for linear in layer.unquantized}
+    architecture = written_architecture(config)
+    copied = {} if request.variant else weights.blocks(architecture)
     kinds = {
-        tensor: "F32" if tensor in exact else _kind(request, weights, tensor, shape)
+        tensor: copied.get(tensor) or ("F32" if tensor in exact else _kind(request, weights, tensor, shape))
         for tensor, shape in config.tensors()
     }
-    architecture = written_architecture(config)
     for tensor in (tensor for tensor in kinds if gguf_place(architecture, tensor).rule.by_head):
         if kinds[tensor] not in _FLOATS:  # half of it is transposed, and blocks lie along rows
-            kinds[tensor] = _FLOAT_OF[config.dtype]
+            kinds[tensor] = "F32" if tensor in copied else _FLOAT_OF[config.dtype]
     file_type = _FILE_TYPES[most_common_kind(kinds, config)]
     layout = GgufLayout(request.folder, request.source.label, kinds, file_type)
     rounded: list[Rounded] = []
     with layout.writer(target, request.overwrite) as writer:
         for done, (tensor, place) in enumerate(layout.places.items(), 1):
-            data, error = _encode(request, weights, tensor, kinds[tensor], place.rule)
+            if copied.get(tensor) == kinds[tensor]:
+                data, error = weights.block_rows(tensor), 0.0
+            else:
+                data, error = _encode(request, weights, tensor, kinds[tensor], place.rule)
             if error:
                 rounded.append(Rounded(tensor, kinds[tensor], error))
             writer.write(tensor, data)
             progress("exporting", done, len(kinds))
         writer.file.finish()
     file = writer.file
-    return Exported(file.target, file.nbytes, Counter(kinds.values()), rounded, without_mtp_head(request.folder))
+    return Exported(target, file.nbytes, Counter(kinds.values()), rounded, without_mtp_head(request.folder))
 
 
 def _kind(request: ExportRequest, weights: Weights, name: str, shape: Shape) -> str:

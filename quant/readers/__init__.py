@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
 from mycli.runtime.errors import ModelError, NotFoundError
+from mycli.runtime.utils.json_fields import read_object
 
 Names = Literal["hf", "gguf"]
+HALF_TOLERANCE = 0.25  # nats, of programs that compute in the 16-bit type of the model and round logits to it
 _SECONDS = 3600  # limit of a program for one model, in case it hangs
 
 
@@ -71,6 +73,15 @@ def names() -> list[str]:
 def load(name: str) -> ReaderModule:
     module = name.replace("-", "_").replace(".", "_")
     return cast(ReaderModule, importlib.import_module(f"{__name__}.{module}"))
+
+
+def quantization_method(folder: Path) -> str:
+    """Return the `quant_method` of a folder's config.json, "" without one. Raises ModelError for a file."""
+    if not folder.is_dir():
+        raise ModelError(f"{folder}: not a folder", "gguf-py and llama.cpp read GGUF files")
+    settings = read_object(folder / "config.json").values.get("quantization_config")
+    method = settings.get("quant_method") if isinstance(settings, dict) else None
+    return method if isinstance(method, str) else ""
 
 
 def run_child(task: Task, python: str, script: str, packages: Sequence[str], title: str) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from typing import Any
 
 _SEPARATE = {"compressed-tensors": "CompressedTensorsConfig"}  # methods whose config can dequantize while loading
 
+_BITSANDBYTES = "bitsandbytes"  # dequantizes after loading
+
 
 def _describe(tensor: Any) -> dict[str, Any]:
     rows = (tensor.detach().float() + 0).reshape(len(tensor) if tensor.dim() > 1 else 1, -1).contiguous().numpy()
@@ -23,7 +25,8 @@ def _load(model: str, method: str | None) -> Any:
     settings = {}
     if method in _SEPARATE:
         settings["quantization_config"] = getattr(transformers, _SEPARATE[method])(dequantize=True)
-    return transformers.AutoModelForCausalLM.from_pretrained(model, dtype="auto", device_map="cpu", **settings).eval()
+    read = transformers.AutoModelForCausalLM.from_pretrained(model, dtype="auto", device_map="cpu", **settings).eval()
+    return read.dequantize() if method == _BITSANDBYTES else read
 
 
 def _packed(model: Any) -> dict[str, Any]:
@@ -57,8 +60,9 @@ def _main(model: str, tokens: list[int], answer: str) -> None:
     with torch.no_grad():
         if any(hasattr(part, "weight_packed") for part in read.modules()):
             read(torch.tensor([tokens[:1]]))  # some versions decode in the first pass
+        dequantized = method == _BITSANDBYTES or method in _SEPARATE
         packed = _packed(read)  # before the first pass, in which kernels may repack
-        weights = {name: _describe(tensor) for name, tensor in _stored(read, packed, method in _SEPARATE).items()}
+        weights = {name: _describe(tensor) for name, tensor in _stored(read, packed, dequantized).items()}
         if packed:  # their kernels have no fp32
             program += f" with GPTQModel {importlib.metadata.version('gptqmodel')}"
         else:

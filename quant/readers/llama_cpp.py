@@ -20,7 +20,7 @@ from mycli.runtime.checkpoint.gguf_parts import is_gguf
 from mycli.runtime.errors import ModelError, NotFoundError
 
 WEIGHT_NAMES: Names = "gguf"
-_TOLERANCE = 0.25  # nats: llama.cpp rounds activations to eight bits and keys to fp16
+_TOLERANCE = 0.5  # nats: llama.cpp rounds activations to eight bits and keys to fp16 (0.3 seen with IQ2_XS)
 _LIKELIEST = 10
 _START_SECONDS = 300.0
 

@@ -1,6 +1,6 @@
 """Builds layers with experts: what most families have in common, by the fields of their configs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from mycli.runtime.models.config import MAX_LAYERS, ModelConfig, llama_layer
@@ -10,6 +10,8 @@ from mycli.runtime.models.part_spec import LinearSpec, MlpSpec
 from mycli.runtime.utils.json_fields import Fields
 
 EXPERT_KEYS = ("num_experts", "num_local_experts")  # the keys of `hf_config.NEUTRAL` that count experts
+_COUNTS = (*EXPERT_KEYS, "n_routed_experts", "moe_num_experts")
+_TOP_KS = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk")
 MAX_EXPERTS = 1 << 15  # in all layers together: about as many as the reader accepts tensors
 
 
@@ -157,11 +159,22 @@ def read_expert_counts(
 ) -> tuple[int, int]:
     """Return the number of experts per layer, from `key`, and per token, from `top_k_key`.
 
-    Raises ModelError if top_k is above the number of experts, or for more experts than the reader accepts.
+    transformers reads either under names of other families too. Raises ModelError if two names have different values,
+    if top_k is above the number of experts, or for more experts than the reader accepts.
     """
+    key, top_k_key = _key_of(raw, key, _COUNTS), _key_of(raw, top_k_key, _TOP_KS)
     count = raw.integer(key, default[0])
     if count * layers > MAX_EXPERTS:
         raise raw.fail(
             key, f"= {count} in {layers} layers is more than {MAX_EXPERTS} experts in total", "the file may be damaged"
         )
     return count, raw.integer(top_k_key, default[1], high=count)
+
+
+def _key_of(raw: Fields, key: str, names: Collection[str]) -> str:
+    # GGUF configs have a 0 for what a model has not.
+    present = [name for name in (key, *names) if raw.has(name) and (name == key or raw.values[name] != 0)]
+    for name in present[1:]:
+        if raw.values[name] != raw.values[present[0]]:
+            raise raw.fail(name, f"= {raw.values[name]!r:.40} differs from {present[0]}", "keep one")
+    return present[0] if present else key

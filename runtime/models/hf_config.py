@@ -35,6 +35,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_bidirectional_attention": (False, "vision"),
 }
 ACTIVATIONS: dict[str, ActivationName] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+SILU: dict[str, ActivationName] = {"silu": "silu", "swish": "silu"}  # where it is also that of a convolution
 # Of MLPs without a gate; the first is the default.
 UNGATED_GELU: dict[str, ActivationName] = {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "relu2": "relu2"}
 UNGATED_RELU: dict[str, ActivationName] = {"relu2": "relu2", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
@@ -48,6 +49,16 @@ def with_defaults(raw: Fields, **defaults: Any) -> Fields:
 def with_default_rope(raw: Fields, rope: Mapping[str, Any]) -> Fields:
     """Return `raw` with `rope` as `rope_parameters` where the config has no rope section."""
     return raw if has_rope(raw) else Fields({**raw.values, "rope_parameters": rope}, raw.source)
+
+
+def renamed(raw: Fields, names: Mapping[str, str]) -> Fields:
+    """Return `raw` with the keys of `names` under their new names. Raises ModelError if two names of one key differ."""
+    values: dict[str, Any] = {}
+    for key, value in raw.values.items():
+        name = names.get(key, key)
+        if values.setdefault(name, value) != value:
+            raise raw.fail(key, f"= {value!r:.40} differs from {values[name]!r:.40}, under another name", "keep one")
+    return Fields(values, raw.source)
 
 
 def refuse_unsupported(raw: Fields, handled: Collection[str] = ()) -> None:

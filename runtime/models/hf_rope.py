@@ -52,16 +52,19 @@ def read_rope(raw: Fields, handled: Collection[str] = ()) -> ThetaAndScaling:
     if "rope_parameters" not in handled:
         key = "rope_parameters" if raw.has("rope_parameters") else "rope_scaling"
         raise raw.fail(key, "differs by layer type, which is not supported", UNSUPPORTED_HINT)
-    # Without layers of full attention there may be no section for them.
-    full = "full_attention" if section.has("full_attention") else "sliding_attention"
-    return _read(section.object(full), raw, handled)
+    return _read(section.object("full_attention"), raw, handled)
 
 
 def read_sliding_rope(raw: Fields, theta: float, handled: Collection[str] = ()) -> ThetaAndScaling:
     """Read theta and scaling of the sliding-window layers; `theta` is the family's default."""
     section = _section(raw)
     if not _differs_by_layer_type(section):
-        return theta, RopeScaling()  # older configs scale full attention only
+        # Older configs scale full attention only. transformers ignores what else it finds there.
+        if section.values and raw.has("rope_parameters"):
+            raise raw.fail("rope_parameters", "has no sections full_attention and sliding_attention", UNSUPPORTED_HINT)
+        if section.has("type") and not section.has("rope_type"):
+            raise section.fail("type", "is not read for this family, only rope_type", UNSUPPORTED_HINT)
+        return theta, RopeScaling()
     sliding = section.object("sliding_attention")
     return _read(Fields({"rope_theta": theta, **sliding.values}, sliding.source), raw, handled)
 

@@ -65,10 +65,10 @@ def parse_config(raw: Fields) -> ModelConfig:
     model_type = raw.text("model_type")
     # Only names of files in `families` are imported: config.json may come from a stranger.
     if model_type not in families():
-        reason = f": {REFUSED[model_type]}" if model_type in REFUSED else ""
-        raise raw.fail(
-            "model_type", f"{model_type!r:.60} is not supported{reason}", f"supported: {', '.join(families())}"
-        )
+        if model_type in REFUSED:
+            message = f"{model_type!r:.60} is not supported: {REFUSED[model_type]}"
+            raise raw.fail("model_type", message, "run it with transformers or vLLM")
+        raise raw.fail("model_type", f"{model_type!r:.60} is not supported", f"supported: {', '.join(families())}")
     module = importlib.import_module(f"mycli.runtime.models.families.{model_type}")
     config: ModelConfig = module.read(raw)
     return config

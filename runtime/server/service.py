@@ -142,10 +142,10 @@ class Service(ServerState):
         """Return what may precede a reply with a grammar: reasoning, unless the prompt has closed the block."""
         return reasoning_prelude(self._template, prompt_end)
 
-    def text_prompt(self, text: str, add_special: bool = True) -> list[int]:
+    def text_prompt(self, text: str, add_special: bool = True, allow_special: bool = False) -> list[int]:
         """Return the token ids of a text. Raises ApiError."""
         try:
-            return self.loaded.tokenizer.encode(text, add_special=add_special)
+            return self.loaded.tokenizer.encode(text, add_special=add_special, allow_special=allow_special)
         except UserError as error:
             raise from_user_error(error, "prompt") from None
 

@@ -21,7 +21,7 @@ from mycli.runtime.server.http.encoding import JsonResponse
 from mycli.runtime.server.http.keys import KeyShare
 from mycli.runtime.server.http.request_log import RequestFigures
 from mycli.runtime.server.recording import LeaveOut, ReplyIds, ReplyRecorder, Requests, Resumption, Work
-from mycli.runtime.server.requests.fields import check_fields
+from mycli.runtime.server.requests.fields import check_fields, unread_parts
 from mycli.runtime.server.requests.schemas import ForModel, ForReply, validated
 from mycli.runtime.server.service import Prepared, Service
 from mycli.runtime.server.worker import Ticket
@@ -86,6 +86,7 @@ def _join(pieces: Sequence[Piece]) -> Piece:
         last.stop,
         last.problem,
         last.vector,
+        last.refused,
     )
 
 
@@ -120,7 +121,7 @@ async def _read_request(
     def read() -> tuple[list[str], dict[str, Any], _Body, _T]:
         values = parse_body(data)
         body = validated(kind, values)
-        unknown = check_fields(values, kind.model_fields)
+        unknown = check_fields(values, kind.model_fields) + unread_parts(body, values)
         service.check_model(body.model)
         return unknown, values, body, work(body)
 
@@ -139,7 +140,8 @@ def _failure(piece: Piece) -> ApiError | None:
     if piece.end == "deadline":
         return ApiError(504, "the request took too long", "timeout")
     if piece.end == "error":
-        return ApiError(500, f"the reply failed: {piece.problem}", "generation_failed")
+        status = 400 if piece.refused else 500
+        return ApiError(status, f"the reply failed: {piece.problem}", "generation_failed")
     return None
 
 

@@ -53,9 +53,9 @@ class Fields:
         return float(value)
 
     def boolean(self, key: str, default: bool) -> bool:
-        value = self.values.get(key)
-        if value is None:
-            return default
+        value = self.values.get(key, default)
+        if value is None and not default:
+            return False  # readers disagree about null where the default is true
         if not isinstance(value, bool):
             raise self.fail(key, f"must be true or false, not {value!r:.40}")
         return value

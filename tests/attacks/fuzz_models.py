@@ -94,11 +94,11 @@ def _gguf() -> Models:
             extra = {"rope_freqs.weight": llama3_factors(config)} if name == "llama-rope-llama3" else {}
             stored = "F32" if kind in QUANTIZED_NAMES else kind
             gguf_files.write_model(Path(folder) / name, path, arch, stored, config, {**words, **keys}, extra)
-            models[f"{name}-{kind}"] = {"model.gguf": _in_blocks(path, kind)}
+            models[f"{name}-{kind}"] = {"model.gguf": in_blocks(path, kind)}
     return models
 
 
-def _in_blocks(path: Path, kind: str) -> bytes:
+def in_blocks(path: Path, kind: str) -> bytes:
     """Return the file with its matrices in a type that no library writes: random blocks with finite values."""
     if kind not in QUANTIZED_NAMES:
         return path.read_bytes()
@@ -151,7 +151,7 @@ def _blocks() -> Models:
         words = {**gguf_files.byte_tokenizer(256), **keys}
         gguf_files.write_model(hf, path, arch, "F32", config, words, {})
         for kind in QUANTIZED_NAMES:
-            models[kind] = {"model.gguf": _in_blocks(path, kind)}
+            models[kind] = {"model.gguf": in_blocks(path, kind)}
     return models
 
 

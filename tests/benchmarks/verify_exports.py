@@ -1,9 +1,11 @@
 """Verifies every format that is written with the readers of other programs, and plants faults that each must find.
 
     python -m tests.benchmarks.verify_exports --llama-cpp FOLDER --gptqmodel ENV/bin/python [--parts PART ...]
+        [--only WORD]
 
-FOLDER holds llama-quantize and llama-server; ENV has transformers and gptqmodel. Models are pico, and a random mixture
-with the vocabulary of pico. Prints one line for each format and reader, and for each planted fault.
+FOLDER holds llama-quantize and llama-server; ENV has transformers, gptqmodel and bitsandbytes. Models are pico, and a
+random mixture with the vocabulary of pico. Prints one line for each format and reader, and for each planted fault; with
+`--only` the lines of formats whose name contains WORD.
 """
 
 import argparse
@@ -13,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -37,14 +40,17 @@ from tests.support.paths import PICO
 EXACT = replace(CPU, dtype=torch.float32)
 # Kind and width of a copy of pico -> the formats that it is exported to.
 COPIES: dict[tuple[str, int, int | None], tuple[str, ...]] = {
-    ("rtn", 8, 32): ("gptq", "gguf"),
-    ("rtn", 4, 32): ("gptq", "awq", "gguf", "safetensors:bf16"),
+    ("rtn", 8, 32): ("gptq", "gguf", "mlx"),
+    ("rtn", 4, 32): ("gptq", "awq", "gguf", "mlx", "safetensors", "safetensors:bf16", "safetensors:fp32"),
     ("rtn", 3, 32): ("gptq", "gguf"),
     ("rtn", 2, 32): ("gptq", "gguf"),
     ("rtn", 4, 128): ("gptq", "awq"),
     ("nf4", 4, 64): ("safetensors:fp32",),
 }
-VARIANTS = ("gguf:f32", "gguf:f16", "gguf:bf16", "gguf:q8_0", "gguf:q4_0", "gguf:q4_k")
+VARIANTS = (
+    *("gguf", "gguf:f32", "gguf:f16", "gguf:bf16", "gguf:q8_0", "gguf:q4_0", "gguf:q4_k"),
+    *("safetensors", "safetensors:fp16", "safetensors:fp32"),
+)
 
 
 def verified(model: Path, reader: str, program: Path | None, reference: Path | None = None) -> str:
@@ -76,26 +82,59 @@ def packed(folder: Path, recipe: Recipe, target: Path) -> Path:
     return pipeline.quantize(plan.plan_quantization(Source("m", folder), recipe, report="none"), target, CPU).folder
 
 
-def formats(work: Path) -> Iterator[tuple[str, Path]]:
-    """Yield every format with a model in it."""
+def formats(work: Path) -> Iterator[tuple[str, Callable[[], Path]]]:
+    """Yield every format, and what makes a model in it."""
     for (method, bits, group), targets in COPIES.items():
         name = f"{method} int{bits}-g{group}" if method != "nf4" else "nf4"
-        copy = packed(PICO, Recipe(method=method, bits=bits, group=group), work / name.replace(" ", "-"))
-        yield f"quantize, {name}", copy
+        recipe, copy = Recipe(method=method, bits=bits, group=group), work / name.replace(" ", "-")
+        make = cache(partial(packed, PICO, recipe, copy))
+        yield f"quantize, {name}", make
         for to in targets:
-            yield f"export, {name} to {to}", export(copy, to, work / f"{copy.name}-{to.replace(':', '-')}")
+            yield f"export, {name} to {to}", partial(_exported, make, to, work)
     for to in VARIANTS:
-        yield f"export, pico to {to}", export(PICO, to, work / f"pico-{to[5:]}")
+        yield f"export, pico to {to}", partial(export, PICO, to, work / f"pico-{to.replace(':', '-')}")
 
 
-def mixes(work: Path) -> Iterator[tuple[str, Path]]:
-    """Yield a file of every mix of types."""
+def _exported(make: Callable[[], Path], to: str, work: Path) -> Path:
+    copy = make()
+    return export(copy, to, work / f"{copy.name}-{to.replace(':', '-')}")
+
+
+def mixtures(work: Path) -> Iterator[tuple[str, Callable[[], Path]]]:
+    """Yield a random mixture in the formats that pack its experts one by one."""
+
+    def make() -> Path:
+        make_exported(work / "random", "qwen3_moe-8top2")
+        return packed(work / "random", Recipe(method="rtn", bits=4, group=32), work / "mixture-int4")
+
+    copy = cache(make)
+    yield "quantize, mixture int4-g32", copy
+    for to in ("gptq", "awq", "gguf"):
+        yield f"export, mixture int4-g32 to {to}", partial(_exported, copy, to, work)
+
+
+def mixes(work: Path) -> Iterator[tuple[str, Callable[[], Path]]]:
+    """Yield every mix of types, and what makes a file of it."""
     for mix in MIXES:
-        target = work / f"{mix}.gguf"
-        options = ["--bits", mix, "--samples", "4", "--seq", "64", "--report", "none", "-o", str(target)]
-        command = [sys.executable, "-m", "mycli.cli", "quantize", str(PICO), "--format", "gguf", *options]
-        subprocess.run(command, check=True, capture_output=True)
-        yield f"quantize --format gguf, {mix}", target
+        yield f"quantize --format gguf, {mix}", partial(_mixed, mix, work / f"{mix}.gguf")
+
+
+def _mixed(mix: str, target: Path) -> Path:
+    options = ["--bits", mix, "--samples", "4", "--seq", "64", "--report", "none", "-o", str(target)]
+    command = [sys.executable, "-m", "mycli.cli", "quantize", str(PICO), "--format", "gguf", *options]
+    subprocess.run(command, check=True, capture_output=True)
+    return target
+
+
+def reader_of(label: str, model: Path) -> tuple[str, ...]:
+    """Return the readers of a model; none for MLX, which runs on Apple's machines."""
+    if model.is_file():
+        return "gguf-py", "llama.cpp"
+    if label.endswith("mlx"):
+        return ()
+    if label.endswith(("gptq", "awq")):
+        return ("gptqmodel",) if "mixture" in label else ("transformers", "gptqmodel")
+    return ("transformers",)
 
 
 def _safetensors(model: Path, ending: str, change: Callable[[Tensor], Tensor], target: Path) -> Path:
@@ -153,6 +192,12 @@ def faults(work: Path, gptqmodel: Path, llama: Path) -> Iterator[tuple[str, str,
         yield "expert", reader, program, _gguf(dense, down, transpose, work / f"{reader}-3.gguf"), dense
     int4 = packed(PICO, Recipe(method="rtn", bits=4, group=32), work / "int4")
     down = "layers.1.mlp.experts.3.down_proj.weight"
+    mixture4 = export(
+        packed(mixture, Recipe(method="rtn", bits=4, group=32), work / "mixture4"), "gptq", work / "mixture4-gptq"
+    )
+    expert_scales = "layers.1.mlp.experts.3.down_proj.scales"
+    bad = _safetensors(mixture4, expert_scales, _negate, work / "mixture4-scale")
+    yield "scale of an expert of gptq", "gptqmodel", gptqmodel, bad, mixture4
 
     def transpose_expert(values: Tensor) -> Tensor:
         return values.T.reshape(values.shape).clone()
@@ -180,17 +225,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--llama-cpp", type=Path)
     parser.add_argument("--gptqmodel", type=Path)
-    parser.add_argument("--parts", nargs="*", default=["formats", "mixes", "faults"])
+    parser.add_argument("--parts", nargs="*", default=["formats", "mixtures", "mixes", "faults"])
+    parser.add_argument("--only", default="", metavar="WORD")
     given = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
-        parts = [part(work) for part in (formats, mixes) if part.__name__ in given.parts]
-        for label, model in (item for part in parts for item in part):
-            for reader in ("gguf-py", "llama.cpp") if model.is_file() else ("transformers",):
-                foreign = model.is_dir() and label.endswith(("gptq", "awq"))
-                program = given.llama_cpp if reader == "llama.cpp" else given.gptqmodel if foreign else None
+        parts = [part(work) for part in (formats, mixtures, mixes) if part.__name__ in given.parts]
+        for label, make in (item for part in parts for item in part if given.only in item[0]):
+            model = make()
+            for reader in reader_of(label, model):
+                packages = reader == "gptqmodel" or label.endswith(("gptq", "awq", "quantize, nf4"))
+                program = given.llama_cpp if reader == "llama.cpp" else given.gptqmodel if packages else None
                 print(f"| {label} | {reader} | {verified(model, reader, program)} |", flush=True)
+            if not reader_of(label, model):
+                print(f"| {label} | none | compared with mlx itself by test_foreign_layouts |", flush=True)
         if "faults" in given.parts:
             for label, reader, program, bad, good in faults(work, given.gptqmodel, given.llama_cpp):
                 print(f"| planted: {label} | {reader} | {verified(bad, reader, program, good)} |", flush=True)

@@ -311,6 +311,22 @@ def test_the_commands_of_a_page_run(page: str, environment: dict[str, str], tmp_
                     reader.types(LOCAL.sub(address, line))
 
 
+@pytest.mark.typed
+def test_readme_shows_what_its_commands_print(environment: dict[str, str], tmp_path: Path) -> None:
+    """Figures vary by machine; names of lines and titles do not."""
+    shown = re.findall(r"^\$ (mycli (?!run).*)\n((?:.+\n)+)", (ROOT / "README.md").read_text(encoding="utf-8"), re.M)
+    assert [line.split()[1] for line, _ in shown] == ["quantize", "show", "estimate"]
+    for line, output in shown:
+        words = [sys.executable, "-m", "mycli.cli", *shlex.split(line)[1:]]
+        done = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
+        printed = done.stdout.splitlines()
+        assert [_label(row) for row in output.splitlines()[: len(printed)]] == [_label(row) for row in printed]
+
+
+def _label(row: str) -> str:
+    return re.split(r"(?<=\S)  +", row)[0]
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_the_modules_and_targets_that_a_page_names_exist(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")

@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from mycli.runtime.kernels.triton import attention as triton_attention
-from mycli.runtime.kernels.triton.attention import BLOCK_K, attend_warps, combination
+from mycli.runtime.kernels.triton.attention import BLOCK_K, attend_stages, attend_warps, combination
 from mycli.runtime.kernels.triton.gated_silu import SiluArguments, silu_epilogue, silu_kernel
 from mycli.runtime.kernels.triton.mixture import combine_kernel, score_kernel
 from mycli.runtime.kernels.triton.product import activation as triton_activation
@@ -343,17 +343,21 @@ def decode_builds(capability: int) -> Iterator[Build]:
                 "TURNS": 1,
                 "WINDOW": False,
                 "DOT": tl.bfloat16,
+                "ASM": True,
             }
-            warps = attend_warps(max(8, 4 * tokens))
+            warps, chip = attend_warps(max(8, 4 * tokens)), Chip(divmod(capability, 10), 132)
+            stages = attend_stages(chip, 128, max(8, 4 * tokens), 1 if scales else 2)
             flags |= combination(tokens, 4 * 128, 128, 32, warps) | pdl
             kernel = triton_attention.attend_kernel
             loose = ("rows_padded", "tokens", "table_width")
-            yield Build(f"attend{name} to {tokens}", kernel, attend, flags, warps, unaligned=loose)
+            yield Build(f"attend{name} to {tokens}", kernel, attend, flags, warps, stages, unaligned=loose)
             if tokens == 8:  # a prompt padded to a multiple of it
                 padded = attend | {"counts": "*i32"}, flags | {"SPLIT_QUERIES": True}
-                yield Build(f"attend{name} to 8 of a padded prompt", kernel, *padded, warps, unaligned=loose)
+                yield Build(f"attend{name} to 8 of a padded prompt", kernel, *padded, warps, stages, unaligned=loose)
             if name == "" and tokens == 1:  # one sequence, whose keys are in one block
-                yield Build("attend in one block to 1", kernel, attend, flags | {"TURNS": 0}, warps, unaligned=loose)
+                yield Build(
+                    "attend in one block to 1", kernel, attend, flags | {"TURNS": 0}, warps, stages, unaligned=loose
+                )
 
 
 def prompt_builds(capability: int, head_dims: Iterable[int] = (128, 256)) -> Iterator[Build]:
@@ -371,7 +375,7 @@ def prompt_builds(capability: int, head_dims: Iterable[int] = (128, 256)) -> Ite
                 kinds.append(("prompt with window softcap sinks", True))
             for title, every in kinds:
                 numbers = ("i32",) * 5, ("fp32",) * 2
-                flags = head_dim, head_dim, tile.keys, every, False, every, tl.bfloat16
+                flags = head_dim, head_dim, tile.keys, every, False, every, tl.bfloat16, True
                 args = PromptArguments(stored, stored, scales, scales, *numbers[0], *numbers[1], *flags)
                 types = {**pointers, **sizes, "args": args, "sinks": "*fp32" if every else None}
                 constants = {"GROUP": 4, "BLOCK_M": tile.rows}

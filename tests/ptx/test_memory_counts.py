@@ -15,13 +15,8 @@ from tests.ptx.test_emulator import HEAD, SHARED, run  # noqa: E402  (as above)
 from tests.support.grids import chosen  # noqa: E402  (reason: as above)
 
 MOST = 1.1  # factor of the minimum
-# Known exceptions: int8 keys are converted through shared memory, scales of int4 keys are 72 bytes apart, and with 64
-# rows the sums are read by half sectors.
-KNOWN = {
-    ("attend int8", "shared"): 1.45,
-    ("attend int4", "global reads"): 1.5,
-    ("multiply int4-g128 rows 64 add", "global reads"): 1.2,
-}
+# The known exception: scales of int4 keys are 72 bytes apart.
+KNOWN = {("attend int4", "global reads"): 1.5}
 EVERY = [(capability, launch) for capability in CAPABILITIES for launch in LAUNCHES]
 QUICK = [(90, LAUNCHES[0]), (90, LAUNCHES[2])]  # the older MMA and wgmma, whose columns are in different orders
 

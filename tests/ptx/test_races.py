@@ -15,7 +15,7 @@ from tests.ptx.memory_counts import LAUNCHES, Launch, attend, multiply  # noqa: 
 from tests.ptx.test_emulated import no_arrival_barrier  # noqa: E402  (reason: as above)
 from tests.ptx.test_emulator import run  # noqa: E402  (reason: as above)
 
-FEW, ATTEND = LAUNCHES[0], next(launch for launch in LAUNCHES if launch.name == "attend")
+SOME, ATTEND = LAUNCHES[2], next(launch for launch in LAUNCHES if launch.name == "attend")
 SPLIT = Chip((9, 0), 16, pdl=True)  # a product and attention are split into several parts
 
 
@@ -52,7 +52,7 @@ def found(launch: Launch, change: str, starved: bool) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launch", [FEW, ATTEND, LAUNCHES[4]], ids=str)
+@pytest.mark.parametrize("launch", [SOME, ATTEND, LAUNCHES[4]], ids=str)
 def test_kernels_have_no_races_and_planted_ones_show(launch: Launch, folder: Path) -> None:
     assert emulate(folder, 90, found, launch, "", False) == ""
     assert emulate(folder, 90, found, launch, "", True) == "", "whoever is last"
@@ -87,6 +87,25 @@ def test_two_writes_in_no_order_are_a_race(folder: Path) -> None:
     with pytest.raises(LaunchFailed, match="a race: two writes"):
         launched(folder, "st.global.u32 [%d4+256], 5;", races=True)
     launched(folder, "st.global.u32 [%d4+256], 5;")
+
+
+OTHERS = "mov.u32 %r5, global_smem; shl.b32 %r6, %r1, 2; add.u32 %r7, %r5, %r6; st.shared.b32 [%r7], %r1;{barrier}"
+OTHERS += "xor.b32 %r6, %r6, 128; add.u32 %r7, %r5, %r6; ld.shared.b32 %r8, [%r7];"  # of the other warp
+SAME = "mov.u32 %r5, global_smem; shr.u32 %r6, %r1, 5; mov.u32 %r7, 5; st.shared.b32 [%r5], {value};"
+
+
+def in_shared(folder: Path, body: str) -> None:
+    run(folder, body, [0] * 256, [0] * 128, runner=Runner(folder, races=True), shared=4096)
+
+
+def test_races_in_shared_memory(folder: Path) -> None:
+    """Warps may write the same bytes in any order if they are equal: layouts repeat numbers in several warps."""
+    in_shared(folder, OTHERS.format(barrier="bar.sync 0;"))
+    with pytest.raises(LaunchFailed, match="a race: .*, in shared memory"):
+        in_shared(folder, OTHERS.format(barrier=""))
+    in_shared(folder, SAME.format(value="%r7"))
+    with pytest.raises(LaunchFailed, match="a race: two writes in no order, in shared memory"):
+        in_shared(folder, SAME.format(value="%r6"))
 
 
 WAIT = "AGAIN: ld.acquire.gpu.global.u32 %r9, [%d2+256]; setp.eq.u32 %p1, %r9, 0; @%p1 bra AGAIN; mov.u32 %r12, 0;"

@@ -10,16 +10,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mycli.cli.commands import verify
 from mycli.quant import pipeline, readers
 from mycli.quant.export import ExportRequest, find_export_target
 from mycli.quant.planning import plan
 from mycli.quant.progress import silent
 from mycli.quant.readers import Reading, _transformers_child
 from mycli.quant.recipe import Recipe
-from mycli.quant.verification import Verified, tokens_to_score, verify_reading
+from mycli.quant.verification import MISSING, Fault, Verified, tokens_to_score, verify_reading
 from mycli.runtime.checkpoint.gguf.files import GgufFiles
 from mycli.runtime.checkpoint.open_folder import open_model_folder
-from mycli.runtime.errors import NotFoundError
+from mycli.runtime.errors import GateError, ModelError, NotFoundError
 from mycli.runtime.hub.resolve import Source
 from tests.support.command_line import Mycli
 from tests.support.gguf_exports import make_exported
@@ -153,6 +154,37 @@ def test_the_command_ends_with_6_and_names_the_tensor(tmp_path: Path, mycli: Myc
     assert not answer["ok"] and answer["faults"] == [
         {"weight": "blk.0.ffn_up.weight", "row": 0, "problem": "other values in 1 of 88 rows, first in row 0"}
     ]
+
+
+def test_a_weight_that_the_program_does_not_read_is_no_fault_of_the_file() -> None:
+    """transformers draws the experts of a GPTQ folder at random; writing it again would not help."""
+    fault = Fault("model.layers.0.mlp.experts.0.gate_proj.weight", None, MISSING)
+    with pytest.raises(GateError) as caught:
+        verify._require_equal(Verified("transformers 5.23.0", 102, (fault,), None, 0.1), "mixture")
+    assert "gptqmodel" in str(caught.value.hint) and "again" not in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("to", ["gptq", "awq"])
+def test_the_experts_of_a_mixture_are_packed_one_by_one(to: str, tmp_path: Path, mycli: Mycli) -> None:
+    """The names that vLLM and GPTQModel expect; the export says that transformers does not read them."""
+    make_exported(tmp_path / "m", "qwen3_moe-8top2")
+    recipe = Recipe(method="rtn", bits=4, group=32)
+    source = Source("m", tmp_path / "m")
+    packed = pipeline.quantize(plan.plan_quantization(source, recipe, report="none"), tmp_path / "int4", CPU)
+    done = mycli("export", str(packed.folder), "--to", to, "--requantize", "-o", str(tmp_path / "out"))
+    assert done.returncode == 0 and f"transformers does not load the experts of a mixture as {to}" in done.stderr
+    names = set(load_file(tmp_path / "out" / "model.safetensors"))
+    parts = {"qweight", "qzeros", "scales", *(("g_idx",) if to == "gptq" else ())}
+    for expert in range(8):
+        for linear in ("gate_proj", "up_proj", "down_proj"):
+            stem = f"model.layers.0.mlp.experts.{expert}.{linear}"
+            assert {f"{stem}.{part}" for part in parts} <= names and f"{stem}.weight" not in names
+
+
+def test_gptqmodel_reads_only_its_own_formats(tmp_path: Path) -> None:
+    model = random_model(tmp_path / "dense", num_hidden_layers=1, hidden_size=64, intermediate_size=64)
+    with pytest.raises(ModelError, match="GPTQModel reads GPTQ and AWQ folders only"):
+        readers.load("gptqmodel").read(readers.Task(model, (1, 2), None))
 
 
 def test_transformers_finds_a_scale_of_a_packed_folder(tmp_path: Path, mycli: Mycli) -> None:

@@ -76,20 +76,30 @@ def in_lane(cache: KVCache, block: int, length: int) -> list[int]:
     return found
 
 
-def whole(model: Transformer, tokens: Tensor, sizes: Sequence[int] = (), kind: torch.dtype | None = None) -> Tensor:
+def whole(
+    model: Transformer,
+    tokens: Tensor,
+    sizes: Sequence[int] = (),
+    kind: torch.dtype | None = None,
+    block_size: int | None = None,
+) -> Tensor:
     """Return logits [sequences, n, vocab] for tokens [sequences, n].
 
     Each pass takes the next of `sizes` tokens of every sequence; without sizes it runs one pass. `kind`: dtype of the
-    cache, None for the model's.
+    cache, None for the model's. Each sequence has one block as long as itself, or blocks of `block_size` in random
+    order, among those of the other sequences.
     """
     sequences, count = tokens.shape
-    cache = KVCache(model.config, sequences, count, model.device, kind or model.dtype, sequences)
+    each = -(-count // (block_size or count))
+    order = torch.randperm(sequences * each, generator=torch.Generator().manual_seed(1)).tolist()
+    tables = [tuple(order[index::sequences]) for index in range(sequences)]
+    cache = KVCache(model.config, len(order), block_size or count, model.device, kind or model.dtype, sequences)
     rope = Rope(model.config, count, model.device, model.dtype)
     parts, start = [], 0
     for size in sizes or (count,):
         rows = [row[start : start + size].tolist() for row in tokens]
-        chunks = [Chunk(row, start, (index,), len(row), index) for index, row in enumerate(rows)]
-        batch = Batch.of(chunks, count, model.device)
+        chunks = [Chunk(row, start, tables[index], len(row), index) for index, row in enumerate(rows)]
+        batch = Batch.of(chunks, block_size or count, model.device)
         parts.append(model(batch, rope, cache).view(sequences, len(rows[0]), -1))
         start += size
     return torch.cat(parts, dim=1)

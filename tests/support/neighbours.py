@@ -3,24 +3,32 @@
 import http.client
 import json
 import os
+import re
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Attack:
-    """Holds requests that are sent concurrently: a path and the body, as bytes or as a value."""
+    """Holds requests that are sent concurrently: a path and the body, as bytes or as a value.
+
+    pieces: instead of a request, what is written to the connection, with a pause after each.
+    """
 
     path: str
-    body: Any
+    body: Any = None
     copies: int = 1
+    headers: Mapping[str, str] = field(default_factory=dict)
+    pieces: Sequence[bytes] = ()
+    pause: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -41,15 +49,30 @@ class Outcome:
         return f"| {name} | {statuses} | {self.seconds:.2f} s | {self.grown / 2**20:.0f} MiB | {self.wait:.2f} s |"
 
 
-def _ask(port: int, path: str, data: bytes, seconds: float = 120) -> int:
+def _ask(port: int, path: str, data: bytes, headers: Mapping[str, str] | None = None, seconds: float = 120) -> int:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=seconds)
     try:
-        connection.request("POST", path, data, {"content-type": "application/json"})
+        connection.request("POST", path, data, {"content-type": "application/json", **(headers or {})})
         response = connection.getresponse()
         response.read()
         return response.status
     finally:
         connection.close()
+
+
+def _write(port: int, pieces: Sequence[bytes], pause: float, seconds: float = 120) -> list[int]:
+    """Write to a connection until the server closes it or all is answered; return the statuses in its answers."""
+    answers = b""
+    with socket.create_connection(("127.0.0.1", port), timeout=seconds) as connection:
+        with suppress(ConnectionError):
+            for piece in pieces:
+                connection.sendall(piece)
+                time.sleep(pause)
+            connection.shutdown(socket.SHUT_WR)
+        with suppress(ConnectionError):
+            while part := connection.recv(1 << 16):
+                answers += part
+    return [int(status) for status in re.findall(rb"HTTP/1.1 (\d{3})", answers)]
 
 
 def _pids(root: int) -> Iterator[int]:
@@ -91,10 +114,14 @@ class ServerProcess:
         data = attack.body if isinstance(attack.body, bytes) else json.dumps(attack.body).encode()
         before, alone, statuses = self.resident(), self.neighbour(), list[int]()
         start = time.perf_counter()
-        threads = [
-            threading.Thread(target=lambda: statuses.append(_ask(self.port, attack.path, data)))
-            for _ in range(attack.copies)
-        ]
+
+        def send() -> None:
+            if attack.pieces:
+                statuses.extend(_write(self.port, attack.pieces, attack.pause))
+            else:
+                statuses.append(_ask(self.port, attack.path, data, attack.headers))
+
+        threads = [threading.Thread(target=send) for _ in range(attack.copies)]
         for thread in threads:
             thread.start()
         peak, over = [before], threading.Event()

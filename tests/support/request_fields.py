@@ -1,7 +1,7 @@
 """Lists every request field of OpenAI, Anthropic, vLLM, SGLang, llama.cpp and mycli, and how mycli handles it.
 
-The fields of OpenAI and Anthropic are those of their Python clients; the others are from the servers' request schemas
-of November 2026.
+The fields of OpenAI and Anthropic are those of their Python clients; the others are from the request schemas of vLLM
+0.33.0, SGLang's main branch and llama.cpp b11434.
 """
 
 from collections.abc import Mapping
@@ -94,9 +94,39 @@ FIELDS: Mapping[str, tuple[str, Any]] = {
     "top_k": (SERVED, 5),
     "user_profile_id": (HARMLESS, "a"),
     "workspace_id": (HARMLESS, "a"),
+    "personality": (REFUSED, "friendly"),
+    # of embeddings, reranking and tokenization
+    "dimensions": (SERVED, 16),
+    "encoding_format": (SERVED, "base64"),
+    "embed_dtype": (REFUSED, "float16"),
+    "endianness": (REFUSED, "big"),
+    "padding": (REFUSED, "max_length"),
+    "use_activation": (REFUSED, False),
+    "embd_normalize": (REFUSED, -1),
+    "content": (REFUSED, "Hello"),
+    "query": (SERVED, "Hello"),
+    "top_n": (SERVED, 1),
+    "return_documents": (SERVED, True),
+    "instruction": (SERVED, "Find it."),
+    "instruct": (SERVED, "Find it."),
+    "max_tokens_per_doc": (REFUSED, 5),
+    "max_tokens_per_query": (REFUSED, 5),
+    "texts": (REFUSED, ["a"]),
+    "tokens": (SERVED, [5]),
+    "return_token_strs": (REFUSED, True),
+    "add_special": (SERVED, True),
+    "parse_special": (SERVED, False),
+    "with_pieces": (REFUSED, True),
     # mycli
     "deadline": (SERVED, 60),
+    "input_type": (SERVED, "query"),
+    "prompt_name": (SERVED, "query"),
     # vLLM
+    "enable_response_messages": (REFUSED, True),
+    "mm_payload": (REFUSED, {"a": 1}),
+    "previous_input_messages": (REFUSED, [{"role": "user"}]),
+    "previous_response": (REFUSED, {"id": "resp_1"}),
+    "return_weight_versions": (REFUSED, True),
     "add_generation_prompt": (REFUSED, False),
     "add_special_tokens": (SERVED, False),
     "allowed_token_ids": (REFUSED, [5]),
@@ -237,22 +267,29 @@ FIELDS: Mapping[str, tuple[str, Any]] = {
     "xtc_probability": (REFUSED, 0.5),
     "xtc_threshold": (HARMLESS, 0.1),
 }
+
+
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
 _TEXT = """
     echo frequency_penalty ignore_eos logit_bias max_tokens min_p min_tokens model n presence_penalty
     repetition_penalty seed stop stop_token_ids stream stream_options temperature top_k top_p user
 """
 _VLLM = f"""
-    {_TEXT} add_special_tokens allowed_token_ids bad_words cache_salt ec_transfer_params guided_choice guided_grammar
-    guided_json guided_regex include_stop_str_in_output kv_transfer_params length_penalty logprob_token_ids priority
-    prompt_logprobs repetition_detection request_id response_format return_mm_kwargs return_token_ids
-    return_token_offsets return_tokens_as_token_ids routed_experts_prompt_start session_id skip_special_tokens
-    spaces_between_special_tokens stream_interval structured_outputs thinking_token_budget truncate_prompt_tokens
-    truncation_side use_beam_search vllm_xargs watermarking
+    {_TEXT} add_special_tokens allowed_token_ids bad_words cache_salt ec_transfer_params guided_choice
+    guided_grammar guided_json guided_regex include_stop_str_in_output kv_transfer_params length_penalty
+    logprob_token_ids logprobs mm_payload priority prompt_logprobs repetition_detection request_id response_format
+    return_mm_kwargs return_token_ids return_token_offsets return_tokens_as_token_ids return_weight_versions
+    routed_experts_prompt_start session_id skip_special_tokens spaces_between_special_tokens stream_interval
+    structured_outputs thinking_token_budget truncate_prompt_tokens truncation_side use_beam_search vllm_xargs
+    watermarking
 """
 _SGLANG = f"""
-    {_TEXT} bootstrap_host bootstrap_port bootstrap_room cache_salt custom_labels custom_logit_processor custom_params
-    data_parallel_rank disagg_prefill_dp_rank ebnf extra_key images_config json_schema lora_path ngram_corpus_id
-    no_stop_trim priority regex response_format return_cached_tokens_details return_hidden_states
+    {_TEXT} logprobs bootstrap_host bootstrap_port bootstrap_room cache_salt custom_labels custom_logit_processor
+    custom_params data_parallel_rank disagg_prefill_dp_rank ebnf extra_key images_config json_schema lora_path
+    ngram_corpus_id no_stop_trim priority regex response_format return_cached_tokens_details return_hidden_states
     return_routed_experts return_token_ids rid routed_dp_rank routed_experts_start_len session_id session_params
     skip_special_tokens stop_regex
 """
@@ -268,30 +305,80 @@ _LLAMA = """
     temperature timings_per_token top_k top_n_sigma top_p typical_p verbose xtc_probability xtc_threshold
 """
 CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
+INPUT_TOKENS, COUNT_TOKENS = "/v1/responses/input_tokens", "/v1/messages/count_tokens"
+EMBEDDINGS, RERANK, TOKENIZE, DETOKENIZE = "/v1/embeddings", "/v1/rerank", "/tokenize", "/detokenize"
+_POOLING = """
+    cache_salt mm_processor_kwargs model padding priority request_id truncate_prompt_tokens truncation_side
+    use_activation user
+"""
 # Interface -> route -> its fields in addition to those of OpenAI's and Anthropic's clients.
 INTERFACES: Mapping[str, Mapping[str, list[str]]] = {
     "vllm": {
-        CHAT: f"""{_VLLM} add_generation_prompt chat_template chat_template_kwargs continue_final_message documents
+        CHAT: _words(f"""
+            {_VLLM} add_generation_prompt chat_template chat_template_kwargs continue_final_message documents
             include_reasoning logprobs max_completion_tokens media_io_kwargs messages mm_processor_kwargs
-            parallel_tool_calls reasoning_effort return_prompt_text tool_choice tools top_logprobs""".split(),
-        TEXT: f"{_VLLM} prompt prompt_embeds suffix".split(),
+            parallel_tool_calls reasoning_effort return_prompt_text tool_choice tools top_logprobs
+        """),
+        TEXT: _words(f"{_VLLM} prompt prompt_embeds suffix"),
+        RESPONSES: _words("""
+            background cache_salt chat_template_kwargs ec_transfer_params enable_response_messages frequency_penalty
+            ignore_eos include_reasoning include_stop_str_in_output kv_transfer_params logit_bias media_io_kwargs
+            min_p mm_payload mm_processor_kwargs presence_penalty previous_input_messages previous_response priority
+            repetition_penalty request_id return_mm_kwargs seed session_id skip_special_tokens
+            spaces_between_special_tokens stop stop_token_ids structured_outputs top_k vllm_xargs watermarking
+        """),
+        MESSAGES: _words("""
+            cache_salt chat_template_kwargs ec_transfer_params kv_transfer_params mm_payload return_mm_kwargs
+            vllm_xargs watermarking
+        """),
+        COUNT_TOKENS: ["chat_template_kwargs"],
+        EMBEDDINGS: _words(f"""
+            {_POOLING} add_generation_prompt add_special_tokens chat_template chat_template_kwargs
+            continue_final_message dimensions embed_dtype encoding_format endianness input media_io_kwargs
+            messages
+        """),
+        RERANK: _words(f"""
+            {_POOLING} chat_template_kwargs documents instruction max_tokens_per_doc max_tokens_per_query query top_n
+        """),
+        TOKENIZE: _words("""
+            add_generation_prompt add_special_tokens chat_template chat_template_kwargs continue_final_message
+            media_io_kwargs mm_processor_kwargs model return_token_strs tools
+        """),
+        DETOKENIZE: ["model", "tokens"],
     },
     "sglang": {
-        CHAT: f"""{_SGLANG} chat_template_kwargs continue_final_message input_ids logprobs max_completion_tokens
+        CHAT: _words(f"""
+            {_SGLANG} chat_template_kwargs continue_final_message input_ids logprobs max_completion_tokens
             max_dynamic_patch messages min_dynamic_patch parallel_tool_calls reasoning_effort return_meta_info
             return_prompt_token_ids separate_reasoning stream_reasoning task tool_choice tools top_logprobs
-            use_audio_in_video""".split(),
-        TEXT: f"{_SGLANG} best_of prompt suffix".split(),
+            use_audio_in_video
+        """),
+        TEXT: _words(f"{_SGLANG} best_of prompt suffix"),
+        RESPONSES: _words("""
+            background cache_salt extra_key frequency_penalty min_p presence_penalty priority repetition_penalty
+            request_id stop top_k
+        """),
+        EMBEDDINGS: _words("dimensions encoding_format input lora_path model priority rid user"),
+        RERANK: _words("documents instruct query return_documents top_n"),
+        TOKENIZE: ["add_special_tokens", "model"],
+        DETOKENIZE: ["model", "skip_special_tokens", "tokens"],
     },
     "llama.cpp": {
-        CHAT: f"{_LLAMA} chat_template_kwargs continue_final_message messages tool_choice tools".split(),
-        TEXT: f"{_LLAMA} prompt".split(),
+        CHAT: _words(f"{_LLAMA} chat_template_kwargs continue_final_message messages tool_choice tools"),
+        TEXT: _words(f"{_LLAMA} prompt"),
+        RESPONSES: _words(f"{_LLAMA} chat_template_kwargs"),
+        MESSAGES: ["chat_template_kwargs"],
+        EMBEDDINGS: _words("content dimensions embd_normalize encoding_format input model"),
+        RERANK: _words("documents query texts top_n"),
+        TOKENIZE: ["add_special", "parse_special", "with_pieces"],
+        DETOKENIZE: ["tokens"],
     },
     "mycli": {  # its own, and those of other servers on further routes
         CHAT: ["deadline"],
         TEXT: ["deadline"],
         RESPONSES: ["chat_template_kwargs", "deadline", "thinking_token_budget"],
         MESSAGES: ["chat_template_kwargs", "deadline"],
+        EMBEDDINGS: ["prompt_name", "input_type"],  # of sentence-transformers and Cohere
     },
 }
 # Fields with another meaning or format on a route: their handling and a value.
@@ -306,11 +393,25 @@ EXCEPTIONS: Mapping[tuple[str, str], tuple[str, Any]] = {
     (TEXT, "thinking_token_budget"): (REFUSED, 5),
     (TEXT, "reasoning_budget_tokens"): (REFUSED, 5),
     (TEXT, "stream_options"): (SERVED, None),
+    (RESPONSES, "max_tokens"): (REFUSED, 2),  # max_output_tokens in this interface
+    (RESPONSES, "n_predict"): (REFUSED, 2),
     (RESPONSES, "prompt"): (REFUSED, {"id": "pmpt_1"}),
     (RESPONSES, "tools"): (SERVED, [{"type": "function", **FUNCTION}]),
     (RESPONSES, "top_logprobs"): (SERVED, 2),
     (RESPONSES, "metadata"): (SERVED, {"a": "b"}),
     (RESPONSES, "store"): (SERVED, True),
+    (INPUT_TOKENS, "tools"): (SERVED, [{"type": "function", **FUNCTION}]),
+    (COUNT_TOKENS, "tools"): (SERVED, [{"name": "f", "input_schema": SCHEMA}]),
+    (COUNT_TOKENS, "tool_choice"): (SERVED, {"type": "none"}),
+    (COUNT_TOKENS, "context_management"): (REFUSED, {"edits": [{"type": "clear_tool_uses_20250919"}]}),
+    (EMBEDDINGS, "add_generation_prompt"): (REFUSED, True),
+    (EMBEDDINGS, "add_special_tokens"): (REFUSED, False),
+    (EMBEDDINGS, "chat_template_kwargs"): (REFUSED, {"a": 1}),
+    (EMBEDDINGS, "continue_final_message"): (REFUSED, True),
+    (EMBEDDINGS, "messages"): (REFUSED, [{"role": "user", "content": "Hello"}]),
+    (RERANK, "chat_template_kwargs"): (REFUSED, {"a": 1}),
+    (RERANK, "documents"): (SERVED, ["a", "b"]),
+    (TOKENIZE, "add_generation_prompt"): (SERVED, False),
     (MESSAGES, "tools"): (SERVED, [{"name": "f", "input_schema": SCHEMA}]),
     (MESSAGES, "tool_choice"): (SERVED, {"type": "none"}),
     (MESSAGES, "context_management"): (REFUSED, {"edits": [{"type": "clear_tool_uses_20250919"}]}),

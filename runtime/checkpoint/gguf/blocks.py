@@ -201,7 +201,9 @@ def pack_rows(data: Tensor, kind: GgmlType, columns: Tensor | None = None) -> Pa
     # Levels of types with minima count from zero, codes from half their range. The offset holds both: one rounding of
     # fp32, the only one here.
     minima = groups.minima.view(len(data), -1)
-    return replace(weight, offsets=minima + half * scales)
+    # Where all levels are zero the scale has no meaning, but a large one would round the minimum away.
+    scales = torch.where(codes.view(*scales.shape, -1).any(dim=-1), scales, 0.0)
+    return replace(weight, scales=scales, offsets=minima + half * scales)
 
 
 def _pack_fp4(data: Tensor, kind: GgmlType, groups: Groups) -> PackedWeight:

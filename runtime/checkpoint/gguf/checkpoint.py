@@ -48,7 +48,7 @@ class GgufCheckpoint(Checkpoint):
         allow_nonfinite: bool = False,
     ) -> None:
         super().__init__(manifest, allow_nonfinite=allow_nonfinite)
-        self._config, self._architecture, self._joined = config, architecture, joined or {}
+        self._config, self.architecture, self._joined = config, architecture, joined or {}
 
     def dtype(self, name: str) -> torch.dtype:
         stored = TYPES_BY_NAME[self.entry(name).dtype].dtype
@@ -118,6 +118,6 @@ class GgufCheckpoint(Checkpoint):
         return None if order is None else file_order(order, self._config, self.entry(name).shape[1]).argsort()
 
     def _rule(self, name: str) -> TensorRule:
-        place = self._architecture.place(name)
+        place = self.architecture.place(name)
         assert place is not None  # the manifest has only tensors with a rule
         return place.rule

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from mycli.runtime.engine.sequence import SequenceOutput
+from mycli.runtime.errors import UsageError
 from mycli.runtime.tokenizer.stream import StopMatcher, StreamDecoder
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
@@ -25,7 +26,7 @@ class Piece:
 
     calls: new calls and further parts of earlier ones; tokens, logprobs: up to the token that completed a stop string;
     end: None while the reply continues; stop: the stop string that ended it; problem: the message if `end` is "error";
-    vector: of a text to embed, or scores of tokens.
+    refused: the request itself is the cause; vector: of a text to embed, or scores of tokens.
     """
 
     index: int = 0
@@ -40,6 +41,7 @@ class Piece:
     stop: str | None = None
     problem: str = ""
     vector: "Tensor | None" = None
+    refused: bool = False
 
 
 class _MarkedPieces:
@@ -126,6 +128,7 @@ class ReplyReader:
             self._end(output, stopped) if ended else None,
             self._matcher.matched,
             "" if output.error is None else output.error.message,
+            refused=isinstance(output.error, UsageError),
         )
 
     def _end(self, output: SequenceOutput, stopped: bool) -> ReplyEnd:

@@ -15,7 +15,7 @@ from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.elementwise import threads_for
 from mycli.runtime.kernels.cpu.library import build
 from mycli.runtime.kernels.cpu.library.build import LANES, ROW_TYPES
-from mycli.runtime.kernels.cpu.matmul import DENSE_INPUTS, CpuMatmul, no_memory_error
+from mycli.runtime.kernels.cpu.matmul import DENSE_INPUTS, CpuMatmul, dense_product, no_memory_error
 from mycli.runtime.kernels.cpu.table import MAX_DECODED_ROWS, TableMatmul
 from mycli.runtime.kernels.routed import Route, decline_routing
 from mycli.runtime.models.experts_spec import RoutingSpec
@@ -27,6 +27,7 @@ _ROWS = Declined("rows-not-whole-vectors", {"multiple": LANES})
 _UNLIKE_PACKED = Declined("experts-not-packed-alike")
 _UNLIKE_TABLES = Declined("experts-not-tables-alike")
 _UNLIKE_DENSE = Declined("experts-not-dense-alike")
+_FP32 = Declined("fp32-outside-inference")
 _DENSE_TYPES = Declined("dense-experts-types", {"multiple": DENSE_INPUTS})
 _MANY_ROWS = Declined("many-rows-of-an-expert", {"rows": MAX_DECODED_ROWS})
 
@@ -96,9 +97,11 @@ def native_route(scores: Tensor, choice: RoutingSpec, correction: Tensor | None 
 def native_routed_product(
     weights: Sequence[Matmul | Tensor], x: Tensor, starts: Tensor, tokens: Tensor | None
 ) -> Tensor | Declined:
-    """`reference.routed_product` for weights of one kind: `CpuMatmul`, `TableMatmul`, or dense bf16 like x."""
+    """`reference.routed_product` for weights of one kind: `CpuMatmul`, `TableMatmul`, or dense like x."""
     if x.device.type != "cpu" or x.requires_grad:
         return _NOT_CPU
+    if isinstance(weights[0], Tensor) and x.dtype == torch.float32:
+        return _in_turn(weights, x, starts, tokens)
     if isinstance(weights[0], Tensor):
         stored, operands = DENSE_WEIGHTS, _dense(weights, x.dtype)
     elif isinstance(weights[0], TableMatmul):
@@ -132,6 +135,23 @@ def native_routed_product(
     if library.experts_matmul(ctypes.byref(task), torch.get_num_threads()):
         raise no_memory_error(pairs, inputs)
     return y.to(x.dtype)
+
+
+def _in_turn(weights: Sequence[Matmul | Tensor], x: Tensor, starts: Tensor, tokens: Tensor | None) -> Tensor | Declined:
+    # Unpacked fp32 experts are those of tests and small models: one call for each instead of a kernel of their own.
+    # Calibration and evaluation run outside of inference mode and need torch's speed, not the bits of a row.
+    if not torch.is_inference_mode_enabled():
+        return _FP32
+    bounds, parts = starts.tolist(), list[Tensor]()
+    for weight, first, end in zip(weights, bounds, bounds[1:], strict=False):
+        if first == end:
+            continue
+        rows = x[first:end] if tokens is None else x.index_select(0, tokens[first:end])
+        part = dense_product(rows, weight) if isinstance(weight, Tensor) else _UNLIKE_DENSE
+        if isinstance(part, Declined):
+            return part
+        parts.append(part)
+    return torch.cat(parts)
 
 
 _Operands = tuple[tuple[int, int], list[int]]  # outputs and inputs, and the address of each expert's weight

@@ -14,6 +14,7 @@ from triton.language import constexpr
 from mycli.runtime.cache.kv_cache import Stored
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.paged import KEY_BLOCK, Ragged, Scoring
+from mycli.runtime.kernels.triton.cache_codes import convert_int8, convert_int8_words
 from mycli.runtime.kernels.triton.int4_cache import (
     hadamard_rows,
     load_int4,
@@ -126,6 +127,7 @@ def attend_kernel(
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,  # a score s becomes softcap * tanh(s / softcap)
     DOT: tl.constexpr,  # dtype of the MMA operands
+    ASM: tl.constexpr,
     UNIT: tl.constexpr,  # smallest number of key-value heads whose columns are whole tiles of the operand
     ROWS: tl.constexpr,  # a power of two, at least TOKENS
     TILES: tl.constexpr,  # tiles combined at a time
@@ -168,8 +170,11 @@ def attend_kernel(
     next_page = tl.load(table + (tl.minimum(start // TURNS, table_width - 1) if TURNS else 0))
     top = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_Q,), tl.float32)
-    out = tl.zeros((BLOCK_D // 2 if INT4 else BLOCK_D, BLOCK_Q), tl.float32)
-    out_upper = out  # upper halves of int4 vectors
+    # Of 8-bit values a thread loads 16 bytes and stores 32 to shared memory, once they are converted: stored as two
+    # halves of 16 columns, 8 and 8, they meet in no bank. As words they are copied ahead, and packed by no instruction.
+    HALVES: tl.constexpr = INT4 or (key_scales is not None and BLOCK_D >= 64 and HEAD_DIM % 4 == 0)
+    out = tl.zeros((BLOCK_D // 2 if HALVES else BLOCK_D, BLOCK_Q), tl.float32)
+    out_upper = out
     for block in tl.range(start, tl.minimum(start + share, blocks)):
         key, page, inside = block * BLOCK_K + tl.arange(0, BLOCK_K), next_page, block
         if TURNS:
@@ -180,15 +185,25 @@ def attend_kernel(
         if INT4:
             ROW: tl.constexpr = HEAD_DIM // 2 + HEAD_DIM // 16
             place = base + inside * tl.full((), BLOCK_K * ROW, tl.int64)
-            k, k_upper = load_int4(keys, key_scales, place, key < length, BLOCK_K, HEAD_DIM, DOT)
-            v, v_upper = load_int4(values, value_scales, place, key < length, BLOCK_K, HEAD_DIM, DOT)
+            k, k_upper = load_int4(keys, key_scales, place, key < length, BLOCK_K, HEAD_DIM, DOT, ASM, False)
+            v, v_upper = load_int4(values, value_scales, place, key < length, BLOCK_K, HEAD_DIM, DOT, ASM, True)
             score = tl.dot(k_upper, q_upper.trans(), tl.dot(k, q.trans())) * scale
         else:
             place = base + inside * tl.full((), BLOCK_K * HEAD_DIM, tl.int64)
             cell = tl.arange(0, BLOCK_K)[:, None] * HEAD_DIM + lane[None, :]
             present = (key[:, None] < length) & (lane[None, :] < HEAD_DIM)
             k = tl.load(keys + place + cell, mask=present, other=0)
-            v = tl.load(values + place + cell, mask=present, other=0)
+            if HALVES:
+                word = tl.arange(0, BLOCK_D // 4)
+                cell = tl.arange(0, BLOCK_K)[:, None] * (HEAD_DIM // 4) + word[None, :]
+                present = (key[:, None] < length) & (word[None, :] < HEAD_DIM // 4)
+                words = tl.load(values.to(tl.pointer_type(tl.int32)) + (place // 4 + cell), mask=present, other=0)
+                v = convert_int8_words(words, BLOCK_K, BLOCK_D // 4, DOT, ASM)
+                v, v_upper = lower_and_upper(v, BLOCK_K, BLOCK_D)
+            else:
+                v = tl.load(values + place + cell, mask=present, other=0)
+            if key_scales is not None:
+                k = convert_int8(k, DOT, ASM)
             score = tl.dot(k.to(DOT), q.trans()) * scale
             if key_scales is not None:
                 score *= tl.load(key_scales + scale_base, mask=key < length, other=0.0)[:, None]
@@ -206,12 +221,14 @@ def attend_kernel(
         if key_scales is not None and not INT4:
             weight *= tl.load(value_scales + scale_base, mask=key < length, other=0.0)[:, None]
         out = out * shrink[None, :] + tl.dot(v.to(DOT).trans(), weight.to(DOT))
-        if INT4:
-            out_upper = out_upper * shrink[None, :] + tl.dot(v_upper.trans(), weight.to(DOT))
+        if HALVES:
+            out_upper = out_upper * shrink[None, :] + tl.dot(v_upper.to(DOT).trans(), weight.to(DOT))
         top = new_top
-    if INT4:
-        rotated = whole_rows(out.trans(), out_upper.trans(), BLOCK_Q, HEAD_DIM)
-        out = (hadamard_rows(rotated, BLOCK_Q, HEAD_DIM) * FACTOR).trans()
+    if HALVES:
+        whole = whole_rows(out.trans(), out_upper.trans(), BLOCK_Q, BLOCK_D)
+        if INT4:
+            whole = hadamard_rows(whole, BLOCK_Q, HEAD_DIM) * FACTOR
+        out = whole.trans()
     part = ((query_block * kv_heads + kv_head) * splits + split) * BLOCK_Q + column
     tl.store(outputs + part[None, :] * HEAD_DIM + lane[:, None], out, mask=lane[:, None] < HEAD_DIM)
     tl.store(stats + part * 2, top)
@@ -258,14 +275,18 @@ def attend_stages(chip: Chip, head_dim: int, queries: int, element: int) -> int:
 
     queries: `BLOCK_Q`; element: bytes per cached number. An upper bound of what Triton 3.6 and 3.7 allocate.
     """
-    # Chips with asynchronous MMA keep keys and values apart, and the operands in shared memory too.
+    # Chips with asynchronous MMA copy keys and values to shared memory ahead, and have the operands there too. On other
+    # chips values of 16 bits stay in registers.
     lanes, apart = 1 << (head_dim - 1).bit_length(), chip.capability[0] in (9, 10, 11)
-    block = BLOCK_K * lanes * element * (2 if apart else 1)
+    block = BLOCK_K * lanes * element * (2 if apart or element == 1 else 1)
     others = 2 * queries * lanes + (2 * BLOCK_K * queries if apart else 0) + 2048
     if element == 1:  # converted before the product, with a scale per key
         others += 2 * BLOCK_K * lanes
         block += 8 * BLOCK_K
-    return max(0, min(3, (chip.shared - others) // block))
+    fitting = (chip.shared - others) // block
+    if element == 1 and chip.shared < 128 << 10:  # two, so that two programs fit; they take one block ahead
+        return min(2, fitting + 1) if fitting > 0 else 0
+    return max(0, min(3, fitting))
 
 
 def tokens_per_program(tokens: int, group: int) -> int:
@@ -346,7 +367,7 @@ def launch_attention(
         TOKENS=block_tokens, SPLIT_QUERIES=block_tokens < tokens, GROUP=group, HEAD_DIM=head_dim,
         BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_Q=block_q, BLOCK_K=BLOCK_K,
         TURNS=0 if table_width == 1 else block_size // BLOCK_K, WINDOW=scoring.window is not None,
-        CAPPED=bool(scoring.softcap), DOT=dot,
+        CAPPED=bool(scoring.softcap), DOT=dot, ASM=uses_ptx(),
         **combination(block_tokens, group * head_dim, into.TILE_K.value, parts, attend_warps(block_q)),
         PDL=chip.pdl, launch_pdl=chip.pdl,
         num_warps=attend_warps(block_q), num_stages=attend_stages(chip, head_dim, block_q, cache.keys.element_size()),

@@ -6,6 +6,8 @@
 import triton
 import triton.language as tl
 
+from mycli.runtime.kernels.triton.cache_codes import convert_int4, convert_int4_words
+
 # Writing: a Hadamard rotation, then rounding in groups of 32. Reading: still rotated, as two halves, since each byte
 # has a code of either; the other operand is rotated too, and weighted sums are rotated back. Head sizes are 64, 128
 # and 256. Offsets are bytes; scales are bf16 and read through a second pointer to the same memory.
@@ -73,28 +75,34 @@ def store_int4(x, codes, scales, first, second, known, ROWS: tl.constexpr, SIZE:
 
 
 @triton.jit
-def _convert(half, DOT: tl.constexpr):
-    # As the low bits of a power of two, since integer conversion (I2F) is slow.
-    biased = half ^ 8  # code + 8
-    if tl.float16 == DOT:
-        return (biased.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True) - 1032.0  # 1024 + 8
-    elif tl.bfloat16 == DOT:
-        return (biased.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True) - 136.0  # 128 + 8
-    else:
-        return biased.to(DOT) - 8.0
-
-
-@triton.jit
-def load_int4(codes, scales, place, present, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DOT: tl.constexpr):
+def load_int4(
+    codes,
+    scales,
+    place,
+    present,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DOT: tl.constexpr,
+    ASM: tl.constexpr,
+    WORDS: tl.constexpr,  # load words of four bytes: for operands that pass through shared memory once converted
+):
     """Load ROWS rotated vectors from byte `place`, as lower and upper columns, each DOT [ROWS, HEAD_DIM / 2].
 
     Rows that are not `present` [ROWS] are zeros.
     """
     BYTES: tl.constexpr = HEAD_DIM // 2 + HEAD_DIM // _GROUP * 2
     GROUPS: tl.constexpr = HEAD_DIM // _GROUP
-    row, byte, group = tl.arange(0, ROWS)[:, None], tl.arange(0, HEAD_DIM // 2)[None, :], tl.arange(0, GROUPS)[None, :]
-    packed = tl.load(codes + place + row * BYTES + byte, mask=present[:, None], other=0)
+    row, group = tl.arange(0, ROWS)[:, None], tl.arange(0, GROUPS)[None, :]
+    if WORDS:
+        word = tl.arange(0, HEAD_DIM // 8)[None, :]
+        source = codes.to(tl.pointer_type(tl.int32)) + (place // 4 + row * (BYTES // 4) + word)
+        packed = tl.load(source, mask=present[:, None], other=0)
+        lower, upper = convert_int4_words(packed, ROWS, HEAD_DIM // 8, DOT, ASM)
+    else:
+        byte = tl.arange(0, HEAD_DIM // 2)[None, :]
+        packed = tl.load(codes + place + row * BYTES + byte, mask=present[:, None], other=0)
+        lower, upper = convert_int4(packed, DOT, ASM)
     at = scales + place // 2 + row * (BYTES // 2) + HEAD_DIM // 4 + group
     scale = tl.load(at, mask=present[:, None], other=0.0).to(DOT)
     scale = tl.broadcast_to(scale[:, :, None], (ROWS, GROUPS, _GROUP // 2)).reshape(ROWS, HEAD_DIM // 2)
-    return _convert(packed & 15, DOT) * scale, _convert(packed >> 4, DOT) * scale
+    return lower * scale, upper * scale

@@ -59,13 +59,14 @@ class PromptArguments(NamedTuple):
     CHUNK: Any  # a token sees keys from the last multiple of `chunk` on
     CAPPED: Any  # a score s becomes softcap * tanh(s / softcap)
     DOT: Any  # dtype of the MMA operands
+    ASM: Any
 
 
 @triton.jit
 def _load_block(cache, scales, place, written, args, MASKED: tl.constexpr):
     """Return keys or values from `place` [BLOCK_N, BLOCK_D]; of int4 vectors the lower and the upper half."""
     if cache.dtype.element_ty == tl.uint8:
-        x, upper = load_int4(cache, scales, place, written, args.BLOCK_N, args.HEAD_DIM, args.DOT)
+        x, upper = load_int4(cache, scales, place, written, args.BLOCK_N, args.HEAD_DIM, args.DOT, args.ASM, False)
     else:
         lane = tl.arange(0, args.BLOCK_D)
         cell = place + tl.arange(0, args.BLOCK_N)[:, None] * args.HEAD_DIM + lane[None, :]
@@ -248,7 +249,7 @@ def launch_prompt_attention(
         scoring.scale / scoring.softcap if scoring.softcap else scoring.scale * log2e, scoring.softcap * log2e,
         constexpr(head_dim), constexpr(triton.next_power_of_2(head_dim)), constexpr(tile.keys),
         constexpr(scoring.window is not None), constexpr(scoring.chunk is not None),
-        constexpr(bool(scoring.softcap)), constexpr(dot),
+        constexpr(bool(scoring.softcap)), constexpr(dot), constexpr(uses_ptx()),
     )  # fmt: skip
     attend_prompt_kernel[(heads, -(-max(others) // tile.rows), len(others))](
         *(query, ragged.starts, ragged.lengths, ragged.block_table, scoring.sinks, result),

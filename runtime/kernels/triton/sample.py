@@ -149,11 +149,14 @@ def sample_kernel(
     tl.store(chosen + step * count + sequence, tl.where(broken, NONE, token))
     tl.store(tokens + sequence, token)
     length = tl.load(lengths + sequence)
-    tl.store(lengths + sequence, length + (length > 0).to(tl.int32))
     if source.seen is not None:
         entry = sequence.to(tl.int64) * source.vocab + token
+        count_before = tl.load(source.counts + entry)
+    tl.debug_barrier()  # all warps load what one warp stores
+    tl.store(lengths + sequence, length + (length > 0).to(tl.int32))
+    if source.seen is not None:
         tl.store(source.seen + entry, 1)
-        tl.store(source.counts + entry, tl.load(source.counts + entry) + 1.0)
+        tl.store(source.counts + entry, count_before + 1.0)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ def layer(config: ModelConfig, index: int) -> LayerSpec:
 
 
 def read(raw: Fields) -> ModelConfig:
-    raw = hf_config.with_defaults(raw, rms_norm_eps=1e-5)
+    raw = hf_config.with_defaults(raw, rms_norm_eps=1e-5, rope_theta=12000000.0)
     raw = hf_config.with_default_rope(raw, _ROPE)
     return ModelConfig(
         **hf_config.common(raw, activations={"xielu": "xielu"}),

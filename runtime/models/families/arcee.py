@@ -6,6 +6,7 @@ from mycli.runtime.utils.json_fields import Fields
 
 
 def read(raw: Fields) -> ModelConfig:
+    raw = hf_config.with_defaults(raw, rms_norm_eps=1e-5)
     return ModelConfig(
         **hf_config.common(raw, activations={"relu2": "relu2"}),
         **hf_config.attention_biases(raw),

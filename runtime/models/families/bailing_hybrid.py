@@ -27,13 +27,13 @@ def read(raw: Fields) -> ModelConfig:
         qk_rope_head_dim=64,
         v_head_dim=128,
     )
-    hf_config.require(raw, attention_bias=False, q_lora_rank=None)
+    hf_config.require(raw, attention_bias=False, q_lora_rank=None, tie_word_embeddings=False)
     # transformers writes the sizes of its linear layers under names of their own, and another head_dim.
     head_dim = raw.integer("linear_head_dim", raw.integer("head_dim", high=1 << 10), high=1 << 10)
     taps = raw.integer("linear_conv_kernel_dim", raw.integer("short_conv_kernel_size", 4), low=2, high=64)
     period = raw.integer("layer_group_size", 6)
     raw = with_latent_head(raw)
-    fields = hf_config.common(raw, handled=EXPERT_KEYS)
+    fields = hf_config.common(raw, handled=EXPERT_KEYS, activations=hf_config.SILU)
     recurrent = hf_config.layers_of_type(raw, fields["layers"], hf_config.all_but_every(period), "linear_attention")
     mixture = read_mixture(raw, fields["layers"], _NAMES, first_dense=2)
     return ModelConfig(

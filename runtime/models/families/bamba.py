@@ -30,7 +30,7 @@ class BambaLayers:
 
 def read(raw: Fields) -> ModelConfig:
     raw = hf_config.with_defaults(raw, rms_norm_eps=1e-5, max_position_embeddings=262144, num_key_value_heads=8)
-    fields = hf_config.common(raw, handled=("partial_rotary_factor",))
+    fields = hf_config.common(raw, handled=("partial_rotary_factor",), activations=hf_config.SILU)
     return ModelConfig(
         **fields,
         **hf_config.attention_biases(raw),

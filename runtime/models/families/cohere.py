@@ -8,7 +8,9 @@ from mycli.runtime.utils.json_fields import Fields
 
 def read(raw: Fields) -> ModelConfig:
     eps = raw.number("layer_norm_eps", 1e-5, low=1e-30, high=1.0)
-    raw = hf_config.with_defaults(raw, tie_word_embeddings=True, logit_scale=0.0625, rms_norm_eps=eps)
+    raw = hf_config.with_defaults(
+        raw, tie_word_embeddings=True, logit_scale=0.0625, rms_norm_eps=eps, rope_theta=500000.0
+    )
     hf_config.require(raw, use_qk_norm=False)  # Command R+
     fields = hf_config.common(raw, handled=("logit_scale",))
     return ModelConfig(

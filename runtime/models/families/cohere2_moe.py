@@ -56,6 +56,7 @@ def _mixture(raw: Fields, fields: dict[str, int]) -> CohereMoeLayers:
 
 
 def read(raw: Fields) -> ModelConfig:
+    hf_config.require(raw, rope_scaling=None)  # transformers reads rope_parameters and rope_theta only
     rms = raw.has("rms_norm_eps")
     raw = hf_config.with_defaults(raw, sliding_window=4096, head_dim=128, tie_word_embeddings=True, logit_scale=0.0625)
     if not rms:  # rms_norm_eps also selects the kind of norm

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from mycli.runtime.models import hf_config
 from mycli.runtime.models.config import ModelConfig, llama_layer
-from mycli.runtime.models.experts import ExpertNames, MoeLayers, read_expert_counts
+from mycli.runtime.models.experts import EXPERT_KEYS, ExpertNames, MoeLayers, read_expert_counts
 from mycli.runtime.models.experts_spec import RoutingSpec
 from mycli.runtime.models.hf_rope import UNSUPPORTED_HINT
 from mycli.runtime.models.layer_spec import LayerSpec
@@ -35,7 +35,7 @@ def read(raw: Fields) -> ModelConfig:
     raw = hf_config.with_defaults(raw, rope_theta=500000.0, rms_norm_eps=1e-5, tie_word_embeddings=True)
     if raw.boolean("use_bias", False):
         raise raw.fail("use_bias", "= true is not supported: the head would have a bias", UNSUPPORTED_HINT)
-    fields = hf_config.common(raw)
+    fields = hf_config.common(raw, handled=EXPERT_KEYS)
     count, top_k = read_expert_counts(raw, "moe_num_experts", fields["layers"], default=(64, 6), top_k_key="moe_k")
     size = raw.integer("moe_intermediate_size", 1536)
     mixture = MoeLayers(

@@ -32,5 +32,6 @@ def windows_and_ropes(raw: Fields, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read(raw: Fields) -> ModelConfig:
+    raw = hf_config.with_defaults(raw, rms_norm_eps=1e-5, sliding_window=4096)
     fields = hf_config.common(raw)
     return ModelConfig(**fields, **windows_and_ropes(raw, fields), qk_norm=True, build_layer=layer)

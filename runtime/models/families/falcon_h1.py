@@ -72,7 +72,7 @@ def _factors(raw: Fields, key: str, count: int) -> tuple[float, ...]:
 
 def read(raw: Fields) -> ModelConfig:
     raw = hf_config.with_defaults(raw, rms_norm_eps=1e-5, max_position_embeddings=8192, num_key_value_heads=8)
-    fields = hf_config.common(raw, handled=("embedding_multiplier",))
+    fields = hf_config.common(raw, handled=("embedding_multiplier",), activations=hf_config.SILU)
     gate, down = _factors(raw, "mlp_multipliers", 2)
     layers = FalconLayers(
         read_mamba(raw, inner=raw.integer("mamba_d_ssm") if raw.has("mamba_d_ssm") else None),

@@ -18,7 +18,9 @@ def layer(config: ModelConfig, index: int) -> LayerSpec:
 
 
 def read(raw: Fields) -> ModelConfig:
-    raw = hf_config.with_defaults(raw, head_dim=128, num_key_value_heads=4, sliding_window=513, mlp_only_layers=[0, 1])
+    raw = hf_config.with_defaults(raw, head_dim=128, num_key_value_heads=4, sliding_window=513)
+    if not raw.has("mlp_only_layers"):
+        raw = Fields({**raw.values, "mlp_only_layers": [0, 1]}, raw.source)
     fields = hf_config.common(raw, handled=EXPERT_KEYS)
     layers = fields["layers"]
     count, top_k = read_expert_counts(raw, "num_experts", layers, default=(256, 6))

@@ -24,6 +24,7 @@ def read(raw: Fields) -> ModelConfig:
         eos_token_id=1,
         bos_token_id=2,
     )
+    hf_config.require(raw, attn_logit_softcapping=None)
     fields = gemma_fields(raw, handled=("use_bidirectional_attention",))
     bidirectional = raw.boolean("use_bidirectional_attention", False)  # EmbeddingGemma
     if bidirectional:

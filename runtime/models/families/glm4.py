@@ -23,7 +23,7 @@ def layer(config: ModelConfig, index: int) -> LayerSpec:
 
 
 def read(raw: Fields) -> ModelConfig:
-    raw = hf_config.with_defaults(raw, head_dim=128, eos_token_id=[151329, 151336, 151338])
+    raw = hf_config.with_defaults(raw, head_dim=128, rms_norm_eps=1.5625e-07, eos_token_id=[151329, 151336, 151338])
     fields = hf_config.common(raw, handled=("partial_rotary_factor",))
     return ModelConfig(
         **fields,

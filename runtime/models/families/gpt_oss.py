@@ -12,7 +12,6 @@ from mycli.runtime.utils.json_fields import Fields
 
 _ROPE = {
     "rope_type": "yarn",
-    "rope_theta": 150000.0,
     "factor": 32.0,
     "beta_fast": 32.0,
     "beta_slow": 1.0,

@@ -50,7 +50,7 @@ def read(raw: Fields) -> ModelConfig:
     kind = raw.text("position_embedding_type", "nope")
     if kind not in ("rope", "nope"):
         raise raw.fail("position_embedding_type", f"{kind!r:.40} is not supported (rope, nope)")
-    hf_config.require(raw, normalization_function="rmsnorm")
+    hf_config.require(raw, normalization_function="rmsnorm", hidden_act="silu")
     layers = GraniteHybridLayers(
         recurrent_layers(raw, config.layers), read_mamba(raw), raw.integer("shared_intermediate_size", 1024), mixture
     )

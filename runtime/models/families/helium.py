@@ -6,7 +6,7 @@ from mycli.runtime.utils.json_fields import Fields
 
 
 def read(raw: Fields) -> ModelConfig:
-    raw = hf_config.with_defaults(raw, head_dim=128, rms_norm_eps=1e-8)
+    raw = hf_config.with_defaults(raw, head_dim=128, rms_norm_eps=1e-8, rope_theta=100000.0)
     return ModelConfig(
         **hf_config.common(raw),
         qkv_bias=raw.boolean("attention_bias", False),

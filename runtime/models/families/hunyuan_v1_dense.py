@@ -21,6 +21,7 @@ def layer(config: ModelConfig, index: int) -> LayerSpec:
 
 
 def read(raw: Fields) -> ModelConfig:
+    raw = hf_config.with_defaults(raw, rms_norm_eps=1e-5)
     fields = hf_config.common(raw)
     scaling = raw.object("rope_parameters" if raw.has("rope_parameters") else "rope_scaling")
     if fields["rope_scaling"].kind == "dynamic" and scaling.has("alpha"):

@@ -16,10 +16,10 @@ _BY_LAYER = ("num_experts", "moe_topk", "moe_intermediate_size", "num_shared_exp
 
 def _uniform(raw: Fields) -> Fields:
     """Return `raw` with one number in place of a list with one per layer. Raises ModelError where layers differ."""
-    values = dict(raw.values)
+    values = dict(hf_config.renamed(raw, {"num_experts_per_tok": "moe_topk"}).values)
     for key in _BY_LAYER:
         if isinstance(values.get(key), list):
-            numbers = set(raw.array(key, int, MAX_LAYERS))
+            numbers = set(Fields(values, raw.source).array(key, int, MAX_LAYERS))
             if len(numbers) != 1:
                 raise raw.fail(key, "differs between layers, which is not supported", UNSUPPORTED_HINT)
             values[key] = numbers.pop()

@@ -88,7 +88,7 @@ class KimiLayers:
 
 def with_deepseek_keys(raw: Fields) -> Fields:
     """Return `raw` with its keys named as in DeepSeek-V3."""
-    return Fields({_KEYS.get(key, key): value for key, value in raw.values.items()}, raw.source)
+    return hf_config.renamed(raw, _KEYS)
 
 
 def read_mixture(raw: Fields, layers: int, names: ExpertNames, first_dense: int) -> MoeLayers:
@@ -135,9 +135,10 @@ def read(raw: Fields) -> ModelConfig:
         v_head_dim=128,
     )
     hf_config.require(raw, moe_router_activation_func="sigmoid", moe_layer_freq=1, mla_use_nope=True)
+    hf_config.require(raw, tie_word_embeddings=False)  # transformers does not tie them
     section = raw.object("linear_attn_config")
     raw = with_latent_head(raw)
-    fields = hf_config.common(raw, handled=EXPERT_KEYS)
+    fields = hf_config.common(raw, handled=EXPERT_KEYS, activations=hf_config.SILU)
     layers = fields["layers"]
     mixture = read_mixture(raw, layers, _NAMES, first_dense=1)
     return ModelConfig(

@@ -65,6 +65,9 @@ def read(raw: Fields) -> ModelConfig:
     fields = hf_config.common(raw, handled=("rope_parameters", "partial_rotary_factor", "proportional"))
     types = _types(raw, fields["layers"])
     sliding = tuple(name == "sliding_attention" for name in types)
+    ropes = layer_type_ropes(raw, fields["head_dim"], sliding, handled=("proportional",))
+    if any(rope.dim != fields["head_dim"] for rope in ropes):  # transformers rotates whole heads then
+        raise raw.fail("rope_parameters", "has a partial_rotary_factor with another rope_type than proportional")
     convolutions = Lfm2Layers(
         tuple(name == "conv" for name in types),
         raw.integer("conv_L_cache", 7, low=2, high=64),
@@ -74,7 +77,7 @@ def read(raw: Fields) -> ModelConfig:
         **fields,
         **hf_config.attention_biases(raw),
         windows=hf_config.layer_windows(raw, sliding),
-        layer_ropes=layer_type_ropes(raw, fields["head_dim"], sliding, handled=("proportional",)),
+        layer_ropes=ropes,
         final_norm="model.embedding_norm",
         build_layer=Lfm3Layers(
             convolutions, raw.boolean("use_sandwich_norm", True), raw.boolean("use_attention_gate", True)

@@ -10,6 +10,7 @@ _NAMES = ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2")
 
 
 def read(raw: Fields) -> ModelConfig:
+    raw = hf_config.with_defaults(raw, rms_norm_eps=1e-5, rope_theta=1000000.0)
     fields = hf_config.common(raw, handled=EXPERT_KEYS)
     if not raw.has("num_key_value_heads"):
         fields["kv_heads"] = min(8, fields["heads"])  # the family's default, as Mistral's

@@ -22,4 +22,5 @@ def layer(config: ModelConfig, index: int) -> LayerSpec:
 
 
 def read(raw: Fields) -> ModelConfig:
+    raw = hf_config.with_defaults(raw, rms_norm_eps=1e-5)
     return ModelConfig(**hf_config.common(raw), **hf_config.attention_biases(raw), build_layer=layer)

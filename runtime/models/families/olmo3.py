@@ -9,7 +9,7 @@ from mycli.runtime.utils.json_fields import Fields
 
 
 def read(raw: Fields) -> ModelConfig:
-    raw = hf_config.with_defaults(raw, rope_theta=500000.0, sliding_window=4096)
+    raw = hf_config.with_defaults(raw, rope_theta=500000.0, rms_norm_eps=1e-5, sliding_window=4096)
     fields = hf_config.common(raw, handled=("rope_parameters",))
     sliding = hf_config.layers_of_type(raw, fields["layers"], hf_config.all_but_every(4))
     theta, scaling = read_sliding_rope(raw, fields["rope_theta"])

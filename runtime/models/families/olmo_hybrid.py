@@ -57,7 +57,7 @@ class HybridLayers:
 
 
 def read(raw: Fields) -> ModelConfig:
-    fields = hf_config.common(raw)
+    fields = hf_config.common(raw, activations=hf_config.SILU)
     heads, hidden, layers = fields["heads"], fields["hidden_size"], fields["layers"]
     key_heads = raw.integer("linear_num_key_heads", heads, high=1 << 16)
     value_heads = raw.integer("linear_num_value_heads", heads, high=1 << 16)
@@ -67,8 +67,9 @@ def read(raw: Fields) -> ModelConfig:
     recurrent = hf_config.layers_of_type(raw, layers, lambda index: index % 4 != 3, "linear_attention")
     if all(recurrent) and not raw.has("layer_types"):
         recurrent = (*recurrent[:-1], False)  # the family's default has one layer with attention at least
-    # Without rope parameters attention has no positions, as in transformers.
-    rotates = raw.has("rope_parameters") or raw.has("rope_theta")
+    # A theta of null says that attention has no positions, as in transformers.
+    rope = {**raw.values, **raw.object("rope_parameters").values}
+    rotates = rope.get("rope_theta", 0) is not None
     return ModelConfig(
         **fields,
         **hf_config.attention_biases(raw),

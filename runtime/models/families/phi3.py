@@ -18,6 +18,7 @@ def layer(config: ModelConfig, index: int) -> LayerSpec:
 
 
 def read(raw: Fields) -> ModelConfig:
+    raw = hf_config.with_defaults(raw, rms_norm_eps=1e-5)
     fields = hf_config.common(raw, handled=("partial_rotary_factor", "longrope"))
     rotary = rotary_dim(raw, fields["head_dim"])
     return ModelConfig(**fields, windows=hf_config.mistral_windows(raw, fields), rotary_dim=rotary, build_layer=layer)

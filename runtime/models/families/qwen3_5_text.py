@@ -89,7 +89,7 @@ def with_delta_defaults(raw: Fields) -> Fields:
 def read_delta(raw: Fields, mixture: MoeLayers | None = None, *, fused: bool = False) -> ModelConfig:
     """Read a config whose defaults are filled in; `mixture` and `fused` as in `DeltaLayers`."""
     handled = ("partial_rotary_factor", *(() if mixture is None else EXPERT_KEYS))
-    fields = hf_config.common(raw, handled=handled)
+    fields = hf_config.common(raw, handled=handled, activations=hf_config.SILU)
     period = raw.integer("full_attention_interval", 4)
     heads, key_heads = (raw.integer(f"linear_num_{kind}_heads", high=1 << 16) for kind in ("value", "key"))
     if heads % key_heads:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mycli.runtime.errors import ModelError
+from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.sampling.grammars.ending import Ending, Symbols, SymbolTable
 from mycli.runtime.sampling.grammars.loops import LoopDetector
 
@@ -127,9 +127,11 @@ class _Reply:
         words = torch.frombuffer(bytearray(self._parser.compute_bitmask()), dtype=torch.uint8)
         bits = words.unsqueeze(1).bitwise_right_shift(torch.arange(8, dtype=torch.uint8)) & 1
         allowed = bits.flatten()[:count].bool()
-        if self._parser.is_error() or not bool(allowed.any()):
-            cause = self._parser.get_error().split("\n")[0] or "the vocabulary has no token that continues the reply"
-            raise ModelError(f"{self._kind}: dead end: {cause:.300}", _HINT)
+        if self._parser.is_error():
+            raise self._limit()
+        if not bool(allowed.any()):
+            cause = "the vocabulary has no token that continues the reply"
+            raise ModelError(f"{self._kind}: dead end: {cause}", _HINT)
         return allowed
 
     def lead(self, logits: Tensor, masked: Tensor) -> None:
@@ -189,8 +191,12 @@ class _Reply:
 
     def _consume(self, token: int) -> None:
         if not self._parser.consume_token(token):
-            raise ModelError(f"{self._kind}: {self._parser.get_error().splitlines()[0]:.300}", _HINT)
+            raise self._limit()
         self._ending.advance(token)
+
+    def _limit(self) -> UsageError:
+        # An allowed token cannot fail for another reason.
+        return UsageError(f"{self._kind}: {self._parser.get_error().splitlines()[0]:.300}", _HINT)
 
     def _measure(self) -> None:
         now = self._limits.clock()

@@ -11,6 +11,7 @@ from mycli.runtime.utils.memory import gc_paused
 
 CLIENT_GONE = 499  # nginx's status for a client that disconnected: only in the log
 MAX_BODY_VALUES = 1 << 19  # in a body
+MAX_BODY_OBJECTS = 1 << 16
 
 
 async def read_body(limits: ServerLimits, request: Request) -> bytes:
@@ -23,6 +24,8 @@ async def read_body(limits: ServerLimits, request: Request) -> bytes:
     from_page = "origin" in request.headers or "sec-fetch-site" in request.headers
     if kind != "application/json" and (from_page or not typed):
         raise ApiError(415, f"the body must be application/json, not {kind[:60]!r}", "unsupported_media_type")
+    if (coding := request.headers.get("content-encoding", "identity")) != "identity":
+        raise ApiError(415, f"content-encoding {coding[:60]!r} is not supported", "unsupported_media_type")
     length = request.headers.get("content-length", "0")
     if not length.isdecimal() or int(length[:20]) > limit:
         raise ApiError(413, f"the body is larger than {limit} bytes", "request_too_large")
@@ -43,6 +46,10 @@ def parse_body(body: bytes) -> Any:
     # brackets inside strings count, too, but no context holds a text with half a million commas.
     if sum(map(body.count, (b",", b"[", b"{"))) > MAX_BODY_VALUES:
         raise ApiError(400, f"the body has more than {MAX_BODY_VALUES} values", "too_many_values")
+    # Validating an object takes ten times as long as a number, and holds the GIL, too. In strings a quote or a line
+    # break after a brace is escaped.
+    if body.count(b"{") - body.count(b"{\\") > MAX_BODY_OBJECTS:
+        raise ApiError(400, f"the body has more than {MAX_BODY_OBJECTS} objects", "too_many_values")
     try:
         with gc_paused():  # otherwise every few thousand lists are all looked at again
             return strict_json(body)

@@ -27,6 +27,9 @@ from mycli.runtime.server.http.settings import ServerLimits
 _LINGER = 1.0  # seconds to let a refused client read the answer
 _DEAD_SECONDS = 5.0  # to send what is under way when the engine has died
 _OPEN_FILES = 8192
+_SLICE = 1 << 14  # bytes that are parsed before the chunks in them are counted
+# Each chunk of a body takes some 20 us, however small it is: a body of single bytes would hold up all connections.
+_FREE_CHUNKS, _CHUNK_BYTES = 1 << 12, 64
 DRAIN_TICK = 0.1  # seconds between two calls of uvicorn's on_tick
 _BUSY = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 5\r\nconnection: close\r\n\r\n"
@@ -35,6 +38,12 @@ _BUSY = (
 _LATE = (
     b"HTTP/1.1 408 Request Timeout\r\ncontent-type: application/json\r\nconnection: close\r\n\r\n"
     b'{"error":{"message":"the request took too long to arrive","type":"timeout_error","param":null,"code":"timeout"}}'
+)
+
+_SMALL_CHUNKS = (
+    b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n\r\n"
+    b'{"error":{"message":"the chunks of the body are too small","type":"invalid_request_error","param":null,'
+    b'"code":"small_chunks"}}'
 )
 
 
@@ -124,6 +133,8 @@ class _Connection(H11Protocol):
     _stall: asyncio.TimerHandle | None = None
     _expected: Literal["head", "body", ""] = ""
     _opened = 0.0
+    _body_bytes = 0
+    _chunks = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
         if len(self.connections) >= self.limits.connections and not self._close_oldest_idle():
@@ -156,7 +167,12 @@ class _Connection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         if self.transport is None:
             return
-        super().data_received(data)
+        for start in range(0, len(data), _SLICE):
+            part = data[start : start + _SLICE]
+            super().data_received(part)
+            if self._has_small_chunks(part):
+                self._refuse(_SMALL_CHUNKS)
+                return
         # A deadline is for the whole head or body: a byte now and then does not extend it.
         state = self.conn.their_state
         if state is h11.SEND_BODY:
@@ -165,6 +181,14 @@ class _Connection(H11Protocol):
             self._expect("head")
         else:
             self._expect("")
+
+    def _has_small_chunks(self, part: bytes) -> bool:
+        if self.conn.their_state is not h11.SEND_BODY:
+            self._body_bytes = self._chunks = 0
+        elif (b"transfer-encoding", b"chunked") in self.headers:
+            self._body_bytes += len(part)
+            self._chunks += part.count(b"\r\n") // 2
+        return self._chunks > _FREE_CHUNKS and self._body_bytes < self._chunks * _CHUNK_BYTES
 
     def _expect(self, part: Literal["head", "body", ""]) -> None:
         if part == self._expected:
@@ -178,10 +202,14 @@ class _Connection(H11Protocol):
             self._deadline = self.loop.call_later(seconds, self._late)
 
     def _late(self) -> None:
-        if self.transport is None or self.transport.is_closing():
+        if self.transport is not None:
+            self._refuse(_LATE)
+
+    def _refuse(self, answer: bytes) -> None:
+        if self.transport.is_closing():
             return
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            self.transport.write(_LATE)
+            self.transport.write(answer)
         self.transport.close()
 
     def on_response_complete(self) -> None:

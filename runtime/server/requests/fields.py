@@ -7,6 +7,8 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from pydantic import BaseModel
+
 from mycli.runtime.server.http.api_error import ApiError
 
 
@@ -23,15 +25,17 @@ _REFUSED = _words("""
     container mcp_servers compaction fallbacks thread
     min_tokens bad_words allowed_token_ids use_beam_search logits_processors prompt_logprobs prompt_embeds
     logprob_token_ids return_tokens_as_token_ids return_token_ids return_prompt_text truncate_prompt_tokens watermarking
-    include_stop_str_in_output chat_template kv_transfer_params ec_transfer_params vllm_xargs repetition_detection
-    media_io_kwargs
+    include_stop_str_in_output chat_template chat_template_kwargs messages kv_transfer_params ec_transfer_params
+    vllm_xargs repetition_detection media_io_kwargs mm_payload return_weight_versions enable_response_messages
+    previous_input_messages previous_response max_tokens max_completion_tokens n_predict
+    add_generation_prompt continue_final_message return_token_strs max_tokens_per_query max_tokens_per_doc personality
     stop_regex no_stop_trim lora_path session_params return_hidden_states custom_logit_processor custom_params
     return_routed_experts return_prompt_token_ids return_meta_info return_cached_tokens_details input_ids images_config
     use_audio_in_video bootstrap_host bootstrap_port bootstrap_room task
     mirostat dry_multiplier xtc_probability dynatemp_range samplers min_keep n_probs post_sampling_probs
     return_tokens n_indent timings_per_token return_progress response_fields lora image_data grammar_lazy grammar_type
     grammar_triggers generation_prompt chat_parser verbose reasoning_control reasoning_budget_message
-    input_prefix input_suffix input_extra
+    input_prefix input_suffix input_extra content texts with_pieces
 """)
 # Field -> the values that ask for nothing, where these are others.
 UNSUPPORTED_FIELDS: Mapping[str, tuple[Any, ...]] = {
@@ -42,11 +46,16 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "reasoning_budget_tokens": (None, -1),
     "thinking_budget_tokens": (None, -1),
     # On by default elsewhere, and always on here.
-    **dict.fromkeys(_words("skip_special_tokens include_reasoning parse_tool_calls"), (None, True)),
+    **dict.fromkeys(_words("skip_special_tokens include_reasoning parse_tool_calls add_special_tokens"), (None, True)),
+    "use_activation": (None, True),
     **dict.fromkeys(_words("separate_reasoning stream_reasoning"), (None, True)),
     "modalities": (None, (), ("text",)),
     "reasoning_format": (None, "auto", "deepseek"),
     "verbosity": (None, "medium"),
+    "padding": (None, "do_not_pad"),
+    "embed_dtype": (None, "float32"),
+    "endianness": (None, "native", "little"),
+    "embd_normalize": (None, 2),  # the Euclidean norm
 }
 # Fields that cannot change a reply: labels, billing, storage, placement, speed, and settings of features that are
 # refused as long as they are on.
@@ -66,6 +75,19 @@ HARMLESS_FIELDS = frozenset(
     reasoning_budget_end_tags
     """)
 )
+# The same inside messages, tools and options: ids, labels, caching, what the client was shown, and settings of the
+# transport.
+_HARMLESS_PARTS = frozenset(
+    _words("""
+    id status phase index annotations citations signature encrypted_content cache_control prompt_cache_breakpoint
+    logprobs description summary generate_summary eager_input_streaming caller created_by server_name data media_type
+    """)
+)
+# Tools of other types are left out and named as a whole.
+_READ_TYPES = (None, "function", "custom", "namespace")
+_UNREAD = object()
+_PENALTIES = ("presence_penalty", "frequency_penalty")
+_MOST_NAMES = 32  # enough for a log line
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -79,6 +101,10 @@ def asks_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:
 def check_fields(body: Mapping[str, Any], known: Collection[str]) -> list[str]:
     """Return the names of fields that no interface has. Raises ApiError for a field that would change the reply."""
     unknown = []
+    # The window of llama.cpp's penalties, which count the whole reply here.
+    windowed = any(body.get(penalty) for penalty in _PENALTIES) and "repeat_last_n" not in known
+    if windowed and not asks_nothing(body.get("repeat_last_n"), (None, -1)):
+        raise _refusal("repeat_last_n")
     for name, value in body.items():
         if name in known or name in HARMLESS_FIELDS:
             continue
@@ -86,5 +112,40 @@ def check_fields(body: Mapping[str, Any], known: Collection[str]) -> list[str]:
         if neutral is None:
             unknown.append(name if _NAME.fullmatch(name) else "unprintable")
         elif not asks_nothing(value, neutral):
-            raise ApiError(400, f"{name}: is not supported", "unsupported_parameter", param=name)
-    return unknown
+            raise _refusal(name)
+    return unknown[:_MOST_NAMES]
+
+
+def unread_parts(body: BaseModel, values: Mapping[str, Any]) -> list[str]:
+    """Return the paths, without indices, of fields inside the fields of a request that no part of it reads."""
+    paths: dict[str, None] = {}
+    for name, value in values.items():
+        _note_unread(_attribute(body, name), value, name, paths)
+    return list(paths)
+
+
+def _attribute(part: BaseModel, name: str) -> Any:
+    # A field whose name would hide a method has an underscore and an alias.
+    fields = type(part).model_fields
+    return getattr(part, name if name in fields else f"{name}_" if f"{name}_" in fields else "", _UNREAD)
+
+
+def _note_unread(read: Any, value: Any, path: str, paths: dict[str, None]) -> None:
+    if isinstance(read, list) and isinstance(value, list):
+        for item, raw in zip(read, value, strict=False):
+            _note_unread(item, raw, path, paths)
+    if not isinstance(read, BaseModel) or not isinstance(value, dict):
+        return
+    if path.startswith("tools") and value.get("type") not in _READ_TYPES:
+        return
+    for name, raw in value.items():
+        if len(paths) == _MOST_NAMES:
+            return
+        if (part := _attribute(read, name)) is not _UNREAD:
+            _note_unread(part, raw, f"{path}.{name}", paths)
+        elif name not in _HARMLESS_PARTS and not asks_nothing(raw, _NOTHING):
+            paths[f"{path}.{name if _NAME.fullmatch(name) else 'unprintable'}"] = None
+
+
+def _refusal(name: str) -> ApiError:
+    return ApiError(400, f"{name}: is not supported", "unsupported_parameter", param=name)

@@ -331,10 +331,14 @@ class TokenizeRequest(ForModel):
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = Field(None, max_length=16)
+    # llama.cpp's name of the text, with defaults of its own
+    content: LongText | None = None
+    add_special: bool = False
+    parse_special: bool = True
 
     @model_validator(mode="after")
     def _prompt_or_messages(self) -> "TokenizeRequest":
-        if (self.prompt is None) == (self.messages is None):
+        if [self.prompt, self.messages, self.content].count(None) != 2:
             raise ValueError("give either prompt or messages")
         return self
 

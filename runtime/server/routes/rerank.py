@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -50,6 +50,12 @@ class RerankRequest(ForModel):
     top_n: int | None = Field(None, ge=1)
     return_documents: bool | None = None
     instruction: Annotated[str, Field(max_length=4096)] | None = None
+    instruct: Annotated[str, Field(max_length=4096)] | None = None  # the same in SGLang
+
+    @model_validator(mode="after")
+    def _one_instruction(self) -> "RerankRequest":
+        self.instruction = self.instruct if self.instruction is None else self.instruction
+        return self
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,14 @@ def _conversation(service: Service, body: TokenizeRequest) -> list[int]:
     return service.chat_prompt(messages, tools, arguments, body.add_generation_prompt)
 
 
+def _ids(service: Service, body: TokenizeRequest) -> list[int]:
+    if body.prompt is not None:
+        return service.text_prompt(body.prompt, body.add_special_tokens)
+    if body.content is not None:
+        return service.text_prompt(body.content, body.add_special, body.parse_special)
+    return _conversation(service, body)
+
+
 def _ids_response(ids: list[int], context: int) -> Response:
     # In parts: one call of the JSON library would hold the GIL for all of millions of ids.
     parts = (ids[start : start + _PART] for start in range(0, len(ids), _PART))
@@ -31,11 +39,7 @@ async def tokenize(service: Service, request: Request) -> Response:
     """Return the token ids of a text or a conversation."""
 
     def work(body: TokenizeRequest) -> Response:
-        if body.prompt is not None:
-            ids = service.text_prompt(body.prompt, body.add_special_tokens)
-        else:
-            ids = _conversation(service, body)
-        return _ids_response(ids, service.context)
+        return _ids_response(_ids(service, body), service.context)
 
     _, response = await read_request(service, request, TokenizeRequest, work)
     return response
@@ -46,7 +50,8 @@ async def detokenize(service: Service, request: Request) -> Response:
 
     def work(body: DetokenizeRequest) -> Response:
         service.check_ids(body.tokens, "tokens")
-        return JsonResponse({"prompt": service.loaded.tokenizer.decode(body.tokens)})
+        text = service.loaded.tokenizer.decode(body.tokens)
+        return JsonResponse({"prompt": text, "content": text})  # in vLLM's and llama.cpp's words
 
     _, response = await read_request(service, request, DetokenizeRequest, work)
     return response
@@ -56,8 +61,7 @@ async def apply_template(service: Service, request: Request) -> Response:
     """Render a conversation with the chat template, control tokens spelled out."""
 
     def work(body: TokenizeRequest) -> Response:
-        ids = _conversation(service, body) if body.messages else service.text_prompt(body.prompt or "")
-        return JsonResponse({"prompt": service.spelled(ids)})
+        return JsonResponse({"prompt": service.spelled(_ids(service, body))})
 
     _, response = await read_request(service, request, TokenizeRequest, work)
     return response

@@ -193,7 +193,8 @@ extern "C" void forget_costs() { memset(COSTS, 0, sizeof COSTS); }
 #define SETTLE(statement, size)
 #endif
 
-// With RACE, two accesses of a byte of global memory of which one writes, by warps that nothing orders, are an error.
+// With RACE, two accesses of a byte of memory of which one writes, by warps that nothing orders, are an error. An
+// asynchronous copy writes from where it begins to where it is waited for: both count.
 // What orders warps are barriers of their program, and an atomic that releases before one that acquires at the same place
 // (vector clocks; a warp counts as one thread). Atomics do not race with each other.
 enum Access { READ, WRITE, ATOMIC };
@@ -205,6 +206,11 @@ struct Shadow {
 };
 static std::unordered_map<u64, Shadow> SHADOW;
 static std::unordered_map<u64, std::vector<u32>> RELEASED;  // by place
+struct Again {  // a byte of shared memory that two warps write in no order
+  u8* at;
+  u8 before;
+};
+static std::vector<Again> AGAIN;
 static Access KIND;
 static bool ACQUIRES, RELEASES;
 #define KIND_OF(kind, acquires, releases) KIND = kind, ACQUIRES = acquires, RELEASES = releases;
@@ -214,13 +220,21 @@ static void join(std::vector<u32>& clock, const std::vector<u32>& other) {
   for (size_t i = 0; i < other.size(); i++) clock[i] = std::max(clock[i], other[i]);
 }
 static bool known(u32 warp, u32 time) { return CURRENT->clock[warp] >= time; }
-static void touch(u64 at, u32 size) {
+static void race(bool shared, const char* what) {
+  char text[128];
+  snprintf(text, sizeof text, "a race: %s%s", what, shared ? ", in shared memory" : "");
+  fail(text);
+}
+static void touch(u64 at, u32 size, bool shared) {
   if (ACQUIRES) join(CURRENT->clock, RELEASED[at]);
   for (u64 byte = at; byte < at + size; byte++) {
     Shadow& shadow = SHADOW[byte];
     bool both_atomic = shadow.atomic && KIND == ATOMIC;
-    if (shadow.wrote && !both_atomic && !known(shadow.writer, shadow.wrote))
-      fail(KIND == READ ? "a race: a read that nothing orders after a write" : "a race: two writes in no order");
+    if (shadow.wrote && !both_atomic && !known(shadow.writer, shadow.wrote)) {
+      if (KIND == READ) race(shared, "a read that nothing orders after a write");
+      if (!shared) race(shared, "two writes in no order");
+      AGAIN.push_back({(u8*)byte, *(u8*)byte});
+    }
     if (KIND == READ) {
       auto& reads = shadow.reads;
       reads.erase(std::remove_if(reads.begin(), reads.end(), [](auto& read) { return known(read.first, read.second); }),
@@ -229,7 +243,7 @@ static void touch(u64 at, u32 size) {
       continue;
     }
     for (auto& read : shadow.reads)
-      if (!known(read.first, read.second)) fail("a race: a write that nothing orders after a read");
+      if (!known(read.first, read.second)) race(shared, "a write that nothing orders after a read");
     shadow.reads.clear();
     shadow.writer = CURRENT->id, shadow.wrote = CURRENT->clock[CURRENT->id], shadow.atomic = KIND == ATOMIC;
   }
@@ -238,10 +252,22 @@ static void touch(u64 at, u32 size) {
     CURRENT->clock[CURRENT->id]++;
   }
 }
-#define TOUCH(at, size) touch(at, size);
+// After a store: warps with the same results may write the same bytes of shared memory in any order.
+static void same_again() {
+  for (auto& again : AGAIN)
+    if (*again.at != again.before) race(true, "two writes in no order");
+  AGAIN.clear();
+}
+// The shared memory of a program that has ended may be another's.
+static void forget_shared(const u8* shared, u32 bytes) {
+  for (u32 byte = 0; byte < bytes; byte++) SHADOW.erase((u64)shared + byte);
+}
+#define TOUCH(at, size, shared) touch(at, size, shared);
+#define SAME_AGAIN same_again();
 #else
+#define SAME_AGAIN
 #define KIND_OF(kind, acquires, releases)
-#define TOUCH(at, size)
+#define TOUCH(at, size, shared)
 #endif
 static u64 WRITES;  // of all programs: without any, those that wait do so for nobody
 
@@ -249,19 +275,22 @@ static inline u8* in_shared(u32 at, u32 size) {
   NOTE(0, at)
   if (at % size) fail("misaligned access of shared memory");
   if ((u64)at + size > SHARED_BYTES) fail("access beyond the shared memory of the launch");
+  TOUCH((u64)(SHARED + at), size, true)
   return SHARED + at;
 }
 static inline u8* in_global(u64 at, u32 size) {
   NOTE(1, at)
   if (at % size) fail("misaligned access of global memory");
-  TOUCH(at, size)
+  TOUCH(at, size, false)
   return (u8*)at;
 }
 
 // Asynchronous copies are done when they are waited for, as late as they may be.
 static void commit(int lane) { CURRENT->copies[lane].emplace_back(); }
 static void copy_later(int lane, u32 target, u64 source, u32 size, u32 kept) {
+  KIND_OF(WRITE, 0, 0)
   in_shared(target, size);
+  KIND_OF(READ, 0, 0)
   if (kept) in_global(source, size);
   auto& groups = CURRENT->copies[lane];
   if (groups.empty()) groups.emplace_back();
@@ -270,9 +299,12 @@ static void copy_later(int lane, u32 target, u64 source, u32 size, u32 kept) {
 static void wait_copies(int lane, u32 left) {
   auto& groups = CURRENT->copies[lane];
   while (!groups.empty() && groups.size() - 1 > left) {
+    KIND_OF(WRITE, 0, 0)
     for (auto& one : groups[0]) {
+      TOUCH((u64)(SHARED + one.target), one.size, true)
       memset(SHARED + one.target, 0, one.size);
       memcpy(SHARED + one.target, one.source, one.kept);
+      SAME_AGAIN
     }
     groups.erase(groups.begin());
   }

@@ -30,6 +30,9 @@ static Program* start(u32 number, u32 bytes) {
 }
 
 static void end(Program* program) {
+#ifdef RACE
+  forget_shared(program->shared, program->bytes);
+#endif
   for (Warp* warp : program->warps) free(warp->stack), delete warp;
   free(program->shared);
   delete program;
@@ -64,7 +67,7 @@ extern "C" const char* run(
   size_t next = 0;
   u64 writes = WRITES, turns = 0;
 #ifdef RACE
-  SHADOW.clear(), RELEASED.clear();
+  SHADOW.clear(), RELEASED.clear(), AGAIN.clear();
 #endif
   while (!FAILURE[0] && (next < order.size() || !live.empty())) {
     while (live.size() < window && next < order.size()) live.push_back(start(order[next++], bytes));

@@ -193,7 +193,7 @@ class _Translation:
         """Return the statement of every lane, with a count of the memory that they touch together."""
         size = int(one.operands[2], 0) if one.name == "cp" else BYTES.get(one.kind, 4) * vector(one)
         self._accesses.append(Access(one.text, size, self._block in self._main_loop))
-        whole = f"FORGET {_kind(one)} ALL {text} SETTLE({len(self._accesses) - 1},{size})"
+        whole = f"FORGET {_kind(one)} ALL {text} SETTLE({len(self._accesses) - 1},{size}) SAME_AGAIN"
         return whole if one.name in ("ld", "cp") else f"WRITES++; {whole}"
 
     def _one(self, one: Instruction) -> None:

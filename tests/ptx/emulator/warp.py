@@ -103,7 +103,7 @@ def _wgmma(o: Operands, i: Instruction) -> str:
         a, at, turned = "u32**a=nullptr;", f"{o.lanes(left)}[0]", _scales[-1]
     added = f"{o.lanes(keep)}[0]" if o.register(keep) else keep
     call = f"wgmma(d,{shape[1]},a,{at},{turned},{o.lanes(right)}[0],{transposed},{added},{_WIDEN[i.parts[-1]]});"
-    return f'whole_warp(m,"a divergent wgmma");{d}{a}{call}'
+    return f'whole_warp(m,"a divergent wgmma");KIND_OF(READ,0,0){d}{a}{call}'
 
 
 def _matrices(o: Operands, i: Instruction) -> str:
@@ -116,7 +116,8 @@ def _matrices(o: Operands, i: Instruction) -> str:
     fragment, count = _fragment(o, "words", registers)
     rows = f"u32 rows[32];for(int l=0;l<32;l++)rows[l]={o.value(base, 'u32')}+({offset});"
     moved = f"move_matrices(words,{count},rows,{int('trans' in i.parts)},{int(load)});"
-    return f'whole_warp(m,"a divergent {i.name}");{rows}{fragment}{moved}'
+    kind = f"KIND_OF({'READ' if load else 'WRITE'},0,0)"
+    return f'whole_warp(m,"a divergent {i.name}");{kind}{rows}{fragment}{moved}SAME_AGAIN'
 
 
 WARP: Mapping[str, Callable[[Operands, Instruction], str]] = {

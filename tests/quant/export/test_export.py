@@ -1,6 +1,7 @@
 """Check that exports are read back with equal weights, refused where that is impossible, and rounded on request."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -20,6 +21,7 @@ from mycli.quant.planning import plan as planning
 from mycli.quant.progress import silent
 from mycli.quant.recipe import Recipe
 from mycli.runtime.checkpoint.gguf.blocks import dequantize_blocks
+from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.checkpoint.writer import CheckpointWriter
 from mycli.runtime.engine.loading.loader import load_model
@@ -27,6 +29,7 @@ from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.quantization.packed_weight import PackedWeight, pack
 from mycli.runtime.quantization.scheme import Packing
+from tests.attacks.fuzz_models import in_blocks
 from tests.support.engines import whole
 from tests.support.models import CPU, random_model
 from tests.support.paths import PICO
@@ -175,13 +178,19 @@ def test_the_library_reads_a_file_of_ours(tmp_path: Path) -> None:
     assert torch.equal(stored, ours.reshape(4, 2, 32, 256).swapaxes(1, 2).reshape(256, 256))
 
 
+def _in_fp32(path: Path) -> ModelFolder:
+    # A file's embedding is read in the dtype of the model.
+    opened = open_model_folder(path)
+    return replace(opened, config=replace(opened.config, dtype="float32"))
+
+
 @pytest.mark.parametrize("kind", ["gguf", "gguf:q8_0"])
 def test_pico_answers_from_its_file_as_from_its_folder(kind: str, tmp_path: Path) -> None:
     done = run(PICO, kind, tmp_path / "pico.gguf", requantize=True)
     tokens = torch.randint(3, 4096, (2, 40), generator=torch.Generator().manual_seed(0))
     # Rounded weights are compared with a dense copy of themselves.
     same = PICO if kind == "gguf" else run(done.path, "safetensors:fp32", tmp_path / "dense").path
-    mine, theirs = (whole(load_model(open_model_folder(path), CPU).model, tokens) for path in (done.path, same))
+    mine, theirs = (whole(load_model(_in_fp32(path), CPU).model, tokens) for path in (done.path, same))
     if kind == "gguf":
         assert torch.equal(mine, theirs)
     # Each product rounds its activations to 16 bits, 2^-16 of the largest: over six layers the errors stay below 2^-10.
@@ -190,6 +199,25 @@ def test_pico_answers_from_its_file_as_from_its_folder(kind: str, tmp_path: Path
     best = theirs.topk(2).values
     clear = best[..., 0] - best[..., 1] > 2 * error
     assert clear.float().mean() > 0.9 and torch.equal(mine.argmax(-1)[clear], theirs.argmax(-1)[clear])
+
+
+@pytest.mark.parametrize("kind", ["IQ4_XS", "Q5_K", "IQ2_XS"])
+def test_blocks_of_a_file_are_copied(kind: str, tmp_path: Path) -> None:
+    """Types that export does not round to are kept, in the embedding too, whose values bf16 does not hold."""
+    source, copy = tmp_path / "source.gguf", tmp_path / "copy.gguf"
+    source.write_bytes(in_blocks(run(PICO, "gguf:f32", tmp_path / "pico.gguf").path, kind))
+    assert not run(source, "gguf", copy).rounded
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(source).tensors}
+    copied = {tensor.name: tensor for tensor in gguf.GGUFReader(copy).tensors}
+    assert tensors.keys() == copied.keys() and tensors["token_embd.weight"].tensor_type.name == kind
+    assert all(np.array_equal(tensors[name].data, copied[name].data) for name in tensors)
+    dense = run(source, "gguf:f32", tmp_path / "dense.gguf")
+    assert not dense.rounded
+    for tensor in gguf.GGUFReader(dense.path).tensors:
+        original = tensors[tensor.name]
+        assert np.array_equal(tensor.data, quants.dequantize(original.data, original.tensor_type)), tensor.name
+    with pytest.raises(ModelError, match="fp32 values that BF16 does not hold"):
+        run(source, "gguf:bf16", tmp_path / "half.gguf")
 
 
 def test_metadata_comes_back_as_the_config_it_was(copies: dict[str, Path], tmp_path: Path) -> None:
@@ -260,9 +288,11 @@ def test_gptq_names_a_packed_head(tmp_path: Path) -> None:
 
 
 def test_file_types_are_the_librarys() -> None:
-    names = {"F32": "ALL_F32", "Q4_K": "MOSTLY_Q4_K_S", "MXFP4": "MOSTLY_MXFP4_MOE"}
-    for kind, value in writer._FILE_TYPES.items():
-        assert value == gguf.LlamaFileType[names.get(kind, f"MOSTLY_{kind}")], kind
+    names = {kind.value: kind.name for kind in gguf.LlamaFileType}
+    known = {kind: names[value] for kind, value in writer._FILE_TYPES.items() if value in names}
+    assert {"F32", "F16", "BF16", "Q4_0", "Q8_0", "Q4_K", "MXFP4"} <= known.keys()
+    for kind, name in known.items():
+        assert name in (f"ALL_{kind}", f"MOSTLY_{kind}", f"MOSTLY_{kind}_S", f"MOSTLY_{kind}_MOE"), kind
 
 
 def test_biases_that_mlx_would_round_are_refused() -> None:

@@ -18,7 +18,7 @@ from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.errors import UsageError
 from mycli.runtime.hub.resolve import Source
 from mycli.runtime.quantization.scheme import Packing
-from tests.support.models import CPU
+from tests.support.models import CPU, shorten_report
 from tests.support.paths import DRAFT
 from tests.support.rounding import rounded
 
@@ -83,7 +83,8 @@ def test_what_makes_it_worse_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> No
     assert tuned.blocks == blocks and tuned.kl.after == tuned.kl.before
 
 
-def test_a_tuned_copy_measures_what_was_promised(tmp_path: Path) -> None:
+def test_a_tuned_copy_measures_what_was_promised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten_report(monkeypatch, 2048)
     recipe = Recipe(bits=3, group=64, samples=2 * HELD_OUT_EVERY, seq=32)
     plain = quantize(plan_quantization(SOURCE, recipe), tmp_path / "plain", CPU)
     tuned = quantize(plan_quantization(SOURCE, Recipe(**{**vars(recipe), "tune": True})), tmp_path / "tuned", CPU)

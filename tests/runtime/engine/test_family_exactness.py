@@ -43,11 +43,11 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
     "doge-gqa4:2-window7-tied-biases": {"head_dim": 32},
 }
 BF16: tuple[KvDtype, ...] = ("auto", "int8", "int4")
-# torch multiplies experts in unpacked fp32, by other sums for other numbers of rows.
-WITH_EXPERTS = {case for case, changes in CHANGES.items() if "experts" in " ".join(changes)}
+# With experts in unpacked fp32 as well, Kimi Delta Attention does not have this promise yet.
+WITHOUT_FP32 = ("kimi_linear-8top3", "bailing_hybrid-8top3")
 GRID = [
     *((case, torch.bfloat16, kv) for case in CHANGES for kv in BF16),
-    *((case, torch.float32, "auto") for case in CHANGES if case not in WITH_EXPERTS),
+    *((case, torch.float32, "auto") for case in CHANGES if case not in WITHOUT_FP32),
 ]
 Replies = list[tuple[list[int], list[int]]]  # tokens, and hashes of the logits that each was drawn from
 # Kimi Delta Attention, latent attention with gates, and experts in groups.

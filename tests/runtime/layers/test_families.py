@@ -1,8 +1,12 @@
-"""Test every family against transformers in fp32 with the same files: whole, in chunks, and token by token."""
+"""Test every family against transformers in fp32 with the same files: whole, in chunks, by token, in paged blocks."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import MISSING, fields
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +19,12 @@ from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.engine.model_runner import CacheShape, ModelRunner
+from mycli.runtime.errors import ModelError
 from mycli.runtime.models import multimodal
-from mycli.runtime.models.registry import REFUSED, families
+from mycli.runtime.models.registry import REFUSED, families, parse_config
+from mycli.runtime.utils.json_fields import Fields
 from tests.support.engines import whole
-from tests.support.families import CASES, LATER, QUICK, TOKENS, enliven, make
+from tests.support.families import ALIASES, CASES, LATER, QUICK, TOKENS, enliven, make
 from tests.support.family_parts import SMALL
 from tests.support.grids import chosen
 from tests.support.models import CPU
@@ -29,7 +35,10 @@ WAYS: dict[str, list[int]] = {
     "chunks-of-23": [23] * -(-TOKENS // 23),
     "prefill-then-steps": [11] + [1] * (TOKENS - 11),
     "steps": [1] * TOKENS,
+    "blocks-of-8-in-any-order": [17, 1, 1, *[7] * 3],
+    "blocks-of-1-in-any-order": [13, 1, *[9] * 2, *[1] * 8],
 }
+BLOCKS = {"blocks-of-8-in-any-order": 8, "blocks-of-1-in-any-order": 1}
 
 
 Made = Callable[[str], tuple[transformers.PreTrainedModel, Path]]
@@ -57,7 +66,7 @@ def test_logits_equal_transformers(case: str, made: Made) -> None:
     for way, sizes in WAYS.items():
         if model.config.rope_scaling.kind == "dynamic" and way != "prefill":
             continue  # its frequencies depend on the length so far: the next test goes step by step
-        actual = whole(model, tokens, sizes)
+        actual = whole(model, tokens, sizes, block_size=BLOCKS.get(way))
         assert (actual - expected).abs().max() <= 2e-5 * expected.abs().max(), way
         assert torch.equal(actual.argmax(-1), expected.argmax(-1)), way
 
@@ -138,6 +147,54 @@ def test_every_causal_model_of_transformers_runs_or_is_refused_with_a_reason() -
     running = {*families(), *multimodal.TEXT_PARTS}
     assert not running & REFUSED.keys()
     assert not set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - running - REFUSED.keys()
+
+
+# Tokens and the limit of the context, and a number that the shapes of tensors have to agree with.
+NO_DEFAULTS = {"bos_token_id", "eos_token_id", "max_position_embeddings", "original_max_position_embeddings"}
+NO_DEFAULTS |= {"num_key_value_heads", "rope_parameters"}
+ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
+
+
+def differ(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Return whether both configs are read and describe different models."""
+    try:
+        read = [parse_config(Fields(values, "config.json")) for values in (one, other)]
+    except ModelError:
+        return False
+    layers = [config.layer_specs for config in read]
+    return layers[0] != layers[1] or any(
+        getattr(read[0], field.name) != getattr(read[1], field.name)
+        for field in fields(read[0])
+        if field.name != "build_layer"
+    )
+
+
+@pytest.mark.parametrize("model_type", families())
+def test_absent_fields_have_the_defaults_of_transformers(model_type: str) -> None:
+    own = type(transformers.AutoConfig.for_model(ALIASES.get(model_type, model_type)))
+    changes = {**SMALL, **{kind: changes for kind, changes in CASES.values()}[model_type]}
+
+    def completed(values: Mapping[str, Any]) -> dict[str, Any]:
+        text = own(**deepcopy(dict(values))).to_json_string(use_diff=False)
+        return {**json.loads(text), "model_type": model_type, "dtype": "float32"}
+
+    written = completed(changes)
+    for field in fields(own):
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        if field.name in written.keys() - NO_DEFAULTS:
+            absent = {key: value for key, value in written.items() if key != field.name}
+            assert not differ(absent, {**absent, field.name: default}), field.name
+    if "rope_parameters" not in written:
+        return
+    bare = {key: value for key, value in changes.items() if key not in ROPE}
+    written = completed(bare)
+    absent = {key: value for key, value in written.items() if key not in ROPE}
+    rope = written["rope_parameters"]
+    assert not differ(absent, {**absent, "rope_parameters": rope})
+    if "rope_theta" in rope:  # theta alone, whose default may be another one
+        kind = {"rope_parameters": {"rope_type": "default"}}
+        whole_rope = completed({**bare, **kind})["rope_parameters"]
+        assert not differ({**absent, **kind}, {**absent, "rope_parameters": whole_rope})
 
 
 def test_gpt_oss_with_experts_in_16_bits(tmp_path: Path) -> None:

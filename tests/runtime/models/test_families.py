@@ -152,6 +152,38 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "mamba-limits": ("bamba", {"time_step_limit": ["a", 1]}, "low must be a number"),
     "mamba-layers": ("granitemoehybrid", {"layer_types": ["mamba"] * 3}, "for each of 4 layers"),
     "mamba-positions": ("granitemoehybrid", {"position_embedding_type": "alibi"}, "'alibi' is not supported"),
+    "bailing-two-names": ("bailing_hybrid", {"n_group": 2, "num_expert_group": 1}, "n_group|num_expert_group"),
+    "two-top-ks": ("deepseek_v3", {"num_experts_per_tok": 8, "moe_k": 4}, "moe_k = 4 differs"),
+    "two-counts": ("mixtral", {"num_local_experts": 8, "num_experts": 4}, "num_experts = 4 differs"),
+    "null-true": ("deepseek_v3", {"rope_interleave": None}, "rope_interleave must be true or false"),
+    "convolved-gelu": ("bamba", {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act"),
+    "hybrid-gelu": ("granitemoehybrid", {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act"),
+    "delta-gelu": ("qwen3_next", {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act"),
+    "kimi-gelu": ("kimi_linear", {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act"),
+    "kimi-tied": ("kimi_linear", {"tie_word_embeddings": True}, "tie_word_embeddings"),
+    "ling-tied": ("bailing_hybrid", {"tie_word_embeddings": True}, "tie_word_embeddings"),
+    "gemma3-capped": ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+    "gemma3-flat-rope": ("gemma3_text", {"rope_parameters": {"rope_type": "default"}}, "has no sections"),
+    "gemma3n-old-type": (
+        "gemma3n_text",
+        {"rope_scaling": {"type": "linear", "factor": 2.0}, "num_kv_shared_layers": 0},
+        "type is not read",
+    ),
+    "cohere2_moe-scaling": (
+        "cohere2_moe",
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        "rope_scaling",
+    ),
+    "lfm3-half-rotated": (
+        "lfm3",
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "partial_rotary_factor": 0.5},
+                "sliding_attention": {"rope_type": "default"},
+            }
+        },
+        "partial_rotary_factor",
+    ),
     "alpha-text": (
         "hunyuan_v1_dense",
         {"rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": "1000"}},
@@ -206,6 +238,16 @@ def test_absent_fields_take_the_family_defaults() -> None:
     assert [spec.attention.head_dim for spec in four.layer_specs] == [256] * 5 + [512]
     assert four.layer_rope(5) == four.distinct_ropes[1] and four.rope_scaling.partial_factor == 0.25
     assert four.per_layer_width == 256 and parse("gemma4_unified_text").per_layer_width == 0
+
+
+def test_fields_under_the_names_of_other_families() -> None:
+    """transformers reads numbers of experts under several names."""
+    ernie = parse("ernie4_5_moe", num_experts_per_tok=2, num_experts=8).layer(1).mlp
+    assert isinstance(ernie, ExpertsSpec) and (len(ernie.experts), ernie.top_k) == (8, 2)
+    hunyuan = parse("hunyuan_v1_moe", num_experts=4, num_experts_per_tok=[2] * 4).layer(0).mlp
+    assert isinstance(hunyuan, ExpertsSpec) and hunyuan.top_k == 2
+    assert parse("olmo_hybrid", rope_parameters={"rope_theta": None}).layer_ropes == (None,) * 4
+    assert parse("gpt_oss", rope_theta=777.0).rope_theta == 777.0, "the default scaling has no theta of its own"
 
 
 def test_input_source_of_a_product() -> None:

@@ -5,6 +5,7 @@ A proxy forces a tool call in the first turn, so that the whole loop of each cli
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -29,7 +30,7 @@ from tests.support.served import Served, serving
 
 pytestmark = pytest.mark.slow
 SCRIPTS = ROOT / "tests" / "support" / "clients"
-INSTALL_SECONDS = 180  # a client that takes longer on a busy machine is skipped
+INSTALL_SECONDS = 900  # a client that takes longer on a busy machine is skipped
 JAVASCRIPT = (
     "openai",
     "@anthropic-ai/sdk",
@@ -44,7 +45,14 @@ AGENTS: dict[str, tuple[str, list[str], str | None]] = {
     "claude": ("@anthropic-ai/claude-code", ["claude", "--output-format", "json", "-p"], "Read"),
     "qwen": ("@qwen-code/qwen-code", ["qwen", "--auth-type", "openai", "-p"], None),
     "opencode": ("opencode-ai", ["opencode", "run", "--model", "mycli/agent"], None),
+    "continue": ("@continuedev/cli", ["cn", "--config", "continue.yaml", "--auto", "-p"], "List"),
 }
+_CONTINUE = """name: mycli
+version: 0.0.1
+schema: v1
+models:
+  - {{name: agent, provider: openai, model: agent, apiBase: "{address}/v1", apiKey: any, capabilities: [tool_use]}}
+"""
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +89,22 @@ def install(command: Sequence[str], folder: Path) -> None:
         pytest.skip(f"cannot be installed here: {done.stderr[-200:]}")
 
 
+def print_result(name: str, folder: Path, packages: Sequence[str], passed: Sequence[Exchange]) -> None:
+    """Print a row of docs/results/clients.md: versions, requests, and how many had a forced call."""
+    versions = []
+    for package in (re.split(r"[\[@=]", package)[0] or package for package in packages):
+        stem = re.sub(r"[-.]", "_", package)
+        for path in folder.glob(f"venv/lib/python*/site-packages/{stem}-*.dist-info"):
+            versions.append(f"{package} {path.name.removesuffix('.dist-info').rpartition('-')[2]}")
+    for package in packages:
+        path = folder / "node_modules" / package / "package.json"
+        if path.exists():
+            versions.append(f"{package} {json.loads(path.read_text())['version']}")
+    routes = ", ".join(sorted({exchange.path.partition("?")[0] for exchange in passed}))
+    forced = sum(exchange.forced for exchange in passed)
+    print(f"| {name} | {', '.join(versions)} | completes | {len(passed)} requests, {forced} forced | {routes} |")
+
+
 def check(passed: Sequence[Exchange], forced: bool) -> None:
     assert passed and {exchange.status for exchange in passed} <= {200, 404}  # some request pages of hosted services
     assert not forced or any(exchange.forced for exchange in passed)
@@ -98,6 +122,7 @@ def test_a_python_client(agent_server: Served, tmp_path: Path, name: str) -> Non
         assert done.returncode == 0 and "completed" in done.stdout, done.stderr[-2000:]
         if not name.startswith("litellm"):  # which also checks for the error of a long prompt
             check(passed, loops)
+        print_result(name, tmp_path, packages, passed)
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +143,7 @@ def test_a_javascript_client(agent_server: Served, packages: Path, name: str) ->
         done = run(["node", *script], packages, 120)
         assert done.returncode == 0 and "completed" in done.stdout, done.stderr[-2000:]
         check(passed, True)
+        print_result(name, packages, [package.partition("@6")[0] for package in wanted], passed)
 
 
 @pytest.mark.parametrize("name", AGENTS)
@@ -131,6 +157,7 @@ def test_an_agent_calls_its_tool_and_answers(agent_server: Served, packages: Pat
         done = run([program, *command[1:], "List the files."], tmp_path, 180, **environment)
         assert done.returncode == 0 and "The" in done.stdout, (done.stdout + done.stderr)[-2000:]
         check(passed, True)
+        print_result(name, packages, [package], passed)
 
 
 def _configured(name: str, folder: Path, address: str) -> dict[str, str]:
@@ -143,6 +170,9 @@ def _configured(name: str, folder: Path, address: str) -> dict[str, str]:
     if name == "claude":
         names = {"ANTHROPIC_MODEL": "agent", "ANTHROPIC_SMALL_FAST_MODEL": "agent", "ANTHROPIC_API_KEY": "any"}
         return {**names, "ANTHROPIC_BASE_URL": address, "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"}
+    if name == "continue":
+        (folder / "continue.yaml").write_text(_CONTINUE.format(address=address))
+        return {"CONTINUE_TELEMETRY_ENABLED": "0", "CONTINUE_ALLOW_ANONYMOUS_TELEMETRY": "0"}
     if name == "opencode":
         provider: dict[str, Any] = {
             "npm": "@ai-sdk/openai-compatible",

@@ -9,7 +9,7 @@ import pytest
 
 from mycli.runtime.engine.loading.loader import LoadedModel
 from mycli.runtime.engine.sequence import Request, SequenceOutput
-from mycli.runtime.errors import ModelError
+from mycli.runtime.errors import ModelError, UsageError, UserError
 from tests.runtime.server.conftest import Scripted
 from tests.support.served import ScriptedEngine, Served, joined, serving
 
@@ -168,17 +168,20 @@ def test_g25_an_error_inside_a_stream_is_an_event(scripted: Scripted) -> None:
         served.idle()
 
 
-def test_g39_a_reply_that_fails_alone_is_an_error(loaded: LoadedModel) -> None:
+@pytest.mark.parametrize("kind, status", [(ModelError, 500), (UsageError, 400)])
+def test_g39_a_reply_that_fails_alone_is_an_error(loaded: LoadedModel, kind: type[UserError], status: int) -> None:
     class Failing(ScriptedEngine):
         def step(self) -> list[SequenceOutput]:
             outputs = list(super().step())
-            error = ModelError("response_format: dead end")
+            error = kind("response_format: dead end")
             return [dataclasses.replace(one, finish_reason="error", error=error) for one in outputs]
 
     with serving(loaded, Failing(lambda request: [5, 6])) as served:
         whole = served.chat()
         assert (
-            whole.status == 500 and whole.error["code"] == "generation_failed" and "dead end" in whole.error["message"]
+            whole.status == status
+            and whole.error["code"] == "generation_failed"
+            and "dead end" in whole.error["message"]
         )
         assert served.chat(stream=True).events[-1]["error"]["code"] == "generation_failed"
         assert 'finished_reason="error"' in served.ask("GET", "/metrics").body.decode()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -210,6 +211,7 @@ def test_every_limit_leaves_an_answer(looping: Served, route: str, limit: str) -
 
 @pytest.mark.slow
 def test_a_hundred_replies_of_a_looping_model_have_an_answer(looping: Served) -> None:
+    """Prints the number of replies with an answer, and the longest reply of each limit in seconds."""
     cases = [
         (route, limit, form, stream)
         for route in ALL_FORMS
@@ -217,9 +219,14 @@ def test_a_hundred_replies_of_a_looping_model_have_an_answer(looping: Served) ->
         for form in FORMS
         for stream in (True, False)
     ]
+    answers, longest = 0, dict.fromkeys(LIMITS, 0.0)
     for number in range(100):
         route, limit, form, stream = cases[number * 37 % len(cases)]
+        began = time.perf_counter()
         limited(looping, route, limit, form, stream, number)
+        longest[limit] = max(longest[limit], time.perf_counter() - began)
+        answers += 1
+    print(f"{answers} of 100 answered;", ", ".join(f"{name} {seconds:.2f} s" for name, seconds in longest.items()))
 
 
 def test_a_loop_is_cut_long_before_the_budget(looping: Served) -> None:

@@ -15,7 +15,7 @@ inline __attribute__((always_inline)) void sum_segment(const uint8_t* block, int
     I high[M][CHAINS] = {}, low[M][CHAINS] = {};
     for (int64_t b = 0; b < steps; b++, block += STORED<B> * 64) {
         const int8_t* at = x.bytes + input + b * INPUTS;
-        if (half == 0 && first == 0) prefetch_twice<B>(block);
+        if (half == 0 && first == 0) prefetch_far<B>(block);
 #pragma GCC unroll 8
         for (int q = first; q < first + PART; q++) {
             const U codes = four_of<B>(block, q, half);

@@ -26,15 +26,15 @@ inline __attribute__((always_inline)) void few_segment(const uint8_t* block, int
                                                        Floats (&span)[M]) {
     ByteSum<FITTING<B>> sum[M];
     const int32_t *const start = x.units.sum + place, *at = reinterpret_cast<const int32_t*>(x.bytes) + four * x.stride;
-#pragma GCC unroll 12
+#pragma GCC unroll 14
     for (int m = 0; m < M; m++) sum[m].sum = times_zero<B>(start[m]);
 #pragma GCC unroll 8
     for (int q = 0; q < STEPS; q++, at += x.stride) {
         const Words codes = byte_codes<B>(block, FIRST + q, part);
-#pragma GCC unroll 12
+#pragma GCC unroll 14
         for (int m = 0; m < M; m++) sum[m].add(q, STEPS, codes, Ints{} + at[m]);
     }
-#pragma GCC unroll 12
+#pragma GCC unroll 14
     for (int m = 0; m < M; m++) span[m] = add_byte_segment(sum[m].sum, spread_lanes(x.units.unit[place + m]), span[m]);
 }
 
@@ -64,9 +64,9 @@ template <int B, int M, int STEPS> __attribute__((noinline)) void few_byte_rows_
     Floats total[PARTS][M] = {};
     SpanScales scales(w, row_block, byte_cut_of(w).span);
     const auto add = [&](int part, int64_t place, const Floats (&span)[M]) {
-#pragma GCC unroll 12
+#pragma GCC unroll 14
         for (int m = 0; m < M; m++) total[part][m] = add_byte_span(span[m], scales.now.scale[part], total[part][m]);
-#pragma GCC unroll 12
+#pragma GCC unroll 14
         for (int m = 0; w.offsets && m < M; m++)
             total[part][m] = shifted(scales.now.offset[part], spread_lanes(x.units.shift[place + m]), total[part][m]);
     };
@@ -76,7 +76,7 @@ template <int B, int M, int STEPS> __attribute__((noinline)) void few_byte_rows_
             for (int part = 0; part < PARTS; part++) {
                 Floats span[M] = {};
                 for (int64_t run = 0; run < runs; run++) {
-                    if (part == 0) prefetch_twice<B>(block + run * size);
+                    if (part == 0) prefetch_far<B>(block + run * size);
                     few_segment<B, M, FOURS, 0>(block + run * size, part, input / 4 + run * FOURS, x, place + run * x.units.segment, span);
                 }
                 add(part, place, span);
@@ -84,7 +84,7 @@ template <int B, int M, int STEPS> __attribute__((noinline)) void few_byte_rows_
             block += runs * size, input += runs * INPUTS, place += runs * x.units.segment;
             scales.advance(input);
         } else {
-            prefetch_twice<B>(block);
+            prefetch_far<B>(block);
             const auto half = [&](auto first) {
 #pragma GCC unroll 4
                 for (int part = 0; part < PARTS; part++) {

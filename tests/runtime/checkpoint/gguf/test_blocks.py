@@ -116,6 +116,16 @@ def test_packed_groups_mean_the_same(kind: GgmlType) -> None:
     assert packing == TYPES_BY_NAME[kind.name].packing and actual.in_features == expected.shape[1]
 
 
+def test_a_minimum_of_zero_levels_outlives_a_large_scale() -> None:
+    """Regression of a `fuzz` finding: the offset held both, and fp32 rounded the minimum away."""
+    block = torch.zeros(1, 176, dtype=torch.uint8)
+    block[:, :4] = torch.tensor([[-3920.0, 3.2e-5]]).half().view(torch.uint8)
+    block[:, 4:16] = 0x3F
+    expected = torch.from_numpy(_reference(block.numpy(), "Q5_K"))
+    assert expected.abs().min() > 0
+    assert torch.equal(dequantize(pack_rows(block, TYPES_BY_NAME["Q5_K"])), expected)
+
+
 @pytest.mark.parametrize("kind", [kind for kind in QUANTIZED if kind.half], ids=lambda kind: kind.name)
 def test_scales_of_sixteen_bits_stay_exact(kind: GgmlType) -> None:
     actual = pack_rows(random_blocks(kind.name, 8, 4, seed=2), TYPES_BY_NAME[kind.name])

@@ -1,31 +1,41 @@
 """Test that every request field of other servers is supported, refused by name, or irrelevant to the reply."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from anthropic.types import message_create_params
+from anthropic.types import message_count_tokens_params, message_create_params
+from anthropic.types.beta import message_count_tokens_params as beta_count_tokens_params
 from anthropic.types.beta import message_create_params as beta_create_params
 from openai.types import completion_create_params as text_create_params
+from openai.types import embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
-from openai.types.responses import response_create_params
+from openai.types.responses import input_token_count_params, response_create_params
 
 from mycli.runtime.server.requests import fields
 from mycli.runtime.server.requests.schemas import Sampling
 from tests.runtime.server.conftest import Scripted
+from tests.support.embedding_models import qwen3_embedding
 from tests.support.request_fields import (
     CHAT,
+    COUNT_TOKENS,
+    DETOKENIZE,
+    EMBEDDINGS,
     EXCEPTIONS,
     FIELDS,
     HARMLESS,
+    INPUT_TOKENS,
     INTERFACES,
     MESSAGES,
     NAMED,
     REFUSED,
+    RERANK,
     RESPONSES,
     SERVED,
     TEXT,
+    TOKENIZE,
 )
-from tests.support.served import ScriptedEngine, Served, serving
+from tests.support.served import ScriptedEngine, Served, load_fp32, serving
 
 _TALK = [{"role": "user", "content": "Hello"}]
 BODIES: dict[str, dict[str, Any]] = {
@@ -33,21 +43,36 @@ BODIES: dict[str, dict[str, Any]] = {
     TEXT: {"prompt": "Hello", "max_tokens": 1},
     RESPONSES: {"input": "Hello", "max_output_tokens": 1},
     MESSAGES: {"messages": _TALK, "max_tokens": 1},
+    INPUT_TOKENS: {"input": "Hello"},
+    COUNT_TOKENS: {"messages": _TALK},
+    EMBEDDINGS: {"input": "Hello"},
+    RERANK: {"query": "Hello", "documents": ["a", "b"]},
+    TOKENIZE: {"messages": _TALK},
+    DETOKENIZE: {"tokens": [5]},
 }
 CLIENTS = {
     "openai": {
         CHAT: chat_create_params.CompletionCreateParamsBase,
         TEXT: text_create_params.CompletionCreateParamsBase,
         RESPONSES: response_create_params.ResponseCreateParamsBase,
+        INPUT_TOKENS: input_token_count_params.InputTokenCountParams,
+        EMBEDDINGS: embedding_create_params.EmbeddingCreateParams,
     },
-    "anthropic": {MESSAGES: message_create_params.MessageCreateParamsBase},
-    "anthropic-beta": {MESSAGES: beta_create_params.MessageCreateParamsBase},
+    "anthropic": {
+        MESSAGES: message_create_params.MessageCreateParamsBase,
+        COUNT_TOKENS: message_count_tokens_params.MessageCountTokensParams,
+    },
+    "anthropic-beta": {
+        MESSAGES: beta_create_params.MessageCreateParamsBase,
+        COUNT_TOKENS: beta_count_tokens_params.MessageCountTokensParams,
+    },
 }
 # (route, field) -> the interfaces that have it
 SENT: dict[tuple[str, str], list[str]] = {}
+EXTRA = {route: ("stream",) for route in (CHAT, TEXT, RESPONSES)} | {MESSAGES: ("stream", "output_format")}
 for client, kinds in CLIENTS.items():
     for route, kind in kinds.items():
-        for name in ("stream", *(("output_format",) if route == MESSAGES else ()), *kind.__annotations__):
+        for name in (*EXTRA.get(route, ()), *kind.__annotations__):
             SENT.setdefault((route, name), []).append(client)
 for client, routes in INTERFACES.items():
     for route, names in routes.items():
@@ -62,13 +87,20 @@ def answering(loaded: Any) -> Any:
         yield served
 
 
+@pytest.fixture(scope="module")
+def embedding(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = qwen3_embedding(tmp_path_factory.mktemp("embedding") / "model")
+    with serving(*load_fp32(folder)) as served:
+        yield served
+
+
 @pytest.mark.parametrize("route, name", sorted(SENT), ids=lambda part: part)
-def test_a_field_is_served_or_refused_by_name(answering: Served, route: str, name: str) -> None:
+def test_a_field_is_served_or_refused_by_name(answering: Served, embedding: Served, route: str, name: str) -> None:
     fate, value = EXCEPTIONS.get((route, name), FIELDS[name])
     body = {**BODIES[route], name: value}
     if name == "function_call":
         body["functions"] = FIELDS["functions"][1]
-    answer = answering.ask("POST", route, body)
+    answer = (embedding if route in (EMBEDDINGS, RERANK) else answering).ask("POST", route, body)
     if fate == REFUSED:
         assert answer.status == 400 and str(answer.error["param"]).startswith(name), answer.body[:300]
         return
@@ -85,6 +117,31 @@ def test_a_field_that_asks_for_nothing_is_no_reason_to_refuse(answering: Served,
 def test_a_field_of_no_interface_is_ignored_and_named(answering: Served) -> None:
     answer = answering.ask("POST", CHAT, {**BODIES[CHAT], "temprature": 0.5, "a\nb": 1})
     assert answer.status == 200 and answer.headers["x-mycli-omitted"] == "field temprature, field unprintable"
+
+
+def test_parts_that_nothing_reads_are_named_by_their_path(answering: Served) -> None:
+    message = {"role": "user", "content": [{"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}]}
+    tool = {"type": "function", "function": {**FIELDS["functions"][1][0], "strict": None, "examples": [1]}}
+    body = {"messages": [message, {**message, "prefix": True, "id": "m"}], "tools": [tool], "max_tokens": 1}
+    answer = answering.ask("POST", CHAT, body)
+    assert answer.status == 200
+    assert answer.headers["x-mycli-omitted"] == "field messages.prefix, field tools.function.examples"
+    many = answering.ask("POST", CHAT, {**body, "messages": [{**message, **{f"f{i}": 1 for i in range(5000)}}]})
+    assert many.headers["x-mycli-omitted"].count("field messages.f") == 32
+
+
+def test_a_window_of_penalties_is_refused_where_penalties_are_set(answering: Served) -> None:
+    for penalty, status in ((0, 200), (0.5, 400)):
+        answer = answering.ask("POST", CHAT, {**BODIES[CHAT], "repeat_last_n": 64, "frequency_penalty": penalty})
+        assert answer.status == status, answer.body
+    assert answer.error["param"] == "repeat_last_n"
+
+
+def test_llama_cpps_words_of_tokenization(answering: Served) -> None:
+    ids = answering.ask("POST", TOKENIZE, {"content": "Hello <|im_end|>"}).json["tokens"]
+    plain = answering.ask("POST", TOKENIZE, {"content": "Hello <|im_end|>", "parse_special": False}).json["tokens"]
+    assert len(ids) < len(plain) == len(answering.ask("POST", TOKENIZE, {"prompt": "Hello <|im_end|>"}).json["tokens"])
+    assert answering.ask("POST", DETOKENIZE, {"tokens": plain}).json["content"] == "Hello <|im_end|>"
 
 
 def test_the_table_holds_every_field_that_is_refused_or_ignored() -> None:

@@ -17,6 +17,8 @@ template <class T> struct Dense {  // T: float, or uint16_t for bf16
 // ---- Vectors: a register tile is up to DENSE_HIGH rows times DENSE_ACROSS outputs ----
 
 constexpr int DENSE_ACROSS = 4, DENSE_HIGH = VECTOR == 64 ? 6 : 3;
+// One row waits for memory, which is read faster as one stream than as four; shorter vectors need four sums to hide their latency.
+constexpr int ALONE_ACROSS = VECTOR == 64 ? 1 : DENSE_ACROSS;
 
 // How a type is multiplied: a vector of weights, STEP values, times the matching activations, which `expand` lays out.
 template <class T> struct Element;
@@ -77,37 +79,39 @@ template <int S = LANES / 2> inline float sum_lanes(Floats v) {
     return sums[0];
 }
 
-// M rows of x times DENSE_ACROSS outputs from `output`; outputs past the last repeat it.
-template <int M, class T> void dense_tile(const Dense<T>& d, int64_t output, const Activation<T>* x, T* y) {
-    const T* row[DENSE_ACROSS];
-    for (int n = 0; n < DENSE_ACROSS; n++) row[n] = d.w + std::min(output + n, d.outputs - 1) * d.inputs;
-    Floats sum[M][DENSE_ACROSS] = {};
+// M rows of x times WIDE outputs from `output`; outputs past the last repeat it.
+template <int M, int WIDE, class T> void dense_tile(const Dense<T>& d, int64_t output, const Activation<T>* x, T* y) {
+    const T* row[WIDE];
+    for (int n = 0; n < WIDE; n++) row[n] = d.w + std::min(output + n, d.outputs - 1) * d.inputs;
+    Floats sum[M][WIDE] = {};
     // Near the end of a row, the same row of the next tile is prefetched.
     const auto ahead = [&](int n, int64_t k) {
         const int64_t at = k + AHEAD / 2 / int64_t(sizeof(T));
-        return row[n] + at + (at < d.inputs ? 0 : (DENSE_ACROSS - 1) * d.inputs);
+        return row[n] + at + (at < d.inputs ? 0 : (WIDE - 1) * d.inputs);
     };
     for (int64_t k = 0; k < d.inputs; k += Element<T>::STEP)
 #pragma GCC unroll 4
-        for (int n = 0; n < DENSE_ACROSS; n++) {
+        for (int n = 0; n < WIDE; n++) {
             const typename Element<T>::Weights w(row[n] + k);
             if (M <= 2) __builtin_prefetch(ahead(n, k));
 #pragma GCC unroll 6
             for (int m = 0; m < M; m++) sum[m][n] = w.add(sum[m][n], x + m * d.inputs + k);
         }
     for (int m = 0; m < M; m++)
-        for (int n = 0; n < DENSE_ACROSS && output + n < d.outputs; n++)
+        for (int n = 0; n < WIDE && output + n < d.outputs; n++)
             Element<T>::store(y + m * d.outputs + output + n, sum_lanes(sum[m][n]));
 }
 
 template <class T> void dense_rows(const Dense<T>& d, int64_t rows, int64_t output, const Activation<T>* x, T* y) {
     switch (rows) {
-        case 1: return dense_tile<1>(d, output, x, y);
-        case 2: return dense_tile<2>(d, output, x, y);
-        case 3: return dense_tile<3>(d, output, x, y);
-        case 4: return dense_tile<std::min(DENSE_HIGH, 4)>(d, output, x, y);
-        case 5: return dense_tile<std::min(DENSE_HIGH, 5)>(d, output, x, y);
-        default: return dense_tile<DENSE_HIGH>(d, output, x, y);
+        case 1:
+            for (int n = 0; n < DENSE_ACROSS && output + n < d.outputs; n += ALONE_ACROSS) dense_tile<1, ALONE_ACROSS>(d, output + n, x, y);
+            return;
+        case 2: return dense_tile<2, DENSE_ACROSS>(d, output, x, y);
+        case 3: return dense_tile<3, DENSE_ACROSS>(d, output, x, y);
+        case 4: return dense_tile<std::min(DENSE_HIGH, 4), DENSE_ACROSS>(d, output, x, y);
+        case 5: return dense_tile<std::min(DENSE_HIGH, 5), DENSE_ACROSS>(d, output, x, y);
+        default: return dense_tile<DENSE_HIGH, DENSE_ACROSS>(d, output, x, y);
     }
 }
 

@@ -55,7 +55,7 @@ constexpr int64_t OWN = std::min<int64_t>(FEW, 4);  // up to this many rows, eac
 // The same with 8-bit activations. More than BYTE_PART rows are multiplied in parts, each of which unpacks the codes again, from the
 // L1 cache; with AVX-512 VNNI that is faster than a panel up to 16 rows.
 #if WIDTH == 64
-constexpr int64_t BYTE_PART = 12, BYTE_FEW = 16;
+constexpr int64_t BYTE_PART = 14, BYTE_FEW = 16;
 #else
 constexpr int64_t BYTE_PART = FEW, BYTE_FEW = FEW;
 #endif
@@ -139,7 +139,7 @@ public:
         const Weight& w = *products[share.product].weight;
         const int64_t size = w.inputs / INPUTS * w.bits * 64;
         const uint8_t* codes = w.codes + (share.first - starts[share.product]) * size;
-        for (int64_t i = 0; i < std::min(FAR_AHEAD, size); i += 64) __builtin_prefetch(codes + i, 0, 2);
+        for (int64_t i = 0; i < std::min(FAR_AHEAD, size); i += 64) __builtin_prefetch(codes + i);
         return true;
     }
 
