@@ -109,6 +109,10 @@ def _largest(config: ModelConfig) -> LayerSpec:
     return max(config.layer_specs, key=_weights)
 
 
+def _whole_windows(tokens: int, length: int) -> int:
+    return max(length, tokens // length * length)
+
+
 def _inner_width(layer: LayerSpec) -> int:
     """Return the MLP's intermediate size, summed over the experts that one token uses."""
     if not isinstance(layer.mlp, ExpertsSpec):
@@ -170,7 +174,7 @@ def _products(work: QuantizationWork) -> list[tuple[str, int, int]]:
 
 def _solving(work: QuantizationWork, at_once: int) -> list[tuple[int, int]]:
     config = work.config
-    tokens = max(work.seq, at_once // work.seq * work.seq)
+    tokens = _whole_windows(at_once, work.seq)
     weights = _weights(_largest(config))
     parts = max(len(spec.parts) - spec.parallel for spec in config.layer_specs)  # each has its own stream
     count = 2 * parts if work.transforms else parts + 1
@@ -207,7 +211,7 @@ def _sensitivity(work: QuantizationWork, at_once: int) -> tuple[int, int]:
     config = work.config
     streams = _FLOAT * work.sensitivity_tokens * config.hidden_size * (config.layers + 3)
     head = _FLOAT * config.vocab_size * (config.hidden_size + 7 * work.seq)
-    tokens = max(work.seq, at_once // work.seq * work.seq)
+    tokens = _whole_windows(at_once, work.seq)
     blocks = 3 * _FLOAT * _weights(_largest(config))
     return streams, max(head, blocks + _FLOAT * tokens * trained_values(_largest(config)) + 3 * _SMALL)
 
@@ -229,7 +233,7 @@ def _output_moments(work: QuantizationWork, at_once: int) -> tuple[int, int]:
     )
     streams = _FLOAT * windows * work.seq * config.stream_width * (config.layers + 2)
     head = _FLOAT * config.vocab_size * (config.hidden_size + 5 * work.seq)
-    tokens = max(work.seq, at_once // work.seq * work.seq)
+    tokens = _whole_windows(at_once, work.seq)
     passing = _FLOAT * _weights(_largest(config)) + _FLOAT * tokens * trained_values(_largest(config))
     return streams, _moment_bytes(work) + max(head, passing) + _SMALL
 
@@ -280,7 +284,7 @@ def _measuring(work: QuantizationWork, at_once: int) -> tuple[int, int]:
     streams = min(_FLOAT * work.measured * config.stream_width * 2, STREAM_BYTES)
     slices = 4 * _FLOAT * min(LOGITS_AT_ONCE, work.context * config.vocab_size)
     table = 2 * config.vocab_size * config.hidden_size
-    tokens = max(work.context, at_once // work.context * work.context)
+    tokens = _whole_windows(at_once, work.context)
     layer = _largest(config)
     passing = _FLOAT * _weights(layer) + _FLOAT * tokens * observed_values(layer, "down") // 2
     return streams, max(int(head + slices), passing, head + table)

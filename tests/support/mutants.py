@@ -3,12 +3,13 @@
     python -m tests.support.mutants --count 20 --seed 1 --room runtime/hub
 
 A fault changes one operator, comparison, constant, `min`, sign or `and` in a copy of the checkout. The tests of the
-file's room run there, those that name the module first, until one fails. A survivor is a fault that no test detects: a
-missing test, or a change without an effect.
+file's room run there, those that name the module first, until one fails that passes without the fault. A survivor is a
+fault that no test detects: a missing test, or a change without an effect.
 """
 
 import argparse
 import ast
+import compileall
 import json
 import os
 import random
@@ -20,12 +21,13 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from py_compile import PycInvalidationMode
 from tempfile import TemporaryDirectory
 
 from tests.support.paths import ROOT
 
 PARTS = ("runtime", "quant", "cli")
-SECONDS = 900  # for one room's tests; a timeout counts as detected, since the fault caused an endless loop
+SECONDS = 300  # of processor time for a run; more counts as detected, since the fault caused an endless loop
 # Without an effect that a room's tests could detect: messages, measurements, GPU code, programs shipped as data.
 SKIPPED = ("runtime/kernels/triton/", "runtime/pico/", "runtime/diagnostics/vllm_tp.py", "cli/serving/other_engines.py")
 NEEDS_GPU = ("passes/cuda.py", "passes/device_loop.py", "passes/graphs.py", "passes/fused.py", "device/nvml.py")
@@ -169,15 +171,18 @@ class _Finder(ast.NodeVisitor):
 def faults(path: str, root: Path = ROOT) -> list[Fault]:
     """Return all faults of a file that still compile and change its bytecode."""
     source = (root / path).read_text(encoding="utf-8")
+    return [fault for fault in _candidates(path, source) if _differs(fault, source)]
+
+
+def _candidates(path: str, source: str) -> list[Fault]:
     finder = _Finder(path, source)
     finder.visit(ast.parse(source))
-    original = ast.dump(ast.parse(source))
-    return [fault for fault in finder.faults if _differs(fault.applied(source), original)]
+    return finder.faults
 
 
-def _differs(source: str, original: str) -> bool:
+def _differs(fault: Fault, source: str) -> bool:
     try:
-        return ast.dump(ast.parse(source)) != original
+        return ast.dump(ast.parse(fault.applied(source))) != ast.dump(ast.parse(source))
     except SyntaxError:
         return False
 
@@ -218,44 +223,68 @@ def copy_checkout(target: Path) -> None:
         (target / ".links" / "mycli" / part).symlink_to(f"../../{part}")
     for shared in ROOT.parent.glob("shared"):  # some tests are skipped without it
         (target.parent / "shared").symlink_to(shared)
+    # By hash: a fault may have the size and the second of the file that it replaces.
+    compileall.compile_dir(target, quiet=2, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
 
 
-def notices(copy: Path, tests: Sequence[str], seconds: float = SECONDS) -> str:
-    """Return the first test that fails in `copy`, or ""; all run in one process, in this order."""
-    if not tests:
+class Runner:
+    """Runs tests of a copy of the checkout; those that fail without a fault are left out from then on."""
+
+    def __init__(self, copy: Path, seconds: int) -> None:
+        self._copy, self._seconds = copy, seconds
+        self._failing: list[str] = []
+        environment = {**os.environ, "PYTHONPATH": str(copy / ".links"), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "tests.support.mutant_runner"]
+        self._process = subprocess.Popen(
+            command, cwd=copy, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def close(self) -> None:
+        self._process.communicate()
+
+    def first_failure(self, tests: Sequence[str]) -> str:
+        """Return the first test that fails, or ""; all run in one process, in this order."""
+        if not tests:
+            return ""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        left_out = [argument for test in self._failing if "::" in test for argument in ("--deselect", test)]
+        tests = [test for test in tests if test not in self._failing]  # files that cannot be imported
+        request = {"arguments": [f"--basetemp={self._copy.parent / 'tmp'}", *left_out, *tests]}
+        self._process.stdin.write(json.dumps({**request, "seconds": self._seconds}) + "\n")
+        self._process.stdin.flush()
+        answer: str = json.loads(self._process.stdout.readline())
+        return answer
+
+    def noticed_by(self, fault: Fault, *, near_only: bool = False) -> str:
+        """Plant `fault`, return the test that detects it, and remove it again; "" if it survives."""
+        near, far = room_tests(fault.path, self._copy)
+        for tests in (near or far, [] if near_only or not near else far):
+            while failed := self._failure_with(fault, tests):
+                if not failed.startswith("tests/") or not self.first_failure([failed]):
+                    return failed
+                self._failing.append(failed)
         return ""
-    environment = {**os.environ, "PYTHONPATH": str(copy / ".links"), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "--tb=no", "-p", "no:cacheprovider", *tests]
-    try:
-        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=seconds)
-    except subprocess.TimeoutExpired:
-        return f"no end within {seconds:.0f} s"
-    if done.returncode in (0, 5):  # 5: no test was selected
-        return ""
-    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return failed[0] if failed else done.stdout.strip().splitlines()[-1] if done.stdout.strip() else "an error"
 
-
-def noticed_by(fault: Fault, copy: Path) -> str:
-    """Plant `fault` in `copy`, return the test that detects it, and remove it again; "" if it survives."""
-    file = copy / fault.path
-    source = file.read_text(encoding="utf-8")
-    try:
-        file.write_text(fault.applied(source), encoding="utf-8")
-        near, far = room_tests(fault.path, copy)
-        return notices(copy, near) or notices(copy, far)
-    finally:
-        file.write_text(source, encoding="utf-8")
+    def _failure_with(self, fault: Fault, tests: Sequence[str]) -> str:
+        file = self._copy / fault.path
+        source = file.read_text(encoding="utf-8")
+        try:
+            file.write_text(fault.applied(source), encoding="utf-8")
+            return self.first_failure(tests)
+        finally:
+            file.write_text(source, encoding="utf-8")
 
 
 def sample(rooms: Sequence[str], count: int, seed: int) -> list[Fault]:
     """Sample `count` faults uniformly over all faults of the rooms, at most one per line."""
     chosen: dict[tuple[str, int], Fault] = {}
-    everything = [fault for path in files(rooms) for fault in faults(path)]
+    sources = {path: (ROOT / path).read_text(encoding="utf-8") for path in files(rooms)}
+    everything = [fault for path, source in sources.items() for fault in _candidates(path, source)]
     for fault in random.Random(seed).sample(everything, len(everything)):
         if len(chosen) == count:
             break
-        chosen.setdefault((fault.path, fault.line), fault)
+        if (fault.path, fault.line) not in chosen and _differs(fault, sources[fault.path]):
+            chosen[fault.path, fault.line] = fault
     return list(chosen.values())
 
 
@@ -265,6 +294,8 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--room", action="append", default=[], metavar="FOLDER", help="such as runtime/hub; repeatable")
+    parser.add_argument("--near", action="store_true", help="only the tests that name the module, if there are any")
+    parser.add_argument("--seconds", type=int, default=SECONDS, help="of processor time for a run")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no further fault after this time")
     parser.add_argument("--out", type=Path, help="append one JSON line for each fault, and skip those that are in it")
     options = parser.parse_args()
@@ -276,11 +307,12 @@ def main() -> int:
         copy = Path(folder) / "checkout"
         copy.mkdir()
         copy_checkout(copy)
+        runner = Runner(copy, options.seconds)
         for fault in sample(options.room, options.count, options.seed):
             if str(fault) in known or time.monotonic() - start > 60 * options.minutes:
                 continue
             began = time.monotonic()
-            noticed = noticed_by(fault, copy)
+            noticed = runner.noticed_by(fault, near_only=options.near)
             count += 1
             survivors += [] if noticed else [fault]
             seconds = time.monotonic() - began
@@ -289,6 +321,7 @@ def main() -> int:
                 record = {"fault": str(fault), **asdict(fault), "noticed": noticed, "seconds": round(seconds, 1)}
                 with options.out.open("a") as file:
                     file.write(json.dumps(record) + "\n")
+        runner.close()
     print(f"{count - len(survivors)} of {count} noticed")
     for fault in survivors:
         print(f"survived: {fault}")

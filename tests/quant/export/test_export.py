@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import gguf
 import numpy as np
@@ -12,8 +13,9 @@ from gguf import GGMLQuantizationType, quants
 from torch import Tensor
 
 from mycli.quant import pipeline
-from mycli.quant.export import Exported, ExportRequest, find_export_target, targets
+from mycli.quant.export import Exported, ExportRequest, find_export_target, mlx, targets
 from mycli.quant.export import _ggml_blocks as blocks
+from mycli.quant.export import gguf as writer
 from mycli.quant.export._weights import Weights, exact_values
 from mycli.quant.planning import plan as planning
 from mycli.quant.progress import silent
@@ -21,9 +23,12 @@ from mycli.quant.recipe import Recipe
 from mycli.runtime.checkpoint.gguf.blocks import dequantize_blocks
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.open_folder import open_model_folder
+from mycli.runtime.checkpoint.writer import CheckpointWriter
 from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.errors import ModelError, UsageError
 from mycli.runtime.hub.resolve import Source
+from mycli.runtime.quantization.packed_weight import PackedWeight, pack
+from mycli.runtime.quantization.scheme import Packing
 from tests.attacks.fuzz_models import in_blocks
 from tests.support.engines import whole
 from tests.support.models import CPU, random_model
@@ -280,3 +285,21 @@ def test_gptq_names_a_packed_head(tmp_path: Path) -> None:
         done = run(packed, "gptq", tmp_path / f"gptq-{head}")
         settings = json.loads((done.path / "config.json").read_text())["quantization_config"]
         assert settings["lm_head"] is (head == "int4") and same(values(packed), values(done.path))
+
+
+def test_file_types_are_the_librarys() -> None:
+    names = {kind.value: kind.name for kind in gguf.LlamaFileType}
+    known = {kind: names[value] for kind, value in writer._FILE_TYPES.items() if value in names}
+    assert {"F32", "F16", "BF16", "Q4_0", "Q8_0", "Q4_K", "MXFP4"} <= known.keys()
+    for kind, name in known.items():
+        assert name in (f"ALL_{kind}", f"MOSTLY_{kind}", f"MOSTLY_{kind}_S", f"MOSTLY_{kind}_MOE"), kind
+
+
+def test_biases_that_mlx_would_round_are_refused() -> None:
+    """Scales may fit bf16 when offsets, which become biases, do not."""
+    offsets = torch.full((4, 1), 1.0 + 2**-10)
+    weight = PackedWeight(
+        pack(torch.zeros(4, 32, dtype=torch.uint8), 4), torch.ones(4, 1), Packing(4, 32, offsets=True), 32, offsets
+    )
+    with pytest.raises(ModelError, match="bfloat16 does not hold"):
+        mlx._write(cast(CheckpointWriter, None), weight, "a.weight", 32, torch.bfloat16, rounding=False)

@@ -1,10 +1,16 @@
 """The types of tensors are those of llama-quantize (b11434), whose output for pico is recorded here."""
 
+from types import SimpleNamespace
+from typing import cast
+
 import gguf
 import pytest
 
 from mycli.quant.ggml.mixes import GGUF_EMBEDDING, MIXES, ModelShape, choose_types
+from mycli.quant.ggml.plan import quantized_names
+from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.errors import UsageError
+from tests.support.published import published
 
 PICO = ModelShape(layers=6, queries_per_key=2, experts=0, architecture="llama", tied=True)
 PARTS = {"attn_q": 256, "attn_k": 256, "attn_v": 256, "attn_output": 256, "ffn_gate": 256, "ffn_up": 256}
@@ -46,6 +52,23 @@ def test_types_of_pico(name: str) -> None:
     assert types == {tensor: others.get(tensor.removesuffix(".weight"), base) for tensor in types}
 
 
+@pytest.mark.parametrize(("name", "output"), [("q4_k_m", "Q5_K"), ("q3_k_s", "Q5_K"), ("q6_k", "Q6_K")])
+def test_attention_of_eight_experts_gets_more_bits(name: str, output: str) -> None:
+    """llama-quantize gives models of Mixtral's kind wider keys and values, which are small next to the experts."""
+    shape = ModelShape(layers=6, queries_per_key=4, experts=8, architecture="llama", tied=False)
+    types = choose_types(name, _tensors(6), shape)
+    for layer in range(6):
+        assert types[f"blk.{layer}.attn_k.weight"] == types[f"blk.{layer}.attn_v.weight"] == "Q8_0"
+        assert types[f"blk.{layer}.attn_output.weight"] == output
+
+
+@pytest.mark.parametrize(("name", "values"), [("q3_k_s", "Q5_K"), ("q6_k", "Q6_K")])
+def test_values_of_a_70b_model_get_more_bits(name: str, values: str) -> None:
+    shape = ModelShape(layers=80, queries_per_key=8, experts=0, architecture="llama", tied=False)
+    types = choose_types(name, _tensors(80), shape)
+    assert {types[f"blk.{layer}.attn_v.weight"] for layer in range(80)} == {values}
+
+
 def test_rows_that_fill_no_super_block_get_narrow_types() -> None:
     types = choose_types("q4_k_m", [("blk.0.ffn_up.weight", 96), ("blk.0.ffn_gate.weight", 40)], PICO)
     assert types == {"blk.0.ffn_up.weight": "Q5_0", "blk.0.ffn_gate.weight": "F16"}
@@ -61,3 +84,11 @@ def test_file_types_have_the_numbers_of_llama_cpp() -> None:
     """Readers print the type by this number."""
     for name, mix in MIXES.items():
         assert mix.id == gguf.LlamaFileType[f"MOSTLY_{name.upper()}"], name
+
+
+def test_halves_of_latent_attention_stay_in_floats() -> None:
+    """kv_b is stored as two halves, one transposed, so blocks cannot lie along its rows."""
+    config = published("DeepSeek-V2-Lite")
+    names = quantized_names(cast(ModelFolder, SimpleNamespace(config=config)))
+    linears = {f"{linear.name}.weight" for linear in config.linears()}
+    assert linears - set(names) == {name for name in linears if name.endswith("kv_b_proj.weight")}

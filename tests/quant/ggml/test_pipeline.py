@@ -54,6 +54,8 @@ def test_the_file_and_its_record(source: Source, made: Path) -> None:
     record = json.loads(made.with_suffix(".mycli.json").read_text())
     assert record["recipe"]["mix"] == "q4_k_m" and record["size"]["bytes"] == work.size.bytes
     assert all(layer["output_error"] < layer["rounding_output_error"] for layer in record["layers"] if layer["refit"])
+    solved = [layer for layer in record["layers"] if layer["output_error"] is not None]
+    assert solved and all(layer["damping"] > 0 and layer["fallback"] is None for layer in solved)
     stored = Source("small", made)
     assert [file.state for file in verify_files(stored, files_to_verify(stored), lambda count: None)] == ["ok"]
     assert sorted(path.name for path in made.parent.iterdir()) == ["small.gguf", "small.mycli.json"]

@@ -1,23 +1,28 @@
 """Test predicted memory against the measured memory of a process, and the batch that limits choose."""
 
 import json
+import math
 import shutil
 import statistics
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from mycli.quant.planning.memory import QuantizationWork, choose, need
+from mycli.quant.planning.memory import QuantizationWork, choose, need, observed_values, trained_values
 from mycli.quant.recipe import Recipe
 from mycli.runtime.errors import ResourceError
 from mycli.runtime.models.registry import parse_config
 from mycli.runtime.utils.json_fields import Fields
 from tests.support.models import SMALL, random_model
 from tests.support.paths import ROOT
+from tests.support.published import published
 
+# Bytes on the host and on the GPU of each stage, and values per token.
+PREDICTIONS: dict[str, Any] = json.loads(Path(__file__).with_name("memory_predictions.json").read_text())
 SHAPE = {**SMALL, "hidden_size": 512, "num_hidden_layers": 1, "tie_word_embeddings": True}
 WIDE = {**SHAPE, "intermediate_size": 3072, "max_position_embeddings": 512}
 PROGRAM = """
@@ -66,6 +71,45 @@ def test_a_bound_makes_the_batch_smaller_and_the_least_one_does() -> None:
     assert choose(work(), False, 4096, least << 20, None).host <= least << 20
     with pytest.raises(ResourceError):
         choose(work(), False, 4096, (least - 1) << 20, None)
+
+
+def test_batches_are_of_whole_windows() -> None:
+    solving = work(measured=0, seq=4096)
+    needs = {tokens: need(solving, False, tokens).host for tokens in (100, 4096, 8191, 8192, 12288)}
+    assert need(solving, False, 4096).device == 0
+    assert needs[100] == needs[4096] == needs[8191] < needs[8192]
+    assert needs[12288] - needs[8192] == needs[8192] - needs[4096], "bytes grow with the tokens"
+
+
+STAGES: dict[str, dict[str, Any]] = {
+    "solving": {},
+    "transforms": {"transforms": True},
+    "output moments": {"output_moments": True},
+    "tuning": {"tunes": True},
+    "sensitivity": {"tokens": 0, "sensitivity_tokens": 16384},
+    "measuring": {"tokens": 0, "measured": 8192},
+}
+
+
+def predictions(model: str) -> dict[str, Any]:
+    config = published(model)
+    packings = Recipe(group=None).packings(config)
+    whole = QuantizationWork(config, packings, 128 * 512, 512, False, False, 0, 512)
+    stages = {name: need(replace(whole, **changes), True, 4096) for name, changes in STAGES.items()}
+    if not config.tie_embeddings:
+        with_head = Recipe(group=None, head="int8").packings(config)
+        stages["head"] = need(replace(whole, packings=with_head), True, 4096)
+    layer = max(config.layer_specs, key=lambda spec: sum(math.prod(shape) for _, shape in spec.tensors()))
+    # A product of an expert ends in its own name.
+    observed = {product.rpartition(".")[2]: observed_values(layer, product) for product in layer.products()}
+    needs = {name: [stage.host, stage.device] for name, stage in stages.items()}
+    return {**needs, "observed": observed, "trained": trained_values(layer)}
+
+
+@pytest.mark.parametrize("model", PREDICTIONS)
+def test_predictions_change_only_deliberately(model: str) -> None:
+    """The slow tests below compare small models with measurements; these are the same formulas for published ones."""
+    assert predictions(model) == PREDICTIONS[model]
 
 
 def test_on_a_gpu_the_streams_stay_on_the_host() -> None:

@@ -1,6 +1,8 @@
 """Test the header parser against hostile bytes (A1 to A18) and against the safetensors library."""
 
+import math
 import tracemalloc
+from typing import Any
 
 import pytest
 import safetensors
@@ -9,7 +11,13 @@ from hypothesis import strategies as st
 
 from mycli.cli.remedies import remedy
 from mycli.runtime.checkpoint import formats
-from mycli.runtime.checkpoint.safetensors_header import MAX_HEADER, header_bytes, make_header, parse_header
+from mycli.runtime.checkpoint.safetensors_header import (
+    MAX_HEADER,
+    TensorEntry,
+    header_bytes,
+    make_header,
+    parse_header,
+)
 from mycli.runtime.errors import ModelError
 from mycli.runtime.memory.fit import PackingScheme
 from mycli.runtime.quantization.scheme import Packing
@@ -129,3 +137,27 @@ def test_no_damage_escapes_as_another_exception(noise: bytes, position: int, byt
         except ModelError:
             continue
         assert {name for name, _ in safetensors.deserialize(data)} == set(entries)
+
+
+def _parts(shape: tuple[int, ...], names: int, **options: Any) -> list[tuple[tuple[int, ...], int, bool, Any]]:
+    entry = TensorEntry("all", "BF16", shape, "f", 64, 2 * math.prod(shape))
+    parts = entry.split([f"part{index}" for index in range(names)], **options)
+    assert [part.name for part in parts] == [f"part{index}" for index in range(names)]
+    return [(part.shape, part.offset, part.transposed, part.columns) for part in parts]
+
+
+def test_a_stacked_tensor_is_split() -> None:
+    rows = [((3, 5), 64, False, None), ((3, 5), 94, False, None)]
+    assert _parts((2, 3, 5), 2) == _parts((2, 3, 5), 2, part=(3, 5)) == rows
+    assert _parts((6, 1, 5), 2) == rows
+    assert _parts((2, 5, 3), 2, transposed=True) == [((3, 5), 64, True, None), ((3, 5), 94, True, None)]
+    # Of the shape of a transpose, but said to be transposed: no columns are looked for.
+    assert _parts((2, 5, 3), 2, transposed=True, part=(3, 5)) == _parts((2, 5, 3), 2, transposed=True)
+    assert _parts((2, 5, 3), 2, part=(3, 5)) == [((3, 5), 64, True, (0, 3)), ((3, 5), 94, True, (0, 3))]
+    halves = [((3, 5), 64, True, (0, 6)), ((3, 5), 64, True, (3, 6)), ((3, 5), 124, True, (0, 6))]
+    assert _parts((2, 5, 6), 4, part=(3, 5)) == [*halves, ((3, 5), 124, True, (3, 6))]
+
+
+def test_a_tensor_of_another_shape_stays_whole() -> None:
+    entry = TensorEntry("all", "BF16", (3, 5, 4), "f", 64, 120)
+    assert entry.split(["a", "b"], part=(3, 5)) == entry.split(["a", "b"], transposed=True) == [entry]

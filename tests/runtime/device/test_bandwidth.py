@@ -40,3 +40,42 @@ def test_a_damaged_note_is_no_note(tmp_path: Path, text: str) -> None:
     assert recorded_bandwidth(tmp_path, "cpu") is None
     record_bandwidth(tmp_path, "cpu", 20)
     assert recorded_bandwidth(tmp_path, "cpu") == 20
+
+
+@pytest.mark.parametrize(
+    "name, bits, rate",
+    [
+        ("A10", 384, 12.5),
+        ("A40", 384, 14.5),
+        ("L4", 192, 12.5),
+        ("L40", 384, 18),
+        ("L40S", 384, 18),
+        ("RTX 6000 Ada Generation", 384, 20),
+        ("RTX A6000", 384, 16),
+        ("RTX PRO 6000 Blackwell Workstation Edition", 512, 28),
+        ("RTX 3060", 192, 15),
+        ("RTX 3080", 320, 19),
+        ("RTX 3090", 384, 19.5),
+        ("RTX 3090 Ti", 384, 21),
+        ("RTX 4060", 128, 17),
+        ("RTX 4060 Ti", 128, 18),
+        ("RTX 4070", 192, 21),
+        ("RTX 4070 SUPER", 192, 21),
+        ("RTX 4070 Ti", 192, 21),
+        ("RTX 4070 Ti SUPER", 256, 21),
+        ("RTX 4080", 256, 22.4),
+        ("RTX 4080 SUPER", 256, 23),
+        ("RTX 4090", 384, 21),
+        ("RTX 5070", 192, 28),
+        ("RTX 5070 Ti", 256, 28),
+        ("RTX 5080", 256, 30),
+        ("RTX 5090", 512, 28),
+        ("T4", 256, 10),
+        ("A100-SXM4-40GB", 5120, 2.43),
+        ("A100 80GB PCIe", 5120, 3.024),
+        ("A100-SXM4-80GB", 5120, 3.186),
+        ("H200", 6144, 6.25),
+    ],
+)
+def test_a_data_sheet_has_the_width_of_the_bus_times_its_rate(name: str, bits: int, rate: float) -> None:
+    assert datasheet(name) == round(bits * rate / 8)

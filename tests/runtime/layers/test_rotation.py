@@ -1,11 +1,14 @@
 """Test interleaved and partial rotary embeddings against complex numbers, and which tables a pass may reuse."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
-from mycli.runtime.layers.rope import Rope, rotate
+from mycli.runtime.layers.rope import Rope, frequencies, rotate
 from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.part_spec import RopeScaling, RopeSpec
 from tests.support.published import published
 
 CPU = torch.device("cpu")
@@ -75,3 +78,18 @@ def test_the_short_factors_are_those_of_a_short_context() -> None:
     assert not torch.allclose(near.cos, far.cos)
     (twice,) = long.tables(4, 1).values()
     assert torch.allclose(near.cos, twice.cos), "twice the position at half the frequency"
+
+
+def test_frequencies_of_llama3_are_blended_between_two_wavelengths() -> None:
+    """Below a wavelength of 8192 / 4 they stay, above 8192 they are divided by 8."""
+    spec = RopeSpec(500_000.0, 128, RopeScaling())
+    plain = frequencies(spec, 1, 1, CPU)
+    scaling = RopeScaling("llama3", 8.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0)
+    share = plain / frequencies(replace(spec, scaling=scaling), 1, 1, CPU)
+    lengths = 2 * torch.pi / plain
+    assert torch.allclose(share[lengths < 2048], torch.tensor(1.0)) and torch.allclose(
+        share[lengths > 8192], torch.tensor(8.0)
+    )
+    between = (lengths > 2048) & (lengths < 8192)
+    smooth = (8192 / lengths[between] - 1) / 3
+    assert between.any() and torch.allclose(1 / share[between], smooth + (1 - smooth) / 8)

@@ -10,6 +10,7 @@ from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.models.part_spec import MlpSpec, NormSpec, OutputRows, RopeSpec
 from mycli.runtime.models.registry import REFUSED, families, parse_config
 from mycli.runtime.utils.json_fields import Fields
+from tests.support.published import published
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 64,
@@ -271,3 +272,11 @@ def test_gemma_rounds_the_factor_of_its_embeddings_to_their_dtype(model_type: st
     """The factor sqrt(72) is inexact in bf16; transformers computes it in the dtype of the embeddings."""
     config = parse(model_type, hidden_size=72, head_dim=16, query_pre_attn_scalar=16)
     assert config.embedding_scale == 72**0.5 and config.round_embedding_scale
+
+
+def test_full_layers_of_gemma4_have_keys_as_values() -> None:
+    config = published("gemma-4-31B")
+    names = {name for name, _ in config.tensors()}
+    with_values = {index for index in range(config.layers) if f"model.layers.{index}.self_attn.v_proj.weight" in names}
+    full = {index for index, spec in enumerate(config.layer_specs) if spec.attention.window is None}
+    assert full and with_values == set(range(config.layers)) - full

@@ -255,3 +255,20 @@ def test_a_tokenizer_that_llama_cpp_has_no_rule_for_is_refused(section: str, val
     raw = json.loads((PICO / "tokenizer.json").read_text("utf-8"))
     with pytest.raises(ModelError, match=message):
         tokenizer_metadata(Fields({**raw, section: value}, "tokenizer.json"), Fields({}, ""), 4096)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"tokenizer.ggml.unknown_token_id": 1}, "<s>"),  # although another token has the type of unknown ones
+        ({"tokenizer.ggml.unknown_token_id": None}, "<unk>"),
+        ({"tokenizer.ggml.unknown_token_id": None, "tokenizer.ggml.token_type": 3}, None),
+    ],
+    ids=["by-key", "by-type", "none"],
+)
+def test_the_unknown_token_of_sentencepiece(changes: dict[str, Any], expected: str | None) -> None:
+    metadata = sentencepiece()
+    if (kind := changes.get("tokenizer.ggml.token_type")) is not None:
+        changes = {**changes, "tokenizer.ggml.token_type": [kind, *metadata["tokenizer.ggml.token_type"][1:]]}
+    metadata = {key: value for key, value in {**metadata, **changes}.items() if value is not None}
+    assert tokenizer_json(as_read(metadata))["model"]["unk_token"] == expected

@@ -1,6 +1,7 @@
 """Test atomic file writes, locks between processes and free disk space, as seen by readers and other writers."""
 
 import errno
+import fcntl
 import os
 import shutil
 import stat
@@ -13,7 +14,15 @@ from pathlib import Path
 import pytest
 
 from mycli.runtime.errors import ResourceError, UsageError
-from mycli.runtime.utils.files import LockedError, disk_errors, locked, require_space, try_lock, write_atomic
+from mycli.runtime.utils.files import (
+    LockedError,
+    disk_errors,
+    locked,
+    open_input,
+    require_space,
+    try_lock,
+    write_atomic,
+)
 from tests.support.paths import ROOT
 
 HOLDER = """
@@ -149,3 +158,14 @@ def test_space_is_asked_of_the_disk_where_the_folder_will_be(tmp_path: Path, mon
     with pytest.raises(ResourceError) as caught:
         require_space(tmp_path, 1001, code="cache-full")
     assert caught.value.code == "cache-full" and not caught.value.hint
+
+
+def test_only_pipes_that_may_be_read_are_waited_for(tmp_path: Path) -> None:
+    """Opening a pipe without a writer must not wait where pipes are refused."""
+    (tmp_path / "f").write_bytes(b"text")
+    for pipes in (False, True):
+        with open_input(tmp_path / "f", pipes=pipes) as file:
+            flags = fcntl.fcntl(file, fcntl.F_GETFL)
+            assert file.read() == b"text" and bool(flags & os.O_NONBLOCK) != pipes
+    with pytest.raises(UsageError, match="a folder"), open_input(tmp_path):
+        pass

@@ -76,5 +76,7 @@ def test_nested_objects_name_their_path_and_lists_their_type() -> None:
         fields.object("rope").number("factor")
     with pytest.raises(ModelError, match="type int, not True"):
         fields.array("ids", int)
-    with pytest.raises(ModelError, match="at most 10"):
-        fields.array("many", int, 10)
+    for value, limit in (("many", 10), ("rope", 11)):
+        with pytest.raises(ModelError, match=f"a list of at most {limit} values"):
+            fields.array(value, int, limit)
+    assert fields.array("many", int, 11) == [0] * 11

@@ -40,3 +40,8 @@ def test_no_control_character_is_left(text: str) -> None:
     assert not [c for c in clean if unicodedata.category(c) in ("Cc", "Cs") and c not in "\n\t"]
     assert sanitize(clean) == clean
     assert len(one_line(text, 50)) <= 50 and "\n" not in one_line(text)
+
+
+def test_a_name_in_a_message_is_one_line_of_at_most_the_limit() -> None:
+    assert one_line("a\n\tb") == "a\\n\\tb"
+    assert one_line("x" * 10, 10) == "x" * 10 and one_line("x" * 11, 10) == "x" * 9 + "…"

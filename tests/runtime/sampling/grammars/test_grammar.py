@@ -19,6 +19,7 @@ from mycli.runtime.engine.model_runner import CacheShape
 from mycli.runtime.engine.replies.completion import generate
 from mycli.runtime.engine.sequence import Request
 from mycli.runtime.errors import ModelError, UsageError
+from mycli.runtime.sampling.grammars import grammar
 from mycli.runtime.sampling.grammars.grammar import JSON_MODE, MAX_SOURCE, Grammar, GrammarState
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.sampler import Sampler
@@ -257,3 +258,11 @@ def test_a_draft_does_not_loosen_a_constraint(name: str, pico: Tokenizer) -> Non
             replies.append(generate(Engine(runner, shape, 4096, speculator=speculator), request)[0])
             assert re.fullmatch("a(b{3} ab{3}){2}", pico.decode(replies[-1]))
         assert replies[0] == replies[1]
+
+
+def test_control_tokens_of_the_grammar_are_those_of_the_tokenizer_and_the_stops(pico: Tokenizer) -> None:
+    word = next(index for index in range(len(pico.vocabulary)) if pico.piece(index, first=False) == b"the")
+    vocabulary = grammar._Vocabulary(pico, frozenset({word}))
+    unwritten = {index for index in range(len(pico.vocabulary)) if pico.piece(index, first=False) is None}
+    assert set(vocabulary.special_token_ids) == {word} | pico.control_ids | unwritten
+    assert vocabulary.eos_token_id == word and vocabulary.tokens[word] == b"the"

@@ -1,0 +1,40 @@
+"""Test how the modules of a sentence-transformers folder are read."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mycli.runtime.checkpoint.sentence_transformers import EmbeddingSpec, read_embedding_spec
+from mycli.runtime.errors import ModelError
+
+TYPES = "sentence_transformers.models."
+
+
+def _read(folder: Path, dense: dict[str, Any], **pooling: Any) -> EmbeddingSpec:
+    modules = [("Transformer", ""), ("Pooling", "1_Pooling"), ("Dense", "2_Dense")]
+    (folder / "modules.json").write_text(json.dumps([{"type": TYPES + kind, "path": path} for kind, path in modules]))
+    for name, values in (("1_Pooling", pooling or {"pooling_mode": "mean"}), ("2_Dense", dense)):
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(values))
+    spec = read_embedding_spec(folder, 8)
+    assert spec is not None
+    return spec
+
+
+def test_a_dense_layer_has_a_bias_and_tanh_unless_it_says_otherwise(tmp_path: Path) -> None:
+    (layer,) = _read(tmp_path, {"in_features": 8, "out_features": 1 << 20}).dense
+    assert (layer.in_features, layer.out_features, layer.bias, layer.activation) == (8, 1 << 20, True, "Tanh")
+
+
+@pytest.mark.parametrize("features", [0, (1 << 20) + 1])
+def test_a_dense_layer_of_no_or_too_many_values_is_refused(tmp_path: Path, features: int) -> None:
+    with pytest.raises(ModelError, match="out_features"):
+        _read(tmp_path, {"in_features": 8, "out_features": features})
+
+
+def test_vectors_of_several_modes_are_joined(tmp_path: Path) -> None:
+    modes = {"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": False}
+    spec = _read(tmp_path, {"in_features": 16, "out_features": 4, "bias": False}, **modes)
+    assert spec.pooling == ("mean", "last") and spec.needs_all and spec.size(8) == 4
