@@ -20,7 +20,7 @@ def full_attention(model: GgufModel, config: Config) -> Config:
     """Return the config fields of a file without a window: all layers attend to the whole context."""
     if model.integer(WINDOW_KEY.name, 0):
         return {}
-    return {"layer_types": ["full_attention"] * config["num_hidden_layers"]}
+    return {"layer_types": ["full_attention"] * config["num_hidden_layers"], "sliding_window": None}
 
 
 # llama.cpp has the window of the 32B model alone, which it knows by the number of layers.
