@@ -22,7 +22,6 @@ EXAMPLES = (
 )
 _FORMATS = "Format. TYPE: f32, f16, bf16, q8_0, q4_0 or q4_k; DTYPE: fp32, fp16 or bf16."
 _WORST = 3  # tensors to list
-_TRANSFORMERS_LACKS_EXPERTS = ("gptq", "awq")  # as of 5.23: it joins experts, but reads only linears in these formats
 
 
 def _loss(answer: dict[str, Any]) -> str:
@@ -69,8 +68,8 @@ def export(
         exported: Exported = module.export(request, progress)
     for tensor in exported.left_out:
         call.out.note(f"not written, because {to} has no place for it: {tensor}")
-    if to in _TRANSFORMERS_LACKS_EXPERTS and folder.config.active_parameters() < folder.config.parameters():
-        call.out.note(f"transformers does not load the experts of a mixture as {to}; vLLM and GPTQModel do")
+    if exported.separate_experts:
+        call.out.note(f"transformers does not load the experts of a mixture as {to}; GPTQModel does")
     rounded = sorted(exported.rounded, key=lambda tensor: -tensor.error)
     answer = {
         "path": str(exported.path),

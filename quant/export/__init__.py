@@ -33,6 +33,7 @@ class Exported:
     kinds: Mapping[str, int]  # number of tensors by type
     rounded: Sequence[Rounded] = ()
     left_out: Sequence[str] = ()  # parts of the model that the layout cannot hold
+    separate_experts: bool = False  # packed linears, of which transformers 5.23 reads only those of dense layers
 
 
 @dataclass(frozen=True)

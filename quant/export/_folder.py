@@ -104,6 +104,7 @@ def write_symmetric(
         Counter(packing.name for packing in weights.packings.values()),
         rounded,
         without_mtp_head(request.folder),
+        separate_experts=config.active_parameters() < config.parameters(),
     )
 
 

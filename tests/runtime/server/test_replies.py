@@ -122,7 +122,7 @@ class GrammarEngine(ScriptedEngine):
             for token in turn.left:
                 try:
                     state.accept([token])
-                except ModelError:
+                except UserError:
                     break
                 kept.append(token)
             turn.left = kept
