@@ -98,10 +98,10 @@ class GgufFolder(ModelFolder):
             parts = self._architecture.joined(model, name, entry)
             rows = sum(part.shape[0] for part in parts)
             shape, nbytes = (rows, *entry.shape[1:]), sum(part.nbytes for part in parts)
-            if len(parts) > 1 and len(shape) == 3 and sum(prod(part.shape) for part in parts) == prod(expected[name]):
-                shape = expected[name]
-            # GGUF drops axes of length one; those of convolutions and decays of Kimi Linear are others.
             full = expected.get(name, shape)
+            if len(parts) > 1 and len(shape) == 3 and sum(prod(part.shape) for part in parts) == prod(full):
+                shape = full
+            # GGUF drops axes of length one; those of convolutions and decays of Kimi Linear are others.
             if len(shape) != len(full) and _long_axes(full) == _long_axes(shape):
                 shape = full
             # Vectors may have a second axis: Mamba's values by head, norms by group.

@@ -87,6 +87,13 @@ def test_a_layer_beyond_the_count_is_an_error() -> None:
         _folder({**facts, "tensors": {**facts["tensors"], **extra}}).checked_manifest()
 
 
+def test_joined_tensors_beyond_the_count_are_an_error() -> None:
+    facts = FACTS["deepseek_v2-yarn"]
+    fewer = {**facts["keys"], "deepseek2.block_count": 2}
+    with pytest.raises(ModelError, match=r"blk\.2\..* is not part of the model"):
+        _folder({**facts, "keys": fewer}).checked_manifest()
+
+
 @pytest.mark.parametrize("values", [[0.5] * 2, [1] * 3, 0.5, None])
 def test_parameters_in_the_metadata_are_one_number_for_each_layer(values: Any) -> None:
     facts = FACTS["apertus-llama3"]
