@@ -156,7 +156,7 @@ def _gguf(model: Path, name: str, change: Callable[[Tensor], Tensor], target: Pa
 
 
 def _negate(scales: Tensor) -> Tensor:
-    scales[3, 0] = -scales[3, 0]
+    scales[2, 0] = -scales[2, 0]  # GPTQ has a row for each group: three
     return scales
 
 
