@@ -155,8 +155,8 @@ REASONS: Mapping[str, str] = {
     # passes: the fused GPU pass
     "no-triton": "Triton cannot be imported ({error})",
     "int4-head": "the fused kernels read an int4 KV cache only for heads of 64, 128 and 256, not {head_dim}",
-    "kernels-failed": "the fused kernels failed: {error}",
-    "logits-differ": "the fused kernels' logits differ by {percent} from the plain pass",
+    "kernels-failed": "the GPU kernels failed: {error}",
+    "logits-differ": "the logits of the GPU kernels differ by {percent} from the plain pass",
     "layer-differs": "the GPU kernels of layer {layer} differ by {percent} from the plain layer",
     "layer-cache-differs": "the GPU kernels store keys or values of layer {layer} that differ by {percent}",
     "replay-differs": "a replayed pass gives other logits than a launched one",
@@ -170,7 +170,7 @@ REASONS: Mapping[str, str] = {
     "prompt-attention-raises": "the GPU attention of prompts failed ({error}); torch computes it",
     "prompt-attention-differs": "the GPU attention of prompts, with heads of {head_dim}, is off by {error:.1%}; torch "
     "computes it",
-    "fused-shape": "the fused kernels do not support {sequences} sequences of {tokens} new tokens",
+    "fused-shape": "it does not take {sequences} sequences of {tokens} new tokens",
     "many-penalties": "penalties are applied on the device for at most {most} sequences, not {sequences}",
     "some-logits": "logits of some rows of each sequence are requested; the fused pass computes the last row or all",
     "not-compared": "a pass of this shape has not been compared with the plain pass yet",
@@ -234,6 +234,7 @@ WORK: Mapping[str, str] = {
 PASSES: Mapping[str, str] = {
     "cuda": "fused GPU pass",
     "captured": "captured GPU pass",
+    "prompts": "captured GPU pass of prompts",
     "cpu": "native CPU pass",
     "plain": "plain pass",
 }

@@ -75,6 +75,12 @@ class Declined:
 
 
 def summarize_error(error: BaseException) -> str:
-    """Return the type and first line of an error, for errors of compilers and drivers."""
+    """Return the type and first line of an error and of its first cause, for errors of compilers and drivers."""
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]:.200}" if lines else type(error).__name__
+    text = f"{type(error).__name__}: {lines[0]:.200}" if lines else type(error).__name__
+    # Triton says in the causes what it could not compile, and itself only where.
+    return text if error.__cause__ is None else f"{text} {summarize_error(_first_cause(error))}"
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    return error if error.__cause__ is None else _first_cause(error.__cause__)

@@ -132,7 +132,7 @@ def use_device(device: torch.device) -> None:
 
     Every thread that runs a model must call this: a new thread's current device is 0.
     """
-    if device.type == "cuda":
+    if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
 
 

@@ -16,7 +16,7 @@ from mycli.runtime.engine.engine import Engine
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.passes.base import PassInput
 from mycli.runtime.engine.passes.cuda import CudaPass
-from mycli.runtime.memory.graphs import DRAFT_ROWS, MOST_ROWS, SEQUENCE_BUCKETS, TOKEN_BUCKETS
+from mycli.runtime.memory.graphs import DRAFT_ROWS, MOST_ROWS, PROMPT_BUCKETS, SEQUENCE_BUCKETS, TOKEN_BUCKETS
 from mycli.runtime.memory.plan import prefill_chunk
 from mycli.runtime.sampling.params import SamplingParams
 from mycli.runtime.sampling.sampler import DeviceSampling, Sampler
@@ -74,7 +74,7 @@ def _decodes(engine: Engine) -> Iterator[list[Chunk]]:
 
 def _prompts(engine: Engine) -> Iterator[list[Chunk]]:
     longest = min(prefill_chunk(gpu=True), engine.context)
-    for tokens in sorted({min(count, longest) for count in (*TOKEN_BUCKETS, MOST_ROWS + 1, longest)}):
+    for tokens in sorted({min(count, longest) for count in (*TOKEN_BUCKETS, *PROMPT_BUCKETS, longest)}):
         yield [_chunk(engine, tokens, 1)]
 
 

@@ -142,12 +142,13 @@ def captured_bytes(plan: MemoryPlan) -> int:
     unread = plan.kv == "int4" and plan.config.head_dim not in FUSED_INT4_HEADS
     if not plan.gpu or unread or plan.config.has_recurrent:
         return 0
-    from mycli.runtime.memory.graphs import MOST_ROWS, captured_rows, graph_bytes
+    from mycli.runtime.memory.graphs import MOST_ROWS, PROMPT_ROWS, captured_rows, graph_bytes
 
     rows = captured_rows(plan.running or plan.batch, plan.draft is not None)
     values = max(map(pass_values, specs))
     sizes = (size for spec in specs for size in _multiplied_bytes(plan, spec, MOST_ROWS))
-    return graph_bytes(rows, plan.config.vocab_size * plan.value_bytes, values * plan.value_bytes, sizes)
+    logits, longest = plan.config.vocab_size * plan.value_bytes, min(plan.rows, PROMPT_ROWS)
+    return graph_bytes(rows, logits, values * plan.value_bytes, sizes, longest, dequantization_bytes(plan))
 
 
 def _multiplied_bytes(plan: MemoryPlan, spec: LayerSpec, rows: int) -> Iterator[int]:

@@ -8,6 +8,9 @@ SEQUENCE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 MOST_ROWS = SEQUENCE_BUCKETS[-1]  # tokens of a captured pass, padding included
 # Prompts are padded to one of these numbers of tokens.
 TOKEN_BUCKETS = (8, 16, 32, 64, 128, 256)
+# Longer ones have a pass of their own, for as long as starting its launches one by one takes longer than they run.
+PROMPT_BUCKETS = (384, 512, 768, 1024)
+PROMPT_ROWS = PROMPT_BUCKETS[-1]
 MOST_GRAPHS = 16  # per cache: each holds memory; the least recently used one goes
 DRAFT_ROWS = 8  # tokens per sequence that a pass with drafts is assumed to have
 _SPLIT_K = 8  # the partial sums of a split-K product take at most 1 / 8 of its weight's bytes
@@ -26,7 +29,7 @@ def padded_tokens(counts: Sequence[int], drafts: bool) -> tuple[int, bool] | Non
     most = max(counts)
     if min(counts) == most and (most == 1 or (drafts and most <= DRAFT_ROWS)):
         return most, False
-    padded = next((count for count in TOKEN_BUCKETS if count >= most), None)
+    padded = next((count for count in (*TOKEN_BUCKETS, *PROMPT_BUCKETS) if count >= most), None)
     return None if padded is None else (padded, True)
 
 
@@ -39,13 +42,18 @@ def captured_rows(sequences: int, drafted: bool) -> list[int]:
     return sorted((count for count in rows if count <= MOST_ROWS), reverse=True)[:MOST_GRAPHS]
 
 
-def graph_bytes(rows: Iterable[int], logits: int, activations: int, weights: Iterable[int]) -> int:
-    """Return the bytes of graphs with these `rows`, of those of prompts, and of their pool.
+def graph_bytes(
+    rows: Iterable[int], logits: int, activations: int, weights: Iterable[int], prompt_rows: int, unpacked: int
+) -> int:
+    """Return the bytes of graphs with these `rows`, of those of prompts, and of their pools.
 
-    logits, activations: bytes per row; weights: bytes per launch, of which the largest has the largest partial sums.
+    logits, activations: bytes per row; weights: bytes per launch, of which the largest has the largest partial sums;
+    prompt_rows: of the longest captured prompt; unpacked: bytes of the largest weight that its products unpack.
     """
     # Each graph has its logits. In the pool, as large as the widest pass needs, are activations, partial sums and
     # the logits of passes that also sample. Prompts have the logits of one row.
     graphs = list(rows)
     pool = max(max(graphs, default=0) * (activations + logits), TOKEN_BUCKETS[-1] * activations + logits)
+    if prompt_rows > MOST_ROWS:  # in a pool of their own
+        pool += prompt_rows * activations + unpacked + len(PROMPT_BUCKETS) * logits
     return (sum(graphs) + len(TOKEN_BUCKETS)) * logits + pool + max(weights, default=0) // _SPLIT_K

@@ -56,6 +56,19 @@ def test_a_part_that_hangs_is_ended_with_all_it_started(tmp_path: Path) -> None:
     assert not status.exists() or "zombie" in status.read_text()
 
 
+def test_parts_that_measure_no_time_run_beside_each_other(tmp_path: Path) -> None:
+    code = "from pathlib import Path; Path({own!r}).touch()\nwhile not Path({other!r}).exists(): pass"
+    own, other = str(tmp_path / "one"), str(tmp_path / "two")
+    given = [
+        Part("one", 60, [*PYTHON, code.format(own=own, other=other)], timed=False),
+        Part("two", 60, [*PYTHON, code.format(own=other, other=own)], timed=False),
+        Part("alone", 60, [*PYTHON, "print(3)"]),
+    ]
+    report = Report({}, tmp_path / "report")
+    assert call.ask(report, [(part, part.run) for part in given], 60)  # type: ignore[misc]  # all are commands
+    assert sorted(report.rows) == ["alone", "one", "two"]
+
+
 def test_what_no_longer_fits_is_dropped(tmp_path: Path) -> None:
     good, told = asked(tmp_path, [("late", 30, "print(1)")], seconds=4)
     assert told["notes"] == [{"part": "late", "case": "", "kind": "dropped", "text": "no time is left"}] and good
@@ -68,6 +81,7 @@ def test_the_order_and_the_time(tmp_path: Path) -> None:
         "small products",
         "fused pass",
         "soak",
+        "commands",
         "tests, memory of NaN",
         "tests, memory as it comes",
         "benchmark",

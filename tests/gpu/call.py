@@ -14,7 +14,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -62,13 +64,18 @@ class Asked:
 
 @dataclass(frozen=True)
 class Part:
-    """The part to run. `run`: a function that yields rows, or a command. lacks: what its rehearsal does not show."""
+    """The part to run.
+
+    run: a function that yields rows, or a command. lacks: what its rehearsal does not show. timed: it measures time, so
+    that nothing may run beside it; others run beside their neighbours.
+    """
 
     name: str
     seconds: int
     run: Callable[[Asked], Rows] | Sequence[str]
     lacks: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
+    timed: bool = True
 
 
 def bounded(command: Sequence[str], seconds: float, more: Mapping[str, str]) -> tuple[int | None, str]:
@@ -92,26 +99,45 @@ def bounded(command: Sequence[str], seconds: float, more: Mapping[str, str]) -> 
 def ask(report: Report, parts: Iterable[tuple[Part, Sequence[str]]], seconds: float) -> bool:
     """Run the parts by these commands; return whether all succeeded. Parts that do not fit are dropped from the end."""
     end, good = time.monotonic() + seconds, True
-    for part, command in parts:
-        left = end - time.monotonic()
-        if left < 5:
+    for timed, given in groupby(parts, lambda one: one[0].timed):
+        for group in ([one] for one in given) if timed else [list(given)]:
+            good = _beside(report, group, end) and good
+    return good
+
+
+def _beside(report: Report, group: Sequence[tuple[Part, Sequence[str]]], end: float) -> bool:
+    """Run parts at the same time and write each result as it comes; return whether all succeeded."""
+    left, good = end - time.monotonic(), True
+    if left < 5:
+        for part, _ in group:
             report.note(part.name, "", "dropped", "no time is left")
-            report.write()
-            continue
-        began = time.monotonic()
-        status, said = bounded(command, min(part.seconds, left), part.environment)
-        lines = said.splitlines()
-        rows = [json.loads(line.removeprefix(_ROW)) for line in lines if line.startswith(_ROW)]
-        took = time.monotonic() - began
-        last = lines[-1][:200] if lines else ""
-        report.rows[part.name] = rows or [{"exit": status, "seconds": took, "last line": last}]
-        wrong = [row for row in rows if not row.get("ok", True)]
-        if status != 0 or wrong:
-            good = False
-            text = "ended after its time" if status is None else "\n".join(lines[-30:])
-            report.note(part.name, "", "error", text if status != 0 else f"{len(wrong)} rows are wrong")
         report.write()
-        print(f"{part.name}: {'well' if status == 0 and not wrong else 'see the report'}, {took:.0f} s", flush=True)
+        return True
+    began = time.monotonic()
+    with ThreadPoolExecutor(len(group)) as pool:
+        running = {
+            pool.submit(bounded, command, min(part.seconds, left), part.environment): part for part, command in group
+        }
+        for done in as_completed(running):
+            good = _write(report, running[done], *done.result(), time.monotonic() - began) and good
+    return good
+
+
+def _write(report: Report, part: Part, status: int | None, said: str, took: float) -> bool:
+    """Write the result of a part, and its output beside the report; return whether it succeeded."""
+    lines = said.splitlines()
+    rows = [json.loads(line.removeprefix(_ROW)) for line in lines if line.startswith(_ROW)]
+    last = lines[-1][:200] if lines else ""
+    report.rows[part.name] = rows or [{"exit": status, "seconds": took, "last line": last}]
+    wrong = [row for row in rows if not row.get("ok", True)]
+    good = status == 0 and not wrong
+    if not good:
+        text = "ended after its time" if status is None else "\n".join(lines[-30:])
+        report.note(part.name, "", "error", text if status != 0 else f"{len(wrong)} rows are wrong")
+    report.write()
+    with report.target.with_suffix(".log").open("a") as log:
+        log.write(f"== {part.name}\n{said}\n")
+    print(f"{part.name}: {'well' if good else 'see the report'}, {took:.0f} s", flush=True)
     return good
 
 

@@ -5,13 +5,14 @@ PYTHONPATH=.links python -m tests.gpu.first_call --rehearse FOLDER    without a 
 
 Runs, in this order: versions and clocks; small products of every packing; the fused pass of two layers of an 8B model,
 launched and replayed, for few rows and many; many replays compared bit by bit, with and without overlapping launches;
-the GPU tests, with NaN-filled and with uninitialized memory; the benchmark. `call` runs the parts and writes their
-results.
+commands of users; the GPU tests, with NaN-filled and with uninitialized memory; the benchmark. `call` runs the parts
+and writes their results.
 """
 
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -129,20 +130,29 @@ def soak(asked: Asked) -> Rows:
         }
 
 
+def commands(asked: Asked) -> Rows:
+    """Yield what commands of users end with; a rehearsal runs one."""
+    from tests.gpu.commands import LINES, commands
+
+    yield from commands([["run pico Once -n 8"]] if asked.rehearse else LINES)
+
+
 def parts(asked: Asked, out: Path) -> Sequence[Part]:
     python, rehearsed = sys.executable, asked.rehearse is not None
     slower = SLOWER if rehearsed else 1
-    workers = ["-n", "2" if rehearsed else "12"] if find_spec("xdist") else []
-    tests = [python, "-m", "pytest", "-q", "-m", "gpu", "--maxfail", "20", *workers, "tests/gpu"]
+    workers = ["-n", "2" if rehearsed else "8"] if find_spec("xdist") else []
+    tests = [python, "-m", "pytest", "-q", "-m", "gpu", "--tb", "short", "--maxfail", "60", *workers, "tests/gpu"]
     tiny = ["--tiny", "--device", "cpu"] if rehearsed else []
     bench = [python, "-m", "tests.gpu.bench", "--minutes", "4", "--out", str(out), *tiny]
     skipped = "every test is skipped"
+    beside = partial(Part, timed=rehearsed)  # the emulator uses all processors
     return [
-        Part("versions", slower * 40, versions, "the clock, and what a device says of itself"),
-        Part("small products", slower * 90, products, "all packings but one"),
-        Part("fused pass", slower * 90, fused, "sizes of an 8B, caches of codes, graphs: passes are launched again"),
-        Part("soak", slower * 60, soak, "launches that overlap, graphs, more than a few passes"),
-        Part("tests, memory of NaN", slower * 120, tests, skipped),
+        beside("versions", slower * 40, versions, "the clock, and what a device says of itself"),
+        beside("small products", slower * 150, products, "all packings but one"),
+        beside("fused pass", slower * 150, fused, "sizes of an 8B, caches of codes, graphs: passes are launched again"),
+        beside("soak", slower * 150, soak, "launches that overlap, graphs, more than a few passes"),
+        beside("commands", slower * 180, commands, "all commands but one"),
+        beside("tests, memory of NaN", slower * 180, tests, skipped),
         Part("tests, memory as it comes", slower * 80, tests, skipped, {"MYCLI_TEST_POISON": "0"}),
         Part("benchmark", slower * 270, bench, "kernels of a GPU, sizes that measure something"),
     ]

@@ -20,6 +20,7 @@ from mycli.runtime.kernels.triton.mixture import combine_kernel, score_kernel
 from mycli.runtime.kernels.triton.product import activation as triton_activation
 from mycli.runtime.kernels.triton.product import gemm as triton_matmul
 from mycli.runtime.kernels.triton.product import tiles as triton_tiles
+from mycli.runtime.kernels.triton.product.activation import Operand
 from mycli.runtime.kernels.triton.product.grouped import Routed
 from mycli.runtime.kernels.triton.product.matmul import constants, dequantize_warps
 from mycli.runtime.kernels.triton.product.tiles import Chip, Tile
@@ -292,9 +293,14 @@ def family_builds(capability: int) -> Iterator[Build]:
         for name, epilogue in epilogues.items():
             yield _multiply(capability, packing, shape, f" {name} {rows}", True, epilogue)
     residual = ResidualArguments("*bf16", "i32", "*bf16", "*fp32", _OPERAND, 1, 1)
-    added = {"y": "*bf16", "squares": "*fp32", "gain": "*bf16", "eps": "fp32", "args": residual}
+    # Before a head that is not packed the stream has no next norm.
+    last = residual._replace(gain=None, squares=None, into=Operand(None, None, "i32", 0, 128, False))
+    tile = triton_tiles.tile(Chip(divmod(capability, 10), 132), packing, 1)
+    yield _multiply(capability, packing, tile, " add the last", False, Epilogue(add_epilogue, "*i32", last, 128, 1))
     sizes = dict.fromkeys(("pieces", "rows", "rows_padded"), "i32")
-    yield Build("add a normed sum", norm_add_kernel, added | sizes, {"PIECES": 32} | pdl, unaligned=loose)
+    for how, args in (("", residual), (" the last", last)):
+        added = {"y": "*bf16", "squares": "*fp32", "gain": "*bf16", "eps": "fp32", "args": args}
+        yield Build(f"add a normed sum{how}", norm_add_kernel, added | sizes, {"PIECES": 32} | pdl, unaligned=loose)
     whole = _ROTATED._replace(query_gain="*bf16", key_gain="*bf16", squares="*fp32", HEADS=32)
     turned = {"projected": "*bf16", "rows": "i32", "args": whole}
     yield Build("rotate after norms of all heads", rope_kernel, turned, pdl, warps=1, unaligned=loose)

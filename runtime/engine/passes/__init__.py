@@ -55,6 +55,14 @@ def _compile_captured(model: Transformer, kv: KvDtype, report: OnDecline) -> Pas
     return compile_captured_pass(model, kv, report)
 
 
+def _compile_prompts(model: Transformer, kv: KvDtype, report: OnDecline) -> Pass | Declined:
+    if model.device.type != "cuda":
+        return Declined("not-on-cuda", {"device": str(model.device)})
+    from mycli.runtime.engine.passes.cuda import compile_prompt_pass
+
+    return compile_prompt_pass(model, kv, report)
+
+
 def _compile_cpu(model: Transformer, kv: KvDtype, report: OnDecline) -> Pass | Declined:
     if model.device.type != "cpu":
         return Declined("not-on-cpu", {"device": str(model.device)})
@@ -64,7 +72,12 @@ def _compile_cpu(model: Transformer, kv: KvDtype, report: OnDecline) -> Pass | D
 
 
 # Fastest first. A pass is imported only for its device.
-COMPILERS: Mapping[str, Compiler] = {"cuda": _compile_cuda, "captured": _compile_captured, "cpu": _compile_cpu}
+COMPILERS: Mapping[str, Compiler] = {
+    "cuda": _compile_cuda,
+    "captured": _compile_captured,
+    "prompts": _compile_prompts,
+    "cpu": _compile_cpu,
+}
 # Compiled only if no pass before it was: it takes the same work, slower.
 FALLBACKS = frozenset({"captured"})
 

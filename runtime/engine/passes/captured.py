@@ -14,7 +14,7 @@ from mycli.runtime.cache.kv_cache import PACKED, KVCache
 from mycli.runtime.engine.passes.graphs import StepInput
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.paged import Ragged, Scoring
-from mycli.runtime.kernels.registry import PAGED_ATTENTION, VECTOR_PACKING
+from mycli.runtime.kernels.registry import PAGED_ATTENTION, PROMPT_ATTENTION, VECTOR_PACKING
 from mycli.runtime.kernels.triton.product.matmul import ACTIVATION_DTYPES
 from mycli.runtime.layers.attention import KeyValue
 from mycli.runtime.layers.feed_forward import Experts
@@ -23,7 +23,7 @@ from mycli.runtime.layers.rope import Rope, RopeTables
 from mycli.runtime.layers.streamed_experts import StreamedExperts
 from mycli.runtime.layers.transformer import Transformer
 from mycli.runtime.layers.vocabulary import finish_logits
-from mycli.runtime.memory.graphs import MOST_ROWS
+from mycli.runtime.memory.graphs import MOST_ROWS, PROMPT_ROWS
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.models.latent_spec import LatentAttentionSpec
@@ -71,6 +71,10 @@ class _DeviceSequences:
         layer = layer if spec.kv_source is None else spec.kv_source
         scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
         scoring = Scoring(scale, spec.window, spec.softcap or 0.0, sinks)
+        if query.shape[1] > MOST_ROWS:
+            attended = PROMPT_ATTENTION.attempt(query[0], *self._cache.all(layer), self._ragged, scoring)
+            if attended is not None:
+                return attended[None]
         return PAGED_ATTENTION(query[0], *self._cache.all(layer), self._ragged, scoring)[None]
 
 
@@ -163,6 +167,18 @@ class CapturedStep:
             return per_layer[..., layer, :]
 
         return x, PassContext(_rows(rope, sequences.positions), sequences, inputs_of)
+
+
+class PromptStep(CapturedStep):
+    """The captured plain pass for prompts that are longer than what the fused pass or `CapturedStep` take."""
+
+    def takes(self, sequences: int, tokens: int) -> bool:
+        rows = sequences * tokens
+        if not MOST_ROWS < rows <= PROMPT_ROWS:
+            return False
+        # More rows of an expert are multiplied by dense products, whose sizes the host must know.
+        mixtures = [spec.mlp for spec in self._model.config.layer_specs if isinstance(spec.mlp, ExpertsSpec)]
+        return all(rows * mixture.top_k <= MOST_ROWS * len(mixture.experts) for mixture in mixtures)
 
 
 def _rows(rope: Rope, positions: Tensor) -> Mapping[RopeSpec, RopeTables]:

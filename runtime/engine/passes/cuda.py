@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mycli.runtime.cache.kv_cache import KVCache
 from mycli.runtime.engine.passes.base import OnDecline, Pass, PassInput, TokenSteps
-from mycli.runtime.engine.passes.captured import CapturedStep
+from mycli.runtime.engine.passes.captured import CapturedStep, PromptStep
 from mycli.runtime.engine.passes.gate import TOLERANCE, compare_logits, difference, layer_difference, tolerance
 from mycli.runtime.engine.passes.graphs import (
     Capture,
@@ -246,6 +246,15 @@ def compile_captured_pass(model: Transformer, kv: KvDtype, report: OnDecline) ->
     return step if isinstance(step, Declined) else _compile_looping(model, step, kv, report, "captured")
 
 
+def compile_prompt_pass(model: Transformer, kv: KvDtype, report: OnDecline) -> CudaPass | Declined:
+    """Compile the captured pass of prompts of a model on a CUDA device, or return why it has none.
+
+    The first prompt of each padded length is compared with the plain pass.
+    """
+    step = PromptStep.compile(model)
+    return step if isinstance(step, Declined) else compile_step(model, step, kv, GraphCapture(), report, "prompts")
+
+
 def _compile_looping(
     model: Transformer, step: LayeredStep, kv: KvDtype, report: OnDecline, name: str
 ) -> CudaPass | Declined:
@@ -284,4 +293,4 @@ def compile_step(
     if declined is not None:
         report(declined)
         return declined
-    return CudaPass(step, PlainPass(model), capture, report, name=name, tolerance=tolerance(model.config))
+    return CudaPass(step, PlainPass(model), capture, report, name=name, tolerance=tolerance(model, kv))

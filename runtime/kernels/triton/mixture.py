@@ -103,7 +103,8 @@ def combine_kernel(
     column = columns_of(tile, args.into)
     inside = (row[:, None] < rows) & (column < args.size)
     stream_place = row[:, None] * args.size + column
-    x, gain = tl.load(args.stream + stream_place, mask=inside, other=0.0), load_gain(column, inside, args)
+    x = tl.load(args.stream + stream_place, mask=inside, other=0.0)
+    gain = load_gain(column, inside, args)
     rank = tl.arange(0, RANKS)
     place = tl.load(places + first * top_k + rank, mask=rank < top_k, other=0)
     weight = tl.load(weights + first * top_k + rank, mask=rank < top_k, other=0.0)

@@ -37,11 +37,14 @@ def triton_attend_paged(
 def triton_attend_prompt(
     query: Tensor, keys: Stored, values: Stored, ragged: Ragged, scoring: Scoring
 ) -> Tensor | Declined:
-    """Attend with query [tokens, heads, head_dim] of any number of tokens a sequence: [tokens, heads * head_dim]."""
+    """Attend with query [tokens, heads, head_dim] of any number of tokens a sequence: [tokens, heads * head_dim].
+
+    Rows of padding become zeros.
+    """
     device, (_, heads, head_dim) = query.device, query.shape
     if device.type != "cuda":
         return Declined("not-on-cuda", {"device": str(device)})
-    if ragged.known is None:
+    if ragged.known is None and ragged.tokens is None:
         return Declined("unequal-tokens")
     declined = decline_paged(device, query.dtype, keys.data.shape[2], ragged.block_table.shape[1])
     if declined is not None:

@@ -132,6 +132,7 @@ def attend_prompt_kernel(
     query,  # [tokens, heads, HEAD_DIM], sequence after sequence
     starts,  # int32 [sequences + 1]: the first row of each sequence
     lengths,  # int32 [sequences]: number of keys, those of the new tokens included
+    counts,  # int32 [sequences]: new tokens of each sequence, if the rows after them are padding; else None
     block_table,  # int32 [sequences, table_width]: the cache blocks of each sequence in order
     sinks,  # fp32 [heads]: a score per head that has no value, or None
     result,  # [tokens, heads, HEAD_DIM]
@@ -147,9 +148,11 @@ def attend_prompt_kernel(
     heads, done = tl.num_programs(0), (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M
     first_row = tl.load(starts + sequence)
     count = tl.load(starts + sequence + 1) - first_row
+    start = tl.load(lengths + sequence) - count + done  # position of the first row
+    if counts is not None:
+        count = tl.load(counts + sequence)
     if done >= count:
         return
-    start = tl.load(lengths + sequence) - count + done  # position of the first row
     here = tl.minimum(count - done, BLOCK_M)
     line, lane = tl.arange(0, BLOCK_M), tl.arange(0, args.BLOCK_D)
     position, last = start + line, start + here - 1
@@ -228,21 +231,25 @@ def launch_prompt_attention(
 ) -> Tensor | Declined:
     """Compute `triton_attend_prompt` on a chip."""
     _, heads, head_dim = query.shape
-    assert ragged.known is not None
     tile = prompt_tile(chip, head_dim, keys.data.dtype)
     if tile is None or (keys.data.dtype == PACKED and head_dim not in FUSED_INT4_HEADS):
         return Declined("attention-shape", {"group": heads // keys.data.shape[1], "head_dim": head_dim})
     cache = LayerCache(keys.data, values.data, keys.scales, values.scales)
     query = query.contiguous()
-    result = torch.empty_like(query)
-    decoded = _decode(query, keys, values, ragged, scoring, chip, result)
-    if decoded == len(ragged.known):
+    if ragged.known is None:  # the device alone knows how many tokens are no padding
+        assert ragged.tokens is not None
+        decoded, others, result = 0, (ragged.tokens,) * len(ragged.lengths), torch.zeros_like(query)
+    else:
+        result = torch.empty_like(query)
+        decoded = _decode(query, keys, values, ragged, scoring, chip, result)
+        others = ragged.known[decoded:]
+    if not others:
         return result.flatten(1)
-    check_contiguous(query, ragged.starts, ragged.lengths, ragged.block_table, scoring.sinks)
+    check_contiguous(query, ragged.starts, ragged.lengths, ragged.counts, ragged.block_table, scoring.sinks)
     dot = tl.float16
     if query.dtype is torch.bfloat16:
         dot = tl.bfloat16 if uses_ptx() else tl.float32  # the interpreter would multiply bf16 as integers
-    log2e, others = math.log2(math.e), ragged.known[decoded:]
+    log2e = math.log2(math.e)
     args = PromptArguments(
         cache.keys, cache.values, *cache.scales(), cache.keys.stride(0), cache.keys.stride(1), cache.keys.shape[2],
         scoring.window or 0, scoring.chunk or 0,
@@ -252,7 +259,7 @@ def launch_prompt_attention(
         constexpr(bool(scoring.softcap)), constexpr(dot), constexpr(uses_ptx()),
     )  # fmt: skip
     attend_prompt_kernel[(heads, -(-max(others) // tile.rows), len(others))](
-        *(query, ragged.starts, ragged.lengths, ragged.block_table, scoring.sinks, result),
+        *(query, ragged.starts, ragged.lengths, ragged.counts, ragged.block_table, scoring.sinks, result),
         *(ragged.block_table.shape[1], decoded, args),
         GROUP=heads // cache.keys.shape[1],
         BLOCK_M=tile.rows,

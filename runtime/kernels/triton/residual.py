@@ -54,6 +54,7 @@ def _store_normed(x, gain, first, row, tile, inside, piece, rows, args):
 @triton.jit
 def load_gain(column, inside, args):
     """Return the gain of the next norm [tiles, TILE_K], None without one; before what waits for other programs."""
+    # Not to be assigned in one statement with another value: Triton 3.6 has no None in a tuple.
     gain = None
     if args.gain is not None:
         gain = tl.load(args.gain + column, mask=inside, other=0.0)
@@ -82,7 +83,8 @@ def add_epilogue(parts, count, piece, first, rows, args):
     inside = (row[:, None] < rows) & (column < args.size)
     place = row[:, None] * args.size + column
     # 113 MB of an 8B model's weights pass the L2 cache between uses of the gain, so it is a miss: not behind the sums.
-    x, gain = tl.load(args.stream + place, mask=inside, other=0.0), load_gain(column, inside, args)
+    x = tl.load(args.stream + place, mask=inside, other=0.0)
+    gain = load_gain(column, inside, args)
     added = add_parts(parts, place, count, rows * args.size, inside)
     if args.bias is not None:
         bias = tl.load(args.bias + column, mask=inside, other=0.0).to(tl.float32)
@@ -113,7 +115,8 @@ def norm_add_kernel(
     place = row[:, None] * args.size + column
     which = tl.arange(0, PIECES)
     total = tl.sum(tl.load(squares + which * rows_padded + first, mask=which < pieces, other=0.0), 0)
-    x, next_gain = tl.load(args.stream + place, mask=inside, other=0.0), load_gain(column, inside, args)
+    x = tl.load(args.stream + place, mask=inside, other=0.0)
+    next_gain = load_gain(column, inside, args)
     y_gain = tl.load(gain + column, mask=inside, other=0.0).to(tl.float32)
     value = tl.load(y + place, mask=inside, other=0.0).to(tl.float32)
     added = value * tl.rsqrt(total / args.size + eps) * y_gain

@@ -44,10 +44,12 @@ class Prompts:
     kind: torch.dtype = torch.float16
     dtype: torch.dtype = torch.float16
     block: int = 64
+    padded: int = 0  # rows of each sequence, if the device alone knows how many are no padding
 
     def __str__(self) -> str:
         options = f"-window{self.window}" * (self.window is not None) + f"-chunk{self.chunk}" * (self.chunk is not None)
         options += f"-cap{self.softcap}" * bool(self.softcap) + "-sinks" * self.sinks
+        options += f"-padded{self.padded}" * bool(self.padded)
         shape = f"{self.heads}q{self.kv_heads}kv{self.head_dim}-blocks{self.block}"
         kinds = "-".join(str(one).removeprefix("torch.") for one in (self.kind, self.dtype))
         return f"{shape}-tokens{self.tokens}-lengths{self.lengths}{options}-{kinds}"
@@ -75,9 +77,21 @@ def run(case: Prompts) -> tuple[torch.Tensor, torch.Tensor]:
     query = 2 * normal(sum(case.tokens), case.heads, case.head_dim, seed=1).to(case.dtype)
     sinks = 3 * normal(case.heads, seed=2) if case.sinks else None
     scoring = Scoring(0.2, case.window, case.softcap, sinks, case.chunk)
-    found = launch_prompt_attention(query, *stored, ragged, scoring, Chip((9, 0), 16))
-    assert isinstance(found, torch.Tensor)
-    return found, attend_gathered(query.float(), *stored, ragged, scoring)
+    expected = attend_gathered(query.float(), *stored, ragged, scoring)
+    if not case.padded:
+        found = launch_prompt_attention(query, *stored, ragged, scoring, Chip((9, 0), 16))
+        assert isinstance(found, torch.Tensor)
+        return found, expected
+    counts = torch.tensor(case.tokens, dtype=torch.int32)
+    rows = [torch.cat((part, part.new_full((case.padded - len(part), *part.shape[1:]), torch.nan)))
+            for part in query.split(case.tokens)]  # fmt: skip
+    starts = torch.arange(0, case.padded * sequences + 1, case.padded, dtype=torch.int32)
+    ragged = Ragged(starts, lengths + case.padded - counts, table, case.padded, counts)
+    whole = launch_prompt_attention(torch.cat(rows), *stored, ragged, scoring, Chip((9, 0), 16))
+    assert isinstance(whole, torch.Tensor)
+    parts = whole.split(case.padded)
+    assert not any(part[count:].any() for part, count in zip(parts, case.tokens, strict=True)), "padding becomes zeros"
+    return torch.cat([part[:count] for part, count in zip(parts, case.tokens, strict=True)]), expected
 
 
 def attend(case: Prompts) -> float:
@@ -100,6 +114,8 @@ def attend(case: Prompts) -> float:
         Prompts((65, 3), (128, 3), kind=torch.int8, dtype=torch.bfloat16, heads=6),
         Prompts((66, 2), (130, 200), kind=torch.uint8, dtype=torch.bfloat16),
         Prompts((70,), (70,), kind=torch.uint8, head_dim=128, window=33),
+        Prompts((150, 20), (180, 250), padded=256),
+        Prompts((130,), (140,), window=40, kind=torch.int8, padded=256),
         Prompts((70,), (140,), head_dim=256, kv_heads=1, heads=2, dtype=torch.bfloat16, kind=torch.bfloat16),
     ],
     ids=str,

@@ -14,7 +14,7 @@ from mycli.runtime.cache.kv_cache import KVCache, cache_dtype
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.passes import FALLBACKS, Passes, compile_passes
 from mycli.runtime.engine.passes.base import OnDecline, PassInput
-from mycli.runtime.engine.passes.captured import CapturedStep
+from mycli.runtime.engine.passes.captured import CapturedStep, PromptStep
 from mycli.runtime.engine.passes.cuda import CudaPass
 from mycli.runtime.engine.passes.plain import PlainPass
 from mycli.runtime.errors import Declined
@@ -90,6 +90,36 @@ def test_with_quantized_caches(kind: KvDtype, tmp_path: Path) -> None:
     need_native_code()
     make(tmp_path, "gemma2", {**WIDE, **CASES["gemma2-window7-tied"][1], "head_dim": 64})
     check(load_bf16(tmp_path).model, kind)
+
+
+@pytest.mark.parametrize("case", ["gemma2-mqa-low-caps-untied", "gpt_oss-window7-gqa4:2", "llama-gqa4:2-hd16"])
+def test_longer_prompts_have_a_pass_of_their_own(case: str, tmp_path: Path) -> None:
+    need_native_code()
+    model_type, changes = CASES[case]
+    make(tmp_path, model_type, {**WIDE, **changes, "max_position_embeddings": 1024})
+    model = load_bf16(tmp_path).model
+    step = PromptStep.compile(model)
+    assert isinstance(step, PromptStep)
+    plain = PlainPass(model)
+    way = CudaPass(step, plain, recording, pytest.fail, name="prompts", compare=False)
+    text = torch.randint(3, model.config.vocab_size, (700,), generator=torch.Generator().manual_seed(1)).tolist()
+    found = []
+    for passes in (Passes((way, plain), {}), Passes((plain,), {})):
+        runner = ModelRunner(model, "auto", passes)
+        cache, tables = (
+            KVCache(model.config, 12, KEY_BLOCK, model.device, torch.bfloat16),
+            ((7, 2, 9, 4, 0, 11), (3, 8)),
+        )
+        runner.rope(12 * KEY_BLOCK)
+        logits = [runner.run([Chunk(text[:10], 0, tables[0], 1)], cache).clone()]
+        for count in (280, 300, 270):  # launched, captured and replayed, each padded to 384
+            logits.append(runner.run([Chunk(text[10 : 10 + count], 10, tables[0], 1)], cache).clone())
+        both = [Chunk(text[10:160], 10, tables[0], 1), Chunk(text[:100], 0, tables[1], 1)]
+        found.append([*logits, runner.run(both, cache).clone()])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
+    shapes = {shape for held in way._graphs.values() for shape, _ in held.by_shape}
+    assert shapes == {(1, 384, True), (2, 256, True)}
+    assert not step.takes(1, 256) and not step.takes(1, 2048) and not step.takes(8, 256)
 
 
 def check(model: Transformer, kind: KvDtype) -> None:
