@@ -16,6 +16,7 @@ import random
 import re
 import resource
 import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -248,7 +249,7 @@ def main() -> int:
         stdout=subprocess.PIPE,
         text=True,
         cwd=tempfile.gettempdir(),
-        env={**os.environ, **({} if INSTALLED else {"PYTHONPATH": str(ROOT / ".links")})},
+        env={**os.environ, **({} if INSTALLED else {"PYTHONPATH": os.pathsep.join([str(ROOT / ".links"), *sys.path])})},
     )
     assert server.stdout is not None
     try:

@@ -90,6 +90,7 @@ def test_the_order_and_the_time(tmp_path: Path) -> None:
     assert [part.name for part in second_call.parts(Asked(), tmp_path)] == [
         "compute-sanitizer",
         "ncu",
+        "profile",
         "sweep of splits",
     ]
     assert all(part.lacks for given in (first_call, second_call) for part in given.parts(Asked(tmp_path), tmp_path))
@@ -131,7 +132,7 @@ def test_all_of_the_first_call_rehearsed(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_all_of_the_second_call_rehearsed(folder: Path, tmp_path: Path) -> None:
     told = rehearsed("second_call", folder, tmp_path)
-    assert list(told["parts"]) == ["compute-sanitizer", "ncu", "sweep of splits"]
+    assert list(told["parts"]) == ["compute-sanitizer", "ncu", "profile", "sweep of splits"]
     swept = told["parts"]["sweep of splits"]
     assert swept[0]["chosen"] and {row["block"] for row in swept} == {64, 128}
 

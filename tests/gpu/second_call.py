@@ -142,6 +142,31 @@ def profiled(asked: Asked) -> Rows:
         yield {"kernel": "ncu counted nothing", "ok": False}
 
 
+def profile(asked: Asked) -> Rows:
+    """Yield the time of each kernel of the passes of a whole 8B: decoding for few sequences and many, and a prompt."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as torch_profiler
+
+    from mycli.runtime.diagnostics.throughput import Trial, run_trial
+    from tests.gpu.bench.shapes import INT4, LLAMA_8B, tiny
+    from tests.gpu.bench.weights import model
+
+    made, kernels = model(tiny(LLAMA_8B) if asked.rehearse else LLAMA_8B, INT4, asked.device())
+    kind = ProfilerActivity.CPU if asked.rehearse else ProfilerActivity.CUDA
+    trials = (
+        [Trial(0, 4)] if asked.rehearse else [Trial(0, 33), Trial(0, 33, 0, 16), Trial(0, 33, 0, 64), Trial(512, 0)]
+    )
+    for trial in trials:
+        run_trial(made, trial, 2)  # compiled and captured
+        with torch_profiler(activities=(kind,)) as found:
+            rate = run_trial(made, trial, 1).rates[-1]
+        yield {"test": trial.name, "kernel": kernels, "tokens/s": rate, "ok": True}
+        events = sorted(found.key_averages(), key=lambda event: -event.self_device_time_total)
+        for event in events[:14]:
+            time = event.self_cpu_time_total if asked.rehearse else event.self_device_time_total
+            yield {"test": trial.name, "kernel": event.key[:60], "calls": event.count, "us": time / event.count}
+
+
 def sweep(asked: Asked) -> Rows:
     """Time each product of a layer with a residual add, for other splits and narrower tiles, in microseconds.
 
@@ -192,6 +217,7 @@ def parts(asked: Asked, out: Path) -> Sequence[Part]:
     return [
         Part("compute-sanitizer", slower * 240, sanitized, "compute-sanitizer, and all of its checks but one"),
         Part("ncu", slower * 90, profiled, "ncu: O and gate_up of small sizes run without it"),
+        Part("profile", slower * 60, profile, "kernels of a GPU: it profiles a small model on the CPU"),
         Part("sweep of splits", slower * 180, sweep, "time: the emulator's says nothing"),
     ]
 

@@ -369,7 +369,8 @@ def decode_builds(capability: int) -> Iterator[Build]:
 def prompt_builds(capability: int, head_dims: Iterable[int] = (128, 256)) -> Iterator[Build]:
     """Yield prompt attention of 32 heads and 8 KV heads for each cache, and heads of 128 with all options."""
     chip = Chip(divmod(capability, 10), 132)
-    pointers = {"query": "*bf16", "starts": "*i32", "lengths": "*i32", "block_table": "*i32", "result": "*bf16"}
+    pointers = {"query": "*bf16", "starts": "*i32", "lengths": "*i32", "counts": "*i32", "block_table": "*i32"}
+    pointers["result"] = "*bf16"
     sizes = {"table_width": "i32", "skipped": "i32"}
     for head_dim in head_dims:
         for name, stored, scales in _CACHES:

@@ -53,7 +53,7 @@ def model(config: ModelConfig, packing: Packing | None, device: torch.device) ->
             tied = module is made.head and config.tie_embeddings
             module.replace(made.embedding if tied else product(module))
     if packing is not None and device.type == "cuda":
-        passes = compile_passes(made, "auto", lambda declined: names.add(declined.code))
+        passes = compile_passes(made, "auto", lambda declined: names.add(str(declined)))
         names.add("launched one by one" if len(passes.passes) == 1 else "fused, replayed")
         return ModelRunner(made, passes=passes), ", ".join(sorted(names))
     return ModelRunner(made), ", ".join(sorted(names)) or "dense"
