@@ -1,9 +1,9 @@
 """Continuous batching: chooses which sequences run in the next pass, with how many tokens, in which cache blocks.
 
-Policy: fair among users (`fairness`); first come, first served for each user. Prompt chunks and decode steps
-alternate, so a decoding sequence waits for at most one chunk (`Limits.chunk`), or two while users compete. When
-blocks run out, the newest sequence of the user with the most is preempted: its blocks are freed, it goes back to the
-queue, and is recomputed later with the same result. The oldest sequence of a single user is never preempted, so all
+Policy: fair among users, and among the requests of each user (`fairness`). Prompt chunks and decode steps alternate, so
+a decoding sequence waits for at most one chunk (`Limits.chunk`), or two while users compete. When blocks run out, the
+newest sequence of the user and the request with the most is preempted: its blocks are freed, it goes back to the queue,
+and is recomputed later with the same result. The oldest sequence of a single user is not preempted for blocks, so all
 finish.
 
 Plain Python over token counts and block numbers; tensors and sampling are elsewhere.
@@ -131,11 +131,15 @@ class Scheduler:
     def reply_limit(self, request: Request) -> int:
         return request.reply_limit(self.limits.context, self.pool.blocks * self.pool.block_size)
 
-    def _add(self, request: Request, limit: int) -> Sequence:
+    def _add(self, request: Request, limit: int, parent: Sequence | None = None) -> Sequence:
         tokens = [*request.prompt, *(() if request.start is None else request.start.tokens)]
-        sequence = Sequence(self._next_id, request, BlockTable(self.pool), limit, self._clock(), tokens)
+        table, group = BlockTable(self.pool), request.group
+        # Beams advance together: if one gave its place to another request, all would wait for it.
+        if not group or request.beams is not None:
+            group = f"{self._next_id}" if parent is None or request.beams is not None else parent.group
+        sequence = Sequence(self._next_id, request, table, limit, self._clock(), tokens, group)
         self._sequences[sequence.id] = sequence
-        self._shares.enter(sequence)
+        self._shares.enter(sequence, len(tokens) if parent is None else 0)
         self._next_id += 1
         return sequence
 
@@ -146,7 +150,7 @@ class Scheduler:
         """
         if sequence.sampled or sequence.status is Status.FINISHED:
             raise ValueError(f"sequence {sequence.id} has sampled tokens: nothing can branch off its prompt")
-        branch = self._add(request, sequence.limit)
+        branch = self._add(request, sequence.limit, sequence)
         sequence.branches.append(branch)
         return branch
 
@@ -183,7 +187,7 @@ class Scheduler:
         """Return whether a new prompt comes before the decode step that follows a chunk of another user's prompts."""
         if not self.waiting or self._last_prompt is None or self._last_prompt.status is not Status.RUNNING:
             return False
-        return self._shares.precedes(self._shares.first(self.waiting, self.running), self._last_prompt, self.running)
+        return self._shares.interrupts(self._shares.first(self.waiting, self.running), self._last_prompt, self.running)
 
     def _schedule_prefill(self) -> list[ScheduledSequence]:
         prefilling = [sequence for sequence in self.running if not sequence.is_decoding]
@@ -231,10 +235,10 @@ class Scheduler:
         return budget - most + self._shares.pass_size(sequence, most, self.running, self._clock())
 
     def _has_place(self, sequence: Sequence) -> bool:
-        """Return whether a sequence may run now; a user with more than its share makes room for it."""
+        """Return whether a sequence may run now; a user or a request with more than its share makes room for it."""
         while len(self.running) >= self.limits.running or not self._blocks_for(sequence):
             others = [other for other in self.running if other.id not in self._in_pass]
-            victim = self._shares.gives_way(others, sequence)
+            victim = self._shares.gives_way(others, sequence, self.running)
             if victim is None:
                 return len(self.running) < self.limits.running  # blocks: `_admit` decides, with its prefix
             self._preempt(victim)
