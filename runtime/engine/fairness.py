@@ -10,6 +10,10 @@ between prompts, the order is that in which they would end if all groups got tok
 are served in the order of arrival, and a short prompt overtakes long ones, but no prompt is served later than with
 equal rates. A group whose sequence ends is due as if it had just arrived.
 
+The beams of a search advance together, so one that gives up its place pauses the search. Searches do not replace each
+other's beams; a search pauses for `PAUSE_TOKENS` of other work, then gets the next places, and then keeps all until
+its beams are `RESUMED_TOKENS` longer.
+
 A pass is not interrupted, so a new prompt waits for the one that runs. Prompts of a user with many replies are
 therefore cut smaller while prompts of users with fewer are expected (`FairShares.pass_size`).
 """
@@ -29,6 +33,10 @@ EXPECTED_SECONDS = 60.0
 # The smallest part of a chunk that prompts are cut to. Smaller passes gain little: passes of running replies, which
 # are not cut, have as many rows.
 SMALLEST_PART = 8
+# Long enough for some dozens of short replies; the search then has all places for about a second at most: a token of 32
+# beams takes about 0.2 s on two cores.
+PAUSE_TOKENS = 256
+RESUMED_TOKENS = 4
 
 
 @dataclass(frozen=True)
@@ -42,11 +50,17 @@ class ExpectedPrompt:
 
 @dataclass
 class GroupTurns:
-    """The sequences of one request; due: when its last prompt ends; again: earliest time of its next place."""
+    """The sequences of one request; due: when its last prompt ends; again: earliest time of its next place.
+
+    Of a beam search that has paused: the total of tokens at which it resumes, and how many tokens its beams must have
+    before the next pause.
+    """
 
     due: float
     again: float = 0.0
     sequences: int = 0
+    resumes: int = 0
+    pausable_at: int = 0
 
 
 @dataclass
@@ -83,6 +97,7 @@ class FairShares:
         self._left: dict[str, float] = {}  # the virtual times of the other users when they left; at most one a key
         self._sequences: Counter[str] = Counter()
         self._turns: dict[str, UserTurns] = {}  # by user
+        self._work = 0  # tokens computed so far
         self._floor = 0.0  # the virtual time of a user that arrives at an idle engine
         self._prompts: dict[str, ExpectedPrompt] = {}  # by user
 
@@ -119,6 +134,7 @@ class FairShares:
         """Add computed tokens to the virtual time of a sequence's user and to the clock of its groups."""
         turns = self._turns[sequence.request.user]
         turns.clock += tokens / len(turns.groups)
+        self._work += tokens
         # Tokens, not requests or seconds: requests differ in length, and passes are shared by all users.
         time = self._times[sequence.request.user] + tokens / sequence.request.weight
         self._times[sequence.request.user] = time
@@ -178,13 +194,38 @@ class FairShares:
         places = Places.of(running)
 
         # Places count before time: a place is held for a whole reply, and virtual time is charged only as tokens come.
-        def rank(sequence: RequestSequence) -> tuple[bool, float, float, int, float, int]:
-            user, group = sequence.request.user, sequence.group
-            due = max(sequence.due, self._turns[user].groups[group].again)
-            times = (places.share(sequence), self._times[user], places.groups[group], due, sequence.id)
-            return (sequence.request.batch, *times)
+        def rank(sequence: RequestSequence) -> tuple[bool, bool, float, float, int, float, int]:
+            user, batch, group = sequence.request.user, sequence.request.batch, self._group(sequence)
+            count, search = places.groups[sequence.group], sequence.request.beams is not None
+            if search and count and self._work >= group.resumes:
+                return batch, False, 0.0, 0.0, 0, 0.0, sequence.id  # its other beams wait and keep their places
+            due = max(sequence.due, group.again)
+            return batch, True, places.share(sequence), self._times[user], 0 if search else count, due, sequence.id
 
         return min(waiting, key=rank)
+
+    def pause(self, sequence: RequestSequence) -> None:
+        """Note that a sequence gives up its place: a search pauses with it."""
+        group = self._group(sequence)
+        if sequence.request.beams is not None and self._work >= group.resumes:
+            group.resumes, group.pausable_at = self._work + PAUSE_TOKENS, sequence.sampled + RESUMED_TOKENS
+
+    def resume(self) -> None:
+        """End all pauses: nothing else can run."""
+        for turns in self._turns.values():
+            for group in turns.groups.values():
+                group.resumes = min(group.resumes, self._work)
+
+    def _pausable(self, sequence: RequestSequence, waiting: RequestSequence) -> bool:
+        """Return whether a sequence may lose its place to a waiting one, as far as its search is concerned."""
+        if sequence.request.beams is None or (sequence.request.batch and not waiting.request.batch):
+            return True
+        group = self._group(sequence)
+        paused = self._work < group.resumes
+        return waiting.request.beams is None and (paused or sequence.sampled >= group.pausable_at)
+
+    def _group(self, sequence: RequestSequence) -> GroupTurns:
+        return self._turns[sequence.request.user].groups[sequence.group]
 
     def _rank(self, sequence: RequestSequence, places: Places) -> tuple[bool, float, float, float, int]:
         time = self._times[sequence.request.user]
@@ -208,15 +249,15 @@ class FairShares:
             ),
         )
 
-    @staticmethod
     def gives_way(
-        candidates: Sequence[RequestSequence], waiting: RequestSequence, running: Iterable[RequestSequence]
+        self, candidates: Iterable[RequestSequence], waiting: RequestSequence, running: Iterable[RequestSequence]
     ) -> RequestSequence | None:
         """Return which of the candidates `waiting` may replace; None if its user and its group have their share."""
+        candidates = [other for other in candidates if self._pausable(other, waiting)]
         if not candidates:
             return None
         places, replaceable = Places.of(running), Places.of(candidates)
-        victim, user = FairShares.victim(candidates), waiting.request.user
+        victim, user = self.victim(candidates), waiting.request.user
         if victim.request.batch and not waiting.request.batch:
             return victim
         if victim.request.batch == waiting.request.batch and victim.request.user != user:
@@ -230,7 +271,7 @@ class FairShares:
         others = [other for other in candidates if other.request.user == user and other.request.batch == kind]
         if not others:
             return None
-        victim = FairShares.victim(others)
+        victim = self.victim(others)
         # The same condition among the groups of a user.
         fair = places.groups[waiting.group] + 1 <= replaceable.groups[victim.group] - 1
         return victim if fair else None

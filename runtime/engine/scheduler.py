@@ -133,10 +133,8 @@ class Scheduler:
 
     def _add(self, request: Request, limit: int, parent: Sequence | None = None) -> Sequence:
         tokens = [*request.prompt, *(() if request.start is None else request.start.tokens)]
-        table, group = BlockTable(self.pool), request.group
-        # Beams advance together: if one gave its place to another request, all would wait for it.
-        if not group or request.beams is not None:
-            group = f"{self._next_id}" if parent is None or request.beams is not None else parent.group
+        table = BlockTable(self.pool)
+        group = request.group or (f"{self._next_id}" if parent is None else parent.group)
         sequence = Sequence(self._next_id, request, table, limit, self._clock(), tokens, group)
         self._sequences[sequence.id] = sequence
         self._shares.enter(sequence, len(tokens) if parent is None else 0)
@@ -171,6 +169,7 @@ class Scheduler:
             idle = [sequence for sequence in self.running if not sequence.uncomputed]
             if idle:
                 self._preempt(idle[-1])
+                self._shares.resume()
                 return self.schedule(draft_budget)
         if not scheduled or scheduled[0].is_decode:
             self._prefill_next, self._last_prompt, self._chunk_left = True, None, self.limits.chunk
@@ -242,6 +241,7 @@ class Scheduler:
             if victim is None:
                 return len(self.running) < self.limits.running  # blocks: `_admit` decides, with its prefix
             self._preempt(victim)
+            self._shares.pause(victim)
         return True
 
     def _blocks_for(self, sequence: Sequence) -> bool:

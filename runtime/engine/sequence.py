@@ -74,9 +74,9 @@ class Request:
     not begun by then ends without a reply; hidden_states: return the final hidden states of the last token of the
     prompt, or of all; scored_tokens: return the logits of these tokens after the prompt; user, weight: the user whose
     share of the machine it uses, and the size of that share; group: requests of a user with the same one take turns
-    with its others as if they were a single request, empty for a group of its own; batch: it runs only when no other request is waiting;
-    start: where an interrupted reply continues, with a seed that replaces that of `sampling`; beams: search for the
-    most likely replies instead of sampling.
+    with its others as if they were a single request, empty for a group of its own; batch: it runs only when no other
+    request is waiting; start: where an interrupted reply continues, with a seed that replaces that of `sampling`;
+    beams: search for the most likely replies instead of sampling.
     """
 
     prompt: tuple[int, ...]

@@ -140,14 +140,92 @@ def test_prompts_of_one_request_follow_each_other() -> None:
     assert places(engine)["call"] < 10
 
 
-def test_beams_keep_their_places() -> None:
+def search(engine: Scheduler, seed: int, width: int, limit: int, length: int = LENGTH) -> list[Sequence]:
+    first = engine.submit(
+        Request(tuple(seed * 1000 + at for at in range(length)), limit=limit, beams=BeamOptions(width))
+    )
+    return [first, *(engine.branch(first, first.request) for _ in range(width - 1))]
+
+
+class Searches:
+    """Steps a scheduler with searches, whose beams get a token when all of them are computed."""
+
+    def __init__(self, engine: Scheduler, searches: list[list[Sequence]]) -> None:
+        self.engine, self.searches = engine, searches
+        self._computed: set[int] = set()
+
+    def step(self) -> None:
+        engine = self.engine
+        scheduled = engine.schedule()
+        assert scheduled, "a pass without work"
+        for part in scheduled:
+            is_beam = part.sequence.request.beams is not None
+            if is_beam and part.completes:
+                self._computed.add(part.sequence.id)
+                engine.start_branches(part)
+            _, reason = engine.advance(part, [1] if part.completes and not is_beam else [])
+            if reason is not None:
+                engine.finish(part.sequence)
+        for beams in self.searches:
+            first = beams[0]
+            members = beams if first.sampled else beams[:1]
+            if first.status is not Status.FINISHED and all(member.id in self._computed for member in members):
+                self._computed -= {member.id for member in beams}
+                for member in beams:
+                    member.tokens.append(1)
+                if first.sampled == first.limit:
+                    for member in reversed(beams):
+                        engine.finish(member)
+
+
+def test_a_search_gives_a_place_to_a_single_request_and_pauses() -> None:
     engine = scheduler(running=4)
-    first = engine.submit(Request(tuple(range(LENGTH)), limit=20, beams=BeamOptions(4)))
-    beams = [first, *(engine.branch(first, first.request) for _ in range(3))]
-    step(engine)
-    submit(engine, 1)
-    step(engine)
-    assert all(beam.status is Status.RUNNING for beam in beams)
+    beams = search(engine, 0, 4, 100)
+    world = Searches(engine, [beams])
+    for _ in range(8):
+        world.step()
+    assert len(engine.running) == 4 and beams[0].sampled > 4
+    (one,) = submit(engine, 99, limit=2)
+    for _ in range(4):
+        world.step()
+    assert one.status is Status.FINISHED and beams[0].status is Status.RUNNING
+
+
+def test_a_search_ends_under_a_stream_of_single_requests() -> None:
+    engine = scheduler(running=4)
+    beams = search(engine, 0, 4, 60)
+    world, seed = Searches(engine, [beams]), 1
+    passes = 0
+    while beams[0].status is not Status.FINISHED and passes < 6000:
+        passes += 1
+        while len(engine.waiting) < 4:
+            submit(engine, seed, limit=5)
+            seed += 1
+        world.step()
+    assert passes < 6000 and seed > 40, "both get on"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_searches_and_replies_all_end(seed: int) -> None:
+    chance = random.Random(seed)
+    engine = scheduler(running=4, chunk=chance.choice((8, 64)), blocks=400 if seed % 2 else 80)
+    world = Searches(engine, [])
+    sequences: list[Sequence] = []
+    for number in range(150):
+        if chance.random() < 0.3:
+            length = chance.choice((4, 8, 40))
+            if chance.random() < 0.4:
+                world.searches.append(search(engine, number, chance.randint(2, 4), chance.randint(1, 20), length))
+                sequences += world.searches[-1]
+            else:
+                sequences += submit(engine, number, chance.choice((1, 1, 9)), chance.randint(1, 20), length)
+        if engine.has_work:
+            world.step()
+    for _ in range(20_000):
+        if engine.has_work:
+            world.step()
+    assert not engine.has_work and all(sequence.status is Status.FINISHED for sequence in sequences)
+    assert engine.pool.used == 0
 
 
 @pytest.mark.parametrize("seed", range(12))
