@@ -33,9 +33,9 @@ EXPECTED_SECONDS = 60.0
 # The smallest part of a chunk that prompts are cut to. Smaller passes gain little: passes of running replies, which
 # are not cut, have as many rows.
 SMALLEST_PART = 8
-# Long enough for some dozens of short replies; the search then has all places for about a second at most: a token of 32
-# beams takes about 0.2 s on two cores.
-PAUSE_TOKENS = 256
+# Enough for a few short replies. The search then has all places for about a second at most: a token of 32 beams of pico
+# takes about 0.2 s on two cores.
+PAUSE_TOKENS = 32
 RESUMED_TOKENS = 4
 
 

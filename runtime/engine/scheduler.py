@@ -195,14 +195,15 @@ class Scheduler:
         budget, scheduled = self.limits.chunk, list[ScheduledSequence]()
         # A copy: reserving blocks may preempt some.
         running = deque(self._shares.ordered(prefilling, self.running))
-        queue_open = True
+        queue = list(self.waiting)  # a copy, too: those that are preempted in this pass wait for the next
         while budget > 0:
-            waiting = self._shares.first(self.waiting, self.running) if queue_open and self.waiting else None
+            waiting = self._shares.first(queue, self.running) if queue else None
             if waiting is not None and (not running or self._shares.precedes(waiting, running[0], self.running)):
                 sequence = waiting
                 if self._room(sequence, budget) <= 0 or not self._has_place(sequence) or not self._admit(sequence):
-                    queue_open = False  # keep the order: a shorter request behind it must not overtake
+                    queue = self._behind(sequence, queue)
                     continue
+                queue.remove(sequence)
             elif running:
                 sequence = running.popleft()
             else:
@@ -212,8 +213,15 @@ class Scheduler:
             if part is not None:
                 scheduled.append(part)
             elif sequence is waiting and sequence.status is not Status.RUNNING:
-                queue_open = False
+                queue = []
         return scheduled
+
+    def _behind(self, sequence: Sequence, queue: list[Sequence]) -> list[Sequence]:
+        """Return the sequences of the queue that may start before one that cannot."""
+        # A search that has not begun waits for the end of others, which other requests need not.
+        if sequence.request.beams is None or any(other.group == sequence.group for other in self.running):
+            return []  # keep the order: a shorter request behind it must not overtake
+        return [other for other in queue if other.request.beams is None]
 
     def _prefill_part(self, sequence: Sequence, budget: int) -> tuple[ScheduledSequence | None, int]:
         """Schedule the next prompt tokens of a running sequence; return its part, and the budget that it takes."""

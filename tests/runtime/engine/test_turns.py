@@ -191,6 +191,17 @@ def test_a_search_gives_a_place_to_a_single_request_and_pauses() -> None:
     assert one.status is Status.FINISHED and beams[0].status is Status.RUNNING
 
 
+def test_a_single_request_does_not_wait_for_searches_that_wait_for_others() -> None:
+    engine = scheduler(running=4)
+    world = Searches(engine, [search(engine, seed, 4, 40) for seed in range(3)])
+    for _ in range(8):
+        world.step()
+    (one,) = submit(engine, 99, limit=2)
+    for _ in range(4):
+        world.step()
+    assert one.status is Status.FINISHED and world.searches[0][0].status is Status.RUNNING
+
+
 def test_a_search_ends_under_a_stream_of_single_requests() -> None:
     engine = scheduler(running=4)
     beams = search(engine, 0, 4, 60)
