@@ -1,9 +1,9 @@
 """Continuous batching: chooses which sequences run in the next pass, with how many tokens, in which cache blocks.
 
-Policy: fair among users (`fairness`); first come, first served for each user. Prompt chunks and decode steps
-alternate, so a decoding sequence waits for at most one chunk (`Limits.chunk`), or two while users compete. When
-blocks run out, the newest sequence of the user with the most is preempted: its blocks are freed, it goes back to the
-queue, and is recomputed later with the same result. The oldest sequence of a single user is never preempted, so all
+Policy: fair among users, and among the requests of each user (`fairness`). Prompt chunks and decode steps alternate, so
+a decoding sequence waits for at most one chunk (`Limits.chunk`), or two while users compete. When blocks run out, the
+newest sequence of the user and the request with the most is preempted: its blocks are freed, it goes back to the queue,
+and is recomputed later with the same result. The oldest sequence of a single user is not preempted for blocks, so all
 finish.
 
 Plain Python over token counts and block numbers; tensors and sampling are elsewhere.
@@ -131,11 +131,13 @@ class Scheduler:
     def reply_limit(self, request: Request) -> int:
         return request.reply_limit(self.limits.context, self.pool.blocks * self.pool.block_size)
 
-    def _add(self, request: Request, limit: int) -> Sequence:
+    def _add(self, request: Request, limit: int, parent: Sequence | None = None) -> Sequence:
         tokens = [*request.prompt, *(() if request.start is None else request.start.tokens)]
-        sequence = Sequence(self._next_id, request, BlockTable(self.pool), limit, self._clock(), tokens)
+        table = BlockTable(self.pool)
+        group = request.group or (f"{self._next_id}" if parent is None else parent.group)
+        sequence = Sequence(self._next_id, request, table, limit, self._clock(), tokens, group)
         self._sequences[sequence.id] = sequence
-        self._shares.enter(sequence)
+        self._shares.enter(sequence, len(tokens) if parent is None else 0)
         self._next_id += 1
         return sequence
 
@@ -146,7 +148,7 @@ class Scheduler:
         """
         if sequence.sampled or sequence.status is Status.FINISHED:
             raise ValueError(f"sequence {sequence.id} has sampled tokens: nothing can branch off its prompt")
-        branch = self._add(request, sequence.limit)
+        branch = self._add(request, sequence.limit, sequence)
         sequence.branches.append(branch)
         return branch
 
@@ -167,6 +169,7 @@ class Scheduler:
             idle = [sequence for sequence in self.running if not sequence.uncomputed]
             if idle:
                 self._preempt(idle[-1])
+                self._shares.resume()
                 return self.schedule(draft_budget)
         if not scheduled or scheduled[0].is_decode:
             self._prefill_next, self._last_prompt, self._chunk_left = True, None, self.limits.chunk
@@ -183,7 +186,7 @@ class Scheduler:
         """Return whether a new prompt comes before the decode step that follows a chunk of another user's prompts."""
         if not self.waiting or self._last_prompt is None or self._last_prompt.status is not Status.RUNNING:
             return False
-        return self._shares.precedes(self._shares.first(self.waiting, self.running), self._last_prompt, self.running)
+        return self._shares.interrupts(self._shares.first(self.waiting, self.running), self._last_prompt, self.running)
 
     def _schedule_prefill(self) -> list[ScheduledSequence]:
         prefilling = [sequence for sequence in self.running if not sequence.is_decoding]
@@ -192,14 +195,15 @@ class Scheduler:
         budget, scheduled = self.limits.chunk, list[ScheduledSequence]()
         # A copy: reserving blocks may preempt some.
         running = deque(self._shares.ordered(prefilling, self.running))
-        queue_open = True
+        queue = list(self.waiting)  # a copy, too: those that are preempted in this pass wait for the next
         while budget > 0:
-            waiting = self._shares.first(self.waiting, self.running) if queue_open and self.waiting else None
+            waiting = self._shares.first(queue, self.running) if queue else None
             if waiting is not None and (not running or self._shares.precedes(waiting, running[0], self.running)):
                 sequence = waiting
                 if self._room(sequence, budget) <= 0 or not self._has_place(sequence) or not self._admit(sequence):
-                    queue_open = False  # keep the order: a shorter request behind it must not overtake
+                    queue = self._behind(sequence, queue)
                     continue
+                queue.remove(sequence)
             elif running:
                 sequence = running.popleft()
             else:
@@ -209,8 +213,15 @@ class Scheduler:
             if part is not None:
                 scheduled.append(part)
             elif sequence is waiting and sequence.status is not Status.RUNNING:
-                queue_open = False
+                queue = []
         return scheduled
+
+    def _behind(self, sequence: Sequence, queue: list[Sequence]) -> list[Sequence]:
+        """Return the sequences of the queue that may start before one that cannot."""
+        # A search that has not begun waits for the end of others, which other requests need not.
+        if sequence.request.beams is None or any(other.group == sequence.group for other in self.running):
+            return []  # keep the order: a shorter request behind it must not overtake
+        return [other for other in queue if other.request.beams is None]
 
     def _prefill_part(self, sequence: Sequence, budget: int) -> tuple[ScheduledSequence | None, int]:
         """Schedule the next prompt tokens of a running sequence; return its part, and the budget that it takes."""
@@ -231,13 +242,14 @@ class Scheduler:
         return budget - most + self._shares.pass_size(sequence, most, self.running, self._clock())
 
     def _has_place(self, sequence: Sequence) -> bool:
-        """Return whether a sequence may run now; a user with more than its share makes room for it."""
+        """Return whether a sequence may run now; a user or a request with more than its share makes room for it."""
         while len(self.running) >= self.limits.running or not self._blocks_for(sequence):
             others = [other for other in self.running if other.id not in self._in_pass]
-            victim = self._shares.gives_way(others, sequence)
+            victim = self._shares.gives_way(others, sequence, self.running)
             if victim is None:
                 return len(self.running) < self.limits.running  # blocks: `_admit` decides, with its prefix
             self._preempt(victim)
+            self._shares.pause(victim)
         return True
 
     def _blocks_for(self, sequence: Sequence) -> bool:

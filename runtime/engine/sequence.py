@@ -73,9 +73,10 @@ class Request:
     the tokens of the prompt; deadline: seconds after which the reply is to end, None for any time; a request that has
     not begun by then ends without a reply; hidden_states: return the final hidden states of the last token of the
     prompt, or of all; scored_tokens: return the logits of these tokens after the prompt; user, weight: the user whose
-    share of the machine it uses, and the size of that share; batch: it runs only when no other request is waiting;
-    start: where an interrupted reply continues, with a seed that replaces that of `sampling`; beams: search for the
-    most likely replies instead of sampling.
+    share of the machine it uses, and the size of that share; group: requests of a user with the same one take turns
+    with its others as if they were a single request, empty for a group of its own; batch: it runs only when no other
+    request is waiting; start: where an interrupted reply continues, with a seed that replaces that of `sampling`;
+    beams: search for the most likely replies instead of sampling.
     """
 
     prompt: tuple[int, ...]
@@ -90,6 +91,7 @@ class Request:
     scored_tokens: tuple[int, ...] = ()
     user: str = ""
     weight: float = 1.0
+    group: str = ""
     batch: bool = False
     start: ReplyStart | None = None
     beams: BeamOptions | None = None
@@ -178,6 +180,8 @@ class Sequence:
     limit: int  # maximum number of sampled tokens
     arrived: float  # seconds of the engine's clock
     tokens: list[int]
+    group: str  # of the request whose turns it shares
+    due: float = 0.0  # orders the prompts of its user; see `FairShares`
     status: Status = Status.WAITING
     started: bool = False  # was in a pass before
     cached: int = 0  # prompt tokens found in the cache

@@ -4,11 +4,12 @@ The engine is touched by its own thread only: submissions and cancellations reac
 feeds each `OutputReader` and passes all new pieces of a step to the event loop together, so no client delays another.
 """
 
+import itertools
 import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Protocol
 
@@ -68,6 +69,7 @@ class EngineWorker:
         self._max_waiting, self._log, self._on_death = max_waiting, log, on_death
         self._lock = threading.Lock()
         self._tickets: set[Ticket] = set()
+        self._calls = itertools.count()
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._outputs: queue.SimpleQueue[list[tuple[Ticket, SequenceOutput | ApiError]] | None] = queue.SimpleQueue()
         self._delivered = threading.Event()  # the event loop has seen the tokens of the last step
@@ -122,16 +124,20 @@ class EngineWorker:
         """
         if self.failed:
             raise ApiError(503, f"the engine has failed: {self.failed}", "engine_failed")
+        call = f"call {next(self._calls)}"  # its prompts take turns with other requests as one
         groups = [
             [Ticket(request, reader, delivery, recorded=records.get(reader.index)) for reader in readers]
-            for request, readers in requests
+            for request, readers in ((replace(request, group=call), readers) for request, readers in requests)
         ]
         tickets = [ticket for group in groups for ticket in group]
         with self._lock:
-            waiting = self._count_waiting()
+            waiting, counted = self._count_waiting(), "replies"
+            if len(tickets) == 1:  # not refused because another request waits for many replies
+                waiting = len({ticket.delivery for ticket in self._tickets if ticket.first is None})
+                counted = "requests"
             # A request with more replies than the limit is accepted by an idle server.
             if waiting and waiting + len(tickets) > self._max_waiting:
-                message = f"queue full: {waiting} replies are waiting, at most {self._max_waiting} may"
+                message = f"queue full: {waiting} {counted} are waiting, at most {self._max_waiting} may"
                 raise ApiError(429, message, "queue_full", headers={"retry-after": "5"})
             self._tickets.update(tickets)
         if self.dead:  # it died after the check above, and has not seen these tickets

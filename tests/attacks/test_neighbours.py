@@ -130,6 +130,16 @@ ATTACKS |= {
         Attack(CHAT, chat(n=64, logprobs=True, top_logprobs=20, max_tokens=64, ignore_eos=True)),
         200,
     ),
+    "n of 60, 4 times": (Attack(CHAT, chat(n=60, max_tokens=64, ignore_eos=True), 4), 200),
+    "64 prompts of 1,400 tokens": (
+        Attack(TEXT, {"prompt": [f"{i} " + "word " * 690 for i in range(64)], "max_tokens": 4, "ignore_eos": True}),
+        200,
+    ),
+    "prompt of 1,400 tokens, 64 times": (Attack(TEXT, {"prompt": "word " * 700, "max_tokens": 1}, 64), 200),
+    "32 beams, twice": (
+        Attack(TEXT, {"prompt": "The", "use_beam_search": True, "n": 32, "max_tokens": 40, "ignore_eos": True}, 2),
+        200,
+    ),
     "4,000 images": (Attack(CHAT, chat(messages=[{"role": "user", "content": [IMAGE] * 4000}])), 400),
     "lone surrogates": (Attack(CHAT, SURROGATES), 400),
     "compressed body": (
@@ -171,6 +181,7 @@ ATTACKS |= {
 QUICK = (
     *("schema allOf 40, 8 times", "prompt of -1", "prompts of one letter", "logit_bias"),
     *("schema of 3,000 properties", "compressed body", "400 messages of 100 calls", "400,000 chunks of one byte"),
+    "n of 60, 4 times",
 )
 
 

@@ -21,8 +21,8 @@ def exception_handlers() -> Mapping[type[Exception], Callable[[Request, Exceptio
     async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         causes = {
-            404: ("no such endpoint", "not_found"),
-            405: ("method not allowed", "method_not_allowed"),
+            404: (f"no such endpoint: {request.url.path[:100]}; /openapi.json lists them", "not_found"),
+            405: (f"{request.method} is not allowed here{_instead(error)}", "method_not_allowed"),
         }
         message, code = causes.get(error.status_code, (error.detail, "invalid_request"))
         return await on_error(request, ApiError(error.status_code, message, code, headers=error.headers))
@@ -31,3 +31,8 @@ def exception_handlers() -> Mapping[type[Exception], Callable[[Request, Exceptio
         return await on_error(request, internal_error())  # the guard logs the cause
 
     return {ApiError: on_error, HTTPException: on_http_error, Exception: on_bug}
+
+
+def _instead(error: HTTPException) -> str:
+    allowed = {name.lower(): value for name, value in (error.headers or {}).items()}.get("allow", "")
+    return f"; use {allowed}" if allowed else ""

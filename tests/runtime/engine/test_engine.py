@@ -194,8 +194,9 @@ def test_waiting_ends_at_the_deadline(pico: ModelRunner) -> None:
     """G24."""
     now = [0.0]
     engine = Engine(pico, CacheShape.contiguous(64), 4096, clock=lambda: now[0])
-    submitted(engine, MIXED[0], replace(MIXED[1], deadline=2.0))
+    submitted(engine, MIXED[0])
     engine.step()
+    submitted(engine, replace(MIXED[1], deadline=2.0))
     now[0] = 2.0
     assert [one.finish_reason for one in engine.step() if one.sequence == 1] == ["deadline"]
     assert drain(engine)[0][-1].finish_reason == "length"

@@ -208,7 +208,7 @@ def test_the_credit_of_a_user_is_limited() -> None:
     shares, sequences = FairShares(), scheduler()
     slow, busy = submit(sequences, 0, "slow"), submit(sequences, 1, "busy")
     for sequence in (slow, busy):
-        shares.enter(sequence)
+        shares.enter(sequence, 0)
     shares.charge(busy, 100 * MAX_CREDIT)
     assert list(shares.ordered([busy, slow], [])) == [slow, busy]
     shares.charge(slow, MAX_CREDIT + 1)

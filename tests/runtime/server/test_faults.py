@@ -205,7 +205,10 @@ def test_g16_an_endpoint_that_is_not_there(served: Served) -> None:
         ("GET", "/..%2f..%2fetc/passwd", 404),
     ):
         answer = served.ask(method, path, b"{}" if method == "POST" else None)
-        assert answer.status == status and answer.error
+        assert (
+            answer.status == status
+            and (path.replace("%2f", "/") if status == 404 else "use ") in answer.error["message"]
+        )
     for method, path, other in (("POST", "/health", "GET"), ("GET", "/tokenize", "POST")):
         answer = served.ask(method, path, headers={"content-length": "0"})  # for a body that does not state its type
         assert answer.status == 405 and other in answer.headers["allow"]
