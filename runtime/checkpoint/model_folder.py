@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Self
 
 from mycli.runtime.checkpoint.formats import Headers, is_quantized, read_quantization
 from mycli.runtime.checkpoint.manifest import Manifest
-from mycli.runtime.checkpoint.safetensors_header import INDEX, SINGLE, TensorEntry
+from mycli.runtime.checkpoint.safetensors_header import INDEX, SINGLE, TensorEntry, damaged
 from mycli.runtime.checkpoint.validation import check_tensors
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models.config import ModelConfig
@@ -69,13 +69,20 @@ class ModelFolder:
     file_manifest: Manifest | None = None  # the tensors of the files, if they are read already
 
     @classmethod
-    def from_config(cls, raw: Fields, path: Path | None = None) -> "ModelFolder":
-        """Describe the model of a parsed config.json; without `path`, only what config.json says is available."""
-        part = TextPart.from_config(raw)
+    def from_config(cls, raw: Fields, path: Path | None = None, remote: Headers | None = None) -> "ModelFolder":
+        """Describe the model of a parsed config.json; without `path`, only what config.json says is available.
+
+        remote: the tensors of a model whose weights are not in `path`.
+        """
+        part, files = TextPart.from_config(raw), None
+        if part.may_store_head and remote is None and path is not None and _has_weights(path):
+            files = Manifest.open(path)
+        part = part.with_tensors(remote or (files.tensors if files else ()))
         config = parse_config(part.config)
         if path is not None and (path / EMBEDDING_MODULES).is_file():
             config = replace(config, tie_embeddings=True)  # stored without a head, which an embedding does not need
-        return cls(path or Path(), part.config, config, config_only=path is None, part=part)
+        folder = cls(path or Path(), part.config, config, config_only=path is None, part=part, file_manifest=files)
+        return folder if remote is None else replace(folder, headers=folder.text_tensors(remote))
 
     @cached_property
     def embedding(self) -> "EmbeddingSpec | None":
@@ -94,8 +101,7 @@ class ModelFolder:
     def _headers(self) -> Headers | None:
         if self.headers is not None or self.config_only or not is_quantized(self.raw):
             return self.headers
-        present = any((self.path / name).exists() for name in (SINGLE, INDEX))
-        return self.manifest.tensors if present else None
+        return self.manifest.tensors if _has_weights(self.path) else None
 
     @cached_property
     def manifest(self) -> Manifest:
@@ -125,6 +131,7 @@ class ModelFolder:
     def text_tensors(self, tensors: Headers) -> Headers:
         """Select the text model's tensors by its own names; a stack of experts becomes one tensor per expert."""
         selected: dict[str, TensorEntry] = {}
+        origins: dict[str, str] = {}  # name in the files of each selected tensor
         shapes = dict(self.config.tensors()) if self.config.stacks else {}
         # Embedding models are stored without a head, by the class that has no prefix.
         bare = BARE_EMBEDDING in tensors and self.part is not None and self.part.outer_type is None
@@ -137,7 +144,11 @@ class ModelFolder:
                 if stack is not None:
                     part = shapes.get(stack.parts[0])
                     parts = entry.split(stack.parts, transposed=stack.transposed, part=part)
-                selected |= {part.name: part for part in parts}
+                for item in parts:
+                    other = origins.setdefault(item.name, stored)
+                    if other != stored:
+                        raise damaged(f"{other:.80} and {stored:.80}: one tensor of the model under two names")
+                    selected[item.name] = item
         return selected
 
     def skipped_parts(self, tensors: Headers) -> Iterator[str]:
@@ -232,3 +243,7 @@ class ModelFolder:
     def generation(self) -> tuple[GenerationDefaults, tuple[str, ...]]:
         """Return the defaults of generation_config.json, and a warning for every field that cannot be used."""
         return read_generation_config(self.path, self.config.vocab_size)
+
+
+def _has_weights(folder: Path) -> bool:
+    return any((folder / name).exists() for name in (SINGLE, INDEX))
