@@ -24,6 +24,8 @@ from mycli.runtime.utils.json_fields import Fields, read_object
 from mycli.runtime.utils.units import human_bytes
 
 if TYPE_CHECKING:  # describing a model needs none of these
+    import torch
+
     from mycli.runtime.checkpoint.adapter import Adapter
     from mycli.runtime.checkpoint.reader import Checkpoint
     from mycli.runtime.checkpoint.sentence_transformers import EmbeddingSpec
@@ -74,10 +76,12 @@ class ModelFolder:
 
         remote: the tensors of a model whose weights are not in `path`.
         """
-        part, files = TextPart.from_config(raw), None
-        if part.may_store_head and remote is None and path is not None and _has_weights(path):
+        part, files, tensors = TextPart.from_config(raw), None, remote
+        if part.head_by_files and tensors is None and path is not None and _has_weights(path):
             files = Manifest.open(path)
-        part = part.with_tensors(remote or (files.tensors if files else ()))
+            tensors = files.tensors
+        if tensors is not None:
+            part = part.with_tensors(tensors)
         config = parse_config(part.config)
         if path is not None and (path / EMBEDDING_MODULES).is_file():
             config = replace(config, tie_embeddings=True)  # stored without a head, which an embedding does not need
@@ -166,7 +170,8 @@ class ModelFolder:
         check_tensors(self.manifest, self.config, self.packings)
         return self.manifest
 
-    def checkpoint(self, *, allow_nonfinite: bool = False) -> "Checkpoint":
+    def checkpoint(self, *, allow_nonfinite: bool = False, dtype: "torch.dtype | None" = None) -> "Checkpoint":
+        """Return a reader of the tensors. `dtype`: of tensors stored in blocks and read dense; None: the config's."""
         from mycli.runtime.checkpoint.reader import Checkpoint
 
         return self._with_adapter(Checkpoint(self.checked_manifest(), allow_nonfinite=allow_nonfinite), allow_nonfinite)

@@ -177,12 +177,12 @@ class TextPart:
     """The text model of a folder.
 
     outer_type: `model_type` of the multimodal model, None for a plain text model.
-    may_store_head: the config ties the head, but not explicitly; a head in the files counts before that.
+    head_by_files: the outer config does not say whether the head is tied; it is unless the files hold one.
     """
 
     config: Fields
     outer_type: str | None = None
-    may_store_head: bool = False
+    head_by_files: bool = False
 
     @classmethod
     def from_config(cls, raw: Fields) -> "TextPart":
@@ -193,7 +193,7 @@ class TextPart:
             return cls(raw)
         section = Fields(_without_sections(raw), raw.source) if key is None else raw.object(key)
         outer = {key: raw.values[key] for key in _OUTER if raw.has(key)}
-        tie, may_store_head = _tie(raw, section, outer_type)
+        tie, head_by_files = _tie(raw, section, outer_type)
         stored = section.text("model_type", TEXT_PARTS[outer_type])
         model_type = FAMILIES.get(stored, stored)
         values = {
@@ -216,14 +216,14 @@ class TextPart:
             values["architectures"] = [_ARCHITECTURES[model_type]]
         if "quantization_config" in values:
             values["quantization_config"] = _renamed(values["quantization_config"])
-        return cls(Fields(values, raw.source), outer_type, may_store_head)
+        return cls(Fields(values, raw.source), outer_type, head_by_files)
 
     def with_tensors(self, names: Iterable[str]) -> "TextPart":
-        """Return this part with its head untied if the folder, with these tensors, stores one that may count."""
-        if not self.may_store_head or not any((self.local_name(name) or "").startswith("lm_head.") for name in names):
+        """Return this part with its head tied if that depends on the tensors in the files and none of these is one."""
+        if not self.head_by_files:
             return self
-        untied = Fields({**self.config.values, _TIE: False}, self.config.source)
-        return replace(self, config=untied, may_store_head=False)
+        tied = not any((self.local_name(name) or "").startswith("lm_head.") for name in names)
+        return replace(self, config=Fields({**self.config.values, _TIE: tied}, self.config.source))
 
     def local_name(self, stored: str) -> str | None:
         """Return the text model's name of a tensor of the folder; None for tensors of other parts."""
@@ -256,7 +256,7 @@ MTP_PART = MtpPart()
 
 
 def _tie(raw: Fields, section: Fields, outer_type: str) -> tuple[dict[str, Any], bool]:
-    """Return the text config's value for tying the head, {} for its own, and whether a stored head counts before it."""
+    """Return the text config's value for tying the head, {} for its own, and whether the files decide."""
     stated, section_ties = raw.values.get(_TIE), section.values.get(_TIE) is True
     if stated is None and _TIE in raw.values:
         return {_TIE: None}, False  # refused where the config is read
@@ -266,10 +266,10 @@ def _tie(raw: Fields, section: Fields, outer_type: str) -> tuple[dict[str, Any],
         return {}, False
     if stated is not None and outer_type not in _NEVER_TIED:
         return {_TIE: stated}, False
-    # transformers 5 reads no more than the default of the outer class, transformers 4 the section. They agree where the
-    # section is silent; elsewhere the files tell which one wrote them.
-    tied = outer_type in _TIED_BY_DEFAULT or section_ties
-    return {_TIE: tied}, tied
+    # transformers 5 reads the default of the outer class, and unties a stored head that differs; transformers 4 reads
+    # the section. Without files, which hold no head if it is tied, the section or its family's default counts.
+    by_files = outer_type in _TIED_BY_DEFAULT or section_ties
+    return ({} if by_files else {_TIE: False}), by_files
 
 
 def _without_sections(raw: Fields) -> dict[str, Any]:

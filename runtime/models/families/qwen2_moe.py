@@ -11,7 +11,7 @@ from mycli.runtime.models.families.qwen3_moe import dense_layers
 from mycli.runtime.utils.json_fields import Fields
 
 
-def windows(raw: Fields, fields: dict[str, Any]) -> tuple[int | None, ...]:
+def _windows(raw: Fields, fields: dict[str, Any]) -> tuple[int | None, ...]:
     """Return the windows as Qwen 2 does; without `layer_types`, of every other layer before `max_window_layers`."""
     if not raw.boolean("use_sliding_window", False) or raw.has("layer_types"):
         return qwen2.windows(raw, fields)
@@ -31,4 +31,4 @@ def read(raw: Fields) -> ModelConfig:
         shared=raw.integer("shared_expert_intermediate_size", 5632),
     )
     bias = raw.boolean("qkv_bias", True)
-    return ModelConfig(**fields, qkv_bias=bias, windows=windows(raw, fields), build_layer=mixture)
+    return ModelConfig(**fields, qkv_bias=bias, windows=_windows(raw, fields), build_layer=mixture)
