@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Self
 
 from mycli.runtime.checkpoint.formats import Headers, is_quantized, read_quantization
 from mycli.runtime.checkpoint.manifest import Manifest
-from mycli.runtime.checkpoint.safetensors_header import INDEX, SINGLE, TensorEntry
+from mycli.runtime.checkpoint.safetensors_header import INDEX, SINGLE, TensorEntry, damaged
 from mycli.runtime.checkpoint.validation import check_tensors
 from mycli.runtime.errors import ModelError
 from mycli.runtime.models.config import ModelConfig
@@ -24,6 +24,8 @@ from mycli.runtime.utils.json_fields import Fields, read_object
 from mycli.runtime.utils.units import human_bytes
 
 if TYPE_CHECKING:  # describing a model needs none of these
+    import torch
+
     from mycli.runtime.checkpoint.adapter import Adapter
     from mycli.runtime.checkpoint.reader import Checkpoint
     from mycli.runtime.checkpoint.sentence_transformers import EmbeddingSpec
@@ -69,13 +71,22 @@ class ModelFolder:
     file_manifest: Manifest | None = None  # the tensors of the files, if they are read already
 
     @classmethod
-    def from_config(cls, raw: Fields, path: Path | None = None) -> "ModelFolder":
-        """Describe the model of a parsed config.json; without `path`, only what config.json says is available."""
-        part = TextPart.from_config(raw)
+    def from_config(cls, raw: Fields, path: Path | None = None, remote: Headers | None = None) -> "ModelFolder":
+        """Describe the model of a parsed config.json; without `path`, only what config.json says is available.
+
+        remote: the tensors of a model whose weights are not in `path`.
+        """
+        part, files, tensors = TextPart.from_config(raw), None, remote
+        if part.head_by_files and tensors is None and path is not None and _has_weights(path):
+            files = Manifest.open(path)
+            tensors = files.tensors
+        if tensors is not None:
+            part = part.with_tensors(tensors)
         config = parse_config(part.config)
         if path is not None and (path / EMBEDDING_MODULES).is_file():
             config = replace(config, tie_embeddings=True)  # stored without a head, which an embedding does not need
-        return cls(path or Path(), part.config, config, config_only=path is None, part=part)
+        folder = cls(path or Path(), part.config, config, config_only=path is None, part=part, file_manifest=files)
+        return folder if remote is None else replace(folder, headers=folder.text_tensors(remote))
 
     @cached_property
     def embedding(self) -> "EmbeddingSpec | None":
@@ -94,8 +105,7 @@ class ModelFolder:
     def _headers(self) -> Headers | None:
         if self.headers is not None or self.config_only or not is_quantized(self.raw):
             return self.headers
-        present = any((self.path / name).exists() for name in (SINGLE, INDEX))
-        return self.manifest.tensors if present else None
+        return self.manifest.tensors if _has_weights(self.path) else None
 
     @cached_property
     def manifest(self) -> Manifest:
@@ -125,6 +135,7 @@ class ModelFolder:
     def text_tensors(self, tensors: Headers) -> Headers:
         """Select the text model's tensors by its own names; a stack of experts becomes one tensor per expert."""
         selected: dict[str, TensorEntry] = {}
+        origins: dict[str, str] = {}  # name in the files of each selected tensor
         shapes = dict(self.config.tensors()) if self.config.stacks else {}
         # Embedding models are stored without a head, by the class that has no prefix.
         bare = BARE_EMBEDDING in tensors and self.part is not None and self.part.outer_type is None
@@ -137,7 +148,11 @@ class ModelFolder:
                 if stack is not None:
                     part = shapes.get(stack.parts[0])
                     parts = entry.split(stack.parts, transposed=stack.transposed, part=part)
-                selected |= {part.name: part for part in parts}
+                for item in parts:
+                    other = origins.setdefault(item.name, stored)
+                    if other != stored:
+                        raise damaged(f"{other:.80} and {stored:.80}: one tensor of the model under two names")
+                    selected[item.name] = item
         return selected
 
     def skipped_parts(self, tensors: Headers) -> Iterator[str]:
@@ -155,7 +170,8 @@ class ModelFolder:
         check_tensors(self.manifest, self.config, self.packings)
         return self.manifest
 
-    def checkpoint(self, *, allow_nonfinite: bool = False) -> "Checkpoint":
+    def checkpoint(self, *, allow_nonfinite: bool = False, dtype: "torch.dtype | None" = None) -> "Checkpoint":
+        """Return a reader of the tensors. `dtype`: of tensors stored in blocks and read dense; None: the config's."""
         from mycli.runtime.checkpoint.reader import Checkpoint
 
         return self._with_adapter(Checkpoint(self.checked_manifest(), allow_nonfinite=allow_nonfinite), allow_nonfinite)
@@ -232,3 +248,7 @@ class ModelFolder:
     def generation(self) -> tuple[GenerationDefaults, tuple[str, ...]]:
         """Return the defaults of generation_config.json, and a warning for every field that cannot be used."""
         return read_generation_config(self.path, self.config.vocab_size)
+
+
+def _has_weights(folder: Path) -> bool:
+    return any((folder / name).exists() for name in (SINGLE, INDEX))

@@ -2,14 +2,16 @@
 
 from pathlib import Path
 
+from mycli.runtime.checkpoint.formats import Headers
 from mycli.runtime.checkpoint.gguf_parts import is_gguf
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.utils.json_fields import read_object
 
 
-def open_model_folder(path: Path) -> ModelFolder:
+def open_model_folder(path: Path, remote: Headers | None = None) -> ModelFolder:
     """Read config.json of the folder `path`, or the header of the GGUF file `path`.
 
+    remote: the tensors of a model of which the folder holds only the small files.
     Raises NotFoundError for a missing GGUF file, ModelError naming the field, key or tensor at fault.
     """
     if is_gguf(path) and not path.is_dir():
@@ -17,4 +19,4 @@ def open_model_folder(path: Path) -> ModelFolder:
         from mycli.runtime.checkpoint.gguf.folder import GgufFolder
 
         return GgufFolder.open_file(path)
-    return ModelFolder.from_config(read_object(path / "config.json"), path)
+    return ModelFolder.from_config(read_object(path / "config.json"), path, remote)

@@ -130,11 +130,10 @@ def fetch_model_info(hub: Hub, model: str) -> ModelInfo:
                 if length > len(header):
                     header += hub.read(plan.repo, plan.commit, file.name, len(header), length - len(header))
                 tensors |= parse_header(header[:length], file.size, file.name)
-        folder = open_model_folder(Path(name))
-        used = folder.text_tensors(tensors)
+        folder = open_model_folder(Path(name), tensors)
         source = Source(model, folder.path, plan.repo, plan.commit)
         warnings = [*plan.warnings, *folder.skipped_parts(tensors)]
-        info = _gather(source, replace(folder, headers=used), used, warnings, remote=True)
+        info = _gather(source, folder, folder.headers or {}, warnings, remote=True)
         head = {name: entry for name, entry in tensors.items() if MTP_PART.local_name(name) is not None}
         return replace(info, predictor_bytes=0 if folder.config.mtp is None else _bytes_of(head))
 

@@ -49,8 +49,7 @@ class RemoteModel:
         files = {file.name: RemoteFile(file, spool) for file in plan.files if file.name.endswith(_WEIGHTS)}
         index = read_index(folder) if (folder / INDEX).exists() else None
         manifest = Manifest.from_files(folder, files, index)
-        opened = open_model_folder(folder)
-        opened = replace(opened, headers=opened.text_tensors(manifest.tensors), file_manifest=manifest)
+        opened = replace(open_model_folder(folder, manifest.tensors), file_manifest=manifest)
         return cls(Source(plan.model, folder, plan.repo, plan.commit), opened, spool)
 
     def __enter__(self) -> Self:

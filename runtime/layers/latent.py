@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mycli.runtime.kernels.reference import DenseMatmul
 from mycli.runtime.kernels.registry import HEAD_PRODUCT, ROW_WEIGHTS
 from mycli.runtime.layers.attention import PromptAttention
 from mycli.runtime.layers.layer_part import LayerPart, PassContext, Steps
@@ -27,7 +28,7 @@ class AbsorbedWeight:
 
     @classmethod
     def of(cls, weight: Tensor, spec: LatentAttentionSpec) -> "AbsorbedWeight":
-        heads = weight.view(spec.heads, spec.nope_dim + spec.value_dim, spec.rank)
+        heads = weight.reshape(spec.heads, spec.nope_dim + spec.value_dim, spec.rank)
         keys, values = heads[:, : spec.nope_dim], heads[:, spec.nope_dim :]
         return cls(keys.transpose(1, 2).contiguous(), values.contiguous())
 
@@ -76,8 +77,13 @@ class LatentAttention(LayerPart):
         if isinstance(matmul, AbsorbedWeight):
             return matmul
         # Not frozen, as in tests and under quantization: computed from the weights as they are now.
+        dtype = self.kv_norm.weight.dtype
+        if dtype == torch.float32 and not isinstance(matmul, DenseMatmul):
+            # Decoded weights have the dtype of their scales, of 11 bits in a GGUF file; products by fp32 are exact.
+            unit = torch.eye(self.spec.rank, device=self.kv_norm.weight.device)
+            return AbsorbedWeight.of(self.kv_b(unit).T, self.spec)
         # Decoded weights may be fp32, whatever the dtype of activations.
-        return AbsorbedWeight.of(self.kv_b.weight().to(self.kv_norm.weight.dtype), self.spec)
+        return AbsorbedWeight.of(self.kv_b.weight().to(dtype), self.spec)
 
     def inner(self, x: Tensor, context: PassContext) -> Steps:
         projected = yield self.inputs, x

@@ -4,7 +4,7 @@ Other code sees a plain text model, as if the folder contained nothing else.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mycli.runtime.utils.json_fields import Fields
@@ -83,14 +83,35 @@ _LLAMA = {
     "num_attention_heads": 32,
     "vocab_size": 32000,
 }
+_QWEN3_VL = {"max_position_embeddings": 128000, "rope_theta": 500000.0}
+# By the type of the section, or of the outer config where that has defaults for its section.
 CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
-    "glm4v_text": {"partial_rotary_factor": 1.0},
+    "glm4v_text": {"partial_rotary_factor": 1.0, "rms_norm_eps": 1e-5, "num_key_value_heads": 2},
     "llama": _LLAMA,
     "mistral": {**_LLAMA, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072},
     "qwen2": _QWEN,
     "qwen3": {**_QWEN, "head_dim": 128},
     "qwen2_vl_text": _QWEN_VL,
     "qwen2_5_vl_text": _QWEN_VL,
+    "qwen3_vl_text": {**_QWEN, **_QWEN3_VL, "head_dim": 128},
+    "qwen3_vl_moe_text": {
+        **_QWEN3_VL,
+        "num_key_value_heads": 16,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+    },
+    "voxtral": {
+        **_LLAMA,
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 30,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 131072,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e8,
+    },
 }
 # model_type of the text model -> the class that transformers loads it with on its own.
 _ARCHITECTURES = {
@@ -118,9 +139,25 @@ _OUTER = (
     "torch_dtype",
     "eos_token_id",
     "bos_token_id",
-    "tie_word_embeddings",
     "quantization_config",
 )
+_TIE = "tie_word_embeddings"
+# As transformers 5 ties heads: by the outer config, whose class has a default, unless listed further down.
+_TIED_BY_DEFAULT = (
+    "aya_vision",
+    "cohere2_vision",
+    "gemma3",
+    "gemma3n",
+    "gemma4",
+    "gemma4_unified",
+    "got_ocr2",
+    "internvl",
+    "lfm2_vl",
+    "mistral3",
+)
+_TIED_BY_EITHER = ("glm4v", "llava", "llava_next_video", "llava_onevision", "qwen2_5_vl", "qwen2_vl")
+_TIED_BY_SECTION = ("internvl_chat", "llama4")  # which hold a whole causal model, head included
+_NEVER_TIED = ("qwen2_audio", "voxtral")  # by transformers 4, as their sections say
 # Prefix in the folder -> prefix in the text model alone, for transformers 5 and older versions; the first match counts.
 _PREFIXES = (
     ("model.language_model.", "model."),
@@ -137,10 +174,15 @@ _PREFIXES = (
 
 @dataclass(frozen=True)
 class TextPart:
-    """The text model of a folder. outer_type: `model_type` of the multimodal model, None for a plain text model."""
+    """The text model of a folder.
+
+    outer_type: `model_type` of the multimodal model, None for a plain text model.
+    head_by_files: the outer config does not say whether the head is tied; it is unless the files hold one.
+    """
 
     config: Fields
     outer_type: str | None = None
+    head_by_files: bool = False
 
     @classmethod
     def from_config(cls, raw: Fields) -> "TextPart":
@@ -151,11 +193,18 @@ class TextPart:
             return cls(raw)
         section = Fields(_without_sections(raw), raw.source) if key is None else raw.object(key)
         outer = {key: raw.values[key] for key in _OUTER if raw.has(key)}
-        if raw.values.get("tie_word_embeddings", False) is None:
-            outer["tie_word_embeddings"] = None  # refused there
+        tie, head_by_files = _tie(raw, section, outer_type)
         stored = section.text("model_type", TEXT_PARTS[outer_type])
         model_type = FAMILIES.get(stored, stored)
-        values = {**CLASS_DEFAULTS.get(stored, {}), **section.values, **outer, "model_type": model_type}
+        values = {
+            **CLASS_DEFAULTS.get(outer_type, CLASS_DEFAULTS.get(stored, {})),
+            **section.values,
+            **outer,
+            **tie,
+            "model_type": model_type,
+        }
+        if outer_type == "lfm2_vl":  # its text config alone would read the head's tie from this key
+            values.pop("tie_embedding", None)
         if stored in FAMILIES:
             ropes = {name: values[name] for name in ("rope_parameters", "rope_scaling") if name in values}
             values |= {name: _plain_rope(rope) for name, rope in ropes.items()}
@@ -167,7 +216,14 @@ class TextPart:
             values["architectures"] = [_ARCHITECTURES[model_type]]
         if "quantization_config" in values:
             values["quantization_config"] = _renamed(values["quantization_config"])
-        return cls(Fields(values, raw.source), outer_type)
+        return cls(Fields(values, raw.source), outer_type, head_by_files)
+
+    def with_tensors(self, names: Iterable[str]) -> "TextPart":
+        """Return this part with its head tied if that depends on the tensors in the files and none of these is one."""
+        if not self.head_by_files:
+            return self
+        tied = not any((self.local_name(name) or "").startswith("lm_head.") for name in names)
+        return replace(self, config=Fields({**self.config.values, _TIE: tied}, self.config.source))
 
     def local_name(self, stored: str) -> str | None:
         """Return the text model's name of a tensor of the folder; None for tensors of other parts."""
@@ -197,6 +253,23 @@ class MtpPart:
 
 
 MTP_PART = MtpPart()
+
+
+def _tie(raw: Fields, section: Fields, outer_type: str) -> tuple[dict[str, Any], bool]:
+    """Return the text config's value for tying the head, {} for its own, and whether the files decide."""
+    stated, section_ties = raw.values.get(_TIE), section.values.get(_TIE) is True
+    if stated is None and _TIE in raw.values:
+        return {_TIE: None}, False  # refused where the config is read
+    if outer_type == "lfm2_vl":
+        stated = raw.values.get("tie_embedding", stated)
+    if outer_type in _TIED_BY_SECTION or (outer_type in _TIED_BY_EITHER and stated in (None, False)):
+        return {}, False
+    if stated is not None and outer_type not in _NEVER_TIED:
+        return {_TIE: stated}, False
+    # transformers 5 reads the default of the outer class, and unties a stored head that differs; transformers 4 reads
+    # the section. Without files, which hold no head if it is tied, the section or its family's default counts.
+    by_files = outer_type in _TIED_BY_DEFAULT or section_ties
+    return ({} if by_files else {_TIE: False}), by_files
 
 
 def _without_sections(raw: Fields) -> dict[str, Any]:

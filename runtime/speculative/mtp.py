@@ -44,7 +44,8 @@ class MtpHead(nn.Module):
         self.join = Linear((join,))
         self.block = Block(self.config.layer(0))
         self.norm = RMSNorm(self.config.norm())
-        checkpoint, device, dtype = folder.checkpoint(), target.device, target.dtype
+        device, dtype = target.device, target.dtype
+        checkpoint = folder.checkpoint(dtype=dtype)
         for norm in (self.embedding_norm, self.hidden_norm, self.norm):
             norm.load(checkpoint, device, dtype)
         self.join.load(checkpoint, {}, device, dtype)

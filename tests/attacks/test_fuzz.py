@@ -14,6 +14,7 @@ from tests.support.engines import whole
 from tests.support.families import make
 from tests.support.grids import chosen
 from tests.support.models import CPU
+from tests.support.multimodal_families import make_folder
 
 
 @pytest.mark.parametrize("layout", chosen(LAYOUTS, ["awq", "fp8"]))
@@ -74,3 +75,15 @@ def test_a_fault_is_kept_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert fuzz.run("awq", 0, record, tmp_path) == 1
     assert record.of("awq").faults[0].startswith("ZeroDivisionError at ") and record.of("awq").seed == 4
     assert (tmp_path / "awq-3" / "config.json").read_bytes() == b"1"
+
+
+@pytest.mark.parametrize(("tensor", "value"), [("pre_feedforward_layernorm", 1e20), ("mlp.down_proj", 3e38)])
+def test_weights_whose_products_overflow_give_no_logits(tensor: str, value: float, tmp_path: Path) -> None:
+    """transformers' logits are NaN, and so are ours, for which generation ends with an error."""
+    reference = make_folder(tmp_path, "gemma3")
+    reference.get_submodule(f"model.language_model.layers.1.{tensor}").weight.data.view(-1)[20] = value
+    reference.save_pretrained(tmp_path)
+    tokens = torch.arange(8)[None] * 7
+    with torch.no_grad():
+        assert bool(reference(tokens).logits.isnan().all())
+    assert bool(whole(load_model(open_model_folder(tmp_path), CPU).model, tokens)[0, -1].isnan().all())

@@ -36,7 +36,7 @@ def file_order(order: RowOrder | RowRanges, config: ModelConfig, rows: int) -> T
 
 
 class GgufCheckpoint(Checkpoint):
-    """Reads GGUF files as a `Checkpoint`: quantized tensors become dense ones in the model's dtype."""
+    """Reads GGUF files as a `Checkpoint`: quantized tensors become dense ones of `dtype`, by default the config's."""
 
     def __init__(
         self,
@@ -45,14 +45,16 @@ class GgufCheckpoint(Checkpoint):
         architecture: Architecture,
         joined: Mapping[str, tuple[TensorEntry, ...]] | None = None,
         *,
+        dtype: torch.dtype | None = None,
         allow_nonfinite: bool = False,
     ) -> None:
         super().__init__(manifest, allow_nonfinite=allow_nonfinite)
+        self._dense_dtype = dtype or torch_dtype(config.dtype)
         self._config, self.architecture, self._joined = config, architecture, joined or {}
 
     def dtype(self, name: str) -> torch.dtype:
         stored = TYPES_BY_NAME[self.entry(name).dtype].dtype
-        return torch_dtype(stored or self._config.dtype)
+        return self._dense_dtype if stored is None else torch_dtype(stored)
 
     def row_bytes(self, name: str) -> Iterator[tuple[int, Tensor]]:
         """Yield each part of a tensor as its first row and uint8 [rows, bytes], valid until the next part."""

@@ -28,6 +28,8 @@ from mycli.runtime.utils.dtypes import Dtype
 from mycli.runtime.utils.json_fields import Fields
 
 if TYPE_CHECKING:  # describing a model needs no torch
+    import torch
+
     from mycli.runtime.checkpoint.reader import Checkpoint
     from mycli.runtime.tokenizer.tokenizer import Tokenizer
 
@@ -181,11 +183,16 @@ class GgufFolder(ModelFolder):
 
         return Tokenizer.from_fields(self.tokenizer_json(), self.tokenizer_settings(), self.config.vocab_size)
 
-    def checkpoint(self, *, allow_nonfinite: bool = False) -> "Checkpoint":
+    def checkpoint(self, *, allow_nonfinite: bool = False, dtype: "torch.dtype | None" = None) -> "Checkpoint":
         from mycli.runtime.checkpoint.gguf.checkpoint import GgufCheckpoint
 
         checkpoint = GgufCheckpoint(
-            self.checked_manifest(), self.config, self._architecture, self._joined, allow_nonfinite=allow_nonfinite
+            self.checked_manifest(),
+            self.config,
+            self._architecture,
+            self._joined,
+            dtype=dtype,
+            allow_nonfinite=allow_nonfinite,
         )
         return self._with_adapter(checkpoint, allow_nonfinite)
 

@@ -43,7 +43,7 @@ def load_model(
 
     Raises ModelError if files and config disagree, and for NaN or infinite weights unless `allow_nonfinite`.
     """
-    checkpoint = folder.checkpoint(allow_nonfinite=allow_nonfinite)
+    checkpoint = folder.checkpoint(allow_nonfinite=allow_nonfinite, dtype=placement.dtype)
     for warning in folder.manifest.warnings:
         warn(warning)
     if folder.config.tie_embeddings and checkpoint.tied_head_differs():

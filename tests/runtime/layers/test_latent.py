@@ -15,9 +15,14 @@ from mycli.runtime.errors import Declined
 from mycli.runtime.kernels import reference
 from mycli.runtime.kernels.cpu.latent import native_latent_attention
 from mycli.runtime.kernels.paged import Ragged
+from mycli.runtime.kernels.registry import prepare_product
 from mycli.runtime.layers.attention import PromptAttention
+from mycli.runtime.layers.latent import LatentAttention
 from mycli.runtime.layers.layer_part import PassContext
 from mycli.runtime.layers.rope import Rope
+from mycli.runtime.models.latent_spec import LatentAttentionSpec
+from mycli.runtime.quantization.packed_weight import PackedWeight, pack
+from mycli.runtime.quantization.scheme import Packing
 from tests.support.engines import whole
 from tests.support.families import CASES, make
 from tests.support.family_parts import SMALL
@@ -68,6 +73,22 @@ def test_absorbed_and_expanded_products_agree(case: str, tmp_path: Path) -> None
         stream = block(stream, context)
     expected = model.head(model.norm(stream)) * model.config.logit_scale
     assert (whole(model, tokens) - expected).abs().max() <= 2e-5 * expected.abs().max()
+
+
+def test_packed_keys_and_values_are_absorbed_exactly(tmp_path: Path) -> None:
+    """Regression: with fp32 activations they were rounded to fp16, the dtype of a GGUF file's scales."""
+    make(tmp_path, *CASES["minicpm3-tied"])
+    spec = open_model_folder(tmp_path).config.layer(0).mixer
+    assert isinstance(spec, LatentAttentionSpec)
+    rows, columns = spec.kv_b.out_features, spec.kv_b.in_features
+    generator = torch.Generator().manual_seed(2)
+    codes = torch.randint(0, 256, (rows, columns), dtype=torch.uint8, generator=generator)
+    scales = torch.rand(rows, columns // 32, generator=generator).half()
+    part = LatentAttention(spec, 0)
+    part.kv_norm.weight = torch.ones(spec.rank)
+    part.kv_b.replace(prepare_product(PackedWeight(pack(codes, 8), scales, Packing(8, 32), columns), torch.float32))
+    expected = (codes.float() - 128) * scales.float().repeat_interleave(32, dim=1)
+    assert torch.equal(part.absorbed.dequantize(), expected)
 
 
 def test_blocks_of_fp8_as_published(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.loading.loader import load_model
-from mycli.runtime.models.multimodal import CLASS_DEFAULTS, FAMILIES, TextPart
+from mycli.runtime.models.multimodal import FAMILIES, TextPart
 from mycli.runtime.models.registry import parse_config
 from mycli.runtime.utils.json_fields import Fields
 from tests.support.engines import whole
@@ -164,13 +164,6 @@ def test_internvl_by_its_first_code() -> None:
     assert part.config.values["model_type"] == "qwen3" and part.config.values["hidden_size"] == 8
     assert part.local_name("language_model.model.layers.0.x") == "model.layers.0.x"
     assert part.local_name("mlp1.0.weight") is None
-
-
-@pytest.mark.parametrize("model_type", CLASS_DEFAULTS)
-def test_keys_that_a_section_leaves_out_are_the_defaults_of_its_class(model_type: str) -> None:
-    config = transformers.AutoConfig.for_model(model_type)
-    defaults = {key: value for key, value in CLASS_DEFAULTS[model_type].items() if hasattr(config, key)}
-    assert {key: getattr(config, key) for key in defaults} == defaults
 
 
 def test_a_section_of_a_llava_names_only_what_differs() -> None:

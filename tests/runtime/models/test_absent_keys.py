@@ -1,0 +1,83 @@
+"""Test that a key which a config leaves out has the default of transformers' class, in all families and wrappers."""
+
+import json
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import transformers
+
+from mycli.runtime.errors import ModelError
+from mycli.runtime.models.config import ModelConfig
+from mycli.runtime.models.multimodal import TextPart
+from mycli.runtime.models.registry import parse_config
+from mycli.runtime.utils.json_fields import Fields
+from tests.support.families import ALIASES, CASES
+from tests.support.family_parts import SMALL
+from tests.support.grids import chosen
+from tests.support.multimodal_configs import CONFIGS
+
+# End tokens are in other files too; a length that the config does not state is bounded here, never longer.
+UNTESTED = {"model_type", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "max_position_embeddings"}
+# In some families these: another number than the file's is refused, by the shapes of its tensors.
+UNTESTED |= {"num_key_value_heads", "num_local_experts"}
+UNTESTED.add("original_max_position_embeddings")  # of Phi 3, whose rope_parameters state it too
+FIELDS = [name for name in ModelConfig.__dataclass_fields__ if name != "dtype"]
+
+
+def parsed(raw: dict[str, Any]) -> ModelConfig | None:
+    try:
+        return parse_config(TextPart.from_config(Fields(deepcopy(raw), "config.json")).config)
+    except ModelError:
+        return None
+
+
+def completed(raw: dict[str, Any]) -> dict[str, Any] | None:
+    """Return a config with every key that it leaves out, as transformers reads it."""
+    try:
+        config = type(transformers.AutoConfig.for_model(raw["model_type"])).from_dict(deepcopy(raw))
+        values: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    except Exception:  # transformers requires the key
+        return None
+    return values
+
+
+def differences(raw: dict[str, Any], section: str | None) -> list[str]:
+    """Return the keys whose absence means something else here than in transformers."""
+    whole = completed(raw)
+    assert whole is not None and parsed(whole) is not None
+    wrong = []
+    for key in whole if section is None else whole[section]:
+        shorter = deepcopy(whole)
+        del (shorter if section is None else shorter[section])[key]
+        actual, complete = parsed(shorter), completed(shorter)
+        if key in UNTESTED or actual is None or complete is None:
+            continue
+        expected = parsed(complete)
+        if expected is None:  # a default that does not fit these small models, such as 10 of 8 experts
+            continue
+        wrong += [f"{key}: {name}" for name in FIELDS if getattr(actual, name) != getattr(expected, name)]
+    return wrong
+
+
+# One case of each family runs always.
+FIRST = list({kind: name for name, (kind, _) in reversed(CASES.items()) if kind not in ALIASES}.values())
+SLIDING = "qwen2_moe-every-other-normalized-tied-window"
+
+
+@pytest.mark.parametrize(
+    "name", chosen((name for name, (kind, _) in CASES.items() if kind not in ALIASES), [*FIRST, SLIDING])
+)
+def test_families(name: str) -> None:
+    model_type, changes = CASES[name]
+    wrong = differences({**SMALL, "intermediate_size": 96, **changes, "model_type": model_type}, None)
+    if model_type == "hyperclovax":  # a scale by default, which is another way to say the same
+        wrong = [line for line in wrong if line != "attention_multiplier: attention_scale"]
+    assert not wrong
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_text_sections(name: str) -> None:
+    outer, inner, text, sections = CONFIGS[name]
+    section = {"model_type": inner, **SMALL, "intermediate_size": 96, **text}
+    assert not differences({"model_type": outer, "text_config": section, **sections}, "text_config")
