@@ -85,8 +85,6 @@ def resident_bytes(pids: set[int]) -> int:
 
 
 class PeakMemory:
-    """Samples the resident memory of a process and its descendants in a thread."""
-
     def __init__(self, pid: int) -> None:
         self.peak, self._pid, self._done = 0, pid, threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)

@@ -22,7 +22,6 @@ NETWORK = re.compile("# needs the (network|program)")  # or a model from the Hub
 
 
 def parse(line: str) -> tuple[str, list[str]]:
-    """Return standard input and arguments of `mycli ...` or `echo TEXT | mycli ...`."""
     words = shlex.split(line)
     typed = ""
     if words[0] == "echo":
@@ -55,7 +54,6 @@ def terminal(environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def serve(words: list[str]) -> None:
-    """Start a server at a free port and stop it once it is ready."""
     line = [sys.executable, "-m", "mycli.cli", *words, "--port", "0"]
     with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
@@ -65,7 +63,6 @@ def serve(words: list[str]) -> None:
 
 
 def stop(words: list[str]) -> None:
-    """Start a server at a free port and stop it by the command `words`."""
     line = [sys.executable, "-m", "mycli.cli", "serve", "pico", "--port", "0"]
     with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None and server.stdout.readline().startswith("http://127.0.0.1:")

@@ -104,7 +104,6 @@ def test_every_module_says_what_it_does() -> None:
 
 
 def test_rooms_of_runtime_form_layers() -> None:
-    """The packages have no import cycle (`floors` raises) and a limited number of members and layers."""
     graph = room_graph()
     assert len(graph) <= MOST_ROOMS and len(floors(graph)) <= MOST_FLOORS
 
@@ -115,7 +114,6 @@ def test_files_form_no_circle() -> None:
 
 
 def _public(path: Path) -> set[str]:
-    """Return the classes, functions and constants at the top of a module that other modules may use."""
     names: set[str] = set()
     for node in tree(path).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -128,7 +126,6 @@ def _public(path: Path) -> set[str]:
 
 
 def test_no_public_name_is_defined_twice() -> None:
-    """A search for a definition has one result."""
     where: dict[str, list[str]] = {}
     for path in sources():
         for public in _public(path) - SHARED_NAMES:
@@ -170,7 +167,6 @@ def test_no_module_keeps_a_growing_state() -> None:
 
 
 def test_light_commands_import_nothing_heavy(environment: dict[str, str]) -> None:
-    """The commands run in one process, which names the first that imports a heavy module."""
     code = (
         "import sys\n"
         "from mycli.cli.main import main\n"
@@ -195,7 +191,6 @@ def test_pyproject_lists_every_package() -> None:
 
 
 def test_the_wheel_holds_every_file(tmp_path: Path) -> None:
-    """The wheel is built from a copy, so that an earlier build cannot hide a missing entry."""
     copy = tmp_path / "source"
     for part in PARTS:
         shutil.copytree(ROOT / part, copy / part, ignore=shutil.ignore_patterns("__pycache__", "*.so"))

@@ -68,7 +68,6 @@ def test_exports_pass(name: str, variant: str, tmp_path: Path) -> None:
 
 
 def _change(path: Path, tensor: str, change: Callable[[bytearray], None]) -> None:
-    """Change the bytes of a tensor of a GGUF file."""
     entry = GgufFiles.open(path).header.tensors[tensor]
     data = bytearray(path.read_bytes())
     part = data[entry.offset : entry.offset + entry.nbytes]

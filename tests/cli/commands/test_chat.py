@@ -124,7 +124,6 @@ def test_the_prompt_comes_back_after_ctrl_z(environment: dict[str, str]) -> None
 
 
 def test_every_command(terminal: Terminal, tmp_path: Path) -> None:
-    """One conversation uses every command; the test checks the output and the context that the model then has."""
     notes, saved, session = tmp_path / "notes.txt", tmp_path / "saved.json", tmp_path / "session.json"
     notes.write_text("My name is Zoe.\n")
     chat = terminal("--session", str(session), EDITOR="sed -i s/Japan/France/")
@@ -252,7 +251,6 @@ def test_what_a_model_may_write(width: int, terminal: Terminal) -> None:
 
 
 def test_what_is_typed_during_a_reply_is_the_next_message(terminal: Terminal) -> None:
-    """Complete lines and a partial line typed during a reply become the next message."""
     replies = json.dumps([" ".join(["word"] * 40), "second", "third"])
     chat = terminal(script=True, MYTEST_REPLIES=replies, MYTEST_SECONDS="0.02")
     chat.sendline("one")
@@ -322,7 +320,6 @@ def test_a_full_context_is_refused_with_numbers_and_the_chat_goes_on(terminal: T
 
 @pytest.mark.parametrize(("term", "escapes"), [("xterm", True), ("dumb", False)])
 def test_a_terminal_without_escape_sequences_gets_none(term: str, escapes: bool, terminal: Terminal) -> None:
-    """No byte of the session contains an escape sequence: prompts, pastes, a reply, a list, an interruption."""
     screen = io.StringIO()
     chat = terminal(TERM=term, log=screen)
     say(chat, "What is the capital of Japan?")

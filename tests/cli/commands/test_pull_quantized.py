@@ -79,7 +79,6 @@ def peak_of(folder: Path) -> Iterator[list[int]]:
 
 @pytest.fixture(scope="module")
 def expected(server: HubServer, tmp_path_factory: pytest.TempPathFactory) -> Expected:
-    """Return the files that pull and quantize produce, by method."""
     home = tmp_path_factory.mktemp("whole")
     run(server, home, "pull", REPO)
 
@@ -92,7 +91,6 @@ def expected(server: HubServer, tmp_path_factory: pytest.TempPathFactory) -> Exp
 
 
 def killed(server: HubServer, home: Path, options: list[str], moments: Iterable[Moment]) -> Path:
-    """Kill a run at each of the moments, then let one finish; return the folder of the result."""
     target = home / "copy"
     for moment in moments:
         process = start(server, home, "pull", REPO, *options, "-o", str(target))

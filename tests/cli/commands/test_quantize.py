@@ -205,7 +205,6 @@ def test_kv_sweep_compares_each_kind_of_cache_with_the_exact_one(capsys: pytest.
 
 
 def test_activations_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The card, `show` and the sweep agree, and a bf16 run with the same bits has the reported divergence."""
     folder = str(tmp_path / "out")
     code, out, err = call(capsys, "quantize", "pico", "--method", "rtn", "--bits", "3", "-o", folder, "--json")
     assert code == 0, err

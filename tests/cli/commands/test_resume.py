@@ -26,7 +26,6 @@ def records(state: dict[str, str]) -> list[Path]:
 
 
 def interrupt(state: dict[str, str], out: Path, number: signal.Signals, *more: str) -> tuple[str, int]:
-    """Start a long reply into `out` and kill the process by a signal once part of it is written."""
     command = [*COMMAND, *STORY, *more]
     with out.open("wb") as file:
         child = subprocess.Popen(

@@ -121,7 +121,6 @@ def test_a_planted_fault_is_named(made: Path, tmp_path: Path, plant: object, pro
 
 
 def test_a_transposed_expert_is_named(tmp_path: Path) -> None:
-    """The second expert's square matrix is written with rows and columns exchanged."""
     model_type, changes = CASES["qwen3_moe-8top2"]
     sizes = {"hidden_size": 32, "moe_intermediate_size": 32, "vocab_size": 4096, "norm_topk_prob": True}
     make(tmp_path / "hf", model_type, {**changes, **sizes})

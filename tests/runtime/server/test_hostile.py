@@ -234,7 +234,6 @@ def test_s6_after_the_grace_period_the_answer_is_still_json(
 
 
 def raw(served: Served, data: bytes) -> bytes:
-    """Send bytes to a socket and return all that comes back."""
     with socket.create_connection(("127.0.0.1", served.port), timeout=20) as link:
         link.sendall(data)
         parts = []

@@ -47,7 +47,6 @@ def question(text: str = JAPAN) -> list[dict[str, str]]:
 
 
 def test_a_reply_is_the_one_of_the_engine_alone(client: openai.OpenAI, loaded: LoadedModel) -> None:
-    """The tokens equal those of a plain completion, whole and streamed."""
     prompt = loaded.tokenizer.apply_chat_template([Message("user", JAPAN)])
     engine = Engine(loaded.runner, CacheShape.contiguous(512), loaded.vocabulary_size)
     alone = Completion(loaded, engine, prompt, SamplingParams(), limit=40)
@@ -217,7 +216,6 @@ def test_tools_are_called_where_they_must_be(client: openai.OpenAI, choice: obje
 
 
 def test_prompts_of_a_completion(client: openai.OpenAI, loaded: LoadedModel) -> None:
-    """The prompt is a text, several, ids, or lists of ids; two replies of each are numbered in order."""
     texts = ["Once upon", "The capital of"]
     ids = [loaded.tokenizer.encode(text, add_special=True) for text in texts]
 

@@ -148,7 +148,6 @@ RESPONSES_FORMS: dict[str, dict[str, Any]] = {
 
 
 def answered(looping: Served, route: str, fields: dict[str, Any], stream: bool) -> str:
-    """Return the text and tool calls of one reply, without the reasoning."""
     talk: dict[str, Any] = {"messages": [{"role": "user", "content": "Go"}], "max_tokens": 110}
     if route == "/v1/responses":
         talk = {"input": "Go", "max_output_tokens": 110}

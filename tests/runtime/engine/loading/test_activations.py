@@ -25,7 +25,6 @@ TOKENS = [int(token) for token in torch.randint(0, 4096, (70,), generator=torch.
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a model with 4-bit experts and 8-bit attention."""
     fields = mixture_fields(layers=2, hidden=128, experts=8, size=64)
     fields |= {"num_attention_heads": 2, "num_key_value_heads": 2}
     return write_packed(tmp_path_factory.mktemp("model") / "out", fields, {"mlp": 4, "self_attn": 8})
@@ -36,7 +35,6 @@ def load(folder: Path, kind: Activations = "auto", dtype: torch.dtype = torch.bf
 
 
 def logits(runner: ModelRunner, cuts: list[int]) -> torch.Tensor:
-    """Return the logits of all tokens, read in chunks that end at `cuts`."""
     cache = runner.make_cache(CacheShape.contiguous(len(TOKENS)))
     parts, start = [], 0
     for end in cuts:
