@@ -275,22 +275,6 @@ def test_bench_serve_names_what_is_no_model(mycli: Mycli) -> None:
 # Completion and the machine
 
 
-@pytest.mark.parametrize(
-    ("line", "offered"),
-    [
-        ("mycli spec ", {"check", "verify"}),
-        ("mycli run pico --kv ", {"auto", "bf16", "int8", "int4"}),
-        ("mycli quantize pico --method a", {"awq", "awq+gptq"}),
-    ],
-)
-def test_tab_in_the_shell(line: str, offered: set[str], environment: dict[str, str]) -> None:
-    completing = {"_MYCLI_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
-    done = subprocess.run(
-        [sys.executable, "-m", "mycli.cli"], env={**environment, **completing}, capture_output=True, text=True
-    )
-    assert set(done.stdout.split()) == offered, done.stderr
-
-
 def test_a_kernel_that_cannot_be_built_is_told(mycli: Mycli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "build_reason", lambda: "is missing")
     monkeypatch.setattr(
