@@ -89,6 +89,16 @@ class Served:
         finally:
             connection.close()
 
+    def raw(self, data: bytes, seconds: float = 20) -> bytes:
+        """Send bytes to a socket and return all that comes back."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout=seconds) as link:
+            link.sendall(data)
+            link.shutdown(socket.SHUT_WR)
+            parts = []
+            while part := link.recv(65536):
+                parts.append(part)
+            return b"".join(parts)
+
     def chat(self, text: str = "What is the capital of Japan?", **fields: Any) -> Answer:
         """Send a question to the model, with greedy decoding unless `fields` change it."""
         messages = [{"role": "user", "content": text}]
