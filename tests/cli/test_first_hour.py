@@ -227,7 +227,8 @@ def test_a_taken_name_is_refused_before_torch_is_imported(environment: dict[str,
     assert done.stderr.splitlines()[-1] == "2 False" and "was not written by this program" in done.stderr
 
 
-def test_the_widths_of_a_dry_run_are_announced_and_timed(mycli: Mycli) -> None:
+def test_the_widths_of_a_dry_run_are_announced_and_timed(mycli: Mycli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mycli.quant.planning.pace._SECONDS", 0.01)
     done = mycli(*TINY, "--target-bpw", "4", "--dry-run", "--device", "cpu")
     assert re.search(r"makes a temporary copy of 3 bits and measures what each layer loses, about \d", done.stderr)
     assert re.search(r"\n  work +choose bits for a mean of 4; gptq of 14 layers", done.stdout)

@@ -45,7 +45,7 @@ def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_default_name_card_and_round_trip(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = call(capsys, "quantize", "pico", "--samples", "16", "--seq", "256")
+    code, out, err = call(capsys, "quantize", "pico", "--samples", "8", "--seq", "128")
     folder = data_dir / "models" / "pico-gptq-int4-g128"
     assert code == 0 and (folder / "model.safetensors").is_file()
     assert str(folder) in out

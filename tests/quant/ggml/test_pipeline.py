@@ -34,7 +34,11 @@ NAME = "blk.1.attn_q.weight"
 def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
     folder = tmp_path_factory.mktemp("source") / "small"
     changes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
-    make(folder, "llama", {**changes, "head_dim": 64, "vocab_size": 4096, "tie_word_embeddings": False})
+    make(
+        folder,
+        "llama",
+        {**changes, "head_dim": 64, "vocab_size": 4096, "tie_word_embeddings": False, "num_hidden_layers": 2},
+    )
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(PICO / file, folder / file)
     return Source("small", folder)
