@@ -78,7 +78,7 @@ def test_without_a_budget_it_never_answers(looping: Served) -> None:
     ids=["text", "expression", "schema", "call", "tools", "sampled"],
 )
 def test_a_budget_leaves_an_answer(looping: Served, fields: dict[str, Any], budget: int, stream: bool) -> None:
-    limit = 240
+    limit = 120
     answer = looping.chat("Go", max_tokens=limit, thinking_token_budget=budget, stream=stream, **fields)
     assert answer.status == 200, answer.body
     content, thought, calls, _ = joined(answer)
