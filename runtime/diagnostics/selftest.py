@@ -1,7 +1,7 @@
 """Self-test of an installation: versions, every kernel against its reference, and a reply that is known."""
 
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING
@@ -80,12 +80,10 @@ def _error(kernel: Kernel, weight: PackedWeight, dtype: torch.dtype, generator: 
     return worst
 
 
-def check_kernels(
-    device: torch.device, dtype: torch.dtype, packings: Sequence[Packing] = PACKINGS
-) -> Iterator[KernelFinding]:
+def check_kernels(device: torch.device, dtype: torch.dtype) -> Iterator[KernelFinding]:
     """Each kernel on each packing, in order of preference: used, only correct, or declined with its reason."""
     generator = torch.Generator().manual_seed(0)
-    for packing in packings:
+    for packing in PACKINGS:
         used = False
         for kernel in kernels():
             reason = kernel.decline(packing, OUT_FEATURES, IN_FEATURES, device, dtype)

@@ -106,10 +106,10 @@ def grid(
 
 class _Test:
     # An engine with a cache of its own. Prompts are random, so that no repetition finds the last one in the cache.
-    def __init__(self, runner: ModelRunner, trial: Trial, seed: int) -> None:
+    def __init__(self, runner: ModelRunner, trial: Trial) -> None:
         self._trial = trial
         self._vocab = runner.config.vocab_size
-        self._random = random.Random(seed)
+        self._random = random.Random(0)
         self._engine = Engine(runner, CacheShape.contiguous(trial.context, trial.sequences), self._vocab)
         self._depths = [self._tokens(trial.depth) for _ in range(trial.sequences)]
         if trial.depth:
@@ -144,7 +144,6 @@ def run_trial(
     runner: ModelRunner,
     trial: Trial,
     repetitions: int,
-    seed: int = 0,
     progress: Callable[[int], None] = lambda repetition: None,
 ) -> Result:
     """Run `trial` once to warm up and then `repetitions` times; greedy, without stop tokens.
@@ -154,7 +153,7 @@ def run_trial(
     """
     meter = MemoryMeter(runner.device)
     meter.begin()
-    test = _Test(runner, trial, seed)
+    test = _Test(runner, trial)
     warmup = sum(test.once())
     rates, first, tokens = [], [], []
     reads = runner.model.expert_reads

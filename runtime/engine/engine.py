@@ -375,7 +375,6 @@ class Engine:
             scores,
             reason,
             sequence.cached,
-            sequence.miss,
             sequence.queued,
             drafted,
             len(sampled) - 1 if drafted else 0,
@@ -415,7 +414,6 @@ class Engine:
             sequence.id,
             finish_reason=reason,
             cached_tokens=sequence.cached,
-            cache_miss=sequence.miss,
             queued=sequence.queued,
             error=error,
         )

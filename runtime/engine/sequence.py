@@ -141,10 +141,10 @@ class SequenceOutput:
     """The output of one step for a sequence: new tokens, and why it ended, None while it continues.
 
     logprobs: one for each of `tokens`, if requested; prompt_logprobs: of prompt tokens from the second on, as they are
-    computed; cached_tokens: prompt tokens found in the cache; cache_miss: why no more were found; queued: seconds
-    before the first pass; drafted, accepted: draft tokens of this step; error: set if the reason is "error"; hidden:
-    [rows, hidden] and scores: [tokens], if requested, with the end of the sequence; numbers: random numbers that the
-    sequence has taken so far; shortened: a limit made the reply end under its grammar, so its reason is "length".
+    computed; cached_tokens: prompt tokens found in the cache; queued: seconds before the first pass; drafted, accepted:
+    draft tokens of this step; error: set if the reason is "error"; hidden: [rows, hidden] and scores: [tokens], if
+    requested, with the end of the sequence; numbers: random numbers that the sequence has taken so far; shortened: a
+    limit made the reply end under its grammar, so its reason is "length".
     """
 
     sequence: int
@@ -153,7 +153,6 @@ class SequenceOutput:
     prompt_logprobs: "tuple[TokenLogprob, ...]" = ()
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0
-    cache_miss: str = ""
     queued: float = 0.0
     drafted: int = 0
     accepted: int = 0

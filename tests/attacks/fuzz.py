@@ -271,11 +271,9 @@ class Record:
                 self.sums[layout] = Sums(**saved)
 
     def of(self, layout: str) -> Sums:
-        """Return the counts of a layout, zero for a layout that was never run."""
         return self.sums.setdefault(layout, Sums(self.seed))
 
     def write(self) -> None:
-        """Replace the file atomically."""
         if self.path is not None:
             written = json.dumps({layout: asdict(sums) for layout, sums in self.sums.items()}, indent=1)
             write_atomic(self.path, written.encode())

@@ -141,7 +141,6 @@ def _architectures() -> Models:
 
 
 def _blocks() -> Models:
-    """Return a GGUF model in each type of blocks."""
     models: Models = {}
     arch, model_type, changes, keys = MODELS["qwen2-biases"]
     with tempfile.TemporaryDirectory() as folder:

@@ -14,12 +14,10 @@ U8, I8, U16, I16, U32, I32, F32, BOOL, STRING, ARRAY, U64, I64, F64 = range(13)
 
 
 def text(value: bytes) -> bytes:
-    """Encode a string as GGUF does."""
     return struct.pack("<Q", len(value)) + value
 
 
 def key(name: bytes, kind: int, value: bytes) -> bytes:
-    """Encode one metadata entry."""
     return text(name) + struct.pack("<I", kind) + value
 
 
@@ -44,7 +42,6 @@ def gguf(
     tensor_count: int | None = None,
     alignment: int = 32,
 ) -> bytes:
-    """Assemble a file from any entries."""
     counts = len(tensors) if tensor_count is None else tensor_count, len(keys) if key_count is None else key_count
     head = b"GGUF" + struct.pack("<IQQ", version, *counts) + b"".join(keys) + b"".join(tensors)
     return head + bytes(-len(head) % alignment) + data

@@ -18,8 +18,6 @@ STATE = "weight.quant_state.bitsandbytes__nf4"
 
 
 def put(part: str, tensor: Tensor | Callable[[Tensor], Tensor] | None) -> Change:
-    """Replace, change or remove a tensor."""
-
     def change(section: Section, tensors: Tensors) -> None:
         if tensor is None:
             del tensors[part]
@@ -30,13 +28,10 @@ def put(part: str, tensor: Tensor | Callable[[Tensor], Tensor] | None) -> Change
 
 
 def say(**values: Any) -> Change:
-    """Replace fields of the config."""
     return lambda section, tensors: section.update(values)
 
 
 def fill(*values: Any) -> Callable[[Tensor], Tensor]:
-    """Replace the first values of a tensor."""
-
     def change(tensor: Tensor) -> Tensor:
         tensor.view(-1)[: len(values)] = torch.tensor(values).to(tensor.dtype)
         return tensor
@@ -59,8 +54,6 @@ def text(content: bytes) -> Tensor:
 
 
 def byte(value: int) -> Callable[[Tensor], Tensor]:
-    """Replace the first byte of a tensor."""
-
     def change(tensor: Tensor) -> Tensor:
         tensor.view(torch.uint8).view(-1)[0] = value
         return tensor

@@ -12,12 +12,10 @@ Attack = tuple[Callable[[], bytes], str]
 
 
 def raw(header: bytes, data: bytes = b"") -> bytes:
-    """Assemble a file from any header text."""
     return struct.pack("<Q", len(header)) + header + data
 
 
 def file(tensors: dict[str, Any], data: bytes = b"") -> bytes:
-    """Assemble a file from any header object."""
     return raw(json.dumps(tensors).encode(), data)
 
 
@@ -27,7 +25,6 @@ def tensor(begin: Any = 0, end: Any = 8, shape: Any = (2,), dtype: Any = "F32", 
 
 
 def simple(**tensors: tuple[str, tuple[int, ...], bytes]) -> bytes:
-    """Assemble a valid file from tensors given as dtype, shape and bytes."""
     header, data = {}, b""
     for name, (dtype, shape, content) in tensors.items():
         header[name] = tensor(len(data), len(data) + len(content), shape, dtype)

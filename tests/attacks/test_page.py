@@ -61,7 +61,6 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    """Answers with the attack that the question numbers."""
     folder = open_model_folder(PICO)
     loaded = LoadedModel.load(folder, EngineConfig(device="cpu", dtype=FLOATS["fp32"]).place(folder.config))
     reply = loaded.tokenizer.encode("\n\n".join(HOSTILE), add_special=False)

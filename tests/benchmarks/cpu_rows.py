@@ -61,7 +61,6 @@ def super_blocks(library: Native, name: str, bits: ActivationBits, outputs: int,
 
 
 def rates(products: dict[str, list[Product]], x: Tensor, outputs: int, repeats: int) -> dict[str, float]:
-    """Return 10^9 operations per second by name."""
     best = dict.fromkeys(products, float("inf"))
     for turn in range(repeats):
         for name, both in products.items():
@@ -72,7 +71,6 @@ def rates(products: dict[str, list[Product]], x: Tensor, outputs: int, repeats: 
 
 
 def main() -> None:
-    """Print one line for each number of rows."""
     here = [name for name in isa.SETS if isa.SETS[name].on(cpu().flags)]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--packing", type=parse_packing, default=Packing(4, 128))

@@ -55,7 +55,6 @@ def vector(port: int) -> list[float]:
 
 
 def ask(port: int, batch: list[str]) -> int:
-    """Send a batch and return the number of prompt tokens."""
     reply = answer(port, batch)
     assert len(reply["data"]) == len(batch)
     return int(reply["usage"]["prompt_tokens"])
@@ -141,7 +140,6 @@ def measure(llama: Path, scratch: Path) -> None:
 
 
 def main(llama: Path, scratch: Path | None) -> None:
-    """Compare in `scratch`, which keeps the models for the next time."""
     if scratch is not None:
         scratch.mkdir(exist_ok=True)
         measure(llama, scratch)

@@ -25,7 +25,7 @@ import gguf
 import numpy as np
 
 from tests.support.packed_folder import write_packed
-from tests.support.random_packed import mixture_fields
+from tests.support.packed_mixture import mixture_fields
 
 GROUP = Path("/sys/fs/cgroup/memory")
 
@@ -139,7 +139,6 @@ def ours(model: Path, tokens: int, prefix: Sequence[str], held: str | None) -> t
 
 
 def main() -> None:
-    """Print a line for each round, and the medians."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--llama-bench", default=os.environ.get("LLAMA_BENCH"))
     parser.add_argument("--limit", type=int, help="bytes of memory, page cache included, of each program")

@@ -97,7 +97,6 @@ def linears(source: Path, original: Path) -> tuple[float, Counter[str]]:
 
 
 def _theirs(name: str, config: ModelConfig) -> str:
-    """Return llama.cpp's name of a tensor."""
     found = gguf.get_tensor_name_map(_ARCH, config.layers).get_name(name, try_suffixes=(".weight",))
     assert found is not None, name
     return found
@@ -114,7 +113,6 @@ def _pairs(tensor: Tensor, heads: int) -> Tensor:
 
 
 def _halves(tensor: Tensor, heads: int) -> Tensor:
-    """Invert `_pairs`."""
     return tensor.view(heads, -1, 2, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape).contiguous()
 
 

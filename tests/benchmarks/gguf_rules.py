@@ -43,7 +43,6 @@ def _export(rule: str, folder: Path) -> Path:
 
 
 def main() -> None:
-    """Print one row for each rule; exit with 1 after a difference."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rules", nargs="*", default=list(PRE_TOKENIZERS))
     parser.add_argument("--llama-server", default=os.environ.get("LLAMA_SERVER"))

@@ -36,7 +36,6 @@ class Made:
 
 
 def grouped(weight: Tensor, group: int) -> Tensor:
-    """Return the weight as fp32 [N, K / group, group]."""
     return weight.float().view(weight.shape[0], -1, group)
 
 

@@ -156,8 +156,6 @@ def stored_bits(model: Path) -> float:
 
 
 class Original(StreamedModel):
-    """Holds pico and its residual stream over the text, computed once for all rows."""
-
     def __init__(self) -> None:
         super().__init__(open_model_folder(PICO), CPU)
         self._known: Tensor | None = None
@@ -188,7 +186,6 @@ def row(text: TokenWindows, original: Original, name: str, maker: str, model: Pa
 
 
 def main() -> None:
-    """Print the table line by line as results arrive."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--llama", type=Path, help="where llama-quantize and llama-imatrix lie")
     parser.add_argument("--tokens", type=int, default=8192)

@@ -29,14 +29,12 @@ class Llama:
 
     @property
     def version(self) -> str:
-        """Return the version string that the program prints."""
         done = self._run("llama-perplexity", "--version")
         found = re.search(r"version: .*", done.stdout + done.stderr)
         return found[0] if found else "version unknown"
 
     @property
     def model(self) -> Path:
-        """Return the path of the model in fp32, written on first use."""
         path = self.folder / "original.gguf"
         if not path.exists():
             gguf.write(self.source, path)

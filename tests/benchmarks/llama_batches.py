@@ -33,7 +33,6 @@ from mycli.runtime.quantization.activations import Activations
 
 
 def decode_rate(runner: ModelRunner, sequences: int, prompt: int, generate: int) -> float:
-    """Return the tokens per second of `sequences` that each decode `generate` tokens after `prompt` tokens."""
     cache = runner.make_cache(CacheShape.contiguous(prompt + generate + 1, sequences))
 
     def step(position: int) -> None:
@@ -49,7 +48,6 @@ def decode_rate(runner: ModelRunner, sequences: int, prompt: int, generate: int)
 def our_rates(
     model: str, sizes: tuple[int, int], sequences: Sequence[int], prefix: Sequence[str], activations: Activations
 ) -> list[float]:
-    """Return mycli's tokens per second, measured in a separate process."""
     command = [*prefix, sys.executable, "-m", "tests.benchmarks.llama_batches", model, "--ours"]
     options = ["--sequences", ",".join(map(str, sequences)), "--prompt", str(sizes[0]), "--generate", str(sizes[1])]
     options += ["--activations", activations]
@@ -60,7 +58,6 @@ def our_rates(
 def peer_rates(
     program: str, gguf: str, sizes: tuple[int, int], sequences: Sequence[int], prefix: Sequence[str]
 ) -> list[float]:
-    """Return llama.cpp's tokens per second."""
     context = sizes[0] + max(sequences) * (sizes[1] + 1)
     shape = ["-npp", str(sizes[0]), "-ntg", str(sizes[1]), "-npl", ",".join(map(str, sequences)), "-pps"]
     options = ["-c", str(context), "-t", str(len(os.sched_getaffinity(0))), "--output-format", "jsonl"]
@@ -71,7 +68,6 @@ def peer_rates(
 
 
 def main() -> None:
-    """Print a line for each number of sequences and round, then the medians."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("gguf", nargs="?")

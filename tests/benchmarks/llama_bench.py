@@ -31,13 +31,11 @@ def _run(command: Sequence[str]) -> Any:
 
 
 def peer_rates(program: str, gguf: str, threads: int, prompt: int, generate: int, prefix: Sequence[str]) -> list[float]:
-    """Return llama.cpp's tokens per second for the prompt and for decoding."""
     sizes = ["-p", str(prompt), "-n", str(generate), "-t", str(threads), "-r", "1"]
     return [float(row["avg_ts"]) for row in _run([*prefix, program, "-m", gguf, *sizes, "-o", "json"])]
 
 
 def our_rates(model: str, prompt: int, generate: int, prefix: Sequence[str]) -> list[float]:
-    """Return mycli's tokens per second for the prompt and for decoding."""
     sizes = ["-p", str(prompt), "-n", str(generate), "-r", "1", "--device", "cpu"]
     found = _run([*prefix, sys.executable, "-m", "mycli.cli", "bench", model, *sizes, "-o", "json", "-q"])
     return [float(row["tokens_per_second"]) for row in found["results"]]
@@ -45,7 +43,6 @@ def our_rates(model: str, prompt: int, generate: int, prefix: Sequence[str]) -> 
 
 @contextmanager
 def busy(processes: int) -> Iterator[None]:
-    """Run this number of compute-bound processes inside the context."""
     running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
     try:
         yield
@@ -71,7 +68,6 @@ def _report(name: str, alone: Sequence[Pair], beside: Sequence[Pair]) -> None:
 
 
 def main() -> None:
-    """Print one line for each round, and the medians."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("gguf")

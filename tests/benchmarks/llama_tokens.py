@@ -59,7 +59,6 @@ FAMILIES = {"qwen3": {"head_dim": 64}, "olmo2": {"eos_token_id": 2, "pad_token_i
 
 
 def random_folder(folder: Path, family: str) -> Path:
-    """Write a random model with the vocabulary of pico."""
     make(folder, family, {**_SIZE, **FAMILIES[family]})
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(PICO / name, folder / name)
@@ -68,7 +67,6 @@ def random_folder(folder: Path, family: str) -> Path:
 
 @contextmanager
 def serving(program: str, file: Path) -> Iterator[str]:
-    """Run llama-server with the model of `file` and yield its address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -119,7 +117,6 @@ def _await(address: str, process: subprocess.Popen[bytes]) -> None:
 
 
 def ask(address: str, path: str, **body: Any) -> Any:
-    """Send one request and return the decoded JSON."""
     request = urllib.request.Request(
         f"{address}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
@@ -158,7 +155,6 @@ class RoundedInputs:
         return self._product(rounded.view_as(x).to(x.dtype))
 
     def dequantize(self) -> Tensor:
-        """Return the weight [N, K]."""
         return self._product.dequantize()
 
 
@@ -171,7 +167,6 @@ def round_inputs(model: Transformer, block: int) -> None:
 
 
 def logits_over(model: Transformer, prompt: Sequence[int], reply: Sequence[int]) -> Tensor:
-    """Return the logits of each step of a reply, [steps, vocabulary]."""
     return whole(model, torch.tensor([[*prompt, *reply]]))[0, len(prompt) - 1 : -1]
 
 
@@ -224,7 +219,6 @@ def check(program: str, name: str, folder: Path, to: str, work: Path) -> bool:
 
 
 def main() -> None:
-    """Print one line for each model and type; exit with 1 after a failure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--llama-server", default=os.environ.get("LLAMA_SERVER"))
     parser.add_argument("--to", nargs="*", default=["gguf", "gguf:q8_0", "gguf:q4_0", "gguf:q4_k"])

@@ -50,7 +50,6 @@ WORDS = (
 
 
 def request(port: int, path: str, body: Any = None) -> bytes:
-    """Return the bytes of one request on a separate connection."""
     data = b"" if body is None else json.dumps(body).encode()
     head = f"{'GET' if body is None else 'POST'} {path} HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\nconnection: close\r\n"
     return f"{head}content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data
@@ -99,7 +98,6 @@ async def exchange(port: int, data: bytes, seconds: float = 120, leave: float = 
 
 
 def text_of(answer: bytes) -> str:
-    """Return the text of a completion, whole or streamed."""
     body = answer.partition(b"\r\n\r\n")[2].decode()
     objects = [json.loads(line[6:]) for line in body.splitlines() if line.startswith("data: {")] or [json.loads(body)]
     return "".join(choice["text"] for item in objects for choice in item["choices"])
@@ -148,14 +146,12 @@ async def compare(port: int, chance: random.Random, expected: Sequence[str], tol
 
 
 async def load(port: int) -> dict[str, float]:
-    """Return the load that the server reports."""
     text = (await exchange(port, request(port, "/metrics"))).decode()
     names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions_total")
     return {name: float(re.findall(rf"^mycli:{name} (\S+)$", text, re.MULTILINE)[0]) for name in names}
 
 
 async def at_rest(port: int, seconds: float = 120) -> dict[str, float]:
-    """Wait until no request is running and return the load."""
     end = time.monotonic() + seconds
     while True:
         found = await load(port)
@@ -165,7 +161,6 @@ async def at_rest(port: int, seconds: float = 120) -> dict[str, float]:
 
 
 def memory(process: int) -> dict[str, int]:
-    """Return the resident bytes, threads and open files of a process."""
     with open(f"/proc/{process}/status") as file:
         status = dict(line.split(":", 1) for line in file)
     files = len(os.listdir(f"/proc/{process}/fd"))

@@ -41,7 +41,6 @@ WIDTHS: dict[str, tuple[tuple[int, int | None], ...]] = {
 
 
 def export(target: str, bits: int, group: int | None, work: Path) -> Path:
-    """Export pico, rounded to nearest, in another program's layout."""
     name = f"int{bits}-{group or 'channel'}"
     packed = work / name
     if not packed.exists():
@@ -53,7 +52,6 @@ def export(target: str, bits: int, group: int | None, work: Path) -> Path:
 
 
 def main() -> None:
-    """Print one line for each folder; exit with 1 after a failure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", default=os.environ.get("GPTQMODEL_PYTHON"))
     given = parser.parse_args()

@@ -54,7 +54,6 @@ VARIANTS = (
 
 
 def verified(model: Path, reader: str, program: Path | None, reference: Path | None = None) -> str:
-    """Return the outcome of a reader in a few words."""
     opened, module = open_model_folder(model), readers.load(reader)
     expected = opened if reference is None else open_model_folder(reference)
     tokens = tokens_to_score(opened.config.vocab_size)
@@ -78,12 +77,10 @@ def export(folder: Path, to: str, target: Path) -> Path:
 
 
 def packed(folder: Path, recipe: Recipe, target: Path) -> Path:
-    """Quantize a model without data."""
     return pipeline.quantize(plan.plan_quantization(Source("m", folder), recipe, report="none"), target, CPU).folder
 
 
 def formats(work: Path) -> Iterator[tuple[str, Callable[[], Path]]]:
-    """Yield every format, and what makes a model in it."""
     for (method, bits, group), targets in COPIES.items():
         name = f"{method} int{bits}-g{group}" if method != "nf4" else "nf4"
         recipe, copy = Recipe(method=method, bits=bits, group=group), work / name.replace(" ", "-")
@@ -101,8 +98,6 @@ def _exported(make: Callable[[], Path], to: str, work: Path) -> Path:
 
 
 def mixtures(work: Path) -> Iterator[tuple[str, Callable[[], Path]]]:
-    """Yield a random mixture in the formats that pack its experts one by one."""
-
     def make() -> Path:
         make_exported(work / "random", "qwen3_moe-8top2")
         return packed(work / "random", Recipe(method="rtn", bits=4, group=32), work / "mixture-int4")
@@ -114,7 +109,6 @@ def mixtures(work: Path) -> Iterator[tuple[str, Callable[[], Path]]]:
 
 
 def mixes(work: Path) -> Iterator[tuple[str, Callable[[], Path]]]:
-    """Yield every mix of types, and what makes a file of it."""
     for mix in MIXES:
         yield f"quantize --format gguf, {mix}", partial(_mixed, mix, work / f"{mix}.gguf")
 

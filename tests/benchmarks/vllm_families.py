@@ -171,7 +171,6 @@ def judged(path: Path, prompts: list[list[int]], replies: list[list[int]]) -> tu
 
 
 def main() -> None:
-    """Print one line for each family and method; exit with 1 after a failure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", metavar="FAMILY", default=list(FAMILIES))
     parser.add_argument("--python", default=os.environ.get("VLLM_PYTHON"))

@@ -9,7 +9,6 @@ from typing import Any
 
 
 def register() -> None:
-    """Register the kernel; the plugin's entry point."""
     import torch
     from vllm.model_executor.kernels.linear import register_linear_kernel
     from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearKernel

@@ -74,7 +74,6 @@ def agreement(folder: Path, prompts: list[list[int]], replies: list[list[int]]) 
 
 
 def main() -> None:
-    """Print one line for each width; exit with 1 after a failure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", default=os.environ.get("VLLM_PYTHON"))
     parser.add_argument("--ranks", type=int, default=2)

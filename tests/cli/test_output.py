@@ -34,7 +34,6 @@ def test_a_model_writes_escape_sequences(terminal: bool) -> None:
 
 
 def test_json_has_no_raw_bidirectional_characters() -> None:
-    """The parsed value is unchanged, and a terminal that prints the line does not interpret it."""
     out, err = streams()
     text = "a\u202eb\u2066\x7f\U000e0041é"
     Output(stdout=out, stderr=err, json_mode=True).json_record({"text": text})

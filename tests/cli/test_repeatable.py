@@ -21,13 +21,11 @@ class Irregular(DraftLengthPolicy):
         self._step = start
 
     def length(self, room: int, lag: int, evidence: int = 0) -> int:
-        """Return zero to five tokens in a pattern with a different start in each run."""
         self._step += 1
         return min(room, (0, 3, 1, 5, 0, 0, 2)[self._step * 5 % 7])
 
 
 def answer(mycli: Mycli, *options: str) -> dict[str, Any]:
-    """Return the output of a run with `options`."""
     done = mycli(*ASKED, *options)
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout))

@@ -13,14 +13,11 @@ from mycli.runtime.errors import ModelError, UsageError
 
 
 class Terminal(io.StringIO):
-    """The stream claims to be a terminal."""
-
     def isatty(self) -> bool:
         return True
 
 
 def test_values_of_a_card_are_broken_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Card values wrap between words on a terminal and not in a pipe; a path longer than the line is not broken."""
     monkeypatch.setenv("COLUMNS", "40")
     value, path = "temperature, top_k, top_p, min_p, repetition_penalty, seed", "/tmp/" + "x" * 60
     shown, piped = Terminal(), io.StringIO()
@@ -36,7 +33,6 @@ def test_values_of_a_card_are_broken_between_words(monkeypatch: pytest.MonkeyPat
 def test_what_is_said_is_broken_between_words_and_never_in_a_command(
     columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Errors, hints, warnings, notes and the line below a reply wrap on a terminal and are one line each in a pipe."""
     monkeypatch.setenv("COLUMNS", str(columns))
     typed = "mycli quantize 'my model, the first; and only' --bits 4 --group 64"
     error = ModelError(

@@ -8,8 +8,6 @@ from mycli.cli.text.progress import stages
 
 
 class Recorded(Output):
-    """Records what bars display."""
-
     def __init__(self) -> None:
         super().__init__()
         self.log: list[object] = []

@@ -129,7 +129,6 @@ def programs(page: str) -> list[str]:
 
 
 def filled(line: str) -> str:
-    """Replace the placeholders of a documented command."""
     line = line.partition("  #")[0].strip()
     for form, meant in STAND_INS.items():
         line = re.sub(form, meant, line)
@@ -172,7 +171,6 @@ def test_a_documented_command_parses(page: str) -> None:
 
 
 def _preset(folder: Path) -> None:
-    """Write the preset of docs/faq.md, and settings that make commands short."""
     shown = re.findall(r"```toml\n(.*?)```", (ROOT / "docs/faq.md").read_text(encoding="utf-8"), re.S)
     path = folder / "config" / "mycli" / "config.toml"
     path.parent.mkdir(parents=True)
@@ -182,7 +180,6 @@ def _preset(folder: Path) -> None:
 
 
 def _bodies(folder: Path) -> None:
-    """Write two requests whose prompts differ."""
     for name in ("A.json", "B.json"):
         body = {"model": "pico", "messages": [{"role": "user", "content": f"Hello from {name}"}]}
         (folder / name).write_text(json.dumps(body))
@@ -240,7 +237,6 @@ class Reader:
         _preset(folder)
 
     def types(self, line: str) -> None:
-        """Run a line, which must succeed."""
         done = subprocess.run(
             ["sh", "-c", line],
             cwd=self.folder,
@@ -254,7 +250,6 @@ class Reader:
 
     @contextmanager
     def serves(self, line: str) -> Iterator[str]:
-        """Run a server on a free port and yield its address; end it by SIGTERM."""
         command = ["sh", "-c", f"exec {line} --port 0"]
         pipes = {"stdout": subprocess.PIPE, "text": True}
         with subprocess.Popen(
@@ -270,7 +265,6 @@ class Reader:
             assert ended in (143, -signal.SIGTERM), line
 
     def prepare(self, lines: str) -> None:
-        """Create the files that the lines of a page name."""
         needed: dict[str, Callable[[], object]] = {
             r"\.gguf": lambda: self.types(
                 "mycli export pico --to gguf -q -o file.gguf && cp file.gguf model-Q4_K_M.gguf"

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from mycli.cli.main import COMMANDS, main
-from mycli.runtime.diagnostics import golden_record, throughput
+from mycli.quant.planning import pace
+from mycli.runtime.diagnostics import golden_record, speculation_benchmark, throughput
 from tests.support.models import shorten_report
 
 pytestmark = pytest.mark.usefixtures("short_calibration_text")
@@ -22,7 +23,6 @@ NETWORK = re.compile("# needs the (network|program)")  # or a model from the Hub
 
 
 def parse(line: str) -> tuple[str, list[str]]:
-    """Return standard input and arguments of `mycli ...` or `echo TEXT | mycli ...`."""
     words = shlex.split(line)
     typed = ""
     if words[0] == "echo":
@@ -39,13 +39,16 @@ def terminal(environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.Mo
     for key, value in environment.items():
         monkeypatch.setenv(key, value)
     monkeypatch.setenv("MYCLI_DEVICE", "cpu")
-    shorten_report(monkeypatch, 1024)
+    shorten_report(monkeypatch, 512)
     monkeypatch.setattr(throughput, "MEASURED_BYTES", 1 << 24)  # reading more takes longer than all examples
-    monkeypatch.setattr(golden_record, "SECONDS", 0.01)  # as above
+    monkeypatch.setattr(speculation_benchmark, "SIMULATED_PASSES", 20)  # as above, and the following
+    for name, value in {"SECONDS": 0.01, "SAMPLE_SECONDS": 0.005, "TIMED_TOKENS": 16, "FEWEST_SAMPLES": 2}.items():
+        monkeypatch.setattr(golden_record, name, value)
     monkeypatch.setattr(golden_record, "BUSY", -1.0)  # so short a measurement is not significant
+    monkeypatch.setattr(pace, "_SECONDS", 0.01)
     config = Path(environment["XDG_CONFIG_HOME"]) / "mycli" / "config.toml"
     config.parent.mkdir(parents=True)
-    config.write_text("[quantize]\nseq = 128\n")  # shorter calibration windows; no example sets them
+    config.write_text("[quantize]\nseq = 64\n")  # shorter calibration windows; no example sets them
     folder = tmp_path / "work"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -55,7 +58,6 @@ def terminal(environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def serve(words: list[str]) -> None:
-    """Start a server at a free port and stop it once it is ready."""
     line = [sys.executable, "-m", "mycli.cli", *words, "--port", "0"]
     with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
@@ -65,7 +67,6 @@ def serve(words: list[str]) -> None:
 
 
 def stop(words: list[str]) -> None:
-    """Start a server at a free port and stop it by the command `words`."""
     line = [sys.executable, "-m", "mycli.cli", "serve", "pico", "--port", "0"]
     with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None and server.stdout.readline().startswith("http://127.0.0.1:")

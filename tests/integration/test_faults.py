@@ -105,7 +105,6 @@ def test_of_two_pulls_one_waits_and_uses_what_the_other_brought(
     take, waited = server.take, threading.Event()
 
     def held(host: str, path: str) -> Fault:
-        """Delay all files until the second process waits for the first."""
         assert host == "hub" or waited.wait(60)
         return take(host, path)
 
@@ -134,7 +133,6 @@ def test_of_two_pulls_one_waits_and_uses_what_the_other_brought(
 def test_a_pull_is_of_one_commit_whatever_becomes_of_its_branch(
     fault: str, server: HubServer, mycli: Mycli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The branch moves when the first file is requested; all files come from the earlier commit, which is recorded."""
     before = server.add(REPO, FILES)
     after: list[str] = []
     take = server.take
@@ -157,7 +155,6 @@ def test_a_pull_is_of_one_commit_whatever_becomes_of_its_branch(
 
 @pytest.mark.parametrize("fault", ["A33-bit-flip"])
 def test_verify_finds_one_bit_anywhere_in_what_was_quantized(fault: str, mycli: Mycli, tmp_path: Path) -> None:
-    """A complete copy passes; a flipped bit in header, first tensor, last byte or another file fails."""
     folder = tmp_path / "copy"
     quantized = mycli(
         "quantize", "pico-draft", "--method", "rtn", "--report", "none", "-q", "--group", "64", "-o", str(folder)

@@ -45,7 +45,6 @@ def parser(name: str) -> Any:
 
 
 def takes(name: str, words: list[str]) -> bool:
-    """Return whether the command's own parser accepts these arguments."""
     try:
         parser(name).make_context(name, list(words))
     except Exception:  # the parser's exit, for any reason
@@ -55,7 +54,6 @@ def takes(name: str, words: list[str]) -> bool:
 
 @cache  # not when the tests are collected, which every worker does
 def lines() -> list[tuple[str, str]]:
-    """Return the commands in the strings of `cli/`, each with its file."""
     return sorted(
         {
             (name(path), match[1].strip())
@@ -69,7 +67,6 @@ def lines() -> list[tuple[str, str]]:
 
 
 def fault(line: str) -> str | None:
-    """Return what is wrong with a command, or None."""
     words = [STAND_INS.get(word, word) for word in line.split()]
     if words[0] == "COMMAND" or words[0] in STAND_INS.values():
         return None
@@ -96,7 +93,6 @@ def test_an_unbreakable_command_ends_before_the_following_prose() -> None:
 
 @pytest.fixture
 def mine(environment: dict[str, str]) -> Path:
-    """Create a model called `mine` whose record says that it was quantized here."""
     return quantized("mine", Path(environment["XDG_DATA_HOME"]) / "mycli")
 
 

@@ -40,7 +40,6 @@ print(json.dumps(outputs))
 
 
 def install(options: Sequence[str], target: Path) -> Path:
-    """Install into a new environment at `target` and return its `mycli`; `options` are arguments of pip install."""
     venv.create(target, symlinks=True)
     (packages,) = target.glob("lib/python*/site-packages")
     theirs = [entry for entry in sys.path if entry.endswith("-packages")]

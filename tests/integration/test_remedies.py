@@ -34,19 +34,16 @@ TYPED = re.compile(
 
 
 def typed(text: str) -> list[str]:
-    """Return the commands and options in a string."""
     return TYPED.findall(text)
 
 
 def texts(path: Path) -> Iterator[str]:
-    """The string literals of a module, docstrings included, and the fixed parts of its f-strings."""
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.value
 
 
 def coded(path: Path) -> Iterator[tuple[str, set[str], int]]:
-    """Yield each literal error code of a call with the names of its data, and the line."""
     for node in ast.walk(tree(path)):
         if not isinstance(node, ast.Call):
             continue

@@ -33,7 +33,6 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def noisy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Create pico with noise on its weights: another model of the same vocabulary."""
     folder = tmp_path_factory.mktemp("models") / "noisy"
     shutil.copytree(PICO, folder)
     tensors = load_file(folder / "model.safetensors")
@@ -46,14 +45,12 @@ def noisy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def log_probabilities(folder: Path, windows: Tensor) -> np.ndarray:
-    """Return float64 [windows, context - 1, vocabulary] from the whole model in one call."""
     model = load_model(open_model_folder(folder), FP32).model
     return whole(model, windows)[:, :-1].double().log_softmax(-1).numpy()
 
 
 @pytest.fixture
 def small_slices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Set slices that do not divide a window, and two windows of the stream at a time."""
     monkeypatch.setattr(module, "LOGITS_AT_ONCE", 7 * 4096)
     monkeypatch.setattr(module, "STREAM_BYTES", 2 * 64 * 2 * 256 * 4)
     yield

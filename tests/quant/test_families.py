@@ -135,7 +135,6 @@ STACKED = (
 
 
 def random_model(folder: Path, case: str, **changes: Any) -> transformers.PreTrainedModel:
-    """Create a random model with pico's tokenizer, so that it can be calibrated on text."""
     model_type, own = CASES[case]
     vocabulary = {key: 4096 for key in ("vocab_size", "vocab_size_per_layer_input") if key in {"vocab_size", *own}}
     reference = make(folder, model_type, {**own, **vocabulary, **changes})

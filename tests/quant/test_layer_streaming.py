@@ -56,7 +56,6 @@ def test_one_layer_is_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_layer_is_read_ahead_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prefetching requests exactly the bytes of a layer's tensors, and a deleted file is not an error."""
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "posix_fadvise", lambda _, offset, count, how: asked.append((offset, count)))
     model = StreamedModel(open_model_folder(PICO), Placement(torch.device("cpu"), torch.float32))

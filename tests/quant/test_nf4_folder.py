@@ -22,7 +22,6 @@ from tests.support.models import CPU, random_model
 
 @pytest.fixture(scope="module", params=[32, 64], ids=["g32", "g64"])
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, int]:
-    """Return the source, the folder and the group."""
     base = tmp_path_factory.mktemp("nf4")
     source = random_model(base / "source")
     recipe = Recipe("nf4", group=request.param)

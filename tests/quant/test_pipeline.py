@@ -48,7 +48,6 @@ def short_report(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Source:
-    """Create a random model with an untied head, and further files to copy and not to copy."""
     folder = random_model(tmp_path / "source")
     shutil.copy(PICO / "generation_config.json", folder / "generation_config.json")
     (folder / "LICENSE").write_text("as is")
@@ -129,7 +128,6 @@ def test_the_folder_holds_what_the_scheme_solved(source: Source, tmp_path: Path,
 
 
 def restored_state(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors of an unquantized model with our dequantized weights."""
     packings = open_model_folder(folder).packings
     state: dict[str, Tensor] = {}
     for path in folder.glob("*.safetensors"):

@@ -37,7 +37,6 @@ def low_rank(module: str, shape: tuple[int, ...], rank: int = 4, seed: int = 0) 
 
 
 def tensors_for(model: Path, *modules: str, ranks: Mapping[str, int] | None = None) -> dict[str, Tensor]:
-    """Return adapter tensors for `modules` of the model in a folder, with its shapes."""
     shapes, found = dict(open_model_folder(model).config.tensors()), dict[str, Tensor]()
     for seed, module in enumerate(modules):
         found |= low_rank(module, shapes[f"{module}.weight"], (ranks or {}).get(module, 4), seed)
@@ -45,7 +44,6 @@ def tensors_for(model: Path, *modules: str, ranks: Mapping[str, int] | None = No
 
 
 def write_adapter(folder: Path, tensors: Mapping[str, Tensor], **changes: Any) -> Path:
-    """Write an adapter with these tensors to a new folder; `changes` replace fields of `LORA`."""
     folder.mkdir(parents=True)
     (folder / "adapter_config.json").write_text(json.dumps({**LORA, **changes}))
     save_file(dict(tensors), folder / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -20,8 +20,6 @@ SECONDS = 60.0
 
 
 class Browser:
-    """One page. Use as a context."""
-
     def __init__(self, width: int = 1000, height: int = 760) -> None:
         assert CHROMIUM is not None
         read_end, our_write = os.pipe()
@@ -96,12 +94,10 @@ class Browser:
         return message
 
     def open(self, address: str) -> None:
-        """Go to a page."""
         self._call("Page.navigate", url=address)
         self.wait("document.readyState === 'complete'")
 
     def run(self, script: str) -> Any:
-        """The value of a JavaScript expression."""
         found = self._call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
@@ -114,7 +110,6 @@ class Browser:
             time.sleep(0.02)
 
     def type(self, text: str) -> None:
-        """Type a text where the focus is."""
         self._call("Input.insertText", text=text)
 
     def press(self, key: str, number: int, text: str = "", *, code: str = "", modifiers: int = 0) -> None:
@@ -131,15 +126,12 @@ class Browser:
         self._call("Emulation.setEmulatedMedia", features=[feature])
 
     def choose(self, selector: str, files: Sequence[Path]) -> None:
-        """Give files to an input of the page."""
         root = self._call("DOM.getDocument")["root"]["nodeId"]
         node = self._call("DOM.querySelector", nodeId=root, selector=selector)["nodeId"]
         self._call("DOM.setFileInputFiles", nodeId=node, files=[str(file) for file in files])
 
     def save_downloads(self, folder: Path) -> None:
-        """Save what the page downloads."""
         self._call("Page.setDownloadBehavior", behavior="allow", downloadPath=str(folder))
 
     def picture(self, path: Path) -> None:
-        """What is shown, as PNG."""
         path.write_bytes(base64.b64decode(self._call("Page.captureScreenshot")["data"]))

@@ -28,8 +28,6 @@ def source(path: str, name: str | None, text: str | None) -> str:
 
 
 def with_code(page: str) -> str:
-    """Replace every example of `page` with the current source."""
-
     def block(match: re.Match[str]) -> str:
         marker, path, name, text = match.groups()
         return f"{marker}```python\n# {path}\n{source(path, name, text)}\n```\n"

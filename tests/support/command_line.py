@@ -27,7 +27,6 @@ SECONDS = 120  # after which a process counts as hung
 
 
 def _is_installed() -> bool:
-    """Return whether this interpreter has an editable install of this checkout."""
     records = [one.read_text("direct_url.json") for one in metadata.distributions(name="mycli-llm")]
     return ROOT.as_uri() in [json.loads(record)["url"] for record in records if record]
 

@@ -70,11 +70,9 @@ class EmulatedArm:
         return self._call("dense_matmul", kind, weight, outputs, inputs, given, rows, out, threads)
 
     def attend(self, task: Any, threads: int) -> int:
-        """Call `Native.attend`; `task` is the result of ctypes.byref."""
         return self._call("attend", _attention(task._obj), threads)
 
     def _call(self, name: str, *arguments: int | Buffer) -> int:
-        """Call a function and return its result; buffers receive its output."""
         buffers: list[Buffer] = []
         given = [(1, _add(one, buffers)) if isinstance(one, Buffer) else (0, one) for one in arguments]
         numbers = {id(one): index for index, one in enumerate(buffers)}

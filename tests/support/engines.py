@@ -47,7 +47,6 @@ def drain(engine: Engine) -> dict[int, list[SequenceOutput]]:
 
 
 def together(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
-    """Submit all requests together and return the tokens of each."""
     numbers = [engine.submit(request) for request in requests]
     outputs = drain(engine)
     return [[token for output in outputs[number] for token in output.tokens] for number in numbers]

@@ -86,7 +86,6 @@ def stored_name(model_type: str, name: str) -> str:
 
 
 def class_of(model_type: str) -> Any:
-    """Return the class of transformers that reads a folder of this model."""
     return getattr(transformers, UNMAPPED.get(model_type, "AutoModelForCausalLM"))
 
 

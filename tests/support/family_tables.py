@@ -50,7 +50,6 @@ def tables() -> str:
 
 
 def with_tables(text: str) -> str:
-    """Replace the tables of the page `text` with the current ones."""
     pattern = re.escape(MARKS[0]) + ".*" + re.escape(MARKS[1])
     return re.sub(pattern, lambda _: f"{MARKS[0]}\n{tables()}\n{MARKS[1]}", text, flags=re.S)
 

@@ -56,7 +56,6 @@ def digest(weight: Tensor) -> str:
 
 
 def weights(seed: int, rows: int = ROWS, columns: int = COLUMNS) -> Tensor:
-    """Return normally distributed fp32 weights."""
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
 
 
@@ -165,7 +164,6 @@ def fp8() -> Iterator[tuple[str, Case]]:
 
 
 def mlx_tensor(array: Any) -> Tensor:
-    """Convert an array of mlx to a tensor, bf16 bit for bit."""
     import mlx.core as mx
     import numpy as np
 
@@ -237,7 +235,6 @@ MAKERS: dict[str, Callable[[], Iterator[tuple[str, Case]]]] = {
 
 
 def write(layout: str) -> None:
-    """Rewrite the file of a layout."""
     tensors, about = {}, {}
     for name, case in MAKERS[layout]():
         assert case.weight is not None
@@ -255,7 +252,6 @@ def write(layout: str) -> None:
 
 
 def stored(layout: str) -> dict[str, Case]:
-    """Return the cases that `write` stored."""
     path = FILES / f"{layout}.safetensors"
     with safe_open(path, "pt") as file:
         about = json.loads(file.metadata()["cases"])

@@ -36,8 +36,6 @@ class Fault:
 
 @dataclass(frozen=True)
 class Request:
-    """Holds a received request."""
-
     host: str  # "hub" or "storage"
     method: str
     path: str
@@ -45,7 +43,6 @@ class Request:
 
 
 def git_digest(data: bytes) -> str:
-    """Return git's blob hash of `data`."""
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
@@ -103,7 +100,6 @@ class HubServer:
             self._faults.extend([(where, fault)] * times)
 
     def forgive(self) -> None:
-        """Drop the unused faults."""
         with self._lock:
             self._faults.clear()
 
@@ -255,7 +251,6 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def hub_server() -> Iterator[HubServer]:
-    """Run a server inside the context."""
     server = HubServer()
     try:
         yield server

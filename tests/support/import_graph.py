@@ -33,7 +33,6 @@ def _module(path: Path) -> str:
 
 
 def file_graph(type_checking: bool = True) -> dict[str, set[str]]:
-    """Return each file of the product with the files that it imports."""
     modules = {_module(path): name(path) for path in sources()}
     graph: dict[str, set[str]] = {}
     for path in sources():
@@ -75,7 +74,6 @@ def circles(graph: Graph) -> list[list[str]]:
 
 
 def room_graph() -> dict[str, set[str]]:
-    """Return each room of `runtime/` with the rooms that it imports."""
     graph: dict[str, set[str]] = {}
     for file, imported in file_graph(type_checking=False).items():
         room = _room(file)

@@ -84,20 +84,17 @@ def room(path: Path) -> str:
 
 
 def files(*folders: str) -> list[Path]:
-    """Return the Python and C++ files of `folders`, relative to the repository."""
     paths = (path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".cpp", ".h"))
     relative = sorted(path.relative_to(ROOT) for path in paths if "__pycache__" not in path.parts)
     return [path for path in relative if not path.is_relative_to(DATA)]
 
 
 def pages() -> list[Path]:
-    """Return the pages of the documentation, relative to the repository."""
     paths = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
     return [path.relative_to(ROOT) for path in paths]
 
 
 def measure(path: Path) -> Measures:
-    """Return the measures and findings of one file."""
     text = (ROOT / path).read_text(encoding="utf-8")
     if path.suffix == ".md":
         return Measures(lines=text.count("\n"), findings=list(_check_page(path, text)))
@@ -217,7 +214,6 @@ def _paragraphs(text: str) -> Iterator[tuple[int, str]]:
 
 
 def by_room(paths: Iterable[Path]) -> dict[str, Measures]:
-    """Return the measures of all files of `paths`, summed by room."""
     rooms: dict[str, Measures] = {}
     for path in paths:
         rooms.setdefault(room(path), Measures()).add(measure(path))

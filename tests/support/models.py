@@ -33,7 +33,6 @@ SMALL: Mapping[str, Any] = {
 
 
 def write_config(folder: Path, **changes: Any) -> None:
-    """Write the config.json of SMALL with `changes`."""
     (folder / "config.json").write_text(json.dumps({**SMALL, **changes}))
 
 

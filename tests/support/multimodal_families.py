@@ -100,7 +100,6 @@ FOLDERS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any
 
 
 def make_folder(folder: Path, name: str, **changes: Any) -> transformers.PreTrainedModel:
-    """Save a random model to `folder` and return it; `changes` of its text config."""
     outer, inner, text, vision, others = FOLDERS[name]
     torch.manual_seed(0)
     sections = {

@@ -154,6 +154,5 @@ def pack_linear(linear: Linear, bits: int, group: int, seed: int = 0) -> None:
 
 
 def need_native_code() -> None:
-    """Skip the test if there is no native code."""
     if isinstance(found := build.native(), Declined):
         pytest.skip(f"no native code here: {found}")

@@ -86,13 +86,10 @@ def _pids(root: int) -> Iterator[int]:
 
 
 class ServerProcess:
-    """Runs `mycli serve pico` in a separate process."""
-
     def __init__(self, port: int, pid: int) -> None:
         self.port, self._pid = port, pid
 
     def resident(self) -> int:
-        """Return the resident bytes of the server and its workers."""
         total = 0
         for pid in list(_pids(self._pid)):
             try:
@@ -103,14 +100,12 @@ class ServerProcess:
         return total
 
     def neighbour(self) -> float:
-        """Return the seconds for a reply of two tokens."""
         body = {"prompt": "The capital of", "max_tokens": 2, "temperature": 0, "ignore_eos": True}
         start = time.perf_counter()
         assert _ask(self.port, "/v1/completions", json.dumps(body).encode()) == 200
         return time.perf_counter() - start
 
     def suffer(self, attack: Attack) -> Outcome:
-        """Send an attack while another client repeats short requests."""
         data = attack.body if isinstance(attack.body, bytes) else json.dumps(attack.body).encode()
         before, alone, statuses = self.resident(), self.neighbour(), list[int]()
         start = time.perf_counter()
@@ -143,7 +138,6 @@ class ServerProcess:
 
 @contextmanager
 def server_process(*arguments: str) -> Iterator[ServerProcess]:
-    """Run a server of pico on a free port inside the context."""
     command = [sys.executable, "-m", "mycli.cli", "serve", "pico", "--port", "0", "--json", *arguments]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:

@@ -64,7 +64,6 @@ def _norms(prefix: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def write(out: Path, kind: Kind = "outliers") -> Path:
-    """Write the model to a new folder."""
     shutil.copytree(PICO, out)
     path = out / "model.safetensors"
     path.chmod(0o644)

@@ -37,7 +37,6 @@ def complaints(headers: str) -> list[str]:
 
 
 def headers(library: Path) -> str:
-    """Return the dependencies and symbols of a library, as objdump prints them."""
     show = ["objdump", "--private-headers", "--dynamic-syms", str(library)]
     return subprocess.run(show, capture_output=True, text=True, check=True).stdout
 

@@ -29,8 +29,6 @@ QUICK = RetryPolicy(attempts=4, request_attempts=3, base_delay=0.01, timeout=5.0
 
 
 class Notes(list[str]):
-    """Records messages and reported bytes."""
-
     arrived = 0.0
 
     def advance(self, amount: float) -> None:

@@ -13,17 +13,14 @@ from mycli.runtime.quantization.scheme import Packing
 
 
 def generator(seed: int = 0) -> torch.Generator:
-    """Return a CPU generator."""
     return torch.Generator().manual_seed(int(os.environ.get("MYCLI_TEST_SEED", 0)) + seed)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
-    """Return standard normal fp32 values."""
     return torch.randn(shape, generator=generator(seed), device="cpu").to(torch.get_default_device())
 
 
 def codes(bits: int, *shape: int, seed: int = 0) -> Tensor:
-    """Return uint8 values below 2^bits."""
     drawn = torch.randint(0, 1 << bits, shape, generator=generator(seed), device="cpu", dtype=torch.uint8)
     return drawn.to(torch.get_default_device())
 

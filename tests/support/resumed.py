@@ -36,7 +36,6 @@ def load_pico() -> LoadedModel:
 
 
 def requests(loaded: LoadedModel, kind: str) -> list[Request]:
-    """Return one request of a kind; several for an engine that preempts."""
     ids = tuple(loaded.tokenizer.encode("Tell me about Leo and his dog. He", add_special=True))
     grammar = None
     if kind == "schema":
@@ -65,8 +64,6 @@ def engine_for(loaded: LoadedModel, kind: str) -> Engine:
 
 @dataclass(frozen=True)
 class Whole:
-    """Holds uninterrupted replies and the file in which they were recorded."""
-
     requests: Sequence[Request]
     seeds: Sequence[int]
     tokens: Sequence[list[int]]

@@ -26,7 +26,6 @@ def loading(cls: Any, folder: Any, placement: Placement, **options: Any) -> Load
 
 
 def said(self: Engine) -> list[SequenceOutput]:
-    """Return the next token of the script, and then the end token."""
     (number,) = self.__dict__.setdefault("numbers", [])
     script = self.runner.__dict__["said"]
     self.step_seconds = 0.01

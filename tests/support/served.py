@@ -42,15 +42,12 @@ def load_fp32(folder: Path) -> tuple[LoadedModel, Engine]:
 
 @dataclass
 class Answer:
-    """Holds status, headers in lower case and body of a response."""
-
     status: int
     headers: Mapping[str, str]
     body: bytes
 
     @property
     def json(self) -> Any:
-        """Return the body as a value."""
         return json.loads(self.body)
 
     @property
@@ -69,8 +66,6 @@ class Answer:
 
 @dataclass
 class Served:
-    """Controls a running server."""
-
     port: int
     service: Service
     server: DrainingServer
@@ -93,6 +88,16 @@ class Served:
             return Answer(response.status, given, response.read())
         finally:
             connection.close()
+
+    def raw(self, data: bytes, seconds: float = 20) -> bytes:
+        """Send bytes to a socket and return all that comes back."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout=seconds) as link:
+            link.sendall(data)
+            link.shutdown(socket.SHUT_WR)
+            parts = []
+            while part := link.recv(65536):
+                parts.append(part)
+            return b"".join(parts)
 
     def chat(self, text: str = "What is the capital of Japan?", **fields: Any) -> Answer:
         """Send a question to the model, with greedy decoding unless `fields` change it."""
@@ -193,7 +198,6 @@ class ScriptedEngine:
         return EngineStats(len(self._running), len(self._waiting), 0, 0, 0, 1, 0, 0, {})
 
     def submit_replies(self, request: Request, count: int) -> list[int]:
-        """Queue `count` sequences."""
         self.prompts.append(request.prompt)
         first = self._next + 1
         for number in range(first, first + count):
@@ -205,13 +209,11 @@ class ScriptedEngine:
         """Do nothing: no prefix is cached."""
 
     def cancel(self, sequence: int) -> None:
-        """Remove a sequence."""
         self.cancelled.append(sequence)
         self._waiting = [one for one in self._waiting if one.sequence != sequence]
         self._running = [one for one in self._running if one.sequence != sequence]
 
     def step(self) -> Sequence[SequenceOutput]:
-        """Return one token for every running sequence."""
         self.held.wait(30)
         if self.pause:
             time.sleep(self.pause)

@@ -14,7 +14,6 @@ DATA = ROOT / "runtime" / "pico"
 
 @cache
 def sources() -> list[Path]:
-    """Return every module of the three packages."""
     files = [path for part in PARTS for path in sorted((ROOT / part).rglob("*.py"))]
     return [path for path in files if not path.is_relative_to(DATA) and "__pycache__" not in path.parts]
 

@@ -50,6 +50,5 @@ def quantized(name: str = "tiny-int4", home: Path | None = None) -> Path:
 
 
 def checked(model: str) -> dict[str, str]:
-    """Return the state of each file of `model`, by name."""
     source = find_local(model)
     return {file.name: file.state for file in verify_files(source, files_to_verify(source), lambda amount: None)}

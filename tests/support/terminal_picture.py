@@ -17,7 +17,6 @@ LINE, CHARACTER, MARGIN = 20, 8.4, 16  # points
 
 
 def screen() -> list[str]:
-    """Return the lines of the terminal after the conversation."""
     shown = pyte.Screen(COLUMNS, ROWS)
     stream = pyte.Stream(shown)
     child: pexpect.spawn[str] = pexpect.spawn(

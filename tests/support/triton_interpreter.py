@@ -18,7 +18,6 @@ Interpret = Callable[..., object]
 
 
 def _poison() -> None:
-    """Fill uninitialized memory with NaN."""
     import torch
 
     torch.set_num_threads(1)

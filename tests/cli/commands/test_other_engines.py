@@ -33,7 +33,6 @@ sys.exit(23)
 
 @pytest.fixture
 def installed(tmp_path: Path, environment: dict[str, str]) -> dict[str, str]:
-    """Return an environment with both engines on PATH."""
     for name in ("vllm", "sglang"):
         (tmp_path / name).write_text(STAND_IN.format(python=sys.executable))
         (tmp_path / name).chmod(0o755)
@@ -191,7 +190,6 @@ def test_one_that_is_not_installed_is_named_with_what_brings_it(mycli: Mycli, tm
 
 
 def test_the_process_becomes_the_other_engine(installed: dict[str, str]) -> None:
-    """The other engine's exit code, signals and output are passed on unchanged."""
     arguments = [*COMMAND, "serve", "pico", "--engine", "vllm", "--device", "cpu", "--json"]
     ended = subprocess.run(arguments, env=installed, cwd=tempfile.gettempdir(), capture_output=True, timeout=120)
     ours, theirs = (json.loads(line) for line in ended.stdout.splitlines())

@@ -195,27 +195,3 @@ def test_provenance_and_card_of_a_quantized_model(mycli: Mycli, tmp_path: Path) 
     assert json.loads(mycli("show", "pico-rtn-int4-g32", "--json").stdout)["recipe"]["method"] == "rtn"
     (folder / "mycli.json").write_text(json.dumps({**record, "card": {"perplexity": 3}}))
     assert mycli("show", "pico-rtn-int4-g32").returncode == 3
-
-
-def test_hub_commands_import_no_torch(environment: dict[str, str]) -> None:
-    """Run the commands in one process; the first that imports torch is named."""
-    code = """
-import sys
-from mycli.cli.main import main
-heavy = {"torch", "transformers", "rich"}
-for command in ("list", "show pico", "rm pico", "verify pico", "pull pico", "pull org/x"):
-    try:
-        main(command.split())
-    except SystemExit as end:
-        print("ENDED", command, end.code, *heavy & sys.modules.keys())
-"""
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    ended = [line for line in done.stdout.splitlines() if line.startswith("ENDED")]
-    assert ended == [
-        "ENDED list 0",
-        "ENDED show pico 0",
-        "ENDED rm pico 2",
-        "ENDED verify pico 3",
-        "ENDED pull pico 0",
-        "ENDED pull org/x 4",
-    ]

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.command_line import run_here
 from tests.support.hub_server import Fault, HubServer, hub_server
 from tests.support.paths import PICO, ROOT
 
@@ -34,18 +35,16 @@ def server() -> Iterator[HubServer]:
         yield running
 
 
-def start(server: HubServer, home: Path, *words: str) -> "subprocess.Popen[bytes]":
+def environment_of(server: HubServer, home: Path) -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     environment |= {"HF_ENDPOINT": server.address(), "HF_HUB_CACHE": str(home / "hub"), "MYCLI_HOME": str(home)}
-    environment |= {"PYTHONPATH": str(ROOT / ".links"), "OMP_NUM_THREADS": "1"}
+    return environment | {"PYTHONPATH": str(ROOT / ".links"), "OMP_NUM_THREADS": "1"}
+
+
+def start(server: HubServer, home: Path, *words: str) -> "subprocess.Popen[bytes]":
     command = [sys.executable, "-m", "mycli.cli", *words]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-
-def run(server: HubServer, home: Path, *words: str) -> None:
-    process = start(server, home, *words)
-    _, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors.decode()
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, env=environment_of(server, home), **pipes)
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -79,20 +78,20 @@ def peak_of(folder: Path) -> Iterator[list[int]]:
 
 @pytest.fixture(scope="module")
 def expected(server: HubServer, tmp_path_factory: pytest.TempPathFactory) -> Expected:
-    """Return the files that pull and quantize produce, by method."""
     home = tmp_path_factory.mktemp("whole")
-    run(server, home, "pull", REPO)
+    environment = environment_of(server, home)
+    assert run_here(("pull", REPO), environment).returncode == 0
 
     @cache
     def copy(method: str) -> dict[str, bytes]:
-        run(server, home, "quantize", REPO, *METHODS[method], "-o", str(home / method))
+        done = run_here(("quantize", REPO, *METHODS[method], "-o", str(home / method)), environment)
+        assert done.returncode == 0, done.stderr
         return files(home / method)
 
     return copy
 
 
 def killed(server: HubServer, home: Path, options: list[str], moments: Iterable[Moment]) -> Path:
-    """Kill a run at each of the moments, then let one finish; return the folder of the result."""
     target = home / "copy"
     for moment in moments:
         process = start(server, home, "pull", REPO, *options, "-o", str(target))
@@ -101,7 +100,9 @@ def killed(server: HubServer, home: Path, options: list[str], moments: Iterable[
         process.communicate()
         if target.exists():
             shutil.rmtree(target)
-    run(server, home, "pull", REPO, *options, "-o", str(target))
+    process = start(server, home, "pull", REPO, *options, "-o", str(target))
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors.decode()
     return target
 
 

@@ -16,7 +16,6 @@ CPU = ("--device", "cpu")
 
 @pytest.fixture
 def receipt(mycli: Mycli, tmp_path: Path) -> Path:
-    """Create the receipt of a sampled reply of a copy of pico."""
     copy, path = shutil.copytree(PICO, tmp_path / "copy"), tmp_path / "r.json"
     done = mycli("run", str(copy), "Tell me a story.", "-t", "0.9", "-n", "12", "--receipt", str(path), *CPU)
     assert done.returncode == 0, done.stderr

@@ -20,7 +20,6 @@ from tests.support.grids import chosen
 
 @contextmanager
 def process(environment: dict[str, str], *arguments: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """Start a server of pico; yield it with the port that its ready line names."""
     child = subprocess.Popen(
         [*COMMAND, "serve", "pico", "--port", "0", "--ctx", "512", *arguments],
         env=environment,
@@ -41,7 +40,6 @@ def process(environment: dict[str, str], *arguments: str) -> Iterator[tuple[subp
 
 
 def begin(port: int, stream: bool = True, tokens: int = 450, count: int = 1) -> http.client.HTTPResponse:
-    """Start `count` long replies."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=240)
     body = {"model": "pico", "prompt": "Once upon", "max_tokens": tokens, "stream": stream}
     body |= {"ignore_eos": True, "n": count}

@@ -147,7 +147,8 @@ def test_compare_measures_both_ways(loaded: LoadedModel, draft: LoadedModel) -> 
     assert all(one.acceptance > 0.5 and 1 < one.found <= 1 + one.drafted for one in found.lengths)
 
 
-def test_bench_says_whether_it_pays(mycli: Mycli) -> None:
+def test_bench_says_whether_it_pays(mycli: Mycli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mycli.runtime.diagnostics.speculation_benchmark.SIMULATED_PASSES", 20)
     done = mycli("bench", "draft", "pico", "pico-draft", "-n", "6", "-r", "1", "--json", *CPU)
     answer = json.loads(done.stdout)
     assert [row["text"] for row in answer["results"]] == ["chat", "stories", "book", "repetitive"]

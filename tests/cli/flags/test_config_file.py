@@ -86,7 +86,6 @@ def answer(done: "subprocess.CompletedProcess[str]") -> dict[str, Any]:
 
 
 def test_precedence_flag_environment_file_model(mycli: Mycli, environment: dict[str, str]) -> None:
-    """The token limit is set at every level, and errors name the source of a value."""
     path = Path(environment["XDG_CONFIG_HOME"]) / "mycli" / "config.toml"
     path.parent.mkdir(parents=True)
     path.write_text("temperature = 0\nmax_tokens = 6\n[run]\nmax-tokens = 5\nstop = ['never']\n")

@@ -41,8 +41,6 @@ BAD = {
 
 
 class Model:
-    """Echoes each prompt and records it."""
-
     def __init__(self, fails: str = "") -> None:
         self.asked: list[Prompt] = []
         self._fails = fails
@@ -57,7 +55,6 @@ class Model:
 
 
 def run(source: Path, out: Path | None, model: Model, code: int = 0) -> tuple[list[dict[str, Any]], str]:
-    """Run a batch; return the lines of standard output and the other messages."""
     stdout, stderr = io.StringIO(), io.StringIO()
     assert run_batch(Call(Output(stdout=stdout, stderr=stderr), offline=True), str(source), out, model) == code
     return [json.loads(line) for line in stdout.getvalue().splitlines()], stderr.getvalue()

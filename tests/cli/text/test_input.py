@@ -15,8 +15,6 @@ from mycli.runtime.errors import UsageError
 
 
 class Pipe:
-    """The read end of a pipe as standard input, with its write end."""
-
     def __init__(self) -> None:
         reader, self.writer = os.pipe()
         self.stdin = os.fdopen(reader)
@@ -31,7 +29,6 @@ class Pipe:
 
 @pytest.fixture
 def pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pipe]:
-    """Yield an open pipe with a short wait limit."""
     made = Pipe()
     monkeypatch.setattr("sys.stdin", made.stdin)
     monkeypatch.setattr(prompt_input, "PATIENCE", 0.05)
@@ -43,7 +40,6 @@ def pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pipe]:
 
 
 def asked(words: str | None, file: Path | None = None) -> tuple[str, list[str]]:
-    """Return the prompt and the messages printed meanwhile."""
     notes: list[str] = []
     return read_prompt(words, file, "strict", notes.append), notes
 
@@ -64,7 +60,6 @@ def test_a_pipe_that_never_ends_does_not_hold_a_whole_prompt_for_good(pipe: Pipe
 
 
 def test_a_writer_that_stops_in_the_middle_is_not_taken_for_its_end(pipe: Pipe) -> None:
-    """Incomplete input is refused, not answered."""
     pipe.write("the first half of")
     with pytest.raises(UsageError, match="nothing came from it"):
         asked("Summarize:")
@@ -72,7 +67,6 @@ def test_a_writer_that_stops_in_the_middle_is_not_taken_for_its_end(pipe: Pipe) 
 
 @pytest.mark.parametrize("words", ["-", None], ids=["dash", "no-words"])
 def test_standard_input_that_is_the_prompt_is_waited_for(words: str | None, pipe: Pipe) -> None:
-    """Input that is the whole prompt is waited for longer than optional input, and the wait is reported once."""
     writer = subprocess.Popen(["sh", "-c", "sleep 0.4; printf Hel; sleep 0.2; printf lo"], stdout=pipe.writer)
     pipe.end()
     prompt, notes = asked(words)

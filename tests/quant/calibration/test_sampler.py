@@ -71,7 +71,6 @@ def test_without_a_template_there_are_no_conversations(tmp_path: Path) -> None:
 
 
 def stretches(text: str, length: int = 60) -> set[str]:
-    """Return all of `text` in pieces of `length` words, without layout."""
     words = " ".join(text.split())
     return {words[start : start + length] for start in range(0, len(words) - length, length)}
 

@@ -37,7 +37,6 @@ THINKING = """{% for message in messages %}<|im_start|>{{ message.role }}
 
 
 def with_template(folder: Path, template: str, *, weights: bool = False) -> Path:
-    """Copy pico with another chat template."""
     folder.mkdir()
     for path in PICO.iterdir():
         if weights or path.suffix == ".json":

@@ -37,7 +37,6 @@ from tests.support.paths import PICO
 
 @pytest.fixture(scope="module")
 def copies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Create a random model and copies of it quantized to several widths and groups."""
     base = tmp_path_factory.mktemp("copies")
     folders = {"dense": random_model(base / "dense")}
     for bits, group in ((4, 32), (4, 64), (8, 32), (8, None), (3, 64), (2, 32)):
@@ -55,7 +54,6 @@ def run(folder: Path, to: str, target: Path, **options: bool) -> Exported:
 
 
 def values(folder: Path) -> dict[str, Tensor]:
-    """Return every tensor of a model as fp32, exactly."""
     opened = open_model_folder(folder)
     weights = Weights(opened)
     return {name: weights.dense(name).float() for name, _ in opened.config.tensors()}
@@ -203,7 +201,6 @@ def test_pico_answers_from_its_file_as_from_its_folder(kind: str, tmp_path: Path
 
 @pytest.mark.parametrize("kind", ["IQ4_XS", "Q5_K", "IQ2_XS"])
 def test_blocks_of_a_file_are_copied(kind: str, tmp_path: Path) -> None:
-    """Types that export does not round to are kept, in the embedding too, whose values bf16 does not hold."""
     source, copy = tmp_path / "source.gguf", tmp_path / "copy.gguf"
     source.write_bytes(in_blocks(run(PICO, "gguf:f32", tmp_path / "pico.gguf").path, kind))
     assert not run(source, "gguf", copy).rounded

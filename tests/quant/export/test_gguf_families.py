@@ -58,7 +58,6 @@ def test_every_written_family_has_a_case() -> None:
     [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in (*NAMES, *MULTIMODAL_NAMES)],
 )
 def test_export_is_read_back(name: str, tmp_path: Path) -> None:
-    """Logits are equal, and llama.cpp knows the name of every tensor."""
     packed = name in CASES and CASES[name][0] == "gpt_oss"
     request = _request(name, tmp_path, "" if packed else "f32")
     module, _ = find_export_target("gguf:f32")

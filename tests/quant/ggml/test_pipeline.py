@@ -34,7 +34,11 @@ NAME = "blk.1.attn_q.weight"
 def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
     folder = tmp_path_factory.mktemp("source") / "small"
     changes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
-    make(folder, "llama", {**changes, "head_dim": 64, "vocab_size": 4096, "tie_word_embeddings": False})
+    make(
+        folder,
+        "llama",
+        {**changes, "head_dim": 64, "vocab_size": 4096, "tie_word_embeddings": False, "num_hidden_layers": 2},
+    )
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(PICO / file, folder / file)
     return Source("small", folder)
@@ -121,7 +125,6 @@ def test_a_planted_fault_is_named(made: Path, tmp_path: Path, plant: object, pro
 
 
 def test_a_transposed_expert_is_named(tmp_path: Path) -> None:
-    """The second expert's square matrix is written with rows and columns exchanged."""
     model_type, changes = CASES["qwen3_moe-8top2"]
     sizes = {"hidden_size": 32, "moe_intermediate_size": 32, "vocab_size": 4096, "norm_topk_prob": True}
     make(tmp_path / "hf", model_type, {**changes, **sizes})

@@ -49,7 +49,6 @@ def test_solved_blocks_are_read_alike_and_lose_less(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["Q2_K", "Q4_K", "Q6_K", "IQ4_XS", "IQ3_S", "IQ2_XXS"])
 def test_zeros_stay_zeros_or_nearly(name: str) -> None:
-    """A super-block of zeros next to others, and inputs that calibration never used."""
     weight, hessian = _problem()
     weight[3] = 0
     hessian[:, 5] = hessian[5] = 0

@@ -41,7 +41,6 @@ USERS = (".locks", ".cache", "config", "state", "data", "hf")  # what the test e
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
-    """Create a tiny model of two blocks."""
     folder = random_model(tmp_path_factory.mktemp("models") / "tiny", hidden_size=64, num_hidden_layers=2)
     return Source("tiny", folder, None, None)
 
@@ -157,7 +156,6 @@ def test_the_work_folder_can_be_chosen(source: Source, tmp_path: Path, monkeypat
 
 
 def blocks(folder: Path) -> dict[str, tuple[int, int]]:
-    """Return the finished blocks; a rewritten block has another value."""
     return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in folder.glob("block-*.safetensors")}
 
 

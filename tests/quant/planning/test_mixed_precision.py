@@ -71,8 +71,8 @@ def test_what_is_too_little_is_refused() -> None:
 def test_the_command_keeps_to_the_target_and_fuses_what_readers_fuse(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """--dry-run prints the exact size of the mixture; q, k, v have one width, and so do gate and up."""
     monkeypatch.setenv("MYCLI_DEVICE", "cpu")
+    monkeypatch.setattr("mycli.quant.planning.pace._SECONDS", 0.01)
     arguments = ["quantize", "pico-draft", "--target-bpw", "3.6", "--group", "64", "--samples", "8", "--seq", "64"]
     told = []
     for last in (["--dry-run"], ["--report", "none"]):

@@ -37,7 +37,6 @@ def group_errors(weight: Tensor, quantized: Quantized, grid: Grid, importance: T
 
 
 def best_error(group: np.ndarray, half: int, dtype: torch.dtype, importance: np.ndarray) -> float:
-    """Return the minimum weighted error of one group over 500 scales of each sign, each rounded to `dtype`."""
     extreme = np.abs(group).max()
     levels = np.arange(-half, half)
     targets = half * np.linspace(*((0.97, 1.2) if half == 128 else (0.5, 4)), 500)
@@ -142,7 +141,6 @@ def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def case(fault: str) -> pytest.MarkDecorator:
-    """Put the fault's number into the test's id."""
     return pytest.mark.parametrize("fault", [fault])
 
 

@@ -76,7 +76,6 @@ OWN_FILES = ("quant/solvers/", "quant/transforms/", "quant/export/", "quant/read
 
 
 def test_only_their_own_files_name_solvers_and_transforms() -> None:
-    """Examples of command lines are exempt."""
     known = set(methods())
     for path in sources():
         if not name(path).startswith(("cli/", "quant/")) or name(path).startswith(OWN_FILES):

@@ -36,7 +36,6 @@ def windows() -> Tensor:
 
 
 def close(found: Tensor, wanted: Tensor) -> bool:
-    """Compare up to the rounding of bf16 products."""
     return bool((found - wanted).norm() < 5e-3 * wanted.norm())
 
 
@@ -62,7 +61,6 @@ def test_inputs_are_what_each_product_of_the_block_gets(model: StreamedModel, wi
 
 
 def test_every_token_counts_once(model: StreamedModel, windows: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each token counts once for any batching of the windows; one in eight is held out."""
     monkeypatch.setattr(model, "at_once", 3 * 16)
     block, context = model.block(0), model.context(16, exact=True)
     stream = model.embed(windows)

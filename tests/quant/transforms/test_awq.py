@@ -48,7 +48,6 @@ def config(model_type: str) -> ModelConfig:
 
 
 def block(model_type: str, seed: int = 0) -> Block:
-    """Create a random block in fp32."""
     made, generator = Block(config(model_type).layer(0)), torch.Generator().manual_seed(seed)
     for module in made.modules():
         if isinstance(module, RMSNorm):
@@ -70,7 +69,6 @@ def run(layer: Block) -> Tensor:
 
 
 def scale_for(layer: Block, product: str) -> Tensor:
-    """Return random scales, equal for query heads that share a KV head where needed."""
     linear = layer.products[product]
     scale = torch.rand(linear.in_features, generator=torch.Generator().manual_seed(7)) * 4 + 0.25
     if product == "o":

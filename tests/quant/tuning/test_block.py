@@ -115,7 +115,6 @@ def test_what_makes_it_worse_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("transform", [None, "awq"], ids=["gptq", "awq+gptq"])
 def test_blocks_are_tuned_as_they_pass(transform: str | None) -> None:
-    """Blocks are tuned in order, on the outputs of the stored earlier blocks; every layer reports its gain."""
     model = StreamedModel(open_model_folder(DRAFT), CPU)
     packings = {
         spec.name: Packing(3, 64)

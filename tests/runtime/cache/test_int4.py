@@ -23,7 +23,6 @@ def matrix(head_dim: int) -> list[list[float]]:
 
 
 def slow_bytes(values: list[float]) -> list[int]:
-    """Pack a rotated vector group by group and code by code."""
     codes, scales = list[int](), list[int]()
     for first in range(0, len(values), 32):
         group = values[first : first + 32]

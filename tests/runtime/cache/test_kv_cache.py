@@ -47,7 +47,6 @@ def write(cache: KVCache, parts: list[tuple[int, tuple[int, ...], torch.Tensor]]
 def test_any_writes_and_cuts_of_sequences_in_any_blocks(
     steps: list[list[tuple[int, int, int]]], block_size: int, kind: torch.dtype, seed: int
 ) -> None:
-    """Write and truncate three sequences of up to 20 tokens in shuffled blocks and compare with plain lists."""
     generator = torch.Generator().manual_seed(seed)
     needed = -(-20 // block_size)
     cache = make(kind, 3 * needed, block_size)

@@ -29,18 +29,15 @@ from tests.support.paths import PICO
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a bf16 model with an untied head."""
     return random_model(tmp_path_factory.mktemp("base") / "model", num_hidden_layers=2)
 
 
 def read(folder: ModelFolder) -> dict[str, Tensor]:
-    """Read all weights the way a model load does."""
     checkpoint = folder.checkpoint()
     return {name: checkpoint.read(name) for name, _ in folder.config.tensors()}
 
 
 def merged(weight: Tensor, tensors: dict[str, Tensor], module: str, scale: float) -> Tensor:
-    """Return the merged weight, computed in float64 and rounded once."""
     a, b = (tensors[f"base_model.model.{module}.lora_{part}.weight"].double() for part in "AB")
     return (weight.double() + scale * (b @ a)).to(weight.dtype)
 

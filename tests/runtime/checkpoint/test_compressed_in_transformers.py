@@ -64,7 +64,6 @@ def _set_scales(module: torch.nn.Module, kind: str) -> None:
 
 
 def compressed(folder: Path, kind: str, activations: dict[str, Any] | None) -> Path:
-    """Write a small bf16 Llama of the given kind."""
     layout, arguments = KINDS[kind]
     torch.manual_seed(0)
     shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 96}

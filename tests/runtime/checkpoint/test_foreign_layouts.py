@@ -95,7 +95,6 @@ def require_product(weight: PackedWeight, rows: int) -> None:
 
 
 def compressed() -> Iterator[tuple[str, tuple[str, dict, dict[str, Tensor]]]]:
-    """Map each id to format, weight arguments and the modules to compress."""
     weight = weights(1)
 
     def scales(*shape: int) -> Tensor:
@@ -143,7 +142,6 @@ COMPRESSED = dict(compressed())
 
 
 def compressed_case(name: str) -> Case:
-    """Write a case of `COMPRESSED` with compressed-tensors and read it back with the library."""
     layout, arguments, parts = COMPRESSED[name]
     scheme = QuantizationScheme(targets=[LINEAR], weights=QuantizationArgs(**arguments), format=layout)
     compressor = BaseCompressor.get_value_from_registry(layout)

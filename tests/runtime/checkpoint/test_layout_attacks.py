@@ -31,7 +31,6 @@ ONE_OF_EACH = {
 
 
 def model_folder(folder: Path, case: Case) -> Path:
-    """Write a whole model, dense except for the linear of the case."""
     (folder / "config.json").write_text(json.dumps(case.config))
     dense = replace(case, section={})
     (folder / "dense").mkdir()

@@ -28,7 +28,6 @@ A, B = {"a": ("F32", (2,), bytes(8))}, {"b": ("F32", (1,), bytes(4))}
 
 
 def sharded(folder: Path, **weight_map: Any) -> Path:
-    """Write tensor a to the first shard and b to the second; `weight_map` changes the index."""
     (folder / SHARDS[0]).write_bytes(simple(**A))
     (folder / SHARDS[1]).write_bytes(simple(**B))
     index = {"metadata": {"total_size": 12}, "weight_map": {"a": SHARDS[0], "b": SHARDS[1], **weight_map}}

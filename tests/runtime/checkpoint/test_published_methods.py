@@ -23,7 +23,6 @@ def quark(scheme: str, dtype: str = "fp8_e4m3") -> dict[str, Any]:
 
 
 def renamed() -> dict[str, Case]:
-    """Return cases of other layouts with the same tensors under another program's config section."""
     cases: dict[str, tuple[Case, dict[str, Any]]] = {}
     for name, case in stored("gptq").items():
         if "ordered" in name:
@@ -68,7 +67,6 @@ def test_another_name_changes_no_weight(name: str, tmp_path: Path) -> None:
 
 
 def nvfp4() -> tuple[Case, Tensor]:
-    """Return random codes and scales, and their values in float64."""
     codes, scales = integers(1, 16, ROWS, COLUMNS), (weights(2, ROWS, COLUMNS // 16) * 50).to(torch.float8_e4m3fn)
     shared = torch.tensor(0.00123)
     tensors = {

@@ -34,7 +34,6 @@ Plan = list[tuple[str, torch.dtype, Shape]]
 
 
 def content(dtype: torch.dtype, shape: Shape, seed: int) -> Tensor:
-    """Return random bytes as a tensor without NaN and infinity."""
     generator = torch.Generator().manual_seed(seed)
     if dtype.is_floating_point:
         return torch.randn(shape, generator=generator).to(dtype)
@@ -43,13 +42,11 @@ def content(dtype: torch.dtype, shape: Shape, seed: int) -> Tensor:
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Return whether dtype, shape and every bit are equal."""
     bits = [x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b)]
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*bits)
 
 
 def saved(folder: Path, tensors: dict[str, Tensor], **options: Any) -> Checkpoint:
-    """Save `tensors` with the safetensors library."""
     save_file(tensors, folder / SINGLE)
     return Checkpoint(Manifest.open(folder), **options)
 
@@ -207,7 +204,6 @@ def names(folder: Path) -> list[str]:
 
 
 def test_shards_and_index(tmp_path: Path) -> None:
-    """Check that tensors stay in order and that one larger than the limit gets its own shard."""
     plan: Plan = [(f"t{i}", torch.uint8, (size,)) for i, size in enumerate([250, 40, 60, 1, 0, 100])]
     with CheckpointWriter(tmp_path / "out", plan, max_shard_bytes=100) as writer:
         write_all(writer, plan)
@@ -298,7 +294,6 @@ def test_other_files_have_plain_names(name: str, tmp_path: Path) -> None:
 
 
 def test_finish_reads_what_it_wrote(tmp_path: Path) -> None:
-    """Check that a folder that the project's reader refuses is not renamed to its final name."""
     with pytest.raises(ModelError, match="truncated"), CheckpointWriter(tmp_path / "out", PLAN) as writer:
         write_all(writer)
         os.truncate(next(tmp_path.glob(f".out.partial-*/{SINGLE}")), 300)
@@ -368,7 +363,6 @@ with CheckpointWriter(pathlib.Path(sys.argv[1]), plan, max_shard_bytes=4000) as 
 
 @pytest.fixture
 def half_done(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
-    """Start a process that has written half of tmp_path/out."""
     process = subprocess.Popen([sys.executable, "-c", HALF, str(tmp_path / "out")], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     yield process

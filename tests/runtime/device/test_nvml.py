@@ -12,8 +12,6 @@ GIB = 1 << 30
 
 
 class FakeNvml:
-    """Fakes libnvidia-ml as ctypes exposes it: functions that fill their arguments and return a code."""
-
     def __init__(self, names: list[str], failing: dict[str, int] | None = None) -> None:
         self.names = names
         self.failing = failing or {}

@@ -14,7 +14,6 @@ GIB = 1 << 30
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the folder used as / in this test."""
     monkeypatch.setattr(machine, "_PROC", tmp_path / "proc")
     monkeypatch.setattr(machine, "_CGROUP", tmp_path / "sys/fs/cgroup")
     return tmp_path

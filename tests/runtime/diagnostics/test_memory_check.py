@@ -58,7 +58,6 @@ def test_weights_and_cache_are_what_was_predicted(dtype: Dtype, batch: int, kv: 
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a model of random int4-g128 codes with an untied int8 head, large enough for layouts to matter."""
     folder = tmp_path_factory.mktemp("packed")
     config = replace(
         open_model_folder(FOLDER).config, tie_embeddings=False, layers=2, hidden_size=512, intermediate_size=1024

@@ -18,8 +18,6 @@ CPU = torch.device("cpu")
 
 
 class Twisted:
-    """Implements a kernel that reads the scales of the wrong rows."""
-
     name = "twisted"
 
     def decline(

@@ -57,7 +57,6 @@ def ids(loaded: LoadedModel, text: str) -> tuple[int, ...]:
 def expected(
     reference: Any, loaded: LoadedModel, prompt: tuple[int, ...], case: tuple[int, int, float, Any]
 ) -> list[list[int]]:
-    """Return transformers' replies without end tokens and padding."""
     width, limit, penalty, early = case
     made = reference.generate(
         torch.tensor([prompt]),
@@ -85,7 +84,6 @@ def request(loaded: LoadedModel, prompt: tuple[int, ...], case: tuple[int, int, 
 
 
 def searched(engine: Engine, requests: list[Request]) -> list[list[list[int]]]:
-    """Run all requests concurrently and return all beams of each."""
     groups = [engine.submit_replies(one, one.beams.width if one.beams else 1) for one in requests]
     outputs = drain(engine)
     assert not engine.scheduler.has_work and not engine.scheduler.running

@@ -44,8 +44,6 @@ exact = pytest.mark.skipif(isinstance(build.native(), str), reason="torch's prod
 
 
 class Watched(ModelRunner):
-    """Records the logits of every pass and counts the tokens read."""
-
     def run(self, chunks: Sequence[Chunk], cache: KVCache, hook: HiddenStateHook | None = None) -> Tensor:
         logits = super().run(chunks, cache, hook)
         self.seen.append(logits.clone())
@@ -119,7 +117,6 @@ def test_after_a_restart_a_reply_has_hits_and_the_same_bits(tmp_path: Path, dtyp
 
 @pytest.fixture(scope="module")
 def recurrent(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a model with both kinds of recurrent states next to keys and values."""
     folder = tmp_path_factory.mktemp("recurrent")
     model_type, changes = FAMILIES["qwen3_5-delta"]
     make(folder, model_type, {**SMALL, **changes, "max_position_embeddings": CONTEXT})
@@ -308,8 +305,6 @@ class Lists:
 
 
 class Keeping(World):
-    """Simulates a scheduler whose ended sequences are stored."""
-
     def __init__(self, chance: random.Random, source: Lists) -> None:
         size = chance.randint(1, 6)
         super().__init__(chance.randint(5, 9) * 4, size, 20, chance.randint(1, 9), chance.randint(1, 6), 2)

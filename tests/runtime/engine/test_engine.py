@@ -40,7 +40,6 @@ def paged(runner: ModelRunner, tokens: int, block_size: int = 4, running: int = 
 
 @pytest.fixture(scope="module")
 def expected(pico: ModelRunner) -> list[int]:
-    """Return the reply to PROMPT without a cache, recomputing the whole sequence for every token."""
     tokens, kind = list(PROMPT), cache_dtype(pico.kv, torch.float32)
     for _ in range(12):
         tokens.append(int(whole(pico.model, torch.tensor([tokens]), kind=kind)[0, -1].argmax()))
@@ -145,7 +144,6 @@ MIXED = [
 
 @pytest.fixture(scope="module")
 def alone(pico: ModelRunner) -> list[list[int]]:
-    """Return the replies to MIXED, generated one at a time."""
     return [tokens_of(lanes(pico, 64), one.prompt, one.limit, one.sampling) for one in MIXED]
 
 

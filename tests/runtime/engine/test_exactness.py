@@ -42,8 +42,6 @@ pytestmark = pytest.mark.skipif(isinstance(build.native(), str), reason="torch's
 
 
 class Recorded(ModelRunner):
-    """Records the logits that tokens were drawn from, by the sequence's first block, in order."""
-
     seen: dict[int, list[Tensor]]
 
     def run(self, chunks: Sequence[Chunk], cache: KVCache, hook: HiddenStateHook | None = None) -> Tensor:
@@ -64,7 +62,6 @@ def recorded(dtype: torch.dtype, kv: KvDtype, folder: Path = PICO) -> Recorded:
 
 
 def requests(count: int, seed: int = 0, most: int = 20) -> list[Request]:
-    """Return greedy and seeded requests of mixed lengths, half of them with shared prefixes."""
     chance = random.Random(seed)
     begins = [[chance.randrange(300, 4000) for _ in range(24)] for _ in range(3)]
     made = []
@@ -140,7 +137,6 @@ def drawing(runner: ModelRunner, shape: CacheShape, running: int, draft: ModelRu
 
 
 def with_logits(engine: Drawing, asked: Sequence[Request]) -> list[tuple[list[int], list[int]]]:
-    """Return the tokens of each reply, and the logits each was drawn from."""
     numbers = [engine.submit(one) for one in asked]
     outputs = drain(engine)
     found = []
@@ -155,7 +151,6 @@ def with_logits(engine: Drawing, asked: Sequence[Request]) -> list[tuple[list[in
 def each_alone(
     dtype: torch.dtype, kv: KvDtype, folder: Path, most: int, count: int
 ) -> tuple[Recorded, list[Request], list[tuple[list[int], list[int]]]]:
-    """Return a model, `count` requests, and the result of each request alone."""
     runner, asked = recorded(dtype, kv, folder), requests(count, seed=1, most=most)
     return runner, asked, [with_logits(drawing(runner, CacheShape.contiguous(CONTEXT), 1), [one])[0] for one in asked]
 
@@ -216,7 +211,6 @@ def test_two_hundred_replies_of_100_million_weights_have_the_bits_of_each_alone(
 
 
 def logits_of(runner: Recorded, engine: Engine, prompt: tuple[int, ...]) -> list[Tensor]:
-    """Return the logits of each of four tokens after `prompt`."""
     runner.seen = {}
     together(engine, [Request(prompt, limit=4)])
     ((_, logits),) = runner.seen.items()
@@ -248,7 +242,6 @@ def test_logits_after_a_prefix_hit_are_those_of_the_prompt_alone(dtype: torch.dt
     [pytest.param(torch.float32, id="fp32"), pytest.param(torch.bfloat16, id="bf16")],
 )
 def test_decoding_beside_others_has_the_same_bits(dtype: torch.dtype) -> None:
-    """The prompts are read alone, then the replies are decoded as a batch."""
     runner = recorded(dtype, "auto")
     asked = [Request((300 + place, 5, 17), limit=12) for place in range(6)]
     logits: list[list[Tensor]] = []

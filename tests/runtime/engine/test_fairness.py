@@ -30,7 +30,6 @@ def submit(
 
 
 def step(engine: Scheduler) -> Counter[str]:
-    """Run a pass and return the number of tokens computed for each user."""
     tokens: Counter[str] = Counter()
     for part in engine.schedule():
         tokens[part.sequence.request.user] += part.count
@@ -41,7 +40,6 @@ def step(engine: Scheduler) -> Counter[str]:
 
 
 def passes(engine: Scheduler, count: int) -> list[tuple[str, int]]:
-    """Run passes and return of each the users of its prompts, or "decode", and its number of tokens."""
     shown = []
     for _ in range(count):
         scheduled = engine.schedule()

@@ -75,7 +75,6 @@ def preempted(runner: Recorded, asked: Sequence[Request], chunk: int, speculator
 
 
 def check_after_hits(runner: Recorded, asked: Sequence[Request], texts: Replies, chunk: int) -> None:
-    """Continue each reply by a second prompt, with what the first left in the cache and without."""
     engine = drawing(runner, CacheShape(CONTEXT, 36, 8), 2, chunk, None)
     for one, (tokens, bits) in zip(asked, texts, strict=True):
         assert with_logits(engine, [one]) == [(tokens, bits)]

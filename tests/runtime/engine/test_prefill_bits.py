@@ -24,7 +24,6 @@ KINDS: tuple[KvDtype, ...] = ("bf16", "int8", "int4")
 
 
 def read(runner: ModelRunner, chunk: int) -> tuple[Tensor, list[Tensor]]:
-    """Return logits [TOKENS, vocab] of a prompt read `chunk` tokens at a time, and the cache contents afterwards."""
     cache = KVCache(runner.config, len(BLOCKS), BLOCK_SIZE, runner.device, cache_dtype(runner.kv, runner.dtype))
     text = [(index * 7919 + 13) % runner.config.vocab_size for index in range(TOKENS)]
     parts = [text[start : start + chunk] for start in range(0, TOKENS, chunk)]

@@ -76,7 +76,6 @@ def stateful(seed: int = 0) -> ModelRunner:
 
 
 def expected(runner: ModelRunner, prompt: Sequence[int], limit: int) -> list[int]:
-    """Return the greedy reply, computed from the function itself."""
     model, text = runner.model, list(prompt)
     assert isinstance(model, StatefulModel)
     for _ in range(limit):
@@ -85,7 +84,6 @@ def expected(runner: ModelRunner, prompt: Sequence[int], limit: int) -> list[int
 
 
 def prompts(chance: random.Random, count: int) -> list[tuple[int, ...]]:
-    """Return prompts, some of which share a prefix."""
     begins = [[chance.randrange(VOCAB) for _ in range(20)] for _ in range(2)]
     return [
         (
@@ -110,7 +108,6 @@ def prompts(chance: random.Random, count: int) -> list[tuple[int, ...]]:
 def test_a_state_is_always_that_of_the_text(
     seed: int, block_size: int, blocks: int, running: int, chunk: int, wrong: int
 ) -> None:
-    """Check states in each pass under batches, chunks, preemptions, branches, cancels and rejected drafts."""
     chance, runner = random.Random(seed), stateful(seed)
     asked = prompts(chance, 6)
     replies = {prompt: expected(runner, prompt, 12) for prompt in asked}

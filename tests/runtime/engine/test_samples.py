@@ -58,7 +58,6 @@ def test_greedy_samples_are_the_greedy_reply(pico: LoadedModel) -> None:
 
 @pytest.fixture(scope="module")
 def stories(pico: LoadedModel) -> list[str]:
-    """Return one reply to each of four consecutive seeds around the largest seed."""
     ids = prompt(pico, "Tell me a story.")
     return [
         "".join(Completion(pico, lanes(pico.runner, 128), ids, SamplingParams(1.0, seed=seed), limit=60))
@@ -68,7 +67,6 @@ def stories(pico: LoadedModel) -> list[str]:
 
 @pytest.mark.parametrize("tokens", [1024, 208], ids=["room", "preempted"])
 def test_a_sample_is_the_reply_to_its_seed(pico: LoadedModel, stories: list[str], tokens: int) -> None:
-    """The first sample has the given seed, the others the following ones."""
     ids = prompt(pico, "Tell me a story.")
     engine = paged(pico, tokens, 128)
     samples = drawn(pico, engine, ids, SamplingParams(1.0, seed=(1 << 63) - 2), 4, limit=60)

@@ -23,13 +23,11 @@ STOP = frozenset((7,))
 
 
 def following(text: tuple[int, ...]) -> int:
-    """Return the next token, which is sometimes the end token."""
     value = hash(text) % 31
     return 7 if value == 0 else value % VOCAB
 
 
 def alone(prompt: tuple[int, ...], limit: int) -> tuple[int, ...]:
-    """Return the whole reply by definition."""
     text = prompt
     while len(text) - len(prompt) < limit and (token := following(text)) not in STOP:
         text = (*text, token)
@@ -148,7 +146,6 @@ class World:
                 self.end(one.sequence, reason)
 
     def check(self) -> None:
-        """Check that scheduler, pool, prefix index and cache agree."""
         pool, scheduler = self.pool, self.scheduler
         held = [block for one in self.under_way.values() for block in one.table.blocks]
         for block in range(pool.blocks):
@@ -170,7 +167,6 @@ class World:
             assert one.status is Status.WAITING and not one.table.blocks
 
     def finish(self) -> None:
-        """Run until every sequence has ended, then check that all blocks are free or cached."""
         for _ in range(20_000):
             if not self.scheduler.has_work:
                 break
@@ -246,7 +242,6 @@ TestAnyHistory.settings = settings(
 
 
 def history(seed: int, steps: int) -> Scheduler:
-    """Run a long history of one scheduler: mixed lengths, shared prefixes and too few blocks."""
     chance = random.Random(seed)
     size = chance.randint(1, 6)
     context = chance.randint(8, 40)
@@ -304,7 +299,6 @@ def test_a_request_larger_than_the_pool_is_refused_with_the_numbers() -> None:
 
 
 def test_prompts_and_replies_take_turns() -> None:
-    """Check that a decoding sequence waits for at most one prompt chunk."""
     busy = scheduler(blocks=20, size=4, context=40, chunk=5)
     first = busy.submit(Request((1, 2), limit=30))
     (turn,) = busy.schedule()

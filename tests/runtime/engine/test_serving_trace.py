@@ -58,7 +58,6 @@ class Server:
                 self.scheduler.branch(first, request)
 
     def step(self, cache: KVCache, rope: Rope) -> PassInput | None:
-        """Run a pass; return its input if it decoded."""
         self.arrive()
         for sequence in tuple(self.scheduler.running):
             if self.random.random() < 0.002:

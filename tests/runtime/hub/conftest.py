@@ -17,7 +17,6 @@ def server() -> Iterator[HubServer]:
 
 @pytest.fixture
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Create an empty cache without configuration, in another working directory."""
     for name in list(os.environ):
         if name.startswith("HF_") or name.lower().endswith("_proxy"):
             monkeypatch.delenv(name)

@@ -23,7 +23,6 @@ NAMES = ("adapter_config.json", "adapter_model.safetensors")
 
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, bytes]:
-    """Return the files of a repository as PEFT and its trainers write them."""
     folder = write_adapter(tmp_path / "adapter", low_rank("model.layers.0.mlp.down_proj", (8, 16)))
     extra = {
         "README.md": b"# tuned",

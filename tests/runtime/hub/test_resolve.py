@@ -238,8 +238,6 @@ def test_an_entry_without_a_hash_is_left_out_of_a_record() -> None:
 
 
 def test_folders_that_may_not_be_read_hold_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that an unreadable folder, such as another user's home, does not hide the bundled models."""
-
     def refuse(self: Path, pattern: str) -> list[Path]:
         raise PermissionError(13, "Permission denied", str(self))
 

@@ -24,7 +24,6 @@ Router = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # from scores and a 
 
 
 def _loaded(router: nn.Module) -> nn.Module:
-    """Return a router whose scores are its input."""
     router.load_state_dict({"weight": torch.eye(EXPERTS)}, strict=False)
     return router
 

@@ -1,4 +1,4 @@
-"""Test CPU attention over a contiguous cache against fp64: dtypes, head groups, windows, instruction sets."""
+"""Test that CPU attention over a contiguous cache has the bits of attention over blocks, and what it declines."""
 
 from dataclasses import dataclass
 
@@ -9,14 +9,11 @@ from torch import Tensor
 from mycli.runtime.cache.int4 import pack_int4
 from mycli.runtime.cache.kv_cache import PACKED, Stored, quantize_vectors
 from mycli.runtime.errors import Declined
-from mycli.runtime.kernels.cpu.attention import attend_cached
-from mycli.runtime.kernels.reference import attend_dense
-from mycli.runtime.layers.attention import attention_mask
+from mycli.runtime.kernels.cpu.attention import attend_cached, attend_paged
+from mycli.runtime.kernels.paged import Ragged, Scoring
 
-CPU = torch.device("cpu")
 SPARE = 7  # unfilled positions of the cache, whose contents must not be read
-# Relative RMS error of the result, caused by fp32 sums.
-ERROR = {torch.float32: 2e-6, torch.bfloat16: 2e-6, torch.int8: 2e-6, PACKED: 3e-6}
+DTYPES = (torch.float32, torch.bfloat16, torch.int8, PACKED)
 
 
 @dataclass(frozen=True)
@@ -67,75 +64,26 @@ def inputs(case: Case, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Store
     return 2 * query, stored(keys, dtype), stored(values, dtype)
 
 
-def exact(case: Case, query: Tensor, keys: Stored, values: Stored) -> Tensor:
-    def double(one: Stored) -> Stored:
-        if one.data.dtype == PACKED:
-            return Stored(one.dense(torch.float64))
-        scales = 1.0 if one.scales is None else one.scales.double().unsqueeze(-1)
-        return Stored(one.data.double() * scales)
-
-    mask = attention_mask(case.length - case.tokens, case.tokens, case.window, CPU)
-    return attend_dense(query.double(), double(keys), double(values), mask, case.window)
+def contiguous(stored: Stored) -> Stored:
+    return Stored(stored.data.contiguous(), None if stored.scales is None else stored.scales.contiguous())
 
 
-def few(case: Case, query: Tensor, keys: Stored, values: Stored) -> Tensor:
-    found = attend_cached(query, keys, values, None, case.window)
-    assert not isinstance(found, Declined), found
-    return found
-
-
-@pytest.mark.usefixtures("library")
-@pytest.mark.parametrize("dtype", ERROR)
+@pytest.mark.usefixtures("vectors")
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_as_in_fp64(case: Case, dtype: torch.dtype) -> None:
+def test_a_sequence_is_one_block(case: Case, dtype: torch.dtype) -> None:
     query, keys, values = inputs(case, dtype)
-    found, expected = few(case, query, keys, values), exact(case, query, keys, values)
-    assert found.shape == expected.shape
-    assert float((found - expected).norm() / expected.norm()) < ERROR[dtype]
-    half = query.bfloat16()
-    rounded, expected = few(case, half, keys, values), exact(case, half, keys, values)
-    assert rounded.dtype == torch.bfloat16
-    # Error of rounding weights and the result to bf16: at most 2^-8 each, much of which averages out over positions.
-    # Products of codes and scales, and rotated queries, are rounded to bf16 as well.
-    bound = 0.003 if case.length > 1 else 2**-7
-    assert float((rounded - expected).norm() / expected.norm()) < bound * (2.5 if dtype == PACKED else 1)
-
-
-@pytest.mark.usefixtures("library")
-@pytest.mark.parametrize("dtype", ERROR)
-def test_a_row_has_the_same_bits_alone_and_with_any_number_of_threads(dtype: torch.dtype) -> None:
-    case = Case(2, 2, 3, 6, 64, 1100, 600)
-    query, keys, values = inputs(case, dtype)
-    together = few(case, query, keys, values)
-    for token in range(case.tokens):
-        end = case.length - case.tokens + token + 1
-
-        def until(one: Stored, end: int = end) -> Stored:
-            return Stored(one.data[:1, :, :end], None if one.scales is None else one.scales[:1, :, :end])
-
-        alone = few(case, query[:1, token : token + 1].contiguous(), until(keys), until(values))
-        assert torch.equal(alone[:, 0], together[:1, token])
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(3)
-        assert torch.equal(few(case, query, keys, values), together)
-    finally:
-        torch.set_num_threads(threads)
-
-
-@pytest.mark.usefixtures("library")
-@pytest.mark.parametrize("dtype", ERROR)
-def test_not_a_number_stays_one_and_concerns_its_own_sequence_only(dtype: torch.dtype) -> None:
-    case = Case(2, 2, 2, 1, 64, 600)
-    query, keys, values = inputs(case, dtype)
-    clean = few(case, query, keys, values)
-    bad = values.data if values.scales is None else values.scales
-    bad[0, 1, 300] = pack_int4(torch.full((case.head_dim,), torch.nan)) if dtype == PACKED else torch.nan
-    found = few(case, query, keys, values)
-    assert found[0, 0, 128:].isnan().all() and torch.equal(found[0, 0, :128], clean[0, 0, :128])
-    assert torch.equal(found[1], clean[1])
-    query[1, 0, 0] = torch.inf
-    assert not few(case, query, keys, values)[1, 0, :64].isfinite().any()
+    starts, table = torch.arange(case.batch + 1).int() * case.tokens, torch.arange(case.batch).int().unsqueeze(1)
+    ragged = Ragged(starts, torch.full((case.batch,), case.length).int(), table)
+    scoring = Scoring(case.head_dim**-0.5, case.window)
+    for rows in (query, query.bfloat16()):
+        found = attend_cached(rows, keys, values, None, case.window)
+        expected = attend_paged(rows.flatten(0, 1), contiguous(keys), contiguous(values), ragged, scoring)
+        assert isinstance(found, Tensor) and isinstance(expected, Tensor)
+        assert torch.equal(found.flatten(0, 1), expected)
+    query[-1, 0, 0] = torch.inf
+    found = attend_cached(query, keys, values, None, case.window)
+    assert not isinstance(found, Declined) and not found[-1, 0, : case.head_dim].isfinite().any()
 
 
 def test_what_it_does_not_take_is_left_to_torch() -> None:

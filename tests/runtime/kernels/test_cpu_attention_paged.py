@@ -70,8 +70,6 @@ CASES = [
 
 @dataclass(frozen=True)
 class Pool:
-    """Holds random sequences and lays them out in blocks."""
-
     case: Case
     kind: str
     query: tuple[Tensor, ...]  # per sequence [tokens, heads, head_dim]
@@ -123,12 +121,10 @@ class Pool:
 
     @cached_property
     def _held(self) -> tuple[tuple[Stored, ...], tuple[Stored, ...]]:
-        """Return keys and values of all sequences as the cache stores them."""
         dtype = KINDS[self.kind]
         return tuple(Stored.of(one, dtype) for one in self.keys), tuple(Stored.of(one, dtype) for one in self.values)
 
     def inputs(self, **changed: int) -> tuple[Tensor, Stored, Stored, Ragged, Scoring]:
-        """Return all sequences in one batch."""
         lengths = [length for _, length in self.case.sequences]
         keys, values, table = self.lay_out(
             changed.get("block_size", self.case.block_size), lengths, changed.get("shuffle", 0)

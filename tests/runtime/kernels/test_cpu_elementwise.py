@@ -148,7 +148,6 @@ def test_gelu(shape: tuple[int, ...], scale: float) -> None:
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 8.0])
 @pytest.mark.parametrize("shape", [(3, 32), (1, 1, 32), (2, 40, 512)], ids=str)
 def test_steps_in_fp32(shape: tuple[int, ...], scale: float) -> None:
-    """The reference is torch in fp64."""
     x, gain = normal(*shape) * scale, normal(shape[-1], seed=1)
     wide = x.double()
     for found, expected in (

@@ -39,7 +39,6 @@ pytestmark = pytest.mark.skipif(isinstance(native(), Declined), reason=f"no nati
 
 
 def packing_of(kind: Kind, group: int | None, offsets: bool = False) -> Packing:
-    """Return the packing; table codes have no offsets."""
     return Packing(kind, group, offsets=offsets) if isinstance(kind, int) else Packing(4, group, codes=kind)
 
 
@@ -62,7 +61,6 @@ def packed_weight(
 
 
 def exact(weight: PackedWeight) -> Tensor:
-    """Return the weight in fp64: codes times scales plus offsets, without rounding."""
     plain = replace(weight.packing, offsets=False)
     scaled = dequantize(PackedWeight(weight.packed, weight.scales.double(), plain, weight.in_features))
     if weight.offsets is None:
@@ -130,7 +128,6 @@ def threads(count: int) -> Iterator[None]:
 
 
 def alone(matmul: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Multiply every row separately."""
     return torch.cat([matmul(row[None]) for row in x])
 
 
@@ -252,7 +249,6 @@ def test_no_second_copy() -> None:
 
 
 def test_small_weights_lie_together(library: Native) -> None:
-    """Check that small weights become contiguous on a huge page, with unchanged products and sizes."""
     weights = [CpuMatmul(library, packed_weight(8, (1024, 768), 64, seed=seed)) for seed in range(3)]
     x = activations(2, 768, torch.bfloat16)
     before, nbytes = [weight(x) for weight in weights], [weight.nbytes for weight in weights]

@@ -29,7 +29,6 @@ def of_one_byte(weight: PackedWeight) -> PackedWeight:
 
 
 def weights(kind: Kind, shape: tuple[int, int]) -> Iterator[PackedWeight]:
-    """Return every group size and each integer width once, with offsets and without."""
     for index, group in enumerate(GROUPS):
         yield packed_weight(kind, shape, group, offsets=index % 2 == 0, seed=index)
 

@@ -16,7 +16,6 @@ from tests.support.platform_wheel import complaints, headers
 
 
 def empty(folder: Path, name: str) -> Path:
-    """Create an empty file with the name that `find` expects."""
     folder.mkdir(exist_ok=True)
     path = folder / prebuilt._file_name(name)
     path.touch()
@@ -82,7 +81,6 @@ def _compiled(folder: Path) -> Path:
 
 @pytest.fixture
 def compiled(request: pytest.FixtureRequest) -> Path:
-    """Return this machine's best instruction set compiled as in a wheel; cached between runs."""
     if shutil.which("g++") is None or isa.best_set(cpu().flags) == "plain":
         pytest.skip("no compiler, or no instructions to compile for")
     return _compiled(request.config.cache.mkdir("portable_cpu"))  # type: ignore[union-attr]  # the plugin always exists

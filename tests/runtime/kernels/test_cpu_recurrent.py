@@ -29,7 +29,6 @@ def close(found: Tensor | str, expected: Tensor, tolerance: float = 2e-6) -> Non
 
 
 def delta_case(sizes: DeltaSizes, dtype: torch.dtype = torch.float32, rows: int = ROWS) -> tuple[Any, ...]:
-    """Return qkv, gates, rate, dt_bias and state."""
     width = 2 * sizes.key_heads * sizes.key_dim + sizes.heads * sizes.value_dim
     count = sizes.heads + sizes.decays
     gates = normal(rows, count + 5, seed=1).to(dtype)[:, 3 : 3 + count] * 2  # not contiguous

@@ -22,7 +22,6 @@ pytestmark = pytest.mark.skipif(isinstance(native(), Declined), reason=f"no nati
 
 
 def whole(weight: PackedWeight) -> PackedWeight:
-    """Return the same numbers with scales and offsets in fp32."""
     return replace(weight, factors=None, packing=replace(weight.packing, super_blocks=False))
 
 

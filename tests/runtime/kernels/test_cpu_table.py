@@ -20,7 +20,6 @@ COLUMNS = 192
 
 
 def weight(kind: Codes, group: int | None, dtype: torch.dtype = torch.float32, rows: int = 37) -> PackedWeight:
-    """Return every code that is a number, with scales of both signs."""
     generator = torch.Generator().manual_seed(group or 0)
     packing = Packing(8 if kind in ("e4m3", "e5m2") else 4, group, codes=kind)
     values = code_table(packing)
@@ -31,7 +30,6 @@ def weight(kind: Codes, group: int | None, dtype: torch.dtype = torch.float32, r
 
 
 def exact(given: PackedWeight) -> Tensor:
-    """Look up and multiply codes one by one in fp64."""
     bits, groups = given.packing.bits, given.packing.groups(COLUMNS)
     table, stored = code_table(given.packing).double(), given.packed.view(torch.uint8)
     result = torch.empty(given.out_features, COLUMNS, dtype=torch.float64)

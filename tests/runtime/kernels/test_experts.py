@@ -28,7 +28,6 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def scores(tokens: int, experts: int, seed: int = 0) -> Tensor:
-    """Return scores without ties within a token."""
     generator = torch.Generator().manual_seed(seed)
     return torch.stack([torch.randperm(experts, generator=generator) for _ in range(tokens)]).float() * 0.37 - 3
 
@@ -112,7 +111,6 @@ def test_dense_products_are_those_of_each_expert_alone(tokens: int, outputs: int
 
 
 def check(experts: Sequence[Matmul | Tensor], tokens: int, inputs: int, dtype: torch.dtype) -> None:
-    """Check both ways of indexing rows, and widths that differ between experts of one shape."""
     route = reference.route(scores(tokens, len(experts)), RoutingSpec(2, normalize=True))
     chosen = [experts[expert] for expert in route.hit]
     x = torch.randn(tokens, inputs, generator=torch.Generator().manual_seed(5)).to(dtype)

@@ -223,7 +223,6 @@ def rotation(case: Rotation) -> tuple[float, float, float, bool]:
     nobody = blocks[:, order[-1]]
 
     def contiguous(paged: torch.Tensor) -> torch.Tensor:
-        """Return [2, sequences, kv_heads, capacity, ..] gathered from the blocks."""
         return paged[:, table.long()].transpose(2, 3).flatten(3, 4)
 
     layers, scales, dense = contiguous(blocks), contiguous(factors), contiguous(kept_blocks)

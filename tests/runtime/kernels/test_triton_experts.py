@@ -138,7 +138,6 @@ def test_choices_of_experts(case: str, interpret: Interpret) -> None:
 
 
 def many_pairs() -> None:
-    """Test more pairs than one program handles."""
     routed(700, 3, RoutingSpec(2, normalize=True))
 
 

@@ -132,14 +132,12 @@ def exact(stored: PackedWeight, x: torch.Tensor) -> torch.Tensor:
 
 
 def exactly(stored: PackedWeight) -> torch.Tensor:
-    """Return the weight in fp64 without the rounding to its dtype."""
     offsets = None if stored.offsets is None else stored.offsets.double()
     found = dequantize(replace(stored, scales=stored.scales.double(), offsets=offsets))
     return found.double()
 
 
 def error(y: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the relative RMSE."""
     return float((y.double() - expected).norm() / expected.norm())
 
 

@@ -56,7 +56,6 @@ class Prompts:
 
 
 def run(case: Prompts) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the attention by the kernel and by the reference."""
     sequences = len(case.lengths)
     table = shuffled(sequences, CAPACITY // case.block)
     wide = normal(2, sequences, case.kv_heads, CAPACITY, case.head_dim)

@@ -46,8 +46,6 @@ Made = Callable[[str], tuple[transformers.PreTrainedModel, Path]]
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """Return the reference model of a case and its folder, shared by all tests and read-only."""
-
     @cache
     def make_once(case: str) -> tuple[transformers.PreTrainedModel, Path]:
         folder = tmp_path_factory.mktemp("family")
@@ -87,7 +85,6 @@ def test_dynamic_scaling_step_by_step_equals_transformers(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("case", chosen(CASES, quick=CASES.keys() - LATER.keys()), ids=str)
 def test_tensors_are_those_of_the_reference(case: str, made: Made) -> None:
-    """Check that `ModelConfig.tensors` has every tensor with its shape and that the parameter count is exact."""
     reference, folder = made(case)
     config = open_model_folder(folder).config
     tied = "lm_head.weight" if config.tie_embeddings else None
@@ -156,7 +153,6 @@ ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor"
 
 
 def differ(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return whether both configs are read and describe different models."""
     try:
         read = [parse_config(Fields(values, "config.json")) for values in (one, other)]
     except ModelError:

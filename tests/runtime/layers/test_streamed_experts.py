@@ -54,7 +54,6 @@ def load(folder: Path, slots: int | None, dtype: str = "bf16") -> ModelRunner:
 
 
 def run(runner: ModelRunner, sizes: Sequence[int] = SIZES) -> Tensor:
-    """Return the logits of all tokens of a random prompt, in passes of `sizes`."""
     cache = runner.make_cache(CacheShape.contiguous(sum(sizes)))
     tokens = torch.randint(4, SMALL["vocab_size"], (sum(sizes),), generator=torch.Generator().manual_seed(0)).tolist()
     parts, start = [], 0

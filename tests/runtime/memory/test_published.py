@@ -17,7 +17,6 @@ from tests.support.published import PUBLISHED, plan, published
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_parameter_counts(name: str) -> None:
-    """The count is exact if published exactly, otherwise equal after rounding."""
     found, told = published(name).parameters(), PUBLISHED[name]
     assert found == told["parameters"] if "parameters" in told else found == pytest.approx(told["about"], rel=0.02)
 

@@ -40,7 +40,6 @@ def random_logits(seed: int, rows: int = 1) -> Tensor:
 
 
 def expected(logits: Tensor, sampling: SamplingParams) -> Tensor:
-    """Return the distribution that transformers' generate would sample from."""
     processors: list[Any] = []
     if sampling.logit_bias:
         biases = {(token,): bias for token, bias in sampling.logit_bias}
@@ -101,8 +100,6 @@ def test_seed_reproduces_and_no_seed_varies() -> None:
 
 
 class Told:
-    """Implements a constraint and a recorder that do nothing."""
-
     def apply(self, logits: Tensor) -> Tensor:
         return logits
 
@@ -232,7 +229,6 @@ def test_a_bias_is_bounded(biases: tuple[tuple[int, float], ...]) -> None:
 )
 @settings(max_examples=60, deadline=None)
 def test_only_tokens_of_some_weight_are_drawn(vocab: int, seed: int, share: float) -> None:
-    """The weights have any total and are mostly zero; the first and the last token are included."""
     generator = torch.Generator().manual_seed(seed)
     weights = torch.rand(64, vocab, generator=generator) ** 8
     weights *= torch.rand(64, vocab, generator=generator) < share
@@ -274,7 +270,6 @@ def test_every_token_takes_one_number_of_the_stream() -> None:
 
 
 def test_numbers_of_tokens_drawn_elsewhere_are_not_drawn_again() -> None:
-    """The random numbers used by a multi-step pass count as drawn here."""
     sampling = SamplingParams(temperature=1.0, seed=5, frequency_penalty=0.5)
     rows = torch.randn(7, VOCAB, generator=torch.Generator().manual_seed(0))
     ours, theirs = (Sampler(sampling, VOCAB, torch.device("cpu")) for _ in range(2))

@@ -162,7 +162,6 @@ def test_a_format_beside_tools_allows_either(
     content: str,
     called: list[tuple[str, str]],
 ) -> None:
-    """The grammar allows either a tool call or the format, with or without reasoning before it."""
     tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": ANSWER}}
     for thought in ("", "<think>\nhm\n</think>\n\n"):

@@ -90,7 +90,6 @@ def install(command: Sequence[str], folder: Path) -> None:
 
 
 def print_result(name: str, folder: Path, packages: Sequence[str], passed: Sequence[Exchange]) -> None:
-    """Print a row of docs/results/clients.md: versions, requests, and how many had a forced call."""
     versions = []
     for package in (re.split(r"[\[@=]", package)[0] or package for package in packages):
         stem = re.sub(r"[-.]", "_", package)

@@ -39,7 +39,6 @@ def test_the_description_is_valid_and_names_every_route(served: Served) -> None:
 
 
 def references(value: Any) -> Iterator[str]:
-    """Yield every `$ref` within a value."""
     if isinstance(value, dict):
         if isinstance(value.get("$ref"), str):
             yield value["$ref"]
@@ -128,7 +127,6 @@ def _null_too(value: Any, field: str) -> None:
 
 
 def check(name: str, schema: str, values: list[Any]) -> None:
-    """Assert that every value matches the provider's schema."""
     assert values
     for value in values:
         problems = [

@@ -39,7 +39,6 @@ def servers(folders: dict[str, Path]) -> Iterator[dict[str, Served]]:
 
 @torch.no_grad()
 def reference(folder: Path, name: str, ids: list[int]) -> torch.Tensor:
-    """Compute the vector with transformers, following the modules of the folder."""
     states = AutoModel.from_pretrained(folder, dtype=torch.float32)(torch.tensor([ids])).last_hidden_state[0]
     x = states[-1] if name == "qwen3" else states.mean(0)
     if name == "gemma3":

@@ -24,8 +24,6 @@ TOKENS = 24
 
 
 class BreakingEngine(Engine):
-    """Wraps an engine whose disk reads can fail."""
-
     breaks = False
     steps = 0
 
@@ -66,7 +64,6 @@ def failures(served: Served) -> list[str]:
 def test_a_disk_that_fails_ends_the_reply_and_not_the_server(
     engine: tuple[BreakingEngine, LoadedModel, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The text sent before stays, then an error follows; once the disk works again, replies are as before."""
     made, loaded, folder = engine
     plain = os.preadv
 

@@ -233,16 +233,6 @@ def test_s6_after_the_grace_period_the_answer_is_still_json(
         assert not [line for line in served.log if "Traceback" in line]
 
 
-def raw(served: Served, data: bytes) -> bytes:
-    """Send bytes to a socket and return all that comes back."""
-    with socket.create_connection(("127.0.0.1", served.port), timeout=20) as link:
-        link.sendall(data)
-        parts = []
-        while part := link.recv(65536):
-            parts.append(part)
-        return b"".join(parts)
-
-
 HEADS = {
     "length and encoding": b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /health HTTP/1.1\r\nHost: x\r\n\r\n",
@@ -253,7 +243,7 @@ HEADS = {
 
 @pytest.mark.parametrize("name", HEADS)
 def test_s11_what_a_proxy_may_read_differently_is_refused(served: Served, name: str) -> None:
-    answer = raw(served, HEADS[name])
+    answer = served.raw(HEADS[name])
     assert answer.startswith(b"HTTP/1.1 400") and answer.count(b"HTTP/1.1") == 1
 
 

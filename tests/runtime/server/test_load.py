@@ -20,7 +20,6 @@ from tests.support.served import ScriptedEngine, Served, joined, serving
 
 
 def leave(served: Served, stream: bool) -> None:
-    """Send a request, and disconnect while the engine runs it."""
     body = {"model": "pico", "messages": [{"role": "user", "content": "Go"}], "stream": stream, "ignore_eos": True}
     connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=20)
     connection.request("POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"})

@@ -54,7 +54,6 @@ def fill(browser: Browser, selector: str, value: str) -> None:
 
 
 def replied(browser: Browser, count: int = 1) -> None:
-    """Wait until `count` replies are shown and none is under way."""
     browser.wait(f"!document.body.matches('.generating') && document.querySelectorAll('.assistant').length === {count}")
 
 
@@ -67,7 +66,6 @@ def ask(browser: Browser, text: str, count: int = 1) -> None:
 
 
 def shown(browser: Browser, selector: str) -> list[str]:
-    """The texts of all nodes."""
     found = browser.run(f"[...document.querySelectorAll({json.dumps(selector)})].map((node) => node.textContent)")
     return list(found)
 
@@ -77,7 +75,6 @@ def stored(browser: Browser) -> Any:
 
 
 def roles(browser: Browser) -> list[tuple[str, str]]:
-    """The messages of the first conversation that is stored."""
     return [(one["role"], one["content"]) for one in stored(browser)[0]["messages"]]
 
 

@@ -140,7 +140,6 @@ def test_g39_reasoning_that_never_ends_under_a_schema_ends_with_its_limit(reason
 
 @pytest.mark.parametrize("thought", ["<think>a { b</think>", "<think>\nfree text, 日本\n</think>\n\n", ""])
 def test_a_schema_holds_after_the_reasoning(reasoning: LoadedModel, thought: str) -> None:
-    """The text is free until the reasoning ends; after it, everything must match the schema."""
     good, bad = '{"a": 1}', "no JSON"
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
 

@@ -32,8 +32,6 @@ class Held:
 
 
 class Reader:
-    """Returns an empty piece for each output."""
-
     index = 0
 
     def feed(self, output: Any) -> Piece:

@@ -22,7 +22,6 @@ SAMPLER = Sampler(SamplingParams(), 512, torch.device("cpu"))
 
 
 def longest_match(text: Sequence[int]) -> int:
-    """Return the longest suffix that also ends earlier."""
     return max(
         (n for n in range(len(text)) if any(text[at - n : at] == text[len(text) - n :] for at in range(n, len(text)))),
         default=0,

@@ -38,8 +38,6 @@ CONTEXT, COUNT = 64, 3
 
 
 class Recorded(MtpProposer):
-    """Records hidden states and proposals."""
-
     def propose(self, asked: Sequence[DraftRequest]) -> list[Proposal]:
         said = super().propose(asked)
         pairs = zip(asked, said, strict=True)
@@ -75,7 +73,6 @@ def engine(drafts: MtpProposer, shape: CacheShape, chunk: int, running: int = 1)
 
 @pytest.mark.parametrize("chunk", [5, 64])
 def test_proposals_are_the_reference_s(folder: tuple[ModelFolder, Reference], chunk: int) -> None:
-    """The proposals are compared after each token, for any prompt chunks and any number of accepted drafts."""
     shape = CacheShape.contiguous(CONTEXT)
     drafts = proposer(folder[0], shape)
     drafts._chunk = chunk  # so that short prompts are chunked too

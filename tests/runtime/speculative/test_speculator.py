@@ -147,8 +147,6 @@ def recorded(timing: Timing) -> SpeculationStats:
 
 
 class Watched(DraftLengthPolicy):
-    """Drafts two tokens and records its inputs."""
-
     def __init__(self) -> None:
         self.plain, self.drafts = 0, 0
 
@@ -233,7 +231,6 @@ def test_wrong_drafts_change_nothing() -> None:
 
 
 def broken(function: Function, when: int) -> Function:
-    """Return NaN after sequences of `when` tokens."""
     return lambda text: function(text) * (math.nan if len(text) == when else 1)
 
 
@@ -290,8 +287,6 @@ def test_lookup_proposes_what_followed_and_goes_round() -> None:
 
 
 class Costs(DraftLengthPolicy):
-    """Records its inputs."""
-
     def __init__(self) -> None:
         self.plain: list[tuple[float, float]] = []
 

@@ -45,7 +45,6 @@ def loaded(name: str, kv: KvDtype = "auto") -> LoadedModel:
 
 
 def prompts(count: int) -> list[list[int]]:
-    """Return prompts: questions, stories, book text and repetitions, a quarter each."""
     tokenizer = loaded("pico").tokenizer
     book = (PICO.parent / "held-out.txt").read_text(encoding="utf-8")
     made = []
@@ -183,6 +182,5 @@ def test_200000_draws_follow_the_target(name: str, kind: str) -> None:
 
 
 def test_the_test_sees_a_wrong_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wrong variant accepts every draft."""
     monkeypatch.setattr(Sampler, "accept", lambda sampler, chances: len(chances))
     assert p_value(2000, "draft", SAMPLINGS["temperature"]) < 1e-3

@@ -38,14 +38,12 @@ SETTINGS = {
 
 
 def next_probabilities(model: PrefixModel, text: tuple[int, ...], sampling: SamplingParams) -> Tensor:
-    """Compute the next token's probabilities by definition."""
     seen = torch.zeros(1, VOCAB, dtype=torch.bool)
     seen[0, list(text)] = True
     return distribution(model.logits(text)[None, :VOCAB], sampling, seen)[0]
 
 
 def exact(model: PrefixModel, prompt: list[int], length: int, sampling: SamplingParams) -> dict[tuple[int, ...], float]:
-    """Return the probability of every output of `length` tokens."""
     found = {}
     for output in product(range(VOCAB), repeat=length):
         found[output] = 1.0

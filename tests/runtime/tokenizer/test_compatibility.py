@@ -17,7 +17,6 @@ ROWS = 4096
 
 
 def changed(tmp_path: Path, change: Callable[[dict[str, Any]], object], rows: int = ROWS) -> Tokenizer:
-    """Return pico-draft's tokenizer with a changed tokenizer.json."""
     folder = tmp_path / "other"
     shutil.copytree(DRAFT, folder)
     path = folder / "tokenizer.json"

@@ -49,7 +49,6 @@ _WORDS = ("Hello", "world", "the", "I'm", "DON'T", "<|im_start|>", "3.14159", "f
 
 
 def strings(count: int, seed: int = 0) -> Iterator[str]:
-    """Generate texts of words, letters of many scripts, blanks, digits and arbitrary characters."""
     rng = random.Random(seed)
     for _ in range(count):
         parts = []
@@ -75,7 +74,6 @@ def as_read(metadata: dict[str, Any], architecture: str = "llama") -> Fields:
 
 @cache
 def _made(name: str) -> tuple[tokenizers.Tokenizer, tokenizers.Tokenizer]:
-    """Return a published tokenizer converted to metadata and back, and the original."""
     path, rule = REAL[name]
     raw = Fields(json.loads(path.read_text("utf-8")), path.name)
     ids = [*raw.object("model").values["vocab"].values(), *(token["id"] for token in raw.array("added_tokens", dict))]
@@ -106,7 +104,6 @@ def test_ids_of_many_texts_are_those_of_tokenizer_json(name: str) -> None:
 
 
 def test_llama_cpps_own_cases() -> None:
-    """Return llama.cpp's published test texts for Llama 3, and their ids."""
     texts, expected = (PUBLISHED / f"ggml-vocab-llama-bpe.gguf.{kind}" for kind in ("inp", "out"))
     if not texts.exists():
         pytest.skip(f"{texts} is not here")
@@ -123,7 +120,6 @@ SENTENCEPIECE_TYPES = [2, 3, 3, *[6] * 256]
 
 
 def sentencepiece(**more: Any) -> dict[str, Any]:
-    """Return a small SentencePiece vocabulary of bytes, letters and words, scored by order."""
     words = ["▁t", "he", "▁the", "in", "er", "▁a", "▁w", "▁in", "re", "on", "▁▁"]
     words += ["the", "▁wor", "or", "ld", "world", "▁world"]
     letters = ["▁", *"abcdefghijklmnopqrstuvwxyzABC.,!éß"]

@@ -277,7 +277,6 @@ with Staging(pathlib.Path(sys.argv[1]), 10) as staging:
 
 @pytest.fixture
 def holder(tmp_path: Path) -> "subprocess.Popen[str]":
-    """Start a process that is in the middle of writing tmp_path/out."""
     process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "out")], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     yield process

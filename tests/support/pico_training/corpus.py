@@ -178,7 +178,6 @@ Turn = tuple[str, str]  # question, answer
 
 
 def number_words(n: int) -> str:
-    """Return 0 to 99 in English words."""
     if n < 20:
         return ONES[n]
     return TENS[n // 10] + ("-" + ONES[n % 10] if n % 10 else "")

@@ -25,7 +25,6 @@ FACTS: dict[str, Any] = json.loads(Path(__file__).with_name("converter_facts.jso
 
 
 def _typed(value: Any) -> Any:
-    """Convert lists to the types that `parse_gguf_header` returns: numbers in an array."""
     kinds = {int: "i", float: "f"}
     return array(kinds[type(value[0])], value) if isinstance(value, list) and type(value[0]) in kinds else value
 

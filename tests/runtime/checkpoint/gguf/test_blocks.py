@@ -30,7 +30,6 @@ KNOWN = [name for name in READABLE_NAMES if name not in REFERENCES]
 
 
 def _dequantizable() -> set[str]:
-    """Return the types that the library can decode."""
     reached = set()
     for kind in GGMLQuantizationType:
         block, nbytes = GGML_QUANT_SIZES[kind]

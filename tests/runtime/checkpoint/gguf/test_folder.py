@@ -128,7 +128,6 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     ids=lambda architecture: architecture.name,
 )
 def test_tensor_names_are_the_librarys(architecture: Architecture) -> None:
-    """The gguf library names every tensor that transformers has in a model of the architecture."""
     if architecture.model_type not in CONFIG_MAPPING:
         pytest.skip("transformers has no such model")
     config = AutoConfig.for_model(architecture.model_type, **{**SMALL, "num_hidden_layers": 2, **IDS})
@@ -144,7 +143,6 @@ def test_tensor_names_are_the_librarys(architecture: Architecture) -> None:
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
 def test_weights_are_what_the_library_reads(kind: str, tmp_path: Path) -> None:
-    """Check that every linear, packed or dense, has the gguf library's values in Hugging Face row order."""
     changes = {"hidden_size": 128, "intermediate_size": 192}
     make(tmp_path / "hf", "llama", changes)
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
@@ -185,7 +183,6 @@ def test_rows_of_heads_are_paired_as_in_llama_cpp(rows: int, heads: int) -> None
 
 @pytest.fixture(scope="module")
 def pico_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write pico in BF16 with the gguf library, with its own vocabulary."""
     path = tmp_path_factory.mktemp("gguf") / "pico.gguf"
     config = json.loads((PICO / "config.json").read_text())
     gguf_files.write_model(PICO, path, "llama", "BF16", config, gguf_files.published_tokenizer(PICO, "smollm"))

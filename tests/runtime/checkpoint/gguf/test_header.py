@@ -123,7 +123,6 @@ _PIECES = st.sampled_from(
 
 @st.composite
 def _damaged(draw: st.DrawFn) -> bytes:
-    """Return a small valid file with bytes changed, removed, duplicated or truncated."""
     keys = tuple({piece[8:9]: piece for piece in draw(st.lists(_PIECES, max_size=4))}.values())
     tensors = (attacks.ONE, attacks.info(b"b", (32, 2), 2, 32))
     data = bytearray(attacks.gguf(keys, tensors, bytes(96)))

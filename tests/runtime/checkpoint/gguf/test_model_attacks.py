@@ -14,7 +14,6 @@ from tests.attacks.fuzz import FILE, use
 
 
 def written(folder: Path, attack: attacks.Attack) -> Path:
-    """Return a folder that contains the attack file."""
     (folder / FILE).write_bytes(attacks.model(*attack[:2]))
     return folder
 

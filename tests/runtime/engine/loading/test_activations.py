@@ -17,7 +17,7 @@ from mycli.runtime.hub.store import RECORD
 from mycli.runtime.kernels.cpu.library.build import Native, native
 from mycli.runtime.quantization.activations import Activations
 from tests.support.packed_folder import write_packed
-from tests.support.random_packed import mixture_fields
+from tests.support.packed_mixture import mixture_fields
 
 pytestmark = pytest.mark.skipif(isinstance(native(), Declined), reason=f"no native code here: {native()}")
 TOKENS = [int(token) for token in torch.randint(0, 4096, (70,), generator=torch.Generator().manual_seed(0))]
@@ -25,7 +25,6 @@ TOKENS = [int(token) for token in torch.randint(0, 4096, (70,), generator=torch.
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a model with 4-bit experts and 8-bit attention."""
     fields = mixture_fields(layers=2, hidden=128, experts=8, size=64)
     fields |= {"num_attention_heads": 2, "num_key_value_heads": 2}
     return write_packed(tmp_path_factory.mktemp("model") / "out", fields, {"mlp": 4, "self_attn": 8})
@@ -36,7 +35,6 @@ def load(folder: Path, kind: Activations = "auto", dtype: torch.dtype = torch.bf
 
 
 def logits(runner: ModelRunner, cuts: list[int]) -> torch.Tensor:
-    """Return the logits of all tokens, read in chunks that end at `cuts`."""
     cache = runner.make_cache(CacheShape.contiguous(len(TOKENS)))
     parts, start = [], 0
     for end in cuts:

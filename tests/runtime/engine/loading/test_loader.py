@@ -90,7 +90,6 @@ FEW = estimate(MemoryPlan(MIXTURE.config, context=1024, dtype="float32", expert_
 
 @pytest.mark.parametrize("free", [FEW], indirect=True)
 def test_of_experts_that_do_not_fit_as_many_are_kept_as_do(free: int) -> None:
-    """The number of resident experts is reduced; the context length is not."""
     plan = load.plan_memory(MIXTURE, CPU, EngineConfig())
     assert (plan.expert_slots, plan.context) == (2, 1024)
     with pytest.raises(ResourceError, match=r"needed .* free"):

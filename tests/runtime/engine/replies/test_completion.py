@@ -28,7 +28,6 @@ def pico() -> LoadedModel:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """Copy pico's folder so that a test can damage it."""
     folder = tmp_path / "pico"
     shutil.copytree(PICO, folder)
     return folder

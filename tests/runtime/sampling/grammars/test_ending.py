@@ -74,7 +74,6 @@ def draw(pico: Tokenizer, grammar: Grammar, limits: ReplyLimits, seed: int = 0, 
 
 
 def shortest(grammar: Grammar) -> int:
-    """Return the number of tokens of the shortest ending, including the end token."""
     ending = grammar._ending  # for a reply without tokens
     assert ending is not None and ending.tokens is not None
     return len(ending.tokens)

@@ -63,7 +63,6 @@ def pico() -> Tokenizer:
 
 
 def draw(tokenizer: Tokenizer, grammar: Grammar, seed: int, limit: int = 400) -> tuple[str, bool]:
-    """Return a reply from random logits that slightly favour short tokens and ends, and whether it ended."""
     size = len(tokenizer.vocabulary)
     noise = torch.Generator().manual_seed(seed)
     sampler = Sampler(
@@ -101,7 +100,6 @@ def test_what_is_drawn_is_of_the_schema(tokenizer: Tokenizer) -> None:
 
 
 def test_control_tokens_are_no_text(tokenizer: Tokenizer) -> None:
-    """Check that a string may contain any characters, but no control token."""
     grammar = Grammar.from_regex(r"(?s:.)+", tokenizer, frozenset(tokenizer.eos))
     constraint = grammar.start()
     constraint.accept([tokenizer.encode("a", add_special=False)[0]])

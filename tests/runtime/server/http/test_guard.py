@@ -1,7 +1,6 @@
 """Test access control: hosts, origins, keys and request shapes; and what is logged."""
 
 import json
-import socket
 from typing import Any
 
 import pytest
@@ -14,17 +13,6 @@ from tests.support.served import JSON, Served
 
 CHAT = "/v1/chat/completions"
 KEY = "s3cret-key"
-
-
-def raw(served: Served, data: bytes, seconds: float = 20) -> bytes:
-    """Send bytes to a socket and return all that comes back."""
-    with socket.create_connection(("127.0.0.1", served.port), timeout=seconds) as link:
-        link.sendall(data)
-        link.shutdown(socket.SHUT_WR)
-        parts = []
-        while part := link.recv(65536):
-            parts.append(part)
-        return b"".join(parts)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +41,7 @@ def test_g2_a_foreign_host_is_refused(served: Served, host: str, allowed: bool) 
 
 def test_g2_two_hosts_are_none(served: Served) -> None:
     data = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\nConnection: close\r\n\r\n"
-    assert raw(served, data).split()[1] in (b"400", b"403")
+    assert served.raw(data).split()[1] in (b"400", b"403")
 
 
 @pytest.mark.parametrize("origin", ["null", "http://evil.example", "http://localhost", "https://127.0.0.1"])
@@ -135,10 +123,10 @@ def test_g9_a_large_body_is_refused_before_it_is_read(scripted: Scripted) -> Non
     limits = ServerLimits(body_bytes=10_000)
     with scripted("Hi", settings=ServerSettings(("pico",), limits=limits)) as served:
         head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        told = raw(served, f"{head}Content-Length: 99999999\r\n\r\n{{".encode())
+        told = served.raw(f"{head}Content-Length: 99999999\r\n\r\n{{".encode())
         assert told.split()[1] == b"413"
         chunk = b"1000\r\n" + b" " * 4096 + b"\r\n"
-        assert raw(served, f"{head}Transfer-Encoding: chunked\r\n\r\n".encode() + chunk * 5).split()[1] == b"413"
+        assert served.raw(f"{head}Transfer-Encoding: chunked\r\n\r\n".encode() + chunk * 5).split()[1] == b"413"
         assert served.chat(max_tokens=2).status == 200
 
 
@@ -158,7 +146,7 @@ def test_g9_a_large_body_is_refused_before_it_is_read(scripted: Scripted) -> Non
     ids=["many", "long", "chunk", "lengths", "negative", "tls", "version", "h2", "fold"],
 )
 def test_g10_what_is_no_request_is_refused(served: Served, data: bytes) -> None:
-    answer = raw(served, data)
+    answer = served.raw(data)
     assert answer.split()[1] in (b"400", b"403", b"404", b"413", b"415", b"431", b"405"), answer[:200]
     assert served.ask("GET", "/health").status == 200
 
@@ -172,7 +160,7 @@ def test_g10_a_second_request_is_not_smuggled(served: Served) -> None:
         + b"\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n0\r\n\r\n"
         + inner
     )
-    assert raw(served, data).count(b"HTTP/1.1 ") <= 1
+    assert served.raw(data).count(b"HTTP/1.1 ") <= 1
 
 
 def test_g31_a_request_id_is_kept_if_it_is_one(served: Served) -> None:

@@ -79,7 +79,6 @@ WRITTEN: dict[str, tuple[str, list[Any]]] = {
 
 
 def parse(form: Any, text: str, step: int, tools: Any = TOOLS) -> list[Any]:
-    """Parse `text`, `step` characters at a time, and join neighbouring texts."""
     parser, items = ToolParser(form, tools), list[Any]()
     pieces = [text[at : at + step] for at in range(0, len(text), step)]
     found = [item for piece in pieces for item in parser.feed(piece)] + parser.flush()
@@ -135,7 +134,6 @@ def test_a_bare_object_is_a_call_only_of_a_tool(text: str) -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_plain_text_comes_through_whole(data: st.DataObject) -> None:
-    """The text mixes fragments of markup without a complete call and stays equal except for trailing blanks."""
     form = data.draw(st.sampled_from(TOOL_FORMATS))
     parts = ["<", "tool", "_call", " ", "\n", "x", "{", "}", '"', "[TOOL", "|>", "<|", "</", "=", "é", "<tool_cal", "["]
     text = "x" + "".join(data.draw(st.lists(st.sampled_from(parts), max_size=30)))

@@ -34,7 +34,6 @@ CONTENT = "<|im_start|>{{ message.role }}\n{{ message.content }}"
 
 
 def refusing(condition: str) -> tuple[str, str]:
-    """Return the change of `GOOD` that refuses messages with this condition."""
     return LOOP, f"{LOOP}{{% if {condition} %}}{{{{ raise_exception('no') }}}}{{% endif %}}"
 
 
