@@ -25,7 +25,7 @@ import gguf
 import numpy as np
 
 from tests.support.packed_folder import write_packed
-from tests.support.packed_mixture import mixture_fields
+from tests.support.random_packed import mixture_fields
 
 GROUP = Path("/sys/fs/cgroup/memory")
 

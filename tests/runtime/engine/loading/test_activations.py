@@ -17,7 +17,7 @@ from mycli.runtime.hub.store import RECORD
 from mycli.runtime.kernels.cpu.library.build import Native, native
 from mycli.runtime.quantization.activations import Activations
 from tests.support.packed_folder import write_packed
-from tests.support.packed_mixture import mixture_fields
+from tests.support.random_packed import mixture_fields
 
 pytestmark = pytest.mark.skipif(isinstance(native(), Declined), reason=f"no native code here: {native()}")
 TOKENS = [int(token) for token in torch.randint(0, 4096, (70,), generator=torch.Generator().manual_seed(0))]
