@@ -24,7 +24,7 @@ from mycli.runtime.utils.units import human_bytes
 
 EXAMPLES = (
     "mycli choose pico --gpu 24GiB --ctx 2k",
-    "mycli choose pico --gpu 559MiB --json",
+    "mycli choose pico --gpu 895MiB --json",
     "mycli choose Qwen/Qwen3-8B --gpu 24GiB --ctx 32k  # needs the network",
 )
 # Mean KL of GPTQ on pico in groups of 128 (docs/quality.md). Other models lose other amounts, in the same order.

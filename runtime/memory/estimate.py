@@ -21,9 +21,9 @@ from mycli.runtime.quantization.scheme import Packing
 TABLE_PART = 1 << 24  # codebook weights that the CPU decodes at a time
 SHARED_BLOCK = 64  # positions per block of a shared cache: small enough to share prefixes, and block tables stay short
 # A process without a model. CPU: Python, torch and its libraries, measured with torch 2.13 on Linux. CUDA: context,
-# cuBLAS workspace (32 MiB on Hopper) and loaded kernels, a typical size; `diagnostics.memory_check` measures it.
+# cuBLAS workspace (32 MiB on Hopper) and loaded kernels, as `diagnostics.memory_check` measured on an H200.
 CPU_RUNTIME = 252 << 20
-CUDA_RUNTIME = 512 << 20
+CUDA_RUNTIME = 832 << 20
 CPU_KEPT = 64 << 20  # most freed memory that glibc does not return: twice its largest mmap threshold
 
 
@@ -148,7 +148,7 @@ def captured_bytes(plan: MemoryPlan) -> int:
     values = max(map(pass_values, specs))
     sizes = (size for spec in specs for size in _multiplied_bytes(plan, spec, MOST_ROWS))
     logits, longest = plan.config.vocab_size * plan.value_bytes, min(plan.rows, PROMPT_ROWS)
-    return graph_bytes(rows, logits, values * plan.value_bytes, sizes, longest, dequantization_bytes(plan))
+    return graph_bytes(rows, logits, values * plan.value_bytes, sizes, longest)
 
 
 def _multiplied_bytes(plan: MemoryPlan, spec: LayerSpec, rows: int) -> Iterator[int]:

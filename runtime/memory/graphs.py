@@ -42,18 +42,16 @@ def captured_rows(sequences: int, drafted: bool) -> list[int]:
     return sorted((count for count in rows if count <= MOST_ROWS), reverse=True)[:MOST_GRAPHS]
 
 
-def graph_bytes(
-    rows: Iterable[int], logits: int, activations: int, weights: Iterable[int], prompt_rows: int, unpacked: int
-) -> int:
+def graph_bytes(rows: Iterable[int], logits: int, activations: int, weights: Iterable[int], prompt_rows: int) -> int:
     """Return the bytes of graphs with these `rows`, of those of prompts, and of their pools.
 
     logits, activations: bytes per row; weights: bytes per launch, of which the largest has the largest partial sums;
-    prompt_rows: of the longest captured prompt; unpacked: bytes of the largest weight that its products unpack.
+    prompt_rows: of the longest captured prompt, which unpacks weights where the plain pass does.
     """
     # Each graph has its logits. In the pool, as large as the widest pass needs, are activations, partial sums and
     # the logits of passes that also sample. Prompts have the logits of one row.
     graphs = list(rows)
     pool = max(max(graphs, default=0) * (activations + logits), TOKEN_BUCKETS[-1] * activations + logits)
     if prompt_rows > MOST_ROWS:  # in a pool of their own
-        pool += prompt_rows * activations + unpacked + len(PROMPT_BUCKETS) * logits
+        pool += prompt_rows * activations + len(PROMPT_BUCKETS) * logits
     return (sum(graphs) + len(TOKEN_BUCKETS)) * logits + pool + max(weights, default=0) // _SPLIT_K

@@ -6,6 +6,7 @@ of the same operations serves any sequences. It serves the models that the fused
 """
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,6 +29,9 @@ from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.models.latent_spec import LatentAttentionSpec
 from mycli.runtime.models.part_spec import AttentionSpec, RopeSpec
+
+if TYPE_CHECKING:
+    from mycli.runtime.kernels.triton.product.matmul import TritonMatmul
 
 
 class _DeviceSequences:
@@ -170,7 +174,19 @@ class CapturedStep:
 
 
 class PromptStep(CapturedStep):
-    """The captured plain pass for prompts that are longer than what the fused pass or `CapturedStep` take."""
+    """The captured plain pass for prompts that are longer than what the fused pass or `CapturedStep` take.
+
+    Its products unpack weights into memory that the plain pass uses too: a graph keeps all that it takes.
+    """
+
+    def __init__(self, model: Transformer) -> None:
+        super().__init__(model)
+        packed = _unpacking(model)
+        if packed:
+            most = max(matmul.scratch_numbers(model.dtype.itemsize) for matmul in packed)
+            scratch = torch.empty(most, dtype=model.dtype, device=model.device)
+            for matmul in packed:
+                matmul.use_scratch(scratch)
 
     def takes(self, sequences: int, tokens: int) -> bool:
         rows = sequences * tokens
@@ -179,6 +195,14 @@ class PromptStep(CapturedStep):
         # More rows of an expert are multiplied by dense products, whose sizes the host must know.
         mixtures = [spec.mlp for spec in self._model.config.layer_specs if isinstance(spec.mlp, ExpertsSpec)]
         return all(rows * mixture.top_k <= MOST_ROWS * len(mixture.experts) for mixture in mixtures)
+
+
+def _unpacking(model: Transformer) -> "list[TritonMatmul]":
+    from mycli.runtime.kernels.triton.product.matmul import TritonMatmul
+
+    linears = [linear for block in model.layers() for linear in block.products.values()]
+    found = [matmul for linear in (*linears, model.head) for matmul in linear.matmuls]
+    return [matmul for matmul in found if isinstance(matmul, TritonMatmul)]
 
 
 def _rows(rope: Rope, positions: Tensor) -> Mapping[RopeSpec, RopeTables]:

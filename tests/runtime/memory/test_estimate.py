@@ -210,14 +210,13 @@ def test_captured_passes_hold_their_logits_and_share_a_pool() -> None:
     """The sizes are written out for Llama-3.1-8B: logits of 128,256 bf16; the pool fits the widest pass.
 
     That is a prompt of 256 tokens with logits of one row, or a decode pass that also samples. Six lengths of prompts
-    are captured, and in a pool of their own four longer ones, whose largest weight is unpacked.
+    are captured, and in a pool of their own four longer ones.
     """
     one = plan("Llama-3.1-8B", INT4, gpu=True)
     row, values = 128256 * 2, (2 * 4096 + 4 * 14336 + 4096) * 2
     parts = 2 * 14336 * 4096 * 33 // 64 // 8  # gate and up: 4 bits each, and 2 bytes per 128
-    prompt, unpacked = 256 * values + row, 2 * 14336 * 4096 * 2
-    longer = 1024 * values + 4 * row
-    parts += longer + unpacked
+    prompt, longer = 256 * values + row, 1024 * values + 4 * row
+    parts += longer
     assert captured_bytes(one) == (1 + 6) * row + prompt + parts
     assert captured_bytes(replace(one, batch=3)) == (1 + 2 + 4 + 6) * row + prompt + parts, "padded to 4"
     assert captured_bytes(replace(one, batch=2, running=3)) == captured_bytes(replace(one, batch=3))
@@ -242,8 +241,8 @@ def test_captured_passes_hold_the_partial_sums_of_all_experts_that_are_hit() -> 
     one = plan("Qwen3-30B-A3B", INT4, gpu=True)
     row, expert = 151936 * 2, 2 * 768 * 2048 * 33 // 64
     values = (2 * 2048 + 2 * 128 + 8 * (768 + 2048) + 2048) * 2
-    longer, unpacked = 1024 * values + 4 * row, (32 + 2 * 4) * 128 * 2048 * 2
-    prompt, experts = 256 * values + row, 128 * expert // 8 + longer + unpacked
+    longer = 1024 * values + 4 * row
+    prompt, experts = 256 * values + row, 128 * expert // 8 + longer
     assert captured_bytes(one) == (1 + 6) * row + prompt + experts
     drafted = replace(one, draft=plan("Qwen3-0.6B"))
     assert captured_bytes(drafted) == (1 + 8 + 6) * row + prompt + experts

@@ -179,6 +179,7 @@ class TritonMatmul:
         self.offsets = None if weight.offsets is None else repack_scales(weight, weight.offsets)
         self._n_padded = self.codes.shape[0] * self._layout.chunk_n
         self._scale_dtype = weight.scales.dtype
+        self._scratch: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -266,18 +267,35 @@ class TritonMatmul:
         if x.shape[0] <= triton_tiles.max_packed_rows(self.chip):
             return self.multiply(self.prepare(x), x.dtype)
         rows = self._dense_rows(x.element_size())
-        pieces = [functional.linear(x, self._dense(a, min(a + rows, self.n), x.dtype)) for a in range(0, self.n, rows)]
+        pieces = [
+            functional.linear(x, self._dense(first, min(first + rows, self.n), x.dtype, self._scratch))
+            for first in range(0, self.n, rows)
+        ]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
 
     def _dense_rows(self, element_size: int) -> int:
         return max(512, _DENSE_BYTES // (self.k * element_size) // 512 * 512)
 
-    def _dense(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
+    def scratch_numbers(self, element_size: int) -> int:
+        """Return how many numbers products of many rows unpack at a time."""
+        return min(self.n, self._dense_rows(element_size)) * self.k
+
+    def use_scratch(self, scratch: Tensor) -> None:
+        """Unpack into `scratch` [at least `scratch_numbers`] for products of many rows in its dtype.
+
+        Weights whose products follow each other on one stream may share it, graphs included.
+        """
+        self._scratch = scratch
+
+    def _dense(self, first: int, last: int, dtype: torch.dtype, scratch: Tensor | None = None) -> Tensor:
         from mycli.runtime.kernels.triton.product.gemm import dequantize_kernel
 
         warps = dequantize_warps(self.packing)
         block = self._layout.chunk_n * warps
-        y = torch.empty((last - first, self.k), dtype=dtype, device=self.codes.device)
+        if scratch is not None and scratch.dtype == dtype:
+            y = scratch[: (last - first) * self.k].view(last - first, self.k)
+        else:
+            y = torch.empty((last - first, self.k), dtype=dtype, device=self.codes.device)
         dequantize_kernel[(-(-(last - first) // block), self._k_padded // unpacked_k(self.packing))](
             self.codes, self.scales, self.offsets, y, first, last, self.k, self._n_padded, self._k_padded,
             **self._constants(), BLOCK_N=block, WARPS=warps, num_warps=warps,
