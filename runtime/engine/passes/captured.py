@@ -201,8 +201,8 @@ def _unpacking(model: Transformer) -> "list[TritonMatmul]":
     from mycli.runtime.kernels.triton.product.matmul import TritonMatmul
 
     linears = [linear for block in model.layers() for linear in block.products.values()]
-    found = [matmul for linear in (*linears, model.head) for matmul in linear.matmuls]
-    return [matmul for matmul in found if isinstance(matmul, TritonMatmul)]
+    matmuls = [matmul for linear in (*linears, model.head) for matmul in linear.matmuls]
+    return [matmul for matmul in matmuls if isinstance(matmul, TritonMatmul)]
 
 
 def _rows(rope: Rope, positions: Tensor) -> Mapping[RopeSpec, RopeTables]:
