@@ -168,9 +168,10 @@ def profile(asked: Asked) -> Rows:
 
 
 def sweep(asked: Asked) -> Rows:
-    """Time each product of a layer with a residual add, for other splits and narrower tiles, in microseconds.
+    """Time each product of a layer with a residual add, for other splits and other tiles, in microseconds.
 
-    The first row of each product is the choice of the tile table. All variants of a product are timed interleaved.
+    Tiles are also half as wide, and of many rows for a half and a quarter of them. The first row of each product is the
+    choice of the tile table. All variants of a product are timed interleaved.
     """
     import torch
 
@@ -189,24 +190,27 @@ def sweep(asked: Asked) -> Rows:
     for name, (n, k) in {"o": (128, 512)}.items() if asked.rehearse else shapes.items():
         weights = [TritonMatmul(packed(n, k, INT4, device), chip) for _ in range(copies(INT4.bytes(n, k), context))]
         for rows in (1,) if asked.rehearse else (1, 8, 16, 64):
-            x = weights[0].prepare(torch.randn(rows, k, device=device).bfloat16())
+            dense = torch.randn(rows, k, device=device).bfloat16()
+            x = weights[0].prepare(dense)
             streams = torch.zeros(rows, n, device=device).bfloat16()
             own = triton_tiles.parts(chip, x.tile, INT4, rows, n, k, x.tile_k)
             tilings = {(x.tile, own)}
             timed: dict[tuple[Any, tuple[int, int]], Callable[[], float]] = {}
             narrow = replace(x.tile, block_n=x.tile.block_n // 2, warps=x.tile.warps // 2)
-            for tile in (x.tile, narrow):
+            fewer = [triton_tiles.tile(chip, INT4, rows // part) for part in (2, 4) if rows // part >= 16]
+            for tile in (x.tile, narrow, *fewer):
                 for count in (1, 2, 4, 8, 16, 32):
                     tilings.add((tile, triton_tiles.even_parts(tile, count, k, x.tile_k)))
             for tile, parts in sorted(tilings, key=lambda one: (one != (x.tile, own), one[0].block_n, one[1])):
-                given = replace(x, tile=tile)
+                given = weights[0].prepare(dense, tile) if tile in fewer else replace(x, tile=tile)
                 calls = [partial(add, given, weight, streams, None, counters) for weight in weights]
                 with patch.object(triton_tiles, "parts", lambda *_, parts=parts: parts):
                     timed[tile, parts] = replay(calls, context)
             for (tile, parts), samples in in_turns(timed, context.rounds).items():
                 predicted = product_microseconds(card, INT4, rows, n, k, tile, parts[0])
                 yield {
-                    "product": name, "rows": rows, "block": tile.block_n, "warps": tile.warps, "parts": parts[0],
+                    "product": name, "rows": rows, "tile": tile.block_m, "block": tile.block_n, "warps": tile.warps,
+                    "parts": parts[0],
                     "us": statistics.median(samples) * 1e6, "predicted us, H200": predicted,
                     "chosen": (tile, parts) == (x.tile, own),
                 }  # fmt: skip
