@@ -47,7 +47,7 @@ REASONS: Mapping[str, str] = {
     "packing-not-a-table": "supports 8-bit floats and tables of 16 values, not {packing}",
     "packing-group-not-multiple": "supports groups that are a multiple of {multiple}, not {packing}",
     "dense-product-types": "supports bf16 times bf16 and fp32 times fp32, on the CPU only",
-    "dense-weight-layout": "supports only contiguous weights whose input features are a multiple of {multiple}",
+    "dense-weight-layout": "supports only contiguous weights",
     "compute-capability": "kernels for packed weights need compute capability {needed}; this device has {found}",
     "only-for-older-gpus": "is for GPUs below compute capability {capability}; here weights stay packed",
     "untested-on-amd": "has never been run on an AMD GPU",
@@ -76,8 +76,8 @@ REASONS: Mapping[str, str] = {
     "rotary-layout": "supports only adjacent heads, and contiguous tables in the dtype of the input",
     # attention
     "indices-not-int32": "supports only contiguous int32 starts, lengths and block tables on the CPU",
-    "attention-types": "supports bf16 and fp32 queries, caches of bf16, fp32, int8 or int4, and head dimensions that "
-    "are a multiple of {multiple}",
+    "attention-types": "supports bf16 and fp32 queries, and caches of bf16, fp32, int8 or int4",
+    "latent-sizes": "supports only latents and rotated values whose sizes are a multiple of {multiple}",
     "cache-vector-size": "supports cached vectors of {expected} elements, not of {size}",
     "cache-layout": "supports only keys and values of one layout, with the last two axes contiguous",
     "cache-scales-layout": "supports only scales in the layout of their vectors",
@@ -86,8 +86,7 @@ REASONS: Mapping[str, str] = {
     "experts-not-packed-alike": "supports only experts of one shape and group size, packed for this kernel",
     "experts-not-tables-alike": "supports only experts of one shape and one table of values",
     "experts-not-dense-alike": "supports only experts with contiguous weights of one shape",
-    "dense-experts-types": "supports only bf16 weights without a gradient whose input features are a multiple of "
-    "{multiple}",
+    "dense-experts-types": "supports only bf16 weights without a gradient",
     "many-rows-of-an-expert": "above {rows} rows of an expert, decoding its weight once is faster",
     "experts-not-alike-in-triton-layout": "supports only experts of one shape and packing, in the Triton layout",
     "not-triton-layout": "supports only weights in the Triton layout",

@@ -22,7 +22,7 @@ FOREVER = 2**62  # the window of attention without one
 _INDICES = Declined("indices-not-int32")
 _NOT_CPU = Declined("tensors-not-on-cpu")
 _GRADIENT = Declined("no-gradient")
-_TYPES = Declined("attention-types", {"multiple": LANES})
+_TYPES = Declined("attention-types")
 _LAYOUT = Declined("cache-layout")
 _SCALES = Declined("cache-scales-layout")
 _PACKING = Declined("int4-vector-types", {"multiple": LANES})
@@ -107,8 +107,10 @@ def _attend(query: Tensor, keys: Stored, values: Stored, indices: _Indices, scor
         return _GRADIENT
     *outer, heads, head_dim = query.shape
     data = keys.data
-    if head_dim % LANES or query.dtype not in ROW_TYPES or data.dtype not in CACHE_TYPES:
+    if query.dtype not in ROW_TYPES or data.dtype not in CACHE_TYPES:
         return _TYPES
+    if data.dtype == PACKED and head_dim % LANES:
+        return _PACKING
     size = int4_bytes(head_dim) if data.dtype == PACKED else head_dim
     if data.shape[3] != size:
         return Declined("cache-vector-size", {"expected": size, "size": data.shape[3]})

@@ -9,6 +9,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.library import build
@@ -86,15 +87,31 @@ def _norm(x: Tensor, gain: Tensor, eps: float, bias: Tensor | None, centred: boo
     return y
 
 
+def _whole(size: int) -> int:
+    return -(-size // LANES) * LANES
+
+
+def _padded(x: Tensor, parts: int, zeros: int) -> Tensor:
+    # Contiguous rows, with zeros after each of `parts` equal parts, `zeros` in all. Rows that are no whole vectors are
+    # not left to torch: the bits of its activations depend on where a value lies in its tensor.
+    if not zeros:
+        return x.contiguous()
+    rows = x.reshape(*x.shape[:-1], parts, x.shape[-1] // parts)
+    return functional.pad(rows, (0, zeros // parts)).flatten(-2)
+
+
 def _gate(gate_up: Tensor, activation: str, gated: bool = True) -> Tensor | Declined:
-    size = gate_up.shape[-1] // (1 + gated)
-    library = _library(gate_up, size)
+    parts = 1 + gated
+    size = gate_up.shape[-1] // parts
+    width = _whole(size)
+    library = _library(gate_up, width)
     if isinstance(library, Declined):
         return library
-    rows, y = gate_up.contiguous(), gate_up.new_empty(*gate_up.shape[:-1], size)
-    row_type, count, threads = ROW_TYPES[rows.dtype], y.numel() // size, threads_for(_tokens(y))
-    library.gate(GATE_TYPES[activation, gated], row_type, rows.data_ptr(), count, size, y.data_ptr(), threads)
-    return y
+    rows = _padded(gate_up, 1 if activation == "swiglu_clamped" else parts, parts * (width - size))
+    y = rows.new_empty(*rows.shape[:-1], width)
+    row_type, count, threads = ROW_TYPES[rows.dtype], y.numel() // width, threads_for(_tokens(y))
+    library.gate(GATE_TYPES[activation, gated], row_type, rows.data_ptr(), count, width, y.data_ptr(), threads)
+    return y if size == width else y[..., :size].contiguous()
 
 
 def native_silu_multiply(gate_up: Tensor) -> Tensor | Declined:
@@ -125,17 +142,19 @@ def native_clamped_swiglu(gate_up: Tensor) -> Tensor | Declined:
 def native_weigh_rows(x: Tensor, gate: Tensor) -> Tensor | Declined:
     """x bf16 or fp32 [..., size] times the rounded sigmoid of gate [..., 1] or [..., size], which has its dtype."""
     size = x.shape[-1]
-    library = _library(x, size)
+    width = _whole(size)
+    library = _library(x, width)
     if isinstance(library, Declined):
         return library
     if gate.dtype != x.dtype or gate.requires_grad:
         return _GATE
-    values, gates, y = x.contiguous(), gate.contiguous(), x.new_empty(x.shape)
-    rows, per_value = x.numel() // size, gate.shape == x.shape
+    per_value = gate.shape == x.shape
     assert per_value or gate.shape == (*x.shape[:-1], 1)
-    pointers = values.data_ptr(), gates.data_ptr(), rows, size, per_value, y.data_ptr()
+    values, gates = _padded(x, 1, width - size), _padded(gate, 1, per_value * (width - size))
+    y, rows = torch.empty_like(values), values.numel() // width
+    pointers = values.data_ptr(), gates.data_ptr(), rows, width, per_value, y.data_ptr()
     library.weigh(ROW_TYPES[x.dtype], *pointers, threads_for(rows))
-    return y
+    return y if size == width else y[..., :size].contiguous()
 
 
 def native_rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor | Declined:

@@ -15,7 +15,7 @@ from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.elementwise import threads_for
 from mycli.runtime.kernels.cpu.library import build
 from mycli.runtime.kernels.cpu.library.build import LANES, ROW_TYPES
-from mycli.runtime.kernels.cpu.matmul import DENSE_INPUTS, CpuMatmul, dense_product, no_memory_error
+from mycli.runtime.kernels.cpu.matmul import CpuMatmul, dense_product, no_memory_error
 from mycli.runtime.kernels.cpu.table import MAX_DECODED_ROWS, TableMatmul
 from mycli.runtime.kernels.routed import Route, decline_routing
 from mycli.runtime.models.experts_spec import RoutingSpec
@@ -28,7 +28,7 @@ _UNLIKE_PACKED = Declined("experts-not-packed-alike")
 _UNLIKE_TABLES = Declined("experts-not-tables-alike")
 _UNLIKE_DENSE = Declined("experts-not-dense-alike")
 _FP32 = Declined("fp32-outside-inference")
-_DENSE_TYPES = Declined("dense-experts-types", {"multiple": DENSE_INPUTS})
+_DENSE_TYPES = Declined("dense-experts-types")
 _MANY_ROWS = Declined("many-rows-of-an-expert", {"rows": MAX_DECODED_ROWS})
 
 
@@ -182,7 +182,7 @@ def _dense(weights: Sequence[Matmul | Tensor], dtype: torch.dtype) -> _Operands 
     if len(tensors) < len(weights) or len({(item.shape, item.dtype, item.requires_grad) for item in tensors}) > 1:
         return _UNLIKE_DENSE
     outputs, inputs = tensors[0].shape
-    if {tensors[0].dtype, dtype} != {torch.bfloat16} or inputs % DENSE_INPUTS or tensors[0].requires_grad:
+    if {tensors[0].dtype, dtype} != {torch.bfloat16} or tensors[0].requires_grad:
         return _DENSE_TYPES
     return (outputs, inputs), [tensor.data_ptr() for tensor in tensors]
 

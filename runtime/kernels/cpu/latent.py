@@ -11,17 +11,17 @@ from mycli.runtime.errors import Declined, ResourceError
 from mycli.runtime.kernels.cpu.attention import CACHE_TYPES
 from mycli.runtime.kernels.cpu.library import build
 from mycli.runtime.kernels.cpu.library.build import LANES, ROW_TYPES
-from mycli.runtime.kernels.cpu.matmul import DENSE_INPUTS
 from mycli.runtime.kernels.paged import Ragged
 from mycli.runtime.quantization.int4_vectors import int4_bytes
 
 _NOT_CPU = Declined("tensors-not-on-cpu")
 _INDICES = Declined("indices-not-int32")
-_TYPES = Declined("attention-types", {"multiple": LANES})
+_TYPES = Declined("attention-types")
+_SIZES = Declined("latent-sizes", {"multiple": LANES})
 _LAYOUT = Declined("cache-layout")
 _GRADIENT = Declined("no-gradient")
 _PRODUCT_TYPES = Declined("dense-product-types")
-_PRODUCT_LAYOUT = Declined("dense-weight-layout", {"multiple": DENSE_INPUTS})
+_PRODUCT_LAYOUT = Declined("dense-weight-layout")
 
 
 # These structures mirror those of latent.h and heads.h with the same names.
@@ -44,8 +44,8 @@ class _HeadProduct(ctypes.Structure):
 
 
 def decline_latent(rank: int, rope_dim: int) -> Declined | None:
-    """Return why latents and rotated values of these sizes are not supported, or None."""
-    return _TYPES if rank % LANES or rope_dim % LANES else None
+    """Return why whole layers and int4 caches do not support latents and rotated values of these sizes, or None."""
+    return _SIZES if rank % LANES or rope_dim % LANES else None
 
 
 def native_latent_attention(
@@ -62,9 +62,10 @@ def native_latent_attention(
         return _GRADIENT
     tokens, heads, rank = query.shape
     rope, data = rotated_query.shape[2], latents.data
-    declined = decline_latent(rank, rope)
-    if declined is not None or query.dtype not in ROW_TYPES or data.dtype not in CACHE_TYPES:
+    if query.dtype not in ROW_TYPES or data.dtype not in CACHE_TYPES:
         return _TYPES
+    if data.dtype == PACKED and (declined := decline_latent(rank, rope)) is not None:
+        return declined
     for stored, size in ((latents, rank), (rotated, rope)):
         expected = int4_bytes(size) if data.dtype == PACKED else size
         if stored.data.shape[3] != expected:
@@ -108,7 +109,7 @@ def native_head_product(x: Tensor, weight: Tensor) -> Tensor | Declined:
         return _PRODUCT_TYPES
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return _GRADIENT
-    if inputs % DENSE_INPUTS or not weight.is_contiguous() or x.stride(2) != 1:
+    if not weight.is_contiguous() or x.stride(2) != 1:
         return _PRODUCT_LAYOUT
     library = build.native()
     if isinstance(library, Declined):

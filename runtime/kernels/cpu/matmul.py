@@ -20,13 +20,12 @@ from mycli.runtime.quantization.scheme import ActivationBits, Packing
 from mycli.runtime.utils.memory import HUGE, huge_empty
 
 _ROWS, _INPUTS = 16, 32  # a block of the packed layout
-DENSE_INPUTS = 32  # the input features of a dense weight are a multiple of this
 _BITS = (8, 6, 5, 4, 3, 2)
 _GROUP = 16  # groups are multiples of this
 _BYTES = 3  # `I8` of packed_layout.h
 _TABLES = {"e2m1": 20, "iq4": 36}  # `E2M1` and `IQ4` of packed_layout.h
 _DENSE_TYPES = Declined("dense-product-types")
-_DENSE_LAYOUT = Declined("dense-weight-layout", {"multiple": DENSE_INPUTS})
+_DENSE_LAYOUT = Declined("dense-weight-layout")
 _GRADIENT = Declined("no-gradient")
 
 
@@ -259,7 +258,7 @@ def dense_product(x: Tensor, weight: Tensor) -> Tensor | Declined:
     """x [rows, K] times a dense weight [N, K], both bf16 or both fp32 on the CPU, with fp32 sums."""
     if x.dtype != weight.dtype or x.dtype not in ROW_TYPES or weight.device.type != "cpu":
         return _DENSE_TYPES
-    if x.shape[1] % DENSE_INPUTS or not weight.is_contiguous():
+    if not weight.is_contiguous():
         return _DENSE_LAYOUT
     if x.requires_grad or weight.requires_grad:
         return _GRADIENT
@@ -270,7 +269,7 @@ def dense_product(x: Tensor, weight: Tensor) -> Tensor | Declined:
 
 
 def multiply_dense(library: Native, x: Tensor, weight: Tensor) -> Tensor:
-    """x [rows, K] times a contiguous weight [N, K], both bf16 or both fp32; K a multiple of 32."""
+    """x [rows, K] times a contiguous weight [N, K], both bf16 or both fp32."""
     values, (rows, inputs), outputs = x.contiguous(), x.shape, len(weight)
     assert inputs == weight.shape[1] and x.dtype == weight.dtype and x.dtype in ROW_TYPES
     y = torch.empty(rows, outputs, dtype=x.dtype)

@@ -1,11 +1,14 @@
 """Convolution, gated delta rule and gated norm of recurrent layers on the CPU in C++ (recurrent.h).
 
 Tokens are processed one after another: a row's bits depend on neither the other rows nor how the prompt was split
-into passes. Each function returns `Declined` for what it does not support.
+into passes. Each function returns `Declined` for what it does not support; in inference mode, sizes that are no whole
+vectors are computed by the references, a row at a time.
 """
 
 import ctypes
+from collections.abc import Callable
 from ctypes import c_float, c_int32, c_int64, c_void_p
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -13,7 +16,16 @@ from torch import Tensor
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.library import build
 from mycli.runtime.kernels.cpu.library.build import LANES, ROW_TYPES, Native
-from mycli.runtime.kernels.recurrent import DeltaSizes, Runs, ScanSizes
+from mycli.runtime.kernels.recurrent import (
+    DeltaSizes,
+    Runs,
+    ScanSizes,
+    convolve,
+    delta_rule,
+    gated_norm,
+    group_norm,
+    scan,
+)
 
 _FEW = 1 << 15  # values of a pass; up to here one thread finishes before others are awake
 _MAX_TAPS, _MAX_KEY_DIM = 64, 256
@@ -115,6 +127,16 @@ def _fits(runs: Runs, rows: int, slots: int) -> bool:
     return ordered and inside and len(runs.starts) == len(runs.slots) + 1
 
 
+def _by_rows(declined: Declined, runs: Runs, row: Callable[[slice, Runs], Tensor]) -> Tensor | Declined:
+    # The references compute chunks of a pass, whose bits depend on where it starts; a row alone has the same shapes
+    # wherever a prompt is cut. Calibration and evaluation, outside of inference mode, need speed.
+    if not torch.is_inference_mode_enabled() or not runs.starts[-1]:
+        return declined
+    bounds = zip(pairwise(runs.starts), runs.slots, strict=True)
+    rows = ((index, slot) for (first, end), slot in bounds for index in range(first, end))
+    return torch.cat([row(slice(index, index + 1), Runs((0, 1), (slot,))) for index, slot in rows])
+
+
 def decline_convolution(channels: int, taps: int) -> Declined | None:
     """Return why a convolution of this size is not supported, or None."""
     if channels % LANES or not 2 <= taps <= _MAX_TAPS:
@@ -145,7 +167,7 @@ def native_convolve(
     if isinstance(library, Declined):
         return library
     if (declined := decline_convolution(channels, taps)) is not None:
-        return declined
+        return _by_rows(declined, runs, lambda row, run: convolve(x[row], weight, bias, state, run, silu))
     if (
         not _contiguous_fp32(weight, bias, state)
         or state.shape[1:] != (taps - 1, channels)
@@ -170,7 +192,9 @@ def native_delta_rule(
     if isinstance(library, Declined):
         return library
     if (declined := decline_delta(sizes)) is not None:
-        return declined
+        return _by_rows(
+            declined, runs, lambda row, run: delta_rule(qkv[row], gates[row], rate, dt_bias, state, run, sizes)
+        )
     values, shape = sizes.heads * sizes.value_dim, (sizes.heads, sizes.key_dim, sizes.value_dim)
     fitting = qkv.shape[1] == 2 * width + values and gates.shape == (len(qkv), sizes.heads + sizes.decays)
     fitting = fitting and rate.shape == (sizes.heads,) and dt_bias.shape == (sizes.decays,) and qkv.is_contiguous()
@@ -191,7 +215,9 @@ def native_gated_norm(x: Tensor, gain: Tensor, eps: float, gate: Tensor, silu: b
     library, size = _library(x, gain, gate), gain.shape[0]
     if isinstance(library, Declined):
         return library
-    if size % LANES or not x.is_contiguous() or gate.shape != x.shape or x.shape[1] % size:
+    if size % LANES:
+        return _by_rows(_NORM, Runs.alike(1, len(x)), lambda row, _: gated_norm(x[row], gain, eps, gate[row], silu))
+    if not x.is_contiguous() or gate.shape != x.shape or x.shape[1] % size:
         return _NORM
     y = torch.empty_like(x)
     pointers = x.data_ptr(), gain.data_ptr(), gate.data_ptr(), y.data_ptr()
@@ -208,7 +234,9 @@ def native_scan(
     if isinstance(library, Declined):
         return library
     if (declined := decline_scan(sizes)) is not None:
-        return declined
+        return _by_rows(
+            declined, runs, lambda row, run: scan(x[row], steps[row], rate, dt_bias, skip, state, run, sizes)
+        )
     width, shape = sizes.groups * sizes.state_dim, (sizes.heads, sizes.state_dim, sizes.head_dim)
     fitting = x.shape[1] == inner + 2 * width and steps.shape == (len(x), sizes.heads) and x.is_contiguous()
     if not _contiguous_fp32(rate, dt_bias, skip, state) or state.shape[1:] != shape or not fitting:
@@ -228,7 +256,9 @@ def native_group_norm(x: Tensor, gain: Tensor, eps: float, gate: Tensor, groups:
     library, size = _library(x, gain, gate), gain.shape[0] // groups
     if isinstance(library, Declined):
         return library
-    if size % LANES or not x.is_contiguous() or gate.shape != x.shape or x.shape[1] != gain.shape[0]:
+    if size % LANES:
+        return _by_rows(_NORM, Runs.alike(1, len(x)), lambda row, _: group_norm(x[row], gain, eps, gate[row], groups))
+    if not x.is_contiguous() or gate.shape != x.shape or x.shape[1] != gain.shape[0]:
         return _NORM
     y = torch.empty_like(x)
     pointers = x.data_ptr(), gain.data_ptr(), gate.data_ptr(), y.data_ptr()

@@ -4,16 +4,14 @@ Few rows are multiplied by weights decoded in registers; many by dense parts of 
 """
 
 import ctypes
-from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.cpu.library import build
 from mycli.runtime.kernels.cpu.library.build import LANES, ROW_TYPES, CTableWeight, Native
-from mycli.runtime.kernels.cpu.matmul import DENSE_INPUTS, multiply_dense
+from mycli.runtime.kernels.cpu.matmul import multiply_dense
 from mycli.runtime.kernels.reference import DequantizeMatmul
 from mycli.runtime.quantization.codes import code_table
 from mycli.runtime.quantization.packed_weight import Matmul, PackedWeight
@@ -79,12 +77,10 @@ class TableMatmul:
         step = max(1, _PART // self._shape[1])
         y = torch.empty(x.shape[0], outputs, dtype=x.dtype)
         part = torch.empty(min(step, outputs), self._shape[1], dtype=dtype)
-        # torch's bf16 product is slow on processors without bf16 instructions.
-        product = functional.linear if self._shape[1] % DENSE_INPUTS else partial(multiply_dense, self._library)
         for first in range(0, outputs, step):
             rows = part[: min(step, outputs - first)]
             self._unpack(first, rows)
-            y[:, first : first + step] = product(values, rows)
+            y[:, first : first + step] = multiply_dense(self._library, values, rows)
         return y
 
     def _unpack(self, first: int, out: Tensor) -> None:

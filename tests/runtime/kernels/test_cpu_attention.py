@@ -92,7 +92,7 @@ def test_what_it_does_not_take_is_left_to_torch() -> None:
     others = Stored(keys.data.transpose(1, 2))
     for asked, held, reason in (
         (query.half(), keys, "attention-types"),
-        (query[..., :20], keys, "attention-types"),
+        (query[..., :20], keys, "cache-vector-size"),
         (query, others, "cache-layout"),
     ):
         assert reason in str(attend_cached(asked, held, values, None, None))

@@ -66,6 +66,14 @@ CASES = [
     Case(((70, 300), (1, 129), (1, 128), (40, 40)), 2, 2, 64, 16, chunk=64),
     Case(((600, 1100), (3, 515)), 1, 4, 48, 32, chunk=512),
 ]
+# Heads that are no whole vectors, of which an int4 cache stores none.
+UNEVEN = [
+    Case(((40, 40), (1, 300), (9, 521)), 2, 3, 24, 32, softcap=2.0),
+    Case(((70, 300), (1, 300)), 1, 4, 20, 16, 16, sinks=True),
+    Case(((1, 20), (33, 260)), 1, 2, 7, 8),
+    Case(((33, 90), (2, 80)), 1, 4, 72, 16),
+    Case(((33, 90), (1, 80)), 1, 2, 117, 16),
+]
 
 
 @dataclass(frozen=True)
@@ -186,8 +194,11 @@ def test_softcap_and_sinks_of_the_twin_are_their_definitions() -> None:
 
 
 @pytest.mark.usefixtures("vectors")
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    ("case", "kind"),
+    [(case, kind) for case in (*CASES, *UNEVEN) for kind in KINDS if case in CASES or kind != "int4"],
+    ids=str,
+)
 def test_as_the_twin_in_fp64(case: Case, kind: str) -> None:
     query, *rest = Pool.make(case, kind, torch.float32).inputs()
     found, expected = native(query, *rest), twin(query.double(), *rest)
@@ -246,7 +257,7 @@ def test_a_prompt_in_chunks_has_the_bits_of_one_go(kind: str, dtype: torch.dtype
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_a_row_knows_neither_neighbours_nor_cuts(kind: str, dtype: torch.dtype, data: st.DataObject) -> None:
-    head_dim = data.draw(st.sampled_from([16, 48, 64, 80, 128]))
+    head_dim = data.draw(st.sampled_from([16, 48, 64, 80, 128] + [8, 20, 24, 72] * (kind != "int4")))
     kv_heads, group = data.draw(st.sampled_from([1, 2])), data.draw(st.sampled_from([1, 2, 4, 7]))
     sequences = []
     for _ in range(data.draw(st.integers(1, 3))):
@@ -314,7 +325,7 @@ def test_what_it_does_not_take_is_declined_with_a_reason() -> None:
     query, keys, values, ragged, scoring = Pool.make(Case(((1, 20),), 1, 2, 64, 16), "fp32", torch.float32).inputs()
     for asked, held, pieces, reason in (
         (query.half(), keys, ragged, "attention-types"),
-        (query[..., :20], keys, ragged, "attention-types"),
+        (query[..., :20], keys, ragged, "cache-vector-size"),
         (query, Stored(keys.data.transpose(1, 2)), ragged, "cache-layout"),
         (query.clone().requires_grad_(), keys, ragged, "no-gradient"),
         (query, keys, replace(ragged, lengths=ragged.lengths.long()), "indices-not-int32"),

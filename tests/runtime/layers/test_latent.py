@@ -36,7 +36,12 @@ SHAPES = ((4, 32, 16), (40, 64, 32), (16, 512, 64))
 
 @pytest.mark.parametrize(
     ("cache", "shape"),
-    chosen([(cache, shape) for cache in CACHES for shape in SHAPES], quick=[(cache, SHAPES[1]) for cache in CACHES]),
+    [
+        *chosen(
+            [(cache, shape) for cache in CACHES for shape in SHAPES], quick=[(cache, SHAPES[1]) for cache in CACHES]
+        ),
+        *((cache, (5, 20, 6)) for cache in CACHES if cache != PACKED),
+    ],
     ids=str,
 )
 def test_kernel_equals_the_reference(cache: torch.dtype, shape: tuple[int, int, int]) -> None:

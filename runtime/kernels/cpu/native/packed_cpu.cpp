@@ -141,7 +141,7 @@ template <int B> bool matmul_f32(const Weight& w, const float* x, int64_t rows, 
 
 inline bool dense_any(const Dense<uint16_t>& d, int threads) {
 #if AMX
-    if (have_amx() && d.outputs >= TILE_OUTPUTS) return dense_amx(d, threads);
+    if (have_amx() && d.outputs >= TILE_OUTPUTS && d.inputs % INPUTS == 0) return dense_amx(d, threads);
 #endif
     return dense_vectors(d, threads);
 }
@@ -189,8 +189,7 @@ EXPORT int packed_matmul(const Weight* w, const void* x, int32_t type, int64_t r
     });
 }
 
-// Dense weight [outputs, inputs] in torch's layout times rows x, both of `type`, F32 or BF16; inputs a multiple of 32. Returns 0,
-// or 1 without memory.
+// Dense weight [outputs, inputs] in torch's layout times rows x, both of `type`, F32 or BF16. Returns 0, or 1 without memory.
 EXPORT int dense_matmul(int32_t type, const void* w, int64_t outputs, int64_t inputs, const void* x, int64_t rows, void* y,
                         int threads) {
     if (type == F32) {

@@ -114,6 +114,12 @@ inline Wide wide(const void* from, int64_t index, int32_t type) {  // `type` of 
     }
     return v;
 }
+// The first `count` values at `at`, then zeros; no byte after them is read.
+template <class T> inline Wide first_of(const T* at, int64_t count) {
+    T values[WIDE] = {};
+    memcpy(values, at, size_t(count) * sizeof(T));
+    return wide(values);
+}
 inline WideHalf to_bf16(Wide v) {  // to nearest, ties to even; NaN stays NaN
     const WideBits word = (WideBits)v, near = word + 0x7fff + ((word >> 16) & 1);
     return __builtin_convertvector((v != v ? word | 0x400000 : near) >> 16, WideHalf);
@@ -121,6 +127,11 @@ inline WideHalf to_bf16(Wide v) {  // to nearest, ties to even; NaN stays NaN
 inline void put(uint16_t* to, Wide v) {
     const WideHalf half = to_bf16(v);
     memcpy(to, &half, sizeof half);
+}
+template <class T> inline void put_first(T* to, Wide v, int64_t count) {
+    T values[WIDE];
+    put(values, v);
+    memcpy(to, values, size_t(count) * sizeof(T));
 }
 inline float total(Wide v) {
     float sum = 0;

@@ -1,5 +1,6 @@
 // The products of attention in fp32, for every cache type and processor: a dot product is summed over the dimensions one by one,
-// a weighted sum over the positions one by one, each in one accumulator.
+// a weighted sum over the positions one by one, each in one accumulator. Heads of any size: vectors in memory of their own are
+// padded with zeros, and nothing after a vector of the cache is read.
 
 #pragma once
 
@@ -49,15 +50,15 @@ template <typename T> struct FloatPath {
         explicit Setup(int64_t) {}
     };
 
-    static int64_t size(const Attention& a) { return a.head_dim; }  // of the weighted values of a row
-    static int64_t query_size(const Attention& a) { return a.head_dim; }  // of the query of a row
+    static int64_t size(const Attention& a) { return (a.head_dim + WIDE - 1) / WIDE * WIDE; }  // of the weighted values of a row
+    static int64_t query_size(const Attention& a) { return size(a); }  // of the query of a row
     static int64_t weights_size() { return 0; }  // none: weights replace the scores of a row
-    static int64_t panel_size(const Attention& a) { return PANEL * a.head_dim; }
-    static int64_t packed_size(const Attention& a) { return 2 * CHUNK * a.head_dim; }
+    static int64_t panel_size(const Attention& a) { return PANEL * size(a); }
+    static int64_t packed_size(const Attention& a) { return 2 * CHUNK * size(a); }
 
     static void take_query(const Attention& a, const Rows& rows, int64_t row, int64_t count, const Room& room) {
         for (int64_t r = 0; r < count; r++)
-            widen(a.query, a.query_type, rows.at(a, row + r), a.head_dim, room.query + r * a.head_dim);
+            widen(a.query, a.query_type, rows.at(a, row + r), a.head_dim, room.query + r * query_size(a));
     }
     static auto keep(const Room& room, int64_t row) {
         return [to = room.scores + row * CHUNK](int64_t p, Wide weight) { put(to + p, weight); };
@@ -65,24 +66,29 @@ template <typename T> struct FloatPath {
 
     // A chunk that many rows read: packed once, keys in panels, then values.
     static void pack(const Attention& a, const Chunk& chunk, float* packed) {
-        for (int64_t p = 0; p < chunk.count; p += PANEL) pack_panel(a, chunk, p, packed + p * a.head_dim);
-        pack_values(a, chunk, packed + CHUNK * a.head_dim);
+        for (int64_t p = 0; p < chunk.count; p += PANEL) pack_panel(a, chunk, p, packed + p * size(a));
+        pack_values(a, chunk, packed + CHUNK * size(a));
     }
     static void pack_values(const Attention& a, const Chunk& chunk, float* values) {
-        for (int64_t p = 0; p < chunk.count; p++)
-            for (int64_t d = 0; d < a.head_dim; d += WIDE)
-                put(values + p * a.head_dim + d, values_at(vector_of<T>(a, a.values, chunk.at[p]), d));
+        const int64_t whole = a.head_dim / WIDE * WIDE;
+        for (int64_t p = 0; p < chunk.count; p++, values += size(a)) {
+            const auto vector = vector_of<T>(a, a.values, chunk.at[p]);
+            for (int64_t d = 0; d < whole; d += WIDE) put(values + d, values_at(vector, d));
+            if (whole < a.head_dim) put(values + whole, last_values(vector, whole, a.head_dim));
+        }
     }
     static void score(const Attention& a, const Room& room, int64_t rows, const Span& span, const float* packed) {
         for (int64_t p = span.low / PANEL * PANEL; p < span.high; p += PANEL)
-            score_panel(a, room, rows, packed + p * a.head_dim, p);
+            score_panel(a, room, rows, packed + p * size(a), p);
     }
     static void mix(const Attention& a, const Room& room, int64_t rows, const Span& span, int64_t count, const float* packed) {
-        mix_packed(a, room, rows, span, count, packed + CHUNK * a.head_dim);
+        mix_packed(a, room, rows, span, count, packed + CHUNK * size(a));
     }
     static void mix_packed(const Attention& a, const Room& room, int64_t rows, const Span& span, int64_t count, const float* values) {
-        const int64_t dim = a.head_dim;
-        mix_with(a, room, 0, rows, span.low, std::min(span.high, count), [=](int64_t p, int64_t d) { return wide(values + p * dim + d); });
+        const int64_t step = size(a);
+        const auto load = [=](int64_t p, int64_t d) { return wide(values + p * step + d); };
+        const auto load_last = [=, whole = a.head_dim / WIDE * WIDE](int64_t p) { return load(p, whole); };
+        mix_with(a, room, 0, rows, span.low, std::min(span.high, count), load, load_last);
     }
 
     // A chunk that few rows read: one panel of keys at a time, values in place.
@@ -104,15 +110,22 @@ template <typename T> struct FloatPath {
         if constexpr (ROTATED) rotate_vector(sums, a.head_dim);
         for (int64_t d = 0; d < a.head_dim; d += WIDE) {
             const Wide v = wide(sums + d) * share;
-            if (a.out_type == F32) put(static_cast<float*>(a.out) + to + d, v);
-            else put(static_cast<uint16_t*>(a.out) + to + d, v);
+            if (a.out_type == F32) write_vector(static_cast<float*>(a.out) + to + d, v, a.head_dim - d);
+            else write_vector(static_cast<uint16_t*>(a.out) + to + d, v, a.head_dim - d);
         }
     }
 
   protected:
     template <typename U> static Wide values_at(const U* vector, int64_t d) { return wide(vector + d); }
     static Wide values_at(Int4Vector vector, int64_t d) { return wide(vector, d); }
-    // Keys [first, first + PANEL) of a chunk as [head_dim][PANEL], 0 past the last. Words of several values are transposed whole
+    // Values [from, size), fewer than a vector.
+    template <typename U> static Wide last_values(const U* vector, int64_t from, int64_t size) { return first_of(vector + from, size - from); }
+    static Wide last_values(Int4Vector, int64_t, int64_t) { return Wide{}; }  // there are none
+    template <typename U> static void write_vector(U* to, Wide v, int64_t count) {
+        if (count >= WIDE) put(to, v);
+        else put_first(to, v, count);
+    }
+    // Keys [first, first + PANEL) of a chunk as [size][PANEL], 0 past the last. Words of several values are transposed whole
     // and split afterwards: bf16 takes half the shuffles, int8 a fourth.
     // SCALED: each key is multiplied by its entry of `scale`.
     template <bool SCALED = false>
@@ -123,7 +136,7 @@ template <typename T> struct FloatPath {
     template <bool SCALED> static void pack_whole(const Attention& a, const Chunk& chunk, int64_t first, float* panel, const float* scale) {
         constexpr int64_t EACH = 4 / sizeof(T), STEP = EACH * WIDE;  // values of a word; values of a vector of words
         const T* keys = static_cast<const T*>(a.keys);
-        const int64_t whole = EACH > 1 ? a.head_dim / STEP * STEP : 0;
+        const int64_t whole = EACH > 1 ? a.head_dim / STEP * STEP : 0, even = a.head_dim / WIDE * WIDE;
         for (int64_t p = first; p < first + PANEL; p += WIDE) {
             float* to = panel + p - first;
             Wide v[WIDE];
@@ -137,14 +150,24 @@ template <typename T> struct FloatPath {
                 for (int i = 0; i < WIDE; i++)
                     for (int64_t part = 0; part < EACH; part++) keep(to + (d + i * EACH + part) * PANEL, value_of(v[i], part));
             }
-            for (int64_t d = whole; d < a.head_dim; d += WIDE) {
+            for (int64_t d = whole; d < even; d += WIDE) {
 #pragma GCC unroll 16
                 for (int i = 0; i < WIDE; i++) v[i] = p + i < chunk.count ? wide(keys + chunk.at[p + i] + d) : Wide{};
                 transpose(v);
 #pragma GCC unroll 16
                 for (int i = 0; i < WIDE; i++) keep(to + (d + i) * PANEL, v[i]);
             }
+            if (even < a.head_dim) pack_last(a, chunk, p, to + even * PANEL, SCALED ? wide(scale + p) : spread(1.0f));
         }
+    }
+    // The dimensions of `pack_whole` after the last whole vector, times `by`. Not inlined: heads without them would be slower.
+    __attribute__((noinline)) static void pack_last(const Attention& a, const Chunk& chunk, int64_t p, float* to, Wide by) {
+        const int64_t even = a.head_dim / WIDE * WIDE;
+        Wide v[WIDE];
+        for (int i = 0; i < WIDE; i++)
+            v[i] = p + i < chunk.count ? last_values(static_cast<const T*>(a.keys) + chunk.at[p + i], even, a.head_dim) : Wide{};
+        transpose(v);
+        for (int i = 0; i < WIDE; i++) put(to + i * PANEL, v[i] * by);
     }
     // `pack_whole` for words of eight codes, times their scales.
     static void pack_codes(const Attention& a, const Chunk& chunk, int64_t first, float* panel) {
@@ -177,21 +200,30 @@ template <typename T> struct FloatPath {
     }
     static void score_panel(const Attention& a, const Room& room, int64_t rows, const float* panel, int64_t p) {
         const auto load = [=](int64_t d, int n) { return wide(panel + d * PANEL + n * WIDE); };
-        product_of_rows<COLUMNS>(rows, room.query, a.head_dim, 0, a.head_dim, load, room.scores + p, CHUNK);
+        product_of_rows<COLUMNS>(rows, room.query, query_size(a), 0, a.head_dim, load, room.scores + p, CHUNK);
     }
     static void mix_from(const Attention& a, const Room& room, int64_t row, int64_t rows, int64_t from, int64_t to, const Chunk& chunk) {
-        mix_with(a, room, row, rows, from, to, [&](int64_t p, int64_t d) { return values_at(vector_of<T>(a, a.values, chunk.at[p]), d); });
+        mix_with(a, room, row, rows, from, to, [&](int64_t p, int64_t d) { return values_at(vector_of<T>(a, a.values, chunk.at[p]), d); },
+                 [&](int64_t p) { return last_values(vector_of<T>(a, a.values, chunk.at[p]), a.head_dim / WIDE * WIDE, a.head_dim); });
     }
-    template <class Load>
-    static void mix_with(const Attention& a, const Room& room, int64_t row, int64_t rows, int64_t from, int64_t to, Load load) {
-        const int64_t step = sums_of(a.head_dim);
+    // `load(p, d)` reads a vector of values, `load_last(p)` the last one if it is not whole.
+    template <class Load, class LoadLast>
+    static void mix_with(const Attention& a, const Room& room, int64_t row, int64_t rows, int64_t from, int64_t to, Load load, LoadLast load_last) {
+        const int64_t step = sums_of(size(a)), whole = a.head_dim / WIDE * WIDE;
         const auto some = [&](auto columns, int64_t d) {
             const auto at = [=](int64_t p, int n) { return load(p, d + n * WIDE); };
             product_of_rows<columns>(rows, room.scores + row * CHUNK, CHUNK, from, to, at, room.sums + row * step + d, step);
         };
         int64_t d = 0;
-        for (; d + COLUMNS * WIDE <= a.head_dim; d += COLUMNS * WIDE) some(std::integral_constant<int, COLUMNS>(), d);
-        for (; d < a.head_dim; d += WIDE) some(std::integral_constant<int, 1>(), d);
+        for (; d + COLUMNS * WIDE <= whole; d += COLUMNS * WIDE) some(std::integral_constant<int, COLUMNS>(), d);
+        for (; d < whole; d += WIDE) some(std::integral_constant<int, 1>(), d);
+        if constexpr (!ROTATED)  // int4 vectors are multiples of 16
+            if (d < a.head_dim) mix_last(rows, room.scores + row * CHUNK, from, to, load_last, room.sums + row * step + d, step);
+    }
+    template <class Load> __attribute__((noinline))
+    static void mix_last(int64_t rows, const float* weights, int64_t from, int64_t to, Load load, float* sums, int64_t step) {
+        const auto at = [&](int64_t p, int) { return load(p); };
+        product_of_rows<1>(rows, weights, CHUNK, from, to, at, sums, step);
     }
 };
 

@@ -92,10 +92,15 @@ inline void pack_vector(float* x, int64_t head_dim, uint8_t* to) {
         memcpy(to + head_dim / 2 + d / INT4_GROUP * 2, &scale, 2);
     }
 }
-// `size` values from element `at` as fp32.
+// `size` values from element `at` as fp32, then zeros up to a whole vector.
+template <class T> inline void widen(const T* x, int64_t size, float* to) {
+    int64_t d = 0;
+    for (; d + WIDE <= size; d += WIDE) put(to + d, wide(x + d));
+    if (d < size) put(to + d, first_of(x + d, size - d));
+}
 inline void widen(const void* x, int32_t type, int64_t at, int64_t size, float* to) {
-    for (int64_t d = 0; d < size; d += WIDE)
-        put(to + d, type == F32 ? wide(static_cast<const float*>(x) + at + d) : wide(static_cast<const uint16_t*>(x) + at + d));
+    if (type == F32) widen(static_cast<const float*>(x) + at, size, to);
+    else widen(static_cast<const uint16_t*>(x) + at, size, to);
 }
 
 // Converts vectors x [vectors, head_dim] to `to`. Returns false without memory.

@@ -29,8 +29,8 @@ struct Attention {  // mirrored by build.py
     int32_t query_type, cache_type, out_type;
 };
 
-// Computes a ragged batch of queries over a paged cache; head_dim is a multiple of 16. Returns 0; 1: no memory; 2: lengths or
-// blocks out of range. Defined in attention_cpu.cpp.
+// Computes a ragged batch of queries over a paged cache; head_dim is a multiple of 16 if the cache is int4. Returns 0; 1: no
+// memory; 2: lengths or blocks out of range. Defined in attention_cpu.cpp.
 EXPORT int attend(const Attention* a, int threads);
 
 namespace {

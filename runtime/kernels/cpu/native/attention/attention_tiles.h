@@ -103,7 +103,7 @@ template <typename T> struct TilePath {
     }
 
   private:
-    static __mmask32 mask_of(const Attention& a, int64_t d) { return a.head_dim - d >= 32 ? ~__mmask32(0) : 0xffff; }
+    static __mmask32 mask_of(const Attention& a, int64_t d) { return a.head_dim - d >= 32 ? ~__mmask32(0) : (__mmask32(1) << (a.head_dim - d)) - 1; }
     // 32 dimensions of a vector as bf16, those outside the mask 0.
     static __m512i some(const uint16_t* at, int64_t d) { return _mm512_loadu_si512(at + d); }
     static __m512i some(const uint16_t* at, int64_t d, __mmask32 mask) { return _mm512_maskz_loadu_epi16(mask, at + d); }
@@ -181,7 +181,7 @@ template <typename T> struct TilePath {
             const auto key = vector_of<T>(a, a.keys, chunk.at[p + i]);
             uint16_t* to = copy + i * wide_size;
             for (int64_t d = 0; d < whole; d += 32) _mm512_store_si512(to + d, some(key, d));
-            if (whole < wide_size) _mm512_store_si512(to + whole, some(key, whole, 0xffff));
+            if (whole < wide_size) _mm512_store_si512(to + whole, some(key, whole, mask_of(a, whole)));
         }
         return {copy, size(a) * 2};
     }

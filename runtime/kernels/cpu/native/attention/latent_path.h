@@ -37,9 +37,9 @@ template <typename T> struct LatentPath : FloatPath<T> {
     using Base::PANEL;
 
     static const Latent& whole(const Attention& a) { return static_cast<const Latent&>(a); }
-    static int64_t query_size(const Attention& a) { return a.head_dim + whole(a).rotated.head_dim; }
+    static int64_t query_size(const Attention& a) { return Base::size(a) + Base::size(whole(a).rotated); }
     static int64_t panel_size(const Attention& a) { return PANEL * query_size(a); }
-    static int64_t packed_size(const Attention& a) { return CHUNK * (query_size(a) + a.head_dim); }
+    static int64_t packed_size(const Attention& a) { return CHUNK * (query_size(a) + Base::size(a)); }
 
     static void take_query(const Attention& a, const Rows& rows, int64_t row, int64_t count, const Room& room) {
         const Attention& rotated = whole(a).rotated;
@@ -47,7 +47,7 @@ template <typename T> struct LatentPath : FloatPath<T> {
             float* to = room.query + r * query_size(a);
             const int64_t at = rows.at(a, row + r);
             widen(a.query, a.query_type, at, a.head_dim, to);
-            widen(rotated.query, rotated.query_type, at / a.head_dim * rotated.head_dim, rotated.head_dim, to + a.head_dim);
+            widen(rotated.query, rotated.query_type, at / a.head_dim * rotated.head_dim, rotated.head_dim, to + Base::size(a));
         }
     }
 
@@ -73,9 +73,9 @@ template <typename T> struct LatentPath : FloatPath<T> {
     }
 
   private:
-    // Keys [first, first + PANEL) of a chunk as [rank + rope][PANEL].
+    // Keys [first, first + PANEL) of a chunk as [sizes of rank and rope][PANEL].
     static void pack_keys(const Attention& a, const Chunk& chunk, const RotatedChunk& rotated, int64_t first, float* panel) {
-        float* rest = panel + a.head_dim * PANEL;
+        float* rest = panel + Base::size(a) * PANEL;
         constexpr bool SCALED = std::is_same_v<T, int8_t>;
         Base::template pack_panel<SCALED>(a, chunk, first, panel, rotated.scale);
         Base::template pack_panel<SCALED>(whole(a).rotated, rotated.chunk, first, rest, rotated.rotated_scale);

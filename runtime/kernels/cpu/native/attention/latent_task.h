@@ -16,8 +16,8 @@ struct LatentTask {  // mirrored by latent.py
     int32_t query_type, cache_type, out_type;
 };
 
-// Computes a ragged batch of queries; rank and rope are multiples of 16. Returns 0; 1: no memory; 2: lengths or blocks out of
-// range. Defined in attention_cpu.cpp.
+// Computes a ragged batch of queries; rank and rope are multiples of 16 if the cache is int4. Returns 0; 1: no memory; 2: lengths
+// or blocks out of range. Defined in attention_cpu.cpp.
 EXPORT int attend_latent(const LatentTask* task, int threads);
 
 namespace {

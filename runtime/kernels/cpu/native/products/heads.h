@@ -34,7 +34,7 @@ inline bool multiply_head_of(const HeadProduct& h, int64_t head) {
     return done;
 }
 
-// Returns false without memory. `inputs` is a multiple of 32.
+// Returns false without memory.
 inline bool multiply_heads(const HeadProduct& h, int threads) {
     std::atomic<bool> done{true};
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 1) if (threads > 1)
