@@ -206,7 +206,7 @@ def test_many_replies_at_once_with_too_few_blocks_go_on_from_the_folder(tmp_path
     for _ in range(2):
         tight = Engine(
             runner,
-            CacheShape(CONTEXT, 28, 8),
+            CacheShape(CONTEXT, 20, 8),
             runner.config.vocab_size,
             running=8,
             chunk=33,

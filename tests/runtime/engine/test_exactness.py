@@ -168,7 +168,7 @@ def test_a_few_replies_have_the_bits_of_each_alone(drafts: bool) -> None:
 @pytest.mark.parametrize(("dtype", "kv"), CASES)
 @pytest.mark.parametrize("drafts", DRAFTS)
 def test_two_hundred_replies_have_the_bits_of_each_alone(dtype: torch.dtype, kv: KvDtype, drafts: bool) -> None:
-    """G43: 32 concurrent, half of them preempted, with shared prefixes, with and without drafts."""
+    """G43: 32 concurrent, a third of them preempted, with shared prefixes, with and without drafts."""
     compare_with_each_alone(dtype, kv, PICO, 44, drafts, blocks=20)
 
 
@@ -188,7 +188,7 @@ def compare_with_each_alone(
     found = with_logits(engine, asked)
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
     assert [bits for _, bits in found] == [bits for _, bits in expected]
-    assert engine.stats.preemptions >= len(engine.put_back) >= len(asked) // 2
+    assert engine.stats.preemptions >= len(engine.put_back) >= len(asked) // 3
     assert engine.stats.prefix_hits > hits and engine.scheduler.pool.used == 0
 
 

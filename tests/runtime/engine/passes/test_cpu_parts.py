@@ -172,7 +172,7 @@ def test_long_passes_and_other_dtypes_are_run_step_by_step(tmp_path: Path) -> No
     assert (chosen(NATIVE_ROWS), chosen(NATIVE_ROWS + 1)) == ("cpu", "plain")
     declined = compile_passes(load_model(open_model_folder(tmp_path / "model"), FP32).model).declined["cpu"]
     assert declined == Declined("activation-dtype", {"dtype": "float32"})
-    assert compile_passes(runner.model, "auto").declined.keys() == {"cuda", "captured"}
+    assert compile_passes(runner.model, "auto").declined.keys() == {"cuda", "captured", "prompts"}
 
 
 def test_lengths_that_do_not_fit_the_blocks_are_refused(tmp_path: Path) -> None:
