@@ -351,7 +351,7 @@ def launch_attention(
     group = heads // kv_heads
     if not head_fits(chip, group, head_dim, tokens, cache.keys.element_size()):
         raise ValueError(
-            f"{group} heads of {head_dim} per key-value head: more than 64, too narrow, or no shared memory left"
+            f"{group} heads of {head_dim} per key-value head: more than 64, narrow, or no shared memory left"
         )
     block_tokens = tokens_per_program(tokens, group)
     block_q = query_columns(block_tokens, group)

@@ -209,7 +209,7 @@ class PromptTile(NamedTuple):
 
 
 def prompt_tile(chip: Chip, head_dim: int, stored: torch.dtype) -> PromptTile | None:
-    """Return the largest tile without spilled registers for a cache of dtype `stored`; None if none fits the chip or the head."""
+    """Return the largest tile without spilled registers for a cache of dtype `stored`; None if none fits."""
     asynchronous = chip.capability[0] in (9, 10, 11)
     rows, keys, warps = 128 if head_dim <= 128 else 64, 64 if asynchronous else 32, 8
     if stored == PACKED and head_dim > 128:  # the rotation takes the registers
