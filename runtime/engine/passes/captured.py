@@ -125,7 +125,7 @@ class CapturedStep:
             return Declined("streamed-experts")
         if (declined := decline_captured(model.config)) is not None:
             return declined
-        # A CPU computes what its host knows at once.
+        # On a CPU nothing is captured.
         return (None if model.device.type == "cpu" else decline_waiting(model)) or cls(model)
 
     def takes(self, sequences: int, tokens: int) -> bool:

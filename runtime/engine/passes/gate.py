@@ -41,7 +41,7 @@ _ROUNDED_TOKENS = 4  # whose logits say what rounding changes
 
 @torch.inference_mode()
 def tolerance(model: Transformer, kv: KvDtype = "auto") -> float:
-    """Return the relative difference of logits up to which a pass counts as right, from what rounding makes of them."""
+    """Return the relative difference of logits up to which a pass counts as right, from what rounding changes."""
     if any(isinstance(spec.mlp, ExpertsSpec) for spec in model.config.layer_specs):
         return ROUTED_TOLERANCE
     context = min(_CHECK_CONTEXT, model.config.max_context)
