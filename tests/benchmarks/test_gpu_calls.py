@@ -1,9 +1,11 @@
 """The tests of the GPU calls without a GPU: order, limits and reports, with some on the emulator."""
 
 import json
+import os
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from tests.gpu.bench import latency
 from tests.gpu.bench.report import Report
 from tests.gpu.bench.shapes import INT4, LLAMA_8B, token_bytes
 from tests.gpu.call import Asked, Part
+from tests.gpu.conftest import LEFT
 from tests.support.paths import ROOT
 
 PYTHON = [sys.executable, "-c"]
@@ -94,6 +97,39 @@ def test_the_order_and_the_time(tmp_path: Path) -> None:
         "sweep of splits",
     ]
     assert all(part.lacks for given in (first_call, second_call) for part in given.parts(Asked(tmp_path), tmp_path))
+
+
+GPU_TESTS = """import torch
+left = []
+def synchronize():
+    if left:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+torch.cuda.is_available = lambda: True
+torch.cuda.synchronize = synchronize
+def test_wrong():
+    assert 1 == 2
+def test_leaves_an_error():
+    left.append(1)
+def test_works():
+    pass
+"""
+
+
+def test_a_gpu_test_that_fails_says_why_at_once(tmp_path: Path) -> None:
+    """The reason stands before the summary; the test that leaves an error fails, and those after it are skipped."""
+    path = tmp_path / "test_some.py"
+    path.write_text(GPU_TESTS)
+    workers = ["-n", "1"] if find_spec("xdist") else []
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "tests.gpu.conftest", *workers, "-c", os.devnull]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    done = subprocess.run(
+        [*command, "--rootdir", str(tmp_path), str(path)], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    at_once, _, summary = done.stdout.partition("= ERRORS =")
+    assert "call of test_some.py::test_wrong failed:\nE       assert 1 == 2" in at_once
+    assert "teardown of test_some.py::test_leaves_an_error failed:\n" in at_once
+    assert "illegal memory access" in at_once and "test_works" not in at_once
+    assert f": {LEFT}\n1 failed, 1 passed, 1 skipped, 1 error" in summary
 
 
 def rehearsed(module: str, folder: Path, out: Path, *only: str) -> dict[str, Any]:

@@ -82,7 +82,7 @@ def bounded(command: Sequence[str], seconds: float, more: Mapping[str, str]) -> 
     """Run a command; return its exit status (None: killed with its children after `seconds`) and its output."""
     child = subprocess.Popen(
         command,
-        env={**os.environ, **more},
+        env={**os.environ, "PYTHONUNBUFFERED": "1", **more},  # what it printed before it is killed is not lost
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

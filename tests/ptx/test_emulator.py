@@ -10,7 +10,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.ptx.emulated import device, emulate  # noqa: E402  (reason: only where Triton is installed)
+import triton  # noqa: E402  (reason: only where Triton is installed)
+import triton.language as tl  # noqa: E402  (reason: as above)
+
+from tests.ptx.emulated import device, emulate  # noqa: E402  (reason: as above)
 from tests.ptx.emulator.operands import UnknownInstruction  # noqa: E402  (reason: as above)
 from tests.ptx.emulator.run import LaunchFailed, Runner  # noqa: E402  (reason: as above)
 from tests.ptx.emulator.translate import translate  # noqa: E402  (reason: as above)
@@ -243,3 +246,25 @@ def failed() -> str:
 def test_a_launch_that_fails_says_why_where_it_was_launched(folder: Path) -> None:
     said = emulate(folder, 90, failed)
     assert "reduce_kernel: UnknownInstruction: frob.b32 1" in said
+
+
+@triton.jit
+def _sum_kernel(x, out, first, size, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]  # device code has no types
+    place = first + tl.arange(0, SIZE)
+    tl.store(out, tl.sum(tl.load(x + place, mask=place < size, other=0.0), 0))
+
+
+def sum_of(first: int, size: int) -> float:
+    """Return the sum of 100 ones, read from `first` on and up to `size`."""
+    x, out = torch.ones(100), torch.empty(1)
+    _sum_kernel[(1,)](x, out, first, size, SIZE=128)
+    return float(out)
+
+
+@pytest.mark.parametrize(("guard", "first", "size"), [("after", 0, 101), ("before", -4, 100)])
+def test_a_read_next_to_a_tensor_fails_the_launch(guard: str, first: int, size: int, folder: Path) -> None:
+    """One element after it, or four before it; within the tensor and without a guard the same kernel runs."""
+    assert emulate(folder, 90, sum_of, 0, 100, guard=guard) == 100
+    with pytest.raises(RuntimeError, match=r"outside of all tensors: .*ld\.global"):
+        emulate(folder, 90, sum_of, first, size, guard=guard)
+    assert emulate(folder, 90, sum_of, 0, 100, guard=guard) == 100, "and the process goes on"

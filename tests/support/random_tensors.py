@@ -20,6 +20,13 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=generator(seed), device="cpu").to(torch.get_default_device())
 
 
+def permutation(count: int, seed: int = 0) -> Tensor:
+    """Return the numbers below `count` in a random order that is the same in every run."""
+    # Drawn on the CPU: a CPU generator draws on no other device.
+    drawn = torch.randperm(count, generator=torch.Generator().manual_seed(seed), device="cpu")
+    return drawn.to(torch.get_default_device())
+
+
 def codes(bits: int, *shape: int, seed: int = 0) -> Tensor:
     drawn = torch.randint(0, 1 << bits, shape, generator=generator(seed), device="cpu", dtype=torch.uint8)
     return drawn.to(torch.get_default_device())

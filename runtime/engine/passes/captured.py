@@ -16,6 +16,7 @@ from mycli.runtime.engine.passes.graphs import StepInput
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.paged import Ragged, Scoring
 from mycli.runtime.kernels.registry import PAGED_ATTENTION, PROMPT_ATTENTION, VECTOR_PACKING
+from mycli.runtime.kernels.routed import decline_routing
 from mycli.runtime.kernels.triton.product.matmul import ACTIVATION_DTYPES
 from mycli.runtime.layers.attention import KeyValue
 from mycli.runtime.layers.feed_forward import Experts
@@ -93,8 +94,23 @@ def decline_captured(config: ModelConfig) -> Declined | None:
             continue
         if spec.attention.chunk is not None:
             return Declined("attention-chunks")
-        if isinstance(spec.mlp, ExpertsSpec) and spec.mlp.routing.groups > 1:
-            return Declined("expert-groups")  # chosen by plain torch, which waits for the device
+        if isinstance(spec.mlp, ExpertsSpec):  # what chooses in plain torch waits for the device
+            if spec.mlp.routing.groups > 1:
+                return Declined("expert-groups")
+            if (declined := decline_routing(spec.mlp.routing)) is not None:
+                return declined
+    return None
+
+
+def decline_waiting(model: Transformer) -> Declined | None:
+    """Return which experts make the host wait for their route, which ends a capture, or None."""
+    from mycli.runtime.kernels.triton.experts import ExpertTable
+
+    for block in model.layers():
+        for linears in (block.mlp.gate_up, block.mlp.down) if isinstance(block.mlp, Experts) else ():
+            weights, _ = linears.operands(range(len(linears)))
+            if weights is None or isinstance(ExpertTable.from_weights(weights), Declined):
+                return Declined("experts-read-by-host")
     return None
 
 
@@ -111,7 +127,10 @@ class CapturedStep:
             return Declined("activation-dtype", {"dtype": str(model.dtype).removeprefix("torch.")})
         if any(isinstance(block.mlp, StreamedExperts) for block in model.layers()):
             return Declined("streamed-experts")
-        return decline_captured(model.config) or cls(model)
+        if (declined := decline_captured(model.config)) is not None:
+            return declined
+        # On a CPU nothing is captured.
+        return (None if model.device.type == "cpu" else decline_waiting(model)) or cls(model)
 
     def takes(self, sequences: int, tokens: int) -> bool:
         if sequences * tokens > MOST_ROWS:

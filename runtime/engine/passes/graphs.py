@@ -124,7 +124,9 @@ class GraphCapture:
     def __call__(self, work: Launches) -> Launches:
         """Capture `work` on the current device; it must have run before, so that all its kernels are compiled."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=None if self._first is None else self._first.pool()):
+        pool = None if self._first is None else self._first.pool()
+        # torch leaves its capturing stream the current one if a capture fails; the outer context does not.
+        with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, pool=pool):
             out = work()
         self._first = self._first or graph
 

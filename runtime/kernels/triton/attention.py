@@ -36,6 +36,7 @@ from mycli.runtime.kernels.triton.split_k import last_to_arrive
 # to scores and probabilities; int4 vectors are multiplied in their rotated basis.
 
 BLOCK_K = KEY_BLOCK  # keys per iteration of the loop
+NARROWEST_HEAD = 9  # rounded up to a power of two, the inner dimension of a product of MMAs is at least 16
 MAX_QUERIES = 64  # per program: tokens times the heads that share a key-value head
 _MAX_SPLITS = 64
 
@@ -303,7 +304,9 @@ def query_columns(tokens: int, group: int) -> int:
 def head_fits(chip: Chip, group: int, head_dim: int, tokens: int, element: int) -> bool:
     """Return whether the kernel attends with `group` heads per key-value head; element: bytes per cached number."""
     block_tokens = tokens_per_program(tokens, group)
-    return block_tokens > 0 and attend_stages(chip, head_dim, query_columns(block_tokens, group), element) > 0
+    if block_tokens == 0 or head_dim < NARROWEST_HEAD:
+        return False
+    return attend_stages(chip, head_dim, query_columns(block_tokens, group), element) > 0
 
 
 def decode_attention(
@@ -347,7 +350,9 @@ def launch_attention(
         raise ValueError(f"{table_width} cache blocks per sequence of {block_size}, no multiple of {BLOCK_K}")
     group = heads // kv_heads
     if not head_fits(chip, group, head_dim, tokens, cache.keys.element_size()):
-        raise ValueError(f"{group} heads of {head_dim} per key-value head: more than 64, or no shared memory left")
+        raise ValueError(
+            f"{group} heads of {head_dim} per key-value head: more than 64, narrow, or no shared memory left"
+        )
     block_tokens = tokens_per_program(tokens, group)
     block_q = query_columns(block_tokens, group)
     query_blocks = sequences * -(-tokens // block_tokens)

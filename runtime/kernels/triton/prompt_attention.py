@@ -21,7 +21,7 @@ from mycli.runtime.cache.kv_cache import PACKED, Stored
 from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.paged import KEY_BLOCK, PromptKind, Ragged, Scoring
 from mycli.runtime.kernels.reference import attend_gathered
-from mycli.runtime.kernels.triton.attention import launch_paged_attention
+from mycli.runtime.kernels.triton.attention import NARROWEST_HEAD, launch_paged_attention
 from mycli.runtime.kernels.triton.int4_cache import hadamard_rows, load_int4, lower_and_upper, whole_rows
 from mycli.runtime.kernels.triton.layer_cache import LayerCache
 from mycli.runtime.kernels.triton.product.matmul import check_contiguous, uses_ptx
@@ -209,7 +209,7 @@ class PromptTile(NamedTuple):
 
 
 def prompt_tile(chip: Chip, head_dim: int, stored: torch.dtype) -> PromptTile | None:
-    """Return the largest tile without spilled registers for a cache of dtype `stored`; None if none fits the chip."""
+    """Return the largest tile without spilled registers for a cache of dtype `stored`; None if none fits."""
     asynchronous = chip.capability[0] in (9, 10, 11)
     rows, keys, warps = 128 if head_dim <= 128 else 64, 64 if asynchronous else 32, 8
     if stored == PACKED and head_dim > 128:  # the rotation takes the registers
@@ -223,7 +223,8 @@ def prompt_tile(chip: Chip, head_dim: int, stored: torch.dtype) -> PromptTile | 
     # Copies ahead take registers, which the conversion of wide or int4 keys needs.
     alone = head_dim > 128 if stored == torch.int8 else stored == PACKED and not asynchronous
     stages = min(1 if alone else 2, (chip.shared - others) // block)
-    return PromptTile(rows, keys, warps, stages) if stages > 0 and head_dim <= MAX_PROMPT_HEAD else None
+    fits = stages > 0 and NARROWEST_HEAD <= head_dim <= MAX_PROMPT_HEAD
+    return PromptTile(rows, keys, warps, stages) if fits else None
 
 
 def launch_prompt_attention(

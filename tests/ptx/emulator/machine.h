@@ -1,6 +1,7 @@
 // What translated kernels are made of: lanes, warps, programs (CTAs), and the instructions that are not one expression.
 #include <algorithm>
 #include <cmath>
+#include <csignal>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -77,6 +78,15 @@ static void fail(const char* what) {  // the launch ends; this fiber does not go
 
 static void fail_launch(const char* what) {  // as `fail`, outside of a warp
   if (!FAILURE[0]) snprintf(FAILURE, sizeof FAILURE, "%s", what);
+}
+
+// An access of global memory that faults fails the launch; with `guard.cpp` every access next to a tensor does.
+static const char* STATEMENT = "";
+#define AT(text) STATEMENT = text;
+static void outside(int) {
+  char text[200];
+  snprintf(text, sizeof text, "access outside of all tensors: %s", STATEMENT);
+  fail(text);
 }
 
 static inline f32 as_f32(u32 x) { f32 y; memcpy(&y, &x, 4); return y; }
@@ -282,6 +292,7 @@ static inline u8* in_global(u64 at, u32 size) {
   NOTE(1, at)
   if (at % size) fail("misaligned access of global memory");
   TOUCH(at, size, false)
+  *(volatile u8*)at, *(volatile u8*)(at + size - 1);  // here, and not when a copy arrives
   return (u8*)at;
 }
 

@@ -63,6 +63,9 @@ extern "C" const char* run(
   std::vector<u32> order(x * y * z);
   for (u32 i = 0; i < order.size(); i++) order[i] = i;
   for (u32 i = order.size(); i > 1; i--) std::swap(order[i - 1], order[random32() % i]);
+  struct sigaction handler = {}, before;
+  handler.sa_handler = outside;
+  sigaction(SIGSEGV, &handler, &before);
   std::vector<Program*> live;
   size_t next = 0;
   u64 writes = WRITES, turns = 0;
@@ -93,5 +96,6 @@ extern "C" const char* run(
     live.erase(live.begin() + turn);
   }
   for (Program* program : live) end(program);
+  sigaction(SIGSEGV, &before, nullptr);
   return FAILURE;
 }

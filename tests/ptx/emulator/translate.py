@@ -4,6 +4,7 @@ The lanes of a warp run the lowest block that any of them is at, until all have 
 where their paths meet, as on a GPU. `scalar`, `memory` and `warp` translate the instructions.
 """
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -215,7 +216,7 @@ class _Translation:
                 self._run.append(text)
             else:
                 whole = f"ALL {text}" if one.parts[:3] == ("cp", "async", "bulk") else self._counted(one, text)
-                self._warp(("give_turn(READY);" if _yields(one) else "") + whole)
+                self._warp(("give_turn(READY);" if _yields(one) else "") + f"AT({json.dumps(one.text)}) {whole}")
         elif guard is None:
             self._warp(f"{{{body}}}")
         else:

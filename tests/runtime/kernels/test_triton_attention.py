@@ -13,7 +13,7 @@ from mycli.runtime.kernels.triton.layer_cache import LayerCache
 from mycli.runtime.kernels.triton.product.tiles import Chip
 from mycli.runtime.layers.attention import attention_mask
 from mycli.runtime.quantization.scheme import Packing
-from tests.support.random_tensors import normal
+from tests.support.random_tensors import normal, permutation
 from tests.support.triton_interpreter import Interpret, backwards, interpret
 
 pytest.importorskip("triton")
@@ -66,7 +66,7 @@ def paged(tensor: torch.Tensor, block: int, table: torch.Tensor) -> torch.Tensor
 
 def shuffled(sequences: int, width: int) -> torch.Tensor:
     """Return a block table in shuffled order with an unused block in it."""
-    order = torch.randperm(sequences * width + 1, generator=torch.Generator().manual_seed(3))
+    order = permutation(sequences * width + 1, seed=3)
     return order[: sequences * width].reshape(sequences, width).to(torch.int32)
 
 
@@ -252,6 +252,7 @@ def scored(case: Scored) -> float:
         Scored((200, 90), softcap=2.0, sinks=True, window=40, tokens=3, kind=torch.int8),
         Scored((150,), head_dim=80, heads=3, kv_heads=1, sinks=True, tokens=20, block=320),
         Scored((90, 64), head_dim=128, softcap=30.0, kind=torch.uint8),
+        Scored((130, 7), head_dim=17, heads=3, kv_heads=1, tokens=4, window=50),
     ],
     ids=str,
 )

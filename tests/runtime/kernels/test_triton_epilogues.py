@@ -11,7 +11,7 @@ from mycli.runtime.cache.int4 import pack_int4
 from mycli.runtime.layers.rope import rotate
 from mycli.runtime.quantization.int4_vectors import int4_bytes
 from mycli.runtime.quantization.scheme import Packing
-from tests.support.random_tensors import normal
+from tests.support.random_tensors import normal, permutation
 from tests.support.triton_interpreter import Interpret, backwards, interpret
 
 pytest.importorskip("triton")
@@ -205,7 +205,7 @@ def rotation(case: Rotation) -> tuple[float, float, float, bool]:
     kind = torch.int8 if case.int8 else torch.uint8 if case.int4 else case.dtype
     last = int4_bytes(dim) if case.int4 else dim
     pages = capacity // case.block
-    order = torch.randperm(sequences * pages + 1, generator=torch.Generator().manual_seed(5))
+    order = permutation(sequences * pages + 1, seed=5)
     table = order[: sequences * pages].reshape(sequences, pages).to(torch.int32)
     blocks = torch.full((2, len(order), case.kv_heads, case.block, last), 7, dtype=kind)
     factors = torch.zeros((2, len(order), case.kv_heads, case.block))

@@ -25,7 +25,7 @@ from mycli.runtime.models.experts_spec import RoutingSpec
 from mycli.runtime.quantization.packed_weight import dequantize
 from mycli.runtime.quantization.scheme import Packing
 from tests.support.grids import chosen
-from tests.support.random_tensors import normal, weight
+from tests.support.random_tensors import normal, permutation, weight
 from tests.support.triton_interpreter import Interpret, backwards, interpret
 
 pytest.importorskip("triton")
@@ -70,8 +70,7 @@ CASES = [
 
 def scores(tokens: int, experts: int, seed: int = 0) -> Tensor:
     """Return scores without ties within a token; the last expert is rarely chosen and the first often."""
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.stack([torch.randperm(experts, generator=generator) for _ in range(tokens)]).float()
+    drawn = torch.stack([permutation(experts, seed=1000 * seed + token) for token in range(tokens)]).float()
     return drawn - 2.37 * torch.arange(experts)
 
 
@@ -165,7 +164,7 @@ def test_scores_that_are_equal_or_no_numbers(interpret: Interpret) -> None:
 
 def summed(tokens: int, top_k: int, size: int, dtype: torch.dtype) -> None:
     x, weights = normal(tokens * top_k, size).to(dtype), normal(tokens, top_k, seed=1)
-    places = torch.randperm(tokens * top_k, generator=torch.Generator().manual_seed(2)).view(tokens, top_k).int()
+    places = permutation(tokens * top_k, seed=2).view(tokens, top_k).int()
     found = sum_weighted(x, places, weights)
     assert found.dtype == dtype
     wanted = reference.weighted_sum(x, places, weights)

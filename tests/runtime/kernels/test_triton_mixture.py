@@ -10,7 +10,7 @@ from mycli.runtime.kernels import reference
 from mycli.runtime.kernels.routed import Route
 from mycli.runtime.quantization.scheme import Packing
 from tests.support.grids import chosen
-from tests.support.random_tensors import normal
+from tests.support.random_tensors import normal, permutation
 from tests.support.triton_interpreter import Interpret, backwards, interpret
 
 pytest.importorskip("triton")
@@ -97,10 +97,10 @@ def combined(case: Tokens) -> tuple[float, float, bool]:
 
     pairs, last = case.rows * case.top_k, product(128, Packing(4, 128), n=case.size)
     parts, residual = normal(case.parts, pairs, case.size), normal(case.rows, case.size, seed=3).to(case.dtype)
-    places = torch.randperm(pairs, generator=torch.Generator().manual_seed(2)).view(case.rows, case.top_k).int()
+    places = permutation(pairs, seed=2).view(case.rows, case.top_k).int()
     weights = normal(case.rows, case.top_k, seed=1).abs() + 0.5
     nothing = torch.zeros(0, dtype=torch.int32)
-    route = Route([], nothing, nothing, places.to(parts.device), weights)
+    route = Route([], nothing, nothing, places, weights)
     gain = normal(case.size, seed=4).to(case.dtype)
     following = None if case.into is None else product(case.size, case.into)
     norm = None if following is None else Norm(gain, 1e-3, following)

@@ -16,7 +16,8 @@ from tests.support.triton_interpreter import Interpret, interpret
 
 pytest.importorskip("triton")
 
-from mycli.runtime.kernels.triton.prompt_attention import (  # noqa: E402  (only where Triton is)
+from mycli.runtime.kernels.triton.attention import launch_paged_attention  # noqa: E402  (only where Triton is)
+from mycli.runtime.kernels.triton.prompt_attention import (  # noqa: E402  (as above)
     launch_prompt_attention,
     prompt_tile,
     small_attention,
@@ -101,6 +102,7 @@ def attend(case: Prompts) -> float:
     "case",
     [
         Prompts((1,), (1,)),
+        Prompts((40, 3), (130, 70), head_dim=16),
         Prompts((200,), (200,)),
         Prompts((1, 1, 66), (300, 7, 70), softcap=2.0, sinks=True, window=60),
         Prompts((4, 4), (200, 9), kind=torch.int8),
@@ -158,6 +160,17 @@ def cuts(case: Prompts) -> bool:
 
     whole = attend(0)
     return all(torch.equal(whole[first:], attend(first, beside)) for first in (1, 63, 100) for beside in (0, 40))
+
+
+@pytest.mark.parametrize("head_dim", [8, 5])
+def test_declines_narrow_heads(head_dim: int) -> None:
+    """The products of their keys and queries would have less than the 16 inner elements that a GPU multiplies."""
+    query, cached = torch.zeros(1, 1, head_dim).half(), Stored(torch.zeros(1, 1, 64, head_dim).half())
+    one = torch.ones(1, dtype=torch.int32)
+    ragged = Ragged(torch.tensor([0, 1], dtype=torch.int32), one, one[:, None] - 1, 1, known=(1,))
+    for launch in (launch_prompt_attention, launch_paged_attention):
+        declined = launch(query, cached, cached, ragged, Scoring(1.0), Chip((9, 0), 132))
+        assert declined == Declined("attention-shape", {"group": 1, "head_dim": head_dim})
 
 
 def test_declines_heads_that_do_not_fit() -> None:

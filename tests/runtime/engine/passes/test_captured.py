@@ -11,10 +11,13 @@ from torch import Tensor
 
 from mycli.runtime.cache.batch import Chunk
 from mycli.runtime.cache.kv_cache import KVCache, cache_dtype
+from mycli.runtime.checkpoint.open_folder import open_model_folder
+from mycli.runtime.device.placement import Placement
+from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.engine.model_runner import ModelRunner
 from mycli.runtime.engine.passes import FALLBACKS, Passes, compile_passes
 from mycli.runtime.engine.passes.base import OnDecline, PassInput
-from mycli.runtime.engine.passes.captured import CapturedStep, PromptStep
+from mycli.runtime.engine.passes.captured import CapturedStep, PromptStep, decline_captured, decline_waiting
 from mycli.runtime.engine.passes.cuda import CudaPass
 from mycli.runtime.engine.passes.plain import PlainPass
 from mycli.runtime.errors import Declined
@@ -42,8 +45,9 @@ QUICK = [
     "cohere2-window7-tied",
     "llama-gqa4:2-hd16",
 ]
-# Without families whose tables depend on the length or whose heads are too narrow for native code.
-LEFT_OUT = ("dynamic", "alpha", "groups", "longrope-beyond")
+# Without families whose tables depend on the length, whose heads are too narrow for native code, or whose experts are
+# chosen in plain torch.
+LEFT_OUT = ("dynamic", "alpha", "groups", "longrope-beyond", "kolibri1", "laguna", "phimoe")
 FIXED = [case for case in CASES if case not in RECURRENT and not any(word in case for word in LEFT_OUT)]
 LENGTHS = (61, 5, 64)  # tokens before the compared passes: blocks of 64 are started and crossed
 TABLES = ((5, 2), (4,), (1, 3))
@@ -143,6 +147,27 @@ def test_what_cannot_be_captured_has_its_reason(tmp_path: Path) -> None:
     make(tmp_path, model_type, {**WIDE, **changes})
     declined = CapturedStep.compile(load_bf16(tmp_path).model)
     assert isinstance(declined, Declined) and declined.code == "layer-recurrent"
+
+
+def test_experts_that_the_host_must_know_are_not_captured(tmp_path: Path) -> None:
+    """On a GPU, experts in 16 bits are multiplied one by one, for which the host waits; packed ones are not."""
+    make(tmp_path, *CASES["mixtral-4top2"])
+    folder = open_model_folder(tmp_path)
+    on_device = load_model(folder, Placement(torch.device("meta"), torch.bfloat16)).model
+    declined = CapturedStep.compile(on_device)
+    assert isinstance(declined, Declined) and declined.code == "experts-read-by-host"
+    pytest.importorskip("triton")
+    from tests.support.decode_models import MIXED, models
+
+    packed, dense = models(MIXED[0])
+    assert decline_waiting(packed) is None and decline_waiting(dense) == declined
+
+
+@pytest.mark.parametrize("case", ["phimoe-window7-tied-biases", "kolibri1-unnormalized-tied"])
+def test_experts_chosen_in_plain_torch_are_not_captured(case: str, tmp_path: Path) -> None:
+    make(tmp_path, *CASES[case])
+    declined = decline_captured(open_model_folder(tmp_path).config)
+    assert declined is not None and declined.code == "routing-kind"
 
 
 def test_it_is_compiled_where_the_fused_pass_is_not(tmp_path: Path) -> None:
