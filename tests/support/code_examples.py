@@ -20,11 +20,18 @@ def source(path: str, name: str | None, text: str | None) -> str:
     if text is not None:
         code = "\n".join(line for line in code.splitlines() if text in line)
     elif name is not None:
-        definitions = (node for node in ast.parse(code).body if getattr(node, "name", None) == name)
+        definitions = (
+            node for node in ast.parse(code).body if name in (_name(node), _name(getattr(node, "target", None)))
+        )
         code = ast.get_source_segment(code, next(definitions)) or ""
     if not code:
         raise ValueError(f"{path}: no {name or text}")
     return code.rstrip("\n")
+
+
+def _name(node: ast.AST | None) -> str | None:
+    """Return the name of a function, a class or a variable."""
+    return getattr(node, "name", None) or getattr(node, "id", None)
 
 
 def with_code(page: str) -> str:
