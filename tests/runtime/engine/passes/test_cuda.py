@@ -265,7 +265,10 @@ def test_a_shape_that_cannot_be_launched_is_the_plain_models_and_others_go_on() 
 
 
 def test_graphs_share_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first graph creates a pool and the others reuse it, according to the log of a stub of torch's graphs."""
+    """The first graph creates a pool and the others reuse it, according to the log of a stub of torch's graphs.
+
+    A failed capture leaves the stream that was current before.
+    """
     log: list[tuple[str, object]] = []
 
     class Graph:
@@ -281,11 +284,21 @@ def test_graphs_share_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:
         yield
         log.append(("end", id(made)))
 
+    @contextmanager
+    def stream(current: str) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            log.append(("current", current))
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "before")
+    monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", graph)
     capture = replay.GraphCapture()
     with pytest.raises(RuntimeError):
         capture(refusing)
+    assert log[-1] == ("current", "before")
     replays = [capture(lambda: torch.ones(1)) for _ in range(3)]
     del replays[0]
     pools = [what for name, what in log if name == "begin"]
