@@ -5,6 +5,7 @@ A further way is one file here and one entry in `COMPILERS`.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 
 from mycli.runtime.engine.passes.base import OnDecline, Pass, PassInput
 from mycli.runtime.engine.passes.plain import compile_plain_pass
@@ -39,28 +40,16 @@ class Passes:
 Compiler = Callable[[Transformer, KvDtype, OnDecline], Pass | Declined]
 
 
-def _compile_cuda(model: Transformer, kv: KvDtype, report: OnDecline) -> Pass | Declined:
-    if model.device.type != "cuda":
-        return Declined("not-on-cuda", {"device": str(model.device)})
-    from mycli.runtime.engine.passes.cuda import compile_cuda_pass
+def _on_cuda(name: str) -> Compiler:
+    """Return the compiler `name` of `passes.cuda`, for CUDA devices."""
 
-    return compile_cuda_pass(model, kv, report)
+    def compiler(model: Transformer, kv: KvDtype, report: OnDecline) -> Pass | Declined:
+        if model.device.type != "cuda":
+            return Declined("not-on-cuda", {"device": str(model.device)})
+        compiled: Pass | Declined = getattr(import_module("mycli.runtime.engine.passes.cuda"), name)(model, kv, report)
+        return compiled
 
-
-def _compile_captured(model: Transformer, kv: KvDtype, report: OnDecline) -> Pass | Declined:
-    if model.device.type != "cuda":
-        return Declined("not-on-cuda", {"device": str(model.device)})
-    from mycli.runtime.engine.passes.cuda import compile_captured_pass
-
-    return compile_captured_pass(model, kv, report)
-
-
-def _compile_prompts(model: Transformer, kv: KvDtype, report: OnDecline) -> Pass | Declined:
-    if model.device.type != "cuda":
-        return Declined("not-on-cuda", {"device": str(model.device)})
-    from mycli.runtime.engine.passes.cuda import compile_prompt_pass
-
-    return compile_prompt_pass(model, kv, report)
+    return compiler
 
 
 def _compile_cpu(model: Transformer, kv: KvDtype, report: OnDecline) -> Pass | Declined:
@@ -73,9 +62,9 @@ def _compile_cpu(model: Transformer, kv: KvDtype, report: OnDecline) -> Pass | D
 
 # Fastest first. A pass is imported only for its device.
 COMPILERS: Mapping[str, Compiler] = {
-    "cuda": _compile_cuda,
-    "captured": _compile_captured,
-    "prompts": _compile_prompts,
+    "cuda": _on_cuda("compile_cuda_pass"),
+    "captured": _on_cuda("compile_captured_pass"),
+    "prompts": _on_cuda("compile_prompt_pass"),
     "cpu": _compile_cpu,
 }
 # Compiled only if no pass before it was: it takes the same work, slower.
@@ -90,18 +79,25 @@ def compile_passes(
 ) -> Passes:
     """Compile every way of running `model` with caches of kind `kv`; its weights must not change afterwards.
 
-    report: receives why a pass of this device was not compiled, and later why one stopped being used.
+    report: receives why a pass of this device was not compiled, and later why one stopped being used, each cause once.
     """
     compiled: list[Pass] = []
+    told: list[Declined] = []
+
+    def tell(cause: Declined) -> None:
+        if cause not in told:
+            told.append(cause)
+            report(cause)
+
     declined: dict[str, Declined] = {}
     for block in model.layers():
         block.freeze()
     for name, compiler in compilers.items():
         if name in FALLBACKS and compiled:
             continue
-        way = compiler(model, kv, report)
+        way = compiler(model, kv, tell)
         if isinstance(way, Declined):
             declined[name] = way
         else:
             compiled.append(way)
-    return Passes((*compiled, compile_plain_pass(model, kv, report)), declined)
+    return Passes((*compiled, compile_plain_pass(model, kv, tell)), declined)

@@ -6,7 +6,6 @@ of the same operations serves any sequences. It serves the models that the fused
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from mycli.runtime.errors import Declined
 from mycli.runtime.kernels.paged import Ragged, Scoring
 from mycli.runtime.kernels.registry import PAGED_ATTENTION, PROMPT_ATTENTION, VECTOR_PACKING
 from mycli.runtime.kernels.routed import decline_routing
-from mycli.runtime.kernels.triton.product.matmul import ACTIVATION_DTYPES
+from mycli.runtime.kernels.triton.product.matmul import ACTIVATION_DTYPES, TritonMatmul
 from mycli.runtime.layers.attention import KeyValue
 from mycli.runtime.layers.feed_forward import Experts
 from mycli.runtime.layers.layer_part import PassContext
@@ -30,9 +29,6 @@ from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.models.latent_spec import LatentAttentionSpec
 from mycli.runtime.models.part_spec import AttentionSpec, RopeSpec
-
-if TYPE_CHECKING:
-    from mycli.runtime.kernels.triton.product.matmul import TritonMatmul
 
 
 class _DeviceSequences:
@@ -216,9 +212,7 @@ class PromptStep(CapturedStep):
         return all(rows * mixture.top_k <= MOST_ROWS * len(mixture.experts) for mixture in mixtures)
 
 
-def _unpacking(model: Transformer) -> "list[TritonMatmul]":
-    from mycli.runtime.kernels.triton.product.matmul import TritonMatmul
-
+def _unpacking(model: Transformer) -> list[TritonMatmul]:
     linears = [linear for block in model.layers() for linear in block.products.values()]
     matmuls = [matmul for linear in (*linears, model.head) for matmul in linear.matmuls]
     return [matmul for matmul in matmuls if isinstance(matmul, TritonMatmul)]

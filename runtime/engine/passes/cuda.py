@@ -286,11 +286,12 @@ def compile_step(
         declined: Declined | None = Declined("int4-head", {"head_dim": min(odd)})
     else:
         try:
+            most = tolerance(model, kv)
             declined = None if layers is None else layer_difference(model, layers, kv)
-            declined = declined or difference(model, step, kv, capture)
+            declined = declined or difference(model, step, kv, capture, most=most)
         except Exception as error:  # noqa: BLE001  (reason: compilers and drivers raise all kinds)
             declined = missing_tool() or Declined("kernels-failed", {"error": summarize_error(error)})
     if declined is not None:
         report(declined)
         return declined
-    return CudaPass(step, PlainPass(model), capture, report, name=name, tolerance=tolerance(model, kv))
+    return CudaPass(step, PlainPass(model), capture, report, name=name, tolerance=most)

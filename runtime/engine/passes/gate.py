@@ -26,9 +26,8 @@ LAYER_TOLERANCE = {torch.float16: 0.01, torch.bfloat16: 0.02}
 # Keys and values of the new tokens, by the dtype of the cache: a code may round to its neighbour.
 _CACHE_TOLERANCE = {torch.int8: 0.02, PACKED: 0.1}
 # Relative difference of logits. They are compared for what no layer has: the embedding, the head, the operands between
-# layers, the replay. Where every layer of a deep model is right they differ all the same: rounding adds up. One step of
-# rounding after every layer changes the logits of pico by 1.7 %, those of 32 layers of random weights by 7 %, about as
-# much as bf16 differs from fp32; so twice that is allowed.
+# layers, the replay. Where every layer of a deep model is right they differ all the same: rounding adds up. Twice what
+# rounding the stream to a neighbour after every layer changes is allowed, about the difference between bf16 and fp32.
 TOLERANCE = 0.03
 _ROUNDING_SHARE = 2
 # In a mixture of experts rounding can change which of two equally scored experts is chosen. Between bf16 and fp32,
@@ -195,10 +194,18 @@ def _compared(
 
 @torch.inference_mode()
 def difference(
-    model: Transformer, step: Step, kv: KvDtype = "auto", capture: Capture | None = None, counts: Sequence[int] = (1, 4)
+    model: Transformer,
+    step: Step,
+    kv: KvDtype = "auto",
+    capture: Capture | None = None,
+    counts: Sequence[int] = (1, 4),
+    most: float | None = None,
 ) -> Declined | None:
-    """Compare the logits of `step` for each number of new tokens in `counts` with the plain pass's; None if equal."""
-    most = tolerance(model, kv)
+    """Compare the logits of `step` for each number of new tokens in `counts` with the plain pass's; None if equal.
+
+    most: what they may differ by; None for `tolerance` of the model.
+    """
+    most = tolerance(model, kv) if most is None else most
     for sequence, taken in _compared(model, step, kv, counts):
         for count in taken:
             declined = sequence.logits(step, count, capture, most)

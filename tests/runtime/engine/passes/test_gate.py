@@ -8,20 +8,41 @@ import torch
 from torch import Tensor
 
 from mycli.runtime.cache.kv_cache import KVCache
+from mycli.runtime.checkpoint.open_folder import open_model_folder
+from mycli.runtime.device.placement import Placement
+from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.engine.passes import gate
 from mycli.runtime.engine.passes.captured import CapturedStep
 from mycli.runtime.engine.passes.cuda import compile_step
-from mycli.runtime.engine.passes.gate import layer_difference
+from mycli.runtime.engine.passes.gate import compare_logits, layer_difference, tolerance
 from mycli.runtime.engine.passes.graphs import LayeredStep, StepInput
 from mycli.runtime.errors import Declined
 from mycli.runtime.layers.rope import Rope
 from mycli.runtime.models.config import KvDtype
+from tests.support.engines import whole
 from tests.support.families import CASES as FAMILY_CASES
 from tests.support.families import make
+from tests.support.models import CPU, random_model
 from tests.support.native_parts import WIDE, load_bf16, need_native_code
+from tests.support.paths import PICO
 from tests.support.triton_interpreter import Interpret, interpret
 
 __all__ = ["interpret"]
+
+
+def test_logits_may_differ_by_what_rounding_makes_of_them_and_no_layer_may_be_missing(tmp_path: Path) -> None:
+    """A deep model in bf16 differs from fp32 by more than the least bound; the bound follows, in proportion."""
+    sizes = {"num_hidden_layers": 24, "vocab_size": 512, "max_position_embeddings": 512}
+    folder = open_model_folder(random_model(tmp_path / "deep", 0.11, **sizes))
+    deep, exact = (load_model(folder, Placement(CPU.device, dtype)).model for dtype in (torch.bfloat16, torch.float32))
+    tokens = torch.randint(0, 512, (1, 300), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        plain, expected = whole(deep, tokens)[0, -4:], whole(exact, tokens)[0, -4:]
+        rounding, bound = gate._difference(plain, expected), tolerance(deep)
+        assert gate.TOLERANCE < rounding < bound < min(6 * rounding, gate.ROUTED_TOLERANCE)
+        list(deep.layers())[12].register_forward_hook(lambda block, inputs, x: inputs[0])
+        assert compare_logits(whole(deep, tokens)[0, -4:], plain, bound) is not None
+    assert tolerance(load_model(open_model_folder(PICO), Placement(CPU.device, torch.bfloat16)).model) < 0.05
 
 
 def verdict(number: int, mixed: bool, kv: KvDtype, factor: float) -> Declined | None:
