@@ -197,7 +197,7 @@ REASONS: Mapping[str, str] = {
     "expert-norms": "experts or their router have norms of their own",
     "shared-expert-norms": "the shared expert has norms of its own",
     "expert-groups": "experts are chosen by groups",
-    "experts-read-by-host": "experts are not all packed alike, so the host must read which of them have rows",
+    "experts-read-by-host": "experts are not all packed alike, so the host must read which experts have rows",
     "router-bias": "the router has a bias, or experts have scales",
     "expert-biases": "experts have biases",
 }

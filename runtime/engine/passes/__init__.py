@@ -82,11 +82,11 @@ def compile_passes(
     report: receives why a pass of this device was not compiled, and later why one stopped being used, each cause once.
     """
     compiled: list[Pass] = []
-    told: list[Declined] = []
+    reported: list[Declined] = []
 
     def tell(cause: Declined) -> None:
-        if cause not in told:
-            told.append(cause)
+        if cause not in reported:
+            reported.append(cause)
             report(cause)
 
     declined: dict[str, Declined] = {}
