@@ -1,7 +1,9 @@
 """Test the reasoning budget on every route: a model that never closes its reasoning still answers."""
 
 import dataclasses
+import itertools
 import json
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -189,13 +191,13 @@ LIMITS: dict[str, dict[str, Any]] = {
 }
 
 
-def limited(looping: Served, route: str, limit: str, form: str, stream: bool) -> None:
+def limited(looping: Served, route: str, limit: str, form: str, stream: bool, seed: int = 0) -> None:
     fields = LIMITS[limit]
     if route == "/v1/messages" and limit == "budget":
         fields = {"thinking": {"type": "enabled", "budget_tokens": 30}, "temperature": 1}
-    seed = {} if route == "/v1/messages" else {"seed": 0}
-    text = answered(looping, route, {**fields, **ALL_FORMS[route][form], **seed}, stream)
-    assert text.strip(), (route, limit, form, stream)
+    seed_field = {} if route == "/v1/messages" else {"seed": seed}
+    text = answered(looping, route, {**fields, **ALL_FORMS[route][form], **seed_field}, stream)
+    assert text.strip(), (route, limit, form, stream, seed)
     if form == "schema":
         assert json.loads(text) == {"city": "Oslo"}
 
@@ -205,6 +207,19 @@ def limited(looping: Served, route: str, limit: str, form: str, stream: bool) ->
 def test_every_limit_leaves_an_answer(looping: Served, route: str, limit: str) -> None:
     for stream, form in ((False, "text"), (True, "schema"), (True, "call"), (False, "tools")):
         limited(looping, route, limit, form, stream)
+
+
+@pytest.mark.slow
+def test_a_hundred_replies_of_a_looping_model_have_an_answer(looping: Served) -> None:
+    """Prints the number of replies with an answer, and the longest reply of each limit in seconds."""
+    cases = list(itertools.product(ALL_FORMS, LIMITS, FORMS, (True, False)))
+    longest = dict.fromkeys(LIMITS, 0.0)
+    for number in range(100):
+        route, limit, form, stream = cases[number * 37 % len(cases)]
+        began = time.perf_counter()
+        limited(looping, route, limit, form, stream, number)
+        longest[limit] = max(longest[limit], time.perf_counter() - began)
+    print("100 of 100 answered;", ", ".join(f"{name} {seconds:.2f} s" for name, seconds in longest.items()))
 
 
 def test_a_loop_is_cut_long_before_the_budget(looping: Served) -> None:
