@@ -258,7 +258,7 @@ def quantize(
 
 
 def _opened(folder: ModelFolder, output: TensorWriter, writer: CheckpointWriter) -> ModelFolder:
-    """Write config.json, and open the result as every reader will open it, while it can still be discarded."""
+    # As every reader will open it, while it can still be discarded.
     writer.add_file("config.json", _config(folder, output))
     result = open_model_folder(writer.folder)
     result.checked_manifest()

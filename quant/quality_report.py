@@ -76,10 +76,8 @@ class QualityReport:
 
 @dataclass(frozen=True)
 class MeasuredHead:
-    """The KL with either head, and the evaluation of the model with the one that is stored."""
-
     kl: HeadKl
-    evaluation: Evaluation
+    evaluation: Evaluation  # with the head that is stored
 
 
 def _text(folder: ModelFolder, report: Report) -> TokenWindows:
@@ -106,10 +104,7 @@ def measure_result(
     same_head: bool = True,
     head: MeasuredHead | None = None,
 ) -> QualityReport:
-    """Measure a result; `same_head`: a head that is not packed has the original's weights.
-
-    head: what choosing it measured of the same result.
-    """
+    """Measure a result; `same_head`: a head that is not packed has the original's weights."""
     reference = original.model
     placement = reference.placement
     text = _text(reference.folder, report)

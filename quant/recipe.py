@@ -135,7 +135,7 @@ class Recipe:
         linears = [(linear, bits) for bits, group in zip(widths, groups, strict=True) for linear in group]
         head = self.head
         if head == "auto":
-            # No reader loads a packed embedding, and a head stored beside a tied one would only add bytes.
+            # No reader loads a packed embedding, and a head in addition to a tied one would only add bytes.
             head = "keep" if config.tie_embeddings or self.solver_spec.stands_alone else "int8"
         if head != "keep":
             if config.tie_embeddings:

@@ -66,7 +66,6 @@ class QuantizationPlan:
 
     @property
     def chooses_head(self) -> bool:
-        """Whether the head in `packings` is stored only if its measured cost is small."""
         return self.recipe.head == "auto" and self.config.head().name in self.packings
 
     def with_dense_head(self) -> "QuantizationPlan":

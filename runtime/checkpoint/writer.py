@@ -118,7 +118,7 @@ class CheckpointWriter(Staging):
 
     def replan(self, plan: Sequence[tuple[str, torch.dtype, Shape]]) -> None:
         """Write the files anew by another plan: tensors in both are copied, the others are to be written."""
-        # Until the end the disk holds both; the old files have no names any more, so that nothing of them can stay.
+        # The disk holds both until the old files, whose names are removed first, are closed.
         entries, files, written = self._entries, self._files, set(self._entries) - self._pending
         with disk_errors(self.target):
             for file in (*files, INDEX):

@@ -33,7 +33,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         source = Source("untied", Path(name) / "untied", None, None)
         untie(source.folder)
-        for bits in (8, 4, 3, 2):
+        for bits in (4, 3, 2, 8):
             plan = plan_quantization(source, Recipe(bits=bits))
             head = quantize(plan, Path(name) / str(bits), CPU).report.head
             assert head is not None
