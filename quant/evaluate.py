@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.progress import ReportProgress, silent
+from mycli.quant.recipe import Head
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.placement import Placement
 from mycli.runtime.device.system import trim_heap
@@ -124,9 +125,15 @@ def evaluate_each(
     text: TokenWindows,
     reference: StreamedModel | None = None,
     progress: ReportProgress = silent,
+    *,
+    same_blocks: bool = False,
 ) -> list[Evaluation]:
-    """Score each of `models` as `evaluate` does; the reference runs once for all."""
-    every = [*models] if reference is None else [*models, reference]
+    """Score each of `models` as `evaluate` does; the reference runs once for all.
+
+    same_blocks: `models` differ in nothing but their heads, so that the blocks of the first run for all.
+    """
+    run = models[:1] if same_blocks else models
+    every = [*run] if reference is None else [*run, reference]
     windows, context = text.windows.shape
     for config in (streamed.config for streamed in every):
         if context > config.max_context:
@@ -142,6 +149,8 @@ def evaluate_each(
     for start in range(0, windows, at_once):
         part = text.windows[start : start + at_once]
         streams = [streamed.hidden(part, progress) for streamed in every]
+        if same_blocks:
+            streams = [streams[0]] * len(models) + streams[1:]
         trim_heap(mmap_threshold=4 << 20)  # scores lie between slices of logits, so malloc could never return those
         for index, tokens in enumerate(part):
             for model, stream, rows in zip(models, streams, scores, strict=False):  # the last stream is the reference's
@@ -181,6 +190,17 @@ def measure_activations(
     if "lm_head" not in folder.packings:
         models[1].share_head(models[0])
     return dict(zip(kinds, evaluate_each(models, text, reference, progress), strict=True))
+
+
+def measure_heads(
+    folder: ModelFolder, text: TokenWindows, reference: StreamedModel, progress: ReportProgress
+) -> dict[Head, Evaluation]:
+    """Score a model with the output head of `reference`, and with its own in 8 bits."""
+    packed = StreamedModel(folder, reference.placement, reference.at_once)
+    dense = StreamedModel(folder, reference.placement, reference.at_once)
+    dense.share_head(reference)
+    results = evaluate_each([dense, packed], text, reference, progress, same_blocks=True)
+    return dict(zip(("keep", "int8"), results, strict=True))
 
 
 @torch.no_grad()

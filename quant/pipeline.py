@@ -33,7 +33,7 @@ from mycli.quant.planning.plan import (
     plan_low_copy,
 )
 from mycli.quant.progress import ReportNote, ReportProgress, ignore, silent
-from mycli.quant.quality_report import Original, QualityReport, measure_result
+from mycli.quant.quality_report import Original, QualityReport, choose_head, measure_result
 from mycli.quant.recipe import Recipe
 from mycli.quant.solving.blockwise import BlockSolver, quantize_blocks
 from mycli.quant.solving.linear_solver import TOO_FEW_TOKENS, LinearSolver
@@ -225,14 +225,16 @@ def quantize(
             write_mtp_head(folder.mtp_head, writer)
         for name, data in folder.companions().items():
             writer.add_file(name, data)
-        writer.add_file("config.json", _config(folder, output))
-        # Opened as every reader will open it, while it can still be discarded.
-        result = open_model_folder(writer.folder)
-        result.checked_manifest()
+        result = _opened(folder, output, writer)
         measured = QualityReport()
         if work.report != "none":
             original = shared.original(work, placement, whole=not in_place)
-            measured = measure_result(original, result, work.report, progress)
+            head = choose_head(original, result, work.report, progress) if work.chooses_head else None
+            if head is not None and not head.kl.packed:
+                work = work.with_dense_head()
+                result = _with_dense_head(work, writer)
+                layers = tuple(layer for layer in layers if layer.name in work.packings)
+            measured = measure_result(original, result, work.report, progress, head=head)
         files = model_card.digests(path for path in writer.folder.iterdir() if path.is_file())
         record = model_card.encode(
             recipe={**asdict(recipe), "group": "channel" if recipe.group is None else recipe.group},
@@ -253,6 +255,23 @@ def quantize(
             finished.clear()
     notes = (*_source_notes(work, calibration), *result_notes(layers, tuning, measured))
     return Outcome(target, work.size, layers, measured, notes)
+
+
+def _opened(folder: ModelFolder, output: TensorWriter, writer: CheckpointWriter) -> ModelFolder:
+    # As every reader will open it, while it can still be discarded.
+    writer.add_file("config.json", _config(folder, output))
+    result = open_model_folder(writer.folder)
+    result.checked_manifest()
+    return result
+
+
+def _with_dense_head(work: QuantizationPlan, writer: CheckpointWriter) -> ModelFolder:
+    """Replace the packed head of a written result by the source's."""
+    folder = work.folder
+    output = TensorWriter(writer, work.packings, folder.config.dtype)
+    writer.replan(work.tensors)
+    output.copy(SourceWeights(folder), f"{folder.config.head().name}.weight")
+    return _opened(folder, output, writer)
 
 
 def _is_written(solved: Solved) -> None:

@@ -7,7 +7,15 @@ from typing import Any
 from mycli.quant.calls.measure import count_calls, measure_structure
 from mycli.quant.calls.prompts import call_prompts
 from mycli.quant.calls.record import CallCounts, CallQuality
-from mycli.quant.evaluate import Evaluation, cut, evaluate, held_out_text, measure_activations
+from mycli.quant.evaluate import (
+    Evaluation,
+    TokenWindows,
+    cut,
+    evaluate,
+    held_out_text,
+    measure_activations,
+    measure_heads,
+)
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.planning.plan import QUICK_TOKENS, REPORT_CONTEXT, Report
 from mycli.quant.progress import ReportProgress
@@ -15,6 +23,7 @@ from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.system import trim_heap
 from mycli.runtime.errors import ResourceError, UserError
 from mycli.runtime.quantization.activations import ActivationKl
+from mycli.runtime.quantization.head import HeadKl
 from mycli.runtime.tokenizer.parsing.tool_formats import own_tool_format
 
 
@@ -43,6 +52,7 @@ class QualityReport:
     """The measurements of a result; all None without a report."""
 
     evaluation: Evaluation | None = None
+    head: HeadKl | None = None
     activations: ActivationKl | None = None
     calls: CallQuality | None = None
 
@@ -58,32 +68,60 @@ class QualityReport:
             return None
         return {
             **asdict(self.evaluation),
+            "head": None if self.head is None else self.head.record,
             "activations": None if self.activations is None else self.activations.record,
             "calls": None if self.calls is None else asdict(self.calls),
         }
 
 
+@dataclass(frozen=True)
+class MeasuredHead:
+    kl: HeadKl
+    evaluation: Evaluation  # with the head that is stored
+
+
+def _text(folder: ModelFolder, report: Report) -> TokenWindows:
+    context = min(REPORT_CONTEXT, folder.config.max_context)
+    return cut(held_out_text(), folder.tokenizer(), context, QUICK_TOKENS if report == "quick" else None)
+
+
+def choose_head(original: Original, result: ModelFolder, report: Report, progress: ReportProgress) -> MeasuredHead:
+    """Measure a result whose head is packed with that head and with the original's."""
+    trim_heap()
+    measured = measure_heads(result, _text(result, report), original.model, progress)
+    divergences = measured["keep"].divergence, measured["int8"].divergence
+    assert divergences[0] is not None and divergences[1] is not None
+    kl = HeadKl(divergences[0].kl.value, divergences[1].kl.value)
+    return MeasuredHead(kl, measured["int8" if kl.packed else "keep"])
+
+
 def measure_result(
-    original: Original, result: ModelFolder, report: Report, progress: ReportProgress, *, same_head: bool = True
+    original: Original,
+    result: ModelFolder,
+    report: Report,
+    progress: ReportProgress,
+    *,
+    same_head: bool = True,
+    head: MeasuredHead | None = None,
 ) -> QualityReport:
     """Measure a result; `same_head`: a head that is not packed has the original's weights."""
     reference = original.model
-    source, placement = reference.folder, reference.placement
-    context = min(REPORT_CONTEXT, source.config.max_context)
-    text = cut(held_out_text(), source.tokenizer(), context, QUICK_TOKENS if report == "quick" else None)
+    placement = reference.placement
+    text = _text(reference.folder, report)
     trim_heap()
     model = StreamedModel(result, placement, reference.at_once)
     if same_head and "lm_head" not in result.packings:
         model.share_head(reference)
-    evaluation = evaluate(model, text, reference, progress)
+    evaluation = evaluate(model, text, reference, progress) if head is None else head.evaluation
+    kl_of_head = None if head is None else head.kl
     calls = _measure_calls(original, model, progress)
     if placement.device.type != "cpu" or evaluation.divergence is None:
-        return QualityReport(evaluation, None, calls)
+        return QualityReport(evaluation, kl_of_head, None, calls)
     del model
     measured = measure_activations(result, placement, text, reference, progress)
     kl = [measured[bits].divergence for bits in ("16", "8")] if measured else []
     activations = ActivationKl(*(divergence.kl.value for divergence in kl if divergence is not None)) if kl else None
-    return QualityReport(evaluation, activations, calls)
+    return QualityReport(evaluation, kl_of_head, activations, calls)
 
 
 def _measure_calls(original: Original, model: StreamedModel, progress: ReportProgress) -> CallQuality | None:

@@ -15,7 +15,7 @@ from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES, Packing
 if TYPE_CHECKING:  # torch takes seconds to import
     from mycli.quant.rounding.grid import Search
 
-Head = Literal["keep", "int8", "int4"]
+Head = Literal["auto", "keep", "int8", "int4"]
 Hessian = Literal["layer", "model"]
 
 DEFAULT_SEQ = 512  # 128 windows are 64 Ki tokens: several per input of the largest layers, minutes on a CPU
@@ -41,8 +41,9 @@ class Recipe:
     """Everything that decides the bytes of a quantized model, except the source and the user's calibration text.
 
     `method`: one of `methods()`. `group`: inputs per scale, None for one scale per output row. Norms, biases and
-    embeddings stay unquantized, and the head too unless `head` says otherwise. Methods that use data see `samples`
-    windows of `seq` tokens (None: `DEFAULT_SEQ` or the model's context, if shorter), drawn with `seed`.
+    embeddings stay unquantized. `head`: "auto" stores an untied head in 8 bits if the report shows that it costs
+    little, and leaves it unquantized without a report. Methods that use data see `samples` windows of `seq` tokens
+    (None: `DEFAULT_SEQ` or the model's context, if shorter), drawn with `seed`.
     `target_bpw`: mean bits per quantized weight, scales included; `widths` then holds the bits of each product of each
     block in order of execution (see `mixed_precision`) and replaces `bits`. `tune`: train codes and scales of
     each block once it is solved (`quant.tuning.block`), and scales and gains of all at the end
@@ -55,7 +56,7 @@ class Recipe:
     bits: int = 4
     group: int | None = 128
     scales: "Search" = "mse"
-    head: Head = "keep"
+    head: Head = "auto"
     samples: int = 128
     seq: int | None = None
     seed: int = 0
@@ -81,7 +82,7 @@ class Recipe:
             raise UsageError(f"{name} supports only {', '.join(map(str, spec.bits))} bits", code="method-bits")
         if self.group is None and not spec.row_scales:
             raise UsageError(f"{name} has no scales per output row", code="choose-block", data={"choices": _GROUPS})
-        if spec.stands_alone and self.head != "keep":
+        if spec.stands_alone and self.head not in ("auto", "keep"):
             raise UsageError(f"head {self.head}: {name} leaves the head unquantized", code="keep-head")
         if self.hessian == "model" and not spec.takes_output_moments:
             message = f"method {self.method} has no Hessian of the whole model"
@@ -114,7 +115,7 @@ class Recipe:
     def name(self) -> str:
         """The part of a model's name that describes the recipe, such as rtn-int4-g128; defaults are left out."""
         scales = "-absmax" if self.scales == "absmax" else ""
-        head = "" if self.head == "keep" else f"-head-{self.head}"
+        head = "" if self.head == "auto" else f"-head-{self.head}"
         tuned = "-model" if self.hessian == "model" else ""
         tuned += "-tuned" if self.tune else ""
         if len(self.solver_spec.bits) == 1:
@@ -125,18 +126,22 @@ class Recipe:
         return f"{self.method.replace('+', '-')}{scales}-{packing}{head}{tuned}"
 
     def packings(self, config: ModelConfig) -> dict[str, Packing]:
-        """The packing of each quantized linear, in order of execution.
+        """The packing of each quantized linear, in order of execution; with an "auto" head the one to measure.
 
         Raises UsageError if the group size does not divide the inputs of one, or for quantizing a tied head.
         """
         groups = [group for layer in range(config.layers) for group in config.layer(layer).products().values()]
         widths = self.widths or (self.bits,) * len(groups)
         linears = [(linear, bits) for bits, group in zip(widths, groups, strict=True) for linear in group]
-        if self.head != "keep":
+        head = self.head
+        if head == "auto":
+            # No reader loads a packed embedding, and a head in addition to a tied one would only add bytes.
+            head = "keep" if config.tie_embeddings or self.solver_spec.stands_alone else "int8"
+        if head != "keep":
             if config.tie_embeddings:
-                message = f"head {self.head}: this model uses its embedding as head, and embeddings stay unquantized"
+                message = f"head {head}: this model uses its embedding as head, and embeddings stay unquantized"
                 raise UsageError(message, code="keep-head")
-            linears.append((config.head(), int(self.head.removeprefix("int"))))
+            linears.append((config.head(), int(head.removeprefix("int"))))
         self._require_divisible([linear for linear, _ in linears])
         layout = formats.load_writable(self.solver_spec.layout)
         return {linear.name: layout.planned_packing(linear, bits, self.group, config.dtype) for linear, bits in linears}

@@ -12,6 +12,7 @@ from mycli.cli.load import about, adapted, announce_build, announce_experts, ann
 from mycli.cli.output import Column
 from mycli.cli.reasons import activation_text
 from mycli.cli.reports.bench_results import Repetitions, ResultFlags, Row
+from mycli.cli.text.format import head_format
 from mycli.cli.text.progress import CpuContention
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.open_folder import open_model_folder
@@ -142,7 +143,8 @@ def _measure(call: Call, subject: _Subject, trials: "Sequence[Trial]", repetitio
     load_seconds = time.perf_counter() - start
     announce_passes(call, runner)
     if runner.activations is not None:
-        call.out.note(f"{source.name}: {activation_text(runner.activations)}")
+        head = head_format(folder.config, folder.packings)
+        call.out.note(f"{source.name}: {activation_text(runner.activations)}; output head {head}")
     # Memory is measured right before and right after each trial, and the better one counts: on a shared host the rate
     # changes from minute to minute, and another program may disturb one of the two.
     rates = [throughput.current_bandwidth(placement.device)]
@@ -154,6 +156,7 @@ def _measure(call: Call, subject: _Subject, trials: "Sequence[Trial]", repetitio
         "dtype": dtype_info(placement.dtype).short,
         "kv": dtype_info(placement.dtype).short if placement.kv == "auto" else placement.kv,
         "activation_bits": None if runner.activations is None else runner.activations.bits,
+        "head": head_format(folder.config, folder.packings),
         "load_seconds": load_seconds,
     }
     results, contention = [], CpuContention()

@@ -36,7 +36,7 @@ EXAMPLES = (
     "mycli estimate pico --quant int4-g128 --tp 2 --json",
     "mycli estimate pico --verify --device cpu --tol 10%",
 )
-HEADS = {"keep": None, "int8": 8, "int4": 4}
+HEADS = {"auto": None, "keep": None, "int8": 8, "int4": 4}  # auto may keep it, so that is what must fit
 CONTEXTS = (2048, 8192, 32768, 131072)  # columns of --table, up to the model's limit
 _PART_COLUMNS = (
     Column("part", "part"),
@@ -174,7 +174,7 @@ def _plan(call: Call, folder: ModelFolder, engine: EngineConfig, gpu: bool) -> M
 
 
 def _scheme(plan: MemoryPlan, quant: str | None, head: str) -> PackingScheme:
-    if plan.packings and (quant or head != "keep"):
+    if plan.packings and (quant or HEADS.get(head)):
         raise UsageError("this model is already quantized", "omit --quant and --head, or name the original model")
     bits = HEADS[options.choice("--head", head, tuple(HEADS))]
     if quant is None and bits:
@@ -205,8 +205,11 @@ def estimate(
         str | None, options.option("--quant", "SCHEME", "Estimate as if quantized: int4-g128, int8-channel, nf4-g64.")
     ] = None,
     head: Annotated[
-        str, options.option("--head", "|".join(HEADS), "With --quant: how the output head is stored.")
-    ] = "keep",
+        str,
+        options.option(
+            "--head", "|".join(HEADS), "With --quant: how the output head is stored; auto: counted as unquantized."
+        ),
+    ] = "auto",
     gpu: Annotated[int | None, options.size("--gpu", "Estimate for a GPU with this much free memory.")] = None,
     bandwidth: Annotated[
         float | None,
@@ -227,7 +230,7 @@ def estimate(
     if fit + table + verify > 1:
         raise UsageError("--fit, --table and --verify exclude each other", "use one of the three")
     engine = loading.resolve(batch)
-    if verify and (gpu or quant or head != "keep" or engine.draft):
+    if verify and (gpu or quant or HEADS.get(head) or engine.draft):
         raise UsageError("--verify runs the model unchanged on this machine", "omit --gpu, --quant, --head and --draft")
     tolerance = _parse_share(tol)
     target = Target("gpu", "as given", True, gpu) if gpu else find_target(engine.device, state_dir())

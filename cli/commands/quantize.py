@@ -266,7 +266,7 @@ def quantize(
         run_sweep(call, copies, plan, placement, Options(overwrite, restart, plot, dry_run))
         return
     work, choosing = plan(recipe), 0.0
-    if recipe.head == "keep" and not folder.config.tie_embeddings:
+    if folder.config.head().name not in work.packings and not folder.config.tie_embeddings:
         head = human_bytes(head_bytes(MemoryPlan(folder.config)))
         call.out.note(
             f"the output head stays unquantized: {head} of {human_bytes(work.size.bytes)}; --head int8 halves it"

@@ -9,7 +9,7 @@ from mycli.cli.command import Call, command
 from mycli.cli.flags import options
 from mycli.cli.output import Column
 from mycli.cli.reports.plot import LayerError, require_svg, write_errors
-from mycli.cli.text.format import activation_rows, active_parameters, call_rows, file_activation_rows
+from mycli.cli.text.format import activation_rows, active_parameters, call_rows, file_activation_rows, head_rows
 from mycli.quant.calls.record import read_call_quality
 from mycli.runtime.errors import NotFoundError, UsageError
 from mycli.runtime.hub.activation_record import recorded_kl
@@ -20,6 +20,7 @@ from mycli.runtime.hub.resolve import resolve
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.quantization.activations import read_activation_kl
+from mycli.runtime.quantization.head import read_head_kl
 from mycli.runtime.utils.json_fields import Fields
 from mycli.runtime.utils.units import human_bytes
 
@@ -115,6 +116,7 @@ def _quality(info: ModelInfo) -> list[tuple[str, str]]:
         ("KL", f"mean {kl:.4g}, 99% below {p99:.4g}"),
         ("same top token", f"{divergence.object('same_top1').number('value'):.2%}"),
         *call_rows(read_call_quality(info.record)),
+        *head_rows(read_head_kl(info.record)),
         *activation_rows(read_activation_kl(info.record)),
     ]
 

@@ -79,10 +79,11 @@ class RecipeFlags:
         str,
         options.words(
             "--head",
-            ("keep", "int8", "int4"),
-            "An output head that is not tied to the embedding: keep it unquantized, or quantize it.",
+            ("auto", "keep", "int8", "int4"),
+            "An output head that is not tied to the embedding: int8, int4, or keep it unquantized; auto: int8 if the"
+            " quality measurement shows no loss.",
         ),
-    ] = "keep"
+    ] = "auto"
     calib: Annotated[
         str | None,
         options.option(
@@ -124,7 +125,7 @@ class RecipeFlags:
             bits=4 if self.bits is None else int(self.bits),
             group=None if group == "channel" else int(group),
             scales=options.choice("--scales", self.scales, ("mse", "absmax")),
-            head=options.choice("--head", self.head, ("keep", "int8", "int4")),
+            head=options.choice("--head", self.head, ("auto", "keep", "int8", "int4")),
             samples=self.samples,
             seq=self.seq,
             seed=self.seed,

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mycli.cli.serving.other_engines import RANKS, command_for_more_gpus
-from mycli.cli.text.format import experts_in_memory
+from mycli.cli.text.format import experts_in_memory, head_format
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.device.probe import Target
 from mycli.runtime.diagnostics.vllm_tp import obstacles
@@ -68,6 +68,7 @@ def estimate_json(subject: EstimateSubject, ranks: int | None) -> dict[str, Any]
     answer: dict[str, Any] = {
         "model": subject.model,
         "scheme": subject.scheme_name,
+        "head": head_format(plan.config, plan.packings),
         "parameters": plan.config.parameters(),
         "active_parameters": plan.config.active_parameters(),
         "context": plan.context,
@@ -135,7 +136,7 @@ def estimate_rows(subject: EstimateSubject, answer: dict[str, Any]) -> list[tupl
     per_token = (nbytes["cache"] - states) // (plan.context * plan.batch) / 1024
     recurrent = f"; {human_bytes(states)} recurrent states" if states else ""
     copied = f"; {human_bytes(shadow_bytes(plan))} for a 16-bit copy" if plan.shadow else ""
-    tied = "  (tied)" if config.tie_embeddings else ""
+    tied = "tied" if config.tie_embeddings else ""
     cache = f"{plan.context} tokens x {plan.batch}, {per_token:.1f} KiB per token{recurrent}"
     passes = f"activations {human_bytes(space['activations'])}, dequantization {human_bytes(space['dequantization'])}"
     rows = [("weights", f"{human_bytes(nbytes['weights'])}  ({config.layers} layers, {answer['scheme']}{copied})")]
@@ -145,7 +146,7 @@ def estimate_rows(subject: EstimateSubject, answer: dict[str, Any]) -> list[tupl
         size = f"{len(adapter.added)} weights changed, {human_bytes(adapter.nbytes)} read"
         rows.append(("adapter", f"0 bytes  (merged into the weights: {size})"))
     rows += [
-        ("embeddings and head", human_bytes(nbytes["embeddings_and_head"]) + tied),
+        ("embeddings and head", f"{human_bytes(nbytes['embeddings_and_head'])}  ({tied or answer['head']})"),
         ("KV cache", f"{human_bytes(nbytes['cache'])}  ({cache})"),
     ]
     if plan.draft is not None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from mycli.cli.command import Call
 from mycli.cli.reports.plot import LayerError
-from mycli.cli.text.format import activation_rows, call_rows, quality_rows
+from mycli.cli.text.format import activation_rows, call_rows, head_rows, quality_rows
 from mycli.cli.text.progress import duration
 from mycli.quant.calls.record import CallQuality
 from mycli.runtime.errors import GateError
@@ -32,6 +32,7 @@ def steps(work: "QuantizationPlan") -> list[str]:
         f"{solver} in {blocks} blocks on {recipe.samples} windows of {work.seq} tokens" if recipe.needs_data else solver
     )
     steps += ["tune the result"] if recipe.tune else []
+    steps += ["choose the bits of the output head"] if work.chooses_head else []
     if tokens := measured_tokens(work.report):
         steps.append(f"measure the quality on {tokens} tokens")
     return steps
@@ -88,6 +89,7 @@ def show_outcome(call: Call, outcome: "Outcome", errors: Sequence[LayerError]) -
         ("quantized", f"{len(outcome.layers)} layers at {size.quantized_bits_per_weight:.3f} bits per weight"),
         *([] if report.evaluation is None else quality_rows(report.evaluation)),
         *call_rows(report.calls),
+        *head_rows(report.head),
         *activation_rows(report.activations),
         *([] if output_error is None else [("output error", output_error)]),
         ("worst layers", ", ".join(f"{layer.name.removeprefix('model.')} {layer.error:.2%}" for layer in worst)),

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from mycli.cli.remedies import Subject, remedy
+from mycli.runtime.checkpoint.formats import EMBEDDING
 from mycli.runtime.errors import UserError
 from mycli.runtime.quantization.activations import MAX_ADDED_KL, MAX_MOVED_KL, ActivationKl
+from mycli.runtime.quantization.head import HeadKl
 from mycli.runtime.utils.sanitize import sanitize_json
 from mycli.runtime.utils.units import human_bytes, pluralize
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:  # torch takes a second to import
     from mycli.runtime.engine.stats import Timing
     from mycli.runtime.memory.plan import MemoryPlan
     from mycli.runtime.models.config import ModelConfig
+    from mycli.runtime.quantization.scheme import Packing
 
 SCHEMA_VERSION = 1  # of every JSON answer; raised when the meaning of a field changes
 
@@ -90,6 +93,21 @@ def activation_rows(measured: ActivationKl | None) -> list[tuple[str, str]]:
         return []
     kl = f"KL {measured.eight:.4g}, with 16 bits {measured.sixteen:.4g} ({measured.added:+.1%})"
     return [_activation_row(kl, measured.added < MAX_ADDED_KL, f"{MAX_ADDED_KL:.0%}")]
+
+
+def head_format(config: "ModelConfig", packings: "Mapping[str, Packing]") -> str:
+    """Return the name of the packing of the output head, such as int8-g128, or the dtype of a dense one."""
+    packing = packings.get(EMBEDDING if config.tie_embeddings else config.head().name)
+    return packing.name if packing is not None else config.dtype
+
+
+def head_rows(measured: HeadKl | None) -> list[tuple[str, str]]:
+    """Return the row on the choice of the output head; none if it was not measured."""
+    if measured is None:
+        return []
+    kl = f"KL {measured.keep:.4g} unquantized, {measured.int8:.4g} in 8 bits ({measured.added:+.1%})"
+    limit = f"the limit is {MAX_ADDED_KL:.0%}"
+    return [("output head", f"8 bits: {kl}" if measured.packed else f"unquantized: {kl}; {limit}")]
 
 
 def file_activation_rows(moved: float | None) -> list[tuple[str, str]]:

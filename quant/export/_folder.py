@@ -20,6 +20,7 @@ from mycli.runtime.models.part_spec import LinearSpec, Shape
 from mycli.runtime.quantization.packed_weight import PackedWeight
 from mycli.runtime.quantization.scheme import Packing
 
+_HEAD = "lm_head"
 _QUANTIZED = ("quantization_config", "quantization")
 
 
@@ -66,16 +67,20 @@ def write_symmetric(
     parts: Callable[[PackedWeight], Mapping[str, Tensor]],
     settings: Mapping[str, Any],
     progress: ReportProgress,
+    *,
+    dense_head: bool,
 ) -> Exported:
     """Write a layout with fp16 scales: `parts` makes the `planned` tensors of each packed linear.
 
-    `settings` become `quantization_config`. Raises ModelError for scales that fp16 would round, unless `requantize`.
+    `settings` become `quantization_config`; `dense_head`: a packed head is written dequantized. Raises ModelError for
+    scales that fp16 would round, unless `requantize`.
     """
     config, weights = request.folder.config, Weights(request.folder)
+    packings = {name: packing for name, packing in weights.packings.items() if not (dense_head and name == _HEAD)}
     rounded: list[Rounded] = []
     tensors: list[tuple[str, torch.dtype, Shape]] = []
     for name, shape in config.tensors():
-        packing = weights.packing(name)
+        packing = packings.get(name.removesuffix(".weight"))
         if packing is None:
             tensors.append((name, weights.stored_dtype(name), shape))
         else:
@@ -84,8 +89,8 @@ def write_symmetric(
 
     def fill(writer: CheckpointWriter) -> None:
         for done, name in enumerate(names, 1):
-            if weights.packing(name) is None:
-                writer.write(name, weights.dense(name))
+            if name.removesuffix(".weight") not in packings:
+                writer.write(name, weights.defined_values(name).to(weights.stored_dtype(name)))
             else:
                 weight = weights.packed(name)
                 error = fp16_scale_error(weight)
@@ -101,7 +106,7 @@ def write_symmetric(
     return Exported(
         request.target,
         nbytes,
-        Counter(packing.name for packing in weights.packings.values()),
+        Counter(packing.name for packing in packings.values()),
         rounded,
         without_mtp_head(request.folder),
         separate_experts=config.active_parameters() < config.parameters(),
@@ -109,23 +114,23 @@ def write_symmetric(
 
 
 def only_packing(request: ExportRequest, layout: str) -> Packing:
-    """Return the packing that all linears of the layers share: symmetric integers, not permuted.
+    """Return the packing that all linears of the layers share: symmetric integers, not permuted; the head may differ.
 
     Raises ModelError for any other model.
     """
     packings = {name: packing.as_integers() for name, packing in request.folder.packings.items()}
     if not packings:
         raise ModelError(f"the model is not quantized, which {layout} needs", code="quantize-first")
-    linears = [spec.name for spec in request.folder.config.linears() if spec.name != "lm_head"]
+    linears = [spec.name for spec in request.folder.config.linears() if spec.name != _HEAD]
     dense = [name for name in linears if name not in packings]
-    if dense or any(name not in linears and name != "lm_head" for name in packings):
+    if dense or any(name not in linears and name != _HEAD for name in packings):
         raise ModelError(
             f"{(dense or ['the embedding'])[0]}: {layout} needs all linears quantized, and nothing else", ""
         )
-    widths = {(packing.bits, packing.group_size) for packing in packings.values()}
-    first = next(iter(packings.values()))
+    layers = [packing for name, packing in packings.items() if name != _HEAD]
+    widths, first = {(packing.bits, packing.group_size) for packing in layers}, layers[0]
     if len(widths) > 1:
         raise ModelError(f"linears have {len(widths)} different widths or groups; {layout} needs the same for all", "")
-    if any(packing.offsets or packing.permuted or packing.codes != "int" for packing in packings.values()):
+    if any(packing.offsets or packing.permuted or packing.codes != "int" for packing in layers):
         raise ModelError(f"{first.name} weights: {layout} holds symmetric integers only", "")
     return first

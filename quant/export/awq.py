@@ -23,9 +23,8 @@ _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output in each nibble of a word
 
 def export(request: ExportRequest, progress: ReportProgress) -> Exported:
     packing = only_packing(request, "AWQ")
-    if packing.bits != _BITS or "lm_head" in request.folder.packings:
-        what = "a quantized head" if packing.bits == _BITS else f"{packing.name} weights"
-        raise ModelError(f"{what}: AWQ holds only 4-bit weights, and only in the linears of the layers", "")
+    if packing.bits != _BITS:
+        raise ModelError(f"{packing.name} weights: AWQ holds only 4-bit weights", "")
     settings = {
         "quant_method": "awq",
         "version": "gemm",
@@ -34,7 +33,7 @@ def export(request: ExportRequest, progress: ReportProgress) -> Exported:
         "zero_point": True,
         "modules_to_not_convert": None,
     }
-    return write_symmetric(request, "AWQ", _planned, _parts, settings, progress)
+    return write_symmetric(request, "AWQ", _planned, _parts, settings, progress, dense_head=True)
 
 
 def _planned(linear: LinearSpec, packing: Packing) -> Iterator[tuple[str, torch.dtype, Shape]]:

@@ -22,6 +22,9 @@ _WORD = 32
 
 def export(request: ExportRequest, progress: ReportProgress) -> Exported:
     packing = only_packing(request, "GPTQ")
+    head = request.folder.packings.get("lm_head")
+    # One width applies to all linears, so a head of another one is dequantized.
+    packed_head = head is not None and head.as_integers() == packing
     settings = {
         "quant_method": "gptq",
         "checkpoint_format": "gptq",
@@ -29,10 +32,10 @@ def export(request: ExportRequest, progress: ReportProgress) -> Exported:
         "group_size": packing.group_size or -1,
         "desc_act": False,
         "sym": True,
-        "lm_head": "lm_head" in request.folder.packings,
+        "lm_head": packed_head,
         "pack_dtype": "int32",
     }
-    return write_symmetric(request, "GPTQ", _planned, _parts, settings, progress)
+    return write_symmetric(request, "GPTQ", _planned, _parts, settings, progress, dense_head=not packed_head)
 
 
 def _planned(linear: LinearSpec, packing: Packing) -> Iterator[tuple[str, torch.dtype, Shape]]:

@@ -65,6 +65,14 @@ class QuantizationPlan:
         return self.folder.config
 
     @property
+    def chooses_head(self) -> bool:
+        return self.recipe.head == "auto" and self.config.head().name in self.packings
+
+    def with_dense_head(self) -> "QuantizationPlan":
+        packings = {name: packing for name, packing in self.packings.items() if name != self.config.head().name}
+        return replace(self, packings=packings, tensors=_tensors(self.folder, packings))
+
+    @property
     def size(self) -> Size:
         total = sum(dtype.itemsize * math.prod(shape) for _, dtype, shape in self.tensors)
         names = tuple(f"{name}.weight" for name in self.packings)
@@ -95,7 +103,9 @@ def plan_quantization(
     """
     folder = folder or open_model_folder(source.folder)
     stored = source_scheme(folder, source.label)
-    config, packings = folder.config, recipe.packings(folder.config)
+    # Without a report nothing says what 8 bits would cost.
+    measurable = replace(recipe, head="keep") if report == "none" and recipe.head == "auto" else recipe
+    config, packings = folder.config, measurable.packings(folder.config)
     tensors = _tensors(folder, packings)
     if recipe.tune or recipe.target_bpw is not None or recipe.hessian == "model":
         _require_gradients(config)

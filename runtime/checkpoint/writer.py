@@ -18,6 +18,8 @@ from mycli.runtime.models.part_spec import Shape
 from mycli.runtime.utils.atomic_folder import Staging
 from mycli.runtime.utils.files import disk_errors
 
+_COPIED_AT_ONCE = 16 << 20  # bytes
+
 
 def _shards(plan: Sequence[tuple[str, torch.dtype, Shape]], limit: int) -> list[list[tuple[str, str, Shape]]]:
     # In the order of the plan; a tensor larger than the limit has a file of its own.
@@ -65,24 +67,28 @@ class CheckpointWriter(Staging):
         resumable: Path | None = None,
     ) -> None:
         """stored_name: returns the name of a planned tensor in the files."""
-        shards = _shards(plan, max_shard_bytes)
+        self._max_shard_bytes, self._stored_name = max_shard_bytes, stored_name
+        self._lay_out(plan)
+        super().__init__(target, sum(self._sizes.values()), overwrite=overwrite, source=source, resumable=resumable)
+        self.continues = False  # with `resumable`: the files of an unfinished run with the same plan are there
+        self._files: dict[str, int] = {}
+
+    def _lay_out(self, plan: Sequence[tuple[str, torch.dtype, Shape]]) -> None:
+        shards = _shards(plan, self._max_shard_bytes)
         self._headers: dict[str, bytes] = {}
         self._entries: dict[str, TensorEntry] = {}  # by the names of the plan ...
         self._stored: dict[str, TensorEntry] = {}  # ... and by those in the files
         for number, shard in enumerate(shards, 1):
             file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-            stored = [(stored_name(name), dtype, shape) for name, dtype, shape in shard]
+            stored = [(self._stored_name(name), dtype, shape) for name, dtype, shape in shard]
             self._headers[file], entries = make_header(stored, file)
             self._stored.update(entries)
-            self._entries.update({name: entries[stored_name(name)] for name, _, _ in shard})
+            self._entries.update({name: entries[self._stored_name(name)] for name, _, _ in shard})
         if len(self._entries) != len(plan):
             raise ValueError("the plan names a tensor twice")
         self._sizes = {file: len(header) for file, header in self._headers.items()}
         for entry in self._entries.values():
             self._sizes[entry.file] += entry.nbytes
-        super().__init__(target, sum(self._sizes.values()), overwrite=overwrite, source=source, resumable=resumable)
-        self.continues = False  # with `resumable`: the files of an unfinished run with the same plan are there
-        self._files: dict[str, int] = {}
         self._pending = set(self._entries)
 
     def __enter__(self) -> Self:
@@ -90,21 +96,54 @@ class CheckpointWriter(Staging):
         try:
             with disk_errors(self.target):
                 self.continues = self._resumable and all(map(self._is_begun, self._headers))
-                for file, header in self._headers.items():
-                    if self.continues:
-                        self._files[file] = os.open(self.folder / file, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-                        continue
-                    (self.folder / file).unlink(missing_ok=True)
-                    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-                    self._files[file] = os.open(self.folder / file, flags, 0o666)
-                    os.truncate(self._files[file], self._sizes[file])
-                    _write_all(self._files[file], memoryview(header), 0)
+                if self.continues:
+                    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+                    self._files = {file: os.open(self.folder / file, flags) for file in self._headers}
+                else:
+                    self._create_files()
             if len(self._headers) > 1:
                 self.add_file(INDEX, _index(self._stored))
         except BaseException:
             self.__exit__()
             raise
         return self
+
+    def _create_files(self) -> None:
+        for file, header in self._headers.items():
+            (self.folder / file).unlink(missing_ok=True)
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            self._files[file] = os.open(self.folder / file, flags, 0o666)
+            os.truncate(self._files[file], self._sizes[file])
+            _write_all(self._files[file], memoryview(header), 0)
+
+    def replan(self, plan: Sequence[tuple[str, torch.dtype, Shape]]) -> None:
+        """Write the files anew by another plan: tensors in both are copied, the others are to be written."""
+        # The disk holds both until the old files, whose names are removed first, are closed.
+        entries, files, written = self._entries, self._files, set(self._entries) - self._pending
+        with disk_errors(self.target):
+            for file in (*files, INDEX):
+                (self.folder / file).unlink(missing_ok=True)
+            self._files = {}
+            try:
+                self._lay_out(plan)
+                self._create_files()
+                for name in written & set(self._entries):
+                    self._copy_bytes(files[entries[name].file], entries[name], name)
+            finally:
+                for descriptor in files.values():
+                    os.close(descriptor)
+        if len(self._headers) > 1:
+            self.add_file(INDEX, _index(self._stored))
+
+    def _copy_bytes(self, descriptor: int, origin: TensorEntry, name: str) -> None:
+        entry, done = self._entries[name], 0
+        if (entry.dtype, entry.shape) != (origin.dtype, origin.shape):
+            return
+        while done < entry.nbytes:
+            chunk = os.pread(descriptor, min(_COPIED_AT_ONCE, entry.nbytes - done), origin.offset + done)
+            _write_all(self._files[entry.file], memoryview(chunk), entry.offset + done)
+            done += len(chunk)
+        self._pending.discard(name)
 
     def _is_begun(self, file: str) -> bool:
         path, header = self.folder / file, self._headers[file]

@@ -1,4 +1,4 @@
-"""Measures the cost of a packed head: `pico` with an untied copy of its head, quantized with each `--head`.
+"""Measures what a head in 8 bits costs: `pico` with an untied copy of its head, by the width of the layers.
 
 PYTHONPATH=.links python -m tests.benchmarks.untied_head
 """
@@ -10,18 +10,12 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-from mycli.quant.evaluate import cut, evaluate, held_out_text
-from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.pipeline import quantize
 from mycli.quant.planning.plan import plan_quantization
-from mycli.quant.recipe import Head, Recipe
-from mycli.runtime.checkpoint.open_folder import open_model_folder
+from mycli.quant.recipe import Recipe
 from mycli.runtime.hub.resolve import Source
-from mycli.runtime.tokenizer.tokenizer import Tokenizer
 from tests.support.models import CPU
 from tests.support.paths import PICO
-
-HEADS: tuple[Head, ...] = ("keep", "int8", "int4")
 
 
 def untie(target: Path) -> None:
@@ -34,19 +28,17 @@ def untie(target: Path) -> None:
 
 
 def main() -> None:
-    """Print a row for each `--head`."""
-    original = StreamedModel(open_model_folder(PICO), CPU)
-    text = cut(held_out_text(), Tokenizer.load(PICO, original.config.vocab_size), 512, 16384)
-    print("| head | KL | same top token |\n|---|---|---|")
+    """Print a row for each width of the layers."""
+    print("| bits | KL, head unquantized | KL, head in 8 bits | added | chosen |\n|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as name:
-        untie(Path(name) / "untied")
-        for head in HEADS:
-            target = Path(name) / head
-            source = Source("untied", Path(name) / "untied", None, None)
-            quantize(plan_quantization(source, Recipe(head=head), report="none"), target, CPU)
-            found = evaluate(StreamedModel(open_model_folder(target), CPU), text, original).divergence
-            assert found is not None
-            print(f"| {head} | {found.kl.value:.4f} ± {found.kl.error:.4f} | {found.same_top1.value:.1%} |", flush=True)
+        source = Source("untied", Path(name) / "untied", None, None)
+        untie(source.folder)
+        for bits in (4, 3, 2, 8):
+            plan = plan_quantization(source, Recipe(bits=bits))
+            head = quantize(plan, Path(name) / str(bits), CPU).report.head
+            assert head is not None
+            figures = f"{head.keep:.6f} | {head.int8:.6f} | {head.added:+.2%} | {head.record['chosen']}"
+            print(f"| {bits} | {figures} |", flush=True)
 
 
 if __name__ == "__main__":

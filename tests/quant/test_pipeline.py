@@ -168,7 +168,7 @@ def test_companions_travel_and_the_record_tells_all(source: Source, tmp_path: Pa
         "bits": 4,
         "group": 32,
         "scales": "mse",
-        "head": "keep",
+        "head": "auto",
         "samples": 128,
         "seq": None,
         "seed": 0,

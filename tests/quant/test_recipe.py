@@ -35,6 +35,7 @@ def config(**changes: object) -> ModelConfig:
         (Recipe("rtn", bits=8, group=None), "rtn-int8-channel"),
         (Recipe("rtn", bits=3, group=64, scales="absmax"), "rtn-absmax-int3-g64"),
         (Recipe("rtn", bits=2, group=32, head="int8"), "rtn-int2-g32-head-int8"),
+        (Recipe(head="keep"), "gptq-int4-g128-head-keep"),
         (Recipe(bits=3, tune=True), "gptq-int3-g128-tuned"),
         (Recipe("awq+gptq", bits=2, hessian="model"), "awq-gptq-int2-g128-model"),
         (Recipe(tune=True, hessian="model"), "gptq-int4-g128-model-tuned"),
@@ -56,7 +57,7 @@ def test_a_method_may_transform_before_it_solves(method: str, transform: str | N
 
 def test_every_linear_and_nothing_else_is_packed() -> None:
     model = config()
-    packings = Recipe(group=32).packings(model)
+    packings = Recipe(group=32, head="keep").packings(model)
     weights = [name.removesuffix(".weight") for name, shape in model.tensors() if len(shape) == 2]
     assert list(packings) == [name for name in weights if name not in ("model.embed_tokens", "lm_head")]
     assert set(packings.values()) == {Packing(4, 32)}
@@ -83,6 +84,13 @@ def test_a_group_that_divides_not_everything_is_refused_with_one_that_does(
         Recipe(group=group).packings(model)
     assert c.value.data == {"group": suggested}
     assert Recipe(group=None if isinstance(suggested, str) else suggested).packings(model)
+
+
+def test_auto_packs_a_head_only_where_readers_load_it() -> None:
+    """No reader loads a packed embedding, and the layouts of methods such as nf4 name no head."""
+    assert Recipe(bits=3, group=32).packings(config())["lm_head"] == Packing(8, 32)
+    assert "lm_head" not in Recipe(group=32).packings(config(tie_word_embeddings=True))
+    assert "lm_head" not in Recipe("nf4", group=32).packings(config())
 
 
 def test_a_tied_head_cannot_be_quantized() -> None:
@@ -116,7 +124,7 @@ def test_a_method_with_a_table_of_its_own_stands_alone(changes: dict[str, Any], 
 
 def test_every_linear_gets_nested_blocks_of_the_table() -> None:
     packings = Recipe("nf4", group=32).packings(config())
-    assert list(packings) == list(Recipe(group=32).packings(config()))
+    assert list(packings) == list(Recipe(group=32, head="keep").packings(config()))
     assert {packing.name for packing in packings.values()} == {"nf4-g32"}
     with pytest.raises(UsageError, match="a group of 64 does not divide the 352 inputs"):
         Recipe("nf4", group=64).packings(config())

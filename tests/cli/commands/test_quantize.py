@@ -15,7 +15,7 @@ from mycli.quant.solvers import gptq
 from mycli.runtime.errors import ExitCode, ResourceError
 from tests.support.calling_model import train
 from tests.support.hub_server import hub_server
-from tests.support.models import shorten_report
+from tests.support.models import random_model, shorten_report
 from tests.support.paths import DRAFT, ROOT
 
 pytestmark = pytest.mark.usefixtures("short_calibration_text")
@@ -225,6 +225,24 @@ def test_activations_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert code == ExitCode.USAGE and "no packed weights" in err
     code, _, err = call(capsys, "eval", "pico", "--activations-sweep", "--activations", "8")
     assert code == ExitCode.USAGE and "excludes" in err
+
+
+def test_the_choice_of_the_head_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shorten_report(monkeypatch, 512)
+    source, target = str(random_model(tmp_path / "source")), str(tmp_path / "out")
+    code, out, err = call(capsys, "quantize", source, "--method", "rtn", "--group", "32", "-o", target)
+    assert code == 0, err
+    row = next(line for line in out.splitlines() if "output head" in line)
+    assert "KL" in row and "in 8 bits" in row
+    assert row.split() == next(
+        line.split() for line in call(capsys, "show", target)[1].splitlines() if "output head" in line
+    )
+    kept = str(tmp_path / "kept")
+    _, _, err = call(capsys, "quantize", source, "--method", "rtn", "--group", "32", "--report", "none", "-o", kept)
+    assert "the output head stays unquantized" in err
+    assert parsed(call(capsys, "estimate", kept, "--json")[1])["head"] == "bfloat16"
 
 
 def test_calibration_from_a_dataset_of_the_hub(

@@ -20,6 +20,7 @@ from mycli.quant.export._weights import Weights, exact_values
 from mycli.quant.planning import plan as planning
 from mycli.quant.progress import silent
 from mycli.quant.recipe import Recipe
+from mycli.runtime.checkpoint.formats import read_dense
 from mycli.runtime.checkpoint.gguf.blocks import dequantize_blocks
 from mycli.runtime.checkpoint.model_folder import ModelFolder
 from mycli.runtime.checkpoint.open_folder import open_model_folder
@@ -282,6 +283,22 @@ def test_gptq_names_a_packed_head(tmp_path: Path) -> None:
         done = run(packed, "gptq", tmp_path / f"gptq-{head}")
         settings = json.loads((done.path / "config.json").read_text())["quantization_config"]
         assert settings["lm_head"] is (head == "int4") and same(values(packed), values(done.path))
+
+
+@pytest.mark.parametrize("layout", ["gptq", "awq"])
+def test_a_head_of_another_width_is_written_dequantized(tmp_path: Path, layout: str) -> None:
+    """Both formats have one width; AWQ has no packed head at all."""
+    source = Source("dense", random_model(tmp_path / "dense"))
+    work = planning.plan_quantization(source, Recipe("rtn", bits=4, group=32, head="int8"), report="none")
+    packed = pipeline.quantize(work, tmp_path / "packed", CPU).folder
+    done = run(packed, layout, tmp_path / layout, requantize=True)
+    opened = open_model_folder(done.path)
+    assert "lm_head" not in opened.packings and len(opened.packings) == 21
+    head = opened.checkpoint().read("lm_head.weight")
+    expected = read_dense(
+        open_model_folder(packed).checkpoint(), opened.config.head(), open_model_folder(packed).packings, CPU.device
+    )
+    assert head.dtype == torch.bfloat16 and torch.equal(head, expected.bfloat16())
 
 
 def test_file_types_are_the_librarys() -> None:

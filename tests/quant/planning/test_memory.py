@@ -55,7 +55,7 @@ print(json.dumps([need, peak_resident() - before]))
 
 def work(**changes: object) -> QuantizationWork:
     config = parse_config(Fields(WIDE, "config.json"))
-    packings = Recipe(group=64).packings(config)
+    packings = Recipe(group=64, head="keep").packings(config)
     return replace(QuantizationWork(config, packings, 128 * 256, 256, False, False, 8192, 512), **changes)  # type: ignore[arg-type]  # fields
 
 
@@ -93,7 +93,7 @@ STAGES: dict[str, dict[str, Any]] = {
 
 def predictions(model: str) -> dict[str, Any]:
     config = published(model)
-    packings = Recipe(group=None).packings(config)
+    packings = Recipe(group=None, head="keep").packings(config)
     whole = QuantizationWork(config, packings, 128 * 512, 512, False, False, 0, 512)
     stages = {name: need(replace(whole, **changes), True, 4096) for name, changes in STAGES.items()}
     if not config.tie_embeddings:

@@ -79,7 +79,7 @@ def test_each_product_sees_what_was_quantized_before_it(
     model: StreamedModel, windows: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The Hessian of the last product is computed with all earlier products quantized."""
-    packings = Recipe("rtn", 3, 64).packings(model.config)
+    packings = Recipe("rtn", 3, 64, head="keep").packings(model.config)
     seen: dict[str, Tensor] = {}
     solver = LinearSolver("rtn", torch.bfloat16, "mse")
     solve = solver.solve
@@ -174,7 +174,7 @@ def test_a_block_is_written_while_the_next_is_solved_and_the_one_after_read_ahea
 
     monkeypatch.setattr(model, "block", watched)
     monkeypatch.setattr(model, "prefetch", expected.append)
-    packings = Recipe("rtn", 4, 64).packings(model.config)
+    packings = Recipe("rtn", 4, 64, head="keep").packings(model.config)
     quantize_blocks(BlockSolver(model, packings, LinearSolver("rtn", torch.bfloat16, "mse"), windows), sink)
     assert written == list(packings) and expected == list(range(1, model.config.layers))
 
@@ -189,7 +189,7 @@ def test_what_cannot_be_written_ends_the_work(model: StreamedModel, windows: Ten
             raise ResourceError("disk full")
         written.append(solved)
 
-    packings = Recipe("rtn", 4, 64).packings(model.config)
+    packings = Recipe("rtn", 4, 64, head="keep").packings(model.config)
     with pytest.raises(ResourceError, match="disk full"):
         quantize_blocks(BlockSolver(model, packings, LinearSolver("rtn", torch.bfloat16, "mse"), windows), sink)
     assert len(written) == block
