@@ -217,11 +217,13 @@ def _sensitivity(work: QuantizationWork, at_once: int) -> tuple[int, int]:
 
 
 def _moment_bytes(work: QuantizationWork) -> int:
-    return sum(
-        _FLOAT * BLOCK_ROWS * -(-sum(spec.out_features for spec in group) // BLOCK_ROWS) * BLOCK_ROWS
+    widths = [
+        sum(spec.out_features for spec in group)
         for layer in work.config.layer_specs
         for group in layer.products().values()
-    )
+    ]
+    widths += [work.config.stream_width] * work.config.layers
+    return sum(_FLOAT * BLOCK_ROWS * -(-width // BLOCK_ROWS) * BLOCK_ROWS for width in widths)
 
 
 def _output_moments(work: QuantizationWork, at_once: int) -> tuple[int, int]:
