@@ -247,6 +247,8 @@ def _tuning_block(work: QuantizationWork) -> tuple[int, int]:
     largest = max(rows * inputs for _, rows, inputs in _products(work))
     streams = _FLOAT * work.tokens * work.config.hidden_size * 2
     trained = (1 + 5 * _FLOAT + 2 * _FLOAT) * weights + 3 * _FLOAT * largest
+    if work.output_moments:  # those of all blocks, and the error of a batch twice more
+        trained += _moment_bytes(work) + 2 * _FLOAT * BATCH * work.seq * work.config.stream_width
     return streams, trained + _FLOAT * BATCH * work.seq * trained_values(_largest(work.config))
 
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from mycli.quant.planning.memory import QuantizationWork, choose, need, observed_values, trained_values
+from mycli.quant.planning.memory import BATCH, QuantizationWork, choose, need, observed_values, trained_values
 from mycli.quant.recipe import Recipe
+from mycli.quant.rounding.rows import BLOCK_ROWS
 from mycli.runtime.errors import ResourceError
 from mycli.runtime.models.registry import parse_config
 from mycli.runtime.utils.json_fields import Fields
@@ -110,6 +111,17 @@ def predictions(model: str) -> dict[str, Any]:
 def test_predictions_change_only_deliberately(model: str) -> None:
     """The slow tests below compare small models with measurements; these are the same formulas for published ones."""
     assert predictions(model) == PREDICTIONS[model]
+
+
+def test_the_moments_of_gradients_stay_while_blocks_are_tuned() -> None:
+    # In passes of one window tuning a block needs the most.
+    tuned = work(tunes=True, measured=0, tokens=8 * 512, seq=512)
+    moments = need(replace(tuned, output_moments=True), True, 256).device - need(tuned, True, 256).device
+    groups = tuned.config.layer(0).products().values()
+    widths = [sum(spec.out_features for spec in group) for group in groups] + [512]
+    blocks = sum(math.ceil(width / BLOCK_ROWS) for width in widths)
+    batch = 2 * 4 * BATCH * tuned.seq * 512
+    assert moments == tuned.config.layers * blocks * 4 * BLOCK_ROWS**2 + batch
 
 
 def test_on_a_gpu_the_streams_stay_on_the_host() -> None:
