@@ -28,6 +28,10 @@ class LayerMoments:
     products: dict[str, Tensor] = field(default_factory=dict)
     stream: Tensor | None = None  # of the residual stream after the block
 
+    @property
+    def nbytes(self) -> int:
+        return sum(moments.nbytes for moments in (*self.products.values(), self.stream) if moments is not None)
+
     def add(self, gradient: Tensor, product: str | None = None) -> None:
         """Add gradients [windows, context, N] of the outputs of a product, or of the stream."""
         rows = split_rows(gradient.flatten(0, -2).T.float())  # [blocks, BLOCK_ROWS, tokens]

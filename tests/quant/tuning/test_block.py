@@ -7,12 +7,15 @@ import torch
 from torch import Tensor
 
 from mycli.quant.calibration.hessian import HELD_OUT_EVERY
+from mycli.quant.calibration.output_moments import LayerMoments
 from mycli.quant.calibration.sampler import bundled
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.output.work_folder import Solved
+from mycli.quant.recipe import Recipe
 from mycli.quant.rounding.grid import Grid, dequantize_codes
 from mycli.quant.rounding.rows import BLOCK_ROWS, ROW_DAMPING
 from mycli.quant.solvers import rtn
+from mycli.quant.solving import blockwise
 from mycli.quant.solving.blockwise import BlockSolver, quantize_blocks
 from mycli.quant.solving.linear_solver import LinearSolver
 from mycli.quant.tuning import block as tuning
@@ -133,6 +136,24 @@ def test_blocks_are_tuned_as_they_pass(transform: str | None) -> None:
     shares = [layer.tuned for block in made[True] for layer in block.layers]
     assert all(share is not None and share <= 1 for share in shares) and min(filter(None, shares)) < 1
     assert made[True][0].layers == tuple(replace(layer, tuned=shares[0]) for layer in made[False][0].layers)
+
+
+def test_each_block_is_tuned_with_the_moments_of_its_own_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = StreamedModel(open_model_folder(DRAFT), CPU)
+    packings = Recipe(bits=3, group=64).packings(model.config)
+    moments = [torch.full((1, BLOCK_ROWS, BLOCK_ROWS), float(layer)) for layer in range(model.config.layers)]
+    received: list[Tensor] = []
+
+    def tune(block: TunableBlock, *settings: Tensor) -> Solved:
+        received.append(settings[-1])
+        return block.start
+
+    monkeypatch.setattr(blockwise, "tune_block", tune)
+    windows = torch.randint(0, 4096, (HELD_OUT_EVERY, 24), generator=torch.Generator().manual_seed(0))
+    solver = LinearSolver("gptq", torch.bfloat16, "mse", tunes=True)
+    outputs = [LayerMoments({}, stream) for stream in moments]
+    quantize_blocks(BlockSolver(model, packings, solver, windows, outputs=outputs), lambda _: None)
+    assert all(ours is expected for ours, expected in zip(received, moments, strict=True))
 
 
 def test_the_loss_weights_errors_by_the_moments_of_gradients() -> None:
