@@ -153,6 +153,13 @@ NARROW = {**WIDE, "intermediate_size": 1024}
             marks=pytest.mark.slow,
         ),
         pytest.param(
+            NARROW,
+            {"group": 64, "samples": 8, "seq": 512, "tune": True, "hessian": "model"},
+            "none",
+            id="tuning-a-block-with-moments",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             {**WIDE, "vocab_size": 32768},
             {"group": 64, "samples": 8, "seq": 256, "tune": True},
             "none",
