@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from mycli.quant.calibration.hessian import HELD_OUT_EVERY
-from mycli.quant.calibration.output_moments import output_moments
+from mycli.quant.calibration.output_moments import LayerMoments, output_moments
 from mycli.quant.calibration.sampler import Calibration, calibrate
+from mycli.quant.evaluate import STREAM_BYTES
 from mycli.quant.layer_streaming import RememberedModel, StreamedModel
 from mycli.quant.output import model_card
 from mycli.quant.output.model_card import Layer, Size, Tuning
@@ -57,20 +58,36 @@ class SharedWork:
     # run. On two cores they are most of the time.
 
     def __init__(self, remembers: bool = False, digests: dict[str, Any] | None = None) -> None:
-        """`remembers`: keep the residual streams of the source that copies are measured against.
+        """`remembers`: keep the moments and residual streams of the source that copies are solved and measured with.
 
         digests: of the source's files, where they are known.
         """
         self._model = RememberedModel if remembers else StreamedModel
+        self._remembers = remembers
         self._calibrations: dict[tuple[object, ...], Calibration] = {}
+        self._moments: dict[tuple[object, ...], list[LayerMoments]] = {}
         self._digests = digests
         self._original: Original | None = None
 
     def calibration(self, work: QuantizationPlan) -> Calibration:
-        key = (work.text, work.recipe.samples, work.seq, work.recipe.seed)
+        key = self._text(work)
         if key not in self._calibrations:
             self._calibrations[key] = _calibration(work)
         return self._calibrations[key]
+
+    def moments(self, work: QuantizationPlan, model: StreamedModel, progress: ReportProgress) -> list[LayerMoments]:
+        """The output moments of `model`, the source, on the calibration windows."""
+        key = (*self._text(work), model.at_once)
+        moments = self._moments.get(key)
+        if moments is None:
+            moments = output_moments(model, self.calibration(work).windows, work.recipe.seed, progress)
+            # Copies are measured with them in memory, which their plans do not count.
+            if self._remembers and sum(layer.nbytes for layer in moments) <= STREAM_BYTES:
+                self._moments[key] = moments
+        return moments
+
+    def _text(self, work: QuantizationPlan) -> tuple[object, ...]:
+        return work.text, work.recipe.samples, work.seq, work.recipe.seed
 
     @contextmanager
     def digests(self, folder: ModelFolder) -> Iterator[Future[dict[str, Any]]]:
@@ -207,9 +224,7 @@ def quantize(
                 if not output.is_quantized(name):
                     (journal or output).copy(source, name)
             model = StreamedModel(folder, placement, work.need.at_once, dense=True)
-            outputs = (
-                None if recipe.hessian == "layer" else output_moments(model, calibration.windows, recipe.seed, progress)
-            )
+            outputs = None if recipe.hessian == "layer" else shared.moments(work, model, progress)
             blocks: list[Solved] = []  # of a model that is tuned as a whole; others are written one by one
             layers = quantize_blocks(
                 BlockSolver(model, work.packings, solver, calibration.windows, outputs=outputs),

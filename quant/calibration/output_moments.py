@@ -1,9 +1,9 @@
-"""Second moments of the gradients of a model's loss by the outputs of its linears, for `rounding.rows`."""
+"""Second moments of the gradients of a model's loss by the outputs of its linears and of its blocks."""
 
 # The loss is that of tokens drawn from the model's own distribution, so that the moments are those of the Fisher
 # information: the second derivative of the KL divergence from the original.
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -20,7 +20,26 @@ from mycli.runtime.layers.linear import Linear
 
 GRADIENT_WINDOWS = 128
 
-LayerMoments = dict[str, Tensor]  # by product: fp32 [blocks, BLOCK_ROWS, BLOCK_ROWS]
+
+@dataclass
+class LayerMoments:
+    """Sums over tokens of g g^T for gradients g, each fp32 [blocks, BLOCK_ROWS, BLOCK_ROWS] (`rounding.rows`)."""
+
+    products: dict[str, Tensor] = field(default_factory=dict)
+    stream: Tensor | None = None  # of the residual stream after the block
+
+    @property
+    def nbytes(self) -> int:
+        return sum(moments.nbytes for moments in (*self.products.values(), self.stream) if moments is not None)
+
+    def add(self, gradient: Tensor, product: str | None = None) -> None:
+        """Add gradients [windows, context, N] of the outputs of a product, or of the stream."""
+        rows = split_rows(gradient.flatten(0, -2).T.float())  # [blocks, BLOCK_ROWS, tokens]
+        total = torch.bmm(rows, rows.transpose(1, 2))
+        if product is None:
+            self.stream = total if self.stream is None else self.stream.add_(total)
+        else:
+            self.products[product] = self.products[product].add_(total) if product in self.products else total
 
 
 def windows_at_once(windows: int, seq: int, width: int, layers: int) -> int:
@@ -31,12 +50,12 @@ def windows_at_once(windows: int, seq: int, width: int, layers: int) -> int:
 def output_moments(
     model: StreamedModel, windows: Tensor, seed: int, progress: ReportProgress = silent
 ) -> list[LayerMoments]:
-    """The moments of every product of each layer on at most `GRADIENT_WINDOWS` of the windows int64 [samples, seq]."""
+    """The moments of each layer on at most `GRADIENT_WINDOWS` of the windows int64 [samples, seq]."""
     generator = torch.Generator().manual_seed(seed)
     windows = windows[torch.randperm(len(windows), generator=generator)[:GRADIENT_WINDOWS]]
     config, context = model.config, model.context(windows.shape[1])
     exact = replace(context, attention=PromptAttention())
-    moments: list[LayerMoments] = [{} for _ in range(config.layers)]
+    moments: list[LayerMoments] = [LayerMoments() for _ in range(config.layers)]
 
     def loss(window: int, scores: Tensor) -> Tensor:
         drawn = torch.multinomial(scores.detach().exp().cpu(), 1, generator=generator).to(scores.device)
@@ -72,10 +91,8 @@ def _add(
             y, outputs = _outputs(block, x, context)
             first, *slopes = torch.autograd.grad(y, (x, *outputs.values()), gradient[windows].to(y))
             for product, slope in zip(outputs, slopes, strict=True):
-                # [blocks, BLOCK_ROWS, tokens]
-                rows = split_rows(slope.flatten(0, -2).T.float())
-                total = torch.bmm(rows, rows.transpose(1, 2))
-                moments[product] = moments[product].add_(total) if product in moments else total
+                moments.add(slope, product)
+            moments.add(gradient[windows].to(device))
         gradient[windows] = first.to(gradient)
 
 

@@ -217,11 +217,13 @@ def _sensitivity(work: QuantizationWork, at_once: int) -> tuple[int, int]:
 
 
 def _moment_bytes(work: QuantizationWork) -> int:
-    return sum(
-        _FLOAT * BLOCK_ROWS * -(-sum(spec.out_features for spec in group) // BLOCK_ROWS) * BLOCK_ROWS
+    widths = [
+        sum(spec.out_features for spec in group)
         for layer in work.config.layer_specs
         for group in layer.products().values()
-    )
+    ]
+    widths += [work.config.stream_width] * work.config.layers
+    return sum(_FLOAT * BLOCK_ROWS * -(-width // BLOCK_ROWS) * BLOCK_ROWS for width in widths)
 
 
 def _output_moments(work: QuantizationWork, at_once: int) -> tuple[int, int]:
@@ -245,6 +247,8 @@ def _tuning_block(work: QuantizationWork) -> tuple[int, int]:
     largest = max(rows * inputs for _, rows, inputs in _products(work))
     streams = _FLOAT * work.tokens * work.config.hidden_size * 2
     trained = (1 + 5 * _FLOAT + 2 * _FLOAT) * weights + 3 * _FLOAT * largest
+    if work.output_moments:  # those of all blocks, and the error of a batch twice more
+        trained += _moment_bytes(work) + 2 * _FLOAT * BATCH * work.seq * work.config.stream_width
     return streams, trained + _FLOAT * BATCH * work.seq * trained_values(_largest(work.config))
 
 

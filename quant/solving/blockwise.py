@@ -101,7 +101,8 @@ class BlockSolver:
             side_inputs=self._original_side_inputs,
         )
         rounding: dict[str, float] = {}
-        outputs = {} if self._outputs is None else dict(self._outputs[index])
+        moments = LayerMoments() if self._outputs is None else self._outputs[index]
+        outputs = dict(moments.products)
         _rescale_outputs(outputs, blocks[0], factors)
         if transform is not None:
             folded, rounding, scales = self._fold(transform, quantized, original, factors)
@@ -113,7 +114,7 @@ class BlockSolver:
             self._advance_original(index)
         if self._solver.tunes:
             del quantized, original
-            solved = self._tune(index, solved, shifts)
+            solved = self._tune(index, solved, shifts, moments.stream)
             self._advance_quantized(index, solved)
         else:
             with reduced_precision(model.placement.device):
@@ -205,13 +206,13 @@ class BlockSolver:
             block.shifts.update(solved.shifts)
         return Solved(block.linears, changed, tuple(block.layers)), block.shifts
 
-    def _tune(self, index: int, solved: Solved, shifts: Mapping[str, Tensor]) -> Solved:
+    def _tune(self, index: int, solved: Solved, shifts: Mapping[str, Tensor], moments: Tensor | None) -> Solved:
         model = self.model
         block = model.block(index)
         restore(block, solved.changed)
         tunable = TunableBlock(block, solved, self.packings, self._solver.scale_dtype, model.stored_dtype, shifts)
         device = model.placement.device
-        return tune_block(tunable, self._exact, self._stream, self._original_stream, index, device)
+        return tune_block(tunable, self._exact, self._stream, self._original_stream, index, device, moments)
 
     @torch.no_grad()
     def _solve_head(self) -> Solved:

@@ -1,7 +1,9 @@
 """Trains codes, scales and gains of one block to reproduce the original block's output."""
 
 # A solver rounds linear by linear; here the errors of a block's linears, with attention and activation between them,
-# are weighed together (block-wise reconstruction, arXiv 2102.05426, with learned rounding, arXiv 2309.05516).
+# are weighed together (block-wise reconstruction, arXiv 2102.05426, with learned rounding, arXiv 2309.05516). With the
+# moments G of the gradients of the model's loss by the block's output, an error e of the output costs e^T G e: what it
+# does to the predictions, to second order. Without them every direction counts the same.
 
 from dataclasses import replace
 
@@ -11,6 +13,7 @@ from torch import Tensor
 from mycli.quant.output.work_folder import Solved
 from mycli.quant.planning.memory import BATCH
 from mycli.quant.rounding.grid import Grid, Quantized, dequantize_codes
+from mycli.quant.rounding.rows import ROW_DAMPING, split_rows
 from mycli.quant.tuning.loop import train
 from mycli.quant.tuning.parameters import TunableBlock
 from mycli.runtime.layers.layer_part import PassContext
@@ -32,13 +35,41 @@ def preferred_shifts(target: Tensor, quantized: Quantized, grid: Grid, hessian: 
     return pull.div_(quantized.scales.float().repeat_interleave(group, 1)).clamp_(-0.5, 0.5).mul_(PULL)
 
 
+def output_loss(error: Tensor, weights: Tensor | None) -> Tensor:
+    """The mean of e^2 for an error e [windows, context, hidden], or of e^T G e for the blocks of G in `weights`."""
+    if weights is None:
+        return error.float().square().mean()
+    rows = split_rows(error.float().flatten(0, -2).T)
+    return (torch.bmm(weights, rows) * rows).sum() / error.numel()
+
+
+def output_weights(moments: Tensor, width: int) -> Tensor | None:
+    """G damped and of mean diagonal 1 + `ROW_DAMPING`, for moments of `width` outputs; None without gradients."""
+    mean = moments.diagonal(dim1=1, dim2=2).sum() / width
+    if not bool(torch.isfinite(mean) & (mean > 0)):
+        return None
+    weights = moments / mean
+    weights.diagonal(dim1=1, dim2=2).add_(ROW_DAMPING)
+    return weights
+
+
 def tune_block(
-    block: TunableBlock, context: PassContext, stream: Tensor, target: Tensor, seed: int, device: torch.device
+    block: TunableBlock,
+    context: PassContext,
+    stream: Tensor,
+    target: Tensor,
+    seed: int,
+    device: torch.device,
+    moments: Tensor | None = None,
 ) -> Solved:
-    """Train `block` to turn `stream` into `target`; unchanged unless the error of the held-out windows falls."""
+    """Train `block` to turn `stream` into `target`; unchanged unless the error of the held-out windows falls.
+
+    moments: of the gradients of the block's output (`LayerMoments.stream`).
+    """
+    weights = None if moments is None else output_weights(moments, stream.shape[-1])
 
     def loss(windows: Tensor) -> Tensor:
-        return (block(stream[windows].to(device), context) - target[windows].to(device)).float().square().mean()
+        return output_loss(block(stream[windows].to(device), context) - target[windows].to(device), weights)
 
     rates = [(block.shifts(), ROUNDING_RATE), (block.scale_changes(), SCALE_RATE)]
     gain = train(rates, loss, len(stream), BATCH, BLOCK_EPOCHS, seed, device)

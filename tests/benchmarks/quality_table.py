@@ -1,10 +1,11 @@
-"""Produces the figures of docs/quality.md: KL and perplexity on pico of rounding, plain GPTQ and mycli's methods.
+"""Produces the figures of docs/quality.md: KL and perplexity of rounding, plain GPTQ and mycli's methods.
 
     PYTHONPATH=.links python -m tests.benchmarks.quality_table [--bits 4 3] [--group 128] [--samples 128]
-        [--tokens 16384] [--methods NAME ...] [--model pico|outliers|heavy-tails]
+        [--tokens 16384] [--methods NAME ...] [--model pico|pico-draft|outliers|heavy-tails|mixture]
 
 `outliers` and `heavy-tails` are pico with the same function and weights that are harder to quantize
-(tests/support/planted_outliers.py).
+(tests/support/planted_outliers.py). `mixture` is pico with 8 copies of each MLP, two of which are chosen for a token by
+a router with skewed shares (tests/support/skewed_mixture.py).
 
 All rows use the same calibration windows and are measured on the same held-out tokens by the same code. Plain GPTQ is
 the original program's solver (IST-DASLab/gptq): positive scale from the largest weight, columns in natural order, group
@@ -41,9 +42,11 @@ from mycli.quant.tuning.end_to_end import tune_scales
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.quantization.scheme import Packing
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
-from tests.support import planted_outliers
+from tests.support import planted_outliers, skewed_mixture
 from tests.support.models import CPU
-from tests.support.paths import PICO
+from tests.support.paths import DRAFT, PICO
+
+MODELS = ("pico", "pico-draft", "outliers", "heavy-tails", "mixture")
 
 
 class PlainGptq:
@@ -100,15 +103,22 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seq", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--methods", nargs="+", metavar="NAME", help="ends of the names of methods; default: all")
-    parser.add_argument("--model", choices=("pico", "outliers", "heavy-tails"), default="pico")
+    parser.add_argument("--model", choices=MODELS, default="pico")
     return parser.parse_args()
 
 
 def main() -> None:
     options = arguments()
     with tempfile.TemporaryDirectory() as folder:
-        source = PICO if options.model == "pico" else planted_outliers.write(Path(folder) / "model", options.model)
-        table(options, source)
+        table(options, write_model(Path(folder) / "model", options.model))
+
+
+def write_model(folder: Path, name: str) -> Path:
+    if name in ("pico", "pico-draft"):
+        return PICO if name == "pico" else DRAFT
+    if name == "mixture":
+        return skewed_mixture.write(folder)
+    return planted_outliers.write(folder, "outliers" if name == "outliers" else "heavy-tails")
 
 
 def table(options: argparse.Namespace, source: Path) -> None:
@@ -170,7 +180,7 @@ def table(options: argparse.Namespace, source: Path) -> None:
                 (copy / "model.safetensors").chmod(0o644)
                 save_file({**original, **state}, copy / "model.safetensors")
                 result = evaluate(
-                    StreamedModel(open_model_folder(copy), CPU), text, StreamedModel(open_model_folder(PICO), CPU)
+                    StreamedModel(open_model_folder(copy), CPU), text, StreamedModel(open_model_folder(source), CPU)
                 )
             assert result.divergence is not None
             kl = result.divergence.kl.value

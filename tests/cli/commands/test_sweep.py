@@ -3,12 +3,14 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mycli.cli.flags.recipe import RecipeFlags
 from mycli.cli.reports.sweep import sweep_recipes
 from mycli.quant import pipeline
+from mycli.quant.layer_streaming import StreamedModel
 from mycli.runtime.errors import UsageError
 from tests.support.command_line import Mycli
 from tests.support.models import shorten_report
@@ -69,6 +71,25 @@ def test_copies_are_made_once_compared_and_equal_to_single_ones(
     assert single.returncode == 0
     for name in ("model.safetensors", "mycli.json"):
         assert (tmp_path / "single" / name).read_bytes() == (out / "gptq-int4-g64" / name).read_bytes()
+
+
+def test_copies_share_the_moments_of_gradients(mycli: Mycli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The measured moments are the source's, so the second copy has the bytes of a single one."""
+    measured: list[int] = []
+    output_moments = pipeline.output_moments
+
+    def counted(model: StreamedModel, *rest: Any) -> object:
+        measured.append(model.at_once)
+        return output_moments(model, *rest)
+
+    monkeypatch.setattr(pipeline, "output_moments", counted)
+    model = (*SMALL, "--hessian", "model")
+    assert mycli(*model, "--sweep", "bits=4,2", "-o", str(tmp_path)).returncode == 0
+    assert len(measured) == 1
+    assert mycli(*model, "--bits", "2", "-o", str(tmp_path / "single")).returncode == 0
+    for name in ("model.safetensors", "mycli.json"):
+        assert (tmp_path / "single" / name).read_bytes() == (tmp_path / "gptq-int2-g64-model" / name).read_bytes()
+    assert len(measured) == 2
 
 
 def test_another_text_or_source_is_another_copy(mycli: Mycli, tmp_path: Path) -> None:

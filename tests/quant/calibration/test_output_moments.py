@@ -13,9 +13,11 @@ from mycli.runtime.checkpoint.open_folder import open_model_folder
 from tests.support.models import CPU
 from tests.support.paths import DRAFT
 
+STREAM = "stream"
+
 
 def slopes(model: StreamedModel, windows: Tensor, seed: int) -> list[dict[str, Tensor]]:
-    """Return the gradients [tokens, N] by layer and product: zeros are added to every output and differentiated."""
+    """Return the gradients [tokens, N] by layer and product, and of streams: zeros are added and differentiated."""
     generator = torch.Generator().manual_seed(seed)
     windows = windows[torch.randperm(len(windows), generator=generator)]
     zeros: list[dict[str, Tensor]] = []
@@ -26,6 +28,8 @@ def slopes(model: StreamedModel, windows: Tensor, seed: int) -> list[dict[str, T
             zero = added[product] = torch.zeros(*windows.shape, linear.out_features, requires_grad=True)
             linear.register_forward_hook(lambda _, __, output, zero=zero: output + zero)
         x = block(x, model.context(windows.shape[1], exact=True))
+        zero = added[STREAM] = torch.zeros_like(x, requires_grad=True)
+        x = x + zero
         zeros.append(added)
     total = torch.zeros(())
     for stream in x:
@@ -47,11 +51,13 @@ def test_moments_are_those_of_the_whole_graph(monkeypatch: pytest.MonkeyPatch) -
         whole = output_moments(model, windows, 3, lambda _, done, total: reports.append((done, total)))
     assert reports[-1] == (2 * model.config.layers,) * 2
     for layer, expected in zip(whole, slopes(model, windows, 3), strict=True):
-        assert layer.keys() == expected.keys()
+        assert layer.stream is not None
+        found = {**layer.products, STREAM: layer.stream}
+        assert found.keys() == expected.keys()
         for product, gradients in expected.items():
             rows = split_rows(gradients.T)
             wanted = rows @ rows.transpose(1, 2)
-            assert torch.allclose(layer[product], wanted, rtol=1e-3, atol=1e-4 * float(wanted.abs().max())), product
+            assert torch.allclose(found[product], wanted, rtol=1e-3, atol=1e-4 * float(wanted.abs().max())), product
 
 
 def test_few_windows_are_read_and_streams_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

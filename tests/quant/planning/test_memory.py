@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from mycli.quant.planning.memory import QuantizationWork, choose, need, observed_values, trained_values
+from mycli.quant.planning.memory import BATCH, QuantizationWork, choose, need, observed_values, trained_values
 from mycli.quant.recipe import Recipe
+from mycli.quant.rounding.rows import BLOCK_ROWS
 from mycli.runtime.errors import ResourceError
 from mycli.runtime.models.registry import parse_config
 from mycli.runtime.utils.json_fields import Fields
@@ -112,6 +113,17 @@ def test_predictions_change_only_deliberately(model: str) -> None:
     assert predictions(model) == PREDICTIONS[model]
 
 
+def test_the_moments_of_gradients_stay_while_blocks_are_tuned() -> None:
+    # In passes of one window tuning a block needs the most.
+    tuned = work(tunes=True, measured=0, tokens=8 * 512, seq=512)
+    moments = need(replace(tuned, output_moments=True), True, 256).device - need(tuned, True, 256).device
+    groups = tuned.config.layer(0).products().values()
+    widths = [sum(spec.out_features for spec in group) for group in groups] + [512]
+    blocks = sum(math.ceil(width / BLOCK_ROWS) for width in widths)
+    batch = 2 * 4 * BATCH * tuned.seq * 512
+    assert moments == tuned.config.layers * blocks * 4 * BLOCK_ROWS**2 + batch
+
+
 def test_on_a_gpu_the_streams_stay_on_the_host() -> None:
     on_gpu = need(work(), True, 4096)
     more = need(work(tokens=256 * 256), True, 4096)
@@ -138,6 +150,13 @@ NARROW = {**WIDE, "intermediate_size": 1024}
             {"group": 64, "samples": 8, "seq": 512, "tune": True},
             "none",
             id="tuning-a-block",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            NARROW,
+            {"group": 64, "samples": 8, "seq": 512, "tune": True, "hessian": "model"},
+            "none",
+            id="tuning-a-block-with-moments",
             marks=pytest.mark.slow,
         ),
         pytest.param(

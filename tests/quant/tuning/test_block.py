@@ -7,15 +7,19 @@ import torch
 from torch import Tensor
 
 from mycli.quant.calibration.hessian import HELD_OUT_EVERY
+from mycli.quant.calibration.output_moments import LayerMoments
 from mycli.quant.calibration.sampler import bundled
 from mycli.quant.layer_streaming import StreamedModel
 from mycli.quant.output.work_folder import Solved
+from mycli.quant.recipe import Recipe
 from mycli.quant.rounding.grid import Grid, dequantize_codes
+from mycli.quant.rounding.rows import BLOCK_ROWS, ROW_DAMPING
 from mycli.quant.solvers import rtn
+from mycli.quant.solving import blockwise
 from mycli.quant.solving.blockwise import BlockSolver, quantize_blocks
 from mycli.quant.solving.linear_solver import LinearSolver
 from mycli.quant.tuning import block as tuning
-from mycli.quant.tuning.block import PULL, preferred_shifts, tune_block
+from mycli.quant.tuning.block import PULL, output_loss, output_weights, preferred_shifts, tune_block
 from mycli.quant.tuning.parameters import TunableBlock
 from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.quantization.scheme import Packing
@@ -132,3 +136,55 @@ def test_blocks_are_tuned_as_they_pass(transform: str | None) -> None:
     shares = [layer.tuned for block in made[True] for layer in block.layers]
     assert all(share is not None and share <= 1 for share in shares) and min(filter(None, shares)) < 1
     assert made[True][0].layers == tuple(replace(layer, tuned=shares[0]) for layer in made[False][0].layers)
+
+
+def test_each_block_is_tuned_with_the_moments_of_its_own_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = StreamedModel(open_model_folder(DRAFT), CPU)
+    packings = Recipe(bits=3, group=64).packings(model.config)
+    moments = [torch.full((1, BLOCK_ROWS, BLOCK_ROWS), float(layer)) for layer in range(model.config.layers)]
+    received: list[Tensor] = []
+
+    def tune(block: TunableBlock, *settings: Tensor) -> Solved:
+        received.append(settings[-1])
+        return block.start
+
+    monkeypatch.setattr(blockwise, "tune_block", tune)
+    windows = torch.randint(0, 4096, (HELD_OUT_EVERY, 24), generator=torch.Generator().manual_seed(0))
+    solver = LinearSolver("gptq", torch.bfloat16, "mse", tunes=True)
+    outputs = [LayerMoments({}, stream) for stream in moments]
+    quantize_blocks(BlockSolver(model, packings, solver, windows, outputs=outputs), lambda _: None)
+    assert all(ours is expected for ours, expected in zip(received, moments, strict=True))
+
+
+def test_the_loss_weights_errors_by_the_moments_of_gradients() -> None:
+    """The width is not a whole number of blocks of the moments; what couples two blocks is left out."""
+    generator = torch.Generator().manual_seed(0)
+    error = torch.randn(2, 3, BLOCK_ROWS + 40, generator=generator)
+    moments = torch.randn(2, BLOCK_ROWS, 5, generator=generator)
+    moments[1, 40:] = 0  # padding
+    moments = moments @ moments.transpose(1, 2)
+    dense = torch.block_diag(*moments)[: error.shape[-1], : error.shape[-1]].double()
+    dense /= dense.diagonal().mean()
+    dense += ROW_DAMPING * torch.eye(len(dense))
+    weights = output_weights(moments, error.shape[-1])
+    expected = torch.einsum("wti,ij,wtj->wt", error.double(), dense, error.double()).mean() / error.shape[-1]
+    assert float(output_loss(error, weights)) == pytest.approx(float(expected), rel=1e-5)
+    assert float(output_loss(error, None)) == pytest.approx(float(error.square().mean()))
+    assert output_weights(torch.zeros_like(moments), error.shape[-1]) is None
+
+
+def test_errors_that_matter_to_the_predictions_fall_further() -> None:
+    model, solved, packings, calls, stream, wanted = setting()
+    moments = torch.zeros(1, BLOCK_ROWS, BLOCK_ROWS)
+    direction = torch.randn(model.config.hidden_size, generator=torch.Generator().manual_seed(1))
+    moments[0, : len(direction), : len(direction)] = torch.outer(direction, direction)
+    lost = []
+    for weights in (None, moments):
+        calls = setting()[3]
+        block = TunableBlock(model.block(LAYER), solved, packings, torch.bfloat16, model.stored_dtype, calls)
+        context = model.context(24, exact=True)
+        tuned = tune_block(block, context, stream, wanted, LAYER, CPU.device, weights)
+        found = stream.clone()
+        model.advance(stored(model, tuned), found, model.context(24))
+        lost.append(float(((found - wanted)[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY] @ direction).square().mean()))
+    assert lost[1] < 0.9 * lost[0]

@@ -1,0 +1,68 @@
+"""Writes pico as a mixture of experts: the same function, with experts that see few or many tokens.
+
+python -m tests.support.skewed_mixture OUT
+"""
+
+# Every expert has the weights of pico's MLP, and the weights of the chosen two sum to one, so any routing gives the
+# same function. A longer row of the router wins more often, so the shares of experts are far apart, as in mixtures
+# whose load is not balanced.
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.support.paths import PICO
+
+EXPERTS, CHOSEN = 8, 2
+_SKEW = 2.0  # the ratio of the lengths of neighbouring rows of the router
+_NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+
+
+def mixture(tensors: dict[str, Tensor], layers: int, seed: int = 0) -> dict[str, Tensor]:
+    """Return the tensors of pico with `EXPERTS` copies of each MLP and a router of random rows."""
+    generator = torch.Generator().manual_seed(seed)
+    result = dict(tensors)
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}."
+        parts = {name: result.pop(f"{prefix}mlp.{name}.weight") for name in _NAMES.values()}
+        for expert in range(EXPERTS):
+            for name, part in _NAMES.items():
+                result[f"{prefix}block_sparse_moe.experts.{expert}.{name}.weight"] = parts[part].clone()
+        hidden = parts["gate_proj"].shape[1]
+        lengths = _SKEW ** -torch.arange(EXPERTS, dtype=torch.float32)
+        router = torch.randn(EXPERTS, hidden, generator=generator) * lengths.unsqueeze(1)
+        result[f"{prefix}block_sparse_moe.gate.weight"] = router.to(parts["gate_proj"].dtype)
+    return result
+
+
+def write(out: Path) -> Path:
+    shutil.copytree(PICO, out)
+    for path in out.iterdir():
+        path.chmod(0o644)
+    config = json.loads((out / "config.json").read_text())
+    config |= {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "num_local_experts": EXPERTS,
+        "num_experts_per_tok": CHOSEN,
+        "sliding_window": None,
+    }
+    (out / "config.json").write_text(json.dumps(config, indent=2))
+    path = out / "model.safetensors"
+    save_file(mixture(load_file(path), config["num_hidden_layers"]), path, metadata={"format": "pt"})
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="folder to write")
+    write(parser.parse_args().out)
+
+
+if __name__ == "__main__":
+    main()
