@@ -33,7 +33,7 @@ from mycli.runtime.models.multimodal import TextPart
 from mycli.runtime.utils.json_fields import Fields
 from tests.support.engines import whole
 from tests.support.families import CASES, TOKENS, make
-from tests.support.family_parts import ministral_rope
+from tests.support.family_parts import ministral_rope, scaled
 from tests.support.gguf_exports import MULTIMODAL_NAMES
 from tests.support.gguf_files import byte_tokenizer
 from tests.support.models import CPU
@@ -66,7 +66,6 @@ REASONS: dict[str, str] = {
     "glm4_moe_lite-odd": "no key: rope_interleave",
     "youtu-odd": "no key: rope_interleave",
     "mistral4-groups": "no key: rope_interleave",
-    "bamba": "not read: the converter writes it as granitehybrid, without a shared MLP",
     "falcon_h1-normed": "the converter fails: biases",
     "gemma-mqa": "no tensor: llama.cpp takes the embedding as the head, and has no biases",
     "gemma3n-second": "the converter fails: three residual streams",
@@ -95,6 +94,8 @@ CHANGES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "glm-half-turned": {"rms_norm_eps": 1e-5},
+    "bamba": scaled("default", partial_rotary_factor=1.0),  # the converter reorders the rows of whole heads
+    "bamba-odd-sizes-biases-tied": {"time_step_limit": (0.0, float("inf"))},
     "falcon_h1-multipliers": {"head_dim": 16},
     "llama4-chunk16": {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1},
     "nemotron_h-every-kind": {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"]},

@@ -183,6 +183,8 @@ class Architecture:
     key_tensors: Mapping[str, str] = field(default_factory=dict)
     # The tensors of models without experts, where the same tensors have other names there.
     dense_tensors: Mapping[str, TensorRule] | None = None
+    # A key, and the declaration of files of this name that have neither the key nor experts.
+    without_key: "tuple[str, Architecture] | None" = None
     writes: Callable[[ModelConfig], bool] = lambda config: True  # whether a model of `written_types` is written as this
     # What export asks of a model, because llama.cpp would not load its file: shapes, and the tensors whose biases it
     # knows. Both are not asked of files that are read.
@@ -236,6 +238,13 @@ class Architecture:
     def of_kind(self, experts: bool) -> "Architecture":
         """Return the declaration for models with or without experts."""
         return self if experts or self.dense_tensors is None else replace(self, layer_tensors=self.dense_tensors)
+
+    def of_file(self, metadata: Fields) -> "Architecture":
+        """Return the declaration for the file with these keys."""
+        experts = metadata.integer(f"{self.name}.expert_count", 0, low=0) > 0
+        if self.without_key is not None and not experts and not metadata.has(f"{self.name}.{self.without_key[0]}"):
+            return self.without_key[1]
+        return self.of_kind(experts)
 
     def hf_name(self, stored: str) -> str | None:
         """Return the Hugging Face name of a GGUF tensor, with {expert} for a stack; None if it has no rule."""
