@@ -310,11 +310,36 @@ def _round(model: torch.nn.Module, kind: str) -> None:
             keys, values = parameter.detach().view(settings.num_attention_heads, sum(size), -1).split(size, dim=1)
             keys = _rounded(keys.transpose(1, 2).contiguous(), kind).transpose(1, 2)
             rounded = torch.cat((keys, _rounded(values.contiguous(), kind)), dim=1).view_as(parameter)
+        elif model.config.model_type == "falcon_h1":
+            factors = _multipliers(model.config, name)
+            rounded = _rounded((parameter.detach() * factors).contiguous(), kind) / factors
         elif model.config.model_type == "llama4_text" and ".experts." in name:  # which holds transposes
             rounded = _rounded(parameter.detach().mT.contiguous(), kind).mT
         else:
             rounded = _rounded(parameter.detach(), kind)
         parameter.data.copy_(rounded)
+
+
+def _multipliers(config: Any, name: str) -> torch.Tensor:
+    """Return the factors by which the converter multiplies a matrix of Falcon-H1 before it rounds, [1] or [rows, 1]."""
+    inner, states = config.mamba_d_ssm, config.mamba_n_groups * config.mamba_d_state
+    sizes = torch.tensor([inner, inner, states, states, config.mamba_n_heads])
+    factors = {
+        "gate_proj": config.mlp_multipliers[0],
+        "down_proj": config.mlp_multipliers[1],
+        "q_proj": config.attention_in_multiplier,
+        "k_proj": config.attention_in_multiplier * config.key_multiplier,
+        "v_proj": config.attention_in_multiplier,
+        "o_proj": config.attention_out_multiplier,
+        "out_proj": config.ssm_out_multiplier,
+        "lm_head": config.lm_head_multiplier,
+        "embed_tokens": config.embedding_multiplier,
+    }
+    part = name.split(".")[-2]
+    if part == "in_proj":
+        rows = torch.tensor(config.ssm_multipliers).repeat_interleave(sizes)[:, None]
+        return rows * config.ssm_in_multiplier
+    return torch.tensor([float(factors.get(part, 1.0))])
 
 
 def _rounded(values: torch.Tensor, kind: str) -> torch.Tensor:
