@@ -152,6 +152,8 @@ def _gguf_weights(folder: ModelFolder) -> Iterator[tuple[str, Tensor]]:
         if place.in_metadata:
             continue
         rule, values = place.rule, weights.dense(name).float()
+        factors = architecture.factors(config, name)
+        values = values * torch.tensor(factors).unsqueeze(1) if factors else values
         values = values if rule.change is None else rule.change.store(values)
         values = values.squeeze() if values.dim() > 2 else values
         if rule.column_order is not None:

@@ -142,6 +142,7 @@ NAMES = (
     "bamba-odd-sizes-biases-tied",
     "nemotron_h-no-experts",
     "nemotron_h-every-kind",
+    "falcon_h1-multipliers",
     "falcon_h1-normed-after-gate-multipliers-biases",
     "mamba2-2-groups",
     "deepseek_v2-groups-odd-sizes-biases-tied",

@@ -5,7 +5,7 @@ becomes a config.json, which the family's own reader accepts or refuses. Imports
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -190,6 +190,10 @@ class Architecture:
     # knows. Both are not asked of files that are read.
     requires: tuple[Requirement, ...] = ()
     biases: tuple[str, ...] = QKV_BIASES
+    # The model without the factors that are multiplied into its weights, and those of a tensor: one for each row, one
+    # for all, or none.
+    folded: Callable[[ModelConfig], ModelConfig] = lambda config: config
+    factors: Callable[[ModelConfig, str], Sequence[float]] = lambda config, tensor: ()
     own_head: bool = False  # llama.cpp requires output.weight: a tied model's embedding is written twice
     has_mtp_blocks: bool = False  # block_count includes those of an MTP head, nextn_predict_layers says how many
     epsilon: str = "attention.layer_norm_rms_epsilon"

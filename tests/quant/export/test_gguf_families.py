@@ -38,7 +38,12 @@ QUICK = (
     *("llama-rope-llama3", "olmo3-window7", "gemma4-told-lent-double", "ministral3-beyond", "granite-multipliers"),
     *("cohere2-window7-tied", "gpt_oss-window7-gqa4:2", "ernie4_5_moe-8top3-tied", "qwen3_5-odd-heads-tied"),
     *("qwen3_next-8top3", "lfm2_moe-8top3-tied", "granitemoehybrid-8top3", "nemotron_h-every-kind"),
-    *("bamba-2-groups", "phi3-longrope-beyond-tied", "minicpm3-longrope-odd-sizes-biases-untied"),
+    *(
+        "falcon_h1-multipliers",
+        "bamba-2-groups",
+        "phi3-longrope-beyond-tied",
+        "minicpm3-longrope-odd-sizes-biases-untied",
+    ),
     "deepseek_v2-groups-odd-sizes-biases-tied",
     *("apertus-llama3", "stablelm-parallel-head-norms", "nemotron-half-rotated", "hy_v3-8top2"),
     *("granitemoe_swa-window7-shared", "laguna-heads-by-layer-window7", "minicpm3-tied"),
@@ -105,7 +110,6 @@ LOSSES = {
     "dots1-window7-tied-biases": "key-value heads",
     "cohere-gqa-untied-biases": "no tensor",
     "deepseek_v3-odd-sizes-half-split-biases-tied": "q_lora_rank",
-    "falcon_h1-multipliers": "embedding_scale",
     "nemotron_h-groups-latent-experts-odd-sizes-biases-unnormalized": "no tensor for it",
     "mellum-dense-tied-biases": "no tensor for it",
     "phi-head-norms-mha-relu2": "no tensor for it",
@@ -191,6 +195,14 @@ def test_what_llama_cpp_does_not_load_is_refused(name: str) -> None:
         else:
             with pytest.raises(ModelError, match=cause):
                 require_loadable(config, architecture, places)
+
+
+@pytest.mark.parametrize("change", ["tie_word_embeddings", "attention_bias", "mlp_bias", "mamba_proj_bias"])
+def test_multipliers_of_biases_and_tied_heads_stay_and_are_refused(change: str) -> None:
+    config = _config("falcon_h1-multipliers", {change: True})
+    assert written_architecture(config).folded(config) == config
+    plain = _config("falcon_h1-multipliers", {})
+    assert written_architecture(plain).folded(plain) != plain
 
 
 def test_low_rank_queries_are_required_of_minicpm3() -> None:
