@@ -89,7 +89,7 @@ def verify_reading(
         progress("comparing weights", min(len(seen), total), total)
     difference = likeliest = rounded = None
     if reading.logits is not None:
-        ours = _our_logits(model, tokens, placement)
+        ours = _our_logits(model, tokens, placement, dense=names == "hf")
         difference, likeliest = _difference(ours, reading.logits, reading.log_probabilities)
         rounded = None if reading.rounded is None else _difference(ours, reading.rounded, reading.log_probabilities)[0]
     return Verified(
@@ -178,9 +178,10 @@ def _gguf_weights(folder: ModelFolder) -> Iterator[tuple[str, Tensor]]:
 
 
 @torch.no_grad()
-def _our_logits(model: ModelFolder, tokens: tuple[int, ...], placement: Placement) -> Tensor:
-    # Log-probabilities after the last token.
-    streamed = StreamedModel(model, placement, dense=True)
+def _our_logits(model: ModelFolder, tokens: tuple[int, ...], placement: Placement, *, dense: bool) -> Tensor:
+    # Log-probabilities after the last token. Formats of folders define dequantized weights, rounded to the dtype of
+    # scales; those of GGUF are products in fp32.
+    streamed = StreamedModel(model, placement, dense=dense)
     hidden = streamed.hidden(torch.tensor([tokens]))
     return streamed.logits(hidden[0, -1:])[0].log_softmax(0).cpu()
 
