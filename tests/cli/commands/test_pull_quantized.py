@@ -158,7 +158,7 @@ def test_30_kills(server: HubServer, expected: Expected, tmp_path: Path) -> None
             share = peak[0] / occupied(target)
             fetched = weight_bytes(server, asked) / model
             print(f"{method}, {len(moments)} kills: peak {share:.2f} of the result, read {fetched:.2f} of the model")
-            assert share <= 1.2 and (moments or fetched < 1.5)
+            assert share <= 1.2 and (moments or fetched < 2.5)  # layers of pico exceed .15 of the result: twice
             shutil.rmtree(target)
 
 
