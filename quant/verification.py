@@ -34,10 +34,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Verified:
-    """The result. logits: largest difference in nats, None without logits; likeliest: share of common tokens.
-
-    rounded: the difference where the program rounds activations, as in `Reading`.
-    """
+    """The result. logits: largest difference in nats, None without logits; likeliest: share of common tokens."""
 
     program: str
     weights: int
@@ -45,7 +42,7 @@ class Verified:
     logits: float | None
     tolerance: float
     likeliest: float | None = None
-    rounded: float | None = None
+    rounded: float | None = None  # of `Reading.rounded`
     rounded_tolerance: float = 0.0
 
     @property

@@ -1,8 +1,4 @@
-"""Reads GGUF files with llama.cpp: llama-quantize decodes every weight to F32, llama-server computes logits of these.
-
-Products of quantized weights round activations to eight bits, by which logits differ by up to half a nat; these logits
-are read from the file itself.
-"""
+"""Reads GGUF files with llama.cpp: llama-quantize decodes every weight to F32, llama-server computes logits."""
 
 import json
 import os
@@ -25,6 +21,7 @@ from mycli.runtime.checkpoint.gguf_parts import is_gguf
 from mycli.runtime.errors import ModelError, NotFoundError
 
 WEIGHT_NAMES: Names = "gguf"
+# Of decoded weights, and of the file itself, for which llama.cpp rounds activations to 8 bits and keys to fp16.
 _TOLERANCE, _ROUNDED_TOLERANCE = 0.01, 0.5  # nats
 _EXACT = ("--cache-type-k", "f32", "--cache-type-v", "f32", "--flash-attn", "off")
 _LIKELIEST = 10
