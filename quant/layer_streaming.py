@@ -90,7 +90,7 @@ class StreamedModel:
         self.activations = None if dense else activation_choice(folder, placement)
         if self.activations is not None:
             self.packings = self.activations.packings(self.packings)
-        self.source = SourceWeights(folder)
+        self.source = SourceWeights(folder, placement.dtype)
         self._checkpoint, self._dense = self.source.checkpoint, dense
         self._norm = self.final_norm()
         self.streams = Streams(self.config) if self.config.streams > 1 else None

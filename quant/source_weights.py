@@ -14,8 +14,9 @@ SOURCE_BITS = 8  # with fewer, too much is lost already to quantize again
 class SourceWeights:
     """Reads a folder's tensors dense. Raises ModelError if the files and the config disagree."""
 
-    def __init__(self, folder: ModelFolder) -> None:
-        self.checkpoint = folder.checkpoint()
+    def __init__(self, folder: ModelFolder, dtype: torch.dtype | None = None) -> None:
+        # dtype: of tensors stored in blocks that are not products, such as an embedding; None: the config's.
+        self.checkpoint = folder.checkpoint(dtype=dtype)
         self._packings, self._dtype = folder.packings, torch_dtype(folder.config.dtype)
         packed = (spec for spec in quantizable(folder.config) if spec.name in self._packings)
         self._packed = {f"{spec.name}.weight": spec for spec in packed}

@@ -42,11 +42,17 @@ class Verified:
     logits: float | None
     tolerance: float
     likeliest: float | None = None
+    rounded: float | None = None  # of `Reading.rounded`
+    rounded_tolerance: float = 0.0
 
     @property
     def logits_fail(self) -> bool:
         too_far = self.logits is not None and not self.logits <= self.tolerance
-        return too_far or (self.likeliest is not None and self.likeliest < _SHARED)
+        return too_far or self.rounding_fails or (self.likeliest is not None and self.likeliest < _SHARED)
+
+    @property
+    def rounding_fails(self) -> bool:
+        return self.rounded is not None and not self.rounded <= self.rounded_tolerance
 
 
 def tokens_to_score(vocabulary: int) -> tuple[int, ...]:
@@ -78,8 +84,21 @@ def verify_reading(
         elif (fault := _compare(name, values, read)) is not None:
             faults.append(fault)
         progress("comparing weights", min(len(seen), total), total)
-    difference, likeliest = _compare_logits(reading, model, tokens, placement)
-    return Verified(reading.program, len(seen), tuple(faults), difference, reading.tolerance, likeliest)
+    difference = likeliest = rounded = None
+    if reading.logits is not None:
+        ours = _our_logits(model, tokens, placement, dense=names == "hf")
+        difference, likeliest = _difference(ours, reading.logits, reading.log_probabilities)
+        rounded = None if reading.rounded is None else _difference(ours, reading.rounded, reading.log_probabilities)[0]
+    return Verified(
+        reading.program,
+        len(seen),
+        tuple(faults),
+        difference,
+        reading.tolerance,
+        likeliest,
+        rounded,
+        reading.rounded_tolerance,
+    )
 
 
 def _compare(name: str, values: Tensor, read: ReadWeight) -> Fault | None:
@@ -130,6 +149,8 @@ def _gguf_weights(folder: ModelFolder) -> Iterator[tuple[str, Tensor]]:
         if place.in_metadata:
             continue
         rule, values = place.rule, weights.dense(name).float()
+        factors = architecture.factors(config, name)
+        values = values * torch.tensor(factors).unsqueeze(1) if factors else values
         values = values if rule.change is None else rule.change.store(values)
         values = values.squeeze() if values.dim() > 2 else values
         if rule.column_order is not None:
@@ -154,19 +175,20 @@ def _gguf_weights(folder: ModelFolder) -> Iterator[tuple[str, Tensor]]:
 
 
 @torch.no_grad()
-def _compare_logits(
-    reading: Reading, model: ModelFolder, tokens: tuple[int, ...], placement: Placement
-) -> tuple[float | None, float | None]:
-    if reading.logits is None:
-        return None, None
-    streamed = StreamedModel(model, placement, dense=True)
+def _our_logits(model: ModelFolder, tokens: tuple[int, ...], placement: Placement, *, dense: bool) -> Tensor:
+    # Log-probabilities after the last token. Formats of folders define dequantized weights, rounded to the dtype of
+    # scales; those of GGUF are products in fp32.
+    streamed = StreamedModel(model, placement, dense=dense)
     hidden = streamed.hidden(torch.tensor([tokens]))
-    ours = streamed.logits(hidden[0, -1:])[0].log_softmax(0).cpu()
-    indices = torch.tensor(list(reading.logits))
-    theirs = torch.tensor(list(reading.logits.values()))
-    if not reading.log_probabilities:
+    return streamed.logits(hidden[0, -1:])[0].log_softmax(0).cpu()
+
+
+def _difference(ours: Tensor, read: dict[int, float], log_probabilities: bool) -> tuple[float, float | None]:
+    indices = torch.tensor(list(read))
+    theirs = torch.tensor(list(read.values()))
+    if not log_probabilities:
         return float((ours[indices] - theirs.log_softmax(0)).abs().max()), None
     likeliest = set(ours.topk(len(indices)).indices.tolist())
     shared = [index for index in indices.tolist() if index in likeliest]
-    difference = max((abs(float(ours[index]) - reading.logits[index]) for index in shared), default=float("inf"))
+    difference = max((abs(float(ours[index]) - read[index]) for index in shared), default=float("inf"))
     return difference, len(shared) / len(indices)

@@ -31,7 +31,9 @@ def _logits(answer: dict[str, Any]) -> str:
     if answer["logits"] is None:
         return "the program gives none"
     shared = "" if answer["likeliest"] is None else f", {answer['likeliest']:.0%} of its likeliest tokens shared"
-    return f"differ by {answer['logits']:.2g} nats at most, {answer['tolerance']:g} allowed{shared}"
+    rounded = answer["rounded_logits"]
+    packed = "" if rounded is None else f"; by {rounded:.2g} with the program's own rounding of activations"
+    return f"differ by {answer['logits']:.2g} nats at most, {answer['tolerance']:g} allowed{shared}{packed}"
 
 
 def _weights(answer: dict[str, Any]) -> str:
@@ -115,6 +117,7 @@ def _verify_reading(call: Call, source: Source, model: str, reader: str, ref: st
         "logits": verified.logits,
         "tolerance": verified.tolerance,
         "likeliest": verified.likeliest,
+        "rounded_logits": verified.rounded,
     }
     call.out.show(answer, _READING, title=f"{model} as {reader} reads it")
     _require_equal(verified, model)
@@ -131,9 +134,12 @@ def _require_equal(verified: "Verified", model: str) -> None:
             _MISSING if first.problem == MISSING else _DIFFERENT,
         )
     if verified.logits_fail:
+        apart, allowed = verified.logits, verified.tolerance
+        if verified.rounding_fails:
+            apart, allowed = verified.rounded, verified.rounded_tolerance
         raise GateError(
-            f"{model}: weights are equal, but the logits of {verified.program} differ by {verified.logits:.3g} nats,"
-            f" more than {verified.tolerance:g}",
+            f"{model}: weights are equal, but the logits of {verified.program} differ by {apart:.3g} nats,"
+            f" more than {allowed:g}",
             "the program may compute this architecture differently; compare another version of it",
         )
 

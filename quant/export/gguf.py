@@ -6,6 +6,8 @@ the architecture's declaration (runtime/checkpoint/gguf/architectures).
 """
 
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -44,6 +46,7 @@ def export(request: ExportRequest, progress: ReportProgress) -> Exported:
     config, weights = request.folder.config, Weights(request.folder)
     exact = {f"{linear.name}.weight" for layer in config.layer_specs for linear in layer.unquantized}
     architecture = written_architecture(config)
+    folder = replace(request.folder, config=architecture.folded(config))
     copied = {} if request.variant else weights.blocks(architecture)
     kinds = {
         tensor: copied.get(tensor) or ("F32" if tensor in exact else _kind(request, weights, tensor, shape))
@@ -53,14 +56,15 @@ def export(request: ExportRequest, progress: ReportProgress) -> Exported:
         if kinds[tensor] not in _FLOATS:  # half of it is transposed, and blocks lie along rows
             kinds[tensor] = "F32" if tensor in copied else _FLOAT_OF[config.dtype]
     file_type = _FILE_TYPES[most_common_kind(kinds, config)]
-    layout = GgufLayout(request.folder, request.source.label, kinds, file_type)
+    layout = GgufLayout(folder, request.source.label, kinds, file_type)
     rounded: list[Rounded] = []
     with layout.writer(target, request.overwrite) as writer:
         for done, (tensor, place) in enumerate(layout.places.items(), 1):
             if copied.get(tensor) == kinds[tensor]:
                 data, error = weights.block_rows(tensor), 0.0
             else:
-                data, error = _encode(request, weights, tensor, kinds[tensor], place.rule)
+                factors = architecture.factors(config, tensor)
+                data, error = _encode(request, weights, tensor, kinds[tensor], place.rule, factors)
             if error:
                 rounded.append(Rounded(tensor, kinds[tensor], error))
             writer.write(tensor, data)
@@ -92,13 +96,15 @@ def _kind(request: ExportRequest, weights: Weights, name: str, shape: Shape) -> 
     return kind
 
 
-def _encode(request: ExportRequest, weights: Weights, name: str, kind: str, rule: TensorRule) -> tuple[Tensor, float]:
-    # Returns uint8 [rows, bytes], and the relative squared error of an inexact type.
+def _encode(
+    request: ExportRequest, weights: Weights, name: str, kind: str, rule: TensorRule, factors: Sequence[float]
+) -> tuple[Tensor, float]:
+    # Returns uint8 [rows, bytes], and the relative squared error of an inexact type. factors: of the rows, or none.
     plain, change = TYPES_BY_NAME[kind].dtype, rule.change
     order = None
     if rule.column_order is not None:
         order = file_order(rule.column_order, request.folder.config, weights.linears[name].in_features)
-    if plain is None and weights.packing(name) is not None and name in weights.linears:
+    if plain is None and weights.packing(name) is not None and name in weights.linears and not factors:
         packed = weights.packed(name)
         if order is not None:
             packed = reorder_columns(packed, order)
@@ -114,6 +120,8 @@ def _encode(request: ExportRequest, weights: Weights, name: str, kind: str, rule
     values = values.reshape(values.shape or (1,))
     if order is not None:
         values = values[:, order]
+    if factors:
+        values = values.float() * torch.tensor(factors).unsqueeze(1)
     if change is not None:
         values = change.store(values.float())
     if plain is not None:

@@ -16,7 +16,7 @@ from mycli.runtime.checkpoint.gguf.architectures import written_architecture
 from mycli.runtime.checkpoint.gguf.checkpoint import file_order
 from mycli.runtime.checkpoint.gguf.folder import GgufFolder
 from mycli.runtime.checkpoint.gguf.header import parse_gguf_header
-from mycli.runtime.checkpoint.gguf.rope import ROPE_FREQS, rope_factors
+from mycli.runtime.checkpoint.gguf.rope import rope_factors
 from mycli.runtime.checkpoint.gguf.types import TYPES_BY_NAME
 from mycli.runtime.checkpoint.gguf.writer import GgufWriter, Unwritten, make_gguf_header
 from mycli.runtime.checkpoint.gguf_parts import SUFFIX
@@ -68,8 +68,7 @@ class GgufLayout:
         self._factors = rope_factors(self.config)
         self.metadata = _metadata(folder, label, architecture, file_type, images)
         self.tensors: list[tuple[str, str, Shape]] = []
-        if self._factors:
-            self.tensors.append((ROPE_FREQS, "F32", (len(self._factors),)))
+        self.tensors += [(name, "F32", (len(factors),)) for name, factors in self._factors.items()]
         self.metadata |= {key: Unwritten(self.config.layers) for key in architecture.key_tensors}
         self.tensors += _plan(self.config, self.places, kinds)
         # The embedding once more, for a tied model of an architecture in which llama.cpp requires a head.
@@ -110,8 +109,8 @@ class GgufLayout:
             writer.write(self.head, data.contiguous().numpy().reshape(-1).data)
 
     def write_factors(self, writer: GgufWriter) -> None:
-        if self._factors:
-            writer.write(ROPE_FREQS, torch.tensor(self._factors).numpy().data)
+        for name, factors in self._factors.items():
+            writer.write(name, torch.tensor(factors).numpy().data)
 
 
 class GgufTensors:
@@ -207,7 +206,10 @@ def require_loadable(config: ModelConfig, architecture: Architecture, places: It
 
 
 def _require_keys(
-    config: ModelConfig, metadata: dict[str, Any], plan: list[tuple[str, str, Shape]], factors: list[float]
+    config: ModelConfig,
+    metadata: dict[str, Any],
+    plan: list[tuple[str, str, Shape]],
+    factors: Mapping[str, list[float]],
 ) -> None:
     """Raise ModelError if GGUF has no key for a property of the model."""
     # Checked by reading the header back, not by a list of unsupported properties, which would miss new ones.
@@ -217,7 +219,7 @@ def _require_keys(
         max(entry.offset + entry.nbytes for entry in places.values()),
         "the file to write",
     )
-    written = GgufFolder.from_header(stored, lambda name: factors, Path()).config
+    written = GgufFolder.from_header(stored, lambda name: factors[name], Path()).config
     for name in _COMPARED:
         if name == "tie_embeddings" and HEAD in places:
             continue  # a head of its own, equal to the embedding

@@ -46,6 +46,9 @@ class Reading:
     logits: dict[int, float] | None = None
     log_probabilities: bool = False  # `logits` are log-probabilities of the likeliest tokens
     tolerance: float = 0.0  # of logits, in nats
+    # The same from products that round activations to the few bits of packed weights, where the program has them.
+    rounded: dict[int, float] | None = None
+    rounded_tolerance: float = 0.0
 
 
 @dataclass(frozen=True)

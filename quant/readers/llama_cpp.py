@@ -8,6 +8,7 @@ import subprocess
 import tempfile
 import time
 import urllib.request
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ from mycli.runtime.checkpoint.gguf_parts import is_gguf
 from mycli.runtime.errors import ModelError, NotFoundError
 
 WEIGHT_NAMES: Names = "gguf"
-_TOLERANCE = 0.5  # nats: llama.cpp rounds activations to eight bits and keys to fp16 (0.3 seen with IQ2_XS)
+# Of decoded weights, and of the file itself, for which llama.cpp rounds activations to 8 bits and keys to fp16.
+_TOLERANCE, _ROUNDED_TOLERANCE = 0.01, 0.5  # nats
+_EXACT = ("--cache-type-k", "f32", "--cache-type-v", "f32", "--flash-attn", "off")
 _LIKELIEST = 10
 _START_SECONDS = 300.0
 
@@ -34,10 +37,12 @@ def read(task: Task) -> Reading:
         dense = Path(folder) / "dense.gguf"
         run_program([quantize, "--allow-requantize", str(task.model), str(dense), "F32"], "llama.cpp", task.model)
         weights = _weights(dense)
+        likeliest = _likeliest(server, dense, task.tokens, _EXACT)
+    rounded = _likeliest(server, task.model, task.tokens)
     version = subprocess.run([server, "--version"], capture_output=True, text=True, errors="replace", check=False)
     words = (version.stderr + version.stdout).partition("version:")[2].split()
-    likeliest = _likeliest(server, task)
-    return Reading(f"llama.cpp {words[0] if words else ''}".strip(), weights, likeliest, True, _TOLERANCE)
+    program = f"llama.cpp {words[0] if words else ''}".strip()
+    return Reading(program, weights, likeliest, True, _TOLERANCE, rounded, _ROUNDED_TOLERANCE)
 
 
 def _find(task: Task, name: str) -> str:
@@ -73,17 +78,17 @@ def _free_port() -> int:
         return port
 
 
-def _likeliest(server: str, task: Task) -> dict[int, float]:
+def _likeliest(server: str, model: Path, tokens: Sequence[int], options: Sequence[str] = ()) -> dict[int, float]:
     # A free port may be taken before the server binds it; the server then fails, and the command can be repeated.
     port = _free_port()
-    command = [server, "-m", str(task.model), "--host", "127.0.0.1", "--port", str(port), "-c", "512", "-np", "1"]
+    command = [server, "-m", str(model), "--host", "127.0.0.1", "--port", str(port), "-c", "512", "-np", "1"]
     environment = {**os.environ, "LLAMA_ARG_NO_WARMUP": "1"}
     with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen([*command, "--no-webui"], stdout=log, stderr=log, env=environment)
+        process = subprocess.Popen([*command, *options, "--no-webui"], stdout=log, stderr=log, env=environment)
         try:
             address = f"http://127.0.0.1:{port}"
-            _wait(process, address, task.model)
-            body = {"prompt": list(task.tokens), "n_predict": 1, "n_probs": _LIKELIEST, "temperature": 0.0}
+            _wait(process, address, model)
+            body = {"prompt": list(tokens), "n_predict": 1, "n_probs": _LIKELIEST, "temperature": 0.0}
             answer = _post(f"{address}/completion", body)
         finally:
             process.terminate()

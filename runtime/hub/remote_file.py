@@ -1,6 +1,7 @@
 """Reads the files of a commit on a hub by byte ranges, and caches recent ranges on disk within a limit."""
 
 import hashlib
+import shutil
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -59,6 +60,7 @@ class RangeSpool:
         self._digests: dict[_Key, bytes] = {}
         self._lock = threading.Lock()
         self._background = ThreadPoolExecutor(1)  # one transfer ahead hides the latency; more would share the bandwidth
+        shutil.rmtree(folder, ignore_errors=True)  # ranges of a killed process, maybe incomplete, which no limit counts
 
     def read_into(self, file: HubFile, view: memoryview, offset: int) -> None:
         key = (file.digest, offset, len(view))
@@ -104,8 +106,8 @@ class RangeSpool:
             if path is None:
                 return False
             self._stored.move_to_end(key)
-            with path.open("rb", buffering=0) as stream:
-                done = 0
+            done = 0
+            with suppress(FileNotFoundError), path.open("rb", buffering=0) as stream:
                 while done < len(view) and (count := stream.readinto(view[done:])):
                     done += count
             return done == len(view)

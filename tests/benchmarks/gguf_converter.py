@@ -33,7 +33,7 @@ from mycli.runtime.models.multimodal import TextPart
 from mycli.runtime.utils.json_fields import Fields
 from tests.support.engines import whole
 from tests.support.families import CASES, TOKENS, make
-from tests.support.family_parts import ministral_rope
+from tests.support.family_parts import ministral_rope, scaled
 from tests.support.gguf_exports import MULTIMODAL_NAMES
 from tests.support.gguf_files import byte_tokenizer
 from tests.support.models import CPU
@@ -66,7 +66,6 @@ REASONS: dict[str, str] = {
     "glm4_moe_lite-odd": "no key: rope_interleave",
     "youtu-odd": "no key: rope_interleave",
     "mistral4-groups": "no key: rope_interleave",
-    "bamba": "not read: the converter writes it as granitehybrid, without a shared MLP",
     "falcon_h1-normed": "the converter fails: biases",
     "gemma-mqa": "no tensor: llama.cpp takes the embedding as the head, and has no biases",
     "gemma3n-second": "the converter fails: three residual streams",
@@ -95,6 +94,8 @@ CHANGES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "glm-half-turned": {"rms_norm_eps": 1e-5},
+    "bamba": scaled("default", partial_rotary_factor=1.0),  # the converter reorders the rows of whole heads
+    "bamba-odd-sizes-biases-tied": {"time_step_limit": (0.0, float("inf"))},
     "falcon_h1-multipliers": {"head_dim": 16},
     "llama4-chunk16": {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1},
     "nemotron_h-every-kind": {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"]},
@@ -309,11 +310,36 @@ def _round(model: torch.nn.Module, kind: str) -> None:
             keys, values = parameter.detach().view(settings.num_attention_heads, sum(size), -1).split(size, dim=1)
             keys = _rounded(keys.transpose(1, 2).contiguous(), kind).transpose(1, 2)
             rounded = torch.cat((keys, _rounded(values.contiguous(), kind)), dim=1).view_as(parameter)
+        elif model.config.model_type == "falcon_h1":
+            factors = _multipliers(model.config, name)
+            rounded = _rounded((parameter.detach() * factors).contiguous(), kind) / factors
         elif model.config.model_type == "llama4_text" and ".experts." in name:  # which holds transposes
             rounded = _rounded(parameter.detach().mT.contiguous(), kind).mT
         else:
             rounded = _rounded(parameter.detach(), kind)
         parameter.data.copy_(rounded)
+
+
+def _multipliers(config: Any, name: str) -> torch.Tensor:
+    """Return the factors by which the converter multiplies a matrix of Falcon-H1 before it rounds, [1] or [rows, 1]."""
+    inner, states = config.mamba_d_ssm, config.mamba_n_groups * config.mamba_d_state
+    sizes = torch.tensor([inner, inner, states, states, config.mamba_n_heads])
+    factors = {
+        "gate_proj": config.mlp_multipliers[0],
+        "down_proj": config.mlp_multipliers[1],
+        "q_proj": config.attention_in_multiplier,
+        "k_proj": config.attention_in_multiplier * config.key_multiplier,
+        "v_proj": config.attention_in_multiplier,
+        "o_proj": config.attention_out_multiplier,
+        "out_proj": config.ssm_out_multiplier,
+        "lm_head": config.lm_head_multiplier,
+        "embed_tokens": config.embedding_multiplier,
+    }
+    part = name.split(".")[-2]
+    if part == "in_proj":
+        rows = torch.tensor(config.ssm_multipliers).repeat_interleave(sizes)[:, None]
+        return rows * config.ssm_in_multiplier
+    return torch.tensor([float(factors.get(part, 1.0))])
 
 
 def _rounded(values: torch.Tensor, kind: str) -> torch.Tensor:

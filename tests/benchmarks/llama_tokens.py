@@ -6,9 +6,10 @@ Each model is written as a GGUF file and served by llama-server; it continues 20
 also sent as text to compare the tokenization. llama.cpp rounds activations and sums in another order, so two almost
 equally likely tokens may swap: each of its tokens must be ours, or within `TIE` standard deviations of our logits below
 ours, in our fp32 pass over its reply. llama.cpp's products of quantized weights round their inputs to 8 bits. Where a
-token is further below, the case fails, and our pass is repeated with inputs rounded in the same way, to show how many
-of our own choices that alone changes and by how much. The two cannot agree token by token: a difference in the last
-place of an input, from attention, becomes a full step after rounding. The path may also be set in $LLAMA_SERVER.
+token is further below, the file's exact values are written as F32 and served again: with them the case must pass, so
+the difference was that rounding alone. Our pass is also repeated with inputs rounded in the same way, to show how many
+of our own choices that changes and by how much. The two cannot agree token by token: a difference in the last place of
+an input, from attention, becomes a full step after rounding. The path may also be set in $LLAMA_SERVER.
 """
 
 import argparse
@@ -170,6 +171,10 @@ def logits_over(model: Transformer, prompt: Sequence[int], reply: Sequence[int])
     return whole(model, torch.tensor([[*prompt, *reply]]))[0, len(prompt) - 1 : -1]
 
 
+def passes(model: Transformer, prompts: Sequence[Sequence[int]], replies: Sequence[Sequence[int]]) -> Tensor:
+    return torch.cat([logits_over(model, *one) for one in zip(prompts, replies, strict=True)])
+
+
 def agreement(logits: Tensor, chosen: Tensor) -> tuple[int, float]:
     """Return the number of tokens equal to our greedy ones, and how far the worst other one lies below, in deviations.
 
@@ -201,17 +206,21 @@ def check(program: str, name: str, folder: Path, to: str, work: Path) -> bool:
         for text in texts(tokenizer):
             found = ask(address, "/tokenize", content=text, add_special=False)["tokens"]
             cut += found != tokenizer.encode(text, add_special=False)
-
-    def passes() -> Tensor:
-        return torch.cat([logits_over(model, *one) for one in zip(prompts, replies, strict=True)])
-
-    logits = passes()
+    logits = passes(model, prompts, replies)
     chosen = torch.tensor([token for reply in replies for token in reply])
     same, worst = agreement(logits, chosen)
     said = f"{name} as {to}: {same} of {len(chosen)} greedy tokens are ours, the others at most {worst:.4f} below"
-    if worst > TIE:
+    if worst > TIE and opened.packings:
+        decoded = ExportRequest(Source(name, folder), opened, work / "b.gguf", "f32", True, True)
+        with serving(program, module.export(decoded, silent).path) as address:
+            exact = [theirs(address, prompt) for prompt in prompts]
+        chosen_exact = torch.tensor([token for reply in exact for token in reply])
+        count, furthest = agreement(passes(model, prompts, exact), chosen_exact)
+        said += f" (the same weights as F32: {count} of {len(chosen_exact)} and {furthest:.4f}"
         round_inputs(model, 256 if to.endswith("_k") else 32)
-        said += " (rounded inputs alone: {} and {:.4f})".format(*agreement(logits, passes().argmax(1)))
+        rounded = passes(model, prompts, replies).argmax(1)
+        said += "; rounded inputs alone: {} and {:.4f})".format(*agreement(logits, rounded))
+        worst = furthest
     ok = worst <= TIE and not cut and len(chosen) > PROMPTS * REPLY // 2
     cuts = f"{cut} of {len(texts(tokenizer))} texts cut otherwise"
     print(f"{said}; {cuts}: {'ok' if ok else 'FAILED'}", flush=True)

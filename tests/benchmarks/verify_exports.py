@@ -65,6 +65,8 @@ def verified(model: Path, reader: str, program: Path | None, reference: Path | N
     if result.faults:
         return f"{result.program}: {len(result.faults)} differ: {result.faults[0].weight} {result.faults[0].problem}"
     logits = "no logits" if result.logits is None else f"logits within {result.logits:.1g} nats"
+    if result.rounded is not None:
+        logits += f", with activations rounded {result.rounded:.1g}"
     return f"{result.program}: {result.weights} weights equal, {logits}{', TOO FAR' if result.logits_fail else ''}"
 
 

@@ -18,6 +18,9 @@ COMPILER = {
     "quant/readers/llama_cpp.py": {
         "--allow-requantize",
         "--build",
+        "--cache-type-k",
+        "--cache-type-v",
+        "--flash-attn",
         "--host",
         "--no-webui",
         "--port",

@@ -20,9 +20,11 @@ from mycli.quant.recipe import Recipe
 from mycli.quant.verification import MISSING, Fault, Verified, tokens_to_score, verify_reading
 from mycli.runtime.checkpoint.gguf.files import GgufFiles
 from mycli.runtime.checkpoint.open_folder import open_model_folder
+from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.errors import GateError, ModelError, NotFoundError
 from mycli.runtime.hub.resolve import Source
 from tests.support.command_line import Mycli
+from tests.support.engines import whole
 from tests.support.gguf_exports import make_exported
 from tests.support.models import CPU, random_model
 from tests.support.paths import PICO
@@ -247,3 +249,56 @@ def test_a_missing_package_is_named_with_its_installation(tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_pico_passes() -> None:
     assert not _verify(PICO, "transformers").faults
+
+
+_SERVER = """
+import http.server, json, sys
+if "--version" in sys.argv:
+    sys.exit("version: 7 (x)")
+options = dict(zip(sys.argv[1:-1], sys.argv[2:]))
+exact = "f32" == options.get("--cache-type-k") == options.get("--cache-type-v") and options["--flash-attn"] == "off"
+value = -1.0 if exact and options["-m"].endswith("dense.gguf") else -2.0
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.do_POST({})
+    def do_POST(self, answer=None):
+        top = [{"id": token, "logprob": value} for token in range(10)]
+        data = json.dumps(answer or {"completion_probabilities": [{"top_logprobs": top}]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+http.server.HTTPServer(("127.0.0.1", int(options["--port"])), Handler).serve_forever()
+"""
+
+
+def _program(path: Path, text: str) -> None:
+    path.write_text(f"#!{sys.executable}\n{text}")
+    path.chmod(0o755)
+
+
+def test_llama_cpp_computes_logits_of_decoded_weights_and_of_the_file(tmp_path: Path) -> None:
+    path = _export(tmp_path, "qwen2-biases", ":f32")
+    _program(tmp_path / "llama-quantize", "import shutil, sys; shutil.copy(*sys.argv[2:4])")
+    _program(tmp_path / "llama-server", _SERVER)
+    reading = readers.load("llama.cpp").read(readers.Task(path, (1, 2), tmp_path))
+    assert reading.program == "llama.cpp 7" and "blk.0.attn_q.weight" in reading.weights
+    assert reading.logits == dict.fromkeys(range(10), -1.0)
+    assert reading.rounded == dict.fromkeys(range(10), -2.0)
+
+
+def test_a_rounding_program_may_differ_more(tmp_path: Path) -> None:
+    path = _export(tmp_path, "qwen2-biases", ":q8_0")
+    # Quantized embeddings are exact here, too.
+    opened, (reading, names) = open_model_folder(path), _reading(path, "gguf-py")
+    tokens = tokens_to_score(opened.config.vocab_size)
+    likeliest = dict(enumerate(whole(load_model(opened, CPU).model, torch.tensor([tokens]))[0, -1].tolist()))
+    for apart, fails in ((0.3, False), (0.7, True)):
+        rounded = {**likeliest, 5: likeliest[5] + apart}
+        read = dataclasses.replace(reading, logits=likeliest, tolerance=0.01, rounded=rounded, rounded_tolerance=0.5)
+        verified = verify_reading(read, names, opened, opened, tokens, EXACT)
+        assert verified.logits is not None and verified.logits < 1e-4
+        assert verified.rounded == pytest.approx(apart, abs=0.01) and verified.logits_fail == fails
+        if fails:
+            with pytest.raises(GateError, match=r"0\.\d+ nats, more than 0\.5"):
+                verify._require_equal(verified, "m")

@@ -5,7 +5,7 @@ becomes a config.json, which the family's own reader accepts or refuses. Imports
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -183,11 +183,17 @@ class Architecture:
     key_tensors: Mapping[str, str] = field(default_factory=dict)
     # The tensors of models without experts, where the same tensors have other names there.
     dense_tensors: Mapping[str, TensorRule] | None = None
+    # A key, and the declaration of files of this name that have neither the key nor experts.
+    without_key: "tuple[str, Architecture] | None" = None
     writes: Callable[[ModelConfig], bool] = lambda config: True  # whether a model of `written_types` is written as this
     # What export asks of a model, because llama.cpp would not load its file: shapes, and the tensors whose biases it
     # knows. Both are not asked of files that are read.
     requires: tuple[Requirement, ...] = ()
     biases: tuple[str, ...] = QKV_BIASES
+    # The model without the factors that are multiplied into its weights, and those of a tensor: one for each row, one
+    # for all, or none.
+    folded: Callable[[ModelConfig], ModelConfig] = lambda config: config
+    factors: Callable[[ModelConfig, str], Sequence[float]] = lambda config, tensor: ()
     own_head: bool = False  # llama.cpp requires output.weight: a tied model's embedding is written twice
     has_mtp_blocks: bool = False  # block_count includes those of an MTP head, nextn_predict_layers says how many
     epsilon: str = "attention.layer_norm_rms_epsilon"
@@ -236,6 +242,13 @@ class Architecture:
     def of_kind(self, experts: bool) -> "Architecture":
         """Return the declaration for models with or without experts."""
         return self if experts or self.dense_tensors is None else replace(self, layer_tensors=self.dense_tensors)
+
+    def of_file(self, metadata: Fields) -> "Architecture":
+        """Return the declaration for the file with these keys."""
+        experts = metadata.integer(f"{self.name}.expert_count", 0, low=0) > 0
+        if self.without_key is not None and not experts and not metadata.has(f"{self.name}.{self.without_key[0]}"):
+            return self.without_key[1]
+        return self.of_kind(experts)
 
     def hf_name(self, stored: str) -> str | None:
         """Return the Hugging Face name of a GGUF tensor, with {expert} for a stack; None if it has no rule."""

@@ -19,6 +19,7 @@ def mamba(config: ModelConfig) -> MambaSpec:
 
 # llama.cpp adds it without looking whether there is one.
 CONVOLUTION_BIAS = Requirement("a bias of the convolution", lambda config: mamba(config).convolution.bias)
+EXPANSION_OF_TWO = Requirement("mamba_expand = 2", lambda config: mamba(config).inner == 2 * config.hidden_size)
 
 
 def _by_head(config: ModelConfig) -> tuple[int, ...]:

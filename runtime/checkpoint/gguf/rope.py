@@ -55,6 +55,10 @@ def rope_parameters(model: GgufModel, head_dim: int) -> dict[str, Any]:
     if _ROPE_LONG in model.tensors:
         rope |= {"rope_type": "longrope", "long_factor": list(model.floats(_ROPE_LONG))}
         rope["short_factor"] = list(model.floats(_ROPE_SHORT))
+        # Of a file without these keys llama.cpp takes the whole context and does not multiply.
+        context = model.integer("context_length", low=1)
+        rope["original_max_position_embeddings"] = model.integer("rope.scaling.original_context_length", context)
+        rope["attention_factor"] = model.number("rope.scaling.attn_factor", 1.0)
     return rope
 
 
@@ -86,6 +90,9 @@ def rope_keys(config: ModelConfig) -> dict[str, Any]:
     }
     if rope.kind in ("default", "llama3", "proportional"):  # the latter two are a tensor of factors
         return keys
+    if rope.kind == "longrope":  # its frequencies are two tensors of factors
+        original = {"rope.scaling.original_context_length": rope.original_context}
+        return {**keys, **original, "rope.scaling.attn_factor": float(rope.attention_factor)}
     if rope.kind not in ("linear", "yarn"):
         raise ModelError(f"config.json: rope_type {rope.kind!r} cannot be written as GGUF", "export to safetensors")
     keys |= {"rope.scaling.type": rope.kind, "rope.scaling.factor": float(rope.factor)}
@@ -117,16 +124,18 @@ def sliding_rope_keys(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def rope_factors(config: ModelConfig) -> list[float]:
-    # The values of the tensor ROPE_FREQS, empty for a model without it.
+def rope_factors(config: ModelConfig) -> dict[str, list[float]]:
+    """Return the values of the tensors of frequency factors by name; most models have none."""
     rope = config.rope_scaling
+    if rope.kind == "longrope":
+        return {_ROPE_LONG: list(rope.long_factors), _ROPE_SHORT: list(rope.short_factors)}
     if rope.kind == "proportional":
         pairs = next(spec.dim for spec in config.distinct_ropes if spec.scaling == rope) // 2
         rotating = int(rope.partial_factor * pairs)
-        return [1.0] * rotating + [_STILL] * (pairs - rotating)
+        return {ROPE_FREQS: [1.0] * rotating + [_STILL] * (pairs - rotating)}
     if rope.kind != "llama3":
-        return []
-    return llama3_factors(
+        return {}
+    factors = llama3_factors(
         config.head_dim,
         config.rope_theta,
         rope.factor,
@@ -134,6 +143,7 @@ def rope_factors(config: ModelConfig) -> list[float]:
         rope.high_freq_factor,
         rope.original_context,
     )
+    return {ROPE_FREQS: factors}
 
 
 def position_sections(config: ModelConfig, images: Fields | None = None) -> list[int]:

@@ -135,15 +135,31 @@ def test_the_same_bytes_little_disk_after_kills(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy"]
 
 
+def weight_bytes(server: HubServer, start: int = 0) -> int:
+    """Return the bytes of weights that were asked for since the request `start`."""
+    asked = (request.headers.get("Range") for request in server.log[start:] if request.host == "storage")
+    ranges = [words.removeprefix("bytes=").split("-") for words in asked if words]
+    return sum(int(last) + 1 - int(first) for first, last in ranges)
+
+
 @pytest.mark.slow
 def test_30_kills(server: HubServer, expected: Expected, tmp_path: Path) -> None:
+    model = (PICO / "model.safetensors").stat().st_size
     for seed in range(6):
         chance = random.Random(seed)
         home = tmp_path / str(seed)
         home.mkdir()
         method = "rtn" if seed % 2 else "gptq"
-        moments = [after(chance.uniform(0.3, 8.0)) for _ in range(5)]
-        assert files(killed(server, home, METHODS[method], moments)) == expected(method)
+        for moments in ((), [after(chance.uniform(0.3, 8.0)) for _ in range(5)]):
+            asked = len(server.log)
+            with peak_of(home) as peak:
+                target = killed(server, home, METHODS[method], moments)
+            assert files(target) == expected(method)
+            share = peak[0] / occupied(target)
+            fetched = weight_bytes(server, asked) / model
+            print(f"{method}, {len(moments)} kills: peak {share:.2f} of the result, read {fetched:.2f} of the model")
+            assert share <= 1.2 and (moments or fetched < 2.5)  # layers of pico exceed .15 of the result: twice
+            shutil.rmtree(target)
 
 
 def test_a_server_without_ranges_is_refused(server: HubServer, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Check that every family that is exported to GGUF is read back as the same model."""
 
+import pkgutil
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.loading.loader import load_model
 from mycli.runtime.errors import ModelError
 from mycli.runtime.hub.resolve import Source
+from mycli.runtime.models import families
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.registry import parse_config
 from mycli.runtime.utils.json_fields import Fields
@@ -36,6 +38,12 @@ QUICK = (
     *("llama-rope-llama3", "olmo3-window7", "gemma4-told-lent-double", "ministral3-beyond", "granite-multipliers"),
     *("cohere2-window7-tied", "gpt_oss-window7-gqa4:2", "ernie4_5_moe-8top3-tied", "qwen3_5-odd-heads-tied"),
     *("qwen3_next-8top3", "lfm2_moe-8top3-tied", "granitemoehybrid-8top3", "nemotron_h-every-kind"),
+    *(
+        "falcon_h1-multipliers",
+        "bamba-2-groups",
+        "phi3-longrope-beyond-tied",
+        "minicpm3-longrope-odd-sizes-biases-untied",
+    ),
     "deepseek_v2-groups-odd-sizes-biases-tied",
     *("apertus-llama3", "stablelm-parallel-head-norms", "nemotron-half-rotated", "hy_v3-8top2"),
     *("granitemoe_swa-window7-shared", "laguna-heads-by-layer-window7", "minicpm3-tied"),
@@ -47,6 +55,19 @@ def _request(name: str, folder: Path, variant: str) -> ExportRequest:
     make_exported(folder / "hf", name)
     original = open_model_folder(folder / "hf")
     return ExportRequest(Source("hf", folder / "hf"), original, folder / "a.gguf", variant, requantize=True)
+
+
+# llama.cpp b11434 has no architecture for them.
+WITHOUT_ARCHITECTURE = {
+    *("cwm", "diffllama", "doge", "flex_olmo", "flint", "helium", "hyperclovax", "kolibri1", "lfm3", "ministral"),
+    *("nanochat", "olmo_hybrid", "vaultgemma"),
+}
+
+
+def test_families_without_an_architecture_are_refused() -> None:
+    assert {module.name for module in pkgutil.iter_modules(families.__path__)} - set(WRITTEN) == WITHOUT_ARCHITECTURE
+    with pytest.raises(ModelError, match="'helium' cannot be written as GGUF: llama.cpp has no architecture for it"):
+        written_architecture(_config("helium-mha", {}))
 
 
 def test_every_written_family_has_a_case() -> None:
@@ -89,12 +110,10 @@ LOSSES = {
     "dots1-window7-tied-biases": "key-value heads",
     "cohere-gqa-untied-biases": "no tensor",
     "deepseek_v3-odd-sizes-half-split-biases-tied": "q_lora_rank",
-    "falcon_h1-multipliers": "embedding_scale",
     "nemotron_h-groups-latent-experts-odd-sizes-biases-unnormalized": "no tensor for it",
     "mellum-dense-tied-biases": "no tensor for it",
     "phi-head-norms-mha-relu2": "no tensor for it",
     "granitemoe_swa-thetas-tied-biases": "rope",
-    "minicpm3-longrope-odd-sizes-biases-untied": "no tensor for it",
 }
 
 
@@ -152,6 +171,7 @@ UNLOADABLE: dict[str, tuple[str, dict[str, Any], str]] = {
         {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
         "full attention in the first layer",
     ),
+    "bamba-wide": ("bamba-2-groups", {"mamba_expand": 3, "mamba_d_head": 48}, "mamba_expand"),
     "deepseek_v2-lite-of-3-layers": ("deepseek_v2-groups-odd-sizes-biases-tied", {"q_lora_rank": None}, "q_lora_rank"),
 }
 
@@ -175,6 +195,20 @@ def test_what_llama_cpp_does_not_load_is_refused(name: str) -> None:
         else:
             with pytest.raises(ModelError, match=cause):
                 require_loadable(config, architecture, places)
+
+
+@pytest.mark.parametrize("change", ["tie_word_embeddings", "attention_bias", "mlp_bias", "mamba_proj_bias"])
+def test_multipliers_of_biases_and_tied_heads_stay_and_are_refused(change: str) -> None:
+    config = _config("falcon_h1-multipliers", {change: True})
+    assert written_architecture(config).folded(config) == config
+    plain = _config("falcon_h1-multipliers", {})
+    assert written_architecture(plain).folded(plain) != plain
+
+
+def test_low_rank_queries_are_required_of_minicpm3() -> None:
+    config = _config("minicpm3-tied", {"q_lora_rank": None})
+    with pytest.raises(ModelError, match="no tensor for it"):
+        [gguf_place(written_architecture(config), tensor) for tensor, _ in config.tensors()]
 
 
 def test_a_tied_head_is_written_where_llama_cpp_requires_one(tmp_path: Path) -> None:

@@ -34,9 +34,9 @@ def read_architecture(metadata: Fields) -> Architecture:
     file = name.replace("-", "_")
     architecture = _load(file) if file in _files() else None
     if architecture is None or architecture.name != name:
-        supported = ", ".join(known.name for known in architectures())
+        supported = ", ".join(sorted({known.name for known in architectures()}))
         raise metadata.fail("general.architecture", f"{name!r} is not supported", f"supported: {supported}")
-    return architecture.of_kind(metadata.integer(f"{name}.expert_count", 0, low=0) > 0)
+    return architecture.of_file(metadata)
 
 
 def written_architecture(config: ModelConfig, outer_type: str = "") -> Architecture:
@@ -55,8 +55,7 @@ def written_architecture(config: ModelConfig, outer_type: str = "") -> Architect
                 return written
             recurrent = frozenset(spec.index for spec in config.layer_specs if spec.recurrent is not None)
             return replace(written, recurrent_layers=recurrent)
-    families = ", ".join(sorted(family for known in architectures() for family in known.written_types))
     raise ModelError(
-        f"config.json: model_type {model_type!r} cannot be written as GGUF",
-        f"written: {families}; llama.cpp's own converter may support the model",
+        f"config.json: model_type {model_type!r} cannot be written as GGUF: llama.cpp has no architecture for it",
+        "export to safetensors",
     )

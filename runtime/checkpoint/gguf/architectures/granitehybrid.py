@@ -9,20 +9,20 @@ from mycli.runtime.checkpoint.gguf.architecture import (
     Config,
     GgufKey,
 )
+from mycli.runtime.checkpoint.gguf.architectures import bamba
 from mycli.runtime.checkpoint.gguf.architectures.granite import GRANITE_KEYS
 from mycli.runtime.checkpoint.gguf.experts import expert_tensors, joined_shared_expert
 from mycli.runtime.checkpoint.gguf.header import GgufModel
 from mycli.runtime.checkpoint.gguf.mamba import (
     CONVOLUTION_BIAS,
+    EXPANSION_OF_TWO,
     MAMBA_FIELDS,
     expansion,
     has_bias,
-    mamba,
     mamba_tensors,
     read_mamba_keys,
     write_mamba_keys,
 )
-from mycli.runtime.checkpoint.gguf.requirements import Requirement
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.experts_spec import ExpertsSpec
 
@@ -68,16 +68,14 @@ ARCHITECTURE = Architecture(
     name="granitehybrid",
     model_type="granitemoehybrid",
     written_types=("granitemoehybrid",),
-    requires=(
-        CONVOLUTION_BIAS,
-        Requirement("mamba_expand = 2", lambda config: mamba(config).inner == 2 * config.hidden_size),
-    ),
+    requires=(CONVOLUTION_BIAS, EXPANSION_OF_TWO),
     biases=(*ALL_BIASES, "ssm_conv1d"),
     layer_tensors={
         **_TENSORS,
         **expert_tensors("block_sparse_moe", router="router.layer"),
         **joined_shared_expert(size=_shared_size),
     },
+    without_key=("expert_shared_feed_forward_length", bamba.ARCHITECTURE),
     dense_tensors={**_TENSORS, **joined_shared_expert("ffn_gate", "ffn_up", "ffn_down", _shared_size)},
     keys=(
         *GRANITE_KEYS,

@@ -10,11 +10,8 @@ from mycli.runtime.models.config import ModelConfig
 
 
 def _read_config(model: GgufModel, config: Config) -> Config:
-    rope_dim, rope = config["head_dim"], dict(config["rope_parameters"])
-    if rope["rope_type"] == "longrope":
-        rope["original_max_position_embeddings"] = config["max_position_embeddings"]  # there is no key
+    rope_dim = config["head_dim"]
     return {
-        "rope_parameters": rope,
         "num_key_value_heads": config["num_attention_heads"],
         "q_lora_rank": model.integer("attention.q_lora_rank", low=1),
         "kv_lora_rank": model.integer("attention.kv_lora_rank", low=1),

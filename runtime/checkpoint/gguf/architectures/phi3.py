@@ -14,7 +14,7 @@ PHI3_KEYS = (
         "original_max_position_embeddings",
         required=True,
         applies=lambda config: config["rope_parameters"]["rope_type"] == "longrope",
-        write=lambda config: config.max_context,
+        write=lambda config: config.rope_scaling.original_context or config.max_context,
     ),
 )
 ARCHITECTURE = Architecture(

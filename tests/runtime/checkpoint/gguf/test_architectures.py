@@ -100,6 +100,16 @@ def test_parameters_in_the_metadata_are_one_number_for_each_layer(values: Any) -
         _folder({**facts, "keys": {**facts["keys"], "xielu.beta": values}})
 
 
+@pytest.mark.parametrize(("key", "value"), [("rope.scaling.finetuned", False), ("residual_scale", 0.5)])
+def test_a_hybrid_without_a_shared_mlp_is_a_bamba(key: str, value: object) -> None:
+    facts = FACTS["bamba-2-groups"]
+    assert _folder(facts).config.model_type == "bamba"
+    shared = {**facts["keys"], "granitehybrid.expert_shared_feed_forward_length": 88}
+    assert _folder({**facts, "keys": shared}).config.model_type == "granitemoehybrid"
+    with pytest.raises(ModelError, match=key):
+        _folder({**facts, "keys": {**facts["keys"], f"granitehybrid.{key}": value}})
+
+
 def test_the_second_part_of_a_joined_tensor_alone_is_an_error() -> None:
     name = next(name for name, facts in FACTS.items() if facts["keys"]["general.architecture"] == "qwen3next")
     tensors = {stored: shape for stored, shape in FACTS[name]["tensors"].items() if stored != "blk.0.attn_qkv.weight"}
