@@ -74,3 +74,19 @@ def test_a_loop_that_is_busy_does_not_stop_the_engine() -> None:
         assert len(held.pieces) == 4
     finally:
         threads.stop()
+
+
+def test_free_memory_is_released_after_a_number_of_replies(monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Semaphore(0)
+    monkeypatch.setattr(worker, "RELEASE_REPLIES", 3)
+    monkeypatch.setattr(worker, "release_free_memory", released.release)
+    threads, held = EngineWorker(ScriptedEngine(lambda request: [5]), 8, lambda text: None), Held()
+    threads.start()
+    try:
+        for _ in range(7):
+            threads.submit([(Request((1,), limit=1), [cast(ReplyReader, Reader())])], cast(Delivery, held))
+            assert held.put_once.acquire(timeout=20)
+        assert released.acquire(timeout=20) and released.acquire(timeout=20)
+    finally:
+        threads.stop()
+    assert not released.acquire(blocking=False)
