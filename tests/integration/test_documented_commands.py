@@ -79,6 +79,8 @@ STAND_INS = {
     r"(quantize Qwen\S+)": r"\1 --method rtn",
     r"(?<=Instruct-)gptq": "rtn",
     r"(bench pico) --draft": r"\1 -n 16 -r 1 --draft",
+    r"(bench pico) -p 512 -n \d+(?: -r \d)?": r"\1 -p 64 -n 8 -r 1",
+    r"-o model-q4_k_m\.gguf": "-o pico-q4_k_m.gguf",
 }
 SETTINGS = """
 [quantize]
@@ -286,7 +288,7 @@ def test_the_commands_of_a_page_run(page: str, environment: dict[str, str], tmp_
     """Commands run in the order of the page. Requests go to one server that runs until the end of the page."""
     for name in [name for name in environment if name.lower().endswith("_proxy")]:
         del environment[name]
-    lines = [filled(line) for line in RUN[page]]
+    lines = list(dict.fromkeys(filled(line) for line in RUN[page]))
     with hub_server() as hub:
         reader = Reader(tmp_path, environment, hub)
         reader.prepare("\n".join(lines))
