@@ -50,6 +50,7 @@ STAND_INS = {
     r"^make (?!demo)": f"make -C {shlex.quote(str(ROOT))} -n ",  # what it would run: the target itself takes minutes
     r"^git diff --staged": "echo changed",
     r"\[:[^]]*\]": "",
+    r"eval FOLDER --ref pico --activations-sweep --tokens 8k": "eval made --ref pico --activations-sweep --tokens 1k",
     r" \[--head int8\]": "",  # pico's head is its embedding
     r"gptq\|awq\|mlx\|safetensors": "safetensors",
     r"--bits B\b": "--bits 4",
@@ -103,7 +104,7 @@ NOT_RUN = {
     r"^mycli rm NAME": "needs an unfinished run; test_work_folder and test_first_hour leave one",
     r"--resume last": "needs a reply that was killed; test_resume of both rooms types it",
     r"--as llama": "needs llama.cpp",
-    r"--activations-sweep": "needs a quantized copy and its original; test_quantize types it",
+    r"eval MODEL --ref ORIGINAL --activations-sweep": "needs a quantized copy and its original; test_quantize types it",
 }
 SERVER = re.compile(r"^mycli serve ")
 LOCAL = re.compile(r"http://127\.0\.0\.1:80\d0")
