@@ -76,6 +76,7 @@ class QualityReport:
 
 @dataclass(frozen=True)
 class MeasuredHead:
+    text: TokenWindows
     kl: HeadKl
     evaluation: Evaluation  # with the head that is stored
 
@@ -88,11 +89,12 @@ def _text(folder: ModelFolder, report: Report) -> TokenWindows:
 def choose_head(original: Original, result: ModelFolder, report: Report, progress: ReportProgress) -> MeasuredHead:
     """Measure a result whose head is packed with that head and with the original's."""
     trim_heap()
-    measured = measure_heads(result, _text(result, report), original.model, progress)
+    text = _text(result, report)
+    measured = measure_heads(result, text, original.model, progress)
     divergences = measured["keep"].divergence, measured["int8"].divergence
     assert divergences[0] is not None and divergences[1] is not None
     kl = HeadKl(divergences[0].kl.value, divergences[1].kl.value)
-    return MeasuredHead(kl, measured["int8" if kl.packed else "keep"])
+    return MeasuredHead(text, kl, measured["int8" if kl.packed else "keep"])
 
 
 def measure_result(
@@ -107,7 +109,7 @@ def measure_result(
     """Measure a result; `same_head`: a head that is not packed has the original's weights."""
     reference = original.model
     placement = reference.placement
-    text = _text(reference.folder, report)
+    text = _text(reference.folder, report) if head is None else head.text
     trim_heap()
     model = StreamedModel(result, placement, reference.at_once)
     if same_head and "lm_head" not in result.packings:

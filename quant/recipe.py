@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from mycli.quant import solvers, transforms
 from mycli.quant.solvers import SolverSpec
@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # torch takes seconds to import
     from mycli.quant.rounding.grid import Search
 
 Head = Literal["auto", "keep", "int8", "int4"]
+HEADS: tuple[Head, ...] = get_args(Head)
 Hessian = Literal["layer", "model"]
 
 DEFAULT_SEQ = 512  # 128 windows are 64 Ki tokens: several per input of the largest layers, minutes on a CPU

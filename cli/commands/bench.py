@@ -142,8 +142,8 @@ def _measure(call: Call, subject: _Subject, trials: "Sequence[Trial]", repetitio
     runner = load_model(folder, placement, expert_slots=expert_slots)
     load_seconds = time.perf_counter() - start
     announce_passes(call, runner)
+    head = head_format(folder.config, folder.packings)
     if runner.activations is not None:
-        head = head_format(folder.config, folder.packings)
         call.out.note(f"{source.name}: {activation_text(runner.activations)}; output head {head}")
     # Memory is measured right before and right after each trial, and the better one counts: on a shared host the rate
     # changes from minute to minute, and another program may disturb one of the two.
@@ -156,7 +156,7 @@ def _measure(call: Call, subject: _Subject, trials: "Sequence[Trial]", repetitio
         "dtype": dtype_info(placement.dtype).short,
         "kv": dtype_info(placement.dtype).short if placement.kv == "auto" else placement.kv,
         "activation_bits": None if runner.activations is None else runner.activations.bits,
-        "head": head_format(folder.config, folder.packings),
+        "head": head,
         "load_seconds": load_seconds,
     }
     results, contention = [], CpuContention()

@@ -7,7 +7,7 @@ from mycli.cli.flags import options
 from mycli.quant import solvers
 from mycli.quant.ggml.mixes import DEFAULT_MIX, MIXES
 from mycli.quant.ggml.recipe import GgufRecipe
-from mycli.quant.recipe import Recipe, method_help, methods
+from mycli.quant.recipe import HEADS, Recipe, method_help, methods
 from mycli.runtime.errors import UsageError
 from mycli.runtime.quantization.scheme import BITS, GROUP_SIZES
 
@@ -79,7 +79,7 @@ class RecipeFlags:
         str,
         options.words(
             "--head",
-            ("auto", "keep", "int8", "int4"),
+            HEADS,
             "An output head that is not tied to the embedding: int8, int4, or keep it unquantized; auto: int8 if the"
             " quality measurement shows no loss.",
         ),
@@ -125,7 +125,7 @@ class RecipeFlags:
             bits=4 if self.bits is None else int(self.bits),
             group=None if group == "channel" else int(group),
             scales=options.choice("--scales", self.scales, ("mse", "absmax")),
-            head=options.choice("--head", self.head, ("auto", "keep", "int8", "int4")),
+            head=options.choice("--head", self.head, HEADS),
             samples=self.samples,
             seq=self.seq,
             seed=self.seed,

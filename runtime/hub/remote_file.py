@@ -58,9 +58,9 @@ class RangeSpool:
         self._stored: OrderedDict[_Key, Path] = OrderedDict()
         self._coming: dict[_Key, Future[None]] = {}
         self._digests: dict[_Key, bytes] = {}
+        self._emptied = False
         self._lock = threading.Lock()
         self._background = ThreadPoolExecutor(1)  # one transfer ahead hides the latency; more would share the bandwidth
-        shutil.rmtree(folder, ignore_errors=True)  # ranges of a killed process, maybe incomplete, which no limit counts
 
     def read_into(self, file: HubFile, view: memoryview, offset: int) -> None:
         key = (file.digest, offset, len(view))
@@ -119,6 +119,9 @@ class RangeSpool:
             self._stored.popitem(last=False)[1].unlink(missing_ok=True)
         path = self._folder / f"{key[0][:16]}-{key[1]}-{key[2]}"
         with disk_errors(self._folder):
+            if not self._emptied:  # of the ranges of a killed process, maybe incomplete, which no limit counts
+                shutil.rmtree(self._folder, ignore_errors=True)
+                self._emptied = True
             self._folder.mkdir(parents=True, exist_ok=True)
             path.write_bytes(view)
         self._stored[key] = path

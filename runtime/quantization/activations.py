@@ -32,15 +32,26 @@ class ActivationKl:
 
     @property
     def added(self) -> float:
-        return (self.eight - self.sixteen) / self.sixteen if self.sixteen > 0 else 0.0
+        return added_share(self.sixteen, self.eight)
+
+
+def added_share(before: float, after: float) -> float:
+    """Return by which share of itself a mean KL grows."""
+    return (after - before) / before if before > 0 else 0.0
+
+
+def read_card_kl(record: Fields | None, part: str, *names: str) -> tuple[float, ...] | None:
+    """Return the mean KLs `names` of a part of mycli.json's card; None without it. Raises ModelError for bad values."""
+    if record is None or not record.has("card") or not record.object("card").has(part):
+        return None
+    measured = record.object("card").object(part)
+    return tuple(measured.number(name, low=-1e-3) for name in names)
 
 
 def read_activation_kl(record: Fields | None) -> ActivationKl | None:
     """Return what mycli.json says about both; None if it was not measured. Raises ModelError for invalid values."""
-    if record is None or not record.has("card") or not record.object("card").has("activations"):
-        return None
-    measured = record.object("card").object("activations")
-    return ActivationKl(measured.number("16", low=-1e-3), measured.number("8", low=-1e-3))
+    measured = read_card_kl(record, "activations", "16", "8")
+    return None if measured is None else ActivationKl(*measured)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""Chooses whether `quantize` stores an untied output head in 8 bits: if that costs little, by measurement."""
+"""Decides whether an untied output head is stored in 8 bits: if its measured cost is small."""
 
 from dataclasses import dataclass
 
-from mycli.runtime.quantization.activations import MAX_ADDED_KL
+from mycli.runtime.quantization.activations import MAX_ADDED_KL, added_share, read_card_kl
 from mycli.runtime.utils.json_fields import Fields
 
 
@@ -19,7 +19,7 @@ class HeadKl:
 
     @property
     def added(self) -> float:
-        return (self.int8 - self.keep) / self.keep if self.keep > 0 else 0.0
+        return added_share(self.keep, self.int8)
 
     @property
     def packed(self) -> bool:
@@ -29,7 +29,5 @@ class HeadKl:
 
 def read_head_kl(record: Fields | None) -> HeadKl | None:
     """Return what mycli.json says about the head; None if it was not measured. Raises ModelError for invalid values."""
-    if record is None or not record.has("card") or not record.object("card").has("head"):
-        return None
-    measured = record.object("card").object("head")
-    return HeadKl(measured.number("keep", low=-1e-3), measured.number("int8", low=-1e-3))
+    measured = read_card_kl(record, "head", "keep", "int8")
+    return None if measured is None else HeadKl(*measured)

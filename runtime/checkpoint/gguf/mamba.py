@@ -44,15 +44,6 @@ def mamba_tensors(block: str) -> Mapping[str, TensorRule]:
     }
 
 
-# Fields of config.json that Granite 4 H and Falcon-H1 have; Nemotron-H and Mamba-2 have others.
-MAMBA_FIELDS = {
-    "conv_kernel": "mamba_d_conv",
-    "state_size": "mamba_d_state",
-    "group_count": "mamba_n_groups",
-    "time_step_rank": "mamba_n_heads",
-}
-
-
 def has_bias(model: GgufModel, tensor: str) -> bool:
     """Return whether a tensor of any layer has a bias: GGUF has no key."""
     return any(name.endswith(f".{tensor}.bias") for name in model.tensors)
@@ -65,6 +56,23 @@ def read_mamba_keys(model: GgufModel, fields: Mapping[str, str], head_dim: str) 
     if inner % heads:
         raise model.metadata.fail(model.key("ssm.inner_size"), f"= {inner} is not a multiple of {heads} heads")
     return {**sizes, head_dim: inner // heads}
+
+
+def read_hybrid_fields(model: GgufModel) -> Config:
+    """Return the config fields of models with attention that Bamba, Granite 4 H and Falcon-H1 share."""
+    fields = {
+        "conv_kernel": "mamba_d_conv",
+        "state_size": "mamba_d_state",
+        "group_count": "mamba_n_groups",
+        "time_step_rank": "mamba_n_heads",
+    }
+    return {
+        **read_mamba_keys(model, fields, "mamba_d_head"),
+        "mamba_expand": expansion(model),
+        "mamba_conv_bias": has_bias(model, "ssm_conv1d"),
+        "mamba_proj_bias": has_bias(model, "ssm_in"),
+        "attention_bias": has_bias(model, "attn_q"),
+    }
 
 
 def expansion(model: GgufModel) -> int:
@@ -82,3 +90,10 @@ def write_mamba_keys(config: ModelConfig) -> dict[str, Any]:
         "ssm.time_step_rank": spec.heads,
         "ssm.inner_size": spec.inner,
     }
+
+
+def write_granitehybrid_keys(config: ModelConfig) -> dict[str, Any]:
+    """Return the keys of the sizes, of the layers with attention, and of its rotation."""
+    heads = [0 if spec.recurrent else config.kv_heads for spec in config.layer_specs]
+    rotates = bool(config.distinct_ropes)
+    return {**write_mamba_keys(config), "attention.head_count_kv": heads, "rope.scaling.finetuned": rotates}

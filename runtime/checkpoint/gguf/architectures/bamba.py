@@ -1,7 +1,6 @@
 """Bamba, which llama.cpp has as granitehybrid: a plain MLP, and attention that rotates a part of each head."""
 
 from collections.abc import Iterable
-from typing import Any
 
 from mycli.runtime.checkpoint.gguf.architecture import (
     ALL_BIASES,
@@ -17,12 +16,9 @@ from mycli.runtime.checkpoint.gguf.header import GgufModel
 from mycli.runtime.checkpoint.gguf.mamba import (
     CONVOLUTION_BIAS,
     EXPANSION_OF_TWO,
-    MAMBA_FIELDS,
-    expansion,
-    has_bias,
     mamba_tensors,
-    read_mamba_keys,
-    write_mamba_keys,
+    read_hybrid_fields,
+    write_granitehybrid_keys,
 )
 from mycli.runtime.models.config import ModelConfig
 
@@ -46,19 +42,10 @@ def _read_config(model: GgufModel, config: Config) -> Config:
         raise model.metadata.fail(model.key("rope.scaling.finetuned"), "= false is not supported without a shared MLP")
     heads = model.layer_values("attention.head_count_kv", config["num_hidden_layers"])
     return {
-        **read_mamba_keys(model, MAMBA_FIELDS, "mamba_d_head"),
         **linear_biases(model, config),
-        "mamba_expand": expansion(model),
-        "mamba_conv_bias": has_bias(model, "ssm_conv1d"),
-        "mamba_proj_bias": has_bias(model, "ssm_in"),
-        "attention_bias": has_bias(model, "attn_q"),
+        **read_hybrid_fields(model),
         "attn_layer_indices": [index for index, count in enumerate(heads) if count],
     }
-
-
-def _write_keys(config: ModelConfig) -> dict[str, Any]:
-    heads = [0 if spec.recurrent else config.kv_heads for spec in config.layer_specs]
-    return {**write_mamba_keys(config), "attention.head_count_kv": heads, "rope.scaling.finetuned": True}
 
 
 ARCHITECTURE = Architecture(
@@ -78,5 +65,5 @@ ARCHITECTURE = Architecture(
     model_tensors={**MODEL_TENSORS, "output_norm": TensorRule("model.final_layernorm")},
     by_layer=("attention.head_count_kv",),
     read_config=_read_config,
-    write_keys=_write_keys,
+    write_keys=write_granitehybrid_keys,
 )

@@ -14,12 +14,10 @@ from mycli.runtime.checkpoint.gguf.architecture import (
 from mycli.runtime.checkpoint.gguf.header import GgufModel
 from mycli.runtime.checkpoint.gguf.mamba import (
     CONVOLUTION_BIAS,
-    MAMBA_FIELDS,
-    expansion,
     has_bias,
     mamba,
     mamba_tensors,
-    read_mamba_keys,
+    read_hybrid_fields,
     write_mamba_keys,
 )
 from mycli.runtime.models.config import ModelConfig
@@ -90,15 +88,11 @@ def _without_multipliers(config: ModelConfig) -> ModelConfig:
 
 def _read_config(model: GgufModel, config: Config) -> Config:
     return {
-        **read_mamba_keys(model, MAMBA_FIELDS, "mamba_d_head"),
+        **read_hybrid_fields(model),
         "mamba_d_ssm": model.integer("ssm.inner_size", low=1),
-        "mamba_expand": expansion(model),
-        "mamba_conv_bias": has_bias(model, "ssm_conv1d"),
-        "mamba_proj_bias": has_bias(model, "ssm_in"),
         "projectors_bias": has_bias(model, "ssm_out"),
         "mamba_rms_norm": any(name.endswith(".ssm_norm.weight") for name in model.tensors),
         "mamba_norm_before_gate": False,  # llama.cpp's order
-        "attention_bias": has_bias(model, "attn_q"),
         "mlp_bias": has_bias(model, "ffn_up"),
     }
 

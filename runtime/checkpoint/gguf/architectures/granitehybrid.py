@@ -1,7 +1,5 @@
 """Granite 4 H: Mamba-2 in the layers without key-value heads, a shared MLP, maybe with experts."""
 
-from typing import Any
-
 from mycli.runtime.checkpoint.gguf.architecture import (
     ALL_BIASES,
     PAIRED_TENSORS,
@@ -16,12 +14,9 @@ from mycli.runtime.checkpoint.gguf.header import GgufModel
 from mycli.runtime.checkpoint.gguf.mamba import (
     CONVOLUTION_BIAS,
     EXPANSION_OF_TWO,
-    MAMBA_FIELDS,
-    expansion,
-    has_bias,
     mamba_tensors,
-    read_mamba_keys,
-    write_mamba_keys,
+    read_hybrid_fields,
+    write_granitehybrid_keys,
 )
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.experts_spec import ExpertsSpec
@@ -48,20 +43,10 @@ _TENSORS = {
 def _read_config(model: GgufModel, config: Config) -> Config:
     heads = model.layer_values("attention.head_count_kv", config["num_hidden_layers"])
     return {
-        **read_mamba_keys(model, MAMBA_FIELDS, "mamba_d_head"),
-        "mamba_expand": expansion(model),
-        "mamba_conv_bias": has_bias(model, "ssm_conv1d"),
-        "mamba_proj_bias": has_bias(model, "ssm_in"),
-        "attention_bias": has_bias(model, "attn_q"),
+        **read_hybrid_fields(model),
         "layer_types": ["attention" if count else "mamba" for count in heads],
         "position_embedding_type": "rope" if model.boolean("rope.scaling.finetuned", False) else "nope",
     }
-
-
-def _write_keys(config: ModelConfig) -> dict[str, Any]:
-    heads = [0 if spec.recurrent else config.kv_heads for spec in config.layer_specs]
-    rotates = bool(config.distinct_ropes)
-    return {**write_mamba_keys(config), "attention.head_count_kv": heads, "rope.scaling.finetuned": rotates}
 
 
 ARCHITECTURE = Architecture(
@@ -87,5 +72,5 @@ ARCHITECTURE = Architecture(
     ),
     by_layer=("attention.head_count_kv",),
     read_config=_read_config,
-    write_keys=_write_keys,
+    write_keys=write_granitehybrid_keys,
 )
