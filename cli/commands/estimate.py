@@ -36,7 +36,7 @@ EXAMPLES = (
     "mycli estimate pico --quant int4-g128 --tp 2 --json",
     "mycli estimate pico --verify --device cpu --tol 10%",
 )
-HEADS = {"auto": None, "keep": None, "int8": 8, "int4": 4}  # auto may keep it, so that is what must fit
+_HEAD_BITS = {"auto": None, "keep": None, "int8": 8, "int4": 4}  # auto may keep it, so that is what must fit
 CONTEXTS = (2048, 8192, 32768, 131072)  # columns of --table, up to the model's limit
 _PART_COLUMNS = (
     Column("part", "part"),
@@ -174,9 +174,9 @@ def _plan(call: Call, folder: ModelFolder, engine: EngineConfig, gpu: bool) -> M
 
 
 def _scheme(plan: MemoryPlan, quant: str | None, head: str) -> PackingScheme:
-    if plan.packings and (quant or HEADS.get(head)):
+    if plan.packings and (quant or _HEAD_BITS.get(head)):
         raise UsageError("this model is already quantized", "omit --quant and --head, or name the original model")
-    bits = HEADS[options.choice("--head", head, tuple(HEADS))]
+    bits = _HEAD_BITS[options.choice("--head", head, tuple(_HEAD_BITS))]
     if quant is None and bits:
         raise UsageError(f"--head {head} needs --quant", "for example: --quant int4-g128")
     packing = parse_packing(quant) if quant else None
@@ -207,7 +207,7 @@ def estimate(
     head: Annotated[
         str,
         options.option(
-            "--head", "|".join(HEADS), "With --quant: how the output head is stored; auto: counted as unquantized."
+            "--head", "|".join(_HEAD_BITS), "With --quant: how the output head is stored; auto: counted as unquantized."
         ),
     ] = "auto",
     gpu: Annotated[int | None, options.size("--gpu", "Estimate for a GPU with this much free memory.")] = None,
@@ -230,7 +230,7 @@ def estimate(
     if fit + table + verify > 1:
         raise UsageError("--fit, --table and --verify exclude each other", "use one of the three")
     engine = loading.resolve(batch)
-    if verify and (gpu or quant or HEADS.get(head) or engine.draft):
+    if verify and (gpu or quant or _HEAD_BITS.get(head) or engine.draft):
         raise UsageError("--verify runs the model unchanged on this machine", "omit --gpu, --quant, --head and --draft")
     tolerance = _parse_share(tol)
     target = Target("gpu", "as given", True, gpu) if gpu else find_target(engine.device, state_dir())

@@ -23,7 +23,6 @@ class HeadKl:
 
     @property
     def packed(self) -> bool:
-        """Whether the head is stored in 8 bits."""
         return self.added < MAX_ADDED_KL
 
 
