@@ -28,6 +28,7 @@ from mycli.runtime.kernels.cpu.layer import (
     CLatentPart,
     CMambaPart,
     CMlpPart,
+    CParallelMixersPart,
     CParallelPart,
     CPerLayerPart,
 )
@@ -75,6 +76,7 @@ NAMES = {
     CChannelDeltaPart: "kimi delta",
     CMambaPart: "mamba",
     CParallelPart: "parallel",
+    CParallelMixersPart: "attention and mamba",
     CPerLayerPart: "told",
     CDeltaPart: "delta",
     CConvolutionPart: "convolution",

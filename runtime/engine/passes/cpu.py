@@ -25,8 +25,10 @@ from mycli.runtime.kernels.cpu.layer import (
     CLayerCache,
     CLayerStates,
     CLoop,
+    CMixerCaches,
     CPart,
     CPassRows,
+    CPlace,
     CRotation,
     pointer,
     run_head,
@@ -94,27 +96,38 @@ class _NativePart:
     part: CPart
     module: BlockPart
 
-    def place(
-        self, cache: KVCache, rotations: Sequence[RopeSpec], state_offset: int
-    ) -> CLayerCache | CLayerStates | None:
+    @property
+    def recurrent(self) -> Recurrent | None:
+        module = self.module.other if isinstance(self.module, Parallel) else self.module
+        return module if isinstance(module, Recurrent) else None
+
+    def place(self, cache: KVCache, rotations: Sequence[RopeSpec], state_offset: int) -> CPlace | None:
         """Return where the part finds its keys and values, or its states, in `cache`."""
         module = self.module.attention if isinstance(self.module, Parallel) else self.module
-        if isinstance(module, Recurrent):
-            states = cache.states.layer(module.layer)
-            return CLayerStates(*map(pointer, (*states, None)[:2]), cache.states.slots, state_offset)
+        states = None if self.recurrent is None else _layer_states(self.recurrent, cache, state_offset)
         if not isinstance(module, Attention | LatentAttention):
-            return None
-        keys, values = cache.all(module.kv_layer)
-        strides, rope = keys.data.stride(), module.spec.rope
-        return CLayerCache(
-            *map(pointer, (keys.data, values.data, keys.scales, values.scales)),
-            keys.data.shape[0],
-            keys.data.shape[2],
-            strides[0],
-            strides[1],
-            CACHE_TYPES[keys.data.dtype],
-            -1 if rope is None else rotations.index(rope),
-        )
+            return states
+        keys_and_values = _layer_cache(module, cache, rotations)
+        return keys_and_values if states is None else CMixerCaches(keys_and_values, states)
+
+
+def _layer_cache(module: Attention | LatentAttention, cache: KVCache, rotations: Sequence[RopeSpec]) -> CLayerCache:
+    keys, values = cache.all(module.kv_layer)
+    strides, rope = keys.data.stride(), module.spec.rope
+    return CLayerCache(
+        *map(pointer, (keys.data, values.data, keys.scales, values.scales)),
+        keys.data.shape[0],
+        keys.data.shape[2],
+        strides[0],
+        strides[1],
+        CACHE_TYPES[keys.data.dtype],
+        -1 if rope is None else rotations.index(rope),
+    )
+
+
+def _layer_states(module: Recurrent, cache: KVCache, offset: int) -> CLayerStates:
+    states = cache.states.layer(module.layer)
+    return CLayerStates(*map(pointer, (*states, None)[:2]), cache.states.slots, offset)
 
 
 @dataclass(eq=False)
@@ -127,8 +140,7 @@ class _NativeRun:
     chains: WeakKeyDictionary[KVCache, CChain] = field(default_factory=WeakKeyDictionary)
 
     def __post_init__(self) -> None:
-        modules = [part.module for part in self.parts]
-        self.recurrent = [module for module in modules if isinstance(module, Recurrent)]
+        self.recurrent = [part.recurrent for part in self.parts if part.recurrent is not None]
         self._row_width = sum(sum(module.mixer.widths) for module in self.recurrent)
 
     def chain(self, cache: KVCache, rows: _PassRows) -> CChain:
@@ -137,7 +149,7 @@ class _NativeRun:
             places, offset = [], 0
             for part in self.parts:
                 places.append(part.place(cache, list(rows.tables), offset))
-                offset += sum(part.module.mixer.widths) if isinstance(part.module, Recurrent) else 0
+                offset += 0 if part.recurrent is None else sum(part.recurrent.mixer.widths)
             chain = self.chains[cache] = CChain([part.part for part in self.parts], places)
         return chain
 

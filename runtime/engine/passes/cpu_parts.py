@@ -5,7 +5,7 @@ the native code does not take.
 """
 
 from collections.abc import Iterator, Sequence
-from ctypes import c_void_p
+from ctypes import c_float, c_void_p
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -30,6 +30,7 @@ from mycli.runtime.kernels.cpu.layer import (
     CMambaPart,
     CMlpPart,
     CNormParams,
+    CParallelMixersPart,
     CParallelPart,
     CPart,
     CPerLayerPart,
@@ -95,17 +96,17 @@ def _part(part: BlockPart) -> CPart:
         case LatentAttention():
             return _latent(part)
         case Mlp():
-            return CMlpPart(_gain(part.norm), _feed(part.spec, part), _sum(part))
+            return _mlp(part)
         case Experts():
             return _experts(part)
+        case Parallel(other=Mlp() as mlp):
+            return CParallelPart(_attention(part.attention), _mlp(mlp))
+        case Parallel(other=Recurrent(mixer=Mamba() as mixer) as other):
+            return CParallelMixersPart(_attention(part.attention), _mamba(other, mixer))
+        case Parallel(other=Experts()):
+            raise _NotNativeError(Declined("parallel-experts"))
         case Parallel():
-            mlp = part.other
-            if not isinstance(mlp, Mlp):
-                if isinstance(mlp, Experts):
-                    raise _NotNativeError(Declined("parallel-experts"))
-                raise _NotNativeError(Declined("parallel-mixers"))
-            attention = _attention(part.attention)
-            return CParallelPart(attention, CMlpPart(_gain(mlp.norm), _feed(mlp.spec, mlp), _sum(mlp)))
+            raise _NotNativeError(Declined("parallel-mixers"))
         case AlternatingUpdates():
             raise _NotNativeError(Declined("several-streams"))
         case PerLayer():
@@ -203,16 +204,17 @@ def _gate_type(spec: MlpSpec | ExpertsSpec | PerLayerSpec) -> int:
     return GATE_TYPES[key]
 
 
+def _mlp(part: Mlp) -> CMlpPart:
+    return CMlpPart(_gain(part.norm), _feed(part.spec, part), _sum(part))
+
+
 def _feed(spec: MlpSpec, mlp: Mlp) -> CFeedForward:
     if spec.inner_norm is not None:
         raise _NotNativeError(Declined("mlp-norm"))
-    if spec.gate_scale != 1.0:
-        raise _NotNativeError(Declined("gate-scale"))
     if spec.sparsity:
         raise _NotNativeError(Declined("gate-threshold"))
-    return CFeedForward(
-        _linear(mlp.gate_up), _linear(mlp.down), _vectors(spec.size, "intermediate_size"), _gate_type(spec)
-    )
+    size = _vectors(spec.size, "intermediate_size")
+    return CFeedForward(_linear(mlp.gate_up), _linear(mlp.down), size, _gate_type(spec), spec.gate_scale)
 
 
 def _require_delta(mixer: DeltaNet | KimiDelta) -> None:
@@ -268,11 +270,13 @@ def _mamba(part: Recurrent, mixer: Mamba) -> CMambaPart:
 
     spec, low_high = mixer.spec, mixer.sizes.limits
     _require(decline_scan(mixer.sizes))
-    if mixer.norm is None or spec.norm_first or spec.multipliers:
+    if spec.norm_first:
         raise _NotNativeError(Declined("mamba-gate"))
-    if mixer.norm.weight.dtype != torch.bfloat16:
-        raise _NotNativeError(Declined("gain-dtype", {"dtype": str(mixer.norm.weight.dtype)}))
-    _vectors(spec.inner // spec.norm_groups, "the width of a norm")
+    if mixer.norm is not None:
+        if mixer.norm.weight.dtype != torch.bfloat16:
+            raise _NotNativeError(Declined("gain-dtype", {"dtype": str(mixer.norm.weight.dtype)}))
+        _vectors(spec.inner // spec.norm_groups, "the width of a norm")
+    multipliers = torch.tensor(spec.multipliers or (1.0,) * 5, dtype=torch.bfloat16).tolist()
     return CMambaPart(
         _gain(part.norm),
         _gain(mixer.norm),
@@ -288,6 +292,7 @@ def _mamba(part: Recurrent, mixer: Mamba) -> CMambaPart:
         norm_groups=spec.norm_groups,
         low=low_high[0],
         high=low_high[1],
+        multipliers=(c_float * 5)(*multipliers),
     )
 
 

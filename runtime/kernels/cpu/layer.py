@@ -62,7 +62,10 @@ class CAttentionPart(ctypes.Structure):
 
 
 class CFeedForward(ctypes.Structure):
-    _fields_ = [("gate_up", CLinear), ("down", CLinear), ("size", c_int64), ("gate_type", c_int64)]
+    _fields_ = [
+        *((name, CLinear) for name in ("gate_up", "down")),
+        *(("size", c_int64), ("gate_type", c_int32), ("gate_scale", c_float)),
+    ]
 
 
 class CMlpPart(ctypes.Structure):
@@ -164,7 +167,12 @@ class CMambaPart(ctypes.Structure):
         *((name, c_void_p) for name in ("weight", "bias", "rate", "dt_bias", "skip")),
         *((name, c_int64) for name in ("taps", "heads", "groups", "head_dim", "state_dim", "norm_groups")),
         *((name, c_float) for name in ("low", "high")),
+        ("multipliers", c_float * 5),
     ]
+
+
+class CParallelMixersPart(ctypes.Structure):
+    _fields_ = [("attention", CAttentionPart), ("mamba", CMambaPart)]
 
 
 class CConvolutionPart(ctypes.Structure):
@@ -215,6 +223,10 @@ class CLayerStates(ctypes.Structure):
     _fields_ = [*((name, c_void_p) for name in ("inputs", "matrices")), ("slots", c_int64), ("draft_offset", c_int64)]
 
 
+class CMixerCaches(ctypes.Structure):
+    _fields_ = [("attention", CLayerCache), ("mamba", CLayerStates)]
+
+
 class CHead(ctypes.Structure):
     _fields_ = [("norm", CNormParams), ("product", CLinear)]
 
@@ -240,7 +252,9 @@ CPart = (
     | CLatentPart
     | CMambaPart
     | CChannelDeltaPart
+    | CParallelMixersPart
 )
+CPlace = CLayerCache | CLayerStates | CMixerCaches  # where a part finds its keys and values, or its states
 _KINDS: dict[type[CPart], int] = {part: kind for kind, part in enumerate(get_args(CPart))}  # `StepKind` of chain.h
 
 
@@ -251,7 +265,7 @@ class _CStep(ctypes.Structure):
 class CChain:
     """Layer parts in order, each with the cache that it reads, run in one call; keeps all its structures alive."""
 
-    def __init__(self, parts: Sequence[CPart], caches: Sequence[CLayerCache | CLayerStates | None]) -> None:
+    def __init__(self, parts: Sequence[CPart], caches: Sequence[CPlace | None]) -> None:
         self.parts, self._caches = tuple(parts), caches
         steps = [
             _CStep(_KINDS[type(part)], ctypes.addressof(part), None if cache is None else ctypes.addressof(cache))

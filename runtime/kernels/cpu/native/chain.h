@@ -13,12 +13,12 @@ namespace {
 // The structures are mirrored by layer.py.
 enum StepKind : int64_t {
     ATTENTION_STEP, MLP_STEP, EXPERTS_STEP, PARALLEL_STEP, PER_LAYER_STEP, DELTA_STEP, CONVOLUTION_STEP, LATENT_STEP, MAMBA_STEP,
-    CHANNEL_DELTA_STEP
+    CHANNEL_DELTA_STEP, MIXERS_STEP
 };
 struct Step {
     int64_t kind;
     const void* part;   // AttentionPart and so on
-    const void* cache;  // LayerCache of attention, LayerStates of a recurrent layer, null otherwise
+    const void* cache;  // LayerCache of attention, LayerStates of a recurrent layer, MixerCaches of both, null otherwise
 };
 struct Head {  // from the stream to logits
     NormParams norm;
@@ -38,6 +38,9 @@ inline int run_step(const Step& step, const PassRows& pass, const Rowwise& rowwi
         case MAMBA_STEP: return RecurrentRun{pass, *states, rowwise}.run(*static_cast<const MambaPart*>(step.part), x, out);
         case CHANNEL_DELTA_STEP: return RecurrentRun{pass, *states, rowwise}.run(*static_cast<const ChannelDeltaPart*>(step.part), x, out);
         case CONVOLUTION_STEP: return RecurrentRun{pass, *states, rowwise}.run(*static_cast<const ConvolutionPart*>(step.part), x, out);
+        case MIXERS_STEP:
+            return run_mixers(*static_cast<const ParallelMixersPart*>(step.part), pass, *static_cast<const MixerCaches*>(step.cache),
+                              rowwise, x, out);
         default: return ExpertsRun{*static_cast<const ExpertsPart*>(step.part), rowwise}.run(x, out);
     }
 }

@@ -56,7 +56,8 @@ struct AttentionPart {
 struct FeedForward {  // an MLP by itself
     Linear gate_up, down;
     int64_t size;
-    int64_t gate_type;
+    int32_t gate_type;
+    float gate_scale;  // of the gate, before its activation
 };
 struct MlpPart {
     NormParams norm;
@@ -373,7 +374,11 @@ inline bool feed_forward(const FeedForward& f, const Rowwise& rowwise, const uin
     uint16_t* spare = scratch.take(rows * std::max(f.gate_up.outputs, f.down.outputs));
     uint16_t *both = scratch.take(rows * f.gate_up.outputs), *activated = scratch.take(rows * f.size);
     if (!rowwise.multiply(f.gate_up, x, both, spare)) return false;
-    rowwise.each([&](int64_t row) { gate_row(int32_t(f.gate_type), both + row * f.gate_up.outputs, f.size, activated + row * f.size); });
+    rowwise.each([&](int64_t row) {
+        uint16_t* gate = both + row * f.gate_up.outputs;
+        scale_row(gate, f.gate_scale, f.size);
+        gate_row(f.gate_type, gate, f.size, activated + row * f.size);
+    });
     return rowwise.multiply(f.down, activated, output, spare);
 }
 

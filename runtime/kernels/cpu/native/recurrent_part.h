@@ -28,12 +28,13 @@ struct ChannelDeltaPart {
     float floor;
 };
 struct MambaPart {
-    NormParams norm, gated_norm;  // the gated norm has a bf16 gain
+    NormParams norm, gated_norm;  // the gated norm has a bf16 gain; without one the output is only gated
     Linear projection, out;  // z; x, B and C; steps
     ResidualAdd residual;
     const float *weight, *bias, *rate, *dt_bias, *skip;  // see Convolution and Scan
     int64_t taps, heads, groups, head_dim, state_dim, norm_groups;
     float low, high;
+    float multipliers[5];  // of z, x, B, C and steps
 };
 struct ConvolutionPart {
     NormParams norm;
@@ -42,10 +43,19 @@ struct ConvolutionPart {
     const float *weight, *bias;
     int64_t channels, taps;
 };
+struct ParallelMixersPart {  // both read the stream; both outputs are added to it
+    AttentionPart attention;
+    MambaPart mamba;
+};
 struct LayerStates {  // the states of one layer, for all slots
     float *inputs, *matrices;  // of the convolution, and of the recurrence
     int64_t slots;
     int64_t draft_offset;  // values of a row that earlier layers store in PassRows::draft_inputs
+};
+
+struct MixerCaches {  // of a ParallelMixersPart
+    LayerCache attention;
+    LayerStates mamba;
 };
 
 constexpr int64_t SHARED = 1 << 15;  // values up to which one thread finishes before others are awake
@@ -79,13 +89,24 @@ struct RecurrentRun {
         for (int64_t row = 0; to && row < rowwise.rows; row++) memcpy(to + row * width, x + row * stride, size_t(width) * 2);
     }
 
-    // Returns 0; 1: no memory; 2: slots out of range.
-    int run(const DeltaPart& part, const uint16_t* x, uint16_t* out) const {
+    // The whole part, from the stream x to out. Returns 0; 1: no memory; 2: slots out of range.
+    template <class Part> int run(const Part& part, const uint16_t* x, uint16_t* out) const {
+        const int64_t values = rowwise.rows * part.residual.hidden;
+        Scratch scratch(2 * values);
+        if (!scratch.at) return 1;
+        uint16_t *output = scratch.take(values), *spare = scratch.take(values);
+        if (const int failed = compute(part, x, output)) return failed;
+        rowwise.add(part.residual, x, output, spare, out);
+        return 0;
+    }
+
+    // Computes the part without its residual addition: `output` [rows, hidden] of the stream x. Returns as above.
+    int compute(const DeltaPart& part, const uint16_t* x, uint16_t* output) const {
         const int64_t rows = rowwise.rows, hidden = part.residual.hidden, keys = part.key_heads * part.key_dim;
         const int64_t values = part.heads * part.value_dim, channels = 2 * keys + values, inputs = 2 * (keys + part.heads);
         const int64_t widest = std::max({part.projection.outputs, part.gates.outputs, hidden});
         if (!is_sound()) return 2;
-        Scratch scratch(rows * (widest + 2 * hidden + 2 * (part.projection.outputs + part.gates.outputs) + channels + 2 * inputs + 2 * values));
+        Scratch scratch(rows * (widest + hidden + 2 * (part.projection.outputs + part.gates.outputs) + channels + 2 * inputs + 2 * values));
         if (!scratch.at) return 1;
         uint16_t* spare = scratch.take(rows * widest);
         const uint16_t* input = rowwise.norm_input(part.norm, x, scratch.take(rows * hidden));
@@ -108,19 +129,16 @@ struct RecurrentRun {
         const GatedNorm n{read, part.head_norm.gain, projected + channels, normed, rows, part.heads, part.value_dim,
                           part.projection.outputs, part.head_norm.eps, 1};
         gated_norm_rows<uint16_t>(n, threads_for(rows * values));
-        uint16_t* output = scratch.take(rows * hidden);
-        if (!rowwise.multiply(part.out, normed, output, spare)) return 1;
-        rowwise.add(part.residual, x, output, spare, out);
-        return 0;
+        return rowwise.multiply(part.out, normed, output, spare) ? 0 : 1;
     }
 
     // Returns as above.
-    int run(const ChannelDeltaPart& part, const uint16_t* x, uint16_t* out) const {
+    int compute(const ChannelDeltaPart& part, const uint16_t* x, uint16_t* output) const {
         const int64_t rows = rowwise.rows, hidden = part.residual.hidden, values = part.heads * part.head_dim, channels = 3 * values;
         const int64_t width = part.projection.outputs, low = part.gates.outputs, steps_width = part.heads + values;
         const int64_t widest = std::max({width, low, values, hidden}), inputs = 3 * values + part.heads;
         if (!is_sound()) return 2;
-        Scratch scratch(rows * (2 * widest + 2 * hidden + width + low + 4 * values + steps_width + channels + 2 * inputs));
+        Scratch scratch(rows * (2 * widest + hidden + width + low + 4 * values + steps_width + channels + 2 * inputs));
         if (!scratch.at) return 1;
         uint16_t *spare = scratch.take(rows * widest), *narrow = scratch.take(rows * widest);
         const uint16_t* input = rowwise.norm_input(part.norm, x, scratch.take(rows * hidden));
@@ -153,23 +171,31 @@ struct RecurrentRun {
         const GatedNorm n{read, part.head_norm.gain, low_gate ? raised_gate : projected + channels, normed, rows, part.heads,
                           part.head_dim, low_gate ? values : width, part.head_norm.eps, 0};
         gated_norm_rows<uint16_t>(n, threads_for(rows * values));
-        uint16_t* output = scratch.take(rows * hidden);
-        if (!rowwise.multiply(part.out, normed, output, spare)) return 1;
-        rowwise.add(part.residual, x, output, spare, out);
-        return 0;
+        return rowwise.multiply(part.out, normed, output, spare) ? 0 : 1;
+    }
+
+    // Multiplies the parts of each row of the projection by their multipliers.
+    void scale_parts(const MambaPart& part, uint16_t* projected) const {
+        const int64_t inner = part.heads * part.head_dim, group = part.groups * part.state_dim;
+        const int64_t widths[] = {inner, inner, group, group, part.heads};
+        rowwise.each([&](int64_t row) {
+            uint16_t* at = projected + row * part.projection.outputs;
+            for (int i = 0; i < 5; at += widths[i++]) scale_row(at, part.multipliers[i], widths[i]);
+        });
     }
 
     // Returns as above.
-    int run(const MambaPart& part, const uint16_t* x, uint16_t* out) const {
+    int compute(const MambaPart& part, const uint16_t* x, uint16_t* output) const {
         const int64_t rows = rowwise.rows, hidden = part.residual.hidden, inner = part.heads * part.head_dim;
         const int64_t channels = inner + 2 * part.groups * part.state_dim, inputs = 2 * (part.groups * part.state_dim + part.heads);
         const int64_t width = part.projection.outputs, widest = std::max(width, hidden);
         if (!is_sound()) return 2;
-        Scratch scratch(rows * (widest + 2 * hidden + width + channels + 2 * inputs + 2 * inner));
+        Scratch scratch(rows * (widest + hidden + width + channels + 2 * inputs + 2 * inner));
         if (!scratch.at) return 1;
         uint16_t *spare = scratch.take(rows * widest), *projected = scratch.take(rows * width);
         const uint16_t* input = rowwise.norm_input(part.norm, x, scratch.take(rows * hidden));
         if (!rowwise.multiply(part.projection, input, projected, spare)) return 1;
+        scale_parts(part, projected);
         const uint16_t *mixed = projected + inner, *steps = mixed + channels;
         store_draft_inputs(mixed, width, channels, 0);
         store_draft_inputs(steps, width, part.heads, channels);
@@ -181,24 +207,22 @@ struct RecurrentRun {
         scan_rows<uint16_t>(runs(), s, threads_for(rows * inner * part.state_dim));
         const GroupNorm n{read, part.gated_norm.gain, projected, normed, rows, part.norm_groups, inner / part.norm_groups, width,
                           part.gated_norm.eps};
-        group_norm_rows<uint16_t>(n, threads_for(rows * inner));
-        uint16_t* output = scratch.take(rows * hidden);
-        if (!rowwise.multiply(part.out, normed, output, spare)) return 1;
-        rowwise.add(part.residual, x, output, spare, out);
-        return 0;
+        if (part.gated_norm.gain) group_norm_rows<uint16_t>(n, threads_for(rows * inner));
+        else rowwise.each([&](int64_t row) { gate_row(projected + row * width, read + row * inner, inner, normed + row * inner, silu_of); });
+        return rowwise.multiply(part.out, normed, output, spare) ? 0 : 1;
     }
 
     // Returns as above.
-    int run(const ConvolutionPart& part, const uint16_t* x, uint16_t* out) const {
+    int compute(const ConvolutionPart& part, const uint16_t* x, uint16_t* output) const {
         const int64_t rows = rowwise.rows, hidden = part.residual.hidden, channels = part.channels, width = 3 * channels;
         const int64_t widest = std::max(width, hidden);
         if (!is_sound()) return 2;
-        Scratch scratch(rows * (widest + 2 * hidden + width + 2 * channels));
+        Scratch scratch(rows * (widest + hidden + width + 2 * channels));
         if (!scratch.at) return 1;
         uint16_t *spare = scratch.take(rows * widest), *projected = scratch.take(rows * width);
         const uint16_t* input = rowwise.norm_input(part.norm, x, scratch.take(rows * hidden));
         if (!rowwise.multiply(part.projection, input, projected, spare)) return 1;
-        uint16_t *mixed = scratch.take(rows * channels), *read = scratch.take(rows * channels), *output = scratch.take(rows * hidden);
+        uint16_t *mixed = scratch.take(rows * channels), *read = scratch.take(rows * channels);
         const auto multiplied = [&](int64_t first, const uint16_t* by, int64_t stride, uint16_t* y) {
             rowwise.each([&](int64_t row) {
                 const uint16_t* gate = projected + row * width + first;
@@ -210,10 +234,24 @@ struct RecurrentRun {
         store_draft_inputs(mixed, channels, channels, 0);
         convolve(part.weight, part.bias, channels, part.taps, mixed, channels, false, read);
         multiplied(channels, read, channels, mixed);
-        if (!rowwise.multiply(part.out, mixed, output, spare)) return 1;
-        rowwise.add(part.residual, x, output, spare, out);
-        return 0;
+        return rowwise.multiply(part.out, mixed, output, spare) ? 0 : 1;
     }
 };
+
+// Returns 0; 1: no memory; 2: lengths, blocks or slots out of range.
+inline int run_mixers(const ParallelMixersPart& part, const PassRows& pass, const MixerCaches& caches, const Rowwise& rowwise,
+                      const uint16_t* x, uint16_t* out) {
+    const AttentionPart& attention = part.attention;
+    const int64_t values = rowwise.rows * attention.residual.hidden;
+    Scratch scratch(3 * values);
+    if (!scratch.at) return 1;
+    uint16_t *spare = scratch.take(values), *attended = scratch.take(values), *mixed = scratch.take(values);
+    const uint16_t* input = rowwise.norm_input(attention.norm, x, spare);
+    if (const int failed = AttentionRun{attention, pass, caches.attention, rowwise}.compute(input, attended)) return failed;
+    if (const int failed = RecurrentRun{pass, caches.mamba, rowwise}.compute(part.mamba, x, mixed)) return failed;
+    rowwise.add(attention.residual, x, attended, spare, out);
+    rowwise.add(part.mamba.residual, out, mixed, spare, out);
+    return 0;
+}
 
 }  // namespace

@@ -30,6 +30,14 @@ inline void add_row(uint16_t* at, const uint16_t* more, int64_t size) {
     for (int64_t i = 0; i < size; i += LANE) store16(at + i, load16(at + i) + load16(more + i));
 }
 
+// Multiplies a row by a number.
+inline void scale_row(uint16_t* at, float by, int64_t size) {
+    if (by == 1) return;
+    int64_t i = 0;
+    for (; i + LANE <= size; i += LANE) store16(at + i, load16(at + i) * by);
+    for (; i < size; i++) at[i] = to_bf16(from_bf16(at[i]) * by);
+}
+
 inline float number(float x) { return x; }
 inline float number(uint16_t x) { return from_bf16(x); }
 
@@ -100,13 +108,14 @@ inline V16 times_sigmoid(V16 x, V16 z) {
 // -1.
 inline V16 gelu_tanh(V16 x) { return times_sigmoid(x, x * (1.595769122f + 0.07135481627f * (x * x))); }
 
-// active(gate) * up of a row [gate, up], each of `size`, a multiple of 16.
-template <class Active> inline void gate_row(const uint16_t* x, int64_t size, uint16_t* y, Active active) {
-    for (int64_t i = 0; i < size; i += LANE) store16(y + i, rounded(active(load16(x + i))) * load16(x + size + i));
+inline V16 rounded_as(V16 v, const uint16_t*) { return rounded(v); }
+inline V16 rounded_as(V16 v, const float*) { return v; }
+
+// active(gate) * up of a row, each of `size`, a multiple of 16.
+template <class T, class Active> inline void gate_row(const T* gate, const T* up, int64_t size, T* y, Active active) {
+    for (int64_t i = 0; i < size; i += LANE) store16(y + i, rounded_as(active(load16(gate + i)), y) * load16(up + i));
 }
-template <class Active> inline void gate_row(const float* x, int64_t size, float* y, Active active) {
-    for (int64_t i = 0; i < size; i += LANE) store16(y + i, active(load16(x + i)) * load16(x + size + i));
-}
+inline V16 silu_of(V16 gate) { return times_sigmoid(gate, gate); }
 // ReLU(x)^2; NaN stays NaN.
 inline V16 relu_square(V16 v) {
     const V16 none = {}, positive = v <= 0 ? none : v;
@@ -116,8 +125,6 @@ inline V16 relu_square(V16 v) {
 template <class T, class Active> inline void activate_row(const T* x, int64_t size, T* y, Active active) {
     for (int64_t i = 0; i < size; i += LANE) store16(y + i, active(load16(x + i)));
 }
-inline V16 rounded_as(V16 v, const uint16_t*) { return rounded(v); }
-inline V16 rounded_as(V16 v, const float*) { return v; }
 // (up + 1) * gate * sigmoid(1.702 gate) of gpt-oss, with gate <= 7 and -7 <= up <= 7; gate and up alternate. NaN stays NaN.
 template <class T> inline void clamped_row(const T* x, int64_t size, T* y) {
     const I16 even = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
@@ -134,9 +141,9 @@ template <class T> inline void gate_row(int32_t gate_type, const T* x, int64_t s
     if (gate_type == SWIGLU_CLAMPED) return clamped_row(x, size, y);
     if (gate_type == RELU_SQUARE) return activate_row(x, size, y, relu_square);
     if (gate_type == GELU_TANH_ALONE) return activate_row(x, size, y, gelu_tanh);
-    if (gate_type == GATED_RELU_SQUARE) return gate_row(x, size, y, relu_square);
-    if (gate_type == GELU_TANH) return gate_row(x, size, y, gelu_tanh);
-    gate_row(x, size, y, [](V16 gate) { return times_sigmoid(gate, gate); });
+    if (gate_type == GATED_RELU_SQUARE) return gate_row(x, x + size, size, y, relu_square);
+    if (gate_type == GELU_TANH) return gate_row(x, x + size, size, y, gelu_tanh);
+    gate_row(x, x + size, size, y, silu_of);
 }
 inline void gate_row(int32_t gate_type, int32_t type, const void* x, int64_t row, int64_t size, void* y) {
     const int64_t from = row * gate_inputs(gate_type, size);
