@@ -140,6 +140,7 @@ class StreamedModel:
         if self._dense and self.packings:
             for linear in block.products.values():
                 linear.replace(linear.weight().to(self.placement.dtype))
+        block.keep_prompt_copies(self.placement.prompt_copy, self.placement.dtype)
         return block
 
     def prefetch(self, layer: int) -> None:

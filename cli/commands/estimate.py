@@ -169,7 +169,7 @@ def _plan(call: Call, folder: ModelFolder, engine: EngineConfig, gpu: bool) -> M
         gpu=gpu,
         draft=None if draft is None else MemoryPlan(draft.config, draft.packings, kv=engine.kv),
         kv=engine.kv,
-        shadow=engine.dense_prefill_copy,
+        prompt_copy=engine.prompt_copy,
     )
 
 

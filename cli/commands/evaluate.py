@@ -132,6 +132,7 @@ def evaluate(
     kv_sweep: Sweep = False,
     activations: options.ActivationKind = "auto",
     activations_sweep: ActivationSweep = False,
+    fp8_prompts: options.Fp8Prompts = False,
     adapter: options.AdapterName = None,
 ) -> None:
     """Measure the perplexity of a model, or compare two models.
@@ -146,7 +147,7 @@ def evaluate(
     from mycli.quant import evaluate as measuring
     from mycli.quant.layer_streaming import StreamedModel
 
-    engine = LoadFlags(device=device, dtype=dtype, kv=kv, activations=activations).resolve()
+    engine = LoadFlags(device=device, dtype=dtype, kv=kv, activations=activations, fp8_prompts=fp8_prompts).resolve()
     if activations_sweep and (kv_sweep or engine.activations != "auto"):
         raise UsageError("--activations-sweep excludes --kv-sweep and --activations", "omit them")
     if kv_sweep and (ref is not None or engine.kv != "auto"):

@@ -166,7 +166,8 @@ def _refuse_own_options(
         "--memory": several.memory is not None,
         "--draft": config.draft is not None,
         "--adapter": config.adapter is not None,
-        "--shadow": config.dense_prefill_copy,
+        "--shadow": config.prompt_copy == "16bit",
+        "--fp8-prompts": config.prompt_copy == "fp8",
         "--allow-nonfinite": config.allow_nonfinite,
         "--prefix-cache-dir": config.prefix_folder is not None,
     }

@@ -164,6 +164,10 @@ ActivationKind = Annotated[
     ),
 ]
 Shadow = Annotated[bool, flag("--shadow", "On a GPU: keep a 16-bit copy of packed weights, for faster prompts.")]
+Fp8Prompts = Annotated[
+    bool,
+    flag("--fp8-prompts", "On a GPU: keep an 8-bit float copy of packed weights; prompts are faster and less exact."),
+]
 Draft = Annotated[
     str,
     option(

@@ -17,7 +17,7 @@ from mycli.runtime.tokenizer.chat_template import (
     TemplateOptions,
     effort_arguments,
 )
-from mycli.runtime.utils.dtypes import FLOATS
+from mycli.runtime.utils.dtypes import FLOATS, PromptCopy
 from mycli.runtime.utils.json_fields import strict_json
 
 _DEFAULT = "the model's"
@@ -40,6 +40,7 @@ class RunFlags:
     kv: options.CacheKind = "auto"
     activations: options.ActivationKind = "auto"
     shadow: options.Shadow = False
+    fp8_prompts: options.Fp8Prompts = False
     expert_memory: options.ExpertMemory = None
 
     def resolve(self, sequences: int = 1, running: int | None = None) -> EngineConfig:
@@ -52,14 +53,20 @@ class RunFlags:
             activations=options.choice("--activations", self.activations, ACTIVATION_KINDS),
             sequences=sequences,
             running=running,
-            dense_prefill_copy=self.shadow,
+            prompt_copy=self._prompt_copy(),
             adapter=self.adapter,
             expert_bytes=self.expert_memory,
         )
 
+    def _prompt_copy(self) -> PromptCopy:
+        if self.shadow and self.fp8_prompts:
+            raise UsageError("--shadow and --fp8-prompts both choose the weights for prompts", "omit one")
+        return "fp8" if self.fp8_prompts else "16bit" if self.shadow else "none"
+
     def arguments(self) -> list[str]:
         """Return the options for the command line of `mycli serve`."""
-        words = ["--device", self.device, "--dtype", self.dtype, "--kv", self.kv, *(["--shadow"] * self.shadow)]
+        words = ["--device", self.device, "--dtype", self.dtype, "--kv", self.kv]
+        words += ["--shadow"] * self.shadow + ["--fp8-prompts"] * self.fp8_prompts
         words += [] if self.activations == "auto" else ["--activations", self.activations]
         words += [] if self.adapter is None else ["--adapter", self.adapter]
         return words + ([] if self.expert_memory is None else ["--expert-memory", f"{self.expert_memory}B"])

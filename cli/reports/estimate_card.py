@@ -13,7 +13,7 @@ from mycli.runtime.memory.ceiling import tokens_per_second, tokens_per_second_fr
 from mycli.runtime.memory.fit import PackingScheme
 from mycli.runtime.memory.plan import MemoryPlan
 from mycli.runtime.memory.resident import most_experts
-from mycli.runtime.memory.weights import shadow_bytes
+from mycli.runtime.memory.weights import prompt_copy_bytes
 from mycli.runtime.utils.units import human_bytes
 
 SEQUENCE_PARALLEL = (
@@ -135,7 +135,9 @@ def estimate_rows(subject: EstimateSubject, answer: dict[str, Any]) -> list[tupl
     states = memory.all_state_bytes(plan)
     per_token = (nbytes["cache"] - states) // (plan.context * plan.batch) / 1024
     recurrent = f"; {human_bytes(states)} recurrent states" if states else ""
-    copied = f"; {human_bytes(shadow_bytes(plan))} for a 16-bit copy" if plan.shadow else ""
+    kind = "an 8-bit" if plan.prompt_copy == "fp8" else "a 16-bit"
+    copies = human_bytes(prompt_copy_bytes(plan))
+    copied = "" if plan.prompt_copy == "none" else f"; {copies} for {kind} copy"
     tied = "tied" if config.tie_embeddings else ""
     cache = f"{plan.context} tokens x {plan.batch}, {per_token:.1f} KiB per token{recurrent}"
     passes = f"activations {human_bytes(space['activations'])}, dequantization {human_bytes(space['dequantization'])}"

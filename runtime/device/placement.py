@@ -9,10 +9,11 @@ from mycli.runtime.device.system import memory
 from mycli.runtime.errors import Declined, ResourceError, UsageError
 from mycli.runtime.models.config import KvDtype, ModelConfig
 from mycli.runtime.quantization.activations import Activations
-from mycli.runtime.utils.dtypes import BY_NAME, BY_SAFETENSORS_NAME, FLOATS, Dtype, DtypeInfo
+from mycli.runtime.utils.dtypes import BY_NAME, BY_SAFETENSORS_NAME, FLOATS, Dtype, DtypeInfo, PromptCopy
 from mycli.runtime.utils.units import pluralize
 
 OLDEST_PACKED = 8, 0  # lowest compute capability of the kernels for packed weights
+OLDEST_FP8 = 8, 9  # lowest compute capability that multiplies 8-bit floats
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -34,7 +35,7 @@ class Placement:
     dtype: torch.dtype
     notes: tuple[str, ...] = ()
     kv: KvDtype = "auto"
-    dense_prefill_copy: bool = False  # store a copy of packed weights in `dtype` too, for prefill
+    prompt_copy: PromptCopy = "none"  # of packed weights, for passes of many rows
     details: tuple[str, ...] = ()  # notes of less interest, such as why a machine without a GPU uses the CPU
     activations: Activations = "auto"  # bits of the integers that CPU kernels round bf16 activations to
     unpacked: Declined | None = None  # why packed weights are stored in `dtype`; None: kernels multiply them packed
@@ -96,7 +97,7 @@ def place(
     dtype: Dtype | None = None,
     kv: KvDtype = "auto",
     *,
-    dense_prefill_copy: bool = False,
+    prompt_copy: PromptCopy = "none",
     activations: Activations = "auto",
 ) -> Placement:
     """Choose device and dtype for `config`; `dtype` None is the model's own if the device runs it well.
@@ -105,9 +106,8 @@ def place(
     """
     chosen, reasons = _choose_device(device)
     notes, details = (reasons, ()) if reasons and _has_gpu() else ((), reasons)
-    if dense_prefill_copy and chosen.type == "cpu":
-        raise UsageError("a 16-bit copy of packed weights is stored on GPUs only", code="leave-out-shadow")
     precision = torch_dtype(dtype or config.dtype)
+    _check_prompt_copy(prompt_copy, chosen, precision)
     if dtype is None and chosen.type == "cpu" and precision == torch.float16:
         precision, notes = torch.bfloat16, (*notes, "float16 is slow on the CPU: activations are bfloat16")
     unpacked = decline_packed(chosen)
@@ -115,7 +115,25 @@ def place(
     if dtype is None and unpacked is not None and precision == torch.bfloat16:
         precision, notes = torch.float16, (*notes, "this GPU has no bfloat16: activations are float16")
     use_device(chosen)
-    return Placement(chosen, precision, notes, kv, dense_prefill_copy, details, activations, unpacked)
+    return Placement(chosen, precision, notes, kv, prompt_copy, details, activations, unpacked)
+
+
+def _check_prompt_copy(kind: PromptCopy, device: torch.device, dtype: torch.dtype) -> None:
+    if kind != "none" and device.type == "cpu":
+        raise UsageError("copies of packed weights for prompts are stored on GPUs only", code="leave-out-prompt-copy")
+    if kind != "fp8":
+        return
+    if dtype != torch.bfloat16:
+        name = str(dtype).removeprefix("torch.")
+        raise UsageError(f"8-bit products return bfloat16, and activations are {name}", code="other-prompt-copy")
+    if not multiplies_fp8(device):
+        needed = "{}.{}".format(*OLDEST_FP8)
+        raise ResourceError(f"8-bit products need compute capability {needed}", code="other-prompt-copy")
+
+
+def multiplies_fp8(device: torch.device) -> bool:
+    """Return whether torch multiplies 8-bit floats on `device`: on every CPU, but only newer GPUs."""
+    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= OLDEST_FP8
 
 
 def decline_packed(device: torch.device) -> Declined | None:

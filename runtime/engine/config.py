@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from mycli.runtime.models.config import KvDtype, ModelConfig
 from mycli.runtime.quantization.activations import Activations
 from mycli.runtime.tokenizer.chat_template import TemplateOptions
-from mycli.runtime.utils.dtypes import Dtype
+from mycli.runtime.utils.dtypes import Dtype, PromptCopy
 
 if TYPE_CHECKING:  # torch takes a second to import
     from mycli.runtime.device.placement import Placement
@@ -28,7 +28,7 @@ class EngineConfig:
     sequences: int = 1  # sequences of full length that the cache holds
     running: int | None = None  # sequences that share this cache; None: `sequences`
     draft: str | None = None  # the name of a draft model, `NGRAM`, `MTP`, or None
-    dense_prefill_copy: bool = False  # also store packed weights in `dtype`, for prompts
+    prompt_copy: PromptCopy = "none"  # also store packed weights so, for prompts on a GPU
     allow_nonfinite: bool = False  # load weights that are NaN or infinite
     adapter: str | None = None  # the name of a LoRA adapter to merge
     expert_bytes: int | None = None  # limit for experts in memory, the rest are read on demand; None: what fits
@@ -46,6 +46,6 @@ class EngineConfig:
             self.device,
             self.dtype,
             self.kv,
-            dense_prefill_copy=self.dense_prefill_copy,
+            prompt_copy=self.prompt_copy,
             activations=self.activations,
         )

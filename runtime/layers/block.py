@@ -22,6 +22,7 @@ from mycli.runtime.models.layer_spec import LaurelSpec, LayerSpec, PerLayerSpec,
 from mycli.runtime.models.part_spec import AttentionSpec, MlpSpec
 from mycli.runtime.models.recurrent_spec import RecurrentSpec
 from mycli.runtime.quantization.scheme import Packing
+from mycli.runtime.utils.dtypes import PromptCopy
 
 if TYPE_CHECKING:
     from mycli.runtime.layers.heads import DifferentialHeads, KeyBias
@@ -322,6 +323,10 @@ class Block(nn.Module):
 
     def _norms(self) -> Iterator[RMSNorm]:
         return (module for module in self.modules() if isinstance(module, RMSNorm))
+
+    def keep_prompt_copies(self, kind: PromptCopy, dtype: torch.dtype) -> None:
+        for linear in self.products.values():
+            linear.keep_prompt_copy(kind, dtype)
 
     def load(
         self,

@@ -10,18 +10,19 @@ from itertools import groupby
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from mycli.runtime.checkpoint import formats
 from mycli.runtime.checkpoint.reader import Checkpoint
 from mycli.runtime.device.system import release_free_memory
 from mycli.runtime.kernels.cpu.matmul import CpuMatmul, gather_codes
+from mycli.runtime.kernels.fp8 import Fp8Weight
 from mycli.runtime.kernels.reference import DenseMatmul
 from mycli.runtime.kernels.registry import DENSE_PRODUCT, ROUTED_PRODUCT, prepare_product
 from mycli.runtime.kernels.routed import ExpertWeights, Route
 from mycli.runtime.models.part_spec import LinearSpec
 from mycli.runtime.quantization.packed_weight import Matmul
 from mycli.runtime.quantization.scheme import Packing
+from mycli.runtime.utils.dtypes import FP8_MULTIPLE, PromptCopy
 from mycli.runtime.utils.memory import huge_empty
 
 # Small packed weights are moved into one allocation when they add up to this many bytes; larger batches would hold
@@ -71,7 +72,7 @@ class Linear(nn.Module):
         self.out_features = sum(spec.out_features for spec in specs)
         self.bias: Tensor | None = None
         self.matmuls: tuple[Matmul, ...] = ()
-        self.dense_copy: Tensor | None = None
+        self.prompt_copy: Matmul | None = None  # multiplies more than `PACKED_ROWS` rows
 
     def load(
         self,
@@ -112,7 +113,7 @@ class Linear(nn.Module):
 
         The bias stays. Passes compiled before keep the old weight.
         """
-        self.dense_copy = None
+        self.prompt_copy = None
         matmul = dense_matmul(weight) if isinstance(weight, Tensor) else weight
         self.matmuls = () if matmul is None else (matmul,)
 
@@ -122,18 +123,25 @@ class Linear(nn.Module):
 
     @property
     def nbytes(self) -> int:
-        tensors = sum(0 if tensor is None else tensor.nbytes for tensor in (self.bias, self.dense_copy))
-        return sum(matmul.nbytes for matmul in self.matmuls) + tensors
+        others = (self.bias, self.prompt_copy)
+        return sum(part.nbytes for part in (*self.matmuls, *others) if part is not None)
 
-    def keep_dense_copy(self, dtype: torch.dtype) -> None:
+    def keep_prompt_copy(self, kind: PromptCopy, dtype: torch.dtype) -> None:
+        """Keep a copy of packed weights that multiplies more than `PACKED_ROWS` rows.
+
+        There is none of dense and mixed linears, and no 8-bit one whose size is not a multiple of `FP8_MULTIPLE`.
+        """
         if any(isinstance(matmul, DenseMatmul) for matmul in self.matmuls):
             return  # a mixed linear would hold its dense parts twice
-        self.dense_copy = self.weight().to(dtype)
+        if kind == "16bit":
+            self.prompt_copy = DenseMatmul(self.weight().to(dtype))
+        elif kind == "fp8" and not self.in_features % FP8_MULTIPLE and not self.out_features % FP8_MULTIPLE:
+            self.prompt_copy = Fp8Weight(self.weight())
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features)
-        if self.dense_copy is not None and len(rows) > PACKED_ROWS:
-            parts = [functional.linear(rows, self.dense_copy)]
+        if self.prompt_copy is not None and len(rows) > PACKED_ROWS:
+            parts = [self.prompt_copy(rows)]
         else:
             parts = [matmul(rows) for matmul in self.matmuls]
         y = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
@@ -175,7 +183,7 @@ class ExpertLinears(tuple[Linear, ...]):
     def operands(self, hit: Sequence[int]) -> tuple[Sequence[Matmul | Tensor] | None, Tensor | None]:
         """Return the weights of the experts `hit`, and their biases [hit, out_features] if they have any.
 
-        The weights are None if an expert is several products or has a dense copy.
+        The weights are None if an expert is several products or has a copy for prompts.
         """
         if self._operands is None:
             return _operands([self[expert] for expert in hit])
@@ -215,7 +223,7 @@ class RoutedProduct:
 
 
 def _operand(linear: Linear) -> Matmul | Tensor | None:
-    if linear.dense_copy is not None:
+    if linear.prompt_copy is not None:
         return None
     return linear.matmul.dequantize() if isinstance(linear.matmul, DenseMatmul) else linear.matmul
 

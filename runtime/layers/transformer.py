@@ -24,6 +24,7 @@ from mycli.runtime.layers.vocabulary import embed_tokens, finish_logits
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.part_spec import LinearSpec
 from mycli.runtime.quantization.scheme import Packing
+from mycli.runtime.utils.dtypes import PromptCopy
 
 LOADED_IN_PARALLEL = 4  # layers: each has its tensors in memory twice while it is converted
 
@@ -96,11 +97,10 @@ class Transformer(nn.Module):
         if self.config.tie_embeddings:
             self.head.replace(self.embedding)
 
-    def keep_dense_copies(self) -> None:
-        """Keep dense copies of the blocks' packed weights for prompts; the head computes one row of those."""
+    def keep_prompt_copies(self, kind: PromptCopy) -> None:
+        """Keep copies of the blocks' packed weights for prompts; the head computes one row of those."""
         for block in self.layers():
-            for linear in block.products.values():
-                linear.keep_dense_copy(self.dtype)
+            block.keep_prompt_copies(kind, self.dtype)
 
     def layers(self) -> Iterator[Block]:
         for block in self.blocks:

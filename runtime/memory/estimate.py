@@ -10,13 +10,20 @@ from math import prod
 from mycli.runtime.memory.attention import dense_cache_bytes, mask_bytes
 from mycli.runtime.memory.layer import pass_values
 from mycli.runtime.memory.plan import CACHE_BLOCK, MemoryPlan, cache_positions
-from mycli.runtime.memory.weights import embedding_bytes, linears_bytes, shadow_bytes, weight_bytes
+from mycli.runtime.memory.weights import (
+    embedding_bytes,
+    has_prompt_copy,
+    linears_bytes,
+    prompt_copy_bytes,
+    weight_bytes,
+)
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.models.layer_spec import LayerSpec
 from mycli.runtime.models.recurrent_spec import STATE_BYTES
 from mycli.runtime.quantization.int4_vectors import FUSED_INT4_HEADS
 from mycli.runtime.quantization.scheme import Packing
+from mycli.runtime.utils.dtypes import FP8_PIECE
 
 TABLE_PART = 1 << 24  # codebook weights that the CPU decodes at a time
 SHARED_BLOCK = 64  # positions per block of a shared cache: small enough to share prefixes, and block tables stay short
@@ -109,13 +116,18 @@ def dequantization_bytes(plan: MemoryPlan) -> int:
     # A GPU unpacks the largest product to multiply many rows.
     # The CPU multiplies packed integers directly; non-integer codebooks it decodes in parts of `TABLE_PART` weights.
     tables = any(packing.codes not in ("int", "e2m1", "iq4") for packing in plan.packings.values())
-    if plan.shadow or not (plan.gpu or tables):
+    if not (plan.gpu or tables):
         return 0
-    largest = 0
+    largest = codes = 0
     for layer in range(plan.config.layers):
         for group in plan.config.layer(layer).products().values():
+            if has_prompt_copy(plan, group):
+                codes = max(codes, plan.rows * group[0].in_features)
+                continue
             packed = [spec for spec in group if spec.name in plan.packings]
             largest = max(largest, sum(spec.out_features * spec.in_features for spec in packed))
+    if plan.prompt_copy == "fp8":  # rows in 8 bits, and some in fp32
+        return max(largest * plan.value_bytes, codes + 2 * 4 * min(codes, FP8_PIECE))
     return (largest if plan.gpu else min(largest, TABLE_PART)) * plan.value_bytes
 
 
@@ -182,7 +194,7 @@ def _on_gpu(packing: Packing) -> Packing:
 
 def _fixed(plan: MemoryPlan) -> _Fixed:
     return _Fixed(
-        weights=weight_bytes(plan) + shadow_bytes(plan),
+        weights=weight_bytes(plan) + prompt_copy_bytes(plan),
         embeddings=embedding_bytes(plan),
         draft=0 if plan.draft is None else weight_bytes(plan.draft) + embedding_bytes(plan.draft),
         dequantization=dequantization_bytes(plan),

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from mycli.runtime.models.config import KvDtype, ModelConfig
 from mycli.runtime.quantization.int4_vectors import int4_bytes
 from mycli.runtime.quantization.scheme import Packing
-from mycli.runtime.utils.dtypes import BY_NAME, Dtype
+from mycli.runtime.utils.dtypes import BY_NAME, Dtype, PromptCopy
 
 SCALE_BYTES = 4  # of an int8 cache: one fp32 per head and token
 DEFAULT_CONTEXT = 8192
@@ -23,7 +23,7 @@ class MemoryPlan:
     gpu: bool = False
     draft: "MemoryPlan | None" = None
     kv: KvDtype = "auto"
-    shadow: bool = False  # packed weights of the blocks are also stored dense
+    prompt_copy: PromptCopy = "none"  # how packed weights of the blocks are also stored
     running: int | None = None  # sequences that share the cache; None: `batch`
     expert_slots: int | None = None  # experts per layer in memory, the rest are read from disk on demand; None: all
 

@@ -32,7 +32,7 @@ def slot_bytes(plan: MemoryPlan) -> int:
 
 def can_stream_experts(plan: MemoryPlan) -> bool:
     """Return whether experts can be read on demand: on the CPU, without dense copies."""
-    return not plan.gpu and not plan.shadow and most_experts(plan.config) > 0
+    return not plan.gpu and plan.prompt_copy == "none" and most_experts(plan.config) > 0
 
 
 def with_active_experts(plan: MemoryPlan) -> MemoryPlan:

@@ -4,6 +4,9 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Dtype = Literal["bfloat16", "float16", "float32"]  # of activations and dense weights
+PromptCopy = Literal["none", "16bit", "fp8"]  # what is stored of packed weights besides, for passes of many rows
+FP8_PIECE = 1 << 22  # activations are rounded to 8 bits in pieces of this many numbers, at 8 bytes each
+FP8_MULTIPLE = 16  # tensor cores multiply 8-bit weights whose sizes are both multiples of this
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def requested_plan(
         gpu=gpu,
         draft=None if draft is None else MemoryPlan(draft.config, draft_packings, dtype=dtype, kv=engine.kv),
         kv=engine.kv,
-        shadow=engine.dense_prefill_copy and not unpacked,
+        prompt_copy="none" if unpacked else engine.prompt_copy,
         running=engine.running,
     )
 

@@ -3,10 +3,13 @@
 import statistics
 from collections.abc import Iterator
 
+from mycli.runtime.device.placement import multiplies_fp8
 from mycli.runtime.diagnostics.throughput import Trial, run_trial
 from mycli.runtime.engine.model_runner import ModelRunner
+from mycli.runtime.engine.passes import compile_passes
 from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.quantization.scheme import Packing
+from mycli.runtime.utils.dtypes import PromptCopy
 from tests.gpu.bench.report import Case, Row
 from tests.gpu.bench.shapes import tiny, token_bytes
 from tests.gpu.bench.timing import Context
@@ -23,14 +26,18 @@ def cases(context: Context, name: str, config: ModelConfig, packing: Packing | N
     for trial in [Trial(0, 4), Trial(16, 0), Trial(0, 4, 8, 2)] if context.tiny else trials:
         yield Case(trial.name, 15, lambda trial=trial: _row(context, label, made, packing, trial))  # type: ignore[misc]
     if packing is not None:
-        made.model.keep_dense_copies()
-        for tokens in (16,) if context.tiny else (512, 4096):
-            trial, shadowed = Trial(tokens, 0), f"{label}, shadow"
-            yield Case(
-                f"{trial.name}, shadow",
-                15,
-                lambda trial=trial, label=shadowed: _row(context, label, made, packing, trial),  # type: ignore[misc]
-            )
+        copies: list[PromptCopy] = ["16bit", "fp8"] if multiplies_fp8(context.device) else ["16bit"]
+        for kind in copies:
+            made.model.keep_prompt_copies(kind)
+            # Passes that captured prompts without the copy would replay those.
+            made = ModelRunner(made.model, passes=compile_passes(made.model, "auto", lambda _: None))
+            for tokens in (128,) if context.tiny else (512, 4096):
+                trial, copied = Trial(tokens, 0), f"{label}, {kind} copy"
+                yield Case(
+                    f"{trial.name}, {kind} copy",
+                    15,
+                    lambda trial=trial, label=copied, made=made: _row(context, label, made, packing, trial),  # type: ignore[misc]
+                )
 
 
 def _row(context: Context, label: str, made: ModelRunner, packing: Packing | None, trial: Trial) -> list[Row]:

@@ -96,9 +96,19 @@ def test_a_gpu_is_used_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_shadow_is_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="stored on GPUs only"):
-        place(CONFIG, "cpu", dense_prefill_copy=True)
+        place(CONFIG, "cpu", prompt_copy="16bit")
     machine(monkeypatch)
-    assert place(CONFIG, dense_prefill_copy=True).dense_prefill_copy and not place(CONFIG).dense_prefill_copy
+    assert place(CONFIG, prompt_copy="16bit").prompt_copy == "16bit" and place(CONFIG).prompt_copy == "none"
+
+
+def test_8_bit_prompts_need_a_chip_with_such_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, capability=(8, 6))
+    with pytest.raises(ResourceError, match=r"capability 8\.9"):
+        place(CONFIG, prompt_copy="fp8")
+    machine(monkeypatch, capability=(8, 9))
+    assert place(CONFIG, prompt_copy="fp8").prompt_copy == "fp8"
+    with pytest.raises(UsageError, match="activations are float16"):
+        place(CONFIG, dtype="float16", prompt_copy="fp8")
 
 
 @pytest.mark.parametrize("fault", ["F14-no-bf16"])

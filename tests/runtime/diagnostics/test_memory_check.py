@@ -20,7 +20,7 @@ from mycli.runtime.memory.plan import MemoryPlan
 from mycli.runtime.models.config import KvDtype
 from mycli.runtime.quantization.packed_weight import pack
 from mycli.runtime.quantization.scheme import Packing
-from mycli.runtime.utils.dtypes import Dtype
+from mycli.runtime.utils.dtypes import Dtype, PromptCopy
 from tests.support.grids import chosen
 from tests.support.paths import PICO
 
@@ -82,27 +82,33 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-PACKED = [("bfloat16", True), ("float32", False), ("bfloat16", False)]
+PACKED: list[tuple[Dtype, PromptCopy]] = [
+    ("bfloat16", "16bit"),
+    ("bfloat16", "fp8"),
+    ("float32", "none"),
+    ("bfloat16", "none"),
+]
 
 
-@pytest.mark.parametrize("dtype, shadow", chosen(PACKED, PACKED[:1]))
-def test_packed_weights_take_what_the_format_says(packed: Path, dtype: Dtype, shadow: bool) -> None:
+@pytest.mark.parametrize("dtype, copy", chosen(PACKED, PACKED[:2]))
+def test_packed_weights_take_what_the_format_says(packed: Path, dtype: Dtype, copy: PromptCopy) -> None:
     opened = open_model_folder(packed)
     config, packings = opened.config, opened.packings
     assert len(packings) == 2 * 7 + 1
-    placement = Placement(torch.device("cpu"), torch_dtype(dtype), dense_prefill_copy=shadow)
-    parts = measure_memory(opened, MemoryPlan(config, packings, context=512, dtype=dtype, shadow=shadow), placement)
+    placement = Placement(torch.device("cpu"), torch_dtype(dtype), prompt_copy=copy)
+    parts = measure_memory(opened, MemoryPlan(config, packings, context=512, dtype=dtype, prompt_copy=copy), placement)
     check_parts([part for part in parts if part.exact], 0.001)
     linears = (math.prod(shape) for name, shape in config.tensors() if name.removesuffix(".weight") in packings)
-    assert not shadow or parts[1].actual > 2 * (sum(linears) - 512 * config.vocab_size)
+    least = {"none": 0, "fp8": 1, "16bit": 2}[copy] * (sum(linears) - 512 * config.vocab_size)
+    assert parts[1].actual > least
 
 
 def test_a_shadow_is_used_for_prompts_alone(packed: Path) -> None:
-    placement = Placement(torch.device("cpu"), torch.bfloat16, dense_prefill_copy=True)
+    placement = Placement(torch.device("cpu"), torch.bfloat16, prompt_copy="16bit")
     model = load_model(open_model_folder(packed), placement).model
     linear = next(model.layers()).products["gate_up"]
-    copy = linear.dense_copy
-    assert copy is not None and model.head.dense_copy is None
+    assert linear.prompt_copy is not None and model.head.prompt_copy is None
+    copy = linear.prompt_copy.dequantize()
     x = torch.randn(65, 512).bfloat16()
     matmul = linear.matmul
     assert matmul is not None
