@@ -1,6 +1,6 @@
 """Measures what prompts in 8-bit floats cost: divergence from the model in fp32, as packed and with E4M3 copies.
 
-PYTHONPATH=.links python -m tests.benchmarks.fp8_prompts [MODEL]
+PYTHONPATH=.links python -m tests.benchmarks.fp8_prompts [MODEL] [--bits 8 4 3 2]
 
 Every token of a window is computed in one pass, so all products of the blocks but those of small sizes are in E4M3. The
 numbers are those of a GPU, which adds the products in another order; they are computed on the CPU.
@@ -30,7 +30,9 @@ def main() -> None:
     """Print a row for each width of the weights."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", nargs="?", default="pico")
-    source = resolve(parser.parse_args().model)
+    parser.add_argument("--bits", type=int, nargs="*", default=[8, 4, 3, 2])
+    arguments = parser.parse_args()
+    source = resolve(arguments.model)
     original = open_model_folder(source.folder)
     text = cut(held_out_text(), original.tokenizer(), 512)
     exact = StreamedModel(original, Placement(torch.device("cpu"), torch.float32))
@@ -38,7 +40,7 @@ def main() -> None:
     placement = Placement(torch.device("cpu"), torch.bfloat16, activations="16")
     print(f"| bits | {' | '.join(kinds)} |\n|---|{'---|' * len(kinds)}")
     with tempfile.TemporaryDirectory() as folder:
-        for bits in (8, 4, 3, 2):
+        for bits in arguments.bits:
             target = Path(folder) / str(bits)
             quantize(plan_quantization(source, Recipe(bits=bits)), target, CPU)
             packed = open_model_folder(target)

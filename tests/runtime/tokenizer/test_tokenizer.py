@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from mycli.runtime.errors import UsageError
 from mycli.runtime.tokenizer.backend import Pipeline
-from mycli.runtime.tokenizer.chat_template import Message
+from mycli.runtime.tokenizer.chat_template import Message, TemplateOptions
 from mycli.runtime.tokenizer.stream import StreamDecoder
 from mycli.runtime.tokenizer.tokenizer import Tokenizer
 from tests.support.grids import examples
@@ -153,3 +154,17 @@ def test_allow_special_is_what_transformers_does(pair: Pair) -> None:
 @ALL
 def test_known_tokenizers_run_here(pair: Pair) -> None:
     assert isinstance(pair[0]._encoder, Pipeline)
+
+
+def test_options_replace_the_template_of_a_tokenizer() -> None:
+    tokenizer, bare = (Tokenizer.load(tokenizer_file("pico").parent, 4096) for _ in range(2))
+    own = tokenizer.template
+    tokenizer.use_template(TemplateOptions())
+    assert own is not None and tokenizer.template is own
+    bare.template = None
+    bare.use_template(TemplateOptions())
+    with pytest.raises(UsageError, match="no chat template that takes arguments"):
+        bare.use_template(TemplateOptions(arguments={"name": 1}))
+    for one in (tokenizer, bare):
+        one.use_template(TemplateOptions(source="<{{ messages[0].content }}>"))
+        assert one.render([Message("user", "hi")]) == "<hi>"
