@@ -58,7 +58,7 @@ def test_run_and_chat_render_with_the_given_template(mycli: Mycli, tmp_path: Pat
     )
     lengths = []
     for words in ([], ["--template-arg", "word=one two three"], ["--reasoning-effort", "high"]):
-        options = ["--chat-template", str(path), *words, "--json"]
+        options = ["--chat-template", str(path), *words, "--ctx", "64", "--json"]
         done = mycli("run", "pico", "Hello", "-n", "1", *options)
         chat = mycli("chat", "pico", *options, input="Hello\n")
         prompts = {json.loads(text)["prompt_tokens"] for text in (done.stdout, chat.stdout)}
