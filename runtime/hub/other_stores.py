@@ -141,7 +141,7 @@ def _read_manifest(root: Path, path: Path) -> Path:
 def _require_inside(root: Path, path: Path) -> None:
     # The store may be a link to another disk, what is in it may not.
     real = Path(os.path.realpath(root)) / path.relative_to(root)
-    if os.path.realpath(path) != str(real):
+    if path.is_symlink() or os.path.realpath(path) != str(real):  # the latter is equal for a link to itself
         raise ModelError(f"{path}: a link, which is not followed in another program's store", "give the file itself")
 
 

@@ -96,7 +96,7 @@ def _find(model: str, offline: bool) -> Source:
     try:
         is_gguf_file = model.endswith(GGUF) and ":" not in model
         if is_path(model) or model.partition("@")[0].count("/") > 1 or is_gguf_file:
-            return _resolve_path(model)
+            return _resolve_path_or_stored(model)
         meanings = _meanings(model)
         if len(meanings) > 1:
             raise NotFoundError(f"{model} means {len(meanings)} models", f"write {' or '.join(meanings)}")
@@ -171,6 +171,15 @@ def _resolve_path(model: str) -> Source:
     if not is_adapter(folder):
         raise ModelError(f"{model}: no config.json in this folder", "a model is a folder in the Hugging Face layout")
     return Source(model, folder)
+
+
+def _resolve_path_or_stored(model: str) -> Source:
+    try:
+        return _resolve_path(model)
+    except NotFoundError:  # or `host/namespace/model:tag`, which Ollama pulled from another registry than its own
+        if is_path(model) or (stored := _find_stored(model)) is None:
+            raise
+        return Source(model, stored.path)
 
 
 def _resolve_cached_or_stored(model: str, offline: bool) -> Source:

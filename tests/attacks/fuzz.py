@@ -242,7 +242,7 @@ def attempt(files: Mapping[str, bytes], compare: Callable[[Path], None] | None =
     return "read"
 
 
-def _too_slow(*_: object) -> None:
+def too_slow(*_: object) -> None:
     raise TooSlowError(f"more than {SECONDS} s")
 
 
@@ -284,16 +284,41 @@ def run(layout: str, seconds: float, record: Record, keep: Path, compare: Callab
     good = LAYOUTS[layout]()
     for name, files in good.items():
         assert attempt(files) == "read", name
-    sums = record.of(layout)
+
+    def model(seed: int) -> str:
+        return sorted(good)[seed % len(good)]
+
+    def case(seed: int) -> Files:
+        return damaged(good[model(seed)], f"{layout} {seed}")
+
+    return repeat(
+        layout,
+        seconds,
+        record,
+        lambda seed: attempt(case(seed), compare),
+        model,
+        lambda seed: _keep(keep / f"{layout}-{seed}", case(seed)),
+    )
+
+
+def repeat(
+    label: str,
+    seconds: float,
+    record: Record,
+    attempt: Callable[[int], str],
+    describe: Callable[[int], str] = lambda seed: "one case",
+    keep: Callable[[int], None] = lambda seed: None,
+) -> int:
+    """Call `attempt(seed)`, which returns an outcome or raises; return the number of different faults."""
+    sums = record.of(label)
     faults: set[str] = set()
     start = time.process_time()
     before, saved = sums.seconds, start
     while True:
-        name = sorted(good)[sums.seed % len(good)]
-        files = damaged(good[name], f"{layout} {sums.seed}")
+        name = describe(sums.seed)
         signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
         try:
-            outcome = attempt(files, compare)
+            outcome = attempt(sums.seed)
         except Exception as error:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             outcome = f"{type(error).__name__} at {Path(frame.filename).name}:{frame.lineno}"
@@ -302,9 +327,9 @@ def run(layout: str, seconds: float, record: Record, keep: Path, compare: Callab
             if outcome not in faults:
                 faults.add(outcome)
                 sums.faults.append(f"{outcome}, seed {sums.seed}")
-                print(f"{layout}, seed {sums.seed}, {name}: {outcome}: {error!s:.300}", flush=True)
+                print(f"{label}, seed {sums.seed}, {name}: {outcome}: {error!s:.300}", flush=True)
                 traceback.print_exc(limit=-6)
-                _keep(keep / f"{layout}-{sums.seed}", files)
+                keep(sums.seed)
         finally:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         now = time.process_time()
@@ -316,7 +341,7 @@ def run(layout: str, seconds: float, record: Record, keep: Path, compare: Callab
             saved = now
         if done:
             break
-    print(f"{sums.line(layout)} ({len(good)} models)", flush=True)
+    print(sums.line(label), flush=True)
     return len(faults)
 
 
@@ -339,7 +364,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    signal.signal(signal.SIGVTALRM, _too_slow)
+    signal.signal(signal.SIGVTALRM, too_slow)
     used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_DATA, (used + ROOM, resource.RLIM_INFINITY))
     record = Record(options.record, options.seed)

@@ -10,6 +10,7 @@ from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.engine.loading.loader import load_model
 from tests.attacks import fuzz
 from tests.attacks.fuzz_models import LAYOUTS
+from tests.attacks.fuzz_references import NoReferenceError, compare
 from tests.support.engines import whole
 from tests.support.families import make
 from tests.support.grids import chosen
@@ -87,3 +88,13 @@ def test_weights_whose_products_overflow_give_no_logits(tensor: str, value: floa
     with torch.no_grad():
         assert bool(reference(tokens).logits.isnan().all())
     assert bool(whole(load_model(open_model_folder(tmp_path), CPU).model, tokens)[0, -1].isnan().all())
+
+
+def test_the_place_of_an_image_has_no_reference(tmp_path: Path) -> None:
+    """transformers' Gemma 4 computes padding where the token of an image stands, also without images."""
+    make_folder(tmp_path, "gemma4")
+    compare(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "audio_token_id": 7}))
+    with pytest.raises(NoReferenceError, match="place of an image"):
+        compare(tmp_path)

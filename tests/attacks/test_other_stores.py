@@ -154,6 +154,9 @@ def test_a_link_in_lm_studios_store(home: Path) -> None:
     file.rename(home / "elsewhere.gguf")
     file.symlink_to(home / "elsewhere.gguf")
     assert "a link" in _refused("org/tiny")
+    file.unlink()
+    file.symlink_to(file)
+    assert "a link" in _refused("org/tiny")
 
 
 def damage_manifests(seconds: float, seed: int = 0) -> tuple[int, int]:

@@ -36,6 +36,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ),
         (("registry.ollama.ai", "someone", "tiny", "q4"), ["someone/tiny:q4"]),
         (("hf.co", "org", "tiny-GGUF", "Q4_K_M"), ["org/tiny-GGUF:Q4_K_M"]),
+        (("models.example.com", "org", "tiny", "1b"), ["models.example.com/org/tiny:1b"]),
     ],
 )
 def test_ollamas_names(home: Path, place: tuple[str, ...], names: list[str]) -> None:
