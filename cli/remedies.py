@@ -60,7 +60,7 @@ REMEDIES: Mapping[str, str] = {
     "use-cpu-or-install-cuda": "use --device cpu, or install a CUDA build of torch",
     "use-cpu-or-pretend-gpu": "use --device cpu, or --gpu SIZE",
     "all-kernels-declined": "{declined}",
-    "leave-out-prompt-copy": "omit --shadow and --fp8-prompts",
+    "leave-out-prompt-copy": "omit --shadow or --fp8-prompts",
     "other-prompt-copy": "omit --fp8-prompts, or use --shadow",
     "other-draft": "use a small model of the same family, or --draft ngram, which needs no model",
     "more-gpus": "use a larger --tensor-parallel-size, or a smaller --ctx",

@@ -4,6 +4,7 @@ import pytest
 import typer
 
 from mycli.cli.flags.options import parse_count, parse_counts, parse_memory
+from mycli.cli.flags.records import RunFlags
 from mycli.cli.main import COMMANDS, find_command
 from mycli.runtime.errors import UsageError
 
@@ -83,3 +84,14 @@ def test_options_that_take_memory_read_it_as_memory() -> None:
                 with pytest.raises(typer.TyperException, match=problem):
                     command.make_context(name, [*names, option.opts[0], text])
     assert found == SIZES
+
+
+_BOTH = ((False, False), (True, False), (False, True))
+
+
+def test_one_copy_for_prompts_is_chosen() -> None:
+    copies = [RunFlags(shadow=shadow, fp8_prompts=fp8).resolve().prompt_copy for shadow, fp8 in _BOTH]
+    assert copies == ["none", "16bit", "fp8"]
+    with pytest.raises(UsageError, match="--shadow and --fp8-prompts"):
+        RunFlags(shadow=True, fp8_prompts=True).resolve()
+    assert RunFlags(fp8_prompts=True).arguments()[-1] == "--fp8-prompts"
