@@ -164,7 +164,7 @@ template <int B, int M, int N> void few_rows_of(const Weight& w, int64_t row_blo
 template <int B, int M> void of_count(const Weight& w, int64_t row_block, const Bytes& x, int64_t rows, float* y) {
     if constexpr (M > 1)
         if (rows < M) return of_count<B, M - 1>(w, row_block, x, rows, y);
-    each_beside<B, M>(w, row_block, y, [&](auto beside, int64_t at, float* to) { few_rows_of<B, M, beside.value>(w, at, x, to); });
+    each_at_once<B, M>(w, row_block, y, [&](auto at_once, int64_t at, float* to) { few_rows_of<B, M, at_once.value>(w, at, x, to); });
 }
 
 }  // namespace

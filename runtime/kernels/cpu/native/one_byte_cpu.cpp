@@ -134,9 +134,9 @@ __attribute__((noinline)) void few_byte_rows_of(const Weight& w, int64_t row_blo
 template <int B, int M> void few_of_count(const Weight& w, int64_t row_block, const Bytes& x, int64_t rows, float* y) {
     if constexpr (M > 1)
         if (rows < M) return few_of_count<B, M - 1>(w, row_block, x, rows, y);
-    each_beside<B, M>(w, row_block, y, [&](auto beside, int64_t at, float* to) {
-        if (byte_cut_of(w).segment < INPUTS) few_byte_rows_of<B, M, beside.value, FOURS / 2>(w, at, x, to);
-        else few_byte_rows_of<B, M, beside.value, FOURS>(w, at, x, to);
+    each_at_once<B, M>(w, row_block, y, [&](auto at_once, int64_t at, float* to) {
+        if (byte_cut_of(w).segment < INPUTS) few_byte_rows_of<B, M, at_once.value, FOURS / 2>(w, at, x, to);
+        else few_byte_rows_of<B, M, at_once.value, FOURS>(w, at, x, to);
     });
 }
 

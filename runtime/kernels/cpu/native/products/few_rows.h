@@ -35,11 +35,11 @@ namespace {
 
 // How many row blocks M rows are multiplied by at a time. Side by side they take fewer instructions, but memory reads one stream faster:
 // it is the limit of few rows and long codes.
-template <int B, int M> constexpr int BESIDE = 4 * M > STORED<B> ? SIDE : 1;
+template <int B, int M> constexpr int AT_ONCE = 4 * M > STORED<B> ? SIDE : 1;
 
-// Calls use(BESIDE, row block, its results) for SIDE row blocks from `row_block`.
-template <int B, int M, class Use> void each_beside(const Weight& w, int64_t row_block, float* y, Use use) {
-    constexpr int N = BESIDE<B, M>;
+// Calls use(AT_ONCE, row block, its results) for SIDE row blocks from `row_block`.
+template <int B, int M, class Use> void each_at_once(const Weight& w, int64_t row_block, float* y, Use use) {
+    constexpr int N = AT_ONCE<B, M>;
     for (int n = 0; n < SIDE && row_block + n < blocks_of(w.rows); n += N)
         use(std::integral_constant<int, N>(), row_block + n, y + n * ROWS);
 }
@@ -92,7 +92,7 @@ template <class Use> auto by_bits(const Weight& w, Use use) {
 }
 
 // Rows up to which codes unpacked in registers beat a panel; without dot products of bytes a panel is better from few rows. More than
-// PART rows are multiplied in parts, each of which unpacks the codes again, from the first caches. AMD's processors unpack them beside
+// PART rows are multiplied in parts, each of which unpacks the codes again, from the first caches. AMD's processors unpack them next to
 // the dot products; Intel's have the same ports for both.
 #if WIDTH == 64 && defined(BF16_DOT)
 constexpr int64_t FEW = 128, BYTE_FEW = 128;
