@@ -6,131 +6,170 @@
 #if WIDTH
 namespace {
 
-// Sums of a segment for the rows of one half of a block: of `steps` blocks, or of a part of a block, `PART` fours from four
+// Integer sums of row blocks side by side.
+template <int M, int N> struct Sums {
+    alignas(64) int32_t of[M][N][ROWS];
+    void put(int half, const I (&sum)[M][N]) {
+        for (int m = 0; m < M; m++)
+            for (int n = 0; n < N; n++) memcpy(of[m][n] + half * (WIDTH / 4), &sum[m][n], WIDTH);
+    }
+};
+
+// Sums of a segment for the rows of one half of each row block: of `steps` blocks, or of a part of a block, `STEPS` fours from four
 // `first`. The segment has index `place` in the units.
-template <int B, int M, int PART>
-inline __attribute__((always_inline)) void sum_segment(const uint8_t* block, int64_t steps, int first, int half, const Bytes& x, int64_t input,
-                                                       int64_t place, I (&sum)[M]) {
-    constexpr int CHAINS = M == 1 ? 2 : 1;  // independent sums hide the latency of the dot product
-    I high[M][CHAINS] = {}, low[M][CHAINS] = {};
-    for (int64_t b = 0; b < steps; b++, block += STORED<B> * 64) {
+template <int B, int M, int N, int STEPS>
+inline __attribute__((always_inline)) void sum_segment(CodeStreams<B, N> codes, int64_t steps, int first, int half, const Bytes& x,
+                                                       int64_t input, int64_t place, I (&sum)[M][N]) {
+    constexpr int CHAINS = M * N == 1 ? 2 : 1;  // independent sums hide the latency of the dot product
+    I high[M][N][CHAINS] = {}, low[M][N][CHAINS] = {};
+    for (int64_t b = 0; b < steps; b++, codes.skip(1)) {
         const int8_t* at = x.bytes + input + b * INPUTS;
-        if (half == 0 && first == 0) prefetch_far<B>(block);
+        if (half == 0 && first == 0) codes.prefetch();
 #pragma GCC unroll 8
-        for (int q = first; q < first + PART; q++) {
-            const U codes = four_of<B>(block, q, half);
-#pragma GCC unroll 8
+        for (int q = first; q < first + STEPS; q++) {
+            U code[N];
+#pragma GCC unroll 2
+            for (int n = 0; n < N; n++) code[n] = four_of<B>(codes.at(n), q, half);
+#pragma GCC unroll 5
             for (int m = 0; m < M; m++) {
                 int32_t two[2];
                 memcpy(&two[0], at + m * 2 * x.stride + 4 * q, 4);
                 memcpy(&two[1], at + (m * 2 + 1) * x.stride + 4 * q, 4);
-                high[m][q % CHAINS] = dot<B>(high[m][q % CHAINS], codes, two[0]);
-                low[m][q % CHAINS] = dot<B>(low[m][q % CHAINS], codes, two[1]);
+#pragma GCC unroll 2
+                for (int n = 0; n < N; n++) {
+                    high[m][n][q % CHAINS] = dot<B>(high[m][n][q % CHAINS], code[n], two[0]);
+                    low[m][n][q % CHAINS] = dot<B>(low[m][n][q % CHAINS], code[n], two[1]);
+                }
             }
         }
     }
-#pragma GCC unroll 8
-    for (int m = 0; m < M; m++) {
-        if (CHAINS == 2) high[m][0] += high[m][1 % CHAINS], low[m][0] += low[m][1 % CHAINS];
-        sum[m] = high[m][0] * 256 + low[m][0] - (SIGNED_DOTS ? 0 : ZERO<B> * x.units.sum[place + m]);
-    }
-}
-
-// Adds the sums of a span whose units have index `place`.
-template <int M> inline void add_span(const int32_t (*sums)[ROWS], const Floats* scale, const Bytes& x, int64_t place, Floats (*total)[M]) {
-#pragma GCC unroll 8
+#pragma GCC unroll 5
     for (int m = 0; m < M; m++)
-#pragma GCC unroll 4
-        for (int part = 0; part < PARTS; part++)
-            total[part][m] = scaled(load_vector<Ints>(sums[m] + part * LANES), scale[part],
-                                    spread_lanes(x.units.unit[place + m]), total[part][m]);
-}
-template <int M> inline void add_offsets(const Floats* offset, const Bytes& x, int64_t place, Floats (*total)[M]) {
-    for (int m = 0; m < M; m++)
-        for (int part = 0; part < PARTS; part++)
-            total[part][m] = shifted(offset[part], spread_lanes(x.units.shift[place + m]), total[part][m]);
-}
-
-// y[m][0..15] of one row block for M rows of integers. A segment is whole blocks, or half of one: `PART` fours of a block. Not
-// inlined: callers instantiate it for each kind of codes, and compilers stop optimizing so large a function.
-template <int B, int M, int PART> __attribute__((noinline)) void rows_bytes(const Weight& w, int64_t row_block, const Bytes& x, float (*y)[ROWS]) {
-    const int64_t segment = cut_of(w).segment, steps = PART == FOURS ? segment / INPUTS : 1, together = w.group / segment;
-    constexpr int64_t size = STORED<B> * 64;  // bytes of a block
-    const uint8_t* block = w.codes + row_block * (w.inputs / INPUTS) * size;
-    Floats total[PARTS][M] = {};
-    int64_t at = row_block * (w.inputs / w.group);
-    GroupScales group(w, at);
-    for (int64_t input = 0, s = 0, next = together; input < w.inputs; input += steps * INPUTS, block += steps * size)
 #pragma GCC unroll 2
-        for (int first = 0; first < FOURS; first += PART, s++) {
-            if (s == next) group = GroupScales(w, ++at), next += together;
-            alignas(64) int32_t sums[M][ROWS];
+        for (int n = 0; n < N; n++) {
+            if (CHAINS == 2) high[m][n][0] += high[m][n][1 % CHAINS], low[m][n][0] += low[m][n][1 % CHAINS];
+            sum[m][n] = high[m][n][0] * 256 + low[m][n][0] - (SIGNED_DOTS ? 0 : ZERO<B> * x.units.sum[place + m]);
+        }
+}
+
+// The totals of M rows and N row blocks.
+template <int M, int N> struct Totals {
+    Floats of[PARTS][M][N] = {};
+
+    // Adds the sums of a span, of row block n, whose units have index `place`.
+    void add_span(const Sums<M, N>& sums, int n, const Floats* scale, const Bytes& x, int64_t place) {
+#pragma GCC unroll 5
+        for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+            for (int part = 0; part < PARTS; part++)
+                of[part][m][n] = scaled(load_vector<Ints>(sums.of[m][n] + part * LANES), scale[part],
+                                        spread_lanes(x.units.unit[place + m]), of[part][m][n]);
+    }
+    void add_offsets(int n, const Floats* offset, const Bytes& x, int64_t place) {
+#pragma GCC unroll 5
+        for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+            for (int part = 0; part < PARTS; part++)
+                of[part][m][n] = shifted(offset[part], spread_lanes(x.units.shift[place + m]), of[part][m][n]);
+    }
+    void store(float* y) const {
+        for (int m = 0; m < M; m++)
+            for (int n = 0; n < N; n++)
+                for (int part = 0; part < PARTS; part++) memcpy(y + m * ALONG + n * ROWS + part * LANES, &of[part][m][n], VECTOR);
+    }
+};
+
+// y [M][ALONG] of N row blocks for M rows of integers. A segment is whole blocks, or half of one: `STEPS` fours of a block. Not
+// inlined: callers instantiate it for each kind of codes, and compilers stop optimizing so large a function.
+template <int B, int M, int N, int STEPS> __attribute__((noinline)) void rows_bytes(const Weight& w, int64_t row_block, const Bytes& x, float* y) {
+    const int64_t segment = cut_of(w).segment, steps = STEPS == FOURS ? segment / INPUTS : 1, together = w.group / segment;
+    CodeStreams<B, N> codes(w, row_block);
+    Totals<M, N> total;
+    int64_t at = row_block * (w.inputs / w.group);
+    GroupScales group[N];
+    const auto read = [&] {
+        for (int n = 0; n < N; n++) group[n] = GroupScales(w, at + n * codes.groups);
+    };
+    read();
+    for (int64_t input = 0, s = 0, next = together; input < w.inputs; input += steps * INPUTS, codes.skip(steps))
+#pragma GCC unroll 2
+        for (int first = 0; first < FOURS; first += STEPS, s++) {
+            if (s == next) at++, next += together, read();
+            Sums<M, N> sums;
 #pragma GCC unroll 2
             for (int half = 0; half < HALVES; half++) {
-                I sum[M];
-                sum_segment<B, M, PART>(block, steps, first, half, x, input, s * x.units.segment, sum);
-                for (int m = 0; m < M; m++) memcpy(sums[m] + half * (WIDTH / 4), &sum[m], WIDTH);
+                I sum[M][N];
+                sum_segment<B, M, N, STEPS>(codes, steps, first, half, x, input, s * x.units.segment, sum);
+                sums.put(half, sum);
             }
-            add_span<M>(sums, group.scale, x, s * x.units.segment, total);
-            if (w.offsets) add_offsets<M>(group.offset, x, s * x.units.segment, total);
+#pragma GCC unroll 2
+            for (int n = 0; n < N; n++) {
+                total.add_span(sums, n, group[n].scale, x, s * x.units.segment);
+                if (w.offsets) total.add_offsets(n, group[n].offset, x, s * x.units.segment);
+            }
         }
-    for (int m = 0; m < M; m++)
-        for (int part = 0; part < PARTS; part++) memcpy(y[m] + part * LANES, &total[part][m], VECTOR);
+    total.store(y);
 }
 
 // The same for super-blocks.
-template <int B, int M> __attribute__((noinline)) void rows_levels(const Weight& w, int64_t row_block, const Bytes& x, float (*y)[ROWS]) {
-    constexpr int64_t size = STORED<B> * 64;
-    constexpr int PART = LEVELS<B> / 4;
+template <int B, int M, int N> __attribute__((noinline)) void rows_levels(const Weight& w, int64_t row_block, const Bytes& x, float* y) {
+    constexpr int STEPS = LEVELS<B> / 4;
     const int64_t span = cut_of(w).span;
-    const uint8_t* block = w.codes + row_block * (w.inputs / INPUTS) * size;
+    CodeStreams<B, N> codes(w, row_block);
     const int64_t groups = row_block * (w.inputs / LEVELS<B>);
     const int8_t* level = static_cast<const int8_t*>(w.scales) + groups * ROWS;
-    Floats total[PARTS][M] = {};
-    for (int64_t input = 0, s = 0; input < w.inputs; input += span) {
-        alignas(64) int32_t sums[M][ROWS];
+    Totals<M, N> total;
+    for (int64_t input = 0, s = 0; input < w.inputs; input += span, codes.skip(span / INPUTS)) {
+        Sums<M, N> sums;
         const int64_t place = s;
 #pragma GCC unroll 2
         for (int half = 0; half < HALVES; half++) {
-            I whole[M] = {};
+            I whole[M][N] = {};
             s = place;
-            for (int64_t i = 0; i < span; i += INPUTS)
+            CodeStreams<B, N> now = codes;
+            for (int64_t i = 0; i < span; i += INPUTS, now.skip(1))
 #pragma GCC unroll 2
-                for (int first = 0; first < FOURS; first += PART, s++) {
-                    I sum[M], levels;
-                    for (int j = 0; j < WIDTH / 4; j++) levels[j] = level[s * ROWS + half * (WIDTH / 4) + j];
-                    sum_segment<B, M, PART>(block + i / INPUTS * size, 1, first, half, x, input + i, s * x.units.segment, sum);
-                    for (int m = 0; m < M; m++) whole[m] += sum[m] * levels;
+                for (int first = 0; first < FOURS; first += STEPS, s++) {
+                    I sum[M][N];
+                    sum_segment<B, M, N, STEPS>(now, 1, first, half, x, input + i, s * x.units.segment, sum);
+#pragma GCC unroll 2
+                    for (int n = 0; n < N; n++) {
+                        I levels;
+                        for (int j = 0; j < WIDTH / 4; j++) levels[j] = level[(s + n * codes.groups) * ROWS + half * (WIDTH / 4) + j];
+#pragma GCC unroll 5
+                        for (int m = 0; m < M; m++) whole[m][n] += sum[m][n] * levels;
+                    }
                 }
-            for (int m = 0; m < M; m++) memcpy(sums[m] + half * (WIDTH / 4), &whole[m], WIDTH);
+            sums.put(half, whole);
         }
-        block += span / INPUTS * size;
-        const Factors factors(w, row_block, input);
-        add_span<M>(sums, factors.scale, x, place * x.units.segment, total);
-        for (int64_t i = place; w.offsets && i < s; i++)
-            add_offsets<M>(GroupScales(w, groups + i, factors).offset, x, i * x.units.segment, total);
+#pragma GCC unroll 2
+        for (int n = 0; n < N; n++) {
+            const Factors factors(w, row_block + (codes.groups ? n : 0), input);
+            total.add_span(sums, n, factors.scale, x, place * x.units.segment);
+            for (int64_t i = place; w.offsets && i < s; i++)
+                total.add_offsets(n, GroupScales(w, groups + i + n * codes.groups, factors).offset, x, i * x.units.segment);
+        }
     }
-    for (int m = 0; m < M; m++)
-        for (int part = 0; part < PARTS; part++) memcpy(y[m] + part * LANES, &total[part][m], VECTOR);
+    total.store(y);
 }
 
-template <int B, int M> void few_rows_of(const Weight& w, int64_t row_block, const Bytes& x, float (*y)[ROWS]) {
+template <int B, int M, int N> void few_rows_of(const Weight& w, int64_t row_block, const Bytes& x, float* y) {
     if constexpr (LEVELS<B>)
-        if (w.factors) return rows_levels<B, M>(w, row_block, x, y);
-    if (cut_of(w).segment < INPUTS) rows_bytes<B, M, FOURS / 2>(w, row_block, x, y);
-    else rows_bytes<B, M, FOURS>(w, row_block, x, y);
+        if (w.factors) return rows_levels<B, M, N>(w, row_block, x, y);
+    if (cut_of(w).segment < INPUTS) rows_bytes<B, M, N, FOURS / 2>(w, row_block, x, y);
+    else rows_bytes<B, M, N, FOURS>(w, row_block, x, y);
 }
 
 // Calls the instance for `rows` of 1 to M.
-template <int B, int M> void of_count(const Weight& w, int64_t row_block, const Bytes& x, int64_t rows, float (*y)[ROWS]) {
+template <int B, int M> void of_count(const Weight& w, int64_t row_block, const Bytes& x, int64_t rows, float* y) {
     if constexpr (M > 1)
         if (rows < M) return of_count<B, M - 1>(w, row_block, x, rows, y);
-    few_rows_of<B, M>(w, row_block, x, y);
+    each_at_once<B, M>(w, row_block, y, [&](auto at_once, int64_t at, float* to) { few_rows_of<B, M, at_once.value>(w, at, x, to); });
 }
 
 }  // namespace
 
-void few_rows(const Weight& w, int64_t row_block, const Bytes& x, int64_t rows, float (*y)[ROWS]) {
-    by_bits(w, [&](auto bits) { of_count<bits.value, FEW>(w, row_block, x, rows, y); });
+void few_rows(const Weight& w, int64_t row_block, const Bytes& x, int64_t rows, float* y) {
+    by_bits(w, [&](auto bits) { of_count<bits.value, PART>(w, row_block, x, rows, y); });
 }
 #endif

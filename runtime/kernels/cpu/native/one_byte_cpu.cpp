@@ -19,77 +19,102 @@ template <int B> inline Ints times_zero(int32_t sum) {
     return Ints{} + sum * BYTE_ZERO<B>;
 }
 
-// Adds a segment, STEPS fours from four FIRST of a block, to the sums of a span. `place`: index of its units; `four`: of its first
-// inputs in x.
-template <int B, int M, int STEPS, int FIRST>
-inline __attribute__((always_inline)) void few_segment(const uint8_t* block, int part, int64_t four, const Bytes& x, int64_t place,
-                                                       Floats (&span)[M]) {
-    ByteSum<FITTING<B>> sum[M];
-    const int32_t *const start = x.units.sum + place, *at = reinterpret_cast<const int32_t*>(x.bytes) + four * x.stride;
-#pragma GCC unroll 14
-    for (int m = 0; m < M; m++) sum[m].sum = times_zero<B>(start[m]);
+// Adds a segment, STEPS fours from four FIRST of a block of each row block, to the sums of a span. `place`: index of its units;
+// `input`: of its first input.
+template <int B, int M, int N, int STEPS, int FIRST>
+inline __attribute__((always_inline)) void few_segment(const CodeStreams<B, N>& codes, int part, int64_t input, const Bytes& x, int64_t place,
+                                                       Floats (&span)[M][N]) {
+    ByteSum<FITTING<B>> sum[M][N];
+    const int32_t* const start = x.units.sum + place;
+    const int8_t* const at = x.bytes + input;
+    const auto each = [](auto use) __attribute__((always_inline)) {
+#pragma GCC unroll 5
+        for (int m = 0; m < M; m++)
+#pragma GCC unroll 2
+            for (int n = 0; n < N; n++) use(m, n);
+    };
+    each([&](int m, int n) { sum[m][n].sum = times_zero<B>(start[m]); });
 #pragma GCC unroll 8
-    for (int q = 0; q < STEPS; q++, at += x.stride) {
-        const Words codes = byte_codes<B>(block, FIRST + q, part);
-#pragma GCC unroll 14
-        for (int m = 0; m < M; m++) sum[m].add(q, STEPS, codes, Ints{} + at[m]);
+    for (int q = 0; q < STEPS; q++) {
+        Words code[N];
+#pragma GCC unroll 2
+        for (int n = 0; n < N; n++) code[n] = byte_codes<B>(codes.at(n), FIRST + q, part);
+        each([&](int m, int n) {
+            int32_t four;
+            memcpy(&four, at + m * x.stride + 4 * q, 4);
+            sum[m][n].add(q, STEPS, code[n], Ints{} + four);
+        });
     }
-#pragma GCC unroll 14
-    for (int m = 0; m < M; m++) span[m] = add_byte_segment(sum[m].sum, spread_lanes(x.units.unit[place + m]), span[m]);
+    each([&](int m, int n) { span[m][n] = add_byte_segment(sum[m][n].sum, spread_lanes(x.units.unit[place + m]), span[m][n]); });
 }
 
-// Scales and offsets of the spans of a row block, in order.
-struct SpanScales {
+// Scales and offsets of the spans of row blocks side by side, in order.
+template <int N> struct SpanScales {
     const Weight& w;
-    const int64_t row_block, spans;  // in a group
+    const int64_t row_block, spans, apart;  // spans in a group; groups from a row block to the next
     int64_t at, left;  // index of the group, and its spans that are left
-    GroupScales now;
+    GroupScales now[N];
 
-    SpanScales(const Weight& w, int64_t row_block, int64_t span)
-        : w(w), row_block(row_block), spans(w.group / span), at(row_block * (w.inputs / w.group)), left(spans),
-          now(scales_at(w, row_block, 0)) {}
+    SpanScales(const Weight& w, int64_t row_block, int64_t span, int64_t apart)
+        : w(w), row_block(row_block), spans(w.group / span), apart(apart), at(row_block * (w.inputs / w.group)), left(spans) {
+        read(0);
+    }
     // Moves to the span at `input`, the next one.
     void advance(int64_t input) {
         if (--left || input == w.inputs) return;
         left = spans, at++;
-        now = w.factors ? GroupScales(w, at, Factors(w, row_block, input)) : GroupScales(w, at);
+        read(input);
+    }
+
+private:
+    void read(int64_t input) {
+#pragma GCC unroll 2
+        for (int n = 0; n < N; n++)
+            now[n] = w.factors ? GroupScales(w, at + n * apart, Factors(w, row_block + (apart ? n : 0), input)) : GroupScales(w, at + n * apart);
     }
 };
 
-// y[m][0..15] of one row block for M rows. A segment is a block, or half of one (STEPS fours).
-template <int B, int M, int STEPS> __attribute__((noinline)) void few_byte_rows_of(const Weight& w, int64_t row_block, const Bytes& x, float (*y)[ROWS]) {
+// y [M][ALONG] of N row blocks for M rows. A segment is a block, or half of one (STEPS fours).
+template <int B, int M, int N, int STEPS>
+__attribute__((noinline)) void few_byte_rows_of(const Weight& w, int64_t row_block, const Bytes& x, float* y) {
     const int64_t runs = byte_cut_of(w).span / BYTE_SEGMENT;  // segments of a span, if they are blocks
-    constexpr int64_t size = STORED<B> * 64;  // bytes of a block
-    const uint8_t* block = w.codes + row_block * (w.inputs / INPUTS) * size;
-    Floats total[PARTS][M] = {};
-    SpanScales scales(w, row_block, byte_cut_of(w).span);
-    const auto add = [&](int part, int64_t place, const Floats (&span)[M]) {
-#pragma GCC unroll 14
-        for (int m = 0; m < M; m++) total[part][m] = add_byte_span(span[m], scales.now.scale[part], total[part][m]);
-#pragma GCC unroll 14
-        for (int m = 0; w.offsets && m < M; m++)
-            total[part][m] = shifted(scales.now.offset[part], spread_lanes(x.units.shift[place + m]), total[part][m]);
+    CodeStreams<B, N> codes(w, row_block);
+    Floats total[PARTS][M][N] = {};
+    SpanScales<N> scales(w, row_block, byte_cut_of(w).span, codes.groups);
+    const auto add = [&](int part, int64_t place, const Floats (&span)[M][N]) {
+#pragma GCC unroll 5
+        for (int m = 0; m < M; m++)
+#pragma GCC unroll 2
+            for (int n = 0; n < N; n++) total[part][m][n] = add_byte_span(span[m][n], scales.now[n].scale[part], total[part][m][n]);
+        if (w.offsets)
+#pragma GCC unroll 5
+            for (int m = 0; m < M; m++)
+#pragma GCC unroll 2
+                for (int n = 0; n < N; n++)
+                    total[part][m][n] = shifted(scales.now[n].offset[part], spread_lanes(x.units.shift[place + m]), total[part][m][n]);
     };
     for (int64_t input = 0, place = 0; input < w.inputs;) {
         if constexpr (STEPS == FOURS) {
+            const CodeStreams<B, N> first = codes;
 #pragma GCC unroll 4
             for (int part = 0; part < PARTS; part++) {
-                Floats span[M] = {};
-                for (int64_t run = 0; run < runs; run++) {
-                    if (part == 0) prefetch_far<B>(block + run * size);
-                    few_segment<B, M, FOURS, 0>(block + run * size, part, input / 4 + run * FOURS, x, place + run * x.units.segment, span);
+                Floats span[M][N] = {};
+                codes = first;
+                for (int64_t run = 0; run < runs; run++, codes.skip(1)) {
+                    if (part == 0) codes.prefetch();
+                    few_segment<B, M, N, FOURS, 0>(codes, part, input + run * INPUTS, x, place + run * x.units.segment, span);
                 }
                 add(part, place, span);
             }
-            block += runs * size, input += runs * INPUTS, place += runs * x.units.segment;
+            input += runs * INPUTS, place += runs * x.units.segment;
             scales.advance(input);
         } else {
-            prefetch_far<B>(block);
+            codes.prefetch();
             const auto half = [&](auto first) {
 #pragma GCC unroll 4
                 for (int part = 0; part < PARTS; part++) {
-                    Floats span[M] = {};
-                    few_segment<B, M, STEPS, first.value>(block, part, input / 4, x, place, span);
+                    Floats span[M][N] = {};
+                    few_segment<B, M, N, STEPS, first.value>(codes, part, input, x, place, span);
                     add(part, place, span);
                 }
                 input += 4 * STEPS, place += x.units.segment;
@@ -97,19 +122,22 @@ template <int B, int M, int STEPS> __attribute__((noinline)) void few_byte_rows_
             };
             half(std::integral_constant<int, 0>());
             half(std::integral_constant<int, STEPS>());
-            block += size;
+            codes.skip(1);
         }
     }
     for (int m = 0; m < M; m++)
-        for (int part = 0; part < PARTS; part++) memcpy(y[m] + part * LANES, &total[part][m], VECTOR);
+        for (int n = 0; n < N; n++)
+            for (int part = 0; part < PARTS; part++) memcpy(y + m * ALONG + n * ROWS + part * LANES, &total[part][m][n], VECTOR);
 }
 
 // Calls the instance for `rows` of 1 to M.
-template <int B, int M> void few_of_count(const Weight& w, int64_t row_block, const Bytes& x, int64_t rows, float (*y)[ROWS]) {
+template <int B, int M> void few_of_count(const Weight& w, int64_t row_block, const Bytes& x, int64_t rows, float* y) {
     if constexpr (M > 1)
         if (rows < M) return few_of_count<B, M - 1>(w, row_block, x, rows, y);
-    if (byte_cut_of(w).segment < INPUTS) few_byte_rows_of<B, M, FOURS / 2>(w, row_block, x, y);
-    else few_byte_rows_of<B, M, FOURS>(w, row_block, x, y);
+    each_at_once<B, M>(w, row_block, y, [&](auto at_once, int64_t at, float* to) {
+        if (byte_cut_of(w).segment < INPUTS) few_byte_rows_of<B, M, at_once.value, FOURS / 2>(w, at, x, to);
+        else few_byte_rows_of<B, M, at_once.value, FOURS>(w, at, x, to);
+    });
 }
 
 #endif
@@ -339,8 +367,8 @@ template <int B> bool multiply_byte_rows_of(const Weight& w, const uint16_t* x, 
 }  // namespace
 
 #if WIDTH
-void few_byte_rows(const Weight& w, int64_t row_block, const Bytes& x, int64_t rows, float (*y)[ROWS]) {
-    by_bits(w, [&](auto bits) { few_of_count<bits.value, BYTE_PART>(w, row_block, x, rows, y); });
+void few_byte_rows(const Weight& w, int64_t row_block, const Bytes& x, int64_t rows, float* y) {
+    by_bits(w, [&](auto bits) { few_of_count<bits.value, PART>(w, row_block, x, rows, y); });
 }
 #endif
 

@@ -54,7 +54,7 @@ struct FewExperts {
     bool add(int64_t expert) {
         if (r.stored != PACKED_WEIGHTS || r.type != BF16) return false;
         const Weight& w = packed_of(r, expert);
-        if (path_of(w, count_of(r, expert)) != Path::BYTES) return false;
+        if (count_of(r, expert) > EXPERT_ROWS || path_of(w, count_of(r, expert)) != Path::BYTES) return false;
         if (!products.empty() && !(row_cut_of(w) == row_cut_of(*products[0].weight))) return false;
         const int64_t start = r.starts[expert], count = count_of(r, expert);
         const bool one = r.tokens && r.rows == 1;

@@ -9,12 +9,62 @@
 
 #include "products/one_byte.h"
 
-// y[0] to y[rows - 1]: the 16 outputs of one row block, for up to FEW rows of integers with adjacent units. Defined in
-// few_rows_cpu.cpp; for up to BYTE_PART rows of 8-bit activations in one_byte_cpu.cpp.
-void few_rows(const Weight& w, int64_t row_block, const Bytes& x, int64_t rows, float (*y)[16]);
-void few_byte_rows(const Weight& w, int64_t row_block, const Bytes& x, int64_t rows, float (*y)[16]);
+namespace {
+
+// Rows and row blocks that are multiplied at a time: with 32 vector registers 20 are sums. Row blocks side by side share the loads of
+// activations.
+#if WIDTH == 64
+constexpr int PART = 5, SIDE = 2;
+#elif WIDTH == 16 || (WIDTH && defined(__AVXVNNI__))
+constexpr int PART = 4, SIDE = 1;
+#elif WIDTH
+constexpr int PART = 2, SIDE = 1;
+#else
+constexpr int PART = 1, SIDE = 1;
+#endif
+constexpr int ALONG = SIDE * ROWS;
+
+}  // namespace
+
+// y [rows][ALONG]: the outputs of SIDE row blocks from `row_block`, for up to PART rows of integers with adjacent units. Those of row
+// blocks after the last are undefined. Defined in few_rows_cpu.cpp; for 8-bit activations in one_byte_cpu.cpp.
+void few_rows(const Weight& w, int64_t row_block, const Bytes& x, int64_t rows, float* y);
+void few_byte_rows(const Weight& w, int64_t row_block, const Bytes& x, int64_t rows, float* y);
 
 namespace {
+
+// How many row blocks M rows are multiplied by at a time. Side by side they take fewer instructions, but memory reads one stream faster:
+// it is the limit of few rows and long codes.
+template <int B, int M> constexpr int AT_ONCE = 4 * M > STORED<B> ? SIDE : 1;
+
+// Calls use(AT_ONCE, row block, its results) for SIDE row blocks from `row_block`.
+template <int B, int M, class Use> void each_at_once(const Weight& w, int64_t row_block, float* y, Use use) {
+    constexpr int N = AT_ONCE<B, M>;
+    for (int n = 0; n < SIDE && row_block + n < blocks_of(w.rows); n += N)
+        use(std::integral_constant<int, N>(), row_block + n, y + n * ROWS);
+}
+
+// The codes of N row blocks side by side, read block by block.
+template <int B, int N> struct CodeStreams {
+    static constexpr int64_t SIZE = STORED<B> * 64;  // of a block
+    const uint8_t *block, *next;  // what is read, and what is prefetched
+    int64_t apart, groups;  // bytes and groups from a row block to the next; 0 if there is none: the last one is multiplied twice
+
+    CodeStreams(const Weight& w, int64_t row_block) {
+        const int64_t bytes = w.inputs / INPUTS * SIZE;
+        const bool more = row_block + 1 < blocks_of(w.rows);
+        block = w.codes + row_block * bytes, next = block + (N > 1 ? N * bytes : FAR_AHEAD);
+        apart = more ? bytes : 0, groups = more ? w.inputs / w.group : 0;
+    }
+    const uint8_t* at(int n) const { return block + n * apart; }
+    // One row block: straight to L1; in two steps, through L2, it was up to a fifth slower. Several: the next ones in the order of memory,
+    // to L2, since prefetching each row block ahead was slower than one at a time.
+    inline __attribute__((always_inline)) void prefetch() const {
+#pragma GCC unroll 16
+        for (int64_t i = 0; i < N * SIZE; i += 64) N > 1 ? __builtin_prefetch(next + i, 0, 2) : __builtin_prefetch(next + i);
+    }
+    void skip(int64_t blocks) { block += blocks * SIZE, next += blocks * N * SIZE; }
+};
 
 // Memory of one call, freed at its end.
 struct Memory {
@@ -41,25 +91,21 @@ template <class Use> auto by_bits(const Weight& w, Use use) {
     }
 }
 
-// Rows up to which bytes in registers beat a panel; without dot products of bytes a panel is better from few rows.
-#if WIDTH == 64
-constexpr int64_t FEW = 8;
-#elif WIDTH == 16 || (WIDTH && defined(__AVXVNNI__))
-constexpr int64_t FEW = 4;
+// Rows up to which codes unpacked in registers beat a panel; without dot products of bytes a panel is better from few rows. More than
+// PART rows are multiplied in parts, each of which unpacks the codes again, from the first caches. AMD's processors unpack them next to
+// the dot products; Intel's have the same ports for both.
+#if WIDTH == 64 && defined(BF16_DOT)
+constexpr int64_t FEW = 128, BYTE_FEW = 128;
+#elif WIDTH == 64
+constexpr int64_t FEW = 8, BYTE_FEW = 16;
 #elif WIDTH
-constexpr int64_t FEW = 2;
+constexpr int64_t FEW = PART, BYTE_FEW = PART;
 #else
-constexpr int64_t FEW = 0;
-#endif
-constexpr int64_t OWN = std::min<int64_t>(FEW, 4);  // up to this many rows, each thread converts all rows itself
-// The same with 8-bit activations. More than BYTE_PART rows are multiplied in parts, each of which unpacks the codes again, from the
-// L1 cache; with AVX-512 VNNI that is faster than a panel up to 16 rows.
-#if WIDTH == 64
-constexpr int64_t BYTE_PART = 14, BYTE_FEW = 16;
-#else
-constexpr int64_t BYTE_PART = FEW, BYTE_FEW = FEW;
+constexpr int64_t FEW = 0, BYTE_FEW = 0;
 #endif
 inline int64_t few_limit(const Weight& w) { return w.activations == 8 ? BYTE_FEW : FEW; }
+constexpr int64_t EXPERT_ROWS = 16;  // of an expert that is multiplied together with others: threads share row blocks, not rows
+constexpr int64_t OWN = std::min<int64_t>(FEW, 4);  // up to this many rows, each thread converts all rows itself
 #if WIDTH
 // Rows of activations as integers in bytes, in memory of the caller.
 struct IntegerRows {
@@ -67,41 +113,30 @@ struct IntegerRows {
     Cut cut;
     Bytes bytes;
 
-    static int64_t size(int64_t rows, int64_t inputs, const Cut& cut) {
-        return rounded_up(rows * 2 * (inputs + 64)) + 3 * rounded_up(rows * inputs / cut.segment * 4);
-    }
+    static int64_t stride(int64_t inputs) { return inputs + 64; }  // rows a power of two apart would share a few cache lines
+    static int64_t room(int64_t rows, int64_t inputs, const Cut& cut) { return rounded_up(rows * (cut.one_byte ? 1 : 2) * stride(inputs)); }
+    static int64_t notes(int64_t rows, int64_t inputs, const Cut& cut) { return rounded_up(rows * inputs / cut.segment * 4); }
+    static int64_t size(int64_t rows, int64_t inputs, const Cut& cut) { return room(rows, inputs, cut) + 3 * notes(rows, inputs, cut); }
+
     IntegerRows(char* memory, int64_t rows, int64_t inputs, const Cut& cut) : inputs(inputs), cut(cut) {
-        const int64_t room = rounded_up(rows * 2 * (inputs + 64)), notes = rounded_up(rows * inputs / cut.segment * 4);
-        const Units units{reinterpret_cast<float*>(memory + room), reinterpret_cast<int32_t*>(memory + room + notes),
-                          reinterpret_cast<float*>(memory + room + 2 * notes), 1, rows};
-        bytes = {reinterpret_cast<int8_t*>(memory), cut.one_byte ? rows : inputs + 64, units};
+        char* const first = memory + room(rows, inputs, cut);
+        const int64_t each = notes(rows, inputs, cut);
+        const Units units{reinterpret_cast<float*>(first), reinterpret_cast<int32_t*>(first + each), reinterpret_cast<float*>(first + 2 * each), 1, rows};
+        bytes = {reinterpret_cast<int8_t*>(memory), stride(inputs), units};
     }
-    // Converts x [inputs] to row `row`.
+    // Converts x [inputs] to row `row`. The sums of one byte are negative: those of numbers that count from 0 start with them.
     void make(const uint16_t* x, int64_t row) const {
         const Units units = bytes.units.from(row);
-        if (cut.one_byte) return make_fours(x, row, units);
-        int8_t* high = const_cast<int8_t*>(bytes.bytes) + row * 2 * bytes.stride;
+        int8_t* const to = const_cast<int8_t*>(from(row).bytes);
+        if (cut.one_byte) return make_bytes(x, inputs, cut, -1, to, units);
         for (int64_t i = 0; i < inputs; i += SPAN) {
             const int64_t count = std::min(SPAN, inputs - i), at = i / cut.segment * units.segment;
             int16_t integers[SPAN];
             make_integers(x + i, count, cut, 0, integers, {units.unit + at, units.sum + at, units.shift + at, 0, units.segment});
-            cut_bytes(integers, count, high + i, high + bytes.stride + i);
+            cut_bytes(integers, count, to + i, to + bytes.stride + i);
         }
     }
-    Bytes from(int64_t row) const {
-        return {bytes.bytes + row * (cut.one_byte ? 4 : 2 * bytes.stride), bytes.stride, bytes.units.from(row)};
-    }
-
-private:
-    // The sums are negative: those of numbers that count from 0 start with them.
-    void make_fours(const uint16_t* x, int64_t row, const Units& units) const {
-        int8_t* const first = const_cast<int8_t*>(bytes.bytes);
-        const int64_t rows = bytes.stride;
-        if (rows == 1) return make_bytes(x, inputs, cut, -1, first, units);
-        int8_t* const own = first + (rows + row) * inputs;
-        make_bytes(x, inputs, cut, -1, own, units);
-        for (int64_t four = 0; four < inputs / 4; four++) memcpy(first + 4 * (four * rows + row), own + 4 * four, 4);
-    }
+    Bytes from(int64_t row) const { return {bytes.bytes + row * (cut.one_byte ? 1 : 2) * bytes.stride, bytes.stride, bytes.units.from(row)}; }
 };
 
 struct FewProduct {  // some rows times a weight
@@ -111,10 +146,11 @@ struct FewProduct {  // some rows times a weight
     int64_t stride;
 };
 
-// The row blocks of several products, shared among threads: each takes a part of the remaining blocks until none remain.
+// The row blocks of several products, SIDE at a time, shared among threads: each takes a part of the remaining ones until none
+// remain.
 class FewBlocks {
     const std::vector<FewProduct>& products;
-    std::vector<int64_t> starts;  // index of the first block of each product, and the end
+    std::vector<int64_t> starts;  // index of the first of each product, and the end
     const int64_t threads;
     std::atomic<int64_t> next{0};
 
@@ -125,7 +161,7 @@ public:
     };
 
     FewBlocks(const std::vector<FewProduct>& products, int threads) : products(products), starts(1, 0), threads(threads) {
-        for (const FewProduct& product : products) starts.push_back(starts.back() + blocks_of(product.weight->rows));
+        for (const FewProduct& product : products) starts.push_back(starts.back() + (blocks_of(product.weight->rows) + SIDE - 1) / SIDE);
     }
 
     // Takes blocks for a thread and prefetches the beginning of their codes; false if none remain.
@@ -138,7 +174,7 @@ public:
         while (share.first >= starts[share.product + 1]) share.product++;
         const Weight& w = *products[share.product].weight;
         const int64_t size = w.inputs / INPUTS * w.bits * 64;
-        const uint8_t* codes = w.codes + (share.first - starts[share.product]) * size;
+        const uint8_t* codes = w.codes + (share.first - starts[share.product]) * SIDE * size;
         for (int64_t i = 0; i < std::min(FAR_AHEAD, size); i += 64) __builtin_prefetch(codes + i);
         return true;
     }
@@ -149,14 +185,13 @@ public:
             for (int64_t i = share.first; i < share.last; i++) {
                 while (i >= starts[share.product + 1]) share.product++;
                 const FewProduct& product = products[share.product];
-                const int64_t n = i - starts[share.product];
-                const int64_t most = x.cut.one_byte ? BYTE_PART : FEW, parts = (product.count + most - 1) / most;
-                const int64_t width = std::min<int64_t>(ROWS, product.weight->rows - n * ROWS);
+                const int64_t n = (i - starts[share.product]) * SIDE, parts = (product.count + PART - 1) / PART;
+                const int64_t width = std::min<int64_t>(ALONG, product.weight->rows - n * ROWS);
                 for (int64_t p = 0; p < parts; p++) {
                     const int64_t start = product.count * p / parts, count = product.count * (p + 1) / parts - start;
-                    float part[BYTE_PART][ROWS];
+                    float part[PART * ALONG];
                     (x.cut.one_byte ? few_byte_rows : few_rows)(*product.weight, n, x.from(product.first + start), count, part);
-                    for (int64_t m = 0; m < count; m++) store_row(product.y, BF16, (start + m) * product.stride + n * ROWS, part[m], width);
+                    for (int64_t m = 0; m < count; m++) store_row(product.y, BF16, (start + m) * product.stride + n * ROWS, part + m * ALONG, width);
                 }
             }
     }

@@ -14,10 +14,10 @@ struct Units {
     Units from(int64_t m) const { return {unit + m * row, sum + m * row, shift + m * row, row, segment}; }  // skips the first m rows
 };
 
-// Integers in bytes: [rows][high, low][stride], or one byte each, four inputs of all rows at a time: [inputs / 4][stride][4].
+// Integers in bytes: [rows][high, low][stride], or [rows][stride] of one byte each.
 struct Bytes {
     const int8_t* bytes;
-    int64_t stride;  // inputs plus a cache line (rows a power of two apart would share a few cache lines), or the number of rows
+    int64_t stride;
     Units units;
 };
 

@@ -268,12 +268,6 @@ template <int B> inline __attribute__((always_inline)) void prefetch(const uint8
 #pragma GCC unroll 8
     for (int v = 0; v < STORED<B>; v++) __builtin_prefetch(block + 64 * v + AHEAD);
 }
-// For few rows: straight to L1. In two steps, through L2, one row was up to a fifth slower.
-template <int B> inline __attribute__((always_inline)) void prefetch_far(const uint8_t* block) {
-#pragma GCC unroll 8
-    for (int v = 0; v < STORED<B>; v++) __builtin_prefetch(block + 64 * v + FAR_AHEAD);
-}
-
 // Numbers of pair r of a block, as words, for the rows of vector `part`.
 template <int B> inline __attribute__((always_inline)) Words pair_of(const uint8_t* block, int r, int part) {
     Words code = {};

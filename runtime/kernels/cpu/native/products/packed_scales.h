@@ -66,6 +66,7 @@ struct Factors {
 struct GroupScales {
     Floats scale[PARTS], offset[PARTS];  // zero without offsets
 
+    GroupScales() = default;
     GroupScales(const Weight& w, int64_t at) {
 #pragma GCC unroll 4
         for (int part = 0, j = 0; part < PARTS; part++, j += LANES) {
