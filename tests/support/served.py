@@ -113,6 +113,16 @@ class Served:
             time.sleep(0.01)
         return len(self.log) >= count
 
+    def log_line(self, text: str, seconds: float = 20) -> str:
+        """Wait for a line of the log that contains `text`, and return it."""
+        end = time.monotonic() + seconds
+        while True:
+            line = next((line for line in list(self.log) if text in line), None)
+            if line is not None or time.monotonic() > end:
+                assert line is not None, f"no line of the log contains {text!r}"
+                return line
+            time.sleep(0.01)
+
     def busy(self, seconds: float = 60) -> None:
         """Wait until the engine runs a request."""
         end = time.monotonic() + seconds

@@ -26,6 +26,7 @@ from mycli.runtime.models.config import ModelConfig
 from mycli.runtime.models.layer_spec import LayerSpec
 from mycli.runtime.models.part_spec import RopeScaling
 from mycli.runtime.quantization.scheme import Packing
+from mycli.runtime.utils.dtypes import PromptCopy
 from mycli.runtime.utils.units import GIB, human_bytes
 from tests.support.published import plan, published
 
@@ -250,14 +251,31 @@ def test_captured_passes_hold_the_partial_sums_of_all_experts_that_are_hit() -> 
     assert captured_bytes(replace(one, batch=17)) == (63 + 6) * row + prompt + experts
 
 
-def test_a_shadow_is_the_packed_blocks_once_more_and_no_decoding_step_reads_it() -> None:
+def test_a_copy_for_prompts_is_the_packed_blocks_once_more_and_no_decoding_step_reads_it() -> None:
     packed = plan("Llama-3.1-8B", INT4, gpu=True)
-    shadow = replace(packed, shadow=True)
-    more, less = estimate(shadow), estimate(packed)
-    assert more.weights - less.weights == 2 * 6_979_321_856  # the linears of the blocks, in bf16
-    assert more.embeddings == less.embeddings and more.workspace.dequantization == 0
-    assert bytes_per_step(shadow, 100) == bytes_per_step(packed, 100)
-    assert estimate(replace(plan("Llama-3.1-8B"), shadow=True)).weights == estimate(plan("Llama-3.1-8B")).weights
+    less, dense = estimate(packed), plan("Llama-3.1-8B")
+    outputs = 32 * (4096 + 2 * 1024 + 4096 + 2 * 14336 + 4096)  # each has a scale in 8 bits
+    kinds: dict[PromptCopy, int] = {"16bit": 2 * 6_979_321_856, "fp8": 6_979_321_856 + 4 * outputs}
+    for kind, copies in kinds.items():
+        copied = replace(packed, prompt_copy=kind)
+        more = estimate(copied)
+        assert more.weights - less.weights == copies  # of the linears of the blocks
+        assert more.embeddings == less.embeddings
+        assert bytes_per_step(copied, 100) == bytes_per_step(packed, 100)
+        assert estimate(replace(dense, prompt_copy=kind)).weights == estimate(dense).weights
+        rounded = 2048 * 14336 + 8 * (1 << 22)  # the widest rows in 8 bits, and a piece while it is rounded
+        assert more.workspace.dequantization == (rounded if kind == "fp8" else 0)
+
+
+def test_products_of_other_sizes_have_no_8_bit_copy() -> None:
+    """Its weights are packed, so many rows decode them."""
+    config = replace(plan("Llama-3.1-8B").config, intermediate_size=14344)
+    names = [spec.name for layer in range(32) for group in config.layer(layer).products().values() for spec in group]
+    packed = MemoryPlan(config, dict.fromkeys(names, Packing(4, None)), gpu=True, prompt_copy="fp8")
+    less = estimate(replace(packed, prompt_copy="none"))
+    attention = 32 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 4 * (4096 + 2 * 1024 + 4096))
+    assert estimate(packed).weights - less.weights == attention
+    assert estimate(packed).workspace.dequantization == less.workspace.dequantization
 
 
 def test_parts_add_up_and_the_runtime_differs_by_target() -> None:

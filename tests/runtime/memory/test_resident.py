@@ -87,10 +87,16 @@ def test_a_limit_that_holds_all_or_none() -> None:
     assert with_fitting_experts(MIXTURE, 4 * GIB, 80 * GIB) == with_fitting_experts(MIXTURE, 4 * GIB)
 
 
-@pytest.mark.parametrize("other", ["gpu", "shadow", "dense"])
+ELSEWHERE = {
+    "gpu": replace(MIXTURE, gpu=True),
+    "copy": replace(MIXTURE, prompt_copy="16bit"),
+    "dense": MemoryPlan(published("Llama-3.1-8B")),
+}
+
+
+@pytest.mark.parametrize("other", ELSEWHERE)
 def test_elsewhere_all_are_kept_and_a_limit_is_refused(other: str) -> None:
-    dense = MemoryPlan(published("Llama-3.1-8B"))
-    plan = dense if other == "dense" else replace(MIXTURE, **{other: True})  # type: ignore[arg-type]  # two flags
+    plan = ELSEWHERE[other]
     assert with_fitting_experts(plan, GIB) == plan
     with pytest.raises(UsageError, match="expert memory limit applies only"):
         with_fitting_experts(plan, GIB, GIB)
