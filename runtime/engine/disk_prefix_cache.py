@@ -42,6 +42,7 @@ def identity(folder: ModelFolder, runner: ModelRunner, context: int) -> bytes:
         "dtype": str(runner.dtype),
         "kv": runner.kv,
         "activations": None if runner.activations is None else [runner.activations.bits, runner.activations.widest],
+        "prompt_copy": runner.model.prompt_copy,
         "piece": PIECE,
         "context": context if stretched else None,
     }

@@ -61,6 +61,7 @@ class Transformer(nn.Module):
             self.streams = Streams(config)
         self.norm = RMSNorm(config.norm())
         self.head = Linear((config.head(),))
+        self.prompt_copy: PromptCopy = "none"
 
     def load(
         self, checkpoint: Checkpoint, packings: Mapping[str, Packing], device: torch.device, dtype: torch.dtype
@@ -99,6 +100,7 @@ class Transformer(nn.Module):
 
     def keep_prompt_copies(self, kind: PromptCopy) -> None:
         """Keep copies of the blocks' packed weights for prompts; the head computes one row of those."""
+        self.prompt_copy = kind
         for block in self.layers():
             block.keep_prompt_copies(kind, self.dtype)
 

@@ -133,7 +133,7 @@ def _fingerprint(folder: ModelFolder, runner: ModelRunner) -> str:
     # Files by size and time: hashing their contents would take as long as loading them.
     files = [(path.name, (info := path.stat()).st_size, info.st_mtime_ns) for path in folder.source_files()]
     bits = None if runner.activations is None else runner.activations.bits
-    arithmetic = [runner.device.type, str(runner.dtype), runner.kv, bits, version()]
+    arithmetic = [runner.device.type, str(runner.dtype), runner.kv, bits, runner.model.prompt_copy, version()]
     return hashlib.sha256(json.dumps([sorted(files), arithmetic]).encode()).hexdigest()
 
 

@@ -16,6 +16,7 @@ from mycli.runtime.errors import Declined
 from mycli.runtime.hub.store import RECORD
 from mycli.runtime.kernels.cpu.library.build import Native, native
 from mycli.runtime.quantization.activations import Activations
+from mycli.runtime.utils.dtypes import PromptCopy
 from tests.support.packed_folder import write_packed
 from tests.support.random_packed import mixture_fields
 
@@ -83,4 +84,10 @@ def test_auto_follows_the_card(folder: Path, tmp_path: Path) -> None:
 
 def test_prefixes_of_another_precision_are_not_restored(folder: Path) -> None:
     opened = open_model_folder(folder)
-    assert identity(opened, load(folder, "8"), 70) != identity(opened, load(folder, "16"), 70)
+    runner = load(folder, "16")
+    identities = {identity(opened, load(folder, "8"), 70), identity(opened, runner, 70)}
+    kinds: tuple[PromptCopy, ...] = "16bit", "fp8"
+    for kind in kinds:
+        runner.model.keep_prompt_copies(kind)
+        identities.add(identity(opened, runner, 70))
+    assert len(identities) == 4
