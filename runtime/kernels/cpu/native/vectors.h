@@ -144,7 +144,7 @@ inline Wide power_of_two(Wide x) {
 #if defined(__AVX512F__)
     const Wide n = _mm512_roundscale_ps(x, 0);
 #else
-    const Wide floor = spread(-127.0f), magic = spread(12582912.0f);
+    const Wide floor = spread(-126.0f), magic = spread(12582912.0f);
     const WideInt underflow = x < floor;
     x = underflow ? floor : x;
     const Wide shifted = x + magic, n = shifted - magic;
@@ -157,7 +157,7 @@ inline Wide power_of_two(Wide x) {
     y = multiply_add(y, r, spread(6.931472028550421e-1f));
     y = multiply_add(y, r, spread(1.0f));
 #if defined(__AVX512F__)
-    return _mm512_scalef_ps(y, n);
+    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ), y, n);
 #else
     const WideInt power = ((WideInt)shifted - (WideInt)magic + 127) << 23;
     return underflow ? Wide{} : y * (Wide)power;

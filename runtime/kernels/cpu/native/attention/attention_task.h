@@ -141,7 +141,7 @@ struct Span {
     }
 };
 
-// Floats of a row's sums: `size` weighted values, a vector for the sum of the weights, and the largest score.
+// Floats of a row's sums: `size` weighted values, the sums of the weights in `LANE` lanes on every processor, and the largest score.
 inline int64_t sums_of(int64_t size) { return size + 2 * LANE; }
 inline float& most_of(float* sums, int64_t size) { return sums[size + LANE]; }
 
@@ -180,11 +180,11 @@ inline void soften_as(const Attention& a, float* scores, const Span& span, int64
     if (steep)
         for (int64_t p = span.low; p < span.high; p += WIDE) put(scores + p, (wide(scores + p) - greatest(most)) * factor);
     const Wide slope = steep ? spread(1.0f) : factor, reach = spread(steep ? 0.0f : -largest);
-    Wide all = {};
+    Wide all[LANE / WIDE] = {};
     for (int64_t p = span.low; p < span.high; p += WIDE) {
         const Wide x = wide(scores + p);
         Wide weight = power_of_two(CAPPED ? x + reach : multiply_add(x, slope, reach));
-        all += weight;
+        all[p / WIDE % (LANE / WIDE)] += weight;
         if (CODES) {
             weight *= wide(scales.value + p);
             if (p < begin || p + WIDE > end)  // a NaN scale must not reach rows that do not see it
@@ -192,7 +192,7 @@ inline void soften_as(const Attention& a, float* scores, const Span& span, int64
         }
         keep(p, weight);
     }
-    put(sums + size, all);
+    for (int64_t i = 0; i < LANE; i += WIDE) put(sums + size + i, all[i / WIDE]);
 }
 template <class Keep>
 inline void soften(const Attention& a, float* scores, const Span& span, int64_t begin, int64_t end, const Scales& scales,
@@ -213,13 +213,13 @@ inline void clear(float* sums, int64_t size) {
 inline void join(float* sums, float* chunk, int64_t size) {
     const float both = std::max(most_of(sums, size), most_of(chunk, size));
     const Wide old = power_of_two(spread(most_of(sums, size) - both)), young = power_of_two(spread(most_of(chunk, size) - both));
-    for (int64_t i = 0; i < size + WIDE; i += WIDE) put(sums + i, multiply_add(wide(chunk + i), young, wide(sums + i) * old));
+    for (int64_t i = 0; i < size + LANE; i += WIDE) put(sums + i, multiply_add(wide(chunk + i), young, wide(sums + i) * old));
     most_of(sums, size) = both;
 }
 
 // The factor by which a row's sums are multiplied in the end.
 inline float share_of(const Attention& a, const Rows& rows, int64_t r, float* sums, int64_t size) {
-    float weights = total(wide(sums + size)), factor = 1;
+    float weights = sum_of(load16(sums + size)), factor = 1;
     if (a.sinks) {
         const float sink = a.sinks[rows.head * a.group + r % a.group] * LOG2E, both = std::max(most_of(sums, size), sink);
         factor = power_of_two(spread(most_of(sums, size) - both))[0];
