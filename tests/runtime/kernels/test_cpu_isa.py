@@ -1,11 +1,23 @@
 """Test which instruction set is used: all that the processor supports, or the requested one."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
+from mycli.quant.pipeline import quantize
+from mycli.quant.planning.plan import plan_quantization
+from mycli.quant.recipe import Recipe
 from mycli.runtime.device.system import Cpu, cpu
 from mycli.runtime.errors import Declined, UsageError
+from mycli.runtime.hub.resolve import Source
 from mycli.runtime.kernels.cpu.library import build, isa
 from mycli.runtime.kernels.cpu.library.build import Native, native
+from tests.benchmarks.untied_head import untie
+from tests.support.models import CPU
+from tests.support.paths import ROOT
 
 HASWELL = frozenset(("avx2", "fma", "f16c"))
 ALDER_LAKE = HASWELL | {"avx_vnni"}
@@ -85,3 +97,18 @@ def test_this_machines_own_is_its_best(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = isa.requested_set(cpu().flags)
     # The kernel may deny access to AMX registers, and a compiler may not know new instruction sets.
     assert found.isa == asked or list(isa.SETS).index(found.isa) >= list(isa.SETS).index(isa.best_set(cpu().flags))
+
+
+@pytest.mark.slow
+def test_a_packed_model_has_the_same_logits_with_every_set(tmp_path: Path) -> None:
+    """Every product of the model is packed, and each cache is read. Sets that were never used are compiled first."""
+    untie(tmp_path / "untied")
+    source = Source("untied", tmp_path / "untied", None, None)
+    quantize(plan_quantization(source, Recipe(method="rtn", head="int8")), tmp_path / "packed", CPU)
+    command = [sys.executable, "-m", "tests.benchmarks.logits_hash", str(tmp_path / "packed"), "--sequences", "2"]
+    sets = [name for name, instructions in isa.SETS.items() if instructions.on(cpu().flags)]
+    found = {}
+    for name in sets:
+        environment = {**os.environ, isa.VARIABLE: name, "PYTHONPATH": str(ROOT / ".links"), "OMP_NUM_THREADS": "1"}
+        found[name] = subprocess.check_output(command, env=environment, cwd=ROOT, text=True)
+    assert len(set(found.values())) == 1, found
