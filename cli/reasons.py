@@ -59,6 +59,8 @@ REASONS: Mapping[str, str] = {
     "kernel-raises": "failed on this machine: {error}",
     "product-check-failed": "is wrong on this machine: a product of {packing} is off by {error:.1%}",
     "weights-unpacked": "{reason}; packed weights are stored as {dtype}, which takes more memory",
+    "no-prompt-copy": "{count} products have no {kind} copy for prompts: their weights are not packed, or of a size "
+    "that 8-bit products do not take",
     "weights-decoded-every-pass": "no kernel multiplies {packing} weights here; each pass decodes them, which is slow "
     "({kernel}: {reason})",
     # bits of activations

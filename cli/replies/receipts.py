@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _DRAFTS = ("none", "ngram", "mtp")  # a draft model has files that the receipt does not cover
 # Settings of the engine that may change a token. Threads and memory limits change none.
 _SETTINGS = ("dtype", "kv", "activations", "shadow", "fp8_prompts", "draft", "context", "allow_nonfinite")
+_LATER = {"fp8_prompts": False}  # settings that the first receipts do not have
 
 
 @dataclass(frozen=True)
@@ -92,10 +93,7 @@ def _settings(opened: "OpenedModel", loading: LoadFlags) -> dict[str, Any]:
 def loading_of(receipt: "Receipt") -> LoadFlags:
     """Return the options to load the model of a receipt. Raises ModelError for values that are never written."""
     defaults = LoadFlags(context=1)
-    # A receipt that was written before an option existed does not have it.
-    settings: dict[str, Any] = {
-        name: receipt.settings.get(name, getattr(defaults, name)) for name in ("device", *_SETTINGS)
-    }
+    settings: dict[str, Any] = {name: receipt.settings.get(name, _LATER.get(name)) for name in ("device", *_SETTINGS)}
     for name, value in settings.items():
         if type(value) is not type(getattr(defaults, name)):
             raise _unknown("settings", name, value)

@@ -24,7 +24,7 @@ def round_to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
 class Fp8Weight:
     """A weight [N, K] in E4M3 with a scale per output, by which activations are multiplied in E4M3 too.
 
-    N and K are multiples of `FP8_MULTIPLE`. GPUs need compute capability 8.9; torch has a product for the CPU as well.
+    N and K are multiples of 16. GPUs need compute capability 8.9; torch has a product for the CPU as well.
     """
 
     def __init__(self, weight: Tensor) -> None:

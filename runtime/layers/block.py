@@ -324,9 +324,9 @@ class Block(nn.Module):
     def _norms(self) -> Iterator[RMSNorm]:
         return (module for module in self.modules() if isinstance(module, RMSNorm))
 
-    def keep_prompt_copies(self, kind: PromptCopy, dtype: torch.dtype) -> None:
-        for linear in self.products.values():
-            linear.keep_prompt_copy(kind, dtype)
+    def keep_prompt_copies(self, kind: PromptCopy, dtype: torch.dtype) -> int:
+        """Keep copies of packed weights for prompts; return how many products have none."""
+        return sum(not linear.keep_prompt_copy(kind, dtype) for linear in self.products.values())
 
     def load(
         self,

@@ -22,7 +22,7 @@ from mycli.runtime.kernels.routed import ExpertWeights, Route
 from mycli.runtime.models.part_spec import LinearSpec
 from mycli.runtime.quantization.packed_weight import Matmul
 from mycli.runtime.quantization.scheme import Packing
-from mycli.runtime.utils.dtypes import FP8_MULTIPLE, PromptCopy
+from mycli.runtime.utils.dtypes import PromptCopy, has_prompt_copy
 from mycli.runtime.utils.memory import huge_empty
 
 # Small packed weights are moved into one allocation when they add up to this many bytes; larger batches would hold
@@ -126,17 +126,14 @@ class Linear(nn.Module):
         others = (self.bias, self.prompt_copy)
         return sum(part.nbytes for part in (*self.matmuls, *others) if part is not None)
 
-    def keep_prompt_copy(self, kind: PromptCopy, dtype: torch.dtype) -> None:
-        """Keep a copy of packed weights that multiplies more than `PACKED_ROWS` rows.
-
-        There is none of dense and mixed linears, and no 8-bit one whose size is not a multiple of `FP8_MULTIPLE`.
-        """
-        if any(isinstance(matmul, DenseMatmul) for matmul in self.matmuls):
-            return  # a mixed linear would hold its dense parts twice
-        if kind == "16bit":
-            self.prompt_copy = DenseMatmul(self.weight().to(dtype))
-        elif kind == "fp8" and not self.in_features % FP8_MULTIPLE and not self.out_features % FP8_MULTIPLE:
-            self.prompt_copy = Fp8Weight(self.weight())
+    def keep_prompt_copy(self, kind: PromptCopy, dtype: torch.dtype) -> bool:
+        """Keep a copy of packed weights that multiplies more than `PACKED_ROWS` rows; return whether there is one."""
+        dense = any(isinstance(matmul, DenseMatmul) for matmul in self.matmuls)  # it would hold dense parts twice
+        if dense or not has_prompt_copy(kind, self.out_features, self.in_features):
+            return False
+        weight = self.weight()
+        self.prompt_copy = Fp8Weight(weight) if kind == "fp8" else DenseMatmul(weight.to(dtype))
+        return True
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features)

@@ -98,11 +98,13 @@ class Transformer(nn.Module):
         if self.config.tie_embeddings:
             self.head.replace(self.embedding)
 
-    def keep_prompt_copies(self, kind: PromptCopy) -> None:
-        """Keep copies of the blocks' packed weights for prompts; the head computes one row of those."""
+    def keep_prompt_copies(self, kind: PromptCopy) -> int:
+        """Keep copies of the blocks' packed weights for prompts; return how many products have none.
+
+        The head has none: it computes one row of a prompt.
+        """
         self.prompt_copy = kind
-        for block in self.layers():
-            block.keep_prompt_copies(kind, self.dtype)
+        return sum(block.keep_prompt_copies(kind, self.dtype) for block in self.layers())
 
     def layers(self) -> Iterator[Block]:
         for block in self.blocks:

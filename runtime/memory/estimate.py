@@ -12,7 +12,7 @@ from mycli.runtime.memory.layer import pass_values
 from mycli.runtime.memory.plan import CACHE_BLOCK, MemoryPlan, cache_positions
 from mycli.runtime.memory.weights import (
     embedding_bytes,
-    has_prompt_copy,
+    is_copied,
     linears_bytes,
     prompt_copy_bytes,
     weight_bytes,
@@ -121,7 +121,7 @@ def dequantization_bytes(plan: MemoryPlan) -> int:
     largest = codes = 0
     for layer in range(plan.config.layers):
         for group in plan.config.layer(layer).products().values():
-            if has_prompt_copy(plan, group):
+            if is_copied(plan, group):
                 codes = max(codes, plan.rows * group[0].in_features)
                 continue
             packed = [spec for spec in group if spec.name in plan.packings]

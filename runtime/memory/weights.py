@@ -8,7 +8,7 @@ from mycli.runtime.models.experts_spec import ExpertsSpec
 from mycli.runtime.models.layer_spec import LayerSpec
 from mycli.runtime.models.part_spec import LinearSpec, NormSpec
 from mycli.runtime.models.recurrent_spec import STATE_BYTES
-from mycli.runtime.utils.dtypes import FP8_MULTIPLE
+from mycli.runtime.utils.dtypes import has_prompt_copy
 
 
 def block_bytes(plan: MemoryPlan, layer: int) -> int:
@@ -55,17 +55,16 @@ def weight_bytes(plan: MemoryPlan) -> int:
     return blocks + inputs + sum(_norm_bytes(plan, norm) for norm in config.norms())
 
 
-def has_prompt_copy(plan: MemoryPlan, group: Sequence[LinearSpec]) -> bool:
-    """Return whether the linears `group`, which share an input, are all stored for prompts too."""
-    if plan.prompt_copy == "none" or any(spec.name not in plan.packings for spec in group):
-        return False
-    inputs, outputs = group[0].in_features, sum(spec.out_features for spec in group)
-    return plan.prompt_copy == "16bit" or not (inputs % FP8_MULTIPLE or outputs % FP8_MULTIPLE)
+def is_copied(plan: MemoryPlan, group: Sequence[LinearSpec]) -> bool:
+    """Return whether the linears `group`, which share an input, are also stored for prompts."""
+    outputs = sum(spec.out_features for spec in group)
+    packed = all(spec.name in plan.packings for spec in group)
+    return packed and has_prompt_copy(plan.prompt_copy, outputs, group[0].in_features)
 
 
 def prompt_copy_bytes(plan: MemoryPlan) -> int:
     groups = (group for layer in range(plan.config.layers) for group in plan.config.layer(layer).products().values())
-    copied = [spec for group in groups if has_prompt_copy(plan, group) for spec in group]
+    copied = [spec for group in groups if is_copied(plan, group) for spec in group]
     if plan.prompt_copy == "fp8":
         return sum(spec.out_features * (spec.in_features + 4) for spec in copied)  # an fp32 scale per output
     return sum(spec.out_features * spec.in_features for spec in copied) * plan.value_bytes

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 Dtype = Literal["bfloat16", "float16", "float32"]  # of activations and dense weights
 PromptCopy = Literal["none", "16bit", "fp8"]  # what is stored of packed weights besides, for passes of many rows
 FP8_PIECE = 1 << 22  # activations are rounded to 8 bits in pieces of this many numbers, at 8 bytes each
-FP8_MULTIPLE = 16  # tensor cores multiply 8-bit weights whose sizes are both multiples of this
+_FP8_MULTIPLE = 16  # tensor cores multiply 8-bit weights whose sizes are both multiples of this
 
 
 @dataclass(frozen=True)
@@ -43,3 +43,8 @@ def float_dtype(text: str) -> Dtype | None:
     """Return the dtype that config.json names, with or without "torch.", or None if it is not supported."""
     name = text.removeprefix("torch.")
     return next((dtype for dtype in FLOATS.values() if dtype == name), _TORCH_ALIASES.get(text))
+
+
+def has_prompt_copy(kind: PromptCopy, outputs: int, inputs: int) -> bool:
+    """Return whether a packed weight [outputs, inputs] is also stored as `kind`."""
+    return kind == "16bit" or (kind == "fp8" and not outputs % _FP8_MULTIPLE and not inputs % _FP8_MULTIPLE)

@@ -23,7 +23,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -242,7 +242,7 @@ def attempt(files: Mapping[str, bytes], compare: Callable[[Path], None] | None =
     return "read"
 
 
-def too_slow(*_: object) -> None:
+def _too_slow(*_: object) -> None:
     raise TooSlowError(f"more than {SECONDS} s")
 
 
@@ -352,24 +352,30 @@ def _keep(folder: Path, files: Files) -> None:
         (folder / name).write_bytes(data)
 
 
-def main() -> None:
-    """Print one line per layout and a traceback per fault; exit with 1 after a fault."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("layouts", nargs="*", default=list(LAYOUTS), metavar="LAYOUT", help=", ".join(LAYOUTS))
+def command_line(description: str | None, sets: Sequence[str]) -> argparse.ArgumentParser:
+    """Return a parser of the options that all programs of this kind take, and prepare the process for their runs."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sets", nargs="*", default=list(sets), metavar="SET", help=", ".join(sets))
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--record", type=Path, metavar="FILE")
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    signal.signal(signal.SIGVTALRM, _too_slow)
+    return parser
+
+
+def main() -> None:
+    """Print one line per layout and a traceback per fault; exit with 1 after a fault."""
+    parser = command_line(__doc__, list(LAYOUTS))
     parser.add_argument("--keep", type=Path, default=Path("fuzz-faults"))
     parser.add_argument("--compare", action="store_true", help="compare logits with those of another reader")
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    signal.signal(signal.SIGVTALRM, too_slow)
     used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_DATA, (used + ROOM, resource.RLIM_INFINITY))
     record = Record(options.record, options.seed)
     compared = compare if options.compare else None
-    faults = [run(layout, options.seconds, record, options.keep, compared) for layout in options.layouts]
+    faults = [run(layout, options.seconds, record, options.keep, compared) for layout in options.sets]
     sys.exit(any(faults))
 
 

@@ -7,16 +7,13 @@ of a user's error and one line. The seed alone determines the case, as in `fuzz`
 the faults of the server: the hub has hashes of whole files only.
 """
 
-import argparse
 import json
 import os
 import random
 import re
 import shutil
-import signal
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,8 +21,6 @@ from functools import cache
 from pathlib import Path
 from unittest import mock
 from urllib.parse import unquote
-
-import torch
 
 from mycli.runtime.errors import ExitCode
 from mycli.runtime.hub import client
@@ -310,15 +305,7 @@ def attempt(name: str, seed: int, where: Place) -> str:
 
 def main() -> None:
     """Print one line per set and a traceback per fault; exit with 1 after a fault."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sets", nargs="*", default=list(SETS), metavar="SET", help=", ".join(SETS))
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--record", type=Path, metavar="FILE")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    signal.signal(signal.SIGVTALRM, fuzz.too_slow)
+    options = fuzz.command_line(__doc__, list(SETS)).parse_args()
     record = fuzz.Record(options.record and options.record.absolute(), options.seed)
     _models(), _gguf()  # made once, in no case's time
     # A client that has what it needs closes the connection.

@@ -65,8 +65,8 @@ def load_model(
         warn(Declined("weights-unpacked", {"reason": placement.unpacked, "dtype": placement.dtype_name}))
     for slow in _unpacked_every_pass(folder, placement):
         warn(slow)
-    if not placement.unpacked:
-        model.keep_prompt_copies(placement.prompt_copy)
+    if placement.prompt_copy != "none" and (without := model.keep_prompt_copies(placement.prompt_copy)):
+        warn(Declined("no-prompt-copy", {"count": without, "kind": placement.prompt_copy}))
     release_free_memory()  # the buffers that weights were read into: a tenth of a packed model
     return ModelRunner(model, placement.kv, compile_passes(model, placement.kv, warn), activations)
 

@@ -14,7 +14,7 @@ from mycli.runtime.checkpoint.open_folder import open_model_folder
 from mycli.runtime.device.placement import Placement, torch_dtype
 from mycli.runtime.diagnostics.memory_check import MemoryPart, check_parts, measure_memory
 from mycli.runtime.engine.loading.loader import load_model
-from mycli.runtime.errors import ExitCode, GateError
+from mycli.runtime.errors import Declined, ExitCode, GateError
 from mycli.runtime.memory.fit import PackingScheme
 from mycli.runtime.memory.plan import MemoryPlan
 from mycli.runtime.models.config import KvDtype
@@ -118,6 +118,16 @@ def test_a_shadow_is_used_for_prompts_alone(packed: Path) -> None:
     assert torch.equal(copy, matmul.dequantize()) and (many - expected).norm() / expected.norm() < 5e-3
     copy.zero_()
     assert not linear(x).any() and torch.equal(linear(x[:64]), few)
+
+
+def test_products_without_a_copy_for_prompts_are_reported(packed: Path) -> None:
+    copied = Placement(torch.device("cpu"), torch.bfloat16, prompt_copy="fp8")
+    reported: list[str | Declined] = []
+    load_model(open_model_folder(packed), copied, warn=reported.append)
+    assert reported == []
+    load_model(open_model_folder(FOLDER), copied, warn=reported.append)
+    layers = open_model_folder(FOLDER).config.layers
+    assert reported == [Declined("no-prompt-copy", {"count": 4 * layers, "kind": "fp8"})], "nothing is packed there"
 
 
 def test_a_wrong_prediction_is_caught() -> None:

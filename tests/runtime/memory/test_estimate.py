@@ -268,7 +268,7 @@ def test_a_copy_for_prompts_is_the_packed_blocks_once_more_and_no_decoding_step_
 
 
 def test_products_of_other_sizes_have_no_8_bit_copy() -> None:
-    """The last product of each MLP has inputs that are no multiple of 16, so many rows decode its weights."""
+    """`down_proj` has 14,344 inputs, which is not a multiple of 16: passes of many rows decode its weights."""
     config = replace(plan("Llama-3.1-8B").config, intermediate_size=14344)
     names = [spec.name for layer in range(32) for group in config.layer(layer).products().values() for spec in group]
     packed = MemoryPlan(config, dict.fromkeys(names, Packing(4, None)), gpu=True, prompt_copy="fp8")
